@@ -1,0 +1,51 @@
+"""Exact attention, tile by tile: ``softmax(q kᵀ) v`` and its gradients on every device."""
+
+from tilewise.api import attention, attention_varlen, attention_with_lse, dropout_mask, explain, show_mask
+from tilewise.expr import lookup
+from tilewise.mask import (
+    Mask,
+    block_sparse,
+    butterfly,
+    causal,
+    dense,
+    documents,
+    keep,
+    key_lengths,
+    key_range,
+    local_global,
+    prefix,
+    strided,
+    window,
+)
+from tilewise.score import OFF as offset
+from tilewise.score import Score, alibi, bias, score, softcap
+
+__version__ = "0.1.0"
+__all__ = [
+    "Mask",
+    "Score",
+    "alibi",
+    "attention",
+    "attention_varlen",
+    "attention_with_lse",
+    "bias",
+    "block_sparse",
+    "butterfly",
+    "causal",
+    "dense",
+    "documents",
+    "dropout_mask",
+    "explain",
+    "keep",
+    "key_lengths",
+    "key_range",
+    "local_global",
+    "lookup",
+    "offset",
+    "prefix",
+    "score",
+    "show_mask",
+    "softcap",
+    "strided",
+    "window",
+]

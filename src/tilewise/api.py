@@ -1,0 +1,176 @@
+"""The public functions: signatures and docstrings. They assemble a call and check nothing; the operator does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewise import autograd, dispatch, dropout  # noqa: F401  (autograd registers the operators)
+from tilewise.mask import Mask, as_mask, region
+from tilewise.score import Score
+from tilewise.spec import Options, assemble
+from tilewise.tiles import Grid
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | Callable | None = None,
+    score: Score | Tensor | Callable | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Exact attention, ``softmax(mask(score(softmax_scale * q kᵀ))) v``, tile by tile; differentiable.
+
+    Args:
+        q: ``(batch, seqlen_q, heads_q, head_dim)``, fp16, bf16, fp32 or fp64.
+        k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads_q`` is a multiple of ``heads_k`` (GQA, MQA).
+        v: ``(batch, seqlen_k, heads_k, head_dim_v)``.
+        causal: also hide the keys after a query, aligned at the last (``mask & tw.causal()``).
+        mask: a Mask, a bool tensor broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)`` (True = kept), or a function
+            of ``(b, h, i, j)``.
+        score: a Score, a float tensor added to the scores, or a function of ``(s, b, h, i, j)``.
+        softmax_scale: default ``1 / sqrt(head_dim)``.
+        sink: ``(heads_q,)``, a logit per query head that takes part in the softmax and has no value.
+        dropout_p: probability of dropping a pair after the softmax.
+        dropout_seed: an int, or one int64 on q's device; default: drawn by ``torch.randint``.
+        deterministic: results repeat bit for bit and do not depend on the rest of the batch. Default:
+            ``torch.are_deterministic_algorithms_enabled()``.
+        backend: run here or raise. Default: the first that can, see :func:`explain`.
+
+    Returns:
+        ``(batch, seqlen_q, heads_q, head_dim_v)``, contiguous. A row that sees no key is zero.
+
+    Raises:
+        ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
+
+    Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md.
+    """
+    # fmt: off
+    o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
+    # fmt: on
+    return torch.ops.tilewise.attention(q, k, v, *assemble(q, k, v, o))[0]
+
+
+def attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | Callable | None = None,
+    score: Score | Tensor | Callable | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention` and the log of its softmax's denominators; both are differentiable.
+
+    Returns:
+        o, and lse ``(batch, heads_q, seqlen_q)``: natural log, fp32 (fp64 for fp64), the sink included, ``-inf`` for a row
+        that sees no key and has no sink.
+    """
+    o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
+    return torch.ops.tilewise.attention(q, k, v, *assemble(q, k, v, o))
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | Callable | None = None,
+    score: Score | Tensor | Callable | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` of packed sequences; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
+
+    Args:
+        q: ``(total_q, heads_q, head_dim)``. k: ``(total_k, heads_k, head_dim)``. v: ``(total_k, heads_k, head_dim_v)``.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64, ``(batch + 1,)``, starting at 0, never decreasing;
+            ``cu_seqlens_k=None``: the same. No maximum length is needed.
+
+    Masks and scores see indices within the sequence. Rows past ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. On the
+    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``.
+
+    Returns:
+        o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
+    """
+    # fmt: off
+    o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
+                cu_seqlens_q, cu_seqlens_k)
+    # fmt: on
+    out = torch.ops.tilewise.attention(q, k, v, *assemble(q, k, v, o))
+    return out if return_lse else out[0]
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **options: object,
+) -> dispatch.Explanation:
+    """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
+
+    Args:
+        options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call.
+    """
+    return dispatch.explain(q, k, v, Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options))
+
+
+def show_mask(
+    mask: Mask | Tensor | Callable, seqlen_q: int, seqlen_k: int | None = None, *, batch: int = 0, head: int = 0
+) -> str:
+    """The 0/1 matrix of a mask: one line a query, ``1`` for a kept key, ``.`` for a hidden one."""
+    kept = as_mask(mask)
+    leaves = [leaf.cpu() for leaf in kept.leaves]
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    one = torch.ones((), dtype=torch.int64)
+    b, h = one.new_full((1,), batch), one.new_full((1,), head)
+    grid = Grid(region(kept.text, tuple(range(len(leaves)))), leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
+    pairs = grid.kept(torch.arange(seqlen_q), torch.arange(seqlen_k))
+    pairs = (
+        torch.ones(seqlen_q, seqlen_k, dtype=torch.bool) if pairs is None else pairs[0, 0].expand(seqlen_q, seqlen_k)
+    )
+    return "\n".join(" ".join("1" if kept else "." for kept in row) for row in pairs.tolist())
+
+
+def dropout_mask(
+    seed: int | Tensor,
+    p: float,
+    batch: int,
+    heads_q: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Which pairs dropout keeps: bool ``(batch, heads_q, seqlen_q, seqlen_k)``, the same on every device and backend."""
+    if not isinstance(seed, Tensor):
+        seed = torch.full((1,), seed, dtype=torch.int64, device=device)
+    heads = torch.arange(batch * heads_q, device=seed.device).view(batch, heads_q)
+    return dropout.keep(seed, p, heads, (0, seqlen_q), (0, seqlen_k))

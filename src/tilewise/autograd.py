@@ -1,0 +1,164 @@
+"""The two operators, for all backends: their schemas, kernels, fake kernels, autograd and autocast.
+
+tilewise::attention(q, k, v, extras, seed, spec) -> (o, lse)
+tilewise::attention_backward(do, dlse, q, k, v, o, lse, extras, seed, spec) -> (dq, dk, dv, dextras)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.backends.base import Output, empty_gradients, empty_output
+from tilewise.problem import check
+from tilewise.spec import parse_spec
+
+_library = torch.library.Library("tilewise", "DEF")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor? seed, str spec) -> (Tensor o, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "attention_backward(Tensor do, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] extras, "
+    "Tensor? seed, str spec) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dextras)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_attention = torch.ops.tilewise.attention.default
+_attention_backward = torch.ops.tilewise.attention_backward.default
+
+
+# -- Kernels -------------------------------------------------------------------------------------------------------
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
+    plan = dispatch.plan(q, k, v, extras, seed, spec)
+    out = plan.backend.forward(plan.problem, dispatch.inputs(plan, q, k, v, extras, seed))
+    return out.o, out.lse
+
+
+def _backward(do, dlse, q, k, v, o, lse, extras, seed, spec):
+    plan = dispatch.plan(q, k, v, extras, seed, spec)
+    p = plan.problem
+    if do.stride(-1) != 1 and do.shape[-1] > 1:
+        do = do.contiguous()
+    grads = plan.backend.backward(p, dispatch.inputs(plan, q, k, v, extras, seed), Output(o, lse), do, dlse)
+    dextras = []
+    for slot in p.spec.grad_slots:
+        total = grads.leaves.get(slot)
+        if slot == p.spec.sink_slot:  # one tensor may be both sink and leaf
+            total = grads.sink if total is None else total + grads.sink
+        dextras.append(torch.zeros_like(extras[slot]) if total is None else total)
+    return grads.dq, grads.dk, grads.dv, dextras
+
+
+def _fake_forward(q, k, v, extras, seed, spec):
+    out = empty_output(check(q, k, v, extras, seed, parse_spec(spec)), q, v)
+    return out.o, out.lse
+
+
+def _fake_backward(do, dlse, q, k, v, o, lse, extras, seed, spec):
+    return empty_gradients(check(q, k, v, extras, seed, parse_spec(spec)), q, k, v, extras)
+
+
+_library.impl("attention", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::attention", _fake_forward, lib=_library)
+torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
+
+
+# -- Autograd ------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, seed, spec, *extras):
+        with torch._C._AutoDispatchBelowAutograd():
+            o, lse = _attention(q, k, v, extras, seed, spec)
+        ctx.save_for_backward(q, k, v, o, lse, seed, *extras)
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, k, v, o, lse, seed, *extras = ctx.saved_tensors
+        if do is None and dlse is None:
+            return (None,) * (5 + len(extras))
+        do = torch.zeros_like(o) if do is None else do
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        dq, dk, dv, dextras = _attention_backward(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
+        by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))
+        return dq, dk, dv, None, None, *[by_slot.get(n) for n in range(len(extras))]
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """So that differentiating twice says that it cannot, instead of returning a wrong zero."""
+
+    @staticmethod
+    def forward(ctx, count, seed, spec, *tensors):
+        with torch._C._AutoDispatchBelowAutograd():
+            dq, dk, dv, dextras = _attention_backward(*tensors[:7], tensors[7:], seed, spec)
+        return dq, dk, dv, *dextras
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "attention was differentiated twice; tilewise computes first derivatives only. Use create_graph=False, or "
+            "compute this attention with tilewise.reference's formulas in plain torch where a second derivative is needed"
+        )
+
+
+def _refuse_transforms(name: str) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{name} inside torch.func or vmap is not built; the batch and head dimensions of q, k and v are the place "
+            "for a mapped dimension"
+        )
+
+
+def _forward_autograd(q, k, v, extras, seed, spec):
+    _refuse_transforms("tilewise.attention")
+    if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
+        return _Attention.apply(q, k, v, seed, spec, *extras)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _attention(q, k, v, extras, seed, spec)
+
+
+def _backward_autograd(do, dlse, q, k, v, o, lse, extras, seed, spec):
+    tensors = (do, dlse, q, k, v, o, lse, *extras)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        dq, dk, dv, *dextras = _AttentionBackward.apply(len(tensors), seed, spec, *tensors)
+        return dq, dk, dv, dextras
+    with torch._C._AutoDispatchBelowAutograd():
+        return _attention_backward(do, dlse, q, k, v, o, lse, extras, seed, spec)
+
+
+def _forward_batched(*_):
+    _refuse_transforms("tilewise.attention")
+
+
+_library.impl("attention", _forward_autograd, "Autograd")
+_library.impl("attention_backward", _backward_autograd, "Autograd")
+_library.impl("attention", _forward_batched, "FuncTorchBatched")
+
+
+# -- Autocast ------------------------------------------------------------------------------------------------------
+
+
+def _autocast(device_type: str, key: str) -> None:
+    """q, k and v are cast to the autocast dtype; inside, autocast is off."""
+
+    def kernel(q, k, v, extras, seed, spec):
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+            cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
+            return _attention(*cast, extras, seed, spec)
+
+    _library.impl("attention", kernel, key)
+
+
+_autocast("cpu", "AutocastCPU")
+_autocast("cuda", "AutocastCUDA")

@@ -1,0 +1,92 @@
+"""The interface of a backend, and what every backend shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.problem import Problem
+
+
+@dataclass
+class Inputs:
+    """The tensors of a call, named. Layouts as in :class:`Problem`; ``leaves`` are all extras, by slot."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seed: Tensor | None = None
+    leaves: Sequence[Tensor] = ()
+    sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+    @classmethod
+    def of(cls, p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
+        spec = p.spec
+        sink = None if spec.sink_slot is None else extras[spec.sink_slot]
+        cu_q, cu_k = (extras[n] for n in spec.cu_slots) if spec.packed else (None, None)
+        return cls(q, k, v, seed, extras, sink, cu_q, cu_k)
+
+
+@dataclass
+class Output:
+    """``o`` (batch, seqlen_q, heads_q, head_dim_v) and ``lse`` (batch, heads_q, seqlen_q); packed without batch."""
+
+    o: Tensor
+    lse: Tensor
+
+
+@dataclass
+class Grads:
+    """Gradients in the shapes and dtypes of what they belong to.
+
+    ``leaves`` holds one per slot of ``spec.grad_slots`` that a score reads, by slot; ``sink`` where it is wanted.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    sink: Tensor | None
+    leaves: dict[int, Tensor]
+
+
+class Config(Protocol):
+    """A backend's choices for one problem: frozen, and able to describe themselves."""
+
+    def describe(self) -> str: ...
+
+    def traffic(self, p: Problem) -> int:
+        """Bytes that the forward moves to and from slow memory, as predicted."""
+        ...
+
+
+class Backend(Protocol):
+    name: str
+
+    def unsupported(self, p: Problem) -> list[str]:
+        """Every reason why this problem cannot run here; empty: its forward runs and, if it needs one, its backward."""
+        ...
+
+    def config(self, p: Problem) -> Any: ...
+
+    def forward(self, p: Problem, t: Inputs) -> Output: ...
+
+    def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
+
+
+def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
+    """Contiguous, uninitialised outputs; the one place that decides their shapes, dtypes and strides."""
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse_shape = (q.shape[1], q.shape[0]) if p.packed else (q.shape[0], q.shape[2], q.shape[1])
+    return Output(o, q.new_empty(lse_shape, dtype=p.compute_dtype))
+
+
+def empty_gradients(p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> tuple:
+    """Contiguous, uninitialised ``(dq, dk, dv, [dextras])``, the last for each of ``spec.grad_slots``."""
+    new = lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device)  # noqa: E731
+    return new(q), new(k), new(v), [new(extras[n]) for n in p.spec.grad_slots]

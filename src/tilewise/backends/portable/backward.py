@@ -1,0 +1,102 @@
+"""Backward (docs/algorithm.md, eqs. of "Backward"; FlashAttention-2, Algorithm 2): key tiles outside, queries inside.
+
+P = exp(S - lse)    dV += (P ∘ Z)ᵀ dO    dP = Z ∘ (dO Vᵀ)    dS = P ∘ (dP - delta)
+dK += dS'ᵀ Q · scale    dQ += dS' K · scale,    dS' = dS · (d score / d s)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise import expr
+from tilewise.backends.portable.step import Step, tiles
+from tilewise.tiles import EMPTY, FULL
+
+
+@dataclass
+class Sums:
+    """What the loops add to: ``dq`` as product rows of the whole step, ``dk``, ``dv`` of one key tile, leaves by slot."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    leaves: dict[int, Tensor]
+
+
+def backward_step(
+    step: Step, do: Tensor, lse: Tensor, delta: Tensor, grads: tuple[Tensor, Tensor, Tensor], leaves: dict[int, Tensor]
+):
+    """Writes a step's part of ``grads`` (dq, dk, dv: views ``(batch, seqlen, heads, D)``), adds to ``leaves``.
+
+    Args:
+        do: ``(batch, seqlen_q, heads_q, head_dim_v)``.
+        lse, delta: ``(batch, heads_q, seqlen_q)`` in the compute dtype.
+    """
+    dq, dk, dv = grads
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)  # exp(s - inf) = 0: rows that saw nothing
+    rows = tiles(step.grid.seqlen_q, step.config.tile_m)
+    columns = list(zip(*step.tile_map(by_columns=True), strict=True))
+    queries = [_QueryTile(step, at, do, lse, delta) for at in rows] if len(rows) * len(columns) == 1 else None
+    dq_sums = [torch.zeros_like(step.query_tile(step.q, at)) for at in rows]
+    for keys, line in zip(tiles(step.grid.keys, step.config.tile_n), columns, strict=True):
+        k, v = step.key_tile(step.k, keys), step.key_tile(step.v, keys)
+        sums = Sums(dq_sums[0] if dq_sums else k, torch.zeros_like(k), torch.zeros_like(v), leaves)
+        for n, (at, status) in enumerate(zip(rows, line, strict=True)):
+            if status != EMPTY:
+                sums.dq = dq_sums[n]
+                query = queries[n] if queries else _QueryTile(step, at, do, lse, delta)
+                _query_block(step, query, keys, status == FULL, (k, v), sums)
+        _store_keys(step, dk, keys, sums.dk)
+        _store_keys(step, dv, keys, sums.dv)
+    for at, tile in zip(rows, dq_sums, strict=True):
+        by_head = step.by_head(tile, at.stop - at.start)
+        dq[:, at] = by_head.mul_(step.p.softmax_scale).transpose(1, 2)
+
+
+def _store_keys(step: Step, whole: Tensor, keys: slice, tile: Tensor) -> None:
+    whole[:, keys] = tile.unflatten(0, (step.q.shape[0], -1)).transpose(1, 2)
+
+
+class _QueryTile:
+    """What a query tile brings to every key tile: q (scaled), dO, lse and delta as product tiles."""
+
+    def __init__(self, step: Step, rows: slice, do: Tensor, lse: Tensor, delta: Tensor):
+        self.rows = rows
+        self.q = step.query_tile(step.q, rows) * step.p.softmax_scale
+        self.do = step.query_tile(do, rows)
+        self.lse, self.delta = step.row_tile(lse, rows), step.row_tile(delta, rows)
+
+
+def _query_block(step: Step, query: _QueryTile, keys: slice, full: bool, kv: tuple[Tensor, Tensor], sums: Sums) -> None:
+    """One tile of scores: adds to dQ of its rows and to dK, dV of its keys."""
+    k, v = kv
+    plain = step.p.spec.score is None
+    raw = torch.bmm(query.q, k.mT)
+    s = step.scores(raw if plain else raw.clone(), query.rows, keys, full)
+    p = s.sub_(query.lse).exp_()
+    z = step.dropped(query.rows, keys)
+    sums.dv.baddbmm_((p if z is None else p * z).mT, query.do)
+    dp = torch.bmm(query.do, v.mT)
+    ds = (dp if z is None else dp.mul_(z)).sub_(query.delta).mul_(p)
+    if not (plain and full):  # 0 · NaN: what is hidden gives nothing
+        ds.masked_fill_(p == 0, 0)
+    if not plain:
+        ds = _through_score(step, (query.rows, keys), raw, p == 0, ds, sums.leaves)
+    sums.dk.baddbmm_(ds.mT, query.q)
+    sums.dq.baddbmm_(ds, k)
+
+
+def _through_score(
+    step: Step, at: tuple[slice, slice], raw: Tensor, hidden: Tensor, ds: Tensor, leaves: dict[int, Tensor]
+) -> Tensor:
+    """``dS · (d score / d s)``; adds ``dS · (d score / d leaf)`` to the leaves."""
+    spec, rows = step.p.spec, at[0].stop - at[0].start
+    env = step.env(*at, step.by_head(raw, rows))
+    slope, *leaf_slopes = expr.evaluate(spec.score_slopes, env, step.t.leaves, raw.dtype)
+    ds, hidden = step.by_head(ds, rows), step.by_head(hidden, rows)
+    for e, leaf_slope in zip(spec.lookups, leaf_slopes, strict=True):
+        expr.read_adjoint(leaves[e.args[0][1]], e, env, step.t.leaves, (ds * leaf_slope).masked_fill_(hidden, 0))
+    return (ds * slope).masked_fill_(hidden, 0).view(raw.shape)

@@ -1,0 +1,68 @@
+"""Forward (docs/algorithm.md, eqs. of "Forward"; FlashAttention-2, Algorithm 1): query tiles outside, keys inside.
+
+    m' = max(m, rowmax S)    P = exp(S - m')    l = l·exp(m - m') + rowsum P    O = O·exp(m - m') + P V
+and once at the end O = O / l, lse = m + log l.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise import state
+from tilewise.backends.portable.step import Step, split_keys, tiles
+from tilewise.tiles import EMPTY, FULL
+
+
+def forward_step(step: Step) -> tuple[Tensor, Tensor]:
+    """``o`` (batch, heads_q, seqlen_q, head_dim_v) and ``lse`` (batch, heads_q, seqlen_q) in the compute dtype."""
+    if step.config.split and step.grid.key_origin is None and step.grid.keys > step.config.split:
+        return _merged_chunks(step)
+    o, lse = [], []
+    keys = tiles(step.grid.keys, step.config.tile_n)
+    for rows, line in zip(tiles(step.grid.seqlen_q, step.config.tile_m), step.tile_map(), strict=True):
+        tile_o, tile_lse = _query_tile(
+            step, rows, [(n, s == FULL) for n, s in zip(keys, line, strict=True) if s != EMPTY]
+        )
+        o.append(step.by_head(tile_o, rows.stop - rows.start))
+        lse.append(step.by_head(tile_lse, rows.stop - rows.start).squeeze(-1))
+    return torch.cat(o, 2), torch.cat(lse, 2)
+
+
+def _merged_chunks(step: Step) -> tuple[Tensor, Tensor]:
+    chunks = []
+    for part in split_keys(step):
+        o, lse = (x.unflatten(0, (step.q.shape[0], -1)) for x in forward_step(part))
+        chunks.append(state.merge_all(o, lse, 1))
+    return chunks[0] if len(chunks) == 1 else state.merge(*chunks[0], *chunks[1])
+
+
+def _query_tile(step: Step, rows: slice, visits: list[tuple[slice, bool]]) -> tuple[Tensor, Tensor]:
+    """One query tile against the key tiles to visit: ``o`` and ``lse`` as product tiles."""
+    q = step.query_tile(step.q, rows) * step.p.softmax_scale
+    m = q.new_full((*q.shape[:2], 1), -torch.inf)
+    l = torch.zeros_like(m)
+    acc = q.new_zeros((*q.shape[:2], step.p.head_dim_v))
+    for keys, full in visits:
+        m, l = _key_block(step, (rows, keys), full, q, (m, l, acc))
+    lse = torch.where(l > 0, m + torch.log(l), -torch.inf)
+    return acc.div_(torch.where(l > 0, l, 1)), torch.where(torch.isnan(l), l, lse)
+
+
+def _key_block(
+    step: Step, at: tuple[slice, slice], full: bool, q: Tensor, carried: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Takes one key tile in: ``acc`` in place, the new ``m`` and ``l`` returned."""
+    rows, keys = at
+    m, l, acc = carried
+    s = torch.bmm(q, step.key_tile(step.k, keys).mT)
+    s = step.scores(s, rows, keys, full)
+    m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+    shift = m_new if full and step.p.spec.score is None else torch.where(m_new == -torch.inf, 0, m_new)
+    p = s.sub_(shift).exp_()
+    rescale = torch.exp(m - shift)
+    l = l * rescale + p.sum(-1, keepdim=True)
+    z = step.dropped(rows, keys)
+    p = p if z is None else p.mul_(z)
+    acc.mul_(rescale).baddbmm_(p, step.key_tile(step.v, keys))
+    return m_new, l

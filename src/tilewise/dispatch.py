@@ -1,0 +1,194 @@
+"""Which backend runs a problem: an ordered table, a pure choice, and its explanation."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from tilewise import device as devices
+from tilewise import settings
+from tilewise.backends.base import Backend, Inputs
+from tilewise.problem import Problem, check, check_cu_seqlens
+from tilewise.spec import Options, assemble, parse_spec
+
+
+@dataclass(frozen=True)
+class Row:
+    """A backend: where its class is, and the device types it is tried on without being named (None: all)."""
+
+    name: str
+    path: str
+    device_types: tuple[str, ...] | None
+
+
+# In order of preference. `reference` runs only when named.
+BACKENDS = (Row("portable", "tilewise.backends.portable:Portable", None),)
+NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None),)
+
+
+@lru_cache(maxsize=16)
+def backend(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    row = next((row for row in (*BACKENDS, *NAMED_ONLY) if row.name == name), None)
+    if row is None:
+        known = ", ".join(row.name for row in (*BACKENDS, *NAMED_ONLY))
+        raise ValueError(f"backend={name!r} does not exist; there are {known}")
+    module, _, attribute = row.path.partition(":")
+    return getattr(importlib.import_module(module), attribute)()
+
+
+def candidates(p: Problem) -> list[str]:
+    """The names that are tried for a problem, in order."""
+    if p.spec.backend is not None:
+        return [p.spec.backend]
+    return [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
+
+
+def select(p: Problem) -> Backend:
+    """The backend that runs a problem.
+
+    Raises:
+        ValueError: the backend asked for does not exist.
+        NotImplementedError: none can; every reason of each.
+    """
+    refused: dict[str, list[str]] = {}
+    for name in candidates(p):
+        reasons = backend(name).unsupported(p)
+        if not reasons:
+            return backend(name)
+        refused[name] = reasons
+    raise NotImplementedError(_refusal(p, refused))
+
+
+def _refusal(p: Problem, refused: dict[str, list[str]]) -> str:
+    asked = p.spec.backend
+    lines = [f'backend="{asked}" cannot run this attention' if asked else "no backend can run this attention"]
+    lines += [f"    {p.describe()}"]
+    lines += [
+        f"  {reason}" if asked else f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons
+    ]
+    if asked:
+        others = [row.name for row in BACKENDS if row.name != asked and not backend(row.name).unsupported(p)]
+        lines += [f"  Drop backend= and {others[0]} runs it."] if others else []
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked problem and who runs it."""
+
+    problem: Problem
+    backend: Backend
+
+
+_plans: dict[tuple, Plan] = {}
+_PLANS_LIMIT = 4096
+
+
+def _signature(t: Tensor) -> tuple:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str) -> Plan:
+    """Checks and selects, once per signature; the values of ``cu_seqlens`` are checked at every call.
+
+    Raises:
+        ValueError: a wrong call. NotImplementedError: a right one that no backend runs.
+    """
+    signature = (spec, _signature(q), _signature(k), _signature(v), *[_signature(t) for t in extras])
+    if seed is not None:
+        signature = (*signature, _signature(seed))
+    found = _plans.get(signature)
+    if found is None:
+        problem = check(q, k, v, extras, seed, parse_spec(spec))
+        found = Plan(problem, select(problem))
+        if len(_plans) >= _PLANS_LIMIT:
+            _plans.clear()
+        _plans[signature] = found
+    if found.problem.spec.cu_slots and (q.device.type == "cpu" or settings.check_values()):
+        cu_q, cu_k = (extras[n] for n in found.problem.spec.cu_slots)
+        check_cu_seqlens(cu_q, cu_k, q.shape[0], k.shape[0])
+    return found
+
+
+def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
+    return Inputs.of(found.problem, q, k, v, extras, seed)
+
+
+# -- Explaining ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run a call, and why not the others. ``print`` it."""
+
+    problem: Problem
+    chosen: str | None
+    tiles: str
+    flops: int
+    traffic: int
+    refused: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        p, facts = self.problem, devices.of(self.problem.device)
+        lines = [p.describe(), f"on {facts.name}, {facts.cores} {'SMs' if facts.type == 'cuda' else 'threads'}"]
+        if self.chosen:
+            lines += [f"backend   {self.chosen}: {self.tiles}"]
+            lines += [
+                f"work      {self.flops / 1e9:.3g} GFLOP before masking, {self.traffic / 2**20:.3g} MiB of slow memory predicted"
+            ]
+        else:
+            lines += ["backend   none"]
+        lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items()]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict:
+        return {
+            "problem": self.problem.describe(),
+            "device": devices.of(self.problem.device).name,
+            "backend": self.chosen,
+            "tiles": self.tiles,
+            "flops": self.flops,
+            "traffic_bytes": self.traffic,
+            "refused": self.refused,
+        }
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
+    """Of a call with these keywords.
+
+    Raises:
+        ValueError: a wrong call.
+    """
+    extras, seed, text = assemble(q, k, v, options)
+    p = check(q, k, v, extras, seed, parse_spec(text))
+    chosen, refused = None, {}
+    for row in (*BACKENDS, *NAMED_ONLY):
+        reasons = list(backend(row.name).unsupported(p))
+        if row.device_types is not None and p.device.type not in row.device_types:
+            reasons.append(f"runs on {', '.join(row.device_types)}, q is on {p.device.type}")
+        if not reasons and (
+            row.name == p.spec.backend or (p.spec.backend is None and chosen is None and row in BACKENDS)
+        ):
+            chosen = row.name
+            continue
+        if not reasons:
+            reasons.append(
+                "runs only when named" if row in NAMED_ONLY else f"comes after {chosen}" if chosen else "not asked for"
+            )
+        refused[row.name] = reasons
+    if p.spec.backend is not None:
+        backend(p.spec.backend)  # one that does not exist is a wrong call
+    config = backend(chosen).config(p) if chosen else None
+    flops = 2 * p.heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v) * (1 if p.packed else p.batch)
+    return Explanation(
+        p, chosen, config.describe() if config else "", flops, config.traffic(p) if config else 0, refused
+    )

@@ -1,0 +1,332 @@
+"""What is to be computed, without the tensors: the checked problem and its compile-time key.
+
+- :class:`Problem`: a call's sizes, dtypes and strides beside its Spec; made only by :func:`check`, which holds every
+  input check of the package and raises with all reasons at once.
+- :class:`Key`: the part of a Problem that a compiled kernel depends on; numbers and lengths are no part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tilewise import expr
+from tilewise.mask import Region
+from tilewise.spec import Spec
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, t: Tensor) -> TensorFacts:
+        return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a compiled kernel depends on: types, widths and structure; no length, no stride, no number of the user's."""
+
+    dtype: torch.dtype
+    device: str
+    head_dim: int
+    head_dim_v: int
+    grouped: bool
+    packed: bool
+    lo: str
+    hi: str
+    first: str
+    last: str
+    predicate: str
+    score: str
+    leaves: tuple[tuple[torch.dtype, int], ...]
+    grad_slots: tuple[int, ...]
+    sink: bool
+    dropout: bool
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call that passed every check. Packed, ``batch`` counts sequences and the lengths are the totals of all.
+
+    Attributes:
+        q, k, v: facts of the inputs; ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``.
+        extras: facts of sink, cu_seqlens and leaves, by slot.
+        origin: ``(b, h, i, j)`` of the first pair in the whole attention, of which this may be a part.
+    """
+
+    q: TensorFacts
+    k: TensorFacts
+    v: TensorFacts
+    extras: tuple[TensorFacts, ...]
+    device: torch.device
+    spec: Spec
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @property
+    def packed(self) -> bool:
+        return self.spec.packed
+
+    @property
+    def batch(self) -> int:
+        return self.extras[self.spec.cu_slots[0]].shape[0] - 1 if self.packed else self.q.shape[0]
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.q.shape[-3]
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.k.shape[-3]
+
+    @property
+    def heads_q(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def heads_k(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads_q // self.heads_k if self.heads_k else 1
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of scores, statistics and accumulators: fp32, and fp64 for fp64."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def softmax_scale(self) -> float:
+        scale = self.spec.softmax_scale
+        return 1 / math.sqrt(max(self.head_dim, 1)) if scale is None else scale
+
+    @cached_property
+    def key(self) -> Key:
+        spec, region = self.spec, self.spec.region
+        numbers: list[float] = []
+        text = lambda e: "" if e is None else str(expr.abstract(e, numbers))  # noqa: E731
+        return Key(
+            dtype=self.dtype,
+            device=self.device.type,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            grouped=self.group > 1,
+            packed=self.packed,
+            lo=text(region.lo),
+            hi=text(region.hi),
+            first=text(region.first),
+            last=text(region.last),
+            predicate=text(region.predicate),
+            score=text(spec.score),
+            leaves=tuple(
+                (self.extras[n].dtype, len(self.extras[n].shape)) for n in (*spec.mask_slots, *spec.score_slots)
+            ),
+            grad_slots=spec.grad_slots,
+            sink=spec.sink_slot is not None,
+            dropout=spec.dropout_p > 0,
+            deterministic=spec.deterministic,
+        )
+
+    def describe(self) -> str:
+        """The call in one or two lines, as error messages and ``explain`` show it."""
+        show = lambda name, t: f"{name} {t.shape} {str(t.dtype).removeprefix('torch.')}"  # noqa: E731
+        parts = [f"{show('q', self.q)} {self.device}", show("k", self.k), show("v", self.v)]
+        spec = self.spec
+        parts += [f"mask {spec.mask_text}"] if spec.mask_text else []
+        parts += [f"score {spec.score_text}"] if spec.score_text else []
+        parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
+        parts += ["sink"] if spec.sink_slot is not None else []
+        parts += [f"packed, {self.batch} sequences"] if self.packed else []
+        parts += ["deterministic"] if spec.deterministic else []
+        return "    ".join(parts)
+
+
+# -- The checks ----------------------------------------------------------------------------------------------------
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: Spec) -> Problem:
+    """The Problem of a call.
+
+    Raises:
+        ValueError: for a wrong call, with every reason.
+    """
+    reasons = _qkv_reasons(q, k, v, spec.packed)
+    if not reasons:
+        reasons = _extras_reasons(q, k, extras, spec) + _option_reasons(q, seed, spec)
+    if reasons:
+        shown = "    ".join(
+            f"{n} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} {t.device}"
+            for n, t in zip("qkv", (q, k, v), strict=True)
+        )
+        raise ValueError("attention was called wrongly\n    " + shown + "".join(f"\n  {reason}" for reason in reasons))
+    facts = TensorFacts.of
+    return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec)
+
+
+def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[str]:
+    ndim, layout = (3, "(total, heads, head_dim)") if packed else (4, "(batch, seqlen, heads, head_dim)")
+    wrong = [
+        f"{n} has {t.ndim} dimensions, {layout} has {ndim}"
+        for n, t in zip("qkv", (q, k, v), strict=True)
+        if t.ndim != ndim
+    ]
+    if wrong:
+        return wrong
+    reasons = []
+    if not (q.dtype == k.dtype == v.dtype):
+        reasons.append("q, k and v have different dtypes; convert them to one: k.to(q.dtype)")
+    elif q.dtype not in DTYPES:
+        reasons.append(f"dtype {q.dtype} is not float16, bfloat16, float32 or float64; convert: q.to(torch.bfloat16)")
+    if not (q.device == k.device == v.device):
+        reasons.append("q, k and v are on different devices; move them to one: k.to(q.device)")
+    if not packed and not (q.shape[0] == k.shape[0] == v.shape[0]):
+        reasons.append(f"batch differs: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}")
+    if k.shape[-3] != v.shape[-3]:
+        reasons.append(f"seqlen of k ({k.shape[-3]}) and v ({v.shape[-3]}) differ")
+    if k.shape[-2] != v.shape[-2]:
+        reasons.append(f"heads of k ({k.shape[-2]}) and v ({v.shape[-2]}) differ")
+    elif k.shape[-2] == 0 or q.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        reasons.append(f"heads of q ({q.shape[-2]}) must be a positive multiple of heads of k ({k.shape[-2]})")
+    if q.shape[-1] != k.shape[-1]:
+        reasons.append(f"head_dim of q ({q.shape[-1]}) and k ({k.shape[-1]}) differ")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        reasons.append("head_dim is 0")
+    return reasons
+
+
+def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
+    reasons = [
+        f"a {what} is on {extras[n].device}, q on {q.device}; move it there"
+        for what, slots in (("cu_seqlens", spec.cu_slots), ("mask or score tensor", spec.mask_slots + spec.score_slots))
+        for n in dict.fromkeys(slots)
+        if extras[n].device != q.device
+    ]
+    if spec.sink_slot is not None:
+        sink = extras[spec.sink_slot]
+        if (
+            sink.ndim != 1
+            or sink.shape[0] != q.shape[-2]
+            or not sink.dtype.is_floating_point
+            or sink.device != q.device
+        ):
+            reasons.append(
+                f"sink must be a floating tensor ({q.shape[-2]},), one logit per query head, on {q.device}; "
+                f"got {tuple(sink.shape)} {sink.dtype} {sink.device}"
+            )
+    reasons += _cu_reasons(q, k, [extras[n] for n in spec.cu_slots])
+    grad_outside = [n for n in spec.grad_slots if n not in spec.score_slots and n != spec.sink_slot]
+    if grad_outside:
+        reasons.append("a tensor of the mask requires grad; a mask has no gradient: detach it, or make it a score")
+    return reasons + _leaf_reasons(q, k, extras, spec)
+
+
+def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
+    """Shapes and dtypes; the values are checked at each call by :func:`check_cu_seqlens`."""
+    reasons = [
+        f"cu_seqlens_{n} must be int32 or int64 of shape (batch + 1,), got {c.dtype} {tuple(c.shape)}"
+        for n, c in zip("qk", cu, strict=False)
+        if c.ndim != 1 or c.dtype not in (torch.int32, torch.int64) or c.shape[0] < 1
+    ]
+    if not reasons and cu and cu[0].shape != cu[1].shape:
+        reasons.append(f"cu_seqlens_q has {cu[0].shape[0] - 1} sequences, cu_seqlens_k {cu[1].shape[0] - 1}")
+    if cu and q.shape[0] != k.shape[0] and cu[0] is cu[1]:
+        reasons.append(f"q has {q.shape[0]} rows and k {k.shape[0]}, but one cu_seqlens for both; give cu_seqlens_k")
+    return reasons
+
+
+def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
+    """Leaves read at plain indices must have that index's size; an empty leaf cannot be read at all."""
+    roots = [*spec.region.parts, *([] if spec.score is None else [spec.score])]
+    sizes = {"h": q.shape[-2]} if spec.packed else {"b": q.shape[0], "h": q.shape[-2], "i": q.shape[1], "j": k.shape[1]}
+    reasons = []
+    for e in expr.lookups(*roots):
+        shape = tuple(extras[e.args[0][1]].shape)
+        for axis, (index, size) in enumerate(zip(e.args[1:], shape, strict=True)):
+            name = index.args[0] if index.op == "symbol" else None
+            if name in sizes and size != sizes[name]:
+                axes = {"b": "batch", "h": "heads_q", "i": "seqlen_q", "j": "seqlen_k"}
+                reasons.append(
+                    f"a mask or score tensor {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: "
+                    f"axis {axis} must be {axes[name]} = {sizes[name]}"
+                )
+            elif size == 0 and q.numel() and k.numel():
+                reasons.append(f"a mask or score tensor {shape} is empty and cannot be read")
+    if spec.region.prepared is not None:
+        reasons += _prepared_reasons(q, k, extras, spec.region)
+    return list(dict.fromkeys(reasons))
+
+
+def _prepared_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], region: Region) -> list[str]:
+    block, counts_slot, seen_slot = region.prepared
+    if q.ndim == 3:
+        return ["a prepared mask serves attention, not attention_varlen; pass the mask as it was before prepare"]
+    counts, seen = extras[counts_slot], extras[seen_slot]
+    tiles = (-(-q.shape[1] // block), -(-k.shape[1] // block))
+    fits = counts.shape[0] in (1, q.shape[0]) and counts.shape[1] in (1, q.shape[2])
+    if tuple(counts.shape[2:]) != tiles or seen.shape[-1] != k.shape[1] or not fits:
+        return [
+            f"the mask was prepared for other shapes: its tiles are {tuple(counts.shape)}, "
+            f"these need (…, {tiles[0]}, {tiles[1]}); prepare it again"
+        ]
+    return []
+
+
+def _option_reasons(q: Tensor, seed: Tensor | None, spec: Spec) -> list[str]:
+    reasons = []
+    if spec.softmax_scale is not None and not math.isfinite(spec.softmax_scale):
+        reasons.append(f"softmax_scale is {spec.softmax_scale}")
+    threshold = round((1 - spec.dropout_p) * 65536) if math.isfinite(spec.dropout_p) else -1
+    if spec.dropout_p != 0 and not 0 < threshold < 65536:
+        reasons.append(f"dropout_p {spec.dropout_p} must be 0, or round to between 1/65536 and 65535/65536")
+    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device):
+        reasons.append(
+            f"dropout_seed must be one int64 on {q.device}, got {seed.dtype} {tuple(seed.shape)} {seed.device}"
+        )
+    return reasons
+
+
+def check_cu_seqlens(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int) -> None:
+    """Reads the values of cu_seqlens.
+
+    Raises:
+        ValueError: not starting at 0, decreasing, or ending past the packed tensor.
+    """
+    reasons = []
+    for name, cu, total in (("cu_seqlens_q", cu_q, total_q), ("cu_seqlens_k", cu_k, total_k)):
+        values = cu.tolist()
+        if values[0] != 0:
+            reasons.append(f"{name} starts at {values[0]}, it must start at 0")
+        drop = next((n for n in range(1, len(values)) if values[n] < values[n - 1]), None)
+        if drop is not None:
+            reasons.append(f"{name} decreases at position {drop}: {values[drop - 1]} -> {values[drop]}")
+        if values[-1] > total:
+            reasons.append(f"{name} ends at {values[-1]}, past the {total} rows of the packed tensor")
+    if reasons:
+        raise ValueError("attention_varlen was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))

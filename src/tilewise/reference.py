@@ -1,0 +1,216 @@
+"""Algorithm 0: attention with the whole score matrix in memory, and its closed-form backward. The oracle.
+
+Computed in any dtype: in float64 it is what everything else is judged by; in the inputs' own dtype it is "eager
+attention", whose error sets the tolerance (docs/algorithm.md, "Numerics").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise import dropout, expr, state
+from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.problem import Problem, check
+from tilewise.spec import Options, assemble, parse_spec
+from tilewise.tiles import Grid
+
+MEMORY_LIMIT = 2 << 30
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A batch of sequences of equal lengths: the whole call, or one packed sequence."""
+
+    batch: range
+    rows: slice
+    keys: slice
+
+
+def _parts(p: Problem, t: Inputs) -> Iterator[_Part]:
+    if not p.packed:
+        yield _Part(range(p.batch), slice(None), slice(None))
+        return
+    cu_q, cu_k = t.cu_seqlens_q.tolist(), t.cu_seqlens_k.tolist()
+    for b in range(p.batch):
+        yield _Part(range(b, b + 1), slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1]))
+
+
+class _Attention:
+    """One part's matrices, all ``(batch, heads_q, seqlen_q, seqlen_k)`` in ``dtype``."""
+
+    def __init__(self, p: Problem, t: Inputs, part: _Part, dtype: torch.dtype):
+        self.p, self.t, self.dtype = p, t, dtype
+        heads = lambda x, rows: (x[None, rows] if p.packed else x).transpose(1, 2).to(dtype)  # noqa: E731
+        self.q = heads(t.q, part.rows)
+        k, v = (heads(x, part.keys).repeat_interleave(p.group, 1) for x in (t.k, t.v))
+        device = t.q.device
+        batch = torch.arange(part.batch.start, part.batch.stop, device=device)
+        seqlen_q, seqlen_k = self.q.shape[2], k.shape[2]
+        head = torch.arange(p.heads_q, device=device)
+        grid = Grid(p.spec.region, t.leaves, seqlen_q, seqlen_k, batch, head, seqlen_k)
+        i, j = (torch.arange(n, device=device) for n in (seqlen_q, seqlen_k))
+        kept = grid.kept(i, j)
+        shape = (len(batch), p.heads_q, seqlen_q, seqlen_k)
+        self.kept = (
+            torch.ones((), dtype=torch.bool, device=device).expand(shape) if kept is None else kept.expand(shape)
+        )
+        seen = self.kept.any(2).unflatten(1, (p.heads_k, p.group)).any(2).repeat_interleave(p.group, 1).unsqueeze(-1)
+        self.k, self.v = k.where(seen, 0), v.where(seen, 0)
+        self.env = grid.env(i, j)
+        self.raw = self.q @ self.k.mT * p.softmax_scale
+        self.sink = None if t.sink is None else t.sink.to(dtype).view(1, -1, 1)
+        self.z = self._kept_by_dropout(batch, head, (seqlen_q, seqlen_k))
+        self._softmax()
+
+    def _kept_by_dropout(self, batch: Tensor, head: Tensor, lengths: tuple[int, int]) -> Tensor | None:
+        """1 / (share kept) where dropout keeps the pair, else 0."""
+        p = self.p.spec.dropout_p
+        if not p:
+            return None
+        heads = batch.view(-1, 1) * self.p.heads_q + head
+        kept = dropout.keep(self.t.seed, p, heads, (0, lengths[0]), (0, lengths[1]))
+        return kept.to(self.dtype) * dropout.keep_scale(p)
+
+    def _softmax(self) -> None:
+        spec = self.p.spec
+        env = self.env | {"s": self.raw}
+        s = self.raw if spec.score is None else expr.evaluate([spec.score], env, self.t.leaves, self.dtype)[0]
+        s = torch.where(self.kept, s.to(self.dtype), -torch.inf)
+        logits = s if self.sink is None else torch.cat([s, self.sink.unsqueeze(-1).expand(*s.shape[:3], 1)], -1)
+        self.lse = torch.logsumexp(logits, -1)
+        probability = torch.softmax(logits, -1)[..., : s.shape[-1]]
+        self.probability = torch.where(s == -torch.inf, 0, probability)  # also rows that see nothing
+        self.dropped = self.probability if self.z is None else self.probability * self.z
+        self.o = self.dropped @ self.v
+
+    def backward(self, do: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, Tensor]]:
+        """``(dq, dk, dv, delta, leaf gradients by slot)``; dk, dv per query head."""
+        p, spec, hit = self.p, self.p.spec, self.probability > 0
+        dv = self.dropped.mT @ do
+        dp = do @ self.v.mT
+        dp = dp if self.z is None else dp * self.z
+        delta = (self.probability * dp).sum(-1) - dlse
+        ds = torch.where(hit, self.probability * (dp - delta.unsqueeze(-1)), 0)
+        leaves: dict[int, Tensor] = {}
+        if spec.score is not None:
+            slope, *leaf_slopes = expr.evaluate(
+                spec.score_slopes, self.env | {"s": self.raw}, self.t.leaves, self.dtype
+            )
+            for e, leaf_slope in zip(spec.lookups, leaf_slopes, strict=True):
+                slot = e.args[0][1]
+                leaf = self.t.leaves[slot]
+                grad = leaves.setdefault(slot, torch.zeros(leaf.shape, dtype=self.dtype, device=leaf.device))
+                expr.read_adjoint(grad, e, self.env, self.t.leaves, torch.where(hit, ds * leaf_slope, 0))
+            ds = torch.where(hit, ds * slope, 0)
+        return ds @ self.k * p.softmax_scale, ds.mT @ self.q * p.softmax_scale, dv, delta, leaves
+
+
+def forward(p: Problem, t: Inputs, dtype: torch.dtype) -> Output:
+    """``o`` and ``lse`` computed and returned in ``dtype``."""
+    out = empty_output(p, t.q, t.v)
+    o, lse = torch.zeros_like(out.o, dtype=dtype), torch.full_like(out.lse, -torch.inf, dtype=dtype)
+    for part in _parts(p, t):
+        a = _Attention(p, t, part, dtype)
+        if p.packed:
+            o[part.rows], lse[:, part.rows] = a.o[0].transpose(0, 1), a.lse[0]
+        else:
+            o, lse = a.o.transpose(1, 2).contiguous(), a.lse
+    return Output(o, lse)
+
+
+def backward(p: Problem, t: Inputs, do: Tensor, dlse: Tensor, dtype: torch.dtype) -> Grads:
+    """All gradients, computed and returned in ``dtype``; P is recomputed by softmax, not from a rounded lse."""
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (t.q, t.k, t.v))
+    leaves: dict[int, Tensor] = {}
+    dsink = None if t.sink is None else torch.zeros_like(t.sink, dtype=dtype)
+    for part in _parts(p, t):
+        a = _Attention(p, t, part, dtype)
+        whole = (do[None, part.rows], dlse[None, :, part.rows]) if p.packed else (do, dlse)
+        part_dq, part_dk, part_dv, delta, part_leaves = a.backward(
+            whole[0].transpose(1, 2).to(dtype), whole[1].to(dtype)
+        )
+        by_head = lambda x: x.unflatten(1, (p.heads_k, p.group)).sum(2)  # noqa: E731
+        for total, x, rows in (
+            (dq, part_dq, part.rows),
+            (dk, by_head(part_dk), part.keys),
+            (dv, by_head(part_dv), part.keys),
+        ):
+            total[rows] += x[0].transpose(0, 1) if p.packed else x.transpose(1, 2)
+        for slot, grad in part_leaves.items():
+            leaves[slot] = leaves[slot] + grad if slot in leaves else grad
+        if dsink is not None:
+            dsink += state.sink_gradient(a.sink, a.lse, delta).sum((0, 2))
+    return Grads(dq, dk, dv, dsink, leaves)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, dtype: torch.dtype = torch.float64, **options: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(o, lse, probabilities)`` with the whole matrix in memory, whatever its size.
+
+    Args:
+        q, k, v: ``(batch, seqlen, heads, head_dim)``.
+        dtype: in which everything is computed and returned.
+        options: the keywords of :func:`tilewise.attention`.
+
+    Returns:
+        o ``(batch, seqlen_q, heads_q, head_dim_v)``, lse ``(batch, heads_q, seqlen_q)``, and P after the mask, the sink
+        and the softmax and before dropout, ``(batch, heads_q, seqlen_q, seqlen_k)``.
+    """
+    with torch.no_grad():
+        extras, seed, text = assemble(q, k, v, Options(**options))
+        p = check(q, k, v, extras, seed, parse_spec(text))
+        t = Inputs.of(p, q, k, v, extras, seed)
+        a = _Attention(p, t, next(_parts(p, t)), dtype)
+        return a.o.transpose(1, 2).contiguous(), a.lse, a.probability
+
+
+class Reference:
+    """The reference as a backend: runs only when named, in fp32 (fp64 for fp64), up to 2 GiB of scores."""
+
+    name = "reference"
+
+    def unsupported(self, p: Problem) -> list[str]:
+        size = 4 if p.compute_dtype == torch.float32 else 8
+        scores = size * p.heads_q * p.seqlen_q * p.seqlen_k * (1 if p.packed else p.batch)
+        if scores > MEMORY_LIMIT:
+            return [
+                f"its score matrix would take {scores / 2**30:.1f} GiB, above 2 GiB; tilewise.reference.attention has no bound"
+            ]
+        return []
+
+    def config(self, p: Problem) -> ReferenceConfig:
+        return ReferenceConfig()
+
+    def forward(self, p: Problem, t: Inputs) -> Output:
+        out = forward(p, t, p.compute_dtype)
+        return Output(out.o.to(p.dtype), out.lse)
+
+    def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+        g = backward(p, t, do, dlse, p.compute_dtype)
+        leaves = {slot: grad.to(t.leaves[slot].dtype) for slot, grad in g.leaves.items()}
+        dsink = None if g.sink is None else g.sink.to(t.sink.dtype)
+        return Grads(g.dq.to(p.dtype), g.dk.to(p.dtype), g.dv.to(p.dtype), dsink, leaves)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    def describe(self) -> str:
+        return "the whole score matrix"
+
+    def traffic(self, p: Problem) -> int:
+        """Scores are written and read three times: by the product, the softmax, and the second product."""
+        size = torch.empty((), dtype=p.compute_dtype).element_size()
+        return 6 * size * p.batch * p.heads_q * p.seqlen_q * p.seqlen_k
+
+
+def eager(p: Problem, t: Inputs, do: Tensor, dlse: Tensor) -> tuple[Output, Grads]:
+    """Eager attention in the inputs' own dtype: what the tolerance is measured against."""
+    return forward(p, t, p.dtype), backward(p, t, do, dlse, p.dtype)
+
+
+__all__: Sequence[str] = ["Reference", "attention", "backward", "eager", "forward"]

@@ -1,0 +1,124 @@
+"""Scores: what happens to ``s = softmax_scale * q·k`` before the mask and the softmax.
+
+A :class:`Score` is text and tensors, as a Mask is: stages joined by ``>>`` ("then"), each an expression of ``s``, the
+indices ``b h i j``, ``off`` and tensor leaves. Floating leaves get gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from tilewise import expr
+from tilewise.expr import Expr, apply, lookup, number, parse, symbol, trace
+from tilewise.mask import broadcast_lookup
+
+S, B, H, I, J, OFF = (symbol(name) for name in ("s", "b", "h", "i", "j", "off"))
+_THEN = " >> "
+
+
+class Score:
+    """A change of the scores; made by the functions of this module, composed by ``>>``: the left one first."""
+
+    def __init__(self, text: str, leaves: tuple[torch.Tensor, ...] = ()):
+        self.text = text
+        self.leaves = leaves
+
+    def __rshift__(self, other: Score) -> Score:
+        if not isinstance(other, Score):
+            raise ValueError(
+                f"a score is followed by a score, got {type(other).__name__}; wrap it: tw.score(fn), tw.bias(t)"
+            )
+        return Score(f"{self.text}{_THEN}{other.text}", (*self.leaves, *other.leaves))
+
+    def __repr__(self) -> str:
+        return f"Score({self.text})"
+
+
+def _made(e: Expr) -> Score:
+    text, leaves = expr.to_text(e)
+    return Score(text, leaves)
+
+
+def score(fn: Callable[[Expr, Expr, Expr, Expr, Expr], Expr]) -> Score:
+    """``s`` replaced by ``fn(s, b, h, i, j)``: FlexAttention's ``score_mod``.
+
+    Args:
+        fn: elementwise in the score ``s`` and four integer scalars; may index tensors with them (``table[h, i - j]``),
+            which then are leaves with gradients, an index out of range being clamped. It is called once. A result of
+            ``-inf`` hides the pair.
+
+    Raises:
+        NotImplementedError: for what cannot be traced (``if``, ``int()``, reductions), by name.
+    """
+    e = trace(fn, ("s", "b", "h", "i", "j"))
+    if expr.kind(e) == "bool":
+        raise ValueError(
+            f"score(fn): fn must return a number, it returned a truth value: {e}; for masks use tw.keep(fn)"
+        )
+    return _made(e)
+
+
+def softcap(cap: float) -> Score:
+    """``cap * tanh(s / cap)`` (Gemma 2); ``cap`` > 0."""
+    if not cap > 0:
+        raise ValueError(f"softcap(cap): cap must be > 0, got {cap}")
+    return _made(number(float(cap)) * apply("tanh", S / number(float(cap))))
+
+
+def alibi(slopes: torch.Tensor) -> Score:
+    """``s - slope * |i + off - j|`` (Press et al. 2022); ``slopes`` floating, ``(heads_q,)`` or ``(batch, heads_q)``."""
+    if not isinstance(slopes, torch.Tensor) or not slopes.dtype.is_floating_point or slopes.ndim not in (1, 2):
+        raise ValueError("alibi(slopes) takes a floating tensor (heads_q,) or (batch, heads_q)")
+    index = (H,) if slopes.ndim == 1 else (B, H)
+    return _made(S - broadcast_lookup(slopes, index, "alibi(slopes)") * apply("abs", I + OFF - J))
+
+
+def bias(t: torch.Tensor) -> Score:
+    """``s + t[b, h, i, j]``; ``t`` floating, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``."""
+    if not isinstance(t, torch.Tensor) or not t.dtype.is_floating_point:
+        found = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
+        raise ValueError(f"bias(t) takes a floating tensor, got {found}; a bool tensor is a mask: mask=t")
+    return _made(S + broadcast_lookup(t, (B, H, I, J), "bias(t)"))
+
+
+def as_score(value: Score | torch.Tensor | Callable | None) -> Score:
+    """What the ``score=`` keyword takes, as a Score: a Score, a floating tensor (``bias``) or a function."""
+    if value is None:
+        return Score("")
+    if isinstance(value, Score):
+        return value
+    if isinstance(value, torch.Tensor):
+        return bias(value)
+    if not callable(value):
+        raise ValueError(
+            f"score= takes a Score, a float tensor or a function of (s, b, h, i, j), got {type(value).__name__}"
+        )
+    return score(value)
+
+
+@lru_cache(maxsize=4096)
+def expression(text: str, slots: tuple[int, ...]) -> Expr | None:
+    """The meaning of a score's text as one expression of ``s``; ``None`` where it changes nothing.
+
+    Args:
+        slots: for each of the score's leaves, in order, the slot of the tensor that holds it.
+    """
+    if not text:
+        return None
+    total, base = S, 0
+    for stage in text.split(_THEN):
+        used: set[int] = set()
+
+        def slot(n: int, base: int = base, used: set[int] = used) -> int:
+            used.add(n)
+            return slots[base + n]
+
+        total = expr.substitute(parse(stage, slot), {"s": total})
+        base += len(used)
+    return total
+
+
+__all__ = ["Score", "alibi", "as_score", "bias", "expression", "lookup", "score", "softcap"]

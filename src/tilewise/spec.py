@@ -1,0 +1,185 @@
+"""All of a call that is no tensor, as a record and as text.
+
+An operator's schema carries tensors and strings. :func:`assemble` turns the keywords of a public function into the
+tensors that come along (*extras*) and the text of a :class:`Spec`; :func:`parse_spec` reads it back, once per text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from tilewise import expr, mask
+from tilewise.mask import Mask, Region
+from tilewise.score import Score, as_score, expression
+
+
+@dataclass
+class Spec:
+    """All of a call that is no tensor. ``slots`` are positions among the operator's ``extras``.
+
+    Attributes:
+        mask_text, score_text: the two trees, leaves numbered in order (:mod:`tilewise.mask`, :mod:`tilewise.score`).
+        softmax_scale: ``None`` is ``1 / sqrt(head_dim)``.
+        dropout_p: probability of dropping a pair.
+        deterministic: results repeat bit for bit and do not depend on the rest of the batch.
+        needs_grad: a backward may follow; a backend that lacks it is refused.
+        grad_slots: the extras that want a gradient.
+        sink_slot, cu_slots, mask_slots, score_slots: where sink, cu_seqlens (q, k) and the leaves are.
+        backend: the one asked for, or ``None``.
+    """
+
+    mask_text: str = ""
+    score_text: str = ""
+    softmax_scale: float | None = None
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    needs_grad: bool = False
+    grad_slots: tuple[int, ...] = ()
+    sink_slot: int | None = None
+    cu_slots: tuple[int, ...] = ()
+    mask_slots: tuple[int, ...] = ()
+    score_slots: tuple[int, ...] = ()
+    backend: str | None = None
+
+    def text(self) -> str:
+        """The canonical text, one line a field; :func:`parse_spec` reads it."""
+        scale = "" if self.softmax_scale is None else self.softmax_scale
+        sink = "" if self.sink_slot is None else self.sink_slot
+        flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "")
+        return (
+            f"{self.mask_text}\n{self.score_text}\n{scale}\n{self.dropout_p}\n{flags}\n{_ints(self.grad_slots)}\n{sink}\n"
+            f"{_ints(self.cu_slots)}\n{_ints(self.mask_slots)}\n{_ints(self.score_slots)}\n{self.backend or ''}"
+        )
+
+    @property
+    def packed(self) -> bool:
+        return bool(self.cu_slots)
+
+    @cached_property
+    def region(self) -> Region:
+        return mask.region(self.mask_text, self.mask_slots)
+
+    @cached_property
+    def score(self) -> expr.Expr | None:
+        return expression(self.score_text, self.score_slots)
+
+    @cached_property
+    def lookups(self) -> tuple[expr.Expr, ...]:
+        """The reads of leaves in the score that want a gradient, in order of the tree."""
+        if self.score is None:
+            return ()
+        return tuple(e for e in expr.lookups(self.score) if e.args[0][1] in self.grad_slots)
+
+    @cached_property
+    def score_slopes(self) -> tuple[expr.Expr, ...]:
+        """``d score / d s``, then ``d score / d leaf`` for each of :attr:`lookups`; zeros as numbers."""
+        wrt = (expr.symbol("s"), *self.lookups)
+        slopes = [expr.derivative(self.score, x) for x in wrt]
+        return tuple(expr.number(0.0) if slope is None else slope for slope in slopes)
+
+
+def _ints(values: Sequence[int]) -> str:
+    return ",".join([str(v) for v in values])
+
+
+@lru_cache(maxsize=4096)
+def parse_spec(text: str) -> Spec:
+    """The record of :meth:`Spec.text`."""
+    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, backend = text.split("\n")
+    ints = lambda line: tuple(int(x) for x in line.split(",")) if line else ()  # noqa: E731
+    return Spec(
+        mask_text=m,
+        score_text=s,
+        softmax_scale=float(scale) if scale else None,
+        dropout_p=float(p),
+        deterministic="d" in flags,
+        needs_grad="g" in flags,
+        grad_slots=ints(grad),
+        sink_slot=int(sink) if sink else None,
+        cu_slots=ints(cu),
+        mask_slots=ints(m_slots),
+        score_slots=ints(s_slots),
+        backend=backend or None,
+    )
+
+
+class Extras:
+    """The operator's tensor list, each tensor once."""
+
+    def __init__(self):
+        self.tensors: list[Tensor] = []
+
+    def slot(self, tensor: Tensor) -> int:
+        for n in range(len(self.tensors)):
+            if self.tensors[n] is tensor:
+                return n
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def slots(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        return tuple([self.slot(t) for t in tensors])
+
+
+@dataclass
+class Options:
+    """The keywords of the public functions, as they were given."""
+
+    causal: bool = False
+    mask: object = None
+    score: object = None
+    softmax_scale: float | None = None
+    sink: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | Tensor | None = None
+    deterministic: bool | None = None
+    backend: str | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor], Tensor | None, str]:
+    """``(extras, seed, spec)``: a call as the operator takes it. Checks nothing: torch.compile traces it."""
+    kept: Mask = mask.as_mask(o.mask, o.causal)
+    scored: Score = as_score(o.score)
+    extras = Extras()
+    sink_slot = None if o.sink is None else extras.slot(o.sink)
+    cu_k = o.cu_seqlens_q if o.cu_seqlens_k is None else o.cu_seqlens_k
+    cu_slots = () if o.cu_seqlens_q is None else (extras.slot(o.cu_seqlens_q), extras.slot(cu_k))
+    mask_slots = extras.slots(kept.leaves)
+    score_slots = extras.slots(scored.leaves)
+    tensors = extras.tensors
+    grads = torch.is_grad_enabled()
+    grad_slots = [n for n in range(len(tensors)) if grads and tensors[n].requires_grad]
+    needs_grad = grads and (q.requires_grad or k.requires_grad or v.requires_grad or len(grad_slots) > 0)
+    deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
+    spec = Spec(
+        mask_text=kept.text,
+        score_text=scored.text,
+        softmax_scale=o.softmax_scale,
+        dropout_p=o.dropout_p,
+        deterministic=deterministic,
+        needs_grad=needs_grad,
+        grad_slots=tuple(grad_slots),
+        sink_slot=sink_slot,
+        cu_slots=cu_slots,
+        mask_slots=mask_slots,
+        score_slots=score_slots,
+        backend=o.backend,
+    )
+    return tensors, _seed(q, o), spec.text()
+
+
+def _seed(q: Tensor, o: Options) -> Tensor | None:
+    """One int64 on q's device: drawn there, so that no host reads it and graphs and checkpoints repeat it."""
+    if o.dropout_p == 0:
+        return None
+    if o.dropout_seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    if isinstance(o.dropout_seed, Tensor):
+        return o.dropout_seed
+    return torch.full((1,), o.dropout_seed, dtype=torch.int64, device=q.device)

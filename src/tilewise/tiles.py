@@ -1,0 +1,267 @@
+"""Which tiles of the score matrix are visited, and which of those are whole.
+
+:class:`Grid` is the index space of one attention (or of a part of one) with its mask; :class:`TileMap` says of each tile
+whether it is empty, partial or full, by rows (forward) or by columns (backward); :func:`seen_keys` marks the keys that
+some query sees. Predicates are evaluated once, over row chunks: O(tiles + N) memory and no host read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise import expr
+from tilewise.expr import Expr
+from tilewise.mask import Mask, Region, region
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+PREPARED_BLOCK = 64
+_CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The pairs ``(b, h, i, j)`` of an attention, or of some of its rows of the batch, heads and keys.
+
+    Attributes:
+        region: the mask; ``leaves`` the tensors by slot.
+        seqlen_q, seqlen_k: lengths of the sequence, which ``off`` comes from.
+        b, h: int64, the batch indices and query heads of this part.
+        keys: how many keys this part has, from ``key_origin`` on (one per ``b`` where keys are split).
+    """
+
+    region: Region
+    leaves: Sequence[Tensor]
+    seqlen_q: int
+    seqlen_k: int
+    b: Tensor
+    h: Tensor
+    keys: int
+    key_origin: Tensor | None = None
+
+    @classmethod
+    def whole(cls, kept: Region, leaves: Sequence[Tensor], shape: tuple[int, int, int, int], device) -> Grid:
+        """Of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+        batch, heads, seqlen_q, seqlen_k = shape
+        b, h = torch.arange(batch, device=device), torch.arange(heads, device=device)
+        return cls(kept, leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
+
+    def env(self, i: Tensor | None = None, j: Tensor | None = None) -> dict[str, Tensor]:
+        """Symbols as tensors ``(b, h, i, j)``, each with its own axis alone; ``i``, ``j`` are 1-d and local."""
+        n = lambda x: torch.tensor(x, device=self.b.device)  # noqa: E731
+        env = {"b": self.b.view(-1, 1, 1, 1), "h": self.h.view(1, -1, 1, 1)}
+        env |= {"seqlen_q": n(self.seqlen_q), "seqlen_k": n(self.seqlen_k), "off": n(self.seqlen_k - self.seqlen_q)}
+        if i is not None:
+            env["i"] = i.view(1, 1, -1, 1)
+        if j is not None:
+            env["j"] = j.view(1, 1, 1, -1)
+            if self.key_origin is not None:
+                env["j"] = env["j"] + self.key_origin.view(-1, 1, 1, 1)
+        return env
+
+    def evaluate(self, e: Expr, i: Tensor | None = None, j: Tensor | None = None) -> Tensor:
+        return expr.evaluate([e], self.env(i, j), self.leaves, torch.float32)[0]
+
+    def key_interval(self, i: Tensor) -> tuple[Tensor, Tensor]:
+        """``lo, hi`` of rows ``i``, in local keys: int64 ``(b|1, h|1, len(i))``, within 0 and ``keys``."""
+        origin = 0 if self.key_origin is None else self.key_origin.view(-1, 1, 1, 1)
+        lo = 0 if self.region.lo is None else self.evaluate(self.region.lo, i)
+        hi = self.seqlen_k if self.region.hi is None else self.evaluate(self.region.hi, i)
+        return self._local(lo - origin, i, 2, self.keys), self._local(hi - origin, i, 2, self.keys)
+
+    def query_interval(self, j: Tensor) -> tuple[Tensor, Tensor]:
+        """``first, last`` of columns ``j`` (local): int64 ``(b|1, h|1, len(j))``, within 0 and ``seqlen_q``."""
+        first = 0 if self.region.first is None else self.evaluate(self.region.first, None, j)
+        last = self.seqlen_q if self.region.last is None else self.evaluate(self.region.last, None, j)
+        return self._local(first, j, 3, self.seqlen_q), self._local(last, j, 3, self.seqlen_q)
+
+    def _local(self, end: Tensor | int, index: Tensor, axis: int, limit: int) -> Tensor:
+        end = torch.as_tensor(end, device=self.b.device).long().clamp(0, limit)
+        end = end.expand(torch.broadcast_shapes(end.shape, (1, 1, 1, 1)))
+        return end.flatten(2).expand(-1, -1, len(index)) if end.shape[axis] == 1 else end.flatten(2)
+
+    def kept(self, i: Tensor, j: Tensor) -> Tensor | None:
+        """Interval and predicate of rows ``i`` and columns ``j``: bool ``(b|1, h|1, i|1, j|1)``; None keeps all."""
+        inside = self.region.inside()
+        return None if inside is None else self.evaluate(inside, i, j)
+
+
+@dataclass(frozen=True)
+class TileLists:
+    """For each line of tiles, the tiles to visit in increasing order.
+
+    Attributes:
+        partial, full: int32 ``(b|1, h|1, lines, tiles)``; entries past the counts are meaningless.
+        partial_count, full_count: int32 ``(b|1, h|1, lines)``.
+    """
+
+    partial: Tensor
+    partial_count: Tensor
+    full: Tensor
+    full_count: Tensor
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """EMPTY, PARTIAL or FULL for each tile: uint8 ``(b|1, h|1, query tiles, key tiles)``.
+
+    A tile called empty or full is so; one called partial may turn out to be either.
+    """
+
+    status: Tensor
+    tile_m: int
+    tile_n: int
+
+    @classmethod
+    def build(cls, grid: Grid, tile_m: int, tile_n: int, by_columns: bool = False) -> TileMap:
+        """Of a grid; the interval is read in column form where ``by_columns`` (backward kernels do)."""
+        status = _interval_status(grid, tile_m, tile_n, by_columns)
+        if grid.region.predicate is not None:
+            prepared = grid.region.prepared
+            if prepared is not None and grid.key_origin is None:
+                block, slot, _ = prepared
+                counts = grid.leaves[slot]
+                counts = counts[grid.b] if counts.shape[0] > 1 else counts
+                counts = counts[:, grid.h] if counts.shape[1] > 1 else counts
+                predicate = _coarsen(counts, block, (grid.seqlen_q, grid.keys), (tile_m, tile_n))
+            else:
+                predicate = _predicate_status(grid, tile_m, tile_n)[0]
+            status = torch.minimum(status, predicate)  # empty wins, then partial
+        return cls(status, tile_m, tile_n)
+
+    def lists(self, transposed: bool = False) -> TileLists:
+        """Lists by query tile, or, transposed, by key tile; made on the device."""
+        status = self.status.mT if transposed else self.status
+
+        def listed(what: int) -> tuple[Tensor, Tensor]:
+            chosen = status == what
+            order = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)
+            return order.int(), chosen.sum(-1, dtype=torch.int32)
+
+        return TileLists(*listed(PARTIAL), *listed(FULL))
+
+
+def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> Tensor:
+    """Ends never decrease, so the first and the last line of a tile bound all between them."""
+    lines, line_tile, cross, cross_tile = (
+        (grid.keys, tile_n, grid.seqlen_q, tile_m) if by_columns else (grid.seqlen_q, tile_m, grid.keys, tile_n)
+    )
+    device = grid.b.device
+    start = torch.arange(0, lines, line_tile, device=device)
+    stop = (start + line_tile).clamp(max=lines)
+    interval = grid.query_interval if by_columns else grid.key_interval
+    (lo_min, hi_min), (lo_max, hi_max) = interval(start), interval(stop - 1)
+    tile_start = torch.arange(0, cross, cross_tile, device=device)
+    tile_stop = (tile_start + cross_tile).clamp(max=cross)
+    column = lambda t: t.unsqueeze(-1)  # noqa: E731
+    visited = (tile_start < column(hi_max)) & (tile_stop > column(lo_min))
+    whole = (tile_start >= column(lo_max)) & (tile_stop <= column(hi_min))
+    status = visited.to(torch.uint8) + (visited & whole).to(torch.uint8)
+    return status.mT if by_columns else status
+
+
+def _granularity(e: Expr, name: str) -> int | None:
+    """The largest g such that ``e`` depends on symbol ``name`` through ``name // g`` alone; None: not at all."""
+    divisor = None
+    for node in expr.nodes(e):
+        for position, child in enumerate(expr.children(node)):
+            if child.op == "symbol" and child.args[0] == name:
+                blocked = node.op == "floordiv" and position == 0 and node.args[1].op == "number"
+                g = int(node.args[1].args[0]) if blocked else 1
+                divisor = g if divisor is None else math.gcd(divisor, g)
+    return 1 if e.op == "symbol" else divisor
+
+
+def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Tensor]:
+    """``(status, seen)`` of the predicate, from one evaluation per pair, or per block where it is constant on blocks.
+
+    ``seen`` is bool ``(b|1, h|1, keys)``: some query of that head sees the key, by interval and predicate.
+    """
+    predicate, device = grid.region.predicate, grid.b.device
+    if not grid.seqlen_q or not grid.keys:
+        blocks = (1, 1, -(-grid.seqlen_q // tile_m), -(-grid.keys // tile_n))
+        empty = torch.zeros(blocks, dtype=torch.uint8, device=device)
+        return empty, torch.zeros((1, 1, grid.keys), dtype=torch.bool, device=device)
+    step_m = math.gcd(tile_m, _granularity(predicate, "i") or tile_m)
+    step_n = math.gcd(tile_n, (_granularity(predicate, "j") or tile_n) if grid.key_origin is None else 1)
+    j = torch.arange(0, grid.keys, step_n, device=device)
+    first, last = grid.query_interval(torch.arange(grid.keys, device=device))
+    heads = (len(grid.b) if "b" in expr.depends_on(predicate) else 1) * (
+        len(grid.h) if "h" in expr.depends_on(predicate) else 1
+    )
+    rows = max(tile_m, _CHUNK_ELEMENTS * step_m // max(len(j) * heads, 1) // tile_m * tile_m)
+    statuses, seen = [], torch.zeros_like(first, dtype=torch.bool)
+    for row in range(0, grid.seqlen_q, rows):
+        i = torch.arange(row, min(row + rows, grid.seqlen_q), step_m, device=device)
+        true = grid.evaluate(predicate, i, j)
+        true = true.expand(*true.shape[:2], len(i), len(j))
+        statuses.append(_block_status(true, tile_m // step_m, tile_n // step_n))
+        wide = true.repeat_interleave(step_n, -1)[..., : grid.keys] if step_n > 1 else true
+        starts = i.view(-1, 1)
+        reached = (first.unsqueeze(-2) < starts + step_m) & (last.unsqueeze(-2) > starts) & (last > first).unsqueeze(-2)
+        seen = seen | (wide & reached).any(-2)
+    return torch.cat(statuses, 2), seen
+
+
+def _block_status(true: Tensor, rows: int, columns: int) -> Tensor:
+    """Status of blocks of ``rows x columns`` of a bool tensor; the last blocks may be smaller."""
+    pad = (0, -true.shape[-1] % columns, 0, -true.shape[-2] % rows)
+    blocks = lambda t: t.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # noqa: E731
+    some = blocks(torch.nn.functional.pad(true, pad, value=False)).any(-1).any(-2)
+    every = blocks(torch.nn.functional.pad(true, pad, value=True)).all(-1).all(-2)
+    return some.to(torch.uint8) + (some & every).to(torch.uint8)
+
+
+def _coarsen(status: Tensor, block: int, lengths: tuple[int, int], tiles: tuple[int, int]) -> Tensor:
+    """Status on ``tiles`` from status on square blocks: from the blocks that each tile touches."""
+
+    def touched(length: int, tile: int) -> tuple[Tensor, Tensor]:
+        start = torch.arange(0, length, tile, device=status.device)
+        return start // block, -(-(start + tile).clamp(max=length) // block)
+
+    (r0, r1), (c0, c1) = (touched(length, tile) for length, tile in zip(lengths, tiles, strict=True))
+
+    def count(chosen: Tensor) -> Tensor:
+        total = torch.nn.functional.pad(chosen.int().cumsum(-1).cumsum(-2), (1, 0, 1, 0))
+        at = lambda r, c: total[..., r.view(-1, 1), c.view(1, -1)]  # noqa: E731
+        return at(r1, c1) - at(r0, c1) - at(r1, c0) + at(r0, c0)
+
+    some, every = count(status != EMPTY) > 0, count(status != FULL) == 0
+    return some.to(torch.uint8) + (some & every).to(torch.uint8)
+
+
+def seen_keys(grid: Grid, group: int) -> Tensor | None:
+    """The keys that some query of their batch and head group sees: bool ``(b|1, heads_k|1, keys)``; None: all.
+
+    Args:
+        group: query heads per key head; ``grid.h`` holds whole groups.
+    """
+    if grid.region.everything:
+        return None
+    if grid.region.predicate is None:
+        first, last = grid.query_interval(torch.arange(grid.keys, device=grid.b.device))
+        seen = first < last
+    elif grid.region.prepared is not None and grid.key_origin is None:
+        seen = grid.leaves[grid.region.prepared[2]]
+        seen = seen[grid.b] if seen.shape[0] > 1 else seen
+        seen = seen[:, grid.h] if seen.shape[1] > 1 else seen
+    else:
+        seen = _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)[1]
+    return seen if seen.shape[1] == 1 else seen.unflatten(1, (-1, group)).any(2)
+
+
+def prepare(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """``(status, seen)`` of a mask's predicate on blocks of ``PREPARED_BLOCK``, for ``Mask.prepare``."""
+    leaves = list(mask.leaves)
+    kept = region(mask.text, tuple(range(len(leaves))))
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    grid = Grid.whole(kept, leaves, shape, q.device)
+    if kept.predicate is None:
+        blocks = (-(-shape[2] // PREPARED_BLOCK), -(-shape[3] // PREPARED_BLOCK))
+        first, last = grid.query_interval(torch.arange(grid.keys, device=q.device))
+        return torch.full((1, 1, *blocks), FULL, dtype=torch.uint8, device=q.device), first < last
+    return _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)

@@ -56,6 +56,6 @@ def keep(seed: Tensor, p: float, head: Tensor, rows: tuple[int, int], columns: t
     words = torch.stack(torch.broadcast_tensors(*philox((c0, c1, c2, torch.zeros_like(c2)), seed.view(()))))
     halves = torch.stack([words & 0xFFFF, words >> 16])
     # halves: (j // 8 % 2, [j % 2, i // 8 % 2], head..., [i // 16, i % 8], [j // 16, j // 2 % 4])
-    values = halves.view(2, 2, 2, -1, tiles_i, 8, tiles_j, 4).permute(3, 4, 2, 5, 6, 0, 7, 1)
+    values = halves.view(2, 2, 2, head.numel(), tiles_i, 8, tiles_j, 4).permute(3, 4, 2, 5, 6, 0, 7, 1)
     whole = (values < threshold(p)).reshape(*head.shape, 16 * tiles_i, 16 * tiles_j)
     return whole[..., rows[0] - 16 * i0 : rows[1] - 16 * i0, columns[0] - 16 * j0 : columns[1] - 16 * j0]

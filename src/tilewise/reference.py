@@ -6,7 +6,7 @@ attention", whose error sets the tolerance (docs/algorithm.md, "Numerics").
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +39,34 @@ def _parts(p: Problem, t: Inputs) -> Iterator[_Part]:
         yield _Part(range(b, b + 1), slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1]))
 
 
-class _Attention:
-    """One part's matrices, all ``(batch, heads_q, seqlen_q, seqlen_k)`` in ``dtype``."""
+@dataclass(frozen=True)
+class Arithmetic:
+    """In which dtype, and in which of many equally good orders, the formulas are computed.
 
-    def __init__(self, p: Problem, t: Inputs, part: _Part, dtype: torch.dtype):
-        self.p, self.t, self.dtype = p, t, dtype
+    Attributes:
+        order: 0 is the textbook's. Any other number shuffles the terms of every product's sums (by that seed), applies the
+            scale to q before the product instead of to S, and takes FlashAttention's formulas for the backward (its
+            appendix B.2), ``P = exp(S - lse)`` with lse in fp32 at least and ``delta = rowsum(dO ∘ O)``, instead of
+            ``softmax(S)`` and ``rowsum(P ∘ dP)``. How far the orders differ tells how much of an error is luck.
+    """
+
+    dtype: torch.dtype
+    order: int = 0
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        if not self.order:
+            return a @ b
+        shuffled = torch.randperm(a.shape[-1], generator=torch.Generator().manual_seed(self.order)).to(a.device)
+        return a[..., shuffled] @ b[..., shuffled, :]
+
+
+class _Attention:
+    """One part's matrices, all ``(batch, heads_q, seqlen_q, seqlen_k)``."""
+
+    def __init__(self, p: Problem, t: Inputs, part: _Part, arithmetic: Arithmetic):
+        dtype = arithmetic.dtype
+        self.p, self.t, self.dtype, self.matmul = p, t, dtype, arithmetic.matmul
+        self.textbook = not arithmetic.order
         heads = lambda x, rows: (x[None, rows] if p.packed else x).transpose(1, 2).to(dtype)  # noqa: E731
         self.q = heads(t.q, part.rows)
         k, v = (heads(x, part.keys).repeat_interleave(p.group, 1) for x in (t.k, t.v))
@@ -61,7 +84,8 @@ class _Attention:
         seen = self.kept.any(2).unflatten(1, (p.heads_k, p.group)).any(2).repeat_interleave(p.group, 1).unsqueeze(-1)
         self.k, self.v = k.where(seen, 0), v.where(seen, 0)
         self.env = grid.env(i, j)
-        self.raw = self.q @ self.k.mT * p.softmax_scale
+        scale = p.softmax_scale
+        self.raw = self.q @ self.k.mT * scale if self.textbook else self.matmul(self.q * scale, self.k.mT)
         self.sink = None if t.sink is None else t.sink.to(dtype).view(1, -1, 1)
         self.z = self._kept_by_dropout(batch, head, (seqlen_q, seqlen_k))
         self._softmax()
@@ -82,18 +106,24 @@ class _Attention:
         s = torch.where(self.kept, s.to(self.dtype), -torch.inf)
         logits = s if self.sink is None else torch.cat([s, self.sink.unsqueeze(-1).expand(*s.shape[:3], 1)], -1)
         self.lse = torch.logsumexp(logits, -1)
-        probability = torch.softmax(logits, -1)[..., : s.shape[-1]]
+        probability = self._normalised(logits)[..., : s.shape[-1]]
         self.probability = torch.where(s == -torch.inf, 0, probability)  # also rows that see nothing
         self.dropped = self.probability if self.z is None else self.probability * self.z
-        self.o = self.dropped @ self.v
+        self.o = self.matmul(self.dropped, self.v)
+
+    def _normalised(self, logits: Tensor) -> Tensor:
+        if self.textbook:
+            return torch.softmax(logits, -1)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.exp(wide - torch.logsumexp(wide, -1, keepdim=True)).to(logits.dtype)
 
     def backward(self, do: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, Tensor]]:
         """``(dq, dk, dv, delta, leaf gradients by slot)``; dk, dv per query head."""
         p, spec, hit = self.p, self.p.spec, self.probability > 0
-        dv = self.dropped.mT @ do
-        dp = do @ self.v.mT
+        dv = self.matmul(self.dropped.mT, do)
+        dp = self.matmul(do, self.v.mT)
         dp = dp if self.z is None else dp * self.z
-        delta = (self.probability * dp).sum(-1) - dlse
+        delta = ((self.probability * dp) if self.textbook else (do * self.o)).sum(-1) - dlse
         ds = torch.where(hit, self.probability * (dp - delta.unsqueeze(-1)), 0)
         leaves: dict[int, Tensor] = {}
         if spec.score is not None:
@@ -106,15 +136,16 @@ class _Attention:
                 grad = leaves.setdefault(slot, torch.zeros(leaf.shape, dtype=self.dtype, device=leaf.device))
                 expr.read_adjoint(grad, e, self.env, self.t.leaves, torch.where(hit, ds * leaf_slope, 0))
             ds = torch.where(hit, ds * slope, 0)
-        return ds @ self.k * p.softmax_scale, ds.mT @ self.q * p.softmax_scale, dv, delta, leaves
+        dq, dk = self.matmul(ds, self.k), self.matmul(ds.mT, self.q)
+        return dq * p.softmax_scale, dk * p.softmax_scale, dv, delta, leaves
 
 
-def forward(p: Problem, t: Inputs, dtype: torch.dtype) -> Output:
-    """``o`` and ``lse`` computed and returned in ``dtype``."""
-    out = empty_output(p, t.q, t.v)
+def forward(p: Problem, t: Inputs, arithmetic: Arithmetic) -> Output:
+    """``o`` and ``lse``, returned in the dtype that they are computed in."""
+    out, dtype = empty_output(p, t.q, t.v), arithmetic.dtype
     o, lse = torch.zeros_like(out.o, dtype=dtype), torch.full_like(out.lse, -torch.inf, dtype=dtype)
     for part in _parts(p, t):
-        a = _Attention(p, t, part, dtype)
+        a = _Attention(p, t, part, arithmetic)
         if p.packed:
             o[part.rows], lse[:, part.rows] = a.o[0].transpose(0, 1), a.lse[0]
         else:
@@ -122,13 +153,14 @@ def forward(p: Problem, t: Inputs, dtype: torch.dtype) -> Output:
     return Output(o, lse)
 
 
-def backward(p: Problem, t: Inputs, do: Tensor, dlse: Tensor, dtype: torch.dtype) -> Grads:
-    """All gradients, computed and returned in ``dtype``; P is recomputed by softmax, not from a rounded lse."""
+def backward(p: Problem, t: Inputs, do: Tensor, dlse: Tensor, arithmetic: Arithmetic) -> Grads:
+    """All gradients, in the dtype that they are computed in; P is recomputed by softmax, not from a rounded lse."""
+    dtype = arithmetic.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (t.q, t.k, t.v))
     leaves: dict[int, Tensor] = {}
     dsink = None if t.sink is None else torch.zeros_like(t.sink, dtype=dtype)
     for part in _parts(p, t):
-        a = _Attention(p, t, part, dtype)
+        a = _Attention(p, t, part, arithmetic)
         whole = (do[None, part.rows], dlse[None, :, part.rows]) if p.packed else (do, dlse)
         part_dq, part_dk, part_dv, delta, part_leaves = a.backward(
             whole[0].transpose(1, 2).to(dtype), whole[1].to(dtype)
@@ -165,7 +197,7 @@ def attention(
         extras, seed, text = assemble(q, k, v, Options(**options))
         p = check(q, k, v, extras, seed, parse_spec(text))
         t = Inputs.of(p, q, k, v, extras, seed)
-        a = _Attention(p, t, next(_parts(p, t)), dtype)
+        a = _Attention(p, t, next(_parts(p, t)), Arithmetic(dtype))
         return a.o.transpose(1, 2).contiguous(), a.lse, a.probability
 
 
@@ -187,11 +219,11 @@ class Reference:
         return ReferenceConfig()
 
     def forward(self, p: Problem, t: Inputs) -> Output:
-        out = forward(p, t, p.compute_dtype)
+        out = forward(p, t, Arithmetic(p.compute_dtype))
         return Output(out.o.to(p.dtype), out.lse)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        g = backward(p, t, do, dlse, p.compute_dtype)
+        g = backward(p, t, do, dlse, Arithmetic(p.compute_dtype))
         leaves = {slot: grad.to(t.leaves[slot].dtype) for slot, grad in g.leaves.items()}
         dsink = None if g.sink is None else g.sink.to(t.sink.dtype)
         return Grads(g.dq.to(p.dtype), g.dk.to(p.dtype), g.dv.to(p.dtype), dsink, leaves)
@@ -206,11 +238,3 @@ class ReferenceConfig:
         """Scores are written and read three times: by the product, the softmax, and the second product."""
         size = torch.empty((), dtype=p.compute_dtype).element_size()
         return 6 * size * p.batch * p.heads_q * p.seqlen_q * p.seqlen_k
-
-
-def eager(p: Problem, t: Inputs, do: Tensor, dlse: Tensor) -> tuple[Output, Grads]:
-    """Eager attention in the inputs' own dtype: what the tolerance is measured against."""
-    return forward(p, t, p.dtype), backward(p, t, do, dlse, p.dtype)
-
-
-__all__: Sequence[str] = ["Reference", "attention", "backward", "eager", "forward"]

@@ -1,0 +1,117 @@
+"""The error rule: a result may be as wrong as rounding makes eager attention in the same dtype, and hardly more.
+
+With ``e_r = ‖x_r - oracle_r‖ / max(‖oracle_r‖, a tenth of the RMS row norm)`` over the rows r of a tensor, and u the dtype's
+unit roundoff: ``rms(e_r) <= 2 · eager's + u / 2`` and ``max |x - oracle| <= 2 · eager's + u · max |oracle|``. The oracle is
+Algorithm 0 in float64 on the same rounded inputs; eager is Algorithm 0 in the dtype at hand, its error the largest over
+``ORDERS`` equally good orders of computation (:class:`tilewise.reference.Arithmetic`): on few numbers one order may be lucky.
+lse is always judged as fp32. For float64, whose oracle rounds as much, eager's errors are those of fp32 times the ratio of
+the two roundoffs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise import reference
+from tilewise.backends.base import Backend, Grads, Inputs, Output
+from tilewise.problem import Problem
+from tilewise.reference import Arithmetic
+
+ORDERS = 8
+
+
+@dataclass(frozen=True)
+class Error:
+    """One tensor's errors as above, eager's, and what the rule allows."""
+
+    tensor: str
+    rms: float
+    rms_eager: float
+    rms_allowed: float
+    max: float
+    max_allowed: float
+
+    @property
+    def ok(self) -> bool:
+        return self.rms <= self.rms_allowed and self.max <= self.max_allowed  # NaN is not
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor}: rms {self.rms:.3g} (allowed {self.rms_allowed:.3g}), "
+            f"max {self.max:.3g} (allowed {self.max_allowed:.3g})"
+        )
+
+
+def error_norms(x: Tensor, oracle: Tensor) -> tuple[float, float]:
+    """``(rms over rows of the relative row error, largest absolute error)``; rows run along the last dimension.
+
+    Infinities must stand where the oracle has them and count for nothing there.
+    """
+    if oracle.numel() == 0:
+        return 0.0, 0.0
+    x, oracle = x.double(), oracle.double()
+    same = torch.isinf(oracle) & (x == oracle)
+    x, oracle = x.where(~same, 0.0), oracle.where(~same, 0.0)
+    width = oracle.shape[-1] if oracle.ndim else 1
+    rows, norms = (t.reshape(-1, width).norm(dim=-1) for t in (x - oracle, oracle))
+    floor = 0.1 * norms.square().mean().sqrt()
+    relative = torch.where(rows == 0, 0.0, rows / torch.maximum(norms, floor))
+    return relative.square().mean().sqrt().item(), (x - oracle).abs().max().item()
+
+
+def judge(name: str, x: Tensor, oracle: Tensor, eager: Sequence[Tensor]) -> Error:
+    """One tensor by the rule; ``eager`` are eager's results in ``x``'s dtype (fp32 where that is float64)."""
+    u = torch.finfo(x.dtype).eps / 2
+    finer = u / (torch.finfo(torch.float32).eps / 2) if x.dtype == torch.float64 else 1.0
+    rms, largest = error_norms(x, oracle)
+    norms = [error_norms(e, oracle) for e in eager]
+    eager_rms, eager_largest = (finer * max(n[which] for n in norms) for which in (0, 1))
+    finite = oracle.where(torch.isfinite(oracle), 0.0)
+    scale = finite.abs().max().item() if oracle.numel() else 0.0
+    return Error(name, rms, eager_rms, 2 * eager_rms + u / 2, largest, 2 * eager_largest + u * scale)
+
+
+def tensors(out: Output, grads: Grads | None) -> dict[str, Tensor]:
+    """Results by name: o, lse, dq, dk, dv, dsink and a dleaf for each slot."""
+    named = {"o": out.o, "lse": out.lse}
+    if grads is not None:
+        named |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+        named |= {} if grads.sink is None else {"dsink": grads.sink}
+        named |= {f"dleaf{slot}": grad for slot, grad in sorted(grads.leaves.items())}
+    return named
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's results for one call, and eager's in each order."""
+
+    oracle: dict[str, Tensor]
+    eager: list[dict[str, Tensor]]
+
+    @classmethod
+    def of(cls, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> Expected:
+        def run(arithmetic: Arithmetic) -> dict[str, Tensor]:
+            grads = None if do is None else reference.backward(p, t, do, dlse, arithmetic)
+            return tensors(reference.forward(p, t, arithmetic), grads)
+
+        def run_eager(order: int) -> dict[str, Tensor]:
+            fp32 = Arithmetic(torch.float32, order)
+            if p.dtype in (torch.float32, torch.float64):
+                return run(fp32)
+            return run(Arithmetic(p.dtype, order)) | {"lse": reference.forward(p, t, fp32).lse}
+
+        return cls(run(Arithmetic(torch.float64)), [run_eager(order) for order in range(ORDERS)])
+
+    def judge(self, results: dict[str, Tensor]) -> list[Error]:
+        return [judge(name, x, self.oracle[name], [e[name] for e in self.eager]) for name, x in results.items()]
+
+
+def check(backend: Backend, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> list[Error]:
+    """A backend's forward and, with ``do`` and ``dlse``, its backward, judged."""
+    out = backend.forward(p, t)
+    grads = None if do is None else backend.backward(p, t, out, do, dlse)
+    return Expected.of(p, t, do, dlse).judge(tensors(out, grads))

@@ -1,0 +1,215 @@
+"""What every backend must do: run a case right, or refuse it with reasons. One suite, subclassed once per backend.
+
+class TestPortable(Contract):
+    backend = Portable()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from bench import cases
+from tilewise import accuracy, problem
+from tilewise.backends.base import Backend, Grads, Inputs, Output
+from tilewise.spec import Options, assemble, parse_spec
+
+
+@dataclass
+class Call:
+    """A checked call and its output gradients."""
+
+    p: problem.Problem
+    t: Inputs
+    do: Tensor
+    dlse: Tensor
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, **options: object) -> Call:
+    """A call that wants every gradient."""
+    q = q.detach().requires_grad_()
+    extras, seed, text = assemble(q, k, v, Options(**options))
+    p = problem.check(q, k, v, extras, seed, parse_spec(text))
+    extras, q = [x.detach() for x in extras], q.detach()
+    generator = torch.Generator(q.device).manual_seed(7)
+    draw = lambda shape, dtype: torch.randn(shape, generator=generator, device=q.device).to(dtype)  # noqa: E731
+    do = draw((*q.shape[:-1], v.shape[-1]), q.dtype) if do is None else do
+    lse_shape = (q.shape[1], q.shape[0]) if p.packed else (q.shape[0], q.shape[2], q.shape[1])
+    return Call(p, Inputs.of(p, q, k.detach(), v.detach(), extras, seed), do, draw(lse_shape, p.compute_dtype))
+
+
+def of_case(case: cases.Case, device: str = "cpu") -> Call:
+    x = cases.draw(case, device)
+    mask = cases.MASKS[case.mask].build(x) if case.mask else None
+    score = cases.SCORES[case.score].build(x) if case.score else None
+    options = {
+        "mask": mask,
+        "score": score,
+        "sink": x.sink,
+        "dropout_p": case.dropout_p,
+        "dropout_seed": x.dropout_seed,
+    }
+    if case.lengths:
+        options |= {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+    return call(x.q, x.k, x.v, x.do, **options)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN, so that what is not written shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def run(backend: Backend, c: Call) -> dict[str, Tensor]:
+    with poisoned():
+        out = backend.forward(c.p, c.t)
+        grads = backend.backward(c.p, c.t, out, c.do, c.dlse)
+    check_form(c, out, grads)
+    return accuracy.tensors(out, grads)
+
+
+def check_form(c: Call, out: Output, grads: Grads) -> None:
+    """Shapes, dtypes, and that everything is contiguous."""
+    p, t = c.p, c.t
+    assert out.o.shape == (*t.q.shape[:-1], t.v.shape[-1])
+    assert out.lse.dtype == p.compute_dtype
+    pairs = [(out.o, p.dtype), *((g, p.dtype) for g in (grads.dq, grads.dk, grads.dv))]
+    assert all(x.is_contiguous() and x.dtype == dtype for x, dtype in pairs)
+    assert (grads.dq.shape, grads.dk.shape, grads.dv.shape) == (t.q.shape, t.k.shape, t.v.shape)
+    for slot, grad in grads.leaves.items():
+        assert (grad.shape, grad.dtype) == (t.leaves[slot].shape, t.leaves[slot].dtype)
+    assert set(grads.leaves) == {slot for slot in p.spec.grad_slots if slot in p.spec.score_slots}
+
+
+def agree(backend: Backend, c: Call) -> None:
+    """Runs and is judged, or refuses."""
+    reasons = backend.unsupported(c.p)
+    if reasons:
+        pytest.skip(f"{backend.name} refuses: {'; '.join(reasons)}")
+    errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge(run(backend, c))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(batch=2, nq=70, nk=70, hq=4, hk=2, d=16, dv=16, dtype=torch.float32) -> tuple[Tensor, ...]:
+    shapes = (batch, nq, hq, d), (batch, nk, hk, d), (batch, nk, hk, dv)
+    return tuple(normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes, 1))
+
+
+HIDING = {
+    "key-lengths": lambda: tw.key_lengths(torch.tensor([40, 65])),
+    "key-range": lambda: tw.key_range(5, 60),
+    "prefix-of-a-range": lambda: tw.prefix(30) & tw.key_range(10, 50),
+    "keep-even": lambda: tw.keep(lambda b, h, i, j: j % 2 == 0),
+    "dense-per-head": lambda: tw.dense((normal(2, 4, 70, 70) > 0) & (normal(2, 4, 1, 70, seed=4) > 0)),
+    "block-sparse": lambda: tw.block_sparse(
+        torch.eye(5, dtype=torch.bool)[:, [0, 1, 1, 2, 4]] & torch.tensor([True, True, False, True, True]), 16, 16
+    ),
+}
+
+
+class Contract:
+    """Subclasses set ``backend`` and may set ``device``."""
+
+    backend: Backend
+    device = "cpu"
+
+    @pytest.mark.parametrize("case", cases.tagged("contract"), ids=lambda case: case.name.removeprefix("contract-"))
+    def test_agrees_with_the_oracle(self, case):
+        agree(self.backend, of_case(case, self.device))
+
+    @pytest.mark.parametrize("hiding", HIDING)
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
+    def test_keys_that_no_query_sees_never_touch_a_result(self, hiding, bad):
+        q, k, v = (x.to(self.device) for x in qkv())
+        clean = call(q, k, v, mask=HIDING[hiding]())
+        kept = tw.show_mask  # every (batch, head) decides for its own group
+        hidden = torch.stack(
+            [torch.stack([_columns_unseen(kept, HIDING[hiding](), b, h) for h in (0, 2)], 1) for b in (0, 1)]
+        )
+        assert hidden.any()
+        dirty_k, dirty_v = (x.masked_fill(hidden.unsqueeze(-1), bad) for x in (k, v))
+        dirty = call(q, dirty_k, dirty_v, mask=HIDING[hiding]())
+        for name, x in run(self.backend, dirty).items():
+            assert torch.equal(x, run(self.backend, clean)[name]), name
+
+    def test_neighbouring_sequences_never_touch_a_result(self):
+        q, k, v = (x.flatten(0, 1) for x in qkv(batch=1, nq=90, nk=90))
+        cu = torch.tensor([0, 33, 33, 80])
+        good = run(self.backend, call(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True))
+        do = normal(90, 4, 16, seed=9)
+        k[33:80], v[33:80], q[80:], k[80:], v[80:], do[80:] = (torch.nan,) * 6
+        bad = run(self.backend, call(q, k, v, do, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True))
+        assert torch.equal(bad["o"][:33], good["o"][:33])
+        assert torch.equal(bad["lse"][:, :33], good["lse"][:, :33])
+        for name in ("o", "dq", "dk", "dv"):
+            assert torch.isfinite(bad[name][:33]).all(), name
+            assert (bad[name][80:] == 0).all(), name
+        assert (bad["lse"][:, 80:] == -torch.inf).all()
+
+    @pytest.mark.parametrize("sink", [False, True], ids=["no-sink", "sink"])
+    def test_rows_without_keys_are_zero(self, sink):
+        q, k, v = qkv(nq=70, nk=30)
+        sinks = normal(4) if sink else None
+        got = run(self.backend, call(q, k, v, causal=True, sink=sinks))
+        assert (got["o"][:, :40] == 0).all()
+        assert (got["dq"][:, :40] == 0).all()
+        expected = sinks.view(1, 4, 1).expand(2, 4, 40) if sink else torch.full((2, 4, 40), -torch.inf)
+        assert torch.equal(got["lse"][..., :40], expected)
+
+    @pytest.mark.parametrize("form", ["transposed", "expanded", "sliced", "reversed-do"])
+    def test_strides_do_not_matter(self, form):
+        q, k, v = qkv(hq=4, hk=4)
+        do = normal(2, 70, 4, 16, seed=5)
+        forms = {
+            "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+            "expanded": lambda x: x[:1, :, :1].expand(2, -1, 4, -1),
+            "sliced": lambda x: torch.cat([x, x], -1)[..., :16],
+            "reversed-do": lambda x: x,
+        }
+        strided = [forms[form](x) for x in (q, k, v)]
+        strided_do = do.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) if form == "reversed-do" else do
+        agree(self.backend, call(*strided, strided_do, causal=True))
+
+    def test_one_leaf_read_twice_and_a_zero_dimensional_leaf(self):
+        table, temperature = normal(4, 4).requires_grad_(), torch.tensor(1.3, requires_grad=True)
+        score = tw.score(lambda s, b, h, i, j: s * temperature + table[h, i % 4] + table[h, j % 4] * temperature)
+        agree(self.backend, call(*qkv(), score=score))
+
+    def test_a_score_that_ignores_s_still_gives_leaves_their_gradients(self):
+        t = normal(70).requires_grad_()
+        agree(self.backend, call(*qkv(), score=lambda s, b, h, i, j: t[j]))
+
+    def test_a_score_of_minus_infinity_hides_the_pair(self):
+        score = tw.score(lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, -torch.inf))
+        hidden = run(self.backend, call(*qkv(), score=score))
+        masked = run(self.backend, call(*qkv(), mask=lambda b, h, i, j: (i + j) % 2 == 0))
+        for name in ("o", "dq", "dk", "dv"):
+            torch.testing.assert_close(hidden[name], masked[name], rtol=1e-5, atol=1e-5)
+
+    def test_repeated_runs_are_bitwise_equal_when_deterministic(self):
+        c = call(*qkv(), causal=True, score=tw.bias(normal(1, 4, 70, 70).requires_grad_()), deterministic=True)
+        first, second = run(self.backend, c), run(self.backend, c)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _columns_unseen(show, mask, b: int, h: int) -> Tensor:
+    """Keys of one head group (query heads h and h + 1) that no query sees: bool (70,)."""
+    rows = "\n".join(show(mask, 70, batch=b, head=head) for head in (h, h + 1)).split("\n")
+    return torch.tensor([all(row.split(" ")[j] == "." for row in rows) for j in range(70)])

@@ -1,0 +1,216 @@
+"""The operators as PyTorch sees them: autograd, compile, export, autocast, checkpoint, and what is refused."""
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import tilewise as tw
+from tests.backends.contract import normal, qkv
+
+F64 = torch.float64
+
+
+def wanting_grad(*tensors):
+    return [t.requires_grad_() for t in tensors]
+
+
+FEATURES = {
+    "plain": lambda: {},
+    "causal": lambda: {"causal": True},
+    "window-sink": lambda: {"mask": tw.window(left=3), "sink": normal(2, dtype=F64).requires_grad_()},
+    "softcap-bias": lambda: {"score": tw.softcap(2.0) >> tw.bias(normal(1, 2, 1, 6, dtype=F64).requires_grad_())},
+    "alibi": lambda: {"score": tw.alibi(normal(2, dtype=F64).requires_grad_()), "causal": True},
+    "keep-dropout": lambda: {"mask": lambda b, h, i, j: (i + j) % 3 != 0, "dropout_p": 0.3, "dropout_seed": 3},
+}
+
+
+def leaves_of(options):
+    score = options.get("score")
+    return [*(score.leaves if score is not None else ()), *([options["sink"]] if "sink" in options else [])]
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gradients_agree_with_finite_differences(feature, backend):
+    options = FEATURES[feature]()
+    q, k, v = wanting_grad(*qkv(batch=1, nq=5, nk=6, hq=2, hk=1, d=3, dv=2, dtype=F64))
+    leaves = leaves_of(options)
+    run = lambda q, k, v, *_: tw.attention_with_lse(q, k, v, backend=backend, **options)  # noqa: E731
+    assert torch.autograd.gradcheck(run, (q, k, v, *leaves))
+
+
+def _opcheck_arguments(feature):
+    from tilewise.spec import Options, assemble
+
+    options = FEATURES[feature]()
+    if "mask" in options and callable(options["mask"]):
+        options["mask"] = tw.keep(options["mask"])
+    q, k, v = wanting_grad(*qkv(batch=1, nq=5, nk=6, hq=2, hk=1, d=3, dv=2, dtype=F64))
+    return q, k, v, *assemble(q, k, v, Options(**options))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_forward_operator_passes_opcheck(feature):
+    torch.library.opcheck(torch.ops.tilewise.attention.default, _opcheck_arguments(feature))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_backward_operator_passes_opcheck(feature):
+    q, k, v, extras, seed, spec = _opcheck_arguments(feature)
+    tensors = [t.detach() for t in (q, k, v)]
+    extras = [t.detach() for t in extras]
+    o, lse = torch.ops.tilewise.attention(*tensors, extras, seed, spec)
+    arguments = (torch.randn_like(o), torch.randn_like(lse), *tensors, o, lse, extras, seed, spec)
+    torch.library.opcheck(torch.ops.tilewise.attention_backward.default, arguments)
+
+
+def _model(sink, bias):
+    def forward(q, k, v):
+        mask = tw.causal() & tw.window(left=5)
+        o, lse = tw.attention_with_lse(q * 2, k, v, mask=mask, score=tw.softcap(20.0) >> tw.bias(bias), sink=sink)
+        return (o.transpose(1, 2).reshape(-1) ** 2).sum() + lse.where(lse.isfinite(), 0.0).sum()
+
+    return forward
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_without_graph_breaks_gives_the_same_gradients(backend):
+    torch._dynamo.reset()
+    sink, bias = wanting_grad(normal(4), normal(4, 20, 20))
+    inputs = wanting_grad(*qkv(nq=20, nk=20))
+    forward = _model(sink, bias)
+    expected = torch.autograd.grad(forward(*inputs), (*inputs, sink, bias))
+    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    got = torch.autograd.grad(compiled(*inputs), (*inputs, sink, bias))
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_compile_takes_a_traced_function_with_lookup_and_dynamic_lengths():
+    torch._dynamo.reset()
+    slopes = normal(4).requires_grad_()
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def forward(q, k, v):
+        score = tw.score(lambda s, b, h, i, j: s + tw.lookup(slopes, h) * (i - j))
+        return tw.attention(q, k, v, causal=True, score=score)
+
+    for n in (17, 40, 33):
+        q, k, v = wanting_grad(*qkv(nq=n, nk=n))
+        got = torch.autograd.grad(forward(q, k, v).square().sum(), (q, slopes))
+        o = tw.attention(q, k, v, causal=True, score=lambda s, b, h, i, j: s + slopes[h] * (i - j))
+        for x, y in zip(got, torch.autograd.grad(o.square().sum(), (q, slopes)), strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_compile_draws_dropout_and_varlen_works():
+    torch._dynamo.reset()
+    q, k, v = (x.flatten(0, 1) for x in qkv(nq=30, nk=30))
+    cu = torch.tensor([0, 25, 60])
+    compiled = torch.compile(
+        lambda q, k, v: tw.attention_varlen(q, k, v, cu, dropout_p=0.5), fullgraph=True, backend="aot_eager"
+    )
+    first, second = compiled(q, k, v), compiled(q, k, v)
+    assert not torch.equal(first, second)
+    assert torch.isfinite(first).all()
+
+
+def test_export_keeps_the_operator():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(normal(4, 20, 20))
+
+        def forward(self, q, k, v):
+            return tw.attention(q, k, v, causal=True, score=tw.bias(self.bias))
+
+    q, k, v = qkv(nq=20, nk=20)
+    exported = torch.export.export(Layer(), (q, k, v))
+    assert any(n.target is torch.ops.tilewise.attention.default for n in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(q, k, v), Layer()(q, k, v))
+
+
+def test_checkpoint_repeats_the_dropout_of_the_forward():
+    q, k, v = wanting_grad(*qkv())
+    run = lambda q, k, v: tw.attention(q, k, v, dropout_p=0.4, causal=True)  # noqa: E731
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v))
+    torch.manual_seed(3)
+    got = torch.autograd.grad(checkpoint(run, q, k, v, use_reentrant=False).square().sum(), (q, k, v))
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_autocast_runs_in_its_dtype_and_returns_gradients_in_the_inputs():
+    q, k, v = wanting_grad(*qkv())
+    with torch.autocast("cpu", torch.bfloat16):
+        o, lse = tw.attention_with_lse(q, k, v, causal=True)
+    assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    expected = tw.attention(*(x.bfloat16() for x in (q, k, v)), causal=True)
+    assert torch.equal(o, expected)
+    (dq,) = torch.autograd.grad(o.float().sum(), q)
+    assert dq.dtype == torch.float32
+
+
+def test_no_grad_and_detached_inputs_give_no_graph():
+    q, k, v = wanting_grad(*qkv())
+    with torch.no_grad():
+        assert not tw.attention(q, k, v).requires_grad
+    assert not tw.attention(q.detach(), k.detach(), v.detach()).requires_grad
+
+
+def test_only_the_inputs_that_want_a_gradient_get_one():
+    q, k, v = qkv()
+    bias = normal(4, 70, 70).requires_grad_()
+    tw.attention(q, k, v, score=tw.bias(bias)).sum().backward()
+    assert bias.grad is not None
+    assert q.grad is None
+
+
+def test_a_backward_through_lse_alone_and_through_neither():
+    q, k, v = wanting_grad(*qkv())
+    o, lse = tw.attention_with_lse(q, k, v)
+    dq, dv = torch.autograd.grad(lse.sum(), (q, v), retain_graph=True)
+    assert dq.abs().sum() > 0
+    assert dv.abs().sum() == 0
+
+
+def test_a_non_contiguous_output_gradient_is_honoured():
+    q, k, v = wanting_grad(*qkv())
+    do = normal(16, 4, 70, 2).permute(3, 2, 1, 0)
+    got = torch.autograd.grad(tw.attention(q, k, v), q, do)[0]
+    assert torch.equal(got, torch.autograd.grad(tw.attention(q, k, v), q, do.contiguous())[0])
+
+
+def test_differentiating_twice_is_refused():
+    q, k, v = wanting_grad(*qkv(nq=8, nk=8))
+    (dq,) = torch.autograd.grad(tw.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        dq.sum().backward()
+
+
+def test_vmap_and_functional_gradients_are_refused():
+    q, k, v = qkv(nq=8, nk=8)
+    with pytest.raises(NotImplementedError, match=r"torch\.func or vmap"):
+        torch.vmap(lambda q: tw.attention(q, k, v))(torch.stack([q, q]))
+    with pytest.raises(NotImplementedError, match=r"torch\.func or vmap"):
+        torch.func.grad(lambda q: tw.attention(q, k, v).sum())(q)
+
+
+def test_the_dropout_seed_may_be_an_int_or_a_tensor_and_is_drawn_by_torch():
+    q, k, v = qkv()
+    run = lambda seed: tw.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)  # noqa: E731
+    assert torch.equal(run(11), run(torch.tensor([11])))
+    assert not torch.equal(run(11), run(12))
+    torch.manual_seed(0)
+    first = run(None)
+    torch.manual_seed(0)
+    assert torch.equal(first, run(None))
+
+
+def test_nothing_warns():
+    q, k, v = wanting_grad(*qkv())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tw.attention(q, k, v, causal=True, dropout_p=0.1).sum().backward()

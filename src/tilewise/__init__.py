@@ -20,6 +20,14 @@ from tilewise.mask import (
 from tilewise.score import OFF as offset
 from tilewise.score import Score, alibi, bias, score, softcap
 
+
+def verify(device=None, dtypes=None):
+    """:func:`tilewise.selfcheck.verify`: every backend of this machine against float64. Returns a printable report."""
+    from tilewise.selfcheck import verify as run  # the oracle is not needed to compute
+
+    return run(device, dtypes)
+
+
 __version__ = "0.1.0"
 __all__ = [
     "Mask",
@@ -47,5 +55,6 @@ __all__ = [
     "show_mask",
     "softcap",
     "strided",
+    "verify",
     "window",
 ]

@@ -13,6 +13,8 @@ from tilewise.score import Score
 from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 
+_operator = torch.ops.tilewise.attention.default
+
 
 def attention(
     q: Tensor,
@@ -58,7 +60,7 @@ def attention(
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
-    return torch.ops.tilewise.attention(q, k, v, *assemble(q, k, v, o))[0]
+    return _operator(q, k, v, *assemble(q, k, v, o))[0]
 
 
 def attention_with_lse(
@@ -83,7 +85,7 @@ def attention_with_lse(
         that sees no key and has no sink.
     """
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
-    return torch.ops.tilewise.attention(q, k, v, *assemble(q, k, v, o))
+    return _operator(q, k, v, *assemble(q, k, v, o))
 
 
 def attention_varlen(
@@ -121,7 +123,7 @@ def attention_varlen(
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                 cu_seqlens_q, cu_seqlens_k)
     # fmt: on
-    out = torch.ops.tilewise.attention(q, k, v, *assemble(q, k, v, o))
+    out = _operator(q, k, v, *assemble(q, k, v, o))
     return out if return_lse else out[0]
 
 

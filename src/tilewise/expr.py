@@ -69,10 +69,16 @@ class Expr:
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "where":  # the method is value.where(condition, other)
+            return lambda condition, other: apply("where", condition, self, other)
+        if ALIASES.get(name, name) not in {*OPERATIONS, *_COMPOSED}:
+            raise untraceable(f"`{name}`", _ALLOWED)
         return lambda *args, **kwargs: _call(name, (self, *args), kwargs)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.where:
+            args = (args[1], args[0], *args[2:])
         return _call(func.__name__, args, kwargs or {})
 
     def __hash__(self):
@@ -108,6 +114,13 @@ class Expr:
     def __neg__(self): return apply("neg", self)
     def __abs__(self): return apply("abs", self)
     def __invert__(self): return apply("not", self)
+    def __pos__(self): return self
+    def __round__(self): return apply("round", self)
+    def __floor__(self): return apply("floor", self)
+    def __ceil__(self): return apply("ceil", self)
+    def __trunc__(self): return apply("trunc", self)
+    def __lshift__(self, x): raise untraceable("`<<`", "multiply by a power of two")
+    def __rshift__(self, x): raise untraceable("`>>`", "use // by a power of two")
     # fmt: on
 
 
@@ -141,8 +154,12 @@ def as_expr(x: Any) -> Expr:
                 "read one element of it: tensor[h, i, j], or tw.lookup(tensor, h, i, j)"
             )
         return lookup(x)
-    if isinstance(x, (bool, int, float)):
+    if isinstance(x, _PartialIndex):
+        x.__torch_function__()
+    if isinstance(x, bool):
         return number(x)
+    if isinstance(x, (int, float)):  # int() and float(): of a symbol of torch.compile they make a number
+        return number(int(x) if isinstance(x, int) else float(x))
     raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
 
 
@@ -158,7 +175,20 @@ def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
         raise ValueError(
             f"lookup in a tensor of shape {tuple(tensor.shape)} needs {tensor.ndim} indices, got {len(index)}"
         )
-    return Expr("lookup", (tensor, *[as_expr(x) for x in index]))
+    return Expr("lookup", (tensor, *[_index_expr(x, size) for x, size in zip(index, tensor.shape, strict=True)]))
+
+
+def _index_expr(x: Any, size: int) -> Expr:
+    """An index as an expression; a literal one counts from the end where it is negative, as in torch."""
+    e = as_expr(x)
+    if kind(e) != "int":
+        raise untraceable(f"a {kind(e)} as an index ({e})", "indices are integers: use // or .int()")
+    if e.op != "number":
+        return e
+    n = e.args[0]
+    if not -size <= n < size:
+        raise ValueError(f"index {n} is out of range for a dimension of size {size}")
+    return number(n + size) if n < 0 else e
 
 
 def tensor_kind(tensor: torch.Tensor) -> str:
@@ -197,6 +227,11 @@ class Operation:
     infix: str | None = None
     partials: tuple[Callable[..., Expr] | None, ...] = ()  # one per argument; None, or missing: zero everywhere
     float_args: bool = False  # integer arguments are converted first
+    arity: int = 0  # 0: two where there is an infix, else one
+
+    @property
+    def arguments(self) -> int:
+        return self.arity or (2 if self.infix else 1)
 
 
 def _select(condition: Expr, value: Expr | float) -> Expr:
@@ -254,11 +289,11 @@ OPERATIONS: dict[str, Operation] = {
     "ceil": Operation(torch.ceil, partials=()),
     "round": Operation(torch.round, partials=()),
     "trunc": Operation(torch.trunc, partials=()),
-    "maximum": Operation(torch.maximum, partials=_tie("gt")),
-    "minimum": Operation(torch.minimum, partials=_tie("lt")),
-    "clamp_min": Operation(torch.maximum, partials=(lambda x, c, r: _select(x >= c, ONE), lambda x, c, r: _select(x < c, ONE))),
-    "clamp_max": Operation(torch.minimum, partials=(lambda x, c, r: _select(x <= c, ONE), lambda x, c, r: _select(x > c, ONE))),
-    "where": Operation(torch.where),
+    "maximum": Operation(torch.maximum, arity=2, partials=_tie("gt")),
+    "minimum": Operation(torch.minimum, arity=2, partials=_tie("lt")),
+    "clamp_min": Operation(torch.maximum, arity=2, partials=(lambda x, c, r: _select(x >= c, ONE), lambda x, c, r: _select(x < c, ONE))),
+    "clamp_max": Operation(torch.minimum, arity=2, partials=(lambda x, c, r: _select(x <= c, ONE), lambda x, c, r: _select(x > c, ONE))),
+    "where": Operation(torch.where, arity=3),
     "exp": Operation(torch.exp, "float", None, (lambda x, r: r,), float_args=True),
     "exp2": Operation(torch.exp2, "float", None, (lambda x, r: r * number(_LN2),), float_args=True),
     "expm1": Operation(torch.expm1, "float", None, (lambda x, r: r + ONE,), float_args=True),
@@ -294,28 +329,34 @@ def apply(op: str, *args: Any) -> Expr:
     return Expr(op, tuple(as_expr(x) for x in args))
 
 
+_ALLOWED = "allowed are elementwise arithmetic, comparisons, & | ~, torch.where and " + ", ".join(
+    sorted(name for name, operation in OPERATIONS.items() if operation.infix is None and name != "not")
+)
+
+
 def _call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """A torch function or tensor method, by its name, called on traced values."""
+    if name.endswith("_") and not name.startswith("__"):
+        raise untraceable(f"`{name}`, which works in place", "use the form that returns its result")
     name = name.strip("_")
-    if name == "getitem":
-        return _index(args[0], args[1])
-    if name in ("rsub", "rpow", "rdiv", "rtruediv", "rfloordiv", "rmod", "radd", "rmul") or name == "rfloor_divide":
+    if kwargs.get("inplace") is False:  # torch.nn.functional passes it along
+        kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+    if name in _COMPOSED:
+        return _COMPOSED[name](*args, **kwargs)
+    if name.startswith("r") and name[1:] in _REFLECTED:
         name, args = name[1:], args[::-1]
-    if name in ("clamp", "clip"):
-        return _clamp(*args, **kwargs)
-    if name in ("square", "reciprocal") and not kwargs:
-        return args[0] * args[0] if name == "square" else ONE / args[0]
-    if name in ("to", "type"):
-        return _to(*args, **kwargs)
-    name = ALIASES.get(name, name)
-    if name not in OPERATIONS or kwargs:
-        raise untraceable(
-            f"`{name}`" + (f" with {', '.join(kwargs)}=" if kwargs else ""),
-            "allowed are elementwise arithmetic, comparisons, & | ~, torch.where and " + ", ".join(sorted(_FUNCTIONS)),
-        )
-    if name == "where" and len(args) != 3:
-        raise untraceable("`where` with one argument", "use torch.where(condition, a, b)")
-    return apply(name, *args)
+    reduces = name in ("max", "min") and not all(isinstance(x, (Expr, torch.Tensor)) for x in args)
+    logical = name.startswith("logical_")
+    op = ALIASES.get(name, name)
+    if op not in OPERATIONS or kwargs or reduces or len(args) != OPERATIONS[op].arguments:
+        given = f" with {', '.join(kwargs)}=" if kwargs else f" of {len(args)} arguments" if op in OPERATIONS else ""
+        raise untraceable(f"`{name}`{given}", _ALLOWED)
+    return apply(op, *[_truth(x) for x in args] if logical else args)
+
+
+def _truth(x: Any) -> Expr:
+    x = as_expr(x)
+    return x if kind(x) == "bool" else apply("bool", x)
 
 
 def _clamp(x, min=None, max=None):
@@ -328,6 +369,32 @@ def _to(x, dtype=None, **kwargs):
     if not isinstance(dtype, torch.dtype) or kwargs:
         raise untraceable("`.to` with something that is no dtype", "use .to(torch.float32)")
     return apply("bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int", x)
+
+
+_REFLECTED = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "truediv",
+    "floordiv",
+    "floor_divide",
+    "mod",
+    "remainder",
+    "pow",
+    "and",
+    "or",
+    "xor",
+)
+_COMPOSED = {
+    "getitem": lambda tensor, index: _index(tensor, index),
+    "clamp": _clamp,
+    "clip": _clamp,
+    "square": lambda x: x * x,
+    "reciprocal": lambda x: ONE / x,
+    "to": _to,
+    "type": _to,
+}
 
 
 class _PartialIndex:
@@ -351,6 +418,9 @@ class _PartialIndex:
         return self.__torch_function__()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __torch_function__
+    __bool__ = __neg__ = __pos__ = __abs__ = __invert__ = __lt__ = __le__ = __gt__ = __ge__ = __torch_function__
+    __eq__ = __ne__ = __and__ = __or__ = __pow__ = __floordiv__ = __mod__ = __float__ = __int__ = __torch_function__
+    __hash__ = object.__hash__
 
 
 def _index(tensor: torch.Tensor, index: Any):
@@ -385,55 +455,52 @@ def trace(fn: Callable, names: Sequence[str]) -> Expr:
 
 # -- Text ----------------------------------------------------------------------------------------------------------
 
-_FUNCTIONS = [name for name, operation in OPERATIONS.items() if operation.infix is None and name != "not"]
 _INFIX = {operation.infix: name for name, operation in OPERATIONS.items() if operation.infix}
+
+
+_MAX_DEPTH = 40  # Python's parser takes 200 nested parentheses
 
 
 def to_text(e: Expr, leaves: list[torch.Tensor] | None = None) -> tuple[str, tuple[torch.Tensor, ...]]:
     """``(text, leaves)``: Python syntax with leaves as ``float0[h, i]``, numbered by first appearance.
 
-    A node that is used twice is named where it first appears: ``(_0 := s * s) + _0``. Several expressions number
-    their leaves together when they share the list ``leaves``, which then grows.
+    A node that is used twice, or is deep, is named before it is used: ``(_0 := s * s, _0 + _0)``. Several expressions
+    number their leaves together when they share the list ``leaves``, which then grows.
     """
-    uses: dict[int, int] = {}
-    _count_uses(e, uses)
-    names: dict[int, str] = {}
     leaves = [] if leaves is None else leaves
-    text = _print(e, uses, names, leaves)
-    return _strip(text), tuple(leaves)
+    uses: dict[int, int] = {}
+    for node in nodes(e):
+        for child in children(node):
+            uses[id(child)] = uses.get(id(child), 0) + 1
+    texts: dict[int, tuple[str, int]] = {}  # text and depth
+    named: list[str] = []
+    for node in nodes(e):
+        inner = [texts[id(child)] for child in children(node)]
+        text, depth = _node_text(node, [t for t, _ in inner], leaves), 1 + max([d for _, d in inner], default=0)
+        operation = node.op not in ("number", "symbol", "param")
+        if operation and node is not e and (uses[id(node)] > 1 or depth >= _MAX_DEPTH):
+            named.append(f"_{len(named)} := {_strip(text)}")
+            text, depth = f"_{len(named) - 1}", 0
+        texts[id(node)] = text, depth
+    text = _strip(texts[id(e)][0])
+    return f"({', '.join([*named, text])})" if named else text, tuple(leaves)
 
 
-def _count_uses(e: Expr, uses: dict[int, int]) -> None:
-    uses[id(e)] = uses.get(id(e), 0) + 1
-    if uses[id(e)] == 1 and e.op not in ("number", "symbol", "param"):
-        for a in e.args[1 if e.op == "lookup" else 0 :]:
-            _count_uses(a, uses)
-
-
-def _print(e: Expr, uses: dict[int, int], names: dict[int, str], leaves: list) -> str:
+def _node_text(e: Expr, inner: list[str], leaves: list) -> str:
     if e.op in ("number", "symbol", "param"):
         text = f"{e.args[1]}_{e.args[0]}" if e.op == "param" else str(e.args[0])
         return f"({text})" if text.startswith("-") else text
-    if id(e) in names:
-        return names[id(e)]
-    inner = [_print(a, uses, names, leaves) for a in e.args[1 if e.op == "lookup" else 0 :]]
     if e.op == "lookup":
-        text = f"{_leaf_name(e.args[0], leaves)}[{', '.join(_strip(x) for x in inner) or '()'}]"
-    elif OPERATIONS[e.op].infix:
-        text = f"({inner[0]} {OPERATIONS[e.op].infix} {inner[1]})"
-    elif e.op == "not":
-        text = f"(~{inner[0]})"
-    else:
-        text = f"{e.op}({', '.join(_strip(x) for x in inner)})"
-    if uses[id(e)] > 1:
-        names[id(e)] = f"_{len(names)}"
-        return f"({names[id(e)]} := {_strip(text)})"
-    return text
+        return f"{_leaf_name(e.args[0], leaves)}[{', '.join([_strip(x) for x in inner]) or '()'}]"
+    infix = OPERATIONS[e.op].infix
+    if infix:
+        return f"({inner[0]} {infix} {inner[1]})"
+    return f"(~{inner[0]})" if e.op == "not" else f"{e.op}({', '.join([_strip(x) for x in inner])})"
 
 
 def _strip(text: str) -> str:
-    """Without the outer pair of parentheses, where they are one pair and name nothing."""
-    if not text.startswith("(") or not text.endswith(")") or text.startswith("(_"):
+    """Without the outer pair of parentheses, where they are one pair."""
+    if not text.startswith("(") or not text.endswith(")"):
         return text
     depth = 0
     for position, c in enumerate(text):
@@ -470,6 +537,10 @@ def from_ast(node: ast.AST, leaf_slot: Callable[[int], int], names: dict[str, Ex
         case ast.NamedExpr(target=ast.Name(id=name), value=value):
             names[name] = read(value)
             return names[name]
+        case ast.Tuple(elts=[*named, last]):
+            for x in named:
+                read(x)
+            return read(last)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)):
             return number(-value)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
@@ -508,15 +579,14 @@ def children(e: Expr) -> tuple[Expr, ...]:
 def nodes(*roots: Expr) -> list[Expr]:
     """Every node once, arguments before what uses them."""
     seen: dict[int, Expr] = {}
-
-    def visit(e: Expr) -> None:
-        if id(e) not in seen:
-            for a in children(e):
-                visit(a)
+    stack = [(root, False) for root in reversed(roots)]
+    while stack:
+        e, arguments_done = stack.pop()
+        if arguments_done:
             seen[id(e)] = e
-
-    for root in roots:
-        visit(root)
+        elif id(e) not in seen:
+            stack.append((e, True))
+            stack += [(a, False) for a in reversed(children(e)) if id(a) not in seen]
     return list(seen.values())
 
 
@@ -576,7 +646,8 @@ def evaluate(
     Args:
         env: a tensor for every symbol used, integer but for ``s``; shapes that broadcast against each other.
         leaves: the tensors that lookups read, by slot.
-        dtype: in which floating values are computed; floating leaves are converted element by element.
+        dtype: in which floating values are computed; floating leaves are converted element by element. Indices of
+            leaves are computed in fp32 always.
         numbers: the values of parameters, by slot.
     """
     device = next((t.device for t in env.values()), torch.device("cpu"))
@@ -588,7 +659,10 @@ def evaluate(
         elif e.op == "symbol":
             values[id(e)] = env[e.args[0]]
         elif e.op == "lookup":
-            value = read(leaves[e.args[0][1]], [values[id(a)] for a in e.args[1:]])
+            index = [values[id(a)] for a in e.args[1:]]
+            if dtype != torch.float32 and any(x.op not in ("symbol", "number") for x in e.args[1:]):
+                index = evaluate(e.args[1:], env, leaves, torch.float32, numbers)  # the same element in every dtype
+            value = read(leaves[e.args[0][1]], index)
             values[id(e)] = value.to(dtype) if value.is_floating_point() else value
         else:
             operation = OPERATIONS[e.op]
@@ -633,7 +707,12 @@ def read_adjoint(
             sizes = [high - low + 1 for low, high in bounds]
             grad[tuple(slice(low, high + 1) for low, high in bounds)] += g.permute(*order, *rest).reshape(sizes)
             return
-    grad.index_put_(tuple(index), g.expand(torch.broadcast_shapes(*[x.shape for x in index])), accumulate=True)
+    g = g.expand(torch.broadcast_shapes(*[x.shape for x in index]))
+    if grad.device.type == "cpu":  # one thread, in order; index_put_ adds from several in any order
+        flat = sum(x * stride for x, stride in zip(index, grad.stride(), strict=True))
+        grad.view(-1).index_add_(0, flat.expand(g.shape).reshape(-1), g.reshape(-1))
+    else:
+        grad.index_put_(tuple(index), g, accumulate=True)
 
 
 def derivative(root: Expr, wrt: Expr) -> Expr | None:

@@ -93,6 +93,7 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
     Raises:
         ValueError: a negative bound (flash-attention's -1 is ``None`` here).
     """
+    left, right = (None if bound is None else _integer("window", bound) for bound in (left, right))
     for name, bound in (("left", left), ("right", right)):
         if bound is not None and bound < 0:
             raise ValueError(f"window({name}={bound}): a bound is a number of keys >= 0, or None for unbounded")
@@ -140,6 +141,8 @@ def documents(ids: torch.Tensor) -> Mask:
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
         raise ValueError("documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k)")
     seqlen = ids.shape[-1]
+    if seqlen == 0:
+        return key_range(0, 0)
     position = torch.arange(seqlen, device=ids.device).expand(ids.shape)
     change = ids[..., 1:] != ids[..., :-1]
     edge = torch.ones_like(ids[..., :1], dtype=torch.bool)
@@ -203,9 +206,9 @@ def strided(blocks_q: int, blocks_k: int, stride: int, local: int = 1, device=No
 
 def local_global(blocks_q: int, blocks_k: int, local: int = 1, globals_: int = 1, device=None) -> torch.Tensor:
     """``(blocks_q, blocks_k)``: ``local`` blocks on either side of the diagonal, and the first ``globals_`` rows and columns."""
-    r = torch.arange(blocks_q, device=device)[:, None] + blocks_k - blocks_q
+    r = torch.arange(blocks_q, device=device)[:, None]
     c = torch.arange(blocks_k, device=device)[None, :]
-    return ((r - c).abs() <= local) | (c < globals_) | (r < globals_)
+    return ((r + blocks_k - blocks_q - c).abs() <= local) | (c < globals_) | (r < globals_)
 
 
 def as_mask(mask: Mask | torch.Tensor | Callable | None, causal_too: bool = False) -> Mask:
@@ -240,7 +243,14 @@ def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
                 f"{who} takes ints or integer tensors (), (batch,) or (batch, heads_q), got {n.dtype} {tuple(n.shape)}"
             )
         return broadcast_lookup(n, (B, H)[: n.ndim], who)
-    return number(int(n))
+    return number(_integer(who, n))
+
+
+def _integer(who: str, n: object) -> int:
+    """``n`` as an int; of a length that torch.compile holds as a symbol, int() makes a number of the text."""
+    if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, int) or hasattr(n, "__index__")):
+        raise ValueError(f"{who} takes whole numbers of keys, got {n!r}")
+    return int(n)
 
 
 def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> Expr:

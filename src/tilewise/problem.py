@@ -264,23 +264,36 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
 def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
     """Leaves read at plain indices must have that index's size; an empty leaf cannot be read at all."""
     roots = [*spec.region.parts, *([] if spec.score is None else [spec.score])]
-    sizes = {"h": q.shape[-2]} if spec.packed else {"b": q.shape[0], "h": q.shape[-2], "i": q.shape[1], "j": k.shape[1]}
+    sizes = {"b": extras[spec.cu_slots[0]].shape[0] - 1 if spec.packed else q.shape[0], "h": q.shape[-2]}
+    sizes |= {} if spec.packed else {"i": q.shape[1], "j": k.shape[1]}
     reasons = []
     for e in expr.lookups(*roots):
         shape = tuple(extras[e.args[0][1]].shape)
         for axis, (index, size) in enumerate(zip(e.args[1:], shape, strict=True)):
-            name = index.args[0] if index.op == "symbol" else None
-            if name in sizes and size != sizes[name]:
-                axes = {"b": "batch", "h": "heads_q", "i": "seqlen_q", "j": "seqlen_k"}
-                reasons.append(
-                    f"a mask or score tensor {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: "
-                    f"axis {axis} must be {axes[name]} = {sizes[name]}"
-                )
+            read = f"a mask or score tensor {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: axis {axis} must be"
+            name, block = _plain_index(index)
+            if name in sizes and block == 1 and size != sizes[name]:
+                reasons.append(f"{read} {_AXES[name]} = {sizes[name]}")
+            elif name in sizes and size < -(-sizes[name] // block):
+                reasons.append(f"{read} at least ceil({_AXES[name]} / {block}) = {-(-sizes[name] // block)}")
             elif size == 0 and q.numel() and k.numel():
                 reasons.append(f"a mask or score tensor {shape} is empty and cannot be read")
     if spec.region.prepared is not None:
         reasons += _prepared_reasons(q, k, extras, spec.region)
     return list(dict.fromkeys(reasons))
+
+
+_AXES = {"b": "batch", "h": "heads_q", "i": "seqlen_q", "j": "seqlen_k"}
+
+
+def _plain_index(index: expr.Expr) -> tuple[str | None, int]:
+    """``(symbol, block)`` of an index that is ``symbol`` or ``symbol // block``; else ``(None, 1)``."""
+    if index.op == "symbol":
+        return index.args[0], 1
+    if index.op == "floordiv" and index.args[0].op == "symbol" and index.args[1].op == "number":
+        block = index.args[1].args[0]
+        return (index.args[0].args[0], block) if isinstance(block, int) and block > 0 else (None, 1)
+    return None, 1
 
 
 def _prepared_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], region: Region) -> list[str]:

@@ -48,11 +48,11 @@ class Spec:
 
     def text(self) -> str:
         """The canonical text, one line a field; :func:`parse_spec` reads it."""
-        scale = "" if self.softmax_scale is None else self.softmax_scale
+        scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
         flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "")
         return (
-            f"{self.mask_text}\n{self.score_text}\n{scale}\n{self.dropout_p}\n{flags}\n{_ints(self.grad_slots)}\n{sink}\n"
+            f"{self.mask_text}\n{self.score_text}\n{scale}\n{float(self.dropout_p)}\n{flags}\n{_ints(self.grad_slots)}\n{sink}\n"
             f"{_ints(self.cu_slots)}\n{_ints(self.mask_slots)}\n{_ints(self.score_slots)}\n{self.backend or ''}"
         )
 

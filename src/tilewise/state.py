@@ -51,4 +51,4 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         lse: of the whole, the sink included.
         delta: ``rowsum(dO ∘ O) - dlse``.
     """
-    return -_weight(sink.expand_as(lse), lse) * delta
+    return torch.where(lse == -torch.inf, 0.0, -_weight(sink.expand_as(lse), lse) * delta)  # rows of no sequence

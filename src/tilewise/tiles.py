@@ -170,8 +170,8 @@ def _granularity(e: Expr, name: str) -> int | None:
     for node in expr.nodes(e):
         for position, child in enumerate(expr.children(node)):
             if child.op == "symbol" and child.args[0] == name:
-                blocked = node.op == "floordiv" and position == 0 and node.args[1].op == "number"
-                g = int(node.args[1].args[0]) if blocked else 1
+                by = node.args[1].args[0] if node.op == "floordiv" and node.args[1].op == "number" else None
+                g = by if position == 0 and isinstance(by, int) and by > 0 else 1
                 divisor = g if divisor is None else math.gcd(divisor, g)
     return 1 if e.op == "symbol" else divisor
 

@@ -70,7 +70,7 @@ class Expr:
         if name.startswith("__"):
             raise AttributeError(name)
         if name == "where":  # the method is value.where(condition, other)
-            return lambda condition, other: apply("where", condition, self, other)
+            return lambda condition, other: _call("where", (condition, self, other), {})
         if ALIASES.get(name, name) not in {*OPERATIONS, *_COMPOSED}:
             raise untraceable(f"`{name}`", _ALLOWED)
         return lambda *args, **kwargs: _call(name, (self, *args), kwargs)
@@ -351,6 +351,8 @@ def _call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     if op not in OPERATIONS or kwargs or reduces or len(args) != OPERATIONS[op].arguments:
         given = f" with {', '.join(kwargs)}=" if kwargs else f" of {len(args)} arguments" if op in OPERATIONS else ""
         raise untraceable(f"`{name}`{given}", _ALLOWED)
+    if op == "where" and kind(as_expr(args[0])) != "bool":
+        raise untraceable("`where` with a condition that is no truth value", "compare it: x != 0")
     return apply(op, *[_truth(x) for x in args] if logical else args)
 
 

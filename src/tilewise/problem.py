@@ -262,22 +262,30 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
 
 
 def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
-    """Leaves read at plain indices must have that index's size; an empty leaf cannot be read at all."""
+    """Whether leaves have the sizes of the indices that they are read at."""
     roots = [*spec.region.parts, *([] if spec.score is None else [spec.score])]
     sizes = {"b": extras[spec.cu_slots[0]].shape[0] - 1 if spec.packed else q.shape[0], "h": q.shape[-2]}
     sizes |= {} if spec.packed else {"i": q.shape[1], "j": k.shape[1]}
+    ends = [id(e) for end in spec.region.ends if end is not None for e in expr.lookups(end)]
     reasons = []
     for e in expr.lookups(*roots):
         shape = tuple(extras[e.args[0][1]].shape)
-        for axis, (index, size) in enumerate(zip(e.args[1:], shape, strict=True)):
-            read = f"a mask or score tensor {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: axis {axis} must be"
-            name, block = _plain_index(index)
-            if name in sizes and block == 1 and size != sizes[name]:
-                reasons.append(f"{read} {_AXES[name]} = {sizes[name]}")
-            elif name in sizes and size < -(-sizes[name] // block):
-                reasons.append(f"{read} at least ceil({_AXES[name]} / {block}) = {-(-sizes[name] // block)}")
-            elif size == 0 and q.numel() and k.numel():
-                reasons.append(f"a mask or score tensor {shape} is empty and cannot be read")
+        if 0 in shape and q.numel() and k.numel():
+            reasons.append(f"a mask or score tensor {shape} is empty and cannot be read")
+            continue
+        index = [_plain_index(x) for x in e.args[1:]]
+        # A table of positions may be longer than the sequence; a matrix of pairs, or ids of the keys, may not.
+        exact = id(e) in ends or {"i", "j"} <= {name for name, _ in index}
+        for axis, ((name, block), size) in enumerate(zip(index, shape, strict=True)):
+            if name not in sizes:
+                continue
+            needed, at_least = -(-sizes[name] // block), name in "ij" and not exact
+            if size < needed or (size > needed and not at_least):
+                what = _AXES[name] if block == 1 else f"ceil({_AXES[name]} / {block})"
+                reasons.append(
+                    f"a mask or score tensor {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: "
+                    f"axis {axis} must be {'at least ' if at_least else ''}{what} = {needed}"
+                )
     if spec.region.prepared is not None:
         reasons += _prepared_reasons(q, k, extras, spec.region)
     return list(dict.fromkeys(reasons))
@@ -287,7 +295,12 @@ _AXES = {"b": "batch", "h": "heads_q", "i": "seqlen_q", "j": "seqlen_k"}
 
 
 def _plain_index(index: expr.Expr) -> tuple[str | None, int]:
-    """``(symbol, block)`` of an index that is ``symbol`` or ``symbol // block``; else ``(None, 1)``."""
+    """``(symbol, block)`` of an index that is ``symbol`` or ``symbol // block``; else ``(None, 1)``.
+
+    A query's key position, ``i + off``, runs over the keys: it counts as ``j``.
+    """
+    if str(index) == "i + off":
+        return "j", 1
     if index.op == "symbol":
         return index.args[0], 1
     if index.op == "floordiv" and index.args[0].op == "symbol" and index.args[1].op == "number":

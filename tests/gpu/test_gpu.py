@@ -1,0 +1,62 @@
+"""On a real GPU: the contract for every backend that runs there, larger shapes, and what only a GPU can show."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.contract import Contract, agree, call, qkv
+from tilewise import dispatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+BACKENDS = [row.name for row in dispatch.BACKENDS if row.device_types is None or "cuda" in row.device_types]
+
+
+class _OnGpu(Contract):
+    device = "cuda"
+
+
+for _name in BACKENDS:  # one class a backend, so that ids name it
+    globals()[f"Test{_name.title()}OnGpu"] = type(
+        f"Test{_name.title()}OnGpu", (_OnGpu,), {"backend": dispatch.backend(_name)}
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_longer_sequences_agree_with_the_oracle(backend, dtype):
+    q, k, v = qkv(batch=1, nq=2000, nk=2100, hq=4, hk=2, d=64, dv=64, dtype=dtype)
+    agree(dispatch.backend(backend), call(q, k, v, device="cuda", causal=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_stream_is_honoured(backend):
+    q, k, v = (x.cuda() for x in qkv(nq=500, nk=500))
+    expected = tw.attention(q, k, v, causal=True, backend=backend)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        got = tw.attention(q, k, v, causal=True, backend=backend)
+    stream.synchronize()
+    assert torch.equal(got, expected)
+
+
+def test_compile_with_inductor_gives_the_same_gradients():
+    q, k, v = (x.cuda().requires_grad_() for x in qkv(nq=200, nk=200))
+    run = lambda q, k, v: tw.attention(q, k, v, causal=True, score=tw.softcap(20.0)).square().sum()  # noqa: E731
+    expected = torch.autograd.grad(run(q, k, v), (q, k, v))
+    got = torch.autograd.grad(torch.compile(run, fullgraph=True)(q, k, v), (q, k, v))
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_on_a_gpu():
+    q, k, v = (x.cuda() for x in qkv())
+    with torch.autocast("cuda", torch.bfloat16):
+        assert tw.attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_verify_is_green():
+    report = tw.verify()
+    assert report.ok, str(report)

@@ -21,7 +21,7 @@ from tilewise.backends.base import Backend, Grads, Inputs, Output
 from tilewise.problem import Problem
 from tilewise.reference import Arithmetic
 
-ORDERS = 8
+ORDERS = 16
 
 
 @dataclass(frozen=True)

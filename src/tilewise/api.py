@@ -148,6 +148,8 @@ def show_mask(
     mask: Mask | Tensor | Callable, seqlen_q: int, seqlen_k: int | None = None, *, batch: int = 0, head: int = 0
 ) -> str:
     """The 0/1 matrix of a mask: one line a query, ``1`` for a kept key, ``.`` for a hidden one."""
+    if min(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k) < 0:
+        raise ValueError(f"show_mask: lengths must be >= 0, got {seqlen_q} and {seqlen_k}")
     kept = as_mask(mask)
     leaves = [leaf.cpu() for leaf in kept.leaves]
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
@@ -172,7 +174,11 @@ def dropout_mask(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Which pairs dropout keeps: bool ``(batch, heads_q, seqlen_q, seqlen_k)``, the same on every device and backend."""
+    if not dropout.possible(p):
+        raise ValueError(f"dropout_mask: p {p} must round to between 1/65536 and 65535/65536")
     if not isinstance(seed, Tensor):
+        if not isinstance(seed, int):
+            raise ValueError(f"dropout_mask: seed must be an int or one int64 tensor, got {seed!r}")
         seed = torch.full((1,), seed, dtype=torch.int64, device=device)
     heads = torch.arange(batch * heads_q, device=seed.device).view(batch, heads_q)
     return dropout.keep(seed, p, heads, (0, seqlen_q), (0, seqlen_k))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import Tensor
@@ -76,7 +76,11 @@ def _refusal(p: Problem, refused: dict[str, list[str]]) -> str:
         f"  {reason}" if asked else f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons
     ]
     if asked:
-        others = [row.name for row in BACKENDS if row.name != asked and not backend(row.name).unsupported(p)]
+        others = [
+            name
+            for name in candidates(replace(p, spec=replace(p.spec, backend=None)))
+            if not backend(name).unsupported(p)
+        ]
         lines += [f"  Drop backend= and {others[0]} runs it."] if others else []
     return "\n".join(lines)
 

@@ -6,6 +6,8 @@ those of ``{i, i ^ 8} x {j, j ^ 1, j ^ 8, j ^ 9}``: what one thread holds of S i
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,11 @@ _LOW = 0xFFFFFFFF
 def threshold(p: float) -> int:
     """The 16-bit values below it are kept: ``round((1 - p) * 65536)``."""
     return round((1 - p) * 65536)
+
+
+def possible(p: float) -> bool:
+    """Whether p leaves some 16-bit values kept and some dropped."""
+    return math.isfinite(p) and 0 < threshold(p) < 65536
 
 
 def keep_scale(p: float) -> float:

@@ -51,8 +51,8 @@ class Mask:
         from tilewise import tiles  # tiles read masks; only this convenience looks the other way
 
         counts, seen = tiles.prepare(self, q, k)
-        block = tiles.PREPARED_BLOCK
-        return Mask(f"prepared({self.text}, {block})", (*self.leaves, counts, seen))
+        shape = ", ".join([str(int(n)) for n in (q.shape[0], q.shape[2], q.shape[1], k.shape[1])])
+        return Mask(f"prepared({self.text}, {tiles.PREPARED_BLOCK}, {shape})", (*self.leaves, counts, seen))
 
 
 def _unprepared(mask: Mask) -> Mask:
@@ -61,7 +61,7 @@ def _unprepared(mask: Mask) -> Mask:
         raise ValueError(f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t)")
     if not mask.text.startswith("prepared("):
         return mask
-    return Mask(mask.text[len("prepared(") :].rpartition(", ")[0], mask.leaves[:-2])
+    return Mask(mask.text[len("prepared(") :].rsplit(", ", 5)[0], mask.leaves[:-2])
 
 
 # -- The catalogue -------------------------------------------------------------------------------------------------
@@ -264,6 +264,16 @@ def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> E
 # -- Reading text --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Status on blocks of ``block`` x ``block`` and seen keys, in slots, for ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+
+    block: int
+    status_slot: int
+    seen_slot: int
+    shape: tuple[int, int, int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
     """A mask as kernels read it. An end that is ``None`` is unbounded; a predicate that is ``None`` keeps all.
@@ -272,7 +282,7 @@ class Region:
         lo, hi: key interval of row ``i``: expressions of ``b, h, i`` and the lengths.
         first, last: query interval of column ``j``: expressions of ``b, h, j`` and the lengths.
         predicate: bool expression of ``b, h, i, j``.
-        prepared: ``(block, slot of the tile counts, slot of the seen keys)`` where ``Mask.prepare`` made them.
+        prepared: what ``Mask.prepare`` made, and for which shapes.
     """
 
     lo: Expr | None = None
@@ -280,7 +290,7 @@ class Region:
     first: Expr | None = None
     last: Expr | None = None
     predicate: Expr | None = None
-    prepared: tuple[int, int, int] | None = None
+    prepared: Prepared | None = None
 
     @property
     def everything(self) -> bool:
@@ -314,7 +324,7 @@ def _tighter(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
     if a is None or b is None:
         return b if a is None else a
     (x, m), (y, n) = _plus_number(a), _plus_number(b)
-    if str(x) == str(y):
+    if str(x) == str(y) and all(e.op != "number" for e in expr.nodes(x)):  # a fold must not depend on numbers
         return _add_number(x, max(m, n) if op == "maximum" else min(m, n))
     return apply(op, a, b)
 
@@ -420,9 +430,10 @@ class _Reader:
                 return _intersect(self.read(a), self.read(b))
             case ast.BinOp(left=a, op=ast.BitOr(), right=b):
                 return _unite(self.read(a), self.read(b))
-            case ast.Call(func=ast.Name(id="prepared"), args=[inner, ast.Constant(value=block)]):
+            case ast.Call(func=ast.Name(id="prepared"), args=[inner, block, *shape]):
                 kept = self.read(inner)
-                return Region(*kept.ends, kept.predicate, (block, self.slots[-2], self.slots[-1]))
+                prepared = Prepared(block.value, self.slots[-2], self.slots[-1], tuple(n.value for n in shape))
+                return Region(*kept.ends, kept.predicate, prepared)
             case ast.Call(func=ast.Name(id=name), args=args):
                 return ATOMS[name](*self._arguments(args))
         raise ValueError(f"not a mask: {ast.unparse(node)}")

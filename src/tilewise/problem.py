@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tilewise import expr
+from tilewise import dropout, expr
 from tilewise.mask import Region
 from tilewise.spec import Spec
 
@@ -240,11 +240,12 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
                 f"sink must be a floating tensor ({q.shape[-2]},), one logit per query head, on {q.device}; "
                 f"got {tuple(sink.shape)} {sink.dtype} {sink.device}"
             )
-    reasons += _cu_reasons(q, k, [extras[n] for n in spec.cu_slots])
+    wrong_cu = _cu_reasons(q, k, [extras[n] for n in spec.cu_slots])
+    reasons += wrong_cu
     grad_outside = [n for n in spec.grad_slots if n not in spec.score_slots and n != spec.sink_slot]
     if grad_outside:
         reasons.append("a tensor of the mask requires grad; a mask has no gradient: detach it, or make it a score")
-    return reasons + _leaf_reasons(q, k, extras, spec)
+    return reasons if wrong_cu else reasons + _leaf_reasons(q, k, extras, spec)
 
 
 def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
@@ -287,7 +288,7 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
                     f"axis {axis} must be {'at least ' if at_least else ''}{what} = {needed}"
                 )
     if spec.region.prepared is not None:
-        reasons += _prepared_reasons(q, k, extras, spec.region)
+        reasons += _prepared_reasons(q, k, spec.region)
     return list(dict.fromkeys(reasons))
 
 
@@ -309,18 +310,13 @@ def _plain_index(index: expr.Expr) -> tuple[str | None, int]:
     return None, 1
 
 
-def _prepared_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], region: Region) -> list[str]:
-    block, counts_slot, seen_slot = region.prepared
+def _prepared_reasons(q: Tensor, k: Tensor, region: Region) -> list[str]:
     if q.ndim == 3:
         return ["a prepared mask serves attention, not attention_varlen; pass the mask as it was before prepare"]
-    counts, seen = extras[counts_slot], extras[seen_slot]
-    tiles = (-(-q.shape[1] // block), -(-k.shape[1] // block))
-    fits = counts.shape[0] in (1, q.shape[0]) and counts.shape[1] in (1, q.shape[2])
-    if tuple(counts.shape[2:]) != tiles or seen.shape[-1] != k.shape[1] or not fits:
-        return [
-            f"the mask was prepared for other shapes: its tiles are {tuple(counts.shape)}, "
-            f"these need (…, {tiles[0]}, {tiles[1]}); prepare it again"
-        ]
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if region.prepared.shape != shape:
+        sizes = "(batch, heads_q, seqlen_q, seqlen_k)"
+        return [f"the mask was prepared for {sizes} = {region.prepared.shape}, this call has {shape}; prepare it again"]
     return []
 
 
@@ -328,9 +324,10 @@ def _option_reasons(q: Tensor, seed: Tensor | None, spec: Spec) -> list[str]:
     reasons = []
     if spec.softmax_scale is not None and not math.isfinite(spec.softmax_scale):
         reasons.append(f"softmax_scale is {spec.softmax_scale}")
-    threshold = round((1 - spec.dropout_p) * 65536) if math.isfinite(spec.dropout_p) else -1
-    if spec.dropout_p != 0 and not 0 < threshold < 65536:
+    if spec.dropout_p != 0 and not dropout.possible(spec.dropout_p):
         reasons.append(f"dropout_p {spec.dropout_p} must be 0, or round to between 1/65536 and 65535/65536")
+    if spec.dropout_p != 0 and seed is None:
+        reasons.append("dropout needs a seed")
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device):
         reasons.append(
             f"dropout_seed must be one int64 on {q.device}, got {seed.dtype} {tuple(seed.shape)} {seed.device}"

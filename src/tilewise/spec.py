@@ -47,13 +47,13 @@ class Spec:
     backend: str | None = None
 
     def text(self) -> str:
-        """The canonical text, one line a field; :func:`parse_spec` reads it."""
+        """The canonical text; :func:`parse_spec` reads it. No newline: generated code carries it in a literal."""
         scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
         flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "")
         return (
-            f"{self.mask_text}\n{self.score_text}\n{scale}\n{float(self.dropout_p)}\n{flags}\n{_ints(self.grad_slots)}\n{sink}\n"
-            f"{_ints(self.cu_slots)}\n{_ints(self.mask_slots)}\n{_ints(self.score_slots)}\n{self.backend or ''}"
+            f"{self.mask_text};{self.score_text};{scale};{float(self.dropout_p)};{flags};{_ints(self.grad_slots)};{sink};"
+            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{'-' if self.backend is None else self.backend}"
         )
 
     @property
@@ -90,7 +90,7 @@ def _ints(values: Sequence[int]) -> str:
 @lru_cache(maxsize=4096)
 def parse_spec(text: str) -> Spec:
     """The record of :meth:`Spec.text`."""
-    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, backend = text.split("\n")
+    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, backend = text.split(";", 10)
     ints = lambda line: tuple(int(x) for x in line.split(",")) if line else ()  # noqa: E731
     return Spec(
         mask_text=m,
@@ -104,7 +104,7 @@ def parse_spec(text: str) -> Spec:
         cu_slots=ints(cu),
         mask_slots=ints(m_slots),
         score_slots=ints(s_slots),
-        backend=backend or None,
+        backend=None if backend == "-" else backend,
     )
 
 
@@ -143,7 +143,14 @@ class Options:
 
 
 def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor], Tensor | None, str]:
-    """``(extras, seed, spec)``: a call as the operator takes it. Checks nothing: torch.compile traces it."""
+    """``(extras, seed, spec)``: a call as the operator takes it. torch.compile traces it.
+
+    Raises:
+        ValueError: an argument of a type that the operator could not even take. All else is the operator's to check.
+    """
+    reasons = _type_reasons(q, k, v, o)
+    if reasons:
+        raise ValueError("attention was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
     kept: Mask = mask.as_mask(o.mask, o.causal)
     scored: Score = as_score(o.score)
     extras = Extras()
@@ -174,6 +181,33 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     return tensors, _seed(q, o), spec.text()
 
 
+def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
+    named = (
+        ("q", q),
+        ("k", k),
+        ("v", v),
+        ("sink", o.sink),
+        ("cu_seqlens_q", o.cu_seqlens_q),
+        ("cu_seqlens_k", o.cu_seqlens_k),
+    )
+    reasons = [
+        f"{name} must be a tensor{'' if name in 'qkv' else ' or None'}, got {type(x).__name__}"
+        for name, x in named
+        if not isinstance(x, Tensor) and (x is not None or name in "qkv")
+    ]
+    if not (o.softmax_scale is None or isinstance(o.softmax_scale, (int, float))):
+        learned = "; a learned scale is a score: score=lambda s, b, h, i, j: s * scale"
+        reasons.append(f"softmax_scale must be a number, got {type(o.softmax_scale).__name__}{learned}")
+    if not isinstance(o.dropout_p, (int, float)):
+        reasons.append(f"dropout_p must be a number, got {type(o.dropout_p).__name__}")
+    seed = o.dropout_seed
+    if not (seed is None or isinstance(seed, Tensor) or (isinstance(seed, int) and -(2**63) <= seed < 2**64)):
+        reasons.append(f"dropout_seed must be one int64 tensor or an int of at most 64 bits, got {seed!r}")
+    if not (o.backend is None or isinstance(o.backend, str)):
+        reasons.append(f"backend must be a name or None, got {o.backend!r}")
+    return reasons
+
+
 def _seed(q: Tensor, o: Options) -> Tensor | None:
     """One int64 on q's device: drawn there, so that no host reads it and graphs and checkpoints repeat it."""
     if o.dropout_p == 0:
@@ -182,4 +216,5 @@ def _seed(q: Tensor, o: Options) -> Tensor | None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     if isinstance(o.dropout_seed, Tensor):
         return o.dropout_seed
-    return torch.full((1,), o.dropout_seed, dtype=torch.int64, device=q.device)
+    seed = o.dropout_seed - 2**64 if o.dropout_seed >= 2**63 else o.dropout_seed  # the same bits, signed
+    return torch.full((1,), seed, dtype=torch.int64, device=q.device)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 
-def _weight(lse: Tensor, total: Tensor) -> Tensor:
-    """``exp(lse - total)``, and 0 where neither side has seen a key."""
-    return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
+def _share(lse: Tensor, other: Tensor) -> Tensor:
+    """``exp(lse) / (exp(lse) + exp(other))``, and 0 where ``lse`` has seen no key.
+
+    From the difference, not from the rounded total: two shares add up to one however large their lse are.
+    """
+    return torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - other))
 
 
 def merge(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,14 +26,14 @@ def merge(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tenso
         lse_a, lse_b: ``(...)``, natural log, same dtype.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    o = o_a * _weight(lse_a, lse).unsqueeze(-1) + o_b * _weight(lse_b, lse).unsqueeze(-1)
+    o = o_a * _share(lse_a, lse_b).unsqueeze(-1) + o_b * _share(lse_b, lse_a).unsqueeze(-1)
     return o, lse
 
 
 def merge_all(o: Tensor, lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The merge of many states along ``dim`` (of ``lse``; ``o`` has one more dimension, at the end)."""
     total = torch.logsumexp(lse, dim)
-    weight = _weight(lse, total.unsqueeze(dim))
+    weight = torch.where(lse == -torch.inf, 0.0, torch.softmax(lse, dim))
     return (o * weight.unsqueeze(-1)).sum(dim), total
 
 
@@ -40,8 +43,7 @@ def add_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         sink: broadcastable to ``lse``.
     """
-    total = torch.logaddexp(lse, sink)
-    return o * _weight(lse, total).unsqueeze(-1), total
+    return o * _share(lse, sink).unsqueeze(-1), torch.logaddexp(lse, sink)
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -51,4 +53,4 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         lse: of the whole, the sink included.
         delta: ``rowsum(dO ∘ O) - dlse``.
     """
-    return torch.where(lse == -torch.inf, 0.0, -_weight(sink.expand_as(lse), lse) * delta)  # rows of no sequence
+    return torch.where(lse == -torch.inf, 0.0, -torch.exp(sink - lse) * delta)  # -inf: rows of no sequence

@@ -123,11 +123,8 @@ class TileMap:
         if grid.region.predicate is not None:
             prepared = grid.region.prepared
             if prepared is not None and grid.key_origin is None:
-                block, slot, _ = prepared
-                counts = grid.leaves[slot]
-                counts = counts[grid.b] if counts.shape[0] > 1 else counts
-                counts = counts[:, grid.h] if counts.shape[1] > 1 else counts
-                predicate = _coarsen(counts, block, (grid.seqlen_q, grid.keys), (tile_m, tile_n))
+                blocks = _part_of(grid.leaves[prepared.status_slot], grid)
+                predicate = _coarsen(blocks, prepared.block, (grid.seqlen_q, grid.keys), (tile_m, tile_n))
             else:
                 predicate = _predicate_status(grid, tile_m, tile_n)[0]
             status = torch.minimum(status, predicate)  # empty wins, then partial
@@ -216,6 +213,12 @@ def _block_status(true: Tensor, rows: int, columns: int) -> Tensor:
     return some.to(torch.uint8) + (some & every).to(torch.uint8)
 
 
+def _part_of(prepared: Tensor, grid: Grid) -> Tensor:
+    """The grid's rows and heads of a tensor ``(batch|1, heads_q|1, ...)``."""
+    prepared = prepared[grid.b] if prepared.shape[0] > 1 else prepared
+    return prepared[:, grid.h] if prepared.shape[1] > 1 else prepared
+
+
 def _coarsen(status: Tensor, block: int, lengths: tuple[int, int], tiles: tuple[int, int]) -> Tensor:
     """Status on ``tiles`` from status on square blocks: from the blocks that each tile touches."""
 
@@ -246,9 +249,7 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
         first, last = grid.query_interval(torch.arange(grid.keys, device=grid.b.device))
         seen = first < last
     elif grid.region.prepared is not None and grid.key_origin is None:
-        seen = grid.leaves[grid.region.prepared[2]]
-        seen = seen[grid.b] if seen.shape[0] > 1 else seen
-        seen = seen[:, grid.h] if seen.shape[1] > 1 else seen
+        seen = _part_of(grid.leaves[grid.region.prepared.seen_slot], grid)
     else:
         seen = _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)[1]
     return seen if seen.shape[1] == 1 else seen.unflatten(1, (-1, group)).any(2)

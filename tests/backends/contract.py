@@ -85,6 +85,10 @@ def poisoned() -> Iterator[None]:
 
 
 def run(backend: Backend, c: Call) -> dict[str, Tensor]:
+    """Results by name; skips, with the reasons, what the backend refuses."""
+    reasons = backend.unsupported(c.p)
+    if reasons:
+        pytest.skip(f"{backend.name} refuses: {'; '.join(reasons)}")
     with poisoned():
         out = backend.forward(c.p, c.t)
         grads = backend.backward(c.p, c.t, out, c.do, c.dlse)
@@ -107,9 +111,6 @@ def check_form(c: Call, out: Output, grads: Grads) -> None:
 
 def agree(backend: Backend, c: Call) -> None:
     """Runs and is judged, or refuses."""
-    reasons = backend.unsupported(c.p)
-    if reasons:
-        pytest.skip(f"{backend.name} refuses: {'; '.join(reasons)}")
     errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge(run(backend, c))
     assert not [str(e) for e in errors if not e.ok]
 

@@ -275,8 +275,9 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
             reasons.append(f"a mask or score tensor {shape} is empty and cannot be read")
             continue
         index = [_plain_index(x) for x in e.args[1:]]
-        # A table of positions may be longer than the sequence; a matrix of pairs, or ids of the keys, may not.
-        exact = id(e) in ends or {"i", "j"} <= {name for name, _ in index}
+        # A table of positions may be longer than the sequence; ids of the keys, and what is a matrix of pairs or was
+        # broadcast as one (read at a literal 0), may not.
+        exact = id(e) in ends or {"i", "j"} <= {name for name, _ in index} or any(x.op == "number" for x in e.args[1:])
         for axis, ((name, block), size) in enumerate(zip(index, shape, strict=True)):
             if name not in sizes:
                 continue

@@ -195,7 +195,7 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
     for row in range(0, grid.seqlen_q, rows):
         i = torch.arange(row, min(row + rows, grid.seqlen_q), step_m, device=device)
         true = grid.evaluate(predicate, i, j)
-        true = true.expand(*true.shape[:2], len(i), len(j))
+        true = true.expand(torch.broadcast_shapes(true.shape, (1, 1, len(i), len(j))))
         statuses.append(_block_status(true, tile_m // step_m, tile_n // step_n))
         wide = true.repeat_interleave(step_n, -1)[..., : grid.keys] if step_n > 1 else true
         starts = i.view(-1, 1)

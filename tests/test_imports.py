@@ -1,0 +1,318 @@
+"""Imports point one way, and what is optional stays optional."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+
+# Who may import whom, within tilewise; patterns, first match decides. What is not listed may not be imported.
+ARROWS: dict[str, tuple[str, ...]] = {
+    "expr": (),
+    "device": (),
+    "settings": (),
+    "state": (),
+    "dropout": (),
+    "mask": ("expr",),
+    "score": ("expr", "mask"),
+    "spec": ("mask", "score", "expr"),
+    "tiles": ("mask", "expr"),
+    "problem": ("spec", "mask", "expr", "dropout"),
+    "backends.base": ("problem",),
+    "reference": ("backends.base", "problem", "spec", "tiles", "state", "dropout", "expr"),
+    "backends.*.config": ("problem", "device"),
+    "backends.*": ("own", "backends.base", "problem", "tiles", "state", "dropout", "expr", "device"),
+    "dispatch": ("backends.base", "problem", "spec", "device", "settings"),
+    "autograd": ("dispatch", "backends.base", "problem", "spec"),
+    "api": ("autograd", "dispatch", "spec", "score", "mask", "tiles", "dropout"),
+    "accuracy": ("reference", "backends.base", "problem"),
+    "selfcheck": ("accuracy", "dispatch", "backends.base", "problem", "spec", "mask", "score", "device"),
+    "parallel*": ("own", "api", "state"),
+    "compat*": ("own", "api", "mask", "score"),
+    "iomodel*": ("own", "device"),
+    "cli*": ("*",),
+    "": ("api", "expr", "mask", "score"),
+}
+# Inside a function, where the arrow would make a circle or cost every import: a convenience that looks the other way.
+LAZY = {("mask", "tiles"), ("", "selfcheck")}
+
+# Packages from outside the standard library; the first match decides.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "backends.*.config": ("torch",),
+    "backends.triton*": ("torch", "triton"),
+    "backends.hopper*": ("torch", "cutlass", "cuda", "tvm_ffi"),
+    "cli*": ("torch", "typer", "rich", "matplotlib", "bench"),
+    "iomodel*": ("torch", "numpy", "matplotlib"),
+    "*": ("torch",),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module or name, by its full dotted name; ``lazy``: inside a function."""
+
+    importer: str
+    name: str
+    lazy: bool
+    line: int
+
+
+def module_name(path: Path, root: Path) -> str:
+    """``tilewise.mask`` as ``mask``, the package itself as the empty name."""
+    parts = path.relative_to(root / "tilewise").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(source: str, importer: str, package: str) -> list[Import]:
+    """All imports of a module; ``package`` is what relative ones start from."""
+    found = []
+
+    def visit(node: ast.AST, lazy: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(importer, alias.name, lazy, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                )
+            found.extend(Import(importer, f"{base}.{alias.name}", lazy, node.lineno) for alias in node.names)
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def modules(root: Path) -> dict[str, Path]:
+    return {module_name(path, root): path for path in sorted(root.rglob("*.py"))}
+
+
+def all_imports(root: Path) -> list[Import]:
+    found = []
+    for name, path in modules(root).items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found += imports_of(path.read_text(encoding="utf-8"), name, f"tilewise.{package}".rstrip("."))
+    return found
+
+
+def target(name: str, known: set[str]) -> str | None:
+    """The module of tilewise that an import of ``name`` reads; None: none of tilewise's."""
+    if name != "tilewise" and not name.startswith("tilewise."):
+        return None
+    inner = name.removeprefix("tilewise").lstrip(".")
+    while inner and inner not in known:
+        inner = inner.rpartition(".")[0]
+    return inner
+
+
+def rule(table: dict[str, tuple[str, ...]], module: str) -> tuple[str, ...] | None:
+    return next((allowed for pattern, allowed in table.items() if fnmatchcase(module, pattern)), None)
+
+
+def folder(module: str) -> str:
+    """``backends.portable`` of ``backends.portable.step``, ``cli`` of ``cli.demo``."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "backends" else 1])
+
+
+def may_import(importer: str, imported: str, lazy: bool) -> bool:
+    if lazy and (importer, imported) in LAZY:
+        return True
+    allowed = rule(ARROWS, importer) or ()
+    own = "own" in allowed and folder(importer) == folder(imported)
+    config_of_own = importer.endswith(".config") and imported == importer
+    return own or config_of_own or any(fnmatchcase(imported, pattern) for pattern in allowed)
+
+
+def violations(root: Path) -> list[str]:
+    known = set(modules(root))
+    found = []
+    for i in all_imports(root):
+        imported = target(i.name, known)
+        if imported is not None and not may_import(i.importer, imported, i.lazy):
+            found.append(f"{i.importer or 'tilewise'}:{i.line} imports {imported or 'tilewise'}")
+        top = i.name.split(".")[0]
+        packages = rule(PACKAGES, i.importer)
+        if imported is None and top not in sys.stdlib_module_names and top not in packages:
+            found.append(f"{i.importer or 'tilewise'}:{i.line} imports the package {top}")
+    return found
+
+
+def test_every_import_follows_an_arrow():
+    assert violations(SRC) == []
+
+
+def test_every_module_has_its_arrows():
+    assert [name for name in modules(SRC) if rule(ARROWS, name) is None] == []
+
+
+def test_every_arrow_is_used():
+    """A module that is gone, or an arrow that nothing follows, leaves the table. Folders that are still to come stay."""
+    to_come = {"parallel*", "compat*"}
+    known, used = set(modules(SRC)), set()
+    for i in all_imports(SRC):
+        imported = target(i.name, known)
+        for pattern, allowed in ARROWS.items():
+            if imported is not None and rule(ARROWS, i.importer) is allowed:
+                used |= {(pattern, a) for a in allowed if a != "own" and fnmatchcase(imported, a)}
+    plain = {(m, a) for m, allowed in ARROWS.items() if "*" not in m for a in allowed}
+    assert plain - used == set()
+    assert {m for m in ARROWS if not any(fnmatchcase(name, m) for name in known)} <= to_come
+
+
+def test_every_lazy_import_is_used():
+    known = set(modules(SRC))
+    assert {(i.importer, target(i.name, known)) for i in all_imports(SRC) if i.lazy} >= LAZY
+
+
+def test_modules_are_loaded_by_name_only_where_a_backend_is_chosen():
+    calls = [
+        name
+        for name, path in modules(SRC).items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
+    ]
+    assert {name for name in calls if not name.startswith("cli")} <= {"dispatch"}
+
+
+def test_environment_variables_are_read_in_settings_alone():
+    readers = {
+        name
+        for name, path in modules(SRC).items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+    }
+    assert {name for name in readers if not name.startswith("cli")} <= {"settings"}
+
+
+# -- The walk itself -----------------------------------------------------------------------------------------------
+
+FORBIDDEN = {
+    "expr-reads-masks": ("expr.py", "from tilewise.mask import Mask"),
+    "state-reads-problems": ("state.py", "import tilewise.problem"),
+    "mask-reads-scores": ("mask.py", "from tilewise import score"),
+    "mask-reads-tiles-at-the-top": ("mask.py", "from tilewise import tiles"),
+    "backend-reads-backend": ("backends/cpu/forward.py", "from tilewise.backends.portable.step import tiles"),
+    "backend-reads-reference": ("backends/cpu/forward.py", "from tilewise import reference"),
+    "backend-reads-dispatch": ("backends/cpu/__init__.py", "from tilewise.dispatch import plan"),
+    "config-reads-tiles": ("backends/hopper/config.py", "from tilewise import tiles"),
+    "config-reads-its-kernel": ("backends/hopper/config.py", "from .forward import kernel"),
+    "config-reads-the-dsl": ("backends/hopper/config.py", "import cutlass"),
+    "api-reads-iomodel": ("api.py", "def f():\n    from tilewise.iomodel import machine"),
+    "api-reads-cli": ("api.py", "from tilewise.cli.page import table"),
+    "api-reads-bench": ("api.py", "from bench import cases"),
+    "mask-reads-tests": ("mask.py", "import tests.test_mask"),
+    "package-reads-matplotlib": ("__init__.py", "import matplotlib.pyplot"),
+    "relative": ("state.py", "from . import problem"),
+    "relative-in-a-folder": ("backends/cpu/forward.py", "from ..portable import step"),
+}
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    """A tree of empty modules like the real one, with some files' text."""
+    for name in (
+        *modules(SRC),
+        "backends.hopper",
+        "backends.hopper.config",
+        "backends.hopper.forward",
+        "backends.cpu.forward",
+    ):
+        path = root / "tilewise" / (name.replace(".", "/") or ".")
+        is_package = (SRC / "tilewise" / name.replace(".", "/")).is_dir() or name == "backends.hopper"
+        path = path / "__init__.py" if is_package else path.with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for name, text in files.items():
+        (root / "tilewise" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "tilewise" / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_an_import_against_the_arrows_is_found(name, tmp_path):
+    file, line = FORBIDDEN[name]
+    assert violations(write(tmp_path, {})) == []
+    assert len(violations(write(tmp_path, {file: line}))) == 1
+
+
+def test_imports_along_the_arrows_are_allowed(tmp_path):
+    files = {
+        "mask.py": "from tilewise import expr\ndef prepare():\n    from tilewise import tiles",
+        "backends/cpu/forward.py": "import math\nimport torch\nfrom tilewise.backends.cpu.config import Config\nfrom . import config",
+        "backends/hopper/forward.py": "import cutlass\nfrom tilewise.backends.base import Inputs",
+        "cli/io.py": "from tilewise.iomodel import machine\nfrom rich.table import Table",
+    }
+    assert violations(write(tmp_path, files)) == []
+
+
+# -- Optional packages ---------------------------------------------------------------------------------------------
+
+OPTIONAL = ("triton", "cutlass", "matplotlib", "rich", "typer", "numpy", "bench", "tests")
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints, in an empty environment but for the path."""
+    env = os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_without_the_optional_packages_attention_and_its_gradients_work_on_the_cpu():
+    # numpy is torch's own to miss: torch warns and works.
+    code = f"""
+import sys
+for name in {OPTIONAL!r}:
+    sys.modules[name] = None
+import torch
+import tilewise as tw
+q, k, v = (torch.randn(1, 20, 4, 8, requires_grad=True) for _ in range(3))
+bias = torch.randn(4, 20, 20, requires_grad=True)
+o = tw.attention(q, k, v, causal=True, mask=lambda b, h, i, j: (i - j) % 7 != 3, score=tw.softcap(3.0) >> tw.bias(bias))
+o.sum().backward()
+kept = torch.tensor([[c == "1" for c in line.split(" ")] for line in tw.show_mask(tw.causal() & tw.keep(
+    lambda b, h, i, j: (i - j) % 7 != 3), 20).split("\\n")])
+s = 3 * torch.tanh(torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5 / 3) + bias
+expected = torch.einsum("bhij,bjhd->bihd", torch.softmax(s.masked_fill(~kept, -torch.inf), -1), v)
+torch.testing.assert_close(o, expected)
+torch.testing.assert_close(bias.grad, torch.autograd.grad(expected.sum(), bias)[0])
+print(tw.explain(q, k, v).chosen is not None, tw.verify(dtypes=(torch.float32,)).ok)
+"""
+    assert run_python(code) == "True True"
+
+
+def test_import_tilewise_loads_torch_and_itself_alone():
+    code = """
+import sys
+import torch
+before = set(sys.modules)
+import tilewise
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(new - {"tilewise"} - sys.stdlib_module_names))
+print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))))
+print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in ("cli", "iomodel", "selfcheck", "accuracy")))
+"""
+    assert run_python(code) == "[]\n[]\n[]"
+
+
+def test_no_backend_is_loaded_before_it_is_asked_for():
+    code = """
+import sys
+import tilewise as tw, torch
+loaded = lambda: sorted({n.split(".")[2] for n in sys.modules if n.startswith("tilewise.backends.")} - {"base"})
+print(loaded())
+q = torch.zeros(1, 2, 1, 8)
+tw.attention(q, q, q, backend="portable")
+print(loaded())
+"""
+    assert run_python(code) == "[]\n['portable']"

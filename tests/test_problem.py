@@ -1,0 +1,644 @@
+"""Problems: every wrong call is refused with every reason, and a Key holds what a kernel is compiled for, nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, nan
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import tilewise as tw
+from tests.backends.contract import normal, qkv
+from tilewise import dispatch, dropout, problem
+from tilewise.backends.portable import Portable
+from tilewise.problem import Key, Problem
+from tilewise.spec import Options, Spec, assemble, parse_spec
+
+
+def inputs(**sizes) -> dict:
+    """A small call that is right: batch 2, seqlen 8, 4 query heads, 2 key heads, head_dim 16."""
+    return dict(zip("qkv", qkv(**({"nq": 8, "nk": 8} | sizes)), strict=True))
+
+
+def packed(**sizes) -> dict:
+    """Two sequences of eight."""
+    x = {name: t.flatten(0, 1) for name, t in inputs(**sizes).items()}
+    return x | {"cu_seqlens_q": torch.tensor([0, 8, 16])}
+
+
+def attend(q, k, v, **options):
+    if "cu_seqlens_q" in options:
+        return tw.attention_varlen(q, k, v, options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k", None), **options)
+    return tw.attention(q, k, v, **options)
+
+
+def problem_of(q, k, v, **options) -> Problem:
+    extras, seed, text = assemble(q, k, v, Options(**options))
+    return problem.check(q, k, v, extras, seed, parse_spec(text))
+
+
+# -- Wrong calls ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Wrong:
+    """A wrong call and what its message must say: what came, what is allowed, what to do."""
+
+    options: Callable[[], dict]
+    says: tuple[str, ...]
+
+
+def wrong(says: tuple[str, ...] | str, **changes: Callable[[dict], object]) -> Wrong:
+    """The small right call with some arguments replaced by a function of it."""
+    says = (says,) if isinstance(says, str) else says
+    return Wrong(lambda: (x := inputs()) | {name: change(x) for name, change in changes.items()}, says)
+
+
+def wrong_packed(says: tuple[str, ...] | str, **changes: Callable[[dict], object]) -> Wrong:
+    says = (says,) if isinstance(says, str) else says
+    return Wrong(lambda: (x := packed()) | {name: change(x) for name, change in changes.items()}, says)
+
+
+def meta(t: Tensor) -> Tensor:
+    return t.to("meta")
+
+
+def option(**values) -> dict[str, Callable[[dict], object]]:
+    return {name: lambda x, value=value: value for name, value in values.items()}
+
+
+WANTS_GRAD, SEVEN, NONE = normal(8).requires_grad_(), normal(7), normal(0)
+
+
+WRONG = {
+    # q, k, v
+    "q-of-3-dimensions": wrong("q has 3 dimensions, (batch, seqlen, heads, head_dim) has 4", q=lambda x: x["q"][0]),
+    "v-of-5-dimensions": wrong("v has 5 dimensions, (batch, seqlen, heads, head_dim) has 4", v=lambda x: x["v"][None]),
+    "mixed-dtypes": wrong(
+        ("k (2, 8, 2, 16) float64 cpu", "q, k and v have different dtypes; convert them to one: k.to(q.dtype)"),
+        k=lambda x: x["k"].double(),
+    ),
+    "integer-dtype": wrong(
+        "dtype torch.int32 is not float16, bfloat16, float32 or float64; convert: q.to(torch.bfloat16)",
+        q=lambda x: x["q"].int(), k=lambda x: x["k"].int(), v=lambda x: x["v"].int(),
+    ),
+    "mixed-devices": wrong(
+        ("v (2, 8, 2, 16) float32 meta", "q, k and v are on different devices; move them to one: k.to(q.device)"),
+        v=lambda x: meta(x["v"]),
+    ),
+    "batch-differs": wrong("batch differs: q 2, k 1, v 2", k=lambda x: x["k"][:1]),
+    "seqlen-of-k-and-v": wrong("seqlen of k (8) and v (5) differ", v=lambda x: x["v"][:, :5]),
+    "heads-of-k-and-v": wrong("heads of k (2) and v (1) differ", v=lambda x: x["v"][:, :, :1]),
+    "heads-no-multiple": wrong(
+        "heads of q (3) must be a positive multiple of heads of k (2)", q=lambda x: x["q"][:, :, :3]
+    ),
+    "no-query-heads": wrong("heads of q (0) must be a positive multiple", q=lambda x: x["q"][:, :, :0]),
+    "no-key-heads": wrong("positive multiple of heads of k (0)", k=lambda x: x["k"][:, :, :0], v=lambda x: x["v"][:, :, :0]),
+    "head-dim-differs": wrong("head_dim of q (16) and k (12) differ", k=lambda x: x["k"][..., :12]),
+    "head-dim-0": wrong("head_dim is 0", q=lambda x: x["q"][..., :0], k=lambda x: x["k"][..., :0]),
+    "head-dim-v-0": wrong("head_dim is 0", v=lambda x: x["v"][..., :0]),
+    # sink
+    "sink-of-one-head": wrong(
+        ("sink must be a floating tensor (4,), one logit per query head", "got (2,) torch.float32 cpu"),
+        sink=lambda x: normal(2),
+    ),
+    "sink-0-dim": wrong("sink must be a floating tensor (4,)", sink=lambda x: torch.tensor(1.0)),
+    "sink-of-integers": wrong("got (4,) torch.int64 cpu", sink=lambda x: torch.ones(4, dtype=torch.int64)),
+    "sink-elsewhere": wrong(("on cpu", "got (4,) torch.float32 meta"), sink=lambda x: meta(normal(4))),
+    # numbers
+    "scale-nan": wrong("softmax_scale is nan", **option(softmax_scale=nan)),
+    "scale-inf": wrong("softmax_scale is -inf", **option(softmax_scale=-inf)),
+    "dropout-1": wrong("dropout_p 1.0 must be 0, or round to between 1/65536 and 65535/65536", **option(dropout_p=1.0)),
+    "dropout-negative": wrong("dropout_p -0.1 must be 0", **option(dropout_p=-0.1)),
+    "dropout-above-1": wrong("dropout_p 1.5 must be 0", **option(dropout_p=1.5)),
+    "dropout-rounds-to-0": wrong("dropout_p 1e-06 must be 0", **option(dropout_p=1e-6)),
+    "dropout-rounds-to-1": wrong("dropout_p 0.999999 must be 0", **option(dropout_p=0.999999)),
+    "dropout-nan": wrong("dropout_p nan must be 0", **option(dropout_p=nan)),
+    "dropout-inf": wrong("dropout_p inf must be 0", **option(dropout_p=inf)),
+    "seed-of-two": wrong(
+        "dropout_seed must be one int64 on cpu, got torch.int64 (2,) cpu",
+        dropout_p=lambda x: 0.5, dropout_seed=lambda x: torch.tensor([1, 2]),
+    ),
+    "seed-int32": wrong(
+        "got torch.int32 (1,) cpu", dropout_p=lambda x: 0.5, dropout_seed=lambda x: torch.tensor([1], dtype=torch.int32)
+    ),
+    "seed-elsewhere": wrong(
+        "got torch.int64 (1,) meta", dropout_p=lambda x: 0.5, dropout_seed=lambda x: torch.tensor([1], device="meta")
+    ),
+    # masks and scores
+    "mask-requires-grad": wrong(
+        "a tensor of the mask requires grad; a mask has no gradient: detach it, or make it a score",
+        mask=lambda x: tw.keep(lambda b, h, i, j: WANTS_GRAD[j] > 0),
+    ),
+    "mask-elsewhere": wrong(
+        "a mask or score tensor is on meta, q on cpu; move it there",
+        mask=lambda x: torch.ones(8, 8, dtype=torch.bool, device="meta"),
+    ),
+    "bias-elsewhere": wrong("a mask or score tensor is on meta", score=lambda x: tw.bias(meta(normal(8, 8)))),
+    "mask-rows": wrong(
+        "a mask or score tensor (7, 8) is read at [i, j]: axis 0 must be seqlen_q = 8",
+        mask=lambda x: torch.ones(7, 8, dtype=torch.bool),
+    ),
+    "bias-columns": wrong("axis 1 must be seqlen_k = 8", score=lambda x: normal(8, 9)),
+    "bias-heads": wrong("(3, 1, 8) is read at [h, 0, j]: axis 0 must be heads_q = 4", score=lambda x: normal(3, 1, 8)),
+    "padding-of-another-length": wrong(
+        "(2, 1, 1, 9) is read at [b, 0, 0, j]: axis 3 must be seqlen_k = 8",
+        mask=lambda x: torch.ones(2, 1, 1, 9, dtype=torch.bool),
+    ),
+    "table-of-too-few-positions": wrong(
+        "axis 0 must be at least seqlen_k = 8",
+        score=lambda x: tw.score(lambda s, b, h, i, j: s + SEVEN[j]),
+    ),
+    "alibi-slopes": wrong("axis 0 must be heads_q = 4", score=lambda x: tw.alibi(normal(2))),
+    "key-lengths-of-3": wrong("axis 0 must be batch = 2", mask=lambda x: tw.key_lengths(torch.tensor([1, 2, 3]))),
+    "documents-of-other-length": wrong("axis 0 must be seqlen_k = 8", mask=lambda x: tw.documents(torch.tensor([0, 0, 1]))),
+    "too-few-blocks": wrong(
+        "axis 1 must be ceil(seqlen_k / 2) = 4",
+        mask=lambda x: tw.block_sparse(torch.ones(2, 2, dtype=torch.bool), 4, 2),
+    ),
+    "empty-leaf": wrong(
+        "a mask or score tensor (0,) is empty and cannot be read",
+        score=lambda x: tw.score(lambda s, b, h, i, j: s + NONE[i % 2]),
+    ),
+    # packed
+    "packed-q-of-4-dimensions": wrong_packed("q has 4 dimensions, (total, heads, head_dim) has 3", q=lambda x: x["q"][None]),
+    "cu-of-floats": wrong_packed(
+        "cu_seqlens_q must be int32 or int64 of shape (batch + 1,), got torch.float32 (2,)",
+        cu_seqlens_q=lambda x: torch.tensor([0.0, 16.0]),
+    ),
+    "cu-int16": wrong_packed(
+        "cu_seqlens_k must be int32 or int64",
+        cu_seqlens_k=lambda x: torch.tensor([0, 8, 16], dtype=torch.int16),
+    ),
+    "cu-2-dim": wrong_packed("got torch.int64 (1, 2)", cu_seqlens_q=lambda x: torch.tensor([[0, 16]])),
+    "cu-0-dim": wrong_packed("got torch.int64 ()", cu_seqlens_q=lambda x: torch.tensor(16)),
+    "cu-empty": wrong_packed("got torch.int64 (0,)", cu_seqlens_q=lambda x: torch.tensor([], dtype=torch.int64)),
+    "cu-counts": wrong_packed(
+        "cu_seqlens_q has 2 sequences, cu_seqlens_k 1", cu_seqlens_k=lambda x: torch.tensor([0, 16])
+    ),
+    "cu-elsewhere": wrong_packed(
+        "a cu_seqlens is on meta, q on cpu; move it there", cu_seqlens_q=lambda x: meta(torch.tensor([0, 16]))
+    ),
+    "cu-for-k-is-missing": wrong_packed(
+        "q has 12 rows and k 16, but one cu_seqlens for both; give cu_seqlens_k",
+        q=lambda x: x["q"][:12], cu_seqlens_q=lambda x: torch.tensor([0, 12]),
+    ),
+    "packed-key-lengths-of-3": wrong_packed(
+        "axis 0 must be batch = 2", mask=lambda x: tw.key_lengths(torch.tensor([1, 2, 3]))
+    ),
+}  # fmt: skip
+
+
+def in_fake_mode(options: dict) -> None:
+    """As torch.compile sees the call; leaves of masks and scores stay as they are, the mode lifts them."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        attend(**tree_map_only(Tensor, mode.from_tensor, options))
+
+
+ENTRIES = {
+    "attention": lambda options: attend(**options),
+    "explain": lambda options: tw.explain(**options),
+    "fake": in_fake_mode,
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_a_value_error_that_says_what_came_and_what_to_do(name, entry, monkeypatch):
+    def not_reached(p):
+        raise AssertionError("a backend was looked for")
+
+    monkeypatch.setattr(dispatch, "select", not_reached)
+    with pytest.raises(ValueError, match="attention was called wrongly\n    q ") as error:
+        ENTRIES[entry](WRONG[name].options())
+    assert not [said for said in WRONG[name].says if said not in str(error.value)], str(error.value)
+
+
+def test_the_call_that_wrong_ones_are_made_of_is_right():
+    assert torch.isfinite(attend(**inputs())).all()
+    assert torch.isfinite(attend(**packed())).all()
+
+
+def test_all_reasons_come_at_once():
+    q, k, v = qkv(nq=8, nk=8)
+    with pytest.raises(ValueError, match="called wrongly") as error:
+        tw.attention(q, k[:1, :, :, :3], v[:, :5, :1].double())
+    assert str(error.value).splitlines() == [
+        "attention was called wrongly",
+        "    q (2, 8, 4, 16) float32 cpu    k (1, 8, 2, 3) float32 cpu    v (2, 5, 1, 16) float64 cpu",
+        "  q, k and v have different dtypes; convert them to one: k.to(q.dtype)",
+        "  batch differs: q 2, k 1, v 2",
+        "  seqlen of k (8) and v (5) differ",
+        "  heads of k (2) and v (1) differ",
+        "  head_dim of q (16) and k (3) differ",
+    ]
+
+
+def test_all_reasons_of_the_other_tensors_and_the_numbers_come_at_once():
+    with pytest.raises(ValueError, match="called wrongly") as error:
+        tw.attention(
+            **inputs(), sink=normal(3), softmax_scale=nan, dropout_p=2.0, score=normal(8, 9), mask=normal(7, 8) > 0
+        )
+    for said in (
+        "sink must be",
+        "softmax_scale is nan",
+        "dropout_p 2.0",
+        "axis 1 must be seqlen_k",
+        "axis 0 must be seqlen_q",
+    ):
+        assert said in str(error.value)
+
+
+@pytest.mark.parametrize("p", [1 / 65536, 0.5, 65535 / 65536])
+def test_the_smallest_and_the_largest_dropout_are_allowed(p):
+    assert problem_of(**inputs(), dropout_p=p).spec.dropout_p == p
+    assert 0 < dropout.threshold(p) < 65536
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])
+def test_a_seed_is_any_64_bit_number(seed):
+    x = inputs()
+    by_int = attend(**x, dropout_p=0.5, dropout_seed=seed)
+    assert torch.equal(by_int, attend(**x, dropout_p=0.5, dropout_seed=torch.tensor(seed)))
+    assert not torch.equal(by_int, attend(**x, dropout_p=0.5, dropout_seed=12345))
+    assert torch.equal(by_int, attend(**x, dropout_p=0.5, dropout_seed=seed % 2**64))  # the same bits
+
+
+def test_the_operator_refuses_dropout_without_a_seed():
+    with pytest.raises(ValueError, match="seed"):
+        torch.ops.tilewise.attention(*inputs().values(), [], None, Spec(dropout_p=0.5).text())
+
+
+# -- Prepared masks ------------------------------------------------------------------------------------------------
+
+PREPARED = {
+    "more-tiles": (lambda b, h, i, j: i != j, {}, {"nq": 100, "nk": 100}),
+    "more-queries-in-the-same-tile": (lambda b, h, i, j: i < 8, {}, {"nq": 9}),
+    "fewer-queries-in-the-same-tile": (lambda b, h, i, j: (i + j) % 2 == 0, {}, {"nq": 7}),
+    "more-keys-in-the-same-tile": (lambda b, h, i, j: j < 8, {}, {"nk": 9}),
+    "one-sequence-for-two": (lambda b, h, i, j: (b == 0) | (j < 3), {"batch": 1}, {}),
+    "one-head-for-four": (lambda b, h, i, j: (h == 0) | (j < 3), {"hq": 1, "hk": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_mask_prepared_for_other_shapes_is_refused(name):
+    fn, made_for, used_for = PREPARED[name]
+    x = inputs(**made_for)
+    mask = tw.keep(fn).prepare(x["q"], x["k"])
+    assert torch.equal(attend(**x, mask=mask), attend(**x, mask=fn))
+    with pytest.raises(ValueError, match=r"the mask was prepared for .*prepare it again"):
+        attend(**inputs(**used_for), mask=mask)
+
+
+def test_a_prepared_mask_does_not_serve_packed_sequences():
+    x = inputs()
+    mask = tw.keep(lambda b, h, i, j: i != j).prepare(x["q"], x["k"])
+    with pytest.raises(ValueError, match="serves attention, not attention_varlen; pass the mask as it was before"):
+        attend(**packed(), mask=mask)
+
+
+# -- Values of cu_seqlens ------------------------------------------------------------------------------------------
+
+BAD_CU = {
+    "starts-late": ([1, 8, 16], "cu_seqlens_q starts at 1, it must start at 0"),
+    "starts-below": ([-1, 8, 16], "cu_seqlens_q starts at -1, it must start at 0"),
+    "decreases": ([0, 9, 8], "cu_seqlens_q decreases at position 2: 9 -> 8"),
+    "ends-late": ([0, 8, 17], "cu_seqlens_q ends at 17, past the 16 rows of the packed tensor"),
+    "leaves-and-returns": ([0, 17, 16], "cu_seqlens_q decreases at position 2: 17 -> 16"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("name", BAD_CU)
+def test_on_the_cpu_wrong_cu_seqlens_are_refused_at_every_call(name, dtype, monkeypatch):
+    values, says = BAD_CU[name]
+    x, good = packed(), torch.tensor([0, 8, 16], dtype=dtype)
+    attend(**x | {"cu_seqlens_q": good})
+    planned = len(dispatch._plans)
+
+    def not_reached(*_):
+        raise AssertionError("the backend ran")
+
+    monkeypatch.setattr(Portable, "forward", not_reached)
+    with pytest.raises(ValueError, match="called wrongly") as error:
+        attend(**x | {"cu_seqlens_q": torch.tensor(values, dtype=dtype)})
+    assert says in str(error.value)
+    assert len(dispatch._plans) == planned  # the plan was cached; values are looked at nevertheless
+
+
+def test_values_of_both_cu_seqlens_are_reported_together():
+    x = packed() | {"cu_seqlens_q": torch.tensor([1, 20]), "cu_seqlens_k": torch.tensor([0, 5, 4])[1:]}
+    with pytest.raises(ValueError, match="called wrongly") as error:
+        attend(**x)
+    for said in ("q starts at 1", "q ends at 20", "k starts at 5", "k decreases at position 1: 5 -> 4"):
+        assert f"cu_seqlens_{said}" in str(error.value)
+
+
+def test_cu_seqlens_changed_between_forward_and_backward_are_refused():
+    x = packed()
+    o = attend(**x | {"q": x["q"].requires_grad_()})
+    x["cu_seqlens_q"].data[1] = 99
+    with pytest.raises(ValueError, match="decreases at position 2"):
+        o.sum().backward()
+
+
+# -- Backends asked for --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cuda", "Portable", "portable ", "", "portable\nreference", "portable\n"])
+@pytest.mark.parametrize("entry", ["attention", "explain"])
+def test_an_unknown_backend_is_refused_naming_the_known(name, entry):
+    with pytest.raises(ValueError, match="portable, reference"):
+        ENTRIES[entry](inputs() | {"backend": name})
+
+
+class Picky:
+    """A backend that refuses with two reasons."""
+
+    name = "picky"
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return [f"head_dim {p.head_dim} is above 8", "sinks are not built"]
+
+
+@pytest.fixture
+def picky(monkeypatch):
+    """Picky among the backends, ahead of portable; no plan of other tests is in the way, none of this one stays."""
+    real = dispatch.backend
+    monkeypatch.setattr(dispatch, "backend", lambda name: Picky() if name == "picky" else real(name))
+    monkeypatch.setattr(dispatch, "BACKENDS", (dispatch.Row("picky", "", None), *dispatch.BACKENDS))
+    monkeypatch.setattr(dispatch, "_plans", {})
+
+
+def test_a_backend_asked_for_refuses_with_every_reason_and_never_falls_back(picky):
+    with pytest.raises(NotImplementedError) as error:
+        tw.attention(**inputs(), mask=tw.window(left=128, right=0), backend="picky")
+    assert str(error.value).splitlines() == [
+        'backend="picky" cannot run this attention',
+        "    q (2, 8, 4, 16) float32 cpu    k (2, 8, 2, 16) float32    v (2, 8, 2, 16) float32    mask window(128, 0)",
+        "  head_dim 16 is above 8",
+        "  sinks are not built",
+        "  Drop backend= and portable runs it.",
+    ]
+
+
+def test_without_a_name_the_next_backend_runs_and_explain_says_why_not_the_first(picky):
+    torch.testing.assert_close(tw.attention(**inputs()), tw.attention(**inputs(), backend="reference"))
+    explained = tw.explain(**inputs())
+    assert explained.chosen == "portable"
+    assert "picky: head_dim 16 is above 8; sinks are not built" in str(explained)
+
+
+def test_where_no_backend_can_each_says_why(picky, monkeypatch):
+    monkeypatch.setattr(Portable, "unsupported", lambda self, p: ["it is closed"])
+    with pytest.raises(NotImplementedError, match="no backend can run this attention") as error:
+        tw.attention(**inputs())
+    assert str(error.value).splitlines()[2:] == [
+        "  picky: head_dim 16 is above 8",
+        "  picky: sinks are not built",
+        "  portable: it is closed",
+    ]
+    assert tw.explain(**inputs()).chosen is None
+
+
+def test_no_backend_of_another_device_is_proposed(picky, monkeypatch):
+    elsewhere = dispatch.Row("portable", "tilewise.backends.portable:Portable", ("xpu",))
+    monkeypatch.setattr(dispatch, "BACKENDS", (dispatch.BACKENDS[0], elsewhere))
+    with pytest.raises(NotImplementedError, match="sinks are not built") as error:
+        tw.attention(**inputs(), backend="picky")
+    assert "Drop backend=" not in str(error.value)
+
+
+# -- The key -------------------------------------------------------------------------------------------------------
+
+
+def key(sizes: dict | None = None, dtype=torch.float32, device="cpu", **options) -> Key:
+    x = {name: t.to(device, dtype) for name, t in inputs(**(sizes or {})).items()}
+    return problem_of(**x, **{name: make() for name, make in options.items()}).key
+
+
+def bias(*shape: int, dtype=torch.float32, grad: bool = False):
+    return lambda: tw.bias(normal(*shape, dtype=dtype).requires_grad_(grad))
+
+
+# (what changes, the call before, the call after, the fields that must differ)
+CHANGES = [
+    ("dtype", {}, {"dtype": torch.bfloat16}, {"dtype"}),
+    ("device", {}, {"device": "meta"}, {"device"}),
+    ("head_dim", {}, {"sizes": {"d": 24}}, {"head_dim"}),
+    ("head_dim_v", {}, {"sizes": {"dv": 24}}, {"head_dim_v"}),
+    ("gqa", {"sizes": {"hk": 4}}, {"sizes": {"hk": 2}}, {"grouped"}),
+    ("left", {}, {"mask": lambda: tw.window(left=3)}, {"lo", "last"}),
+    ("right", {}, {"mask": lambda: tw.window(right=3)}, {"hi", "first"}),
+    ("prefix", {"mask": tw.causal}, {"mask": lambda: tw.prefix(3)}, {"hi", "first"}),
+    ("predicate", {}, {"mask": lambda: tw.keep(lambda b, h, i, j: i != j)}, {"predicate"}),
+    ("score", {}, {"score": lambda: tw.softcap(30.0)}, {"score"}),
+    ("score-order", {"score": lambda: tw.softcap(30.0) >> tw.alibi(normal(4))},
+     {"score": lambda: tw.alibi(normal(4)) >> tw.softcap(30.0)}, {"score"}),
+    ("bias", {}, {"score": bias(8)}, {"score", "leaves"}),
+    ("bias-dtype", {"score": bias(8)}, {"score": bias(8, dtype=torch.bfloat16)}, {"leaves"}),
+    ("bias-broadcast", {"score": bias(4, 8, 8)}, {"score": bias(1, 8, 8)}, {"score"}),
+    ("bias-gradient", {"score": bias(8)}, {"score": bias(8, grad=True)}, {"grad_slots"}),
+    ("sink", {}, {"sink": lambda: normal(4)}, {"sink"}),
+    ("sink-gradient", {"sink": lambda: normal(4)}, {"sink": lambda: normal(4).requires_grad_()}, {"grad_slots"}),
+    ("dropout", {}, {"dropout_p": lambda: 0.1}, {"dropout"}),
+    ("deterministic", {}, {"deterministic": lambda: True}, {"deterministic"}),
+]  # fmt: skip
+
+
+def differing(a: Key, b: Key) -> set[str]:
+    return {f.name for f in dataclasses.fields(Key) if getattr(a, f.name) != getattr(b, f.name)}
+
+
+@pytest.mark.parametrize(("before", "after", "fields"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
+def test_what_a_kernel_is_compiled_for_changes_its_fields_of_the_key(before, after, fields):
+    a, b = key(**before), key(**after)
+    assert differing(a, b) == fields
+    assert a != b
+
+
+def test_packed_sequences_have_a_key_of_their_own():
+    assert differing(problem_of(**inputs()).key, problem_of(**packed()).key) == {"packed"}
+
+
+def test_every_field_of_the_key_is_changed_by_some_test():
+    changed = set().union(*[fields for *_, fields in CHANGES]) | {"packed"}
+    assert changed == {f.name for f in dataclasses.fields(Key)}
+
+
+# Calls that one kernel serves.
+SAME = {
+    "softcap": ({"score": lambda: tw.softcap(30.0)}, {"score": lambda: tw.softcap(50.0)}),
+    "numbers-of-a-function": (
+        {"score": lambda: tw.score(lambda s, b, h, i, j: s * 0.5 + 2.0)},
+        {"score": lambda: tw.score(lambda s, b, h, i, j: s * -3.0 + inf)},
+    ),
+    "window": ({"mask": lambda: tw.window(1, 0)}, {"mask": lambda: tw.window(100, 7)}),
+    "causal-window": ({"mask": lambda: tw.causal() & tw.window(4)}, {"mask": lambda: tw.window(0, 0)}),
+    "prefix": ({"mask": lambda: tw.prefix(3)}, {"mask": lambda: tw.prefix(0)}),
+    "key-range": ({"mask": lambda: tw.key_range(0, 5)}, {"mask": lambda: tw.key_range(3, 4)}),
+    "equal-and-other-starts": (
+        {"mask": lambda: tw.key_range(0, 5) & tw.key_range(0, 7)},
+        {"mask": lambda: tw.key_range(1, 5) & tw.key_range(0, 7)},
+    ),
+    "equal-and-other-prefixes": (
+        {"mask": lambda: tw.prefix(3) & tw.prefix(3)},
+        {"mask": lambda: tw.prefix(3) & tw.prefix(4)},
+    ),
+    "block-size": (
+        {"mask": lambda: tw.block_sparse(torch.ones(4, 4, dtype=torch.bool), 2, 2)},
+        {"mask": lambda: tw.block_sparse(torch.ones(2, 1, dtype=torch.bool).expand(2, 2), 4, 4)},
+    ),
+    "lengths": ({}, {"sizes": {"nq": 300, "nk": 1000}}),
+    "batch": ({}, {"sizes": {"batch": 7}}),
+    "heads": ({}, {"sizes": {"hq": 32, "hk": 8}}),
+    "softmax-scale": ({}, {"softmax_scale": lambda: 0.3}),
+    "dropout-p": ({"dropout_p": lambda: 0.1}, {"dropout_p": lambda: 0.2}),
+    "seed": ({"dropout_p": lambda: 0.1}, {"dropout_p": lambda: 0.1, "dropout_seed": lambda: 3}),
+    "backend-named": ({}, {"backend": lambda: "portable"}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_numbers_and_lengths_are_no_part_of_the_key(name):
+    a, b = SAME[name]
+    assert differing(key(**a), key(**b)) == set()
+    assert hash(key(**a)) == hash(key(**b))
+
+
+def test_strides_are_no_part_of_the_key_but_of_the_problem():
+    x = inputs()
+    turned = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in x.items()}
+    a, b = problem_of(**x), problem_of(**turned)
+    assert a.key == b.key
+    assert a.q.stride != b.q.stride
+
+
+def test_a_hundred_equal_lambdas_give_one_key():
+    table = normal(4, 15)
+    make = lambda: tw.score(lambda s, b, h, i, j: s + table[h, (i - j).clamp(-7, 7) + 7])  # noqa: E731
+    keep = lambda n: lambda: tw.keep(lambda b, h, i, j: (i - j) % 3 != n)  # noqa: E731
+    assert len({key(score=make, mask=keep(n)) for n in range(100)}) == 1
+
+
+def test_a_key_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        key().head_dim = 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        problem_of(**inputs()).device = "cuda"
+
+
+# -- The problem ---------------------------------------------------------------------------------------------------
+
+
+def test_a_problem_names_its_sizes():
+    p = problem_of(**inputs(batch=3, nq=5, nk=7, hq=6, hk=2, d=8, dv=12))
+    assert (p.batch, p.seqlen_q, p.seqlen_k, p.heads_q, p.heads_k, p.group) == (3, 5, 7, 6, 2, 3)
+    assert (p.head_dim, p.head_dim_v, p.packed) == (8, 12, False)
+    assert p.softmax_scale == pytest.approx(8**-0.5)
+
+
+def test_a_packed_problem_counts_sequences_and_rows():
+    p = problem_of(**packed())
+    assert (p.packed, p.batch, p.seqlen_q, p.seqlen_k) == (True, 2, 16, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_scores_are_fp32_and_fp64_for_fp64(dtype):
+    p = problem_of(**{name: t.to(dtype) for name, t in inputs().items()})
+    assert p.compute_dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_a_problem_describes_all_that_was_asked_for():
+    x = packed()
+    said = problem_of(
+        **x, mask=tw.window(3), score=tw.softcap(2.0), sink=normal(4), dropout_p=0.25, deterministic=True
+    ).describe()
+    for part in (
+        "q (16, 4, 16) float32 cpu",
+        "window(3, None)",
+        "tanh(s / 2.0)",
+        "sink",
+        "0.25",
+        "2 sequences",
+        "deterministic",
+    ):
+        assert part in said
+
+
+# -- The text of a call --------------------------------------------------------------------------------------------
+
+MASKS = st.recursive(
+    st.sampled_from([tw.causal(), tw.window(3), tw.window(0, 2), tw.prefix(5), tw.key_range(1, 9)])
+    | st.builds(tw.window, st.none() | st.integers(0, 2**40), st.none() | st.integers(0, 9))
+    | st.just(tw.keep(lambda b, h, i, j: (i - j) % 3 != 0)),
+    lambda inner: st.builds(lambda a, b: a & b, inner, inner) | st.builds(lambda a, b: a | b, inner, inner),
+    max_leaves=5,
+)
+SCORES = st.builds(tw.softcap, st.floats(1e-30, 1e30)) | st.just(tw.alibi(normal(4)) >> tw.bias(normal(8)))
+SLOTS = st.lists(st.integers(0, 12), max_size=4).map(tuple)
+SPECS = st.builds(
+    Spec,
+    mask_text=st.just("") | MASKS.map(lambda m: m.text),
+    score_text=st.just("") | SCORES.map(lambda s: s.text),
+    softmax_scale=st.none() | st.floats(allow_nan=False),
+    dropout_p=st.floats(allow_nan=False),
+    deterministic=st.booleans(),
+    needs_grad=st.booleans(),
+    grad_slots=SLOTS,
+    sink_slot=st.none() | st.integers(0, 12),
+    cu_slots=st.just(()) | st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    mask_slots=SLOTS,
+    score_slots=SLOTS,
+    backend=st.none() | st.sampled_from(["portable", "reference", "a name", "ü"]),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(SPECS)
+def test_a_spec_is_read_back_from_its_text(spec):
+    assert parse_spec(spec.text()) == spec
+    assert parse_spec(spec.text()).text() == spec.text()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(MASKS, SCORES, st.none() | st.floats(-10, 10), st.booleans(), st.booleans())
+def test_the_text_that_a_call_is_assembled_into_says_what_was_asked_for(mask, score, scale, causal, deterministic):
+    x = inputs()
+    o = Options(causal, mask, score, scale, None, 0.0, None, deterministic, "portable")
+    extras, seed, text = assemble(**x, o=o)
+    spec = parse_spec(text)
+    assert (spec.softmax_scale, spec.deterministic, spec.backend, spec.needs_grad) == (
+        scale,
+        deterministic,
+        "portable",
+        False,
+    )
+    assert [extras[n] for n in spec.score_slots] == list(score.leaves)
+    assert spec.mask_text == (mask & tw.causal() if causal else mask).text
+    assert seed is None
+
+
+def test_each_tensor_travels_once():
+    x, t = inputs(), normal(4)
+    extras, _, text = assemble(**x, o=Options(sink=t, score=tw.alibi(t) >> tw.alibi(t)))
+    assert len(extras) == 1
+    assert parse_spec(text).score_slots == (0, 0)
+    assert parse_spec(text).sink_slot == 0
+
+
+def test_no_gradient_is_asked_for_without_autograd():
+    x = inputs()
+    x["q"].requires_grad_()
+    assert parse_spec(assemble(**x, o=Options())[2]).needs_grad
+    with torch.no_grad():
+        assert not parse_spec(assemble(**x, o=Options())[2]).needs_grad

@@ -561,6 +561,36 @@ def test_a_sink_is_one_more_key_of_value_zero(backend, call):
     assert_all_same(plain.results(backend), expected)
 
 
+STRIDES = {
+    "transposed": lambda x: x.mT.contiguous().mT if x.ndim > 1 else x,
+    "expanded": lambda x: x[..., :1].expand(x.shape),
+    "sliced": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+READS = {
+    "scattered": ((2, 9), lambda t: lambda s, b, h, i, j: s * t[h, (i - j).clamp(0, 8)]),
+    "by-row": ((2, 12), lambda t: lambda s, b, h, i, j: s * t[h, i]),
+    "bias": ((12, 12), lambda t: tw.bias(t)),
+}
+
+
+@backends
+@pytest.mark.parametrize("form", STRIDES)
+@pytest.mark.parametrize("read", READS)
+def test_strides_of_leaves_and_sink_do_not_matter(backend, read, form):
+    shape, score = READS[read]
+    leaf, sink = (STRIDES[form](normal(*n, seed=30)) for n in (shape, (2,)))
+    call = dense_call(
+        2, 12, 12, 2, 1, sink=sink.contiguous(), leaves={"t": leaf.contiguous()}, score=lambda t: score(t["t"])
+    )
+    expected = call.results(backend)
+    leaf, sink = leaf.requires_grad_(), sink.requires_grad_()
+    o, lse = tw.attention_with_lse(call.q, call.k, call.v, score=score(leaf), sink=sink, backend=backend)
+    dleaf, dsink = torch.autograd.grad((o, lse), (leaf, sink), (call.do, call.dlse))
+    assert_all_equal({"dt": dleaf, "dsink": dsink}, {name: expected[name] for name in ("dt", "dsink")})
+    assert dleaf.is_contiguous()
+    assert dsink.is_contiguous()
+
+
 @backends
 @law
 @given(call=calls(rest=()), shift=st.floats(-50, 50))

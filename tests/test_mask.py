@@ -346,6 +346,7 @@ WRONG_SHAPES = {
     "dense-heads": (lambda: tw.dense(torch.ones(1, 3, 8, 8).bool()), "axis 1 must be heads_q = 2"),
     "key-lengths-batch": (lambda: tw.key_lengths(torch.tensor([1, 2, 3])), "axis 0 must be batch = 2"),
     "documents-keys": (lambda: tw.documents(torch.zeros(9).int()), "axis 0 must be seqlen_k = 8"),
+    "documents-of-no-keys": (lambda: tw.documents(torch.zeros(0).int()), "is empty"),
     "too-few-blocks": (lambda: tw.block_sparse(torch.ones(2, 2).bool(), 2, 2), "must be .*4"),
 }
 
@@ -363,7 +364,7 @@ def test_lengths_for_another_number_of_packed_sequences_are_a_value_error():
         tw.attention_varlen(q, q, q, torch.tensor([0, 10, 30]), mask=tw.key_lengths(torch.tensor([5, 6, 7])))
 
 
-def test_documents_of_no_keys_hide_nothing():
+def test_documents_of_no_keys_leave_rows_empty():
     q, none = torch.zeros(1, 3, 1, 4), torch.zeros(1, 0, 1, 4)
     o, lse = tw.attention_with_lse(q, none, none, mask=tw.documents(torch.zeros(0, dtype=torch.int64)))
     assert bool((o == 0).all())

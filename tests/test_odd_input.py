@@ -468,6 +468,7 @@ WRONG = {
     "seed-is-a-float": (lambda: attend(dropout_p=0.5, dropout_seed=1.5), "dropout_seed"),
     "seed-is-text": (lambda: attend(dropout_p=0.5, dropout_seed="x"), "dropout_seed"),
     "seed-past-64-bits": (lambda: attend(dropout_p=0.5, dropout_seed=2**64), "dropout_seed"),
+    "seed-below-63-bits": (lambda: attend(dropout_p=0.5, dropout_seed=-(2**63) - 1), "dropout_seed"),
     "mask-is-a-number": (lambda: attend(mask=3), r"mask= takes a Mask, a bool tensor or a function .*got int"),
     "mask-of-floats": (lambda: attend(mask=torch.ones(8, 8)), r"takes a bool tensor.*score=tw\.bias"),
     "score-is-a-number": (lambda: attend(score=3), r"score= takes a Score, a float tensor or a function .*got int"),

@@ -269,7 +269,7 @@ def test_a_seed_is_any_64_bit_number(seed):
     by_int = attend(**x, dropout_p=0.5, dropout_seed=seed)
     assert torch.equal(by_int, attend(**x, dropout_p=0.5, dropout_seed=torch.tensor(seed)))
     assert not torch.equal(by_int, attend(**x, dropout_p=0.5, dropout_seed=12345))
-    assert torch.equal(by_int, attend(**x, dropout_p=0.5, dropout_seed=seed % 2**64))  # the same bits
+    assert torch.equal(by_int, attend(**x, dropout_p=0.5, dropout_seed=seed % 2**64))  # the same bits, unsigned
 
 
 def test_the_operator_refuses_dropout_without_a_seed():

@@ -75,7 +75,7 @@ def _backward(*arguments):
         total = grads.leaves.get(slot)
         if slot == p.spec.sink_slot:  # one tensor may be both sink and leaf
             total = grads.sink if total is None else total + grads.sink
-        dextras.append(torch.zeros_like(extras[slot]) if total is None else total)
+        dextras.append(torch.zeros(extras[slot].shape).to(extras[slot]) if total is None else total)
     return grads.dq, grads.dk, grads.dv, dextras
 
 

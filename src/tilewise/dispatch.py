@@ -26,7 +26,9 @@ class Row:
 
 
 # In order of preference. `reference` runs only when named.
-BACKENDS = (Row("portable", "tilewise.backends.portable:Portable", None),)
+BACKENDS = (
+    Row("portable", "tilewise.backends.portable:Portable", None),  # last: it refuses nothing
+)
 NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None),)
 
 

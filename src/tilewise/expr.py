@@ -681,6 +681,8 @@ def clamp_index(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> list[torch
 
 
 def read(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not leaf.numel():  # of a sequence without keys; the checks admit no other
+        return leaf.new_zeros(torch.broadcast_shapes(*[x.shape for x in index]))
     return leaf[tuple(clamp_index(leaf, index))] if index else leaf
 
 

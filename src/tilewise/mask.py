@@ -141,13 +141,13 @@ def documents(ids: torch.Tensor) -> Mask:
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
         raise ValueError("documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k)")
     seqlen = ids.shape[-1]
-    if seqlen == 0:
-        return key_range(0, 0)
     position = torch.arange(seqlen, device=ids.device).expand(ids.shape)
     change = ids[..., 1:] != ids[..., :-1]
     edge = torch.ones_like(ids[..., :1], dtype=torch.bool)
-    start = torch.where(torch.cat([edge, change], -1), position, 0).cummax(-1).values
-    end = torch.where(torch.cat([change, edge], -1), position + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
+    start, end = position, position
+    if seqlen:  # cummax knows no empty dimension
+        start = torch.where(torch.cat([edge, change], -1), position, 0).cummax(-1).values
+        end = torch.where(torch.cat([change, edge], -1), position + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
     index = (lambda x: (x,)) if ids.ndim == 1 else (lambda x: (B, x))
     return _atom("documents", *[lookup(t.int(), *index(x)) for x in (I + OFF, J) for t in (start, end)])
 

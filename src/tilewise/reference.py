@@ -158,7 +158,7 @@ def backward(p: Problem, t: Inputs, do: Tensor, dlse: Tensor, arithmetic: Arithm
     dtype = arithmetic.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (t.q, t.k, t.v))
     leaves: dict[int, Tensor] = {}
-    dsink = None if t.sink is None else torch.zeros_like(t.sink, dtype=dtype)
+    dsink = None if t.sink is None else torch.zeros(t.sink.shape, dtype=dtype, device=t.sink.device)
     for part in _parts(p, t):
         a = _Attention(p, t, part, arithmetic)
         whole = (do[None, part.rows], dlse[None, :, part.rows]) if p.packed else (do, dlse)

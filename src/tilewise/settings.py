@@ -1,5 +1,6 @@
 """The environment variables, read here and nowhere else.
 
+- ``TILEWISE_CPU_ISA=name``: the cpu backend uses this instruction set (``avx512``, ``avx2``, ``portable``), not the best one.
 - ``TILEWISE_CHECK=1``: read ``cu_seqlens`` back from the accelerator at each call and refuse a wrong one.
 """
 
@@ -9,3 +10,8 @@ import os
 def check_values() -> bool:
     """Whether values on an accelerator may be read back for checks."""
     return os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
+
+
+def cpu_isa() -> str:
+    """The instruction set that the cpu backend must use; empty: the best one."""
+    return os.environ.get("TILEWISE_CPU_ISA", "")

@@ -204,8 +204,8 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
     if not isinstance(o.dropout_p, (int, float)):
         reasons.append(f"dropout_p must be a number, got {type(o.dropout_p).__name__}")
     seed = o.dropout_seed
-    if not (seed is None or isinstance(seed, Tensor) or (isinstance(seed, int) and -(2**63) <= seed < 2**63)):
-        reasons.append(f"dropout_seed must be one int64 tensor or an int of 64 bits, sign included, got {seed!r}")
+    if not (seed is None or isinstance(seed, Tensor) or (isinstance(seed, int) and -(2**63) <= seed < 2**64)):
+        reasons.append(f"dropout_seed must be one int64 tensor or an int of at most 64 bits, got {seed!r}")
     if not (o.backend is None or isinstance(o.backend, str)):
         reasons.append(f"backend must be a name or None, got {o.backend!r}")
     return reasons
@@ -219,4 +219,5 @@ def _seed(q: Tensor, o: Options) -> Tensor | None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     if isinstance(o.dropout_seed, Tensor):
         return o.dropout_seed
-    return torch.full((1,), o.dropout_seed, dtype=torch.int64, device=q.device)
+    seed = o.dropout_seed - 2**64 if o.dropout_seed >= 2**63 else o.dropout_seed  # the same 64 bits, signed
+    return torch.full((1,), seed, dtype=torch.int64, device=q.device)

@@ -111,7 +111,8 @@ def check_form(c: Call, out: Output, grads: Grads) -> None:
 
 def agree(backend: Backend, c: Call) -> None:
     """Runs and is judged, or refuses."""
-    errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge(run(backend, c))
+    results = run(backend, c)
+    errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge(results)
     assert not [str(e) for e in errors if not e.ok]
 
 

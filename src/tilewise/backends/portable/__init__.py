@@ -53,10 +53,8 @@ class Portable:
         # Rows outside every sequence, and keys without queries, get zero.
         new = torch.empty_like if p.seqlen_q and not p.packed else torch.zeros_like
         dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (t.q, t.k, t.v))
-        leaves = {
-            n: torch.zeros_like(t.leaves[n], dtype=p.compute_dtype) for n in {e.args[0][1] for e in p.spec.lookups}
-        }
-        dsink = None if t.sink is None else torch.zeros_like(t.sink, dtype=p.compute_dtype)
+        leaves = {n: _zeros(t.leaves[n], p.compute_dtype) for n in {e.args[0][1] for e in p.spec.lookups}}
+        dsink = None if t.sink is None else _zeros(t.sink, p.compute_dtype)
         for step in steps(p, t, self.config(p)):
             step_do, lse = _rows_of(step, do), _statistic_of(step, out.lse)
             delta = _delta(step_do, _rows_of(step, out.o), _statistic_of(step, dlse), p.compute_dtype)
@@ -68,6 +66,11 @@ class Portable:
                 dsink[heads] += state.sink_gradient(sink, lse, delta).sum((0, 2))
         leaves = {n: grad.to(t.leaves[n].dtype) for n, grad in leaves.items()}
         return Grads(dq, dk, dv, None if dsink is None else dsink.to(t.sink.dtype), leaves)
+
+
+def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, whatever the strides of ``x``: what the fake kernel promises."""
+    return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 
 def _delta(do: Tensor, o: Tensor, dlse: Tensor, dtype: torch.dtype) -> Tensor:

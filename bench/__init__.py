@@ -1,0 +1,1 @@
+"""Benchmarks of tilewise: one table of cases, its peers, the error rule, and the judge of every speed goal."""

@@ -1,0 +1,552 @@
+"""The one table of attention cases. Tests, benchmarks, tuning and the demo draw from it by name or by tag.
+
+A Case holds sizes and *names* of a mask and a score; MASKS and SCORES below say what a name means, twice: as tilewise
+spells it, and as a plain function of (b, h, i, j) that eager attention and FlexAttention share. Indices are within the
+sequence, and `off = seqlen_k - seqlen_q` aligns the last query with the last key.
+
+Tags: `contract` tiny shapes for tests · `cpu` / `cuda` where the case is meant to be timed · `demo` · `exact` · `h200` the 36 rows
+whose peers are in docs/measured.md · `decode`, `window`, `packed`, `sparse`, `score`, `split`, `memory` what they probe.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Shape(NamedTuple):
+    """batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v; a packed case sets batch and seqlens itself."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention problem, without its tensors.
+
+    lengths: for a packed case the (seqlen_q, seqlen_k) of every sequence; else empty.
+    backward: whether gradients are part of the case (decode has none).
+    """
+
+    name: str
+    source: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str = "float32"
+    mask: str | None = None
+    score: str | None = None
+    sink: bool = False
+    dropout_p: float = 0.0
+    lengths: tuple[tuple[int, int], ...] = ()
+    backward: bool = True
+    tags: frozenset[str] = frozenset()
+
+    @property
+    def off(self) -> int:
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def sequences(self) -> tuple["Case", ...]:
+        """The case itself, or one unpacked case of batch 1 for each packed sequence."""
+        if not self.lengths:
+            return (self,)
+        return tuple(replace(self, batch=1, seqlen_q=nq, seqlen_k=nk, lengths=()) for nq, nk in self.lengths)
+
+    def kept_pairs(self, device: str = "cpu") -> int:
+        """Pairs (i, j) of one query head that the mask keeps, summed over the batch: what the work is counted by."""
+        if self.mask is None:
+            return sum(c.batch * c.seqlen_q * c.seqlen_k for c in self.sequences)
+        return sum(_kept_pairs(c, device) for c in self.sequences)
+
+    def flops(self, direction: str, device: str = "cpu") -> float:
+        """Operations of the products: 2 (D + Dv) a kept pair forward, and 2 (3 D + 2 Dv) backward (2.5 × when D = Dv)."""
+        pairs = self.kept_pairs(device) * self.heads_q
+        forward = 2.0 * pairs * (self.head_dim + self.head_dim_v)
+        backward = 2.0 * pairs * (3 * self.head_dim + 2 * self.head_dim_v)
+        return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A case's tensors. q (B, Nq, Hq, D), k (B, Nk, Hk, D), v (B, Nk, Hk, Dv), do as o (B, Nq, Hq, Dv); packed without B.
+
+    leaves: the tensors that a mask or score reads, by name; the floating ones want a gradient.
+    first_batch: the b of the first batch element, for one sequence cut out of a packed input.
+    """
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    sink: Tensor | None = None
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    first_batch: int = 0
+
+    @property
+    def off(self) -> int:
+        return self.case.off
+
+    @property
+    def wanted(self) -> dict[str, Tensor]:
+        """The tensors whose gradients the case asks for, by the gradient's name."""
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink, **self.leaves}
+        return {f"d{name}": t for name, t in tensors.items() if t is not None and t.is_floating_point()}
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        """The same numbers, detached from these, in another dtype (float64 for the oracle)."""
+
+        def cast(t: Tensor | None) -> Tensor | None:
+            if t is None or not t.is_floating_point():
+                return t
+            return t.detach().to(dtype).requires_grad_(t.requires_grad)
+
+        cast_leaves = {name: cast(t) for name, t in self.leaves.items()}
+        fresh = {name: cast(getattr(self, name)) for name in ("q", "k", "v", "do", "sink")}
+        return replace(self, leaves=cast_leaves, **fresh)
+
+
+def draw(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
+    """Normal q, k, v, do; small normal leaves. The same case, device and seed give the same numbers."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = case.torch_dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    if case.lengths:
+        lead_q, lead_k = ((sum(n[side] for n in case.lengths),) for side in (0, 1))
+        cu_seqlens = [_cumulative([n[side] for n in case.lengths], device) for side in (0, 1)]
+    else:
+        lead_q, lead_k = (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
+        cu_seqlens = [None, None]
+    leaves = {}
+    for kind in (MASKS.get(case.mask), SCORES.get(case.score)):
+        leaves.update(kind.leaves(case, normal) if kind else {})
+    x = Inputs(
+        case=case,
+        q=normal(*lead_q, case.heads_q, case.head_dim),
+        k=normal(*lead_k, case.heads_k, case.head_dim),
+        v=normal(*lead_k, case.heads_k, case.head_dim_v),
+        do=normal(*lead_q, case.heads_q, case.head_dim_v),
+        sink=normal(case.heads_q, dtype=_leaf_dtype(case)) if case.sink else None,
+        leaves={name: t.to(device) for name, t in leaves.items()},
+        cu_seqlens_q=cu_seqlens[0],
+        cu_seqlens_k=cu_seqlens[1],
+        dropout_seed=torch.tensor([1234 + seed], device=device) if case.dropout_p else None,
+    )
+    if case.backward:
+        for t in x.wanted.values():
+            t.requires_grad_()
+    return x
+
+
+def _cumulative(lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def _leaf_dtype(case: Case) -> torch.dtype:
+    return torch.float64 if case.dtype == "float64" else torch.float32
+
+
+# ---- masks and scores: what a name in the table means -------------------------------------------------------------
+
+Normal = Callable[..., Tensor]
+Predicate = Callable[[Any, Any, Any, Any], Any]
+
+
+def _no_leaves(case: Case, normal: Normal) -> dict[str, Tensor]:
+    return {}
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """build(x): the tilewise Mask. keep(x): the same set as a predicate of (b, h, i, j)."""
+
+    build: Callable[[Inputs], Any]
+    keep: Callable[[Inputs], Predicate]
+    leaves: Callable[[Case, Normal], dict[str, Tensor]] = _no_leaves
+
+
+@dataclass(frozen=True)
+class ScoreKind:
+    """build(x): the tilewise Score. apply(x): the same map as a function of (s, b, h, i, j)."""
+
+    build: Callable[[Inputs], Any]
+    apply: Callable[[Inputs], Callable[..., Any]]
+    leaves: Callable[[Case, Normal], dict[str, Tensor]] = _no_leaves
+
+
+def _kept_pairs(case: Case, device: str) -> int:
+    """Counts an unpacked case's pairs by its predicate, in chunks of rows."""
+    b_size, normal = case.batch, lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype)
+    leaves = {name: t.to(device) for name, t in MASKS[case.mask].leaves(case, normal).items()}
+    nothing = torch.empty(0)
+    keep = MASKS[case.mask].keep(Inputs(case, nothing, nothing, nothing, nothing, leaves=leaves))
+    j = torch.arange(case.seqlen_k, device=device, dtype=torch.int32)
+    total, chunk = 0, max(1, (1 << 24) // max(1, case.seqlen_k))
+    for b in range(b_size if leaves else 1):
+        for start in range(0, case.seqlen_q, chunk):
+            i = torch.arange(start, min(start + chunk, case.seqlen_q), device=device, dtype=torch.int32)[:, None]
+            total += int(keep(torch.tensor(b, device=device), torch.tensor(0, device=device), i, j).sum())
+    return total if leaves else total * b_size
+
+
+def _tw() -> Any:
+    """tilewise, imported on use: the table itself can be read without it."""
+    import tilewise
+
+    return tilewise
+
+
+def _window(left: int | None, right: int | None = 0) -> MaskKind:
+    def keep(x: Inputs) -> Predicate:
+        low = x.off - left if left is not None else -(1 << 30)
+        high = x.off + right if right is not None else 1 << 30
+        return lambda b, h, i, j: (j >= i + low) & (j <= i + high)
+
+    return MaskKind(build=lambda x: _tw().window(left=left, right=right), keep=keep)
+
+
+def _sparse(block: int, keep_share: float) -> MaskKind:
+    """A random pattern of blocks, its diagonal always kept, the same for every batch element and head."""
+
+    def leaves(case: Case, normal: Normal) -> dict[str, Tensor]:
+        blocks_q, blocks_k = -(-case.seqlen_q // block), -(-case.seqlen_k // block)
+        pattern = torch.rand(blocks_q, blocks_k, generator=torch.Generator().manual_seed(0)) < keep_share
+        return {"pattern": pattern | torch.eye(blocks_q, blocks_k, dtype=torch.bool)}
+
+    return MaskKind(
+        build=lambda x: _tw().block_sparse(x.leaves["pattern"], block, block),
+        keep=lambda x: lambda b, h, i, j: x.leaves["pattern"][i // block, j // block],
+        leaves=leaves,
+    )
+
+
+def _document_ids(case: Case, normal: Normal) -> dict[str, Tensor]:
+    """Document number of each position: lengths drawn uniformly around an eighth of the sequence, never decreasing."""
+    generator = torch.Generator().manual_seed(0)
+    mean = max(2, case.seqlen_k // 8)
+    ends = torch.randint(mean // 2, mean + mean // 2, (case.seqlen_k,), generator=generator).cumsum(0)
+    return {"ids": torch.searchsorted(ends, torch.arange(case.seqlen_k), right=True).to(torch.int32)}
+
+
+def _lengths(case: Case, normal: Normal) -> dict[str, Tensor]:
+    """Keys that are no padding, by batch element: from all of them down to half."""
+    return {"n": torch.tensor([case.seqlen_k - b * case.seqlen_k // (2 * case.batch) for b in range(case.batch)])}
+
+
+def _dense_mask(case: Case, normal: Normal) -> dict[str, Tensor]:
+    shape = (case.batch, 1, case.seqlen_q, case.seqlen_k)
+    return {"dense": torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5}
+
+
+MASKS: dict[str | None, MaskKind] = {
+    "causal": MaskKind(
+        build=lambda x: _tw().causal(),
+        keep=lambda x: lambda b, h, i, j: j <= i + x.off,
+    ),
+    "window-8": _window(left=7),
+    "window-both": _window(left=5, right=9),
+    "window-right": _window(left=None, right=3),
+    "window-512": _window(left=511),
+    "window-1024": _window(left=1023),
+    "causal-window-16": MaskKind(
+        build=lambda x: _tw().causal() & _tw().window(left=15, right=4),
+        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) & (j >= i + x.off - 15),
+    ),
+    "prefix": MaskKind(
+        build=lambda x: _tw().prefix(x.case.seqlen_k // 3),
+        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) | (j < x.case.seqlen_k // 3),
+    ),
+    "key-range": MaskKind(
+        build=lambda x: _tw().key_range(2, x.case.seqlen_k - 3),
+        keep=lambda x: lambda b, h, i, j: (j >= 2) & (j < x.case.seqlen_k - 3) & (i >= 0),
+    ),
+    "key-lengths": MaskKind(
+        build=lambda x: _tw().key_lengths(x.leaves["n"]),
+        keep=lambda x: lambda b, h, i, j: (j < x.leaves["n"][b]) & (i >= 0),
+        leaves=_lengths,
+    ),
+    "documents": MaskKind(
+        build=lambda x: _tw().causal() & _tw().documents(x.leaves["ids"]),
+        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) & (x.leaves["ids"][i + x.off] == x.leaves["ids"][j]),
+        leaves=_document_ids,
+    ),
+    "keep-odd": MaskKind(
+        build=lambda x: _tw().keep(lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
+        keep=lambda x: lambda b, h, i, j: (i + 2 * j + h) % 3 != 0,
+    ),
+    "window-or-first": MaskKind(
+        build=lambda x: _tw().window(left=7, right=0) | _tw().key_range(0, 4),
+        keep=lambda x: lambda b, h, i, j: ((j >= i + x.off - 7) & (j <= i + x.off)) | (j < 4),
+    ),
+    "dense": MaskKind(
+        build=lambda x: _tw().dense(x.leaves["dense"]),
+        keep=lambda x: lambda b, h, i, j: x.leaves["dense"][b, 0, i, j],
+        leaves=_dense_mask,
+    ),
+    "sparse-16": _sparse(block=16, keep_share=0.4),
+    "sparse-90": _sparse(block=128, keep_share=0.1),
+    "nothing": MaskKind(
+        build=lambda x: _tw().key_range(0, 0),
+        keep=lambda x: lambda b, h, i, j: (j < 0) & (i < 0),
+    ),
+}
+
+
+def _slopes(case: Case, normal: Normal) -> dict[str, Tensor]:
+    """ALiBi's geometric slopes, 2^(-8 (h + 1) / H)."""
+    h = torch.arange(1, case.heads_q + 1, dtype=_leaf_dtype(case))
+    return {"slopes": torch.exp2(-8.0 * h / case.heads_q)}
+
+
+def _pair_bias(case: Case, normal: Normal) -> dict[str, Tensor]:
+    return {"bias": normal(1, case.heads_q, case.seqlen_q, case.seqlen_k, dtype=_leaf_dtype(case))}
+
+
+def _table(case: Case, normal: Normal) -> dict[str, Tensor]:
+    return {"table": normal(case.heads_q, 32, dtype=_leaf_dtype(case))}
+
+
+def _alibi(x: Inputs) -> Callable[..., Any]:
+    return lambda s, b, h, i, j: s - x.leaves["slopes"][h] * (i + x.off - j).abs()
+
+
+def _relative(x: Inputs) -> Callable[..., Any]:
+    """A learned table by head and distance, as T5's bias but with one bucket a distance, clamped to 32."""
+    return lambda s, b, h, i, j: s + x.leaves["table"][h, (i + x.off - j).abs().clamp(0, 31)]
+
+
+SCORES: dict[str | None, ScoreKind] = {
+    "softcap-30": ScoreKind(
+        build=lambda x: _tw().softcap(30.0),
+        apply=lambda x: lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0),
+    ),
+    "softcap-2": ScoreKind(
+        build=lambda x: _tw().softcap(2.0),
+        apply=lambda x: lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0),
+    ),
+    "alibi": ScoreKind(build=lambda x: _tw().alibi(x.leaves["slopes"]), apply=_alibi, leaves=_slopes),
+    "bias": ScoreKind(
+        build=lambda x: _tw().bias(x.leaves["bias"]),
+        apply=lambda x: lambda s, b, h, i, j: s + x.leaves["bias"][0, h, i, j],
+        leaves=_pair_bias,
+    ),
+    "relative": ScoreKind(build=lambda x: _tw().score(_relative(x)), apply=_relative, leaves=_table),
+    "softcap-alibi": ScoreKind(
+        build=lambda x: _tw().softcap(5.0) >> _tw().alibi(x.leaves["slopes"]),
+        apply=lambda x: lambda s, b, h, i, j: _alibi(x)(5.0 * torch.tanh(s / 5.0), b, h, i, j),
+        leaves=_slopes,
+    ),
+}
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+
+def _case(name: str, source: str, shape: tuple[int, ...], tags: str, **options: Any) -> Case:
+    return Case(name=name, source=source, tags=frozenset(tags.split()), **Shape(*shape)._asdict(), **options)
+
+
+def _packed(name: str, source: str, shape: tuple[int, int, int, int], tags: str, **options: Any) -> Case:
+    """shape: heads_q, heads_k, head_dim, head_dim_v; batch and the longest seqlens follow from options["lengths"]."""
+    lengths = options["lengths"]
+    longest = [max(n[side] for n in lengths) for side in (0, 1)]
+    return _case(name, source, (len(lengths), *longest, *shape), f"{tags} packed", **options)
+
+
+def _h200() -> Iterable[Case]:
+    """16,384 tokens of hidden size 2048 in bf16: H = 2048 / D, B = 16384 / N."""
+    for head_dim in (64, 128, 256):
+        for n in (512, 1024, 2048, 4096, 8192, 16384):
+            for label, mask in (("full", None), ("causal", "causal")):
+                shape = (16384 // n, n, n, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
+                name, source = f"h200-d{head_dim}-n{n}-{label}", "FlashAttention-2 and -3 papers' grid"
+                yield _case(name, source, shape, "h200 cuda", dtype="bfloat16", mask=mask)
+
+
+def _cpu() -> Iterable[Case]:
+    """PyTorch's CPU attention is the peer: batch 1, 8 heads."""
+    for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
+        for head_dim in (64, 128):
+            for n in (1024, 2048, 4096, 8192):
+                for label, mask in (("full", None), ("causal", "causal")):
+                    name = f"cpu-{short}-d{head_dim}-n{n}-{label}"
+                    yield _case(name, "CPU grid", (1, n, n, 8, 8, head_dim, head_dim), "cpu", dtype=dtype, mask=mask)
+        for n in (128, 256):
+            yield _case(f"cpu-{short}-d64-n{n}-b16", "CPU, short", (16, n, n, 8, 8, 64, 64), "cpu", dtype=dtype)
+        decode = (1, 1, 32768, 8, 1, 64, 64)
+        yield _case(f"cpu-{short}-decode-32k", "CPU, decode", decode, "cpu decode", dtype=dtype, backward=False)
+    long = (1, 16384, 16384, 8, 8, 64, 64)
+    yield _case("cpu-fp32-d64-n16384-full", "CPU, the sparse cases' whole", long, "cpu sparse")
+    yield _case("cpu-fp32-d64-n16384-window512", "CPU, window", long, "cpu window", mask="window-512")
+    yield _case("cpu-fp32-d64-n16384-sparse90", "CPU, 90 % block-sparse", long, "cpu sparse", mask="sparse-90")
+    yield _case("cpu-fp32-d64-n32768-full", "memory at 32k", (1, 32768, 32768, 8, 8, 64, 64), "cpu memory")
+    for score in ("softcap-30", "alibi", "bias"):
+        shape = (1, 2048, 2048, 8, 8, 64, 64)
+        yield _case(f"cpu-fp32-d64-n2048-{score}", "CPU, scores", shape, "cpu score", score=score, mask="causal")
+    lengths = tuple((n, n) for n in (700, 1, 1500, 300, 64, 900, 631))
+    yield _packed("cpu-fp32-packed-4k", "CPU, packed", (8, 8, 64, 64), "cpu", lengths=lengths, mask="causal")
+
+
+def _cuda() -> Iterable[Case]:
+    """What the grid of full and causal squares leaves out, in bf16."""
+    wide = {"dtype": "bfloat16", "source": "H200, structure"}
+
+    def row(name: str, shape: tuple[int, ...], tags: str, **options: Any) -> Case:
+        return _case(f"cuda-{name}", wide["source"], shape, f"cuda {tags}", dtype="bfloat16", **options)
+
+    yield row("window1024-n32768", (1, 32768, 32768, 16, 16, 128, 128), "window", mask="window-1024")
+    yield row("full-n32768", (1, 32768, 32768, 16, 16, 128, 128), "window")
+    yield row("sparse90-n16384", (1, 16384, 16384, 16, 16, 128, 128), "sparse", mask="sparse-90")
+    yield row("documents-n32768", (1, 32768, 32768, 16, 16, 128, 128), "packed", mask="documents")
+    for score in ("softcap-30", "alibi", "bias"):
+        yield row(f"{score}-n4096", (4, 4096, 4096, 16, 16, 128, 128), "score", mask="causal", score=score)
+    yield row("one-head-n4096", (1, 4096, 4096, 1, 1, 128, 128), "split")
+    yield row("gqa8-n4096-causal", (4, 4096, 4096, 16, 2, 128, 128), "gqa", mask="causal")
+    yield row("decode-32k", (8, 1, 32768, 32, 4, 128, 128), "decode", backward=False)
+    lengths = tuple((n, n) for n in (4096, 512, 1024, 2560, 3072, 128, 1920, 3072))
+    options = {"lengths": lengths, "mask": "causal", "dtype": "bfloat16"}
+    yield _packed("cuda-packed-16k", wide["source"], (16, 16, 128, 128), "cuda", **options)
+
+
+def _demo() -> Iterable[Case]:
+    """`tilewise demo`: causal self-attention at growing N, small enough that a laptop's CPU reaches 16,384."""
+    for n in (512, 1024, 2048, 4096, 8192, 16384):
+        yield _case(f"demo-cpu-n{n}", "tilewise demo", (1, n, n, 4, 4, 64, 64), "demo cpu", mask="causal")
+        cuda = {"mask": "causal", "dtype": "bfloat16"}
+        yield _case(f"demo-cuda-n{n}", "tilewise demo", (1, n, n, 16, 16, 128, 128), "demo cuda", **cuda)
+
+
+def _exact() -> Iterable[Case]:
+    """The demo's table of errors: a feature each, at a size where the largest of many errors is no accident."""
+    square, cross, tall = (1, 384, 384, 8, 2, 64, 64), (1, 300, 412, 8, 2, 64, 64), (1, 412, 300, 8, 2, 64, 64)
+    features = {
+        "causal": (square, {"mask": "causal"}),
+        "more-keys": (cross, {"mask": "causal"}),
+        "more-queries": (tall, {"mask": "causal"}),
+        "window": (square, {"mask": "window-8"}),
+        "prefix": (square, {"mask": "prefix"}),
+        "documents": (square, {"mask": "documents"}),
+        "sparse": (square, {"mask": "sparse-16"}),
+        "softcap-alibi": (square, {"mask": "causal", "score": "softcap-alibi"}),
+        "bias": (square, {"score": "bias"}),
+        "sink": (square, {"mask": "causal", "sink": True}),
+        "dropout": (square, {"mask": "causal", "dropout_p": 0.2}),
+        "bf16": (square, {"mask": "causal", "dtype": "bfloat16"}),
+    }
+    for name, (shape, options) in features.items():
+        yield _case(f"exact-{name}", "tilewise demo", shape, "exact", **options)
+    lengths = tuple((n, n) for n in (100, 37, 1, 180, 66))
+    yield _packed("exact-packed", "tilewise demo", (8, 2, 64, 64), "exact", lengths=lengths, mask="causal")
+
+
+def _contract() -> Iterable[Case]:
+    """Tiny shapes that every backend must compute or refuse: odd sizes, empty rows, groups, every mask and score."""
+    sizes = {
+        "one": (1, 1, 1, 1, 1, 8, 8),
+        "n63": (2, 63, 63, 2, 2, 16, 16),
+        "n129": (1, 129, 129, 2, 2, 32, 32),
+        "n1000": (1, 1000, 1000, 1, 1, 64, 64),
+        "decode": (2, 1, 129, 4, 2, 32, 32),
+        "more-keys": (1, 40, 100, 2, 2, 16, 16),
+        "more-queries": (1, 100, 40, 2, 2, 16, 16),
+        "gqa": (2, 65, 65, 6, 2, 16, 16),
+        "mqa": (1, 70, 70, 4, 1, 32, 32),
+        "dv-above-d": (1, 63, 63, 2, 2, 16, 48),
+        "dv-below-d": (1, 63, 63, 2, 1, 48, 16),
+        "d1": (1, 33, 33, 2, 2, 1, 1),
+        "d128": (1, 130, 130, 1, 1, 128, 128),
+        "d513": (1, 20, 20, 1, 1, 513, 513),
+        "empty-batch": (0, 16, 16, 2, 2, 16, 16),
+        "no-queries": (1, 0, 16, 2, 2, 16, 16),
+        "no-keys": (1, 16, 0, 2, 2, 16, 16),
+    }
+
+    def row(name: str, shape: tuple[int, ...], **options: Any) -> Case:
+        return _case(f"contract-{name}", "contract", shape, "contract", **options)
+
+    for size, shape in sizes.items():
+        yield row(f"{size}-full", shape)
+        yield row(f"{size}-causal", shape, mask="causal")
+    plain, masked, cross = (2, 67, 67, 4, 2, 16, 16), (2, 67, 67, 2, 2, 16, 16), (1, 50, 83, 4, 2, 16, 16)
+    for mask in MASKS:
+        if mask not in ("causal", "window-512", "window-1024", "sparse-90"):
+            yield row(mask, masked, mask=mask)
+    for mask in ("window-8", "window-both", "window-right", "prefix", "key-range", "keep-odd", "window-or-first"):
+        yield row(f"{mask}-cross", cross, mask=mask)
+    for score in SCORES:
+        yield row(score, plain, score=score)
+        yield row(f"{score}-causal-cross", cross, score=score, mask="causal")
+    yield row("sink", plain, sink=True)
+    yield row("sink-causal-more-queries", sizes["more-queries"], sink=True, mask="causal")
+    yield row("sink-window-softcap", cross, sink=True, mask="window-8", score="softcap-2")
+    yield row("dropout", plain, dropout_p=0.2)
+    yield row("dropout-causal-alibi-sink", cross, dropout_p=0.5, mask="causal", score="alibi", sink=True)
+    for dtype in ("bfloat16", "float16", "float64"):
+        yield row(f"{dtype}-full", plain, dtype=dtype)
+        yield row(f"{dtype}-causal", cross, dtype=dtype, mask="causal")
+        yield row(f"{dtype}-window-alibi-sink", plain, dtype=dtype, mask="window-8", score="alibi", sink=True)
+    yield from _contract_packed()
+
+
+def _contract_packed() -> Iterable[Case]:
+    same = tuple((n, n) for n in (5, 0, 64, 1, 33))
+    cross = ((5, 9), (7, 0), (0, 4), (30, 12), (1, 40))
+
+    def row(name: str, lengths: tuple[tuple[int, int], ...], **options: Any) -> Case:
+        return _packed(f"contract-packed-{name}", "contract", (4, 2, 16, 16), "contract", lengths=lengths, **options)
+
+    yield row("full", same)
+    yield row("causal", same, mask="causal")
+    yield row("causal-cross", cross, mask="causal")
+    yield row("window-softcap", same, mask="window-8", score="softcap-2")
+    yield row("alibi-sink", cross, score="alibi", sink=True)
+    yield row("dropout", same, dropout_p=0.3)
+    yield row("bfloat16-causal", same, mask="causal", dtype="bfloat16")
+
+
+CASES: dict[str, Case] = {}
+for _row in (*_h200(), *_cpu(), *_cuda(), *_demo(), *_exact(), *_contract()):
+    if _row.name in CASES:
+        raise ValueError(f"bench/cases.py: two cases are called {_row.name}")
+    CASES[_row.name] = _row
+
+
+def named(name: str) -> Case:
+    """The case of that name. Raises ValueError naming the nearest."""
+    if name in CASES:
+        return CASES[name]
+    from difflib import get_close_matches
+
+    near = ", ".join(get_close_matches(name, CASES, 3)) or "run `tilewise bench --list`"
+    raise ValueError(f"no case is called {name!r}; near it: {near}")
+
+
+def tagged(*tags: str) -> list[Case]:
+    """The cases that carry every one of these tags, in the table's order. Raises ValueError for a tag nobody carries."""
+    known = sorted(set().union(*(c.tags for c in CASES.values())))
+    for tag in tags:
+        if tag not in known:
+            raise ValueError(f"no case carries the tag {tag!r}; the tags are {', '.join(known)}")
+    return [c for c in CASES.values() if set(tags) <= c.tags]

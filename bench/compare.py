@@ -1,0 +1,155 @@
+"""The judge: goals.toml against a file of results. It reads, it does not measure."""
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.cases import named, tagged
+
+GOALS = Path(__file__).with_name("goals.toml")
+DIRECTIONS = ("forward", "backward", "both", "memory")
+
+
+class Refused(ValueError):
+    """A file that cannot be judged: its results were not measured side by side, or it is no file of results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A row of goals.toml; the comments at its top say what each field means."""
+
+    direction: str
+    contestant: str
+    case: str | None = None
+    tag: str | None = None
+    peer: str | None = None
+    peer_case: str | None = None
+    ratio: float | None = None
+    mib: float | None = None
+    note: str = ""
+
+    def __post_init__(self):
+        wrong = []
+        if self.direction not in DIRECTIONS:
+            wrong.append(f"direction is {self.direction!r}, not one of {', '.join(DIRECTIONS)}")
+        if (self.case is None) == (self.tag is None):
+            wrong.append("give either case or tag")
+        if self.direction == "memory" and self.mib is None:
+            wrong.append("a memory goal needs mib")
+        if self.direction != "memory" and (self.ratio is None or self.peer is None):
+            wrong.append("a speed goal needs peer and ratio")
+        if self.tag and self.peer_case:
+            wrong.append("a tag's cases are compared with themselves: no peer_case")
+        if wrong:
+            raise ValueError(f"goal {self.name}: {'; '.join(wrong)}")
+
+    @property
+    def name(self) -> str:
+        return f"{self.case or f'[{self.tag}]'} {self.direction}"
+
+    @property
+    def cases(self) -> list[str]:
+        return [self.case] if self.case else [case.name for case in tagged(self.tag)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """meets, falls short, or not measured; the ratio (or MiB) that was measured, and the noise beside it."""
+
+    goal: Goal
+    says: str
+    measured: float | None = None
+    noise: float | None = None
+    why: str = ""
+
+
+def load_goals(path: Path = GOALS) -> list[Goal]:
+    """The rows of a goals file. Raises ValueError for a row that makes no sense or names an unknown case."""
+    goals = [Goal(**row) for row in tomllib.loads(path.read_text())["goal"]]
+    for goal in goals:
+        for name in (*goal.cases, *([goal.peer_case] if goal.peer_case else [])):
+            named(name)
+    return goals
+
+
+def read_results(path: Path) -> list[dict]:
+    """The records of a JSON-lines file. Raises Refused, naming the line, for a file that holds anything else."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from error
+    records = [_record(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    runs = {r["process"] for r in records if r["record"] == "run"}
+    orphans = {r["process"] for r in records if r["record"] == "result"} - runs
+    if not runs or orphans:
+        raise Refused(f"{path} has results without the record of their run: machine, versions and commit are unknown")
+    return records
+
+
+def _record(path: Path, number: int, line: str) -> dict:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise Refused(f"{path}, line {number}: no JSON ({error.msg})") from error
+    needs = {"run": ("process",), "result": ("process", "case", "contestant", "status")}
+    kind = record.get("record") if isinstance(record, dict) else None
+    missing = [name for name in needs.get(kind, ("record",)) if name not in record]
+    if kind not in needs or missing:
+        raise Refused(f"{path}, line {number}: no record of a run or a result; `tilewise bench` writes such files")
+    return record
+
+
+def judge(goals: Iterable[Goal], records: list[dict]) -> list[Verdict]:
+    """A verdict for each goal. Raises Refused where a contestant and its peer never ran in the same process."""
+    results = [r for r in records if r["record"] == "result"]
+    return [_judge(goal, results) for goal in goals]
+
+
+def _judge(goal: Goal, results: list[dict]) -> Verdict:
+    pairs = [_pair(goal, case, results) for case in goal.cases]
+    missing = [case for case, pair in zip(goal.cases, pairs, strict=True) if pair is None]
+    if missing:
+        return Verdict(goal, "not measured", why=f"no result of {missing[0]}")
+    for mine, peer in pairs:
+        if mine["status"] != "green":
+            return Verdict(goal, "falls short", why=f"{mine['contestant']} on {mine['case']}: {_reason(mine)}")
+        if peer is not None and goal.direction not in peer:
+            return Verdict(goal, "not measured", why=f"{peer['contestant']} on {peer['case']}: {_reason(peer)}")
+        if goal.direction not in mine:
+            return Verdict(goal, "not measured", why=f"{mine['case']} has no {goal.direction}")
+    if goal.direction == "memory":
+        mib = max(mine["memory"]["extra_bytes"] for mine, _ in pairs) / 2**20
+        return Verdict(goal, "meets" if mib <= goal.mib else "falls short", mib)
+    ratios = [peer[goal.direction]["median_ms"] / mine[goal.direction]["median_ms"] for mine, peer in pairs]
+    mean = math.exp(sum(math.log(r) for r in ratios) / len(ratios))
+    noise = max((mine[goal.direction].get("noise", 0.0) for mine, _ in pairs), default=None)
+    return Verdict(goal, "meets" if mean >= goal.ratio else "falls short", mean, noise)
+
+
+def _reason(result: dict) -> str:
+    detail = {"red": "its check is red, so it was not timed", "refused": "; ".join(result.get("refused", []))}
+    return detail.get(result["status"], result.get("failed", f"status {result['status']}"))
+
+
+def _pair(goal: Goal, case: str, results: list[dict]) -> tuple[dict, dict | None] | None:
+    """The newest results of the contestant and its peer that share a process; None where one was not measured."""
+    mine = _find(results, case, goal.contestant)
+    if goal.peer is None:
+        return (mine[-1], None) if mine else None
+    peers = _find(results, goal.peer_case or case, goal.peer)
+    if not mine or not peers:
+        return None
+    together = [(m, p) for m in mine for p in peers if m["process"] == p["process"]]
+    if not together:
+        raise Refused(
+            f"{goal.name}: {goal.contestant} and {goal.peer} did not run in the same process; "
+            "times of different processes are not compared"
+        )
+    return together[-1]
+
+
+def _find(results: list[dict], case: str, contestant: str) -> list[dict]:
+    return [r for r in results if r["case"] == case and r["contestant"] == contestant]

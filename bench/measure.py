@@ -1,0 +1,279 @@
+"""Time, memory and machine: how a number comes about. Nothing here knows attention."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# ---- statistics ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call over rounds: the median, and the quartiles as its spread."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+    calls: int
+
+    def as_record(self) -> dict:
+        ms = {name: round(getattr(self, name) * 1e3, 6) for name in ("median", "low", "high")}
+        return {f"{name}_ms": value for name, value in ms.items()} | {"rounds": self.rounds, "calls": self.calls}
+
+
+def summarize(seconds: list[float], calls: int = 1) -> Timing:
+    """Median and quartiles (inclusive, so that two samples have them too) of at least one sample."""
+    if not seconds:
+        raise ValueError("no samples to summarize")
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    return Timing(median, low, high, len(seconds), calls)
+
+
+# ---- time ---------------------------------------------------------------------------------------------------------
+
+
+def seconds_per_call(call: Callable[[], object], calls: int, device: str) -> float:
+    """Runs `call` several times and returns the mean: CUDA events around them on a GPU, perf_counter on a CPU."""
+    if not device.startswith("cuda"):
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - began) / calls
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e-3 / calls
+
+
+def calls_for(seconds: float, device: str) -> int:
+    """Calls in one sample, so that it lasts 2 ms on a CPU and 5 ms on a GPU, where events and launches cost more."""
+    enough = 5e-3 if device.startswith("cuda") else 2e-3
+    return max(1, min(200, round(enough / max(seconds, 1e-7))))
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+class PeakMemory:
+    """Bytes above what was there at the start, at the worst moment: `with PeakMemory(device) as peak: ...; peak.bytes`.
+
+    On CUDA the allocator's own count. On Linux the process's high-water mark, reset first, after freed memory was handed
+    back; elsewhere the growth of a high-water mark that cannot be reset, so only a first call in a fresh process counts.
+    """
+
+    def __init__(self, device: str):
+        self.device = device
+        self.bytes = 0
+
+    def __enter__(self) -> "PeakMemory":
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.start = torch.cuda.memory_allocated()
+        else:
+            _return_freed_memory()
+            self.start = _resident()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            peak = _high_water()
+        self.bytes = max(0, peak - self.start)
+
+
+def _return_freed_memory() -> None:
+    """Gives freed memory back to the system and resets the high-water mark, where the system has such calls."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return
+
+
+def _status(field: str) -> int | None:
+    """A line of /proc/self/status in bytes."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
+
+
+def _high_water() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _status("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _resident() -> int:
+    return _status("VmRSS:") or _high_water()
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can still be had: of the GPU, or of the machine and of the control group it runs in."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info()[0]
+    free = [_meminfo("MemAvailable:"), _cgroup_left()]
+    known = [n for n in free if n is not None]
+    return min(known) if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _meminfo(field: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
+
+
+def _cgroup_left() -> int | None:
+    """What the control group leaves, its page cache counted as free."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - used + int(stat.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+# ---- machine ------------------------------------------------------------------------------------------------------
+
+
+def machine(device: str) -> dict:
+    """What a reader needs to judge a number: processor or GPU, threads, memory, versions, commit."""
+    import importlib.metadata
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("tilewise", "triton", "numpy"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found = {
+        "device": device_name(device),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": versions,
+        "commit": commit(),
+        "sources": sources(),
+    }
+    if device.startswith("cuda"):
+        versions |= {"cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}
+        found["driver"] = _nvidia_smi("driver_version")
+    return found
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or the processor's."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
+
+
+def cpu_name() -> str:
+    """The processor as /proc/cpuinfo names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str | None:
+    """The checkout's commit, with + where tracked files differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("+" if changed.returncode else "")
+
+
+def sources() -> str:
+    """A hash of the package's and the benchmark's files: says what ran where there is no commit to name it."""
+    digest = hashlib.sha256()
+    for folder in (ROOT / "src", ROOT / "bench"):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h", ".cu", ".toml"):
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _nvidia_smi(query: str) -> str | None:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split("\n")
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return lines[0].strip() or None
+
+
+class Clock:
+    """Samples the GPU's SM clock ten times a second while a block runs: `with Clock(device) as clock: ...; clock.mhz`."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.mhz: float | None = None
+
+    def __enter__(self) -> "Clock":
+        self.process = None
+        if self.device.startswith("cuda"):
+            command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "100"]
+            try:
+                self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            except OSError:
+                self.process = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is None:
+            return
+        self.process.terminate()
+        samples = [float(line) for line in self.process.communicate()[0].split() if line.replace(".", "").isdigit()]
+        self.mhz = statistics.median(samples) if samples else None
+
+
+def limits(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """This machine's pace, measured now: FLOP/s of torch's matrix product in dtype, bytes/s of a copy (read + write)."""
+    cuda = device.startswith("cuda")
+    n = 8192 if cuda else 1024
+    a, b = (torch.randn(n, n, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    big = torch.empty((1 << 30 if cuda else 1 << 27), device=device, dtype=torch.uint8).fill_(1)
+    target = torch.empty_like(big)
+    matmul = best_of(lambda: a @ b, device)
+    copy = best_of(lambda: target.copy_(big), device)
+    return {"matmul_flops": 2 * n**3 / matmul, "copy_bytes": 2 * big.numel() / copy}
+
+
+def best_of(call: Callable[[], object], device: str, rounds: int = 5) -> float:
+    """The shortest of a few samples after a warm-up: for a limit, not for a comparison."""
+    call()
+    return min(seconds_per_call(call, 3, device) for _ in range(rounds))

@@ -1,0 +1,330 @@
+"""Who is timed: tilewise's backends, eager attention, PyTorch's SDPA (by backend on CUDA) and compiled FlexAttention.
+
+A Contestant says which cases it cannot run and why, and turns inputs into a call without arguments. Making masks,
+compiling and moving data happen in `prepare`, outside what is timed, as a model does them once for all layers.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.cases import MASKS, SCORES, Case, Inputs
+from bench.measure import free_memory
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """unsupported(case, device): every reason, empty when it runs. prepare(x): a call that returns o.
+
+    context: entered around a sample of calls, so that choosing a kernel costs nothing inside the sample.
+    ours: whether it is tilewise, which the error rule binds strictly (bench/check.py).
+    """
+
+    name: str
+    unsupported: Callable[[Case, str], list[str]]
+    prepare: Callable[[Inputs], Call]
+    version: str
+    context: Callable[[], AbstractContextManager] = nullcontext
+    ours: bool = False
+
+
+# ---- eager: the formula, with its N × N matrix ----------------------------------------------------------------------
+
+
+def eager(x: Inputs, rows: Tensor | None = None) -> Tensor:
+    """softmax(score(scale · q kᵀ)) v in x's dtype, every matrix stored; in float64 this is the oracle of the checks.
+
+    rows: compute only these queries (not for packed inputs). Returns o, (B, rows, Hq, Dv) or packed (total, Hq, Dv).
+    """
+    return eager_call(x, rows)()
+
+
+def eager_call(x: Inputs, rows: Tensor | None = None, order: int = 0) -> Call:
+    """`eager` with what does not depend on q, k, v (its matrix of kept pairs) made beforehand.
+
+    order: 0 is the textbook's, differentiated by torch. Any other number shuffles queries, keys and channels, and with them
+    every sum, and differentiates as every memory-saving backward must: from the o and lse that its forward kept.
+    """
+    if x.case.lengths:
+        calls = [eager_call(part, order=order) for part in split_packed(x)]
+        return lambda: torch.cat([call().squeeze(0) for call in calls])
+    cut = _textbook(x, rows) if order == 0 else _shuffled(x, rows, order)
+    index = _indices(x, cut.i, cut.j)
+    keep = MASKS[x.case.mask].keep(x)(*index) if x.case.mask else None
+    empty_rows = keep is not None and not bool(keep.any(-1).all())
+    apply = SCORES[x.case.score].apply(x) if x.case.score else None
+    dropped = _dropout_factor(x, cut.i, cut.j)
+    group = x.case.heads_q // x.case.heads_k
+    scale = 1.0 / math.sqrt(x.case.head_dim)
+
+    def call() -> Tensor:
+        q, k, v = cut.take(x.q, x.k, x.v)
+        q, k, v = q.transpose(1, 2), *(t.repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
+        s = (q * scale) @ k.mT
+        if apply is not None:
+            s = apply(s, *index)
+        if keep is not None:
+            s = s.masked_fill(~keep, -math.inf)
+        if order:
+            return cut.put_back(_FromLse.apply(s, v, x.sink, dropped).transpose(1, 2))
+        p = _softmax(s, x.sink, empty_rows)
+        p = p if dropped is None else p * dropped
+        return (p.to(v.dtype) @ v).transpose(1, 2)
+
+    return call
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Which queries i and keys j are computed, in which order; take: their q, k, v; put_back: o as the caller wants it."""
+
+    i: Tensor
+    j: Tensor
+    take: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    put_back: Callable[[Tensor], Tensor]
+
+
+def _textbook(x: Inputs, rows: Tensor | None) -> _Cut:
+    i = torch.arange(x.case.seqlen_q, device=x.q.device) if rows is None else rows
+    take = lambda q, k, v: (q if rows is None else q[:, rows], k, v)  # noqa: E731
+    return _Cut(i, torch.arange(x.case.seqlen_k, device=x.q.device), take, lambda o: o)
+
+
+def _shuffled(x: Inputs, rows: Tensor | None, order: int) -> _Cut:
+    generator, whole = torch.Generator().manual_seed(order), _textbook(x, rows)
+    sizes = (len(whole.i), x.case.seqlen_k, x.case.head_dim, x.case.head_dim_v)
+    i, j, d, d_v = (torch.randperm(n, generator=generator).to(x.q.device) for n in sizes)
+    take = lambda q, k, v: (q[:, whole.i[i]][..., d], k[:, j][..., d], v[:, j][..., d_v])  # noqa: E731
+    return _Cut(whole.i[i], j, take, lambda o: o[:, i.argsort()][..., d_v.argsort()])
+
+
+def _indices(x: Inputs, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """b, h, i, j shaped to broadcast over (B, H, len(i), len(j))."""
+    b = torch.arange(x.first_batch, x.first_batch + x.case.batch, device=i.device)
+    h = torch.arange(x.case.heads_q, device=i.device)
+    return b[:, None, None, None], h[None, :, None, None], i[None, None, :, None], j[None, None, None, :]
+
+
+def _softmax(s: Tensor, sink: Tensor | None, empty_rows: bool) -> Tensor:
+    """Rows sum to 1, or to less beside a sink; a row without a key is 0."""
+    if sink is not None:
+        column = sink.to(s.dtype)[None, :, None, None].expand(*s.shape[:3], 1)
+        return torch.softmax(torch.cat([s, column], -1), -1)[..., :-1]
+    if empty_rows or s.shape[-1] == 0:
+        seen = (s > -math.inf).any(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:3], 1, dtype=torch.bool)
+        return torch.where(seen, torch.softmax(s.masked_fill(~seen, 0.0), -1), 0.0)
+    return torch.softmax(s, -1)
+
+
+class _FromLse(torch.autograd.Function):
+    """softmax(s) v whose backward recomputes P = exp(s − lse) and takes delta = rowsum(dO ∘ O), both rounded."""
+
+    @staticmethod
+    def forward(ctx, s: Tensor, v: Tensor, sink: Tensor | None, dropped: Tensor | None) -> Tensor:
+        wide = s.double() if s.dtype == torch.float64 else s.float()
+        column = [] if sink is None else [sink.to(wide.dtype)[None, :, None, None].expand(*s.shape[:3], 1)]
+        lse = torch.logsumexp(torch.cat([wide, *column], -1), -1, keepdim=True)
+        p = torch.exp(wide - lse.masked_fill(lse == -math.inf, math.inf))
+        z = 1.0 if dropped is None else dropped
+        o = (p * z).to(v.dtype) @ v
+        ctx.save_for_backward(p, v, o, lse, *(t for t in (sink, dropped) if t is not None))
+        ctx.has = sink is not None, dropped is not None
+        return o
+
+    @staticmethod
+    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+        p, v, o, lse, *rest = ctx.saved_tensors
+        sink = rest.pop(0) if ctx.has[0] else None
+        z = rest.pop(0) if ctx.has[1] else 1.0
+        delta = (do * o).sum(-1, keepdim=True)
+        ds = p * ((do @ v.mT) * z - delta)
+        dv = (p * z).to(v.dtype).mT @ do
+        dsink = None
+        if sink is not None:
+            dsink = -(torch.exp(sink[None, :, None, None] - lse) * delta).sum((0, 2, 3)).to(sink.dtype)
+        return ds, dv, dsink, None
+
+
+def _dropout_factor(x: Inputs, i: Tensor, j: Tensor) -> Tensor | None:
+    """0 where a pair is dropped and 65536 / T where it is kept: the bits of docs/algorithm.md."""
+    if not x.case.dropout_p or not len(i) or not len(j):
+        return None
+    import tilewise as tw
+
+    last_batch = x.first_batch + x.case.batch
+    sizes = (last_batch, x.case.heads_q, x.case.seqlen_q, x.case.seqlen_k)
+    kept = tw.dropout_mask(x.dropout_seed, x.case.dropout_p, *sizes)[x.first_batch :]
+    threshold = round((1.0 - x.case.dropout_p) * 65536)
+    return kept[:, :, i][..., j].to(x.q.dtype) * (65536 / threshold)
+
+
+def split_packed(x: Inputs) -> list[Inputs]:
+    """The sequences of a packed input as unpacked inputs of batch 1 that share their memory."""
+    parts, start_q, start_k = [], 0, 0
+    for b, case in enumerate(x.case.sequences):
+        end_q, end_k = start_q + case.seqlen_q, start_k + case.seqlen_k
+        cut = {"q": x.q[None, start_q:end_q], "do": x.do[None, start_q:end_q]}
+        cut |= {"k": x.k[None, start_k:end_k], "v": x.v[None, start_k:end_k]}
+        parts.append(replace(x, case=case, cu_seqlens_q=None, cu_seqlens_k=None, first_batch=b, **cut))
+        start_q, start_k = end_q, end_k
+    return parts
+
+
+EAGER_MATRICES = 3
+"""N × N matrices that `eager` holds at once in forward and backward: p, dp and ds (measured on a CPU: 3.1)."""
+
+
+def eager_bytes(case: Case) -> int:
+    """Predicted bytes of eager attention's N × N matrices at their peak, forward and backward."""
+    itemsize = torch.empty(0, dtype=case.torch_dtype).element_size()
+    pairs = sum(c.batch * c.heads_q * c.seqlen_q * c.seqlen_k for c in case.sequences)
+    return pairs * itemsize * EAGER_MATRICES
+
+
+def _eager_unsupported(case: Case, device: str) -> list[str]:
+    need, free = eager_bytes(case), free_memory(device)
+    if need <= free // 2:
+        return []
+    return [f"its N × N matrices would take {need / 2**30:.1f} GiB, more than half of the free {free / 2**30:.1f} GiB"]
+
+
+# ---- tilewise -------------------------------------------------------------------------------------------------------
+
+
+def tilewise(backend: str | None = None) -> Contestant:
+    """A backend of tilewise by its name, or with None the one that it chooses by itself."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def prepare(x: Inputs) -> Call:
+        import tilewise as tw
+
+        options = {
+            "mask": MASKS[x.case.mask].build(x) if x.case.mask else None,
+            "score": SCORES[x.case.score].build(x) if x.case.score else None,
+            "sink": x.sink,
+            "dropout_p": x.case.dropout_p,
+            "dropout_seed": x.dropout_seed,
+            "backend": backend,
+        }
+        if x.case.lengths:
+            return lambda: tw.attention_varlen(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k, **options)
+        return lambda: tw.attention(x.q, x.k, x.v, **options)
+
+    try:
+        number = version("tilewise")
+    except PackageNotFoundError:
+        number = "checkout"
+    return Contestant(backend or "tilewise", lambda case, device: [], prepare, f"tilewise {number}", ours=True)
+
+
+# ---- PyTorch's own --------------------------------------------------------------------------------------------------
+
+
+def _sdpa_unsupported(case: Case, device: str) -> list[str]:
+    reasons = []
+    if case.mask not in (None, "causal"):
+        reasons.append(f"mask {case.mask}: it takes none or causal, others only as a stored N × N matrix")
+    if case.mask == "causal" and case.seqlen_q != case.seqlen_k:
+        reasons.append("its causal aligns the first query with the first key")
+    if case.lengths:
+        reasons.append("packed sequences")
+    if case.score or case.sink:
+        reasons.append("scores and sinks")
+    if case.dropout_p:
+        reasons.append("its dropout draws other bits, so that it cannot be checked")
+    return reasons
+
+
+def _sdpa_prepare(x: Inputs) -> Call:
+    options = {"is_causal": x.case.mask == "causal", "enable_gqa": x.case.heads_q != x.case.heads_k}
+
+    def call() -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+    return call
+
+
+def _only(backend_name: str) -> Callable[[], AbstractContextManager]:
+    def context() -> AbstractContextManager:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(getattr(SDPBackend, backend_name))
+
+    return context
+
+
+def _on_cuda(case: Case, device: str) -> list[str]:
+    reasons = _sdpa_unsupported(case, device)
+    if not device.startswith("cuda"):
+        reasons.append(f"runs on CUDA, this is {device}")
+    if case.dtype not in ("bfloat16", "float16"):
+        reasons.append(f"dtype {case.dtype}: bfloat16 or float16 only")
+    return reasons
+
+
+def _flex_unsupported(case: Case, device: str) -> list[str]:
+    reasons = []
+    if not device.startswith("cuda"):
+        reasons.append(f"compiled with its backward only on CUDA, this is {device}")
+    if case.lengths or case.sink or case.dropout_p:
+        reasons.append("packed sequences, sinks and dropout")
+    return reasons
+
+
+def _flex_prepare(x: Inputs) -> Call:
+    """FlexAttention compiled for these very shapes.
+
+    Dynamo forgets what it compiled before: past its limit of recompilations FlexAttention would silently run eager.
+    """
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # the backward is timed again and again on one graph
+    flex = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    options = {"enable_gqa": x.case.heads_q != x.case.heads_k}
+    if x.case.mask:
+        shape = (x.case.batch, x.case.heads_q) if x.leaves else (None, None)
+        sizes = {"Q_LEN": x.case.seqlen_q, "KV_LEN": x.case.seqlen_k, "device": str(x.q.device)}
+        options["block_mask"] = create_block_mask(MASKS[x.case.mask].keep(x), *shape, **sizes, _compile=True)
+    if x.case.score:
+        options["score_mod"] = SCORES[x.case.score].apply(x)
+
+    def call() -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+        return flex(q, k, v, **options).transpose(1, 2)
+
+    return call
+
+
+def _cudnn_version() -> str:
+    return f"cuDNN {torch.backends.cudnn.version()}, torch {torch.__version__}"
+
+
+def all_contestants() -> dict[str, Contestant]:
+    """Everyone who can be asked to run, by name. Backends of tilewise are added by asking for `backend:NAME`."""
+    torch_version = f"torch {torch.__version__}"
+    peers = (
+        Contestant("eager", _eager_unsupported, eager_call, torch_version),
+        Contestant("sdpa", _sdpa_unsupported, _sdpa_prepare, torch_version),
+        Contestant("fa2", _on_cuda, _sdpa_prepare, f"SDPA flash, {torch_version}", _only("FLASH_ATTENTION")),
+        Contestant("cudnn", _on_cuda, _sdpa_prepare, _cudnn_version(), _only("CUDNN_ATTENTION")),
+        Contestant("flex", _flex_unsupported, _flex_prepare, torch_version),
+    )
+    ours = [tilewise(), *[tilewise(name) for name in backend_names()]]
+    return {c.name: c for c in (*ours, *peers)}
+
+
+def backend_names() -> list[str]:
+    """The backends that tilewise has, without the oracle."""
+    from tilewise import dispatch
+
+    return [backend.name for backend in dispatch.BACKENDS if backend.name != "reference"]

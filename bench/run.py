@@ -1,0 +1,317 @@
+"""Checks, then times: contestants of a case run interleaved in one process, and each writes one JSON line.
+
+    python -m bench.run --case demo-cpu-n1024 --contestant portable --contestant sdpa --out result.jsonl
+
+Per case: inputs are drawn; every contestant runs once under a memory meter and is held to the error rule of
+bench/check.py against float64; one that is red, or raises, is never timed. Then rounds: in each, every contestant is
+timed forward (no gradients wanted) and backward (of a graph made outside the clock), the order turning from round to
+round. The first contestant runs a second time: the difference of its two medians is the noise.
+"""
+
+import argparse
+import json
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from bench import check, measure
+from bench.cases import Case, Inputs, draw, named
+from bench.peers import Call, Contestant, all_contestants
+
+PROCESS = uuid.uuid4().hex[:12]
+"""Names this process in every record: two results can be compared only where it is the same."""
+
+LONG = 0.5
+"""Seconds of a call on a CPU from which on its first one is taken at its word."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run: seconds of timing to spend on a case, bounds on rounds, and whether to run the first contestant twice."""
+
+    device: str = "cpu"
+    budget: float = 10.0
+    min_rounds: int = 3
+    max_rounds: int = 30
+    again: bool = True
+    seed: int = 0
+
+
+@dataclass
+class Entry:
+    """One contestant on its way through a case."""
+
+    contestant: Contestant
+    call: Call | None = None
+    refused: list[str] = field(default_factory=list)
+    failed: str | None = None
+    errors: list[check.Error] = field(default_factory=list)
+    memory: dict = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"forward": [], "backward": [], "both": []})
+    calls: dict[str, int] = field(default_factory=lambda: {"forward": 1, "backward": 1, "both": 1})
+
+    @property
+    def status(self) -> str:
+        """refused, failed (it raised), or the check's verdict: green, loose or red."""
+        if self.refused:
+            return "refused"
+        if self.failed:
+            return "failed"
+        return check.verdict(self.errors, self.contestant.ours)
+
+    @property
+    def timed(self) -> bool:
+        return self.status in ("green", "loose")
+
+
+# ---- one case -----------------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case, contestants: list[Contestant], plan: Plan, say: Report = lambda _: None) -> list[dict]:
+    """Records of one case, one a contestant, in their order; timings only where the check allows them."""
+    x = draw(case, plan.device, plan.seed)
+    want = check.expected(x)
+    entries = []
+    for contestant in contestants:
+        say(f"{case.name}: checking {contestant.name}")
+        entries.append(checked(contestant, x, want, plan))
+    runners = [e for e in entries if e.timed]
+    again = None
+    if plan.again and runners:
+        again = Entry(runners[0].contestant, runners[0].call)
+    say(f"{case.name}: timing")
+    with measure.Clock(plan.device) as clock:
+        time_rounds([*runners, *([again] if again else [])], x, plan)
+    limits = machine_limits(plan.device, case.torch_dtype)
+    shared = {"case": case.name, "checked": want.says, "bound_ms": bounds_ms(case, limits, plan.device)}
+    if clock.mhz:
+        shared["sm_clock_mhz"] = clock.mhz
+    return [record(e, case, plan, again if e in runners[:1] else None) | shared for e in entries]
+
+
+def checked(contestant: Contestant, x: Inputs, want: check.Expected, plan: Plan) -> Entry:
+    """Runs a contestant once under the memory meter and compares; keeps its call if it may be timed."""
+    entry = Entry(contestant, refused=contestant.unsupported(x.case, plan.device))
+    if entry.refused:
+        return entry
+    try:
+        warm_up(contestant, x.case, plan)
+        with contestant.context():
+            call = contestant.prepare(x)
+            with measure.PeakMemory(plan.device) as peak:
+                found = check.results(call, x, want.do)
+        entry.errors = check.compare(found, want)
+    except NotImplementedError as error:
+        entry.refused = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return entry
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        entry.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return entry
+    outputs = sum(t.numel() * t.element_size() for t in found.values())
+    entry.memory = {"peak_bytes": peak.bytes, "output_bytes": outputs, "extra_bytes": max(0, peak.bytes - outputs)}
+    entry.call = call
+    return entry
+
+
+def warm_up(contestant: Contestant, case: Case, plan: Plan) -> None:
+    """A small problem of the same kind first, so that thread pools, libraries and code are no part of the peak."""
+    if case.lengths or plan.device.startswith("cuda"):
+        return
+    small = replace(case, batch=1, seqlen_q=min(case.seqlen_q, 128), seqlen_k=min(case.seqlen_k, 128))
+    x = draw(small, plan.device, plan.seed)
+    check.results(contestant.prepare(x), x, x.do)
+
+
+def time_rounds(entries: list[Entry], x: Inputs, plan: Plan) -> None:
+    """Fills each entry's seconds; every round times all entries once, starting with another one each time."""
+    spent = sum(first_sample(entry, x, plan) for entry in entries)
+    while entries and not _enough(min(len(e.seconds["forward"]) for e in entries), spent, plan):
+        turn = len(entries[0].seconds["forward"]) % len(entries)
+        for entry in [*entries[turn:], *entries[:turn]]:
+            for direction, seconds in one_sample(entry, x, plan.device).items():
+                entry.seconds[direction].append(seconds)
+                spent += seconds * entry.calls[direction]
+
+
+def _enough(rounds: int, spent: float, plan: Plan) -> bool:
+    """The budget is spent after the fewest rounds, or four times over after one: a very long case."""
+    if rounds >= plan.max_rounds or (rounds >= plan.min_rounds and spent >= plan.budget):
+        return True
+    return rounds >= 1 and spent >= 4 * plan.budget
+
+
+def first_sample(entry: Entry, x: Inputs, plan: Plan) -> float:
+    """Times one call to set how many make a sample. Returns the seconds spent.
+
+    On a CPU a long call is a sample already. On a GPU the first call without gradients may compile or choose a kernel: it
+    is thrown away.
+    """
+    times = one_sample(entry, x, plan.device)
+    spent = times.get("both", times["forward"])
+    is_sample = not plan.device.startswith("cuda") and spent > LONG
+    if not is_sample:
+        times = one_sample(entry, x, plan.device)
+        spent += times.get("both", times["forward"])
+    entry.calls = {name: measure.calls_for(seconds, plan.device) for name, seconds in times.items()} | {"both": 1}
+    if set(entry.calls.values()) == {1}:
+        for direction, seconds in times.items():
+            entry.seconds[direction].append(seconds)
+    return spent
+
+
+def one_sample(entry: Entry, x: Inputs, device: str) -> dict[str, float]:
+    """Seconds a call: forward without gradients, backward alone, and their sum."""
+    with entry.contestant.context():
+        with torch.no_grad():
+            forward = measure.seconds_per_call(entry.call, entry.calls["forward"], device)
+        if not x.case.backward:
+            return {"forward": forward}
+        o, wanted = entry.call(), list(x.wanted.values())
+        gradients = lambda: torch.autograd.grad(o, wanted, x.do, retain_graph=True)  # noqa: E731
+        backward = measure.seconds_per_call(gradients, entry.calls["backward"], device)
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+# ---- records ------------------------------------------------------------------------------------------------------
+
+
+_LIMITS: dict[tuple[str, torch.dtype], dict[str, float]] = {}
+
+
+def machine_limits(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """The paces of a matrix product and of a copy, measured once per process and dtype."""
+    if (device, dtype) not in _LIMITS:
+        _LIMITS[device, dtype] = measure.limits(device, dtype)
+    return _LIMITS[device, dtype]
+
+
+def tensor_bytes(case: Case, direction: str) -> int:
+    """Bytes that must cross memory once: q, k, v, o forward; backward also do and the gradients."""
+    itemsize = torch.empty(0, dtype=case.torch_dtype).element_size()
+    queries = sum(c.batch * c.seqlen_q for c in case.sequences) * case.heads_q
+    keys = sum(c.batch * c.seqlen_k for c in case.sequences) * case.heads_k
+    elements = (queries + keys) * (case.head_dim + case.head_dim_v)
+    return itemsize * elements * (1 if direction == "forward" else 2)
+
+
+def bounds_ms(case: Case, limits: dict[str, float], device: str) -> dict[str, float]:
+    """The time below which the products (at torch's own matmul pace) or the tensors (at a copy's pace) do not let."""
+    directions = ("forward", "backward") if case.backward else ("forward",)
+    bounds = {}
+    for direction in directions:
+        products = case.flops(direction, device) / limits["matmul_flops"]
+        bounds[direction] = 1e3 * max(products, tensor_bytes(case, direction) / limits["copy_bytes"])
+    if case.backward:
+        bounds["both"] = bounds["forward"] + bounds["backward"]
+    return {name: round(ms, 6) for name, ms in bounds.items()}
+
+
+def record(entry: Entry, case: Case, plan: Plan, again: Entry | None) -> dict:
+    """The JSON object of one contestant."""
+    found = {
+        "record": "result",
+        "process": PROCESS,
+        "contestant": entry.contestant.name,
+        "version": entry.contestant.version,
+        "status": entry.status,
+        "shape": describe(case),
+    }
+    if entry.refused:
+        return found | {"refused": entry.refused}
+    if entry.failed:
+        return found | {"failed": entry.failed}
+    found["errors"] = [asdict(e) | {"green": e.ok} for e in entry.errors]
+    found["memory"] = entry.memory
+    if not entry.timed:
+        return found
+    timings = {name: measure.summarize(s, entry.calls[name]) for name, s in entry.seconds.items() if s}
+    for name, timing in timings.items():
+        rate = case.flops(name, plan.device) / timing.median if timing.median else 0.0
+        found[name] = timing.as_record() | {"gflops": round(rate / 1e9, 1)}
+        if again:
+            found[name]["noise"] = round(abs(measure.summarize(again.seconds[name]).median / timing.median - 1.0), 4)
+    return found
+
+
+def describe(case: Case) -> dict:
+    """A case as JSON, without its tags and source."""
+    return {name: value for name, value in asdict(case).items() if name not in ("tags", "source", "name")}
+
+
+def run_record(plan: Plan) -> dict:
+    """The first line of a file: the machine, when, and how the run was made."""
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    plan_record = {name: value for name, value in asdict(plan).items() if name != "device"}
+    head = {"record": "run", "process": PROCESS, "when": when, "device_kind": plan.device, "plan": plan_record}
+    return head | measure.machine(plan.device)
+
+
+def run(
+    cases: Iterable[Case], contestants: list[Contestant], plan: Plan, say: Report = lambda _: None
+) -> Iterator[dict]:
+    """The run's record, then the records of every case as soon as it is measured."""
+    yield run_record(plan)
+    for case in cases:
+        yield from run_case(case, contestants, plan, say)
+        if plan.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+def pick(names: list[str]) -> list[Contestant]:
+    """Contestants by name. Raises ValueError with the known names."""
+    known = all_contestants()
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"no contestant is called {', '.join(unknown)}; there are {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def write_lines(records: Iterable[dict], path: Path) -> list[dict]:
+    """Appends each record to a file as it comes, so that an interrupted run keeps what it measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    with path.open("a") as file:
+        for item in records:
+            file.write(json.dumps(item) + "\n")
+            file.flush()
+            kept.append(item)
+    return kept
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures named cases into a file; `tilewise bench` is the same with tables."""
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", required=True, help="a name of bench/cases.py; repeatable")
+    parser.add_argument("--contestant", action="append", required=True, help="a name of bench/peers.py; repeatable")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended here")
+    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--budget", type=float, default=Plan.budget, help="seconds of timing a case")
+    parser.add_argument("--min-rounds", type=int, default=Plan.min_rounds)
+    parser.add_argument("--no-again", action="store_true", help="do not run the first contestant twice")
+    options = parser.parse_args(arguments)
+    plan = Plan(options.device, options.budget, options.min_rounds, again=not options.no_again)
+    try:
+        cases, contestants = [named(name) for name in options.case], pick(options.contestant)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        write_lines(run(cases, contestants, plan), options.out)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The command `tilewise`: one module a command, each importing what is heavy only when it runs.
+
+A user's mistake is one line on stderr and exit code 2, never a traceback; what a command judges and finds wanting (a goal
+that falls short, a check that is red) is exit code 1.
+"""
+
+import importlib
+import importlib.util
+import sys
+
+import typer
+
+from tilewise.cli import bench, demo, explain, verify
+from tilewise.cli.options import from_dataclass
+
+app = typer.Typer(
+    name="tilewise",
+    help="Exact attention, tile by tile: see it work, ask what runs and why, check it, measure it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+for command in (demo.demo, explain.explain, verify.verify, bench.bench):
+    app.command()(from_dataclass(command))
+if importlib.util.find_spec("tilewise.cli.io"):
+    app.command()(importlib.import_module("tilewise.cli.io").io)
+
+# typer's own usage errors, under whichever name the installed version of typer carries them.
+UsageError = typer.BadParameter.__base__
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns the exit code; the console script `tilewise`."""
+    try:
+        return app(arguments, prog_name="tilewise", standalone_mode=False) or 0
+    except UsageError as error:
+        # Without a command typer has printed the help and has nothing to say.
+        return _fail(f"{error.format_message()} (see tilewise --help)") if error.format_message() else 0
+    except (ValueError, NotImplementedError, OSError) as error:
+        return _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("stopped", code=130)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    """One line, whatever the message's shape: reasons on lines of their own are joined."""
+    print("tilewise:", "; ".join(line.strip() for line in message.splitlines() if line.strip()), file=sys.stderr)
+    return code

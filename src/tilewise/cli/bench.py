@@ -1,0 +1,195 @@
+"""`tilewise bench`: measures cases of bench/cases.py, and judges results by bench/goals.toml."""
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewise.cli import checkout
+from tilewise.cli.page import console, heading, note, progress, status_text, table
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure or judge."""
+
+    tag: Annotated[list[str] | None, typer.Option(help="Measure the cases that carry this tag; repeat to narrow.")] = (
+        None
+    )
+    case: Annotated[list[str] | None, typer.Option(help="Measure this case; repeat for more.")] = None
+    contestant: Annotated[list[str] | None, typer.Option(help="Who runs; default: all backends and peers.")] = None
+    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Measure nothing: judge FILE by goals.toml.")] = (
+        None
+    )
+    out: Annotated[Path | None, typer.Option(help="Append results here; default: a new file under ./out.")] = None
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    budget: Annotated[float, typer.Option(min=0.0, help="Seconds of timing a case.")] = 10.0
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
+
+
+def bench(options: BenchOptions) -> int:
+    """Measure attention beside its peers, and judge speed claims.
+
+    Each case is checked against float64 first and never timed when wrong. Without --tag or --case, the cases of
+    bench/goals.toml for this device are measured and judged. Exit code 1: a goal falls short, or a check is red.
+    """
+    checkout.use_bench()
+    if options.check:
+        return _judge(options.check, options.as_json)
+    if options.list_cases:
+        return _list(options.tag or [], options.as_json)
+    device = checkout.choose_device(options.device)
+    named = options.tag or options.case
+    cases = _cases(options.tag or [], options.case or [], device)
+    if not cases:
+        raise ValueError(f"no case of bench/goals.toml is meant for {device}; name some with --tag or --case")
+    out = options.out or Path("out") / f"bench-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
+    records = _measure(cases, options.contestant or [], out, device, options.budget)
+    if options.as_json:
+        print(json.dumps(records))
+    else:
+        _print_records(records)
+        console().print(f"Results: {out}", highlight=False, soft_wrap=True)
+    if any(r.get("status") == "red" for r in records):
+        return 1
+    return 0 if named or options.as_json else _judge(out, as_json=False, only={c.name for c in cases})
+
+
+def _cases(tags: list[str], names: list[str], device: str) -> list:
+    from bench.cases import named, tagged
+
+    if tags or names:
+        found = [named(name) for name in names] + (tagged(*tags) if tags else [])
+        return list(dict.fromkeys(found))
+    from bench.compare import load_goals
+
+    wanted = [name for goal in load_goals() for name in (*goal.cases, goal.peer_case) if name]
+    found = [named(name) for name in dict.fromkeys(wanted)]
+    return [c for c in found if device.split(":")[0] in c.tags]
+
+
+def _measure(cases: list, names: list[str], out: Path, device: str, budget: float) -> list[dict]:
+    from bench import run
+
+    plan = run.Plan(device=device, budget=budget)
+    contestants = run.pick(names) if names else _who_can_run(cases, device)
+    with progress() as bar:
+        task = bar.add_task("starting", total=None)
+        say = lambda text: bar.update(task, description=text)  # noqa: E731
+        return run.write_lines(run.run(cases, contestants, plan, say), out)
+
+
+def _who_can_run(cases: list, device: str) -> list:
+    """tilewise's backends by name, and every peer that does not refuse all of the cases."""
+    from bench.peers import all_contestants
+
+    by_name = [c for c in all_contestants().values() if c.name != "tilewise"]
+    return [c for c in by_name if any(not c.unsupported(case, device) for case in cases)]
+
+
+def _print_records(records: list[dict]) -> None:
+    """A table a case: milliseconds with their quartiles, GFLOP/s, memory beyond inputs and outputs, and the bound."""
+    by_case: dict[str, list[dict]] = {}
+    for record in records:
+        if record["record"] == "result":
+            by_case.setdefault(record["case"], []).append(record)
+    for case, results in by_case.items():
+        heading(case, "bound: " + "  ".join(f"{name} {ms:.3g} ms" for name, ms in results[0]["bound_ms"].items()))
+        columns = (
+            "contestant",
+            "check",
+            "forward\nms",
+            "\nspread",
+            "backward\nms",
+            "\nspread",
+            "GFLOP/s",
+            "extra\nMiB",
+            "noise",
+        )
+        page = table(columns, left=("contestant", "check"))
+        for r in results:
+            page.add_row(r["contestant"], status_text(r["status"]), *_numbers(r))
+        console().print(page)
+        for r in results:
+            if r["status"] in ("refused", "failed"):
+                note(f"{r['contestant']} {r['status']}: {'; '.join(r.get('refused') or [r.get('failed', '')])}")
+        note(f"checked: {results[0]['checked']}")
+        console().print()
+
+
+def _numbers(r: dict) -> list[str]:
+    cells = []
+    for direction in ("forward", "backward"):
+        timing = r.get(direction)
+        cells += [f"{timing['median_ms']:.4g}", _spread(timing)] if timing else ["–", ""]
+    rates = " / ".join(f"{r[d]['gflops']:.0f}" for d in ("forward", "backward") if d in r)
+    extra = f"{r['memory']['extra_bytes'] / 2**20:.1f}" if "memory" in r else "–"
+    noise = [r[d]["noise"] for d in ("forward", "backward") if "noise" in r.get(d, {})]
+    return [*cells, rates or "–", extra, f"{max(noise):.1%}" if noise else ""]
+
+
+def _spread(timing: dict) -> str:
+    return f"{timing['low_ms']:.4g}–{timing['high_ms']:.4g}"
+
+
+def _judge(path: Path, as_json: bool, only: set[str] | None = None) -> int:
+    """Prints every goal's verdict; 1 if one falls short. Raises ValueError (Refused) for a file that cannot be judged."""
+    from bench.compare import judge, load_goals, read_results
+
+    goals = [g for g in load_goals() if only is None or only.issuperset(g.cases)]
+    verdicts = judge(goals, read_results(path))
+    if all(v.says == "not measured" for v in verdicts):
+        raise ValueError(f"{path} holds no result that a goal of bench/goals.toml asks for")
+    if as_json:
+        print(json.dumps([_verdict_record(v) for v in verdicts]))
+    else:
+        _print_verdicts(verdicts)
+    return 1 if any(v.says == "falls short" for v in verdicts) else 0
+
+
+def _verdict_record(verdict) -> dict:
+    fields = ("case", "tag", "direction", "contestant", "peer", "peer_case", "ratio", "mib")
+    goal = {name: getattr(verdict.goal, name) for name in fields}
+    judged = {"verdict": verdict.says, "measured": verdict.measured, "noise": verdict.noise, "why": verdict.why}
+    return goal | judged
+
+
+def _print_verdicts(verdicts: list) -> None:
+    columns = ("verdict", "measured", "noise", "goal", "direction", "who", "case")
+    page = table(columns, left=("verdict", "direction", "who", "case"), wrap=("who", "case"))
+    for v in verdicts:
+        g = v.goal
+        if g.mib is not None:
+            who, goal, measured = g.contestant, f"≤ {g.mib:g} MiB", f"{v.measured or 0:.1f} MiB"
+        else:
+            who = f"{g.contestant} : {g.peer}" + (f" on {g.peer_case}" if g.peer_case else "")
+            goal, measured = f"≥ {g.ratio:g} ×", f"{v.measured or 0:.3f} ×"
+        measured = "–" if v.measured is None else measured
+        noise = "–" if v.noise is None else f"{v.noise:.1%}"
+        page.add_row(status_text(v.says), measured, noise, goal, g.direction, who, g.case or f"{g.tag} (mean)")
+    heading("Goals", "bench/goals.toml")
+    console().print(page)
+    for v in verdicts:
+        if v.why:
+            note(f"{v.goal.name}: {v.why}")
+
+
+def _list(tags: list[str], as_json: bool) -> int:
+    from bench.cases import CASES, tagged
+    from bench.run import describe
+
+    cases = tagged(*tags) if tags else list(CASES.values())
+    if as_json:
+        print(json.dumps([{"name": c.name, "source": c.source, "tags": sorted(c.tags), **describe(c)} for c in cases]))
+        return 0
+    page = table(("name", "q", "k heads", "dtype", "what", "tags"), left=("name", "what", "tags"))
+    for c in cases:
+        what = " ".join(x for x in (c.mask, c.score, "sink" * c.sink, "dropout" * bool(c.dropout_p)) if x) or "full"
+        q = f"{c.batch}×{c.seqlen_q}×{c.heads_q}×{c.head_dim}"
+        page.add_row(c.name, q, f"{c.seqlen_k}×{c.heads_k}", c.dtype, what, " ".join(sorted(c.tags)))
+    console().print(page)
+    return 0

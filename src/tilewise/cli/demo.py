@@ -1,0 +1,243 @@
+"""`tilewise demo`: exactness, time and memory against N, and a training run, on real input in a few minutes."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewise.cli import checkout
+from tilewise.cli.page import console, heading, note, progress, status_text, table
+
+NAMES = {"tilewise": "tilewise", "eager": "standard", "sdpa": "PyTorch SDPA"}
+TIGHT = 1e-3
+"""The two training runs' losses may differ by this much at any step."""
+
+EXACT = {
+    "exact-causal": "causal, grouped heads",
+    "exact-more-keys": "more keys than queries",
+    "exact-more-queries": "queries without keys",
+    "exact-window": "sliding window",
+    "exact-prefix": "prefix",
+    "exact-documents": "documents",
+    "exact-sparse": "block-sparse",
+    "exact-softcap-alibi": "softcap, then ALiBi",
+    "exact-bias": "learned pair bias",
+    "exact-sink": "attention sink",
+    "exact-dropout": "dropout",
+    "exact-packed": "packed sequences",
+    "exact-bf16": "causal",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the demo runs and writes."""
+
+    checkout: Path
+    device: str
+    out: Path
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Where, and how much."""
+
+    out: Annotated[Path, typer.Option(help="Folder for the figure and the JSON.")] = Path("out")
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 60
+    longest: Annotated[int, typer.Option(min=512, help="Longest sequence to measure.")] = 16384
+
+
+def demo(options: DemoOptions) -> int:
+    """See it work: exactness, time and memory against N, and a small GPT trained twice. Under 4 minutes on 2 cores."""
+    began = time.perf_counter()
+    place = Place(checkout.use_bench(), checkout.choose_device(options.device), options.out)
+    options.out.mkdir(parents=True, exist_ok=True)
+    import torch
+
+    from bench import measure
+
+    machine = measure.machine(place.device)
+    if place.device != "cpu":  # gives autograd's thread its context, of whose lack the first product would warn
+        torch.ones(1, device=place.device, requires_grad=True).square().backward()
+    console().print(
+        f"[bold]tilewise demo[/] on {machine['device']}, {machine['threads']} threads, torch {torch.__version__}",
+        highlight=False,
+    )
+    console().print()
+    exact = exactness(place)
+    scaling = time_and_memory(place, options.longest)
+    training = train_twice(place, options.steps)
+    green = all(row["green"] for row in exact) and training["agrees"]
+    record = {"machine": machine, "exactness": exact, "scaling": scaling, "training": training, "green": green}
+    json_path, png_path = options.out / "demo.json", options.out / "demo.png"
+    json_path.write_text(json.dumps(record, indent=1) + "\n")
+    from tilewise.cli.figure import draw
+
+    draw(record, png_path)
+    seconds = time.perf_counter() - began
+    console().print(f"Figure: {png_path}   Numbers: {json_path}   ({seconds:.0f} s)", highlight=False, soft_wrap=True)
+    return 0 if green else 1
+
+
+# ---- 1. exactness -------------------------------------------------------------------------------------------------
+
+
+def exactness(place: Place) -> list[dict]:
+    """tilewise and eager attention against float64 on small cases: the forward and the worst gradient."""
+    from bench import check, peers
+    from bench.cases import draw, named
+
+    rows = []
+    for name, label in EXACT.items():
+        x = draw(named(name), place.device)
+        want = check.expected(x)
+        errors = check.compare(check.results(peers.tilewise().prepare(x), x, want.do), want)
+        gradient = max(errors[1:], key=check.share)
+        rows.append(
+            {
+                "what": label,
+                "case": name,
+                "dtype": x.case.dtype,
+                "o": {"tilewise": errors[0].rms, "standard": errors[0].rms_eager},
+                "gradient": {"name": gradient.tensor, "tilewise": gradient.rms, "standard": gradient.rms_eager},
+                "green": check.verdict(errors, ours=True) == "green",
+            }
+        )
+    _print_exactness(rows)
+    return rows
+
+
+def _print_exactness(rows: list[dict]) -> None:
+    columns = ("attention", "dtype", "o", "standard's", "worst gradient", "standard's", "verdict")
+    page = table(columns, left=("attention", "dtype", "verdict"))
+    for row in rows:
+        o, gradient = row["o"], row["gradient"]
+        worst = f"{gradient['name']} {gradient['tilewise']:.1e}"
+        numbers = (f"{o['tilewise']:.1e}", f"{o['standard']:.1e}", worst, f"{gradient['standard']:.1e}")
+        page.add_row(row["what"], row["dtype"], *numbers, status_text("agrees" if row["green"] else "red"))
+    heading("1. Exactness", "relative RMS error against float64, beside standard attention's")
+    console().print(page)
+    note("agrees: every output and gradient errs at most twice as much as standard attention in the same dtype")
+    console().print()
+
+
+# ---- 2. time and memory -------------------------------------------------------------------------------------------
+
+
+def time_and_memory(place: Place, longest: int) -> dict:
+    """tilewise, standard attention and SDPA, forward and backward, each N in a process of its own."""
+    from bench.cases import tagged
+    from bench.peers import eager_bytes
+
+    cases = [c for c in tagged("demo", place.device.split(":")[0]) if c.seqlen_q <= longest]
+    points = []
+    with progress() as bar:
+        task = bar.add_task("", total=None)
+        for case in cases:
+            bar.update(task, description=f"N = {case.seqlen_q}: time and memory")
+            results = measured_apart(place, case.name)
+            points.append({"seqlen": case.seqlen_q, "standard_bytes": eager_bytes(case), "results": results})
+    first = cases[0]
+    shape = f"batch {first.batch}, {first.heads_q} heads, head_dim {first.head_dim}, {first.dtype}, causal"
+    found = {"shape": shape, "points": points}
+    _print_scaling(found)
+    return found
+
+
+def measured_apart(place: Place, case: str) -> dict[str, dict]:
+    """One case measured by bench in a fresh process: the results by contestant. Raises ValueError if the process dies."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place.checkout), *sys.path])}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.jsonl"
+        command = [sys.executable, "-m", "bench.run", "--case", case, "--out", str(file), "--device", place.device]
+        command += ["--budget", "3", "--no-again"]
+        for name in NAMES:
+            command += ["--contestant", name]
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+        lines = file.read_text().splitlines() if file.exists() else []
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(f"measuring {case} stopped: {last}")
+    records = [json.loads(line) for line in lines]
+    return {r["contestant"]: r for r in records if r["record"] == "result"}
+
+
+def _print_scaling(found: dict) -> None:
+    page = table(["N"] + [f"{name}\n{unit}" for name in NAMES.values() for unit in ("ms", "MiB")])
+    notes = []
+    for point in found["points"]:
+        cells = []
+        for name in NAMES:
+            result = point["results"][name]
+            if "both" in result:
+                cells += [f"{result['both']['median_ms']:,.0f}", f"{result['memory']['peak_bytes'] / 2**20:,.0f}"]
+            else:
+                reason = (result.get("refused") or [result.get("failed", "its check is red")])[0]
+                cells += ["–", "–"]
+                notes.append(f"{NAMES[name]} at N = {point['seqlen']:,} was not run: {reason}")
+        page.add_row(f"{point['seqlen']:,}", *cells)
+    heading("2. Time and peak memory, forward and backward", found["shape"])
+    console().print(page)
+    for line in (*notes, "MiB: the peak above the inputs; the outputs and gradients are part of it"):
+        note(line)
+    console().print()
+
+
+# ---- 3. training --------------------------------------------------------------------------------------------------
+
+
+def train_twice(place: Place, steps: int) -> dict:
+    """Two GPTs from the same weights on the same batches, step by step in turn; only their attention differs."""
+    gpt, loop = checkout.load_example("gpt", "model.py"), checkout.load_example("gpt", "train.py")
+    config = loop.TrainConfig(steps=steps)
+    text = loop.load_text(None)
+    runs = {}
+    for name in ("standard", "tilewise"):
+        model = gpt.GPT(gpt.GPTConfig(context=config.context), gpt.ATTENTIONS[name]).to(place.device)
+        runs[name] = loop.train(model, text, config)
+    weights = sum(p.numel() for p in model.parameters())
+    losses, speeds = {name: [] for name in runs}, {name: [] for name in runs}
+    with progress() as bar:
+        task = bar.add_task("training", total=steps)
+        for step in range(steps):
+            for name, records in runs.items():
+                record = next(records)
+                losses[name].append(record.loss)
+                speeds[name].append(record.tokens_per_s)
+            bar.update(
+                task, completed=step + 1, description=f"training: step {step + 1} of {steps}, loss {record.loss:.3f}"
+            )
+    gap = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
+    found = {"weights": weights, "text_bytes": len(text), "context": config.context, "batch_size": config.batch_size}
+    found |= {"loss": losses, "tokens_per_s": speeds, "largest_gap": gap, "allowed_gap": TIGHT, "agrees": gap <= TIGHT}
+    _print_training(found)
+    return found
+
+
+def _print_training(found: dict) -> None:
+    from statistics import median
+
+    loss, speed = found["loss"], found["tokens_per_s"]
+    page = table(("step", "standard\nloss", "tilewise\nloss", "difference", "standard\ntokens/s", "tilewise\ntokens/s"))
+    steps = len(loss["standard"])
+    for step in sorted({*range(0, steps, 10), steps - 1}):
+        a, b = loss["standard"][step], loss["tilewise"][step]
+        until = slice(max(0, step - 9), step + 1)
+        rates = [f"{median(speed[name][until]):,.0f}" for name in ("standard", "tilewise")]
+        page.add_row(str(step), f"{a:.5f}", f"{b:.5f}", f"{abs(a - b):.1e}", *rates)
+    size = f"{found['weights'] / 1e6:.1f} M weights, context {found['context']}, on Python's standard library"
+    heading("3. A small GPT, trained twice", size)
+    console().print(page)
+    word = "agree" if found["agrees"] else "DISAGREE"
+    note(
+        f"losses {word}: largest difference over {steps} steps {found['largest_gap']:.1e}, allowed {found['allowed_gap']:g}"
+    )
+    console().print()

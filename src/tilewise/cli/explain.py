@@ -1,0 +1,68 @@
+"""`tilewise explain`: which backend would run an attention of these sizes, and why not the others."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from tilewise.cli import checkout
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """One attention call, by its sizes."""
+
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1
+    seqlen: Annotated[int, typer.Option(help="Queries, and keys unless --seqlen-k says otherwise.")] = 4096
+    seqlen_k: Annotated[int | None, typer.Option(help="Keys.")] = None
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8
+    heads_k: Annotated[int | None, typer.Option(help="Key and value heads; default: as many.")] = None
+    head_dim: Annotated[int, typer.Option(help="Width of q and k.")] = 64
+    head_dim_v: Annotated[int | None, typer.Option(help="Width of v and o; default: the same.")] = None
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32"
+    causal: Annotated[bool, typer.Option("--causal", help="No key after its query.")] = False
+    window: Annotated[int | None, typer.Option(help="Only this many keys to the left of a query, and itself.")] = None
+    backward: Annotated[bool, typer.Option("--backward", help="Gradients are wanted too.")] = False
+    backend: Annotated[str | None, typer.Option(help="Ask for this backend by name.")] = None
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+
+
+def explain(options: ExplainOptions) -> int:
+    """Say which backend would run a call, with which tiles and traffic, and why not the others. Computes nothing."""
+    import tilewise as tw
+
+    sizes = ("batch", "seqlen", "seqlen_k", "heads", "heads_k", "head_dim", "head_dim_v")
+    negative = [name for name in sizes if (getattr(options, name) or 0) < 0]
+    if negative:
+        raise ValueError(f"--{negative[0].replace('_', '-')} is negative")
+    if options.dtype not in DTYPES:
+        raise ValueError(f"--dtype {options.dtype}: allowed are {', '.join(DTYPES)}")
+    mask = None if options.window is None else tw.window(left=options.window, right=0)
+    told = tw.explain(*_tensors(options), causal=options.causal, mask=mask, backend=options.backend)
+    print(json.dumps(told.as_dict()) if options.as_json else told)
+    return 0
+
+
+def _tensors(o: ExplainOptions) -> list:
+    """q, k, v of those shapes without memory: explaining reads no values."""
+    import torch
+
+    seqlen_k = o.seqlen if o.seqlen_k is None else o.seqlen_k
+    heads_k = o.heads if o.heads_k is None else o.heads_k
+    head_dim_v = o.head_dim if o.head_dim_v is None else o.head_dim_v
+    shapes = (
+        (o.batch, o.seqlen, o.heads, o.head_dim),
+        (o.batch, seqlen_k, heads_k, o.head_dim),
+        (o.batch, seqlen_k, heads_k, head_dim_v),
+    )
+    # Fake tensors have the strides of real ones and no memory.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    device = checkout.choose_device(o.device)
+    make = {"dtype": getattr(torch, o.dtype), "device": device, "requires_grad": o.backward}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [torch.empty(shape, **make) for shape in shapes]

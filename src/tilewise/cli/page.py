@@ -1,0 +1,66 @@
+"""How the commands look: one console, one kind of table, one progress bar. rich is imported on use."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+STYLES = {
+    "meets": "green",
+    "green": "green",
+    "agrees": "green",
+    "loose": "yellow",
+    "not measured": "yellow",
+    "refused": "yellow",
+    "falls short": "bold red",
+    "red": "bold red",
+    "failed": "bold red",
+}
+
+
+@lru_cache(maxsize=1)
+def console() -> "Console":
+    """Standard output; 100 columns where it is no terminal, so that a log reads like the screen."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=100)
+
+
+def heading(title: str, subtitle: str = "") -> None:
+    """A line above a table: what it shows, then under which conditions."""
+    console().print(f"[bold]{title}[/]" + (f"   {subtitle}" if subtitle else ""), highlight=False)
+
+
+def note(line: str) -> None:
+    """A line below a table."""
+    console().print(line, style="dim", highlight=False)
+
+
+def table(columns: Iterable[str], left: Iterable[str] = (), wrap: Iterable[str] = ()) -> "Table":
+    """A table whose columns are numbers, to the right, unless named in `left`; those in `wrap` give way on a narrow screen."""
+    from rich import box
+    from rich.table import Table
+
+    page = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        page.add_column(name, justify="left" if name in left else "right", no_wrap=name not in wrap)
+    return page
+
+
+def status_text(word: str) -> str:
+    """A verdict in its colour."""
+    return f"[{STYLES[word]}]{word}[/]" if word in STYLES else word
+
+
+def progress() -> "Progress":
+    """A spinner, what is being done, and the time it has taken; on stderr, gone when finished."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)

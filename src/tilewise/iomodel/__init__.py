@@ -1,0 +1,15 @@
+"""The papers, executable: attention algorithms as programs on a machine that counts every number moved between memories.
+
+machine     levels of memory, tiles, counts           devices   facts of real machines
+standard    Algorithms 0 and 3 (FlashAttention)       flash1    Algorithms 1, 2 and 4
+block_sparse   Algorithm 5                            flash2    Algorithms 1 and 2 of FlashAttention-2
+split       split keys and merge                      warps     Figure 3 of FlashAttention-2
+nested      tiles within tiles, any number of levels  bounds    the same counts as closed forms
+blocks      the paper's blocks, and the largest that fit
+report      every algorithm at one setting, predicted times
+tables      the report as text                        plots     sweeps
+
+docs        writes docs/io.md and its plots, run as a module
+
+It imports nothing of the rest of tilewise, and nothing of tilewise imports it but the command line.
+"""

@@ -1,0 +1,54 @@
+"""Statistics and meters."""
+
+import pytest
+import torch
+
+from bench import measure
+
+
+def test_median_and_quartiles_of_five():
+    timing = measure.summarize([5.0, 1.0, 2.0, 4.0, 3.0], calls=7)
+    assert (timing.low, timing.median, timing.high) == (2.0, 3.0, 4.0)
+    assert (timing.rounds, timing.calls) == (5, 7)
+
+
+def test_one_sample_has_no_spread_and_none_is_an_error():
+    timing = measure.summarize([2.0])
+    assert (timing.low, timing.median, timing.high) == (2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="no samples"):
+        measure.summarize([])
+
+
+def test_record_is_in_milliseconds():
+    record = measure.summarize([0.25, 0.25]).as_record()
+    assert record == {"median_ms": 250.0, "low_ms": 250.0, "high_ms": 250.0, "rounds": 2, "calls": 1}
+
+
+def test_short_calls_are_repeated_within_a_sample_and_long_ones_are_not():
+    assert measure.calls_for(1e-4, "cpu") == 20
+    assert measure.calls_for(1e-4, "cuda") == 50
+    assert measure.calls_for(1.0, "cuda") == measure.calls_for(1.0, "cpu") == 1
+    assert measure.calls_for(0.0, "cpu") == 200
+
+
+@pytest.mark.skipif(
+    not measure.Path("/proc/self/clear_refs").exists(), reason="needs Linux's resettable high-water mark"
+)
+def test_peak_memory_sees_what_was_freed_again_and_forgets_earlier_peaks():
+    size = 64 << 20
+    earlier = torch.ones(4 * size, dtype=torch.uint8)
+    del earlier
+    with measure.PeakMemory("cpu") as peak:
+        inside = torch.ones(size, dtype=torch.uint8)
+        del inside
+    # Linux counts resident pages in batches per thread: a hundredth may be missing.
+    assert 0.98 * size <= peak.bytes < 1.5 * size
+    with measure.PeakMemory("cpu") as peak:
+        pass
+    assert peak.bytes < size // 4
+
+
+def test_machine_names_what_a_reader_needs():
+    found = measure.machine("cpu")
+    assert found["versions"]["torch"] == torch.__version__
+    assert {"device", "cores", "threads", "commit"} <= set(found)

@@ -1,0 +1,153 @@
+"""A wrong contestant is never timed; results say all that a judge needs."""
+
+import json
+
+import pytest
+
+from bench import run
+from bench.cases import draw, named
+from bench.peers import Contestant, eager_call
+
+PLAN = run.Plan(budget=0.0, min_rounds=2, max_rounds=2)
+
+
+@pytest.fixture(autouse=True)
+def _cheap_limits(monkeypatch):
+    monkeypatch.setattr(run.measure, "limits", lambda device, dtype: {"matmul_flops": 1e11, "copy_bytes": 1e10})
+
+
+def contestant(name="right", prepare=eager_call, refuses=(), ours=True):
+    return Contestant(name, lambda case, device: list(refuses), prepare, "test", ours=ours)
+
+
+class Counted:
+    """Eager attention, wrong by `error`, that counts its calls at the case's own size."""
+
+    def __init__(self, error=0.0, seqlen=None):
+        self.error, self.seqlen, self.calls = error, seqlen, 0
+
+    def __call__(self, x):
+        call = eager_call(x)
+
+        def counted():
+            self.calls += x.case.seqlen_q == self.seqlen
+            return call() + self.error
+
+        return counted
+
+
+def test_a_red_contestant_is_checked_once_and_never_timed():
+    case = named("contract-n129-causal")
+    wrong = Counted(error=0.01, seqlen=129)
+    # The warm-up runs at 128: at 129 there is the one call that is checked.
+    red, green = run.run_case(case, [contestant("wrong", wrong), contestant()], PLAN)
+    assert red["status"] == "red"
+    assert not {"forward", "backward", "both"} & set(red)
+    assert wrong.calls == 1
+    assert [e["tensor"] for e in red["errors"] if not e["green"]] == ["o"]
+    assert green["status"] == "green"
+    assert green["forward"]["median_ms"] > 0
+
+
+def test_a_red_peer_is_not_timed_either():
+    (found,) = run.run_case(named("contract-n63-full"), [contestant("peer", Counted(error=0.1), ours=False)], PLAN)
+    assert found["status"] == "red"
+    assert "forward" not in found
+
+
+def test_wrong_gradients_are_red():
+    def wrong_gradient(x):
+        call = eager_call(x)
+
+        def doubled():
+            o = call()
+            o.register_hook(lambda g: 2 * g)
+            return o
+
+        return doubled
+
+    (found,) = run.run_case(named("contract-n63-full"), [contestant("wrong", wrong_gradient)], PLAN)
+    assert found["status"] == "red"
+    assert {e["tensor"] for e in found["errors"] if not e["green"]} == {"dq", "dk", "dv"}
+
+
+def test_refusals_and_failures_are_recorded_and_do_not_stop_the_others():
+    def raises(x):
+        raise NotImplementedError("cannot run this\n  head_dim 16 is odd")
+
+    def breaks(x):
+        raise RuntimeError("out of luck\nsecond line")
+
+    crowd = [contestant("declares", refuses=["no causal"]), contestant("raises", raises), contestant("breaks", breaks)]
+    declared, raised, broke, right = run.run_case(named("contract-n63-causal"), [*crowd, contestant()], PLAN)
+    assert (declared["status"], declared["refused"]) == ("refused", ["no causal"])
+    assert (raised["status"], raised["refused"]) == ("refused", ["cannot run this", "head_dim 16 is odd"])
+    assert (broke["status"], broke["failed"]) == ("failed", "RuntimeError: out of luck")
+    assert right["status"] == "green"
+
+
+def test_contestants_take_turns_and_the_order_turns_with_the_rounds(monkeypatch):
+    order = []
+
+    def named_call(name):
+        def prepare(x):
+            call = eager_call(x)
+
+            def noted():
+                order.append(name)
+                return call()
+
+            return noted
+
+        return prepare
+
+    x = draw(named("contract-decode-full"))
+    entries = [run.Entry(contestant(n, named_call(n)), named_call(n)(x)) for n in "ab"]
+    for entry in entries:
+        entry.seconds = {d: [1.0] for d in ("forward", "backward", "both")}
+    monkeypatch.setattr(run, "first_sample", lambda *_: 0.0)  # the calibration is not what is tested
+    run.time_rounds(entries, x, run.Plan(budget=60.0, min_rounds=3, max_rounds=3))
+    forward_order = [name for name, before in zip(order, ["", *order], strict=False) if name != before]
+    assert forward_order == ["b", "a", "b"]
+
+
+def test_a_very_long_case_stops_after_one_round():
+    plan = run.Plan(budget=10.0, min_rounds=3, max_rounds=30)
+    assert run._enough(1, 41.0, plan)
+    assert not run._enough(1, 39.0, plan)
+    assert not run._enough(2, 11.0, plan)
+    assert run._enough(3, 11.0, plan)
+    assert run._enough(30, 0.1, plan)
+
+
+def test_record_has_timings_noise_memory_bounds_and_what_was_checked():
+    (found,) = run.run_case(named("contract-gqa-causal"), [contestant()], PLAN)
+    assert {"process", "contestant", "version", "shape", "errors", "memory", "bound_ms", "checked"} <= set(found)
+    for direction in ("forward", "backward", "both"):
+        assert {"median_ms", "low_ms", "high_ms", "rounds", "calls", "gflops", "noise"} <= set(found[direction])
+    assert found["memory"]["output_bytes"] == 4 * 65 * 2 * 16 * (6 + 6 + 2 + 2)
+    json.dumps(found)
+
+
+def test_a_case_without_backward_has_no_backward_time():
+    case = named("cpu-fp32-decode-32k")
+    (found,) = run.run_case(case, [contestant()], run.Plan(budget=0.0, min_rounds=1, max_rounds=1))
+    assert found["status"] == "green"
+    assert "forward" in found
+    assert not {"backward", "both"} & set(found)
+
+
+def test_a_file_begins_with_its_run_and_every_result_names_the_process(tmp_path):
+    path = tmp_path / "new" / "results.jsonl"
+    run.write_lines(run.run([named("contract-one-full")], [contestant()], PLAN), path)
+    head, *results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert head["record"] == "run"
+    assert {"when", "device", "threads", "versions", "commit", "plan"} <= set(head)
+    assert results
+    assert {r["process"] for r in results} == {head["process"]}
+
+
+def test_unknown_contestants_are_refused_with_the_known(monkeypatch):
+    monkeypatch.setattr(run, "all_contestants", lambda: {"eager": contestant("eager")})
+    with pytest.raises(ValueError, match=r"no contestant is called flesh; there are eager"):
+        run.pick(["eager", "flesh"])

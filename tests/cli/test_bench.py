@@ -1,0 +1,86 @@
+"""`tilewise bench` on the smallest case, and its judgement of files."""
+
+import json
+
+import pytest
+
+from bench import compare
+from tilewise import cli
+
+CASE = "cpu-fp32-d64-n4096-full"
+
+
+@pytest.fixture
+def results_file(tmp_path):
+    """Writes results of one run in which portable took `ms` and SDPA 1 ms."""
+
+    def write(ms, peer_process="p1"):
+        run = {"record": "run", "process": "p1"}
+        other = {"record": "run", "process": "p2"}
+        mine = {"record": "result", "process": "p1", "case": CASE, "contestant": "portable", "status": "green"}
+        mine |= {"forward": {"median_ms": ms}, "both": {"median_ms": ms}}
+        peer = mine | {"contestant": "sdpa", "process": peer_process}
+        peer |= {"forward": {"median_ms": 1.0}, "both": {"median_ms": 1.0}}
+        path = tmp_path / "results.jsonl"
+        path.write_text("".join(json.dumps(r) + "\n" for r in (run, other, mine, peer)))
+        return str(path)
+
+    return write
+
+
+def test_a_case_is_measured_into_json_and_a_file(capsys, tmp_path):
+    out = tmp_path / "r.jsonl"
+    who = ["--contestant", "portable", "--contestant", "eager", "--contestant", "flex"]
+    options = ["--device", "cpu", "--budget", "0", "--out", str(out), "--json"]
+    assert cli.main(["bench", "--case", "contract-n63-causal", *who, *options]) == 0
+    head, portable, eager, flex = json.loads(capsys.readouterr().out)
+    assert head["record"] == "run"
+    assert (portable["contestant"], portable["status"]) == ("portable", "green")
+    assert {"forward", "backward", "both", "memory", "errors", "bound_ms"} <= set(portable)
+    assert eager["contestant"] == "eager"
+    assert flex["status"] == "refused"
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [head, portable, eager, flex]
+
+
+def test_a_case_is_printed_as_a_table(capsys, tmp_path):
+    options = ["--contestant", "portable", "--contestant", "sdpa", "--device", "cpu", "--budget", "0"]
+    assert cli.main(["bench", "--case", "contract-alibi", *options, "--out", str(tmp_path / "r.jsonl")]) == 0
+    page = capsys.readouterr().out
+    assert "green" in page
+    assert "sdpa refused: scores and sinks" in page
+    assert "checked: every query and every key" in page
+
+
+def test_check_meets_and_falls_short_by_exit_code(capsys, results_file):
+    assert cli.main(["bench", "--check", results_file(1.5)]) == 0
+    assert "meets" in capsys.readouterr().out
+    assert cli.main(["bench", "--check", results_file(2.5)]) == 1
+    assert "falls short" in capsys.readouterr().out
+
+
+def test_check_refuses_peers_of_another_process(capsys, results_file):
+    assert cli.main(["bench", "--check", results_file(1.0, peer_process="p2")]) == 2
+    assert "did not run in the same process" in capsys.readouterr().err
+
+
+def test_check_json_has_a_verdict_for_every_goal(capsys, results_file):
+    assert cli.main(["bench", "--check", results_file(1.0), "--json"]) == 0
+    verdicts = json.loads(capsys.readouterr().out)
+    assert len(verdicts) == len(compare.load_goals())
+    fields = {"case", "tag", "direction", "contestant", "peer", "peer_case", "ratio", "mib"}
+    assert set(verdicts[0]) == fields | {"verdict", "measured", "noise", "why"}
+    assert {v["verdict"] for v in verdicts} == {"meets", "not measured"}
+
+
+def test_check_refuses_a_file_that_no_goal_asks_about(capsys, tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text(json.dumps({"record": "run", "process": "p1"}) + "\n")
+    assert cli.main(["bench", "--check", str(path)]) == 2
+    assert "holds no result that a goal" in capsys.readouterr().err
+
+
+def test_list_json_is_the_table_of_cases(capsys):
+    assert cli.main(["bench", "--list", "--tag", "h200", "--json"]) == 0
+    cases = json.loads(capsys.readouterr().out)
+    assert len(cases) == 36
+    assert {"name", "source", "tags", "seqlen_q", "head_dim", "dtype", "mask"} <= set(cases[0])

@@ -1,0 +1,90 @@
+"""The demo's parts on small pieces: what it measures, what it prints and writes, when it says no."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tilewise import cli
+from tilewise.cli import checkout, demo, figure
+
+
+@pytest.fixture
+def place(tmp_path):
+    return demo.Place(checkout.use_bench(), "cpu", tmp_path)
+
+
+def point(seqlen, standard=True):
+    timed = {"both": {"median_ms": seqlen / 100}, "memory": {"peak_bytes": seqlen << 10}}
+    refused = {"refused": ["its N × N matrices would take 12.0 GiB, more than half of the free 16.0 GiB"]}
+    results = {"tilewise": timed, "sdpa": timed, "eager": timed if standard else refused}
+    return {"seqlen": seqlen, "standard_bytes": 12 << 30, "results": results}
+
+
+SCALING = {"shape": "batch 1, 4 heads", "points": [point(512), point(1024), point(2048, standard=False)]}
+
+
+def test_exactness_compares_with_float64_on_named_cases(place, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "EXACT", {"exact-causal": "causal", "exact-packed": "packed"})
+    rows = demo.exactness(place)
+    assert all(row["green"] for row in rows)
+    assert 0 < rows[0]["o"]["tilewise"] < 1e-6
+    page = capsys.readouterr().out
+    assert page.count("agrees") == 3
+    assert "red" not in page
+
+
+def test_training_twice_gives_the_same_losses(place):
+    found = demo.train_twice(place, steps=2)
+    assert found["agrees"]
+    assert found["largest_gap"] <= 1e-3
+    assert len(found["loss"]["standard"]) == len(found["loss"]["tilewise"]) == 2
+    assert found["loss"]["tilewise"][0] == pytest.approx(5.5, abs=0.5)
+
+
+def test_a_size_that_dies_in_its_process_is_one_clear_error(place, monkeypatch):
+    died = SimpleNamespace(returncode=-9, stderr="")
+    monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: died)
+    with pytest.raises(ValueError, match="measuring demo-cpu-n512 stopped: exit code -9"):
+        demo.measured_apart(place, "demo-cpu-n512")
+
+
+def test_a_size_is_measured_in_a_process_of_its_own(place):
+    results = demo.measured_apart(place, "contract-n63-causal")
+    assert list(results) == list(demo.NAMES)
+    assert all(r["memory"]["peak_bytes"] >= 0 and r["both"]["median_ms"] > 0 for r in results.values())
+
+
+def test_the_table_says_where_standard_attention_stops_and_why(capsys):
+    demo._print_scaling(SCALING)
+    page = " ".join(capsys.readouterr().out.split())
+    assert "standard at N = 2,048 was not run: its N × N matrices would take 12.0 GiB, more than half" in page
+    assert "2,048 20 2 – – 20 2" in page
+
+
+@pytest.mark.parametrize(("gap", "code"), [(1e-3, 0), (1.1e-3, 1)])
+def test_the_whole_demo_writes_its_figure_and_numbers_and_fails_on_a_gap(monkeypatch, tmp_path, capsys, gap, code):
+    def trained(place, steps):
+        losses = {"standard": [5.0, 4.0], "tilewise": [5.0, 4.0 + gap]}
+        return {"loss": losses, "largest_gap": gap, "agrees": gap <= demo.TIGHT}
+
+    monkeypatch.setattr(demo, "exactness", lambda place: [{"green": True}])
+    monkeypatch.setattr(demo, "time_and_memory", lambda place, longest: SCALING)
+    monkeypatch.setattr(demo, "train_twice", trained)
+    assert cli.main(["demo", "--out", str(tmp_path / "made"), "--device", "cpu"]) == code
+    closing = capsys.readouterr().out.splitlines()[-1]
+    assert closing.startswith("Figure: ")
+    assert "demo.png" in closing
+    assert "demo.json" in closing
+    record = json.loads((tmp_path / "made" / "demo.json").read_text())
+    assert set(record) == {"machine", "exactness", "scaling", "training", "green"}
+    assert (tmp_path / "made" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figure_survives_a_contestant_that_never_ran(tmp_path):
+    points = [point(512, standard=False), point(1024, standard=False)]
+    machine = {"device": "a machine", "threads": 2, "versions": {"torch": "2"}}
+    training = {"loss": {"standard": [1.0], "tilewise": [1.0]}, "largest_gap": 0.0}
+    record = {"machine": machine, "scaling": {"shape": "", "points": points}, "training": training}
+    figure.draw(record, tmp_path / "f.png")
+    assert (tmp_path / "f.png").stat().st_size > 10_000

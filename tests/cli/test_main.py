@@ -1,0 +1,91 @@
+"""The command line: one clear line for a mistake, JSON for programs, an exit code for what was judged."""
+
+import json
+
+import pytest
+
+from tilewise import cli
+from tilewise.cli import checkout
+
+
+def failed(capsys, *arguments):
+    """Runs a command that must fail as a user's mistake does; returns its line on stderr."""
+    assert cli.main(list(arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("tilewise: ")
+    return line
+
+
+def test_help_names_every_command(capsys):
+    assert cli.main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(command in page for command in ("demo", "explain", "verify", "bench"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["explain", "--dtype", "f3"], "--dtype f3: allowed are float16, bfloat16"),
+        (["explain", "--heads-k", "3"], "heads of q (8) must be a positive multiple of heads of k (3)"),
+        (["explain", "--heads", "-1"], "--heads is negative"),
+        (["explain", "--seqlen", "many"], "Invalid value for '--seqlen'"),
+        (["explain", "--device", "toaster"], "torch knows no such device"),
+        (["explain", "--device", "meta"], "measured are cpu and cuda"),
+        (["explain", "--backend", "hoper"], "'hoper' does not exist"),
+        (["explain", "--sequence", "5"], "No such option: --sequence"),
+        (["explore"], "No such command 'explore'"),
+        (["bench", "--case", "h200-d64-n512-ful"], "near it: h200-d64-n512-full"),
+        (["bench", "--tag", "h100"], "no case carries the tag 'h100'"),
+        (["bench", "--case", "contract-one-full", "--contestant", "fa9"], "no contestant is called fa9; there are"),
+        (["bench", "--check", "no/such/file"], "no/such/file cannot be read"),
+        (["demo", "--steps", "0"], "Invalid value for '--steps'"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, says):
+    assert says in failed(capsys, *arguments)
+
+
+def test_a_device_that_is_not_there_is_a_mistake(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "torch sees no CUDA device here" in failed(capsys, "explain", "--device", "cuda")
+
+
+def test_outside_a_checkout_the_user_is_told_to_clone(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkout, "__file__", str(tmp_path / "a" / "b" / "c" / "checkout.py"))
+    monkeypatch.chdir(tmp_path)
+    for command in (["demo"], ["bench"]):
+        assert "clone the repository and run `make demo`" in failed(capsys, *command)
+
+
+def test_inside_a_clone_it_is_found_from_any_folder_of_it(monkeypatch, tmp_path):
+    clone = tmp_path / "clone"
+    (clone / "bench").mkdir(parents=True)
+    (clone / "src" / "tilewise").mkdir(parents=True)
+    (clone / "bench" / "cases.py").touch()
+    monkeypatch.setattr(checkout, "__file__", str(tmp_path / "a" / "b" / "c" / "checkout.py"))
+    monkeypatch.chdir(clone / "src" / "tilewise")
+    assert checkout.root() == clone
+
+
+def test_explain_json_has_the_backend_its_tiles_and_the_refusals(capsys):
+    sizes = ["--seqlen", "4096", "--heads", "8", "--head-dim", "64", "--causal", "--window", "100", "--backward"]
+    assert cli.main(["explain", "--device", "cpu", "--json", *sizes]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"problem", "device", "backend", "tiles", "flops", "traffic_bytes", "refused"} == set(told)
+    assert told["backend"]
+    assert "window" in told["problem"]
+    assert "causal" in told["problem"]
+
+
+def test_explain_needs_no_memory_for_the_sizes_it_explains(capsys):
+    huge = ["--batch", "64", "--seqlen", "1000000", "--heads", "128", "--head-dim", "256"]
+    assert cli.main(["explain", "--device", "cpu", *huge]) == 0
+    assert "1000000" in capsys.readouterr().out
+
+
+def test_reasons_on_several_lines_become_one(capsys):
+    assert cli._fail("two reasons\n    first\n\n  second\n") == 2
+    assert capsys.readouterr().err == "tilewise: two reasons; first; second\n"

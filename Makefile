@@ -16,7 +16,9 @@ endif
 .PHONY: demo test kernels lint format gpu-test bench clean setup
 setup: $(VENV)/ready-$(TORCH)
 
-$(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
+NATIVE := CMakeLists.txt $(wildcard src/tilewise/backends/cpu/native/*)
+
+$(VENV)/ready-$(TORCH): pyproject.toml constraints.txt $(NATIVE)
 	@mkdir -p build
 	@$(PYTHON) -m venv $(VENV_FLAGS) $(VENV) 2>/dev/null || { \
 	  rm -rf $(VENV); $(PYTHON) -m pip install --quiet --user virtualenv && $(PYTHON) -m virtualenv $(VENV_FLAGS) $(VENV); }
@@ -49,4 +51,5 @@ bench: setup
 	@$(BIN)/tilewise bench
 
 clean:
-	rm -rf $(VENV) build dist out
+	rm -rf $(VENV) build dist out .cmake CMakeFiles CMakeCache.txt CMakeInit.txt build.ninja cmake_install.cmake .ninja_* \
+	  .skbuild-info.json src/tilewise/backends/cpu/libtilewise_cpu.so

@@ -225,6 +225,8 @@ def test_a_wrong_call_is_a_value_error_that_says_what_came_and_what_to_do(name, 
 def test_the_call_that_wrong_ones_are_made_of_is_right():
     assert torch.isfinite(attend(**inputs())).all()
     assert torch.isfinite(attend(**packed())).all()
+    shorter = packed() | {"q": packed()["q"][:12], "cu_seqlens_q": torch.tensor([0, 3, 12])}
+    assert torch.isfinite(attend(**shorter, cu_seqlens_k=torch.tensor([0, 8, 16]))).all()
 
 
 def test_all_reasons_come_at_once():

@@ -38,6 +38,9 @@ def test_peak_memory_sees_what_was_freed_again_and_forgets_earlier_peaks():
     size = 64 << 20
     earlier = torch.ones(4 * size, dtype=torch.uint8)
     del earlier
+    measure._return_freed_memory()
+    if measure._high_water() > measure._resident() + size:
+        pytest.skip("this kernel does not reset a process's high-water mark")
     with measure.PeakMemory("cpu") as peak:
         inside = torch.ones(size, dtype=torch.uint8)
         del inside

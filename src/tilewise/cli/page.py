@@ -48,7 +48,7 @@ def table(columns: Iterable[str], left: Iterable[str] = (), wrap: Iterable[str] 
 
     page = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        page.add_column(name, justify="left" if name in left else "right", no_wrap=name not in wrap)
+        page.add_column(name, justify="left" if name in left else "right", no_wrap=name not in wrap, overflow="fold")
     return page
 
 
@@ -58,9 +58,10 @@ def status_text(word: str) -> str:
 
 
 def progress() -> "Progress":
-    """A spinner, what is being done, and the time it has taken; on stderr, gone when finished."""
+    """A spinner, what is being done, and the time it has taken; on stderr, gone when finished, silent in a log."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    screen = Console(stderr=True)
+    return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)

@@ -1,0 +1,99 @@
+"""Attention in native C++ on the CPU: tiles nested for registers, L1 and L2, forward and backward.
+
+The library is loaded by ctypes and knows neither Python nor torch; the code is in ``native/``, one file a job.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise import state
+from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.backends.cpu import library, program
+from tilewise.backends.cpu.call import Bound, LeafSums, Prepared, unit_last
+from tilewise.backends.cpu.config import Config, choose
+from tilewise.problem import Problem
+
+_PREPARED_LIMIT = 1024
+
+
+class Cpu:
+    """The backend.
+
+    Args:
+        override: a Config to use for every problem, in place of the one chosen by shape.
+        isa: the instruction set, in place of the best one or the one that ``TILEWISE_CPU_ISA`` names.
+    """
+
+    name = "cpu"
+
+    def __init__(self, override: Config | None = None, isa: str | None = None):
+        self.override, self.isa = override, isa
+        self._prepared: dict[int, Prepared] = {}
+
+    def unsupported(self, p: Problem) -> list[str]:
+        reasons = []
+        if p.device.type != "cpu":
+            reasons.append(f"runs on cpu, q is on {p.device.type}")
+        loaded = library.load()
+        if isinstance(loaded, str):
+            reasons.append(loaded)
+        if program.too_many_dimensions(p.spec):
+            reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")
+        slots = (*p.spec.mask_slots, *p.spec.score_slots)
+        strange = sorted({str(p.extras[n].dtype) for n in slots if p.extras[n].dtype not in library.TYPES})
+        reasons += [f"a mask or score tensor is {dtype}" for dtype in strange]
+        return reasons
+
+    def config(self, p: Problem) -> Config:
+        return self.override or choose(p, self.isa or library.chosen_isa())
+
+    def forward(self, p: Problem, t: Inputs) -> Output:
+        out = empty_output(p, t.q, t.v)
+        if p.packed:  # rows past the last sequence
+            out.o.zero_()
+            out.lse.fill_(-torch.inf)
+        prepared = self._prepare(p)
+        config = prepared.config
+        region = prepared.region(t, backward=False)
+        bound = Bound(prepared, t, region, (config.tile_m, config.tile_n), prepared.forward_code)
+        bound.call.o, bound.call.lse = bound.tensor(out.o), out.lse.data_ptr()
+        bound.run("forward")
+        return out
+
+    def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+        prepared = self._prepare(p)
+        config, code = prepared.config, prepared.backward_code
+        region = prepared.region(t, backward=True)
+        bound = Bound(prepared, t, region, (config.backward_m, config.backward_n), code)
+        call, lse = bound.call, out.lse.contiguous()
+        call.split = 0
+        sums = LeafSums.plan(p, t.leaves, code, config.chunks)
+        sums.bind(bound, code)
+        new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero
+        dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (t.k, t.v))
+        dq = torch.zeros((sums.chunks, *t.q.shape), dtype=p.compute_dtype)
+        delta = torch.zeros_like(lse)
+        call.o, call.lse, call.dout = bound.tensor(unit_last(out.o)), bound.data(lse), bound.tensor(unit_last(do))
+        call.dq, call.dq_chunk = bound.tensor(dq[0]), dq[0].numel()
+        call.dk, call.dv = bound.tensor(dk), bound.tensor(dv)
+        call.dlse, call.delta = bound.data(dlse.to(lse.dtype)), delta.data_ptr()
+        bound.run("backward")
+        dq = dq[0] if sums.chunks == 1 else dq.sum(0)
+        return Grads(dq.to(p.dtype), dk, dv, _sink_gradient(t, lse, delta), sums.result(t.leaves))
+
+    def _prepare(self, p: Problem) -> Prepared:
+        found = self._prepared.get(id(p))
+        if found is None:
+            if len(self._prepared) >= _PREPARED_LIMIT:
+                self._prepared.clear()
+            found = self._prepared[id(p)] = Prepared(p, self.config(p))
+        return found
+
+
+def _sink_gradient(t: Inputs, lse: Tensor, delta: Tensor) -> Tensor | None:
+    if t.sink is None:
+        return None
+    rows = state.sink_gradient(t.sink.to(lse.dtype).view(-1, 1), lse, delta)
+    return rows.sum(-1).view(-1, t.sink.shape[0]).sum(0).to(t.sink.dtype)

@@ -1,0 +1,296 @@
+"""A problem and its tensors as the struct that the library takes.
+
+:class:`Prepared` holds what depends on the problem alone, made once; :class:`Bound` adds the tensors of one call and
+keeps alive what the struct points to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tilewise import dropout, expr
+from tilewise.backends.base import Inputs
+from tilewise.backends.cpu import library, program
+from tilewise.backends.cpu.config import Config
+from tilewise.problem import Problem
+from tilewise.tiles import Grid, TileMap, seen_keys
+
+
+@dataclass
+class Region:
+    """The mask of a call as arrays: the ends that a pass reads, tile states, and keys that some query sees."""
+
+    ends: dict[str, Tensor]
+    status: Tensor | None = None
+    status_at: Tensor | None = None
+    status_head: Tensor | None = None
+    seen: Tensor | None = None
+
+
+class Prepared:
+    """What all calls of one problem share."""
+
+    def __init__(self, p: Problem, config: Config):
+        self.p, self.config = p, config
+        self.loaded = library.load()
+
+    @cached_property
+    def forward_code(self) -> program.Code:
+        return program.compile_spec(self.p.spec, self.p.compute_dtype, backward=False)
+
+    @cached_property
+    def backward_code(self) -> program.Code:
+        return program.compile_spec(self.p.spec, self.p.compute_dtype, backward=True)
+
+    @cached_property
+    def constant_mask(self) -> bool:
+        """Whether the mask follows from the shapes."""
+        region = self.p.spec.region
+        return not self.p.packed and region.prepared is None and not expr.lookups(*region.parts)
+
+    @cached_property
+    def forward_region(self) -> Region:
+        return self._region((), None, False)
+
+    @cached_property
+    def backward_region(self) -> Region:
+        return self._region((), None, True)
+
+    def region(self, t: Inputs, backward: bool) -> Region:
+        if self.constant_mask:
+            return self.backward_region if backward else self.forward_region
+        return self._region(t.leaves, t, backward)
+
+    def _region(self, leaves: Sequence[Tensor], t: Inputs | None, backward: bool) -> Region:
+        p = self.p
+        if p.spec.region.everything:
+            return Region({})
+        tile = (self.config.backward_m, self.config.backward_n) if backward else (self.config.tile_m, self.config.tile_n)
+        heads = torch.arange(p.heads_q)
+        if not p.packed:
+            grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
+            return _stacked([_region_of(grid, p, tile, backward)], p.batch)
+        cu_q, cu_k = ([min(x, n) for x in cu.tolist()] for cu, n in ((t.cu_seqlens_q, p.seqlen_q), (t.cu_seqlens_k, p.seqlen_k)))
+        parts = []
+        for b in range(p.batch):
+            nq, nk = cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]
+            grid = Grid(p.spec.region, leaves, nq, nk, torch.tensor([b]), heads, nk)
+            parts.append(_region_of(grid, p, tile, backward))
+        return _stacked(parts, p.batch)
+
+
+@dataclass
+class _Part:
+    """The arrays of one grid, each ``(b|1, heads|1, ...)``."""
+
+    ends: dict[str, Tensor]
+    status: Tensor | None
+    seen: Tensor | None
+
+
+def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool) -> _Part:
+    if backward:
+        first, last = grid.query_interval(torch.arange(grid.keys))
+        ends = {"first": first, "last": last}
+    else:
+        lo, hi = grid.key_interval(torch.arange(grid.seqlen_q))
+        ends = {"lo": lo, "hi": hi}
+    status = None
+    if grid.region.predicate is not None:
+        status = TileMap.build(grid, *tile, by_columns=backward).status
+    seen = seen_keys(grid, p.group)
+    return _Part(ends, status, seen)
+
+
+def _stacked(parts: list[_Part], batch: int) -> Region:
+    """One grid of the whole batch, or one of each packed sequence, their lines one after the other."""
+    if not parts:
+        return Region({})
+    join = lambda tensors: _joined(tensors, len(tensors) > 1)  # noqa: E731
+    ends = {name: join([part.ends[name].int() for part in parts]) for name in parts[0].ends}
+    seen = None
+    if parts[0].seen is not None:
+        seen = join([part.seen.to(torch.uint8) for part in parts])
+        seen = None if bool(seen.all()) else seen
+    if parts[0].status is None:
+        return Region(ends, seen=seen)
+    maps = [part.status for part in parts]
+    at, per_head, flat, total = [], [], [], 0
+    for n in range(batch):
+        status = maps[n if len(maps) > 1 else 0]
+        tiles = status.shape[2] * status.shape[3]
+        rows = status.shape[1] * tiles
+        shared = len(maps) == 1 and status.shape[0] == 1
+        at.append(0 if shared else total)
+        per_head.append(tiles if status.shape[1] > 1 else 0)
+        total += rows
+    flat = torch.cat([m.reshape(-1) for m in maps]).contiguous()
+    return Region(ends, flat, torch.tensor(at), torch.tensor(per_head), seen)
+
+
+def _joined(tensors: list[Tensor], packed: bool) -> Tensor:
+    """``(b|1, heads|1, lines)``, contiguous; packed, the lines of all sequences one after the other."""
+    if not packed:
+        return tensors[0].contiguous()
+    heads = max(t.shape[1] for t in tensors)
+    return torch.cat([t.expand(1, heads, -1) for t in tensors], 2).contiguous()
+
+
+def unit_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+class Bound:
+    """One call's struct. ``keep`` is what it points to."""
+
+    def __init__(self, prepared: Prepared, t: Inputs, region: Region, tile: tuple[int, int], code: program.Code):
+        self.prepared, self.t, self.p = prepared, t, prepared.p
+        self.keep: list[object] = [region, code]
+        p, config = self.p, prepared.config
+        call = self.call = library.Call()
+        call.version, call.type, call.threads = library.VERSION, library.TYPES[p.dtype], torch.get_num_threads()
+        call.heads_per_item, call.isa = config.heads, config.isa.encode()
+        call.batch, call.heads_q, call.heads_k = p.batch, p.heads_q, p.heads_k
+        call.head_dim, call.head_dim_v, call.seqlen_q, call.seqlen_k = p.head_dim, p.head_dim_v, p.seqlen_q, p.seqlen_k
+        (call.tile_m, call.tile_n), call.split, call.chunks = tile, config.split, 1
+        call.softmax_scale = p.softmax_scale
+        for name in "qkv":
+            setattr(call, name, self.tensor(unit_last(getattr(t, name))))
+        call.lse_batch, call.lse_head = (0, p.seqlen_q) if p.packed else (p.heads_q * p.seqlen_q, p.seqlen_q)
+        if p.packed:
+            call.cu_seqlens_q, call.cu_seqlens_k = (self.data(x.long()) for x in (t.cu_seqlens_q, t.cu_seqlens_k))
+        if t.sink is not None:
+            call.sink = self.data(t.sink.to(p.compute_dtype))
+        if p.spec.dropout_p:
+            call.seed = t.seed.item() & (2**64 - 1)
+            call.keep_below = dropout.threshold(p.spec.dropout_p)
+        self._bind_region(region)
+        self._bind_program(code)
+
+    def data(self, x: Tensor) -> int:
+        """The address of a contiguous tensor, which is kept."""
+        x = x.contiguous()
+        self.keep.append(x)
+        return x.data_ptr()
+
+    def tensor(self, x: Tensor) -> library.Tensor:
+        """A tensor laid out as q."""
+        self.keep.append(x)
+        batch, row, head = (0, *x.stride()[:2]) if self.p.packed else x.stride()[:3]
+        return library.Tensor(x.data_ptr(), batch, row, head)
+
+    def _bind_region(self, region: Region) -> None:
+        call = self.call
+        stride = lambda x, axis: x.stride(axis) if x.shape[axis] > 1 else 0  # noqa: E731
+        for name, x in region.ends.items():
+            setattr(call, name, library.Ends(x.data_ptr(), stride(x, 0), stride(x, 1)))
+        if region.status is not None:
+            call.status, call.status_at = region.status.data_ptr(), region.status_at.data_ptr()
+            call.status_head = region.status_head.data_ptr()
+        if region.seen is not None:
+            call.seen, call.seen_batch = region.seen.data_ptr(), stride(region.seen, 0)
+            call.seen_head = stride(region.seen, 1)
+
+    def _bind_program(self, code: program.Code) -> None:
+        native = self.call.program
+        register = lambda v: -1 if v is None else v.register  # noqa: E731
+        native.registers = code.registers
+        native.raw, native.score = register(code.raw), register(code.score)
+        native.keep, native.slope = register(code.keep), register(code.slope)
+        if not code.steps:
+            return
+        native.code = _instructions(code, self.prepared.loaded.operations)
+        for part in range(3):
+            for level in range(4):
+                chosen = [n for n, x in enumerate(code.steps) if (x.part, x.out.level) == (part, level)]
+                native.range[part][level][:] = (chosen[0], chosen[-1] + 1) if chosen else (0, 0)
+        leaves = (library.Leaf * max(len(self.t.leaves), 1))()
+        used = {x.leaf for x in code.steps if x.op == "lookup"}
+        for slot in used:
+            leaf = self.t.leaves[slot]
+            leaves[slot].data, leaves[slot].type, leaves[slot].dims = leaf.data_ptr(), library.TYPES[leaf.dtype], leaf.ndim
+            leaves[slot].size[: leaf.ndim], leaves[slot].stride[: leaf.ndim] = leaf.shape, leaf.stride()
+        native.leaves = leaves
+        self.keep.append(leaves)
+
+    def run(self, name: str) -> None:
+        self.prepared.loaded.run(name, self.call)
+
+
+def _instructions(code: program.Code, numbers: dict[str, int]) -> ctypes.Array:
+    out = (library.Instruction * len(code.steps))()
+    for x, step in zip(out, code.steps, strict=True):
+        x.op, x.type, x.out = numbers[step.op], step.type, step.out.register
+        x.number, x.integer = step.number, step.integer
+        if step.op == "lookup":
+            x.b, x.dims = step.leaf, len(step.args)
+            for n, a in enumerate(step.args):
+                x.index[n], x.mode[n] = a.register, step.modes[n]
+        else:
+            for name, a in zip("abc", step.args, strict=False):
+                setattr(x, name, a.register)
+    return out
+
+
+# -- Gradients of leaves -------------------------------------------------------------------------------------------
+
+PRIVATE_ELEMENTS = 1 << 21  # fp64 sums of all groups of work units together: 16 MiB
+
+
+@dataclass
+class LeafSums:
+    """Where the gradients of the score's leaves are summed.
+
+    A leaf that is small has sums of its own in every group of work units, in fp64, added in their order afterwards. A large
+    one has one array; units that could meet there run one after the other (``serial_batch``, ``serial_head``).
+    """
+
+    sums: dict[int, Tensor]
+    wide: dict[int, bool]
+    groups: int
+    serial_batch: bool
+    serial_head: bool
+    chunks: int
+
+    @classmethod
+    def plan(cls, p: Problem, leaves: Sequence[Tensor], code: program.Code, chunks: int) -> LeafSums:
+        slots = sorted({read.slot for read in code.reads})
+        groups = p.batch * p.heads_k * chunks
+        large = [n for n in slots if leaves[n].numel() * max(groups, 1) > PRIVATE_ELEMENTS]
+        plain = [read.plain for read in code.reads if read.slot in large]
+        apart = frozenset("bhj").intersection(*plain) if plain else frozenset("bhj")
+        serial_batch, serial_head = "b" not in apart and p.batch > 1, "h" not in apart and p.heads_k > 1
+        chunks = chunks if "j" in apart else 1
+        groups = (1 if serial_batch else p.batch) * (1 if serial_head else p.heads_k) * chunks
+        wide = {n: n not in large for n in slots}
+        shape = lambda n: (groups if wide[n] else 1, leaves[n].numel())  # noqa: E731
+        dtype = lambda n: torch.float64 if wide[n] else p.compute_dtype  # noqa: E731
+        sums = {n: torch.zeros(shape(n), dtype=dtype(n)) for n in slots}
+        return cls(sums, wide, groups, serial_batch, serial_head, chunks)
+
+    def bind(self, bound: Bound, code: program.Code) -> None:
+        call = bound.call
+        call.serial_batch, call.serial_head, call.chunks = self.serial_batch, self.serial_head, self.chunks
+        if not code.reads:
+            return
+        native = (library.LeafGradient * len(code.reads))()
+        for x, read in zip(native, code.reads, strict=True):
+            shape, sums = bound.t.leaves[read.slot].shape, self.sums[read.slot]
+            x.data, x.wide, x.slope, x.dims = sums.data_ptr(), self.wide[read.slot], read.slope.register, len(shape)
+            x.group_stride = sums.shape[1] if self.wide[read.slot] else 0
+            x.size[: len(shape)] = shape
+            x.stride[: len(shape)] = torch.empty(shape, device="meta").stride()
+            for n, v in enumerate(read.index):
+                x.index[n], x.mode[n] = v.register, read.modes[n]
+        call.program.gradients, call.program.leaf_gradients = native, len(code.reads)
+        bound.keep.append(native)
+
+    def result(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
+        return {n: x.sum(0).view(leaves[n].shape).to(leaves[n].dtype) for n, x in self.sums.items()}
+

@@ -1,0 +1,79 @@
+"""Tile sizes of the CPU kernels and the traffic that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.problem import Problem
+
+SPLIT_KEYS = 4096  # a chunk, where few queries meet many keys
+ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, the keys are parted too
+
+
+@dataclass(frozen=True)
+class Config:
+    """``tile_m`` queries (of ``heads`` query heads at a time) by ``tile_n`` keys in the forward; the backward's own tiles.
+
+    A tile of K and V, packed, is meant to stay in L2 while all queries of the tile pass; the products' blocks are 6 rows
+    by 4 vectors in registers (2 vectors without AVX-512).
+
+    Attributes:
+        isa: the instruction set.
+        split: keys per chunk of the forward, or 0.
+        chunks: parts of the keys in the backward, each with its own dq.
+    """
+
+    isa: str
+    tile_m: int
+    tile_n: int
+    heads: int
+    backward_m: int
+    backward_n: int
+    split: int = 0
+    chunks: int = 1
+
+    def describe(self) -> str:
+        split = f", keys split by {self.split}" if self.split else ""
+        heads = f" of {self.heads} heads" if self.heads > 1 else ""
+        return (
+            f"{self.isa}, forward tiles {self.tile_m}{heads} x {self.tile_n}, "
+            f"backward {self.backward_m} x {self.backward_n}{split}"
+        )
+
+    def traffic(self, p: Problem) -> int:
+        """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
+        size = torch.empty((), dtype=p.dtype).element_size()
+        width = p.head_dim + p.head_dim_v
+        visits = -(-p.seqlen_q // self.tile_m) * -(-p.group // self.heads)
+        rows = p.heads_q * p.seqlen_q * width + visits * p.heads_k * p.seqlen_k * width
+        return size * rows * (1 if p.packed else p.batch)
+
+
+def choose(p: Problem, isa: str) -> Config:
+    """By shape alone, never by threads, so that bits do not depend on them; deterministic, not by the batch either."""
+    size = 8 if p.dtype == torch.float64 else 4
+    widest = max(p.head_dim, p.head_dim_v) * size
+    keys = 64 if p.seqlen_k <= 64 else 128 if p.seqlen_k <= 128 else 192
+    tile_n = min(keys, 192 if widest <= 512 else 128 if widest <= 1024 else 64)
+    backward_n = min(keys, 192 if widest <= 256 else 128 if widest <= 512 else 64)
+    tile_m = max(1, min(192, p.seqlen_q))
+    few_queries = not p.packed and p.seqlen_q <= 16 and p.seqlen_k >= 2 * SPLIT_KEYS
+    return Config(
+        isa=isa,
+        tile_m=tile_m,
+        tile_n=128 if few_queries else tile_n,
+        heads=1 if p.packed else max(1, min(p.group, 192 // tile_m)),
+        backward_m=max(1, min(96, p.seqlen_q)),
+        backward_n=backward_n,
+        split=SPLIT_KEYS if few_queries else 0,
+        chunks=_chunks(p, backward_n),
+    )
+
+
+def _chunks(p: Problem, tile_n: int) -> int:
+    units = p.heads_k * (1 if p.spec.deterministic else p.batch)
+    if p.packed or units >= ENOUGH_UNITS or units == 0:
+        return 1
+    return max(1, min(ENOUGH_UNITS // units, p.seqlen_k // (4 * tile_n)))

@@ -1,0 +1,164 @@
+"""The native library: found, loaded, checked, and its structs as ctypes sees them (native/interface.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from tilewise import settings
+
+VERSION = 1
+DIMS = 8
+TYPES = {
+    torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
+    torch.int16: 6, torch.int8: 7, torch.uint8: 8, torch.bool: 8,
+}  # fmt: skip
+_FILE = Path(__file__).with_name("libtilewise_cpu.so")
+_BAD_CALL, _NO_MEMORY = 1, 2
+
+
+class Tensor(Structure):
+    _fields_ = [("data", c_void_p), ("batch", c_int64), ("row", c_int64), ("head", c_int64)]
+
+
+class Ends(Structure):
+    _fields_ = [("data", c_void_p), ("batch", c_int64), ("head", c_int64)]
+
+
+class Leaf(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("type", c_int32),
+        ("dims", c_int32),
+        ("size", c_int64 * DIMS),
+        ("stride", c_int64 * DIMS),
+    ]
+
+
+class Instruction(Structure):
+    _fields_ = [
+        *[(name, c_int32) for name in ("op", "type", "out", "a", "b", "c", "dims")],
+        ("index", c_int32 * DIMS),
+        ("mode", c_int32 * DIMS),
+        ("number", c_double),
+        ("integer", c_int64),
+    ]
+
+
+class LeafGradient(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("group_stride", c_int64),
+        *[(name, c_int32) for name in ("wide", "slope", "dims")],
+        ("index", c_int32 * DIMS),
+        ("mode", c_int32 * DIMS),
+        ("size", c_int64 * DIMS),
+        ("stride", c_int64 * DIMS),
+    ]
+
+
+class Program(Structure):
+    _fields_ = [
+        ("code", POINTER(Instruction)),
+        ("range", c_int32 * 2 * 4 * 3),
+        *[(name, c_int32) for name in ("registers", "raw", "score", "keep", "slope", "leaf_gradients")],
+        ("leaves", POINTER(Leaf)),
+        ("gradients", POINTER(LeafGradient)),
+    ]
+
+
+class Call(Structure):
+    _fields_ = [
+        *[(name, c_int32) for name in ("version", "type", "threads", "heads_per_item")],
+        ("isa", c_char_p),
+        *[
+            (name, c_int64)
+            for name in ("batch", "heads_q", "heads_k", "head_dim", "head_dim_v", "seqlen_q", "seqlen_k")
+        ],
+        *[(name, c_int64) for name in ("tile_m", "tile_n", "split")],
+        ("softmax_scale", c_double),
+        ("cu_seqlens_q", c_void_p),
+        ("cu_seqlens_k", c_void_p),
+        *[(name, Tensor) for name in "qkvo"],
+        ("lse", c_void_p),
+        ("lse_batch", c_int64),
+        ("lse_head", c_int64),
+        ("sink", c_void_p),
+        *[(name, Ends) for name in ("lo", "hi", "first", "last")],
+        *[(name, c_void_p) for name in ("status", "status_at", "status_head")],
+        ("seen", c_void_p),
+        ("seen_batch", c_int64),
+        ("seen_head", c_int64),
+        ("program", Program),
+        ("seed", c_uint64),
+        ("keep_below", c_uint32),
+        *[(name, c_int32) for name in ("chunks", "serial_batch", "serial_head")],
+        *[(name, Tensor) for name in ("dout", "dq", "dk", "dv")],
+        ("dq_chunk", c_int64),
+        ("dlse", c_void_p),
+        ("delta", c_void_p),
+    ]
+
+
+class Library:
+    """The loaded functions.
+
+    Attributes:
+        isas: the instruction sets that this machine can run, best first.
+        operations: the numbers of the score program's operations, by name.
+    """
+
+    def __init__(self, path: Path):
+        c = ctypes.CDLL(str(path))
+        c.tw_operations.restype, c.tw_call_size.restype = c_char_p, c_int64
+        if c.tw_version() != VERSION or c.tw_call_size() != ctypes.sizeof(Call):
+            raise OSError(f"{path.name} was built from other sources; install tilewise again")
+        names = ctypes.create_string_buffer(256)
+        c.tw_isas(names, c_int64(len(names)))
+        self.isas = tuple(names.value.decode().split(","))
+        self.operations = {name: n for n, name in enumerate(c.tw_operations().decode().split())}
+        self._functions = {"forward": c.tw_forward, "backward": c.tw_backward}
+        for function in self._functions.values():
+            function.argtypes = (POINTER(Call), POINTER(c_char), c_int64)
+
+    def run(self, name: str, call: Call) -> None:
+        """Runs ``forward`` or ``backward``; the GIL is free meanwhile.
+
+        Raises:
+            MemoryError, RuntimeError: what the library reports.
+        """
+        text = ctypes.create_string_buffer(256)
+        code = self._functions[name](call, text, len(text))
+        if code:
+            error = MemoryError if code == _NO_MEMORY else ValueError if code == _BAD_CALL else RuntimeError
+            raise error(f"the cpu backend failed: {text.value.decode()}")
+
+
+@lru_cache(maxsize=1)
+def load() -> Library | str:
+    """The library, or why there is none."""
+    if not _FILE.exists():
+        return "its library was not built: no C++ compiler ran when tilewise was installed"
+    try:
+        return Library(_FILE)
+    except OSError as error:
+        return f"its library does not load: {error}"
+
+
+def chosen_isa() -> str:
+    """The instruction set in use: the best one, or the one that ``TILEWISE_CPU_ISA`` names.
+
+    Raises:
+        ValueError: this machine does not have the one named.
+    """
+    library = load()
+    if isinstance(library, str):
+        return ""
+    asked = settings.cpu_isa()
+    if asked and asked not in library.isas:
+        raise ValueError(f"TILEWISE_CPU_ISA={asked}: this machine has {', '.join(library.isas)}")
+    return asked or library.isas[0]

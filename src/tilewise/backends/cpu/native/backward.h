@@ -1,0 +1,226 @@
+// Backward (docs/algorithm.md, section 6) in one pass: key tiles outside, the queries of the head group inside.
+//
+//   for each tile of keys:                 Kᵀ, Vᵀ and K packed; dK, dV of the tile, all in L2
+//     for each head of the group, each tile of queries that the columns' ends reach:
+//       S = Q Kᵀ   dP = dO Vᵀ              rows x keys, in L2
+//       P = e^(S - lse)   dS = P (dP - delta)   in place, row by row
+//       dV += (R ∘ P)ᵀ dO   dK += dSᵀ Q   dQ += dS K
+//
+// One thread walks all of a unit, so that every sum has one order and needs no lock.
+#pragma once
+#include "dropout.h"
+#include "leaf_sums.h"
+#include "tile.h"
+
+namespace tw::TW_ISA {
+
+// delta = rowsum(dO ∘ O) - dlse of one head.
+template <class E, class T>
+void delta_head(const TwCall &c, int64_t b, int64_t head) {
+  const Sequence s = sequence_of(c, b);
+  const T *dlse = statistic<T>(c, c.dlse, s, head);
+  T *delta = statistic<T>(c, c.delta, s, head);
+  for (int64_t i = 0; i < s.seqlen_q; ++i) {
+    const E *o = row_of<E>(c.o, s, s.row_q, i, head), *dout = row_of<E>(c.dout, s, s.row_q, i, head);
+    Vec<T> sum{};
+    int64_t d = 0;
+    for (; d + kLanes<T> <= c.head_dim_v; d += kLanes<T>) sum += load_wide<T>(o + d) * load_wide<T>(dout + d);
+    T total = sum_lanes<T>(sum);
+    for (; d < c.head_dim_v; ++d) total += T(widen(o[d])) * T(widen(dout[d]));
+    delta[i] = total - dlse[i];
+  }
+}
+
+template <class E, class T>
+class Backward {
+ public:
+  Backward(const TwCall &c, const KeyUnit &unit, char *scratch)
+      : c(c), unit(unit), s(sequence_of(c, unit.b)), D(c.head_dim), Dv(c.head_dim_v), wide(round_up(D, kLanes<T>)),
+        wide_v(round_up(Dv, kLanes<T>)) {
+    Arena arena{scratch};
+    kt = arena.take<T>(c.tile_n * D), vt = arena.take<T>(c.tile_n * Dv), k = arena.take<T>(c.tile_n * wide);
+    dk = arena.take<T>(c.tile_n * wide), dv = arena.take<T>(c.tile_n * wide_v);
+    q = arena.take<T>(c.tile_m * D), qp = arena.take<T>(c.tile_m * wide);
+    dout = arena.take<T>(c.tile_m * Dv), dop = arena.take<T>(c.tile_m * wide_v);
+    p = arena.take<T>(c.tile_m * c.tile_n), dp = arena.take<T>(c.tile_m * c.tile_n);
+    dq = arena.take<T>(c.tile_m * wide);
+    factor = arena.take<T>(c.tile_n);
+    first = arena.take<int32_t>(c.tile_n), last = arena.take<int32_t>(c.tile_n);
+    machine = {&c.program, arena.take<char>(Machine::bytes(c.program, c.tile_n)), c.tile_n};
+    bytes = arena.used;
+  }
+
+  int64_t bytes;
+
+  void run() {
+    for (int64_t n0 = unit.n0; n0 < unit.n1; n0 += c.tile_n) key_tile(n0);
+  }
+
+ private:
+  struct Range {
+    int64_t begin, end;
+  };
+
+  const TwCall &c;
+  const KeyUnit &unit;
+  const Sequence s;
+  const int64_t D, Dv, wide, wide_v;
+  int64_t real, width;  // keys of the tile; the same, padded to whole panels
+  T *kt, *vt, *k, *dk, *dv, *q, *qp, *dout, *dop, *p, *dp, *dq, *factor;
+  int32_t *first, *last;
+  Machine machine;
+
+  bool scored() const { return c.program.score >= 0; }
+
+  void key_tile(int64_t n0) {
+    real = smaller(c.tile_n, unit.n1 - n0), width = smaller(c.tile_n, round_up(real, kPanelWidth<T>));
+    pack_transposed<T, E>(key_rows<E>(c, c.k, s, unit.head_k, n0), width, D, kt);
+    pack_transposed<T, E>(key_rows<E>(c, c.v, s, unit.head_k, n0), width, Dv, vt);
+    pack_panels<T, E>(key_rows<E>(c, c.k, s, unit.head_k, n0), width, D, k);
+    for (int64_t n = 0; n < width * wide; ++n) dk[n] = T(0);
+    for (int64_t n = 0; n < width * wide_v; ++n) dv[n] = T(0);
+    const int64_t group = c.heads_q / c.heads_k;
+    for (int64_t g = 0; g < group; ++g) query_head(n0, unit.head_k * group + g);
+    store_keys(c.dk, n0, dk, wide, D, T(c.softmax_scale));
+    store_keys(c.dv, n0, dv, wide_v, Dv, T(1));
+  }
+
+  void store_keys(const TwTensor &to, int64_t n0, const T *from, int64_t ld, int64_t columns, T scale) const {
+    for (int64_t n = 0; n < real; ++n) {
+      E *out = row_of<E>(to, s, s.row_k, n0 + n, unit.head_k);
+      for (int64_t d = 0; d < columns; ++d) narrow(from[n * ld + d] * scale, out + d);
+    }
+  }
+
+  // Queries that some column of the tile sees.
+  Range read_ends(int64_t n0, int64_t head) {
+    const int32_t *from = ends_of(c.first, s, head, s.row_k), *to = ends_of(c.last, s, head, s.row_k);
+    Range all{s.seqlen_q, 0};
+    for (int64_t n = 0; n < width; ++n) {
+      first[n] = n >= real ? 0 : from ? from[n0 + n] : 0;
+      last[n] = n >= real ? 0 : to ? to[n0 + n] : int32_t(s.seqlen_q);
+      if (first[n] < last[n]) all = {smaller(all.begin, first[n]), greater(all.end, last[n])};
+    }
+    return all;
+  }
+
+  void query_head(int64_t n0, int64_t head) {
+    const Range all = read_ends(n0, head);
+    if (all.begin >= all.end) return;
+    const Place at{s.b, head, s.seqlen_q, s.seqlen_k, 0, n0};
+    if (scored() || c.program.keep >= 0) machine.enter_head(at), machine.enter_tile(at);
+    for (int64_t m0 = all.begin / c.tile_m * c.tile_m; m0 < all.end; m0 += c.tile_m) {
+      const uint8_t state = tile_state(c, s, head, m0 / c.tile_m, n0 / c.tile_n);
+      if (state == TW_EMPTY) continue;
+      tile(at, {greater(m0, all.begin), smaller(smaller(m0 + c.tile_m, s.seqlen_q), all.end)}, state == TW_PARTIAL);
+    }
+  }
+
+  // Columns that some query of `rows` sees, in whole panels; `masked`: not all of them do.
+  Range columns_of(const Range &rows, bool &masked) const {
+    Range columns{width, 0};
+    masked = false;
+    for (int64_t n = 0; n < width; ++n)
+      if (first[n] < rows.end && last[n] > rows.begin) columns = {smaller(columns.begin, n), n + 1};
+    columns.begin = columns.begin / kPanelWidth<T> * kPanelWidth<T>;
+    columns.end = smaller(round_up(columns.end, kPanelWidth<T>), width);
+    for (int64_t n = columns.begin; n < columns.end; ++n) masked |= first[n] > rows.begin || last[n] < rows.end;
+    return columns;
+  }
+
+  void tile(Place at, const Range &rows, bool predicate) {
+    bool masked;
+    const Range columns = columns_of(rows, masked);
+    if (columns.begin >= columns.end) return;
+    const int64_t count = rows.end - rows.begin, depth = columns.end - columns.begin, vectors = depth / kLanes<T>;
+    load_queries(at.h, rows);
+    multiply<T, Form::plain, false>(count, vectors, D, {q, D}, kt + columns.begin * D, p + columns.begin, c.tile_n);
+    multiply<T, Form::plain, false>(count, vectors, Dv, {dout, Dv}, vt + columns.begin * Dv, dp + columns.begin, c.tile_n);
+    for (int64_t r = 0; r < count; ++r) {
+      at.i = rows.begin + r;
+      gradient_row(at, columns, masked, predicate, p + r * c.tile_n, dp + r * c.tile_n);
+    }
+    const int64_t v = wide / kLanes<T>, v_v = wide_v / kLanes<T>;
+    multiply<T, Form::transposed, true>(depth, v_v, count, {p + columns.begin, c.tile_n}, dop, dv + columns.begin * wide_v, wide_v);
+    multiply<T, Form::transposed, true>(depth, v, count, {dp + columns.begin, c.tile_n}, qp, dk + columns.begin * wide, wide);
+    for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {
+      const int64_t part = smaller(kPanelWidth<T>, wide - d);
+      multiply<T, Form::plain, false>(count, part / kLanes<T>, depth, {dp + columns.begin, c.tile_n},
+                                      k + d * width + columns.begin * part, dq + d, wide);
+    }
+    add_dq(at.h, rows);
+  }
+
+  void load_queries(int64_t head, const Range &rows) {
+    const int64_t count = rows.end - rows.begin;
+    const Rows<E> q_rows{row_of<E>(c.q, s, s.row_q, rows.begin, head), c.q.row, count, nullptr};
+    const Rows<E> do_rows{row_of<E>(c.dout, s, s.row_q, rows.begin, head), c.dout.row, count, nullptr};
+    pack_plain<T, E>(q_rows, count, D, D, q, D, T(c.softmax_scale));  // as the forward does, for the same S
+    pack_plain<T, E>(do_rows, count, Dv, Dv, dout, Dv, T(1));
+    pack_panels<T, E>(q_rows, count, D, qp);
+    pack_panels<T, E>(do_rows, count, Dv, dop);
+  }
+
+  void add_dq(int64_t head, const Range &rows) {
+    TwTensor to = c.dq;
+    to.data = (T *)to.data + unit.chunk * c.dq_chunk;
+    const T scale = T(c.softmax_scale);
+    for (int64_t r = 0; r < rows.end - rows.begin; ++r) {
+      T *out = row_of<T>(to, s, s.row_q, rows.begin + r, head);
+      const T *from = dq + r * wide;
+      for (int64_t d = 0; d < D; ++d) out[d] += from[d] * scale;
+    }
+  }
+
+  // One row: S becomes R ∘ P, dP becomes dS.
+  void gradient_row(const Place &at, const Range &columns, bool masked, bool predicate, T *x, T *y) {
+    const T lse = statistic<T>(c, c.lse, s, at.h)[at.i], delta = statistic<T>(c, c.delta, s, at.h)[at.i];
+    const T shift = lse == T(-INFINITY) ? T(INFINITY) : lse;  // e^(s - inf) = 0: rows that saw nothing
+    if (scored() || masked || predicate) hide(at, columns, masked, predicate, x);
+    if (c.keep_below) drop_factors(at, columns);
+    constexpr int W = kLanes<T>;
+    for (int64_t n = columns.begin; n < columns.end; n += W) {
+      const Vec<T> e = exp2<T>((load(x + n) - splat(shift)) * splat(T(kLog2E)));
+      const Vec<T> f = c.keep_below ? load(factor + n) : splat(T(1));
+      const Vec<T> ds = e * (load(y + n) * f - splat(delta));
+      store(x + n, e * f);
+      store(y + n, e == Vec<T>{} ? Vec<T>{} : ds);  // what is hidden gives nothing, whatever its dP
+    }
+    if (scored()) through_score(at, columns, y);
+  }
+
+  // The score program, and -inf where the mask hides.
+  void hide(const Place &at, const Range &columns, bool masked, bool predicate, T *x) {
+    const int64_t begin = columns.begin, end = columns.end;
+    if (scored()) {
+      if (c.program.raw >= 0) __builtin_memcpy(machine.at<T>(c.program.raw) + begin, x + begin, (end - begin) * sizeof(T));
+      machine.run_row(TW_SCORE, at, begin, end);
+      __builtin_memcpy(x + begin, machine.at<T>(c.program.score) + begin, (end - begin) * sizeof(T));
+    }
+    const int32_t i = int32_t(at.i);
+    if (masked)
+      for (int64_t n = begin; n < end; ++n) x[n] = first[n] <= i && i < last[n] ? x[n] : T(-INFINITY);
+    if (!predicate) return;
+    machine.run_row(TW_PREDICATE, at, begin, end);
+    const int64_t *kept = machine.at<int64_t>(c.program.keep);
+    for (int64_t n = begin; n < end; ++n) x[n] = kept[n] ? x[n] : T(-INFINITY);
+  }
+
+  void drop_factors(const Place &at, const Range &columns) {
+    const int64_t start = columns.begin / 16 * 16, stop = round_up(columns.end, 16);
+    const uint32_t head = uint32_t(s.b * c.heads_q + at.h);
+    Dropout{c.seed, c.keep_below}.row<T>(head, at.i, at.j0 + start, stop - start, factor + start);
+  }
+
+  // dz becomes ds = dz · (dz / ds); before that the leaves take theirs.
+  void through_score(const Place &at, const Range &columns, T *y) {
+    machine.run_row(TW_SLOPES, at, columns.begin, columns.end);
+    for (int n = 0; n < c.program.leaf_gradients; ++n)
+      add_leaf_gradient<T>(machine, c.program.gradients[n], unit.group, at, columns.begin, columns.end, y);
+    if (c.program.slope < 0) return;
+    const T *slope = machine.at<T>(c.program.slope);
+    for (int64_t n = columns.begin; n < columns.end; ++n) y[n] = y[n] == T(0) ? T(0) : y[n] * slope[n];
+  }
+};
+
+}  // namespace tw::TW_ISA

@@ -1,0 +1,232 @@
+// The C functions: choice of the instruction set, the list of work, and errors as codes with a text.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "interface.h"
+#include "operations.h"
+#include "pool.h"
+#include "work.h"
+
+namespace tw {
+
+#define TW_DECLARE(isa)         \
+  namespace isa {               \
+  extern const Kernels kernels; \
+  }
+#ifdef TW_X86
+TW_DECLARE(avx512)
+TW_DECLARE(avx2)
+#endif
+TW_DECLARE(portable)
+
+namespace {
+
+// Best first, those that this machine can run.
+std::vector<const Kernels *> available() {
+  std::vector<const Kernels *> found;
+#ifdef TW_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    found.push_back(&avx512::kernels);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    found.push_back(&avx2::kernels);
+#endif
+  found.push_back(&portable::kernels);
+  return found;
+}
+
+const Kernels &chosen(const TwCall &c) {
+  static const std::vector<const Kernels *> all = available();
+  if (!c.isa || !*c.isa) return *all.front();
+  for (const Kernels *kernels : all)
+    if (!std::strcmp(kernels->name, c.isa)) return *kernels;
+  throw std::invalid_argument(std::string("this machine has no instruction set ") + c.isa);
+}
+
+void check(const TwCall &c) {
+  if (c.version != TW_VERSION) throw std::invalid_argument("the struct is of another version than the library");
+  if (c.tile_n < 64 || c.tile_n > kMaxTileN || c.tile_n % 64 || c.tile_m < 1 || c.heads_per_item < 1 || c.threads < 1)
+    throw std::invalid_argument("tile_n must be 64, 128, 192 or 256, and tile_m, heads_per_item, threads at least 1");
+  if (c.split % c.tile_n) throw std::invalid_argument("split must be a multiple of tile_n");
+}
+
+// Memory of each worker, made by the worker that needs it.
+class Scratch {
+ public:
+  Scratch(int workers, int64_t bytes) : bytes(bytes), memory(size_t(workers), nullptr) {}
+  ~Scratch() {
+    for (char *p : memory) std::free(p);
+  }
+  char *of(int worker) {
+    char *&p = memory[size_t(worker)];
+    if (!p) p = (char *)std::aligned_alloc(64, size_t((bytes + 63) / 64 * 64));
+    if (!p) throw std::bad_alloc();
+    return p;
+  }
+
+ private:
+  int64_t bytes;
+  std::vector<char *> memory;
+};
+
+struct Forward {
+  std::vector<QueryItem> items;
+  std::vector<int64_t> cost;
+  int64_t parts = 0;
+};
+
+// Keys that queries [m0, m1) of the heads see, at least: what an item costs.
+int64_t visible(const TwCall &c, const Sequence &s, const QueryItem &item) {
+  if (!c.lo.data && !c.hi.data) return item.n1 - item.n0;
+  auto end = [&](const TwEnds &e, int64_t i, int64_t none) -> int64_t {
+    return e.data ? e.data[s.b * e.batch + item.head * e.head + s.row_q + i] : none;
+  };
+  const int64_t low = std::max(end(c.lo, item.m0, item.n0), item.n0);
+  return std::max<int64_t>(0, std::min(end(c.hi, item.m1 - 1, item.n1), item.n1) - low);
+}
+
+Forward plan_forward(const TwCall &c) {
+  Forward plan;
+  const int64_t group = c.heads_q / c.heads_k;
+  for (int64_t b = 0; b < c.batch; ++b) {
+    const Sequence s = sequence_of(c, b);
+    for (int64_t head = 0; head < c.heads_q;) {
+      const int64_t heads = std::min<int64_t>(c.heads_per_item, group - head % group);
+      for (int64_t m0 = 0; m0 < s.seqlen_q; m0 += c.tile_m) {
+        const int64_t step = c.split ? c.split : std::max<int64_t>(s.seqlen_k, 1);
+        for (int64_t n0 = 0, part = 0; n0 < std::max<int64_t>(s.seqlen_k, 1); n0 += step, ++part) {
+          QueryItem item{b, head, heads, m0, std::min(m0 + c.tile_m, s.seqlen_q), n0, std::min(n0 + step, s.seqlen_k), part};
+          plan.cost.push_back(heads * (item.m1 - m0) * visible(c, s, item));
+          plan.items.push_back(item);
+          if (c.split) plan.parts = std::max(plan.parts, part + 1);
+        }
+      }
+      head += heads;
+    }
+  }
+  return plan;
+}
+
+std::vector<int64_t> longest_first(const std::vector<int64_t> &cost) {
+  std::vector<int64_t> order(cost.size());
+  for (size_t n = 0; n < order.size(); ++n) order[n] = int64_t(n);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return cost[size_t(a)] > cost[size_t(b)]; });
+  return order;
+}
+
+void run_forward(const TwCall &c) {
+  check(c);
+  const Kernels &kernels = chosen(c);
+  const Forward plan = plan_forward(c);
+  const std::vector<int64_t> order = longest_first(plan.cost);
+  const size_t size = c.type == TW_F64 ? 8 : 4;
+  const size_t lines = size_t(plan.parts * c.batch * c.heads_q * c.seqlen_q);
+  std::vector<char> o(lines * size_t(c.head_dim_v) * size), lse(lines * size);
+  const Partials partials{o.data(), lse.data(), plan.parts};
+  Scratch scratch(c.threads, kernels.forward_bytes(c));
+  parallel(c.threads, int64_t(order.size()), [&](int worker, int64_t n) {
+    kernels.forward(c, plan.items[size_t(order[size_t(n)])], partials, scratch.of(worker));
+  });
+  if (!plan.parts) return;
+  parallel(c.threads, c.batch * c.heads_q,
+           [&](int, int64_t n) { kernels.merge(c, partials, n / c.heads_q, n % c.heads_q); });
+}
+
+// Units by group: those of one group run one after the other, in order.
+std::vector<std::vector<KeyUnit>> plan_backward(const TwCall &c) {
+  std::vector<std::vector<KeyUnit>> groups;
+  const int64_t batches = c.serial_batch ? 1 : c.batch, heads = c.serial_head ? 1 : c.heads_k;
+  groups.resize(size_t(batches * heads * c.chunks));
+  for (int64_t b = 0; b < c.batch; ++b) {
+    const Sequence s = sequence_of(c, b);
+    const int64_t tiles = (s.seqlen_k + c.tile_n - 1) / c.tile_n;
+    for (int64_t head = 0; head < c.heads_k; ++head)
+      for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
+        const int64_t n0 = tiles * chunk / c.chunks * c.tile_n, n1 = tiles * (chunk + 1) / c.chunks * c.tile_n;
+        const int64_t group = ((c.serial_batch ? 0 : b) * heads + (c.serial_head ? 0 : head)) * c.chunks + chunk;
+        groups[size_t(group)].push_back({b, head, n0, std::min(n1, s.seqlen_k), chunk, group});
+      }
+  }
+  return groups;
+}
+
+void run_backward(const TwCall &c) {
+  check(c);
+  const Kernels &kernels = chosen(c);
+  parallel(c.threads, c.batch * c.heads_q, [&](int, int64_t n) { kernels.delta(c, n / c.heads_q, n % c.heads_q); });
+  const auto groups = plan_backward(c);
+  std::vector<int64_t> cost;
+  for (const auto &group : groups) {
+    int64_t total = 0;
+    for (const KeyUnit &unit : group) total += (unit.n1 - unit.n0) * (1 + sequence_of(c, unit.b).seqlen_q);
+    cost.push_back(total);
+  }
+  const std::vector<int64_t> order = longest_first(cost);
+  Scratch scratch(c.threads, kernels.backward_bytes(c));
+  parallel(c.threads, int64_t(order.size()), [&](int worker, int64_t n) {
+    for (const KeyUnit &unit : groups[size_t(order[size_t(n)])]) kernels.backward(c, unit, scratch.of(worker));
+  });
+}
+
+template <class F>
+int guarded(F run, char *error, int64_t size) {
+  auto say = [&](const char *text) {
+    if (error && size > 0) std::snprintf(error, size_t(size), "%s", text);
+  };
+  try {
+    run();
+    return TW_OK;
+  } catch (const std::invalid_argument &e) {
+    say(e.what());
+    return TW_BAD_CALL;
+  } catch (const std::bad_alloc &) {
+    say("out of memory");
+    return TW_NO_MEMORY;
+  } catch (const std::exception &e) {
+    say(e.what());
+    return TW_FAILED;
+  } catch (...) {
+    say("unknown error");
+    return TW_FAILED;
+  }
+}
+
+}  // namespace
+}  // namespace tw
+
+#define TW_EXPORT extern "C" __attribute__((visibility("default")))
+
+TW_EXPORT int tw_forward(const TwCall *call, char *error, int64_t error_size) {
+  return tw::guarded([&] { tw::run_forward(*call); }, error, error_size);
+}
+
+TW_EXPORT int tw_backward(const TwCall *call, char *error, int64_t error_size) {
+  return tw::guarded([&] { tw::run_backward(*call); }, error, error_size);
+}
+
+TW_EXPORT int tw_version(void) { return TW_VERSION; }
+
+TW_EXPORT int64_t tw_call_size(void) { return int64_t(sizeof(TwCall)); }
+
+TW_EXPORT int tw_isas(char *names, int64_t size) {
+  return tw::guarded(
+      [&] {
+        std::string all;
+        for (const tw::Kernels *kernels : tw::available()) all += (all.empty() ? "" : ",") + std::string(kernels->name);
+        std::snprintf(names, size_t(size), "%s", all.c_str());
+      },
+      nullptr, 0);
+}
+
+TW_EXPORT const char *tw_operations(void) {
+#define TW_NAME(name) #name " "
+  return TW_OPERATIONS(TW_NAME);
+#undef TW_NAME
+}

@@ -1,0 +1,219 @@
+// Forward (docs/algorithm.md, section 4): one query tile against its keys.
+//
+//   for each tile of keys:            Kᵀ and V packed, in L2 (L1 for small head_dim)
+//     for each block of 6 queries:    S in L1, the product's block in registers
+//       S = Q Kᵀ, score, mask, m' = max(m, max S), P = e^(S - m'), l = l·α + ΣP, acc = acc·α + (R ∘ P) V
+//
+// Scores stay in natural units, so that the backward finds the same bits: with one visible key P is exactly 1.
+#pragma once
+#include "dropout.h"
+#include "tile.h"
+
+namespace tw::TW_ISA {
+
+// A finished state of one row, sink not yet in: written where it belongs.
+template <class E, class T>
+void write_row(const TwCall &c, const Sequence &s, int64_t head, int64_t i, const T *o, T factor, T lse) {
+  if (c.sink) {
+    const T sink = ((const T *)c.sink)[head];
+    const T most = lse > sink ? lse : sink, least = lse > sink ? sink : lse;
+    const T total = most == T(-INFINITY) ? most : lse != lse ? lse : most + std::log1p(std::exp(least - most));
+    factor *= lse == T(-INFINITY) ? T(0) : std::exp(lse - total);
+    lse = total;
+  }
+  E *out = row_of<E>(c.o, s, s.row_q, i, head);
+  for (int64_t d = 0; d < c.head_dim_v; ++d) narrow(factor == T(0) ? T(0) : o[d] * factor, out + d);
+  statistic<T>(c, c.lse, s, head)[i] = lse;
+}
+
+template <class E, class T>
+class Forward {
+ public:
+  Forward(const TwCall &c, const QueryItem &item, char *scratch)
+      : c(c), item(item), s(sequence_of(c, item.b)), D(c.head_dim), Dv(c.head_dim_v), wide(round_up(Dv, kLanes<T>)) {
+    const int64_t most = greater(c.tile_m * c.heads_per_item, 1);
+    Arena arena{scratch};
+    q = arena.take<T>(most * D);
+    acc = arena.take<T>(most * wide);
+    m = arena.take<T>(most);
+    l = arena.take<T>(most);
+    lo = arena.take<int64_t>(most);
+    hi = arena.take<int64_t>(most);
+    k = arena.take<T>(c.tile_n * D);
+    v = arena.take<T>(c.tile_n * wide);
+    p = arena.take<T>(kRows * c.tile_n);
+    factor = arena.take<T>(c.tile_n);
+    machine = {&c.program, arena.take<char>(Machine::bytes(c.program, c.tile_n)), c.tile_n};
+    bytes = arena.used;
+  }
+
+  int64_t bytes;
+
+  void run(const Partials &partials) {
+    queries = item.m1 - item.m0, rows = item.heads * queries;
+    int64_t begin, end;
+    start(begin, end);
+    for (int64_t n0 = begin / c.tile_n * c.tile_n; n0 < end; n0 += c.tile_n) key_tile(n0);
+    finish(partials);
+  }
+
+ private:
+  const TwCall &c;
+  const QueryItem &item;
+  const Sequence s;
+  const int64_t D, Dv, wide;
+  int64_t queries, rows, entered = -1;
+  T *q, *acc, *m, *l, *k, *v, *p, *factor;
+  int64_t *lo, *hi;
+  Machine machine;
+
+  int64_t head_of(int64_t row) const { return item.head + row / queries; }
+  int64_t query_of(int64_t row) const { return item.m0 + row % queries; }
+  bool scored() const { return c.program.score >= 0; }
+
+  // Packs Q, reads the ends of every row; [begin, end) holds all of them.
+  void start(int64_t &begin, int64_t &end) {
+    const T scale = T(c.softmax_scale);
+    begin = item.n1, end = item.n0;
+    for (int64_t h = 0; h < item.heads; ++h) {
+      const int64_t head = item.head + h, first = h * queries;
+      Rows<E> from{row_of<E>(c.q, s, s.row_q, item.m0, head), c.q.row, queries, nullptr};
+      pack_plain<T, E>(from, queries, D, D, q + first * D, D, scale);
+      const int32_t *low = ends_of(c.lo, s, head, s.row_q), *high = ends_of(c.hi, s, head, s.row_q);
+      for (int64_t r = 0; r < queries; ++r) {
+        const int64_t i = item.m0 + r;
+        lo[first + r] = low ? greater(low[i], item.n0) : item.n0;
+        hi[first + r] = high ? smaller(high[i], item.n1) : item.n1;
+        if (lo[first + r] >= hi[first + r]) lo[first + r] = hi[first + r] = item.n0;
+        else begin = smaller(begin, lo[first + r]), end = greater(end, hi[first + r]);
+      }
+    }
+    for (int64_t r = 0; r < rows; ++r) m[r] = T(-INFINITY), l[r] = T(0);
+    for (int64_t n = 0; n < rows * wide; ++n) acc[n] = T(0);
+  }
+
+  void key_tile(int64_t n0) {
+    if (c.status && all_empty(n0)) return;
+    const int64_t head_k = item.head / (c.heads_q / c.heads_k);
+    const int64_t width = smaller(c.tile_n, round_up(s.seqlen_k - n0, kPanelWidth<T>));
+    pack_transposed<T, E>(key_rows<E>(c, c.k, s, head_k, n0), width, D, k);
+    pack_panels<T, E>(key_rows<E>(c, c.v, s, head_k, n0), width, Dv, v);
+    entered = -1;
+    for (int64_t r = 0; r < rows; r += kRows) row_block(n0, width, r, smaller(kRows, rows - r));
+  }
+
+  bool all_empty(int64_t n0) const {
+    for (int64_t h = 0; h < item.heads; ++h)
+      if (tile_state(c, s, item.head + h, item.m0 / c.tile_m, n0 / c.tile_n) != TW_EMPTY) return false;
+    return true;
+  }
+
+  void row_block(int64_t n0, int64_t width, int64_t r0, int64_t count) {
+    int64_t begin = width, end = 0;
+    for (int64_t r = r0; r < r0 + count; ++r)
+      if (lo[r] < hi[r]) begin = smaller(begin, lo[r] - n0), end = greater(end, hi[r] - n0);
+    begin = greater(begin, 0) / kPanelWidth<T> * kPanelWidth<T>;
+    end = smaller(round_up(end, kPanelWidth<T>), width);
+    if (begin >= end) return;
+    const int64_t vectors = (end - begin) / kLanes<T>;
+    multiply<T, Form::plain, false>(count, vectors, D, Operand<T>{q + r0 * D, D}, k + begin * D, p + begin, c.tile_n);
+    for (int64_t n = 0; n < count; ++n) softmax_row(n0, begin, end, r0 + n, p + n * c.tile_n);
+    for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {  // V's panels hold all keys of the tile: start at `begin`
+      const int64_t columns = smaller(kPanelWidth<T>, wide - d);
+      multiply<T, Form::plain, true>(count, columns / kLanes<T>, end - begin, Operand<T>{p + begin, c.tile_n},
+                                     v + d * width + begin * columns, acc + r0 * wide + d, wide);
+    }
+  }
+
+  // S becomes R ∘ P; m, l and acc of the row follow.
+  void softmax_row(int64_t n0, int64_t begin, int64_t end, int64_t row, T *x) {
+    if (c.program.score >= 0 || c.program.keep >= 0) scores_row(n0, begin, end, row, x);
+    const int64_t from = greater(lo[row] - n0, begin), to = smaller(hi[row] - n0, end);
+    for (int64_t n = begin; n < smaller(from, end); ++n) x[n] = T(-INFINITY);
+    for (int64_t n = greater(to, begin); n < end; ++n) x[n] = T(-INFINITY);
+    constexpr int W = kLanes<T>;
+    Vec<T> most = splat(m[row]);
+    for (int64_t n = begin; n < end; n += W) most = larger<T>(load(x + n), most);
+    const T top = max_lanes<T>(most), shift = top == T(-INFINITY) ? T(0) : top;
+    Vec<T> total{};
+    for (int64_t n = begin; n < end; n += W) {
+      const Vec<T> e = exp2<T>((load(x + n) - splat(shift)) * splat(T(kLog2E)));
+      total += e;
+      store(x + n, e);
+    }
+    if (top != m[row]) rescale(row, m[row] - shift);
+    m[row] = top;
+    l[row] += sum_lanes<T>(total);
+    if (c.keep_below) drop_row(n0, begin, end, row, x);
+  }
+
+  void rescale(int64_t row, T exponent) {
+    const Vec<T> alpha = exp2<T>(splat(exponent * T(kLog2E)));
+    l[row] *= alpha[0];
+    T *a = acc + row * wide;
+    for (int64_t d = 0; d < wide; d += kLanes<T>) store(a + d, load(a + d) * alpha);
+  }
+
+  // The score program, and -inf where the predicate is false.
+  void scores_row(int64_t n0, int64_t begin, int64_t end, int64_t row, T *x) {
+    const int64_t head = head_of(row);
+    const Place at{s.b, head, s.seqlen_q, s.seqlen_k, query_of(row), n0};
+    if (entered != head) machine.enter_head(at), machine.enter_tile(at), entered = head;
+    if (scored()) {
+      if (c.program.raw >= 0) __builtin_memcpy(machine.at<T>(c.program.raw) + begin, x + begin, (end - begin) * sizeof(T));
+      machine.run_row(TW_SCORE, at, begin, end);
+      __builtin_memcpy(x + begin, machine.at<T>(c.program.score) + begin, (end - begin) * sizeof(T));
+    }
+    if (c.program.keep < 0 || tile_state(c, s, head, item.m0 / c.tile_m, n0 / c.tile_n) == TW_FULL) return;
+    machine.run_row(TW_PREDICATE, at, begin, end);
+    const int64_t *kept = machine.at<int64_t>(c.program.keep);
+    for (int64_t n = begin; n < end; ++n) x[n] = kept[n] ? x[n] : T(-INFINITY);
+  }
+
+  void drop_row(int64_t n0, int64_t begin, int64_t end, int64_t row, T *x) {
+    const int64_t start = begin / 16 * 16, stop = round_up(end, 16);
+    const uint32_t head = uint32_t(s.b * c.heads_q + head_of(row));
+    Dropout{c.seed, c.keep_below}.row<T>(head, query_of(row), n0 + start, stop - start, factor + start);
+    for (int64_t n = begin; n < end; ++n) x[n] *= factor[n];
+  }
+
+  void finish(const Partials &partials) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const T *o = acc + r * wide;
+      const T factor = l[r] == T(0) ? T(0) : T(1) / l[r];
+      const T lse = l[r] == T(0) ? T(-INFINITY) : m[r] + std::log(l[r]);
+      if (!partials.parts) write_row<E, T>(c, s, head_of(r), query_of(r), o, factor, lse);
+      else write_partial(partials, r, o, factor, lse);
+    }
+  }
+
+  void write_partial(const Partials &partials, int64_t r, const T *o, T factor, T lse) const {
+    const int64_t line = ((item.part * c.batch + s.b) * c.heads_q + head_of(r)) * c.seqlen_q + query_of(r);
+    T *out = (T *)partials.o + line * Dv;
+    for (int64_t d = 0; d < Dv; ++d) out[d] = factor == T(0) ? T(0) : o[d] * factor;
+    ((T *)partials.lse)[line] = lse;
+  }
+};
+
+// The states of all chunks of a head's rows, merged in the order of the chunks (docs/algorithm.md, section 5).
+template <class E, class T>
+void merge_head(const TwCall &c, const Partials &partials, int64_t b, int64_t head) {
+  const Sequence s = sequence_of(c, b);
+  const int64_t stride = c.batch * c.heads_q * c.seqlen_q;
+  for (int64_t i = 0; i < s.seqlen_q; ++i) {
+    const int64_t line = (b * c.heads_q + head) * c.seqlen_q + i;
+    T *lse = (T *)partials.lse + line, *o = (T *)partials.o + line * c.head_dim_v;
+    for (int64_t part = 1; part < partials.parts; ++part) {
+      const T a = lse[0], x = lse[part * stride], most = a > x ? a : x;
+      if (x == T(-INFINITY)) continue;
+      const T total = a != a || x != x ? a + x : most + std::log1p(std::exp((a > x ? x : a) - most));
+      const T keep = a == T(-INFINITY) ? T(0) : std::exp(a - total), take = std::exp(x - total);
+      const T *from = o + part * stride * c.head_dim_v;
+      for (int64_t d = 0; d < c.head_dim_v; ++d) o[d] = o[d] * keep + from[d] * take;
+      lse[0] = total;
+    }
+    write_row<E, T>(c, s, head, i, o, lse[0] == T(-INFINITY) ? T(0) : T(1), lse[0]);
+  }
+}
+
+}  // namespace tw::TW_ISA

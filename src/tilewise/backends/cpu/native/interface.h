@@ -1,0 +1,100 @@
+// The C interface of the CPU kernels: what Python fills in by ctypes (library.py mirrors every struct).
+// All strides count elements; the last dimension of q, k, v, o and their gradients has stride 1.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+enum { TW_VERSION = 1, TW_DIMS = 8 };
+enum TwType { TW_F32 = 0, TW_F64 = 1, TW_BF16 = 2, TW_F16 = 3, TW_I64 = 4, TW_I32 = 5, TW_I16 = 6, TW_I8 = 7, TW_U8 = 8 };
+enum TwStatus { TW_OK = 0, TW_BAD_CALL = 1, TW_NO_MEMORY = 2, TW_FAILED = 3 };
+enum TwTile { TW_EMPTY = 0, TW_PARTIAL = 1, TW_FULL = 2 };
+
+// q, k, v, o, do, dq, dk, dv: element (b, n, h, d) at b * batch + n * row + h * head + d. Packed: batch = 0.
+typedef struct {
+  void *data;
+  int64_t batch, row, head;
+} TwTensor;
+
+// One end of the mask's interval for every line: (b, h, line) at b * batch + h * head + line; data null: unbounded.
+typedef struct {
+  const int32_t *data;
+  int64_t batch, head;
+} TwEnds;
+
+// A tensor that masks and scores read. The strides are those of the tensor, in elements.
+typedef struct {
+  const void *data;
+  int32_t type, dims;
+  int64_t size[TW_DIMS], stride[TW_DIMS];
+} TwLeaf;
+
+// One operation on registers, each a row of values. `type` is that of the operands, TwType's F32, F64 or I64.
+// A lookup reads leaf `b` at registers `index`; `mode` says how each index moves along a row (TwIndexMode).
+typedef struct {
+  int32_t op, type, out, a, b, c, dims;
+  int32_t index[TW_DIMS], mode[TW_DIMS];
+  double number;
+  int64_t integer;
+} TwInstruction;
+
+enum TwIndexMode { TW_UNIFORM = 0, TW_COLUMN = 1, TW_VARYING = 2 };
+// When an operation runs: once for (b, h); once a row; once a tile, by columns; for every pair.
+enum TwLevel { TW_PER_HEAD = 0, TW_PER_ROW = 1, TW_PER_COLUMN = 2, TW_PER_PAIR = 3, TW_LEVELS = 4 };
+enum TwPart { TW_PREDICATE = 0, TW_SCORE = 1, TW_SLOPES = 2, TW_PARTS = 3 };
+
+// The gradient of one lookup: values `slope` (register) times dz, added at `index` of a contiguous array.
+// Each group of work units has its own copy, `group_stride` apart (0: one for all), in fp64 where `wide`.
+typedef struct {
+  void *data;
+  int64_t group_stride;
+  int32_t wide, slope, dims;
+  int32_t index[TW_DIMS], mode[TW_DIMS];
+  int64_t size[TW_DIMS], stride[TW_DIMS];
+} TwLeafGradient;
+
+typedef struct {
+  const TwInstruction *code;
+  int32_t range[TW_PARTS][TW_LEVELS][2];
+  int32_t registers, raw, score, keep, slope;  // registers of s, z, the predicate, dz/ds; -1: none
+  int32_t leaf_gradients;
+  const TwLeaf *leaves;
+  const TwLeafGradient *gradients;
+} TwProgram;
+
+typedef struct {
+  int32_t version, type, threads, heads_per_item;
+  const char *isa;
+  int64_t batch, heads_q, heads_k, head_dim, head_dim_v, seqlen_q, seqlen_k;
+  int64_t tile_m, tile_n, split;                   // split: keys per chunk; 0: one chunk
+  double softmax_scale;
+  const int64_t *cu_seqlens_q, *cu_seqlens_k;      // null: a dense batch
+  TwTensor q, k, v, o;
+  void *lse;                                       // (b, h, i) at b * lse_batch + h * lse_head + i, fp32 or fp64
+  int64_t lse_batch, lse_head;
+  const void *sink;                                // (heads_q,), as lse; null: none
+  TwEnds lo, hi, first, last;
+  const uint8_t *status;                           // tiles of sequence b, head h from status_at[b] + h * status_head[b]
+  const int64_t *status_at, *status_head;          // null status: no predicate
+  const uint8_t *seen;                             // keys that some query sees, (b, key head, j); null: all
+  int64_t seen_batch, seen_head;
+  TwProgram program;
+  uint64_t seed;
+  uint32_t keep_below;                             // dropout's threshold; 0: no dropout
+  int32_t chunks;                                  // backward: parts of the keys, each with its own dq
+  int32_t serial_batch, serial_head;               // backward: units that differ there alone run one after the other
+  // Backward alone:
+  TwTensor dout, dq, dk, dv;                       // dq in the compute type, zeroed, chunk c from dq_chunk * c
+  int64_t dq_chunk;
+  const void *dlse;                                // as lse
+  void *delta;                                     // as lse, written first
+} TwCall;
+
+int tw_forward(const TwCall *call, char *error, int64_t error_size);
+int tw_backward(const TwCall *call, char *error, int64_t error_size);
+int tw_version(void);
+int64_t tw_call_size(void);
+const char *tw_operations(void);         // names, in the order of TwInstruction::op
+int tw_isas(char *names, int64_t size);  // this machine's instruction sets, best first, separated by commas
+
+}  // extern "C"

@@ -1,0 +1,138 @@
+// Vectors of TW_VECTOR_BYTES, by the compiler's vector extension: one source for every instruction set.
+// Everything lives in a namespace per instruction set, so that the linker never mixes two objects' inline code.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define TW_INLINE inline __attribute__((always_inline))
+
+namespace tw::TW_ISA {
+
+constexpr int kBytes = TW_VECTOR_BYTES;
+
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kBytes)));
+};
+template <class T>
+using Vec = typename VectorOf<T>::type;
+template <class T>
+constexpr int kLanes = kBytes / int(sizeof(T));
+
+template <class T>
+struct IntOf;
+template <>
+struct IntOf<float> {
+  using type = int32_t;
+};
+template <>
+struct IntOf<double> {
+  using type = int64_t;
+};
+template <class T>
+using Int = typename IntOf<T>::type;
+
+template <class T>
+TW_INLINE Vec<T> load(const T *p) {
+  Vec<T> v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class T>
+TW_INLINE void store(T *p, Vec<T> v) {
+  __builtin_memcpy(p, &v, sizeof v);
+}
+
+template <class T>
+TW_INLINE Vec<T> splat(T x) {
+  return x - Vec<T>{};  // x - 0 is x, also for -0
+}
+
+template <class T>
+TW_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
+  return a > b ? a : b;
+}
+
+template <class T>
+TW_INLINE T sum_lanes(Vec<T> v) {
+  T lanes[kLanes<T>];
+  store(lanes, v);
+  for (int step = kLanes<T> / 2; step; step /= 2)
+    for (int n = 0; n < step; ++n) lanes[n] += lanes[n + step];
+  return lanes[0];
+}
+
+template <class T>
+TW_INLINE T max_lanes(Vec<T> v) {
+  T lanes[kLanes<T>];
+  store(lanes, v);
+  for (int step = kLanes<T> / 2; step; step /= 2)
+    for (int n = 0; n < step; ++n) lanes[n] = lanes[n] > lanes[n + step] ? lanes[n] : lanes[n + step];
+  return lanes[0];
+}
+
+// -- Elements of the inputs: converted to the compute type as they are read -----------------------------------------
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+TW_INLINE float widen(float x) { return x; }
+TW_INLINE double widen(double x) { return x; }
+TW_INLINE float widen(Bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float f;
+  __builtin_memcpy(&f, &bits, 4);
+  return f;
+}
+TW_INLINE float widen(Half x) {
+  _Float16 h;
+  __builtin_memcpy(&h, &x, 2);
+  return float(h);
+}
+
+TW_INLINE void narrow(float x, float *out) { *out = x; }
+TW_INLINE void narrow(double x, double *out) { *out = x; }
+TW_INLINE void narrow(float x, Bf16 *out) {  // to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  out->bits = x != x ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+TW_INLINE void narrow(float x, Half *out) {
+  _Float16 h = _Float16(x);
+  __builtin_memcpy(out, &h, 2);
+}
+
+// kLanes<T> elements as a vector.
+template <class T>
+TW_INLINE Vec<T> load_wide(const T *p) {
+  return load(p);
+}
+template <class T>
+TW_INLINE Vec<T> load_wide(const Bf16 *p) {
+  typedef uint16_t Narrow __attribute__((vector_size(kBytes / 2)));
+  Narrow bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return (Vec<float>)(__builtin_convertvector(bits, Vec<uint32_t>) << 16);
+}
+template <class T>
+TW_INLINE Vec<T> load_wide(const Half *p) {
+  Vec<T> v;
+  for (int n = 0; n < kLanes<T>; ++n) v[n] = widen(p[n]);
+  return v;
+}
+#ifdef __AVX512F__
+template <>
+TW_INLINE Vec<float> load_wide<float>(const Half *p) {
+  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+#endif
+
+}  // namespace tw::TW_ISA

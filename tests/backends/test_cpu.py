@@ -1,0 +1,175 @@
+"""The cpu backend against the contract: on every instruction set of this machine, with its own tiles and with others."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from bench import cases
+from tests.backends.contract import Contract, agree, call, normal, of_case, qkv, run
+from tilewise.backends.cpu import Cpu, call as cpu_call, library
+from tilewise.backends.cpu.config import SPLIT_KEYS, Config
+
+
+def need_isa(name: str) -> None:
+    loaded = library.load()
+    if isinstance(loaded, str) or name not in loaded.isas:
+        pytest.skip(f"no library, or a machine without {name}")
+
+
+class TestCpu(Contract):
+    backend = Cpu()
+
+
+class TestAvx2(Contract):
+    backend = Cpu(isa="avx2")
+
+    @pytest.fixture(autouse=True)
+    def _has_it(self):
+        need_isa("avx2")
+
+
+class TestPortableVectors(Contract):
+    backend = Cpu(isa="portable")
+
+    @pytest.fixture(autouse=True)
+    def _has_it(self):
+        need_isa("portable")
+
+
+def test_the_library_is_there():
+    assert not isinstance(library.load(), str), library.load()
+
+
+OTHER_TILES = {
+    "tiny": Config(isa="portable", tile_m=5, tile_n=64, heads=1, backward_m=7, backward_n=64),
+    "stacked": Config(isa="portable", tile_m=12, tile_n=128, heads=2, backward_m=24, backward_n=64),
+    "chunks": Config(isa="portable", tile_m=64, tile_n=64, heads=2, backward_m=40, backward_n=64, chunks=2),
+    "split": Config(isa="portable", tile_m=16, tile_n=64, heads=2, backward_m=16, backward_n=64, split=64, chunks=2),
+}
+NAMES = (
+    "gqa-causal",
+    "window-both-cross",
+    "documents",
+    "dense",
+    "softcap-alibi-causal-cross",
+    "relative",
+    "dropout-causal-alibi-sink",
+    "key-lengths",
+)
+
+
+@pytest.mark.parametrize("config", OTHER_TILES.values(), ids=OTHER_TILES)
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_do_not_change_the_result(config, name):
+    agree(Cpu(config), of_case(cases.named(f"contract-{name}")))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_a_bit(threads):
+    c = call(*qkv(nq=200, nk=200), causal=True, score=tw.alibi(normal(4).requires_grad_()))
+    before = torch.get_num_threads()
+    results = []
+    for n in (1, threads):
+        torch.set_num_threads(n)
+        results.append(run(Cpu(), c))
+    torch.set_num_threads(before)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_long_keys_with_few_queries_are_split_and_merged():
+    q, k, v = qkv(nq=3, nk=2 * SPLIT_KEYS + 100, hq=2, hk=1)
+    c = call(q, k, v, causal=True, sink=normal(2))
+    assert Cpu().config(c.p).split == SPLIT_KEYS
+    agree(Cpu(), c)
+
+
+@pytest.mark.parametrize("shape", [(4, 70, 70), (1, 1, 70, 70), (2, 1, 70, 70), (1, 4, 70, 70), (70,), (2, 4, 1, 1)], ids=str)
+@pytest.mark.parametrize("private", [True, False], ids=["private", "shared"])
+def test_leaf_gradients_do_not_depend_on_where_they_are_summed(shape, private, monkeypatch):
+    """Small leaves have sums of their own in each group of work; large ones share one array and an order."""
+    monkeypatch.setattr(cpu_call, "PRIVATE_ELEMENTS", 1 << 30 if private else 0)
+    agree(Cpu(), call(*qkv(), score=tw.bias(normal(*shape).requires_grad_()), causal=True))
+
+
+def test_prepared_masks_give_the_same_result():
+    q, k, v = qkv(nq=200, nk=200)
+    mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()
+    plain, prepared = (run(Cpu(), call(q, k, v, mask=m)) for m in (mask, mask.prepare(q, k)))
+    assert all(torch.equal(plain[name], prepared[name]) for name in plain)
+
+
+def test_deterministic_results_do_not_depend_on_the_rest_of_the_batch():
+    q, k, v = qkv(batch=3, nq=300, nk=300)
+    whole = run(Cpu(), call(q, k, v, causal=True, deterministic=True))
+    alone = run(Cpu(), call(q[1:2], k[1:2], v[1:2], causal=True, deterministic=True))
+    assert torch.equal(whole["o"][1:2], alone["o"])
+    assert torch.equal(whole["lse"][1:2], alone["lse"])
+
+
+ELEMENTWISE = {
+    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1,
+    "sin": torch.sin, "cos": torch.cos, "erf": torch.erf, "abs": torch.abs, "relu": torch.relu, "floor": torch.floor,
+    "sqrt": lambda s: torch.sqrt(s.abs() + 1), "log": lambda s: torch.log(s.abs() + 1),
+    "log2": lambda s: torch.log2(s.abs() + 1), "log1p": lambda s: torch.log1p(s.abs()),
+    "rsqrt": lambda s: torch.rsqrt(s.abs() + 1), "pow": lambda s: (s.abs() + 1) ** 1.5, "mod": lambda s: s % 3,
+    "floordiv": lambda s: s + s // 2, "clamp": lambda s: s.clamp(-1, 2), "square": torch.square, "round": torch.round,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_operation_of_a_score_agrees(name, dtype):
+    x = qkv(nq=40, nk=70, dtype=dtype)
+    agree(Cpu(), call(*x, score=lambda s, b, h, i, j: ELEMENTWISE[name](2 * s) + 0.1 * s))
+
+
+@pytest.mark.parametrize(
+    "predicate",
+    [
+        lambda b, h, i, j: ((i * 7919 + j * 104729 + h) % 13 > 4) | (i == j),
+        lambda b, h, i, j: ((i ^ j) & 3 != 0) & ~((i - j) // -3 == 2),
+        lambda b, h, i, j: torch.where(h % 2 == 0, j <= i, (j - i).abs() < 9),
+        lambda b, h, i, j: torch.sin(0.3 * i) < torch.cos(0.2 * j + b),
+        lambda b, h, i, j: torch.minimum(i, 2 * j).clamp(3, 50) % -5 != 0,
+    ],
+    ids=["hash", "bits", "by-head", "waves", "signs"],
+)
+def test_integer_and_float_predicates_agree(predicate):
+    agree(Cpu(), call(*qkv(), mask=predicate))
+
+
+def test_an_instruction_set_that_is_not_there_is_refused():
+    q, k, v = qkv()
+    c = call(q, k, v)
+    config = replace(Cpu().config(c.p), isa="avx1024")
+    with pytest.raises(ValueError, match="no instruction set avx1024"):
+        Cpu(config).forward(c.p, c.t)
+
+
+def test_the_setting_chooses_the_instruction_set(monkeypatch):
+    q, k, v = qkv()
+    monkeypatch.setenv("TILEWISE_CPU_ISA", "portable")
+    assert Cpu().config(call(q, k, v).p).describe().startswith("portable, ")
+    monkeypatch.setenv("TILEWISE_CPU_ISA", "z80")
+    with pytest.raises(ValueError, match="TILEWISE_CPU_ISA=z80"):
+        Cpu().config(call(q, k, v).p)
+
+
+def test_a_forked_child_computes_too():
+    import multiprocessing
+
+    c = call(*qkv(nq=200, nk=200))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = Cpu().forward(c.p, c.t).o
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        child = context.Process(target=lambda: queue.put(bool(torch.equal(Cpu().forward(c.p, c.t).o, expected))))
+        child.start()
+        assert queue.get(timeout=20)
+        child.join()
+    finally:
+        torch.set_num_threads(before)

@@ -31,8 +31,9 @@ class Call:
     dlse: Tensor
 
 
-def call(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, device: str = "cpu", **options: object) -> Call:
-    """A call that wants every gradient; its tensors, those of masks and scores too, are moved to ``device``."""
+def call(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, device: str | None = None, **options: object) -> Call:
+    """A call that wants every gradient; its tensors, those of masks and scores too, are moved to ``device``, by default q's."""
+    device = device or q.device.type
     extras, seed, text = assemble(q.detach().requires_grad_(), k, v, Options(**options))
     q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
     seed, do = (None if x is None else x.to(device) for x in (seed, do))

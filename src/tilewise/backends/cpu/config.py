@@ -52,13 +52,12 @@ class Config:
 
 
 def choose(p: Problem, isa: str) -> Config:
-    """By shape alone, never by threads, so that bits do not depend on them; deterministic, not by the batch either."""
-    size = 8 if p.dtype == torch.float64 else 4
-    widest = max(p.head_dim, p.head_dim_v) * size
-    keys = 64 if p.seqlen_k <= 64 else 128 if p.seqlen_k <= 128 else 192
-    tile_n = min(keys, 192 if widest <= 512 else 128 if widest <= 1024 else 64)
-    backward_n = min(keys, 192 if widest <= 256 else 128 if widest <= 512 else 64)
-    tile_m = max(1, min(192, p.seqlen_q))
+    """By shape alone, never by threads, so that bits do not depend on them; deterministic, not by the batch either.
+
+    The tiles are those that won on 1 MiB of L2 (docs/measured.md, "CPU").
+    """
+    tile_n = _tile_n(p)
+    tile_m = max(1, min(_tile_m(p), p.seqlen_q))
     few_queries = not p.packed and p.seqlen_q <= 16 and p.seqlen_k >= 2 * SPLIT_KEYS
     return Config(
         isa=isa,
@@ -66,10 +65,23 @@ def choose(p: Problem, isa: str) -> Config:
         tile_n=128 if few_queries else tile_n,
         heads=1 if p.packed else max(1, min(p.group, 192 // tile_m)),
         backward_m=max(1, min(96, p.seqlen_q)),
-        backward_n=backward_n,
+        backward_n=tile_n,
         split=SPLIT_KEYS if few_queries else 0,
-        chunks=_chunks(p, backward_n),
+        chunks=_chunks(p, tile_n),
     )
+
+
+def _tile_m(p: Problem) -> int:
+    """Tall tiles pack K and V less often; but there must be tiles for every thread."""
+    tiles = lambda m: p.heads_q * -(-p.seqlen_q // m) * (1 if p.packed else p.batch)  # noqa: E731
+    return 384 if tiles(384) >= 32 else 192 if tiles(192) >= 16 else 96
+
+
+def _tile_n(p: Problem) -> int:
+    """As many keys as let K, V and the sums of a tile stay in L2."""
+    row = max(p.head_dim, p.head_dim_v) * (8 if p.dtype == torch.float64 else 4)
+    widest = next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
+    return min(widest, max(64, -(-p.seqlen_k // 64) * 64))
 
 
 def _chunks(p: Problem, tile_n: int) -> int:

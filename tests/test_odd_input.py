@@ -524,5 +524,5 @@ def test_meta_tensors_give_the_shapes_of_the_results():
 def test_explain_computes_nothing():
     q, k, v = (torch.empty(1, 1, 1, 64).expand(4, 1 << 20, 8, 64) for _ in range(3))
     explained = tw.explain(q, k, v, mask=tw.causal() & tw.keep(lambda b, h, i, j: (i ^ j) % 2 == 0))
-    assert explained.chosen == "portable"
+    assert explained.chosen in ("cpu", "portable")
     assert explained.flops == 4 * 4 * 8 * 64 * (1 << 40)

@@ -229,6 +229,17 @@ def test_the_call_that_wrong_ones_are_made_of_is_right():
     assert torch.isfinite(attend(**shorter, cu_seqlens_k=torch.tensor([0, 8, 16]))).all()
 
 
+def test_tables_of_positions_within_a_packed_sequence_need_not_span_all_sequences():
+    assert torch.isfinite(attend(**packed(), score=tw.bias(normal(4, 8, 8)))).all()
+
+
+@pytest.mark.parametrize("lengths", [(0, 8), (8, 0)], ids=["no-queries", "no-keys"])
+def test_an_empty_leaf_is_right_where_nothing_is_to_be_read(lengths):
+    nq, nk = lengths
+    o = attend(**inputs(nq=nq, nk=nk), score=normal(nq, nk), mask=normal(nq, nk) > 0)
+    assert torch.equal(o, torch.zeros(2, nq, 4, 16))
+
+
 def test_all_reasons_come_at_once():
     q, k, v = qkv(nq=8, nk=8)
     with pytest.raises(ValueError, match="called wrongly") as error:

@@ -1,6 +1,7 @@
 """The environment variables, read here and nowhere else.
 
-- ``TILEWISE_CPU_ISA=name``: the cpu backend uses this instruction set (``avx512``, ``avx2``, ``portable``), not the best one.
+- ``TILEWISE_CPU_ISA=name``: the cpu backend uses this instruction set (``avx512bf16``, ``avx512``,
+  ``avx2``, ``portable``), not the best one.
 - ``TILEWISE_CHECK=1``: read ``cu_seqlens`` back from the accelerator at each call and refuse a wrong one.
 """
 

@@ -22,6 +22,16 @@ class TestCpu(Contract):
     backend = Cpu()
 
 
+class TestAvx512(Contract):
+    """The default where bf16 dot products exist has all of this but them: here, 16-bit inputs without them."""
+
+    backend = Cpu(isa="avx512")
+
+    @pytest.fixture(autouse=True)
+    def _has_it(self):
+        need_isa("avx512")
+
+
 class TestAvx2(Contract):
     backend = Cpu(isa="avx2")
 
@@ -64,6 +74,14 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles_do_not_change_the_result(config, name):
     agree(Cpu(config), of_case(cases.named(f"contract-{name}")))
+
+
+@pytest.mark.parametrize("d", [1, 7, 16, 33, 64, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"])
+def test_odd_sizes_in_every_dtype(d, dtype):
+    q, k, v = qkv(batch=1, nq=101, nk=203, d=d, dv=d + 4, dtype=dtype)
+    agree(Cpu(), call(q, k, v, causal=True, score=tw.softcap(20.0), sink=normal(4)))
+    agree(Cpu(), call(q, k, v))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -292,5 +292,6 @@ class LeafSums:
         bound.keep.append(native)
 
     def result(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
-        return {n: x.sum(0).view(leaves[n].shape).to(leaves[n].dtype) for n, x in self.sums.items()}
+        total = lambda x: x[0] if x.shape[0] == 1 else x.sum(0)  # noqa: E731
+        return {n: total(x).view(leaves[n].shape).to(leaves[n].dtype) for n, x in self.sums.items()}
 

@@ -9,6 +9,7 @@ import torch
 from tilewise.problem import Problem
 
 SPLIT_KEYS = 4096  # a chunk, where few queries meet many keys
+PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
 ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, the keys are parted too
 
 
@@ -56,15 +57,17 @@ def choose(p: Problem, isa: str) -> Config:
 
     The tiles are those that won on 1 MiB of L2 (docs/measured.md, "CPU").
     """
-    tile_n = _tile_n(p)
-    tile_m = max(1, min(_tile_m(p), p.seqlen_q))
+    tile_n, tile_m = _tile_n(p), _tile_m(p)
+    if p.spec.region.predicate is not None:  # smaller tiles are more often empty or full
+        tile_n, tile_m = min(tile_n, PREDICATE_TILE), min(tile_m, PREDICATE_TILE)
+    tile_m = max(1, min(tile_m, p.seqlen_q))
     few_queries = not p.packed and p.seqlen_q <= 16 and p.seqlen_k >= 2 * SPLIT_KEYS
     return Config(
         isa=isa,
         tile_m=tile_m,
         tile_n=128 if few_queries else tile_n,
         heads=1 if p.packed else max(1, min(p.group, 192 // tile_m)),
-        backward_m=max(1, min(96, p.seqlen_q)),
+        backward_m=max(1, min(96 if p.spec.region.predicate is None else PREDICATE_TILE, p.seqlen_q)),
         backward_n=tile_n,
         split=SPLIT_KEYS if few_queries else 0,
         chunks=_chunks(p, tile_n),

@@ -31,18 +31,24 @@ void delta_head(const TwCall &c, int64_t b, int64_t head) {
   }
 }
 
-template <class E, class T>
+// E: the inputs' element; T: the compute type; X: the products' element, T or Pair (product.h).
+template <class E, class T, class X>
 class Backward {
  public:
   Backward(const TwCall &c, const KeyUnit &unit, char *scratch)
       : c(c), unit(unit), s(sequence_of(c, unit.b)), D(c.head_dim), Dv(c.head_dim_v), wide(round_up(D, kLanes<T>)),
         wide_v(round_up(Dv, kLanes<T>)) {
     Arena arena{scratch};
-    kt = arena.take<T>(c.tile_n * D), vt = arena.take<T>(c.tile_n * Dv), k = arena.take<T>(c.tile_n * wide);
+    kt = arena.take<X>(c.tile_n * elements<X>(D)), vt = arena.take<X>(c.tile_n * elements<X>(Dv));
+    k = arena.take<X>(elements<X>(c.tile_n) * wide);
     dk = arena.take<T>(c.tile_n * wide), dv = arena.take<T>(c.tile_n * wide_v);
-    q = arena.take<T>(c.tile_m * D), qp = arena.take<T>(c.tile_m * wide);
-    dout = arena.take<T>(c.tile_m * Dv), dop = arena.take<T>(c.tile_m * wide_v);
-    p = arena.take<T>(c.tile_m * c.tile_n), dp = arena.take<T>(c.tile_m * c.tile_n);
+    q = arena.take<X>(c.tile_m * elements<X>(D)), qp = arena.take<X>(elements<X>(c.tile_m) * wide);
+    dout = arena.take<X>(c.tile_m * elements<X>(Dv)), dop = arena.take<X>(elements<X>(c.tile_m) * wide_v);
+    p = arena.take<T>((c.tile_m + 1) * c.tile_n), dp = arena.take<T>((c.tile_m + 1) * c.tile_n);
+    if constexpr (paired) {
+      const int64_t pairs = (c.tile_m + 1) / 2 * c.tile_n;
+      p_columns = arena.take<X>(pairs), ds_columns = arena.take<X>(pairs), ds_rows = arena.take<X>(pairs);
+    }
     dq = arena.take<T>(c.tile_m * wide);
     factor = arena.take<T>(c.tile_n);
     first = arena.take<int32_t>(c.tile_n), last = arena.take<int32_t>(c.tile_n);
@@ -57,6 +63,8 @@ class Backward {
   }
 
  private:
+  static constexpr bool paired = !__is_same(X, T);
+
   struct Range {
     int64_t begin, end;
   };
@@ -66,7 +74,8 @@ class Backward {
   const Sequence s;
   const int64_t D, Dv, wide, wide_v;
   int64_t real, width;  // keys of the tile; the same, padded to whole panels
-  T *kt, *vt, *k, *dk, *dv, *q, *qp, *dout, *dop, *p, *dp, *dq, *factor;
+  X *kt, *vt, *k, *q, *qp, *dout, *dop, *p_columns, *ds_columns, *ds_rows;
+  T *dk, *dv, *p, *dp, *dq, *factor;
   int32_t *first, *last;
   Machine machine;
 
@@ -74,9 +83,9 @@ class Backward {
 
   void key_tile(int64_t n0) {
     real = smaller(c.tile_n, unit.n1 - n0), width = smaller(c.tile_n, round_up(real, kPanelWidth<T>));
-    pack_transposed<T, E>(key_rows<E>(c, c.k, s, unit.head_k, n0), width, D, kt);
-    pack_transposed<T, E>(key_rows<E>(c, c.v, s, unit.head_k, n0), width, Dv, vt);
-    pack_panels<T, E>(key_rows<E>(c, c.k, s, unit.head_k, n0), width, D, k);
+    pack_transposed<X, E>(key_rows<E>(c, c.k, s, unit.head_k, n0), width, D, kt);
+    pack_transposed<X, E>(key_rows<E>(c, c.v, s, unit.head_k, n0), width, Dv, vt);
+    pack_panels<X, E>(key_rows<E>(c, c.k, s, unit.head_k, n0), width, D, k);
     for (int64_t n = 0; n < width * wide; ++n) dk[n] = T(0);
     for (int64_t n = 0; n < width * wide_v; ++n) dv[n] = T(0);
     const int64_t group = c.heads_q / c.heads_k;
@@ -132,33 +141,60 @@ class Backward {
     bool masked;
     const Range columns = columns_of(rows, masked);
     if (columns.begin >= columns.end) return;
-    const int64_t count = rows.end - rows.begin, depth = columns.end - columns.begin, vectors = depth / kLanes<T>;
+    const int64_t count = rows.end - rows.begin, begin = columns.begin, vectors = (columns.end - begin) / kLanes<T>;
+    const int64_t depth = elements<X>(D), depth_v = elements<X>(Dv);
     load_queries(at.h, rows);
-    multiply<T, Form::plain, false>(count, vectors, D, {q, D}, kt + columns.begin * D, p + columns.begin, c.tile_n);
-    multiply<T, Form::plain, false>(count, vectors, Dv, {dout, Dv}, vt + columns.begin * Dv, dp + columns.begin, c.tile_n);
+    multiply<X, Form::plain, false>(count, vectors, depth, {q, depth}, kt + begin * depth, p + begin, c.tile_n,
+                                    T(c.softmax_scale));
+    multiply<X, Form::plain, false>(count, vectors, depth_v, {dout, depth_v}, vt + begin * depth_v, dp + begin, c.tile_n);
     for (int64_t r = 0; r < count; ++r) {
       at.i = rows.begin + r;
       gradient_row(at, columns, masked, predicate, p + r * c.tile_n, dp + r * c.tile_n);
     }
-    const int64_t v = wide / kLanes<T>, v_v = wide_v / kLanes<T>;
-    multiply<T, Form::transposed, true>(depth, v_v, count, {p + columns.begin, c.tile_n}, dop, dv + columns.begin * wide_v, wide_v);
-    multiply<T, Form::transposed, true>(depth, v, count, {dp + columns.begin, c.tile_n}, qp, dk + columns.begin * wide, wide);
-    for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {
-      const int64_t part = smaller(kPanelWidth<T>, wide - d);
-      multiply<T, Form::plain, false>(count, part / kLanes<T>, depth, {dp + columns.begin, c.tile_n},
-                                      k + d * width + columns.begin * part, dq + d, wide);
+    if constexpr (paired) {
+      round_tile(columns, count);
+      add_products(columns, count, {p_columns + begin, c.tile_n}, {ds_columns + begin, c.tile_n},
+                   {ds_rows + begin / 2, c.tile_n / 2});
+    } else {
+      add_products(columns, count, {p + begin, c.tile_n}, {dp + begin, c.tile_n}, {dp + begin, c.tile_n});
     }
     add_dq(at.h, rows);
+  }
+
+  // P and dS in the forms that the products take: pairs of rows for dV and dK, pairs of columns for dQ.
+  void round_tile(const Range &columns, int64_t count) {
+    if constexpr (paired) {
+      if (count % 2)
+        for (int64_t n = 0; n < c.tile_n; ++n) p[count * c.tile_n + n] = dp[count * c.tile_n + n] = T(0);
+      for (int64_t r = 0; r < count; r += 2) {
+        const T *p0 = p + r * c.tile_n, *ds0 = dp + r * c.tile_n;
+        round_rows(p0, p0 + c.tile_n, columns.begin, columns.end, p_columns + r / 2 * c.tile_n);
+        round_rows(ds0, ds0 + c.tile_n, columns.begin, columns.end, ds_columns + r / 2 * c.tile_n);
+        round_row(ds0, columns.begin, columns.end, ds_rows + r * c.tile_n / 2);
+        round_row(ds0 + c.tile_n, columns.begin, columns.end, ds_rows + (r + 1) * c.tile_n / 2);
+      }
+    }
+  }
+
+  void add_products(const Range &columns, int64_t count, Operand<X> p_t, Operand<X> ds_t, Operand<X> ds) {
+    const int64_t begin = columns.begin, keys = columns.end - begin, depth = elements<X>(count);
+    multiply<X, Form::transposed, true>(keys, wide_v / kLanes<T>, depth, p_t, dop, dv + begin * wide_v, wide_v);
+    multiply<X, Form::transposed, true>(keys, wide / kLanes<T>, depth, ds_t, qp, dk + begin * wide, wide);
+    for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {
+      const int64_t part = smaller(kPanelWidth<T>, wide - d);
+      multiply<X, Form::plain, false>(count, part / kLanes<T>, elements<X>(keys), ds,
+                                      k + d * elements<X>(width) + elements<X>(begin) * part, dq + d, wide);
+    }
   }
 
   void load_queries(int64_t head, const Range &rows) {
     const int64_t count = rows.end - rows.begin;
     const Rows<E> q_rows{row_of<E>(c.q, s, s.row_q, rows.begin, head), c.q.row, count, nullptr};
     const Rows<E> do_rows{row_of<E>(c.dout, s, s.row_q, rows.begin, head), c.dout.row, count, nullptr};
-    pack_plain<T, E>(q_rows, count, D, D, q, D, T(c.softmax_scale));  // as the forward does, for the same S
-    pack_plain<T, E>(do_rows, count, Dv, Dv, dout, Dv, T(1));
-    pack_panels<T, E>(q_rows, count, D, qp);
-    pack_panels<T, E>(do_rows, count, Dv, dop);
+    pack_rows<X, E>(q_rows, count, D, q);
+    pack_rows<X, E>(do_rows, count, Dv, dout);
+    pack_panels<X, E>(q_rows, count, D, qp);
+    pack_panels<X, E>(do_rows, count, Dv, dop);
   }
 
   void add_dq(int64_t head, const Range &rows) {
@@ -180,7 +216,7 @@ class Backward {
     if (c.keep_below) drop_factors(at, columns);
     constexpr int W = kLanes<T>;
     for (int64_t n = columns.begin; n < columns.end; n += W) {
-      const Vec<T> e = exp2<T>((load(x + n) - splat(shift)) * splat(T(kLog2E)));
+      const Vec<T> e = softmax_exp<T>(load(x + n) - splat(shift));
       const Vec<T> f = c.keep_below ? load(factor + n) : splat(T(1));
       const Vec<T> ds = e * (load(y + n) * f - splat(delta));
       store(x + n, e * f);

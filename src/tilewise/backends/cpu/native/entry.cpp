@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include <sys/mman.h>
+
 #include "interface.h"
 #include "operations.h"
 #include "pool.h"
@@ -20,6 +22,7 @@ namespace tw {
   extern const Kernels kernels; \
   }
 #ifdef TW_X86
+TW_DECLARE(avx512bf16)
 TW_DECLARE(avx512)
 TW_DECLARE(avx2)
 #endif
@@ -32,9 +35,10 @@ std::vector<const Kernels *> available() {
   std::vector<const Kernels *> found;
 #ifdef TW_X86
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    found.push_back(&avx512::kernels);
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16::kernels);
+  if (avx512) found.push_back(&avx512::kernels);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     found.push_back(&avx2::kernels);
 #endif
@@ -57,24 +61,34 @@ void check(const TwCall &c) {
   if (c.split % c.tile_n) throw std::invalid_argument("split must be a multiple of tile_n");
 }
 
-// Memory of each worker, made by the worker that needs it.
-class Scratch {
- public:
-  Scratch(int workers, int64_t bytes) : bytes(bytes), memory(size_t(workers), nullptr) {}
-  ~Scratch() {
-    for (char *p : memory) std::free(p);
-  }
-  char *of(int worker) {
-    char *&p = memory[size_t(worker)];
-    if (!p) p = (char *)std::aligned_alloc(64, size_t((bytes + 63) / 64 * 64));
-    if (!p) throw std::bad_alloc();
-    return p;
-  }
+constexpr int64_t kHugePage = 2 << 20;
 
- private:
-  int64_t bytes;
-  std::vector<char *> memory;
-};
+void use_huge_pages(char *memory, int64_t size) {
+#ifdef MADV_HUGEPAGE
+  madvise(memory, size_t(size), MADV_HUGEPAGE);  // a wish: whether it is granted changes nothing but the time
+#else
+  (void)memory, (void)size;
+#endif
+}
+
+// A thread's memory, kept from call to call: fresh pages would cost a short call a tenth of its time.
+char *scratch(int64_t bytes) {
+  struct Memory {
+    char *data = nullptr;
+    int64_t size = 0;
+    ~Memory() { std::free(data); }
+  };
+  thread_local Memory mine;
+  if (mine.size < bytes) {
+    std::free(mine.data);
+    mine.size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    mine.data = (char *)std::aligned_alloc(kHugePage, size_t(mine.size));
+    if (!mine.data) mine.size = 0;
+    if (!mine.data) throw std::bad_alloc();
+    use_huge_pages(mine.data, mine.size);
+  }
+  return mine.data;
+}
 
 struct Forward {
   std::vector<QueryItem> items;
@@ -130,13 +144,13 @@ void run_forward(const TwCall &c) {
   const size_t lines = size_t(plan.parts * c.batch * c.heads_q * c.seqlen_q);
   std::vector<char> o(lines * size_t(c.head_dim_v) * size), lse(lines * size);
   const Partials partials{o.data(), lse.data(), plan.parts};
-  Scratch scratch(c.threads, kernels.forward_bytes(c));
-  parallel(c.threads, int64_t(order.size()), [&](int worker, int64_t n) {
-    kernels.forward(c, plan.items[size_t(order[size_t(n)])], partials, scratch.of(worker));
+  const int64_t bytes = kernels.forward_bytes(c);
+  parallel(c.threads, int64_t(order.size()), [&](int64_t n) {
+    kernels.forward(c, plan.items[size_t(order[size_t(n)])], partials, scratch(bytes));
   });
   if (!plan.parts) return;
   parallel(c.threads, c.batch * c.heads_q,
-           [&](int, int64_t n) { kernels.merge(c, partials, n / c.heads_q, n % c.heads_q); });
+           [&](int64_t n) { kernels.merge(c, partials, n / c.heads_q, n % c.heads_q); });
 }
 
 // Units by group: those of one group run one after the other, in order.
@@ -160,7 +174,7 @@ std::vector<std::vector<KeyUnit>> plan_backward(const TwCall &c) {
 void run_backward(const TwCall &c) {
   check(c);
   const Kernels &kernels = chosen(c);
-  parallel(c.threads, c.batch * c.heads_q, [&](int, int64_t n) { kernels.delta(c, n / c.heads_q, n % c.heads_q); });
+  parallel(c.threads, c.batch * c.heads_q, [&](int64_t n) { kernels.delta(c, n / c.heads_q, n % c.heads_q); });
   const auto groups = plan_backward(c);
   std::vector<int64_t> cost;
   for (const auto &group : groups) {
@@ -169,9 +183,9 @@ void run_backward(const TwCall &c) {
     cost.push_back(total);
   }
   const std::vector<int64_t> order = longest_first(cost);
-  Scratch scratch(c.threads, kernels.backward_bytes(c));
-  parallel(c.threads, int64_t(order.size()), [&](int worker, int64_t n) {
-    for (const KeyUnit &unit : groups[size_t(order[size_t(n)])]) kernels.backward(c, unit, scratch.of(worker));
+  const int64_t bytes = kernels.backward_bytes(c);
+  parallel(c.threads, int64_t(order.size()), [&](int64_t n) {
+    for (const KeyUnit &unit : groups[size_t(order[size_t(n)])]) kernels.backward(c, unit, scratch(bytes));
   });
 }
 

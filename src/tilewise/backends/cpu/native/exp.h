@@ -38,21 +38,29 @@ TW_INLINE Vec<T> horner(Vec<T> x) {
   return p;
 }
 
+// p · 2^n, n in the low bits of `shifted`; in two steps, since 2^128 has no exponent of its own.
+template <class T>
+TW_INLINE Vec<T> scaled(Vec<T> p, Vec<T> shifted) {
+  using E = Exp2<T>;
+  Vec<Int<T>> n = (Vec<Int<T>>)shifted - (Vec<Int<T>>)splat(E::magic);
+  Vec<Int<T>> half = n >> 1, one = (Vec<Int<T>>)splat(T(1));
+  return p * (Vec<T>)((half << E::mantissa) + one) * (Vec<T>)(((n - half) << E::mantissa) + one);
+}
+
+template <class T>
+TW_INLINE Vec<T> between(Vec<T> x, T low, T high) {  // NaN stays
+  x = x < splat(low) ? splat(low) : x;
+  return x > splat(high) ? splat(high) : x;
+}
+
 // NaN gives NaN, +inf gives +inf.
 template <class T>
 TW_INLINE Vec<T> exp2(Vec<T> x) {
   using E = Exp2<T>;
-  Vec<T> low = splat(E::lowest), high = splat(E::highest);
-  Vec<T> clamped = x < low ? low : x;
-  clamped = clamped > high ? high : clamped;
+  Vec<T> clamped = between<T>(x, E::lowest, E::highest);
   Vec<T> shifted = clamped + splat(E::magic);  // its low bits are x, rounded
-  Vec<T> f = clamped - (shifted - splat(E::magic));
-  Vec<T> p = horner<T>(f);
-  // Scaled in two steps: 2^128 has no exponent of its own.
-  Vec<Int<T>> n = (Vec<Int<T>>)shifted - (Vec<Int<T>>)splat(E::magic);
-  Vec<Int<T>> half = n >> 1, one = (Vec<Int<T>>)splat(T(1));
-  p = p * (Vec<T>)((half << E::mantissa) + one) * (Vec<T>)(((n - half) << E::mantissa) + one);
-  return x <= low ? Vec<T>{} : p;
+  Vec<T> p = horner<T>(clamped - (shifted - splat(E::magic)));
+  return x <= splat(E::lowest) ? Vec<T>{} : scaled<T>(p, shifted);
 }
 
 #ifdef __AVX512F__
@@ -74,13 +82,23 @@ constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.69314718055994531;
 // e^x: x - n ln2 by Cody and Waite in two parts, so that large |x| keeps its last bits.
 template <class T>
 TW_INLINE Vec<T> exp(Vec<T> x) {
+  using E = Exp2<T>;
   constexpr T high = sizeof(T) == 4 ? T(0x1.62e4p-1) : T(0x1.62e42fefa38p-1), low = T(kLn2 - double(high));
-  Vec<T> n = x * splat(T(kLog2E)) + splat(Exp2<T>::magic) - splat(Exp2<T>::magic);
-  Vec<T> rest = (x - n * splat(high)) - n * splat(low);
-  Vec<T> beyond = (Vec<T>)((x < splat(T(-1e4))) | (x > splat(T(1e4))));
-  rest = (Vec<T>)((Vec<Int<T>>)rest & ~(Vec<Int<T>>)beyond);  // there 2^n alone is 0 or infinite
-  n = (Vec<Int<T>>)beyond != Vec<Int<T>>{} ? x : n;
-  return exp2<T>(rest * splat(T(kLog2E))) * exp2<T>(n);
+  constexpr T least = T(E::lowest * kLn2), most = T(E::highest * kLn2);
+  Vec<T> clamped = between<T>(x, least, most);
+  Vec<T> shifted = clamped * splat(T(kLog2E)) + splat(E::magic), n = shifted - splat(E::magic);
+  Vec<T> rest = (clamped - n * splat(high)) - n * splat(low);
+  Vec<T> y = scaled<T>(horner<T>(rest * splat(T(kLog2E))), shifted);
+  return x <= splat(least) ? Vec<T>{} : x >= splat(most) ? splat(T(INFINITY)) : y;
+}
+
+// e^x for x of at most about 0, where every operation counts: with AVX-512 the rounding of x log2(e) stays in.
+template <class T>
+TW_INLINE Vec<T> softmax_exp(Vec<T> x) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(T) == 4) return exp2<T>(x * splat(T(kLog2E)));
+#endif
+  return exp<T>(x);
 }
 
 }  // namespace tw::TW_ISA

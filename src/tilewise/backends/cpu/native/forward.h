@@ -26,22 +26,45 @@ void write_row(const TwCall &c, const Sequence &s, int64_t head, int64_t i, cons
   statistic<T>(c, c.lse, s, head)[i] = lse;
 }
 
+// All rows of an item: normalised and written, or, where keys are split, left as partial states.
 template <class E, class T>
+void finish_rows(const TwCall &c, const Sequence &s, const QueryItem &item, const Partials &partials, const T *acc,
+                 int64_t wide, const T *m, const T *l) {
+  const int64_t rows = item.heads * (item.m1 - item.m0);
+  for (int64_t r = 0; r < rows; ++r) {
+    const T *o = acc + r * wide;
+    const int64_t head = item.head_of(r), i = item.query_of(r);
+    const T factor = l[r] == T(0) ? T(0) : T(1) / l[r];
+    const T lse = l[r] == T(0) ? T(-INFINITY) : m[r] + std::log(l[r]);
+    if (!partials.parts) {
+      write_row<E, T>(c, s, head, i, o, factor, lse);
+      continue;
+    }
+    const int64_t line = ((item.part * c.batch + s.b) * c.heads_q + head) * c.seqlen_q + i;
+    T *out = (T *)partials.o + line * c.head_dim_v;
+    for (int64_t d = 0; d < c.head_dim_v; ++d) out[d] = factor == T(0) ? T(0) : o[d] * factor;
+    ((T *)partials.lse)[line] = lse;
+  }
+}
+
+// E: the inputs' element; T: the compute type; X: the products' element, T or Pair (product.h).
+template <class E, class T, class X>
 class Forward {
  public:
   Forward(const TwCall &c, const QueryItem &item, char *scratch)
       : c(c), item(item), s(sequence_of(c, item.b)), D(c.head_dim), Dv(c.head_dim_v), wide(round_up(Dv, kLanes<T>)) {
     const int64_t most = greater(c.tile_m * c.heads_per_item, 1);
     Arena arena{scratch};
-    q = arena.take<T>(most * D);
+    q = arena.take<X>(most * elements<X>(D));
     acc = arena.take<T>(most * wide);
     m = arena.take<T>(most);
     l = arena.take<T>(most);
     lo = arena.take<int64_t>(most);
     hi = arena.take<int64_t>(most);
-    k = arena.take<T>(c.tile_n * D);
-    v = arena.take<T>(c.tile_n * wide);
+    k = arena.take<X>(c.tile_n * elements<X>(D));
+    v = arena.take<X>(elements<X>(c.tile_n) * wide);
     p = arena.take<T>(kRows * c.tile_n);
+    if constexpr (paired) rounded = arena.take<X>(kRows * c.tile_n / 2);
     factor = arena.take<T>(c.tile_n);
     machine = {&c.program, arena.take<char>(Machine::bytes(c.program, c.tile_n)), c.tile_n};
     bytes = arena.used;
@@ -54,31 +77,33 @@ class Forward {
     int64_t begin, end;
     start(begin, end);
     for (int64_t n0 = begin / c.tile_n * c.tile_n; n0 < end; n0 += c.tile_n) key_tile(n0);
-    finish(partials);
+    finish_rows<E, T>(c, s, item, partials, acc, wide, m, l);
   }
 
  private:
+  static constexpr bool paired = !__is_same(X, T);
+
   const TwCall &c;
   const QueryItem &item;
   const Sequence s;
   const int64_t D, Dv, wide;
   int64_t queries, rows, entered = -1;
-  T *q, *acc, *m, *l, *k, *v, *p, *factor;
+  T *acc, *m, *l, *p, *factor;
+  X *q, *k, *v, *rounded;
   int64_t *lo, *hi;
   Machine machine;
 
-  int64_t head_of(int64_t row) const { return item.head + row / queries; }
-  int64_t query_of(int64_t row) const { return item.m0 + row % queries; }
+  int64_t head_of(int64_t row) const { return item.head_of(row); }
+  int64_t query_of(int64_t row) const { return item.query_of(row); }
   bool scored() const { return c.program.score >= 0; }
 
   // Packs Q, reads the ends of every row; [begin, end) holds all of them.
   void start(int64_t &begin, int64_t &end) {
-    const T scale = T(c.softmax_scale);
     begin = item.n1, end = item.n0;
     for (int64_t h = 0; h < item.heads; ++h) {
       const int64_t head = item.head + h, first = h * queries;
       Rows<E> from{row_of<E>(c.q, s, s.row_q, item.m0, head), c.q.row, queries, nullptr};
-      pack_plain<T, E>(from, queries, D, D, q + first * D, D, scale);
+      pack_rows<X, E>(from, queries, D, q + first * elements<X>(D));
       const int32_t *low = ends_of(c.lo, s, head, s.row_q), *high = ends_of(c.hi, s, head, s.row_q);
       for (int64_t r = 0; r < queries; ++r) {
         const int64_t i = item.m0 + r;
@@ -96,8 +121,8 @@ class Forward {
     if (c.status && all_empty(n0)) return;
     const int64_t head_k = item.head / (c.heads_q / c.heads_k);
     const int64_t width = smaller(c.tile_n, round_up(s.seqlen_k - n0, kPanelWidth<T>));
-    pack_transposed<T, E>(key_rows<E>(c, c.k, s, head_k, n0), width, D, k);
-    pack_panels<T, E>(key_rows<E>(c, c.v, s, head_k, n0), width, Dv, v);
+    pack_transposed<X, E>(key_rows<E>(c, c.k, s, head_k, n0), width, D, k);
+    pack_panels<X, E>(key_rows<E>(c, c.v, s, head_k, n0), width, Dv, v);
     entered = -1;
     for (int64_t r = 0; r < rows; r += kRows) row_block(n0, width, r, smaller(kRows, rows - r));
   }
@@ -115,13 +140,27 @@ class Forward {
     begin = greater(begin, 0) / kPanelWidth<T> * kPanelWidth<T>;
     end = smaller(round_up(end, kPanelWidth<T>), width);
     if (begin >= end) return;
-    const int64_t vectors = (end - begin) / kLanes<T>;
-    multiply<T, Form::plain, false>(count, vectors, D, Operand<T>{q + r0 * D, D}, k + begin * D, p + begin, c.tile_n);
+    const int64_t vectors = (end - begin) / kLanes<T>, depth = elements<X>(D);
+    multiply<X, Form::plain, false>(count, vectors, depth, {q + r0 * depth, depth}, k + begin * depth, p + begin,
+                                    c.tile_n, T(c.softmax_scale));
     for (int64_t n = 0; n < count; ++n) softmax_row(n0, begin, end, r0 + n, p + n * c.tile_n);
-    for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {  // V's panels hold all keys of the tile: start at `begin`
+    add_values(width, begin, end, r0, count);
+  }
+
+  // acc += P V. V's panels hold all keys of the tile: they start at `begin`.
+  void add_values(int64_t width, int64_t begin, int64_t end, int64_t r0, int64_t count) {
+    Operand<X> a;
+    if constexpr (paired) {
+      for (int64_t n = 0; n < count; ++n) round_row(p + n * c.tile_n, begin, end, rounded + n * c.tile_n / 2);
+      a = {rounded + begin / 2, c.tile_n / 2};
+    } else {
+      a = {p + begin, c.tile_n};
+    }
+    const int64_t first = elements<X>(begin), depth = elements<X>(end - begin);
+    for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {
       const int64_t columns = smaller(kPanelWidth<T>, wide - d);
-      multiply<T, Form::plain, true>(count, columns / kLanes<T>, end - begin, Operand<T>{p + begin, c.tile_n},
-                                     v + d * width + begin * columns, acc + r0 * wide + d, wide);
+      multiply<X, Form::plain, true>(count, columns / kLanes<T>, depth, a, v + d * elements<X>(width) + first * columns,
+                                     acc + r0 * wide + d, wide);
     }
   }
 
@@ -137,7 +176,7 @@ class Forward {
     const T top = max_lanes<T>(most), shift = top == T(-INFINITY) ? T(0) : top;
     Vec<T> total{};
     for (int64_t n = begin; n < end; n += W) {
-      const Vec<T> e = exp2<T>((load(x + n) - splat(shift)) * splat(T(kLog2E)));
+      const Vec<T> e = softmax_exp<T>(load(x + n) - splat(shift));
       total += e;
       store(x + n, e);
     }
@@ -148,7 +187,7 @@ class Forward {
   }
 
   void rescale(int64_t row, T exponent) {
-    const Vec<T> alpha = exp2<T>(splat(exponent * T(kLog2E)));
+    const Vec<T> alpha = softmax_exp<T>(splat(exponent));
     l[row] *= alpha[0];
     T *a = acc + row * wide;
     for (int64_t d = 0; d < wide; d += kLanes<T>) store(a + d, load(a + d) * alpha);
@@ -177,22 +216,6 @@ class Forward {
     for (int64_t n = begin; n < end; ++n) x[n] *= factor[n];
   }
 
-  void finish(const Partials &partials) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const T *o = acc + r * wide;
-      const T factor = l[r] == T(0) ? T(0) : T(1) / l[r];
-      const T lse = l[r] == T(0) ? T(-INFINITY) : m[r] + std::log(l[r]);
-      if (!partials.parts) write_row<E, T>(c, s, head_of(r), query_of(r), o, factor, lse);
-      else write_partial(partials, r, o, factor, lse);
-    }
-  }
-
-  void write_partial(const Partials &partials, int64_t r, const T *o, T factor, T lse) const {
-    const int64_t line = ((item.part * c.batch + s.b) * c.heads_q + head_of(r)) * c.seqlen_q + query_of(r);
-    T *out = (T *)partials.o + line * Dv;
-    for (int64_t d = 0; d < Dv; ++d) out[d] = factor == T(0) ? T(0) : o[d] * factor;
-    ((T *)partials.lse)[line] = lse;
-  }
 };
 
 // The states of all chunks of a head's rows, merged in the order of the chunks (docs/algorithm.md, section 5).

@@ -1,45 +1,71 @@
 // One instruction set's kernels: compiled once per set, with TW_ISA its name and flags to match (CMakeLists.txt).
 // Nothing here may instantiate inline functions of the standard library: the linker keeps one copy for all objects.
 #include "backward.h"
+#include "few_queries.h"
 #include "forward.h"
 
 namespace tw::TW_ISA {
 
-// Calls f with a value of the inputs' element type and one of the compute type.
+// The inputs' element, the compute type and the products' element of a call, as one type.
+template <class Element, class Compute, class Product>
+struct Types {
+  using E = Element;
+  using T = Compute;
+  using X = Product;
+};
+
 template <class F>
 auto with_types(const TwCall &c, F f) {
   switch (c.type) {
-    case TW_F64: return f(double{}, double{});
-    case TW_BF16: return f(Bf16{}, float{});
-    case TW_F16: return f(Half{}, float{});
-    default: return f(float{}, float{});
+    case TW_F64: return f(Types<double, double, double>{});
+#ifdef __AVX512BF16__
+    case TW_BF16: return f(Types<Bf16, float, Pair>{});
+#else
+    case TW_BF16: return f(Types<Bf16, float, float>{});
+#endif
+    case TW_F16: return f(Types<Half, float, float>{});
+    default: return f(Types<float, float, float>{});
   }
 }
 
+template <class Y>
+using ForwardOf = Forward<typename Y::E, typename Y::T, typename Y::X>;
+template <class Y>
+using FewQueriesOf = FewQueries<typename Y::E, typename Y::T, typename Y::X>;
+template <class Y>
+using BackwardOf = Backward<typename Y::E, typename Y::T, typename Y::X>;
+
 static int64_t forward_bytes(const TwCall &c) {
   const QueryItem none{};
-  return with_types(c, [&](auto e, auto t) { return Forward<decltype(e), decltype(t)>(c, none, nullptr).bytes; });
+  return with_types(c, [&](auto y) {
+    const int64_t many = ForwardOf<decltype(y)>(c, none, nullptr).bytes;
+    const int64_t few = FewQueriesOf<decltype(y)>(c, none, nullptr).bytes;
+    return many > few ? many : few;
+  });
 }
 
 static void forward(const TwCall &c, const QueryItem &item, const Partials &partials, char *scratch) {
-  with_types(c, [&](auto e, auto t) { Forward<decltype(e), decltype(t)>(c, item, scratch).run(partials); });
+  with_types(c, [&](auto y) {
+    if (FewQueriesOf<decltype(y)>::serves(c, item)) FewQueriesOf<decltype(y)>(c, item, scratch).run(partials);
+    else ForwardOf<decltype(y)>(c, item, scratch).run(partials);
+  });
 }
 
 static void merge(const TwCall &c, const Partials &partials, int64_t b, int64_t head) {
-  with_types(c, [&](auto e, auto t) { merge_head<decltype(e), decltype(t)>(c, partials, b, head); });
+  with_types(c, [&](auto y) { merge_head<typename decltype(y)::E, typename decltype(y)::T>(c, partials, b, head); });
 }
 
 static int64_t backward_bytes(const TwCall &c) {
   const KeyUnit none{};
-  return with_types(c, [&](auto e, auto t) { return Backward<decltype(e), decltype(t)>(c, none, nullptr).bytes; });
+  return with_types(c, [&](auto y) { return BackwardOf<decltype(y)>(c, none, nullptr).bytes; });
 }
 
 static void delta(const TwCall &c, int64_t b, int64_t head) {
-  with_types(c, [&](auto e, auto t) { delta_head<decltype(e), decltype(t)>(c, b, head); });
+  with_types(c, [&](auto y) { delta_head<typename decltype(y)::E, typename decltype(y)::T>(c, b, head); });
 }
 
 static void backward(const TwCall &c, const KeyUnit &unit, char *scratch) {
-  with_types(c, [&](auto e, auto t) { Backward<decltype(e), decltype(t)>(c, unit, scratch).run(); });
+  with_types(c, [&](auto y) { BackwardOf<decltype(y)>(c, unit, scratch).run(); });
 }
 
 #define TW_STRING_OF(x) #x

@@ -12,15 +12,15 @@ namespace tw {
 namespace {
 
 struct Job {
-  const std::function<void(int, int64_t)> *task;
+  const std::function<void(int64_t)> *task;
   int64_t count;
   std::atomic<int64_t> next{0};
   std::exception_ptr error;
   std::mutex error_lock;
 
-  void work(int worker) {
+  void work() {
     try {
-      for (int64_t n; (n = next.fetch_add(1)) < count;) (*task)(worker, n);
+      for (int64_t n; (n = next.fetch_add(1)) < count;) (*task)(n);
     } catch (...) {
       next = count;
       std::lock_guard<std::mutex> hold(error_lock);
@@ -44,7 +44,7 @@ class Pool {
       current = &job, wanted = threads - 1, busy = threads - 1, ++round;
     }
     wake.notify_all();
-    job.work(0);
+    job.work();
     std::unique_lock<std::mutex> hold(lock);
     done.wait(hold, [this] { return busy == 0; });
     current = nullptr;
@@ -67,7 +67,7 @@ class Pool {
       if (id > wanted) continue;
       Job *job = current;
       hold.unlock();
-      job->work(id);
+      job->work();
       hold.lock();
       if (--busy == 0) done.notify_one();
     }
@@ -87,13 +87,13 @@ Pool &pool() {
 
 }  // namespace
 
-void parallel(int threads, int64_t count, const std::function<void(int, int64_t)> &task) {
+void parallel(int threads, int64_t count, const std::function<void(int64_t)> &task) {
   if (threads > count) threads = int(count);
   Job job{&task, count, {}, {}, {}};
   std::unique_lock<std::mutex> mine;
   if (threads > 1) mine = std::unique_lock<std::mutex>(pool().in_use, std::try_to_lock);
   if (mine.owns_lock()) pool().run(job, threads);
-  else job.work(0);
+  else job.work();
   if (job.error) std::rethrow_exception(job.error);
 }
 

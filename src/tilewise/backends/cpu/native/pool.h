@@ -6,8 +6,8 @@
 
 namespace tw {
 
-// task(worker, n) for every n in [0, count), workers 0 .. threads - 1 taking the next n in turn; returns the number of
-// workers that may have run. The first exception is thrown again here.
-void parallel(int threads, int64_t count, const std::function<void(int worker, int64_t n)> &task);
+// task(n) for every n in [0, count), on so many threads, each taking the next n in turn. The first exception is thrown
+// again here.
+void parallel(int threads, int64_t count, const std::function<void(int64_t n)> &task);
 
 }  // namespace tw

@@ -1,5 +1,8 @@
 // Products of packed tiles: C (=|+=) A B with the block of C held in registers.
 //
+// An element X of A and B is one number, or a Pair: two bf16 of neighbouring depth, which one instruction multiplies
+// and adds to a float. The shapes below count elements, so that a product of pairs is half as deep.
+//
 //            B: panels of up to kPanel vectors, each [depth][width]
 //   A        +-----------+
 //   +---+    | one panel |        6 rows x 4 vectors of 16 floats = 24 of AVX-512's 32 registers; each step of the
@@ -15,6 +18,29 @@ constexpr int kPanel = TW_PANEL_VECTORS;
 template <class T>
 constexpr int kPanelWidth = kPanel * kLanes<T>;
 
+// Two bf16: the lower half comes first.
+using Pair = uint32_t;
+
+template <class X>
+struct SumOf {
+  using type = X;
+};
+template <>
+struct SumOf<Pair> {
+  using type = float;
+};
+template <class X>
+using Sum = typename SumOf<X>::type;
+
+template <class X>
+TW_INLINE Vec<Sum<X>> multiply_add(Vec<Sum<X>> sum, Vec<X> x, Vec<X> y) {
+#ifdef __AVX512BF16__
+  if constexpr (__is_same(X, Pair)) return (Vec<float>)_mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+  else
+#endif
+    return sum + x * y;
+}
+
 // A is read as a[row * lda + depth], or, transposed, as a[depth * lda + row].
 enum class Form { plain, transposed };
 
@@ -24,55 +50,62 @@ struct Operand {
   int64_t ld;
 };
 
-template <class T, int MR, int NV, Form form, bool accumulate>
-TW_INLINE void micro(Operand<T> a, const T *b, int64_t depth, T *c, int64_t ldc) {
+template <class X, int MR, int NV, Form form, bool accumulate>
+TW_INLINE void micro(Operand<X> a, const X *b, int64_t depth, Sum<X> *c, int64_t ldc, Sum<X> scale) {
+  using T = Sum<X>;
   constexpr int W = kLanes<T>;
-  Vec<T> sum[MR][NV];
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) sum[m][n] = accumulate ? load(c + m * ldc + n * W) : Vec<T>{};
+  Vec<T> sum[MR][NV] = {};  // added to C at the end: shorter chains of roundings than starting from C
   for (int64_t p = 0; p < depth; ++p, b += NV * W) {
-    Vec<T> row[NV];
+    Vec<X> row[NV];
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) row[n] = load(b + n * W);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int m = 0; m < MR; ++m) {
-      Vec<T> x = splat(form == Form::plain ? a.data[m * a.ld + p] : a.data[p * a.ld + m]);
+      Vec<X> x = splat(form == Form::plain ? a.data[m * a.ld + p] : a.data[p * a.ld + m]);
 #pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n) sum[m][n] += x * row[n];
+      for (int n = 0; n < NV; ++n) sum[m][n] = multiply_add<X>(sum[m][n], x, row[n]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) store(c + m * ldc + n * W, sum[m][n]);
+    for (int n = 0; n < NV; ++n) {
+      // A tile's sum joins the running one at the end: two short chains of additions round less than one long one.
+      T *at = c + m * ldc + n * W;
+      store(at, accumulate ? load(at) + sum[m][n] : sum[m][n] * splat(scale));
+    }
 }
 
-template <class T, int NV, Form form, bool accumulate>
-void panel(int64_t rows, Operand<T> a, const T *b, int64_t depth, T *c, int64_t ldc) {
+template <class X, int NV, Form form, bool accumulate>
+void panel(int64_t rows, Operand<X> a, const X *b, int64_t depth, Sum<X> *c, int64_t ldc, Sum<X> scale) {
   const int64_t step = form == Form::plain ? a.ld : 1;
   int64_t m = 0;
-  auto at = [&](int64_t row) { return Operand<T>{a.data + row * step, a.ld}; };
-  for (; m + kRows <= rows; m += kRows) micro<T, kRows, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc);
-  for (; m + 4 <= rows; m += 4) micro<T, 4, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc);
-  for (; m + 2 <= rows; m += 2) micro<T, 2, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc);
-  if (m < rows) micro<T, 1, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc);
+  auto at = [&](int64_t row) { return Operand<X>{a.data + row * step, a.ld}; };
+  if constexpr (NV == 1)  // twice the rows: six sums would wait for each other
+    for (; m + 2 * kRows <= rows; m += 2 * kRows)
+      micro<X, 2 * kRows, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
+  for (; m + kRows <= rows; m += kRows)
+    micro<X, kRows, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
+  for (; m + 4 <= rows; m += 4) micro<X, 4, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
+  for (; m + 2 <= rows; m += 2) micro<X, 2, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
+  if (m < rows) micro<X, 1, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
 }
 
-// C[rows][vectors · lanes], B packed in panels of `depth` rows; C's columns are contiguous.
-template <class T, Form form, bool accumulate>
-TW_INLINE void multiply(int64_t rows, int64_t vectors, int64_t depth, Operand<T> a, const T *b, T *c, int64_t ldc) {
-  constexpr int W = kLanes<T>;
+// C[rows][vectors · lanes], B packed in panels of `depth` rows; C's columns are contiguous. `scale` multiplies what is
+// not accumulated.
+template <class X, Form form, bool accumulate>
+TW_INLINE void multiply(int64_t rows, int64_t vectors, int64_t depth, Operand<X> a, const X *b, Sum<X> *c, int64_t ldc,
+                        Sum<X> scale = 1) {
+  constexpr int W = kLanes<X>;
   for (int64_t v = 0; v < vectors; v += kPanel, b += depth * kPanel * W) {
-    T *columns = c + v * W;
+    Sum<X> *columns = c + v * W;
     const int64_t left = vectors - v;
-    if (left >= kPanel) panel<T, kPanel, form, accumulate>(rows, a, b, depth, columns, ldc);
+    if (left >= kPanel) panel<X, kPanel, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
     if constexpr (kPanel > 3)
-      if (left == 3) panel<T, 3, form, accumulate>(rows, a, b, depth, columns, ldc);
+      if (left == 3) panel<X, 3, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
     if constexpr (kPanel > 2)
-      if (left == 2) panel<T, 2, form, accumulate>(rows, a, b, depth, columns, ldc);
-    if (left == 1) panel<T, 1, form, accumulate>(rows, a, b, depth, columns, ldc);
+      if (left == 2) panel<X, 2, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
+    if (left == 1) panel<X, 1, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
   }
 }
 

@@ -84,21 +84,28 @@ void fill(T *out, T value, int64_t n) {
   for (int64_t c = 0; c < n; ++c) out[c] = value;
 }
 
-TW_INLINE double leaf_element(const TwLeaf &leaf, int64_t at) {
-  switch (leaf.type) {
-    case TW_F32: return ((const float *)leaf.data)[at];
-    case TW_F64: return ((const double *)leaf.data)[at];
-    case TW_BF16: return widen(((const Bf16 *)leaf.data)[at]);
-    default: return widen(((const Half *)leaf.data)[at]);
-  }
+template <class Out, class In>
+void gather(const In *from, const int64_t *offset, Out *out, int64_t n) {
+  for (int64_t c = 0; c < n; ++c) out[c] = Out(widen(from[offset[c]]));
 }
-TW_INLINE int64_t leaf_integer(const TwLeaf &leaf, int64_t at) {
+template <class Out, class In>
+void copy(const In *from, Out *out, int64_t n) {
+  for (int64_t c = 0; c < n; ++c) out[c] = Out(widen(from[c]));
+}
+
+// f(data) with the leaf's element type.
+template <class F>
+TW_INLINE void with_leaf(const TwLeaf &leaf, F f) {
   switch (leaf.type) {
-    case TW_I64: return ((const int64_t *)leaf.data)[at];
-    case TW_I32: return ((const int32_t *)leaf.data)[at];
-    case TW_I16: return ((const int16_t *)leaf.data)[at];
-    case TW_I8: return ((const int8_t *)leaf.data)[at];
-    default: return ((const uint8_t *)leaf.data)[at];
+    case TW_F32: return f((const float *)leaf.data);
+    case TW_F64: return f((const double *)leaf.data);
+    case TW_BF16: return f((const Bf16 *)leaf.data);
+    case TW_F16: return f((const Half *)leaf.data);
+    case TW_I64: return f((const int64_t *)leaf.data);
+    case TW_I32: return f((const int32_t *)leaf.data);
+    case TW_I16: return f((const int16_t *)leaf.data);
+    case TW_I8: return f((const int8_t *)leaf.data);
+    default: return f((const uint8_t *)leaf.data);
   }
 }
 
@@ -170,30 +177,26 @@ struct Machine {
   }
 
   void lookup(const TwInstruction &x, const Place &p, int64_t begin, int64_t end) const {
+    if (x.type == TW_F32) lookup_as<float>(x, p, begin, end);
+    else if (x.type == TW_F64) lookup_as<double>(x, p, begin, end);
+    else lookup_as<int64_t>(x, p, begin, end);
+  }
+
+  template <class T>
+  void lookup_as(const TwInstruction &x, const Place &p, int64_t begin, int64_t end) const {
     const TwLeaf &leaf = program->leaves[x.b];
-    int64_t offset[kMaxTileN];
+    T *out = at<T>(x.out) + begin;
     bool moving = false;
     for (int d = 0; d < x.dims; ++d) moving |= x.mode[d] != TW_UNIFORM;
-    if (!moving) {
-      const int64_t fixed = fixed_offset(x, leaf.size, leaf.stride, begin);
-      if (x.type == TW_F32) fill(at<float>(x.out) + begin, float(leaf_element(leaf, fixed)), end - begin);
-      else if (x.type == TW_F64) fill(at<double>(x.out) + begin, leaf_element(leaf, fixed), end - begin);
-      else fill(at<int64_t>(x.out) + begin, leaf_integer(leaf, fixed), end - begin);
-      return;
-    }
-    const bool row = offsets(x, leaf.size, leaf.stride, p, begin, end, offset);
-    if (row && x.type == TW_F32 && leaf.type == TW_F32) {
-      __builtin_memcpy(at<float>(x.out) + begin, (const float *)leaf.data + offset[begin], (end - begin) * 4);
-      return;
-    }
-    if (row)
-      for (int64_t c = begin + 1; c < end; ++c) offset[c] = offset[c - 1] + 1;
-    if (x.type == TW_F32)
-      for (int64_t c = begin; c < end; ++c) at<float>(x.out)[c] = float(leaf_element(leaf, offset[c]));
-    else if (x.type == TW_F64)
-      for (int64_t c = begin; c < end; ++c) at<double>(x.out)[c] = leaf_element(leaf, offset[c]);
-    else
-      for (int64_t c = begin; c < end; ++c) at<int64_t>(x.out)[c] = leaf_integer(leaf, offset[c]);
+    with_leaf(leaf, [&](auto *data) {
+      if (!moving) {
+        fill(out, T(widen(data[fixed_offset(x, leaf.size, leaf.stride, begin)])), end - begin);
+        return;
+      }
+      int64_t offset[kMaxTileN];
+      if (offsets(x, leaf.size, leaf.stride, p, begin, end, offset)) copy(data + offset[begin], out, end - begin);
+      else gather(data, offset + begin, out, end - begin);
+    });
   }
 
   void step(const TwInstruction &x, const Place &p, int64_t begin, int64_t end) const {

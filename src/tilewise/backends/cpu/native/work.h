@@ -23,6 +23,8 @@ inline Sequence sequence_of(const TwCall &c, int64_t b) {
 // chunk and the state goes to the partial results.
 struct QueryItem {
   int64_t b, head, heads, m0, m1, n0, n1, part;
+  int64_t head_of(int64_t row) const { return head + row / (m1 - m0); }
+  int64_t query_of(int64_t row) const { return m0 + row % (m1 - m0); }
 };
 
 // Backward: key head `head_k`, keys [n0, n1), all queries of its group. `group` numbers the units that share leaf sums.

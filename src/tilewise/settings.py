@@ -2,6 +2,7 @@
 
 - ``TILEWISE_CPU_ISA=name``: the cpu backend uses this instruction set (``avx512bf16``, ``avx512``,
   ``avx2``, ``portable``), not the best one.
+- ``TILEWISE_CPU_LIBRARY=path``: another build of the cpu backend's library, such as one with sanitizers.
 - ``TILEWISE_CHECK=1``: read ``cu_seqlens`` back from the accelerator at each call and refuse a wrong one.
 """
 
@@ -16,3 +17,8 @@ def check_values() -> bool:
 def cpu_isa() -> str:
     """The instruction set that the cpu backend must use; empty: the best one."""
     return os.environ.get("TILEWISE_CPU_ISA", "")
+
+
+def cpu_library() -> str:
+    """The file of the cpu backend's library; empty: the one that was built with the package."""
+    return os.environ.get("TILEWISE_CPU_LIBRARY", "")

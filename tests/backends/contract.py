@@ -31,7 +31,9 @@ class Call:
     dlse: Tensor
 
 
-def call(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, device: str | None = None, **options: object) -> Call:
+def call(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, device: str | None = None, **options: object
+) -> Call:
     """A call that wants every gradient; its tensors, those of masks and scores too, are moved to ``device``, by default q's."""
     device = device or q.device.type
     extras, seed, text = assemble(q.detach().requires_grad_(), k, v, Options(**options))

@@ -8,7 +8,8 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Contract, agree, call, normal, of_case, qkv, run
-from tilewise.backends.cpu import Cpu, call as cpu_call, library
+from tilewise.backends.cpu import Cpu, library
+from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import SPLIT_KEYS, Config
 
 
@@ -103,7 +104,9 @@ def test_long_keys_with_few_queries_are_split_and_merged():
     agree(Cpu(), c)
 
 
-@pytest.mark.parametrize("shape", [(4, 70, 70), (1, 1, 70, 70), (2, 1, 70, 70), (1, 4, 70, 70), (70,), (2, 4, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4, 70, 70), (1, 1, 70, 70), (2, 1, 70, 70), (1, 4, 70, 70), (70,), (2, 4, 1, 1)], ids=str
+)
 @pytest.mark.parametrize("private", [True, False], ids=["private", "shared"])
 def test_leaf_gradients_do_not_depend_on_where_they_are_summed(shape, private, monkeypatch):
     """Small leaves have sums of their own in each group of work; large ones share one array and an order."""

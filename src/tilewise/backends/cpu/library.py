@@ -141,10 +141,11 @@ class Library:
 @lru_cache(maxsize=1)
 def load() -> Library | str:
     """The library, or why there is none."""
-    if not _FILE.exists():
-        return "its library was not built: no C++ compiler ran when tilewise was installed"
+    path = Path(settings.cpu_library() or _FILE)
+    if not path.exists():
+        return f"its library is not there ({path.name}): no C++ compiler ran when tilewise was installed"
     try:
-        return Library(_FILE)
+        return Library(path)
     except OSError as error:
         return f"its library does not load: {error}"
 

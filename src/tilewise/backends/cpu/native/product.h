@@ -54,7 +54,7 @@ template <class X, int MR, int NV, Form form, bool accumulate>
 TW_INLINE void micro(Operand<X> a, const X *b, int64_t depth, Sum<X> *c, int64_t ldc, Sum<X> scale) {
   using T = Sum<X>;
   constexpr int W = kLanes<T>;
-  Vec<T> sum[MR][NV] = {};  // added to C at the end: shorter chains of roundings than starting from C
+  Vec<T> sum[MR][NV] = {};
   for (int64_t p = 0; p < depth; ++p, b += NV * W) {
     Vec<X> row[NV];
 #pragma GCC unroll 4

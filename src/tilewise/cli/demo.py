@@ -73,6 +73,7 @@ def demo(options: DemoOptions) -> int:
     )
     console().print()
     exact = exactness(place)
+    counted(place)
     scaling = time_and_memory(place, options.longest)
     training = train_twice(place, options.steps)
     green = all(row["green"] for row in exact) and training["agrees"]
@@ -152,6 +153,20 @@ def time_and_memory(place: Place, longest: int) -> dict:
     return found
 
 
+def counted(place: Place) -> None:
+    """What the algorithms of the papers move at the demo's own shape, counted (`tilewise io` for more)."""
+    from bench.cases import tagged
+    from tilewise.cli.io import show
+    from tilewise.iomodel import devices, report, tables
+
+    case = next(c for c in tagged("demo", place.device.split(":")[0]) if c.seqlen_q == 4096)
+    setting = report.Setting(
+        case.seqlen_q, case.head_dim, case.heads_q, case.batch, devices.device("h200" if "cuda" in place.device else "cpu")
+    )
+    heading("2. What attention moves, counted", "the papers' algorithms on this machine's memories: forward and backward")
+    show(setting, [tables.sum_table(setting, report.table(setting))])
+
+
 def measured_apart(place: Place, case: str) -> dict[str, dict]:
     """One case measured by bench in a fresh process: the results by contestant. Raises ValueError if the process dies."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place.checkout), *sys.path])}
@@ -184,7 +199,7 @@ def _print_scaling(found: dict) -> None:
                 cells += ["–", "–"]
                 notes.append(f"{NAMES[name]} at N = {point['seqlen']:,} was not run: {reason}")
         page.add_row(f"{point['seqlen']:,}", *cells)
-    heading("2. Time and peak memory, forward and backward", found["shape"])
+    heading("3. Time and peak memory, forward and backward", found["shape"])
     console().print(page)
     for line in (*notes, "MiB: the peak above the inputs; the outputs and gradients are part of it"):
         note(line)
@@ -234,7 +249,7 @@ def _print_training(found: dict) -> None:
         rates = [f"{median(speed[name][until]):,.0f}" for name in ("standard", "tilewise")]
         page.add_row(str(step), f"{a:.5f}", f"{b:.5f}", f"{abs(a - b):.1e}", *rates)
     size = f"{found['weights'] / 1e6:.1f} M weights, context {found['context']}, on Python's standard library"
-    heading("3. A small GPT, trained twice", size)
+    heading("4. A small GPT, trained twice", size)
     console().print(page)
     word = "agree" if found["agrees"] else "DISAGREE"
     note(

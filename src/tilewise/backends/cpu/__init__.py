@@ -39,6 +39,11 @@ class Cpu:
         loaded = library.load()
         if isinstance(loaded, str):
             reasons.append(loaded)
+        else:
+            unknown = program.unknown_operations(p.spec, loaded.operations)
+            reasons += (
+                [f"a mask or score uses {', '.join(unknown)}, which its library does not have"] if unknown else []
+            )
         if program.too_many_dimensions(p.spec):
             reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")
         slots = (*p.spec.mask_slots, *p.spec.score_slots)

@@ -71,12 +71,16 @@ class Prepared:
         p = self.p
         if p.spec.region.everything:
             return Region({})
-        tile = (self.config.backward_m, self.config.backward_n) if backward else (self.config.tile_m, self.config.tile_n)
+        tile = (
+            (self.config.backward_m, self.config.backward_n) if backward else (self.config.tile_m, self.config.tile_n)
+        )
         heads = torch.arange(p.heads_q)
         if not p.packed:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
             return _stacked([_region_of(grid, p, tile, backward)], p.batch)
-        cu_q, cu_k = ([min(x, n) for x in cu.tolist()] for cu, n in ((t.cu_seqlens_q, p.seqlen_q), (t.cu_seqlens_k, p.seqlen_k)))
+        cu_q, cu_k = (
+            [min(x, n) for x in cu.tolist()] for cu, n in ((t.cu_seqlens_q, p.seqlen_q), (t.cu_seqlens_k, p.seqlen_k))
+        )
         parts = []
         for b in range(p.batch):
             nq, nk = cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]
@@ -214,7 +218,11 @@ class Bound:
         used = {x.leaf for x in code.steps if x.op == "lookup"}
         for slot in used:
             leaf = self.t.leaves[slot]
-            leaves[slot].data, leaves[slot].type, leaves[slot].dims = leaf.data_ptr(), library.TYPES[leaf.dtype], leaf.ndim
+            leaves[slot].data, leaves[slot].type, leaves[slot].dims = (
+                leaf.data_ptr(),
+                library.TYPES[leaf.dtype],
+                leaf.ndim,
+            )
             leaves[slot].size[: leaf.ndim], leaves[slot].stride[: leaf.ndim] = leaf.shape, leaf.stride()
         native.leaves = leaves
         self.keep.append(leaves)
@@ -294,4 +302,3 @@ class LeafSums:
     def result(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
         total = lambda x: x[0] if x.shape[0] == 1 else x.sum(0)  # noqa: E731
         return {n: total(x).view(leaves[n].shape).to(leaves[n].dtype) for n, x in self.sums.items()}
-

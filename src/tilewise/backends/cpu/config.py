@@ -75,9 +75,11 @@ def choose(p: Problem, isa: str) -> Config:
 
 
 def _tile_m(p: Problem) -> int:
-    """Tall tiles pack K and V less often; but there must be tiles for every thread."""
+    """Tall tiles pack K and V less often; but there must be tiles for every thread. Even parts, in blocks of 6 rows."""
     tiles = lambda m: p.heads_q * -(-p.seqlen_q // m) * (1 if p.packed else p.batch)  # noqa: E731
-    return 384 if tiles(384) >= 32 else 192 if tiles(192) >= 16 else 96
+    most = next((m for m in (516, 192) if tiles(m) >= 16), 96)
+    part = -(-p.seqlen_q // max(1, -(-p.seqlen_q // most)))
+    return most if p.packed else max(6, -(-part // 6) * 6)
 
 
 def _tile_n(p: Problem) -> int:

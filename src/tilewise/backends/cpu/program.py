@@ -6,7 +6,7 @@ Registers of the last kind are used again after their last reader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -128,9 +128,7 @@ class _Compiler:
         indices = e.args[1:]
         values = tuple(self.value(x, "index") for x in indices)
         plain = frozenset(x.args[0] for x in indices if x.op == "symbol")
-        return Read(
-            e.args[0][1], self.as_float(self.value(slope)), values, _modes(indices, values), plain
-        )
+        return Read(e.args[0][1], self.as_float(self.value(slope)), values, _modes(indices, values), plain)
 
     def _emit(self, op: str, type_: int, out_type: int, args: Sequence[Value] = (), **more) -> Value:
         symbols = more.pop("symbols", frozenset()).union(*[a.symbols for a in args])
@@ -202,7 +200,9 @@ def _modes(indices: Sequence[Expr], values: Sequence[Value]) -> tuple[int, ...]:
     """How each index moves along a row."""
     moving = lambda v: "j" in v.symbols or "s" in v.symbols  # noqa: E731
     plain = lambda e: e.op == "symbol" and e.args[0] == "j"  # noqa: E731
-    return tuple(COLUMN if plain(e) else VARYING if moving(v) else UNIFORM for e, v in zip(indices, values, strict=True))
+    return tuple(
+        COLUMN if plain(e) else VARYING if moving(v) else UNIFORM for e, v in zip(indices, values, strict=True)
+    )
 
 
 def _give_registers(code: Code) -> None:
@@ -228,6 +228,16 @@ def _give_registers(code: Code) -> None:
             free.append(step.out.register)
         done = {id(a): a for a in step.args if last[id(a)] == n and a.level == PER_PAIR and id(a) not in kept}
         free += [a.register for a in done.values() if a is not code.raw]
+
+
+_LOWERED = {"and", "or", "xor", "not", "clamp_min", "clamp_max", "bool", "float", "int"}  # written as other operations
+
+
+def unknown_operations(spec: Spec, known: Container[str]) -> list[str]:
+    """The operations of mask, score and derivatives that the library does not have."""
+    roots = [*spec.region.parts, *(() if spec.score is None else (spec.score, *spec.score_slopes))]
+    used = {e.op for e in expr.nodes(*roots) if e.op in expr.OPERATIONS}
+    return sorted(op for op in used if op not in known and op not in _LOWERED)
 
 
 def too_many_dimensions(spec: Spec) -> bool:

@@ -1,4 +1,5 @@
-"""What runs where: every backend's ``unsupported`` over the case table, as ``tests/support.json`` and the README's table.
+"""What runs where: every backend's ``unsupported`` over the case table, as ``tests/support.json`` and the README's table;
+and what ``explain`` says of three calls on the machine that writes it.
 
 python -m tests.support --write
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import tilewise as tw
 from bench import cases
 from tests.backends.contract import of_case
 from tilewise import dispatch
@@ -73,6 +75,26 @@ def readme_table(support: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def explain_block() -> str:
+    """Three calls and what ``explain`` says of them on this machine."""
+    calls = {
+        "tw.explain(q, k, v, causal=True)": ({}, {"causal": True}),
+        "tw.explain(q, k, v, mask=tw.window(left=1023, right=0), score=tw.softcap(30.0))": (
+            {"heads_k": 2, "dtype": torch.bfloat16},
+            {"mask": tw.window(left=1023, right=0), "score": tw.softcap(30.0)},
+        ),
+        'tw.explain(q, k, v, backend="reference")': ({"seqlen": 16384}, {"backend": "reference"}),
+    }
+    parts = []
+    for text, (sizes, options) in calls.items():
+        seqlen, heads_k, dtype = (
+            sizes.get(name, d) for name, d in (("seqlen", 4096), ("heads_k", 8), ("dtype", torch.float32))
+        )
+        q, k, v = (torch.empty(1, seqlen, heads, 64, dtype=dtype) for heads in (8, heads_k, heads_k))
+        parts.append(f">>> print({text})\n{tw.explain(q, k, v, **options)}")
+    return "```\n" + "\n".join(parts) + "\n```"
+
+
 def with_block(text: str, name: str, block: str) -> str:
     """``text`` with what stands between the markers ``<!-- name -->`` and ``<!-- /name -->`` replaced."""
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
@@ -86,7 +108,8 @@ def main() -> None:
         print(readme_table(support))
         return
     FILE.write_text(json.dumps(support, indent=1, sort_keys=True) + "\n")
-    README.write_text(with_block(README.read_text(), "support", readme_table(support)))
+    readme = with_block(README.read_text(), "support", readme_table(support))
+    README.write_text(with_block(readme, "explain", explain_block()))
 
 
 if __name__ == "__main__":

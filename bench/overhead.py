@@ -1,0 +1,62 @@
+"""Microseconds that a public call costs above its backend: `python -m bench.overhead`.
+
+The backend is replaced by one that only allocates its outputs; what remains is assembling, dispatch and autograd. Goal: at most
+15 a call with gradients.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+import tilewise as tw
+from tilewise import dispatch
+from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.problem import Problem
+
+
+class Empty:
+    """Allocates and computes nothing."""
+
+    name = "empty"
+
+    def unsupported(self, p: Problem) -> list[str]:
+        return []
+
+    def forward(self, p: Problem, t: Inputs) -> Output:
+        return empty_output(p, t.q, t.v)
+
+    def backward(self, p: Problem, t: Inputs, out: Output, do: torch.Tensor, dlse: torch.Tensor) -> Grads:
+        return Grads(torch.empty_like(t.q), torch.empty_like(t.k), torch.empty_like(t.v), None, {})
+
+
+def microseconds(call: Callable[[], object], calls: int = 3000, repeats: int = 7) -> float:
+    """The best mean over `calls`: other work on the machine only adds."""
+    call()
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - began) / calls)
+    return best * 1e6
+
+
+def main() -> None:
+    empty = Empty()
+    dispatch.select = lambda p: empty
+    q, k, v = (torch.randn(1, 4, 1, 8, requires_grad=True) for _ in range(3))
+    tw.attention(q, k, v, causal=True)
+    plan = next(iter(dispatch._plans.values()))
+    inputs = Inputs(q.detach(), k.detach(), v.detach())
+    alone = microseconds(lambda: empty.forward(plan.problem, inputs))
+    with_gradients = microseconds(lambda: tw.attention(q, k, v, causal=True))
+    with torch.no_grad():
+        without = microseconds(lambda: tw.attention(q, k, v, causal=True))
+    print(f"backend alone {alone:.1f} us")
+    print(f"call with gradients {with_gradients:.1f} us: {with_gradients - alone:.1f} above the backend")
+    print(f"call without gradients {without:.1f} us: {without - alone:.1f} above the backend")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ endif
 
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 
-.PHONY: demo test kernels lint format gpu-test bench clean setup
+.PHONY: demo test kernels lint format gpu-test bench sanitize clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
@@ -49,8 +49,10 @@ lint: setup
 format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
+# Triton's kernels for GPUs that need not be here: shared memory and spills against config's figures.
 kernels: setup
-	@echo "kernels: no ahead-of-time kernel exists yet; nothing to compile"
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet $(CONSTRAINTS) triton
+	@$(BIN)/python -m tilewise.backends.triton.compile_all
 
 gpu-test: setup
 	@$(BIN)/python -m pytest -m gpu
@@ -60,7 +62,7 @@ bench: setup
 
 # The contract on a library with AddressSanitizer and UBSan in it. Sums are uncontracted there and may be called inexact:
 # what counts is that neither reports.
-sanitize: setup
+sanitize: setup  # slow: half an hour on one core
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check cmake ninja
 	@$(BIN)/cmake -G Ninja -S . -B build/sanitize -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DTILEWISE_SANITIZE=address,undefined >/dev/null
 	@$(BIN)/cmake --build build/sanitize

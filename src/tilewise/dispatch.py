@@ -28,6 +28,7 @@ class Row:
 # In order of preference. `reference` runs only when named.
 BACKENDS = (
     Row("cpu", "tilewise.backends.cpu:Cpu", ("cpu",)),
+    Row("triton", "tilewise.backends.triton:Triton", ("cuda",)),
     Row("portable", "tilewise.backends.portable:Portable", None),  # last: it refuses nothing
 )
 NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None),)

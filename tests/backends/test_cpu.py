@@ -161,6 +161,15 @@ def test_integer_and_float_predicates_agree(predicate):
     agree(Cpu(), call(*qkv(), mask=predicate))
 
 
+@pytest.mark.parametrize("first", [0, 40], ids=["empty-first", "filled-first"])
+def test_predicates_of_packed_sequences_agree(first):
+    cu = torch.tensor([0, first, first + 30, 100])
+    q, k, v = (x.flatten(0, 1) for x in qkv(batch=1, nq=100, nk=100))
+    agree(
+        Cpu(), call(q, k, v, mask=lambda b, h, i, j: (i + j * (h + 1) + b) % 3 != 0, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    )
+
+
 def test_an_instruction_set_that_is_not_there_is_refused():
     q, k, v = qkv()
     c = call(q, k, v)

@@ -31,6 +31,7 @@ class Region:
     status_at: Tensor | None = None
     status_head: Tensor | None = None
     seen: Tensor | None = None
+    listed: bool = True  # else status and seen are empty, and the library fills them
 
 
 class Prepared:
@@ -75,9 +76,10 @@ class Prepared:
             (self.config.backward_m, self.config.backward_n) if backward else (self.config.tile_m, self.config.tile_n)
         )
         heads = torch.arange(p.heads_q)
+        native = p.spec.region.prepared is None and _by_pair(p.spec.region.predicate)
         if not p.packed:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
-            return _stacked([_region_of(grid, p, tile, backward)], p.batch)
+            return _stacked([_region_of(grid, p, tile, backward, native)], p.batch, not native)
         cu_q, cu_k = (
             [min(x, n) for x in cu.tolist()] for cu, n in ((t.cu_seqlens_q, p.seqlen_q), (t.cu_seqlens_k, p.seqlen_k))
         )
@@ -85,8 +87,17 @@ class Prepared:
         for b in range(p.batch):
             nq, nk = cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]
             grid = Grid(p.spec.region, leaves, nq, nk, torch.tensor([b]), heads, nk)
-            parts.append(_region_of(grid, p, tile, backward))
-        return _stacked(parts, p.batch)
+            parts.append(_region_of(grid, p, tile, backward, native))
+        return _stacked(parts, p.batch, not native)
+
+
+def _by_pair(predicate: expr.Expr | None) -> bool:
+    """Whether it differs from pair to pair; one that reads ``i // 64`` and ``j // 64`` alone does not."""
+    pair = lambda e: e.op == "symbol" and e.args[0] in ("i", "j")  # noqa: E731
+    blocks = lambda e: e.op == "floordiv" and e.args[1].op == "number"  # noqa: E731
+    return predicate is not None and any(
+        pair(child) for e in expr.nodes(predicate) if not blocks(e) for child in expr.children(e)
+    )
 
 
 @dataclass
@@ -98,13 +109,14 @@ class _Part:
     seen: Tensor | None
 
 
-def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool) -> _Part:
+def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, native: bool) -> _Part:
+    ends = {}
     if backward:
-        first, last = grid.query_interval(torch.arange(grid.keys))
-        ends = {"first": first, "last": last}
-    else:
-        lo, hi = grid.key_interval(torch.arange(grid.seqlen_q))
-        ends = {"lo": lo, "hi": hi}
+        ends["first"], ends["last"] = grid.query_interval(torch.arange(grid.keys))
+    if native or not backward:  # listing reads rows
+        ends["lo"], ends["hi"] = grid.key_interval(torch.arange(grid.seqlen_q))
+    if native:
+        return _Part(ends, *_unlisted(grid, p, tile))
     status = None
     if grid.region.predicate is not None:
         status = TileMap.build(grid, *tile, by_columns=backward).status
@@ -112,7 +124,16 @@ def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool) ->
     return _Part(ends, status, seen)
 
 
-def _stacked(parts: list[_Part], batch: int) -> Region:
+def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Room for what the library lists: states of tiles, seen keys. What does not depend on b or h has one of them."""
+    symbols = expr.depends_on(*grid.region.parts)
+    batch, heads = (len(grid.b) if "b" in symbols else 1), (p.heads_q if "h" in symbols else 1)
+    tiles = (-(-grid.seqlen_q // tile[0]), -(-grid.keys // tile[1]))
+    status = torch.zeros((batch, heads, *tiles), dtype=torch.uint8)
+    return status, torch.zeros((batch, max(1, heads // p.group), grid.keys), dtype=torch.uint8)
+
+
+def _stacked(parts: list[_Part], batch: int, listed: bool) -> Region:
     """One grid of the whole batch, or one of each packed sequence, their lines one after the other."""
     if not parts:
         return Region({})
@@ -121,7 +142,7 @@ def _stacked(parts: list[_Part], batch: int) -> Region:
     seen = None
     if parts[0].seen is not None:
         seen = join([part.seen.to(torch.uint8) for part in parts])
-        seen = None if bool(seen.all()) else seen
+        seen = None if listed and bool(seen.all()) else seen
     if parts[0].status is None:
         return Region(ends, seen=seen)
     maps = [part.status for part in parts]
@@ -135,7 +156,7 @@ def _stacked(parts: list[_Part], batch: int) -> Region:
         per_head.append(tiles if status.shape[1] > 1 else 0)
         total += rows
     flat = torch.cat([m.reshape(-1) for m in maps]).contiguous()
-    return Region(ends, flat, torch.tensor(at), torch.tensor(per_head), seen)
+    return Region(ends, flat, torch.tensor(at), torch.tensor(per_head), seen, listed)
 
 
 def _joined(tensors: list[Tensor], packed: bool) -> Tensor:
@@ -228,6 +249,10 @@ class Bound:
         self.keep.append(leaves)
 
     def run(self, name: str) -> None:
+        region = self.keep[0]
+        if not region.listed:
+            self.prepared.loaded.run("list", self.call)
+            region.listed = True
         self.prepared.loaded.run(name, self.call)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tilewise import settings
 
-VERSION = 1
+VERSION = 2
 DIMS = 8
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
@@ -121,7 +121,7 @@ class Library:
         c.tw_isas(names, c_int64(len(names)))
         self.isas = tuple(names.value.decode().split(","))
         self.operations = {name: n for n, name in enumerate(c.tw_operations().decode().split())}
-        self._functions = {"forward": c.tw_forward, "backward": c.tw_backward}
+        self._functions = {"forward": c.tw_forward, "backward": c.tw_backward, "list": c.tw_list_mask}
         for function in self._functions.values():
             function.argtypes = (POINTER(Call), POINTER(c_char), c_int64)
 

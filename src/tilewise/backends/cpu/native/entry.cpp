@@ -189,6 +189,18 @@ void run_backward(const TwCall &c) {
   });
 }
 
+// Fills status and seen. A mask that all of the batch, or all heads, share is listed once.
+void run_list(const TwCall &c) {
+  check(c);
+  if (!c.status || !c.seen || c.program.keep < 0) throw std::invalid_argument("there is no predicate to list");
+  const Kernels &kernels = chosen(c);
+  const bool shared = !c.cu_seqlens_q && c.batch > 1 && c.status_at[0] == c.status_at[1];
+  const bool by_head = std::any_of(c.status_head, c.status_head + c.batch, [](int64_t stride) { return stride != 0; });
+  const int64_t batch = shared ? 1 : c.batch, heads = by_head ? c.heads_k : 1;
+  const int64_t bytes = kernels.list_bytes(c);
+  parallel(c.threads, batch * heads, [&](int64_t n) { kernels.list_mask(c, n / heads, n % heads, scratch(bytes)); });
+}
+
 template <class F>
 int guarded(F run, char *error, int64_t size) {
   auto say = [&](const char *text) {
@@ -223,6 +235,10 @@ TW_EXPORT int tw_forward(const TwCall *call, char *error, int64_t error_size) {
 
 TW_EXPORT int tw_backward(const TwCall *call, char *error, int64_t error_size) {
   return tw::guarded([&] { tw::run_backward(*call); }, error, error_size);
+}
+
+TW_EXPORT int tw_list_mask(const TwCall *call, char *error, int64_t error_size) {
+  return tw::guarded([&] { tw::run_list(*call); }, error, error_size);
 }
 
 TW_EXPORT int tw_version(void) { return TW_VERSION; }

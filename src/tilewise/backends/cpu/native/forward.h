@@ -170,20 +170,36 @@ class Forward {
     const int64_t from = greater(lo[row] - n0, begin), to = smaller(hi[row] - n0, end);
     for (int64_t n = begin; n < smaller(from, end); ++n) x[n] = T(-INFINITY);
     for (int64_t n = greater(to, begin); n < end; ++n) x[n] = T(-INFINITY);
-    constexpr int W = kLanes<T>;
-    Vec<T> most = splat(m[row]);
-    for (int64_t n = begin; n < end; n += W) most = larger<T>(load(x + n), most);
-    const T top = max_lanes<T>(most), shift = top == T(-INFINITY) ? T(0) : top;
-    Vec<T> total{};
-    for (int64_t n = begin; n < end; n += W) {
-      const Vec<T> e = softmax_exp<T>(load(x + n) - splat(shift));
-      total += e;
-      store(x + n, e);
-    }
+    const T top = largest(x, begin, end, m[row]), shift = top == T(-INFINITY) ? T(0) : top;
+    const T sum = exponentials(x, begin, end, shift);
     if (top != m[row]) rescale(row, m[row] - shift);
     m[row] = top;
-    l[row] += sum_lanes<T>(total);
+    l[row] += sum;
     if (c.keep_below) drop_row(n0, begin, end, row, x);
+  }
+
+  // A panel's vectors at a time: the polynomial's coefficients are loaded once for all of them.
+  static TW_INLINE T largest(const T *x, int64_t begin, int64_t end, T before) {
+    Vec<T> most[kPanel];
+    for (int v = 0; v < kPanel; ++v) most[v] = splat(before);
+    for (int64_t n = begin; n < end; n += kPanelWidth<T>)
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanel; ++v) most[v] = larger<T>(load(x + n + v * kLanes<T>), most[v]);
+    for (int v = 1; v < kPanel; ++v) most[0] = larger<T>(most[0], most[v]);
+    return max_lanes<T>(most[0]);
+  }
+
+  static TW_INLINE T exponentials(T *x, int64_t begin, int64_t end, T shift) {
+    Vec<T> total[kPanel] = {};
+    for (int64_t n = begin; n < end; n += kPanelWidth<T>) {
+      Vec<T> e[kPanel];
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanel; ++v) e[v] = softmax_exp<T>(load(x + n + v * kLanes<T>) - splat(shift));
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanel; ++v) total[v] += e[v], store(x + n + v * kLanes<T>, e[v]);
+    }
+    for (int v = 1; v < kPanel; ++v) total[0] += total[v];
+    return sum_lanes<T>(total[0]);
   }
 
   void rescale(int64_t row, T exponent) {

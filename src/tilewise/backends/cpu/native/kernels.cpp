@@ -2,6 +2,7 @@
 // Nothing here may instantiate inline functions of the standard library: the linker keeps one copy for all objects.
 #include "backward.h"
 #include "few_queries.h"
+#include "list_mask.h"
 #include "forward.h"
 
 namespace tw::TW_ISA {
@@ -51,6 +52,10 @@ static void forward(const TwCall &c, const QueryItem &item, const Partials &part
   });
 }
 
+static int64_t list_bytes(const TwCall &c) { return MaskList(c, nullptr).bytes; }
+
+static void list_mask(const TwCall &c, int64_t b, int64_t head_k, char *scratch) { MaskList(c, scratch).run(b, head_k); }
+
 static void merge(const TwCall &c, const Partials &partials, int64_t b, int64_t head) {
   with_types(c, [&](auto y) { merge_head<typename decltype(y)::E, typename decltype(y)::T>(c, partials, b, head); });
 }
@@ -72,6 +77,6 @@ static void backward(const TwCall &c, const KeyUnit &unit, char *scratch) {
 #define TW_STRING(x) TW_STRING_OF(x)
 
 extern const Kernels kernels;
-const Kernels kernels = {TW_STRING(TW_ISA), forward_bytes, forward, merge, backward_bytes, delta, backward};
+const Kernels kernels = {TW_STRING(TW_ISA), forward_bytes, forward, list_bytes, list_mask, merge, backward_bytes, delta, backward};
 
 }  // namespace tw::TW_ISA

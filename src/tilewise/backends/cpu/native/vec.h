@@ -61,7 +61,7 @@ TW_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
 
-// One number from all lanes, through memory: 4 % of a forward faster than by shuffles of registers.
+// One number from all lanes, through memory: faster than by the shuffles that the compiler makes of a loop.
 template <class T>
 TW_INLINE T sum_lanes(Vec<T> v) {
   T lanes[kLanes<T>];
@@ -78,6 +78,17 @@ TW_INLINE T max_lanes(Vec<T> v) {
     for (int n = 0; n < step; ++n) lanes[n] = lanes[n] > lanes[n + step] ? lanes[n] : lanes[n + step];
   return lanes[0];
 }
+#ifdef __AVX512F__
+template <>
+TW_INLINE float sum_lanes<float>(Vec<float> v) {
+  return _mm512_reduce_add_ps(v);
+}
+template <>
+TW_INLINE float max_lanes<float>(Vec<float> v) {
+  return _mm512_reduce_max_ps(v);
+}
+#endif
+
 // -- Elements of the inputs: converted to the compute type as they are read -----------------------------------------
 
 struct Bf16 {

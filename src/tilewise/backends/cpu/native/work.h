@@ -42,6 +42,8 @@ struct Kernels {
   const char *name;
   int64_t (*forward_bytes)(const TwCall &);
   void (*forward)(const TwCall &, const QueryItem &, const Partials &, char *scratch);
+  int64_t (*list_bytes)(const TwCall &);
+  void (*list_mask)(const TwCall &, int64_t b, int64_t head_k, char *scratch);
   void (*merge)(const TwCall &, const Partials &, int64_t b, int64_t head);
   int64_t (*backward_bytes)(const TwCall &);
   void (*delta)(const TwCall &, int64_t b, int64_t head);

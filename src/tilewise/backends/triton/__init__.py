@@ -1,0 +1,105 @@
+"""Attention on any GPU that Triton knows: NVIDIA sm_80 and newer, AMD; and, for tests, Triton's interpreter on CPU tensors.
+
+Importing this imports no Triton: it is looked for when a problem is asked about.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilewise import device as devices
+from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.backends.triton.config import MAX_HEAD_DIM, Config, choose
+from tilewise.backends.triton.emit import SCATTER, classify, pair_bytes
+from tilewise.problem import Problem
+
+_PLANS_LIMIT = 4096
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=1)
+def interpreting() -> bool:
+    """Whether kernels are interpreted (TRITON_INTERPRET=1 when Triton was imported): then they take CPU tensors."""
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
+class Triton:
+    """The backend.
+
+    Args:
+        override: a Config to use for every problem, in place of the one chosen by shape.
+    """
+
+    name = "triton"
+
+    def __init__(self, override: Config | None = None):
+        self.override = override
+        self._plans: dict[int, object] = {}
+
+    def unsupported(self, p: Problem) -> list[str]:
+        if not _installed():
+            return ["the package triton is not installed; pip install 'tilewise[triton]'"]
+        reasons = _device_reasons(p)
+        if p.dtype == torch.float64:
+            reasons.append("float64: its kernels compute in float32")
+        if max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
+            reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {MAX_HEAD_DIM}")
+        if p.spec.deterministic and p.spec.grad_slots:
+            reasons += _scattered(p)
+        return reasons
+
+    def config(self, p: Problem) -> Config:
+        return self.override or choose(p, pair_bytes(p))
+
+    def forward(self, p: Problem, t: Inputs) -> Output:
+        from tilewise.backends.triton import launch
+
+        return launch.forward(self._plan(p), t)
+
+    def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+        from tilewise.backends.triton import launch
+
+        return launch.backward(self._plan(p), t, out, do, dlse)
+
+    def _plan(self, p: Problem):
+        """One per Problem object: dispatch makes one for each signature."""
+        from tilewise.backends.triton.launch import Plan
+
+        plan = self._plans.get(id(p))
+        if plan is None or plan.p is not p:
+            if len(self._plans) >= _PLANS_LIMIT:
+                self._plans.clear()
+            plan = self._plans[id(p)] = Plan(p, self.config(p))
+        return plan
+
+
+def _device_reasons(p: Problem) -> list[str]:
+    if p.device.type == "cpu" and interpreting():
+        return []
+    if p.device.type != "cuda":
+        return [f"runs on cuda, q is on {p.device.type}"]
+    if torch.version.hip or not torch.cuda.is_available():  # without a GPU: what one would run
+        return []
+    capability = devices.of(p.device).capability
+    if capability < (8, 0):
+        return [f"compute capability {capability[0]}.{capability[1]} is below 8.0"]
+    return []
+
+
+def _scattered(p: Problem) -> list[str]:
+    reads = [r for r in classify(p) if r.how == SCATTER]
+    return [
+        f"deterministic: the gradient of a tensor read at [{', '.join(str(x) for x in r.expr.args[1:])}] is scattered "
+        "by atomic additions, in any order"
+        for r in reads
+    ]

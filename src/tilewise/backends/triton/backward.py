@@ -1,0 +1,402 @@
+"""Backward in two passes without atomics (docs/algorithm.md, section 6): 7 products of a tile, every sum in a fixed order.
+
+    delta_i = dO_i · O_i - dlse_i                                                   (13)  `delta_kernel`
+    P = exp(S - lse)    dP = Z ∘ (dO Vᵀ)    dZ = P ∘ (dP - delta)    dS = f' dZ      (11), (13), (14)
+    dV = (P ∘ Z)ᵀ dO    dK = scale · dSᵀ Q    key tiles outside, queries inside       (16)  `dkdv_kernel`
+    dQ = scale · dS K                         query tiles outside, keys inside        (15)  `dq_kernel`
+
+The pass over key tiles works on transposed tiles, (keys, queries), and reads the mask by columns; it sums the query heads
+of a group in order. Leaves that are not read at j get their sums in the pass over query tiles, those read at j alone in
+the pass over key tiles (section 7); `tile_kernel` adds up a pair bias over the batch and heads it was broadcast over.
+"""
+
+# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from tilewise.backends.triton.tile import (
+    LOG2E,
+    dot,
+    dropout_keep,
+    key_interval,
+    keys_to_visit,
+    listed,
+    load_streamed,
+    load_tile,
+    partial_tile,
+    place,
+    plain_sizes,
+    power,
+    queries_to_visit,
+    query_interval,
+    source,
+    store_tile,
+)
+
+
+class Rows(NamedTuple):
+    """What a head's query rows are read through: the sources of q and dO, where the rows begin in lse's shape and in the
+    statistics' buffers, and those buffers' descriptors (pointers, unused, where there are none)."""
+
+    h: Any
+    q: Any
+    do: Any
+    line: Any
+    at_line: Any
+    lse2: Any
+    delta: Any
+
+
+class KeyTile(NamedTuple):
+    """A key tile: its position, k (tile_n, D) and v (tile_n, Dv)."""
+
+    n0: Any
+    k: Any
+    v: Any
+
+
+@triton.jit
+def query_rows(tensors, sizes, at, h, q_matrix, do_matrix, lse2, delta, F: tl.constexpr):
+    q = source(tensors.q, q_matrix, sizes.q, sizes.q_view, at, at.start_q, h, F)
+    do = source(tensors.do, do_matrix, sizes.do, sizes.do_view, at, at.start_q, h, F)
+    line = tl.cast(h, tl.int64) * sizes.seqlen_q + at.start_q
+    at_line = tl.cast(h, tl.int64) * sizes.line + at.start_q
+    if not F.packed:
+        line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
+        at_line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.line
+    if lse2 is None:
+        lse2, delta = tensors.lse2, tensors.delta
+    return Rows(h, q, do, line, at_line, lse2, delta)
+
+
+@triton.jit
+def key_sources(tensors, sizes, at, head_k, k_matrix, v_matrix, F: tl.constexpr):
+    k = source(tensors.k, k_matrix, sizes.k, sizes.k_view, at, at.start_k, head_k, F)
+    v = source(tensors.v, v_matrix, sizes.v, sizes.v_view, at, at.start_k, head_k, F)
+    return k, v
+
+
+@triton.jit
+def load_keys(k, v, n0, at, F: tl.constexpr):
+    """The :class:`KeyTile` at n0 of two sources, rows past the last zero."""
+    left = at.seqlen_k - n0
+    k = load_tile(k.pointer, k.row, n0, left, None, F.tile_n, F.head_dim, F.width, True)
+    v = load_tile(v.pointer, v.row, n0, left, None, F.tile_n, F.head_dim_v, F.width_v, True)
+    return KeyTile(n0, k, v)
+
+
+@triton.jit
+def statistics(tensors, line, i, seqlen_q, MASKED: tl.constexpr):
+    """``(lse2, delta)`` of rows i. Unmasked, the rows past seqlen_q must be hidden by the caller: both buffers are longer
+    by a tile (launch.PADDING), and a mask here would cost the pass over key tiles its registers."""
+    if MASKED:
+        ok = i < seqlen_q
+        return tl.load(tensors.lse2 + line + i, mask=ok, other=float("inf")), tl.load(
+            tensors.delta + line + i, mask=ok, other=0.0
+        )
+    else:
+        return tl.load(tensors.lse2 + line + i), tl.load(tensors.delta + line + i)
+
+
+@triton.jit
+def scored(s, h, i, j, scales, at, F: tl.constexpr):
+    """A tile of products as the exponent of (3) in the units of :func:`tile.power`, and ``scale · q·k``, which the score's
+    slopes are taken at."""
+    if F.general:
+        s = s * scales.softmax
+        if F.score is not None:
+            z = F.score(s, at.b, h, i, j, at).to(tl.float32) + s * 0.0
+            return (z if F.natural else z * LOG2E), s
+        else:
+            return (s if F.natural else s * LOG2E), s
+    else:
+        return s * (scales.softmax * LOG2E), s
+
+
+@triton.jit
+def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
+    """Grid: (blocks · heads_q · batch); packed, blocks of all rows at once.
+
+    Also writes lse in base 2. Rows that saw nothing get lse2 = +inf, so that their P is 0, and delta = 0.
+    """
+    sizes = plain_sizes(sizes)
+    pid = tl.program_id(0)
+    m0 = (pid % sizes.blocks) * F.tile_m
+    h = (pid // sizes.blocks) % sizes.heads_q
+    b = pid // sizes.blocks // sizes.heads_q
+    left = sizes.seqlen_q - m0
+    token = tl.cast(b, tl.int64) * sizes.seqlen_q
+    row = sizes.heads_q * F.head_dim_v
+    o = load_tile(
+        tensors.o + token * row + h * F.head_dim_v, row, m0, left, None, F.tile_m, F.head_dim_v, F.width_v, True
+    )
+    do_row = sizes.do[1] * F.align
+    base = (tl.cast(sizes.do[2], tl.int64) * h + tl.cast(sizes.do[0], tl.int64) * b) * F.align
+    do = load_tile(tensors.do + base, do_row, m0, left, None, F.tile_m, F.head_dim_v, F.width_v, True)
+    i = m0 + tl.arange(0, F.tile_m)
+    line = (tl.cast(b, tl.int64) * sizes.heads_q + h) * sizes.seqlen_q + i
+    ok = i < sizes.seqlen_q
+    lse = tl.load(tensors.lse + line, mask=ok, other=0.0)
+    dlse = tl.load(tensors.dlse + line, mask=ok, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) - dlse
+    empty = lse == float("-inf")
+    line = (tl.cast(b, tl.int64) * sizes.heads_q + h) * sizes.line + i
+    tl.store(tensors.delta + line, tl.where(empty, 0.0, delta), mask=ok)
+    tl.store(tensors.lse2 + line, tl.where(empty, float("inf"), lse if F.natural else lse * LOG2E), mask=ok)
+
+
+# -- Key tiles outside ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dkdv_kernel(tensors, sizes, scales, q_matrix, do_matrix, lse2, delta, F: tl.constexpr):
+    """Grid: (blocks · heads_k · batch)."""
+    sizes = plain_sizes(sizes)
+    pid = tl.program_id(0)
+    head_k = (pid // sizes.blocks) % sizes.heads_k
+    at = place(pid % sizes.blocks, pid // sizes.blocks // sizes.heads_k, tensors, sizes, scales, True, F)
+    n0 = at.block * F.tile_n
+    left = at.seqlen_k - n0
+    k, v = key_sources(tensors, sizes, at, head_k, None, None, F)
+    keys = load_keys(k, v, n0, at, F)
+    dk = tl.full([F.tile_n, F.width], 0.0, tl.float32)
+    dv = tl.full([F.tile_n, F.width_v], 0.0, tl.float32)
+
+    group = sizes.heads_q // sizes.heads_k
+    for g in range(group):
+        h = head_k * group + g
+        rows = query_rows(tensors, sizes, at, h, q_matrix, do_matrix, lse2, delta, F)
+        if F.lists:
+            partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
+            for t in range(partials):
+                m0 = tl.load(partial + t) * F.tile_m
+                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, False, F)
+            for t in range(fulls):
+                m0 = tl.load(full + t) * F.tile_m
+                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, True, F)
+        else:
+            first, full, full_end, last = queries_to_visit(n0, h, at, F)
+            if F.keep is None:
+                for n in range(full, full_end):
+                    dk, dv = query_block(n * F.tile_m, dk, dv, keys, rows, tensors, sizes, scales, at, True, F)
+            for t in range((full - first) + (last - full_end)):
+                m0 = partial_tile(t, first, full, full_end) * F.tile_m
+                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, False, F)
+
+    token = tl.cast(at.start_k, tl.int64)
+    if not F.packed:
+        token += tl.cast(at.b, tl.int64) * sizes.seqlen_k
+    row = sizes.heads_k * F.head_dim
+    store_tile(
+        tensors.dk + token * row + head_k * F.head_dim,
+        row,
+        n0,
+        left,
+        dk * scales.softmax,
+        F.tile_n,
+        F.head_dim,
+        F.width,
+    )
+    row = sizes.heads_k * F.head_dim_v
+    store_tile(tensors.dv + token * row + head_k * F.head_dim_v, row, n0, left, dv, F.tile_n, F.head_dim_v, F.width_v)
+
+
+@triton.jit
+def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.constexpr, F: tl.constexpr):
+    """Adds one query tile of head ``rows.h`` to dK and dV; all tiles are (tile_n, tile_m)."""
+    i = m0 + tl.arange(0, F.tile_m)
+    n0, k, v = keys
+    j = n0 + tl.arange(0, F.tile_n)
+    left = at.seqlen_q - m0
+    q = load_streamed(rows.q, m0, left, None, F.tile_m, F.head_dim, F.width, FULL, F)
+    do = load_streamed(rows.do, m0, left, None, F.tile_m, F.head_dim_v, F.width_v, FULL, F)
+    if F.tma and FULL and not F.packed:
+        line = (rows.at_line + m0).to(tl.int32)
+        lse2, delta = rows.lse2.load([line]), rows.delta.load([line])
+    else:
+        lse2, delta = statistics(tensors, rows.at_line, i, at.seqlen_q, False)
+    s2, s = scored(dot(k, tl.trans(q), None, F), rows.h, i[None, :], j[:, None], scales, at, F)
+    p = power(s2 - lse2[None, :], F)
+    inside = (j[:, None] < at.seqlen_k) & (i[None, :] < at.seqlen_q)
+    if not FULL:
+        first, last = query_interval(j, rows.h, at, F)
+        kept = (i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]) & inside
+        if F.keep is not None:
+            kept = kept & F.keep(at.b, rows.h, i[None, :], j[:, None], at)
+        p = tl.where(kept, p, 0.0)
+
+    dropped = p
+    dp = dot(v, tl.trans(do), None, F)
+    if F.dropout:
+        z = tl.where(tl.trans(dropout_keep(m0, n0, at.b, rows.h, tensors, sizes, F.tile_m, F.tile_n)), scales.keep, 0.0)
+        dropped = p * z
+        dp = dp * z
+    dv = dot(dropped.to(do.dtype), do, dv, F)
+    ds = p * (dp - delta[None, :])
+    if F.score is not None or not FULL:
+        ds = tl.where(p == 0.0, 0.0, ds)
+    if F.columns is not None:
+        line = tl.cast(rows.h, tl.int64) * sizes.seqlen_k + at.start_k + j
+        if not F.packed:
+            line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_k
+        F.columns(ds, p > 0.0, inside, line, j < at.seqlen_k, s, at.b, rows.h, i[None, :], j[:, None], at)
+    if F.slope is not None:
+        ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[None, :], j[:, None], at))
+    dk = dot(ds.to(q.dtype), q, dk, F)
+    return dk, dv
+
+
+# -- Query tiles outside -------------------------------------------------------------------------------------------
+
+
+class Query(NamedTuple):
+    """A query tile: q, dO (tile_m, D), and lse2, delta and the key interval of its rows."""
+
+    m0: Any
+    q: Any
+    do: Any
+    lse2: Any
+    delta: Any
+    lo: Any
+    hi: Any
+
+
+@triton.jit
+def dq_kernel(tensors, sizes, scales, k_matrix, v_matrix, F: tl.constexpr):
+    """Grid: (blocks · heads_q · batch); the last tiles first."""
+    sizes = plain_sizes(sizes)
+    pid = tl.program_id(0)
+    slot = sizes.blocks - 1 - pid % sizes.blocks
+    h = (pid // sizes.blocks) % sizes.heads_q
+    at = place(slot, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
+    rows = query_rows(tensors, sizes, at, h, None, None, None, None, F)
+    k, v = key_sources(tensors, sizes, at, h // (sizes.heads_q // sizes.heads_k), k_matrix, v_matrix, F)
+    query = load_query(at.block * F.tile_m, rows, tensors, at, F)
+    dq = tl.full([F.tile_m, F.width], 0.0, tl.float32)
+
+    if F.lists:
+        partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
+        for t in range(partials):
+            dq = key_block(tl.load(partial + t) * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, False, F)
+        for t in range(fulls):
+            dq = key_block(tl.load(full + t) * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, True, F)
+    else:
+        first, full, full_end, last = keys_to_visit(query.m0, h, at, F)
+        if F.keep is None:
+            for n in range(full, full_end):
+                dq = key_block(n * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, True, F)
+        for t in range((full - first) + (last - full_end)):
+            n0 = partial_tile(t, first, full, full_end) * F.tile_n
+            dq = key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, False, F)
+
+    token = tl.cast(at.start_q, tl.int64)
+    if not F.packed:
+        token += tl.cast(at.b, tl.int64) * sizes.seqlen_q
+    row = sizes.heads_q * F.head_dim
+    base = tensors.dq + token * row + h * F.head_dim
+    store_tile(base, row, query.m0, at.seqlen_q - query.m0, dq * scales.softmax, F.tile_m, F.head_dim, F.width)
+
+
+@triton.jit
+def load_query(m0, rows, tensors, at, F: tl.constexpr):
+    left = at.seqlen_q - m0
+    q = load_tile(rows.q.pointer, rows.q.row, m0, left, None, F.tile_m, F.head_dim, F.width, True)
+    do = load_tile(rows.do.pointer, rows.do.row, m0, left, None, F.tile_m, F.head_dim_v, F.width_v, True)
+    i = m0 + tl.arange(0, F.tile_m)
+    lse2, delta = statistics(tensors, rows.at_line, i, at.seqlen_q, True)
+    lo, hi = key_interval(i, rows.h, at, F)
+    return Query(m0, q, do, lse2, delta, lo, hi)
+
+
+@triton.jit
+def key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, FULL: tl.constexpr, F: tl.constexpr):
+    """Adds one key tile to dQ, and to the leaves that are summed by rows."""
+    i = query.m0 + tl.arange(0, F.tile_m)
+    j = n0 + tl.arange(0, F.tile_n)
+    left = at.seqlen_k - n0
+    alive = None
+    if not FULL:
+        kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None]) & (i[:, None] < at.seqlen_q)
+        if F.keep is not None:
+            kept = kept & F.keep(at.b, rows.h, i[:, None], j[None, :], at)
+            alive = tl.max(kept.to(tl.int32), 0) > 0
+        elif F.masked:
+            first, last = query_interval(j, rows.h, at, F)
+            alive = first < last
+    # A key that no row here sees has dS = 0, and its row of K is not read: it may hold NaN.
+    k = load_streamed(k, n0, left, alive, F.tile_n, F.head_dim, F.width, FULL, F)
+    v = load_streamed(v, n0, left, alive, F.tile_n, F.head_dim_v, F.width_v, FULL, F)
+    s2, s = scored(dot(query.q, tl.trans(k), None, F), rows.h, i[:, None], j[None, :], scales, at, F)
+    p = power(s2 - query.lse2[:, None], F)
+    if not FULL:
+        p = tl.where(kept, p, 0.0)
+    dp = dot(query.do, tl.trans(v), None, F)
+    if F.dropout:
+        z = dropout_keep(query.m0, n0, at.b, rows.h, tensors, sizes, F.tile_m, F.tile_n)
+        dp = tl.where(z, dp * scales.keep, 0.0)
+    ds = p * (dp - query.delta[:, None])
+    if F.score is not None or not FULL:
+        ds = tl.where(p == 0.0, 0.0, ds)
+    if F.leaves is not None:
+        inside = (i[:, None] < at.seqlen_q) & (j[None, :] < at.seqlen_k)
+        F.leaves(ds, p > 0.0, inside, rows.line + i, i < at.seqlen_q, s, at.b, rows.h, i[:, None], j[None, :], at)
+    if F.slope is not None:
+        ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[:, None], j[None, :], at))
+    return dot(ds.to(k.dtype), k, dq, F)
+
+
+# -- One tile of a pair bias, over what it is broadcast over -------------------------------------------------------
+
+
+@triton.jit
+def tile_kernel(
+    tensors, sizes, scales, GRAD: tl.constexpr, LOOP_B: tl.constexpr, LOOP_H: tl.constexpr, F: tl.constexpr
+):
+    """The gradient of a leaf read at i and j: grid (query tiles, key tiles, elements of b and h that it is read at).
+
+    GRAD: which of ``at.grads``; ``F.tile`` is its slope and ``F.place`` where it is read. b and h are walked in order.
+    """
+    sizes = plain_sizes(sizes)
+    m0 = tl.program_id(0) * F.tile_m
+    n0 = tl.program_id(1) * F.tile_n
+    outer = tl.program_id(2)
+    batches = sizes.batch if LOOP_B else sizes.batch * 0 + 1
+    heads = sizes.heads_q if LOOP_H else sizes.heads_q * 0 + 1
+    kept_heads = sizes.heads_q // heads
+    i = m0 + tl.arange(0, F.tile_m)
+    j = n0 + tl.arange(0, F.tile_n)
+    total = tl.full([F.tile_m, F.tile_n], 0.0, tl.float32)
+    for bh in range(batches * heads):
+        b = outer // kept_heads + bh // heads
+        h = outer % kept_heads + bh % heads
+        here = place(outer * 0, b, tensors, sizes, scales, False, F)
+        first, _full, _full_end, last = keys_to_visit(m0, h, here, F)
+        if (n0 >= first * F.tile_n) & (n0 < last * F.tile_n):
+            total += pair_tile(m0, i, j, n0, h, here, tensors, sizes, scales, F)
+    at = place(outer * 0, outer // kept_heads, tensors, sizes, scales, False, F)
+    offset = F.place(at.b, outer % kept_heads, i[:, None], j[None, :], at)
+    inside = (i[:, None] < sizes.seqlen_q) & (j[None, :] < sizes.seqlen_k)
+    grad = at.grads[GRAD]
+    tl.store(grad + offset, total.to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pair_tile(m0, i, j, n0, h, at, tensors, sizes, scales, F: tl.constexpr):
+    """dZ times the leaf's slope of one tile."""
+    rows = query_rows(tensors, sizes, at, h, None, None, None, None, F)
+    k, v = key_sources(tensors, sizes, at, h // (sizes.heads_q // sizes.heads_k), None, None, F)
+    _, k, v = load_keys(k, v, n0, at, F)
+    query = load_query(m0, rows, tensors, at, F)
+    s2, s = scored(dot(query.q, tl.trans(k), None, F), h, i[:, None], j[None, :], scales, at, F)
+    kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None]) & (i[:, None] < at.seqlen_q)
+    if F.keep is not None:
+        kept = kept & F.keep(at.b, h, i[:, None], j[None, :], at)
+    p = tl.where(kept, power(s2 - query.lse2[:, None], F), 0.0)
+    dp = dot(query.do, tl.trans(v), None, F)
+    if F.dropout:
+        z = dropout_keep(m0, n0, at.b, h, tensors, sizes, F.tile_m, F.tile_n)
+        dp = tl.where(z, dp * scales.keep, 0.0)
+    dz = tl.where(p == 0.0, 0.0, p * (dp - query.delta[:, None]))
+    return tl.where(p == 0.0, 0.0, dz * F.tile(s, at.b, h, i[:, None], j[None, :], at))

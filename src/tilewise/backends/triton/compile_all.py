@@ -1,0 +1,215 @@
+"""Compiles every configuration for GPUs that need not be there: ``python -m tilewise.backends.triton.compile_all``.
+
+For each architecture, dtype and row of config's table, the launches of a forward and a backward are recorded on tensors
+without memory and compiled; then shared memory is held against ``config.shared_memory`` and the architecture's limit, and
+registers and spills are reported. Exit code 1 if a kernel does not compile, or needs more shared memory than promised.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.backends.base import Inputs, Output, empty_output
+from tilewise.backends.triton import config, launch
+from tilewise.backends.triton.facts import Facts
+from tilewise.mask import causal, window
+from tilewise.problem import check
+from tilewise.score import alibi, softcap
+from tilewise.spec import Options, assemble, parse_spec
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture of config's table, Triton's name for it, and what one block may have of shared memory."""
+
+    backend: str
+    arch: int | str
+    warp: int
+    shared: int
+
+
+TARGETS = {
+    "sm80": Target("cuda", 80, 32, 163 << 10),
+    "sm90": Target("cuda", 90, 32, 227 << 10),
+    "sm100": Target("cuda", 100, 32, 227 << 10),
+    "amd": Target("hip", "gfx942", 64, 64 << 10),
+}
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
+    """What a variant adds to a plain call; ``rich`` is everything that a kernel can have at once."""
+    heads = q.shape[-2]
+    score = softcap(30.0) >> alibi(torch.empty(heads, device="meta", requires_grad=True))
+    sink = torch.empty(heads, device="meta", requires_grad=True)
+    return {
+        "causal": {"causal": True},
+        "full": {},
+        "window": {"mask": window(100, 0)},
+        "rich": {
+            "mask": causal() & window(100),
+            "score": score,
+            "sink": sink,
+            "dropout_p": 0.1,
+            "dropout_seed": 1,
+        },
+    }[feature]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A recorded launch: what ``triton.compile`` needs, in a form that another process can rebuild."""
+
+    arch: str
+    dtype: torch.dtype
+    head_dim: int
+    feature: str
+
+
+def recorded(item: Launch) -> Iterator[tuple]:
+    """``(name, kernel, tiles, arguments)`` of every launch of a forward and a backward."""
+    shape = (2, 4096, 8, item.head_dim)
+    q, k, v = (torch.empty(shape, dtype=item.dtype, device="meta", requires_grad=True) for _ in range(3))
+    extras, seed, text = assemble(q, k, v, Options(**_options(item.feature, q)))
+    p = check(q, k, v, extras, seed, parse_spec(text))
+    rows = config.table(item.arch, item.dtype.itemsize)
+    tiles = next(tiles for limit, tiles in rows.items() if config.width(item.head_dim) <= limit)
+    found = []
+
+    def record(kernel, grid, tiles, *args):
+        found.append((kernel.fn.__name__.removesuffix("_kernel"), kernel, tiles, args))
+
+    plan = launch.Plan(p, config.Config(*tiles), record)
+    with torch.no_grad():
+        t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
+        out: Output = empty_output(p, q, v)
+        launch.forward(plan, t)
+        launch.backward(plan, t, out, torch.empty_like(out.o), torch.empty_like(out.lse))
+    yield from found
+
+
+def signature(x: object, path: tuple, constants: dict, aligned: dict) -> object:
+    """Triton's type of an argument; compile-time ones go to ``constants``, pointers to ``aligned``."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if isinstance(x, torch.Tensor):
+        aligned[path] = [["tt.divisibility", 16]]
+        names = {"float": "fp", "bfloat": "bf", "int": "i", "bool": "i1", "uint": "u"}
+        kind, bits = re.fullmatch(r"torch\.([a-z]+)(\d*)", str(x.dtype)).groups()
+        return f"*{names[kind]}{bits}"
+    if isinstance(x, TensorDescriptor):
+        kind = signature(x.base, path, {}, {})[1:]
+        return f"tensordesc<{kind}[{', '.join(map(str, x.block_shape))}]>"
+    if isinstance(x, tuple):
+        parts = [signature(y, (*path, n), constants, aligned) for n, y in enumerate(x)]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    if x is None or isinstance(x, (bool, Facts)):
+        constants[path] = x
+        return "constexpr"
+    return "fp32" if isinstance(x, float) else "i32"
+
+
+def compile_item(item: Launch) -> list[str]:
+    """Lines of the report; a line that starts with FAIL fails the run."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target, lines = TARGETS[item.arch], []
+    head = f"{item.arch:6}{str(item.dtype).removeprefix('torch.'):9} D {item.head_dim:<4}{item.feature:7}"
+    for name, kernel, tiles, args in recorded(item):
+        constants, aligned = {}, {}
+        types = {
+            param: signature(x, (n,), constants, aligned)
+            for n, (param, x) in enumerate(zip(kernel.arg_names, args, strict=True))
+        }
+        started = time.perf_counter()
+        try:
+            source = ASTSource(kernel, types, constants, aligned)
+            options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+            compiled = triton.compile(
+                source, target=GPUTarget(target.backend, target.arch, target.warp), options=options
+            )
+        except Exception as error:
+            while error.__cause__ is not None:  # the innermost says what; Triton wraps it once per function
+                error = error.__cause__
+            lines.append(f"FAIL {head}{name}: {str(error)[-600:]}")
+            continue
+        used, spills = compiled.metadata.shared, _registers(compiled, item.arch)
+        widths = (config.width(item.head_dim),) * 2
+        allowed = min(config.shared_memory(name, tiles, widths, item.dtype.itemsize, arch=item.arch), target.shared)
+        seconds = time.perf_counter() - started
+        serial = serialised(compiled, item.arch)
+        state = "ok  " if used <= allowed and not serial else "FAIL"
+        spills += ", wgmma serialised" if serial else ""
+        lines.append(
+            f"{state} {head}{name:8} {tiles.describe():32} shared {used:6} of {allowed:6}  {spills}  {seconds:.1f} s"
+        )
+    return lines
+
+
+def serialised(compiled, arch: str) -> bool:
+    """Whether ptxas made every wgmma wait for the one before: a fifth of the speed was lost so, for an order of two loops."""
+    if arch != "sm90":
+        return False
+    text = _cuobjdump(compiled, "-sass")
+    return 2 * text.count("WARPGROUP.DEPBAR") > text.count("HGMMA")
+
+
+def _cuobjdump(compiled, option: str) -> str:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=False).stdout
+
+
+def _registers(compiled, arch: str) -> str:
+    """``registers, spills`` as ptxas reports them; AMD's compiler writes them into its assembly."""
+    if arch == "amd":
+        text = compiled.asm["amdgcn"]
+        found = [re.search(rf"\.{key}:\s+(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count")]
+        return "regs {}, spills {}".format(*(m.group(1) if m else "?" for m in found))
+    text = _cuobjdump(compiled, "-res-usage")
+    m = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return f"regs {m.group(1)}, stack {m.group(2)}" if m else "regs ?"
+
+
+def items() -> list[Launch]:
+    """Every row of every table; all features at the two common head dims in half precision."""
+    found = []
+    for arch in TARGETS:
+        for dtype in DTYPES:
+            for limit in config.table(arch, dtype.itemsize):
+                features = ["causal"]
+                if dtype == torch.bfloat16 and limit in (64, 128):
+                    features += ["rich"] if arch != "sm90" else ["rich", "full", "window"]
+                found += [Launch(arch, dtype, limit, feature) for feature in features]
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """``compile_all [ARCH ...]``: of these architectures alone."""
+    wanted = [item for item in items() if not arguments or item.arch in arguments]
+    started, failed = time.perf_counter(), 0
+    with ProcessPoolExecutor() as pool:
+        for lines in pool.map(compile_item, wanted):
+            failed += sum(line.startswith("FAIL") for line in lines)
+            print("\n".join(lines), flush=True)
+    print(f"{len(wanted)} problems, {failed} failures, {time.perf_counter() - started:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,179 @@
+"""Tile sizes of the Triton kernels: a table per architecture and head dim, and the shared memory that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewise import device as devices
+from tilewise.problem import Problem
+
+MAX_HEAD_DIM = 512
+MIN_WIDTH = 16  # of a side of tl.dot
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One kernel's choice: ``tile_m`` queries by ``tile_n`` keys, warps, and stages of its loads.
+
+    Attributes:
+        tma: whole tiles are loaded through tensor descriptors (Hopper and newer) where the strides allow it.
+        specialized: some warps load while others compute; needs tma.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    specialized: bool = False
+
+    def describe(self) -> str:
+        how = (", tma" if self.tma else "") + (", specialised" if self.specialized else "")
+        return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The three kernels' tiles, and the keys of a chunk where keys are split."""
+
+    forward: Tiles
+    dkdv: Tiles
+    dq: Tiles
+    split: int | None = None
+
+    def describe(self) -> str:
+        split = f"; keys split by {self.split}" if self.split else ""
+        return f"forward {self.forward.describe()}; dK dV {self.dkdv.describe()}; dQ {self.dq.describe()}{split}"
+
+    def traffic(self, p: Problem) -> int:
+        """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
+        size = torch.empty((), dtype=p.dtype).element_size()
+        query_tiles = -(-p.seqlen_q // self.forward.tile_m)
+        width = p.head_dim + p.head_dim_v
+        rows = p.heads_q * p.seqlen_q * width + query_tiles * p.heads_k * p.seqlen_k * width
+        return size * rows * (1 if p.packed else p.batch)
+
+
+def width(head_dim: int) -> int:
+    """The power of two that a head dim is padded to."""
+    return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
+
+
+def shared_memory(
+    kernel: str, tiles: Tiles, widths: tuple[int, int], itemsize: int, pair_bytes: int = 0, arch: str = "sm90"
+) -> int:
+    """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
+
+    Args:
+        kernel: "forward", "dkdv", "dq", "delta" or "tile".
+        widths: padded head dims of q, k and of v.
+        pair_bytes: of the tensors that a mask or score reads at both i and j: they are streamed too.
+    """
+    w, wv = widths
+    m, n, stages = tiles.tile_m, tiles.tile_n, max(tiles.num_stages, 1)
+    rows = {
+        "forward": m * w + stages * n * (w + wv),
+        # Below 64 keys the products are not wgmma's and one more operand is converted through shared memory.
+        "dkdv": n * (w + wv) + stages * m * (w + wv) + m * n + (max(m, n) * max(w, wv) if n < 64 else 0),
+        "dq": m * (w + wv) + stages * n * (w + wv),
+        "delta": 0,
+        "tile": (m + n) * (w + wv),
+    }
+    statistics = 4 * 2 * m * stages if kernel == "dkdv" else 0
+    pairs = max(stages - 1, 1) * m * n * pair_bytes + 4096 if pair_bytes and kernel != "delta" else 0
+    scratch = 14 << 10 if arch == "sm100" else 2048  # for changes of layout
+    return itemsize * rows[kernel] + statistics + pairs + scratch
+
+
+def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> Tiles:
+    """``tiles``, with fewer stages, then with fewer rows of what is streamed, until they need no more than ``limit``."""
+    streamed = "tile_m" if kernel == "dkdv" else "tile_n"
+    while need(tiles) > limit:
+        if tiles.num_stages > 1:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif getattr(tiles, streamed) > MIN_WIDTH:
+            tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
+        else:
+            break
+    return tiles
+
+
+# (largest padded head dim) -> tiles of (forward, dkdv, dq). The first row that holds the head dim is taken.
+_HALF_SM90 = {
+    64: (Tiles(64, 128, 4, 3, True), Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 3, True)),
+    128: (Tiles(128, 128, 8, 3, True), Tiles(32, 64, 4, 3, True), Tiles(128, 64, 8, 3, True)),
+    256: (Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(128, 32, 8, 3, True)),
+    512: (Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+}
+_HALF_SM80 = {
+    64: (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    128: (Tiles(128, 32, 4, 3), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    256: (Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    512: (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+}
+_HALF_AMD = {
+    64: (Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
+    128: (Tiles(128, 32, 4, 1), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
+    256: (Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    512: (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+}
+_FLOAT = {
+    64: (Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    128: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    256: (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    512: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+}
+# The interpreter takes about 5 ms a step, whatever the tile; small problems should still have several tiles.
+INTERPRETED = Config(Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1))
+
+TABLE = {"sm80": _HALF_SM80, "sm90": _HALF_SM90, "sm100": _HALF_SM80, "amd": _HALF_AMD}
+
+
+def table(arch: str, itemsize: int) -> dict[int, tuple[Tiles, Tiles, Tiles]]:
+    return _FLOAT if itemsize == 4 else TABLE[arch]
+
+
+def architecture(device: torch.device) -> str:
+    if torch.version.hip:
+        return "amd"
+    major = devices.of(device).capability[0]
+    return "sm90" if major == 9 else "sm100" if major >= 10 else "sm80"
+
+
+SPLIT_KEYS = 1024  # a chunk's size may depend on nothing but seqlen_k
+
+
+def choose(p: Problem, pair_bytes: int = 0) -> Config:
+    """By head dim and dtype; ``pair_bytes`` as in :func:`shared_memory`.
+
+    Keys are split where one sequence's query tiles leave most of the machine idle.
+    """
+    if p.device.type == "cpu":
+        return INTERPRETED
+    itemsize, facts = p.dtype.itemsize, devices.of(p.device)
+    arch = architecture(p.device)
+    rows = table(arch, itemsize)
+    widths = width(p.head_dim), width(p.head_dim_v)
+    row = next(tiles for limit, tiles in rows.items() if max(widths) <= limit)
+    forward, dkdv, dq = (
+        fit(
+            kernel,
+            tiles,
+            lambda x, kernel=kernel: shared_memory(kernel, x, widths, itemsize, pair_bytes, arch),
+            facts.shared_memory or 1 << 30,
+        )
+        for kernel, tiles in zip(("forward", "dkdv", "dq"), row, strict=True)
+    )
+    return Config(forward, dkdv, dq, _split(p, forward.tile_m, facts.cores))
+
+
+def _split(p: Problem, tile_m: int, cores: int) -> int | None:
+    if p.packed or p.spec.region.predicate is not None or p.seqlen_k < 2 * SPLIT_KEYS:
+        return None
+    # Deterministic results do not depend on batch-mates: the choice then looks at one sequence.
+    batch = 1 if p.spec.deterministic else p.batch
+    programs = batch * p.heads_q * -(-p.seqlen_q // tile_m)
+    return SPLIT_KEYS if 2 * programs <= cores else None

@@ -1,0 +1,286 @@
+"""Masks and scores as Triton source: the expressions of a problem become one small module of JIT functions.
+
+A module has ``lo hi first last keep score`` and, for the backward, ``slope``, ``leaves`` and ``columns``; kernels get
+them as fields of their compile-time facts. Numbers are run-time arguments (``at.numbers``), so 30 and 50 share a
+module; modules are made once per source. What the gradient of a leaf costs follows from where it is read (docs/algorithm.md,
+section 7), which :func:`classify` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import types
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tilewise import expr
+from tilewise.expr import Expr
+from tilewise.problem import Problem
+
+# How the gradient of one read of a leaf is summed.
+ROWS, COLUMNS, STORE, TILES, SCATTER = "rows", "columns", "store", "tiles", "scatter"
+
+_FLOAT_CALLS = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos")}
+_CALLS = {
+    **_FLOAT_CALLS,
+    "tanh": "maths.tanh",
+    "expm1": "maths.expm1",
+    "log1p": "maths.log1p",
+    "sigmoid": "tl.sigmoid",
+    "floordiv": "maths.floordiv",
+    "mod": "maths.mod",
+    "pow": "maths.power",
+    "sign": "maths.sign",
+    "abs": "tl.abs",
+    "maximum": "tl.maximum",
+    "minimum": "tl.minimum",
+    "clamp_min": "tl.maximum",
+    "clamp_max": "tl.minimum",
+}
+_ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "round": "maths.round_even", "trunc": "maths.trunc"}
+_OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth values
+_TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read of a leaf that wants a gradient.
+
+    Attributes:
+        expr: the lookup; ``how`` one of the five ways above; ``loops`` for TILES: the broadcast indices among b, h.
+    """
+
+    expr: Expr
+    how: str
+    loops: tuple[str, ...] = ()
+
+    @property
+    def slot(self) -> int:
+        return self.expr.args[0][1]
+
+
+def classify(p: Problem) -> tuple[Read, ...]:
+    """How each of ``spec.lookups`` is summed."""
+    slots = [e.args[0][1] for e in p.spec.lookups]
+    return tuple(_classify(p, e, slots.count(e.args[0][1]) == 1) for e in p.spec.lookups)
+
+
+def _classify(p: Problem, e: Expr, alone: bool) -> Read:
+    used = expr.depends_on(*e.args[1:])
+    if "j" not in used:
+        return Read(e, ROWS)
+    if "i" not in used:
+        return Read(e, COLUMNS)
+    plain = all(x.op in ("symbol", "number") for x in e.args[1:])
+    names = [x.args[0] for x in e.args[1:] if x.op == "symbol"]
+    if not (plain and alone and len(set(names)) == len(names) and used <= set("bhij")) or p.packed:
+        return Read(e, SCATTER)
+    loops = tuple(name for name, size in (("b", p.batch), ("h", p.heads_q)) if name not in used and size > 1)
+    return Read(e, TILES if loops else STORE, loops)
+
+
+def pair_bytes(p: Problem) -> int:
+    """Bytes a pair of the tensors that the predicate or the score reads at both i and j."""
+    roots = [e for e in (p.spec.region.predicate, p.spec.score) if e is not None]
+    reads = [e for e in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*e.args[1:])]
+    return sum(p.extras[e.args[0][1]].dtype.itemsize for e in reads)
+
+
+# -- One expression as lines of source -----------------------------------------------------------------------------
+
+
+class _Writer:
+    """Lines that compute expressions, each shared node once.
+
+    Args:
+        leaf: position of a slot among ``at.leaves``.
+        wide: slots whose elements need 64-bit offsets.
+    """
+
+    def __init__(self, leaf: dict[int, int], wide: frozenset[int]):
+        self.leaf, self.wide = leaf, wide
+        self.lines: list[str] = []
+        self.names: dict[int, str] = {}
+
+    def value(self, root: Expr) -> str:
+        for e in expr.nodes(root):
+            if id(e) not in self.names:
+                self.names[id(e)] = self._name(e)
+        return self.names[id(root)]
+
+    def _name(self, e: Expr) -> str:
+        if e.op == "symbol":
+            name = e.args[0]
+            return {"off": "(at.seqlen_k - at.seqlen_q)"}.get(name, f"at.{name}" if name.startswith("seqlen") else name)
+        self.lines.append(f"v{len(self.lines)} = {self._text(e)}")
+        return f"v{len(self.lines) - 1}"
+
+    def _text(self, e: Expr) -> str:
+        if e.op == "number":
+            return f"tl.full((), {e.args[0]}, {_TYPES[expr.kind(e)]})"
+        if e.op == "param":
+            number = f"at.numbers[{e.args[0]}]"
+            return f"tl.full((), {number if e.args[1] == 'float' else f'maths.plain({number})'}, {_TYPES[e.args[1]]})"
+        if e.op == "lookup":
+            position = self.leaf[e.args[0][1]]
+            text = f"tl.load(at.leaves[{position}] + ({self.offset(e, 'extents')}))"
+            return f"{text}.to(tl.float32)" if expr.kind(e) == "float" else text
+        return self._operation(e, [self.names[id(a)] for a in e.args], [expr.kind(a) for a in e.args])
+
+    def offset(self, e: Expr, extents: str) -> str:
+        """Where a lookup reads, in elements: each index clamped into its dimension."""
+        slot = e.args[0][1]
+        of = f"at.{extents}[{self.leaf[slot]}]"
+        terms = []
+        for axis, index in enumerate(e.args[1:]):
+            clamped = f"tl.minimum(tl.maximum({self.value(index)}, 0), maths.plain({of}[{2 * axis}]) - 1)"
+            clamped = f"({clamped}).to(tl.int64)" if slot in self.wide else clamped
+            terms.append(f"{clamped} * maths.plain({of}[{2 * axis + 1}])")
+        return " + ".join(terms) or "0"
+
+    def _operation(self, e: Expr, args: list[str], kinds: list[str]) -> str:
+        operation, result = expr.OPERATIONS[e.op], expr.kind(e)
+        if operation.float_args or (e.op == "pow" and result == "float"):
+            args = [a if k == "float" else f"{a}.to(tl.float32)" for a, k in zip(args, kinds, strict=True)]
+        elif e.op != "where" and result != "bool" and e.op not in ("int", "bool"):
+            args = [f"{a}.to(tl.int32)" if k == "bool" else a for a, k in zip(args, kinds, strict=True)]
+        if e.op in ("float", "int", "bool"):
+            return f"({args[0]} != 0)" if e.op == "bool" and kinds[0] != "bool" else f"{args[0]}.to({_TYPES[e.op]})"
+        if e.op == "where":
+            if result == "float":
+                args[1:] = [
+                    a if k == "float" else f"{a}.to(tl.float32)" for a, k in zip(args[1:], kinds[1:], strict=True)
+                ]
+            return f"tl.where({', '.join(args)})"
+        if e.op in _ROUNDING:
+            return f"{_ROUNDING[e.op]}({args[0]})" if kinds[0] == "float" else args[0]
+        if e.op == "relu":
+            return f"tl.maximum({args[0]}, 0)"
+        if e.op == "neg":
+            return f"-{args[0]}"
+        if e.op == "not":
+            return f"{args[0]} == 0" if result == "bool" else f"{args[0]} ^ -1"
+        if e.op in _CALLS:
+            call = f"{_CALLS[e.op]}({', '.join(args)})"
+            return f"{call}.to(tl.int32)" if e.op == "pow" and result != "float" else call
+        infix = _OF_BOOLS.get(e.op, operation.infix) if result == "bool" else operation.infix
+        return f"{args[0]} {infix} {args[1]}"
+
+
+# -- A problem's module --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The functions of a problem, ``None`` where it has no such part, and what their arguments are.
+
+    Attributes:
+        numbers: values of ``at.numbers``; slots: the extras that ``at.leaves`` holds, in order.
+        digest: of the source, so that compiled kernels are told apart.
+    """
+
+    functions: dict[str, object]
+    numbers: tuple[float, ...]
+    slots: tuple[int, ...]
+    reads: tuple[Read, ...]
+    digest: str
+
+
+_ENDS = (("lo", "i"), ("hi", "i"), ("first", "j"), ("last", "j"))
+
+
+def emit(p: Problem, wide: frozenset[int]) -> Emitted:
+    """Source from the trees, functions from the source.
+
+    Args:
+        wide: slots whose elements need 64-bit offsets.
+    """
+    spec, region, numbers = p.spec, p.spec.region, []
+    slots = tuple(dict.fromkeys((*spec.mask_slots, *spec.score_slots)))
+    prepared = () if region.prepared is None else (region.prepared.status_slot, region.prepared.seen_slot)
+    slots = tuple(n for n in slots if n not in prepared)
+    leaf = {slot: n for n, slot in enumerate(slots)}
+    abstract = lambda e: None if e is None else expr.abstract(e, numbers)  # noqa: E731
+    writer = lambda: _Writer(leaf, wide)  # noqa: E731
+    source = []
+    for (name, index), e in zip(_ENDS, region.ends, strict=True):
+        if e is not None:
+            source.append(_returning(writer(), name, f"b, h, {index}, at", abstract(e)))
+    if region.predicate is not None:
+        source.append(_returning(writer(), "keep", "b, h, i, j, at", abstract(region.predicate)))
+    reads = classify(p)
+    if spec.score is not None:
+        score = abstract(spec.score)
+        source.append(_returning(writer(), "score", "s, b, h, i, j, at", score))
+        source += _gradients(writer, score, reads, leaf)
+    functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
+    return Emitted(functions, tuple(numbers), slots, reads, digest)
+
+
+def _function(name: str, arguments: str, lines: list[str]) -> str:
+    return "\n".join(["@triton.jit", f"def {name}({arguments}):", *[f"    {line}" for line in lines]])
+
+
+def _returning(writer: _Writer, name: str, arguments: str, e: Expr) -> str:
+    result = writer.value(e)
+    return _function(name, arguments, [*writer.lines, f"return {result}"])
+
+
+def _gradients(writer, score: Expr, reads: tuple[Read, ...], leaf: dict[int, int]) -> list[str]:
+    """``slope`` (d score / d s), and ``leaves``, ``columns``, ``tile_N``: what a tile gives to the leaves."""
+    arguments = "s, b, h, i, j, at"
+    slope = _derivative(score, expr.symbol("s"))
+    source = [] if expr.is_number(slope, 1) else [_returning(writer(), "slope", arguments, slope)]
+    wanted = {r.slot for r in reads}
+    lookups = [e for e in expr.lookups(score) if e.args[0][1] in wanted]
+    slopes = [_derivative(score, e) for e in lookups]
+    rows, columns = writer(), writer()
+    for n, (read, e, d) in enumerate(zip(reads, lookups, slopes, strict=True)):
+        if read.how == TILES:
+            source.append(_returning(writer(), f"tile_{n}", arguments, d))
+            w = writer()
+            source.append(_function(f"place_{n}", "b, h, i, j, at", [*w.lines, *_place(w, e)]))
+            continue
+        w = columns if read.how == COLUMNS else rows
+        value = f"tl.where(hit, dz * {w.value(d)}, 0.0)"
+        if read.how in (ROWS, COLUMNS):
+            w.lines.append(f"tl.atomic_add(at.grads[{n}] + line, tl.sum({value}, 1), mask=valid, sem='relaxed')")
+        else:
+            offset = w.offset(e, "grad_extents")
+            write = f"tl.store(at.grads[{n}] + ({offset}), {value}, mask=inside)"
+            scatter = f"tl.atomic_add(at.grads[{n}] + ({offset}), {value}, mask=hit, sem='relaxed')"
+            w.lines.append(write if read.how == STORE else scatter)
+    for name, w in (("leaves", rows), ("columns", columns)):
+        if w.lines:
+            source.append(_function(name, f"dz, hit, inside, line, valid, {arguments}", [*w.lines, "return"]))
+    return source
+
+
+def _derivative(root: Expr, wrt: Expr) -> Expr:
+    slope = expr.derivative(root, wrt)
+    return expr.number(0.0) if slope is None else slope
+
+
+def _place(w: _Writer, e: Expr) -> list[str]:
+    offset = w.offset(e, "grad_extents")
+    return [*w.lines, f"return {offset}"]
+
+
+_HEADER = "import triton\nimport triton.language as tl\n\nfrom tilewise.backends.triton import maths\n\n\n"
+
+
+@lru_cache(maxsize=1024)
+def _module(source: str) -> tuple[dict[str, object], str]:
+    """Triton reads a function's source through ``linecache``, so the module needs no file."""
+    from triton.runtime.jit import KernelInterface
+
+    source = f"{_HEADER}{source}\n"
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    filename = f"<tilewise {digest}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    module = types.ModuleType(f"tilewise_emitted_{digest}")
+    module.__file__ = filename
+    exec(compile(source, filename, "exec"), module.__dict__)
+    functions = {name: f for name, f in vars(module).items() if isinstance(f, KernelInterface)}
+    return functions, digest

@@ -1,0 +1,193 @@
+"""Forward (docs/algorithm.md, section 4; FlashAttention-2, Algorithm 1): query tiles outside, keys inside.
+
+    S = scale · Q Kᵀ    m' = max(m, rowmax S)    P = exp2(S - m')    l = l·α + rowsum P    acc = acc·α + P V    (6)
+and once at the end O = acc / l, lse = m + log l (7). m is in units of log2, for fp32 inputs natural (tile.power).
+
+One program computes a tile of ``tile_m`` queries of one head. Which key tiles are partial and which full follows from the
+interval of its first and its last row. The full ones are one loop, then the partial ones, at both ends, are another: with
+the partial loop first, the full one ran 10 to 25 % slower on an H200 (not understood), and a loop for each end would cost
+registers. A predicate's tiles come as two lists, partial and full::
+
+    first   full          full_end  last
+      | partial | full full full | partial |          keys
+
+With split keys, program_id(1) is a chunk of keys; o and lse are then fp32 partial states, merged afterwards.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from tilewise.backends.triton.tile import (
+    LN2,
+    LOG2E,
+    dot,
+    dropout_keep,
+    key_interval,
+    keys_to_visit,
+    listed,
+    load_streamed,
+    load_tile,
+    partial_tile,
+    place,
+    plain_sizes,
+    power,
+    query_interval,
+    rows_of,
+    source,
+    store_tile,
+)
+
+
+class Query(NamedTuple):
+    """A query tile: its position and head, q (tile_m, D), its rows' key intervals, and the sources of k and v."""
+
+    m0: Any
+    h: Any
+    q: Any
+    lo: Any
+    hi: Any
+    k: Any
+    v: Any
+
+
+@triton.jit
+def forward_kernel(tensors, sizes, scales, k_matrix, v_matrix, F: tl.constexpr):
+    """Grid: (blocks · heads_q · batch, chunks); the last tiles first, which are the longest under a causal mask."""
+    sizes = plain_sizes(sizes)
+    pid = tl.program_id(0)
+    slot = sizes.blocks - 1 - pid % sizes.blocks
+    h = (pid // sizes.blocks) % sizes.heads_q
+    at = place(slot, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
+    query = load_query(tensors, sizes, at, h, k_matrix, v_matrix, F)
+    m = tl.full([F.tile_m], float("-inf"), tl.float32)
+    l = tl.full([F.tile_m], 0.0, tl.float32)
+    acc = tl.full([F.tile_m, F.width_v], 0.0, tl.float32)
+
+    if F.lists:
+        partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
+        for t in range(partials):
+            n0 = tl.load(partial + t) * F.tile_n
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, False, F)
+        for t in range(fulls):
+            n0 = tl.load(full + t) * F.tile_n
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, True, F)
+    else:
+        first, full, full_end, last = keys_to_visit(query.m0, h, at, F)
+        if F.split:
+            chunk_first = tl.program_id(1) * sizes.chunk
+            chunk_last = chunk_first + sizes.chunk
+            last = tl.minimum(last, chunk_last)
+            first = tl.minimum(tl.maximum(first, chunk_first), last)
+            full = tl.minimum(tl.maximum(full, first), last)
+            full_end = tl.minimum(tl.maximum(full_end, full), last)
+        if F.keep is None:
+            for n in range(full, full_end):
+                m, l, acc = key_block(n * F.tile_n, m, l, acc, query, tensors, sizes, scales, at, True, F)
+        for t in range((full - first) + (last - full_end)):
+            n0 = partial_tile(t, first, full, full_end) * F.tile_n
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, False, F)
+    finish(m, l, acc, query, tensors, sizes, scales, at, F)
+
+
+@triton.jit
+def load_query(tensors, sizes, at, h, k_matrix, v_matrix, F: tl.constexpr):
+    m0 = at.block * F.tile_m
+    base, row = rows_of(tensors.q, sizes.q, at, at.start_q, h, F)
+    q = load_tile(base, row, m0, at.seqlen_q - m0, None, F.tile_m, F.head_dim, F.width, True)
+    i = m0 + tl.arange(0, F.tile_m)
+    lo, hi = key_interval(i, h, at, F)
+    head_k = h // (sizes.heads_q // sizes.heads_k)
+    k = source(tensors.k, k_matrix, sizes.k, sizes.k_view, at, at.start_k, head_k, F)
+    v = source(tensors.v, v_matrix, sizes.v, sizes.v_view, at, at.start_k, head_k, F)
+    return Query(m0, h, q, lo, hi, k, v)
+
+
+@triton.jit
+def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, FULL: tl.constexpr, F: tl.constexpr):
+    """Takes one key tile in (6). FULL: every row sees every key of it."""
+    j = n0 + tl.arange(0, F.tile_n)
+    left = at.seqlen_k - n0
+    k = load_streamed(query.k, n0, left, None, F.tile_n, F.head_dim, F.width, FULL, F)
+    s = dot(query.q, tl.trans(k), None, F)  # fp32 (tile_m, tile_n)
+    if F.general:
+        s = scored(s, query, j, scales, at, F)
+    alive = None
+    if not FULL:
+        kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None])
+        if F.keep is not None:
+            i = query.m0 + tl.arange(0, F.tile_m)
+            kept = kept & F.keep(at.b, query.h, i[:, None], j[None, :], at)
+            alive = tl.max(kept.to(tl.int32), 0) > 0
+        elif F.masked:
+            first, last = query_interval(j, query.h, at, F)
+            alive = first < last
+        s = tl.where(kept, s, float("-inf"))
+
+    if F.general:
+        m_new = tl.maximum(m, tl.max(s, 1))
+    else:
+        m_new = tl.maximum(m, tl.max(s, 1) * (scales.softmax * LOG2E))
+    shift = m_new
+    if F.score is not None or not FULL:
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    if F.general:
+        p = power(s - shift[:, None], F)
+    else:
+        p = tl.exp2(s * (scales.softmax * LOG2E) - shift[:, None])
+    rescale = power(m - shift, F)
+    l = l * rescale + tl.sum(p, 1)
+    if F.dropout:
+        p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
+    # A key that no row here sees has P = 0, and its row of V is not read: it may hold NaN.
+    v = load_streamed(query.v, n0, left, alive, F.tile_n, F.head_dim_v, F.width_v, FULL, F)
+    acc = dot(p.to(v.dtype), v, acc * rescale[:, None], F)
+    return m_new, l, acc
+
+
+@triton.jit
+def scored(s, query, j, scales, at, F: tl.constexpr):
+    """The score of a tile of products, in the units of :func:`tile.power`."""
+    s = s * scales.softmax
+    if F.score is not None:
+        i = query.m0 + tl.arange(0, F.tile_m)
+        s = F.score(s, at.b, query.h, i[:, None], j[None, :], at).to(tl.float32)
+        s = s + tl.full([F.tile_m, F.tile_n], 0.0, tl.float32)
+    return s if F.natural else s * LOG2E
+
+
+@triton.jit
+def finish(m, l, acc, query, tensors, sizes, scales, at, F: tl.constexpr):
+    """Division, sink (18), and both stores."""
+    i = query.m0 + tl.arange(0, F.tile_m)
+    left = at.seqlen_q - query.m0
+    lse = tl.where(l == 0, float("-inf"), (m if F.natural else m * LN2) + tl.log(l))
+    weight = 1.0 / tl.where(l == 0, 1.0, l)
+    if F.sink:
+        sink = tl.load(tensors.sink + query.h).to(tl.float32)
+        if F.packed:
+            sink = tl.where(at.b == sizes.batch, float("-inf"), sink)
+        top = tl.maximum(lse, sink)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = top + tl.log(tl.exp(lse - top) + tl.exp(sink - top))
+        total = tl.where(l == 0, sink, tl.where(sink == float("-inf"), lse, total))
+        weight = tl.where(l == 0, 0.0, weight * tl.exp(lse - total))
+        lse = total
+    if F.dropout:
+        weight = weight * scales.keep
+    o = acc * weight[:, None]
+
+    token = tl.cast(at.start_q, tl.int64)
+    line = tl.cast(query.h, tl.int64) * sizes.seqlen_q + at.start_q
+    if not F.packed:
+        token += tl.cast(at.b, tl.int64) * sizes.seqlen_q
+        line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
+    if F.split:
+        tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
+        token += tl.program_id(1) * tokens
+        line += tl.program_id(1) * tokens * sizes.heads_q
+    row = sizes.heads_q * F.head_dim_v
+    store_tile(
+        tensors.o + (token * row + query.h * F.head_dim_v), row, query.m0, left, o, F.tile_m, F.head_dim_v, F.width_v
+    )
+    tl.store(tensors.lse + line + i, lse, mask=i < at.seqlen_q)

@@ -1,0 +1,537 @@
+"""From a problem and its tensors to kernel launches. What depends on the problem alone is decided once and kept."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tilewise import dropout, expr, state
+from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.backends.triton.config import Config, Tiles, width
+from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
+from tilewise.backends.triton.facts import Facts
+from tilewise.problem import Problem
+from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
+
+
+def _wide(t) -> bool:
+    """Whether an element may lie 2**31 elements from the first."""
+    return sum((size - 1) * abs(stride) for size, stride in zip(t.shape, t.stride, strict=True) if size) >= 1 << 31
+
+
+def opaque(x: object) -> object:
+    """Whole numbers, in tuples too, as odd ones that Triton does not specialise on; floats as they are."""
+    if isinstance(x, tuple):
+        return type(x)(*map(opaque, x)) if hasattr(x, "_fields") else tuple(map(opaque, x))
+    return 2 * x + 3 if isinstance(x, int) else x
+
+
+def unit_last(x: Tensor) -> Tensor:
+    """``x``, or a copy whose last stride is 1."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def run(kernel, grid: tuple[int, ...], tiles: Tiles, *args: object) -> object:
+    """The compiled kernel, or None where nothing is to be done or the interpreter runs."""
+    return kernel[grid](*args, num_warps=tiles.num_warps, num_stages=tiles.num_stages) if all(grid) else None
+
+
+@dataclass(eq=False)
+class Plan:
+    """One problem's decisions, made once. ``run`` launches a kernel.
+
+    Attributes:
+        made: facts, sizes, scales, layouts and compiled kernels, by what they depend on beside the problem.
+        kept: ids of the sizes in ``made``.
+    """
+
+    p: Problem
+    config: Config
+    run: Callable[..., object] = run
+    made: dict = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+
+    def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *args: object) -> None:
+        """Launches; again with the same facts and sizes, straight through the compiled kernel.
+
+        Triton's own way there, which looks at each of some hundred numbers, takes 60 us of host time. What it looks for
+        cannot change: sizes and facts are the same objects, and sizes are kept only where every pointer is aligned.
+        """
+        key = (kernel, id(args[1]), id(args[-1])) if self.run is run and id(args[1]) in self.kept else None
+        compiled = self.made.get(key)
+        if compiled is not None:
+            compiled[(*grid, 1, 1)[:3]](*args)
+            return
+        compiled = self.run(kernel, grid, tiles, *args)
+        if key is not None and compiled is not None:
+            self.made[key] = compiled
+
+    @cached_property
+    def emitted(self) -> Emitted:
+        wide = frozenset(n for n, t in enumerate(self.p.extras) if _wide(t))
+        return emit(self.p, wide)
+
+    @cached_property
+    def extents(self) -> tuple[tuple[int, ...], ...]:
+        """Size and stride of every axis, for each of ``emitted.slots``."""
+        facts = [self.p.extras[n] for n in self.emitted.slots]
+        return tuple(tuple(x for pair in zip(t.shape, t.stride, strict=True) for x in pair) for t in facts)
+
+    @cached_property
+    def grad_extents(self) -> tuple[tuple[int, ...], ...]:
+        """As ``extents``, of contiguous tensors of the same shapes."""
+        shapes = [self.p.extras[n].shape for n in self.emitted.slots]
+        contiguous = [torch.empty(shape, device="meta").stride() for shape in shapes]
+        return tuple(
+            tuple(x for pair in zip(shape, stride, strict=True) for x in pair)
+            for shape, stride in zip(shapes, contiguous, strict=True)
+        )
+
+    @property
+    def lists(self) -> bool:
+        return self.p.spec.region.predicate is not None and not self.p.packed
+
+    def facts(self, tiles: Tiles, align: int, **extra: object) -> Facts:
+        """The compile-time part of a launch."""
+        p, f = self.p, self.emitted.functions
+        tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+        key = (tiles, align, tf32, *extra.items())
+        found = self.made.get(key)
+        if found is None:
+            common = {
+                name: f.get(name)
+                for name in ("lo", "hi", "first", "last", "keep", "score", "slope", "leaves", "columns")
+            }
+            fields = common | {
+                "tile_m": tiles.tile_m,
+                "tile_n": tiles.tile_n,
+                "head_dim": p.head_dim,
+                "head_dim_v": p.head_dim_v,
+                "width": width(p.head_dim),
+                "width_v": width(p.head_dim_v),
+                "align": align,
+                "packed": p.packed,
+                "lists": self.lists,
+                "general": p.spec.score is not None or not p.softmax_scale > 0 or p.dtype == torch.float32,
+                "natural": p.dtype == torch.float32,
+                "masked": not p.spec.region.everything,
+                "sink": p.spec.sink_slot is not None,
+                "dropout": p.spec.dropout_p > 0,
+                "precision": "tf32" if tf32 else "ieee",
+                "split": False,
+                "tma": False,
+                "specialized": tiles.specialized,
+                "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
+                "digest": self.emitted.digest,
+            }
+            found = self.made[key] = Facts(**(fields | extra))
+        return found
+
+
+def strides_of(p: Problem, x: Tensor) -> tuple[int, int, int]:
+    """``(batch, row, head)`` strides of a tensor laid out as q, in elements."""
+    return (0, x.stride(0), x.stride(1)) if p.packed else (x.stride(0), x.stride(1), x.stride(2))
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether all start at a multiple of 16 bytes."""
+    return not sum(x.data_ptr() % 16 for x in tensors)
+
+
+def matrix(x: Tensor, strides: tuple[int, int, int], heads: int, batch: int) -> tuple[tuple, tuple] | None:
+    """``(shape and strides of a matrix that holds every row of x, view)``, or None where there is no such matrix.
+
+    Heads lie side by side in its rows, (batch, seqlen, heads, D), or one below the other, (batch, heads, seqlen, D). The
+    view is ``(rows a batch element, rows a head, columns a head)``.
+    """
+    by_batch, row, head = strides
+    seqlen, dim = x.shape[-3], x.shape[-1]
+    if row == 0 or x.numel() == 0 or by_batch % row or (heads > 1 and head == 0) or (batch > 1 and by_batch == 0):
+        return None
+    if head < row or heads == 1:
+        columns = (heads - 1) * head + dim
+        rows = (batch - 1) * (by_batch // row) + seqlen
+        return (((rows, columns), (row, 1)), (by_batch // row, 0, head)) if columns <= row or rows == 1 else None
+    if head % row or dim > row:
+        return None
+    rows = (batch - 1) * (by_batch // row) + (heads - 1) * (head // row) + seqlen
+    return ((rows, dim), (row, 1)), (by_batch // row, head // row, 0)
+
+
+@dataclass
+class Call:
+    """A plan and the tensors of one call, in the forms that kernels read. ``steady``: every pointer is aligned."""
+
+    plan: Plan
+    t: Inputs
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor | None
+    strides: list[tuple[int, int, int]]
+    align: int
+    steady: bool
+    views: list[tuple[int, int, int]] = field(default_factory=lambda: [(0, 0, 0)] * 4)
+
+    @classmethod
+    def of(cls, plan: Plan, t: Inputs, do: Tensor | None = None) -> Call:
+        tensors = [unit_last(x) for x in ((t.q, t.k, t.v) if do is None else (t.q, t.k, t.v, do))]
+        key = ("strides", None if do is None else tensors[3].stride())
+        found = plan.made.get(key)
+        if found is None:
+            strides = [strides_of(plan.p, x) for x in tensors]
+            elements = 16 // tensors[0].element_size()
+            divisible = all(x % elements == 0 for stride in strides for x in stride)
+            found = plan.made[key] = (
+                strides,
+                [tuple(x // elements for x in stride) for stride in strides],
+                elements,
+                divisible,
+            )
+        strides, divided, elements, divisible = found
+        align = elements if divisible and aligned(*tensors) else 1
+        strides = divided if align > 1 else strides
+        steady = align > 1 and aligned(*t.leaves) and (t.seed is None or aligned(t.seed))
+        return cls(plan, t, *tensors[:3], None if do is None else tensors[3], strides, align, steady)
+
+    def tensors(self, **named: object):
+        from tilewise.backends.triton.tile import Tensors
+
+        t = self.t
+        leaves = tuple(t.leaves[n] for n in self.plan.emitted.slots)
+        return Tensors(
+            q=self.q, k=self.k, v=self.v, do=self.do, cu_q=t.cu_seqlens_q, cu_k=t.cu_seqlens_k, sink=t.sink, seed=t.seed,
+            leaves=leaves, **named,
+        )  # fmt: skip
+
+    def descriptors(self, tiles: Tiles, wanted: str) -> tuple:
+        """Tensor descriptors of the tensors named, a letter each; None for all where one is impossible.
+
+        Whole tiles alone are read through them, so a block never leaves its sequence.
+        """
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        none = (None,) * len(wanted)
+        p = self.plan.p
+        padded = width(p.head_dim) != p.head_dim or width(p.head_dim_v) != p.head_dim_v
+        if not tiles.tma or self.align == 1 or padded:
+            return none
+        found = []
+        for name in wanted:
+            index = "qkvd".index(name)
+            x = (self.q, self.k, self.v, self.do)[index]
+            heads, rows = (p.heads_q, tiles.tile_m) if name in "qd" else (p.heads_k, tiles.tile_n)
+            key = (name, self.strides[index])
+            if key not in self.plan.made:
+                strides = tuple(s * self.align for s in self.strides[index])
+                self.plan.made[key] = matrix(x, strides, heads, 1 if p.packed else p.batch)
+            made = self.plan.made[key]
+            if made is None:
+                return none
+            (shape, matrix_strides), self.views[index] = made
+            found.append(TensorDescriptor(x, list(shape), list(matrix_strides), [rows, x.shape[-1]]))
+        return tuple(found)
+
+    def line_descriptors(self, tiles: Tiles, lse2: Tensor, delta: Tensor, wanted: bool) -> tuple:
+        """Of the rows' statistics: a plain load would cost each thread an address for every number."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        if not wanted or self.plan.p.packed:
+            return None, None
+        return tuple(TensorDescriptor(x, [x.numel()], [1], [tiles.tile_m]) for x in (lse2, delta))
+
+    def sizes(self, blocks: int, *, chunk: int = 0, lists: TileLists | None = None):
+        """The numbers of a launch, the same object again where they are the same and all pointers are aligned."""
+        if not self.steady:
+            return self._sizes(blocks, chunk, lists)
+        key = ("sizes", blocks, chunk, tuple(self.strides[3:]), *self.views, list_strides(lists))
+        found = self.plan.made.get(key)
+        if found is None:
+            found = self.plan.made[key] = self._sizes(blocks, chunk, lists)
+            self.plan.kept.add(id(found))
+        return found
+
+    def _sizes(self, blocks: int, chunk: int, lists: TileLists | None):
+        from tilewise.backends.triton.tile import Sizes
+
+        p, strides = self.plan.p, self.strides
+        sizes = Sizes(
+            batch=p.batch,
+            heads_q=p.heads_q,
+            heads_k=p.heads_k,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            blocks=blocks,
+            q=strides[0],
+            k=strides[1],
+            v=strides[2],
+            do=strides[3] if len(strides) > 3 else (0, 0, 0),
+            q_view=self.views[0],
+            k_view=self.views[1],
+            v_view=self.views[2],
+            do_view=self.views[3],
+            line=line_length(p),
+            chunk=chunk,
+            threshold=dropout.threshold(p.spec.dropout_p) if p.spec.dropout_p else 0,
+            lists=list_strides(lists),
+            extents=self.plan.extents,
+            grad_extents=self.plan.grad_extents,
+        )
+        return opaque(sizes)
+
+    def scales(self):
+        from tilewise.backends.triton.tile import Scales
+
+        found = self.plan.made.get("scales")
+        if found is not None:
+            return found
+        p = self.plan.p
+        keep = dropout.keep_scale(p.spec.dropout_p) if p.spec.dropout_p else 1.0
+        found = self.plan.made["scales"] = Scales(float(p.softmax_scale), keep, opaque(self.plan.emitted.numbers))
+        return found
+
+    def tile_lists(self, tiles: Tiles, by_columns: bool) -> TileLists | None:
+        """The lists of a predicate's tiles; the same again while the mask's tensors are the same, unchanged."""
+        plan = self.plan
+        if not plan.lists:
+            return None
+        leaves = [self.t.leaves[n] for n in plan.p.spec.mask_slots]
+        key = ("lists", tiles.tile_m, tiles.tile_n, by_columns)
+        lists, kept = plan.made.get(key, (None, ()))
+        if lists is not None and all(
+            x() is leaf and n == leaf._version for leaf, (x, n) in zip(leaves, kept, strict=True)
+        ):
+            return lists
+        lists = self._listed(tiles, by_columns)
+        if not any(leaf.is_inference() for leaf in leaves):  # those count no versions
+            plan.made[key] = lists, [(weakref.ref(leaf), leaf._version) for leaf in leaves]
+        return lists
+
+    def _listed(self, tiles: Tiles, by_columns: bool) -> TileLists:
+        p = self.plan.p
+        shape = (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
+        grid = Grid.whole(p.spec.region, self.t.leaves, shape, self.q.device)
+        tile_map = TileMap.build(grid, tiles.tile_m, tiles.tile_n, by_columns)
+        # Full tiles are read without bounds, so those at a ragged end count as partial.
+        if p.seqlen_k % tiles.tile_n:
+            tile_map.status[..., -1:].clamp_(max=PARTIAL)
+        if p.seqlen_q % tiles.tile_m:
+            tile_map.status[..., -1:, :].clamp_(max=PARTIAL)
+        return tile_map.lists(by_columns)
+
+
+def list_strides(lists: TileLists | None) -> tuple[int, ...]:
+    """``(batch, head, line)`` strides of a list and ``(batch, head)`` strides of its counts, 0 where they are shared."""
+    if lists is None:
+        return (0, 0, 0, 0, 0)
+    broadcast = lambda t: [s if n > 1 else 0 for n, s in zip(t.shape[:2], t.stride()[:2], strict=True)]  # noqa: E731
+    return (*broadcast(lists.partial), lists.partial.stride(2), *broadcast(lists.partial_count))
+
+
+def pointers(lists: TileLists | None) -> tuple[Tensor, ...] | None:
+    """The four tensors; kernels take both lists, and both counts, to have the same strides."""
+    return None if lists is None else (lists.partial, lists.partial_count, lists.full, lists.full_count)
+
+
+def blocks(p: Problem, length: int, tile: int) -> int:
+    """Tiles of a head; packed, slots enough for every sequence and the rows past the last (tile.place)."""
+    return length // tile + p.batch + 1 if p.packed else -(-length // tile)
+
+
+# -- Forward -------------------------------------------------------------------------------------------------------
+
+
+def forward(plan: Plan, t: Inputs) -> Output:
+    from tilewise.backends.triton.forward import forward_kernel
+
+    p, tiles = plan.p, plan.config.forward
+    call, out = Call.of(plan, t), empty_output(p, t.q, t.v)
+    batch = 1 if p.packed else p.batch
+    slots = blocks(p, p.seqlen_q, tiles.tile_m)
+    lists = call.tile_lists(tiles, False)
+    split = plan.config.split
+    split = split if split and not p.packed and lists is None and p.seqlen_k > split else None
+    descriptors = call.descriptors(tiles, "kv")
+    tma = descriptors[0] is not None
+    if split is None:
+        tensors = call.tensors(o=out.o, lse=out.lse, lists=pointers(lists))
+        facts = plan.facts(tiles, call.align, tma=tma)
+        grid = (slots * p.heads_q * batch, 1)
+        plan.start(
+            forward_kernel, grid, tiles, tensors, call.sizes(slots, lists=lists), call.scales(), *descriptors, facts
+        )
+        return out
+    chunks = -(-p.seqlen_k // split)
+    o = t.q.new_empty((chunks, *out.o.shape), dtype=torch.float32)
+    lse = t.q.new_empty((chunks, *out.lse.shape), dtype=torch.float32)
+    facts = plan.facts(tiles, call.align, split=True, sink=False, tma=tma)
+    chunk = -(-split // tiles.tile_n)
+    sizes = call.sizes(slots, chunk=chunk)
+    grid = (slots * p.heads_q * batch, -(-p.seqlen_k // (chunk * tiles.tile_n)))
+    plan.start(
+        forward_kernel,
+        grid,
+        tiles,
+        call.tensors(o=o[: grid[1]], lse=lse[: grid[1]]),
+        sizes,
+        call.scales(),
+        *descriptors,
+        facts,
+    )
+    whole_o, whole_lse = state.merge_all(o[: grid[1]].transpose(2, 3), lse[: grid[1]], 0)
+    if t.sink is not None:
+        whole_o, whole_lse = state.add_sink(whole_o, whole_lse, t.sink.float().view(-1, 1))
+    out.o.copy_(whole_o.transpose(1, 2))
+    out.lse.copy_(whole_lse)
+    return out
+
+
+# -- Backward ------------------------------------------------------------------------------------------------------
+
+
+def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+    from tilewise.backends.triton.backward import dkdv_kernel, dq_kernel
+
+    p, config = plan.p, plan.config
+    call = Call.of(plan, t, do)
+    batch = 1 if p.packed else p.batch
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
+    lse2, delta = _statistics(call, out, dlse)
+    read = _LeafSums(call)
+    named = {"lse2": lse2, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "grads": read.buffers}
+
+    for kernel, tiles, length, heads, over_keys in (
+        (dkdv_kernel, config.dkdv, p.seqlen_k, p.heads_k, True),
+        (dq_kernel, config.dq, p.seqlen_q, p.heads_q, False),
+    ):
+        slots = blocks(p, length, tiles.tile_n if over_keys else tiles.tile_m)
+        lists = call.tile_lists(tiles, over_keys)
+        tensors = call.tensors(**named, lists=pointers(lists))
+        descriptors = call.descriptors(tiles, "qd" if over_keys else "kv")
+        if over_keys:
+            descriptors = (*descriptors, *call.line_descriptors(tiles, lse2, delta, descriptors[0] is not None))
+        facts = plan.facts(tiles, call.align, tma=descriptors[0] is not None)
+        sizes = call.sizes(slots, lists=lists)
+        plan.start(kernel, (slots * heads * batch,), tiles, tensors, sizes, call.scales(), *descriptors, facts)
+    read.pair_tiles(call.tensors(**named))
+
+    dsink = None
+    if t.sink is not None:
+        line = t.sink.float().view(-1, 1)
+        dsink = state.sink_gradient(line, out.lse, delta[..., : p.seqlen_q])
+        dsink = dsink.sum(-1 if p.packed else (0, 2)).to(t.sink.dtype)
+    return Grads(dq, dk, dv, dsink, read.totals())
+
+
+def line_length(p: Problem) -> int:
+    """Rows of a head in the statistics' buffers: blocks of them start at multiples of 16 bytes, as descriptors ask."""
+    return p.seqlen_q if p.packed else -(-p.seqlen_q // 4) * 4
+
+
+PADDING = 256  # rows that the pass over key tiles may read past the last one: a tile
+
+
+def _statistics(call: Call, out: Output, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """lse in base 2, and delta, in lse's shape but for longer lines; PADDING numbers may be read after each."""
+    from tilewise.backends.triton.backward import delta_kernel
+
+    p, tiles = call.plan.p, Tiles(64, 64, 4, 1)
+    shape = (*out.lse.shape[:-1], line_length(p))
+    n = math.prod(shape)
+    lse2, delta = (
+        torch.empty(n + PADDING, dtype=torch.float32, device=out.lse.device)[:n].view(shape) for _ in range(2)
+    )
+    slots = -(-p.seqlen_q // tiles.tile_m)
+    grid = (slots * p.heads_q * (1 if p.packed else p.batch),)
+    dlse = dlse.contiguous()
+    call = call if aligned(out.o, out.lse, dlse) else replace(call, steady=False)
+    tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
+    call.plan.start(
+        delta_kernel, grid, tiles, tensors, call.sizes(slots), call.scales(), call.plan.facts(tiles, call.align)
+    )
+    return lse2, delta
+
+
+class _LeafSums:
+    """The sums of the leaves' gradients: a buffer for each read, and what becomes of them."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        p, q = call.plan.p, call.q
+        self.reads = call.plan.emitted.reads
+        self.grads: dict[int, Tensor] = {}
+        for read in self.reads:
+            leaf = call.t.leaves[read.slot]
+            alone = read.how in (STORE, TILES)
+            new = torch.empty if read.how == TILES else torch.zeros
+            dtype = leaf.dtype if alone else torch.float32
+            self.grads.setdefault(read.slot, new(leaf.shape, dtype=dtype, device=leaf.device))
+        lead = (p.heads_q,) if p.packed else (p.batch, p.heads_q)
+        lines = {ROWS: p.seqlen_q, COLUMNS: p.seqlen_k}
+        self.buffers = tuple(
+            q.new_zeros((*lead, lines[r.how]), dtype=torch.float32) if r.how in lines else self.grads[r.slot]
+            for r in self.reads
+        )
+
+    def pair_tiles(self, tensors) -> None:
+        """Leaves read at (i, j) that are broadcast over the batch or the heads: one kernel each."""
+        from tilewise.backends.triton.backward import tile_kernel
+
+        plan, call = self.call.plan, self.call
+        p, tiles, functions = plan.p, plan.config.dq, plan.emitted.functions
+        for n, read in enumerate(self.reads):
+            if read.how != TILES:
+                continue
+            outer = (1 if "b" in read.loops else p.batch) * (1 if "h" in read.loops else p.heads_q)
+            grid = (-(-p.seqlen_q // tiles.tile_m), -(-p.seqlen_k // tiles.tile_n), outer)
+            facts = plan.facts(
+                tiles, call.align, lists=False, tile=functions[f"tile_{n}"], place=functions[f"place_{n}"]
+            )
+            loops = ("b" in read.loops, "h" in read.loops)
+            plan.start(tile_kernel, grid, tiles, tensors, call.sizes(1), call.scales(), n, *loops, facts)
+
+    def totals(self) -> dict[int, Tensor]:
+        for read, buffer in zip(self.reads, self.buffers, strict=True):
+            if read.how in (ROWS, COLUMNS):
+                env, g = self._lines(read.how, buffer)
+                expr.read_adjoint(self.grads[read.slot], read.expr, env, self.call.t.leaves, g)
+        return {slot: grad.to(self.call.t.leaves[slot].dtype) for slot, grad in self.grads.items()}
+
+    def _lines(self, how: str, buffer: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Indices of a buffer of row or column sums, and the buffer, on axes ``(b, h, i, j)``."""
+        p, device = self.call.plan.p, buffer.device
+        h = torch.arange(p.heads_q, device=device).view(1, -1, 1, 1)
+        n = lambda x: torch.tensor(x, device=device)  # noqa: E731
+        if p.packed:
+            env = self._packed_lines(how, buffer.shape[-1])
+            g = buffer.unsqueeze(0)
+        else:
+            line = torch.arange(buffer.shape[-1], device=device)
+            env = {"b": torch.arange(p.batch, device=device).view(-1, 1, 1, 1)}
+            env |= {"seqlen_q": n(p.seqlen_q), "seqlen_k": n(p.seqlen_k)}
+            env["i" if how == ROWS else "j"] = line.view(1, 1, -1, 1) if how == ROWS else line.view(1, 1, 1, -1)
+            g = buffer
+        env |= {"h": h, "off": env["seqlen_k"] - env["seqlen_q"]}
+        return env, g.unsqueeze(-1) if how == ROWS else g.unsqueeze(-2)
+
+    def _packed_lines(self, how: str, total: int) -> dict[str, Tensor]:
+        """Of every packed row: its sequence, its index within it, and that sequence's lengths."""
+        t = self.call.t
+        cu_q, cu_k = t.cu_seqlens_q.long(), t.cu_seqlens_k.long()
+        cu = cu_q if how == ROWS else cu_k
+        line = torch.arange(total, device=cu.device)
+        b = torch.searchsorted(cu[1:].contiguous(), line, right=True).clamp(max=len(cu) - 2)
+        shape = (1, 1, -1, 1) if how == ROWS else (1, 1, 1, -1)
+        view = lambda x: x.view(shape)  # noqa: E731
+        return {
+            "b": view(b),
+            "i" if how == ROWS else "j": view(line - cu[b]),
+            "seqlen_q": view((cu_q[1:] - cu_q[:-1])[b]),
+            "seqlen_k": view((cu_k[1:] - cu_k[:-1])[b]),
+        }

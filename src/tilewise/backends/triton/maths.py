@@ -1,0 +1,88 @@
+"""What the emitted expressions call: torch's arithmetic where Triton's differs, as JIT functions on scalars and tiles."""
+
+# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def plain(x):
+    """A whole number as it was before :func:`launch.opaque`."""
+    return (x - 3) >> 1
+
+
+@triton.jit
+def floordiv(x, y):
+    """Rounds down for integers too, as Python and torch do; Triton rounds towards zero."""
+    if x.dtype.is_floating() or y.dtype.is_floating():
+        return tl.floor(x.to(tl.float32) / y.to(tl.float32))
+    else:
+        quotient = x // y
+        rest = x - quotient * y
+        return quotient - tl.where((rest != 0) & ((rest < 0) != (y < 0)), 1, 0)
+
+
+@triton.jit
+def mod(x, y):
+    return x - floordiv(x, y) * y
+
+
+@triton.jit
+def tanh(x):
+    """Odd polynomial near 0, where ``1 - 2 / (e^2x + 1)`` would cancel; both ends right to about 2 ulp."""
+    x2 = x * x
+    near = x * (1.0 + x2 * (-0.33333333 + x2 * (0.13333333 + x2 * (-0.05396825 + x2 * (0.02186949 - x2 * 0.00886324)))))
+    e = tl.exp2(tl.abs(x) * -2.885390081777927)
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(x2 < 0.12, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def expm1(x):
+    """Kahan's: the rounding of e^x cancels between numerator and logarithm."""
+    e = tl.exp(x)
+    inner = tl.where((e == 1.0) | (e == 0.0) | (e == float("inf")), 2.0, e)
+    return tl.where(e == 1.0, x, tl.where((e == 0.0) | (e == float("inf")), e - 1.0, (inner - 1.0) * x / tl.log(inner)))
+
+
+@triton.jit
+def log1p(x):
+    u = 1.0 + x
+    inner = tl.where((u == 1.0) | (u == float("inf")), 2.0, u)
+    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, tl.log(inner) * x / (inner - 1.0)))
+
+
+@triton.jit
+def round_even(x):
+    """To the nearest whole number; halves to the even one."""
+    r = tl.floor(x + 0.5)
+    r = tl.where((r - x == 0.5) & (r - 2.0 * tl.floor(r * 0.5) != 0), r - 1.0, r)
+    return tl.where(tl.abs(x) < 8388608.0, r, x)
+
+
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def sign(x):
+    return tl.where(x > 0, 1, tl.where(x < 0, -1, 0)).to(x.dtype)
+
+
+@triton.jit
+def power(x, c):
+    """``x ** c``: the small whole exponents by products, the rest by exp2 and log2."""
+    x, c = x.to(tl.float32), c.to(tl.float32)
+    whole = tl.floor(c) == c
+    odd = whole & (c - 2.0 * tl.floor(c * 0.5) != 0)
+    size = tl.abs(x)
+    # size = 2^k · rest, rest near 1, so that the logarithm's rounding is not multiplied by a large one
+    k = tl.floor(tl.log2(tl.where(size == 0, 1.0, size)) + 0.5)
+    rest = tl.where(size == 0, 1.0, size) * tl.exp2(-k)
+    general = tl.exp2(c * k) * tl.exp2(c * tl.log2(rest))
+    general = tl.where(size == 0, tl.where(c > 0, 0.0, tl.where(c < 0, float("inf"), 1.0)), general)
+    signed = tl.where(x < 0, tl.where(odd, -general, tl.where(whole, general, float("nan"))), general)
+    signed = tl.where(c == 0.5, tl.sqrt(x), signed)
+    return tl.where(c == 2.0, x * x, tl.where(c == 1.0, x, tl.where(c == 3.0, x * x * x, signed)))

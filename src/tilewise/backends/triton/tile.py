@@ -1,0 +1,403 @@
+"""What all kernels share: their arguments, where a program works, loads, the mask of a tile, and dropout.
+
+Kernel arguments come in bundles (a NamedTuple is one argument): pointers apart from whole numbers, because Triton may
+specialise on a pointer's alignment and must not on a length. Triton would compile anew for a number that is 1 or a multiple
+of 16 (``do_not_specialize`` does not reach into tuples), so numbers come as odd ones, ``2 x + 3`` (:func:`launch.opaque`),
+and :func:`plain_sizes` or the emitted functions undo that. Strides are in units of ``F.align`` elements, so that the
+compiler knows that rows start at multiples of 16 bytes. ``F`` are the compile-time facts (:class:`facts.Facts`).
+"""
+
+# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from tilewise.backends.triton.maths import plain
+from tilewise.dropout import ROUNDS
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+PHILOX_ROUNDS = tl.constexpr(ROUNDS)
+
+
+class Tensors(NamedTuple):
+    """Pointers; ``None`` where a kernel has no use for one. ``lists`` are TileLists' four, ``leaves``, ``grads`` tuples."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    o: Any = None
+    lse: Any = None
+    do: Any = None
+    lse2: Any = None
+    delta: Any = None
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    cu_q: Any = None
+    cu_k: Any = None
+    sink: Any = None
+    seed: Any = None
+    lists: Any = None
+    leaves: Any = ()
+    grads: Any = ()
+
+
+class Sizes(NamedTuple):
+    """Whole numbers; packed, ``seqlen_q`` and ``seqlen_k`` are the totals and ``blocks`` the slots of a head.
+
+    ``q k v do`` are ``(batch, row, head)`` strides in units of ``F.align``; their ``view`` says where a head is in the matrix of
+    a tensor descriptor: ``(rows a batch element, rows a head, columns a head)``; ``line``: rows from one head to the next in the
+    backward's lse2 and delta; ``chunk`` keys of a split, in tiles.
+    ``lists``: strides of a tile list ``(batch, head, line)`` and of its counts ``(batch, head)``. ``extents``: size and
+    stride of each axis, for each leaf; ``grad_extents`` those of its gradient.
+    """
+
+    batch: int
+    heads_q: int
+    heads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    blocks: int
+    q: tuple
+    k: tuple
+    v: tuple
+    do: tuple
+    q_view: tuple
+    k_view: tuple
+    v_view: tuple
+    do_view: tuple
+    line: int
+    chunk: int
+    threshold: int
+    lists: tuple
+    extents: tuple
+    grad_extents: tuple
+
+
+class Scales(NamedTuple):
+    """``softmax``: softmax_scale; ``keep``: dropout's factor; ``numbers``: of the mask and the score."""
+
+    softmax: float
+    keep: float
+    numbers: tuple
+
+
+class At(NamedTuple):
+    """Where a program works: batch element, tile, the sequence's first rows and lengths; and what emitted functions read."""
+
+    b: Any
+    block: Any
+    start_q: Any
+    start_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    leaves: Any
+    extents: Any
+    grads: Any
+    grad_extents: Any
+    numbers: Any
+
+
+@triton.jit
+def plain_sizes(s):
+    """The sizes of a launch as plain numbers; ``extents`` stay as they are, for the emitted functions."""
+    return Sizes(
+        batch=plain(s.batch),
+        heads_q=plain(s.heads_q),
+        heads_k=plain(s.heads_k),
+        seqlen_q=plain(s.seqlen_q),
+        seqlen_k=plain(s.seqlen_k),
+        blocks=plain(s.blocks),
+        q=(plain(s.q[0]), plain(s.q[1]), plain(s.q[2])),
+        k=(plain(s.k[0]), plain(s.k[1]), plain(s.k[2])),
+        v=(plain(s.v[0]), plain(s.v[1]), plain(s.v[2])),
+        do=(plain(s.do[0]), plain(s.do[1]), plain(s.do[2])),
+        q_view=(plain(s.q_view[0]), plain(s.q_view[1]), plain(s.q_view[2])),
+        k_view=(plain(s.k_view[0]), plain(s.k_view[1]), plain(s.k_view[2])),
+        v_view=(plain(s.v_view[0]), plain(s.v_view[1]), plain(s.v_view[2])),
+        do_view=(plain(s.do_view[0]), plain(s.do_view[1]), plain(s.do_view[2])),
+        line=plain(s.line),
+        chunk=plain(s.chunk),
+        threshold=plain(s.threshold),
+        lists=(plain(s.lists[0]), plain(s.lists[1]), plain(s.lists[2]), plain(s.lists[3]), plain(s.lists[4])),
+        extents=s.extents,
+        grad_extents=s.grad_extents,
+    )
+
+
+@triton.jit
+def place(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, F: tl.constexpr):
+    """The tile ``slot`` of batch element ``b``; packed, the slot says which sequence too.
+
+    Sequence b owns the slots from ``cu[b] // tile + b`` on, at least as many as it has tiles: no host counts them, and a
+    binary search in cu_seqlens finds b. The rows past ``cu[batch]`` are sequence ``batch``, which has no other side.
+    """
+    start_q = slot * 0
+    start_k = slot * 0
+    seqlen_q = sizes.seqlen_q
+    seqlen_k = sizes.seqlen_k
+    block = slot
+    if F.packed:
+        TILE: tl.constexpr = F.tile_n if OVER_KEYS else F.tile_m
+        own = tensors.cu_k if OVER_KEYS else tensors.cu_q
+        total = sizes.seqlen_k if OVER_KEYS else sizes.seqlen_q
+        low = slot * 0
+        high = low + sizes.batch + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            first_slot = tl.minimum(tl.load(own + middle).to(tl.int32), total) // TILE + middle
+            low = tl.where(first_slot <= slot, middle, low)
+            high = tl.where(first_slot <= slot, high, middle)
+        b = low
+        start_q, seqlen_q = sequence(tensors.cu_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
+        start_k, seqlen_k = sequence(tensors.cu_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
+        block = slot - ((start_k if OVER_KEYS else start_q) // TILE + b)
+    return At(
+        b=b,
+        block=block,
+        start_q=start_q,
+        start_k=start_k,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        leaves=tensors.leaves,
+        extents=sizes.extents,
+        grads=tensors.grads,
+        grad_extents=sizes.grad_extents,
+        numbers=scales.numbers,
+    )
+
+
+@triton.jit
+def sequence(cu, b, batch, total, REST: tl.constexpr):
+    """First row and length of packed sequence ``b``; of sequence ``batch``, the rest of the rows if ``REST``, else none."""
+    start = tl.minimum(tl.load(cu + b).to(tl.int32), total)
+    end = tl.minimum(tl.load(cu + tl.minimum(b + 1, batch)).to(tl.int32), total)
+    if REST:
+        end = tl.where(b == batch, total, end)
+    return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
+def rows_of(pointer, strides, at, start, h, F: tl.constexpr):
+    """``(pointer to the sequence's first row of head h, row stride)``; the base is 64-bit."""
+    row = strides[1] * F.align
+    base = tl.cast(strides[2], tl.int64) * h + tl.cast(start, tl.int64) * strides[1]
+    if not F.packed:
+        base += tl.cast(strides[0], tl.int64) * at.b
+    return pointer + base * F.align, row
+
+
+class Source(NamedTuple):
+    """A head's rows of one tensor: pointer to the sequence's first row and row stride; descriptor (the pointer, unused, where
+    there is none) and the 32-bit coordinates of the sequence's first row in its matrix."""
+
+    pointer: Any
+    row: Any
+    matrix: Any
+    at_row: Any
+    at_column: Any
+
+
+@triton.jit
+def source(tensor, matrix, strides, view, at, start, h, F: tl.constexpr):
+    """The :class:`Source` of head h; ``matrix`` a descriptor or None."""
+    pointer, row = rows_of(tensor, strides, at, start, h, F)
+    at_row = start + h * view[1]
+    if not F.packed:
+        at_row += at.b * view[0]
+    if matrix is None:
+        matrix = tensor
+    return Source(pointer, row, matrix, at_row, h * view[2])
+
+
+@triton.jit
+def load_tile(
+    pointer, row, first, left, alive, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
+    """Rows ``first + 0..TILE``, ``(TILE, WIDTH)`` with columns past DIM zero; MASKED: rows past ``left`` or not alive too.
+
+    Args:
+        alive: bool (TILE,) or None.
+    """
+    r = tl.arange(0, TILE)
+    c = tl.arange(0, WIDTH)
+    pointers = pointer + tl.cast(first, tl.int64) * row + (r[:, None] * row + c[None, :])
+    if MASKED:
+        ok = r < left
+        if alive is not None:
+            ok = ok & alive
+        if DIM < WIDTH:
+            return tl.load(pointers, mask=ok[:, None] & (c < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(pointers, mask=ok[:, None], other=0.0)
+    elif DIM < WIDTH:
+        return tl.load(pointers, mask=(c < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def load_streamed(
+    x,
+    first,
+    left,
+    alive,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FULL: tl.constexpr,
+    F: tl.constexpr,
+):
+    """A tile of a :class:`Source`: whole ones by descriptor where there is one, others as :func:`load_tile` does."""
+    if F.tma and FULL:
+        return x.matrix.load([x.at_row + first, x.at_column])
+    else:
+        return load_tile(x.pointer, x.row, first, left, alive, TILE, DIM, WIDTH, not FULL)
+
+
+@triton.jit
+def store_tile(pointer, row, first, left, x, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    r = tl.arange(0, TILE)
+    c = tl.arange(0, WIDTH)
+    pointers = pointer + tl.cast(first, tl.int64) * row + (r[:, None] * row + c[None, :])
+    ok = (r < left)[:, None]
+    if DIM < WIDTH:
+        ok = ok & (c < DIM)[None, :]
+    tl.store(pointers, x.to(pointer.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def dot(a, b, acc, F: tl.constexpr):
+    """``a b + acc`` in fp32. The interpreter knows no bf16 products: it gets the same numbers as fp32.
+
+    Of fp32 inputs each tile's sum starts from zero: one chain of additions over all tiles would round more than eager does.
+    """
+    if F.upcast:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=F.precision)
+    elif F.natural and acc is not None:
+        return acc + tl.dot(a, b, input_precision=F.precision)
+    else:
+        return tl.dot(a, b, acc, input_precision=F.precision)
+
+
+@triton.jit
+def power(x, F: tl.constexpr):
+    """``2^x``, or ``e^x`` where numbers are natural: for fp32, whose rounding of ``s · log2 e`` would show."""
+    return tl.exp2(x * LOG2E) if F.natural else tl.exp2(x)
+
+
+# -- The mask ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def within(end, length):
+    """An end of an interval, within 0 and ``length``, as int32."""
+    return tl.minimum(tl.maximum(end, 0), length).to(tl.int32)
+
+
+@triton.jit
+def key_interval(i, h, at, F: tl.constexpr):
+    """``[lo, hi)`` of rows ``i``, of i's shape or scalars."""
+    lo = i * 0
+    hi = i * 0 + at.seqlen_k
+    if F.lo is not None:
+        lo = within(F.lo(at.b, h, i, at), at.seqlen_k) + i * 0
+    if F.hi is not None:
+        hi = within(F.hi(at.b, h, i, at), at.seqlen_k) + i * 0
+    return lo, hi
+
+
+@triton.jit
+def query_interval(j, h, at, F: tl.constexpr):
+    """``[first, last)`` of columns ``j``."""
+    first = j * 0
+    last = j * 0 + at.seqlen_q
+    if F.first is not None:
+        first = within(F.first(at.b, h, j, at), at.seqlen_q) + j * 0
+    if F.last is not None:
+        last = within(F.last(at.b, h, j, at), at.seqlen_q) + j * 0
+    return first, last
+
+
+@triton.jit
+def span(start_a, stop_a, start_b, stop_b, TILE: tl.constexpr):
+    """Tiles to visit for a line of tiles from its first (a) and last (b) row's interval: ends never decrease.
+
+    Returns ``(first, first full, last full, last)``: partial tiles from the first to the second, full ones to the third,
+    partial ones to the last.
+    """
+    first = start_a // TILE
+    last = tl.where(stop_b > start_a, (stop_b + TILE - 1) // TILE, first)
+    full = tl.minimum(tl.maximum((start_b + TILE - 1) // TILE, first), last)
+    full_end = tl.minimum(tl.maximum(stop_a // TILE, full), last)
+    return first, full, full_end, last
+
+
+@triton.jit
+def partial_tile(t, first, full, full_end):
+    """The t-th partial tile of a :func:`span`: those before the full ones, then those after."""
+    return tl.where(t < full - first, first + t, full_end + t - (full - first))
+
+
+@triton.jit
+def keys_to_visit(m0, h, at, F: tl.constexpr):
+    """:func:`span` of a query tile."""
+    end = tl.minimum(m0 + F.tile_m, at.seqlen_q) - 1
+    lo_a, hi_a = key_interval(m0, h, at, F)
+    lo_b, hi_b = key_interval(end, h, at, F)
+    first, full, full_end, last = span(lo_a, hi_a, lo_b, hi_b, F.tile_n)
+    last = tl.where(end >= m0, last, first)
+    if F.keep is not None:
+        full_end = tl.minimum(full, last)
+    return first, tl.minimum(full, last), tl.minimum(full_end, last), last
+
+
+@triton.jit
+def queries_to_visit(n0, h, at, F: tl.constexpr):
+    """:func:`span` of a key tile."""
+    end = tl.minimum(n0 + F.tile_n, at.seqlen_k) - 1
+    first_a, last_a = query_interval(n0, h, at, F)
+    first_b, last_b = query_interval(end, h, at, F)
+    first, full, full_end, last = span(first_a, last_a, first_b, last_b, F.tile_m)
+    last = tl.where(end >= n0, last, first)
+    if F.keep is not None:
+        full_end = tl.minimum(full, last)
+    return first, tl.minimum(full, last), tl.minimum(full_end, last), last
+
+
+@triton.jit
+def listed(tensors, sizes, b, h, line, F: tl.constexpr):
+    """``(partial, count, full, count)`` of a line of tiles: pointers to its lists and their lengths."""
+    lists = tl.cast(b, tl.int64) * sizes.lists[0] + h * sizes.lists[1] + line * sizes.lists[2]
+    counts = tl.cast(b, tl.int64) * sizes.lists[3] + h * sizes.lists[4] + line
+    partial, partial_count, full, full_count = tensors.lists
+    return partial + lists, tl.load(partial_count + counts), full + lists, tl.load(full_count + counts)
+
+
+# -- Dropout -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dropout_keep(m0, n0, b, h, tensors, sizes, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Which pairs of the tile at ``(m0, n0)``, multiples of 16, are kept: bool (TILE_M, TILE_N).
+
+    A call of Philox gives eight pairs, so there are (TILE_M / 2, TILE_N / 4) calls (docs/algorithm.md, eqs. 22, 23).
+    """
+    seed = tl.load(tensors.seed)
+    r = tl.arange(0, TILE_M // 2) + m0 // 2
+    c = tl.arange(0, TILE_N // 4) + n0 // 4
+    zero = tl.full((TILE_M // 2, TILE_N // 4), 0, tl.uint32)
+    c0, c1 = zero + c.to(tl.uint32)[None, :], zero + r.to(tl.uint32)[:, None]
+    c2 = zero + (b * sizes.heads_q + h).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(
+        c0, c1, c2, zero, (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32), PHILOX_ROUNDS
+    )
+    # words: (m / 16, i % 8, n / 16, j // 2 % 4, i // 8 % 2, j % 2), then the half by j // 8 % 2
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    low, high = (words & 0xFFFF) < sizes.threshold, (words >> 16) < sizes.threshold
+    kept = tl.join(low.to(tl.int8), high.to(tl.int8))
+    kept = kept.reshape(TILE_M // 16, 8, TILE_N // 16, 4, 2, 2, 2)
+    return kept.permute(0, 4, 1, 2, 6, 3, 5).reshape(TILE_M, TILE_N) != 0

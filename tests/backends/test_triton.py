@@ -1,0 +1,215 @@
+"""The Triton backend through Triton's interpreter, on CPU tensors; on a GPU the same contract runs in bench/gpu_triton.py.
+
+Whether kernels are interpreted is decided when Triton is imported, so the variable is set first. It is set for the whole
+test process: nothing else here imports Triton.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import tilewise as tw
+from bench import cases
+from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
+from tilewise.backends.triton import Triton, interpreting, launch
+from tilewise.backends.triton.config import INTERPRETED, TABLE, Config, Tiles, fit, shared_memory, width
+from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify
+
+pytestmark = [
+    pytest.mark.skipif(not interpreting(), reason="Triton was imported before TRITON_INTERPRET was set"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of infinities that the mathematics selects away
+]
+
+
+# The interpreter takes 5 ms a step: with all of the contract this file would run for five minutes. Left out here, and run on a
+# GPU: n1000 (n129 has ragged ends too), sizes without a mask where the same size runs with one, most scores across lengths.
+TRIMMED = (
+    "n1000",
+    "contract-float16-full",
+    "contract-float16-window",
+    *[f"{size}-full" for size in ("n63", "n129", "more-keys", "more-queries", "dv-above-d", "d128", "mqa")],
+)
+CROSS = ("softcap-30", "softcap-2", "alibi", "relative")
+
+
+def _kept(name: str) -> bool:
+    return not any(part in name for part in TRIMMED) and name not in [f"contract-{s}-causal-cross" for s in CROSS]
+
+
+class TestTriton(Contract):
+    backend = Triton()
+
+    @pytest.mark.parametrize(
+        "case",
+        [case for case in cases.tagged("contract") if _kept(case.name)],
+        ids=lambda case: case.name.removeprefix("contract-"),
+    )
+    def test_agrees_with_the_oracle(self, case):
+        agree(self.backend, of_case(case))
+
+    # Of twelve, those that differ for a kernel: an interval by key, one by batch element, a predicate, and lists of tiles.
+    @pytest.mark.parametrize("hiding", ["key-range", "key-lengths", "dense-per-head", "block-sparse"])
+    def test_keys_that_no_query_sees_never_touch_a_result(self, hiding):
+        q, k, v = qkv()
+        heads = [[_columns_unseen(tw.show_mask, HIDING[hiding](), b, h) for h in (0, 2)] for b in (0, 1)]
+        hidden = torch.stack([torch.stack(line, 1) for line in heads]).unsqueeze(-1)
+        clean = run(self.backend, call(q, k, v, mask=HIDING[hiding]()))
+        dirty = call(q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan), mask=HIDING[hiding]())
+        for name, x in run(self.backend, dirty).items():
+            assert torch.equal(x, clean[name]), name
+
+
+OTHER_TILES = {
+    "small": Config(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    "wide": Config(Tiles(32, 128, 4, 1), Tiles(32, 128, 4, 1), Tiles(128, 32, 4, 1)),
+    "tma": Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3),
+}
+
+
+# Each with the cases that its shape could break.
+@pytest.mark.parametrize(
+    ("tiles", "name"),
+    [
+        ("small", "window-both-cross"),
+        ("small", "window-or-first-cross"),
+        ("wide", "gqa-causal"),
+        ("wide", "packed-causal-cross"),
+        ("tma", "gqa-causal"),
+        ("tma", "packed-causal-cross"),
+    ],
+)
+def test_tiles_do_not_change_the_result(tiles, name):
+    agree(Triton(OTHER_TILES[tiles]), of_case(cases.named(f"contract-{name}")))
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["no-sink", "sink"])
+def test_split_keys_are_merged(sink):
+    q, k, v = qkv(batch=1, nq=5, nk=150, hq=4, hk=2)
+    config = Config(INTERPRETED.forward, INTERPRETED.dkdv, INTERPRETED.dq, split=64)
+    agree(Triton(config), call(q, k, v, causal=True, sink=normal(4) if sink else None))
+
+
+def test_prepared_masks_give_the_same_result():
+    q, k, v = qkv(batch=1, nq=100, nk=100, hq=2, hk=2)
+    mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()
+    plain, prepared = (run(Triton(), call(q, k, v, mask=m)) for m in (mask, mask.prepare(q, k)))
+    assert all(torch.equal(plain[name], prepared[name]) for name in plain)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3], ids=["zero", "negative"])
+def test_any_softmax_scale_will_do(scale):
+    q, k, v = qkv(batch=1, nq=40, nk=40, hq=2, hk=2)
+    agree(Triton(), call(q, k, v, causal=True, softmax_scale=scale))
+
+
+def test_packed_sequences_take_a_predicate():
+    q, k, v = (x.flatten(0, 1) for x in qkv(batch=1, nq=90, nk=90))
+    cu = torch.tensor([0, 33, 33, 80])
+    agree(Triton(), call(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=lambda b, h, i, j: (i + j) % 3 != 0))
+
+
+FUNCTIONS = {
+    "arithmetic": lambda s, b, h, i, j: s * 0.5 + (i - j) / 7 - (j - i) // 3 + (i - 2 * j) % 5 - 2**-3,
+    "rounding": lambda s, b, h, i, j: s + torch.round(s * 2) / 8 + torch.floor(s) / 16 - torch.trunc(s * 3) / 16,
+    "exponentials": lambda s, b, h, i, j: torch.log1p(torch.exp(-s.abs())) + torch.expm1(s / 9) + torch.sigmoid(s),
+    "powers": lambda s, b, h, i, j: s**2 / 9 - s**3 / 99 + (s.abs() + 1) ** 1.5 + torch.rsqrt(s * s + 1),
+    "waves": lambda s, b, h, i, j: torch.sin(s) + torch.cos(s * i / 9) + torch.erf(s) + torch.tanh(s / 4),
+    "choices": lambda s, b, h, i, j: torch.where((i > j) & ~(h == 1), s.clamp(-1, 2), torch.maximum(s, s * 0.1)).relu(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_emitted_functions_compute_what_torch_does(name):
+    agree(Triton(), call(*qkv(batch=1, nq=33, nk=40, hq=2, hk=1), score=tw.score(FUNCTIONS[name])))
+
+
+LEAVES = {
+    ROWS: ((4, 70), lambda t: lambda s, b, h, i, j: s * t[h, i]),
+    COLUMNS: ((70,), lambda t: lambda s, b, h, i, j: s + t[j] * s),
+    STORE: ((2, 4, 70, 70), lambda t: lambda s, b, h, i, j: s + t[b, h, i, j]),
+    TILES: ((70, 70), lambda t: lambda s, b, h, i, j: s + t[j, i]),
+    SCATTER: ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % 9]),
+}
+
+
+@pytest.mark.parametrize("how", LEAVES)
+def test_gradients_of_leaves_are_summed_as_classified(how):
+    shape, build = LEAVES[how]
+    c = call(*qkv(), causal=True, score=tw.score(build(normal(*shape).requires_grad_())))
+    assert [read.how for read in classify(c.p)] == [how]
+    agree(Triton(), c)
+
+
+def test_a_scattered_gradient_is_refused_when_deterministic():
+    c = call(*qkv(), score=tw.score(LEAVES[SCATTER][1](normal(4, 9).requires_grad_())), deterministic=True)
+    assert any("deterministic" in reason for reason in Triton().unsupported(c.p))
+
+
+def test_one_kernel_serves_every_length_and_number():
+    def facts(n: int, cap: float, left: int) -> str:
+        c = call(*qkv(nq=n, nk=n), mask=tw.window(left=left), score=tw.softcap(cap))
+        plan = launch.Plan(c.p, INTERPRETED)
+        return repr(plan.facts(INTERPRETED.forward, 4))
+
+    assert len({facts(n, cap, left) for n, cap, left in [(64, 30.0, 7), (70, 50.0, 16), (1, 30.0, 0)]}) == 1
+
+
+def test_numbers_are_never_one_nor_a_multiple_of_sixteen():
+    found = launch.opaque((1, 16, (0, 32, 4096), 2.0))
+    assert found == (5, 35, (3, 67, 8195), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [("bnhd", (((20, 24), (24, 1)), (10, 0, 8))), ("bhnd", (((60, 8), (8, 1)), (30, 10, 0)))],
+)
+def test_descriptors_see_a_tensor_as_one_matrix(layout, expected):
+    x = torch.arange(480).view(2, 10, 3, 8) if layout == "bnhd" else torch.arange(480).view(2, 3, 10, 8).transpose(1, 2)
+    (shape, strides), view = launch.matrix(x, x.stride()[:3], heads=3, batch=2)
+    assert ((shape, strides), view) == expected
+    rows = x.as_strided(shape, strides)
+    for b, n, h in [(0, 0, 0), (1, 9, 2), (0, 4, 1)]:
+        row, column = b * view[0] + h * view[1] + n, h * view[2]
+        assert torch.equal(rows[row, column : column + 8], x[b, n, h])
+
+
+def test_shared_memory_fits_the_smallest_device_of_each_table():
+    limits = {
+        "sm80": 99 << 10,
+        "sm90": 227 << 10,
+        "sm100": 227 << 10,
+    }  # AMD keeps Q in registers: compile_all checks it
+    for arch, limit in limits.items():
+        for head_dim, tiles in TABLE[arch].items():
+            for kernel, choice in zip(("forward", "dkdv", "dq"), tiles, strict=True):
+                need = shared_memory(kernel, choice, (head_dim, head_dim), 2)
+                assert need <= limit, (arch, head_dim, kernel, need)
+
+
+def test_tiles_shrink_until_a_bias_fits_beside_them():
+    need = lambda tiles: shared_memory("forward", tiles, (128, 128), 2, pair_bytes=4)  # noqa: E731
+    tiles = fit("forward", TABLE["sm90"][128][0], need, 227 << 10)
+    assert need(tiles) <= 227 << 10
+    assert (tiles.tile_m, tiles.tile_n) == (128, 128)
+
+
+def test_head_dims_are_padded_to_powers_of_two():
+    assert [width(n) for n in (1, 16, 17, 64, 80, 512)] == [16, 16, 32, 64, 128, 512]
+
+
+def test_importing_tilewise_imports_no_triton():
+    code = "import sys, tilewise, tilewise.backends.triton; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_cpu_tensors_are_refused_when_not_interpreting(monkeypatch):
+    monkeypatch.setattr("tilewise.backends.triton.interpreting", lambda: False)
+    c = call(*qkv())
+    assert Triton().unsupported(c.p) == ["runs on cuda, q is on cpu"]

@@ -403,7 +403,7 @@ def _peer(contestant: peers.Contestant, x: cases.Inputs) -> tuple[Callable, Call
 
 FEATURES = ("full-n32768", "window1024-n32768", "documents-n32768", "sparse90-n16384", "softcap-30-n4096", "alibi-n4096",
             "bias-n4096", "gqa8-n4096-causal", "packed-16k", "one-head-n4096", "decode-32k")  # fmt: skip
-WITH_FLEX = ("window1024-n32768", "sparse90-n16384", "softcap-30-n4096", "documents-n32768")
+WITH_FLEX = ("window1024-n32768", "sparse90-n16384", "softcap-30-n4096")
 
 
 def features(results: Results) -> None:

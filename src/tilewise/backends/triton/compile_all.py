@@ -54,6 +54,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     return {
         "causal": {"causal": True},
         "full": {},
+        "split": {},
         "window": {"mask": window(100, 0)},
         "rich": {
             "mask": causal() & window(100),
@@ -88,7 +89,7 @@ def recorded(item: Launch) -> Iterator[tuple]:
     def record(kernel, grid, tiles, *args):
         found.append((kernel.fn.__name__.removesuffix("_kernel"), kernel, tiles, args))
 
-    plan = launch.Plan(p, config.Config(*tiles), record)
+    plan = launch.Plan(p, config.Config(*tiles, split=1024 if item.feature == "split" else None), record)
     with torch.no_grad():
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(p, q, v)
@@ -194,7 +195,7 @@ def items() -> list[Launch]:
             for limit in config.table(arch, dtype.itemsize):
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
-                    features += ["rich"] if arch != "sm90" else ["rich", "full", "window"]
+                    features += ["rich"] if arch != "sm90" else ["rich", "full", "window", "split"]
                 found += [Launch(arch, dtype, limit, feature) for feature in features]
     return found
 

@@ -68,7 +68,7 @@ def shared_memory(
     """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
 
     Args:
-        kernel: "forward", "dkdv", "dq", "delta" or "tile".
+        kernel: "forward", "merge", "dkdv", "dq", "delta" or "tile".
         widths: padded head dims of q, k and of v.
         pair_bytes: of the tensors that a mask or score reads at both i and j: they are streamed too.
     """
@@ -80,11 +80,12 @@ def shared_memory(
         "dkdv": n * (w + wv) + stages * m * (w + wv) + m * n + (max(m, n) * max(w, wv) if n < 64 else 0),
         "dq": m * (w + wv) + stages * n * (w + wv),
         "delta": 0,
+        "merge": 0,
         "tile": (m + n) * (w + wv),
     }
     statistics = 4 * 2 * m * stages if kernel == "dkdv" else 0
-    pairs = max(stages - 1, 1) * m * n * pair_bytes + 4096 if pair_bytes and kernel != "delta" else 0
-    scratch = 14 << 10 if arch == "sm100" else 2048  # for changes of layout
+    pairs = max(stages - 1, 1) * m * n * pair_bytes + 4096 if pair_bytes and kernel not in ("delta", "merge") else 0
+    scratch = 18 << 10 if arch == "sm100" else 2048  # for changes of layout
     return itemsize * rows[kernel] + statistics + pairs + scratch
 
 
@@ -175,5 +176,7 @@ def _split(p: Problem, tile_m: int, cores: int) -> int | None:
         return None
     # Deterministic results do not depend on batch-mates: the choice then looks at one sequence.
     batch = 1 if p.spec.deterministic else p.batch
-    programs = batch * p.heads_q * -(-p.seqlen_q // tile_m)
-    return SPLIT_KEYS if 2 * programs <= cores else None
+    blocks = -(-p.seqlen_q // tile_m)
+    # One block of queries waits for memory more than it computes: then a few programs on each core are still too few.
+    enough = 4 * cores if blocks == 1 else cores // 2
+    return SPLIT_KEYS if batch * p.heads_q * blocks <= enough else None

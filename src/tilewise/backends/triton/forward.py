@@ -11,7 +11,7 @@ registers. A predicate's tiles come as two lists, partial and full::
     first   full          full_end  last
       | partial | full full full | partial |          keys
 
-With split keys, program_id(1) is a chunk of keys; o and lse are then fp32 partial states, merged afterwards.
+With split keys, program_id(1) is a chunk of keys; o and lse are then fp32 partial states, which `merge_kernel` merges.
 """
 
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ def forward_kernel(tensors, sizes, scales, k_matrix, v_matrix, F: tl.constexpr):
         for t in range((full - first) + (last - full_end)):
             n0 = partial_tile(t, first, full, full_end) * F.tile_n
             m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, False, F)
-    finish(m, l, acc, query, tensors, sizes, scales, at, F)
+    finish(m, l, acc, query.m0, h, tensors, sizes, scales, at, F)
 
 
 @triton.jit
@@ -157,14 +157,14 @@ def scored(s, query, j, scales, at, F: tl.constexpr):
 
 
 @triton.jit
-def finish(m, l, acc, query, tensors, sizes, scales, at, F: tl.constexpr):
+def finish(m, l, acc, m0, h, tensors, sizes, scales, at, F: tl.constexpr):
     """Division, sink (18), and both stores."""
-    i = query.m0 + tl.arange(0, F.tile_m)
-    left = at.seqlen_q - query.m0
+    i = m0 + tl.arange(0, F.tile_m)
+    left = at.seqlen_q - m0
     lse = tl.where(l == 0, float("-inf"), (m if F.natural else m * LN2) + tl.log(l))
     weight = 1.0 / tl.where(l == 0, 1.0, l)
     if F.sink:
-        sink = tl.load(tensors.sink + query.h).to(tl.float32)
+        sink = tl.load(tensors.sink + h).to(tl.float32)
         if F.packed:
             sink = tl.where(at.b == sizes.batch, float("-inf"), sink)
         top = tl.maximum(lse, sink)
@@ -178,7 +178,7 @@ def finish(m, l, acc, query, tensors, sizes, scales, at, F: tl.constexpr):
     o = acc * weight[:, None]
 
     token = tl.cast(at.start_q, tl.int64)
-    line = tl.cast(query.h, tl.int64) * sizes.seqlen_q + at.start_q
+    line = tl.cast(h, tl.int64) * sizes.seqlen_q + at.start_q
     if not F.packed:
         token += tl.cast(at.b, tl.int64) * sizes.seqlen_q
         line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
@@ -187,7 +187,39 @@ def finish(m, l, acc, query, tensors, sizes, scales, at, F: tl.constexpr):
         token += tl.program_id(1) * tokens
         line += tl.program_id(1) * tokens * sizes.heads_q
     row = sizes.heads_q * F.head_dim_v
-    store_tile(
-        tensors.o + (token * row + query.h * F.head_dim_v), row, query.m0, left, o, F.tile_m, F.head_dim_v, F.width_v
-    )
+    store_tile(tensors.o + (token * row + h * F.head_dim_v), row, m0, left, o, F.tile_m, F.head_dim_v, F.width_v)
     tl.store(tensors.lse + line + i, lse, mask=i < at.seqlen_q)
+
+
+@triton.jit
+def merge_kernel(tensors, sizes, scales, parts, parts_lse, F: tl.constexpr):
+    """The merge (8) of ``sizes.chunk`` partial states, and the sink: grid (blocks · heads_q · batch). Numbers are natural.
+
+    A state is one key with score lse and value o, so this is (6) again.
+
+    Args:
+        parts: fp32 (chunks, batch, seqlen_q, heads_q, head_dim_v); parts_lse: (chunks, batch, heads_q, seqlen_q).
+    """
+    sizes = plain_sizes(sizes)
+    pid = tl.program_id(0)
+    h = (pid // sizes.blocks) % sizes.heads_q
+    at = place(pid % sizes.blocks, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
+    m0 = at.block * F.tile_m
+    i = m0 + tl.arange(0, F.tile_m)
+    m = tl.full([F.tile_m], float("-inf"), tl.float32)
+    l = tl.full([F.tile_m], 0.0, tl.float32)
+    acc = tl.full([F.tile_m, F.width_v], 0.0, tl.float32)
+    tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
+    row = sizes.heads_q * F.head_dim_v
+    for c in range(sizes.chunk):
+        line = (c * sizes.batch + at.b) * tl.cast(sizes.heads_q, tl.int64) * sizes.seqlen_q + h * sizes.seqlen_q
+        lse = tl.load(parts_lse + line + i, mask=i < sizes.seqlen_q, other=float("-inf"))
+        base = parts + ((c * tokens + at.b * sizes.seqlen_q) * row + h * F.head_dim_v)
+        o = load_tile(base, row, m0, at.seqlen_q - m0, None, F.tile_m, F.head_dim_v, F.width_v, True)
+        m_new = tl.maximum(m, lse)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        rescale, weight = tl.exp(m - shift), tl.exp(lse - shift)
+        l = l * rescale + weight
+        acc = acc * rescale[:, None] + o * weight[:, None]
+        m = m_new
+    finish(m, l, acc, m0, h, tensors, sizes, scales, at, F)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable
@@ -227,15 +228,20 @@ class Call:
             index = "qkvd".index(name)
             x = (self.q, self.k, self.v, self.do)[index]
             heads, rows = (p.heads_q, tiles.tile_m) if name in "qd" else (p.heads_k, tiles.tile_n)
-            key = (name, self.strides[index])
+            key = (name, rows, self.strides[index])
             if key not in self.plan.made:
                 strides = tuple(s * self.align for s in self.strides[index])
-                self.plan.made[key] = matrix(x, strides, heads, 1 if p.packed else p.batch)
+                made = matrix(x, strides, heads, 1 if p.packed else p.batch)
+                self.plan.made[key] = made and (
+                    TensorDescriptor(torch.empty(0, dtype=x.dtype), *map(list, made[0]), [rows, x.shape[-1]]),
+                    made[1],
+                )
             made = self.plan.made[key]
             if made is None:
                 return none
-            (shape, matrix_strides), self.views[index] = made
-            found.append(TensorDescriptor(x, list(shape), list(matrix_strides), [rows, x.shape[-1]]))
+            descriptor = copy.copy(made[0])  # its checks take as long as its making
+            descriptor.base, self.views[index] = x, made[1]
+            found.append(descriptor)
         return tuple(found)
 
     def line_descriptors(self, tiles: Tiles, lse2: Tensor, delta: Tensor, wanted: bool) -> tuple:
@@ -367,29 +373,33 @@ def forward(plan: Plan, t: Inputs) -> Output:
             forward_kernel, grid, tiles, tensors, call.sizes(slots, lists=lists), call.scales(), *descriptors, facts
         )
         return out
-    chunks = -(-p.seqlen_k // split)
-    o = t.q.new_empty((chunks, *out.o.shape), dtype=torch.float32)
-    lse = t.q.new_empty((chunks, *out.lse.shape), dtype=torch.float32)
-    facts = plan.facts(tiles, call.align, split=True, sink=False, tma=tma)
-    chunk = -(-split // tiles.tile_n)
-    sizes = call.sizes(slots, chunk=chunk)
-    grid = (slots * p.heads_q * batch, -(-p.seqlen_k // (chunk * tiles.tile_n)))
-    plan.start(
-        forward_kernel,
-        grid,
-        tiles,
-        call.tensors(o=o[: grid[1]], lse=lse[: grid[1]]),
-        sizes,
-        call.scales(),
-        *descriptors,
-        facts,
-    )
-    whole_o, whole_lse = state.merge_all(o[: grid[1]].transpose(2, 3), lse[: grid[1]], 0)
-    if t.sink is not None:
-        whole_o, whole_lse = state.add_sink(whole_o, whole_lse, t.sink.float().view(-1, 1))
-    out.o.copy_(whole_o.transpose(1, 2))
-    out.lse.copy_(whole_lse)
+    _forward_split(plan, call, out, descriptors)
     return out
+
+
+MERGING = Tiles(16, 16, 4, 1)
+
+
+def _forward_split(plan: Plan, call: Call, out: Output, descriptors: tuple) -> None:
+    """Partial states of chunks of keys, and their merge."""
+    from tilewise.backends.triton.forward import forward_kernel, merge_kernel
+
+    p, tiles = plan.p, plan.config.forward
+    chunk = -(-plan.config.split // tiles.tile_n)  # in tiles
+    chunks = -(-p.seqlen_k // (chunk * tiles.tile_n))
+    parts = torch.empty((chunks, *out.o.shape), dtype=torch.float32, device=out.o.device)
+    parts_lse = torch.empty((chunks, *out.lse.shape), dtype=torch.float32, device=out.o.device)
+    slots = blocks(p, p.seqlen_q, tiles.tile_m)
+    facts = plan.facts(tiles, call.align, split=True, sink=False, tma=descriptors[0] is not None)
+    tensors, grid = call.tensors(o=parts, lse=parts_lse), (slots * p.heads_q * p.batch, chunks)
+    plan.start(forward_kernel, grid, tiles, tensors, call.sizes(slots, chunk=chunk), call.scales(), *descriptors, facts)
+
+    slots = blocks(p, p.seqlen_q, MERGING.tile_m)
+    facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
+    tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, chunk=chunks)
+    plan.start(
+        merge_kernel, (slots * p.heads_q * p.batch,), MERGING, tensors, sizes, call.scales(), parts, parts_lse, facts
+    )
 
 
 # -- Backward ------------------------------------------------------------------------------------------------------

@@ -192,7 +192,8 @@ void run_backward(const TwCall &c) {
 // Fills status and seen. A mask that all of the batch, or all heads, share is listed once.
 void run_list(const TwCall &c) {
   check(c);
-  if (!c.status || !c.seen || c.program.keep < 0) throw std::invalid_argument("there is no predicate to list");
+  if (c.program.keep < 0) throw std::invalid_argument("there is no predicate to list");
+  if (!c.status || !c.seen) return;  // no queries or no keys: empty lists
   const Kernels &kernels = chosen(c);
   const bool shared = !c.cu_seqlens_q && c.batch > 1 && c.status_at[0] == c.status_at[1];
   const bool by_head = std::any_of(c.status_head, c.status_head + c.batch, [](int64_t stride) { return stride != 0; });

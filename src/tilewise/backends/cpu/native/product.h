@@ -50,30 +50,36 @@ struct Operand {
   int64_t ld;
 };
 
+// The most terms of one sum in registers; its total then joins C. Two short chains of additions round less than a long one.
+constexpr int64_t kChain = 256;
+
 template <class X, int MR, int NV, Form form, bool accumulate>
 TW_INLINE void micro(Operand<X> a, const X *b, int64_t depth, Sum<X> *c, int64_t ldc, Sum<X> scale) {
   using T = Sum<X>;
   constexpr int W = kLanes<T>;
-  Vec<T> sum[MR][NV] = {};
-  for (int64_t p = 0; p < depth; ++p, b += NV * W) {
-    Vec<X> row[NV];
+  for (int64_t begin = 0; begin < depth; begin += kChain) {
+    Vec<T> sum[MR][NV] = {};
+    const int64_t end = begin + kChain < depth ? begin + kChain : depth;
+    for (int64_t p = begin; p < end; ++p, b += NV * W) {
+      Vec<X> row[NV];
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) row[n] = load(b + n * W);
+      for (int n = 0; n < NV; ++n) row[n] = load(b + n * W);
 #pragma GCC unroll 12
-    for (int m = 0; m < MR; ++m) {
-      Vec<X> x = splat(form == Form::plain ? a.data[m * a.ld + p] : a.data[p * a.ld + m]);
+      for (int m = 0; m < MR; ++m) {
+        Vec<X> x = splat(form == Form::plain ? a.data[m * a.ld + p] : a.data[p * a.ld + m]);
 #pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n) sum[m][n] = multiply_add<X>(sum[m][n], x, row[n]);
+        for (int n = 0; n < NV; ++n) sum[m][n] = multiply_add<X>(sum[m][n], x, row[n]);
+      }
     }
+#pragma GCC unroll 12
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; ++n) {
+        T *at = c + m * ldc + n * W;
+        const Vec<T> part = accumulate ? sum[m][n] : sum[m][n] * splat(scale);
+        store(at, accumulate || begin ? load(at) + part : part);
+      }
   }
-#pragma GCC unroll 12
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) {
-      // A tile's sum joins the running one at the end: two short chains of additions round less than one long one.
-      T *at = c + m * ldc + n * W;
-      store(at, accumulate ? load(at) + sum[m][n] : sum[m][n] * splat(scale));
-    }
 }
 
 template <class X, int NV, Form form, bool accumulate>

@@ -172,11 +172,11 @@ def choose(p: Problem, pair_bytes: int = 0) -> Config:
 
 
 def _split(p: Problem, tile_m: int, cores: int) -> int | None:
-    if p.packed or p.spec.region.predicate is not None or p.seqlen_k < 2 * SPLIT_KEYS:
+    if p.packed or p.spec.region.predicate is not None:
         return None
     # Deterministic results do not depend on batch-mates: the choice then looks at one sequence.
     batch = 1 if p.spec.deterministic else p.batch
-    blocks = -(-p.seqlen_q // tile_m)
-    # One block of queries waits for memory more than it computes: then a few programs on each core are still too few.
-    enough = 4 * cores if blocks == 1 else cores // 2
-    return SPLIT_KEYS if batch * p.heads_q * blocks <= enough else None
+    programs = batch * p.heads_q * -(-p.seqlen_q // tile_m)
+    # Split was slower than unsplit with 32 programs of 4096 keys and with 256 of 32768 (docs/measured.md), so it is kept for
+    # few programs and many keys; where between them it begins to pay is not measured.
+    return SPLIT_KEYS if 8 * programs <= cores and p.seqlen_k >= 8 * SPLIT_KEYS else None

@@ -181,7 +181,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
     chosen, refused = None, {}
     for row in (*BACKENDS, *NAMED_ONLY):
         reasons = list(backend(row.name).unsupported(p))
-        if row.device_types is not None and p.device.type not in row.device_types:
+        if not reasons and row.device_types is not None and p.device.type not in row.device_types:
             reasons.append(f"runs on {', '.join(row.device_types)}, q is on {p.device.type}")
         if not reasons and (
             row.name == p.spec.backend or (p.spec.backend is None and chosen is None and row in BACKENDS)

@@ -57,6 +57,7 @@ def test_autocast_on_a_gpu():
         assert tw.attention(q, k, v).dtype == torch.bfloat16
 
 
+@pytest.mark.timeout(600)  # compiles every feature's kernels in one process
 def test_verify_is_green():
     report = tw.verify()
     assert report.ok, str(report)

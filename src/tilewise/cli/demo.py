@@ -161,9 +161,15 @@ def counted(place: Place) -> None:
 
     case = next(c for c in tagged("demo", place.device.split(":")[0]) if c.seqlen_q == 4096)
     setting = report.Setting(
-        case.seqlen_q, case.head_dim, case.heads_q, case.batch, devices.device("h200" if "cuda" in place.device else "cpu")
+        case.seqlen_q,
+        case.head_dim,
+        case.heads_q,
+        case.batch,
+        devices.device("h200" if "cuda" in place.device else "cpu"),
     )
-    heading("2. What attention moves, counted", "the papers' algorithms on this machine's memories: forward and backward")
+    heading(
+        "2. What attention moves, counted", "the papers' algorithms on this machine's memories: forward and backward"
+    )
     show(setting, [tables.sum_table(setting, report.table(setting))])
 
 

@@ -222,6 +222,16 @@ class Contract:
         for name in ("o", "dq", "dk", "dv"):
             torch.testing.assert_close(hidden[name], masked[name], rtol=1e-5, atol=1e-5)
 
+    def test_a_sequence_does_not_depend_on_the_rest_of_its_batch_when_deterministic(self):
+        q, k, v = qkv(batch=3)
+        do = normal(3, 70, 4, 16, seed=5)
+        whole, alone = (
+            self.call(q[b], k[b], v[b], do[b], causal=True, deterministic=True) for b in (slice(None), slice(1, 2))
+        )
+        whole.dlse, alone.dlse = torch.zeros_like(whole.dlse), torch.zeros_like(alone.dlse)
+        results, expected = run(self.backend, whole), run(self.backend, alone)
+        assert all(torch.equal(results[name][1:2], expected[name]) for name in expected)
+
     def test_repeated_runs_are_bitwise_equal_when_deterministic(self):
         c = self.call(*qkv(), causal=True, score=tw.bias(normal(1, 4, 70, 70).requires_grad_()), deterministic=True)
         first, second = run(self.backend, c), run(self.backend, c)

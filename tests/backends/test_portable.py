@@ -56,8 +56,6 @@ def test_deterministic_results_do_not_depend_on_the_rest_of_the_batch():
 
 
 def test_steps_stay_within_their_budget():
-    q = torch.empty(0).expand(4, 32768, 8, 0)
-    assert q.shape[1] == 32768
     p = call(*(torch.zeros(1, 1, 1, 64).expand(4, 32768, 8, 64) for _ in range(3)), do=torch.zeros(1)).p
     assert Portable().config(p).bytes(p) <= 16 << 20
 

@@ -18,7 +18,7 @@ from tilewise.tiles import EMPTY, FULL
 
 @dataclass
 class Sums:
-    """What the loops add to: ``dq`` as product rows of the whole step, ``dk``, ``dv`` of one key tile, leaves by slot."""
+    """What the loops add to: ``dq`` of one query tile, ``dk``, ``dv`` of one key tile, leaves by slot."""
 
     dq: Tensor
     dk: Tensor
@@ -39,18 +39,16 @@ def backward_step(
     lse = torch.where(lse == -torch.inf, torch.inf, lse)  # exp(s - inf) = 0: rows that saw nothing
     rows = tiles(step.grid.seqlen_q, step.config.tile_m)
     columns = list(zip(*step.tile_map(by_columns=True), strict=True))
-    queries = [_QueryTile(step, at, do, lse, delta) for at in rows] if len(rows) * len(columns) == 1 else None
     dq_sums = [torch.zeros_like(step.query_tile(step.q, at)) for at in rows]
     for keys, line in zip(tiles(step.grid.keys, step.config.tile_n), columns, strict=True):
         k, v = step.key_tile(step.k, keys), step.key_tile(step.v, keys)
-        sums = Sums(dq_sums[0] if dq_sums else k, torch.zeros_like(k), torch.zeros_like(v), leaves)
-        for n, (at, status) in enumerate(zip(rows, line, strict=True)):
+        dk_sum, dv_sum = torch.zeros_like(k), torch.zeros_like(v)
+        for at, status, dq_sum in zip(rows, line, dq_sums, strict=True):
             if status != EMPTY:
-                sums.dq = dq_sums[n]
-                query = queries[n] if queries else _QueryTile(step, at, do, lse, delta)
+                query, sums = _QueryTile(step, at, do, lse, delta), Sums(dq_sum, dk_sum, dv_sum, leaves)
                 _query_block(step, query, keys, status == FULL, (k, v), sums)
-        _store_keys(step, dk, keys, sums.dk)
-        _store_keys(step, dv, keys, sums.dv)
+        _store_keys(step, dk, keys, dk_sum)
+        _store_keys(step, dv, keys, dv_sum)
     for at, tile in zip(rows, dq_sums, strict=True):
         by_head = step.by_head(tile, at.stop - at.start)
         dq[:, at] = by_head.mul_(step.p.softmax_scale).transpose(1, 2)

@@ -1,0 +1,5 @@
+"""Other libraries' names over the same op: ``flash_attn``, ``sdpa``, ``transformers``. What cannot be honoured is refused.
+
+Each module is imported by its name (``from tilewise.compat import flash_attn``), so that ``import tilewise`` loads none of
+them, and none loads a package that the others would need.
+"""

@@ -314,7 +314,8 @@ import tilewise
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - {"tilewise"} - sys.stdlib_module_names))
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))))
-print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in ("cli", "compat", "iomodel", "selfcheck", "accuracy")))
+not_needed = ("cli", "compat", "iomodel", "selfcheck", "accuracy")
+print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in not_needed))
 """
     assert run_python(code) == "[]\n[]\n[]"
 

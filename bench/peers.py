@@ -73,7 +73,7 @@ def eager_call(x: Inputs, rows: Tensor | None = None, order: int = 0) -> Call:
         if keep is not None:
             s = s.masked_fill(~keep, -math.inf)
         if order:
-            return cut.put_back(_FromLse.apply(s, v, x.sink, dropped).transpose(1, 2))
+            return cut.put_back(FromLse.apply(s, v, x.sink, dropped).transpose(1, 2))
         p = _softmax(s, x.sink, empty_rows)
         p = p if dropped is None else p * dropped
         return (p.to(v.dtype) @ v).transpose(1, 2)
@@ -123,7 +123,7 @@ def _softmax(s: Tensor, sink: Tensor | None, empty_rows: bool) -> Tensor:
     return torch.softmax(s, -1)
 
 
-class _FromLse(torch.autograd.Function):
+class FromLse(torch.autograd.Function):
     """softmax(s) v whose backward recomputes P = exp(s − lse) and takes delta = rowsum(dO ∘ O), both rounded."""
 
     @staticmethod

@@ -1,27 +1,43 @@
-"""What runs where: every backend's ``unsupported`` over the case table, as ``tests/support.json`` and the README's table;
-and what ``explain`` says of three calls on the machine that writes it.
+"""What runs where: every backend's ``unsupported`` over the case table and the architectures, as ``tests/support.json``, the
+README's table and docs/architectures.md; and what ``explain`` says of three calls on the machine that writes it.
 
 python -m tests.support --write
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import of_case
-from tilewise import dispatch
+from tilewise import dispatch, problem
+from tilewise.cli import checkout
+from tilewise.spec import parse_spec
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "tests" / "support.json"
 README = ROOT / "README.md"
+ARCHITECTURES = ROOT / "docs" / "architectures.md"
 RUNS = "runs"
+
+architectures = checkout.load_example("architectures.py")
+
+ARCHITECTURES_HEAD = """# Attention as models call it
+
+Each section is one complete call, from `examples/architectures.py`, with gradients for every floating tensor that it
+takes. `tests/test_architectures.py` runs each at odd sizes on the CPU and compares o and all gradients with the textbook;
+this page is written by `python -m tests.support --write`, from the functions' own sources and from what each backend
+answers at the model's size, in bf16, forward and backward. Layouts are `(batch, seqlen, heads, head_dim)`; every block
+begins with `import math`, `import torch` and `import tilewise as tw`."""
 
 # README's rows: what a user would look for, and the cases that must run for a tick.
 FEATURES = {
@@ -48,14 +64,39 @@ def devices(row: dispatch.Row) -> str:
 
 def current() -> dict[str, dict[str, str | list[str]]]:
     """``{backend: {case: "runs" or the reasons}}``; a GPU backend is asked about a GPU's problem, wherever this runs."""
+    problems = {case.name.removeprefix("contract-"): of_case(case).p for case in cases.tagged("contract")}
+    problems |= {f"architecture-{row.name}": architecture_problem(row) for row in architectures.ROWS}
     table: dict[str, dict] = {}
     for row in (*dispatch.BACKENDS, *dispatch.NAMED_ONLY):
-        table[row.name] = {}
-        for case in cases.tagged("contract"):
-            p = replace(of_case(case).p, device=torch.device(devices(row)))
-            reasons = dispatch.backend(row.name).unsupported(p)
-            table[row.name][case.name.removeprefix("contract-")] = reasons or RUNS
+        backend, device = dispatch.backend(row.name), torch.device(devices(row))
+        table[row.name] = {
+            name: list(backend.unsupported(replace(p, device=device))) or RUNS for name, p in problems.items()
+        }
     return table
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the problem of every attention that is called under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.problems: list[problem.Problem] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.tilewise.attention.default:
+            *tensors, spec = args
+            self.problems.append(problem.check(*tensors, parse_spec(spec)))
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def architecture_problem(row) -> problem.Problem:
+    """What the row's call asks for at the model's size, in bf16 and with every gradient; nothing is computed."""
+    x = architectures.arguments(row.full, torch.bfloat16, "meta")
+    with _Recorder() as recorder:
+        row.call(**x)
+    (asked,) = recorder.problems
+    return asked
 
 
 def readme_table(support: dict[str, dict]) -> str:
@@ -73,6 +114,50 @@ def readme_table(support: dict[str, dict]) -> str:
         ticks = ["✓" if all(support[row.name][n] == RUNS for n in names) else "–" for row in rows]
         lines.append(f"| {feature} | {' | '.join(ticks)} |")
     return "\n".join(lines)
+
+
+def architectures_page(support: dict[str, dict]) -> str:
+    """docs/architectures.md: an overview, then a section a row."""
+    systems = [row.name for row in (*dispatch.BACKENDS, *dispatch.NAMED_ONLY)]
+    lines = [ARCHITECTURES_HEAD, "", f"| | models | {' | '.join(f'`{name}`' for name in systems)} |"]
+    lines += ["|---" * (len(systems) + 2) + "|"]
+    for row in architectures.ROWS:
+        ticks = ["✓" if support[name][f"architecture-{row.name}"] == RUNS else "–" for name in systems]
+        lines.append(f"| [{row.title}]({_anchor(row.title)}) | {row.models} | {' | '.join(ticks)} |")
+    for row in architectures.ROWS:
+        answers = {name: support[name][f"architecture-{row.name}"] for name in systems}
+        lines += ["", *_architecture_section(row, answers)]
+    return "\n".join(lines) + "\n"
+
+
+def _anchor(title: str) -> str:
+    """The link to a heading, as Markdown's readers make it."""
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return "#" + kept.replace(" ", "-")
+
+
+def _architecture_section(row, answers: dict[str, str | list[str]]) -> list[str]:
+    p = architecture_problem(row)
+    pairs = p.heads_q * p.seqlen_q * p.seqlen_k * (1 if p.packed else p.batch)
+    source = "\n\n\n".join(inspect.getsource(f).rstrip() for f in (*row.helpers, row.call))
+    lines = [f"## {row.title}", "", f"{row.models} ({row.papers}). {_sizes(row.full)}.", "", "```python", source, "```"]
+    lines += ["", f"A naive implementation writes {row.instead}. s and P alone, in bf16: {_bytes(4 * pairs)}.", ""]
+    runs = [f"`{name}`" for name, answer in answers.items() if answer == RUNS]
+    refused = [f"`{name}` refuses it: {'; '.join(said)}." for name, said in answers.items() if said != RUNS]
+    return [*lines, " ".join([f"Forward and every gradient run on {', '.join(runs)}.", *refused])]
+
+
+def _sizes(sizes: dict) -> str:
+    """The tensors by name and shape, those of equal shape together."""
+    by_shape: dict[tuple, list[str]] = {}
+    for name, size in sizes.items():
+        if isinstance(size, tuple | torch.Tensor):
+            by_shape.setdefault(tuple(getattr(size, "shape", size)), []).append(f"`{name}`")
+    return " · ".join(f"{', '.join(names)} {shape}" for shape, names in by_shape.items())
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 2**30:.3g} GiB" if n >= 2**30 else f"{n / 2**20:.3g} MiB"
 
 
 def explain_block() -> str:
@@ -108,6 +193,7 @@ def main() -> None:
         print(readme_table(support))
         return
     FILE.write_text(json.dumps(support, indent=1, sort_keys=True) + "\n")
+    ARCHITECTURES.write_text(architectures_page(support), encoding="utf-8")
     readme = with_block(README.read_text(), "support", readme_table(support))
     README.write_text(with_block(readme, "explain", explain_block()))
 

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
 from bench import cases
+from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
 from tilewise.backends.triton import Triton, interpreting, launch
 from tilewise.backends.triton.config import INTERPRETED, TABLE, Config, Tiles, fit, shared_memory, width
@@ -80,6 +81,12 @@ class TestTriton(Contract):
         dirty = call(q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan), mask=HIDING[hiding]())
         for name, x in run(self.backend, dirty).items():
             assert torch.equal(x, clean[name]), name
+
+
+# What the contract's cases do not read: a table at quotients and remainders of i and j, a clamped distance, v inside k.
+@pytest.mark.parametrize("architecture", ["swin", "t5-encoder", "mla-absorbed"])
+def test_calls_of_published_models_are_the_textbooks(architecture):
+    test_architectures.agrees(architecture, "triton")
 
 
 OTHER_TILES = {

@@ -1,0 +1,437 @@
+"""Attention as published models call it: one function for each, with gradients for every tensor that it takes.
+
+docs/architectures.md shows the functions' own sources and is written by `python -m tests.support --write`;
+tests/test_architectures.py holds each against the textbook, o and every gradient. Layouts are (batch, seqlen, heads, head_dim).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import tilewise as tw
+
+# -- Language models -----------------------------------------------------------------------------------------------
+
+
+def causal_lm(q, k, v):
+    return tw.attention(q, k, v, causal=True)
+
+
+def encoder(q, k, v, lengths):
+    """lengths (batch,): the tokens of each row that are no padding. What the padding holds reaches nothing, NaN included."""
+    return tw.attention(q, k, v, mask=tw.key_lengths(lengths))
+
+
+def t5_buckets(distance, both_ways, buckets=32, longest=128):
+    """T5's bucket of key position - query position: one each for short distances, then logarithmic."""
+    side = (distance > 0) * (buckets // 2) if both_ways else 0
+    n = distance.abs() if both_ways else (-distance).clamp(min=0)
+    buckets = buckets // 2 if both_ways else buckets
+    exact = buckets // 2
+    far = exact + (torch.log(n.clamp(min=exact) / exact) / math.log(longest / exact) * (buckets - exact)).long()
+    return side + torch.where(n < exact, n, far.clamp(max=buckets - 1))
+
+
+def t5_bias(table, both_ways, longest=128):
+    """table (buckets, heads_q). The buckets depend on the distance alone, so they are chosen once, outside the attention."""
+    distance = torch.arange(-longest, longest + 1, device=table.device)
+    bias = table[t5_buckets(distance, both_ways)]  # (2 * longest + 1, heads_q)
+    return tw.score(lambda s, b, h, i, j: s + bias[(j - i - tw.offset).clamp(-longest, longest) + longest, h])
+
+
+def t5_encoder(q, k, v, table, lengths):
+    return tw.attention(q, k, v, mask=tw.key_lengths(lengths), score=t5_bias(table, True), softmax_scale=1.0)
+
+
+def t5_decoder(q, k, v, table):
+    return tw.attention(q, k, v, causal=True, score=t5_bias(table, False), softmax_scale=1.0)
+
+
+def t5_cross(q, k, v, lengths):
+    """q of the decoder, k and v of the encoder, whose rows hold `lengths` tokens."""
+    return tw.attention(q, k, v, mask=tw.key_lengths(lengths), softmax_scale=1.0)
+
+
+def prefix_lm(q, k, v, prefix):
+    """prefix (batch,): the image and the prompt, which see each other; what follows is causal."""
+    return tw.attention(q, k, v, mask=tw.prefix(prefix))
+
+
+def mistral(q, k, v, window=4096):
+    """A query sees itself and the window - 1 keys before it."""
+    return tw.attention(q, k, v, mask=tw.window(left=window - 1, right=0))
+
+
+def gemma2(q, k, v, window=4096, cap=50.0):
+    """Every other layer; the layers between have causal=True in place of the window."""
+    return tw.attention(q, k, v, mask=tw.window(left=window - 1, right=0), score=tw.softcap(cap))
+
+
+def gpt_oss(q, k, v, sink, window=128):
+    """sink (heads_q,): a learned logit beside the keys', with no value."""
+    return tw.attention(q, k, v, mask=tw.window(left=window - 1, right=0), sink=sink)
+
+
+def alibi(q, k, v, slopes):
+    """slopes (heads_q,): 2 ** (-8 (h + 1) / heads_q) in the paper; they may as well be learned."""
+    return tw.attention(q, k, v, causal=True, score=tw.alibi(slopes))
+
+
+def grouped(q, k, v):
+    """Query heads share key heads, which nobody repeats. The queries are the last of the keys: a prompt in pieces."""
+    return tw.attention(q, k, v, causal=True)
+
+
+def multi_query(q, k, v):
+    """All query heads read one key head."""
+    return tw.attention(q, k, v, causal=True)
+
+
+def mla(q, k, v):
+    """As trained: q and k have 128 + 64 rotated dimensions a head, v has 128."""
+    return tw.attention(q, k, v, causal=True)
+
+
+def mla_absorbed(q_nope, q_rope, cache, w_k, w_v):
+    """As decoded: the cache (batch, seqlen_k, 1, 512 + 64) is the one key head, and its first 512 numbers the values.
+
+    w_k (heads, 128, 512), w_v (heads, 512, 128): what would have made keys and values of the cache.
+    """
+    head_dim, rank = q_nope.shape[-1] + q_rope.shape[-1], w_k.shape[-1]
+    q = torch.cat([torch.einsum("bihd,hdc->bihc", q_nope, w_k), q_rope], dim=-1)
+    o = tw.attention(q, cache, cache[..., :rank], causal=True, softmax_scale=head_dim**-0.5)
+    return torch.einsum("bihc,hcd->bihd", o, w_v)
+
+
+def packed(q, k, v, cu_seqlens):
+    """q, k, v (total, heads, head_dim): document n is rows cu_seqlens[n] to cu_seqlens[n + 1]."""
+    return tw.attention_varlen(q, k, v, cu_seqlens, causal=True)
+
+
+def packed_ids(q, k, v, ids):
+    """ids (batch, seqlen): the document of each token, where a batch must keep its shape."""
+    return tw.attention(q, k, v, mask=tw.causal() & tw.documents(ids))
+
+
+def bigbird(q, k, v, random, lengths, block=64):
+    """random (heads_q, blocks, blocks), bool: each row of blocks draws a few. Beside them neighbours, the first and the last."""
+    blocks = random.shape[-1]
+    edge = torch.arange(blocks, device=q.device) == blocks - 1
+    pattern = tw.local_global(blocks, blocks, local=1, globals_=1, device=q.device) | edge | edge[:, None] | random
+    return tw.attention(q, k, v, mask=tw.block_sparse(pattern, block, block) & tw.key_lengths(lengths))
+
+
+# -- Vision and biology --------------------------------------------------------------------------------------------
+
+
+def vit(q, k, v):
+    return tw.attention(q, k, v)
+
+
+def swin(q, k, v, table, window=7, shift=3):
+    """q, k, v (batch, rows, columns, heads, head_dim); table (heads, 2 window - 1, 2 window - 1), by distance."""
+    (batch, rows, columns), w = q.shape[:3], window
+
+    def split(x):  # (batch, rows, columns, ...) -> (batch * windows, w * w, ...)
+        return x.unflatten(2, (-1, w)).unflatten(1, (-1, w)).transpose(2, 3).flatten(3, 4).flatten(0, 2)
+
+    def region(size):  # the last window holds what the shift moved around the edge: it keeps to itself
+        position = torch.arange(size, device=q.device)
+        return (position >= size - w).int() + (position >= size - shift).int()
+
+    def same(b, h, i, j):
+        return regions[b % len(regions), i] == regions[b % len(regions), j]
+
+    def bias(s, b, h, i, j):
+        return s + table[h, i // w - j // w + w - 1, i % w - j % w + w - 1]
+
+    regions = split((3 * region(rows)[:, None] + region(columns))[None])  # (windows, w * w)
+    shifted = (split(x.roll((-shift, -shift), (1, 2))) for x in (q, k, v))
+    o = tw.attention(*shifted, mask=same if shift else None, score=bias)
+    o = (
+        o.unflatten(1, (w, w))
+        .unflatten(0, (batch, rows // w, columns // w))
+        .transpose(2, 3)
+        .flatten(3, 4)
+        .flatten(1, 2)
+    )
+    return o.roll((shift, shift), (1, 2))
+
+
+def msa_row(q, k, v, pair_bias, seen):
+    """Rows of an alignment are the batch and share pair_bias (heads, residues, residues); its gradient is their sum.
+
+    seen (rows, residues), bool: the residues that a row has.
+    """
+    return tw.attention(q, k, v, mask=seen[:, None, None, :], score=pair_bias)
+
+
+def triangle(q, k, v, bias, ending=False):
+    """Around the starting node (or the ending): q, k, v (N, N, heads, head_dim) and bias (N, N, heads) of the same pairs."""
+    if ending:
+        q, k, v, bias = (x.transpose(0, 1) for x in (q, k, v, bias))
+    o = tw.attention(q, k, v, score=tw.bias(bias.permute(2, 0, 1)))
+    return o.transpose(0, 1) if ending else o
+
+
+# -- The rows ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One architecture.
+
+    Attributes:
+        call: the function that the page shows, after ``helpers``, which it calls.
+        models, papers: what it stands for.
+        instead: what a naive implementation writes.
+        full, small: its arguments, at the model's size and at one for tests: the shape of a floating tensor, another
+            tensor as it is, or a number.
+    """
+
+    call: Callable
+    title: str
+    models: str
+    papers: str
+    instead: str
+    full: dict
+    small: dict
+    helpers: tuple[Callable, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.call.__name__.replace("_", "-")
+
+
+def arguments(sizes: dict, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict:
+    """The arguments that ``sizes`` describes: normal numbers that want a gradient; on "meta", no numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(size):
+        if isinstance(size, torch.Tensor):
+            return size.to(device)
+        if not isinstance(size, tuple):
+            return size
+        x = torch.empty(size, device=device) if device == "meta" else torch.randn(size, generator=generator).to(device)
+        return x.to(dtype).requires_grad_()
+
+    return {name: make(size) for name, size in sizes.items()}
+
+
+def _qkv(q: tuple, k: tuple | None = None, v: tuple | None = None) -> dict:
+    return {"q": q, "k": k or q, "v": v or k or q}
+
+
+def _random_blocks(heads: int, blocks: int, each: int) -> torch.Tensor:
+    """bool (heads, blocks, blocks): ``each`` blocks of every row."""
+    order = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    return order < each
+
+
+ROWS = (
+    Row(
+        causal_lm,
+        "Causal language model",
+        "GPT-2, Llama 2 7B",
+        "Radford et al. 2019; Touvron et al. 2023, arXiv:2307.09288",
+        "all of s, of which it then fills half with −∞",
+        _qkv((4, 4096, 32, 128)),
+        _qkv((2, 37, 4, 8)),
+    ),
+    Row(
+        encoder,
+        "Encoder with padding",
+        "BERT base",
+        "Devlin et al. 2019, arXiv:1810.04805",
+        "s plus a mask of large negative numbers, through which a NaN of the padding passes",
+        _qkv((32, 512, 12, 64)) | {"lengths": torch.arange(512, 0, -16)},
+        _qkv((3, 37, 4, 8)) | {"lengths": torch.tensor([37, 20, 1])},
+    ),
+    Row(
+        t5_encoder,
+        "Encoder–decoder: the encoder, with bucketed relative bias",
+        "T5 base",
+        "Raffel et al. 2020, arXiv:1910.10683",
+        "a (1, heads, seqlen, seqlen) bias gathered from the table, kept for the backward, which scatters as much back",
+        _qkv((8, 512, 12, 64)) | {"table": (32, 12), "lengths": torch.arange(512, 0, -64)},
+        _qkv((2, 41, 3, 8)) | {"table": (32, 3), "lengths": torch.tensor([41, 30])},
+        (t5_buckets, t5_bias),
+    ),
+    Row(
+        t5_decoder,
+        "Encoder–decoder: the decoder",
+        "T5 base",
+        "Raffel et al. 2020, arXiv:1910.10683",
+        "the bias as above, with the causal −∞ added into it",
+        _qkv((8, 512, 12, 64)) | {"table": (32, 12)},
+        _qkv((1, 150, 2, 8)) | {"table": (32, 2)},
+    ),
+    Row(
+        t5_cross,
+        "Encoder–decoder: cross-attention",
+        "T5 base",
+        "Raffel et al. 2020, arXiv:1910.10683",
+        "a padding mask expanded to every query",
+        _qkv((8, 128, 12, 64), (8, 512, 12, 64)) | {"lengths": torch.arange(512, 0, -64)},
+        _qkv((2, 13, 3, 8), (2, 41, 3, 8)) | {"lengths": torch.tensor([41, 5])},
+    ),
+    Row(
+        prefix_lm,
+        "Prefix language model",
+        "PaliGemma 3B, UniLM",
+        "Beyer et al. 2024, arXiv:2407.07726; Dong et al. 2019, arXiv:1905.03197",
+        "a mask of its own for every row of the batch, (batch, 1, seqlen, seqlen)",
+        _qkv((8, 1024, 8, 256), (8, 1024, 1, 256)) | {"prefix": torch.arange(256, 320, 8)},
+        _qkv((3, 37, 4, 8), (3, 37, 1, 8)) | {"prefix": torch.tensor([11, 37, 0])},
+    ),
+    Row(
+        mistral,
+        "Sliding window",
+        "Mistral 7B",
+        "Jiang et al. 2023, arXiv:2310.06825",
+        "all of s, and a banded mask over it: the window saves nothing",
+        _qkv((1, 32768, 32, 128), (1, 32768, 8, 128)),
+        _qkv((2, 53, 4, 8), (2, 53, 2, 8)) | {"window": 9},
+    ),
+    Row(
+        gemma2,
+        "Sliding window and softcap",
+        "Gemma 2 9B",
+        "Gemma Team 2024, arXiv:2408.00118",
+        "s, tanh(s / cap), the masked s and P: four matrices, of which autograd keeps three",
+        _qkv((1, 8192, 16, 256), (1, 8192, 8, 256)),
+        _qkv((2, 53, 4, 8), (2, 53, 2, 8)) | {"window": 11, "cap": 1.5},
+    ),
+    Row(
+        gpt_oss,
+        "Attention sinks",
+        "GPT-OSS 20B and 120B",
+        "OpenAI 2025, arXiv:2508.10925; Xiao et al. 2023, arXiv:2309.17453",
+        "s with one column more, a softmax over it, and a copy of P without the column",
+        _qkv((1, 8192, 64, 64), (1, 8192, 8, 64)) | {"sink": (64,)},
+        _qkv((2, 53, 4, 8), (2, 53, 2, 8)) | {"sink": (4,), "window": 9},
+    ),
+    Row(
+        alibi,
+        "Linear biases (ALiBi)",
+        "BLOOM 176B, MPT",
+        "Press et al. 2022, arXiv:2108.12409; Le Scao et al. 2022, arXiv:2211.05100",
+        "a (heads, seqlen, seqlen) tensor of slope times distance",
+        _qkv((1, 2048, 112, 128)) | {"slopes": (112,)},
+        _qkv((2, 37, 4, 8)) | {"slopes": (4,)},
+    ),
+    Row(
+        grouped,
+        "Grouped queries, more keys than queries",
+        "Llama 3 70B",
+        "Ainslie et al. 2023, arXiv:2305.13245; Grattafiori et al. 2024, arXiv:2407.21783",
+        "k and v repeated for every query head",
+        _qkv((1, 2048, 64, 128), (1, 8192, 8, 128)),
+        _qkv((2, 23, 6, 8), (2, 61, 2, 8)),
+    ),
+    Row(
+        multi_query,
+        "Multi-query",
+        "Falcon 7B, PaLM",
+        "Shazeer 2019, arXiv:1911.02150; Almazrouei et al. 2023, arXiv:2311.16867",
+        "k and v repeated for every query head, 71 times",
+        _qkv((4, 2048, 71, 64), (4, 2048, 1, 64)),
+        _qkv((2, 37, 5, 8), (2, 37, 1, 8)),
+    ),
+    Row(
+        mla,
+        "Multi-head latent attention, as trained",
+        "DeepSeek-V2 and V3",
+        "DeepSeek-AI 2024, arXiv:2405.04434 and 2412.19437",
+        "v padded from 128 to 192 where a library wants one head_dim, and o cut back",
+        _qkv((1, 4096, 128, 192), v=(1, 4096, 128, 128)),
+        _qkv((2, 37, 4, 12), v=(2, 37, 4, 8)),
+    ),
+    Row(
+        mla_absorbed,
+        "Multi-head latent attention, absorbed",
+        "DeepSeek-V2 and V3",
+        "DeepSeek-AI 2024, arXiv:2405.04434 and 2412.19437",
+        "keys and values of 128 heads, made again from the cache at every step",
+        {
+            "q_nope": (8, 1, 128, 128),
+            "q_rope": (8, 1, 128, 64),
+            "cache": (8, 32768, 1, 576),
+            "w_k": (128, 128, 512),
+            "w_v": (128, 512, 128),
+        },
+        {
+            "q_nope": (2, 3, 4, 6),
+            "q_rope": (2, 3, 4, 2),
+            "cache": (2, 40, 1, 22),
+            "w_k": (4, 6, 20),
+            "w_v": (4, 20, 6),
+        },
+    ),
+    Row(
+        packed,
+        "Packed documents, by their ends",
+        "Llama 3 (its mask between documents), packed BERT",
+        "Krell et al. 2021, arXiv:2107.02027; Grattafiori et al. 2024, arXiv:2407.21783",
+        "padding to the longest document, or a block-diagonal mask over total × total",
+        _qkv((8192, 32, 128), (8192, 8, 128))
+        | {"cu_seqlens": torch.tensor([0, 700, 701, 2800, 3000, 7000, 8192], dtype=torch.int32)},
+        _qkv((53, 4, 8), (53, 2, 8)) | {"cu_seqlens": torch.tensor([0, 20, 21, 21, 50], dtype=torch.int32)},
+    ),
+    Row(
+        packed_ids,
+        "Packed documents, by their ids",
+        "Llama 3",
+        "Grattafiori et al. 2024, arXiv:2407.21783",
+        "a (batch, 1, seqlen, seqlen) mask of equal ids",
+        _qkv((2, 8192, 32, 128), (2, 8192, 8, 128)) | {"ids": torch.arange(16384).view(2, -1) // 700},
+        _qkv((2, 37, 4, 8), (2, 37, 2, 8)) | {"ids": torch.arange(74).view(2, -1) // 11},
+    ),
+    Row(
+        bigbird,
+        "Block-sparse: local, global and random",
+        "BigBird base",
+        "Zaheer et al. 2020, arXiv:2007.14062",
+        "gathered copies of the random blocks' keys and values, and five products that are joined again",
+        _qkv((4, 4096, 12, 64)) | {"random": _random_blocks(12, 64, 3), "lengths": torch.tensor([4096, 4000, 100, 3])},
+        _qkv((2, 61, 3, 8)) | {"random": _random_blocks(3, 8, 2), "lengths": torch.tensor([61, 50]), "block": 8},
+    ),
+    Row(
+        vit,
+        "Vision transformer",
+        "ViT-B/16",
+        "Dosovitskiy et al. 2021, arXiv:2010.11929",
+        "s and P, of 197 × 197 for every image and head",
+        _qkv((64, 197, 12, 64)),
+        _qkv((2, 29, 3, 8)),
+    ),
+    Row(
+        swin,
+        "Shifted windows",
+        "Swin-T, its first stage",
+        "Liu et al. 2021, arXiv:2103.14030",
+        "a (heads, 49, 49) bias, and a mask of −100 per window that is added to s reshaped by window",
+        _qkv((32, 56, 56, 3, 32)) | {"table": (3, 13, 13)},
+        _qkv((2, 9, 6, 2, 8)) | {"table": (2, 5, 5), "window": 3, "shift": 1},
+    ),
+    Row(
+        msa_row,
+        "Pair bias: rows of an alignment",
+        "AlphaFold 2 (algorithm 7)",
+        "Jumper et al. 2021, doi:10.1038/s41586-021-03819-2",
+        "(rows, heads, residues, residues) scores, the cube that limits the size of a protein",
+        _qkv((512, 256, 8, 32)) | {"pair_bias": (8, 256, 256), "seen": torch.ones(512, 256, dtype=torch.bool)},
+        _qkv((5, 23, 2, 8)) | {"pair_bias": (2, 23, 23), "seen": torch.arange(115).view(5, 23) % 7 != 3},
+    ),
+    Row(
+        triangle,
+        "Pair bias: triangles",
+        "AlphaFold 2 (algorithms 13 and 14), AlphaFold 3, Boltz",
+        "Jumper et al. 2021, doi:10.1038/s41586-021-03819-2",
+        "scores for every triple of residues, (N, heads, N, N)",
+        _qkv((384, 384, 4, 32)) | {"bias": (384, 384, 4), "ending": True},
+        _qkv((11, 11, 2, 8)) | {"bias": (11, 11, 2), "ending": True},
+    ),
+)

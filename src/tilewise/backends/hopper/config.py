@@ -1,0 +1,267 @@
+"""Tile sizes, registers and shared memory of the Hopper kernels: a table by head dim; no DSL, it runs on any machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilewise.problem import Problem
+
+SHARED_LIMIT = 232_448  # bytes that one CTA may have
+REGISTERS = 512  # of one thread in each of a CTA's warpgroups together: 65,536 / 128
+ROWS = 64  # of one warpgroup: the height of a wgmma
+ALIGNMENT = 1024  # bytes: after so many the 128-byte swizzle repeats
+LAZY = 8.0  # in base 2: how far a row's maximum may fall behind before O is rescaled
+MULTIPLE = 8  # of a head dim: the copy engine wants rows that begin at multiples of 16 bytes
+DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
+FORMS = (
+    "full",
+    "upper",
+    "band",
+)  # of the kept keys of a row: all; up to an end that moves with it; between two such ends
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Bytes of shared memory from its start: ``barriers`` and a word that nobody reads, then, each at a multiple of
+    ALIGNMENT, the tiles of Q (and, later, O) and the ring of K and V."""
+
+    barriers: int
+    q: int
+    ring: int
+
+    @property
+    def total(self) -> int:
+        return sum(-(-part // ALIGNMENT) * ALIGNMENT for part in (self.barriers, self.q)) + self.ring
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A forward kernel's sizes: ``warpgroups`` of ``ROWS`` queries each by ``tile_n`` keys.
+
+    Attributes:
+        width, width_v: head dims that it is compiled for; smaller ones are filled with zeros as they are loaded.
+        slots: of the ring; one holds a block of K or of V.
+        q_stages: tiles of Q (and O) that a warpgroup has; with two the next is loaded while one is finished.
+        registers, registers_load: of a thread that computes, and of one that loads or stores.
+        lazy: O is rescaled only where a row's maximum has grown by more than LAZY.
+    """
+
+    width: int
+    width_v: int
+    warpgroups: int
+    tile_n: int
+    slots: int
+    q_stages: int
+    registers: int
+    registers_load: int = 24
+    lazy: bool = True
+
+    @property
+    def tile_m(self) -> int:
+        return ROWS * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def q_tiles(self) -> int:
+        return self.warpgroups * self.q_stages
+
+    @property
+    def q_elements(self) -> int:
+        """Of one warpgroup's tile of Q or O."""
+        return ROWS * max(self.width, self.width_v)
+
+    @property
+    def slot_elements(self) -> int:
+        return self.tile_n * max(self.width, self.width_v)
+
+    @property
+    def barriers(self) -> int:
+        """mbarriers: full and empty of every slot; of every tile of Q full and empty, and full of O."""
+        return 2 * self.slots + 3 * self.q_tiles
+
+    @property
+    def shared(self) -> Shared:
+        """What the kernel allocates, for elements of two bytes."""
+        return Shared(8 * (self.barriers + 1), 2 * self.q_tiles * self.q_elements, 2 * self.slots * self.slot_elements)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one forward kernel is compiled for. ``dtype``: of DTYPES; ``form``: of FORMS."""
+
+    tiles: Tiles
+    dtype: str
+    form: str
+    softcap: bool = False
+
+    @property
+    def name(self) -> str:
+        t = self.tiles
+        dims = f"d{t.width}" + (f"v{t.width_v}" if t.width_v != t.width else "")
+        return f"forward_{self.dtype}_{dims}_{self.form}{'_softcap' if self.softcap else ''}_{t.tile_m}x{t.tile_n}"
+
+    def describe(self) -> str:
+        t = self.tiles
+        return (
+            f"{t.tile_m} x {t.tile_n}, {t.warpgroups} warpgroups compute and one loads, {t.slots} blocks of K or V in flight, "
+            f"{t.shared.total >> 10} KiB shared"
+        )
+
+    def traffic(self, p: Problem) -> int:
+        """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
+        keys = p.heads_q * -(-p.seqlen_q // self.tiles.tile_m) * p.seqlen_k
+        return p.dtype.itemsize * p.batch * (p.heads_q * p.seqlen_q + keys) * (p.head_dim + p.head_dim_v)
+
+
+# (head dim of q and k, of v) -> tiles for "full", tiles for the forms with an end. The first row that holds both is taken.
+TABLE = {
+    (64, 64): (Tiles(64, 64, 3, 128, 8, 2, 160), Tiles(64, 64, 3, 128, 8, 2, 160)),
+    (96, 96): (Tiles(96, 96, 2, 160, 5, 2, 240), Tiles(96, 96, 2, 128, 6, 2, 240)),
+    (128, 128): (Tiles(128, 128, 2, 176, 4, 1, 240), Tiles(128, 128, 2, 128, 4, 2, 240)),
+    (192, 128): (Tiles(192, 128, 2, 112, 4, 1, 240), Tiles(192, 128, 2, 112, 4, 1, 240)),
+    (192, 192): (Tiles(192, 192, 2, 112, 4, 1, 240), Tiles(192, 192, 2, 96, 4, 1, 240)),
+    (256, 256): (Tiles(256, 256, 2, 80, 4, 1, 240), Tiles(256, 256, 2, 80, 4, 1, 240)),
+}
+SOFTCAP = (
+    (64, 64),
+    (128, 128),
+    (256, 256),
+)  # rows that are shipped with a softcap too; smaller head dims take the next
+
+
+def shipped() -> list[Config]:
+    """Every kernel that is compiled ahead of time."""
+    plain = [
+        Config(row[form != "full"], dtype, form)
+        for row in TABLE.values()
+        for dtype in DTYPES.values()
+        for form in FORMS
+    ]
+    capped = [
+        Config(TABLE[dims][form != "full"], dtype, form, softcap=True)
+        for dims in SOFTCAP
+        for dtype in DTYPES.values()
+        for form in FORMS
+    ]
+    return plain + capped
+
+
+@dataclass(frozen=True)
+class Band:
+    """The kept keys of row i: ``i + lo <= j < i + hi`` and ``start <= j < stop``; a moving end that is None is unbounded."""
+
+    lo: int | None
+    hi: int | None
+    start: int
+    stop: int
+
+    @property
+    def form(self) -> str:
+        return "full" if self.lo is None and self.hi is None else "upper" if self.lo is None else "band"
+
+    def cut(self, seqlen_q: int) -> Band:
+        """With ``start`` and ``stop`` such that some row sees the first and some row sees the last key between them.
+
+        The kernel gets K and V from ``start`` to ``stop`` alone: what no query sees never reaches it.
+        """
+        start = self.start if self.lo is None else max(self.start, self.lo)
+        stop = self.stop if self.hi is None else min(self.stop, seqlen_q - 1 + self.hi)
+        return Band(self.lo, self.hi, start, max(start, stop))
+
+
+def band_of(p: Problem) -> Band | None:
+    """The mask of a problem as a band; None where it is none."""
+    region = p.spec.region
+    lo, hi = _end(region.lo, "maximum"), _end(region.hi, "minimum")
+    if region.predicate is not None or lo is None or hi is None:
+        return None
+    off = p.seqlen_k - p.seqlen_q
+    moved = [None if move is None else move + off for move, _ in (lo, hi)]
+    start = max(0, 0 if lo[1] is None else lo[1])
+    stop = min(p.seqlen_k, p.seqlen_k if hi[1] is None else hi[1])
+    return Band(*moved, start, max(start, stop))
+
+
+def _end(e, op: str) -> tuple[int | None, int | None] | None:
+    """``(m, n)`` of an end that is the ``op`` of ``i + off + m`` and ``n``, either of them absent; None: it is none such."""
+    if e is None:
+        return None, None
+    if e.op == op:
+        parts = [_end(x, op) for x in e.args]
+        if None in parts:
+            return None
+        pick = max if op == "maximum" else min
+        both = [[x for x in pair if x is not None] for pair in zip(*parts, strict=True)]
+        return tuple(pick(found) if found else None for found in both)
+    if e.op == "number":
+        return None, e.args[0]
+    base, shift = (e.args[0], e.args[1].args[0]) if e.op == "add" and e.args[1].op == "number" else (e, 0)
+    return (shift, None) if str(base) == "i + off" else None
+
+
+def cap_of(p: Problem) -> float | None:
+    """The cap of a score that is a softcap alone; NaN where it is anything else; None: there is no score."""
+    score = p.spec.score
+    if score is None:
+        return None
+    numbers = [e.args[0] for e in (score.args[0], *score.args[1].args[0].args[1:])] if _is_softcap(score) else []
+    return float(numbers[0]) if len(numbers) == 2 and numbers[0] == numbers[1] > 0 else math.nan
+
+
+def _is_softcap(e) -> bool:
+    """Whether an expression is a number times tanh(s / number)."""
+    if e.op != "mul" or e.args[0].op != "number" or getattr(e.args[1], "op", "") != "tanh":
+        return False
+    inner = e.args[1].args[0]
+    return inner.op == "div" and str(inner.args[0]) == "s" and inner.args[1].op == "number"
+
+
+def choose(p: Problem) -> Config:
+    """Of a problem that has no :func:`reasons` against it."""
+    band, capped = band_of(p), p.spec.score is not None
+    form = band.form
+    rows = (dims for dims in TABLE if not capped or dims in SOFTCAP)
+    dims = next(d for d in rows if p.head_dim <= d[0] and p.head_dim_v <= d[1])
+    return Config(TABLE[dims][form != "full"], DTYPES[str(p.dtype)], form, capped)
+
+
+def reasons(p: Problem) -> list[str]:
+    """Why a problem is none for these kernels, whatever is installed."""
+    found = [] if str(p.dtype) in DTYPES else [f"{p.dtype}: its kernels take float16 and bfloat16"]
+    if max(p.head_dim, p.head_dim_v) > 256:
+        found.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
+    if p.head_dim % MULTIPLE or p.head_dim_v % MULTIPLE:
+        found.append(f"head dims {p.head_dim} and {p.head_dim_v} must be multiples of {MULTIPLE}")
+    found += ["packed sequences"] if p.packed else []
+    if band_of(p) is None:
+        found.append("a mask other than causal, window and a key_range of numbers")
+    if p.spec.score is not None and math.isnan(cap_of(p)):
+        found.append("a score other than one softcap")
+    found += ["dropout"] if p.spec.dropout_p else []
+    found += [] if p.softmax_scale > 0 else [f"softmax_scale {p.softmax_scale} is not above 0"]
+    found += ["gradients: it has no backward yet"] if p.spec.needs_grad else []
+    found += [f"an origin other than 0: {p.origin}"] if any(p.origin) else []
+    return found
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a launch is spread: ``ctas`` that stay, and ``section`` as in :class:`tilewise.backends.hopper.schedule.Order`."""
+
+    ctas: int
+    section: int
+
+
+SHARING = 4  # CTAs that read one head's keys at a time, where there are heads enough: so K and V come from L2
+
+
+def spread(p: Problem, config: Config, cores: int) -> Grid:
+    """Where tiles are equally long, one head after the other. Where not, as many heads at once as fill a round with SHARING
+    tiles of each: rows of tiles are then nearly equal in a round, and to-and-fro evens out the rest."""
+    heads = p.batch * p.heads_q
+    tiles = heads * -(-p.seqlen_q // config.tiles.tile_m)
+    return Grid(min(tiles, cores), 1 if config.form == "full" else min(heads, max(1, cores // SHARING)))

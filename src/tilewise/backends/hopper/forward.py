@@ -1,0 +1,460 @@
+"""O = softmax(scale · Q Kᵀ) V and its log-sum-exp on Hopper (sm_90a).
+
+Roles of a CTA of ``1 + W`` warpgroups, persistent over tiles of ``64 W`` queries::
+
+    warp 0       loads    Q tiles, and the key blocks from the last to the first: K0 K1 V0 K2 V1 .. Kn V(n-1) Vn
+    warps 1..W   store    the tile of O of one warpgroup each
+    warpgroups   compute  S = Q Kᵀ in registers, softmax, O += P V; 64 rows each
+
+mbarriers (arrivals in brackets), each waited for by the other side:
+``full[slot]`` (1 + bytes) load -> compute, ``empty[slot]`` (one of every computing warp) compute -> load, for the ring;
+``q_full`` (1 + bytes) load -> compute, ``o_full`` (128) compute -> store, ``q_empty`` (1) store -> load: a tile of O takes
+the place of the tile of Q that it came from.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import warp as warp_ops
+from cutlass.utils import LayoutEnum
+
+from tilewise.backends.hopper import schedule, tile
+from tilewise.backends.hopper.config import ALIGNMENT, ROWS, Config
+
+F32, I32 = cutlass.Float32, cutlass.Int32
+ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+PICK = schedule.Pick(cutlass.min, cutlass.max)
+
+
+class Work(NamedTuple):
+    """Numbers of a launch. ``lo``, ``hi``: the band's ends; ``scale2``: softmax_scale · log2(e); ``cap`` of softcap."""
+
+    seqlen_q: I32
+    seqlen_k: I32
+    heads_q: I32
+    group: I32
+    batch: I32
+    section: I32
+    lo: I32
+    hi: I32
+    scale2: F32
+    cap: F32
+
+
+class Tmas(NamedTuple):
+    """Descriptors, coordinates and shared layouts: q, k, o as (rows, columns, head, batch), v as (columns, rows, ..)."""
+
+    q: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    o: cpasync.TmaInfo
+
+
+class Room(NamedTuple):
+    """Tiles in shared memory, the last mode being the tile or the ring's slot, and the barriers."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    o_full: cute.Pointer
+    pin: cute.Pointer
+
+
+class Place(NamedTuple):
+    """A query tile: its first row, head and batch index, and its key blocks ``[start, stop)``."""
+
+    row: I32
+    head: I32
+    batch: I32
+    start: I32
+    stop: I32
+
+
+def band(work: Work, x: Config) -> schedule.Band:
+    lo, hi = (work.lo if x.form == "band" else None), (None if x.form == "full" else work.hi)
+    return schedule.Band(lo, hi, work.seqlen_k)
+
+
+def order(work: Work, x: Config) -> schedule.Order:
+    m_blocks = (work.seqlen_q + x.tiles.tile_m - 1) // x.tiles.tile_m
+    return schedule.Order(m_blocks, work.batch * work.heads_q, work.section, x.form != "full")
+
+
+def place_of(round_, work: Work, x: Config) -> Place:
+    """The CTA's tile in a round."""
+    n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
+    m_block, head = schedule.tile_at(n, order(work, x), PICK)
+    row = m_block * x.tiles.tile_m
+    start, stop = schedule.key_blocks(row, x.tiles.tile_m, x.tiles.tile_n, band(work, x), PICK)
+    return Place(row, head % work.heads_q, head // work.heads_q, I32(start), I32(stop))
+
+
+def rounds_of(work: Work, x: Config):
+    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
+
+
+# -- Shared memory -------------------------------------------------------------------------------------------------
+
+
+def allocate(tmas: Tmas, x: Config) -> Room:
+    """In the order of :class:`tilewise.backends.hopper.config.Shared`; V's blocks are K's, and O's tiles Q's, seen otherwise."""
+    smem, c = cutlass.utils.SmemAllocator(), x.tiles
+    full = smem.allocate_array(cutlass.Int64, c.barriers + 1)
+    q, k = (
+        smem.allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
+        for layout in (tmas.q.smem_layout, tmas.k.smem_layout)
+    )
+    seen_as = lambda t, layout: cute.make_tensor(cute.recast_ptr(t.iterator, layout.inner), layout.outer)  # noqa: E731
+    empty, q_full = full + c.slots, full + 2 * c.slots
+    q_empty, o_full = q_full + c.q_tiles, q_full + 2 * c.q_tiles
+    v, o = seen_as(k, tmas.v.smem_layout), seen_as(q, tmas.o.smem_layout)
+    return Room(q, k, v, o, full, empty, q_full, q_empty, o_full, full + c.barriers)
+
+
+@cute.jit
+def start_barriers(room: Room, x: cutlass.Constexpr):
+    """One thread sets every barrier's count of arrivals; then all see them."""
+    c = x.tiles
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+        with cute.arch.elect_one():
+            for n in cutlass.range_constexpr(c.slots):
+                cute.arch.mbarrier_init(room.full + n, 1)
+                cute.arch.mbarrier_init(room.empty + n, 4 * c.warpgroups)
+            for n in cutlass.range_constexpr(c.q_tiles):
+                cute.arch.mbarrier_init(room.q_full + n, 1)
+                cute.arch.mbarrier_init(room.q_empty + n, 1)
+                cute.arch.mbarrier_init(room.o_full + n, 128)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+
+def cut(info: cpasync.TmaInfo, shape, origin, head, batch, room: cute.Tensor):
+    """A head's matrix in tiles, and the room for them, as the copy engine wants both: (box, tile), (box, slot)."""
+    g = cute.local_tile(info.tma_tensor[None, None, head, batch], shape, origin)
+    s, g = cpasync.tma_partition(
+        info.atom, 0, cute.make_layout(1), cute.group_modes(room, 0, 2), cute.group_modes(g, 0, 2)
+    )
+    return g, s
+
+
+# -- Load ----------------------------------------------------------------------------------------------------------
+
+
+def fetch(info: cpasync.TmaInfo, g, s, size: int, full, empty, phase) -> None:
+    """Waits until the room is free, then has ``size`` bytes brought there; ``full`` turns when all have come.
+
+    A box is always whole: what lies outside the tensor arrives as zeros, and counts.
+    """
+    cute.arch.mbarrier_wait(empty, phase)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    cute.copy(info.atom, g, s, tma_bar_ptr=full)
+
+
+@cute.jit
+def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
+    """One warp: every tile's Q, and its key blocks in the order of :func:`schedule.loads`."""
+    c = x.tiles
+    k_bytes, v_bytes, q_bytes = 2 * c.tile_n * c.width, 2 * c.tile_n * c.width_v, 2 * ROWS * c.width
+    slot, phase, q_stage, q_phase = I32(0), I32(1), I32(0), I32(1)  # a new barrier lets phase 1 pass
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        head_k = at.head // work.group
+        gQ, sQ = cut(tmas.q, (ROWS, c.width), (None, 0), at.head, at.batch, room.q)
+        gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.batch, room.k)
+        gV, sV = cut(tmas.v, (c.width_v, c.tile_n), (0, None), head_k, at.batch, room.v)
+
+        n = at.stop - 1
+        fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
+        slot, phase = schedule.after(slot, phase, c.slots)
+        for w in cutlass.range_constexpr(c.warpgroups):
+            n_q = w * c.q_stages + q_stage
+            g, s = gQ[None, at.row // ROWS + w], sQ[None, n_q]
+            fetch(tmas.q, g, s, q_bytes, room.q_full + n_q, room.q_empty + n_q, q_phase)
+        q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
+        for step in cutlass.range(at.stop - at.start - 1, unroll=1):
+            n = at.stop - 2 - step
+            fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
+            slot, phase = schedule.after(slot, phase, c.slots)
+            fetch(tmas.v, gV[None, n + 1], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
+            slot, phase = schedule.after(slot, phase, c.slots)
+        n = at.start
+        fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
+        slot, phase = schedule.after(slot, phase, c.slots)
+
+
+# -- Store ---------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def store(tmas: Tmas, room: Room, w, work: Work, x: cutlass.Constexpr):
+    """One warp for each computing warpgroup w: its tiles of O to global memory; rows past the last are dropped there."""
+    c = x.tiles
+    stage, phase = I32(0), I32(0)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        gO, sO = cut(tmas.o, (ROWS, c.width_v), (None, 0), at.head, at.batch, room.o)
+        n = w * c.q_stages + stage
+        cute.arch.mbarrier_wait(room.o_full + n, phase)
+        cute.copy(tmas.o.atom, sO[None, n], gO[None, at.row // ROWS + w])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(room.q_empty + n)
+        stage, phase = schedule.after(stage, phase, c.q_stages)
+
+
+# -- Compute -------------------------------------------------------------------------------------------------------
+
+
+class Operands(NamedTuple):
+    """Of one warpgroup: the two products, descriptors (1, 1, k steps, tile or slot), accumulators and P.
+
+    ``s`` 64 x tile_n and ``o`` 64 x width_v fp32, ``p`` 64 x tile_n in the element type, in the registers' order of ``s``.
+    """
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    s: cute.Tensor
+    o: cute.Tensor
+    p: cute.Tensor
+    rows: tile.Rows
+
+
+def operands(qk: cute.TiledMma, pv: cute.TiledMma, room: Room, x: Config) -> Operands:
+    c, first, second = x.tiles, qk.get_slice(0), pv.get_slice(0)
+    return Operands(
+        qk, pv,
+        qk.make_fragment_A(first.partition_A(room.q)),
+        qk.make_fragment_B(first.partition_B(room.k)),
+        pv.make_fragment_B(second.partition_B(room.v)),
+        cute.make_rmem_tensor(qk.partition_shape_C((ROWS, c.tile_n)), F32),
+        cute.make_rmem_tensor(pv.partition_shape_C((ROWS, c.width_v)), F32),
+        cute.make_rmem_tensor(pv.partition_shape_A((ROWS, c.tile_n)), ELEMENT[x.dtype]),
+        tile.empty_rows(),
+    )  # fmt: skip
+
+
+def release(empty) -> None:
+    """A computing warp is done with a slot."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(empty)
+
+
+def to_p(t: Operands, x: Config) -> None:
+    """The scores' registers, exponentials by now, rounded into P's: the same registers in the same order, no shuffle."""
+    pairs = cute.recast_tensor(cute.make_tensor(t.p.iterator, cute.make_layout(cute.size(t.p))), I32)
+    values = cute.make_tensor(t.s.iterator, cute.make_layout(cute.size(t.s)))
+    for n in range(cute.size(pairs)):
+        pairs[n] = tile.pack(values[2 * n], values[2 * n + 1], x.dtype)
+
+
+def first_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Config):
+    """S and P of a tile's first block; its product with V is the next block's affair. Returns the ring, one slot on."""
+    slot, phase = ring
+    cute.arch.mbarrier_wait(room.full + slot, phase)
+    tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
+    warpgroup.wait_group(0)
+    release(room.empty + slot)
+    s = tile.rows_columns(t.s)
+    tile.hide(s, *limits)
+    tile.exponentials(s, t.rows, work.scale2, first=True, masked=True, lazy=x.tiles.lazy)
+    to_p(t, x)
+    return schedule.after(slot, phase, x.tiles.slots)
+
+
+def key_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Config):
+    """S of this block and O += P V of the block before at once; softmax under the latter. Returns the ring, two slots on.
+
+    ``limits`` of the scores' columns, or None where every row sees the whole block.
+    """
+    c = x.tiles
+    k_slot, k_phase = ring
+    v_slot, v_phase = schedule.after(k_slot, k_phase, c.slots)
+    cute.arch.mbarrier_wait(room.full + k_slot, k_phase)
+    tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, k_slot], overwrite=True)
+    cute.arch.mbarrier_wait(room.full + v_slot, v_phase)
+    tile.begin(t.pv, t.o, t.p, t.v[None, None, None, v_slot], overwrite=False)
+    warpgroup.wait_group(1)
+    release(room.empty + k_slot)
+    s = tile.rows_columns(t.s)
+    if limits is not None:
+        tile.hide(s, *limits)
+    tile.exponentials(s, t.rows, work.scale2, first=False, masked=limits is not None, lazy=c.lazy)
+    tile.pin(room.pin, t.rows)
+    warpgroup.wait_group(0)
+    release(room.empty + v_slot)
+    tile.rescale(t.o, t.rows.factor, c.lazy)
+    to_p(t, x)
+    return schedule.after(v_slot, v_phase, c.slots)
+
+
+def last_product(t: Operands, ring, room: Room, x: Config):
+    """O += P V of a tile's last block."""
+    slot, phase = ring
+    cute.arch.mbarrier_wait(room.full + slot, phase)
+    tile.begin(t.pv, t.o, t.p, t.v[None, None, None, slot], overwrite=False)
+    warpgroup.wait_group(0)
+    release(room.empty + slot)
+    return schedule.after(slot, phase, x.tiles.slots)
+
+
+class Limits(NamedTuple):
+    """First and one past the last kept column of a thread's two rows, from the thread's first column on; None: no end."""
+
+    lower: list | None
+    upper: list | None
+
+    def of(self, n, tile_n: int):
+        """As columns of key block n."""
+        minus = lambda ends: None if ends is None else [end - n * tile_n for end in ends]  # noqa: E731
+        return minus(self.lower), minus(self.upper)
+
+
+def limits_of(row, thread, work: Work, x: Config) -> Limits:
+    """Of the rows of a warpgroup that begin at ``row``."""
+    rows, start, kept = [row + tile.row_of(thread, r) for r in range(2)], tile.column_of(thread, 0), band(work, x)
+    upper = [schedule.row_stop(i, kept, PICK) - start for i in rows]
+    lower = None if x.form != "band" else [schedule.row_start(i, kept, PICK) - start for i in rows]
+    return Limits(lower, upper)
+
+
+@cute.jit
+def compute(
+    tmas: Tmas, room: Room, w, lse: cute.Tensor, sink: cute.Tensor, qk: cute.TiledMma, pv: cute.TiledMma, work: Work,
+    x: cutlass.Constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 rows of each tile."""
+    c = x.tiles
+    thread = cute.arch.thread_idx()[0] % 128
+    t = operands(qk, pv, room, x)
+    slot, phase, q_stage, q_phase = I32(0), I32(0), I32(0), I32(0)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        row = at.row + w * ROWS
+        whole_start, whole_stop = schedule.whole_blocks(
+            row, ROWS, c.tile_n, band(work, x), (at.start, at.stop - 1), PICK
+        )
+        limits = limits_of(row, thread, work, x)
+        q_tile = w * c.q_stages + q_stage
+        cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
+        t.o.fill(0.0)
+
+        last = at.stop - 1
+        slot, phase = first_block(t, q_tile, (slot, phase), limits.of(last, c.tile_n), room, work, x)
+        if cutlass.const_expr(x.form != "full"):
+            for step in cutlass.range(last - whole_stop, unroll=1):  # the right edge
+                cut_off = limits.of(last - 1 - step, c.tile_n)
+                slot, phase = key_block(t, q_tile, (slot, phase), cut_off, room, work, x)
+        for _ in cutlass.range(whole_stop - whole_start, unroll=1):
+            slot, phase = key_block(t, q_tile, (slot, phase), None, room, work, x)
+        if cutlass.const_expr(x.form == "band"):
+            for step in cutlass.range(whole_start - at.start, unroll=1):  # the left edge
+                cut_off = limits.of(whole_start - 1 - step, c.tile_n)
+                slot, phase = key_block(t, q_tile, (slot, phase), cut_off, room, work, x)
+        slot, phase = last_product(t, (slot, phase), room, x)
+
+        epilogue(t, room, q_tile, w, lse, sink, at, work, x)
+        q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
+
+
+@cute.jit
+def epilogue(
+    t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work,
+    x: cutlass.Constexpr,
+):  # fmt: skip
+    """lse to global memory, O / l to where Q was, from where a storing warp takes it."""
+    thread = cute.arch.thread_idx()[0] % 128
+    factor, statistic = tile.finish(t.rows, sink[at.head])
+    for r in cutlass.range_constexpr(2):
+        i = at.row + w * ROWS + tile.row_of(thread, r)
+        if thread % 4 == 0 and i < work.seqlen_q:
+            lse[at.batch, at.head, i] = statistic[r]
+    tile.scale_rows(tile.rows_columns(t.o), factor)
+    out = cute.make_rmem_tensor_like(t.o, ELEMENT[x.dtype])
+    out.store(t.o.load().to(ELEMENT[x.dtype]))
+    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), ELEMENT[x.dtype]), t.pv)
+    part = copy.get_slice(thread)
+    cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
+    cute.copy(copy, part.retile(out), part.partition_D(room.o[None, None, q_tile]))
+    cute.arch.fence_view_async_shared()
+    cute.arch.mbarrier_arrive(room.o_full + q_tile)
+
+
+# -- Kernel and launch ---------------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def kernel(
+    q: cpasync.TmaInfo, k: cpasync.TmaInfo, v: cpasync.TmaInfo, o: cpasync.TmaInfo, lse: cute.Tensor, sink: cute.Tensor,
+    qk: cute.TiledMma, pv: cute.TiledMma, work: Work, x: cutlass.Constexpr,
+):  # fmt: skip
+    tmas, c = Tmas(q, k, v, o), x.tiles
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+    room = allocate(tmas, x)
+    start_barriers(room, x)
+    if group == 0:
+        cute.arch.setmaxregister_decrease(c.registers_load)
+        if warp == 0:
+            load(tmas, room, work, x)
+        elif warp <= c.warpgroups:
+            store(tmas, room, warp - 1, work, x)
+    else:
+        cute.arch.setmaxregister_increase(c.registers)
+        compute(tmas, room, group - 1, lse, sink, qk, pv, work, x)
+
+
+def staged(layout, stages: int, stride: int):
+    """A tile's layout, ``stages`` times at that distance in elements."""
+    return cute.append(cute.select(layout, [0, 1]), cute.make_layout(stages, stride=stride))
+
+
+@cute.jit
+def launch(
+    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor,
+    numbers: tuple[I32, I32, I32, I32, F32, F32], stream: cuda.CUstream, x: cutlass.Constexpr,
+):  # fmt: skip
+    """q, o (batch, seqlen_q, heads_q, D), k, v (batch, seqlen_k, heads_k, D), lse (batch, heads_q, seqlen_q), sink (heads_q,).
+
+    ``numbers``: lo and hi of the band, heads of a section, CTAs, scale2, cap.
+    """
+    c, element = x.tiles, ELEMENT[x.dtype]
+    view = lambda t, modes: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))  # noqa: E731
+    by_rows, by_columns = [1, 3, 2, 0], [3, 1, 2, 0]
+    row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+    q_size, slot = c.q_elements, c.slot_elements
+    layout_q = staged(sm90.make_smem_layout_a(row, (ROWS, c.tile_n, c.width), element, 1), c.q_tiles, q_size)
+    layout_k = staged(sm90.make_smem_layout_b(row, (ROWS, c.tile_n, c.width), element, 1), c.slots, slot)
+    layout_v = staged(sm90.make_smem_layout_b(column, (ROWS, c.width_v, c.tile_n), element, 1), c.slots, slot)
+    layout_o = staged(sm90.make_smem_layout_epi(element, row, (ROWS, c.width_v), 1), c.q_tiles, q_size)
+    major = OperandMajorMode
+    qk = sm90.make_trivial_tiled_mma(element, element, major.K, major.K, F32, (1, 1, 1), (ROWS, c.tile_n))
+    pv = sm90.make_trivial_tiled_mma(
+        element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, c.width_v), warpgroup.OperandSource.RMEM
+    )
+    bring, send, tma = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
+    lo, hi, section, ctas, scale2, cap = numbers
+    work = Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, scale2, cap)
+    kernel.set_name_prefix(x.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    kernel(
+        tma(bring, view(q, by_rows), layout_q, (ROWS, c.width)),
+        tma(bring, view(k, by_rows), layout_k, (c.tile_n, c.width)),
+        tma(bring, view(v, by_columns), layout_v, (c.width_v, c.tile_n)),
+        tma(send, view(o, by_rows), layout_o, (ROWS, c.width_v)),
+        lse, sink, qk, pv, work, x,
+    ).launch(grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip

@@ -1,0 +1,114 @@
+"""Who does what when, as pure functions: the tiles of a CTA, the key blocks of a tile, and the order of the ring.
+
+The kernel traces these very functions, so that what is tested on a CPU is what runs: they use ``+ - * // %`` alone, and
+the smaller and the larger of two numbers by the functions in :class:`Pick`, which the kernel exchanges for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Pick(NamedTuple):
+    """The smaller and the larger of two numbers."""
+
+    smaller: Callable[[Any, Any], Any] = min
+    larger: Callable[[Any, Any], Any] = max
+
+
+PLAIN = Pick()
+
+
+class Order(NamedTuple):
+    """The order of all query tiles: sections of ``section`` heads one after the other, so that few keys are in use at a
+    time and L2 holds them; within one, all heads of a row of tiles, then the next row, the longest first if ``backwards``.
+
+    ``heads``: the number of (batch, query head) pairs; the last section may be smaller.
+    """
+
+    m_blocks: Any
+    heads: Any
+    section: Any
+    backwards: bool
+
+    @property
+    def tiles(self):
+        return self.m_blocks * self.heads
+
+
+def tile_at(n, order: Order, pick: Pick = PLAIN):
+    """``(m_block, head)`` of the ``n``-th tile, ``head`` over batch and query heads."""
+    per_section = order.m_blocks * order.section
+    first = n // per_section * order.section
+    within, heads = n % per_section, pick.smaller(order.section, order.heads - first)
+    m_block = within // heads
+    return (order.m_blocks - 1 - m_block if order.backwards else m_block), first + within % heads
+
+
+def rounds(cta, ctas, tiles):
+    """How many tiles a CTA gets: one a round, the last round in the direction that :func:`nth` gives it."""
+    whole, rest = tiles // ctas, tiles % ctas
+    place = nth(cta, ctas, whole) - whole * ctas
+    return whole + 1 - (place + ctas - rest) // ctas
+
+
+def nth(cta, ctas, round_):
+    """The tile of a CTA in a round: to and fro, so that who got the longest of one round gets the shortest of the next."""
+    back = round_ % 2
+    return round_ * ctas + cta + back * (ctas - 1 - 2 * cta)
+
+
+class Band(NamedTuple):
+    """The kept keys of row i are ``i + lo <= j < i + hi`` within ``0 <= j < seqlen_k``; an end that is None is unbounded."""
+
+    lo: Any
+    hi: Any
+    seqlen_k: Any
+
+
+def row_stop(i, band: Band, pick: Pick = PLAIN):
+    """One past the last key of row i, not below 0."""
+    return band.seqlen_k if band.hi is None else pick.larger(pick.smaller(i + band.hi, band.seqlen_k), 0)
+
+
+def row_start(i, band: Band, pick: Pick = PLAIN):
+    """The first key of row i, not below 0."""
+    return 0 if band.lo is None else pick.larger(i + band.lo, 0)
+
+
+def key_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):
+    """``(start, stop)``: the key blocks of a tile of rows ``[row, row + rows)``, at least one even if its rows see no key.
+
+    They are visited from ``stop - 1`` down to ``start``.
+    """
+    stop = pick.larger((row_stop(row + rows - 1, band, pick) + tile_n - 1) // tile_n, 1)
+    return pick.smaller(row_start(row, band, pick) // tile_n, stop - 1), stop
+
+
+def whole_blocks(row, rows, tile_n, band: Band, blocks, pick: Pick = PLAIN):
+    """``(start, stop)``: the blocks that rows ``[row, row + rows)`` see entirely, within ``blocks``; possibly none.
+
+    The rows may be a part of those that ``blocks`` was made for.
+    """
+    start, last = blocks
+    stop = pick.larger(pick.smaller(row_stop(row, band, pick) // tile_n, last), start)
+    first = (row_start(row + rows - 1, band, pick) + tile_n - 1) // tile_n
+    return pick.smaller(pick.larger(first, start), stop), stop
+
+
+def after(place, phase, slots, step=1):
+    """``(slot, phase)`` ``step`` slots on in a ring; the phase turns at each round."""
+    turned = (place + step) // slots
+    return place + step - turned * slots, (phase + turned) % 2
+
+
+def loads(blocks: int) -> list[tuple[str, int]]:
+    """The order in which keys and values of the blocks of one tile pass through the ring; the kernel's loops follow it.
+
+    The scores of a block are begun before the product with the values of the block before.
+    """
+    order = [("k", 0)]
+    for n in range(1, blocks):
+        order += [("k", n), ("v", n - 1)]
+    return [*order, ("v", blocks - 1)]

@@ -1,0 +1,190 @@
+"""What one warpgroup does with one block of scores, in registers.
+
+A wgmma accumulator of 64 rows by N columns lies in the warpgroup's 128 threads so: lane l of warp w (0 to 3) holds the
+rows ``16 w + l // 4 + 8 r``, r = 0, 1, and of each the columns ``8 (c // 2) + 2 (l % 4) + c % 2``, c = 0 .. N/4 - 1. A row
+lies in the four lanes of a quad. :func:`rows_columns` views an accumulator as ``(r, c)``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+from tilewise.backends.hopper.config import LAZY
+
+F32 = cutlass.Float32
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+INF = float("inf")
+
+
+def row_of(thread, r):
+    """Row of the tile that a thread's r-th row is."""
+    return thread // 32 * 16 + thread % 32 // 4 + 8 * r
+
+
+def column_of(thread, c):
+    """Column of the tile that a thread's c-th column is: the thread's own start, ``2 (thread % 4)``, and a constant."""
+    return thread % 4 * 2 + constant_column(c)
+
+
+def constant_column(c: int) -> int:
+    return 8 * (c // 2) + c % 2
+
+
+def choose(condition, a, b):
+    """``a`` where the condition holds, else ``b``: one select, no branch."""
+    return F32(cutlass.select_(condition, F32(a), F32(b)))
+
+
+def rows_columns(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator ((2, 2, N/8), 1, 1) as (2 rows, N/4 columns): a view."""
+    shape, stride = acc.layout.shape, acc.layout.stride
+    layout = cute.make_layout(
+        ((shape[0][1], shape[1]), (shape[0][0], shape[0][2], shape[2])),
+        stride=((stride[0][1], stride[1]), (stride[0][0], stride[0][2], stride[2])),
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def begin(mma, acc, a, b, overwrite: bool) -> None:
+    """Issues acc (+)= a b, all k steps, as one group; the operands' mode 2 are the steps.
+
+    The atom is made here: a field set on the caller's would belong to the caller's loop.
+    """
+    atom = cute.make_mma_atom(mma.op)
+    warpgroup.fence()
+    for step in range(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, not (overwrite and step == 0))
+        cute.gemm(atom, acc, a[None, None, step], b[None, None, step], acc)
+    warpgroup.commit_group()
+
+
+def over_quad(x, combine):
+    """Combined over the four lanes that hold a row."""
+    for offset in (2, 1):
+        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+    return x
+
+
+def pack(low, high, dtype: str):
+    """Two numbers rounded to ``dtype`` in one register.
+
+    In PTX, since the compiler would move plain conversions across the loop's end and keep the fp32 scores alive beside
+    those of the next block: too many registers, and every wgmma then waits for the one before.
+    """
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    code = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[low, high])
+
+
+def largest(s: cute.Tensor, r: int):
+    """The largest of a thread's part of row r; four chains, for latency."""
+    columns = cute.size(s, mode=[1])
+    chains = [s[r, n] for n in range(4)]
+    for c in range(4, columns):
+        chains[c % 4] = cute.arch.fmax(chains[c % 4], s[r, c])
+    return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+
+
+def hide(s: cute.Tensor, lower, upper) -> None:
+    """Scores outside ``lower[r] <= constant_column(c) < upper[r]`` become -inf; an end that is None is unbounded."""
+    for r in range(2):
+        for c in range(cute.size(s, mode=[1])):
+            column, kept = constant_column(c), s[r, c]
+            if upper is not None:
+                kept = choose(upper[r] > column, kept, -INF)
+            if lower is not None:
+                kept = choose(lower[r] <= column, kept, -INF)
+            s[r, c] = kept
+
+
+class Rows(NamedTuple):
+    """State of a thread's two rows: the maximum ``m2`` of the scores in base 2, its own part of the row sum ``l``, and the
+    ``factor`` by which the last block wants O scaled."""
+
+    m2: cute.Tensor
+    l: cute.Tensor
+    factor: cute.Tensor
+
+
+def empty_rows() -> Rows:
+    return Rows(*(cute.make_rmem_tensor((2,), F32) for _ in range(3)))
+
+
+def exponentials(s: cute.Tensor, rows: Rows, scale2, first: bool, masked: bool, lazy: bool) -> None:
+    """The online softmax of one block, in base 2: ``s`` becomes P, unnormalised, and ``rows`` go on.
+
+    ``m' = max(m, max_j s scale2)``, ``P = 2**(s scale2 - m')``, ``factor = 2**(m - m')``, ``l = l factor + sum_j P``
+    (FlashAttention-2, algorithm 1, lines 8 to 10). Lazily, m stays, and the factor is 1, where the maximum grew by no more
+    than LAZY: P is then at most ``2**LAZY``.
+
+    Args:
+        first: there is no m yet. masked: a row may still be without a key.
+    """
+    for r in range(2):
+        m2 = over_quad(largest(s, r), cute.arch.fmax) * scale2
+        if not first:
+            m2 = cute.arch.fmax(m2, rows.m2[r])
+            if lazy:
+                m2 = choose(m2 - rows.m2[r] > LAZY, m2, rows.m2[r])
+        # A row without a key so far: 0 in place of -inf, and every P is 2**-inf = 0.
+        base = choose(m2 == -INF, 0.0, m2) if masked else m2
+        sums = [F32(0.0), F32(0.0)]
+        for c in range(cute.size(s, mode=[1])):
+            p = cute.math.exp2(s[r, c] * scale2 - base, fastmath=True)
+            s[r, c] = p
+            sums[c % 2] = sums[c % 2] + p
+        total = sums[0] + sums[1]
+        if not first:
+            factor = cute.math.exp2(rows.m2[r] - base, fastmath=True)
+            total = rows.l[r] * factor + total
+            rows.factor[r] = factor
+        rows.l[r], rows.m2[r] = total, m2
+
+
+def pin(word, rows: Rows) -> None:
+    """Holds every exponential above the wait that follows: ptxas moves the wait up, over whatever no memory depends on,
+    and P V would then not run under the softmax. A store that depends on all of them stays where it is; nobody reads it.
+    """
+    total = rows.l[0] + rows.l[1]
+    cute.arch.inline_ptx("st.volatile.shared.f32 [{$r0}], {$r1};", read_only_args=[word.toint(), total])
+
+
+def scale_rows(o: cute.Tensor, factor) -> None:
+    """O, as rows and columns, times a factor for each of the two rows."""
+    for r in range(2):
+        for c in range(cute.size(o, mode=[1])):
+            o[r, c] = o[r, c] * factor[r]
+
+
+@cute.jit
+def rescale(acc: cute.Tensor, factor: cute.Tensor, lazy: cutlass.Constexpr):
+    """O times the rows' factors; lazily, a warp whose factors are all 1 skips it."""
+    if cutlass.const_expr(lazy):
+        if cute.arch.vote_any_sync(factor[0] * factor[1] != 1.0):
+            scale_rows(rows_columns(acc), factor)
+    else:
+        scale_rows(rows_columns(acc), factor)
+
+
+def finish(rows: Rows, sink) -> tuple[list, list]:
+    """``(factor, lse)`` of the two rows: what makes O of the accumulator, and the natural log-sum-exp.
+
+    The sink, a logit without a value, is one more term of the sum; -inf is none. A row of no key gets 0 and its sink.
+    """
+    factors, lses = [], []
+    sink2 = sink * LOG2_E
+    for r in range(2):
+        l = over_quad(rows.l[r], lambda x, y: x + y)
+        m2 = cute.arch.fmax(rows.m2[r], sink2)
+        base = choose(m2 == -INF, 0.0, m2)
+        scaled = cute.math.exp2(rows.m2[r] - base, fastmath=True)
+        total = l * scaled + cute.math.exp2(sink2 - base, fastmath=True)
+        empty = total == 0.0
+        factors.append(choose(empty, 0.0, scaled * cute.arch.rcp_approx(total)))
+        lses.append(choose(empty, -INF, (base + cute.math.log2(total, fastmath=True)) * LN_2))
+    return factors, lses

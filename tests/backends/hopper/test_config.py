@@ -1,0 +1,134 @@
+"""The Hopper kernels' sizes, and which problems are theirs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.contract import call, normal
+from tilewise.backends.hopper import config
+from tilewise.backends.hopper.config import DTYPES, REGISTERS, SHARED_LIMIT, TABLE, Band, shipped
+from tilewise.tiles import Grid
+
+ROWS = [tiles for row in TABLE.values() for tiles in row]
+
+
+def problem(nq=70, nk=70, d=64, dv=None, dtype=torch.bfloat16, heads=4, **options):
+    q, k, v = normal(2, nq, heads, d), normal(2, nk, 2, d), normal(2, nk, 2, dv or d)
+    p = call(*(x.to(dtype) for x in (q, k, v)), **options).p
+    return replace(p, spec=replace(p.spec, needs_grad=False))
+
+
+@pytest.mark.parametrize("tiles", ROWS, ids=str)
+def test_a_row_fits_into_the_machine(tiles):
+    assert tiles.shared.total <= SHARED_LIMIT
+    assert tiles.warpgroups * tiles.registers + tiles.registers_load <= REGISTERS
+    assert max(tiles.registers, tiles.registers_load) <= 248
+    assert all(n % 8 == 0 for n in (tiles.registers, tiles.registers_load))
+    # Three blocks are in use or on their way at least; boxes hold at most 256 rows, and P has whole k steps of 16 keys.
+    assert tiles.slots >= 3
+    assert tiles.tile_n % 16 == 0
+    assert tiles.tile_n <= 256
+    # Every tile begins where the swizzle begins.
+    assert 2 * tiles.slot_elements % config.ALIGNMENT == 0
+    assert 2 * tiles.q_elements % config.ALIGNMENT == 0
+    # Scores, P in half the room, and O, with 30 registers for all else.
+    assert (tiles.tile_n * 3 // 2 + tiles.width_v) // 2 + 30 <= tiles.registers
+
+
+def test_the_names_of_what_is_shipped_tell_them_apart():
+    names = [c.name for c in shipped()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("d", [8, 64, 72, 96, 104, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("score", [None, tw.softcap(20.0)], ids=["plain", "softcap"])
+def test_what_is_chosen_is_shipped(d, causal, score):
+    p = problem(d=d, causal=causal, score=score)
+    assert config.reasons(p) == []
+    assert config.choose(p) in shipped()
+
+
+MASKS = {
+    "none": None,
+    "causal": tw.causal(),
+    "window": tw.window(9, 3),
+    "left": tw.window(5),
+    "right": tw.window(None, 4),
+    "several": tw.causal() & tw.window(20, 8) & tw.window(12),
+    "keys": tw.key_range(7, 50),
+    "first-keys": tw.key_lengths(30) & tw.causal(),
+    "no-keys": tw.key_range(60, 20) & tw.causal(),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("lengths", [(70, 70), (40, 70), (70, 40), (1, 70)], ids=str)
+def test_the_band_of_a_mask_is_its_interval(name, lengths):
+    nq, nk = lengths
+    p = problem(nq, nk, mask=MASKS[name])
+    band = config.band_of(p)
+    for found in (band, band.cut(nq)):
+        grid = Grid.whole(p.spec.region, (), (1, 1, nq, nk), torch.device("cpu"))
+        lo, hi = (x.flatten().tolist() for x in grid.key_interval(torch.arange(nq)))
+        for i in range(nq):
+            low = max(found.start, -math.inf if found.lo is None else i + found.lo)
+            high = min(found.stop, math.inf if found.hi is None else i + found.hi)
+            assert set(range(low, high)) == set(range(lo[i], hi[i])), i
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_cut_band_begins_and_ends_with_keys_that_are_seen(name):
+    p = problem(40, 70, mask=MASKS[name])
+    band = config.band_of(p).cut(40)
+    seen = [
+        j
+        for j in range(70)
+        for i in range(40)
+        if (band.lo is None or j >= i + band.lo) and (band.hi is None or j < i + band.hi)
+    ]
+    inside = [j for j in seen if band.start <= j < band.stop]
+    assert (band.start, band.stop) == (min(inside), max(inside) + 1) if inside else band.start == band.stop
+
+
+REFUSED = {
+    "fp32": ({"dtype": torch.float32}, "float32"),
+    "wide": ({"d": 264}, "above 256"),
+    "odd": ({"d": 60}, "multiples of 8"),
+    "keep": ({"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}, "mask"),
+    "lengths-tensor": ({"mask": tw.key_lengths(torch.tensor([40, 65]))}, "mask"),
+    "prefix": ({"mask": tw.prefix(30)}, "mask"),
+    "alibi": ({"score": tw.alibi(torch.ones(4))}, "softcap"),
+    "two-caps": ({"score": tw.softcap(2.0) >> tw.softcap(3.0)}, "softcap"),
+    "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),
+    "scale": ({"softmax_scale": -1.0}, "softmax_scale"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_problems_are_refused_with_the_reason(name):
+    options, word = REFUSED[name]
+    (reason,) = config.reasons(problem(**options))
+    assert word in reason
+
+
+def test_a_call_that_wants_gradients_is_refused():
+    q = normal(1, 8, 1, 64, dtype=torch.bfloat16)
+    assert any("gradients" in reason for reason in config.reasons(call(q, q, q).p))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_cap_is_read_from_the_score(dtype):
+    p = problem(dtype=getattr(torch, dtype.removeprefix("torch.")), score=tw.softcap(17.0))
+    assert config.cap_of(p) == 17.0
+    assert config.cap_of(problem()) is None
+
+
+def test_an_end_that_is_no_shift_makes_no_band():
+    assert config.band_of(problem(mask=tw.prefix(3))) is None
+    assert config.band_of(problem(mask=tw.causal())) == Band(None, 1, 0, 70)

@@ -1,0 +1,301 @@
+"""flash-attn 2.8's functions over tilewise's op: its names, argument order, defaults and return values.
+
+They take the same tensors in the same layout, ``(batch, seqlen, heads, head_dim)`` or packed ``(total, heads, head_dim)``,
+and beyond it: any device, fp32 and fp64, any head_dim, one of v that differs from q's, dropout together with softcap, and
+gradients for ``alibi_slopes`` and ``softmax_lse``. Where the two differ:
+
+- A row that sees no key has ``softmax_lse = -inf``; the original's kernels store +inf.
+- ``S_dmask`` holds signs alone: ``+1`` kept, ``-1`` dropped. The original documents signs, on probabilities that it calls not
+  guaranteed to be correct. Without dropout there is nothing to encode, and reading it says so.
+- ``max_seqlen_*`` size ``S_dmask`` and nothing else: no kernel needs them.
+- ``deterministic=False`` follows ``torch.use_deterministic_algorithms``.
+- ``block_table`` and ``flash_attn_with_kvcache`` are refused: a paged cache is not built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from importlib.machinery import ModuleSpec
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.compat.flash_attn import bert_padding
+
+__version__ = "2.8.3+tilewise"  # whose interface this is
+
+Result = Tensor | tuple[Tensor, Tensor, "Tensor | NoProbabilities"]
+
+
+class NoProbabilities:
+    """``S_dmask`` of a call without dropout, where the original computes nothing either; reading it raises."""
+
+    def _refuse(self, *_: object) -> None:
+        raise NotImplementedError(
+            "S_dmask was read, but without dropout it encodes nothing and the probabilities are never computed; "
+            "tilewise.reference.attention returns (o, lse, probabilities), with the whole matrix in memory"
+        )
+
+    __array__ = __getitem__ = __len__ = __iter__ = __bool__ = _refuse
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+
+def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
+    """The original's options as keywords of :func:`tilewise.attention`: softcap first, then the slopes."""
+    left, right = (None if bound == -1 else bound for bound in window_size)
+    scores = [] if softcap == 0.0 else [tw.softcap(softcap)]
+    scores += [] if alibi_slopes is None else [tw.alibi(alibi_slopes)]
+    return {
+        "causal": causal,
+        "mask": None if left is None and right is None else tw.window(left, right),
+        "score": None if not scores else scores[0] if len(scores) == 1 else scores[0] >> scores[1],
+        "softmax_scale": softmax_scale,
+        "dropout_p": dropout_p,
+        "deterministic": True if deterministic else None,
+    }
+
+
+def _unpacked(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
+    """The ``count`` tensors along the third axis from the end: views, whose gradients are stacked once."""
+    if packed.ndim < 4 or packed.shape[-3] != count:
+        shape = f"(batch, seqlen, {count}, heads, head_dim), packed (total, {count}, heads, head_dim)"
+        raise ValueError(f"{name} must be {shape}; got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _run(
+    attend: Callable, q: Tensor, sizes: tuple[int, int, int, int], options: dict, return_attn_probs: bool
+) -> Result:
+    """``attend`` gives out and lse; ``sizes`` are those of S_dmask. The seed is drawn here, so that the mask can be shown."""
+    p = options["dropout_p"]
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device) if p else None
+    out, lse = attend(dropout_seed=seed, **options)
+    if not return_attn_probs:
+        return out
+    if seed is None:
+        return out, lse, NoProbabilities()
+    return out, lse, torch.where(tw.dropout_mask(seed, p, *sizes), 1.0, -1.0).to(q.dtype)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, options: dict, return_attn_probs: bool) -> Result:
+    sizes = (q.shape[0], q.shape[-2], q.shape[1], k.shape[1])
+    return _run(partial(tw.attention_with_lse, q, k, v), q, sizes, options, return_attn_probs)
+
+
+def _varlen(qkv: tuple[Tensor, ...], cu: tuple[Tensor, Tensor], longest: tuple, options: dict, probs: bool) -> Result:
+    q, _, _ = qkv
+    sizes = (cu[0].shape[0] - 1, q.shape[-2], *longest)
+    return _run(partial(tw.attention_varlen, *qkv, *cu, return_lse=True), q, sizes, options, probs)
+
+
+# -- The functions ---------------------------------------------------------------------------------------------------
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Result:
+    """Attention of ``q (batch, seqlen_q, heads, head_dim)`` over ``k, v (batch, seqlen_k, heads_k, head_dim)``.
+
+    Args:
+        dropout_p: probability of dropping a pair. softmax_scale: default ``1 / sqrt(head_dim)``.
+        causal: aligned at the last query and key. window_size: ``(left, right)``, -1 unbounded.
+        softcap: above 0, ``softcap * tanh(s / softcap)``. alibi_slopes: ``(heads,)`` or ``(batch, heads)``.
+        deterministic: bitwise repeatable. return_attn_probs: also return softmax_lse and S_dmask.
+
+    Returns:
+        out ``(batch, seqlen_q, heads, head_dim_v)``; with ``return_attn_probs`` also softmax_lse
+        ``(batch, heads, seqlen_q)`` and S_dmask ``(batch, heads, seqlen_q, seqlen_k)``.
+    """
+    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _dense(q, k, v, options, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Result:
+    """:func:`flash_attn_func` of ``kv (batch, seqlen_k, 2, heads_k, head_dim)``."""
+    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _dense(q, *_unpacked(kv, 2, "kv"), options, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Result:
+    """:func:`flash_attn_func` of ``qkv (batch, seqlen, 3, heads, head_dim)``."""
+    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _dense(*_unpacked(qkv, 3, "qkv"), options, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+) -> Result:
+    """:func:`flash_attn_func` of packed ``q (total_q, heads, head_dim)`` and ``k, v (total_k, heads_k, head_dim)``.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``, where sequences start and the last one ends.
+        block_table: refused.
+
+    Returns:
+        out ``(total_q, heads, head_dim_v)``; with ``return_attn_probs`` also softmax_lse ``(heads, total_q)`` and S_dmask
+        ``(batch, heads, max_seqlen_q, max_seqlen_k)``.
+    """
+    if block_table is not None:
+        raise NotImplementedError(
+            "block_table: a paged cache is not built; gather the pages into k and v and give their cu_seqlens_k"
+        )
+    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return _varlen((q, k, v), cu, longest, options, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of ``kv (total_k, 2, heads_k, head_dim)``."""
+    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return _varlen((q, *_unpacked(kv, 2, "kv")), cu, longest, options, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of ``qkv (total, 3, heads, head_dim)``."""
+    options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    cu, longest = (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen)
+    return _varlen(_unpacked(qkv, 3, "qkv"), cu, longest, options, return_attn_probs)
+
+
+def flash_attn_with_kvcache(*_: object, **__: object) -> None:
+    """Refused: it is there so that a library that imports all of the original's names can be loaded."""
+    raise NotImplementedError(
+        "flash_attn_with_kvcache: a cache that is updated in place is not built; append to k and v and call "
+        "flash_attn_func, or tw.attention with mask=tw.key_lengths(n)"
+    )
+
+
+# -- Standing in for the package --------------------------------------------------------------------------------------
+
+_FUNCTIONS = (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+
+
+def install_as_flash_attn() -> None:
+    """From now on ``import flash_attn``, its ``flash_attn_interface`` and its ``bert_padding`` give this module's functions.
+
+    For libraries that try the import. Those that look for an installed distribution (``importlib.metadata``, as transformers'
+    ``is_flash_attn_2_available`` does) still find none. Call it before they are imported.
+
+    Raises:
+        ValueError: the real flash_attn is installed, or was already imported.
+    """
+    loaded = sys.modules.get("flash_attn")
+    if getattr(loaded, "__version__", None) == __version__:
+        return
+    found = importlib.util.find_spec("flash_attn") if loaded is None else getattr(loaded, "__spec__", None)
+    if loaded is not None or found is not None:
+        where = getattr(found, "origin", None) or "a namespace package"
+        raise ValueError(
+            f"install_as_flash_attn: flash_attn is already there ({where}); uninstall it, or import tilewise.compat.flash_attn"
+        )
+    functions = {f.__name__: f for f in _FUNCTIONS}
+    package = _module("flash_attn", functions | {"__version__": __version__, "__path__": []})
+    package.flash_attn_interface = _module("flash_attn.flash_attn_interface", functions)
+    padding = {
+        name: x for name, x in vars(bert_padding).items() if getattr(x, "__module__", "") == bert_padding.__name__
+    }
+    package.bert_padding = _module("flash_attn.bert_padding", padding)
+
+
+def _module(name: str, contents: dict) -> types.ModuleType:
+    """A module in ``sys.modules``; its spec is what ``importlib.util.find_spec`` answers with."""
+    module = types.ModuleType(name, f"tilewise.compat.flash_attn, in place of {name}")
+    module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package="__path__" in contents)
+    module.__file__ = __file__
+    vars(module).update(contents)
+    sys.modules[name] = module
+    return module
+
+
+__all__ = ["bert_padding", "install_as_flash_attn", *[f.__name__ for f in _FUNCTIONS]]

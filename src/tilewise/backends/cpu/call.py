@@ -7,8 +7,9 @@ keeps alive what the struct points to.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -32,6 +33,9 @@ class Region:
     status_head: Tensor | None = None
     seen: Tensor | None = None
     listed: bool = True  # else status and seen are empty, and the library fills them
+    listing: threading.Lock = field(
+        default_factory=threading.Lock
+    )  # a mask that follows from the shapes serves all threads
 
 
 class Prepared:
@@ -250,9 +254,10 @@ class Bound:
 
     def run(self, name: str) -> None:
         region = self.keep[0]
-        if not region.listed:
-            self.prepared.loaded.run("list", self.call)
-            region.listed = True
+        with region.listing:
+            if not region.listed:
+                self.prepared.loaded.run("list", self.call)
+                region.listed = True
         self.prepared.loaded.run(name, self.call)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -11,14 +12,14 @@ import torch
 
 from tilewise import settings
 
-VERSION = 2
+VERSION = 3
 DIMS = 8
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
     torch.int16: 6, torch.int8: 7, torch.uint8: 8, torch.bool: 8,
 }  # fmt: skip
 _FILE = Path(__file__).with_name("libtilewise_cpu.so")
-_BAD_CALL, _NO_MEMORY = 1, 2
+_BAD_CALL, _NO_MEMORY, _INTERRUPTED = 1, 2, 4
 
 
 class Tensor(Structure):
@@ -71,6 +72,10 @@ class Program(Structure):
     ]
 
 
+class Signals(Structure):
+    _fields_ = [*[(name, c_void_p) for name in ("enter", "check", "fetch", "leave")], ("raised", c_void_p * 3)]
+
+
 class Call(Structure):
     _fields_ = [
         *[(name, c_int32) for name in ("version", "type", "threads", "heads_per_item")],
@@ -101,7 +106,18 @@ class Call(Structure):
         ("dq_chunk", c_int64),
         ("dlse", c_void_p),
         ("delta", c_void_p),
+        ("signals", c_void_p),
     ]
+
+
+# What a long call needs of this interpreter to run its signal handlers, which is the main thread's business alone.
+_SIGNALS = Signals(
+    *[
+        ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p)
+        for name in ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
+    ]
+)
+_raise_again = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
 
 
 class Library:
@@ -126,13 +142,19 @@ class Library:
             function.argtypes = (POINTER(Call), POINTER(c_char), c_int64)
 
     def run(self, name: str, call: Call) -> None:
-        """Runs ``forward`` or ``backward``; the GIL is free meanwhile.
+        """Runs ``forward``, ``backward`` or ``list``; the GIL is free meanwhile.
+
+        On the main thread signal handlers run every 50 ms; what one raises (Ctrl-C) ends the call.
 
         Raises:
             MemoryError, RuntimeError: what the library reports.
         """
+        if threading.get_ident() == threading.main_thread().ident:
+            call.signals = ctypes.addressof(_SIGNALS)
         text = ctypes.create_string_buffer(256)
         code = self._functions[name](call, text, len(text))
+        if code == _INTERRUPTED:
+            _raise_again(*_SIGNALS.raised)
         if code:
             error = MemoryError if code == _NO_MEMORY else ValueError if code == _BAD_CALL else RuntimeError
             raise error(f"the cpu backend failed: {text.value.decode()}")

@@ -121,6 +121,7 @@ class Backward {
     for (int64_t m0 = all.begin / c.tile_m * c.tile_m; m0 < all.end; m0 += c.tile_m) {
       const uint8_t state = tile_state(c, s, head, m0 / c.tile_m, n0 / c.tile_n);
       if (state == TW_EMPTY) continue;
+      heed_signals();
       tile(at, {greater(m0, all.begin), smaller(smaller(m0 + c.tile_m, s.seqlen_q), all.end)}, state == TW_PARTIAL);
     }
   }

@@ -1,18 +1,17 @@
 // The C functions: choice of the instruction set, the list of work, and errors as codes with a text.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include <sys/mman.h>
-
 #include "interface.h"
 #include "operations.h"
 #include "pool.h"
+#include "scratch.h"
+#include "signals.h"
 #include "work.h"
 
 namespace tw {
@@ -59,35 +58,6 @@ void check(const TwCall &c) {
   if (c.tile_n < 64 || c.tile_n > kMaxTileN || c.tile_n % 64 || c.tile_m < 1 || c.heads_per_item < 1 || c.threads < 1)
     throw std::invalid_argument("tile_n must be 64, 128, 192 or 256, and tile_m, heads_per_item, threads at least 1");
   if (c.split % c.tile_n) throw std::invalid_argument("split must be a multiple of tile_n");
-}
-
-constexpr int64_t kHugePage = 2 << 20;
-
-void use_huge_pages(char *memory, int64_t size) {
-#ifdef MADV_HUGEPAGE
-  madvise(memory, size_t(size), MADV_HUGEPAGE);  // a wish: whether it is granted changes nothing but the time
-#else
-  (void)memory, (void)size;
-#endif
-}
-
-// A thread's memory, kept from call to call: fresh pages would cost a short call a tenth of its time.
-char *scratch(int64_t bytes) {
-  struct Memory {
-    char *data = nullptr;
-    int64_t size = 0;
-    ~Memory() { std::free(data); }
-  };
-  thread_local Memory mine;
-  if (mine.size < bytes) {
-    std::free(mine.data);
-    mine.size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-    mine.data = (char *)std::aligned_alloc(kHugePage, size_t(mine.size));
-    if (!mine.data) mine.size = 0;
-    if (!mine.data) throw std::bad_alloc();
-    use_huge_pages(mine.data, mine.size);
-  }
-  return mine.data;
 }
 
 struct Forward {
@@ -203,13 +173,17 @@ void run_list(const TwCall &c) {
 }
 
 template <class F>
-int guarded(F run, char *error, int64_t size) {
+int guarded(F run, TwSignals *signals, char *error, int64_t size) {
   auto say = [&](const char *text) {
     if (error && size > 0) std::snprintf(error, size_t(size), "%s", text);
   };
   try {
+    const Watch watch(signals);
     run();
     return TW_OK;
+  } catch (const Interrupted &) {
+    say("interrupted");
+    return TW_INTERRUPTED;
   } catch (const std::invalid_argument &e) {
     say(e.what());
     return TW_BAD_CALL;
@@ -231,15 +205,15 @@ int guarded(F run, char *error, int64_t size) {
 #define TW_EXPORT extern "C" __attribute__((visibility("default")))
 
 TW_EXPORT int tw_forward(const TwCall *call, char *error, int64_t error_size) {
-  return tw::guarded([&] { tw::run_forward(*call); }, error, error_size);
+  return tw::guarded([&] { tw::run_forward(*call); }, call->signals, error, error_size);
 }
 
 TW_EXPORT int tw_backward(const TwCall *call, char *error, int64_t error_size) {
-  return tw::guarded([&] { tw::run_backward(*call); }, error, error_size);
+  return tw::guarded([&] { tw::run_backward(*call); }, call->signals, error, error_size);
 }
 
 TW_EXPORT int tw_list_mask(const TwCall *call, char *error, int64_t error_size) {
-  return tw::guarded([&] { tw::run_list(*call); }, error, error_size);
+  return tw::guarded([&] { tw::run_list(*call); }, call->signals, error, error_size);
 }
 
 TW_EXPORT int tw_version(void) { return TW_VERSION; }
@@ -253,7 +227,7 @@ TW_EXPORT int tw_isas(char *names, int64_t size) {
         for (const tw::Kernels *kernels : tw::available()) all += (all.empty() ? "" : ",") + std::string(kernels->name);
         std::snprintf(names, size_t(size), "%s", all.c_str());
       },
-      nullptr, 0);
+      nullptr, nullptr, 0);
 }
 
 TW_EXPORT const char *tw_operations(void) {

@@ -76,7 +76,7 @@ class Forward {
     queries = item.m1 - item.m0, rows = item.heads * queries;
     int64_t begin, end;
     start(begin, end);
-    for (int64_t n0 = begin / c.tile_n * c.tile_n; n0 < end; n0 += c.tile_n) key_tile(n0);
+    for (int64_t n0 = begin / c.tile_n * c.tile_n; n0 < end; n0 += c.tile_n) heed_signals(), key_tile(n0);
     finish_rows<E, T>(c, s, item, partials, acc, wide, m, l);
   }
 

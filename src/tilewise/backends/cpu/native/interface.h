@@ -5,9 +5,9 @@
 
 extern "C" {
 
-enum { TW_VERSION = 2, TW_DIMS = 8 };
+enum { TW_VERSION = 3, TW_DIMS = 8 };
 enum TwType { TW_F32 = 0, TW_F64 = 1, TW_BF16 = 2, TW_F16 = 3, TW_I64 = 4, TW_I32 = 5, TW_I16 = 6, TW_I8 = 7, TW_U8 = 8 };
-enum TwStatus { TW_OK = 0, TW_BAD_CALL = 1, TW_NO_MEMORY = 2, TW_FAILED = 3 };
+enum TwStatus { TW_OK = 0, TW_BAD_CALL = 1, TW_NO_MEMORY = 2, TW_FAILED = 3, TW_INTERRUPTED = 4 };
 enum TwTile { TW_EMPTY = 0, TW_PARTIAL = 1, TW_FULL = 2 };
 
 // q, k, v, o, do, dq, dk, dv: element (b, n, h, d) at b * batch + n * row + h * head + d. Packed: batch = 0.
@@ -62,6 +62,16 @@ typedef struct {
   const TwLeafGradient *gradients;
 } TwProgram;
 
+// Python's PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release: a long call runs Python's signal
+// handlers. What one raised is left in `raised`, for PyErr_Restore, and the call ends as TW_INTERRUPTED.
+typedef struct {
+  int (*enter)(void);
+  int (*check)(void);
+  void (*fetch)(void **type, void **value, void **traceback);
+  void (*leave)(int);
+  void *raised[3];
+} TwSignals;
+
 typedef struct {
   int32_t version, type, threads, heads_per_item;
   const char *isa;
@@ -88,6 +98,7 @@ typedef struct {
   int64_t dq_chunk;
   const void *dlse;                                // as lse
   void *delta;                                     // as lse, written first
+  TwSignals *signals;                              // null: nothing interrupts the call
 } TwCall;
 
 int tw_forward(const TwCall *call, char *error, int64_t error_size);

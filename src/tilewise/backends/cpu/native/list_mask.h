@@ -22,7 +22,7 @@ class MaskList {
     seen = (uint8_t *)c.seen + s.b * c.seen_batch + head_k * c.seen_head + s.row_k;
     for (int64_t head = head_k * group; head < (head_k + 1) * group; ++head)
       for (int64_t m0 = 0; m0 < s.seqlen_q; m0 += c.tile_m)
-        for (int64_t n0 = 0; n0 < s.seqlen_k; n0 += c.tile_n) tile(head, m0, n0);
+        for (int64_t n0 = 0; n0 < s.seqlen_k; n0 += c.tile_n) heed_signals(), tile(head, m0, n0);
   }
 
  private:

@@ -2,6 +2,7 @@
 #pragma once
 #include "pack.h"
 #include "program.h"
+#include "signals.h"
 #include "work.h"
 
 namespace tw::TW_ISA {

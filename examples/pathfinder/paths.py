@@ -25,6 +25,8 @@ from torch import Tensor
 
 CANDIDATES = 12
 """Paths tried at once for each place in an image."""
+ALIKE = 0.5
+"""Pixels by which the dots' distance may differ between an image's positive and its negative marking."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def draw(config: PathfinderConfig, count: int, seed: int) -> Images:
     for number in range(3, 3 + config.distractors):
         _add_distractor(config, path, lit, number, generator)
     label = torch.arange(count)[torch.randperm(count, generator=generator)] % 2 == 0
-    dots = _ends(lines, label, generator)
+    same, split, _ = _pairs_of_ends(lines)
+    dots = torch.where(label.view(-1, 1, 1), same, split)
     for n in range(2):
         _fill_squares(lit, dots[:, n], True)
     return Images(lit.to(torch.uint8), label.long(), path, dots)
@@ -139,8 +142,10 @@ def _long_paths(config: PathfinderConfig, count: int, generator: torch.Generator
             _fill(attempt, walk, number)
             for end in (0, -1):
                 _fill_squares(attempt, walk[:, end], number)
+        walks = torch.stack(walks, 1)
+        good &= _pairs_of_ends(walks)[2] <= ALIKE
         path[pending[good]] = attempt[good]
-        lines[pending[good]] = torch.stack(walks, 1)[good]
+        lines[pending[good]] = walks[good]
         pending = pending[~good]
         if not len(pending):
             return path, lines
@@ -180,11 +185,15 @@ def _fill_squares(images: Tensor, centre: Tensor, value: int | bool):
     _fill(images, centre.unsqueeze(1) + offsets, value)
 
 
-def _ends(lines: Tensor, label: Tensor, generator: torch.Generator) -> Tensor:
-    """Where the dots are, (count, 2, 2): both ends of one long path where label is true, else one end of each."""
-    count = len(lines)
+def _pairs_of_ends(lines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each image's two long paths (count, 2, points, 2), the two pairs of ends that are alike in distance.
+
+    Returns a path's own ends and one end of each path, both (count, 2, 2), and by how many pixels their distances differ.
+    """
     ends = lines[:, :, (0, -1)]
-    one, two = torch.randint(2, (2, count), generator=generator)
-    n = torch.arange(count)
-    same, split = ends[n, one], torch.stack((ends[n, 0, one], ends[n, 1, two]), 1)
-    return torch.where(label.view(-1, 1, 1), same, split)
+    same = ends  # (count, path, end, row and column)
+    split = torch.stack([torch.stack((ends[:, 0, i], ends[:, 1, j]), 1) for i in (0, 1) for j in (0, 1)], 1)
+    far_same, far_split = ((pairs[:, :, 0] - pairs[:, :, 1]).double().norm(dim=-1) for pairs in (same, split))
+    apart, best = (far_same.unsqueeze(2) - far_split.unsqueeze(1)).abs().flatten(1).min(1)
+    n = torch.arange(len(lines))
+    return same[n, best // 4], split[n, best % 4], apart

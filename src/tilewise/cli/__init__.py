@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from tilewise.cli import bench, demo, explain, verify
+from tilewise.cli import bench, demo, explain, sample, train, verify
 from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for command in (demo.demo, explain.explain, verify.verify, bench.bench):
+for command in (demo.demo, train.train, sample.sample, explain.explain, verify.verify, bench.bench):
     app.command()(from_dataclass(command))
 if importlib.util.find_spec("tilewise.cli.io"):
     app.command()(importlib.import_module("tilewise.cli.io").io)

@@ -1,4 +1,4 @@
-"""The demo's figure: time and memory against N, and the two loss curves."""
+"""The demo's figure, time and memory against N and the two loss curves; and the loss of `tilewise train`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +9,7 @@ LABELS = {"tilewise": "tilewise", "eager": "standard", "sdpa": "PyTorch SDPA"}
 
 def draw(record: dict, path: Path) -> None:
     """Writes one PNG of three panels from the demo's record."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    plt = _pyplot()
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     points = record["scaling"]["points"]
     _against_n(left, points, lambda r: r["both"]["median_ms"] / 1e3, "seconds, forward + backward")
@@ -27,6 +22,34 @@ def draw(record: dict, path: Path) -> None:
     figure.suptitle(f"{record['scaling']['shape']}   ·   {where}   ·   tilewise demo", fontsize=9, color="#555555")
     figure.savefig(path, dpi=160)
     plt.close(figure)
+
+
+def draw_loss(settings: dict, losses: list[float], path: Path) -> None:
+    """Writes a PNG of a run's loss at each step and its mean over the last few."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    span = max(1, len(losses) // 20)
+    smooth = [sum(losses[max(0, n - span + 1) : n + 1]) / (n + 1 - max(0, n - span + 1)) for n in range(len(losses))]
+    axes.plot(losses, color=COLOURS["tilewise"], linewidth=1, alpha=0.35, label="each step")
+    axes.plot(smooth, color=COLOURS["tilewise"], linewidth=2, label=f"mean of {span}")
+    axes.set(xlabel="training step", ylabel="loss, nats per byte")
+    axes.set_title(f"{settings['attention']} attention, context {settings['context']}, batch {settings['batch_size']}")
+    axes.grid(True, color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _pyplot():
+    """matplotlib without a screen, in this package's style."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    return plt
 
 
 def _against_n(axes, points: list[dict], value: Callable[[dict], float], label: str) -> None:

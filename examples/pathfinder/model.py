@@ -1,0 +1,82 @@
+"""A transformer encoder that reads an image as its side² pixels, one token each, and answers yes or no.
+
+pixels (batch, side, side) 0/1  →  logit (batch,): above 0, the two dots lie on one path
+
+    x = pixel · w + b                                       per token
+    x = Block(x) …                                          the blocks of examples/gpt, with attention over all pixels
+    logit = max over tokens of (rms_norm(x) @ W_pool) @ W_out
+
+Nothing but attention joins pixels: there is no convolution and there are no patches, as in the Long Range Arena (Tay et al.
+2020). Half of each head's pairs are turned by the row and half by the column (rotary angles, Su 2021), so that q_i · k_j
+depends on where j lies from i; weights trained on small images therefore start a larger one.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import tilewise as tw
+from examples.gpt.model import Attention, Block, GPTConfig
+
+BACKGROUND, SCALE = -0.5, 2.0
+"""What a dark pixel reads as, and how much more a lit one is."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The sizes of the encoder."""
+
+    layers: int = 4
+    d_model: int = 64
+    heads: int = 2
+    d_hidden: int = 128
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every pixel sees every pixel."""
+    return tw.attention(q, k, v)
+
+
+def pixel_angles(side: int, head_dim: int, base: float = 100.0) -> Tensor:
+    """Angles (side², head_dim / 2): the first half of the pairs turn with the row, the others with the column.
+
+    From π a pixel, where neighbours differ most, down to π / base, whose period is 2 · base pixels.
+    """
+    pairs = head_dim // 4
+    frequencies = math.pi * base ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    one_axis = torch.outer(torch.arange(side, dtype=torch.float64), frequencies)
+    return torch.cat((one_axis.repeat_interleave(side, 0), one_axis.repeat(side, 1)), dim=1).float()
+
+
+class PathTransformer(nn.Module):
+    """The whole model; the weights follow from the seed and fit images of any side."""
+
+    def __init__(self, config: EncoderConfig, attention: Attention = attention, seed: int = 0):
+        super().__init__()
+        self.config = config
+        sizes = GPTConfig(config.layers, config.d_model, config.heads, config.heads, config.d_hidden)
+        self.embed = nn.Linear(1, config.d_model)
+        self.blocks = nn.ModuleList(Block(sizes, attention) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.d_model)
+        self.to_pool = nn.Linear(config.d_model, config.d_model)
+        self.to_logit = nn.Linear(config.d_model, 1)
+        self._init_weights(torch.Generator().manual_seed(seed))
+
+    def _init_weights(self, generator: torch.Generator):
+        """Every matrix ~ N(0, 1 / inputs); those that write into the residual stream are smaller by √(number of writers)."""
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                std = weight.shape[1] ** -0.5 / (math.sqrt(2 * self.config.layers) if "project" in name else 1)
+                nn.init.normal_(weight, std=std, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """The logit of each image of pixels (batch, side, side)."""
+        angles = pixel_angles(pixels.shape[-1], self.config.d_model // self.config.heads).to(pixels.device)
+        x = self.embed(BACKGROUND + SCALE * pixels.flatten(1).float().unsqueeze(-1))
+        for block in self.blocks:
+            x = block(x, angles)
+        return self.to_logit(self.to_pool(self.norm(x)).amax(dim=1)).squeeze(-1)

@@ -1,7 +1,7 @@
 """A training run on disk: one file that is whole or absent, and a line for whoever opens the wrong one.
 
-    save(path, Checkpoint(settings, step, history, model.state_dict(), optimizer.state_dict()))
-    found = load(path, settings)      # ValueError unless the file is of the same settings
+save(path, Checkpoint(settings, step, history, model.state_dict(), optimizer.state_dict()))
+found = load(path, settings)      # ValueError unless the file is of the same settings
 """
 
 import os
@@ -52,12 +52,13 @@ def load(path: Path, settings: dict[str, Any] | None = None) -> Checkpoint:
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is no checkpoint of this program")
     checkpoint = Checkpoint(**found)
-    others = _differences(checkpoint.settings, settings) if settings is not None else []
-    if others:
-        raise ValueError(f"{path} is of another run ({', '.join(others)}): give its settings, or another folder")
+    if settings is not None and settings != checkpoint.settings:
+        others = _differences(checkpoint.settings, settings)
+        raise ValueError(f"{path} is of another run ({others}): give its settings, or another folder")
     return checkpoint
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    names = sorted(there.keys() | here.keys())
-    return [f"{n} {there.get(n)} there, {here.get(n)} here" for n in names if there.get(n) != here.get(n)]
+def _differences(there: dict[str, Any], here: dict[str, Any], most: int = 3) -> str:
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    said = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names[:most]]
+    return "; ".join(said) + (f"; {len(names) - most} more" if len(names) > most else "")

@@ -10,6 +10,7 @@ over all positions, those with little context at a piece's beginning included.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from examples.gpt.checkpoint import Checkpoint, load, save
 from examples.gpt.model import ATTENTIONS, GPT, GPTConfig
@@ -29,7 +31,7 @@ from examples.gpt.train import TrainConfig, load_text, make_optimizer, train
 
 CONTEXTS = (512, 1024, 4096, 16384)
 TOKENS = 16384
-STEPS = 300
+STEPS = 240
 HELD_OUT = 16 * 16384
 POSITIONS = (0, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Where the held-out loss by position is cut."""
@@ -45,6 +47,22 @@ def model_config(context: int) -> GPTConfig:
 
 def train_config(context: int) -> TrainConfig:
     return TrainConfig(steps=STEPS, context=context, batch_size=TOKENS // context, learning_rate=3e-3, warmup_steps=20)
+
+
+class InBfloat16(nn.Module):
+    """A model under autocast: its products and its attention in bf16, the rest in fp32."""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            return self.model(tokens).float()
+
+
+def make_model(context: int, attention: str) -> InBfloat16:
+    return InBfloat16(GPT(model_config(context), ATTENTIONS[attention]))
 
 
 def texts() -> tuple[bytes, bytes]:
@@ -70,9 +88,9 @@ def go_on(context: int, folder: Path, until: float) -> bool:
     """Trains the model of one context up to its last step or the time `until`, and saves. True if it is finished."""
     text, held_out = texts()
     config = train_config(context)
-    model = GPT(model_config(context), ATTENTIONS["tilewise"])
+    model = make_model(context, "tilewise")
     optimizer = make_optimizer(model, config)
-    settings = {"model": asdict(model.config), "train": asdict(config), "text_bytes": len(text)}
+    settings = {"model": asdict(model_config(context)), "train": asdict(config), "text_bytes": len(text)}
     path = folder / f"context-{context}.pt"
     history: list[tuple[float, float]] = []
     if path.exists():
@@ -111,7 +129,7 @@ def go_on(context: int, folder: Path, until: float) -> bool:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, text: bytes, context: int) -> torch.Tensor:
+def evaluate(model: nn.Module, text: bytes, context: int) -> torch.Tensor:
     """The mean loss at each position, (context,) in nats per byte, over the text cut into pieces of `context` + 1 bytes.
 
     The pieces overlap by one byte: a piece's last target is the next one's first token.
@@ -127,7 +145,7 @@ def evaluate(model: GPT, text: bytes, context: int) -> torch.Tensor:
 
 def means(by_position: torch.Tensor) -> dict[str, float]:
     """The mean loss between two neighbours of POSITIONS, as far as the context reaches."""
-    spans = [(low, high) for low, high in zip(POSITIONS, POSITIONS[1:], strict=False) if high <= len(by_position)]
+    spans = [(low, high) for low, high in itertools.pairwise(POSITIONS) if high <= len(by_position)]
     return {f"{low}-{high}": by_position[low:high].mean().item() for low, high in spans}
 
 
@@ -137,7 +155,7 @@ def means(by_position: torch.Tensor) -> dict[str, float]:
 def measure(context: int, attention: str, repeats: int) -> dict:
     """Seconds of a training step, the least of `repeats` after one to warm up, and this process's peak memory."""
     text, _ = texts()
-    model = GPT(model_config(context), ATTENTIONS[attention])
+    model = make_model(context, attention)
     before = peak_bytes()
     records = train(model, text, train_config(context))
     seconds = [TOKENS / next(records).tokens_per_s for _ in range(1 + repeats)][1:]

@@ -1,6 +1,6 @@
 """Continues a text with a byte-level model, one byte at a time.
 
-    bytes(generate(model, b"def tile(", count=100, context=256))
+bytes(generate(model, b"def tile(", count=100, context=256))
 """
 
 from collections.abc import Iterator

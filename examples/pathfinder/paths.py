@@ -16,7 +16,7 @@ its own geometry: accuracies on it are not those of the published sets.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,9 @@ class PathfinderConfig:
 
     def __post_init__(self):
         if self.margin <= self.gap:
-            raise ValueError(f"margin {self.margin} must be above gap {self.gap}, or a neighbour looks like the next dash")
+            raise ValueError(
+                f"margin {self.margin} must be above gap {self.gap}, or a neighbour looks like the next dash"
+            )
         if self.dashes < 2:
             raise ValueError(f"dashes {self.dashes}: a long path has at least 2")
 
@@ -83,7 +85,9 @@ def draw(config: PathfinderConfig, count: int, seed: int) -> Images:
     return Images(lit.to(torch.uint8), label.long(), path, dots)
 
 
-def _walks(config: PathfinderConfig, shape: tuple[int, ...], dashes: int, border: int, generator: torch.Generator) -> Tensor:
+def _walks(
+    config: PathfinderConfig, shape: tuple[int, ...], dashes: int, border: int, generator: torch.Generator
+) -> Tensor:
     """Random smooth walks, shape + (points, 2) int64, a point a pixel; the heading turns at each dash's start."""
     points = config.length(dashes)
     period = config.dash + config.gap
@@ -191,9 +195,8 @@ def _pairs_of_ends(lines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns a path's own ends and one end of each path, both (count, 2, 2), and by how many pixels their distances differ.
     """
     ends = lines[:, :, (0, -1)]
-    same = ends  # (count, path, end, row and column)
     split = torch.stack([torch.stack((ends[:, 0, i], ends[:, 1, j]), 1) for i in (0, 1) for j in (0, 1)], 1)
-    far_same, far_split = ((pairs[:, :, 0] - pairs[:, :, 1]).double().norm(dim=-1) for pairs in (same, split))
+    far_same, far_split = ((pairs[:, :, 0] - pairs[:, :, 1]).double().norm(dim=-1) for pairs in (ends, split))
     apart, best = (far_same.unsqueeze(2) - far_split.unsqueeze(1)).abs().flatten(1).min(1)
     n = torch.arange(len(lines))
-    return same[n, best // 4], split[n, best % 4], apart
+    return ends[n, best // 4], split[n, best % 4], apart

@@ -41,9 +41,9 @@ class Stage:
 CURRICULUM = (
     Stage(PathfinderConfig(side=16, dashes=3, distractors=1), 400, 64, 2e-3),
     Stage(PathfinderConfig(side=20, dashes=4, distractors=1), 400, 48, 1e-3),
-    Stage(PathfinderConfig(side=24, dashes=5, distractors=2), 500, 32, 1e-3),
-    Stage(PathfinderConfig(side=28, dashes=6, distractors=3), 600, 24, 1e-3),
-    Stage(PathfinderConfig(side=32, dashes=6, distractors=4), 1200, 24, 1e-3),
+    Stage(PathfinderConfig(side=24, dashes=5, distractors=2), 350, 32, 1e-3),
+    Stage(PathfinderConfig(side=28, dashes=6, distractors=3), 350, 24, 1e-3),
+    Stage(PathfinderConfig(side=32, dashes=6, distractors=4), 1000, 24, 1e-3),
 )
 """The last stage is the target."""
 
@@ -133,9 +133,7 @@ class Run:
         self.curriculum, self.config, self.folder = curriculum, config, folder
         encoder = EncoderConfig()
         self.model = PathTransformer(encoder, seed=config.seed).to(device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.98), weight_decay=config.weight_decay
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=config.weight_decay)
         stages = [asdict(stage) for stage in curriculum]
         self.settings = {"encoder": asdict(encoder), "training": asdict(config), "curriculum": stages}
         self.history: list[tuple[float, float, float]] = []

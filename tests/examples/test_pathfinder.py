@@ -58,7 +58,7 @@ def test_paths_keep_their_margin(drawn):
 
 
 def test_dots_are_squares_of_nine_lit_pixels_at_the_ends_of_long_paths(drawn):
-    config, images = drawn
+    _, images = drawn
     for n in (0, 1):
         square = spread(only(images.path, images.dots[:, n]), torch.ones_like(images.path, dtype=torch.bool), 1, 1)
         assert (square.sum((1, 2)) == 9).all()

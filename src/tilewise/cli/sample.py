@@ -31,7 +31,10 @@ def sample(options: SampleOptions) -> int:
         raise ValueError(f"{path} does not exist: tilewise train --out {options.out} writes it")
     gpt, generator, store = (checkout.load_example("gpt", f"{n}.py") for n in ("model", "sample", "checkpoint"))
     found = store.load(path)
-    sizes = gpt.GPTConfig(**{f.name: found.settings[f.name] for f in fields(gpt.GPTConfig)})
+    names = [f.name for f in fields(gpt.GPTConfig)]
+    if not found.settings.keys() >= {"attention", *names}:
+        raise ValueError(f"{path} is the checkpoint of another program: tilewise sample reads those of tilewise train")
+    sizes = gpt.GPTConfig(**{name: found.settings[name] for name in names})
     model = gpt.GPT(sizes, gpt.ATTENTIONS[found.settings["attention"]]).to(device)
     model.load_state_dict(found.model)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

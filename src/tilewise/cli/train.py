@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-import resource
+import math
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from tilewise.cli import checkout
-from tilewise.cli.page import console, note, table
+from tilewise.cli.page import console, table
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -28,6 +28,7 @@ class TrainOptions:
     context: Annotated[int, typer.Option(min=1, help="Bytes that the model sees at once.")] = 256
     batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8
     steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run.")] = 300
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Its highest, after the warm-up.")] = 1e-3
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batches.")] = 0
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint, the plot and the JSON.")] = Path("out/train")
@@ -79,7 +80,11 @@ class Run:
             raise ValueError(f"--attention {options.attention}: known are {', '.join(gpt.ATTENTIONS)}")
         self.text = self.loop.load_text(options.text)
         self.config = self.loop.TrainConfig(
-            steps=options.steps, context=options.context, batch_size=options.batch, seed=options.seed
+            steps=options.steps,
+            context=options.context,
+            batch_size=options.batch,
+            learning_rate=options.learning_rate,
+            seed=options.seed,
         )
         sizes = gpt.GPTConfig(context=options.context)
         self.model = gpt.GPT(sizes, gpt.ATTENTIONS[options.attention], seed=options.seed).to(self.device)
@@ -92,7 +97,9 @@ class Run:
         }
         self.history: list[dict] = []
         # Refuses a text that is too short before anything is written.
-        self.records = self.loop.train(self.model, self.text, self.config, optimizer=self.optimizer, start=self._resume())
+        self.records = self.loop.train(
+            self.model, self.text, self.config, optimizer=self.optimizer, start=self._resume()
+        )
 
     def _resume(self) -> int:
         if self.path.exists():
@@ -123,6 +130,10 @@ class Run:
         with _bar() as bar:
             task = bar.add_task("", total=self.config.steps, completed=self.done)
             for record in self.records:
+                if not math.isfinite(record.loss):
+                    raise ValueError(
+                        f"the loss is {record.loss} at step {record.step}: lower --learning-rate; nothing was saved since"
+                    )
                 self.history.append(asdict(record) | {"peak_bytes": peak_bytes(self.device)})
                 bar.update(task, completed=self.done, description=_say(self.history[-1]))
                 if self.done % self.options.save_every == 0:
@@ -147,7 +158,8 @@ class Run:
         json_path, png_path = self.options.out / "train.json", self.options.out / "train.png"
         json_path.write_text(json.dumps({"settings": self.settings, "steps": self.history}, indent=1) + "\n")
         draw_loss(self.settings, [row["loss"] for row in self.history], png_path)
-        note(f"Plot: {png_path}   Numbers: {json_path}   Continue a text: tilewise sample --out {self.options.out}")
+        closing = f"Plot: {png_path}   Numbers: {json_path}   Continue a text: tilewise sample --out {self.options.out}"
+        console().print(closing, highlight=False, soft_wrap=True)
 
 
 def _bar():
@@ -170,5 +182,7 @@ def peak_bytes(device: str) -> int:
 
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
+    import resource  # no Windows has it
+
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -62,7 +62,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "backends.triton*": ("torch", "triton"),
     "backends.hopper*": ("torch", "cutlass", "cuda", "tvm_ffi"),
     "cli*": ("torch", "typer", "rich", "matplotlib", "bench"),
-    "compat.transformers": ("torch", "transformers"),
+    "compat.transformers*": ("torch", "transformers"),
     "iomodel*": ("torch", "numpy", "matplotlib"),
     "*": ("torch",),
 }

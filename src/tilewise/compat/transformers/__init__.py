@@ -1,0 +1,276 @@
+"""Hugging Face models on tilewise: ``attn_implementation="tilewise"``.
+
+::
+
+    import tilewise.compat.transformers
+    tilewise.compat.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
+
+Masks come from :mod:`tilewise.compat.transformers.masks`; the rest of what transformers hands to an attention is
+:class:`Handed`. What cannot be honoured is refused, and says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+try:
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+except ImportError as missing:
+    raise ImportError(
+        "tilewise.compat.transformers needs Hugging Face's transformers, 5.17 or newer: pip install 'tilewise[transformers]'"
+    ) from missing
+
+from tilewise.api import attention as tilewise_attention
+from tilewise.api import attention_varlen
+from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, padding, read
+from tilewise.mask import Mask, causal, dense, window
+from tilewise.score import Score, bias, softcap
+
+NAME = "tilewise"
+OLDEST = (5, 17)
+
+# What models pass along to every layer, and what changes nothing about attention itself. A keyword that is neither here
+# nor in Handed is refused: add it here if it means nothing to the attention of your model.
+IGNORED = {
+    "cache_position",
+    "deterministic",
+    "image_grid_thw",
+    "image_sizes",
+    "labels",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "mm_token_type_ids",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "pixel_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "token_type_ids",
+    "use_cache",
+    "video_grid_thw",
+}
+
+_ELSEWHERE = 'load this model with attn_implementation="eager" or "sdpa"'
+REFUSED = {
+    "output_attentions": "asks for the N x N probabilities, which are never formed; load the model with "
+    'attn_implementation="eager", or compute them with tilewise.reference.attention\'s formulas',
+    "head_mask": f"scales the probabilities of single heads, which is not built; {_ELSEWHERE}",
+    "cache": f"is a paged cache (continuous batching), which is not built; {_ELSEWHERE}",
+    "indices": f"selects keys for every query (sparse attention with an indexer), which is not built; {_ELSEWHERE}",
+    "block_indices": f"selects blocks of keys for every query, which is not built; {_ELSEWHERE}",
+    "sinks": f"is a sink for every query, where tilewise has one per head; {_ELSEWHERE}",
+}
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The keywords of transformers' attention interface, by transformers' names.
+
+    Attributes:
+        scaling: ``softmax_scale``. dropout: probability; models pass 0 outside training.
+        softcap: cap of the scores, before position_bias, which is added, ``(batch or 1, heads or 1, Nq, Nk)``.
+        s_aux: ``(heads,)``, the sink.
+        is_causal, sliding_window: count where no mask was handed over; otherwise the mask has them in it.
+        cu_seq_lens_q, cu_seq_lens_k: starts of the sequences packed into a batch of one.
+    """
+
+    scaling: float | None = None
+    dropout: float = 0.0
+    softcap: float | None = None
+    position_bias: Tensor | None = None
+    s_aux: Tensor | None = None
+    is_causal: bool | None = None
+    sliding_window: int | None = None
+    cu_seq_lens_q: Tensor | None = None
+    cu_seq_lens_k: Tensor | None = None
+
+    @classmethod
+    def of(cls, given: dict) -> Handed:
+        """Raises NotImplementedError: with every keyword that cannot be honoured, and why."""
+        mine = {field.name for field in fields(cls)}
+        wrong = {name: value for name, value in given.items() if name not in mine and name not in IGNORED}
+        reasons = [
+            f"{name} {REFUSED.get(name, _UNKNOWN)}"
+            for name, value in wrong.items()
+            if value is not None and value is not False
+        ]
+        if reasons:
+            raise NotImplementedError(
+                f'attn_implementation="{NAME}" cannot honour' + "".join([f"\n  {r}" for r in reasons])
+            )
+        return cls(**{name: value for name, value in given.items() if name in mine})
+
+    def options(self, keys: int) -> dict:
+        """The keywords of ``tilewise.attention`` but the mask."""
+        stages = [] if self.softcap is None else [softcap(self.softcap)]
+        if self.position_bias is not None:
+            _say_dense("a position bias", self.position_bias)
+            stages.append(bias(self.position_bias[..., :keys]))
+        score: Score | None = functools.reduce(lambda a, b: a >> b, stages) if stages else None
+        return {"softmax_scale": self.scaling, "dropout_p": self.dropout, "score": score, "sink": self.s_aux}
+
+
+_UNKNOWN = (
+    "is not known; if it means nothing to the attention of this model, add its name to "
+    f"tilewise.compat.transformers.IGNORED, else {_ELSEWHERE}"
+)
+
+
+def register() -> None:
+    """Makes ``attn_implementation="tilewise"`` known to transformers; calling it again changes nothing.
+
+    Models whose code computes attention without transformers' AttentionInterface would keep computing it so, whatever
+    they are asked for: with this name they are refused.
+
+    Raises:
+        ImportError: transformers is older than 5.17.
+    """
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise ImportError(
+            f"tilewise.compat.transformers needs transformers >= {OLDEST[0]}.{OLDEST[1]}, here is {transformers.__version__}: "
+            "pip install --upgrade transformers"
+        )
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    checked = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(checked, "refuses_for"):
+        PreTrainedModel.get_correct_attn_implementation = _refusing(checked)
+
+
+def _refusing(checked):
+    """transformers' own check of a model's ``attn_implementation``, and that the model asks the interface at all."""
+
+    @functools.wraps(checked)
+    def check(self, requested_attention, *arguments, **options):
+        if requested_attention == NAME and not self._can_set_attn_implementation():
+            raise NotImplementedError(
+                f'{type(self).__name__} cannot use attn_implementation="{NAME}": its code computes attention itself and '
+                'never asks the AttentionInterface; load it with attn_implementation="eager"'
+            )
+        return checked(self, requested_attention, *arguments, **options)
+
+    check.refuses_for = NAME
+    return check
+
+
+# -- The two functions that transformers calls ----------------------------------------------------------------------
+
+
+def mask(**call) -> HandedMask:
+    """transformers' mask interface: the mask of one kind of layer, once per forward of the model."""
+    given = call.get("attention_mask")
+    return given if isinstance(given, HandedMask) else _read(call)  # `generate` makes it ahead and hands it back
+
+
+@torch.compiler.disable
+def _read(call: dict) -> HandedMask:
+    """Outside of torch.compile's graph: it looks into functions, and at whether there is padding at all."""
+    return read(MaskCall.of(call))
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: HandedMask | Tensor | None,
+    **handed,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface.
+
+    Args:
+        query: ``(batch, heads_q, seqlen_q, head_dim)``. key, value: ``(batch, heads_k, seqlen_k, head_dim)``.
+        attention_mask: what :func:`mask` made; or, from models that make their own, a bool tensor ``(batch, seqlen_k)`` of
+            the keys that are no padding, or the matrix ``(batch or 1, heads or 1, seqlen_q, seqlen_k)``: bool, True = kept,
+            or float, added. None: :attr:`Handed.is_causal` and :attr:`Handed.sliding_window` say what is seen.
+        handed: the keywords of :class:`Handed` and :data:`IGNORED`.
+
+    Returns:
+        ``(batch, seqlen_q, heads_q, head_dim)``, and None for the probabilities.
+
+    Raises:
+        ValueError, NotImplementedError: what cannot be honoured, with the reason.
+    """
+    given = Handed.of(handed)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if given.cu_seq_lens_q is not None:
+        return _packed(module, (q, k, v), attention_mask, given), None
+    seen, keys, added = _seen(module, q, k, attention_mask, given)
+    options = given.options(keys)
+    if added is not None:
+        options["score"] = bias(added) if options["score"] is None else options["score"] >> bias(added)
+    return tilewise_attention(q, k[:, :keys], v[:, :keys], mask=seen, **options), None
+
+
+def _seen(module, q: Tensor, k: Tensor, given_mask, given: Handed) -> tuple[Mask | None, int, Tensor | None]:
+    """The mask, the number of keys that it is over, and what it adds to the scores."""
+    keys = k.shape[1]
+    if isinstance(given_mask, HandedMask):
+        if given_mask.shape[-2:] != (q.shape[1], keys):
+            raise ValueError(
+                f"the mask was made for (Nq, Nk) = {given_mask.shape[-2:]}, this layer has {(q.shape[1], keys)}"
+            )
+        return given_mask.mask, given_mask.keys, None
+    if given_mask is None:
+        return _unmasked(module, q, k, given), keys, None
+    if isinstance(given_mask, Tensor) and given_mask.ndim == 2 and given_mask.shape[1] == keys:
+        return joined([_unmasked(module, q, k, given), padding(given_mask, 0, keys)]), keys, None
+    if isinstance(given_mask, Tensor) and given_mask.ndim == 4 and given_mask.shape[-1] >= keys:
+        _say_dense("an attention mask", given_mask)
+        matrix = given_mask[..., :keys]
+        return (dense(matrix), keys, None) if matrix.dtype == torch.bool else (None, keys, matrix)
+    shape = tuple(given_mask.shape) if isinstance(given_mask, Tensor) else type(given_mask).__name__
+    raise ValueError(
+        f"attention_mask is {shape}; allowed are (batch, {keys}), True or 1 for keys that are no padding, "
+        f"(batch or 1, heads or 1, {q.shape[1]}, {keys}), and None"
+    )
+
+
+def _unmasked(module, q: Tensor, k: Tensor, given: Handed) -> Mask | None:
+    """Where no mask says it: causal if the layer is, and its window, as flash-attention reads them."""
+    is_causal = getattr(module, "is_causal", False) if given.is_causal is None else given.is_causal
+    if is_causal and 1 < q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"a causal layer with {q.shape[1]} queries and {k.shape[1]} keys was handed no mask, so that nothing says at which "
+            "key its first query sits; pass attention_mask"
+        )
+    if given.sliding_window is None:
+        return causal() if is_causal else None
+    return window(left=given.sliding_window - 1, right=0 if is_causal else given.sliding_window - 1)
+
+
+def _packed(module, qkv: tuple[Tensor, Tensor, Tensor], given_mask, given: Handed) -> Tensor:
+    """Sequences that ``cu_seq_lens`` tells apart, in a batch of one."""
+    q, k, v = qkv
+    wrong = [] if q.shape[0] == 1 else [f"a batch of {q.shape[0]}: pack all sequences into one row"]
+    wrong += ["position_bias, which counts along the whole row"] if given.position_bias is not None else []
+    if isinstance(given_mask, HandedMask):
+        band = given_mask.band
+        wrong += ["padding, or a mask of its own: leave attention_mask out"] if band is None else []
+    else:
+        band = _unmasked(module, q, k, given)
+        wrong += ["an attention mask: leave it out"] if given_mask is not None else []
+    if wrong:
+        raise ValueError("cu_seq_lens_q was passed together with " + " and ".join(wrong))
+    options = given.options(k.shape[1])
+    return attention_varlen(q[0], k[0], v[0], given.cu_seq_lens_q, given.cu_seq_lens_k, mask=band, **options)[None]
+
+
+def _say_dense(what: str, matrix: Tensor) -> None:
+    warnings.warn(
+        f"the model hands over {what} of shape {tuple(matrix.shape)}: it is honoured, but it takes O(N²) memory, which is "
+        "allocated outside of tilewise",
+        stacklevel=2,
+    )

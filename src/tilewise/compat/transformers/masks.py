@@ -1,0 +1,290 @@
+"""transformers' masks as tilewise masks: read by their meaning, O(N) in memory, made once per forward of a model.
+
+transformers describes a mask by a function of ``(b, h, q, kv)``, composed of a few that it knows by name, and by a 2-D
+padding mask. Query row ``i`` stands at position ``i + q_offset``, key column ``j`` at ``j + kv_offset``; with
+``first = q_offset - kv_offset``, query ``i`` therefore sits at key index ``i + first``, whatever the number of keys::
+
+    causal                  j <= i + first
+    sliding_window W        j >= i + first - (W - 1)         W keys, the query's own among them
+    bidirectional window W  |j - (i + first)| <= W           2 W + 1 keys
+    chunks of C, packed     j in the document of i + first
+    padding                 kept[b, j + kv_offset]
+
+Keys behind the last that any query sees (a static cache's unused end) are cut off, after which ``first`` is tilewise's
+``off``. A function with no row in :data:`TERMS` is traced (:func:`tilewise.keep`): the same pairs, asked one by one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from tilewise.expr import Expr, lookup
+from tilewise.mask import Mask, causal, documents, keep, key_range, window
+
+# What says how a dense mask is made, or when it may be left out: nothing that changes which pairs are kept.
+WITHOUT_MEANING = {
+    "allow_is_bidirectional_skip",
+    "allow_is_causal_skip",
+    "allow_torch_fix",
+    "config",
+    "dtype",
+    "local_size",
+    "use_vmap",
+}
+
+
+@dataclass(frozen=True)
+class MaskCall:
+    """One call of transformers' mask interface; the names and defaults are transformers'.
+
+    Attributes:
+        q_offset: position of the first query; a static cache's is a tensor of one element.
+        attention_mask: bool ``(batch, n)``, by positions from 0; what lies behind n is padding. None: no padding.
+    """
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor = 0
+    kv_offset: int = 0
+    mask_function: Callable = masking_utils.causal_mask_function
+    attention_mask: Tensor | None = None
+    device: torch.device | str = "cpu"
+
+    @classmethod
+    def of(cls, given: dict) -> MaskCall:
+        """Raises NotImplementedError: a keyword that this module does not know, and so cannot honour."""
+        unknown = sorted(set(given) - set(cls.__dataclass_fields__) - WITHOUT_MEANING)
+        if unknown:
+            raise NotImplementedError(
+                f"transformers asks for a mask with {', '.join(unknown)}, which tilewise does not know; "
+                'load the model with attn_implementation="sdpa"'
+            )
+        call = cls(**{name: value for name, value in given.items() if name in cls.__dataclass_fields__})
+        if isinstance(call.q_offset, Tensor) and call.q_length > 1:  # one key is asked for without reading it
+            call = replace(call, q_offset=int(call.q_offset))
+        return call
+
+    @property
+    def first(self) -> int | Tensor:
+        """The key index at which query 0 sits."""
+        return self.q_offset - self.kv_offset
+
+
+@dataclass(frozen=True)
+class HandedMask:
+    """What every layer receives as its ``attention_mask``: no tensor, and of no size that grows with N².
+
+    Attributes:
+        mask: over the first ``keys`` of the ``shape[-1]`` keys; no query sees the others.
+        shape: ``(batch, 1, seqlen_q, seqlen_k)``, that of the matrix which is never built.
+        band: the part that holds in every sequence alike, where documents are all the rest, else None.
+    """
+
+    mask: Mask
+    keys: int
+    shape: tuple[int, int, int, int]
+    band: Mask | None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def contiguous(self) -> HandedMask:
+        return self
+
+    def to(self, device: torch.device | str, *_, **__) -> HandedMask:
+        """On another device, as the layers of a model that is spread over several need it."""
+        move = lambda m: None if m is None else Mask(m.text, tuple(t.to(device) for t in m.leaves))  # noqa: E731
+        return replace(self, mask=move(self.mask), band=move(self.band))
+
+    @classmethod
+    def __torch_function__(cls, func, *_):
+        raise NotImplementedError(_COMPUTED.format(what=f"torch.{func.__name__}"))
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(_COMPUTED.format(what=f"attention_mask.{name}"))
+
+    def __getitem__(self, _):
+        raise NotImplementedError(_COMPUTED.format(what="attention_mask[...]"))
+
+
+_COMPUTED = (
+    "this model computes with its attention mask ({what}), of which tilewise hands over a description and no tensor; "
+    'load it with attn_implementation="sdpa"'
+)
+
+
+def read(call: MaskCall) -> HandedMask:
+    """The mask of a call. On an accelerator it waits for two truth values where there is a padding mask."""
+    terms = read_terms(call.mask_function)
+    bands = [term for term in terms if isinstance(term, Band)]
+    band = Band(_least([b.left for b in bands]), _least([b.right for b in bands]))
+    keys = call.kv_length
+    if band.right is not None and isinstance(call.first, int):
+        keys = max(1, min(keys, call.first + call.q_length + band.right))
+    parts = [band.mask(call, keys)]
+    parts += [term.mask(call, keys) for term in terms if not isinstance(term, Band)]
+    padded = None if call.attention_mask is None else padding(call.attention_mask, call.kv_offset, keys)
+    only_documents = padded is None and all(isinstance(term, (Band, Documents)) for term in terms)
+    shape = (call.batch_size, 1, call.q_length, call.kv_length)
+    return HandedMask(joined([*parts, padded]), keys, shape, joined(parts[:1]) if only_documents else None)
+
+
+def joined(parts: list[Mask | None]) -> Mask:
+    """The pairs that all parts keep; None keeps all."""
+    parts = [part for part in parts if part is not None]
+    return reduce(and_, parts) if parts else Mask("")
+
+
+def padding(kept: Tensor, start: int, keys: int) -> Mask | None:
+    """Keys ``j < keys`` with ``kept[b, start + j]``; None: all. One run of keys per sequence is an interval.
+
+    Args:
+        kept: ``(batch, n)``, bool or 0 and 1; what lies behind n is hidden.
+    """
+    kept = kept[:, start : start + keys].bool()
+    kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[1]))
+    position = torch.arange(keys, device=kept.device)
+    begin = torch.where(kept, position, keys).amin(-1)
+    end = torch.where(kept, position + 1, 0).amax(-1)
+    begin = torch.minimum(begin, end)
+    everything, one_run = torch.stack([kept.all(), (end - begin == kept.sum(-1)).all()]).tolist()
+    if everything:
+        return None
+    run = key_range(begin, end)
+    return run if one_run else run & keep(lambda b, h, i, j: lookup(kept, b, j))
+
+
+# -- Terms: what a mask function keeps ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Band:
+    """``i + first - left <= j <= i + first + right``; None is unbounded."""
+
+    left: int | None
+    right: int | None
+
+    def mask(self, call: MaskCall, keys: int) -> Mask | None:
+        if self.left is None and self.right is None:
+            return None
+        if call.q_length == 1:
+            return self._of_one_query(call.first, keys)
+        shift = call.first - (keys - call.q_length)  # of the band against tilewise's window
+        left = None if self.left is None else self.left - shift
+        right = None if self.right is None else self.right + shift
+        if min(0 if left is None else left, 0 if right is None else right) < 0:
+            lo, hi = (
+                call.first - (keys if self.left is None else self.left),
+                call.first + (keys if self.right is None else self.right),
+            )
+            return keep(lambda b, h, i, j: (j >= i + lo) & (j <= i + hi))
+        return causal() if (left, right) == (None, 0) else window(left, right)
+
+    def _of_one_query(self, first: int | Tensor, keys: int) -> Mask | None:
+        """An interval of keys, which may be a tensor: one token after another needs no host and no new kernel."""
+        clamp = lambda x: x.clamp(0, keys) if isinstance(x, Tensor) else min(max(x, 0), keys)  # noqa: E731
+        start = 0 if self.left is None else clamp(first - self.left)
+        end = keys if self.right is None else clamp(first + self.right + 1)
+        if isinstance(first, Tensor):
+            start, end = (x if isinstance(x, Tensor) else torch.full_like(first, x) for x in (start, end))
+        elif (start, end) == (0, keys):
+            return None
+        return key_range(start, end)
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """Any function of ``(b, h, q, kv)``, asked for every pair of the tiles that are left."""
+
+    function: Callable
+
+    def mask(self, call: MaskCall, keys: int) -> Mask:
+        q_offset = lookup(call.q_offset.clone()) if isinstance(call.q_offset, Tensor) else call.q_offset
+        return keep(lambda b, h, i, j: _kept(self.function, b, h, i + q_offset, j + call.kv_offset))
+
+
+@dataclass(frozen=True)
+class Documents:
+    """``ids[b, q] == ids[b, kv]``, where equal ids stand side by side.
+
+    Attributes:
+        ids: of a call, ``(batch, kv_length)``.
+    """
+
+    ids: Callable[[MaskCall], Tensor]
+    function: Callable
+
+    def mask(self, call: MaskCall, keys: int) -> Mask:
+        if isinstance(call.first, Tensor) or call.first + call.q_length != keys:  # the last query is not the last key
+            return Predicate(self.function).mask(call, keys)
+        return documents(self.ids(call)[:, :keys])
+
+
+def _least(bounds: list[int | None]) -> int | None:
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _chunk_ids(size: int, left_padding: Tensor) -> Callable[[MaskCall], Tensor]:
+    def ids(call: MaskCall) -> Tensor:
+        position = torch.arange(call.kv_length, device=left_padding.device) + call.kv_offset
+        return (position - left_padding[:, None]) // size
+
+    return ids
+
+
+def _remapped(function: Callable, captured: dict) -> list:
+    """Positions that count within a packed sequence differ by what indices differ by: bands stay as they are."""
+    inner = read_terms(captured["mask_function"])
+    return inner if all(isinstance(term, Band) for term in inner) else [Predicate(function)]
+
+
+# The functions of transformers.masking_utils, by the name of what makes them: of a function and what it captured, its terms.
+TERMS: dict[str, Callable[[Callable, dict], list]] = {
+    "causal_mask_function": lambda f, c: [Band(None, 0)],
+    "bidirectional_mask_function": lambda f, c: [],
+    "sliding_window_overlay": lambda f, c: [Band(c["sliding_window"] - 1, None)],
+    "sliding_window_bidirectional_overlay": lambda f, c: [Band(c["sliding_window"], c["sliding_window"])],
+    "chunked_overlay": lambda f, c: [Documents(_chunk_ids(c["chunk_size"], c["left_padding"]), f)],
+    "packed_sequence_mask_function": lambda f, c: [Documents(lambda call: c["packed_sequence_mask"], f)],
+    "remap_positions_for_packed_sequence": _remapped,
+    "and_masks": lambda f, c: [term for part in c["mask_functions"] for term in read_terms(part)],
+}
+
+
+def _maker(function: Callable) -> str | None:
+    """The function of masking_utils that made this one, or is it."""
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        return None
+    return getattr(function, "__qualname__", "").partition(".")[0]
+
+
+def read_terms(function: Callable) -> list[Band | Documents | Predicate]:
+    """What a mask function keeps, as terms that all hold."""
+    row = TERMS.get(_maker(function))
+    return [Predicate(function)] if row is None else row(function, inspect.getclosurevars(function).nonlocals)
+
+
+def _kept(function: Callable, b: Expr, h: Expr, q: Expr, kv: Expr) -> Expr:
+    """A mask function of traced indices; those that combine others do it by tensor methods, and are combined here."""
+    captured = inspect.getclosurevars(function).nonlocals
+    match _maker(function):
+        case "and_masks":
+            return reduce(lambda x, y: x & y, [_kept(f, b, h, q, kv) for f in captured["mask_functions"]])
+        case "or_masks":
+            return reduce(lambda x, y: x | y, [_kept(f, b, h, q, kv) for f in captured["mask_functions"]])
+        case "remap_positions_for_packed_sequence":
+            position = captured["position_ids"]
+            return _kept(captured["mask_function"], b, h, lookup(position, b, q), lookup(position, b, kv))
+    return function(b, h, q, kv)

@@ -127,10 +127,12 @@ def results(model: torch.nn.Module, given: dict, rows: torch.Tensor | None) -> d
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     (logits * weights.to(logits)).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    for name in [n for n in gradients if n.endswith(".bias") and gradients[n[:-4] + "weight"].ndim == 2]:
-        # One affine map, its bias a column of it: alone, that of the keys is zero but for rounding.
-        weight = gradients[name[:-4] + "weight"]
-        gradients[name[:-4] + "weight"] = torch.cat([weight, gradients.pop(name)[:, None]], 1)
+    for weight in [n for n, g in gradients.items() if g.ndim == 2]:
+        bias = gradients.pop(weight.removesuffix("weight") + "bias", None)
+        if (
+            bias is not None
+        ):  # one affine map, its bias a column of it: alone, that of the keys is zero but for rounding
+            gradients[weight] = torch.cat([gradients[weight], bias[:, None]], 1)
     return {"logits": logits.detach()} | gradients
 
 

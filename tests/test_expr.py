@@ -266,7 +266,6 @@ REFUSED = {
     "if-too-few-indices": (lambda t, s, b, h, i, j: s if t.hi[h] else 2 * s, r"\(3, 4\)"),
     "whole-tensor": (lambda t, s, b, h, i, j: s + t.hi, r"\(3, 4\)"),
     "whole-tensor-left": (lambda t, s, b, h, i, j: t.hi + s, r"\(3, 4\)"),
-    "nothing-returned": (lambda t, s, b, h, i, j: None, "None"),
     "tuple-returned": (lambda t, s, b, h, i, j: (s, i), "tuple"),
 }  # fmt: skip
 

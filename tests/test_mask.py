@@ -329,7 +329,20 @@ BAD = {
     "dense-list": (lambda: tw.dense([[True]]), "bool tensor, got list"),
     "dense-dims": (lambda: tw.dense(torch.ones(1, 1, 1, 2, 2).bool()), r"at most 4 dimensions, got shape \(1, 1, 1, 2, 2\)"),
     "block-sparse-ints": (lambda: tw.block_sparse(torch.ones(2, 2).int(), 2, 2), "takes a bool tensor"),
-    "block-sparse-zero": (lambda: tw.block_sparse(torch.ones(2, 2).bool(), 0, 2), "must be >= 1, got 0 and 2"),
+    "block-sparse-zero": (lambda: tw.block_sparse(torch.ones(2, 2).bool(), 0, 2), "block_q must be a whole number >= 1, got 0"),
+    "block-sparse-fraction": (lambda: tw.block_sparse(torch.ones(2, 2).bool(), 2, 2.0), r"block_k must be .*got 2\.0"),
+    "butterfly-negative": (lambda: tw.butterfly(-1), "butterfly: blocks must be a whole number >= 0, got -1"),
+    "strided-zero": (lambda: tw.strided(4, 4, 0), "strided: stride must be a whole number >= 1, got 0"),
+    "local-global-negative": (lambda: tw.local_global(4, 4, -1), "local_global: local must be a whole number >= 0"),
+    "key-lengths-list": (lambda: tw.key_lengths([1, 2]), r"key_lengths takes .*got \[1, 2\]"),
+    "dense-ints": (lambda: tw.dense(torch.ones(2, 2).int()), r"got torch\.int32; convert zeros and ones: t\.bool"),
+    "not-called": (lambda: as_mask(tw.causal), r"function of \(b, h, i, j\) is needed, got causal\(\).*to be called: tw\.causal"),
+    "five-parameters": (lambda: tw.keep(lambda s, b, h, i, j: i > j), r"\(b, h, i, j\) is needed, got <lambda>\(s, b, h, i, j\)"),
+    "no-return": (lambda: tw.keep(lambda b, h, i, j: None), "returned None; is its `return` missing"),
+    "keep-tensor": (lambda: tw.keep(torch.ones(2, 2).bool()), r"function of \(b, h, i, j\) is needed, got Tensor"),
+    "tensor-and": (lambda: torch.ones(2, 2).bool() & tw.causal(), "combined with masks, got Tensor"),
+    "function-or": (lambda: (lambda b, h, i, j: i > j) | tw.causal(), "combined with masks, got function"),
+    "python-and": (lambda: tw.causal() and tw.window(1), "no truth value; .* combine masks with & and |"),
     "and-tensor": (lambda: tw.causal() & torch.ones(2, 2).bool(), r"combined with masks, got Tensor; wrap it: tw\.keep"),
     "or-function": (lambda: tw.causal() | (lambda b, h, i, j: i > j), "combined with masks, got function"),
 }  # fmt: skip
@@ -402,3 +415,27 @@ def test_show_mask_reads_the_batch_element_and_head_asked_for():
     assert tw.show_mask(lambda b, h, i, j: (i + j) % 2 == b, 2, batch=1) == ". 1\n1 ."
     assert tw.show_mask(torch.tensor([[True, False]]), 1, 2) == "1 ."
     assert tw.show_mask(tw.key_range(0, 2), 2, 3) == "1 1 .\n1 1 ."
+
+
+# Clamped lookups would show a matrix that attention refuses to compute.
+@pytest.mark.parametrize(
+    ("show", "message"),
+    [
+        (lambda: tw.show_mask(torch.eye(3).bool(), 5), "axis 0 must be seqlen_q = 5"),
+        (lambda: tw.show_mask(tw.documents(torch.tensor([0, 0, 1])), 5), "must be seqlen_k = 5"),
+        (lambda: tw.show_mask(tw.key_lengths(torch.tensor([1, 2])), 3, batch=2), "batch 2 is out of range: .* has 2"),
+        (lambda: tw.show_mask(tw.key_lengths(PER_HEAD), 3, head=7), "head 7 is out of range"),
+        (lambda: tw.show_mask(tw.causal(), 2.5), r"seqlen_q must be a whole number >= 0, got 2\.5"),
+        (lambda: tw.show_mask(tw.causal(), 2, batch=-1), "batch must be a whole number >= 0, got -1"),
+    ],
+)
+def test_show_mask_refuses_what_attention_would(show, message):
+    with pytest.raises(ValueError, match=message):
+        show()
+
+
+@pytest.mark.parametrize("bound", [2**31, 2**62, 2**63 - 1, 2**70])
+def test_a_window_as_wide_as_integers_go_is_unbounded(bound):
+    assert tw.show_mask(tw.window(bound, bound), 3, 4) == tw.show_mask(tw.window(), 3, 4)
+    q = torch.zeros(1, 3, 1, 2)
+    assert torch.equal(tw.attention(q, q, q + 1, mask=tw.window(left=bound)), q + 1)

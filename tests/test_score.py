@@ -120,14 +120,17 @@ def test_what_the_score_keyword_takes_becomes_a_score():
 
 
 BAD = {
-    "softcap-zero": (lambda: tw.softcap(0.0), "cap must be > 0, got 0.0"),
-    "softcap-negative": (lambda: tw.softcap(-3), "cap must be > 0, got -3"),
-    "softcap-nan": (lambda: tw.softcap(float("nan")), "cap must be > 0, got nan"),
+    "softcap-zero": (lambda: tw.softcap(0.0), "cap must be > 0 and finite, got 0.0"),
+    "softcap-negative": (lambda: tw.softcap(-3), "cap must be > 0 and finite, got -3"),
+    "softcap-nan": (lambda: tw.softcap(float("nan")), "cap must be > 0 and finite, got nan"),
+    "softcap-inf": (lambda: tw.softcap(float("inf")), "cap must be > 0 and finite, got inf"),
+    "softcap-text": (lambda: tw.softcap("30"), "cap must be > 0 and finite, got '30'"),
+    "softcap-learned": (lambda: tw.softcap(torch.nn.Parameter(torch.ones(()))), r"a cap that is learned is a score: tw\.score"),
     "alibi-ints": (lambda: tw.alibi(torch.ones(3).int()), r"floating tensor \(heads_q,\) or \(batch, heads_q\)"),
     "alibi-scalar": (lambda: tw.alibi(torch.tensor(0.5)), r"floating tensor \(heads_q,\)"),
     "alibi-list": (lambda: tw.alibi([0.5, 0.25]), r"floating tensor \(heads_q,\)"),
     "bias-bool": (lambda: tw.bias(torch.ones(2, 2).bool()), "a bool tensor is a mask: mask=t"),
-    "bias-ints": (lambda: tw.bias(torch.ones(2, 2).int()), r"floating tensor, got torch\.int32"),
+    "bias-ints": (lambda: tw.bias(torch.ones(2, 2).int()), r"floating tensor, got torch\.int32; convert it: t\.float"),
     "bias-number": (lambda: tw.bias(0.5), "floating tensor, got float"),
     "bias-dims": (lambda: tw.bias(torch.ones(1, 1, 1, 2, 2)), r"at most 4 dimensions, got shape \(1, 1, 1, 2, 2\)"),
     "truth-value": (lambda: tw.score(lambda s, b, h, i, j: s > 0), r"truth value: s > 0; for masks use tw\.keep"),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from tilewise import autograd, dispatch, dropout  # noqa: F401  (autograd registers the operators)
 from tilewise.mask import Mask, as_mask, region
+from tilewise.problem import show_reasons
 from tilewise.score import Score
 from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 
 _operator = torch.ops.tilewise.attention.default
+_KEYWORDS = tuple(f.name for f in fields(Options))
 
 
 def attention(
@@ -119,6 +122,8 @@ def attention_varlen(
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
     """
+    if cu_seqlens_q is None:
+        raise ValueError("attention_varlen was called wrongly\n  cu_seqlens_q must be a tensor, got None")
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                 cu_seqlens_q, cu_seqlens_k)
@@ -141,21 +146,30 @@ def explain(
     Args:
         options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call.
     """
+    unknown = [name for name in options if name not in _KEYWORDS]
+    if unknown:
+        raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
     return dispatch.explain(q, k, v, Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options))
 
 
 def show_mask(
     mask: Mask | Tensor | Callable, seqlen_q: int, seqlen_k: int | None = None, *, batch: int = 0, head: int = 0
 ) -> str:
-    """The 0/1 matrix of a mask: one line a query, ``1`` for a kept key, ``.`` for a hidden one."""
-    if min(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k) < 0:
-        raise ValueError(f"show_mask: lengths must be >= 0, got {seqlen_q} and {seqlen_k}")
+    """The 0/1 matrix of a mask: one line a query, ``1`` for a kept key, ``.`` for a hidden one.
+
+    Raises:
+        ValueError: a mask that is not for these lengths, or that has no such batch element or head.
+    """
     kept = as_mask(mask)
-    leaves = [leaf.cpu() for leaf in kept.leaves]
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    one = torch.ones((), dtype=torch.int64)
-    b, h = one.new_full((1,), batch), one.new_full((1,), head)
-    grid = Grid(region(kept.text, tuple(range(len(leaves)))), leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
+    leaves = [leaf.cpu() for leaf in kept.leaves]
+    shown = region(kept.text, tuple(range(len(leaves))))
+    at = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "head": head}
+    reasons = show_reasons(shown, [tuple(leaf.shape) for leaf in leaves], at)
+    if reasons:
+        raise ValueError("show_mask was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    b, h = torch.tensor([batch]), torch.tensor([head])
+    grid = Grid(shown, leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
     pairs = grid.kept(torch.arange(seqlen_q), torch.arange(seqlen_k))
     pairs = (
         torch.ones(seqlen_q, seqlen_k, dtype=torch.bool) if pairs is None else pairs[0, 0].expand(seqlen_q, seqlen_k)
@@ -177,8 +191,11 @@ def dropout_mask(
     if not dropout.possible(p):
         raise ValueError(f"dropout_mask: p {p} must round to between 1/65536 and 65535/65536")
     if not isinstance(seed, Tensor):
-        if not isinstance(seed, int):
-            raise ValueError(f"dropout_mask: seed must be an int or one int64 tensor, got {seed!r}")
-        seed = torch.full((1,), seed, dtype=torch.int64, device=device)
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+            raise ValueError(f"dropout_mask: seed must be an int of at most 64 bits or one int64 tensor, got {seed!r}")
+        seed = dropout.seed_tensor(seed, device)
+    wrong = [n for n in (batch, heads_q, seqlen_q, seqlen_k) if not isinstance(n, int) or n < 0]
+    if wrong:
+        raise ValueError(f"dropout_mask: sizes must be whole numbers >= 0, got {wrong[0]!r}")
     heads = torch.arange(batch * heads_q, device=seed.device).view(batch, heads_q)
     return dropout.keep(seed, p, heads, (0, seqlen_q), (0, seqlen_k))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.backends.base import Output, empty_gradients, empty_output
@@ -162,8 +163,17 @@ def _refuse_transforms(name: str) -> None:
         )
 
 
+def _refuse_tangents(tensors: Sequence[Tensor]) -> None:
+    """Below autograd a tangent would be dropped, and the derivative be a wrong zero."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "tilewise.attention inside forward-mode differentiation (dual tensors, jvp) is not built; use backward()"
+        )
+
+
 def _forward_autograd(q, k, v, extras, seed, spec):
     _refuse_transforms("tilewise.attention")
+    _refuse_tangents((q, k, v, *extras))
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
         return _Attention.apply(q, k, v, seed, spec, *extras)
     return _below_autograd(q, k, v, extras, seed, spec)

@@ -32,6 +32,12 @@ def keep_scale(p: float) -> float:
     return 65536 / threshold(p)
 
 
+def seed_tensor(seed: int, device: torch.device | str | None) -> Tensor:
+    """One int64 with the 64 bits of ``seed``, an int of -2^63 ... 2^64 - 1."""
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    return torch.full((1,), signed, dtype=torch.int64, device=device)
+
+
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-7: four 32-bit words from a 128-bit counter and a 64-bit key, all held in int64."""
     c0, c1, c2, c3 = counter

@@ -14,6 +14,7 @@ read at an index. It can
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,8 @@ def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
         tensor: any floating, integer or bool tensor. Floating leaves of a score get gradients.
         index: one integer expression (``b, h, i, j`` or arithmetic on them) or int per dimension of ``tensor``.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"lookup reads a tensor, got {type(tensor).__name__}: torch.tensor(...) makes one")
     if len(index) != tensor.ndim:
         raise ValueError(
             f"lookup in a tensor of shape {tuple(tensor.shape)} needs {tensor.ndim} indices, got {len(index)}"
@@ -446,13 +449,39 @@ class _IndexMode(TorchFunctionMode):
 def trace(fn: Callable, names: Sequence[str]) -> Expr:
     """The expression that ``fn`` computes of the symbols ``names``; ``fn`` is called once."""
     arguments = [symbol(name) for name in names]
+    if not callable(fn):
+        raise ValueError(f"a function of ({', '.join(names)}) is needed, got {type(fn).__name__}")
     if torch.compiler.is_dynamo_compiling():  # a function mode cannot be entered there: lookups are spelt tw.lookup
         return as_expr(fn(*arguments))
-    with _IndexMode():
-        result = fn(*arguments)
+    try:
+        with _IndexMode():
+            result = fn(*arguments)
+    except TypeError:
+        _check_parameters(fn, names)
+        raise
     if isinstance(result, _PartialIndex):
         result.__torch_function__()
+    if result is None:
+        raise ValueError(f"a function of ({', '.join(names)}) returned None; is its `return` missing?")
     return as_expr(result)
+
+
+def _check_parameters(fn: Callable, names: Sequence[str]) -> None:
+    """Raises ValueError if ``fn`` does not take that many arguments: also the catalogue's own, where it was not called."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        called = (
+            f"; {name} is to be called: tw.{name}(...)"
+            if str(getattr(fn, "__module__", "")).startswith("tilewise.")
+            else ""
+        )
+        raise ValueError(f"a function of ({', '.join(names)}) is needed, got {name}{signature}{called}") from None
 
 
 # -- Text ----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tilewise.expr import Expr, apply, lookup, number, symbol, trace
 
 B, H, I, J = (symbol(name) for name in "bhij")
 OFF, SEQLEN_Q, SEQLEN_K = (symbol(name) for name in ("off", "seqlen_q", "seqlen_k"))
+_ENDLESS = 1 << 48  # keys; beyond every sequence, and far from where int64 would wrap
 
 
 class Mask:
@@ -38,6 +39,14 @@ class Mask:
     def __or__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
         return Mask(f"({a.text} | {b.text})", (*a.leaves, *b.leaves))
+
+    def __rand__(self, other: object) -> Mask:
+        return _unprepared(other)  # which refuses it: only another Mask would have come by __and__
+
+    __ror__ = __rand__
+
+    def __bool__(self) -> bool:
+        raise ValueError("a mask has no truth value; `and`, `or` and `not` would drop one: combine masks with & and |")
 
     def __repr__(self) -> str:
         return f"Mask({self.text})"
@@ -94,6 +103,7 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
         ValueError: a negative bound (flash-attention's -1 is ``None`` here).
     """
     left, right = (None if bound is None else _integer("window", bound) for bound in (left, right))
+    left, right = (None if bound is not None and bound >= _ENDLESS else bound for bound in (left, right))
     for name, bound in (("left", left), ("right", right)):
         if bound is not None and bound < 0:
             raise ValueError(f"window({name}={bound}): a bound is a number of keys >= 0, or None for unbounded")
@@ -128,7 +138,7 @@ def key_range(start: int | torch.Tensor, end: int | torch.Tensor) -> Mask:
 
 def key_lengths(n: int | torch.Tensor) -> Mask:
     """``key_range(0, n)``: the first ``n`` keys; with a tensor ``(batch,)``, right padding."""
-    return key_range(0, n)
+    return _atom("key_range", number(0), _per_batch("key_lengths", n))
 
 
 def documents(ids: torch.Tensor) -> Mask:
@@ -172,7 +182,10 @@ def dense(allowed: torch.Tensor) -> Mask:
     """The pairs that a bool tensor, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``, allows (True = kept)."""
     if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
         found = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
-        raise ValueError(f"dense(allowed) takes a bool tensor, got {found}; for additive values use score=tw.bias(t)")
+        raise ValueError(
+            f"dense(allowed) takes a bool tensor, got {found}; convert zeros and ones: t.bool(), "
+            "and for additive values use score=tw.bias(t)"
+        )
     return _atom("keep", broadcast_lookup(allowed, (B, H, I, J), "dense(allowed)"))
 
 
@@ -185,13 +198,13 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
     """
     if not isinstance(pattern, torch.Tensor) or pattern.dtype != torch.bool:
         raise ValueError("block_sparse(pattern, ...) takes a bool tensor")
-    if block_q < 1 or block_k < 1:
-        raise ValueError(f"block_sparse: block_q and block_k must be >= 1, got {block_q} and {block_k}")
+    _at_least(1, "block_sparse", block_q=block_q, block_k=block_k)
     return _atom("keep", broadcast_lookup(pattern, (B, H, I // block_q, J // block_k), "block_sparse(pattern)"))
 
 
 def butterfly(blocks: int, device=None) -> torch.Tensor:
     """``(blocks, blocks)``: block row r keeps r and the blocks whose number differs from it in one bit (FlashAttention §3.3)."""
+    _at_least(0, "butterfly", blocks=blocks)
     r = torch.arange(blocks, device=device)
     differ = r[:, None] ^ r[None, :]
     return (differ & (differ - 1)) == 0
@@ -199,6 +212,8 @@ def butterfly(blocks: int, device=None) -> torch.Tensor:
 
 def strided(blocks_q: int, blocks_k: int, stride: int, local: int = 1, device=None) -> torch.Tensor:
     """``(blocks_q, blocks_k)``: the ``local`` blocks up to the diagonal, and every ``stride``-th column (Child et al. 2019)."""
+    _at_least(0, "strided", blocks_q=blocks_q, blocks_k=blocks_k, local=local)
+    _at_least(1, "strided", stride=stride)
     r = torch.arange(blocks_q, device=device)[:, None] + blocks_k - blocks_q
     c = torch.arange(blocks_k, device=device)[None, :]
     return ((r - c >= 0) & (r - c < local)) | (c % stride == stride - 1)
@@ -206,6 +221,7 @@ def strided(blocks_q: int, blocks_k: int, stride: int, local: int = 1, device=No
 
 def local_global(blocks_q: int, blocks_k: int, local: int = 1, globals_: int = 1, device=None) -> torch.Tensor:
     """``(blocks_q, blocks_k)``: ``local`` blocks on either side of the diagonal, and the first ``globals_`` rows and columns."""
+    _at_least(0, "local_global", blocks_q=blocks_q, blocks_k=blocks_k, local=local, globals_=globals_)
     r = torch.arange(blocks_q, device=device)[:, None]
     c = torch.arange(blocks_k, device=device)[None, :]
     return ((r + blocks_k - blocks_q - c).abs() <= local) | (c < globals_) | (r < globals_)
@@ -251,6 +267,12 @@ def _integer(who: str, n: object) -> int:
     if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, int) or hasattr(n, "__index__")):
         raise ValueError(f"{who} takes whole numbers of keys, got {n!r}")
     return int(n)
+
+
+def _at_least(least: int, who: str, **sizes: object) -> None:
+    for name, n in sizes.items():
+        if not hasattr(n, "__index__") or n < least:
+            raise ValueError(f"{who}: {name} must be a whole number >= {least}, got {n!r}")
 
 
 def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> Expr:

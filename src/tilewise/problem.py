@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -264,16 +264,28 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
 
 def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
     """Whether leaves have the sizes of the indices that they are read at."""
-    roots = [*spec.region.parts, *([] if spec.score is None else [spec.score])]
     sizes = {"b": extras[spec.cu_slots[0]].shape[0] - 1 if spec.packed else q.shape[0], "h": q.shape[-2]}
     sizes |= {} if spec.packed else {"i": q.shape[1], "j": k.shape[1]}
-    ends = [id(e) for end in spec.region.ends if end is not None for e in expr.lookups(end)]
+    shapes = [tuple(x.shape) for x in extras]
     reasons = []
-    for e in expr.lookups(*roots):
-        shape = tuple(extras[e.args[0][1]].shape)
-        if 0 in shape and q.numel() and k.numel():
-            reasons.append(f"a mask or score tensor {shape} is empty and cannot be read")
-            continue
+    if q.numel() and k.numel():
+        roots = [*spec.region.parts, *([] if spec.score is None else [spec.score])]
+        empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
+        reasons = [f"a mask or score tensor {shape} is empty and cannot be read" for shape in empty]
+    reasons = reasons or read_reasons(spec.region, spec.score, shapes, sizes)
+    if spec.region.prepared is not None:
+        reasons += _prepared_reasons(q, k, spec.region)
+    return list(dict.fromkeys(reasons))
+
+
+def read_reasons(
+    region: Region, score: expr.Expr | None, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
+) -> list[str]:
+    """Which leaves, of ``shapes`` by slot, are too short or too long for ``sizes``, how far each of ``b h i j`` runs."""
+    ends = [id(e) for end in region.ends if end is not None for e in expr.lookups(end)]
+    reasons = []
+    for e in expr.lookups(*region.parts, *([] if score is None else [score])):
+        shape = shapes[e.args[0][1]]
         index = [_plain_index(x) for x in e.args[1:]]
         # A table of positions may be longer than the sequence; ids of the keys, and what is a matrix of pairs or was
         # broadcast as one (read at a literal 0), may not.
@@ -288,9 +300,24 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
                     f"a mask or score tensor {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: "
                     f"axis {axis} must be {'at least ' if at_least else ''}{what} = {needed}"
                 )
-    if spec.region.prepared is not None:
-        reasons += _prepared_reasons(q, k, spec.region)
-    return list(dict.fromkeys(reasons))
+    return reasons
+
+
+def show_reasons(region: Region, shapes: Sequence[tuple[int, ...]], at: Mapping[str, int]) -> list[str]:
+    """Why ``tw.show_mask`` cannot show a mask ``at`` these ``seqlen_q, seqlen_k, batch, head``."""
+    reasons = [f"{name} must be a whole number >= 0, got {n!r}" for name, n in at.items() if not _is_size(n)]
+    if reasons:
+        return reasons
+    for e in expr.lookups(*region.parts):
+        for x, size in zip(e.args[1:], shapes[e.args[0][1]], strict=True):
+            name = {"b": "batch", "h": "head"}.get(_plain_index(x)[0])
+            if name and at[name] >= size:
+                reasons.append(f"{name} {at[name]} is out of range: a tensor of the mask has {size}")
+    return list(dict.fromkeys(reasons + read_reasons(region, None, shapes, {"i": at["seqlen_q"], "j": at["seqlen_k"]})))
+
+
+def _is_size(n: object) -> bool:
+    return isinstance(n, int) and n >= 0
 
 
 _AXES = {"b": "batch", "h": "heads_q", "i": "seqlen_q", "j": "seqlen_k"}

@@ -6,6 +6,7 @@ indices ``b h i j``, ``off`` and tensor leaves. Floating leaves get gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -62,9 +63,14 @@ def score(fn: Callable[[Expr, Expr, Expr, Expr, Expr], Expr]) -> Score:
 
 
 def softcap(cap: float) -> Score:
-    """``cap * tanh(s / cap)`` (Gemma 2); ``cap`` > 0."""
-    if not cap > 0:
-        raise ValueError(f"softcap(cap): cap must be > 0, got {cap}")
+    """``cap * tanh(s / cap)`` (Gemma 2); ``cap`` a finite number > 0."""
+    if isinstance(cap, torch.Tensor):  # as a number it would lose its gradient
+        raise ValueError(
+            "softcap(cap): cap must be a number, got a tensor; a cap that is learned is a score: "
+            "tw.score(lambda s, b, h, i, j: cap * torch.tanh(s / cap))"
+        )
+    if not hasattr(cap, "__float__") or not 0 < cap < math.inf:
+        raise ValueError(f"softcap(cap): cap must be > 0 and finite, got {cap!r}")
     return _made(number(float(cap)) * apply("tanh", S / number(float(cap))))
 
 
@@ -80,7 +86,8 @@ def bias(t: torch.Tensor) -> Score:
     """``s + t[b, h, i, j]``; ``t`` floating, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``."""
     if not isinstance(t, torch.Tensor) or not t.dtype.is_floating_point:
         found = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
-        raise ValueError(f"bias(t) takes a floating tensor, got {found}; a bool tensor is a mask: mask=t")
+        instead = "convert it: t.float()" if found in (torch.int32, torch.int64) else "a bool tensor is a mask: mask=t"
+        raise ValueError(f"bias(t) takes a floating tensor, got {found}; {instead}")
     return _made(S + broadcast_lookup(t, (B, H, I, J), "bias(t)"))
 
 

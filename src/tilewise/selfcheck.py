@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import accuracy, dispatch, mask
 from tilewise.backends.base import Inputs
 from tilewise.device import of
-from tilewise.problem import check
+from tilewise.problem import DTYPES, check
 from tilewise.score import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -87,10 +87,27 @@ def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, 
     Args:
         device: default: the GPU if there is one, else the CPU.
         dtypes: default: fp32 and bf16, and on a GPU fp16.
+
+    Raises:
+        ValueError: a device that torch does not know or this machine does not have, a dtype that is not attention's.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     default = (torch.float32, torch.bfloat16) + ((torch.float16,) if device.type == "cuda" else ())
-    return Report(of(device).name, tuple(_rows(device, dtypes or default)))
+    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes or default)
+    wrong = [str(dtype) for dtype in dtypes if dtype not in DTYPES]
+    if wrong:
+        raise ValueError(f"verify(dtypes=): {', '.join(wrong)} is not of {', '.join(str(dtype) for dtype in DTYPES)}")
+    return Report(of(device).name, tuple(_rows(device, dtypes)))
+
+
+def _device(wanted: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ValueError(f"verify(device={wanted!r}): torch knows no such device; use 'cpu' or 'cuda'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"verify(device={wanted!r}): torch sees no CUDA device here")
+    return device
 
 
 def _rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]:

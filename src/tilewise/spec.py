@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr, mask
+from tilewise.dropout import seed_tensor
 from tilewise.mask import Mask, Region
 from tilewise.score import Score, as_score, expression
 
@@ -51,9 +52,10 @@ class Spec:
         scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
         flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "")
+        backend = "" if self.backend is None else f"={self.backend}"
         return (
             f"{self.mask_text};{self.score_text};{scale};{float(self.dropout_p)};{flags};{_ints(self.grad_slots)};{sink};"
-            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{'-' if self.backend is None else self.backend}"
+            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{backend}"
         )
 
     @property
@@ -104,7 +106,7 @@ def parse_spec(text: str) -> Spec:
         cu_slots=ints(cu),
         mask_slots=ints(m_slots),
         score_slots=ints(s_slots),
-        backend=None if backend == "-" else backend,
+        backend=backend[1:] if backend else None,
     )
 
 
@@ -198,7 +200,12 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
     for name, x in named[:3]:
         if isinstance(x, Tensor) and x.layout != torch.strided:
             reasons.append(f"{name} is {x.layout}; make it dense: {name}.to_dense()")
-    if not (o.softmax_scale is None or isinstance(o.softmax_scale, (int, float))):
+    for name, x in (("causal", o.causal), ("deterministic", o.deterministic)):
+        if not (isinstance(x, bool) or (x is None and name == "deterministic")):
+            reasons.append(f"{name} must be True or False, got {type(x).__name__}")
+    if o.cu_seqlens_k is not None and o.cu_seqlens_q is None:
+        reasons.append("cu_seqlens_k comes without cu_seqlens_q; a packed call needs cu_seqlens_q")
+    if not (o.softmax_scale is None or isinstance(o.softmax_scale, (int, float))) or isinstance(o.softmax_scale, bool):
         learned = "; a learned scale is a score: score=lambda s, b, h, i, j: s * scale"
         reasons.append(f"softmax_scale must be a number, got {type(o.softmax_scale).__name__}{learned}")
     if not isinstance(o.dropout_p, (int, float)):
@@ -219,5 +226,4 @@ def _seed(q: Tensor, o: Options) -> Tensor | None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     if isinstance(o.dropout_seed, Tensor):
         return o.dropout_seed
-    seed = o.dropout_seed - 2**64 if o.dropout_seed >= 2**63 else o.dropout_seed  # the same 64 bits, signed
-    return torch.full((1,), seed, dtype=torch.int64, device=q.device)
+    return seed_tensor(o.dropout_seed, q.device)

@@ -15,7 +15,7 @@ endif
 
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 
-.PHONY: demo test kernels lint format gpu-test bench sanitize clean setup
+.PHONY: demo test kernels lint format gpu-test bench asan tsan valgrind clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
@@ -60,15 +60,30 @@ gpu-test: setup
 bench: setup
 	@$(BIN)/tilewise bench
 
-# The contract on a library with AddressSanitizer and UBSan in it. Sums are uncontracted there and may be called inexact:
-# what counts is that neither reports.
-sanitize: setup  # slow: half an hour on one core
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check cmake ninja
-	@$(BIN)/cmake -G Ninja -S . -B build/sanitize -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DTILEWISE_SANITIZE=address,undefined >/dev/null
-	@$(BIN)/cmake --build build/sanitize
-	@TILEWISE_CPU_LIBRARY=$(abspath build/sanitize/libtilewise_cpu.so) OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 \
-	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
-	  $(BIN)/python -m pytest -p no:xdist --capture=no tests/backends/test_cpu.py
+# The contract's calls, recorded once and replayed without Python (tests/native): under AddressSanitizer and UBSan, with
+# every allocation failing in turn; under ThreadSanitizer, several callers at once too; and small ones under valgrind.
+CASES := build/cases.bin
+COMMA := ,
+replay = $(BIN)/cmake -S . -B build/$(1) -DTILEWISE_SANITIZE=$(2) -DCMAKE_CXX_FLAGS=-g > build/$(1).log && \
+         $(BIN)/cmake --build build/$(1) --parallel --target replay >> build/$(1).log
+
+$(CASES): $(LIBRARY) tests/native/record.py tests/backends/contract.py tests/backends/test_cpu.py bench/cases.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist -p tests.native.record --record $(CASES) \
+	  tests/backends/test_cpu.py -k "not Avx and not Portable"
+
+asan: setup $(CASES)
+	@$(call replay,asan,address$(COMMA)undefined)
+	build/asan/replay $(CASES) --threads 1,3
+	build/asan/replay $(CASES) --threads 1,2 --at-most 64 --starve
+
+tsan: setup $(CASES)
+	@$(call replay,tsan,thread)
+	build/tsan/replay $(CASES) --threads 4 --together 3
+
+valgrind: setup $(CASES)
+	@$(call replay,plain,)
+	valgrind --quiet --error-exitcode=1 --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite \
+	  build/plain/replay $(CASES) --threads 2 --at-most 64
 
 clean:
 	rm -rf $(VENV) build dist out $(LIBRARY)

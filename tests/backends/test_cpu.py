@@ -170,6 +170,45 @@ def test_predicates_of_packed_sequences_agree(first):
     )
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v", "do", "leaf", "sink"])
+def test_views_that_are_marked_as_negative_are_read_as_such(which):
+    """torch marks them (``z.conj().imag``) in place of touching their memory."""
+    x = dict(
+        zip(
+            ("q", "k", "v", "do", "leaf", "sink"),
+            (*qkv(hk=4), *(normal(2, 70, 4, 16), normal(4, 70), normal(4))),
+            strict=True,
+        )
+    )
+
+    def results(negative):
+        q, k, v, do, leaf, sink = (negative(t) if name == which else t for name, t in x.items())
+        return run(Cpu(), call(q, k, v, do, score=lambda s, b, h, i, j: s + leaf[h, j], sink=sink))
+
+    marked, negated = results(torch._neg_view), results(torch.neg)
+    assert all(torch.equal(marked[name], negated[name]) for name in marked)
+
+
+def test_packed_sequences_may_be_none():
+    q, k, v = (t[0] for t in qkv(batch=1))
+    none = torch.tensor([0])
+    results = run(Cpu(), call(q, k, v, cu_seqlens_q=none, cu_seqlens_k=none))
+    assert all((results[name] == 0).all() for name in ("o", "dq", "dk", "dv"))
+
+
+def test_strides_past_two_billion_elements():
+    """Rows far apart in an array that is reserved and, but for those rows, never touched."""
+    q, k, v = qkv(batch=1, nq=40, nk=40, hk=4)
+    try:
+        room = torch.empty(40 << 26, dtype=torch.bfloat16)
+    except RuntimeError:
+        pytest.skip("no address space of 5 GiB")
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    far = [room.as_strided(x.shape, (0, 1 << 26, 64, 1), 16 * n).copy_(x) for n, x in enumerate((q, k, v))]
+    near, wide = (run(Cpu(), call(*x, causal=True)) for x in ((q, k, v), far))
+    assert all(torch.equal(near[name], wide[name]) for name in near)
+
+
 def test_an_instruction_set_that_is_not_there_is_refused():
     q, k, v = qkv()
     c = call(q, k, v)

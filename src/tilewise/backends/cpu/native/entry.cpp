@@ -57,7 +57,12 @@ void check(const TwCall &c) {
   if (c.version != TW_VERSION) throw std::invalid_argument("the struct is of another version than the library");
   if (c.tile_n < 64 || c.tile_n > kMaxTileN || c.tile_n % 64 || c.tile_m < 1 || c.heads_per_item < 1 || c.threads < 1)
     throw std::invalid_argument("tile_n must be 64, 128, 192 or 256, and tile_m, heads_per_item, threads at least 1");
-  if (c.split % c.tile_n) throw std::invalid_argument("split must be a multiple of tile_n");
+  if (c.split < 0 || c.split % c.tile_n || (c.split && c.cu_seqlens_q))
+    throw std::invalid_argument("split must be a multiple of tile_n, and 0 for packed sequences");
+  if (c.batch < 0 || c.heads_k < 1 || c.heads_q < 1 || c.heads_q % c.heads_k || c.head_dim < 1 || c.head_dim_v < 1 || c.chunks < 1)
+    throw std::invalid_argument("sizes and chunks must be positive, and heads_q a multiple of heads_k");
+  if (c.seqlen_q < 0 || c.seqlen_k < 0 || std::max(c.seqlen_q, c.seqlen_k) > INT32_MAX)
+    throw std::invalid_argument("the ends of masks are 32-bit numbers: at most 2147483647 rows");
 }
 
 struct Forward {
@@ -107,6 +112,7 @@ std::vector<int64_t> longest_first(const std::vector<int64_t> &cost) {
 
 void run_forward(const TwCall &c) {
   check(c);
+  if (!c.batch) return;
   const Kernels &kernels = chosen(c);
   const Forward plan = plan_forward(c);
   const std::vector<int64_t> order = longest_first(plan.cost);
@@ -143,6 +149,7 @@ std::vector<std::vector<KeyUnit>> plan_backward(const TwCall &c) {
 
 void run_backward(const TwCall &c) {
   check(c);
+  if (!c.batch) return;
   const Kernels &kernels = chosen(c);
   parallel(c.threads, c.batch * c.heads_q, [&](int64_t n) { kernels.delta(c, n / c.heads_q, n % c.heads_q); });
   const auto groups = plan_backward(c);

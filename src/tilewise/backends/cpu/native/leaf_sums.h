@@ -26,8 +26,8 @@ void add_row(const Machine &machine, const TwLeafGradient &g, Sum *sums, const P
   }
   int64_t offset[kMaxTileN];
   if (machine.offsets(g, g.size, g.stride, at, begin, end, offset)) {
-    Sum *row = sums + offset[begin] - begin;
-    for (int64_t n = begin; n < end; ++n) row[n] += dz[n] == T(0) ? Sum(0) : Sum(dz[n] * slope[n]);
+    Sum *row = sums + offset[begin];
+    for (int64_t n = begin; n < end; ++n) row[n - begin] += dz[n] == T(0) ? Sum(0) : Sum(dz[n] * slope[n]);
     return;
   }
   for (int64_t n = begin; n < end; ++n)

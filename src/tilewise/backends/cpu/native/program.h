@@ -23,7 +23,7 @@ TW_INLINE T remainder_of(T a, T b) {
 TW_INLINE int64_t floor_divide(int64_t a, int64_t b) {
   if (b == 0) return 0;
   if (b == -1) return int64_t(0 - uint64_t(a));
-  return (a - remainder_of(a, b)) / b;
+  return a / b - (a % b && (a % b < 0) != (b < 0));
 }
 template <class T>
 TW_INLINE T floor_divide(T a, T b) {

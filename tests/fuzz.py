@@ -1,0 +1,302 @@
+"""Random calls of a backend, forward and backward, judged against float64 by the project's rule (tilewise.accuracy).
+
+    python -m tests.fuzz --seconds 600 --seed 0 --backend cpu --out bench/results/fuzz-cpu.json
+
+Case n is drawn from the number seed + n alone: shapes, strides, offsets, dtypes, masks, scores, sinks, dropout, packing,
+threads, and for cpu the instruction set and the tiles. What lies between the elements of a strided input is NaN, and so is
+what a result was before it was written. Each failure prints the line that runs it again.
+
+Thousands of small cases also meet some where eager attention is exact by luck, so that the rule allows next to nothing. A
+case beyond the rule therefore counts as close, not as a failure, up to FACTOR times what is allowed, or FACTOR times the error
+of the portable backend, which sums in other orders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tests.backends.contract import Call, call, poisoned
+from tilewise import accuracy, dispatch
+from tilewise.backends.cpu import Cpu, library
+from tilewise.backends.cpu import call as cpu_call
+from tilewise.backends.cpu.config import Config
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 129, 200, 257)
+FACTOR = 4
+WIDTHS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 65, 80, 128, 130)
+
+
+class Draw(random.Random):
+    """Random numbers of a case, and tensors from them."""
+
+    def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(self.getrandbits(40))).to(dtype)
+
+    def likely(self, p: float) -> bool:
+        return self.random() < p
+
+    def length(self) -> int:
+        return self.choice(LENGTHS) if self.likely(0.7) else self.randint(1, 300)
+
+    def strided(self, x: Tensor) -> Tensor:
+        """The same numbers in other strides, at an offset, with NaN between them."""
+        axes = list(range(x.ndim))
+        if self.likely(0.5):
+            axes[:-1] = self.sample(axes[:-1], x.ndim - 1)
+        if self.likely(0.1):
+            self.shuffle(axes)  # the last axis too: backends copy
+        margins = [(self.randint(0, 3), self.randint(0, 3)) if self.likely(0.3) else (0, 0) for _ in axes]
+        sizes = [x.shape[a] + sum(margins[a]) for a in axes]
+        room = torch.full(sizes, torch.nan, dtype=x.dtype)
+        view = room.permute([axes.index(n) for n in range(x.ndim)])
+        view = view[tuple(slice(margins[a][0], margins[a][0] + x.shape[a]) for a in range(x.ndim))]
+        return view.copy_(x)
+
+    def input(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Strided, or expanded along some axes."""
+        if self.likely(0.15):
+            once = [1 if self.likely(0.4) else n for n in shape[:-1]]
+            return self.strided(self.tensor(*once, shape[-1], dtype=dtype)).expand(shape)
+        return self.strided(self.tensor(*shape, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    batch: int
+    nq: int
+    nk: int
+    hq: int
+    hk: int
+    d: int
+    dv: int
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def draw(cls, r: Draw) -> Sizes:
+        hk, group = r.randint(1, 3), r.choice((1, 1, 2, 3, 4))
+        d = r.choice(WIDTHS) if r.likely(0.8) else r.randint(1, 300)
+        batch, nq, nk = r.choice((0, 1, 1, 2, 2, 3)), r.length(), r.length()
+        nk = nq if r.likely(0.4) else nk
+        lengths = ()
+        if r.likely(0.2):
+            lengths = tuple((r.length() // 2, r.length() // 2) for _ in range(r.randint(1, 4)))
+            batch, nq, nk = len(lengths), *(sum(n[side] for n in lengths) for side in (0, 1))
+        return cls(batch, nq, nk, hk * group, hk, d, d if r.likely(0.6) else r.choice(WIDTHS), lengths)
+
+
+# -- Masks and scores --------------------------------------------------------------------------------------------------
+
+
+def interval_mask(r: Draw, s: Sizes) -> tw.Mask:
+    side = lambda: None if r.likely(0.2) else r.randint(0, 80)  # noqa: E731
+    start = r.randint(0, 40)
+    kinds = [
+        tw.causal,
+        lambda: tw.window(left=side(), right=side()),
+        lambda: tw.prefix(r.randint(0, 90)),
+        lambda: tw.key_range(start, start + r.randint(0, 200)),
+        lambda: tw.key_lengths(torch.tensor([r.randint(0, s.nk + 1) for _ in range(s.batch)], dtype=torch.int64)),
+    ]
+    if not s.lengths:
+        kinds.append(lambda: tw.causal() & tw.documents((torch.arange(s.nk) + r.randint(0, 30)) // r.randint(1, 60)))
+    return r.choice(kinds)()
+
+
+def pair_mask(r: Draw, s: Sizes) -> tw.Mask:
+    m, n, c = r.randint(2, 9), r.randint(1, 9), r.randint(1, 5)
+    kinds = [
+        lambda: tw.keep(lambda b, h, i, j: (i * n + j * 3 + h) % m < c),
+        lambda: tw.keep(lambda b, h, i, j: (i - j).abs() <= n * (h + 1)),
+        lambda: tw.keep(lambda b, h, i, j: torch.where(b % 2 == 0, j % m != 0, i // 16 >= j // 16)),
+    ]
+    if not s.lengths:
+        some = lambda *shape: r.tensor(*shape) > r.choice((-1.0, 0.0, 1.0))  # noqa: E731
+        batch, heads = r.choice((1, s.batch)), r.choice((1, s.hq))
+        block = r.choice((16, 32, 40, 64, 128))
+        blocks = -(-s.nq // block), -(-s.nk // block)
+        kinds += [
+            lambda: tw.dense(some(batch, heads, s.nq, s.nk)),
+            lambda: tw.block_sparse(some(*blocks), block, block),
+        ]
+    return r.choice(kinds)()
+
+
+def draw_mask(r: Draw, s: Sizes) -> tw.Mask | None:
+    kind = r.random()
+    if kind < 0.3:
+        return None
+    mask = interval_mask(r, s) if kind < 0.65 else pair_mask(r, s)
+    if r.likely(0.3):
+        other = interval_mask(r, s) if r.likely(0.6) else pair_mask(r, s)
+        mask = mask & other if r.likely(0.6) else mask | other
+    return mask
+
+
+def one_score(r: Draw, s: Sizes, dtype: torch.dtype) -> tw.Score:
+    leaf = lambda *shape: (0.5 * r.tensor(*shape, dtype=dtype)).requires_grad_(r.likely(0.8))  # noqa: E731
+    table, by_key, temperature = leaf(s.hq, 32), leaf(max(s.nk, 1)), leaf()
+    kinds = [
+        lambda: tw.softcap(r.choice((2.0, 20.0))),
+        lambda: tw.alibi(leaf(*r.choice(((s.hq,), (s.batch, s.hq))))),
+        lambda: tw.score(lambda z, b, h, i, j: z + table[h, (i - j).clamp(-16, 15) + 16]),
+        lambda: tw.score(lambda z, b, h, i, j: z * (1 + temperature) + by_key[j]),
+        lambda: tw.score(lambda z, b, h, i, j: torch.where((i + 2 * j) % 5 == 0, -torch.inf, z)),
+        lambda: tw.score(lambda z, b, h, i, j: torch.tanh(z) * torch.sigmoid(table[h, j % 32]) - 0.01 * (i - j).abs()),
+    ]
+    if not s.lengths:
+        shape = [r.choice((1, n)) for n in (s.batch, s.hq, s.nq, s.nk)]
+        kinds.append(lambda: tw.bias(leaf(*shape)))
+    return r.choice(kinds)()
+
+
+def draw_score(r: Draw, s: Sizes, dtype: torch.dtype) -> tw.Score | None:
+    if r.likely(0.5):
+        return None
+    score = one_score(r, s, dtype)
+    return score >> one_score(r, s, dtype) if r.likely(0.3) else score
+
+
+# -- Calls ---------------------------------------------------------------------------------------------------------------
+
+
+def draw_call(r: Draw) -> tuple[Call, str]:
+    """A call and its description."""
+    s, dtype = Sizes.draw(r), r.choice(DTYPES)
+    lead_q, lead_k = ((s.nq,), (s.nk,)) if s.lengths else ((s.batch, s.nq), (s.batch, s.nk))
+    q, k = r.input(*lead_q, s.hq, s.d, dtype=dtype), r.input(*lead_k, s.hk, s.d, dtype=dtype)
+    v, do = r.input(*lead_k, s.hk, s.dv, dtype=dtype), r.input(*lead_q, s.hq, s.dv, dtype=dtype)
+    leaves = torch.float64 if dtype == torch.float64 else torch.float32
+    options: dict[str, object] = {"mask": draw_mask(r, s), "score": draw_score(r, s, leaves)}
+    options["sink"] = r.tensor(s.hq, dtype=leaves) if r.likely(0.2) else None
+    options["deterministic"] = r.likely(0.3)
+    if r.likely(0.15):
+        options |= {"dropout_p": r.choice((0.1, 0.5)), "dropout_seed": r.getrandbits(62)}
+    if r.likely(0.2):
+        options["softmax_scale"] = r.choice((0.05, 1.0, 0.0, -0.3))
+    if s.lengths:
+        for name, side in (("cu_seqlens_q", 0), ("cu_seqlens_k", 1)):
+            options[name] = torch.tensor([0, *(n[side] for n in s.lengths)]).cumsum(0)
+    c = call(q, k, v, do, **options)
+    return c, f"{c.p.describe()}    strides {q.stride()} {k.stride()} {v.stride()} {do.stride()}"
+
+
+def draw_backend(r: Draw, name: str, isa: str | None, c: Call):
+    """The backend, how many threads it gets, and its description."""
+    threads = r.choice((1, 1, 2, 3))
+    if name != "cpu":
+        return dispatch.backend(name), threads, name
+    isa = isa or r.choice(library.load().isas)
+    tile_n = r.choice((64, 128, 192, 256))
+    config = Config(
+        isa=isa,
+        tile_m=r.choice((1, 5, 6, 16, 33, 64, 96)),
+        tile_n=tile_n,
+        heads=1 if c.p.packed else r.randint(1, c.p.group),
+        backward_m=r.choice((1, 6, 7, 16, 64, 96)),
+        backward_n=r.choice((64, 128, 256)),
+        split=0 if c.p.packed else tile_n * r.choice((0, 0, 1, 2)),
+        chunks=1 if c.p.packed else r.randint(1, 3),
+    )
+    backend = Cpu(config) if r.likely(0.5) else Cpu(isa=isa)
+    return backend, threads, f"{backend.config(c.p)}"
+
+
+def results(backend, c: Call) -> dict[str, Tensor]:
+    with poisoned():
+        out = backend.forward(c.p, c.t)
+        return accuracy.tensors(out, backend.backward(c.p, c.t, out, c.do, c.dlse))
+
+
+def judged(name: str, c: Call, found: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Tensors that are wrong, and those beyond the rule that only come close."""
+    expected = accuracy.Expected.of(c.p, c.t, c.do, c.dlse)
+    beyond = [e for e in expected.judge(found) if not e.ok]
+    if not beyond:
+        return [], []
+    others = (
+        {} if name == "portable" else {e.tensor: e for e in expected.judge(results(dispatch.backend("portable"), c))}
+    )
+    wrong, close = [], []
+    for e in beyond:
+        other = others.get(e.tensor, e)
+        near = [
+            error <= FACTOR * max(allowed, same if others else 0.0)
+            for error, allowed, same in ((e.rms, e.rms_allowed, other.rms), (e.max, e.max_allowed, other.max))
+        ]
+        text = f"{e}; portable: rms {other.rms:.3g}, max {other.max:.3g}"
+        (close if all(near) else wrong).append(text)
+    return wrong, close
+
+
+def run_case(number: int, name: str, isa: str | None) -> tuple[list[str], list[str], dict[str, str]]:
+    """What is wrong with a case, what comes close, and what it was."""
+    r = Draw(number)
+    c, text = draw_call(r)
+    backend, threads, how = draw_backend(r, name, isa, c)
+    refused = backend.unsupported(c.p)
+    if refused:
+        return [], [], {"refused": refused[0]}
+    torch.set_num_threads(threads)
+    with mock.patch.object(cpu_call, "PRIVATE_ELEMENTS", r.choice((0, cpu_call.PRIVATE_ELEMENTS))):
+        found = results(backend, c)
+    torch.set_num_threads(1)
+    wrong, close = judged(name, c, found)
+    facts = {"dtype": str(c.p.dtype).removeprefix("torch."), "isa": getattr(backend.config(c.p), "isa", name)}
+    return ([text, how, f"{threads} threads", *wrong] if wrong else []), close, facts
+
+
+def fuzz(name: str, isa: str | None, numbers, seconds: float) -> dict:
+    """Cases until the time is up; counts by dtype and instruction set, what came close, and the failures."""
+    start, counts, failures, near, cases = time.monotonic(), Counter(), {}, {}, 0
+    for number in numbers:
+        if time.monotonic() - start > seconds:
+            break
+        try:
+            wrong, close, facts = run_case(number, name, isa)
+        except Exception as error:
+            wrong, close, facts = [f"{type(error).__name__}: {error}"], [], {"raised": type(error).__name__}
+        cases += 1
+        counts.update(f"{key} {value}" for key, value in facts.items())
+        near |= {number: close} if close else {}
+        if wrong:
+            failures[number] = wrong
+            again = f"python -m tests.fuzz --backend {name}{f' --isa {isa}' if isa else ''} --case {number}"
+            print("\n  ".join([again, *wrong]), flush=True)
+    spent = round(time.monotonic() - start)
+    counts = dict(sorted(counts.items()))
+    return {"cases": cases, "seconds": spent, "counts": counts, "close": near, "failures": failures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--isa", help="one instruction set of cpu, instead of a random one for each case")
+    parser.add_argument("--case", type=int, help="one case again")
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args()
+    numbers = range(a.seed, a.seed + (1 << 40)) if a.case is None else [a.case]
+    result = fuzz(a.backend, a.isa, numbers, a.seconds)
+    record = {"backend": a.backend, "seed": a.seed, "machine": platform.machine(), "torch": torch.__version__, **result}
+    print(json.dumps(record, indent=1))
+    if a.out:
+        a.out.write_text(json.dumps(record, indent=1) + "\n")
+    raise SystemExit(1 if result["failures"] else 0)
+
+
+if __name__ == "__main__":
+    main()

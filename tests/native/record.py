@@ -1,0 +1,221 @@
+"""A pytest plugin that writes every call of the cpu library to a file for replay.cpp: the struct, each array, and the results.
+
+python -m pytest -p tests.native.record --record build/cases.bin tests/backends/test_cpu.py -k "not Avx and not Portable"
+
+Results are not judged meanwhile: what is recorded stands beside the test that judges it.
+
+The file: "TWCASES1", the interface's version (int32), then calls: the name (uint32 length, text), the function (int32), the
+number of blocks (uint32) and each block: the type of its elements, -1 for none that are compared (int32), its bytes (uint64),
+whether the call writes it (uint32), the bytes before, and, if written, after. Block 0 is the struct. Then the number of
+pointers (uint32) and each pointer: the block and the byte that it stands at, and the block that it points to (uint32 each).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tilewise import accuracy
+from tilewise.backends.cpu import library
+
+FUNCTIONS = {"forward": 0, "backward": 1, "list": 2}
+WRITTEN = {
+    "forward": {"o", "lse"},
+    "backward": {"delta", "dq", "dk", "dv", "gradients"},
+    "list": {"status", "seen"},
+}
+BYTES = {0: 4, 1: 8, 2: 2, 3: 2, 4: 8, 5: 4, 6: 2, 7: 1, 8: 1}
+F32, F64, I64, I32, U8, NOTHING = 0, 1, 4, 5, 8, -1
+
+
+def length(*axes: tuple[int, int], last: int) -> int:
+    """Elements from the first to the last one of an array with such (size, stride) axes and ``last`` in a row at the end."""
+    if not last or not all(size for size, _ in axes):
+        return 0
+    return sum((size - 1) * stride for size, stride in axes) + last
+
+
+@dataclass
+class Block:
+    """Bytes that the struct, or another block, points to."""
+
+    address: int
+    before: bytes
+    type: int
+    written: bool
+
+    def now(self) -> bytes:
+        return ctypes.string_at(self.address, len(self.before))
+
+
+@dataclass
+class Recording:
+    """One call taken apart: its blocks, and which byte of which block points where."""
+
+    call: library.Call
+    name: str
+    blocks: list[Block] = field(default_factory=list)
+    pointers: list[tuple[int, int, int]] = field(default_factory=list)
+    known: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.block(ctypes.addressof(self.call), ctypes.sizeof(self.call), NOTHING, "call")
+        self.arrays(self.call)
+        self.program(self.call.program)
+
+    def block(self, address: int, size: int, type_: int, what: str) -> int:
+        if (address, size) not in self.known:
+            self.known[address, size] = len(self.blocks)
+            written = what in WRITTEN[self.name]
+            self.blocks.append(Block(address, ctypes.string_at(address, size), type_, written))
+        return self.known[address, size]
+
+    def point(self, block: int, offset: int, address: int | None, elements: int, type_: int, what: str) -> None:
+        if address:
+            target = self.block(address, elements * BYTES.get(abs(type_), 1), type_, what)
+            self.pointers.append((block, offset, target))
+
+    def arrays(self, c: library.Call) -> None:
+        statistics = F64 if c.type == F64 else F32
+        rows, keys, batch = self.lines(c)
+        at = lambda name: getattr(library.Call, name).offset  # noqa: E731
+        self.point(0, at("isa"), ctypes.cast(c.isa, ctypes.c_void_p).value, len(c.isa) + 1, U8, "isa")
+        for name, heads, lines, last, type_ in (
+            ("q", c.heads_q, c.seqlen_q, c.head_dim, c.type), ("k", c.heads_k, c.seqlen_k, c.head_dim, c.type),
+            ("v", c.heads_k, c.seqlen_k, c.head_dim_v, c.type), ("o", c.heads_q, c.seqlen_q, c.head_dim_v, c.type),
+            ("dout", c.heads_q, c.seqlen_q, c.head_dim_v, c.type), ("dq", c.heads_q, c.seqlen_q, c.head_dim, statistics),
+            ("dk", c.heads_k, c.seqlen_k, c.head_dim, c.type), ("dv", c.heads_k, c.seqlen_k, c.head_dim_v, c.type),
+        ):  # fmt: skip
+            x, chunks = getattr(c, name), [(c.chunks, c.dq_chunk)] if name == "dq" else []
+            elements = length(*chunks, (batch, x.batch), (lines, x.row), (heads, x.head), last=last)
+            self.point(0, at(name), x.data, elements, type_, name)
+        for name in ("lse", "dlse", "delta"):
+            elements = length((batch, c.lse_batch), (c.heads_q, c.lse_head), last=c.seqlen_q)
+            self.point(0, at(name), getattr(c, name), elements, statistics, name)
+        for name, lines in (("lo", rows), ("hi", rows), ("first", keys), ("last", keys)):
+            x = getattr(c, name)
+            elements = length((c.batch, x.batch), (c.heads_q, x.head), last=lines)
+            self.point(0, at(name), x.data, elements, I32, name)
+        self.point(0, at("sink"), c.sink, c.heads_q, statistics, "sink")
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            self.point(0, at(name), getattr(c, name), c.batch + 1, I64, name)
+        self.point(0, at("status"), c.status, self.tiles(c), U8, "status")
+        for name in ("status_at", "status_head"):
+            self.point(0, at(name), getattr(c, name), c.batch, I64, name)
+        elements = length((c.batch, c.seen_batch), (c.heads_k, c.seen_head), last=keys)
+        self.point(0, at("seen"), c.seen, elements, U8, "seen")
+
+    def lines(self, c: library.Call) -> tuple[int, int, int]:
+        """Queries and keys that masks have lines for, and the batches that q has."""
+        if not c.cu_seqlens_q:
+            return c.seqlen_q, c.seqlen_k, c.batch
+        ends = [ctypes.cast(cu, ctypes.POINTER(ctypes.c_int64))[c.batch] for cu in (c.cu_seqlens_q, c.cu_seqlens_k)]
+        return min(ends[0], c.seqlen_q), min(ends[1], c.seqlen_k), 1
+
+    def tiles(self, c: library.Call) -> int:
+        if not c.status:
+            return 0
+        number = lambda p, n: ctypes.cast(p, ctypes.POINTER(ctypes.c_int64))[n]  # noqa: E731
+        last = 0
+        for b in range(c.batch):
+            nq, nk = c.seqlen_q, c.seqlen_k
+            if c.cu_seqlens_q:
+                nq, nk = (number(cu, b + 1) - number(cu, b) for cu in (c.cu_seqlens_q, c.cu_seqlens_k))
+            each = -(-nq // c.tile_m) * -(-nk // c.tile_n)
+            last = max(last, number(c.status_at, b) + (c.heads_q - 1) * number(c.status_head, b) + each)
+        return last
+
+    def program(self, p: library.Program) -> None:
+        ends = [p.range[part][level][1] for part in range(3) for level in range(4)]
+        at = lambda name: library.Call.program.offset + getattr(library.Program, name).offset  # noqa: E731
+        code = [p.code[n] for n in range(max(ends))]
+        address = lambda pointer: ctypes.cast(pointer, ctypes.c_void_p).value  # noqa: E731
+        self.point(0, at("code"), address(p.code), len(code) * ctypes.sizeof(library.Instruction), NOTHING, "code")
+        lookup = library.load().operations["lookup"]
+        leaves = max((x.b + 1 for x in code if x.op == lookup), default=0)
+        self.table(at("leaves"), p.leaves, leaves, "leaf")
+        self.table(at("gradients"), p.gradients, p.leaf_gradients, "gradients")
+
+    def table(self, offset: int, entries, count: int, what: str) -> None:
+        """The leaves or their gradients: structs that point to arrays themselves."""
+        if not count:
+            return
+        address, size = ctypes.cast(entries, ctypes.c_void_p).value, ctypes.sizeof(entries._type_)
+        block = self.block(address, count * size, NOTHING, "table")
+        self.pointers.append((0, offset, block))
+        for n in range(count):
+            x = entries[n]
+            elements, type_ = self.leaf(x) if what == "leaf" else self.sums(x)
+            self.point(block, n * size + entries._type_.data.offset, x.data, elements, type_, what)
+
+    def leaf(self, x: library.Leaf) -> tuple[int, int]:
+        return length(*zip(x.size[: x.dims], x.stride[: x.dims], strict=True), last=1), x.type
+
+    def sums(self, x: library.LeafGradient) -> tuple[int, int]:
+        c = self.call
+        groups = (1 if c.serial_batch else c.batch) * (1 if c.serial_head else c.heads_k) * c.chunks
+        elements = math.prod(x.size[: x.dims])
+        return length((groups, x.group_stride), last=elements), F64 if x.wide or c.type == F64 else F32
+
+    def befores(self) -> list[bytes]:
+        """The blocks without addresses, which are others in every process."""
+        blocks = [bytearray(x.before) for x in self.blocks]
+        for block, offset, _ in (*self.pointers, (0, library.Call.signals.offset, None)):
+            blocks[block][offset : offset + 8] = bytes(8)
+        return [bytes(x) for x in blocks]
+
+    def written(self, label: str) -> bytes:
+        """The call as it stands in the file, once it has run."""
+        label = label.encode()
+        parts = [number(len(label), 4), label, number(FUNCTIONS[self.name], 4), number(len(self.blocks), 4)]
+        for x, before in zip(self.blocks, self.befores(), strict=True):
+            parts += [number(x.type, 4), number(len(before), 8), number(x.written, 4), before]
+            parts += [x.now()] if x.written else []
+        parts.append(number(len(self.pointers), 4))
+        parts += [number(n, 4) for pointer in self.pointers for n in pointer]
+        return b"".join(parts)
+
+
+def number(n: int, size: int) -> bytes:
+    return n.to_bytes(size, "little", signed=n < 0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, required=True, help="the file to write")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--record")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config.record_file, config.recorded = path.open("wb"), set()
+    config.record_file.write(b"TWCASES1" + number(library.VERSION, 4))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.record_file.close()
+    print(f"\n{len(config.recorded)} calls in {config.getoption('--record')}")
+
+
+@pytest.fixture(autouse=True)
+def _record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    run = library.Library.run
+
+    def recorded(self: library.Library, name: str, call: library.Call) -> None:
+        recording = Recording(call, name)
+        run(self, name, call)
+        text = recording.written(f"{request.node.name}.{name}")
+        content = hashlib.sha256(b"".join(recording.befores())).digest()
+        if (name, content) not in request.config.recorded:
+            request.config.recorded.add((name, content))
+            request.config.record_file.write(text)
+
+    monkeypatch.setattr(library.Library, "run", recorded)
+    monkeypatch.setattr(accuracy.Expected, "of", classmethod(lambda cls, *_: cls({}, [])))
+    monkeypatch.setattr(accuracy.Expected, "judge", lambda *_: [])
+    return

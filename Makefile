@@ -69,7 +69,7 @@ replay = $(BIN)/cmake -S . -B build/$(1) -DTILEWISE_SANITIZE=$(2) -DCMAKE_CXX_FL
 
 $(CASES): $(LIBRARY) tests/native/record.py tests/backends/contract.py tests/backends/test_cpu.py bench/cases.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist -p tests.native.record --record $(CASES) \
-	  tests/backends/test_cpu.py -k "not Avx and not Portable"
+	  tests/backends/test_cpu.py -k "not Avx and not Portable and not billion"
 
 asan: setup $(CASES)
 	@$(call replay,asan,address$(COMMA)undefined)

@@ -1,6 +1,6 @@
 """A pytest plugin that writes every call of the cpu library to a file for replay.cpp: the struct, each array, and the results.
 
-python -m pytest -p tests.native.record --record build/cases.bin tests/backends/test_cpu.py -k "not Avx and not Portable"
+python -m pytest -p tests.native.record --record build/cases.bin tests/backends/test_cpu.py -k "not Avx and not Portable and not billion"
 
 Results are not judged meanwhile: what is recorded stands beside the test that judges it.
 

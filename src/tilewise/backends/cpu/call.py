@@ -33,9 +33,7 @@ class Region:
     status_head: Tensor | None = None
     seen: Tensor | None = None
     listed: bool = True  # else status and seen are empty, and the library fills them
-    listing: threading.Lock = field(
-        default_factory=threading.Lock
-    )  # a mask that follows from the shapes serves all threads
+    listing: threading.RLock = field(default_factory=threading.RLock)  # a mask of shapes alone serves all threads
 
 
 class Prepared:

@@ -36,6 +36,7 @@ class MaskList {
     const int64_t width = smaller(c.tile_n, s.seqlen_k - n0), m1 = smaller(m0 + c.tile_m, s.seqlen_q);
     Place at{s.b, head, s.seqlen_q, s.seqlen_k, m0, n0};
     bool some = false, every = true, entered = false;
+    uint8_t column[kMaxTileN] = {};  // some query of the tile sees the key
     for (at.i = m0; at.i < m1; ++at.i) {
       const int64_t from = greater(lo ? lo[at.i] - n0 : 0, 0), to = smaller(hi ? hi[at.i] - n0 : width, width);
       every &= from == 0 && to == width;
@@ -44,9 +45,11 @@ class MaskList {
       machine.run_row(TW_PREDICATE, at, 0, c.tile_n);
       const int64_t *kept = machine.at<int64_t>(c.program.keep);
       int64_t any = 0, all = 1;
-      for (int64_t n = from; n < to; ++n) any |= kept[n], all &= kept[n], seen[n0 + n] |= uint8_t(kept[n]);
+      for (int64_t n = from; n < to; ++n) any |= kept[n], all &= kept[n], column[n] |= uint8_t(kept[n]);
       some |= any != 0, every &= all != 0;
     }
+    for (int64_t n = 0; n < width; ++n)
+      if (column[n]) seen[n0 + n] = 1;  // ones alone: a signal handler may list the same mask meanwhile
     const int64_t columns = (s.seqlen_k + c.tile_n - 1) / c.tile_n;
     uint8_t *state = (uint8_t *)c.status + c.status_at[s.b] + head * c.status_head[s.b];
     state[m0 / c.tile_m * columns + n0 / c.tile_n] = some ? every ? TW_FULL : TW_PARTIAL : TW_EMPTY;

@@ -539,8 +539,9 @@ def named(name: str) -> Case:
         return CASES[name]
     from difflib import get_close_matches
 
-    near = ", ".join(get_close_matches(name, CASES, 3)) or "run `tilewise bench --list`"
-    raise ValueError(f"no case is called {name!r}; near it: {near}")
+    near = get_close_matches(name, CASES, 3) or [known for known in CASES if name in known][:3]
+    hint = f"near it: {', '.join(near)}" if near else "`tilewise bench --list` names them"
+    raise ValueError(f"no case is called {name!r}; {hint}")
 
 
 def tagged(*tags: str) -> list[Case]:

@@ -82,6 +82,8 @@ def read_results(path: Path) -> list[dict]:
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from error
     records = [_record(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not records:
+        raise Refused(f"{path} is empty")
     runs = {r["process"] for r in records if r["record"] == "run"}
     orphans = {r["process"] for r in records if r["record"] == "result"} - runs
     if not runs or orphans:

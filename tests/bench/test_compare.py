@@ -108,7 +108,7 @@ def test_the_goals_of_the_repository_name_cases_of_the_table():
         ("[1, 2]", "line 1: no record"),
         ('{"record": "result", "process": "p1"}', "line 1: no record"),
         (json.dumps(result("sdpa", 1.0)), "without the record of their run"),
-        ("", "without the record of their run"),
+        ("", "is empty"),
     ],
 )
 def test_a_file_that_is_no_file_of_results_is_refused(tmp_path, text, says):

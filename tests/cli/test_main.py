@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
+import tilewise as tw
 from tilewise import cli
-from tilewise.cli import checkout
+from tilewise.cli import bench, checkout
+from tilewise.cli.options import from_dataclass
 
 
 def failed(capsys, *arguments):
@@ -24,6 +27,17 @@ def test_help_names_every_command(capsys):
     assert all(command in page for command in ("demo", "explain", "verify", "bench"))
 
 
+def test_version_names_the_package_and_torch(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tilewise {tw.__version__}, torch {torch.__version__}\n"
+
+
+def test_help_flows_however_the_docstring_is_broken_into_lines(capsys):
+    assert cli.main(["bench", "--help"]) == 0
+    assert "are measured and judged. Exit code 1: a goal falls short" in " ".join(capsys.readouterr().out.split())
+    assert "the cases of\n" not in from_dataclass(bench.bench).__doc__
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -32,12 +46,15 @@ def test_help_names_every_command(capsys):
         (["explain", "--heads", "-1"], "--heads is negative"),
         (["explain", "--seqlen", "many"], "Invalid value for '--seqlen'"),
         (["explain", "--device", "toaster"], "torch knows no such device"),
-        (["explain", "--device", "meta"], "measured are cpu and cuda"),
+        (["explain", "--device", "meta"], "commands run on cpu and cuda"),
         (["explain", "--backend", "hoper"], "'hoper' does not exist"),
         (["explain", "--sequence", "5"], "No such option: --sequence"),
         (["explore"], "No such command 'explore'"),
         (["bench", "--case", "h200-d64-n512-ful"], "near it: h200-d64-n512-full"),
+        (["bench", "--case", "alibi"], "near it: cpu-fp32-d64-n2048-alibi"),
+        (["bench", "--case", "xyzzy"], "`tilewise bench --list` names them"),
         (["bench", "--tag", "h100"], "no case carries the tag 'h100'"),
+        (["bench", "--tag", "cpu", "--tag", "h200"], "no case carries all of the tags cpu, h200"),
         (["bench", "--case", "contract-one-full", "--contestant", "fa9"], "no contestant is called fa9; there are"),
         (["bench", "--check", "no/such/file"], "no/such/file cannot be read"),
         (["demo", "--steps", "0"], "Invalid value for '--steps'"),

@@ -7,6 +7,7 @@ that falls short, a check that is red) is exit code 1.
 import importlib
 import importlib.util
 import sys
+from typing import Annotated
 
 import typer
 
@@ -15,12 +16,32 @@ from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
     name="tilewise",
-    help="Exact attention, tile by tile: see it work, ask what runs and why, check it, measure it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import torch
+
+        import tilewise
+
+        print(f"tilewise {tilewise.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and stop.")
+    ] = False,
+) -> None:
+    """Exact attention, tile by tile: see it work, ask what runs and why, check it, measure it."""
+
+
 for command in (demo.demo, train.train, sample.sample, explain.explain, verify.verify, bench.bench):
     app.command()(from_dataclass(command))
 if importlib.util.find_spec("tilewise.cli.io"):

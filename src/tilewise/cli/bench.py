@@ -45,6 +45,10 @@ def bench(options: BenchOptions) -> int:
     device = checkout.choose_device(options.device)
     named = options.tag or options.case
     cases = _cases(options.tag or [], options.case or [], device)
+    if not cases and options.tag:
+        raise ValueError(
+            f"no case carries all of the tags {', '.join(options.tag)}; `tilewise bench --list` shows them"
+        )
     if not cases:
         raise ValueError(f"no case of bench/goals.toml is meant for {device}; name some with --tag or --case")
     out = options.out or Path("out") / f"bench-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"

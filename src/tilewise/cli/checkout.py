@@ -54,5 +54,5 @@ def choose_device(wanted: str) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {wanted}: torch sees no CUDA device here; use --device cpu")
     if kind not in ("cpu", "cuda"):
-        raise ValueError(f"--device {wanted}: measured are cpu and cuda")
+        raise ValueError(f"--device {wanted}: tilewise's commands run on cpu and cuda")
     return wanted

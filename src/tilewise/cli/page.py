@@ -24,11 +24,11 @@ STYLES = {
 
 @lru_cache(maxsize=1)
 def console() -> "Console":
-    """Standard output; 100 columns where it is no terminal, so that a log reads like the screen."""
+    """Standard output; where it is no terminal, wide enough that no table is cut."""
     from rich.console import Console
 
     found = Console()
-    return found if found.is_terminal else Console(width=100)
+    return found if found.is_terminal else Console(width=140)
 
 
 def heading(title: str, subtitle: str = "") -> None:

@@ -1,13 +1,15 @@
-"""Backward in two passes without atomics (docs/algorithm.md, section 6): 7 products of a tile, every sum in a fixed order.
+"""Backward in two or three passes without atomics (docs/algorithm.md, section 6): every sum in a fixed order.
 
     delta_i = dO_i · O_i - dlse_i                                                   (13)  `delta_kernel`
     P = exp(S - lse)    dP = Z ∘ (dO Vᵀ)    dZ = P ∘ (dP - delta)    dS = f' dZ      (11), (13), (14)
     dV = (P ∘ Z)ᵀ dO    dK = scale · dSᵀ Q    key tiles outside, queries inside       (16)  `dkdv_kernel`
     dQ = scale · dS K                         query tiles outside, keys inside        (15)  `dq_kernel`
 
-The pass over key tiles works on transposed tiles, (keys, queries), and reads the mask by columns; it sums the query heads
-of a group in order. Leaves that are not read at j get their sums in the pass over query tiles, those read at j alone in
-the pass over key tiles (section 7); `tile_kernel` adds up a pair bias over the batch and heads it was broadcast over.
+Where the registers do not hold dK and dV at once (head dims above 128), dV has a pass of its own (`F.dv` without `F.dk`)
+and the other computes dK alone: 8 products of a tile instead of 7. These passes work on transposed tiles, (keys, queries),
+and read the mask by columns; they sum the query heads of a group in order. Leaves that are not read at j get their sums in
+the pass over query tiles, those read at j alone in the pass over key tiles (section 7); `tile_kernel` adds up a pair bias
+over the batch and heads it was broadcast over.
 """
 
 # ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
@@ -152,7 +154,7 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
 
 @triton.jit
 def dkdv_kernel(tensors, sizes, scales, q_matrix, do_matrix, lse2, delta, F: tl.constexpr):
-    """Grid: (blocks · heads_k · batch)."""
+    """Grid: (blocks · heads_k · batch). Computes dK if ``F.dk``, dV if ``F.dv``."""
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
     head_k = (pid // sizes.blocks) % sizes.heads_k
@@ -161,8 +163,8 @@ def dkdv_kernel(tensors, sizes, scales, q_matrix, do_matrix, lse2, delta, F: tl.
     left = at.seqlen_k - n0
     k, v = key_sources(tensors, sizes, at, head_k, None, None, F)
     keys = load_keys(k, v, n0, at, F)
-    dk = tl.full([F.tile_n, F.width], 0.0, tl.float32)
-    dv = tl.full([F.tile_n, F.width_v], 0.0, tl.float32)
+    dk = tl.full([F.tile_n, F.width if F.dk else 1], 0.0, tl.float32)
+    dv = tl.full([F.tile_n, F.width_v if F.dv else 1], 0.0, tl.float32)
 
     group = sizes.heads_q // sizes.heads_k
     for g in range(group):
@@ -188,24 +190,20 @@ def dkdv_kernel(tensors, sizes, scales, q_matrix, do_matrix, lse2, delta, F: tl.
     token = tl.cast(at.start_k, tl.int64)
     if not F.packed:
         token += tl.cast(at.b, tl.int64) * sizes.seqlen_k
-    row = sizes.heads_k * F.head_dim
-    store_tile(
-        tensors.dk + token * row + head_k * F.head_dim,
-        row,
-        n0,
-        left,
-        dk * scales.softmax,
-        F.tile_n,
-        F.head_dim,
-        F.width,
-    )
-    row = sizes.heads_k * F.head_dim_v
-    store_tile(tensors.dv + token * row + head_k * F.head_dim_v, row, n0, left, dv, F.tile_n, F.head_dim_v, F.width_v)
+    if F.dk:
+        row = sizes.heads_k * F.head_dim
+        base = tensors.dk + token * row + head_k * F.head_dim
+        store_tile(base, row, n0, left, dk * scales.softmax, F.tile_n, F.head_dim, F.width)
+    if F.dv:
+        row = sizes.heads_k * F.head_dim_v
+        base = tensors.dv + token * row + head_k * F.head_dim_v
+        dv = dv * scales.keep if F.dropout else dv
+        store_tile(base, row, n0, left, dv, F.tile_n, F.head_dim_v, F.width_v)
 
 
 @triton.jit
 def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.constexpr, F: tl.constexpr):
-    """Adds one query tile of head ``rows.h`` to dK and dV; all tiles are (tile_n, tile_m)."""
+    """Adds one query tile of head ``rows.h`` to dK and dV, or to the one of them that is wanted; all tiles are (tile_n, tile_m)."""
     i = m0 + tl.arange(0, F.tile_m)
     n0, k, v = keys
     j = n0 + tl.arange(0, F.tile_n)
@@ -214,7 +212,8 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.con
     do = load_streamed(rows.do, m0, left, None, F.tile_m, F.head_dim_v, F.width_v, FULL, F)
     if F.tma and FULL and not F.packed:
         line = (rows.at_line + m0).to(tl.int32)
-        lse2, delta = rows.lse2.load([line]), rows.delta.load([line])
+        lse2 = rows.lse2.load([line])
+        delta = rows.delta.load([line]) if F.dk else lse2
     else:
         lse2, delta = statistics(tensors, rows.at_line, i, at.seqlen_q, False)
     s2, s = scored(dot(k, tl.trans(q), None, F), rows.h, i[None, :], j[:, None], scales, at, F)
@@ -227,24 +226,27 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.con
             kept = kept & F.keep(at.b, rows.h, i[None, :], j[:, None], at)
         p = tl.where(kept, p, 0.0)
 
-    dropped = p
-    dp = dot(v, tl.trans(do), None, F)
     if F.dropout:
-        z = tl.where(tl.trans(dropout_keep(m0, n0, at.b, rows.h, tensors, sizes, F.tile_m, F.tile_n)), scales.keep, 0.0)
-        dropped = p * z
-        dp = dp * z
-    dv = dot(dropped.to(do.dtype), do, dv, F)
-    ds = p * (dp - delta[None, :])
-    if F.score is not None or not FULL:
-        ds = tl.where(p == 0.0, 0.0, ds)
-    if F.columns is not None:
-        line = tl.cast(rows.h, tl.int64) * sizes.seqlen_k + at.start_k + j
-        if not F.packed:
-            line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_k
-        F.columns(ds, p > 0.0, inside, line, j < at.seqlen_k, s, at.b, rows.h, i[None, :], j[:, None], at)
-    if F.slope is not None:
-        ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[None, :], j[:, None], at))
-    dk = dot(ds.to(q.dtype), q, dk, F)
+        z = tl.trans(dropout_keep(m0, n0, at.b, rows.h, tensors, sizes, F.tile_m, F.tile_n))
+    if F.dk:
+        dp = dot(v, tl.trans(do), None, F)
+    if F.dv:
+        dropped = tl.where(z, p, 0.0) if F.dropout else p
+        dv = dot(dropped.to(do.dtype), do, dv, F)
+    if F.dk:
+        if F.dropout:
+            dp = tl.where(z, dp * scales.keep, 0.0)
+        ds = p * (dp - delta[None, :])
+        if F.score is not None or not FULL:
+            ds = tl.where(p == 0.0, 0.0, ds)
+        if F.columns is not None:
+            line = tl.cast(rows.h, tl.int64) * sizes.seqlen_k + at.start_k + j
+            if not F.packed:
+                line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_k
+            F.columns(ds, p > 0.0, inside, line, j < at.seqlen_k, s, at.b, rows.h, i[None, :], j[:, None], at)
+        if F.slope is not None:
+            ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[None, :], j[:, None], at))
+        dk = dot(ds.to(q.dtype), q, dk, F)
     return dk, dv
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -87,9 +87,10 @@ def recorded(item: Launch) -> Iterator[tuple]:
     found = []
 
     def record(kernel, grid, tiles, *args):
-        found.append((kernel.fn.__name__.removesuffix("_kernel"), kernel, tiles, args))
+        found.append((launch.name_of(kernel, args[-1]), kernel, tiles, args))
 
-    plan = launch.Plan(p, config.Config(*tiles, split=1024 if item.feature == "split" else None), record)
+    chosen = replace(config.Config(*tiles), split=1024 if item.feature == "split" else None)
+    plan = launch.Plan(p, chosen, record)
     with torch.no_grad():
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(p, q, v)
@@ -147,7 +148,9 @@ def compile_item(item: Launch) -> list[str]:
             continue
         used, spills = compiled.metadata.shared, _registers(compiled, item.arch)
         widths = (config.width(item.head_dim),) * 2
-        allowed = min(config.shared_memory(name, tiles, widths, item.dtype.itemsize, arch=item.arch), target.shared)
+        streams = config.Streams(plain=item.feature != "rich")
+        need = config.shared_memory(name, tiles, widths, item.dtype.itemsize, streams, item.arch)
+        allowed = min(need, target.shared)
         seconds = time.perf_counter() - started
         serial = serialised(compiled, item.arch)
         state = "ok  " if used <= allowed and not serial else "FAIL"

@@ -12,6 +12,7 @@ from tilewise.problem import Problem
 
 MAX_HEAD_DIM = 512
 MIN_WIDTH = 16  # of a side of tl.dot
+OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,34 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """The three kernels' tiles, and the keys of a chunk where keys are split."""
+    """The passes' tiles, and the keys of a chunk where keys are split.
+
+    Attributes:
+        dv: of a pass of its own for dV; ``dkdv`` is then dK's alone.
+    """
 
     forward: Tiles
     dkdv: Tiles
     dq: Tiles
+    dv: Tiles | None = None
     split: int | None = None
 
+    @property
+    def passes(self) -> dict[str, Tiles]:
+        """Tiles by the name of each pass."""
+        if self.dv is None:
+            return {"forward": self.forward, "dkdv": self.dkdv, "dq": self.dq}
+        return {"forward": self.forward, "dk": self.dkdv, "dv": self.dv, "dq": self.dq}
+
+    @classmethod
+    def of(cls, passes: dict[str, Tiles], split: int | None = None) -> Config:
+        """From tiles named as in ``passes``."""
+        return cls(passes["forward"], passes.get("dkdv") or passes["dk"], passes["dq"], passes.get("dv"), split)
+
     def describe(self) -> str:
+        titles = {"forward": "forward", "dkdv": "dK dV", "dk": "dK", "dv": "dV", "dq": "dQ"}
         split = f"; keys split by {self.split}" if self.split else ""
-        return f"forward {self.forward.describe()}; dK dV {self.dkdv.describe()}; dQ {self.dq.describe()}{split}"
+        return "; ".join(f"{titles[name]} {tiles.describe()}" for name, tiles in self.passes.items()) + split
 
     def traffic(self, p: Problem) -> int:
         """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
@@ -62,36 +81,54 @@ def width(head_dim: int) -> int:
     return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
 
 
+@dataclass(frozen=True)
+class Streams:
+    """What a problem brings into shared memory beside the tiles of its tensors.
+
+    Attributes:
+        pair_bytes: of the tensors that a mask or score reads at both i and j: they are streamed too.
+        plain: P and dS go from registers into the next product; dropout, scores and predicates may pass them through
+            shared memory.
+    """
+
+    pair_bytes: int = 0
+    plain: bool = False
+
+
 def shared_memory(
-    kernel: str, tiles: Tiles, widths: tuple[int, int], itemsize: int, pair_bytes: int = 0, arch: str = "sm90"
+    kernel: str, tiles: Tiles, widths: tuple[int, int], itemsize: int, streams: Streams = Streams(), arch: str = "sm90"
 ) -> int:
     """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
 
     Args:
-        kernel: "forward", "merge", "dkdv", "dq", "delta" or "tile".
+        kernel: "forward", "merge", "dkdv", "dk", "dv", "dq", "delta" or "tile".
         widths: padded head dims of q, k and of v.
-        pair_bytes: of the tensors that a mask or score reads at both i and j: they are streamed too.
     """
     w, wv = widths
     m, n, stages = tiles.tile_m, tiles.tile_n, max(tiles.num_stages, 1)
+    # With fewer than 64 keys a warp group the products are not wgmma's alone: operands are converted through shared memory.
+    passed = 0 if arch == "sm90" and streams.plain and n >= 16 * tiles.num_warps else m * n
+    over_keys = stages * m * (w + wv) + passed + (max(m, n) * max(w, wv) if n < 64 else 0)
     rows = {
         "forward": m * w + stages * n * (w + wv),
-        # Below 64 keys the products are not wgmma's and one more operand is converted through shared memory.
-        "dkdv": n * (w + wv) + stages * m * (w + wv) + m * n + (max(m, n) * max(w, wv) if n < 64 else 0),
+        "dkdv": n * (w + wv) + over_keys,
+        "dk": n * (w + wv) + over_keys,
+        "dv": n * w + over_keys,
         "dq": m * (w + wv) + stages * n * (w + wv),
         "delta": 0,
         "merge": 0,
         "tile": (m + n) * (w + wv),
     }
-    statistics = 4 * 2 * m * stages if kernel == "dkdv" else 0
-    pairs = max(stages - 1, 1) * m * n * pair_bytes + 4096 if pair_bytes and kernel not in ("delta", "merge") else 0
+    statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
+    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge") else 0
+    pairs = max(stages - 1, 1) * m * n * bytes_ + 4096 if bytes_ else 0
     scratch = 18 << 10 if arch == "sm100" else 2048  # for changes of layout
     return itemsize * rows[kernel] + statistics + pairs + scratch
 
 
 def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> Tiles:
     """``tiles``, with fewer stages, then with fewer rows of what is streamed, until they need no more than ``limit``."""
-    streamed = "tile_m" if kernel == "dkdv" else "tile_n"
+    streamed = "tile_m" if kernel in OVER_KEYS else "tile_n"
     while need(tiles) > limit:
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
@@ -102,11 +139,17 @@ def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> 
     return tiles
 
 
-# (largest padded head dim) -> tiles of (forward, dkdv, dq). The first row that holds the head dim is taken.
+# (largest padded head dim) -> tiles of (forward, dkdv, dq), or of (forward, dk, dq, dv). The first row that holds the head dim
+# is taken.
 _HALF_SM90 = {
     64: (Tiles(64, 128, 4, 3, True), Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 3, True)),
     128: (Tiles(128, 128, 8, 3, True), Tiles(32, 64, 4, 3, True), Tiles(128, 64, 8, 3, True)),
-    256: (Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(128, 32, 8, 3, True)),
+    256: (
+        Tiles(128, 64, 8, 2, True),
+        Tiles(32, 128, 8, 3, True),
+        Tiles(128, 32, 8, 3, True),
+        Tiles(32, 128, 8, 3, True),
+    ),
     512: (Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
 }
 _HALF_SM80 = {
@@ -133,7 +176,7 @@ INTERPRETED = Config(Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 
 TABLE = {"sm80": _HALF_SM80, "sm90": _HALF_SM90, "sm100": _HALF_SM80, "amd": _HALF_AMD}
 
 
-def table(arch: str, itemsize: int) -> dict[int, tuple[Tiles, Tiles, Tiles]]:
+def table(arch: str, itemsize: int) -> dict[int, tuple[Tiles, ...]]:
     return _FLOAT if itemsize == 4 else TABLE[arch]
 
 
@@ -148,27 +191,26 @@ SPLIT_KEYS = 1024  # a chunk's size may depend on nothing but seqlen_k
 
 
 def choose(p: Problem, pair_bytes: int = 0) -> Config:
-    """By head dim and dtype; ``pair_bytes`` as in :func:`shared_memory`.
+    """By head dim and dtype; ``pair_bytes`` as in :class:`Streams`.
 
     Keys are split where one sequence's query tiles leave most of the machine idle.
     """
     if p.device.type == "cpu":
         return INTERPRETED
-    itemsize, facts = p.dtype.itemsize, devices.of(p.device)
-    arch = architecture(p.device)
-    rows = table(arch, itemsize)
-    widths = width(p.head_dim), width(p.head_dim_v)
-    row = next(tiles for limit, tiles in rows.items() if max(widths) <= limit)
-    forward, dkdv, dq = (
-        fit(
-            kernel,
-            tiles,
-            lambda x, kernel=kernel: shared_memory(kernel, x, widths, itemsize, pair_bytes, arch),
-            facts.shared_memory or 1 << 30,
-        )
-        for kernel, tiles in zip(("forward", "dkdv", "dq"), row, strict=True)
-    )
-    return Config(forward, dkdv, dq, _split(p, forward.tile_m, facts.cores))
+    facts = devices.of(p.device)
+    rows = table(architecture(p.device), p.dtype.itemsize)
+    row = next(tiles for limit, tiles in rows.items() if max(width(p.head_dim), width(p.head_dim_v)) <= limit)
+    fitted = fit_all(p, Config(*row).passes, pair_bytes)
+    return Config.of(fitted, _split(p, fitted["forward"].tile_m, facts.cores))
+
+
+def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:
+    """Each pass's tiles as :func:`fit` leaves them on p's device."""
+    arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 1 << 30
+    plain = p.spec.score is None and not p.spec.dropout_p and p.spec.region.predicate is None
+    widths, streams = (width(p.head_dim), width(p.head_dim_v)), Streams(pair_bytes, plain)
+    need = lambda kernel: lambda x: shared_memory(kernel, x, widths, p.dtype.itemsize, streams, arch)  # noqa: E731
+    return {kernel: fit(kernel, tiles, need(kernel), limit) for kernel, tiles in passes.items()}
 
 
 def _split(p: Problem, tile_m: int, cores: int) -> int | None:

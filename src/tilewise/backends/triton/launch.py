@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, empty_output
-from tilewise.backends.triton.config import Config, Tiles, width
+from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, width
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
 from tilewise.backends.triton.facts import Facts
 from tilewise.problem import Problem
@@ -36,6 +36,12 @@ def opaque(x: object) -> object:
 def unit_last(x: Tensor) -> Tensor:
     """``x``, or a copy whose last stride is 1."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def name_of(kernel, facts: Facts) -> str:
+    """Of a launch, as in ``Config.passes`` where it is one of them."""
+    name = kernel.fn.__name__.removesuffix("_kernel")
+    return name if name != "dkdv" or (facts.dk and facts.dv) else "dk" if facts.dk else "dv"
 
 
 def run(kernel, grid: tuple[int, ...], tiles: Tiles, *args: object) -> object:
@@ -126,6 +132,8 @@ class Plan:
                 "dropout": p.spec.dropout_p > 0,
                 "precision": "tf32" if tf32 else "ieee",
                 "split": False,
+                "dk": True,
+                "dv": True,
                 "tma": False,
                 "specialized": tiles.specialized,
                 "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
@@ -416,17 +424,20 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
     read = _LeafSums(call)
     named = {"lse2": lse2, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "grads": read.buffers}
 
-    for kernel, tiles, length, heads, over_keys in (
-        (dkdv_kernel, config.dkdv, p.seqlen_k, p.heads_k, True),
-        (dq_kernel, config.dq, p.seqlen_q, p.heads_q, False),
-    ):
+    for name, tiles in config.passes.items():
+        if name == "forward":
+            continue
+        over_keys = name in OVER_KEYS
+        kernel, length, heads = (
+            (dkdv_kernel, p.seqlen_k, p.heads_k) if over_keys else (dq_kernel, p.seqlen_q, p.heads_q)
+        )
         slots = blocks(p, length, tiles.tile_n if over_keys else tiles.tile_m)
         lists = call.tile_lists(tiles, over_keys)
         tensors = call.tensors(**named, lists=pointers(lists))
         descriptors = call.descriptors(tiles, "qd" if over_keys else "kv")
         if over_keys:
             descriptors = (*descriptors, *call.line_descriptors(tiles, lse2, delta, descriptors[0] is not None))
-        facts = plan.facts(tiles, call.align, tma=descriptors[0] is not None)
+        facts = plan.facts(tiles, call.align, tma=descriptors[0] is not None, dk=name != "dv", dv=name != "dk")
         sizes = call.sizes(slots, lists=lists)
         plan.start(kernel, (slots * heads * batch,), tiles, tensors, sizes, call.scales(), *descriptors, facts)
     read.pair_tiles(call.tensors(**named))

@@ -39,6 +39,19 @@ def tanh(x):
 
 
 @triton.jit
+def exp(x):
+    """e^x for fp32's probabilities, right to 1 ulp, 0 below e^-87: the hardware's exp2 errs by 2, and by the rounding of
+    x log2 e. ``e^x = 2^n e^r`` with ``|r| <= ln 2 / 2`` and e^r by the polynomial of Cephes' expf (Moshier)."""
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = tl.fma(n, -0.693359375, x)  # ln 2 in two parts, the first of so few bits that the product is exact
+    r = tl.fma(n, 2.12194440e-4, r)
+    p = 4.1665795894e-2 + r * (8.3334519073e-3 + r * (1.3981999507e-3 + r * 1.9875691500e-4))
+    p = 1.0 + (r + r * r * (5.0000001201e-1 + r * (1.6666665459e-1 + r * p)))
+    power_of_two = (tl.minimum(tl.maximum(n, -127.0), 128.0).to(tl.int32) + 127) << 23
+    return tl.where(x < -87.0, 0.0, p * power_of_two.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def expm1(x):
     """Kahan's: the rounding of e^x cancels between numerator and logarithm."""
     e = tl.exp(x)

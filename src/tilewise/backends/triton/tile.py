@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.maths import plain
+from tilewise.backends.triton.maths import exp, plain
 from tilewise.dropout import ROUNDS
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -286,7 +286,7 @@ def dot(a, b, acc, F: tl.constexpr):
 @triton.jit
 def power(x, F: tl.constexpr):
     """``2^x``, or ``e^x`` where numbers are natural: for fp32, whose rounding of ``s · log2 e`` would show."""
-    return tl.exp2(x * LOG2E) if F.natural else tl.exp2(x)
+    return exp(x) if F.natural else tl.exp2(x)
 
 
 # -- The mask ------------------------------------------------------------------------------------------------------

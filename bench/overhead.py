@@ -1,9 +1,11 @@
-"""Microseconds that a public call costs above its backend: `python -m bench.overhead`.
+"""Microseconds that a public call costs above its backend, and Triton's launches above theirs: `python -m bench.overhead`.
 
 The backend is replaced by one that only allocates its outputs; what remains is assembling, dispatch and autograd. Goal: at most
-15 a call with gradients.
+15 a call with gradients. Triton's compiled kernels are replaced by a call that does nothing: what remains of its forward and
+backward is Python and the allocation of outputs.
 """
 
+import importlib.util
 import time
 from collections.abc import Callable
 
@@ -42,7 +44,31 @@ def microseconds(call: Callable[[], object], calls: int = 3000, repeats: int = 7
     return best * 1e6
 
 
+class Nothing:
+    """A compiled kernel that launches nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def triton() -> None:
+    """The host's side of a launch; Triton needs a GPU for the rest."""
+    from tests.backends.contract import call
+    from tilewise.backends.triton import config, launch
+
+    q = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16)
+    c = call(q, q.clone(), q.clone(), causal=True)
+    launch.run = lambda *_: Nothing()
+    plan = launch.Plan(c.p, config.Config(*config.TABLE["sm90"][64]), launch.run)
+    out = launch.forward(plan, c.t)
+    forward = microseconds(lambda: launch.forward(plan, c.t))
+    backward = microseconds(lambda: launch.backward(plan, c.t, out, c.do, c.dlse))
+    print(f"triton without its kernels: forward {forward:.1f} us, backward {backward:.1f} us")
+
+
 def main() -> None:
+    if importlib.util.find_spec("triton"):
+        triton()
     empty = Empty()
     dispatch.select = lambda p: empty
     q, k, v = (torch.randn(1, 4, 1, 8, requires_grad=True) for _ in range(3))

@@ -210,6 +210,28 @@ def test_numbers_are_never_one_nor_a_multiple_of_sixteen():
     assert found == (5, 35, (3, 67, 8195), 2.0)
 
 
+def test_a_second_forward_is_the_first_with_new_addresses(monkeypatch):
+    calls = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: calls.append((grid, args))
+
+    monkeypatch.setattr(launch, "run", lambda kernel, grid, tiles, *args: calls.append((grid, args)) or Compiled())
+    c, new = (call(*qkv(nk=n, d=64, dv=64, dtype=torch.bfloat16), causal=True) for n in (70, 70))
+    plan = launch.Plan(c.p, OTHER_TILES["tma"], launch.run)
+    launch.forward(plan, c.t)
+    out = launch.forward(plan, new.t)
+    (grid, first), (again, second) = calls
+    assert again == (*grid, 1)
+    assert (second[0].q, second[0].v, second[0].lse) == (new.t.q.data_ptr(), new.t.v.data_ptr(), out.lse.data_ptr())
+    assert all(x is y for x, y in zip(first[1:3] + first[5:], second[1:3] + second[5:], strict=True))
+    assert [d.base is x for d, x in zip(second[3:5], (new.t.k, new.t.v), strict=True)] == [True, True]
+    new.t.q = torch.empty(new.t.q.numel() + 1, dtype=torch.bfloat16)[1:].view(new.t.q.shape)  # at an odd address
+    launch.forward(plan, new.t)
+    assert calls[2][1][0].q is new.t.q
+
+
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [("bnhd", (((20, 24), (24, 1)), (10, 0, 8))), ("bhnd", (((60, 8), (8, 1)), (30, 10, 0)))],

@@ -6,6 +6,7 @@ Importing this imports no Triton: it is looked for when a problem is asked about
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -31,6 +32,16 @@ def interpreting() -> bool:
     import triton
 
     return triton.knobs.runtime.interpret
+
+
+_HERE = nullcontext()
+
+
+def on_device(x: Tensor):
+    """A context in which x's GPU is the current one: Triton launches there. Entering it costs nothing where it is already."""
+    if x.device.type == "cpu" or x.device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)
 
 
 class Triton:
@@ -64,12 +75,14 @@ class Triton:
     def forward(self, p: Problem, t: Inputs) -> Output:
         from tilewise.backends.triton import launch
 
-        return launch.forward(self._plan(p), t)
+        with on_device(t.q):
+            return launch.forward(self._plan(p), t)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         from tilewise.backends.triton import launch
 
-        return launch.backward(self._plan(p), t, out, do, dlse)
+        with on_device(t.q):
+            return launch.backward(self._plan(p), t, out, do, dlse)
 
     def _plan(self, p: Problem):
         """One per Problem object: dispatch makes one for each signature."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,36 @@ from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
 def _wide(t) -> bool:
     """Whether an element may lie 2**31 elements from the first."""
     return sum((size - 1) * abs(stride) for size, stride in zip(t.shape, t.stride, strict=True) if size) >= 1 << 31
+
+
+@lru_cache(maxsize=1)
+def kernels():
+    """The kernels and their bundles, by name: what imports Triton, imported at the first launch and looked up once."""
+    from types import SimpleNamespace
+
+    from tilewise.backends.triton import backward, forward, tile
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return SimpleNamespace(
+        forward=forward.forward_kernel,
+        merge=forward.merge_kernel,
+        delta=backward.delta_kernel,
+        dkdv=backward.dkdv_kernel,
+        dq=backward.dq_kernel,
+        tile=backward.tile_kernel,
+        Tensors=tile.Tensors,
+        Sizes=tile.Sizes,
+        Scales=tile.Scales,
+        TensorDescriptor=TensorDescriptor,
+    )
+
+
+def rebased(descriptor, base: Tensor):
+    """A tensor descriptor with another base, unchecked: its checks take as long as its making."""
+    new = object.__new__(type(descriptor))
+    new.__dict__.update(descriptor.__dict__)
+    new.base = base
+    return new
 
 
 def opaque(x: object) -> object:
@@ -64,8 +94,8 @@ class Plan:
     made: dict = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
 
-    def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *args: object) -> None:
-        """Launches; again with the same facts and sizes, straight through the compiled kernel.
+    def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *args: object) -> object:
+        """Launches; again with the same facts and sizes, straight through the compiled kernel, which it returns.
 
         Triton's own way there, which looks at each of some hundred numbers, takes 60 us of host time. What it looks for
         cannot change: sizes and facts are the same objects, and sizes are kept only where every pointer is aligned.
@@ -74,10 +104,11 @@ class Plan:
         compiled = self.made.get(key)
         if compiled is not None:
             compiled[(*grid, 1, 1)[:3]](*args)
-            return
+            return compiled
         compiled = self.run(kernel, grid, tiles, *args)
         if key is not None and compiled is not None:
             self.made[key] = compiled
+        return compiled if key is not None else None
 
     @cached_property
     def emitted(self) -> Emitted:
@@ -210,11 +241,9 @@ class Call:
         return cls(plan, t, *tensors[:3], None if do is None else tensors[3], strides, align, steady)
 
     def tensors(self, **named: object):
-        from tilewise.backends.triton.tile import Tensors
-
         t = self.t
         leaves = tuple(t.leaves[n] for n in self.plan.emitted.slots)
-        return Tensors(
+        return kernels().Tensors(
             q=self.q, k=self.k, v=self.v, do=self.do, cu_q=t.cu_seqlens_q, cu_k=t.cu_seqlens_k, sink=t.sink, seed=t.seed,
             leaves=leaves, **named,
         )  # fmt: skip
@@ -224,8 +253,6 @@ class Call:
 
         Whole tiles alone are read through them, so a block never leaves its sequence.
         """
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         none = (None,) * len(wanted)
         p = self.plan.p
         padded = width(p.head_dim) != p.head_dim or width(p.head_dim_v) != p.head_dim_v
@@ -240,25 +267,27 @@ class Call:
             if key not in self.plan.made:
                 strides = tuple(s * self.align for s in self.strides[index])
                 made = matrix(x, strides, heads, 1 if p.packed else p.batch)
+                empty, block = torch.empty(0, dtype=x.dtype), [rows, x.shape[-1]]
                 self.plan.made[key] = made and (
-                    TensorDescriptor(torch.empty(0, dtype=x.dtype), *map(list, made[0]), [rows, x.shape[-1]]),
+                    kernels().TensorDescriptor(empty, *map(list, made[0]), block),
                     made[1],
                 )
             made = self.plan.made[key]
             if made is None:
                 return none
-            descriptor = copy.copy(made[0])  # its checks take as long as its making
-            descriptor.base, self.views[index] = x, made[1]
-            found.append(descriptor)
+            self.views[index] = made[1]
+            found.append(rebased(made[0], x))
         return tuple(found)
 
     def line_descriptors(self, tiles: Tiles, lse2: Tensor, delta: Tensor, wanted: bool) -> tuple:
         """Of the rows' statistics: a plain load would cost each thread an address for every number."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         if not wanted or self.plan.p.packed:
             return None, None
-        return tuple(TensorDescriptor(x, [x.numel()], [1], [tiles.tile_m]) for x in (lse2, delta))
+        key = ("lines", tiles.tile_m)
+        line = self.plan.made.get(key)
+        if line is None:
+            line = self.plan.made[key] = kernels().TensorDescriptor(lse2, [lse2.numel()], [1], [tiles.tile_m])
+        return rebased(line, lse2), rebased(line, delta)
 
     def sizes(self, blocks: int, *, chunk: int = 0, lists: TileLists | None = None):
         """The numbers of a launch, the same object again where they are the same and all pointers are aligned."""
@@ -272,10 +301,8 @@ class Call:
         return found
 
     def _sizes(self, blocks: int, chunk: int, lists: TileLists | None):
-        from tilewise.backends.triton.tile import Sizes
-
         p, strides = self.plan.p, self.strides
-        sizes = Sizes(
+        sizes = kernels().Sizes(
             batch=p.batch,
             heads_q=p.heads_q,
             heads_k=p.heads_k,
@@ -300,14 +327,14 @@ class Call:
         return opaque(sizes)
 
     def scales(self):
-        from tilewise.backends.triton.tile import Scales
-
         found = self.plan.made.get("scales")
         if found is not None:
             return found
         p = self.plan.p
         keep = dropout.keep_scale(p.spec.dropout_p) if p.spec.dropout_p else 1.0
-        found = self.plan.made["scales"] = Scales(float(p.softmax_scale), keep, opaque(self.plan.emitted.numbers))
+        found = self.plan.made["scales"] = kernels().Scales(
+            float(p.softmax_scale), keep, opaque(self.plan.emitted.numbers)
+        )
         return found
 
     def tile_lists(self, tiles: Tiles, by_columns: bool) -> TileLists | None:
@@ -361,11 +388,52 @@ def blocks(p: Problem, length: int, tile: int) -> int:
 # -- Forward -------------------------------------------------------------------------------------------------------
 
 
-def forward(plan: Plan, t: Inputs) -> Output:
-    from tilewise.backends.triton.forward import forward_kernel
+@dataclass
+class Again:
+    """A forward that was launched before: everything of it but the tensors.
 
-    p, tiles = plan.p, plan.config.forward
-    call, out = Call.of(plan, t), empty_output(p, t.q, t.v)
+    Attributes:
+        slots: the extras that the kernel reads; descriptors: of k and v, to be rebased, or none.
+    """
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    slots: tuple[int, ...]
+    descriptors: tuple
+    constant: tuple  # sizes, scales
+    facts: Facts
+
+    @classmethod
+    def of(cls, call: Call, compiled: object, grid: tuple[int, ...], args: tuple) -> Again | None:
+        """None where another call may need other numbers: unaligned or copied tensors, lists of tiles, tf32."""
+        copied = call.q is not call.t.q or call.k is not call.t.k or call.v is not call.t.v
+        if compiled is None or copied or call.plan.lists or call.plan.p.dtype.itemsize == 4:
+            return None
+        _, sizes, scales, *descriptors, facts = args
+        return cls(compiled, (*grid, 1), call.plan.emitted.slots, tuple(descriptors), (sizes, scales), facts)
+
+    def launch(self, t: Inputs, out: Output) -> bool:
+        """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
+        q, k, v, o, lse = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), out.o.data_ptr(), out.lse.data_ptr()
+        leaves = tuple([t.leaves[n] for n in self.slots])
+        if (q | k | v | o | lse) % 16 or not aligned(*leaves) or (t.seed is not None and t.seed.data_ptr() % 16):
+            return False
+        tensors = kernels().Tensors(  # addresses: what the launcher would ask each tensor, and the driver, for
+            q, k, v, o, lse, cu_q=t.cu_seqlens_q, cu_k=t.cu_seqlens_k, sink=t.sink, seed=t.seed, leaves=leaves
+        )
+        k_matrix, v_matrix = self.descriptors
+        if k_matrix is not None:
+            k_matrix, v_matrix = rebased(k_matrix, t.k), rebased(v_matrix, t.v)
+        self.compiled[self.grid](tensors, *self.constant, k_matrix, v_matrix, self.facts)
+        return True
+
+
+def forward(plan: Plan, t: Inputs) -> Output:
+    p, tiles, out = plan.p, plan.config.forward, empty_output(plan.p, t.q, t.v)
+    again = plan.made.get("again")
+    if again is not None and again.launch(t, out):
+        return out
+    call = Call.of(plan, t)
     batch = 1 if p.packed else p.batch
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     lists = call.tile_lists(tiles, False)
@@ -377,9 +445,8 @@ def forward(plan: Plan, t: Inputs) -> Output:
         tensors = call.tensors(o=out.o, lse=out.lse, lists=pointers(lists))
         facts = plan.facts(tiles, call.align, tma=tma)
         grid = (slots * p.heads_q * batch, 1)
-        plan.start(
-            forward_kernel, grid, tiles, tensors, call.sizes(slots, lists=lists), call.scales(), *descriptors, facts
-        )
+        args = (tensors, call.sizes(slots, lists=lists), call.scales(), *descriptors, facts)
+        plan.made["again"] = Again.of(call, plan.start(kernels().forward, grid, tiles, *args), grid, args)
         return out
     _forward_split(plan, call, out, descriptors)
     return out
@@ -390,8 +457,6 @@ MERGING = Tiles(16, 16, 4, 1)
 
 def _forward_split(plan: Plan, call: Call, out: Output, descriptors: tuple) -> None:
     """Partial states of chunks of keys, and their merge."""
-    from tilewise.backends.triton.forward import forward_kernel, merge_kernel
-
     p, tiles = plan.p, plan.config.forward
     chunk = -(-plan.config.split // tiles.tile_n)  # in tiles
     chunks = -(-p.seqlen_k // (chunk * tiles.tile_n))
@@ -400,13 +465,15 @@ def _forward_split(plan: Plan, call: Call, out: Output, descriptors: tuple) -> N
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     facts = plan.facts(tiles, call.align, split=True, sink=False, tma=descriptors[0] is not None)
     tensors, grid = call.tensors(o=parts, lse=parts_lse), (slots * p.heads_q * p.batch, chunks)
-    plan.start(forward_kernel, grid, tiles, tensors, call.sizes(slots, chunk=chunk), call.scales(), *descriptors, facts)
+    plan.start(
+        kernels().forward, grid, tiles, tensors, call.sizes(slots, chunk=chunk), call.scales(), *descriptors, facts
+    )
 
     slots = blocks(p, p.seqlen_q, MERGING.tile_m)
     facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
     tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, chunk=chunks)
     plan.start(
-        merge_kernel, (slots * p.heads_q * p.batch,), MERGING, tensors, sizes, call.scales(), parts, parts_lse, facts
+        kernels().merge, (slots * p.heads_q * p.batch,), MERGING, tensors, sizes, call.scales(), parts, parts_lse, facts
     )
 
 
@@ -414,8 +481,6 @@ def _forward_split(plan: Plan, call: Call, out: Output, descriptors: tuple) -> N
 
 
 def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-    from tilewise.backends.triton.backward import dkdv_kernel, dq_kernel
-
     p, config = plan.p, plan.config
     call = Call.of(plan, t, do)
     batch = 1 if p.packed else p.batch
@@ -429,7 +494,7 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
             continue
         over_keys = name in OVER_KEYS
         kernel, length, heads = (
-            (dkdv_kernel, p.seqlen_k, p.heads_k) if over_keys else (dq_kernel, p.seqlen_q, p.heads_q)
+            (kernels().dkdv, p.seqlen_k, p.heads_k) if over_keys else (kernels().dq, p.seqlen_q, p.heads_q)
         )
         slots = blocks(p, length, tiles.tile_n if over_keys else tiles.tile_m)
         lists = call.tile_lists(tiles, over_keys)
@@ -460,8 +525,6 @@ PADDING = 256  # rows that the pass over key tiles may read past the last one: a
 
 def _statistics(call: Call, out: Output, dlse: Tensor) -> tuple[Tensor, Tensor]:
     """lse in base 2, and delta, in lse's shape but for longer lines; PADDING numbers may be read after each."""
-    from tilewise.backends.triton.backward import delta_kernel
-
     p, tiles = call.plan.p, Tiles(64, 64, 4, 1)
     shape = (*out.lse.shape[:-1], line_length(p))
     n = math.prod(shape)
@@ -474,7 +537,7 @@ def _statistics(call: Call, out: Output, dlse: Tensor) -> tuple[Tensor, Tensor]:
     call = call if aligned(out.o, out.lse, dlse) else replace(call, steady=False)
     tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
     call.plan.start(
-        delta_kernel, grid, tiles, tensors, call.sizes(slots), call.scales(), call.plan.facts(tiles, call.align)
+        kernels().delta, grid, tiles, tensors, call.sizes(slots), call.scales(), call.plan.facts(tiles, call.align)
     )
     return lse2, delta
 
@@ -502,8 +565,6 @@ class _LeafSums:
 
     def pair_tiles(self, tensors) -> None:
         """Leaves read at (i, j) that are broadcast over the batch or the heads: one kernel each."""
-        from tilewise.backends.triton.backward import tile_kernel
-
         plan, call = self.call.plan, self.call
         p, tiles, functions = plan.p, plan.config.dq, plan.emitted.functions
         for n, read in enumerate(self.reads):
@@ -515,7 +576,7 @@ class _LeafSums:
                 tiles, call.align, lists=False, tile=functions[f"tile_{n}"], place=functions[f"place_{n}"]
             )
             loops = ("b" in read.loops, "h" in read.loops)
-            plan.start(tile_kernel, grid, tiles, tensors, call.sizes(1), call.scales(), n, *loops, facts)
+            plan.start(kernels().tile, grid, tiles, tensors, call.sizes(1), call.scales(), n, *loops, facts)
 
     def totals(self) -> dict[int, Tensor]:
         for read, buffer in zip(self.reads, self.buffers, strict=True):

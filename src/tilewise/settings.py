@@ -3,10 +3,13 @@
 - ``TILEWISE_CPU_ISA=name``: the cpu backend uses this instruction set (``avx512bf16``, ``avx512``,
   ``avx2``, ``portable``), not the best one.
 - ``TILEWISE_CPU_LIBRARY=path``: another build of the cpu backend's library, such as one with sanitizers.
+- ``TILEWISE_CACHE=folder``: where what was measured on this machine is kept; default ``tilewise`` in
+  ``XDG_CACHE_HOME`` or ``~/.cache``.
 - ``TILEWISE_CHECK=1``: read ``cu_seqlens`` back from the accelerator at each call and refuse a wrong one.
 """
 
 import os
+from pathlib import Path
 
 
 def check_values() -> bool:
@@ -22,3 +25,9 @@ def cpu_isa() -> str:
 def cpu_library() -> str:
     """The file of the cpu backend's library; empty: the one that was built with the package."""
     return os.environ.get("TILEWISE_CPU_LIBRARY", "")
+
+
+def cache_folder() -> Path:
+    """The user's folder of what was measured on this machine."""
+    named = os.environ.get("TILEWISE_CACHE", "")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, Config, choose
 from tilewise.backends.triton.emit import SCATTER, classify, pair_bytes
 from tilewise.problem import Problem
@@ -22,7 +23,7 @@ _PLANS_LIMIT = 4096
 
 
 @lru_cache(maxsize=1)
-def _installed() -> bool:
+def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
@@ -58,7 +59,7 @@ class Triton:
         self._plans: dict[int, object] = {}
 
     def unsupported(self, p: Problem) -> list[str]:
-        if not _installed():
+        if not installed():
             return ["the package triton is not installed; pip install 'tilewise[triton]'"]
         reasons = _device_reasons(p)
         if p.dtype == torch.float64:
@@ -70,7 +71,7 @@ class Triton:
         return reasons
 
     def config(self, p: Problem) -> Config:
-        return self.override or choose(p, pair_bytes(p))
+        return self.override or choose(p, pair_bytes(p), tuned.passes(p))
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         from tilewise.backends.triton import launch

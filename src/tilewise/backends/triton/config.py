@@ -173,6 +173,43 @@ _FLOAT = {
 # The interpreter takes about 5 ms a step, whatever the tile; small problems should still have several tiles.
 INTERPRETED = Config(Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1))
 
+
+def _tma(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
+    return tuple(Tiles(*row, tma=True) for row in rows)
+
+
+# What `tilewise tune` and bench/gpu_triton.py measure, by architecture, pass and padded head dim; half precision. Rows that
+# lost on an H200 are in docs/measured.md, not here.
+CANDIDATES = {
+    "sm90": {
+        "forward": {
+            64: _tma((64, 128, 4, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 128, 4, 4)),
+            128: _tma((128, 128, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2)),
+            256: _tma((128, 64, 8, 2), (128, 32, 8, 4), (128, 64, 8, 3)),
+        },
+        "dkdv": {
+            64: _tma((64, 64, 4, 3), (64, 128, 8, 3), (128, 64, 4, 2)),
+            128: _tma((32, 64, 4, 3), (32, 64, 4, 4), (32, 128, 8, 3), (64, 128, 8, 3)),
+            256: _tma((64, 64, 8, 2)),
+        },
+        "dk": {
+            64: _tma((64, 64, 4, 3)),
+            128: _tma((64, 128, 8, 3), (64, 64, 4, 3)),
+            256: _tma((32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 3)),
+        },
+        "dv": {
+            64: _tma((64, 64, 4, 3)),
+            128: _tma((64, 128, 8, 3), (64, 64, 4, 3)),
+            256: _tma((32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 4)),
+        },
+        "dq": {
+            64: _tma((128, 64, 4, 3), (64, 64, 4, 3)),
+            128: _tma((128, 64, 8, 3), (64, 64, 4, 2)),
+            256: _tma((128, 32, 8, 3), (128, 32, 8, 2)),
+        },
+    },
+}
+
 TABLE = {"sm80": _HALF_SM80, "sm90": _HALF_SM90, "sm100": _HALF_SM80, "amd": _HALF_AMD}
 
 
@@ -190,18 +227,38 @@ def architecture(device: torch.device) -> str:
 SPLIT_KEYS = 1024  # a chunk's size may depend on nothing but seqlen_k
 
 
-def choose(p: Problem, pair_bytes: int = 0) -> Config:
-    """By head dim and dtype; ``pair_bytes`` as in :class:`Streams`.
+def of_width(rows: dict[int, tuple], p: Problem) -> tuple:
+    """The first row that holds p's head dims; empty where none does."""
+    return next((row for limit, row in rows.items() if max(width(p.head_dim), width(p.head_dim_v)) <= limit), ())
+
+
+def preceded(passes: dict[str, Tiles], measured: dict[str, Tiles]) -> dict[str, Tiles]:
+    """``passes`` with those that were measured in their place; dK and dV are one pass or two, as measured."""
+    over_keys = [name for name in measured if name in OVER_KEYS]
+    return {name: x for name, x in passes.items() if not over_keys or name not in OVER_KEYS} | measured
+
+
+def choose(p: Problem, pair_bytes: int = 0, measured: dict[str, Tiles] | None = None) -> Config:
+    """By head dim and dtype; ``pair_bytes`` as in :class:`Streams`, ``measured``: what :mod:`tuned` has of this device.
 
     Keys are split where one sequence's query tiles leave most of the machine idle.
     """
     if p.device.type == "cpu":
-        return INTERPRETED
-    facts = devices.of(p.device)
-    rows = table(architecture(p.device), p.dtype.itemsize)
-    row = next(tiles for limit, tiles in rows.items() if max(width(p.head_dim), width(p.head_dim_v)) <= limit)
-    fitted = fit_all(p, Config(*row).passes, pair_bytes)
-    return Config.of(fitted, _split(p, fitted["forward"].tile_m, facts.cores))
+        return Config.of(preceded(INTERPRETED.passes, measured or {}))
+    row = of_width(table(architecture(p.device), p.dtype.itemsize), p)
+    fitted = fit_all(p, preceded(Config(*row).passes, measured or {}), pair_bytes)
+    return Config.of(fitted, _split(p, fitted["forward"].tile_m, devices.of(p.device).cores))
+
+
+def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
+    """What may be tried on p's device, by pass; the configured tiles first, none twice."""
+    arch = "interpreted" if p.device.type == "cpu" else architecture(p.device)
+    rows = {name: of_width(by_width, p) for name, by_width in CANDIDATES.get(arch, {}).items()}
+    configured = {name: (x,) for name, x in choose(p).passes.items()}
+    if p.dtype.itemsize != 2:
+        return configured
+    names = dict.fromkeys((*configured, *rows))
+    return {name: tuple(dict.fromkeys((*configured.get(name, ()), *rows.get(name, ())))) for name in names}
 
 
 def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:

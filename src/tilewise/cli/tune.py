@@ -1,0 +1,208 @@
+"""`tilewise tune`: measures the Triton backend's candidate tiles on this machine and keeps the fastest that are right."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated
+
+import torch
+import typer
+
+from tilewise.cli import checkout
+from tilewise.cli.page import console, heading, note, progress, status_text, table
+
+CASES = ("h200-d64-n4096-causal", "h200-d128-n4096-causal", "h200-d256-n4096-causal")
+WRITES = {"forward": ("o", "lse"), "dkdv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",), "dq": ("dq",)}
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Where to measure, and what."""
+
+    case: Annotated[list[str] | None, typer.Option(help="A case of bench/cases.py; repeat for more.")] = None
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print; keep nothing.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate of one pass: milliseconds of the whole forward or backward with it, or why it does not count."""
+
+    case: str
+    name: str
+    tiles: object
+    ms: float | None = None
+    wrong: str = ""
+    kept: bool = False
+
+
+def tune(options: TuneOptions) -> int:
+    """Measure the tiles of the Triton kernels and keep the fastest for this machine.
+
+    Every candidate is checked against float64 first and never timed when wrong. What is found is written to the user's cache
+    folder (TILEWISE_CACHE) and used from the next call on, for the same device, dtype and head dims. Exit code 1: a candidate
+    is wrong.
+    """
+    checkout.use_bench()
+    from bench import cases
+    from tilewise.backends.triton import tuned
+
+    device = _device(options.device)
+    trials, rows = [], []
+    with progress() as bar:
+        task = bar.add_task("", total=None)
+        for name in options.case or CASES:
+            found, best = measure(cases.named(name), device, lambda text: bar.update(task, description=text))
+            trials += found
+            rows += best
+    file = None if options.dry_run else tuned.store(rows)
+    if options.as_json:
+        print(json.dumps([asdict(t) for t in trials]))
+    else:
+        _print(trials, file)
+    return 1 if any(t.wrong for t in trials) else 0
+
+
+def _device(wanted: str) -> str:
+    """Raises ValueError where there is no GPU, unless the interpreter takes CPU tensors."""
+    from tilewise.backends import triton
+
+    device = checkout.choose_device(wanted)
+    if device == "cpu" and not (triton.installed() and triton.interpreting()):
+        raise ValueError(
+            "tilewise tune measures the Triton backend's tiles on a GPU, and torch.cuda sees none on this machine; without "
+            "measurements the tiles of backends/triton/config.py are used"
+        )
+    return device
+
+
+def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> tuple[list[Trial], list]:
+    """The trials of a case, and a tuned.Row for each of its passes."""
+    from tilewise.backends.triton import Triton, config, tuned
+
+    full, small = (_call(c, device) for c in (case, _shrunk(case)))
+    expected = _expected(small)
+    chosen = config.choose(full.p).passes
+    trials, best = [], {}
+    for name, candidates in config.candidates(full.p).items():
+        for tiles in candidates:
+            say(f"{case.name}: {name} {tiles.describe()}")
+            passes = config.Config.of(config.preceded(chosen, _with_partner(name, tiles, config.candidates(full.p))))
+            backend = Triton(passes)
+            trial = _try(Trial(case.name, name, tiles), backend, small, full, expected)
+            trials.append(trial)
+            if trial.ms is not None and (name not in best or trial.ms < best[name].ms):
+                best[name] = trial
+    kept = _kept(best)
+    trials = [replace(t, kept=any(t is x for x in kept)) for t in trials]
+    return trials, [tuned.Row.of(full.p, t.name, t.tiles, t.ms) for t in kept]
+
+
+def _with_partner(name: str, tiles, candidates: dict) -> dict:
+    """A pass for dK alone needs one for dV, and the other way round: the first candidate."""
+    partner = {"dk": "dv", "dv": "dk"}.get(name)
+    return {name: tiles} | ({partner: candidates[partner][0]} if partner else {})
+
+
+def _kept(best: dict[str, Trial]) -> list[Trial]:
+    """The fastest of each pass; dK and dV by one pass, or by two where the better of those two measurements is faster."""
+    whole, parts = best.get("dkdv"), [best[name] for name in ("dk", "dv") if name in best]
+    two = len(parts) == 2 and (whole is None or min(t.ms for t in parts) < whole.ms)
+    over_keys = parts if two else [whole] if whole else []
+    return [best[name] for name in ("forward", "dq") if name in best] + over_keys
+
+
+def _try(trial: Trial, backend, small, full, expected) -> Trial:
+    """Checked on the small call, then timed on the full one."""
+    from bench import measure as clock
+    from tilewise import accuracy
+
+    try:
+        out = backend.forward(small.p, small.t)
+        results = accuracy.tensors(out, backend.backward(small.p, small.t, out, small.do, small.dlse))
+        errors = expected.judge({name: results[name] for name in WRITES[trial.name]})
+        if not all(e.ok for e in errors):
+            return replace(trial, wrong="; ".join(str(e) for e in errors if not e.ok))
+        out = backend.forward(full.p, full.t)
+        forward = lambda: backend.forward(full.p, full.t)  # noqa: E731
+        backward = lambda: backend.backward(full.p, full.t, out, full.do, full.dlse)  # noqa: E731
+        run, device = forward if trial.name == "forward" else backward, str(full.t.q.device)
+        run()
+        calls = clock.calls_for(clock.seconds_per_call(run, 1, device), device)
+        return replace(trial, ms=1e3 * min(clock.seconds_per_call(run, calls, device) for _ in range(5)))
+    except Exception as error:  # a candidate that does not fit the device is no failure of the command
+        return replace(
+            trial, wrong="" if "OutOfResources" in type(error).__name__ else f"{type(error).__name__}: {error}"[:200]
+        )
+
+
+def _shrunk(case):
+    """The case at a size that float64 can follow: several tiles, a ragged end."""
+    return replace(
+        case, batch=1, seqlen_q=min(case.seqlen_q, 300), seqlen_k=min(case.seqlen_k, 300), heads_q=2, heads_k=1
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A checked problem, its tensors and the gradients of its outputs."""
+
+    p: object
+    t: object
+    do: torch.Tensor
+    dlse: torch.Tensor
+
+
+def _call(case, device: str) -> _Call:
+    from bench import cases
+    from tilewise.backends.base import Inputs
+    from tilewise.problem import check
+    from tilewise.spec import Options, assemble, parse_spec
+
+    x = cases.draw(case, device)
+    mask = cases.MASKS[case.mask].build(x) if case.mask else None
+    score = cases.SCORES[case.score].build(x) if case.score else None
+    q, k, v = x.q, x.k, x.v
+    extras, seed, text = assemble(q, k, v, Options(mask=mask, score=score))
+    p = check(q, k, v, extras, seed, parse_spec(text))
+    q, k, v, *extras = (t.detach() for t in (q, k, v, *extras))
+    dlse = torch.zeros(case.batch, case.heads_q, case.seqlen_q, dtype=p.compute_dtype, device=device)
+    return _Call(p, Inputs.of(p, q, k, v, extras, seed), x.do.detach(), dlse)
+
+
+def _expected(call: _Call):
+    from tilewise import accuracy
+
+    return accuracy.Expected.of(call.p, call.t, call.do, call.dlse)
+
+
+def _lines(trials: list[Trial]) -> Iterator[tuple[str, ...]]:
+    fastest = {}
+    for t in trials:
+        if t.ms is not None:
+            key = (t.case, "forward" if t.name == "forward" else "backward")
+            fastest[key] = min(t.ms, fastest.get(key, t.ms))
+    for t in trials:
+        best = fastest.get((t.case, "forward" if t.name == "forward" else "backward"))
+        time = ("", "") if t.ms is None else (f"{t.ms:.3f}", f"{t.ms / best:.2f}")
+        verdict = (
+            status_text("red") + f": {t.wrong}"
+            if t.wrong
+            else "does not fit"
+            if t.ms is None
+            else "kept"
+            if t.kept
+            else ""
+        )
+        yield t.case, t.name, t.tiles.describe(), *time, verdict
+
+
+def _print(trials: list[Trial], file) -> None:
+    columns = ("case", "pass", "tiles", "ms", "of the fastest", "verdict")
+    page = table(columns, left=("case", "pass", "tiles", "verdict"), wrap=("verdict",))
+    for line in _lines(trials):
+        page.add_row(*line)
+    heading("Tiles", "milliseconds of the whole forward or backward with them")
+    console().print(page)
+    note(f"Kept in {file}" if file else "Kept nowhere (--dry-run)")

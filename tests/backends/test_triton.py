@@ -22,9 +22,11 @@ import tilewise as tw
 from bench import cases
 from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
-from tilewise.backends.triton import Triton, interpreting, launch, maths
+from tilewise.backends.triton import Triton, config, interpreting, launch, maths
 from tilewise.backends.triton.config import INTERPRETED, TABLE, Config, Streams, Tiles, fit, shared_memory, width
 from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify
+from tilewise.problem import check
+from tilewise.spec import Options, assemble, parse_spec
 
 pytestmark = [
     pytest.mark.skipif(not interpreting(), reason="Triton was imported before TRITON_INTERPRET was set"),
@@ -279,3 +281,32 @@ def test_cpu_tensors_are_refused_when_not_interpreting(monkeypatch):
     monkeypatch.setattr("tilewise.backends.triton.interpreting", lambda: False)
     c = call(*qkv())
     assert Triton().unsupported(c.p) == ["runs on cuda, q is on cpu"]
+
+
+def shaped(batch: int, nq: int, nk: int, hq: int, hk: int) -> object:
+    """A problem of that size, without memory."""
+    q, k = (torch.empty(batch, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((nq, hq), (nk, hk)))
+    extras, seed, text = assemble(q, k, k, Options())
+    return check(q, k, k, extras, seed, parse_spec(text))
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits"),
+    [
+        ((1, 4096, 4096, 1, 1), True),  # 32 query tiles for 132 multiprocessors
+        ((1, 4096, 4096, 4, 4), False),  # 128: they are busy
+        ((1, 1000, 1000, 1, 1), False),  # one chunk
+        ((8, 8, 32768, 4, 4), True),  # decoding: 32 programs of 32 chunks
+        ((64, 1, 4096, 4, 4), False),  # 256 programs
+    ],
+)
+def test_keys_are_split_where_whole_rows_leave_the_machine_idle(shape, splits):
+    assert (config._split(shaped(*shape), 128, 132) is not None) == splits
+
+
+def test_heads_of_one_query_share_a_tile_only_where_every_key_is_seen():
+    q, k, v = qkv(nq=1, nk=50, hq=4, hk=2)
+    masks = {"all": None, "causal": tw.causal(), "window": tw.window(49, 0), "short": tw.window(48, 0)}
+    masks["lengths"] = tw.key_lengths(torch.tensor([50, 50]))
+    seen = {name: launch._sees_all(call(q, k, v, mask=mask).p) for name, mask in masks.items()}
+    assert seen == {"all": True, "causal": True, "window": True, "short": False, "lengths": False}

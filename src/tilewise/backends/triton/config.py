@@ -225,6 +225,9 @@ def architecture(device: torch.device) -> str:
 
 
 SPLIT_KEYS = 1024  # a chunk's size may depend on nothing but seqlen_k
+MERGE_KEYS = (
+    512  # a second launch and the merge take as long as about so many keys of a query tile; predicted, not measured
+)
 
 
 def of_width(rows: dict[int, tuple], p: Problem) -> tuple:
@@ -270,12 +273,35 @@ def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[s
     return {kernel: fit(kernel, tiles, need(kernel), limit) for kernel, tiles in passes.items()}
 
 
+# Where one query's heads share a tile: few rows, and as many loads in flight as fit.
+_DECODING_SM90 = {
+    64: (Tiles(64, 128, 4, 3, True),),
+    128: (Tiles(64, 64, 4, 3, True),),
+    256: (Tiles(64, 32, 4, 3, True),),
+}
+
+
+def decoding(p: Problem, config: Config) -> Config:
+    """For a decoding step whose rows are the heads of a group (launch.grouped)."""
+    if p.device.type == "cpu":
+        return config
+    cores, fast = devices.of(p.device).cores, architecture(p.device) == "sm90" and p.dtype.itemsize == 2
+    row = of_width(_DECODING_SM90, p) if fast else ()
+    forward = fit_all(p, {"forward": row[0]})["forward"] if row else config.forward
+    return replace(config, forward=forward, split=_split(p, forward.tile_m, cores))
+
+
 def _split(p: Problem, tile_m: int, cores: int) -> int | None:
+    """The keys of a chunk, or None where whole rows keep the machine as busy.
+
+    The time of either is counted in keys that the busiest multiprocessor walks; splitting must save a third of it.
+    """
     if p.packed or p.spec.region.predicate is not None:
         return None
     # Deterministic results do not depend on batch-mates: the choice then looks at one sequence.
     batch = 1 if p.spec.deterministic else p.batch
     programs = batch * p.heads_q * -(-p.seqlen_q // tile_m)
-    # Split was slower than unsplit with 32 programs of 4096 keys and with 256 of 32768 (docs/measured.md), so it is kept for
-    # few programs and many keys; where between them it begins to pay is not measured.
-    return SPLIT_KEYS if 8 * programs <= cores and p.seqlen_k >= 8 * SPLIT_KEYS else None
+    chunks = -(-p.seqlen_k // SPLIT_KEYS)
+    whole = -(-programs // cores) * p.seqlen_k
+    parts = -(-programs * chunks // cores) * SPLIT_KEYS + MERGE_KEYS
+    return SPLIT_KEYS if 3 * parts <= 2 * whole else None

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, empty_output
-from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, width
+from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, decoding, width
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
 from tilewise.backends.triton.facts import Facts
-from tilewise.problem import Problem
+from tilewise.problem import Problem, check
+from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
 
 
@@ -389,32 +390,48 @@ def blocks(p: Problem, length: int, tile: int) -> int:
 
 
 @dataclass
+class Launched:
+    """A compiled kernel, its grid, and the arguments that are the same in every call."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    sizes: Any
+    scales: Any
+    facts: Facts
+
+    def __call__(self, tensors: object, *between: object) -> None:
+        self.compiled[self.grid](tensors, self.sizes, self.scales, *between, self.facts)
+
+
+@dataclass
 class Again:
     """A forward that was launched before: everything of it but the tensors.
 
     Attributes:
         slots: the extras that the kernel reads; descriptors: of k and v, to be rebased, or none.
+        merge: of ``chunks`` partial states, where keys are split.
     """
 
-    compiled: Any
-    grid: tuple[int, int, int]
+    main: Launched
     slots: tuple[int, ...]
     descriptors: tuple
-    constant: tuple  # sizes, scales
-    facts: Facts
+    merge: Launched | None
+    chunks: int
 
     @classmethod
-    def of(cls, call: Call, compiled: object, grid: tuple[int, ...], args: tuple) -> Again | None:
+    def of(cls, call: Call, descriptors: tuple, launched: list[Launched], chunks: int = 0) -> Again | None:
         """None where another call may need other numbers: unaligned or copied tensors, lists of tiles, tf32."""
         copied = call.q is not call.t.q or call.k is not call.t.k or call.v is not call.t.v
-        if compiled is None or copied or call.plan.lists or call.plan.p.dtype.itemsize == 4:
+        unknown = any(x.compiled is None for x in launched)
+        if unknown or copied or call.plan.lists or call.plan.p.dtype.itemsize == 4:
             return None
-        _, sizes, scales, *descriptors, facts = args
-        return cls(compiled, (*grid, 1), call.plan.emitted.slots, tuple(descriptors), (sizes, scales), facts)
+        merge = launched[1] if chunks else None
+        return cls(launched[0], call.plan.emitted.slots, descriptors, merge, chunks)
 
     def launch(self, t: Inputs, out: Output) -> bool:
         """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
-        q, k, v, o, lse = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), out.o.data_ptr(), out.lse.data_ptr()
+        to = out if self.merge is None else partial_states(out, self.chunks)
+        q, k, v, o, lse = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), to.o.data_ptr(), to.lse.data_ptr()
         leaves = tuple([t.leaves[n] for n in self.slots])
         if (q | k | v | o | lse) % 16 or not aligned(*leaves) or (t.seed is not None and t.seed.data_ptr() % 16):
             return False
@@ -424,57 +441,111 @@ class Again:
         k_matrix, v_matrix = self.descriptors
         if k_matrix is not None:
             k_matrix, v_matrix = rebased(k_matrix, t.k), rebased(v_matrix, t.v)
-        self.compiled[self.grid](tensors, *self.constant, k_matrix, v_matrix, self.facts)
+        self.main(tensors, k_matrix, v_matrix)
+        if self.merge is not None:
+            self.merge(tensors._replace(o=out.o, lse=out.lse), to.o, to.lse)
         return True
 
 
 def forward(plan: Plan, t: Inputs) -> Output:
-    p, tiles, out = plan.p, plan.config.forward, empty_output(plan.p, t.q, t.v)
+    p = plan.p
+    if p.seqlen_q == 1 and p.group > 1 and not p.packed:
+        inner = plan.made.get("grouped", plan)
+        if inner is plan:
+            inner = plan.made["grouped"] = grouped(plan, t)
+        if inner is not None:
+            return ungrouped(p, forward(inner, replace(t, q=one_tile(p, t.q))))
+    out = empty_output(p, t.q, t.v)
     again = plan.made.get("again")
     if again is not None and again.launch(t, out):
         return out
     call = Call.of(plan, t)
-    batch = 1 if p.packed else p.batch
-    slots = blocks(p, p.seqlen_q, tiles.tile_m)
-    lists = call.tile_lists(tiles, False)
+    lists = call.tile_lists(plan.config.forward, False)
+    descriptors = call.descriptors(plan.config.forward, "kv")
     split = plan.config.split
-    split = split if split and not p.packed and lists is None and p.seqlen_k > split else None
-    descriptors = call.descriptors(tiles, "kv")
-    tma = descriptors[0] is not None
-    if split is None:
-        tensors = call.tensors(o=out.o, lse=out.lse, lists=pointers(lists))
-        facts = plan.facts(tiles, call.align, tma=tma)
-        grid = (slots * p.heads_q * batch, 1)
-        args = (tensors, call.sizes(slots, lists=lists), call.scales(), *descriptors, facts)
-        plan.made["again"] = Again.of(call, plan.start(kernels().forward, grid, tiles, *args), grid, args)
-        return out
-    _forward_split(plan, call, out, descriptors)
+    if split and not p.packed and lists is None and p.seqlen_k > split:
+        chunk = -(-split // plan.config.forward.tile_n)  # in tiles
+        chunks = -(-p.seqlen_k // (chunk * plan.config.forward.tile_n))
+        parts = partial_states(out, chunks)
+        main = _states(call, parts, descriptors, None, chunk=chunk, chunks=chunks)
+        plan.made["again"] = Again.of(call, descriptors, [main, _merge(call, out, parts, chunks)], chunks)
+    else:
+        plan.made["again"] = Again.of(call, descriptors, [_states(call, out, descriptors, lists)])
     return out
+
+
+def _states(
+    call: Call, to: Output, descriptors: tuple, lists: TileLists | None, *, chunk: int = 0, chunks: int = 1
+) -> Launched:
+    """Runs the forward kernel, over chunks of ``chunk`` key tiles where there are some."""
+    plan, p, tiles = call.plan, call.plan.p, call.plan.config.forward
+    slots = blocks(p, p.seqlen_q, tiles.tile_m)
+    sink = {"split": True, "sink": False} if chunk else {}
+    facts = plan.facts(tiles, call.align, tma=descriptors[0] is not None, **sink)
+    grid = (slots * p.heads_q * (1 if p.packed else p.batch), chunks)
+    tensors, sizes = (
+        call.tensors(o=to.o, lse=to.lse, lists=pointers(lists)),
+        call.sizes(slots, chunk=chunk, lists=lists),
+    )
+    compiled = plan.start(kernels().forward, grid, tiles, tensors, sizes, call.scales(), *descriptors, facts)
+    return Launched(compiled, (*grid, 1), sizes, call.scales(), facts)
 
 
 MERGING = Tiles(16, 16, 4, 1)
 
 
-def _forward_split(plan: Plan, call: Call, out: Output, descriptors: tuple) -> None:
-    """Partial states of chunks of keys, and their merge."""
-    p, tiles = plan.p, plan.config.forward
-    chunk = -(-plan.config.split // tiles.tile_n)  # in tiles
-    chunks = -(-p.seqlen_k // (chunk * tiles.tile_n))
-    parts = torch.empty((chunks, *out.o.shape), dtype=torch.float32, device=out.o.device)
-    parts_lse = torch.empty((chunks, *out.lse.shape), dtype=torch.float32, device=out.o.device)
-    slots = blocks(p, p.seqlen_q, tiles.tile_m)
-    facts = plan.facts(tiles, call.align, split=True, sink=False, tma=descriptors[0] is not None)
-    tensors, grid = call.tensors(o=parts, lse=parts_lse), (slots * p.heads_q * p.batch, chunks)
-    plan.start(
-        kernels().forward, grid, tiles, tensors, call.sizes(slots, chunk=chunk), call.scales(), *descriptors, facts
-    )
+def partial_states(out: Output, chunks: int) -> Output:
+    """Room for the states of chunks of keys, in fp32."""
+    new = lambda x: torch.empty((chunks, *x.shape), dtype=torch.float32, device=x.device)  # noqa: E731
+    return Output(new(out.o), new(out.lse))
 
+
+def _merge(call: Call, out: Output, parts: Output, chunks: int) -> Launched:
+    plan, p = call.plan, call.plan.p
     slots = blocks(p, p.seqlen_q, MERGING.tile_m)
     facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
     tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, chunk=chunks)
-    plan.start(
-        kernels().merge, (slots * p.heads_q * p.batch,), MERGING, tensors, sizes, call.scales(), parts, parts_lse, facts
-    )
+    grid = (slots * p.heads_q * p.batch, 1)
+    compiled = plan.start(kernels().merge, grid, MERGING, tensors, sizes, call.scales(), parts.o, parts.lse, facts)
+    return Launched(compiled, (*grid, 1), sizes, call.scales(), facts)
+
+
+# -- Decoding: with one query, the query heads of a key head are the rows of one tile ------------------------------
+
+
+def grouped(plan: Plan, t: Inputs) -> Plan | None:
+    """The plan of the same attention with ``group`` queries and heads_k heads; None where a head or a key is not like another:
+    scores, dropout, sinks, and masks that hide a key."""
+    p, spec = plan.p, plan.p.spec
+    if spec.score is not None or spec.dropout_p or spec.sink_slot is not None or not _sees_all(p):
+        return None
+    q = one_tile(p, t.q)
+    options = Options(softmax_scale=p.softmax_scale, deterministic=spec.deterministic)
+    extras, seed, text = assemble(q, t.k, t.v, options)
+    inner = check(q, t.k, t.v, extras, seed, parse_spec(text))
+    return Plan(inner, decoding(inner, plan.config), plan.run)
+
+
+def _sees_all(p: Problem) -> bool:
+    """Whether the one query of p sees every key: its interval, worked out on the host."""
+    lo, hi = p.spec.region.ends[:2]
+    ends = [e for e in (lo, hi) if e is not None]
+    if p.spec.region.predicate is not None or expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}:
+        return False
+    numbers = {"i": 0, "seqlen_q": 1, "seqlen_k": p.seqlen_k, "off": p.seqlen_k - 1}
+    values = expr.evaluate(ends, {name: torch.tensor(x) for name, x in numbers.items()}, [], torch.float32)
+    found = dict(zip(map(id, ends), values, strict=True))
+    return (lo is None or found[id(lo)] <= 0) and (hi is None or found[id(hi)] >= p.seqlen_k)
+
+
+def one_tile(p: Problem, q: Tensor) -> Tensor:
+    """q (batch, 1, heads_q, D) as (batch, group, heads_k, D)."""
+    return q[:, 0].unflatten(1, (p.heads_k, p.group)).transpose(1, 2)
+
+
+def ungrouped(p: Problem, out: Output) -> Output:
+    o = out.o.transpose(1, 2).reshape(p.batch, 1, p.heads_q, p.head_dim_v)
+    return Output(o, out.lse.view(p.batch, p.heads_q, 1))
 
 
 # -- Backward ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,253 @@
+"""``torch.nn.functional.scaled_dot_product_attention`` over tilewise's op, and :func:`patch` for a whole model.
+
+Torch's signature and layout, ``(..., heads, seqlen, head_dim)``, with its **top-left** causal mask: query i sees keys
+``j <= i``, also where the lengths differ (tilewise's own ``causal`` is aligned at the last query and key). Nothing is expanded:
+a mask of shape ``(batch, 1, 1, seqlen_k)`` stays one bit per key, an additive one is read where it lies and gets its gradient.
+
+As in torch, a row that sees no key, be it by a bool mask, by -inf or without keys, is zero and passes on zero. Unlike there, a
+NaN in a key that every query masks does not reach the output. Dropout has other random numbers than torch's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ContextDecorator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewise as tw
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``softmax(scale * query keyᵀ + mask) value``.
+
+    Args:
+        query: ``(..., heads, seqlen_q, head_dim)``, at least 2 dimensions; leading ones broadcast.
+        key: ``(..., heads_k, seqlen_k, head_dim)``. value: ``(..., heads_k, seqlen_k, head_dim_v)``.
+        attn_mask: broadcastable to ``(..., heads, seqlen_q, seqlen_k)``: bool, True takes part; floating, added to the
+            scores, differentiable; or a ``torch.nn.attention.bias.CausalBias``.
+        is_causal: query i sees keys ``j <= i``. scale: default ``1 / sqrt(head_dim)``.
+        enable_gqa: heads is a multiple of heads_k, and consecutive query heads share one.
+
+    Returns:
+        ``(..., heads, seqlen_q, head_dim_v)``, a view of ``(..., seqlen_q, heads, head_dim_v)``.
+
+    Raises:
+        ValueError: a wrong call. NotImplementedError: what torch runs and this does not, with every reason.
+    """
+    variant = getattr(getattr(attn_mask, "variant", None), "name", None)  # CausalBias: importing it to ask costs 2 s
+    reasons = _refusals(query, key, value, dropout_p, scale, enable_gqa)
+    if reasons:
+        raise NotImplementedError("scaled_dot_product_attention" + "".join(f"\n  {reason}" for reason in reasons))
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask and is_causal exclude each other; put the causal mask into attn_mask")
+    lead = _leading(query, key, value)
+    q, k, v = _heads_last(query, key, value, lead, enable_gqa)
+    mask, score = None, None
+    if is_causal or variant == "UPPER_LEFT":
+        mask, k, v = _top_left(q, k, v)
+    elif variant == "LOWER_RIGHT":
+        mask = tw.causal()
+    elif attn_mask is not None:
+        mask, score = _of_pairs(attn_mask, (*lead, q.shape[2], q.shape[1], k.shape[1]))
+    o = tw.attention(q, k, v, mask=mask, score=score, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
+    if query.ndim == key.ndim == value.ndim == 2:
+        return o[0, 0]
+    return o.unflatten(0, lead) if len(lead) > 1 else o if lead else o[0]
+
+
+def _refusals(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None, enable_gqa: bool
+) -> list[str]:
+    """Why a call that torch runs cannot run here."""
+    reasons = []
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.is_nested or x.layout != torch.strided:
+            reasons.append(f"{name} is nested or sparse; pack it and call tw.attention_varlen")
+        elif not x.is_floating_point():
+            reasons.append(f"{name} is {x.dtype}; floating types alone are built")
+    if dropout_p == 1.0:
+        reasons.append("dropout_p 1.0 drops everything: the output is zeros, no attention is needed")
+    if isinstance(scale, Tensor):
+        reasons.append("scale is a tensor, which torch reads on the host; give float(scale), or multiply query by it")
+    if not reasons and enable_gqa and min(key.ndim, value.ndim) > 2 and key.shape[-3] != value.shape[-3]:
+        reasons.append(f"key has {key.shape[-3]} heads and value {value.shape[-3]}; repeat the fewer ones")
+    return reasons
+
+
+def _leading(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """The dimensions before heads, broadcast."""
+    shapes = [tuple(x.shape) for x in (query, key, value)]
+    if min(len(shape) for shape in shapes) < 2:
+        raise ValueError(
+            f"query, key and value need 2 dimensions or more, got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+    try:
+        return tuple(torch.broadcast_shapes(*[shape[:-3] for shape in shapes]))
+    except RuntimeError:
+        raise ValueError(
+            f"the leading dimensions of query {shapes[0]}, key {shapes[1]} and value {shapes[2]} do not broadcast"
+        ) from None
+
+
+def _heads_last(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...], gqa: bool) -> tuple[Tensor, ...]:
+    """Views ``(batch, seqlen, heads, head_dim)``; a head count of 1 is broadcast, for key and value as one shared head."""
+    qkv = [x[(None,) * max(0, 3 - x.ndim)] for x in (query, key, value)]
+    heads = [x.shape[-3] for x in qkv]
+    if not gqa:
+        most = max(heads)
+        if any(n not in (1, most) for n in heads):
+            counts = ", ".join([str(n) for n in heads])
+            raise ValueError(f"query, key and value have {counts} heads; grouped ones need enable_gqa=True")
+        heads = [most, 1, 1] if heads[1] == heads[2] == 1 else [most] * 3
+    flat = [x.expand(*lead, n, *x.shape[-2:]) for x, n in zip(qkv, heads, strict=True)]
+    flat = [x.flatten(0, -4) if len(lead) > 1 else x if lead else x[None] for x in flat]
+    return tuple([x.transpose(1, 2) for x in flat])
+
+
+def _top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[tw.Mask, Tensor, Tensor]:
+    """``j <= i`` as an interval of tilewise's: keys after the last query are seen by none and left out."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if seqlen_k > seqlen_q:
+        return tw.causal(), k[:, :seqlen_q], v[:, :seqlen_q]
+    return tw.causal() if seqlen_k == seqlen_q else tw.window(right=seqlen_q - seqlen_k), k, v
+
+
+def _of_pairs(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
+    """A tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
+    sizes, lead = tuple(attn_mask.shape), shape[:-3]
+    fits = len(sizes) <= len(shape) and all(n in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False))
+    if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        raise ValueError(f"attn_mask must be bool or floating and broadcast to {shape}; got {attn_mask.dtype} {sizes}")
+    if not attn_mask.requires_grad:
+        for axis in range(attn_mask.ndim):
+            if attn_mask.stride(axis) == 0 and attn_mask.shape[axis] > 1:  # expanded by the caller: read it once
+                attn_mask = attn_mask.narrow(axis, 0, 1)
+    if len(lead) > 1 and attn_mask.ndim > 3:
+        attn_mask = attn_mask[(None,) * (len(shape) - attn_mask.ndim)]
+        if tuple(attn_mask.shape[:-3]) not in (lead, (1,) * len(lead)):
+            return _of_some_leading(attn_mask, lead)
+        attn_mask = attn_mask.flatten(0, -4)
+    return (tw.dense(attn_mask), None) if attn_mask.dtype == torch.bool else (None, tw.bias(attn_mask))
+
+
+def _of_some_leading(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
+    """Some leading dimensions broadcast and others not: each is read at its own digit of the flattened batch index."""
+
+    def read(b, h, i, j):
+        index = [h, i, j]
+        for size in lead[::-1]:
+            index.insert(0, b % size)
+            b = b // size
+        return tw.lookup(attn_mask, *[0 if n == 1 else x for n, x in zip(attn_mask.shape, index, strict=True)])
+
+    if attn_mask.dtype == torch.bool:
+        return tw.keep(read), None
+    return None, tw.score(lambda s, b, h, i, j: s + read(b, h, i, j))
+
+
+# -- A whole model ---------------------------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+_active: list[_Patch] = []
+_saved: dict[str, object] = {}
+
+
+class _Patch(ContextDecorator):
+    """What :func:`patch` returns. It may be entered again while it is active."""
+
+    def __init__(self, unsupported: str):
+        self.unsupported = unsupported
+
+    def __enter__(self) -> _Patch:
+        with _lock:
+            if not _active:
+                _saved["fastpath"] = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+                for name, ours in _REPLACED.items():
+                    _saved[name] = getattr(F, name)
+                    setattr(F, name, ours)
+            _active.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            last = len(_active) - 1 - _active[::-1].index(self)
+            del _active[last]
+            if not _active:
+                torch.backends.mha.set_fastpath_enabled(_saved["fastpath"])
+                for name, ours in _REPLACED.items():
+                    if getattr(F, name) is ours:  # else someone else has replaced it since: theirs stays
+                        setattr(F, name, _saved[name])
+
+
+def patch(unsupported: str = "raise") -> _Patch:
+    """A context (or decorator) in which ``torch.nn.functional.scaled_dot_product_attention`` is this module's.
+
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` come here too: their fused inference path is switched off
+    inside. With ``need_weights=True`` they would compute the whole probability matrix: that counts as unsupported.
+
+    Args:
+        unsupported: what happens to a call that cannot run here. "raise": its NotImplementedError. "warn": a RuntimeWarning
+            with the reason, and torch's own function, which may take O(seqlen_q * seqlen_k) memory.
+
+    It is process-wide: every thread's calls come here while any thread is inside, and the latest entered ``unsupported``
+    decides. Entries may nest and overlap; when the last one is left, also by an exception, the originals are back. Run the
+    backward inside too where activation checkpoints will call the function again. A name bound before
+    (``from torch.nn.functional import scaled_dot_product_attention``) is not reached. ``torch.compile`` works either way
+    around: it compiles again when the function has changed.
+    """
+    if unsupported not in ("raise", "warn"):
+        raise ValueError(f'patch(unsupported=...) takes "raise" or "warn", got {unsupported!r}')
+    return _Patch(unsupported)
+
+
+def _say(reason: str) -> None:
+    """Raises ``reason``, or warns of it, as the latest patch wants."""
+    if _active and _active[-1].unsupported == "raise":
+        raise NotImplementedError(f'{reason}\n  patch(unsupported="warn") would run torch\'s own function')
+    warnings.warn(f"torch's own function runs, with up to O(N²) memory: {reason}", RuntimeWarning, stacklevel=3)
+
+
+def _patched_attention(*args, **kwargs) -> Tensor:
+    if not _active:
+        return _saved["scaled_dot_product_attention"](*args, **kwargs)
+    try:
+        return scaled_dot_product_attention(*args, **kwargs)
+    except NotImplementedError as reason:
+        _say(str(reason))
+    return _saved["scaled_dot_product_attention"](*args, **kwargs)
+
+
+_NEED_WEIGHTS = list(inspect.signature(F.multi_head_attention_forward).parameters).index("need_weights")
+
+
+def _patched_multi_head(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
+    wanted = args[_NEED_WEIGHTS] if len(args) > _NEED_WEIGHTS else kwargs.get("need_weights", True)
+    if wanted and _active:
+        _say(
+            "multi_head_attention_forward with need_weights=True computes the whole probability matrix; call the module with "
+            "need_weights=False, or tilewise.reference.attention for the matrix"
+        )
+    return _saved["multi_head_attention_forward"](*args, **kwargs)
+
+
+_REPLACED: dict[str, Callable] = {
+    "scaled_dot_product_attention": _patched_attention,
+    "multi_head_attention_forward": _patched_multi_head,
+}

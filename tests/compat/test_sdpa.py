@@ -1,0 +1,471 @@
+"""torch's scaled_dot_product_attention by its documented behaviour, and the patch that brings a whole model to it."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tilewise as tw
+from tests.compat.eager import agree, attend, normal
+from tilewise.compat import sdpa
+from tilewise.compat.sdpa import patch, scaled_dot_product_attention
+
+torch_sdpa = F.scaled_dot_product_attention
+B, H, NQ, NK, D = 2, 4, 33, 45, 16
+
+
+def qkv(nq: int = NQ, nk: int = NK, lead=(B, H), lead_k=None, dv: int = D, dtype=torch.float32) -> tuple[Tensor, ...]:
+    lead_k = lead if lead_k is None else lead_k
+    shapes = (*lead, nq, D), (*lead_k, nk, D), (*lead_k, nk, dv)
+    return tuple(normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes, 1))
+
+
+def documented(arithmetic, q, k, v, *bias, attn_mask=None, is_causal=False, scale=None, factor=None):
+    """What torch documents: top-left causal, a bool mask selects, a floating one is added."""
+    kept = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    kept = kept.tril() if is_causal else kept if attn_mask is None else attn_mask
+    change = (lambda s: s + bias[0]) if bias else (lambda s: s)
+    return attend(q, k, v, arithmetic, scale=scale, change=change, kept=kept, factor=factor)[:1]
+
+
+def holds(tensors, names=("o",), **options) -> dict[str, Tensor]:
+    """The function judged, with its gradients; a fourth tensor is an additive mask."""
+
+    def run(q, k, v, *bias):
+        return scaled_dot_product_attention(q, k, v, *bias, **options)
+
+    formula = {name: x for name, x in options.items() if name != "enable_gqa"}
+    return agree(run, partial(documented, **formula), tensors, names)
+
+
+# -- Layout ----------------------------------------------------------------------------------------------------------
+
+LEADS = {"2d": (), "3d": (3,), "4d": (B, H), "5d": (2, 3, 2), "6d": (2, 1, 3, 2)}
+
+
+@pytest.mark.parametrize("lead", LEADS)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_any_number_of_leading_dimensions(lead, is_causal):
+    tensors = qkv(lead=LEADS[lead], dv=5)
+    got = holds(tensors, is_causal=is_causal)["o"]
+    assert got.shape == torch_sdpa(*tensors).shape
+
+
+BROADCAST = {
+    "one-key-head": ((B, H), (B, 1)),
+    "one-key-batch": ((B, H), (1, H)),
+    "one-query-batch": ((1, H), (B, H)),
+    "one-query-head": ((B, 1), (B, H)),
+    "fewer-dimensions": ((B, H), (H,)),
+    "no-dimensions": ((B, H), ()),
+    "five-and-four": ((3, B, H), (B, H)),
+}
+
+
+@pytest.mark.parametrize("form", BROADCAST)
+def test_leading_dimensions_broadcast_and_gradients_are_summed_back(form):
+    def formula(arithmetic, *qkv):
+        lead = torch.broadcast_shapes(*[x.shape[:-2] for x in qkv])
+        return documented(arithmetic, *[x.expand(*lead, *x.shape[-2:]) for x in qkv])
+
+    tensors = qkv(lead=BROADCAST[form][0], lead_k=BROADCAST[form][1])
+    got = agree(scaled_dot_product_attention, formula, tensors, ("o",))["o"]
+    assert got.shape == torch_sdpa(*tensors).shape
+
+
+@pytest.mark.parametrize("sizes", [(33, 45), (45, 33), (40, 40), (2, 45), (45, 2), (7, 300)], ids=str)
+def test_causal_is_aligned_at_the_first_query_and_key(sizes):
+    holds(qkv(*sizes), is_causal=True)
+
+
+@pytest.mark.parametrize("lead", [(B, H), (H,), (3, B, H)], ids=["4d", "3d", "5d"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_enable_gqa_shares_key_heads_between_consecutive_query_heads(lead, is_causal):
+    holds(qkv(lead=lead, lead_k=(*lead[:-1], 2)), is_causal=is_causal, enable_gqa=True)
+
+
+@pytest.mark.parametrize("form", ["heads-last", "sliced", "expanded"])
+def test_strided_inputs_are_read_where_they_lie(form):
+    forms = {
+        "heads-last": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "sliced": lambda x: torch.cat([x, x], -1)[..., :D],
+        "expanded": lambda x: x[:1, :1].expand(B, H, -1, -1),
+    }
+    holds([forms[form](x) for x in qkv()], is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [None, 0.3], ids=["default-scale", "scale"])
+def test_dtypes_and_scale(dtype, scale):
+    holds(qkv(dtype=dtype), scale=scale, is_causal=True)
+
+
+@pytest.mark.parametrize("sizes", [(0, 9), (9, 0)], ids=["no-queries", "no-keys"])
+def test_no_queries_or_no_keys_give_what_torch_gives(sizes):
+    q, k, v = (x.requires_grad_() for x in qkv(*sizes))
+    o = scaled_dot_product_attention(q, k, v)
+    assert torch.equal(o, torch_sdpa(q, k, v))
+    assert all((g == 0).all() for g in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
+# -- Masks -----------------------------------------------------------------------------------------------------------
+
+SHAPES = [(NQ, NK), (1, NK), (NQ, 1), (NK,), (H, NQ, NK), (H, 1, NK), (B, 1, 1, NK), (B, 1, NQ, NK), (B, H, NQ, NK)]
+SHAPES += [(1, H, NQ, 1), (B, H, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_bool_mask_of_any_broadcastable_shape_selects(shape):
+    holds(qkv(), attn_mask=normal(*shape, seed=5) > -0.5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_additive_mask_of_any_broadcastable_shape_has_its_gradient(shape):
+    holds((*qkv(), normal(*shape, seed=5)))
+
+
+FIVE = [(3, B, H, NQ, NK), (1, 1, 1, NQ, NK), (3, 1, 1, 1, NK), (1, B, 1, NQ, NK), (B, H, NQ, NK), (B, 1, 1, NK)]
+
+
+@pytest.mark.parametrize("shape", FIVE, ids=str)
+def test_masks_of_five_dimensional_inputs_broadcast_in_each(shape):
+    holds(qkv(lead=(3, B, H)), attn_mask=normal(*shape, seed=5) > -0.5)
+    holds((*qkv(lead=(3, B, H)), normal(*shape, seed=5)))
+
+
+@pytest.mark.parametrize("lead_k", [(B, 2), (B, 1)], ids=["grouped", "shared"])
+def test_masks_are_those_of_query_heads_where_keys_are_shared(lead_k):
+    tensors = qkv(lead_k=lead_k)
+    holds(tensors, attn_mask=normal(B, H, NQ, NK, seed=5) > -0.5, enable_gqa=True)
+    holds((*tensors, normal(H, NQ, NK, seed=5)), enable_gqa=True)
+
+
+@pytest.fixture
+def passed(monkeypatch) -> list[dict]:
+    """The keywords that each call hands to ``tw.attention``."""
+    calls, attention = [], tw.attention
+    monkeypatch.setattr(tw, "attention", lambda *qkv, **options: calls.append(options) or attention(*qkv, **options))
+    return calls
+
+
+@pytest.mark.parametrize("expand", [False, True], ids=["given-small", "expanded-by-the-caller"])
+@pytest.mark.parametrize("additive", [False, True], ids=["bool", "additive"])
+def test_padding_stays_one_element_per_key(additive, expand, passed):
+    mask = normal(B, 1, 1, NK, seed=5)
+    mask = mask if additive else mask > 0
+    scaled_dot_product_attention(*qkv(), attn_mask=mask.expand(B, H, NQ, NK) if expand else mask)
+    (options,) = passed
+    (leaf,) = options["score" if additive else "mask"].leaves
+    assert leaf.numel() == B * NK
+    assert leaf.data_ptr() == mask.data_ptr()
+
+
+def test_the_gradient_of_a_mask_that_the_caller_expanded_is_its_own():
+    q, k, v = qkv()
+    wide = normal(1, 1, 1, NK, seed=5).requires_grad_().expand(B, H, NQ, NK)
+    (got,) = torch.autograd.grad(scaled_dot_product_attention(q, k, v, wide).square().sum(), wide)
+    (expected,) = torch.autograd.grad(
+        torch_sdpa(q.double(), k.double(), v.double(), wide.double()).square().sum(), wide
+    )
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("additive", [False, True], ids=["bool", "minus-infinity"])
+def test_a_row_without_a_key_is_zero_and_passes_on_zero_as_in_torch(additive):
+    kept = normal(NQ, NK, seed=5) > 0
+    kept[[0, 7, 32]] = False
+    mask = torch.zeros(NQ, NK).masked_fill(~kept, -torch.inf) if additive else kept
+    for function in (scaled_dot_product_attention, torch_sdpa):
+        q, k, v = (x.requires_grad_() for x in qkv())
+        o = function(q, k, v, mask)
+        (dq,) = torch.autograd.grad(o.sum(), q)
+        assert (o[:, :, [0, 7, 32]] == 0).all()
+        assert (dq[:, :, [0, 7, 32]] == 0).all()
+
+
+def test_the_smallest_number_in_a_mask_hides_like_torchs():
+    q, k, v = qkv()
+    mask = torch.where(normal(B, 1, 1, NK, seed=5) > 0, 0.0, torch.finfo(torch.float32).min)
+    mask[1] = torch.finfo(torch.float32).min  # every key alike: the mean of all values
+    expected = torch_sdpa(q, k, v, mask)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, mask), expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
+def test_what_a_key_holds_that_every_query_masks_does_not_matter(bad):
+    q, k, v = qkv()
+    mask = normal(B, 1, 1, NK, seed=5) > 0
+    clean = scaled_dot_product_attention(q, k, v, mask)
+    hidden = ~mask.view(B, 1, NK, 1)
+    assert torch.equal(
+        scaled_dot_product_attention(q, k.masked_fill(hidden, bad), v.masked_fill(hidden, bad), mask), clean
+    )
+
+
+@pytest.mark.parametrize("sizes", [(33, 45), (40, 40)], ids=str)
+@pytest.mark.parametrize("variant", ["upper_left", "lower_right"])
+def test_causal_biases_keep_their_alignment(variant, sizes):
+    from torch.nn.attention import bias
+
+    mask = getattr(bias, f"causal_{variant}")(*sizes)
+    agree(
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, mask),
+        partial(documented, attn_mask=mask._materialize()),
+        qkv(*sizes),
+        ("o",),
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "additive"])
+def test_dropout_is_the_mask_of_torchs_seed(masked):
+    torch.manual_seed(11)
+    kept = tw.dropout_mask(torch.randint(-(2**63), 2**63 - 1, (1,)), 0.3, B, H, NQ, NK)
+    options = {} if masked else {"is_causal": True}
+
+    def run(*tensors):
+        torch.manual_seed(11)
+        return scaled_dot_product_attention(*tensors, dropout_p=0.3, **options)
+
+    tensors = (*qkv(), normal(H, NQ, NK, seed=5)) if masked else qkv()
+    agree(run, partial(documented, factor=kept * (65536 / 45875), **options), tensors, ("o",))
+
+
+# -- What is wrong, and what is refused ------------------------------------------------------------------------------
+
+WRONG = {
+    "mask-and-causal": (lambda f: f(*qkv(dv=5), torch.ones(NQ, NK), is_causal=True), "exclude each other"),
+    "mask-shape": (lambda f: f(*qkv(), torch.ones(NQ, NK + 1)), r"broadcast to \(2, 4, 33, 45\)"),
+    "mask-dtype": (lambda f: f(*qkv(), torch.ones(NQ, NK, dtype=torch.int64)), "bool or floating"),
+    "heads": (lambda f: f(*qkv(lead_k=(B, 2))), "enable_gqa=True"),
+    "grouped": (lambda f: f(*qkv(lead_k=(B, 3)), enable_gqa=True), "multiple of heads of k"),
+    "batch": (lambda f: f(*qkv(lead_k=(3, H))), "do not broadcast"),
+    "one-dimension": (lambda f: f(*(x[0, 0, 0] for x in qkv())), "2 dimensions"),
+    "dtypes": (lambda f: f(qkv()[0].double(), *qkv()[1:]), "different dtypes"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_calls_that_torch_finds_wrong_are_wrong_here_and_say_why(name):
+    call, says = WRONG[name]
+    with pytest.raises((RuntimeError, IndexError)):
+        call(torch_sdpa)
+    with pytest.raises(ValueError, match=says):
+        call(scaled_dot_product_attention)
+
+
+def _nested():
+    return [torch.nested.nested_tensor([normal(H, n, D), normal(H, 5, D)]) for n in (7, 7, 7)]
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", "ignore:There is a performance drop because we have not yet implemented"
+)
+REFUSED = {
+    "nested": (lambda f: f(*_nested()), "attention_varlen"),
+    "all-dropped": (lambda f: f(*qkv(), dropout_p=1.0), "zeros"),
+    "scale-tensor": (lambda f: f(*qkv(), scale=torch.tensor(0.3)), r"float\(scale\)"),
+    "heads-of-value": (lambda f: f(qkv()[0], normal(B, 2, NK, D), normal(B, 1, NK, D), enable_gqa=True), "repeat"),
+    "vmap": (lambda f: torch.vmap(lambda q: f(q, q, q))(normal(3, B, H, 9, D)), "vmap"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_runs_and_this_does_not_is_refused_with_the_reason(name):
+    call, says = REFUSED[name]
+    call(torch_sdpa)
+    with pytest.raises(NotImplementedError, match=says):
+        call(scaled_dot_product_attention)
+
+
+def test_the_signature_is_torchs():
+    p = inspect.signature(scaled_dot_product_attention).parameters
+    positional = [n for n, x in p.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert positional == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
+    assert {n: x.default for n, x in p.items() if x.kind is x.KEYWORD_ONLY} == {"scale": None, "enable_gqa": False}
+    assert [p[n].default for n in positional[3:]] == [None, 0.0, False]
+
+
+MASKED = {
+    "causal": lambda: {"is_causal": True},
+    "padding": lambda: {"attn_mask": normal(B, 1, 1, NK, seed=5) > 0},
+    "additive": lambda: {"attn_mask": normal(H, NQ, NK, seed=5)},
+}
+
+
+@pytest.mark.parametrize("options", MASKED)
+def test_compiled_without_graph_breaks_it_gives_the_same(options):
+    torch._dynamo.reset()
+    made, tensors = MASKED[options](), [x.requires_grad_() for x in qkv()]
+    call = lambda q, k, v: scaled_dot_product_attention(q * 2, k, v, **made).square().sum()  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for x, y in zip(*(torch.autograd.grad(f(*tensors), tensors) for f in (compiled, call)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+# -- patch -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[int]:
+    """Grows by one with every call that arrives here through the patch."""
+    calls, function = [], scaled_dot_product_attention
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", lambda *a, **o: calls.append(1) or function(*a, **o))
+    return calls
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=True)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+@pytest.mark.parametrize("masked", ["plain", "padding", "causal"])
+def test_a_transformer_encoder_comes_here_with_every_layer(training, masked, counted):
+    model, x = encoder().train(training), normal(2, 11, 32)
+    padding = torch.arange(11) >= torch.tensor([[11], [7]])
+    options = {
+        "plain": {},
+        "padding": {"src_key_padding_mask": padding},
+        "causal": {"mask": nn.Transformer.generate_square_subsequent_mask(11), "is_causal": True},
+    }[masked]
+    with torch.set_grad_enabled(training):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of nested tensors
+            expected = model(x, **options)
+        with patch():
+            got = model(x, **options)
+    assert len(counted) == 2
+    tokens = ~padding if masked == "padding" else torch.ones_like(padding)
+    torch.testing.assert_close(got[tokens], expected[tokens])
+
+
+def test_gradients_of_a_patched_model_are_its_own():
+    model, x = encoder(), normal(2, 11, 32)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    with patch():
+        got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def _state() -> tuple:
+    return F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_originals_are_back_after_any_nesting_and_after_an_exception(counted):
+    before, q = _state(), normal(1, 1, 3, 8)
+    once = patch()
+    with once, patch("warn"), once:
+        F.scaled_dot_product_attention(q, q, q)
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert _state() == before
+    with pytest.raises(KeyError), patch(), patch():
+        raise KeyError
+    assert _state() == before
+    F.scaled_dot_product_attention(q, q, q)
+    assert len(counted) == 1
+
+
+def test_a_fast_path_that_was_off_stays_off():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with patch():
+            pass
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_it_decorates_a_function(counted):
+    q = normal(1, 1, 3, 8)
+
+    @patch()
+    def step():
+        return F.scaled_dot_product_attention(q, q, q)
+
+    torch.testing.assert_close(step(), torch_sdpa(q, q, q))
+    step()
+    assert len(counted) == 2
+
+
+def test_threads_may_enter_and_leave_in_any_order():
+    before, steps = _state(), [threading.Event() for _ in range(3)]
+
+    def other():
+        with patch():
+            steps[0].set()
+            steps[1].wait(10)
+        steps[2].set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    steps[0].wait(10)
+    with patch():
+        steps[1].set()
+        steps[2].wait(10)
+        assert F.scaled_dot_product_attention is not torch_sdpa  # the other has left, this one has not
+    thread.join()
+    assert _state() == before
+
+
+def test_a_name_taken_inside_works_outside():
+    with patch():
+        taken = F.scaled_dot_product_attention
+    q = normal(1, 1, 3, 8)
+    assert torch.equal(taken(q, q, q), torch_sdpa(q, q, q))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_raises_or_warns_and_never_runs_silently(name):
+    call, says = REFUSED[name]
+    with patch(), pytest.raises(NotImplementedError, match=says):
+        call(F.scaled_dot_product_attention)
+    with patch("warn"), pytest.warns(RuntimeWarning, match=r"torch's own function runs") as said:
+        got = call(F.scaled_dot_product_attention)
+    assert said[0].filename == __file__
+    if name != "nested":
+        torch.testing.assert_close(got, call(torch_sdpa))
+
+
+def test_a_wrong_call_is_wrong_however_the_patch_was_asked():
+    with patch("warn"), pytest.raises(ValueError, match="enable_gqa"):
+        WRONG["heads"][0](F.scaled_dot_product_attention)
+
+
+def test_attention_weights_are_refused_or_warned_of():
+    model, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), normal(2, 11, 32)
+    expected, weights = model(x, x, x)
+    with patch(), pytest.raises(NotImplementedError, match=r"need_weights=False.*\n.*warn"):
+        model(x, x, x)
+    with patch("warn"), pytest.warns(RuntimeWarning, match="whole probability matrix"):
+        got = model(x, x, x)
+    torch.testing.assert_close(got, (expected, weights))
+    with patch():
+        torch.testing.assert_close(model(x, x, x, need_weights=False)[0], expected)
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match=r'"raise" or "warn"'):
+        patch("ignore")
+
+
+def test_a_compiled_model_follows_the_patch_in_and_out(counted):
+    torch._dynamo.reset()
+    call = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), backend="aot_eager")
+    q = normal(1, 2, 9, 8)
+    expected = call(q)
+    with patch():
+        inside = call(q)
+        seen = len(counted)
+    assert seen >= 1
+    torch.testing.assert_close(inside, expected)
+    assert torch.equal(call(q), expected)
+    assert len(counted) == seen

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,6 +137,15 @@ TRACED = {
     "scalar-int": lambda t, s, b, h, i, j: t.three - i + (t.three // (i + 1)) + t.three % (i + 1) + (t.three == i) + (t.three & j),
     "scalar-compare": lambda t, s, b, h, i, j: (t.three > i) & (t.scalar <= s) | (t.three != j),
     "scalar-power": lambda t, s, b, h, i, j: t.three**i + (t.scalar + 3) ** s,
+    "shifts": lambda t, s, b, h, i, j: (i << 2) + (j >> 1) + (1 << i) + (9 >> j) + (i << j) + torch.bitwise_left_shift(i, 1),
+    "scalar-shifts": lambda t, s, b, h, i, j: (t.three << i) + (i << t.three) + torch.bitwise_right_shift(t.three, j),
+    "constants": lambda t, s, b, h, i, j: s + torch.zeros_like(s) + b.new_ones((), dtype=torch.int64) + torch.full_like(s, 0.25),
+    "bool-constants": lambda t, s, b, h, i, j: (b.new_ones((), dtype=torch.bool) & (i > j)) | b.new_zeros((), dtype=torch.bool),
+    "new-full": lambda t, s, b, h, i, j: torch.where(i > j, s.new_full((), -torch.inf), s) + s.new_zeros((), device=s.device),
+    "masked-fill": lambda t, s, b, h, i, j: s.masked_fill(j > i, -torch.inf) + torch.masked_fill(s, i > j, 2),
+    "dtypes": lambda t, s, b, h, i, j: t.order[i].to(s.dtype) * s + i.type_as(s) + (s > 0).to(i.dtype),
+    "activations": lambda t, s, b, h, i, j: F.gelu(s) + F.gelu(s, approximate="tanh") + F.silu(s) + F.logsigmoid(s),
+    "softplus": lambda t, s, b, h, i, j: F.softplus(s) + F.softplus(s, beta=2.5) + F.softplus(9 * s),
     "aug-assign": lambda t, s, b, h, i, j: _augmented(s, i),
 }  # fmt: skip
 
@@ -249,7 +259,9 @@ REFUSED = {
     "one-argument-where": (lambda t, s, b, h, i, j: torch.where(i > j), "`where`"),
     "where-of-no-truth-value": (lambda t, s, b, h, i, j: torch.where(i, s, 0), "`where`"),
     "to-device": (lambda t, s, b, h, i, j: s.to("cpu"), r"`\.to`"),
-    "shift": (lambda t, s, b, h, i, j: i << 1, "<<"),
+    "shift": (lambda t, s, b, h, i, j: s << 1, "shift of a float"),
+    "constant-of-a-shape": (lambda t, s, b, h, i, j: s.new_zeros(3), "shape 3"),
+    "dot": (lambda t, s, b, h, i, j: s + torch.dot(t.hi[h], t.hi[h]), "append them to q and k"),
     "slice": (lambda t, s, b, h, i, j: t.hi[h, :], "slice"),
     "chained-slice": (lambda t, s, b, h, i, j: t.hi[h][1:], "slice"),
     "ellipsis": (lambda t, s, b, h, i, j: t.hi[..., i], "slice"),
@@ -271,7 +283,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("fn", "what"), REFUSED.values(), ids=REFUSED)
-@pytest.mark.filterwarnings("ignore:Defining your `__torch_function__`")
 def test_what_cannot_be_traced_is_refused_by_name(fn, what):
     with pytest.raises(NotImplementedError, match=what):
         trace(partial(fn, leaves()), NAMES)

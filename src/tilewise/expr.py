@@ -76,6 +76,16 @@ class Expr:
             raise untraceable(f"`{name}`", _ALLOWED)
         return lambda *args, **kwargs: _call(name, (self, *args), kwargs)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What ``s.dtype`` asks for while tracing; the call computes floating values in its own precision."""
+        return {"float": torch.float32, "int": torch.int64, "bool": torch.bool}[kind(self)]
+
+    @property
+    def device(self) -> None:
+        """Not known while tracing: ``None``, which torch's factory functions take for their default."""
+        return None
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.Tensor.where:
@@ -120,8 +130,10 @@ class Expr:
     def __floor__(self): return apply("floor", self)
     def __ceil__(self): return apply("ceil", self)
     def __trunc__(self): return apply("trunc", self)
-    def __lshift__(self, x): raise untraceable("`<<`", "multiply by a power of two")
-    def __rshift__(self, x): raise untraceable("`>>`", "use // by a power of two")
+    def __lshift__(self, x): return _shift("mul", self, x)
+    def __rlshift__(self, x): return _shift("mul", x, self)
+    def __rshift__(self, x): return _shift("floordiv", self, x)
+    def __rrshift__(self, x): return _shift("floordiv", x, self)
     # fmt: on
 
 
@@ -156,7 +168,7 @@ def as_expr(x: Any) -> Expr:
             )
         return lookup(x)
     if isinstance(x, _PartialIndex):
-        x.__torch_function__()
+        x.refuse()
     if isinstance(x, bool):
         return number(x)
     if isinstance(x, (int, float)):  # int() and float(): of a symbol of torch.compile they make a number
@@ -376,6 +388,46 @@ def _to(x, dtype=None, **kwargs):
     return apply("bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int", x)
 
 
+def _shift(op, x, n):
+    """``x << n`` and ``x >> n`` of integers, as ``x * 2**n`` and ``x // 2**n``."""
+    x, n = as_expr(x), as_expr(n)
+    if "float" in (kind(x), kind(n)):
+        raise untraceable("a shift of a float", "multiply by a power of two")
+    return apply(op, x, number(2 ** n.args[0]) if n.op == "number" else apply("pow", 2, n))
+
+
+def _constant(value):
+    """Factory functions of one scalar like another: ``b.new_ones((), dtype=torch.bool)``, ``torch.zeros_like(s)``."""
+
+    def made(x, size=(), *, dtype=None, device=None):
+        if size != () and size != []:
+            raise untraceable(f"a constant of shape {size}", "each of s, b, h, i, j is one scalar")
+        dtype = x.dtype if dtype is None else dtype
+        return number(bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value))
+
+    return made
+
+
+def _new_full(x, size, fill_value, *, dtype=None, device=None):
+    return _constant(fill_value)(x, size, dtype=dtype)
+
+
+def _full_like(x, fill_value, *, dtype=None, device=None):
+    return _constant(fill_value)(x, dtype=dtype)
+
+
+def _gelu(x, approximate="none"):
+    if approximate == "none":
+        return 0.5 * x * (1 + apply("erf", x * math.sqrt(0.5)))
+    return 0.5 * x * (1 + apply("tanh", math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def _softplus(x, beta=1, threshold=20):
+    scaled = x if beta == 1 else x * beta
+    soft = apply("relu", scaled) + apply("log1p", apply("exp", -apply("abs", scaled)))
+    return apply("where", scaled > threshold, x, soft if beta == 1 else soft / beta)
+
+
 _REFLECTED = (
     "add",
     "sub",
@@ -399,6 +451,22 @@ _COMPOSED = {
     "reciprocal": lambda x: ONE / x,
     "to": _to,
     "type": _to,
+    "type_as": lambda x, other: _to(x, other.dtype),
+    "lshift": lambda x, n: _shift("mul", x, n),
+    "rshift": lambda x, n: _shift("floordiv", x, n),
+    "bitwise_left_shift": lambda x, n: _shift("mul", x, n),
+    "bitwise_right_shift": lambda x, n: _shift("floordiv", x, n),
+    "masked_fill": lambda x, hidden, value: apply("where", hidden, value, x),
+    "ones_like": _constant(1),
+    "new_ones": _constant(1),
+    "zeros_like": _constant(0),
+    "new_zeros": _constant(0),
+    "full_like": _full_like,
+    "new_full": _new_full,
+    "gelu": _gelu,
+    "silu": lambda x, inplace=False: x * apply("sigmoid", x),
+    "softplus": _softplus,
+    "log_sigmoid": lambda x: -_softplus(-x),
 }
 
 
@@ -411,20 +479,24 @@ class _PartialIndex:
     def __getitem__(self, index):
         return _index(self.tensor, (*self.index, *(index if isinstance(index, tuple) else (index,))))
 
-    def __torch_function__(self, *_, **__):
+    def refuse(self, *_):
         raise NotImplementedError(
             f"a tensor of shape {tuple(self.tensor.shape)} was read with {len(self.index)} of {self.tensor.ndim} indices; "
-            "give one per dimension"
+            "give one per dimension. A product of two rows belongs into head_dim: append them to q and k"
         )
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)).refuse()
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.__torch_function__()
+        return self.refuse()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __torch_function__
-    __bool__ = __neg__ = __pos__ = __abs__ = __invert__ = __lt__ = __le__ = __gt__ = __ge__ = __torch_function__
-    __eq__ = __ne__ = __and__ = __or__ = __pow__ = __floordiv__ = __mod__ = __float__ = __int__ = __torch_function__
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
+    __bool__ = __neg__ = __pos__ = __abs__ = __invert__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
+    __eq__ = __ne__ = __and__ = __or__ = __pow__ = __floordiv__ = __mod__ = __float__ = __int__ = refuse
     __hash__ = object.__hash__
 
 
@@ -460,7 +532,7 @@ def trace(fn: Callable, names: Sequence[str]) -> Expr:
         _check_parameters(fn, names)
         raise
     if isinstance(result, _PartialIndex):
-        result.__torch_function__()
+        result.refuse()
     if result is None:
         raise ValueError(f"a function of ({', '.join(names)}) returned None; is its `return` missing?")
     return as_expr(result)

@@ -167,7 +167,7 @@ def keep(fn: Callable[[Expr, Expr, Expr, Expr], Expr]) -> Mask:
 
     Args:
         fn: elementwise in its four integer scalars; may index tensors with them (``allowed[b, i, j]``) and use
-            comparisons, arithmetic, ``&``, ``|``, ``~`` and ``torch.where``. It is called once.
+            comparisons, arithmetic, ``&``, ``|``, ``~`` and ``torch.where``: FlexAttention's ``mask_mod``. It is called once.
 
     Raises:
         NotImplementedError: for what cannot be traced, by name.
@@ -233,8 +233,9 @@ def as_mask(mask: Mask | torch.Tensor | Callable | None, causal_too: bool = Fals
         mask = dense(mask)
     elif mask is not None and not isinstance(mask, Mask):
         if not callable(mask):
+            hint = "; give its .mask_mod" if hasattr(mask, "mask_mod") else ""  # FlexAttention's BlockMask
             raise ValueError(
-                f"mask= takes a Mask, a bool tensor or a function of (b, h, i, j), got {type(mask).__name__}"
+                f"mask= takes a Mask, a bool tensor or a function of (b, h, i, j), got {type(mask).__name__}{hint}"
             )
         mask = keep(mask)
     if mask is None:

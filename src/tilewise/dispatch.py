@@ -18,20 +18,25 @@ from tilewise.spec import Options, assemble, parse_spec
 
 @dataclass(frozen=True)
 class Row:
-    """A backend: where its class is, and the device types it is tried on without being named (None: all)."""
+    """A backend: where its class is, the device types it is tried on (None: all), and why it runs only when named."""
 
     name: str
     path: str
     device_types: tuple[str, ...] | None
+    only_named: str = ""
 
 
-# In order of preference. `reference` runs only when named.
+# In order of preference; the others run only when named.
 BACKENDS = (
     Row("cpu", "tilewise.backends.cpu:Cpu", ("cpu",)),
     Row("triton", "tilewise.backends.triton:Triton", ("cuda",)),
     Row("portable", "tilewise.backends.portable:Portable", None),  # last: it refuses nothing
 )
-NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None),)
+UNPROVED = (
+    Row("hopper", "tilewise.backends.hopper:Hopper", ("cuda",), "has not run on a GPU yet: runs only when named"),
+)
+NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None, "runs only when named"),)
+EVERY = (*BACKENDS, *UNPROVED, *NAMED_ONLY)
 
 
 @lru_cache(maxsize=16)
@@ -41,9 +46,9 @@ def backend(name: str) -> Backend:
     Raises:
         ValueError: there is none.
     """
-    row = next((row for row in (*BACKENDS, *NAMED_ONLY) if row.name == name), None)
+    row = next((row for row in EVERY if row.name == name), None)
     if row is None:
-        known = ", ".join(row.name for row in (*BACKENDS, *NAMED_ONLY))
+        known = ", ".join(row.name for row in EVERY)
         raise ValueError(f"backend={name!r} does not exist; there are {known}")
     module, _, attribute = row.path.partition(":")
     return getattr(importlib.import_module(module), attribute)()
@@ -179,7 +184,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
     extras, seed, text = assemble(q, k, v, options)
     p = check(q, k, v, extras, seed, parse_spec(text))
     chosen, refused = None, {}
-    for row in (*BACKENDS, *NAMED_ONLY):
+    for row in EVERY:
         reasons = list(backend(row.name).unsupported(p))
         if not reasons and row.device_types is not None and p.device.type not in row.device_types:
             reasons.append(f"runs on {', '.join(row.device_types)}, q is on {p.device.type}")
@@ -189,9 +194,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
             chosen = row.name
             continue
         if not reasons:
-            reasons.append(
-                "runs only when named" if row in NAMED_ONLY else f"comes after {chosen}" if chosen else "not asked for"
-            )
+            reasons.append(row.only_named or (f"comes after {chosen}" if chosen else "not asked for"))
         refused[row.name] = reasons
     if p.spec.backend is not None:
         backend(p.spec.backend)  # one that does not exist is a wrong call

@@ -3,7 +3,8 @@
 - ``TILEWISE_CPU_ISA=name``: the cpu backend uses this instruction set (``avx512bf16``, ``avx512``,
   ``avx2``, ``portable``), not the best one.
 - ``TILEWISE_CPU_LIBRARY=path``: another build of the cpu backend's library, such as one with sanitizers.
-- ``TILEWISE_CACHE=folder``: where what was measured on this machine is kept; default ``tilewise`` in
+- ``TILEWISE_HOPPER_KERNELS=path``: the folder of the hopper backend's compiled kernels, in place of the package's own.
+- ``TILEWISE_CACHE=folder``: where what was measured or compiled on this machine is kept; default ``tilewise`` in
   ``XDG_CACHE_HOME`` or ``~/.cache``.
 - ``TILEWISE_CHECK=1``: read ``cu_seqlens`` back from the accelerator at each call and refuse a wrong one.
 """
@@ -28,6 +29,11 @@ def cpu_library() -> str:
 
 
 def cache_folder() -> Path:
-    """The user's folder of what was measured on this machine."""
+    """The user's folder of what was measured or compiled on this machine."""
     named = os.environ.get("TILEWISE_CACHE", "")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
+
+
+def hopper_kernels() -> str:
+    """The folder of the hopper backend's compiled kernels; empty: ``kernels`` in the backend's own."""
+    return os.environ.get("TILEWISE_HOPPER_KERNELS", "")

@@ -33,7 +33,8 @@ PICK = schedule.Pick(cutlass.min, cutlass.max)
 
 
 class Work(NamedTuple):
-    """Numbers of a launch. ``lo``, ``hi``: the band's ends; ``scale2``: softmax_scale · log2(e); ``cap`` of softcap."""
+    """Numbers of a launch. ``lo``, ``hi``: the band's ends. ``scale2``: softmax_scale · log2(e); with a softcap,
+    cap · log2(e), and ``cap2`` as in :func:`tile.soften`."""
 
     seqlen_q: I32
     seqlen_k: I32
@@ -44,7 +45,7 @@ class Work(NamedTuple):
     lo: I32
     hi: I32
     scale2: F32
-    cap: F32
+    cap2: F32
 
 
 class Tmas(NamedTuple):
@@ -263,6 +264,16 @@ def to_p(t: Operands, x: Config) -> None:
         pairs[n] = tile.pack(values[2 * n], values[2 * n + 1], x.dtype)
 
 
+def scores(t: Operands, limits, work: Work, x: Config) -> cute.Tensor:
+    """The accumulator as rows and columns, capped and masked."""
+    s = tile.rows_columns(t.s)
+    if x.softcap:
+        tile.soften(s, work.cap2)
+    if limits is not None:
+        tile.hide(s, *limits)
+    return s
+
+
 def first_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Config):
     """S and P of a tile's first block; its product with V is the next block's affair. Returns the ring, one slot on."""
     slot, phase = ring
@@ -270,8 +281,7 @@ def first_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Co
     tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
     warpgroup.wait_group(0)
     release(room.empty + slot)
-    s = tile.rows_columns(t.s)
-    tile.hide(s, *limits)
+    s = scores(t, limits, work, x)
     tile.exponentials(s, t.rows, work.scale2, first=True, masked=True, lazy=x.tiles.lazy)
     to_p(t, x)
     return schedule.after(slot, phase, x.tiles.slots)
@@ -291,9 +301,7 @@ def key_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Conf
     tile.begin(t.pv, t.o, t.p, t.v[None, None, None, v_slot], overwrite=False)
     warpgroup.wait_group(1)
     release(room.empty + k_slot)
-    s = tile.rows_columns(t.s)
-    if limits is not None:
-        tile.hide(s, *limits)
+    s = scores(t, limits, work, x)
     tile.exponentials(s, t.rows, work.scale2, first=False, masked=limits is not None, lazy=c.lazy)
     tile.pin(room.pin, t.rows)
     warpgroup.wait_group(0)
@@ -372,27 +380,34 @@ def compute(
         q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
 
 
-@cute.jit
-def epilogue(
-    t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work,
-    x: cutlass.Constexpr,
-):  # fmt: skip
+def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work, x: Config):
     """lse to global memory, O / l to where Q was, from where a storing warp takes it."""
     thread = cute.arch.thread_idx()[0] % 128
     factor, statistic = tile.finish(t.rows, sink[at.head])
-    for r in cutlass.range_constexpr(2):
-        i = at.row + w * ROWS + tile.row_of(thread, r)
-        if thread % 4 == 0 and i < work.seqlen_q:
-            lse[at.batch, at.head, i] = statistic[r]
+    for r in range(2):
+        put_lse(lse, at, at.row + w * ROWS + tile.row_of(thread, r), statistic[r], work)
     tile.scale_rows(tile.rows_columns(t.o), factor)
-    out = cute.make_rmem_tensor_like(t.o, ELEMENT[x.dtype])
-    out.store(t.o.load().to(ELEMENT[x.dtype]))
-    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), ELEMENT[x.dtype]), t.pv)
-    part = copy.get_slice(thread)
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
-    cute.copy(copy, part.retile(out), part.partition_D(room.o[None, None, q_tile]))
+    put_tile(t, room, q_tile, x)
     cute.arch.fence_view_async_shared()
     cute.arch.mbarrier_arrive(room.o_full + q_tile)
+
+
+@cute.jit
+def put_lse(lse: cute.Tensor, at: Place, i, value, work: Work):
+    """By one thread of the four that hold row i."""
+    if cute.arch.thread_idx()[0] % 4 == 0 and i < work.seqlen_q:
+        lse[at.batch, at.head, i] = value
+
+
+def put_tile(t: Operands, room: Room, q_tile, x: Config) -> None:
+    """O, rounded, to shared memory."""
+    element = ELEMENT[x.dtype]
+    out = cute.make_rmem_tensor_like(t.o, element)
+    out.store(t.o.load().to(element))
+    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), element), t.pv)
+    part = copy.get_slice(cute.arch.thread_idx()[0] % 128)
+    cute.copy(copy, part.retile(out), part.partition_D(room.o[None, None, q_tile]))
 
 
 # -- Kernel and launch ---------------------------------------------------------------------------------------------
@@ -431,7 +446,7 @@ def launch(
 ):  # fmt: skip
     """q, o (batch, seqlen_q, heads_q, D), k, v (batch, seqlen_k, heads_k, D), lse (batch, heads_q, seqlen_q), sink (heads_q,).
 
-    ``numbers``: lo and hi of the band, heads of a section, CTAs, scale2, cap.
+    ``numbers``: lo and hi of the band, heads of a section, CTAs, scale2, cap2.
     """
     c, element = x.tiles, ELEMENT[x.dtype]
     view = lambda t, modes: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))  # noqa: E731
@@ -448,8 +463,8 @@ def launch(
         element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, c.width_v), warpgroup.OperandSource.RMEM
     )
     bring, send, tma = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-    lo, hi, section, ctas, scale2, cap = numbers
-    work = Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, scale2, cap)
+    lo, hi, section, ctas, scale2, cap2 = numbers
+    work = Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, scale2, cap2)
     kernel.set_name_prefix(x.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
         tma(bring, view(q, by_rows), layout_q, (ROWS, c.width)),

@@ -102,6 +102,17 @@ def hide(s: cute.Tensor, lower, upper) -> None:
             s[r, c] = kept
 
 
+def soften(s: cute.Tensor, cap2) -> None:
+    """Scores become ``tanh(score / cap)``: ``1 - 2 / (1 + 2**(s cap2))`` with ``cap2 = 2 log2(e) softmax_scale / cap``.
+
+    Two instructions of the special function unit; ``tanh.approx`` would be one, and its error of 5e-4 a cap of 50 times that.
+    """
+    for r in range(2):
+        for c in range(cute.size(s, mode=[1])):
+            power = cute.math.exp2(s[r, c] * cap2, fastmath=True)
+            s[r, c] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)
+
+
 class Rows(NamedTuple):
     """State of a thread's two rows: the maximum ``m2`` of the scores in base 2, its own part of the row sum ``l``, and the
     ``factor`` by which the last block wants O scaled."""

@@ -1,0 +1,164 @@
+"""Compiles the kernels ahead of time, on a machine with or without a GPU: ``python -m tilewise.backends.hopper.aot``.
+
+    aot [--only TEXT] [--jobs N] [--table FILE]
+
+Each is compiled for sm_90a, held against what it must be (registers, spills, shared memory, wgmma in flight), exported,
+linked, and listed in ``index.json``. What was made from the same sources is kept. Exit code 1 if one is not as it must be.
+``--table`` writes the figures of all as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from tilewise.backends.hopper import library, sass
+from tilewise.backends.hopper.config import SHARED_LIMIT, Config, shipped
+
+OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
+
+
+def compiled(config: Config, scratch: Path):
+    """The compiled launch of a kernel, from tensors without memory: any lengths, heads, strides and smaller head dims."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from tilewise.backends.hopper import forward
+
+    batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
+    dim, dim_v = (cute.sym_int(divisibility=8) for _ in range(2))
+    stride = lambda divisibility=1: cute.sym_int64(divisibility=divisibility)  # noqa: E731
+
+    def tensor(rows, heads, columns):
+        strides = (stride(8), stride(8), stride(8), 1)
+        return make_fake_tensor(forward.ELEMENT[config.dtype], (batch, rows, heads, columns), strides, assumed_align=16)
+
+    i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
+    return cute.compile(
+        forward.launch,
+        tensor(seqlen_q, heads_q, dim),
+        tensor(seqlen_k, heads_k, dim),
+        tensor(seqlen_k, heads_k, dim_v),
+        tensor(seqlen_q, heads_q, dim_v),
+        make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), (stride(), stride(), 1)),
+        make_fake_tensor(cutlass.Float32, (heads_q,), (1,)),
+        (i32, i32, i32, i32, f32, f32),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        config,
+        options=f"{OPTIONS} --dump-dir {scratch}",
+    )
+
+
+def link(objects: list[Path], target: Path) -> None:
+    """A shared library of exported objects.
+
+    It takes in the DSL's static runtime, which the DSL's licence does not let anyone pass on (NOTICE): such a library is
+    for the machine that made it, and for those of the same licensee.
+    """
+    package = Path(importlib.util.find_spec("cutlass").origin).parents[2]
+    runtime = package / "cu13" / "lib" / "libcuda_dialect_runtime_static.a"
+    part = target.with_suffix(f".{os.getpid()}")
+    subprocess.run(["g++", "-shared", "-o", part, *objects, runtime], check=True)
+    part.replace(target)
+
+
+def build(config: Config, folder: Path) -> dict:
+    """One kernel's library in ``folder``, and its row of the index; ``faults`` says what is not as it must be."""
+    started = time.perf_counter()
+    scratch = folder / "scratch" / config.name
+    scratch.mkdir(parents=True, exist_ok=True)
+    made = compiled(config, scratch)
+    report, shared = sass.read(sass.disassemble(made.__cubin__)), sass.dynamic_shared(str(made.ir_module))
+    tiles = config.tiles
+    faults = report.faults(exponentials=tiles.tile_n // 2)
+    limits = {tiles.registers, tiles.registers_load}
+    faults += [] if set(report.registers) == limits else [f"setmaxnreg of {sorted(report.registers)}, not {limits}"]
+    faults += (
+        [] if shared == tiles.shared.total <= SHARED_LIMIT else [f"{shared} bytes shared, not {tiles.shared.total}"]
+    )
+    target = scratch / f"{config.name}.o"
+    made.export_to_c(str(target), function_name=config.name, export_only_tvm_ffi_symbols=True)
+    library_file = folder / f"{config.name}.so"
+    link([target], library_file)
+    for file in scratch.iterdir():
+        file.unlink()
+    scratch.rmdir()
+    return {
+        "config": asdict(config),
+        "registers": [report.registers.get(n, 0) for n in (tiles.registers, tiles.registers_load)],
+        "spills": report.local,
+        "shared": shared,
+        "wgmma": report.wgmma,
+        "hidden": list(report.hidden),
+        "cubin": len(made.__cubin__),
+        "library": library_file.stat().st_size,
+        "seconds": round(time.perf_counter() - started, 1),
+        "faults": faults,
+    }
+
+
+def table(rows: dict[str, dict]) -> str:
+    """The figures as text that differs only where a kernel differs."""
+    head = f"{'kernel':48}{'registers':>12}{'spills':>8}{'shared':>9}{'wgmma':>7}{'cubin':>8}  exponentials under P V"
+    lines = [head]
+    for name, row in sorted(rows.items()):
+        registers = "/".join(str(n) for n in row["registers"])
+        hidden = " ".join(str(n) for n in row["hidden"])
+        lines.append(
+            f"{name:48}{registers:>12}{row['spills']:>8}{row['shared']:>9}{row['wgmma']:>7}{row['cubin']:>8}  {hidden}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def build_all(configs: list[Config], folder: Path, jobs: int) -> dict[str, dict]:
+    """Rows by name; those that exist, from the same sources, are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "index.json"
+    content = json.loads(file.read_text()) if file.exists() else {}
+    rows = content.get("kernels", {}) if content.get("sources") == library.source_hash() else {}
+    wanted = [c for c in configs if c.name not in rows or not (folder / f"{c.name}.so").exists()]
+    with ProcessPoolExecutor(jobs) as pool:
+        for config, row in zip(wanted, pool.map(build, wanted, [folder] * len(wanted)), strict=True):
+            rows[config.name] = row
+            print(
+                f"{'FAIL' if row['faults'] else 'ok  '} {config.name:48} {row['seconds']:5} s  {'; '.join(row['faults'])}"
+            )
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps({"sources": library.source_hash(), "kernels": rows}, indent=1))
+            part.replace(file)
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="compiles the Hopper kernels")
+    parser.add_argument("--only", default="", help="kernels whose name holds this text")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--table", type=Path)
+    options = parser.parse_args(arguments)
+    if importlib.util.find_spec("cutlass") is None:
+        print(
+            "hopper: skipped, the extra 'kernels' (nvidia-cutlass-dsl) is not installed; make kernels-hopper installs it"
+        )
+        return 0
+    configs, started = [c for c in shipped() if options.only in c.name], time.perf_counter()
+    rows = build_all(configs, library.folder(), options.jobs)
+    failed = [c.name for c in configs if rows[c.name]["faults"]]
+    size = sum(rows[c.name]["library"] for c in configs)
+    seconds = time.perf_counter() - started
+    print(f"{len(configs)} kernels, {len(failed)} not as they must be, {size / 2**20:.1f} MiB, {seconds:.0f} s")
+    if options.table:
+        options.table.write_text(table({c.name: rows[c.name] for c in configs}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

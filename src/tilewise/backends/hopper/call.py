@@ -1,0 +1,86 @@
+"""From a problem and its tensors to one launch. What depends on the problem alone is decided once and kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from tilewise import device as devices
+from tilewise.backends.base import Inputs, Output, empty_output
+from tilewise.backends.hopper import library
+from tilewise.backends.hopper.config import MULTIPLE, Band, Config, band_of, cap_of, spread
+from tilewise.problem import Problem, TensorFacts
+
+LOG2_E = math.log2(math.e)
+FAR = 1 << 30  # an end that no key reaches
+
+
+@dataclass(eq=False)
+class Plan:
+    """One problem's decisions."""
+
+    p: Problem
+    config: Config
+
+    @cached_property
+    def band(self) -> Band:
+        return band_of(self.p).cut(self.p.seqlen_q)
+
+    @cached_property
+    def addressable(self) -> tuple[bool, bool, bool]:
+        """Of q, k, v: whether the copy engine can address such strides."""
+        return tuple(addressable(x) for x in (self.p.q, self.p.k, self.p.v))
+
+    @cached_property
+    def cut(self) -> bool:
+        """Whether some keys at either end are seen by no query: they stay outside."""
+        return (self.band.start, self.band.stop) != (0, self.p.seqlen_k)
+
+    @cached_property
+    def numbers(self) -> tuple[int, int, int, int, float, float]:
+        """As :func:`tilewise.backends.hopper.forward.launch` takes them; the band's ends count from its first key."""
+        p, band, cap = self.p, self.band, cap_of(self.p)
+        lo, hi = (far if end is None else end - band.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
+        grid = spread(p, self.config, devices.of(p.device).cores)
+        scale2 = LOG2_E * (p.softmax_scale if cap is None else cap)
+        cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
+        return lo, hi, grid.section, grid.ctas, scale2, cap2
+
+    @cached_property
+    def launch(self):
+        return library.function(self.config.name)
+
+
+def addressable(t: TensorFacts) -> bool:
+    """Rows of unit stride that lie at multiples of 16 bytes from each other, and no two in one place."""
+    outer = [stride for size, stride in zip(t.shape[:-1], t.stride[:-1], strict=True) if size > 1]
+    return (t.stride[-1] == 1 or t.shape[-1] == 1) and all(s > 0 and s % MULTIPLE == 0 for s in outer)
+
+
+@lru_cache(maxsize=64)
+def no_sink(heads: int, device: torch.device) -> Tensor:
+    return torch.full((heads,), -math.inf, device=device)
+
+
+def forward(plan: Plan, t: Inputs) -> Output:
+    p, band = plan.p, plan.band
+    out = empty_output(p, t.q, t.v)
+    if not out.o.numel():
+        return out
+    sink = no_sink(p.heads_q, t.q.device) if t.sink is None else t.sink.detach().float().contiguous()
+    if band.start == band.stop:  # nobody sees a key
+        out.o.zero_()
+        out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
+        return out
+    q, k, v = (
+        x if good and x.data_ptr() % 16 == 0 else x.contiguous().clone() if x.is_contiguous() else x.contiguous()
+        for x, good in zip((t.q, t.k, t.v), plan.addressable, strict=True)
+    )
+    if plan.cut:
+        k, v = (x[:, band.start : band.stop] for x in (k, v))
+    plan.launch(q, k, v, out.o, out.lse, sink, plan.numbers)
+    return out

@@ -1,0 +1,100 @@
+"""What the assembler made of a kernel: registers by role, spills, wgmma, and what runs under it. Reads nvdisasm's listing."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import sysconfig
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+_INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)([^;]*);")
+_EM_CUDA = 190
+
+
+@dataclass(frozen=True)
+class Report:
+    """Attributes:
+    registers: the highest that is named in each role's code, by the number that setmaxnreg gave it.
+    local: loads from and stores to local memory: spills.
+    wgmma, loads, stores: instructions of the tensor cores and the copy engine.
+    serialised: wgmma groups of one instruction each, one after the other.
+    hidden: exponentials that run under P V, in each loop over key blocks.
+    """
+
+    registers: dict[int, int]
+    local: int
+    wgmma: int
+    loads: int
+    stores: int
+    serialised: int
+    hidden: tuple[int, ...]
+
+    def faults(self, exponentials: int) -> list[str]:
+        """What must not be; ``exponentials``: those of one key block and thread."""
+        found = [f"{self.local} loads or stores of spills"] if self.local else []
+        found += [f"{n} registers where setmaxnreg gives {limit}" for limit, n in self.registers.items() if n > limit]
+        found += [] if self.wgmma and self.loads and self.stores else ["no wgmma, or no copies by the copy engine"]
+        found += [f"{self.serialised} wgmmas wait for the one before"] if self.serialised else []
+        found += [f"{n} of {exponentials} exponentials run under P V" for n in self.hidden if n < exponentials]
+        return found + ([] if self.hidden else ["no loop has two products in flight"])
+
+
+def read(listing: str) -> Report:
+    """The report of one kernel's listing."""
+    found = _INSTRUCTION.findall(listing)
+    registers, limit, count = {}, None, Counter()
+    hidden, under = [], None
+    for op, args in found:
+        name = op.split(".")[0]
+        count[name] += 1
+        if name == "USETMAXREG":
+            limit = int(re.search(r"0x[0-9a-f]+", args)[0], 16)
+            registers[limit] = 0
+        if limit is not None:
+            named = [int(n) + 1 for n in re.findall(r"\bR(\d+)\b", args)]
+            registers[limit] = max(registers[limit], *named) if named else registers[limit]
+        if op.startswith("WARPGROUP.DEPBAR"):
+            hidden += [] if under is None else [under]
+            under = 0 if args.strip().endswith("0x1") else None
+        if op == "MUFU.EX2" and under is not None:
+            under += 1
+    ends = ["gsb0" in args for op, args in found if op.startswith("HGMMA")]
+    return Report(
+        registers,
+        count["LDL"] + count["STL"],
+        count["HGMMA"],
+        count["UTMALDG"],
+        count["UTMASTG"],
+        sum(a and b for a, b in pairwise(ends)),
+        tuple(hidden),
+    )
+
+
+def disassemble(cubin: bytes) -> str:
+    """By the nvdisasm that the DSL's wheel brings along."""
+    tool = Path(sysconfig.get_paths()["purelib"], "nvidia/cu13/bin/nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def is_cubin(data: bytes) -> bool:
+    return data[:4] == b"\x7fELF" and struct.unpack_from("<H", data, 18)[0] == _EM_CUDA
+
+
+def dynamic_shared(host_code: str) -> int | None:
+    """Bytes of shared memory in the launch configuration of the lowered host code; None: not found."""
+    kinds = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    for function in host_code.split("llvm.func ")[1:]:
+        for slot in re.findall(rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\][^\n]*{kinds}", function):
+            for value in re.findall(rf"llvm\.store (%\w+), {slot} : i64", function):
+                constants = re.findall(rf"{value} = llvm\.mlir\.constant\((\d+) : i64\)", function)
+                if constants:
+                    return int(constants[0])
+    return None

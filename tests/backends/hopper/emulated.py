@@ -1,0 +1,312 @@
+"""The Hopper forward on a CPU: the kernel's own source, run with a stand-in for the DSL.
+
+Every role is a thread; a warpgroup's 128 threads are one NumPy axis. Barriers count arrivals and bytes as mbarriers do, a wgmma
+is done when it is waited for and no sooner, rooms hold what was last copied there. What is stood in for is where a wgmma
+accumulator's numbers lie (``tile.row_of``, ``tile.column_of``, held against the DSL's layout elsewhere), TMA's boxes and
+descriptors, and instructions; all else is ``forward.py``, ``tile.py`` and ``schedule.py`` as they are compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from tilewise.backends.hopper.config import ROWS, Config
+
+THREADS = np.arange(128)
+ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LIMIT = 20.0  # seconds that a role may wait: then it is a deadlock
+role = threading.local()
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).to(ELEMENTS[dtype]).float().numpy()
+
+
+# -- Barriers ------------------------------------------------------------------------------------------------------
+
+
+class Barrier:
+    def __init__(self, count: int):
+        self.count, self.arrived, self.bytes, self.phase = count, 0, 0, 0
+        self.changed = threading.Condition()
+
+    def change(self, arrivals: int, size: int) -> None:
+        with self.changed:
+            self.arrived, self.bytes = self.arrived + arrivals, self.bytes + size
+            if self.arrived > self.count:
+                raise RuntimeError("more arrivals than the barrier expects")
+            if self.arrived == self.count and self.bytes == 0:
+                self.phase, self.arrived = self.phase + 1, 0
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.phase % 2 != parity, LIMIT):
+                raise RuntimeError("a role waits for ever")
+
+
+class Pointer:
+    """To one of a row of barriers."""
+
+    def __init__(self, barriers: list[Barrier], at: int = 0):
+        self.barriers, self.at = barriers, at
+
+    def __add__(self, n: int) -> Pointer:
+        return Pointer(self.barriers, self.at + n)
+
+    @property
+    def barrier(self) -> Barrier:
+        return self.barriers[self.at]
+
+
+@contextmanager
+def elect_one():
+    role.elected = True
+    yield
+    role.elected = False
+
+
+def arrive(pointer: Pointer) -> None:
+    elected = getattr(role, "elected", False)
+    pointer.barrier.change((4 if elected else 128) if role.computes else 1, 0)
+
+
+# -- Memory --------------------------------------------------------------------------------------------------------
+
+
+class Registers:
+    """An accumulator, or P, of one warpgroup: (row of the thread, column of the thread, thread)."""
+
+    def __init__(self, columns: int):
+        self.values = np.full((2, columns // 4, 128), np.nan, np.float32)
+
+    def fill(self, x: float) -> None:
+        self.values[:] = x
+
+
+class Rooms:
+    """Tiles in shared memory; indexing makes a (rooms, n) of a slot."""
+
+    def __init__(self, count: int):
+        self.tiles: list = [None] * count
+
+    def __getitem__(self, index: tuple):
+        return self, index[-1]
+
+
+class Matrix:
+    """A head's rows in global memory as tiles of ``rows``: read with zeros past the end, written without them."""
+
+    def __init__(self, values: np.ndarray, rows: int, width: int):
+        self.values, self.rows, self.width = values, rows, width
+
+    def __getitem__(self, index: tuple):
+        return self, index[-1]
+
+    def read(self, n: int) -> np.ndarray:
+        found = np.zeros((self.rows, self.width), np.float32)
+        part = self.values[n * self.rows : (n + 1) * self.rows] if n >= 0 else self.values[:0]
+        found[: part.shape[0], : part.shape[1]] = part
+        return found
+
+    def write(self, n: int, tile: np.ndarray) -> None:
+        part = self.values[n * self.rows : (n + 1) * self.rows]
+        part[:] = tile[: part.shape[0], : part.shape[1]]
+
+
+def copy(atom, source, target, tma_bar_ptr: Pointer | None = None) -> None:
+    if tma_bar_ptr is None:
+        (rooms, n), (matrix, m) = source, target
+        matrix.write(m, rooms.tiles[n])
+        return
+    (matrix, m), (rooms, n) = source, target
+    rooms.tiles[n] = matrix.read(m)
+    tma_bar_ptr.barrier.change(0, -2 * matrix.rows * matrix.width)
+
+
+# -- The stand-in --------------------------------------------------------------------------------------------------
+
+
+def _float(x):
+    return np.asarray(x, np.float32)
+
+
+def _either(integer, array):
+    return lambda a, b: integer(a, b) if isinstance(a, int) and isinstance(b, int) else array(a, b)
+
+
+def modules() -> dict[str, types.ModuleType]:
+    """``cutlass`` and the like, as far as the kernel's source needs them."""
+    plain = lambda f: f  # noqa: E731
+    arch = SimpleNamespace(
+        fmax=np.fmax,
+        shuffle_sync_bfly=lambda x, offset: x[THREADS ^ offset],
+        rcp_approx=lambda x: np.float32(1) / x,
+        vote_any_sync=lambda p: bool(np.any(p)),
+        elect_one=elect_one,
+        mbarrier_wait=lambda pointer, parity: pointer.barrier.wait(parity),
+        mbarrier_arrive=arrive,
+        mbarrier_arrive_and_expect_tx=lambda pointer, size: (
+            pointer.barrier.change(0, size),
+            pointer.barrier.change(1, 0),
+        ),
+        barrier=lambda **_: None,
+        fence_view_async_shared=lambda: None,
+        cp_async_bulk_commit_group=lambda: None,
+        cp_async_bulk_wait_group=lambda n, read: None,
+        thread_idx=lambda: (THREADS, 0, 0),
+        block_idx=lambda: (role.cta, 0, 0),
+        grid_dim=lambda: (role.ctas, 1, 1),
+    )
+    math = SimpleNamespace(exp2=lambda x, fastmath: np.exp2(x), log2=lambda x, fastmath: np.log2(x))
+    group = SimpleNamespace(fence=lambda: None, commit_group=lambda: None, wait_group=wait_group)
+    cute = types.ModuleType("cutlass.cute")
+    vars(cute).update(
+        jit=plain, kernel=plain, arch=arch, math=math, copy=copy,
+        size=lambda s, mode: s.shape[mode[0]], make_rmem_tensor=lambda shape, kind: np.zeros((2, 128), np.float32),
+    )  # fmt: skip
+    cutlass = types.ModuleType("cutlass")
+    vars(cutlass).update(
+        Float32=_float, Int32=int, Int64=int, BFloat16="bf16", Float16="fp16", cute=cute, Constexpr=None,
+        range=lambda *a, unroll=1: range(*a), range_constexpr=range, const_expr=plain,
+        min=_either(min, np.minimum), max=_either(max, np.maximum), select_=np.where,
+    )  # fmt: skip
+    nvgpu = types.ModuleType("cutlass.cute.nvgpu")
+    vars(nvgpu).update(OperandMajorMode=None, cpasync=None, warpgroup=group, warp=None)
+    utils, helpers = types.ModuleType("cutlass.utils"), types.ModuleType("cutlass.utils.hopper_helpers")
+    utils.LayoutEnum, utils.hopper_helpers = None, helpers
+    driver, bindings, cuda = (types.ModuleType(n) for n in ("cuda.bindings.driver", "cuda.bindings", "cuda"))
+    bindings.driver, cuda.bindings = driver, bindings
+    return {m.__name__: m for m in (cutlass, cute, nvgpu, utils, helpers, driver, bindings, cuda)}
+
+
+def wait_group(left: int) -> None:
+    """The warpgroup's oldest products are done, all but ``left``."""
+    while len(role.products) > left:
+        role.products.pop(0)()
+
+
+def load_kernel():
+    """``(forward, tile)``, imported with the stand-in; other modules keep what they have."""
+    names = ["tilewise.backends.hopper.forward", "tilewise.backends.hopper.tile"]
+    fakes = modules()
+    hidden = {n: sys.modules.pop(n) for n in [*fakes, *names] if n in sys.modules}
+    sys.modules.update(fakes)
+    try:
+        tile = importlib.import_module(names[1])
+        forward = importlib.import_module(names[0])
+    finally:
+        for n in [*fakes, *names]:
+            sys.modules.pop(n, None)
+        sys.modules.update(hidden)
+    _stand_in(forward, tile)
+    return forward, tile
+
+
+def _stand_in(forward, tile) -> None:
+    rows = tile.row_of(THREADS, np.arange(2)[:, None])  # (2, 128)
+
+    def columns(count: int) -> np.ndarray:
+        return np.stack([tile.column_of(THREADS, c) for c in range(count)])
+
+    def matrix_of(values: np.ndarray) -> np.ndarray:
+        found = np.full((ROWS, values.shape[1] * 4), np.nan, np.float32)
+        found[rows[:, None, :], columns(values.shape[1])[None]] = values
+        return found
+
+    def begin(mma, acc, a, b, overwrite: bool) -> None:
+        def product() -> None:
+            left = matrix_of(a.values) if isinstance(a, Registers) else a[0].tiles[a[1]]
+            right = b[0].tiles[b[1]]
+            full = left @ (right.T if mma == "qk" else right)
+            values = full[rows[:, None, :], columns(acc.values.shape[1])[None]]
+            acc.values[:] = values if overwrite else acc.values + values
+
+        role.products.append(product)
+
+    def operands(qk, pv, room, x):
+        t = x.tiles
+        rooms = room.q, room.k, room.v
+        return forward.Operands(
+            "qk", "pv", *rooms, Registers(t.tile_n), Registers(t.width_v), Registers(t.tile_n), tile.empty_rows()
+        )
+
+    def to_p(t, x) -> None:
+        t.p.values[:] = rounded(t.s.values, x.dtype)
+
+    def put_lse(lse, at, i, value, work) -> None:
+        mine = (THREADS % 4 == 0) & (i < work.seqlen_q)
+        lse[at.batch, at.head, i[mine]] = np.broadcast_to(value, i.shape)[mine]
+
+    def put_tile(t, room, q_tile, x) -> None:
+        room.o.tiles[q_tile] = rounded(matrix_of(t.o.values), x.dtype)
+
+    def cut(info, shape, origin, head, batch, room):
+        rows = shape[0] if origin[0] is None else shape[1]
+        width = shape[1] if origin[0] is None else shape[0]
+        return Matrix(info.values[batch, :, head], rows, width), room
+
+    for name, stand_in in {
+        "operands": operands,
+        "to_p": to_p,
+        "put_lse": put_lse,
+        "put_tile": put_tile,
+        "cut": cut,
+    }.items():
+        setattr(forward, name, stand_in)
+    tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
+
+
+def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]:
+    """``(o, lse)`` of arrays (batch, seqlen, heads, head_dim), one CTA after the other; ``numbers`` as the launch takes them."""
+    forward, _ = load_kernel()
+    t = config.tiles
+    lo, hi, section, ctas, scale2, cap2 = numbers
+    o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
+    work = forward.Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi,
+                        np.float32(scale2), np.float32(cap2))  # fmt: skip
+    info = lambda x: SimpleNamespace(values=x, atom=None)  # noqa: E731
+    tmas = forward.Tmas(info(q), info(k), info(v), info(o))
+    for cta in range(ctas):
+        ring, tiles = Rooms(t.slots), Rooms(t.q_tiles)
+        bars = [[Barrier(n) for _ in range(count)] for n, count in
+                ((1, t.slots), (4 * t.warpgroups, t.slots), (1, t.q_tiles), (1, t.q_tiles), (128, t.q_tiles))]  # fmt: skip
+        room = forward.Room(tiles, ring, ring, tiles, *map(Pointer, bars), None)
+        roles = [(False, lambda room=room: forward.load(tmas, room, work, config))]
+        for w in range(t.warpgroups):
+            roles.append((False, lambda w=w, room=room: forward.store(tmas, room, w, work, config)))
+            roles.append(
+                (True, lambda w=w, room=room: forward.compute(tmas, room, w, lse, sink, "qk", "pv", work, config))
+            )
+        _together(roles, cta, ctas)
+    return o, lse
+
+
+def _together(roles, cta: int, ctas: int) -> None:
+    errors: list[BaseException] = []
+
+    def start(computes: bool, body) -> None:
+        role.computes, role.cta, role.ctas, role.products = computes, cta, ctas, []
+        try:
+            with np.errstate(all="ignore"):
+                body()
+            assert not role.products, "a product that nobody waited for"
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=start, args=pair, daemon=True) for pair in roles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

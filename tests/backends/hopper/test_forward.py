@@ -1,0 +1,87 @@
+"""The Hopper forward's source on the emulated machine (:mod:`tests.backends.hopper.emulated`), against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.contract import Call, call, normal
+from tests.backends.hopper import emulated
+from tilewise import accuracy
+from tilewise.backends.base import Output
+from tilewise.backends.hopper import call as hopper
+from tilewise.backends.hopper import config
+from tilewise.backends.hopper.config import Tiles
+
+SMALL = Tiles(64, 64, 2, 64, 3, 1, 240)  # many key blocks of few keys, the smallest ring
+
+
+def without_gradient(c: Call) -> Call:
+    return replace(c, p=replace(c.p, spec=replace(c.p.spec, needs_grad=False)))
+
+
+def emulate(c: Call, tiles: Tiles | None, ctas: int) -> Output:
+    chosen = config.choose(c.p)
+    plan = hopper.Plan(c.p, replace(chosen, tiles=tiles) if tiles else chosen)
+    lo, hi, section, _, scale2, cap2 = plan.numbers
+    groups = c.p.batch * c.p.heads_q * -(-c.p.seqlen_q // plan.config.tiles.tile_m)
+    numbers = lo, hi, section, min(ctas, groups), scale2, cap2
+    keys = slice(plan.band.start, plan.band.stop)
+    q, k, v = (x.float().numpy() for x in (c.t.q, c.t.k[:, keys], c.t.v[:, keys]))
+    sink = torch.full((c.p.heads_q,), -torch.inf) if c.t.sink is None else c.t.sink.float()
+    o, lse = emulated.run(plan.config, q, k, v, sink.numpy(), numbers)
+    return Output(torch.from_numpy(o).to(c.p.dtype), torch.from_numpy(lse))
+
+
+def qkv(nq, nk, d=64, dv=None, heads=(4, 2), dtype=torch.bfloat16, batch=1):
+    shapes = (batch, nq, heads[0], d), (batch, nk, heads[1], d), (batch, nk, heads[1], dv or d)
+    return [normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes, 1)]
+
+
+CASES = {
+    "full": (qkv(200, 333), {}),
+    "one": (qkv(1, 1), {}),
+    "decode": (qkv(1, 300, batch=2), {"causal": True}),
+    "causal": (qkv(300, 300), {"causal": True}),
+    "causal-wide": (qkv(150, 400), {"causal": True}),
+    "causal-empty-rows": (qkv(400, 150), {"causal": True}),
+    "window": (qkv(300, 300), {"mask": tw.window(70, 3)}),
+    "window-left": (qkv(300, 420), {"mask": tw.window(100)}),
+    "window-narrow": (qkv(200, 500), {"mask": tw.window(0, 0)}),
+    "keys": (qkv(130, 300), {"mask": tw.key_range(37, 170) & tw.causal()}),
+    "softcap": (qkv(130, 200), {"score": tw.softcap(2.0), "causal": True}),
+    "sink": (qkv(130, 100), {"sink": normal(4, seed=8), "causal": True}),
+    "narrow": (qkv(130, 200, d=40, dv=24), {"causal": True}),
+    "fp16": (qkv(130, 200, dtype=torch.float16), {"causal": True}),
+    "large-scores": (qkv(130, 400), {"softmax_scale": 5.0}),
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_the_source_computes_attention(name, stages):
+    tensors, options = CASES[name]
+    c = without_gradient(call(*tensors, **options))
+    tiles = replace(SMALL, q_stages=stages, slots=2 + stages)
+    out = emulate(c, tiles, ctas=3)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+@pytest.mark.parametrize("dims", config.TABLE, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_shipped_tiles_compute_attention(dims, causal):
+    c = without_gradient(call(*qkv(200, 420, *dims, heads=(2, 1)), causal=causal))
+    out = emulate(c, None, ctas=2)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+def test_results_are_the_same_bits_whatever_the_number_of_ctas():
+    c = without_gradient(call(*qkv(300, 300), causal=True))
+    one, many = (emulate(c, SMALL, ctas) for ctas in (1, 5))
+    assert torch.equal(one.o, many.o)
+    assert torch.equal(one.lse, many.lse)

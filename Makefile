@@ -1,4 +1,4 @@
-# make demo · make test · make kernels · make lint · make gpu-test · make bench
+# make demo · make test · make kernels · make kernels-hopper · make lint · make gpu-test · make bench
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has.
 SHELL  := /bin/bash
 PYTHON ?= python3
@@ -15,7 +15,7 @@ endif
 
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 
-.PHONY: demo test kernels lint format gpu-test bench asan tsan valgrind clean setup
+.PHONY: demo test kernels kernels-hopper lint format gpu-test bench asan tsan valgrind clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
@@ -53,6 +53,22 @@ format: setup
 kernels: setup
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet $(CONSTRAINTS) triton
 	@$(BIN)/python -m tilewise.backends.triton.compile_all
+	@$(BIN)/python -m tilewise.backends.hopper.aot
+
+# Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, and their figures written down. The
+# compiler is 450 MB to install, so CI does not: there `make kernels` says that they were skipped.
+kernels-hopper: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) \
+	  --config-settings=wheel.cmake=false --editable '.[test,kernels]'
+	@$(BIN)/python -m tilewise.backends.hopper.layout
+	@$(BIN)/python -m tilewise.backends.hopper.aot --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
+
+# What a GPU machine without network needs beside torch to run them: apache-tvm-ffi for its Python.
+GPU_PYTHON ?= 3.12
+build/gpu:
+	@$(PYTHON) -m pip download --quiet --only-binary=:all: --no-deps --python-version $(GPU_PYTHON) -d build/gpu-wheels \
+	  apache-tvm-ffi==0.1.15.post2
+	@$(PYTHON) -m zipfile -e build/gpu-wheels/apache_tvm_ffi-*.whl build/gpu
 
 gpu-test: setup
 	@$(BIN)/python -m pytest -m gpu

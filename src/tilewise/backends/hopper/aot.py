@@ -1,6 +1,6 @@
 """Compiles the kernels ahead of time, on a machine with or without a GPU: ``python -m tilewise.backends.hopper.aot``.
 
-    aot [--only TEXT] [--jobs N] [--table FILE]
+    aot [--only TEXT] [--jobs N] [--table FILE] [--candidates]
 
 Each is compiled for sm_90a, held against what it must be (registers, spills, shared memory, wgmma in flight), exported,
 linked, and listed in ``index.json``. What was made from the same sources is kept. Exit code 1 if one is not as it must be.
@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tilewise.backends.hopper import library, sass
-from tilewise.backends.hopper.config import SHARED_LIMIT, Config, shipped
+from tilewise.backends.hopper.config import SHARED_LIMIT, Config, candidates, shipped
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
 
@@ -125,7 +125,8 @@ def build_all(configs: list[Config], folder: Path, jobs: int) -> dict[str, dict]
     file = folder / "index.json"
     content = json.loads(file.read_text()) if file.exists() else {}
     rows = content.get("kernels", {}) if content.get("sources") == library.source_hash() else {}
-    wanted = [c for c in configs if c.name not in rows or not (folder / f"{c.name}.so").exists()]
+    kept = lambda c: rows.get(c.name, {}).get("config") == asdict(c) and (folder / f"{c.name}.so").exists()  # noqa: E731
+    wanted = [c for c in configs if not kept(c)]
     with ProcessPoolExecutor(jobs) as pool:
         for config, row in zip(wanted, pool.map(build, wanted, [folder] * len(wanted)), strict=True):
             rows[config.name] = row
@@ -143,20 +144,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="kernels whose name holds this text")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--candidates", action="store_true", help="also the kernels that are there to be measured")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("cutlass") is None:
         print(
             "hopper: skipped, the extra 'kernels' (nvidia-cutlass-dsl) is not installed; make kernels-hopper installs it"
         )
         return 0
-    configs, started = [c for c in shipped() if options.only in c.name], time.perf_counter()
+    every = shipped() + (candidates() if options.candidates else [])
+    configs, started = [c for c in every if options.only in c.name], time.perf_counter()
     rows = build_all(configs, library.folder(), options.jobs)
     failed = [c.name for c in configs if rows[c.name]["faults"]]
     size = sum(rows[c.name]["library"] for c in configs)
     seconds = time.perf_counter() - started
     print(f"{len(configs)} kernels, {len(failed)} not as they must be, {size / 2**20:.1f} MiB, {seconds:.0f} s")
     if options.table:
-        options.table.write_text(table({c.name: rows[c.name] for c in configs}))
+        options.table.write_text(table({c.name: rows[c.name] for c in configs if c in shipped()}))
     return 1 if failed else 0
 
 

@@ -77,7 +77,7 @@ def forward(plan: Plan, t: Inputs) -> Output:
         out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
         return out
     q, k, v = (
-        x if good and x.data_ptr() % 16 == 0 else x.contiguous().clone() if x.is_contiguous() else x.contiguous()
+        x if good and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
         for x, good in zip((t.q, t.k, t.v), plan.addressable, strict=True)
     )
     if plan.cut:

@@ -11,7 +11,6 @@ SHARED_LIMIT = 232_448  # bytes that one CTA may have
 REGISTERS = 512  # of one thread in each of a CTA's warpgroups together: 65,536 / 128
 ROWS = 64  # of one warpgroup: the height of a wgmma
 ALIGNMENT = 1024  # bytes: after so many the 128-byte swizzle repeats
-LAZY = 8.0  # in base 2: how far a row's maximum may fall behind before O is rescaled
 MULTIPLE = 8  # of a head dim: the copy engine wants rows that begin at multiples of 16 bytes
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 FORMS = (
@@ -44,7 +43,8 @@ class Tiles:
         slots: of the ring; one holds a block of K or of V.
         q_stages: tiles of Q (and O) that a warpgroup has; with two the next is loaded while one is finished.
         registers, registers_load: of a thread that computes, and of one that loads or stores.
-        lazy: O is rescaled only where a row's maximum has grown by more than LAZY.
+        lazy: O is rescaled only where a row's maximum has grown by more than ``tile.LAZY``.
+        turns: the warpgroups begin their products one after the other, so that one's softmax runs under another's.
     """
 
     width: int
@@ -56,6 +56,12 @@ class Tiles:
     registers: int
     registers_load: int = 24
     lazy: bool = True
+    turns: bool = False
+
+    @property
+    def name(self) -> str:
+        flags = ("" if self.lazy else "_eager") + ("_turns" if self.turns else "")
+        return f"{self.tile_m}x{self.tile_n}_s{self.slots}q{self.q_stages}{flags}"
 
     @property
     def tile_m(self) -> int:
@@ -102,7 +108,7 @@ class Config:
     def name(self) -> str:
         t = self.tiles
         dims = f"d{t.width}" + (f"v{t.width_v}" if t.width_v != t.width else "")
-        return f"forward_{self.dtype}_{dims}_{self.form}{'_softcap' if self.softcap else ''}_{t.tile_m}x{t.tile_n}"
+        return f"forward_{self.dtype}_{dims}_{self.form}{'_softcap' if self.softcap else ''}_{t.name}"
 
     def describe(self) -> str:
         t = self.tiles
@@ -126,11 +132,28 @@ TABLE = {
     (192, 192): (Tiles(192, 192, 2, 112, 4, 1, 240), Tiles(192, 192, 2, 96, 4, 1, 240)),
     (256, 256): (Tiles(256, 256, 2, 80, 4, 1, 240), Tiles(256, 256, 2, 80, 4, 1, 240)),
 }
-SOFTCAP = (
-    (64, 64),
-    (128, 128),
-    (256, 256),
-)  # rows that are shipped with a softcap too; smaller head dims take the next
+# Rows that are shipped with a softcap too; smaller head dims take the next.
+SOFTCAP = ((64, 64), (128, 128), (256, 256))
+# Not proved on a GPU: what else is worth a measurement, for "full" and "upper" in bf16.
+CANDIDATES = (
+    Tiles(64, 64, 3, 128, 8, 2, 160, turns=True),
+    Tiles(64, 64, 3, 128, 8, 2, 160, lazy=False),
+    Tiles(64, 64, 3, 96, 10, 2, 160),
+    Tiles(64, 64, 2, 128, 8, 2, 240),
+    Tiles(64, 64, 2, 192, 6, 2, 240),
+    Tiles(128, 128, 2, 128, 5, 2, 240),
+    Tiles(128, 128, 2, 128, 4, 2, 240),
+    Tiles(128, 128, 2, 128, 4, 2, 240, turns=True),
+    Tiles(128, 128, 2, 128, 4, 2, 240, lazy=False),
+    Tiles(128, 128, 2, 160, 4, 2, 240),
+    Tiles(128, 128, 2, 176, 4, 1, 240),
+    Tiles(128, 128, 2, 176, 4, 1, 240, turns=True),
+    Tiles(128, 128, 2, 96, 6, 2, 240),
+    Tiles(128, 128, 3, 80, 8, 1, 160),
+    Tiles(256, 256, 2, 80, 4, 1, 240, turns=True),
+    Tiles(256, 256, 2, 96, 3, 1, 240),
+    Tiles(256, 256, 2, 64, 5, 1, 240),
+)
 
 
 def shipped() -> list[Config]:
@@ -148,6 +171,13 @@ def shipped() -> list[Config]:
         for form in FORMS
     ]
     return plain + capped
+
+
+def candidates() -> list[Config]:
+    """Kernels that are built to be measured."""
+    known = {c.name for c in shipped()}
+    found = [Config(tiles, "bf16", form) for tiles in CANDIDATES for form in ("full", "upper")]
+    return [c for c in found if c.name not in known]
 
 
 @dataclass(frozen=True)

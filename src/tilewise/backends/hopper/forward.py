@@ -287,18 +287,40 @@ def first_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Co
     return schedule.after(slot, phase, x.tiles.slots)
 
 
+def take_turn(w, x: Config) -> None:
+    """Waits for the warpgroup before; the last gives warpgroup 0 its first turn."""
+    if x.tiles.turns:
+        cute.arch.barrier(barrier_id=1 + x.tiles.warpgroups + w, number_of_threads=256)
+
+
+def pass_turn(w, x: Config) -> None:
+    """Lets the next warpgroup begin its products."""
+    if x.tiles.turns:
+        cute.arch.barrier_arrive(
+            barrier_id=1 + x.tiles.warpgroups + (w + 1) % x.tiles.warpgroups, number_of_threads=256
+        )
+
+
+@cute.jit
+def first_turn(w, x: cutlass.Constexpr):
+    if w == x.tiles.warpgroups - 1:
+        pass_turn(w, x)
+
+
 def key_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Config):
     """S of this block and O += P V of the block before at once; softmax under the latter. Returns the ring, two slots on.
 
     ``limits`` of the scores' columns, or None where every row sees the whole block.
     """
-    c = x.tiles
+    c, w = x.tiles, q_tile // x.tiles.q_stages
     k_slot, k_phase = ring
     v_slot, v_phase = schedule.after(k_slot, k_phase, c.slots)
     cute.arch.mbarrier_wait(room.full + k_slot, k_phase)
+    take_turn(w, x)
     tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, k_slot], overwrite=True)
     cute.arch.mbarrier_wait(room.full + v_slot, v_phase)
     tile.begin(t.pv, t.o, t.p, t.v[None, None, None, v_slot], overwrite=False)
+    pass_turn(w, x)
     warpgroup.wait_group(1)
     release(room.empty + k_slot)
     s = scores(t, limits, work, x)
@@ -351,6 +373,8 @@ def compute(
     thread = cute.arch.thread_idx()[0] % 128
     t = operands(qk, pv, room, x)
     slot, phase, q_stage, q_phase = I32(0), I32(0), I32(0), I32(0)
+    if cutlass.const_expr(c.turns):
+        first_turn(w, x)
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
         row = at.row + w * ROWS

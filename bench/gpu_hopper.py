@@ -1,0 +1,403 @@
+"""The Hopper backend on one H200: is every kernel right there, which tiles are fastest, and how it stands to cuDNN.
+
+    PYTHONPATH=src:.:build/gpu python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,stress] [--minutes 8.5]
+
+Before, on a machine that may lack a GPU: ``make kernels-hopper CANDIDATES=1``, and for a machine without apache-tvm-ffi its
+wheel of that machine's Python, unpacked into build/gpu (``make build/gpu GPU_PYTHON=3.12``). Both folders are ignored by git.
+
+Every kernel is checked in a process of its own with a time limit, so that one which hangs loses its own cases alone, and
+only kernels whose cases are all right are timed. Lines go to DIR/gpu_hopper.jsonl as they come; a short table is printed
+last, each speed beside PREDICTED.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from statistics import geometric_mean, median
+
+import torch
+import torch.nn.functional as F
+
+import tilewise as tw
+from bench import cases
+from tests.backends.contract import Call, call
+from tilewise import accuracy
+from tilewise.backends.base import Output
+from tilewise.backends.hopper import Hopper, library
+from tilewise.backends.hopper.config import Config, candidates, shipped
+from tilewise.reference import Reference
+
+DEVICE = "cuda"
+CHECK_LIMIT, TIME_LIMIT = 100, 100  # seconds of one process
+# TFLOP/s of the chosen tiles by a resource model of the chip, before anything ran (docs/measured.md): N 512, 1024, .. 16384.
+PREDICTED = {
+    (64, "full"): (406, 448, 517, 532, 562, 566),
+    (64, "causal"): (247, 314, 430, 479, 532, 550),
+    (128, "full"): (508, 586, 637, 667, 697, 706),
+    (128, "causal"): (403, 510, 589, 638, 668, 683),
+    (256, "full"): (591, 686, 720, 738, 755, 764),
+    (256, "causal"): (418, 550, 645, 707, 742, 765),
+}
+TOGETHER = 10  # processes that check at a time: most of theirs is starting up and float64
+
+
+class Results:
+    def __init__(self, folder: Path, minutes: float):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.end = folder, time.monotonic() + 60 * minutes
+        self.file = (folder / "gpu_hopper.jsonl").open("a", encoding="utf-8")
+
+    def add(self, row: dict) -> dict:
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        return row
+
+    def say(self, line: str) -> None:
+        self.add({"part": "said", "line": line})
+        print(line, flush=True)
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
+def processes(
+    results: Results, jobs: list[str], limit: float, together: int, reserve: float = 0
+) -> Iterator[tuple[str, list[dict], str]]:
+    """``(job, rows, how it ended)`` of each job as it ends; rows that it printed before a time-out or a crash count.
+
+    ``reserve``: seconds that are left for what comes after.
+    """
+
+    def one(job: str) -> tuple[str, list[dict], str]:
+        seconds = min(limit, results.left - reserve)
+        if seconds < 5:
+            return job, [], "out of time"
+        path = results.folder / f"worker-{abs(hash(job)) % 10**8}.txt"
+        with path.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--out", str(results.folder), "--worker", job], stdout=file, stderr=file
+            )
+            try:
+                code = process.wait(timeout=seconds)
+                end = "" if code == 0 else f"exit code {code}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                end = f"no answer in {seconds:.0f} s"
+        text = path.read_text(encoding="utf-8", errors="replace")
+        path.unlink()
+        rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        return job, rows, end and f"{end}: {text[-600:]}"
+
+    with ThreadPoolExecutor(together) as pool:
+        yield from pool.map(one, jobs)
+
+
+def emit(**row: object) -> None:
+    print(json.dumps(row), flush=True)
+
+
+# -- Right? --------------------------------------------------------------------------------------------------------
+
+FORM_OPTIONS = {
+    "full": [{}, {"mask": tw.key_range(37, 170)}],
+    "upper": [{"causal": True}, {"mask": tw.window(None, 5)}, {"mask": tw.causal() & tw.key_lengths(150)}],
+    "band": [{"mask": tw.window(100, 0)}, {"mask": tw.window(70, 33)}, {"mask": tw.window(20)}],
+}
+SHAPES = [  # batch, seqlen_q, seqlen_k, heads_q, heads_k: odd lengths, empty rows, more CTAs than tiles and fewer
+    (1, 1, 1, 1, 1),
+    (2, 63, 129, 2, 1),
+    (1, 1000, 1000, 2, 2),
+    (2, 300, 700, 4, 2),
+    (1, 515, 200, 3, 1),
+    (3, 129, 1, 2, 2),
+    (1, 1, 3000, 8, 2),
+    (4, 640, 640, 40, 8),
+]
+
+
+def check_calls(config: Config) -> Iterator[tuple[str, Call]]:
+    """Named calls of a kernel's form: its widths, then smaller ones, strides that need a copy, sinks, large scores."""
+    t, dtype = config.tiles, {"bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
+    score = {"score": tw.softcap(3.0)} if config.softcap else {}
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    new = lambda *shape: torch.randn(shape, generator=generator, device=DEVICE).to(dtype)  # noqa: E731
+
+    def made(shape, d, dv, **options):
+        b, nq, nk, hq, hk = shape
+        return call(new(b, nq, hq, d), new(b, nk, hk, d), new(b, nk, hk, dv), **score, **options)
+
+    for n, shape in enumerate(SHAPES):
+        for m, options in enumerate(FORM_OPTIONS[config.form]):
+            if m == n % len(FORM_OPTIONS[config.form]) or n in (2, 3):
+                yield f"{shape}-{m}", made(shape, t.width, t.width_v, **options)
+    options = FORM_OPTIONS[config.form][0]
+    yield "narrow", made((1, 200, 333, 2, 1), t.width - 24, max(8, t.width_v - 40), **options)
+    yield "sink", made((2, 200, 333, 4, 2), t.width, t.width_v, sink=torch.randn(4, device=DEVICE), **options)
+    yield "large", made((1, 200, 900, 2, 2), t.width, t.width_v, softmax_scale=4.0, **options)
+    lengths = ((200, t.width), (333, t.width), (333, t.width_v))
+    q, k, v = (new(1, 2, n, d).transpose(1, 2) for n, d in lengths)
+    yield "strided", call(q, k, v, **score, **options)
+    odd = [torch.cat([x, x], -1)[..., 1 : 1 + x.shape[-1]] for x in (q, k, v)]
+    yield "unaligned", call(*odd, **score, **options)
+
+
+def forward_only(c: Call) -> Call:
+    return replace(c, p=replace(c.p, spec=replace(c.p.spec, needs_grad=False)))
+
+
+def config_named(name: str) -> Config:
+    return next(c for c in shipped() + candidates() if c.name == name)
+
+
+def check_worker(name: str) -> None:
+    """Each case: the error rule, NaN left of a poisoned output, a second run's bits."""
+    config = config_named(name)
+    backend = Hopper(config)
+    for label, c in check_calls(config):
+        c = forward_only(c)
+        emit(part="check", kernel=name, case=label, state="begun")  # a hang is known by its case
+        try:
+            reasons = backend.unsupported(c.p)
+            if reasons:
+                emit(part="check", kernel=name, case=label, state="refused", detail=reasons)
+                continue
+            out = backend.forward(c.p, c.t)
+            torch.cuda.synchronize()
+            state, detail = judged(c, out, backend)
+            emit(part="check", kernel=name, case=label, state=state, detail=detail)
+        except Exception as error:
+            emit(part="check", kernel=name, case=label, state="error", detail=traceback.format_exc()[-1200:])
+            if "CUDA" in str(error):
+                raise  # nothing works in this process any more
+
+
+def judged(c: Call, out: Output, backend: Hopper) -> tuple[str, str]:
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    wrong = [str(e) for e in errors if not e.ok]
+    if wrong:
+        return "wrong", "; ".join([*wrong, _where(c, out)])
+    again = backend.forward(c.p, c.t)
+    same = torch.equal(out.o, again.o) and torch.equal(out.lse, again.lse)
+    return ("ok", "") if same else ("wrong", "a second run gave other bits")
+
+
+def _where(c: Call, out: Output) -> str:
+    """Which rows are wrong first, and how many: whole tiles, a warp's rows and single columns look different."""
+    expected = Reference().forward(c.p, c.t).o
+    bad = ((out.o.float() - expected.float()).abs() > 0.05 * expected.float().abs().max()) | out.o.isnan()
+    first = bad.nonzero()[:4].tolist()
+    return f"{bad.sum().item()} of {bad.numel()} elements far off, the first at (b, i, h, d) {first}"
+
+
+def check(results: Results) -> set[str]:
+    """The kernels of which every case is right."""
+    names = [c.name for c in shipped() + candidates() if c.name in library.index()]
+    right = set()
+    for job, rows, end in processes(results, [f"check:{name}" for name in names], CHECK_LIMIT, TOGETHER, reserve=170):
+        name, done = job.partition(":")[2], {row["case"]: row for row in rows}
+        for row in done.values():
+            results.add(row)
+        bad = [row for row in done.values() if row["state"] != "ok"]
+        if not bad and not end and done:
+            right.add(name)
+            continue
+        results.say(f"check {name}: {len(done) - len(bad)} of {len(done)} right; {end[:400]}")
+        for row in bad[:2]:
+            results.say(
+                f"    {row['case']}: {row['state']} {str(row.get('detail', 'it was running when the process ended'))[:500]}"
+            )
+    results.say(f"check: {len(right)} of {len(names)} kernels right")
+    return right
+
+
+# -- How fast? -----------------------------------------------------------------------------------------------------
+
+
+def in_turns(calls: dict[str, Callable[[], object]], rounds: int = 5, budget_ms: float = 10.0) -> dict[str, float]:
+    """Milliseconds a call, the median over rounds; each round times everyone once, over several calls."""
+    counts = {}
+    for name, fn in calls.items():
+        fn()
+        torch.cuda.synchronize()
+        counts[name] = max(1, min(40, int(budget_ms / max(elapsed(fn, 2), 1e-3))))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, fn in calls.items():
+            samples[name].append(elapsed(fn, counts[name]))
+    return {name: median(values) for name, values in samples.items()}
+
+
+def elapsed(fn: Callable[[], object], count: int) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        fn()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / count
+
+
+def time_worker(head_dim: str, right: str) -> None:
+    """One head dim: every kernel that is right beside cuDNN, and a product by cuBLAS, on the rows of the benchmark."""
+    d, right = int(head_dim), set(right.split(","))
+    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    for n in (4096, 16384, 512, 2048, 1024, 8192):  # what decides first
+        for mask in (None, "causal"):
+            case = cases.named(f"h200-d{d}-n{n}-{mask or 'full'}")
+            x = cases.draw(case, DEVICE)
+            q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+            c = forward_only(call(q, k, v, causal=mask == "causal"))
+            backends = {name: Hopper(config_named(name)) for name in kernels_of(d, "upper" if mask else "full")}
+            calls = {"cublas": lambda: a @ a, "cudnn": cudnn(q, k, v, mask == "causal")}
+            for name in [name for name in backends if name in right]:
+                calls[name] = lambda c=c, backend=backends[name]: backend.forward(c.p, c.t)
+            times = in_turns(calls)
+            work = {"cublas": 2 * 8192**3}
+            rates = {name: work.get(name, case.flops("forward")) / ms / 1e9 for name, ms in times.items()}
+            emit(part="time", case=case.name, d=d, n=n, mask=mask or "full", ms=times, tflops=rates)
+
+
+def kernels_of(d: int, form: str) -> list[str]:
+    """Shipped ones and candidates in bf16 of one head dim, the chosen first."""
+    wanted = lambda c: (c.tiles.width, c.tiles.width_v, c.form, c.dtype, c.softcap) == (d, d, form, "bf16", False)  # noqa: E731
+    return [c.name for c in shipped() + candidates() if wanted(c)]
+
+
+def cudnn(q, k, v, causal: bool) -> Callable[[], object]:
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+
+    def run():
+        with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*heads_first, is_causal=causal)
+
+    return run
+
+
+def timing(results: Results, right: set[str]) -> None:
+    ratios = []
+    for job, rows, end in processes(
+        results, [f"time:{d}:{','.join(sorted(right))}" for d in (128, 64, 256)], TIME_LIMIT, 1
+    ):
+        for row in rows:
+            results.add(row)
+            ours = kernels_of(row["d"], "full" if row["mask"] == "full" else "upper")[0]
+            rates = row["tflops"]
+            predicted = PREDICTED[row["d"], row["mask"]][(row["n"] // 512).bit_length() - 1]
+            if ours in rates:
+                ratios.append(rates[ours] / rates["cudnn"])
+            rest = sorted(((v, k) for k, v in rates.items() if k.startswith("forward")), reverse=True)
+            listed = "  ".join(f"{k.rpartition('_d')[2]} {v:.0f}" for v, k in rest)
+            results.say(
+                f"{row['case']:24} predicted {predicted} cudnn {rates['cudnn']:.0f} cublas {rates['cublas']:.0f} | {listed}"
+            )
+        if end:
+            results.say(f"{job[:8]}: {end[:500]}")
+    if ratios:
+        results.say(
+            f"time: chosen kernels over cuDNN, geometric mean of {len(ratios)} rows: {geometric_mean(ratios):.3f}"
+        )
+
+
+# -- The host, and many launches -----------------------------------------------------------------------------------
+
+
+def host_worker() -> None:
+    """Microseconds of host time of backend.forward, and of a whole public call."""
+    q = torch.randn(1, 64, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    c, backend = forward_only(call(q, q.clone(), q.clone(), causal=True)), Hopper()
+    for name, fn in {
+        "backend.forward": lambda: backend.forward(c.p, c.t),
+        "tw.attention": lambda: tw.attention(q, q, q, causal=True, backend="hopper"),
+        "sdpa": lambda: F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, is_causal=True),
+    }.items():
+        for _ in range(50):
+            fn()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(300):
+            fn()
+        emit(part="host", call=name, us=(time.perf_counter() - started) / 300 * 1e6)
+        torch.cuda.synchronize()
+    graph, o = torch.cuda.CUDAGraph(), None
+    with torch.cuda.graph(graph):
+        o = backend.forward(c.p, c.t)
+    graph.replay()
+    torch.cuda.synchronize()
+    emit(part="host", call="graph replay equals eager", us=float(torch.equal(o.o, backend.forward(c.p, c.t).o)))
+
+
+def stress_worker(seconds: str) -> None:
+    """Random shapes on two streams until the time is over: no hang, and the same bits twice."""
+    import random
+
+    chance, backend, count = random.Random(7), Hopper(), 0
+    streams, end = [torch.cuda.Stream() for _ in range(2)], time.monotonic() + float(seconds)
+    while time.monotonic() < end:
+        d = chance.choice((64, 96, 128, 192, 256))
+        group, heads = chance.choice((1, 2, 4)), chance.randrange(1, 6)
+        nq, nk = (chance.choice((1, 17, 128, chance.randrange(1, 3000))) for _ in range(2))
+        batch, sizes = chance.choice((1, 2)), ((nq, heads * group), (nk, heads), (nk, heads))
+        q, k, v = (torch.randn(batch, n, h, d, device=DEVICE, dtype=torch.bfloat16) for n, h in sizes)
+        window = tw.window(chance.randrange(500), chance.randrange(50))
+        options = chance.choice(({}, {"causal": True}, {"mask": window}))
+        c = forward_only(call(q, k, v, **options))
+        if backend.unsupported(c.p):
+            continue
+        outs = []
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                outs += [backend.forward(c.p, c.t) for _ in range(5)]
+        torch.cuda.synchronize()
+        count += len(outs)
+        if not all(torch.equal(outs[0].o, x.o) and torch.equal(outs[0].lse, x.lse) for x in outs[1:]):
+            emit(part="stress", launches=count, wrong=str((tuple(q.shape), tuple(k.shape), str(options))))
+    emit(part="stress", launches=count)
+
+
+def small_parts(results: Results, jobs: list[str], limit: float) -> None:
+    for _, rows, end in processes(results, jobs, limit, 1):
+        for row in rows:
+            results.say(json.dumps(results.add(row)))
+        if end:
+            results.say(f"{jobs}: {end[:500]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default=os.environ.get("OUT"), required="OUT" not in os.environ)
+    parser.add_argument("--parts", default="check,host,time,stress")
+    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--worker", help="used by the script itself")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        part, *rest = arguments.worker.split(":")
+        {"check": check_worker, "time": time_worker, "host": host_worker, "stress": stress_worker}[part](*rest)
+        return
+    results, parts = Results(Path(arguments.out), arguments.minutes), arguments.parts.split(",")
+    machine = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+    results.add({"part": "machine", **machine, "sources": library.source_hash()})
+    right = check(results) if "check" in parts else {c.name for c in shipped() + candidates()}
+    if "host" in parts:
+        small_parts(results, ["host"], 60)
+    if "time" in parts:
+        timing(results, right)
+    if "stress" in parts and results.left > 30:
+        small_parts(results, [f"stress:{min(60.0, results.left - 25):.0f}"], results.left)
+
+
+if __name__ == "__main__":
+    main()

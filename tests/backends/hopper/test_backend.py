@@ -1,0 +1,171 @@
+"""The Hopper backend around its kernels: who may choose it, what it says, and what a launch is given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.contract import call, normal
+from tilewise import dispatch
+from tilewise.backends.hopper import Hopper, aot, config, library, sass
+
+
+def plain(*tensors, **options):
+    c = call(*tensors, **options)
+    return replace(c, p=replace(c.p, spec=replace(c.p.spec, needs_grad=False)))
+
+
+def qkv(nq=70, nk=70, d=64, heads=(4, 2)):
+    sizes = ((nq, heads[0]), (nk, heads[1]), (nk, heads[1]))
+    return [normal(1, n, h, d, dtype=torch.bfloat16, seed=s) for s, (n, h) in enumerate(sizes)]
+
+
+# -- Who may choose it ---------------------------------------------------------------------------------------------
+
+
+def test_it_is_not_chosen_unless_named():
+    p = replace(plain(*qkv()).p, device=torch.device("cuda"))
+    assert "hopper" not in dispatch.candidates(p)
+    with pytest.raises(NotImplementedError, match="runs on cuda, q is on cpu"), torch.no_grad():
+        tw.attention(*qkv(), backend="hopper")
+
+
+def test_explain_gives_its_reason():
+    assert "hopper" in tw.explain(*qkv()).refused
+    assert "not       hopper: " in str(tw.explain(*qkv()))
+
+
+def test_a_kernel_that_is_not_there_is_a_reason(monkeypatch):
+    monkeypatch.setattr(library, "index", dict)
+    assert any("build it" in reason for reason in library.missing(config.shipped()[0]))
+
+
+# -- What a launch is given ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of each launch."""
+    found = []
+    monkeypatch.setattr(library, "function", lambda name: lambda *args: found.append((name, *args)))
+    return found
+
+
+def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launched):
+    c = plain(*qkv(), causal=True, softmax_scale=0.25)
+    out = Hopper().forward(c.p, c.t)
+    ((name, q, k, v, o, lse, sink, numbers),) = launched
+    assert name == config.choose(c.p).name
+    assert [x.data_ptr() for x in (q, k, v, o, lse)] == [x.data_ptr() for x in (c.t.q, c.t.k, c.t.v, out.o, out.lse)]
+    assert (sink == -math.inf).all()
+    assert numbers[1] == 1
+    assert numbers[4:] == (0.25 * math.log2(math.e), 0.0)
+
+
+def test_keys_that_no_query_sees_stay_outside(launched):
+    c = plain(*qkv(30, 70), mask=tw.window(8, 2))
+    Hopper().forward(c.p, c.t)
+    _, _, k, v, *_, numbers = launched[0]
+    assert k.shape[1] == v.shape[1] == 38  # the first row sees keys from 32 on, the last as far as 70
+    assert numbers[:2] == (0, 11)
+    assert k.data_ptr() == c.t.k[:, 32:].data_ptr()
+
+
+UNADDRESSABLE = {
+    "odd-start": lambda x: torch.cat([x, x], -1)[..., 1:65],
+    "odd-rows": lambda x: torch.cat([x, x[..., :1]], -1)[..., :64],
+    "expanded": lambda x: x[:, :, :1].expand(-1, -1, x.shape[2], -1),
+    "columns-first": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+}
+
+
+@pytest.mark.parametrize("form", UNADDRESSABLE)
+def test_what_the_copy_engine_cannot_address_is_copied_once(form, launched):
+    tensors = [UNADDRESSABLE[form](x) for x in qkv()]
+    c = plain(*tensors)
+    Hopper().forward(c.p, c.t)
+    for given, got in zip(tensors, launched[0][1:4], strict=True):
+        assert torch.equal(given, got)
+        assert got.data_ptr() % 16 == 0
+        assert got.stride(-1) == 1
+        assert all(stride > 0 and stride % 8 == 0 for stride in got.stride()[:-1])
+
+
+@pytest.mark.parametrize("form", ["heads-first", "slice-of-qkv"])
+def test_what_it_can_address_is_not_copied(form, launched):
+    packed = normal(2, 70, 3, 4, 64, dtype=torch.bfloat16)
+    x = packed[:, :, 1] if form == "slice-of-qkv" else packed[:, :, 1].transpose(1, 2).contiguous().transpose(1, 2)
+    c = plain(x, x, x)
+    Hopper().forward(c.p, c.t)
+    assert launched[0][1].data_ptr() == c.t.q.data_ptr()
+
+
+@pytest.mark.parametrize("sink", [None, normal(4)], ids=["no-sink", "sink"])
+def test_where_no_query_sees_a_key_nothing_is_launched(sink, launched):
+    c = plain(*qkv(), mask=tw.key_range(30, 30), sink=sink)
+    out = Hopper().forward(c.p, c.t)
+    assert not launched
+    assert (out.o == 0).all()
+    expected = torch.full((4,), -math.inf) if sink is None else sink
+    assert torch.equal(out.lse, expected.view(1, 4, 1).expand(1, 4, 70))
+
+
+# -- What the assembler made ---------------------------------------------------------------------------------------
+
+GOOD = """
+        /*0000*/                   USETMAXREG.DEALLOC.CTAPOOL 0x18 ;
+        /*0010*/                   UTMALDG.4D [UR4], [UR6] ;
+        /*0020*/                   UTMASTG.4D [UR4], [UR6] ;
+        /*0030*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;
+        /*0040*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0060*/                   HGMMA.64x128x16.F32.BF16 R88, R4, gdesc[UR8], R88 ;
+        /*0070*/                   HGMMA.64x128x16.F32.BF16 R88, R4, gdesc[UR8], R88, gsb0 ;
+        /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0090*/                   MUFU.EX2 R24, R24 ;
+        /*00a0*/              @!P0 MUFU.EX2 R25, R25 ;
+        /*00b0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+"""
+
+
+def test_a_good_listing_has_no_faults():
+    report = sass.read(GOOD)
+    assert report.registers == {24: 0, 240: 89}
+    assert report.faults(exponentials=2) == []
+
+
+FAULTS = {
+    "spill": (GOOD.replace("MUFU.EX2 R24", "LDL R24"), "spills"),
+    "serialised": (GOOD.replace("gdesc[UR8], R24 ;", "gdesc[UR8], R24, gsb0 ;"), "wait for the one before"),
+    "registers": (GOOD.replace("R88", "R240"), "setmaxnreg"),
+    "no-loads": (GOOD.replace("UTMALDG", "LDG"), "copy engine"),
+    "late": (GOOD.replace("        /*00a0*/              @!P0 MUFU.EX2 R25, R25 ;\n", ""), "1 of 2 exponentials"),
+    "no-overlap": (GOOD.replace("gsb0, 0x1", "gsb0, 0x0"), "in flight"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_a_listing_is_found(name):
+    listing, word = FAULTS[name]
+    assert any(word in fault for fault in sass.read(listing).faults(exponentials=2))
+
+
+def test_the_shared_memory_is_read_from_the_launch():
+    kind = "!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
+    code = f"llvm.func @f\n %3 = llvm.mlir.constant(99 : i64)\n %7 = llvm.getelementptr %2[0, 2] : {kind}\n llvm.store %3, %7 : i64"
+    assert sass.dynamic_shared(code) == 99
+    assert sass.dynamic_shared("") is None
+
+
+def test_the_committed_table_is_of_the_kernels_that_are_shipped():
+    rows = [line.split()[0] for line in library.TABLE.read_text().splitlines()[1:]]
+    assert rows == sorted(c.name for c in config.shipped()), "run: make kernels-hopper"
+
+
+def test_the_table_is_the_same_whatever_the_order_of_building():
+    row = {"registers": [200, 12], "spills": 0, "shared": 1, "wgmma": 2, "cubin": 3, "hidden": [4]}
+    assert aot.table({"b": row, "a": row}) == aot.table({"a": row, "b": row})

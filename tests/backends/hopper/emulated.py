@@ -269,10 +269,10 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
     """``(o, lse)`` of arrays (batch, seqlen, heads, head_dim), one CTA after the other; ``numbers`` as the launch takes them."""
     forward, _ = load_kernel()
     t = config.tiles
-    lo, hi, section, ctas, scale2, cap2 = numbers
+    lo, hi, section, ctas, sinks, scale2, cap2 = numbers
     o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
-    work = forward.Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi,
+    work = forward.Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
                         np.float32(scale2), np.float32(cap2))  # fmt: skip
     info = lambda x: SimpleNamespace(values=x, atom=None)  # noqa: E731
     tmas = forward.Tmas(info(q), info(k), info(v), info(o))

@@ -26,12 +26,12 @@ def without_gradient(c: Call) -> Call:
 def emulate(c: Call, tiles: Tiles | None, ctas: int) -> Output:
     chosen = config.choose(c.p)
     plan = hopper.Plan(c.p, replace(chosen, tiles=tiles) if tiles else chosen)
-    lo, hi, section, _, scale2, cap2 = plan.numbers
+    lo, hi, section, _, *rest = plan.numbers
     groups = c.p.batch * c.p.heads_q * -(-c.p.seqlen_q // plan.config.tiles.tile_m)
-    numbers = lo, hi, section, min(ctas, groups), scale2, cap2
+    numbers = lo, hi, section, min(ctas, groups), *rest
     keys = slice(plan.band.start, plan.band.stop)
     q, k, v = (x.float().numpy() for x in (c.t.q, c.t.k[:, keys], c.t.v[:, keys]))
-    sink = torch.full((c.p.heads_q,), -torch.inf) if c.t.sink is None else c.t.sink.float()
+    sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     o, lse = emulated.run(plan.config, q, k, v, sink.numpy(), numbers)
     return Output(torch.from_numpy(o).to(c.p.dtype), torch.from_numpy(lse))
 

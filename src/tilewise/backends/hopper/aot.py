@@ -51,7 +51,7 @@ def compiled(config: Config, scratch: Path):
         tensor(seqlen_q, heads_q, dim_v),
         make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), (stride(), stride(), 1)),
         make_fake_tensor(cutlass.Float32, (heads_q,), (1,)),
-        (i32, i32, i32, i32, f32, f32),
+        (i32, i32, i32, i32, i32, f32, f32),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         config,
         options=f"{OPTIONS} --dump-dir {scratch}",

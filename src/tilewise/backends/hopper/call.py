@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, empty_output
@@ -41,18 +40,18 @@ class Plan:
         return (self.band.start, self.band.stop) != (0, self.p.seqlen_k)
 
     @cached_property
-    def numbers(self) -> tuple[int, int, int, int, float, float]:
+    def numbers(self) -> tuple[int, int, int, int, int, float, float]:
         """As :func:`tilewise.backends.hopper.forward.launch` takes them; the band's ends count from its first key."""
         p, band, cap = self.p, self.band, cap_of(self.p)
         lo, hi = (far if end is None else end - band.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         grid = spread(p, self.config, devices.of(p.device).cores)
         scale2 = LOG2_E * (p.softmax_scale if cap is None else cap)
         cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
-        return lo, hi, grid.section, grid.ctas, scale2, cap2
+        return lo, hi, grid.section, grid.ctas, int(p.spec.sink_slot is not None), scale2, cap2
 
     @cached_property
     def launch(self):
-        return library.function(self.config.name)
+        return library.function(self.config)
 
 
 def addressable(t: TensorFacts) -> bool:
@@ -61,20 +60,16 @@ def addressable(t: TensorFacts) -> bool:
     return (t.stride[-1] == 1 or t.shape[-1] == 1) and all(s > 0 and s % MULTIPLE == 0 for s in outer)
 
 
-@lru_cache(maxsize=64)
-def no_sink(heads: int, device: torch.device) -> Tensor:
-    return torch.full((heads,), -math.inf, device=device)
-
-
 def forward(plan: Plan, t: Inputs) -> Output:
     p, band = plan.p, plan.band
     out = empty_output(p, t.q, t.v)
     if not out.o.numel():
         return out
-    sink = no_sink(p.heads_q, t.q.device) if t.sink is None else t.sink.detach().float().contiguous()
+    # Without sinks any memory will do: it is not read.
+    sink = out.lse.as_strided((p.heads_q,), (1,)) if t.sink is None else t.sink.detach().float().contiguous()
     if band.start == band.stop:  # nobody sees a key
         out.o.zero_()
-        out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
+        out.lse.fill_(-math.inf) if t.sink is None else out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
         return out
     q, k, v = (
         x if good and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -34,7 +34,7 @@ PICK = schedule.Pick(cutlass.min, cutlass.max)
 
 class Work(NamedTuple):
     """Numbers of a launch. ``lo``, ``hi``: the band's ends. ``scale2``: softmax_scale · log2(e); with a softcap,
-    cap · log2(e), and ``cap2`` as in :func:`tile.soften`."""
+    cap · log2(e), and ``cap2`` as in :func:`tile.soften`. ``sinks``: whether there are any."""
 
     seqlen_q: I32
     seqlen_k: I32
@@ -44,6 +44,7 @@ class Work(NamedTuple):
     section: I32
     lo: I32
     hi: I32
+    sinks: I32
     scale2: F32
     cap2: F32
 
@@ -407,7 +408,7 @@ def compute(
 def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work, x: Config):
     """lse to global memory, O / l to where Q was, from where a storing warp takes it."""
     thread = cute.arch.thread_idx()[0] % 128
-    factor, statistic = tile.finish(t.rows, sink[at.head])
+    factor, statistic = tile.finish(t.rows, tile.choose(work.sinks != 0, sink[at.head], -tile.INF))
     for r in range(2):
         put_lse(lse, at, at.row + w * ROWS + tile.row_of(thread, r), statistic[r], work)
     tile.scale_rows(tile.rows_columns(t.o), factor)
@@ -466,11 +467,11 @@ def staged(layout, stages: int, stride: int):
 @cute.jit
 def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor,
-    numbers: tuple[I32, I32, I32, I32, F32, F32], stream: cuda.CUstream, x: cutlass.Constexpr,
+    numbers: tuple[I32, I32, I32, I32, I32, F32, F32], stream: cuda.CUstream, x: cutlass.Constexpr,
 ):  # fmt: skip
     """q, o (batch, seqlen_q, heads_q, D), k, v (batch, seqlen_k, heads_k, D), lse (batch, heads_q, seqlen_q), sink (heads_q,).
 
-    ``numbers``: lo and hi of the band, heads of a section, CTAs, scale2, cap2.
+    ``numbers``: lo and hi of the band, heads of a section, CTAs, whether sinks count (else they are not read), scale2, cap2.
     """
     c, element = x.tiles, ELEMENT[x.dtype]
     view = lambda t, modes: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))  # noqa: E731
@@ -487,8 +488,10 @@ def launch(
         element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, c.width_v), warpgroup.OperandSource.RMEM
     )
     bring, send, tma = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-    lo, hi, section, ctas, scale2, cap2 = numbers
-    work = Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, scale2, cap2)
+    lo, hi, section, ctas, sinks, scale2, cap2 = numbers
+    work = Work(
+        q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks, scale2, cap2
+    )
     kernel.set_name_prefix(x.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
         tma(bring, view(q, by_rows), layout_q, (ROWS, c.width)),

@@ -1,4 +1,8 @@
-"""The compiled kernels: where they lie, which there are, and the functions in them. Nothing is loaded before it is called."""
+"""The compiled kernels: where they lie, which there are, and the functions in them. Nothing is loaded before it is called.
+
+Kernels that were built ahead of time (:mod:`tilewise.backends.hopper.aot`) lie in :func:`folder`. One that is not there is
+built at its first call where the DSL is installed, and kept for other processes in :func:`cache`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,11 @@ def folder() -> Path:
     return Path(settings.hopper_kernels() or _HERE / "kernels")
 
 
+def cache() -> Path:
+    """By sources: other kernels never get in the way, and a library appears there whole or not at all."""
+    return settings.cache_folder() / f"hopper-{source_hash()}"
+
+
 @lru_cache(maxsize=1)
 def source_hash() -> str:
     """Of all that a kernel is made from, but its Config, whose numbers are in its name: kernels of other sources are not run."""
@@ -37,19 +46,42 @@ def index() -> dict[str, dict]:
     return content["kernels"] if content["sources"] == source_hash() else {}
 
 
+def built(config: Config) -> bool:
+    """Whether it was built ahead of time."""
+    return index().get(config.name, {}).get("config") == asdict(config)
+
+
 def missing(config: Config) -> list[str]:
-    """Why a kernel cannot be loaded here."""
+    """Why a kernel can be neither loaded nor built here."""
     found = []
     if importlib.util.find_spec("tvm_ffi") is None:
         found.append("the package apache-tvm-ffi is not installed; pip install 'tilewise[kernels]'")
-    if index().get(config.name, {}).get("config") != asdict(config):
-        found.append(f"{config.name} is not in {folder()}; build it: python -m tilewise.backends.hopper.aot")
+    if not built(config) and importlib.util.find_spec("cutlass") is None:
+        found.append(
+            f"{config.name} is not in {folder()}, and nvidia-cutlass-dsl, which builds it, is not installed; "
+            "pip install 'tilewise[kernels]'"
+        )
     return found
 
 
 @lru_cache(maxsize=256)
-def function(name: str):
+def function(config: Config):
     """The launcher of a kernel: positional arguments as :func:`tilewise.backends.hopper.forward.launch` has them."""
     import tvm_ffi
 
-    return tvm_ffi.load_module(str(folder() / f"{name}.so"))[name]
+    return tvm_ffi.load_module(str(file_of(config)))[config.name]
+
+
+def file_of(config: Config) -> Path:
+    """Its library, which is built first if it is nowhere."""
+    if built(config):
+        return folder() / f"{config.name}.so"
+    file = cache() / f"{config.name}.so"
+    if not file.exists():
+        from tilewise.backends.hopper import aot
+
+        print(f"tilewise: compiling {config.name}, once for this machine", flush=True)
+        faults = aot.build(config, cache())["faults"]
+        if faults:
+            print(f"tilewise: {config.name} is not as it must be: {'; '.join(faults)}", flush=True)
+    return file

@@ -239,7 +239,7 @@ def cap_of(p: Problem) -> float | None:
     if score is None:
         return None
     numbers = [e.args[0] for e in (score.args[0], *score.args[1].args[0].args[1:])] if _is_softcap(score) else []
-    return float(numbers[0]) if len(numbers) == 2 and numbers[0] == numbers[1] > 0 else math.nan
+    return float(numbers[0]) if len(numbers) == 2 and 0 < numbers[0] == numbers[1] < math.inf else math.nan
 
 
 def _is_softcap(e) -> bool:

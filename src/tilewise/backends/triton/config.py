@@ -127,15 +127,14 @@ def shared_memory(
 
 
 def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> Tiles:
-    """``tiles``, with fewer stages, then with fewer rows of what is streamed, until they need no more than ``limit``."""
+    """``tiles``, smaller until they need no more than ``limit``: of what is streamed fewer rows, down to 64, then two stages,
+    still fewer rows, down to 32, and one stage: loads that nothing hides cost more than short tiles."""
     streamed = "tile_m" if kernel in OVER_KEYS else "tile_n"
-    while need(tiles) > limit:
-        if tiles.num_stages > 1:
-            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
-        elif getattr(tiles, streamed) > MIN_WIDTH:
+    for rows, stages in ((64, None), (64, 2), (32, None), (32, 1), (MIN_WIDTH, None)):
+        while need(tiles) > limit and getattr(tiles, streamed) > rows:
             tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
-        else:
-            break
+        if need(tiles) > limit and stages is not None and tiles.num_stages > stages:
+            tiles = replace(tiles, num_stages=stages)
     return tiles
 
 

@@ -90,16 +90,51 @@ def pair_bytes(p: Problem) -> int:
 # -- One expression as lines of source -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Span:
+    """What is known of a leaf's layout.
+
+    Attributes:
+        whole: i and j, where they index a dimension at least as long as their sequence: they need no clamp.
+        unit: elements of which every stride but the last, which is 1, and the last size are multiples; 1 where there are none.
+    """
+
+    whole: tuple[str, ...] = ()
+    unit: int = 1
+
+    def holds(self, index: Expr) -> bool:
+        return index.op == "symbol" and index.args[0] in self.whole
+
+
+def spans(p: Problem, slots: tuple[int, ...], reads: list[Expr]) -> dict[int, Span]:
+    """Of every leaf, from all its ``reads``."""
+    found = {}
+    for slot in slots:
+        facts, unit = p.extras[slot], 16 // p.extras[slot].dtype.itemsize
+        indices = [pair for e in reads if e.args[0][1] == slot for pair in enumerate(e.args[1:])]
+        axes = [(axis, x.args[0]) for axis, x in indices if x.op == "symbol"]
+        whole = [
+            name
+            for name, length in (("i", p.seqlen_q), ("j", p.seqlen_k))
+            if all(facts.shape[axis] >= length for axis, index in axes if index == name)
+        ]
+        multiples = (*facts.stride[:-1], *facts.shape[-1:])
+        units = bool(facts.shape) and facts.stride[-1] == 1 and all(x % unit == 0 for x in multiples)
+        found[slot] = Span(tuple(whole), unit if units else 1)
+    return found
+
+
 class _Writer:
     """Lines that compute expressions, each shared node once.
 
     Args:
         leaf: position of a slot among ``at.leaves``.
+        spans: of the slots, where i and j are a tile's; empty where they are ends of intervals.
         wide: slots whose elements need 64-bit offsets.
     """
 
-    def __init__(self, leaf: dict[int, int], wide: frozenset[int]):
-        self.leaf, self.wide = leaf, wide
+    def __init__(self, leaf: dict[int, int], spans: dict[int, Span], wide: frozenset[int]):
+        self.leaf, self.spans, self.wide = leaf, spans, wide
         self.lines: list[str] = []
         self.names: dict[int, str] = {}
 
@@ -124,20 +159,38 @@ class _Writer:
             return f"tl.full((), {number if e.args[1] == 'float' else f'maths.plain({number})'}, {_TYPES[e.args[1]]})"
         if e.op == "lookup":
             position = self.leaf[e.args[0][1]]
-            text = f"tl.load(at.leaves[{position}] + ({self.offset(e, 'extents')}))"
+            inside = self.inside(e, "extents")
+            masked = f", mask={inside}, other=0" if inside else ""
+            text = f"tl.load(at.leaves[{position}] + ({self.offset(e, 'extents')}){masked})"
             return f"{text}.to(tl.float32)" if expr.kind(e) == "float" else text
         return self._operation(e, [self.names[id(a)] for a in e.args], [expr.kind(a) for a in e.args])
 
     def offset(self, e: Expr, extents: str) -> str:
-        """Where a lookup reads, in elements: each index clamped into its dimension."""
+        """Where a lookup reads, in elements: each index clamped into its dimension, or left as it is where :meth:`inside`
+        bounds it: of consecutive elements that are known as such, a thread reads several at once."""
         slot = e.args[0][1]
-        of = f"at.{extents}[{self.leaf[slot]}]"
+        of, span = f"at.{extents}[{self.leaf[slot]}]", self.spans.get(slot, Span())
         terms = []
         for axis, index in enumerate(e.args[1:]):
-            clamped = f"tl.minimum(tl.maximum({self.value(index)}, 0), maths.plain({of}[{2 * axis}]) - 1)"
-            clamped = f"({clamped}).to(tl.int64)" if slot in self.wide else clamped
-            terms.append(f"{clamped} * maths.plain({of}[{2 * axis + 1}])")
+            value, stride = self.value(index), f"maths.plain({of}[{2 * axis + 1}])"
+            if not span.holds(index):
+                value = f"tl.minimum(tl.maximum({value}, 0), maths.plain({of}[{2 * axis}]) - 1)"
+            if span.unit > 1:
+                stride = "1" if axis == len(e.args) - 2 else f"maths.multiple({stride}, {span.unit})"
+            value = f"({value}).to(tl.int64)" if slot in self.wide else value
+            terms.append(value if stride == "1" else f"{value} * {stride}")
         return " + ".join(terms) or "0"
+
+    def inside(self, e: Expr, extents: str) -> str:
+        """Whether a tile's i and j, which are never negative, lie within the dimensions that they index alone."""
+        slot = e.args[0][1]
+        span, terms = self.spans.get(slot, Span()), []
+        for axis, index in enumerate(e.args[1:]):
+            if span.holds(index):
+                size = f"maths.plain(at.{extents}[{self.leaf[slot]}][{2 * axis}])"
+                last = axis == len(e.args) - 2 and span.unit > 1
+                terms.append(f"({self.value(index)} < {f'maths.multiple({size}, {span.unit})' if last else size})")
+        return " & ".join(terms)
 
     def _operation(self, e: Expr, args: list[str], kinds: list[str]) -> str:
         operation, result = expr.OPERATIONS[e.op], expr.kind(e)
@@ -164,6 +217,8 @@ class _Writer:
         if e.op in _CALLS:
             call = f"{_CALLS[e.op]}({', '.join(args)})"
             return f"{call}.to(tl.int32)" if e.op == "pow" and result != "float" else call
+        if e.op == "div" and e.args[1].op in ("number", "param") and "s" in expr.depends_on(e.args[0]):
+            return f"{args[0]} * (1.0 / {args[1]})"  # one division a tile; exact quotients matter to indices alone
         infix = _OF_BOOLS.get(e.op, operation.infix) if result == "bool" else operation.infix
         return f"{args[0]} {infix} {args[1]}"
 
@@ -202,11 +257,13 @@ def emit(p: Problem, wide: frozenset[int]) -> Emitted:
     slots = tuple(n for n in slots if n not in prepared)
     leaf = {slot: n for n, slot in enumerate(slots)}
     abstract = lambda e: None if e is None else expr.abstract(e, numbers)  # noqa: E731
-    writer = lambda: _Writer(leaf, wide)  # noqa: E731
+    of_tiles = spans(p, slots, expr.lookups(*(e for e in (region.predicate, spec.score) if e is not None)))
+    writer = lambda: _Writer(leaf, of_tiles, wide)  # noqa: E731
     source = []
     for (name, index), e in zip(_ENDS, region.ends, strict=True):
         if e is not None:
-            source.append(_returning(writer(), name, f"b, h, {index}, at", abstract(e)))
+            ends = _Writer(leaf, {}, wide)
+            source.append(_returning(ends, name, f"b, h, {index}, at", abstract(e)))
     if region.predicate is not None:
         source.append(_returning(writer(), "keep", "b, h, i, j, at", abstract(region.predicate)))
     reads = classify(p)

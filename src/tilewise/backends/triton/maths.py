@@ -13,6 +13,12 @@ def plain(x):
 
 
 @triton.jit
+def multiple(x, unit):
+    """``x``, which is a multiple of ``unit``, in a form that shows it: ``tl.multiple_of`` is lost on the result of a call."""
+    return x // unit * unit
+
+
+@triton.jit
 def floordiv(x, y):
     """Rounds down for integers too, as Python and torch do; Triton rounds towards zero."""
     if x.dtype.is_floating() or y.dtype.is_floating():

@@ -1,9 +1,10 @@
 """The Triton backend on one GPU: is it right there, which tiles are fastest, and how it stands to PyTorch's attention.
 
-    PYTHONPATH=src:. python3 bench/gpu_triton.py --out DIR [--parts contract,host,tiles,peers] [--minutes 7.5]
+    PYTHONPATH=src:. python3 bench/gpu_triton.py --out DIR [--parts contract,dropout,host,tiles,features,peers] [--minutes 9]
 
-Writes DIR/gpu_triton.jsonl, a line a result, and prints a short table last. A case or a configuration that fails is a
-line with its error and stops nothing. Peers are timed in the same process, in turns with ours.
+The candidates are those of backends/triton/config.py. Writes DIR/gpu_triton.jsonl, a line a result, and prints a short
+table last. A case or a configuration that fails is a line with its error and stops nothing. Peers are timed in the same
+process, in turns with ours.
 """
 
 import argparse
@@ -24,27 +25,10 @@ from bench import cases, peers
 from tests.backends.contract import call
 from tilewise import accuracy
 from tilewise.backends.triton import Triton, launch
-from tilewise.backends.triton.config import Config, Tiles, choose
+from tilewise.backends.triton.config import CANDIDATES, Config, Tiles, choose, preceded
 
 DEVICE = "cuda"
-# Candidates by head dim: (tile_m, tile_n, warps, stages, tma).
-CANDIDATES = {
-    "forward": {
-        64: [(64, 128, 4, 3, 1), (128, 64, 4, 3, 1), (128, 64, 4, 3, 0), (128, 64, 4, 4, 1), (64, 128, 4, 2, 1)],
-        128: [(128, 128, 8, 3, 1), (128, 64, 8, 4, 1), (128, 64, 8, 3, 1), (64, 64, 4, 3, 1)],
-        256: [(128, 64, 8, 2, 1), (128, 32, 8, 4, 1)],
-    },
-    "dkdv": {
-        64: [(64, 64, 4, 3, 1), (64, 64, 4, 2, 1), (32, 64, 4, 3, 1), (64, 64, 4, 4, 1)],
-        128: [(64, 64, 4, 2, 1), (32, 64, 4, 2, 1), (32, 64, 4, 3, 1), (64, 64, 4, 3, 1), (32, 128, 8, 3, 1), (64, 128, 8, 2, 1)],
-        256: [(64, 64, 8, 2, 1), (32, 64, 8, 2, 1), (16, 64, 4, 2, 1), (32, 64, 4, 2, 1)],
-    },
-    "dq": {
-        64: [(128, 64, 4, 3, 1), (64, 64, 4, 3, 1), (128, 64, 4, 4, 1)],
-        128: [(128, 64, 8, 3, 1), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1)],
-        256: [(128, 32, 8, 2, 1), (128, 64, 8, 1, 1), (128, 32, 8, 3, 1)],
-    },
-}  # fmt: skip
+PRODUCTS = {"forward": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}  # of a tile
 
 
 class Results:
@@ -120,6 +104,10 @@ EXTRA = [
     ("bf16-sparse", (1, 2000, 2000, 2, 2, 128, 128), "bfloat16", "sparse-90", "bias"),
     ("bf16-decode", (2, 1, 8000, 8, 2, 128, 128), "bfloat16", "causal", None),
     ("bf16-one-head", (1, 4096, 4096, 1, 1, 128, 128), "bfloat16", None, None),
+    ("bf16-decode-32k", (2, 1, 32768, 16, 2, 128, 128), "bfloat16", "causal", None),
+    ("bf16-decode-d64", (3, 1, 5000, 8, 1, 64, 64), "bfloat16", None, None),
+    ("bf16-d256-bias", (1, 515, 515, 2, 2, 256, 256), "bfloat16", "causal", "bias"),
+    ("bf16-d256-gqa", (2, 700, 700, 4, 1, 256, 256), "bfloat16", "causal", "softcap-30"),
 ]  # fmt: skip
 
 
@@ -182,6 +170,31 @@ def _judge(backend: Triton, case: cases.Case) -> tuple[str, str]:
     return ("wrong", "; ".join(str(e) for e in errors)) if errors else ("ok", "")
 
 
+# -- fp32 dropout, whose dv once had one element too wrong ---------------------------------------------------------
+
+
+def dropout(results: Results, seeds: int = 40) -> None:
+    """contract-dropout with many seeds: its largest errors as parts of what is allowed, and where the worst one lies."""
+    case, backend, ratios = cases.named("contract-dropout"), Triton(), []
+    for seed in range(seeds):
+        x = cases.draw(case, DEVICE, seed)
+        c = call(x.q, x.k, x.v, x.do, dropout_p=case.dropout_p, dropout_seed=x.dropout_seed)
+        expected = accuracy.Expected.of(c.p, c.t, c.do, c.dlse)
+        out = backend.forward(c.p, c.t)
+        found = accuracy.tensors(out, backend.backward(c.p, c.t, out, c.do, c.dlse))
+        errors = {e.tensor: e for e in expected.judge(found)}
+        dv = (found["dv"].double() - expected.oracle["dv"]).abs()
+        worst = torch.unravel_index(dv.argmax(), dv.shape)
+        lse = (out.lse.double() - expected.oracle["lse"]).abs()
+        row = {name: (e.rms / e.rms_allowed, e.max / e.max_allowed) for name, e in errors.items()}
+        where = {"at": [int(n) for n in worst], "value": float(expected.oracle["dv"][worst]), "lse": float(lse.max())}
+        ratios.append(row)
+        results.add(part="dropout", seed=seed, ratios=row, **where)
+    for name in ("o", "lse", "dq", "dk", "dv"):
+        rms, largest = (max(row[name][n] for row in ratios) for n in (0, 1))
+        results.say(f"dropout {name}: worst of {seeds} seeds, of what is allowed: rms {rms:.2f}, max {largest:.2f}")
+
+
 # -- The host ------------------------------------------------------------------------------------------------------
 
 
@@ -238,12 +251,12 @@ def _problem(head_dim: int, n: int, mask: str | None):
 
 def _launches(kernel: str, c, tiles: Tiles) -> Callable[[], object]:
     """The launch of one kernel with these tiles, as a call."""
-    base = choose(c.p)
-    config = replace(base, split=None, **{kernel: tiles})
+    partner = {"dk": "dv", "dv": "dk"}.get(kernel)
+    config = Config.of(preceded(choose(c.p).passes, {kernel: tiles} | ({partner: tiles} if partner else {})))
     found: dict[str, tuple] = {}
 
     def record(fn, grid, tiles, *args):
-        name = fn.fn.__name__.removesuffix("_kernel")
+        name = launch.name_of(fn, args[-1])
         found[name] = (fn, grid, tiles, args)
         if name == "delta":
             launch.run(fn, grid, tiles, *args)
@@ -261,7 +274,7 @@ def warm_share(index: int, of: int) -> None:
     """Compiles a share of the candidates by running them on a small problem, so that the disk cache holds them."""
     jobs = [
         (kernel, d, t, m)
-        for kernel, by in CANDIDATES.items()
+        for kernel, by in CANDIDATES["sm90"].items()
         for d, rows in by.items()
         for t in rows
         for m in (None, "causal")
@@ -269,10 +282,10 @@ def warm_share(index: int, of: int) -> None:
     for kernel, d, tiles, mask in jobs[index::of]:
         q = torch.randn(1, 256, 2, d, device=DEVICE, dtype=torch.bfloat16)
         try:
-            _launches(kernel, call(q, q.clone(), q.clone(), causal=mask == "causal"), _tiles(tiles))()
+            _launches(kernel, call(q, q.clone(), q.clone(), causal=mask == "causal"), tiles)()
             torch.cuda.synchronize()
         except Exception as error:
-            print(json.dumps({"warm": [kernel, d, tiles, mask], "error": _innermost(error)}), flush=True)
+            print(json.dumps({"warm": [kernel, d, tiles.describe(), mask], "error": _innermost(error)}), flush=True)
 
 
 def workers(results: Results, part: str, count: int = 15) -> list[dict]:
@@ -303,33 +316,35 @@ def tiles(results: Results, n: int = 4096) -> None:
     for head_dim in (64, 128, 256):
         for mask in (None, "causal"):
             case, _, c = _problem(head_dim, n, mask)
-            for kernel, products in (("forward", 2), ("dkdv", 4), ("dq", 3)):
+            for kernel in PRODUCTS:
                 if not results.late:
-                    _rank(results, kernel, products, case, c)
+                    _rank(results, kernel, case, c)
 
 
-def _rank(results: Results, kernel: str, products: int, case: cases.Case, c) -> None:
+def _rank(results: Results, kernel: str, case: cases.Case, c) -> None:
     """Times the candidates of one kernel on one problem."""
     calls = {}
-    for row in CANDIDATES[kernel][case.head_dim]:
+    for row in CANDIDATES["sm90"][kernel][case.head_dim]:
         try:
-            fn = _launches(kernel, c, _tiles(row))
+            fn = _launches(kernel, c, row)
             fn()
             torch.cuda.synchronize()
             calls[row] = fn
         except Exception as error:
-            results.add(part="tiles", kernel=kernel, case=case.name, tiles=row, error=_innermost(error))
-    flops = case.flops("forward") / 2 * products
+            results.add(part="tiles", kernel=kernel, case=case.name, tiles=list(_short(row)), error=_innermost(error))
+    flops = case.flops("forward") / 2 * PRODUCTS[kernel]
     times = in_turns(calls, rounds=3)
     best = results.times.setdefault((kernel, case.head_dim), {})
     for row, ms in times.items():
         best[row] = best.get(row, 0.0) + ms * (2 if case.mask else 1)  # full and causal weigh the same
     ranked = sorted(times.items(), key=lambda pair: pair[1])
     for row, ms in ranked:
-        results.add(part="tiles", kernel=kernel, case=case.name, tiles=row, ms=ms, tflops=flops / ms / 1e9)
+        results.add(
+            part="tiles", kernel=kernel, case=case.name, tiles=list(_short(row)), ms=ms, tflops=flops / ms / 1e9
+        )
     results.say(
         f"{kernel:8}{case.name:24}"
-        + "  ".join(f"{'x'.join(map(str, row))} {flops / ms / 1e9:.0f}" for row, ms in ranked)
+        + "  ".join(f"{'x'.join(map(str, _short(row)))} {flops / ms / 1e9:.0f}" for row, ms in ranked)
     )
 
 
@@ -338,16 +353,21 @@ def _rank(results: Results, kernel: str, products: int, case: cases.Case, c) -> 
 
 def fastest(results: Results, head_dim: int) -> Triton:
     """With the tiles that this run found fastest, or the configured ones."""
-    found = {}
-    for kernel in ("forward", "dkdv", "dq"):
-        times = results.times.get((kernel, head_dim))
-        if times:
-            found[kernel] = _tiles(min(times, key=times.get))
-    return Triton(Config(**found)) if len(found) == 3 else Triton()
+    best = {
+        kernel: min(((ms, row) for row, ms in times.items()), key=lambda pair: pair[0])
+        for (kernel, d), times in results.times.items()
+        if d == head_dim and times
+    }
+    if set(best) != set(PRODUCTS):
+        return Triton()
+    two = best["dk"][0] + best["dv"][0] < best["dkdv"][0]
+    return Triton(
+        Config.of({kernel: best[kernel][1] for kernel in ("forward", "dq", *(("dk", "dv") if two else ("dkdv",)))})
+    )
 
 
-def _tiles(row: tuple) -> Tiles:
-    return Tiles(*row[:4], tma=bool(row[4]))
+def _short(tiles: Tiles) -> tuple[int, ...]:
+    return tiles.tile_m, tiles.tile_n, tiles.num_warps, tiles.num_stages, int(tiles.tma)
 
 
 def against(results: Results, grid: list[tuple[int, int, str | None]], names: tuple[str, ...]) -> None:
@@ -439,8 +459,8 @@ def features(results: Results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--parts", default="contract,host,tiles,peers,features")
-    parser.add_argument("--minutes", type=float, default=7.5)
+    parser.add_argument("--parts", default="contract,dropout,host,tiles,features,peers")
+    parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--worker", default=None, help="PART:INDEX/COUNT, used by the script itself")
     arguments = parser.parse_args()
     if arguments.worker:
@@ -460,6 +480,7 @@ def main() -> None:
     ]
     todo = {
         "contract": lambda: contract(results),
+        "dropout": lambda: dropout(results),
         "host": lambda: host(results),
         "tiles": lambda: tiles(results),
         "features": lambda: features(results),

@@ -1,0 +1,151 @@
+"""What only a GPU can show of the Triton backend: graphs, long tensors, other devices, kernels counted, sanitizers."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.contract import agree, call, normal, qkv
+from tilewise.backends.triton import Triton, launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+ROOT = Path(__file__).parents[2]
+
+
+def on_gpu(*tensors: torch.Tensor, device: str = "cuda") -> list[torch.Tensor]:
+    return [x.to(device).requires_grad_(x.is_floating_point()) for x in tensors]
+
+
+def test_a_graph_is_captured_and_replayed_with_other_lengths():
+    q, k, v = on_gpu(*(x.flatten(0, 1) for x in qkv(batch=1, nq=600, nk=600, d=64, dv=64, dtype=torch.bfloat16)))
+    cu = torch.tensor([0, 200, 600], dtype=torch.int32, device="cuda")
+    do = normal(600, 4, 64, dtype=torch.bfloat16).cuda()
+
+    def step():
+        o = tw.attention_varlen(q, k, v, cu, causal=True, backend="triton")
+        return o, *torch.autograd.grad(o, (q, k, v), do)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # compiled and warm before the capture
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ([0, 17, 600], [0, 600, 600], [0, 300, 301]):
+        cu.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(captured, step(), strict=True)), lengths
+
+
+def test_dropout_in_a_graph_follows_its_seed():
+    q, k, v = on_gpu(*qkv(d=64, dv=64, dtype=torch.bfloat16))
+    seed = torch.tensor([1], device="cuda")
+    run = lambda: tw.attention(q, k, v, dropout_p=0.3, dropout_seed=seed, backend="triton")  # noqa: E731
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        captured = run()
+    seed.fill_(2)
+    graph.replay()
+    assert torch.equal(captured, run())
+
+
+@pytest.mark.timeout(600)
+def test_tensors_past_two_to_the_31_elements():
+    """The last heads and rows of tensors of 2.3e9 elements equal those of a call on them alone."""
+    n, heads, tail = 140_000, 128, 600
+    if torch.cuda.mem_get_info()[0] < 80 << 30:
+        pytest.skip("needs 80 GiB of GPU memory")
+    make = lambda: torch.randn(1, n, heads, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()  # noqa: E731
+    q, k, v = make(), make(), make()
+    mask = tw.window(left=63, right=0)
+    o = tw.attention(q, k, v, mask=mask, backend="triton")
+    do = torch.randn_like(o)
+    grads = torch.autograd.grad(o, (q, k, v), do)
+    last = [x[:, -tail:, -2:].detach().clone().requires_grad_() for x in (q, k, v)]
+    o_last = tw.attention(*last, mask=mask, backend="triton")
+    expected = torch.autograd.grad(o_last, last, do[:, -tail:, -2:].clone())
+    for x, y in zip((o, *grads), (o_last, *expected), strict=True):
+        torch.testing.assert_close(x[:, -300:, -2:], y[:, -300:], rtol=2e-2, atol=2e-2)  # tiles start elsewhere
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_a_second_device_gives_the_same_bits_whatever_device_is_current():
+    inputs = qkv(nq=300, nk=300, d=64, dv=64, dtype=torch.bfloat16)
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        q, k, v = on_gpu(*inputs, device=device)
+        for _ in range(2):  # the second goes through the compiled kernels that were kept
+            o = tw.attention(q, k, v, causal=True, backend="triton")
+        results.append([x.cpu() for x in (o, *torch.autograd.grad(o.square().sum(), (q, k, v)))])
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_backward_on_another_stream_waits_for_its_forward():
+    q, k, v = on_gpu(*qkv(nq=900, nk=900, d=64, dv=64, dtype=torch.bfloat16))
+    expected = torch.autograd.grad(tw.attention(q, k, v, causal=True, backend="triton").sum(), (q, k, v))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = torch.autograd.grad(tw.attention(q, k, v, causal=True, backend="triton").sum(), (q, k, v))
+    stream.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("nq", "nk", "hq", "hk"), [(4096, 4096, 1, 1), (1, 20000, 8, 1), (1, 9000, 4, 4)], ids=["one-head", "decode", "mha"]
+)
+def test_split_keys_and_grouped_heads_agree_with_the_oracle(nq, nk, hq, hk):
+    c = call(*qkv(batch=1, nq=nq, nk=nk, hq=hq, hk=hk, d=128, dv=128, dtype=torch.bfloat16), device="cuda", causal=True)
+    agree(Triton(), c)
+
+
+def test_a_hundred_lengths_compile_no_kernel_more():
+    compiled = lambda: sum(len(cache[0]) for cache in launch.kernels().forward.device_caches.values())  # noqa: E731
+    first = None
+    for n in range(1, 101):
+        x = torch.randn(1, 7 * n, 2, 64, device="cuda", dtype=torch.bfloat16)
+        tw.attention(x, x, x, causal=True, backend="triton")
+        first = compiled() if first is None else first
+    assert compiled() == first
+
+
+SANITIZED = """
+import torch, tilewise as tw
+for d, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (64, torch.float32)):
+    q, k, v = (torch.randn(1, 130, h, d, device="cuda", dtype=dtype).requires_grad_() for h in (4, 2, 2))
+    bias = torch.randn(1, 4, 130, 130, device="cuda").requires_grad_()
+    for options in ({}, {"causal": True}, {"score": tw.bias(bias), "mask": tw.window(40, 3)}, {"dropout_p": 0.2},
+                    {"mask": tw.keep(lambda b, h, i, j: (i + j) % 3 != 0)}):
+        tw.attention(q, k, v, backend="triton", **options).sum().backward()
+    packed = [x.detach()[0].requires_grad_() for x in (q, k, v)]
+    cu = torch.tensor([0, 33, 33, 100], device="cuda")
+    tw.attention_varlen(*packed, cu, causal=True, backend="triton").sum().backward()
+with torch.no_grad():
+    q, k = torch.randn(1, 1, 8, 128, device="cuda").bfloat16(), torch.randn(1, 9000, 1, 128, device="cuda").bfloat16()
+    tw.attention(q, k, k, backend="triton")
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizers_find_nothing(tool, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # else one allocation's overrun is another tensor
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

@@ -1,0 +1,74 @@
+"""The plot of a GPU run: `python -m bench.plot bench/results/h200-triton.jsonl docs/img/h200-triton.png`."""
+
+import json
+import sys
+from pathlib import Path
+
+from bench import cases
+
+COLOURS = {"triton": "#0b6e8f", "fa2": "#c8553d", "cudnn": "#7a7a7a", "flex": "#d9a441"}
+LABELS = {
+    "triton": "tilewise, triton",
+    "fa2": "FlashAttention-2 (torch)",
+    "cudnn": "cuDNN (torch)",
+    "flex": "FlexAttention",
+}
+
+
+def points(rows: list[dict], direction: str, head_dim: int, mask: str | None) -> dict[str, list[tuple[int, float]]]:
+    """``(N, TFLOP/s)`` by contestant, in the order of N."""
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in COLOURS}
+    for row in rows:
+        if row["part"] != "peers" or row.get("direction") != direction:
+            continue
+        case = cases.named(row["case"])
+        if (case.head_dim, case.mask) == (head_dim, mask):
+            for name, tflops in row["tflops"].items():
+                found[name].append((case.seqlen_q, tflops))
+    return {name: sorted(values) for name, values in found.items() if values}
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Forward above, backward below, a column for each head dim; full lines without a mask, broken ones causal."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    grid = figure.subplots(2, 3, sharex=True, sharey="row")
+    for line, direction in zip(grid, ("forward", "backward"), strict=True):
+        for axes, head_dim in zip(line, (64, 128, 256), strict=True):
+            for mask, style in ((None, "-"), ("causal", "--")):
+                for name, values in points(rows, direction, head_dim, mask).items():
+                    label = LABELS[name] if mask is None else None
+                    axes.plot(
+                        *zip(*values, strict=True), style, marker="o", markersize=4, color=COLOURS[name], label=label
+                    )
+            axes.set(xscale="log", title=f"{direction}, head dim {head_dim}")
+            axes.set_xticks([512, 2048, 4096, 16384])
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}" if n < 1024 else f"{n / 1024:g}k"))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.grid(True, color="#e6e6e6", linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        line[0].set(ylabel="TFLOP/s", ylim=(0, 1.05 * max(y for axes in line for y in _heights(axes))))
+    for axes in grid[1]:
+        axes.set_xlabel("sequence length N")
+    machine = next(row for row in rows if row["part"] == "machine")
+    where = f"{machine['device']}, bf16, torch {machine['torch']}, Triton {machine['triton']}"
+    note = "16,384 tokens, hidden size 2048; full lines without a mask, broken ones causal"
+    figure.suptitle(f"{where}   ·   {note}   ·   bench/gpu_triton.py", fontsize=9, color="#555555")
+    handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _heights(axes) -> list[float]:
+    return [y for drawn in axes.get_lines() for y in drawn.get_ydata()]
+
+
+def main(source: str, target: str) -> None:
+    draw([json.loads(line) for line in Path(source).read_text(encoding="utf-8").splitlines()], Path(target))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

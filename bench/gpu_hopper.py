@@ -1,6 +1,6 @@
 """The Hopper backend on one H200: is every kernel right there, which tiles are fastest, and how it stands to cuDNN.
 
-    PYTHONPATH=src:.:build/gpu python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,stress] [--minutes 8.5]
+    PYTHONPATH=src:.:build/gpu python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,stress,memcheck] [--minutes 8.5]
 
 Before, on a machine that may lack a GPU: ``make kernels-hopper CANDIDATES=1``, and for a machine without apache-tvm-ffi its
 wheel of that machine's Python, unpacked into build/gpu (``make build/gpu GPU_PYTHON=3.12``). Both folders are ignored by git.
@@ -46,6 +46,8 @@ PREDICTED = {
     (256, "full"): (591, 686, 720, 738, 755, 764),
     (256, "causal"): (418, 550, 645, 707, 742, 765),
 }
+# What a worker of a part is run under.
+PREFIX = {"memcheck": ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")}
 TOGETHER = 10  # processes that check at a time: most of theirs is starting up and float64
 
 
@@ -83,9 +85,8 @@ def processes(
             return job, [], "out of time"
         path = results.folder / f"worker-{abs(hash(job)) % 10**8}.txt"
         with path.open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--out", str(results.folder), "--worker", job], stdout=file, stderr=file
-            )
+            command = [sys.executable, __file__, "--out", str(results.folder), "--worker", job]
+            process = subprocess.Popen([*PREFIX.get(job.partition(":")[0], ()), *command], stdout=file, stderr=file)
             try:
                 code = process.wait(timeout=seconds)
                 end = "" if code == 0 else f"exit code {code}"
@@ -375,24 +376,41 @@ def stress_worker(seconds: str) -> None:
     emit(part="stress", launches=count)
 
 
+def memcheck_worker(name: str) -> None:
+    """A few small calls, for compute-sanitizer to look at."""
+    config = config_named(name)
+    backend = Hopper(config)
+    for label, c in list(check_calls(config))[:3]:
+        c = forward_only(c)
+        backend.forward(c.p, c.t)
+        torch.cuda.synchronize()
+        emit(part="memcheck", kernel=name, case=label)
+
+
 def small_parts(results: Results, jobs: list[str], limit: float) -> None:
     for _, rows, end in processes(results, jobs, limit, 1):
         for row in rows:
             results.say(json.dumps(results.add(row)))
         if end:
-            results.say(f"{jobs}: {end[:500]}")
+            results.say(f"{jobs}: {end[:700]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default=os.environ.get("OUT"), required="OUT" not in os.environ)
-    parser.add_argument("--parts", default="check,host,time,stress")
+    parser.add_argument("--parts", default="check,host,time,stress,memcheck")
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--worker", help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.worker:
         part, *rest = arguments.worker.split(":")
-        {"check": check_worker, "time": time_worker, "host": host_worker, "stress": stress_worker}[part](*rest)
+        {
+            "check": check_worker,
+            "time": time_worker,
+            "host": host_worker,
+            "stress": stress_worker,
+            "memcheck": memcheck_worker,
+        }[part](*rest)
         return
     results, parts = Results(Path(arguments.out), arguments.minutes), arguments.parts.split(",")
     machine = {
@@ -408,6 +426,8 @@ def main() -> None:
         timing(results, right)
     if "stress" in parts and results.left > 30:
         small_parts(results, [f"stress:{min(60.0, results.left - 25):.0f}"], results.left)
+    if "memcheck" in parts and results.left > 30:
+        small_parts(results, [f"memcheck:{name}" for name in sorted(right) if name.startswith(PROBES)], results.left)
 
 
 if __name__ == "__main__":

@@ -202,13 +202,16 @@ def _where(c: Call, out: Output) -> str:
 PROBES = ("forward_bf16_d128_upper", "forward_bf16_d64_full", "forward_bf16_d256_band")
 
 
+def probes() -> list[str]:
+    return [next(c.name for c in shipped() if c.name.startswith(probe)) for probe in PROBES]
+
+
 def check(results: Results) -> set[str]:
     """The kernels of which every case is right; a few first, and if none of those is, no others: time is better spent."""
     names = [c.name for c in shipped() + candidates() if c.name in library.index()]
-    probes = [next(name for name in names if name.startswith(probe)) for probe in PROBES]
-    right = check_some(results, probes)
+    right = check_some(results, probes())
     if right:
-        right |= check_some(results, [name for name in names if name not in probes])
+        right |= check_some(results, [name for name in names if name not in probes()])
     results.say(f"check: {len(right)} of {len(names)} kernels right")
     return right
 
@@ -427,7 +430,7 @@ def main() -> None:
     if "stress" in parts and results.left > 30:
         small_parts(results, [f"stress:{min(60.0, results.left - 25):.0f}"], results.left)
     if "memcheck" in parts and results.left > 30:
-        small_parts(results, [f"memcheck:{name}" for name in sorted(right) if name.startswith(PROBES)], results.left)
+        small_parts(results, [f"memcheck:{name}" for name in probes() if name in right], results.left)
 
 
 if __name__ == "__main__":

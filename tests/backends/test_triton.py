@@ -24,7 +24,7 @@ from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
 from tilewise.backends.triton import Triton, config, interpreting, launch, maths
 from tilewise.backends.triton.config import INTERPRETED, TABLE, Config, Streams, Tiles, fit, shared_memory, width
-from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify
+from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify, spans
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -193,6 +193,13 @@ def test_gradients_of_leaves_are_summed_as_classified(how):
     agree(Triton(), c)
 
 
+def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once():
+    t = normal(2, 66, 72).requires_grad_()
+    c = call(*qkv(batch=1, nq=66, nk=72, hq=2, hk=1), causal=True, score=tw.bias(t))
+    assert [span.unit for span in spans(c.p, tuple(c.p.spec.score_slots), c.p.spec.lookups).values()] == [4]
+    agree(Triton(), c)
+
+
 def test_a_scattered_gradient_is_refused_when_deterministic():
     c = call(*qkv(), score=tw.score(LEAVES[SCATTER][1](normal(4, 9).requires_grad_())), deterministic=True)
     assert any("deterministic" in reason for reason in Triton().unsupported(c.p))
@@ -265,7 +272,11 @@ def test_tiles_shrink_until_a_bias_fits_beside_them():
     need = lambda tiles: shared_memory("forward", tiles, (128, 128), 2, Streams(pair_bytes=4))  # noqa: E731
     tiles = fit("forward", TABLE["sm90"][128][0], need, 227 << 10)
     assert need(tiles) <= 227 << 10
-    assert (tiles.tile_m, tiles.tile_n) == (128, 128)
+    assert (tiles.tile_m, tiles.tile_n, tiles.num_stages) == (
+        128,
+        64,
+        3,
+    )  # fewer keys rather than loads that nothing hides
 
 
 def test_head_dims_are_padded_to_powers_of_two():

@@ -1,14 +1,80 @@
-// Forward for as many rows as a vector has lanes, or fewer (decoding): each row is a lane.
+// Forward for as many rows as a vector has lanes, or fewer (decoding). Memory is what bounds it: K and V are read once,
+// in order, where they lie, and all rows of the head group share what is loaded.
 //
-//   S' = K Q'    keys x lanes: K's numbers are broadcast, so that K is read once, in order, and never transposed
-//   P' = e^(S' - m), m and l one vector each
-//   acc += P V   P' is A in its transposed form
+// For G rows, a power of two, a vector holds R = W / G neighbouring elements of each:
 //
-// Memory is what bounds it; a step of 16 keys stays in L1 from its one read on.
+//   q'[d]    lanes (g, r): element d R + r of row g
+//   S[n]  += q'[d] · (elements d R ... of key n, G times over by one load)
+//   R keys'  vectors of partial sums become one with lanes (g, key), halved log2 R times
+//   P      = e^(S - m), m and l one vector each
+//   acc   += P V
 #pragma once
 #include "forward.h"
 
 namespace tw::TW_ISA {
+
+// `count` neighbouring elements, over and over until the vector is full.
+template <class X, int count>
+TW_INLINE Vec<X> repeated(const char *from) {
+  constexpr int size = count * int(sizeof(X));
+  if constexpr (count == 1) {
+    X x;
+    __builtin_memcpy(&x, from, sizeof x);
+    return splat(x);
+  } else if constexpr (size == kBytes) {
+    return load((const X *)from);
+#ifdef __AVX512F__
+  } else if constexpr (size == 32) {
+    return (Vec<X>)_mm512_broadcast_f64x4(_mm256_loadu_pd((const double *)from));
+  } else if constexpr (size == 16) {
+    return (Vec<X>)_mm512_broadcast_f32x4(_mm_loadu_ps((const float *)from));
+#elif defined(__AVX2__)
+  } else if constexpr (size == 16) {
+    return (Vec<X>)_mm256_broadcast_ps((const __m128 *)from);
+#endif
+  } else {
+    static_assert(size == 8);
+    double pair;
+    __builtin_memcpy(&pair, from, 8);
+    return (Vec<X>)splat(pair);
+  }
+}
+
+// For two vectors x, y: lane n of the result adds lanes n and n ^ step of x where n has no bit `step`, else of y.
+template <class T, int step>
+struct Halving {
+  alignas(kBytes) Int<T> even[kLanes<T>], odd[kLanes<T>];
+  constexpr Halving() : even(), odd() {
+    for (int n = 0; n < kLanes<T>; ++n) even[n] = Int<T>((n & step ? kLanes<T> : 0) + (n & ~step)), odd[n] = even[n] + step;
+  }
+};
+template <class T, int step>
+constexpr Halving<T, step> kHalving{};
+
+#ifdef __AVX512BF16__
+// Element n of row x beside element n of row y, for 32 elements: the first 16 pairs, and the others.
+struct Interleaving {
+  alignas(64) uint16_t low[32], high[32];
+  constexpr Interleaving() : low(), high() {
+    for (int n = 0; n < 32; ++n) low[n] = uint16_t(n / 2 + n % 2 * 32), high[n] = uint16_t(low[n] + 16);
+  }
+};
+constexpr Interleaving kInterleaving{};
+#endif
+
+// R vectors with lanes (g, r), one a key: their sums over r as one vector with lanes (g, key).
+template <class T, int R, int step = 1>
+TW_INLINE Vec<T> sums_by_key(Vec<T> *x) {
+  if constexpr (step < R) {
+    const auto even = load(kHalving<T, step>.even), odd = load(kHalving<T, step>.odd);
+#pragma GCC unroll 8
+    for (int n = 0; n < R; n += 2 * step)
+      x[n] = __builtin_shuffle(x[n], x[n + step], even) + __builtin_shuffle(x[n], x[n + step], odd);
+    return sums_by_key<T, R, 2 * step>(x);
+  } else {
+    return x[0];
+  }
+}
 
 template <class E, class T, class X>
 class FewQueries {
@@ -19,108 +85,263 @@ class FewQueries {
   }
 
   FewQueries(const TwCall &c, const QueryItem &item, char *scratch)
-      : c(c), item(item), s(sequence_of(c, item.b)), wide(round_up(c.head_dim_v, W)), depth(elements<X>(c.head_dim)) {
+      : c(c), item(item), s(sequence_of(c, item.b)), head_k(item.head / (c.heads_q / c.heads_k)),
+        wide(round_up(c.head_dim_v, W)), depth(round_up(elements<X>(c.head_dim), W)) {
     Arena arena{scratch};
-    q = arena.take<X>(depth * W), k = arena.take<X>(kStep * depth), v = arena.take<X>(elements<X>(kStep) * wide);
-    p = arena.take<T>((kStep + 1) * W), acc = arena.take<T>(W * wide), m = arena.take<T>(W), l = arena.take<T>(W);
+    q = arena.take<X>(depth * W), k = arena.take<X>(kBlock * depth), v = arena.take<E>(kStep * wide);
+    p = arena.take<T>(kStep * W), acc = arena.take<T>(W * wide), m = arena.take<T>(W), l = arena.take<T>(W);
     lo = arena.take<int64_t>(W), hi = arena.take<int64_t>(W);
-    if constexpr (paired) rounded = arena.take<X>((kStep + 1) / 2 * W);
+    if constexpr (paired) rounded = arena.take<X>(kStep * W / 2);
     bytes = arena.used;
+    // K and V of a step, and what is prefetched for the next, share L1.
+    const int64_t row = greater(greater(c.head_dim, c.head_dim_v), 1) * int64_t(sizeof(E));
+    step_keys = greater(kBlock, smaller(kStep, kStepBytes / row / kBlock * kBlock));
   }
 
   int64_t bytes;
 
   void run(const Partials &partials) {
     rows = item.heads * (item.m1 - item.m0);
-    int64_t begin, end;
-    start(begin, end);
-    for (int64_t n0 = begin; n0 < end; n0 += kStep) step(n0, smaller(kStep, end - n0));
+    attend_by<W>();
     finish_rows<E, T>(c, s, item, partials, acc, wide, m, l);
   }
 
  private:
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kStep = 16, kAhead = 64;  // keys
-  static constexpr bool paired = !__is_same(X, T);
+  static constexpr int kBlock = W > 8 ? W : 8, kStep = 128;  // keys
+  static constexpr int64_t kStepBytes = 16384;
+  static constexpr int kLine = 64 / int(sizeof(E));
+  template <int R>
+  static constexpr int block_of = R > 8 ? R : 8;
+  static constexpr bool paired = !__is_same(X, T), as_they_lie = paired || __is_same(E, T);
 
   const TwCall &c;
   const QueryItem &item;
   const Sequence s;
-  const int64_t wide, depth;
-  int64_t rows, all_from, all_to;  // every row sees the keys [all_from, all_to)
-  X *q, *k, *v, *rounded;
+  const int64_t head_k, wide, depth;
+  int64_t step_keys, rows, all_from, all_to;  // every row sees the keys [all_from, all_to)
+  X *q, *k, *rounded;
+  E *v;
   T *p, *acc, *m, *l;
   int64_t *lo, *hi;
 
+  template <int R>
+  void attend_by() {
+    if constexpr (R > 1)
+      if (rows > W / R) return attend_by<R / 2>();
+    attend<R>();
+  }
+
+  template <int R>
+  void attend() {
+    int64_t begin, end;
+    start<R>(begin, end);
+    for (int64_t n0 = begin; n0 < end; n0 += step_keys) step<R>(n0, smaller(step_keys, end - n0), end);
+    for (int g = 0; g < W / R; ++g) {
+      T sum = T(0);
+      for (int r = 0; r < R; ++r) sum += l[g * R + r];
+      m[g] = m[g * R], l[g] = sum;
+    }
+  }
+
+  template <int R>
   void start(int64_t &begin, int64_t &end) {
     begin = item.n1, end = item.n0, all_from = item.n0, all_to = item.n1;
-    for (int64_t r = 0; r < W; ++r) {
-      m[r] = T(-INFINITY), l[r] = T(0), lo[r] = hi[r] = item.n0;
-      for (int64_t d = 0; d < wide; ++d) acc[r * wide + d] = T(0);
-      if (r < rows) read_row(r, begin, end);
-      else
-        for (int64_t d = 0; d < depth; ++d) q[d * W + r] = X(0);
+    for (int64_t n = 0; n < W; ++n) m[n] = T(-INFINITY), l[n] = T(0);
+    for (int64_t n = 0; n < W * wide; ++n) acc[n] = T(0);
+    for (int64_t g = 0; g < W / R; ++g) {
+      const int64_t head = item.head_of(g), i = item.query_of(g), real = elements<X>(c.head_dim);
+      for (int64_t d = 0; d < depth; ++d)
+        q[d / R * W + g * R + d % R] =
+            g < rows && d < real ? element<X>(row_of<E>(c.q, s, s.row_q, i, head), d, c.head_dim) : X(0);
+      lo[g] = hi[g] = item.n0;
+      if (g >= rows) continue;
+      const int32_t *low = ends_of(c.lo, s, head, s.row_q), *high = ends_of(c.hi, s, head, s.row_q);
+      lo[g] = low ? greater(low[i], item.n0) : item.n0, hi[g] = high ? smaller(high[i], item.n1) : item.n1;
+      all_from = greater(all_from, lo[g]), all_to = smaller(all_to, hi[g]);
+      if (lo[g] < hi[g]) begin = smaller(begin, lo[g]), end = greater(end, hi[g]);
     }
   }
 
-  void read_row(int64_t r, int64_t &begin, int64_t &end) {
-    const int64_t head = item.head_of(r), i = item.query_of(r);
-    const E *from = row_of<E>(c.q, s, s.row_q, i, head);
-    for (int64_t d = 0; d < depth; ++d) q[d * W + r] = element<X>(from, d, c.head_dim);
-    const int32_t *low = ends_of(c.lo, s, head, s.row_q), *high = ends_of(c.hi, s, head, s.row_q);
-    lo[r] = low ? greater(low[i], item.n0) : item.n0, hi[r] = high ? smaller(high[i], item.n1) : item.n1;
-    all_from = greater(all_from, lo[r]), all_to = smaller(all_to, hi[r]);
-    if (lo[r] < hi[r]) begin = smaller(begin, lo[r]), end = greater(end, hi[r]);
-  }
-
-  void step(int64_t n0, int64_t keys) {
-    const int64_t head_k = item.head / (c.heads_q / c.heads_k);
-    prefetch(c.k, head_k, n0 + kAhead, c.head_dim);
-    pack_rows<X, E>(key_rows<E>(c, c.k, s, head_k, n0), keys, c.head_dim, k);
-    prefetch(c.v, head_k, n0 + kAhead, c.head_dim_v);
-    pack_panels<X, E>(key_rows<E>(c, c.v, s, head_k, n0), keys, c.head_dim_v, v);
-    multiply<X, Form::plain, false>(keys, 1, depth, {k, depth}, q, p, W, T(c.softmax_scale));
-    if (n0 < all_from || n0 + keys > all_to)
-      for (int64_t n = 0; n < keys; ++n)
-        for (int64_t r = 0; r < W; ++r)
-          if (n0 + n < lo[r] || n0 + n >= hi[r]) p[n * W + r] = T(-INFINITY);
-    softmax(keys);
-    Operand<X> a;
-    if constexpr (paired) {
-      store(p + keys * W, Vec<T>{});
-      for (int64_t n = 0; n < keys; n += 2) round_rows(p + n * W, p + (n + 1) * W, 0, W, rounded + n / 2 * W);
-      a = {rounded, W};
-    } else {
-      a = {p, W};
+  template <int R>
+  void step(int64_t n0, int64_t keys, int64_t end) {
+    const Rows<E> k_rows = key_rows<E>(c, c.k, s, head_k, n0), v_rows = key_rows<E>(c, c.v, s, head_k, n0);
+    constexpr int block = block_of<R>;
+    const bool direct = as_they_lie && c.head_dim % (R * int(sizeof(X) / sizeof(E))) == 0;
+    for (int64_t n = 0; n < keys; n += block) {
+      const int64_t count = smaller(block, keys - n);
+      prefetch_values(v_rows, n, count);
+      if (direct && count == block) {
+        scores<R, block>((const char *)(k_rows.data + n * k_rows.stride), k_rows.stride * int64_t(sizeof(E)),
+                         elements<X>(c.head_dim), p + n * (W / R));
+      } else {
+        pack_keys({k_rows.data + n * k_rows.stride, k_rows.stride, count, nullptr}, block);
+        scores<R, block>((const char *)k, depth * int64_t(sizeof(X)), depth, p + n * (W / R));
+      }
     }
-    multiply<X, Form::transposed, true>(rows, wide / W, elements<X>(keys), a, v, acc, wide);
+    const int64_t whole = round_up(keys, block);
+    if (n0 < all_from || n0 + whole > all_to) hide<R>(n0, whole);
+    softmax<R>(whole);
+    add_values<R>(v_rows, keys, n0 + keys < end ? k_rows.data + keys * k_rows.stride : k_rows.data);
   }
 
-  // The hardware's own prefetcher stops at each page and while the products run.
-  void prefetch(const TwTensor &t, int64_t head_k, int64_t n0, int64_t width) const {
-    const E *row = row_of<E>(t, s, s.row_k, n0, head_k);
-    for (int64_t n = n0; n < smaller(n0 + kStep, item.n1); ++n, row += t.row)
-      for (int64_t d = 0; d < width; d += 64 / int64_t(sizeof(E))) __builtin_prefetch(row + d, 0, 3);
+  void pack_keys(const Rows<E> &from, int64_t block) {
+    if constexpr (!paired) return pack_plain<T, E>(from, block, c.head_dim, depth, k, depth);
+    else
+      for (int64_t n = 0; n < block; ++n)
+        for (int64_t d = 0; d < depth; ++d)
+          k[n * depth + d] = from.row(n) && d < elements<X>(c.head_dim) ? element<X>(from.row(n), d, c.head_dim) : X(0);
   }
 
+  // S of `block` keys, R of them a vector.
+  template <int R, int block>
+  void scores(const char *key, int64_t stride, int64_t elements, T *out) const {
+    Vec<T> sum[block] = {};
+    const X *x = q;
+#pragma GCC unroll 2
+    for (int64_t d = 0; d < elements; d += R, x += W, key += R * sizeof(X)) {
+      const Vec<X> row = load(x);
+#pragma GCC unroll 16
+      for (int n = 0; n < block; ++n) sum[n] = multiply_add<X>(sum[n], row, repeated<X, R>(key + n * stride));
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < block; n += R, out += W) store(out, sums_by_key<T, R>(sum + n) * splat(T(c.softmax_scale)));
+  }
+
+  template <int R>
+  void hide(int64_t n0, int64_t keys) {
+    for (int64_t n = 0; n < keys; ++n)
+      for (int64_t g = 0; g < W / R; ++g)
+        if (n0 + n < lo[g] || n0 + n >= hi[g]) p[n / R * W + g * R + n % R] = T(-INFINITY);
+  }
+
+  template <int R>
   void softmax(int64_t keys) {
     const Vec<T> before = load(m), none = splat(T(-INFINITY));
-    Vec<T> top = before;
-    for (int64_t n = 0; n < keys; ++n) top = larger<T>(load(p + n * W), top);
+    constexpr int vectors = block_of<R> / R;
+    Vec<T> most[vectors];
+    for (int x = 0; x < vectors; ++x) most[x] = before;
+    for (int64_t n = 0; n < keys * (W / R); n += vectors * W)
+#pragma GCC unroll 8
+      for (int x = 0; x < vectors; ++x) most[x] = larger<T>(load(p + n + x * W), most[x]);
+    Vec<T> top = most[0];
+    for (int x = 1; x < vectors; ++x) top = larger<T>(most[x], top);
+    for (int step = 1; step < R; step *= 2) {
+      Vec<Int<T>> other;
+      for (int n = 0; n < W; ++n) other[n] = n ^ step;
+      top = larger<T>(__builtin_shuffle(top, other), top);
+    }
     const Vec<T> shift = top == none ? Vec<T>{} : top;
     Vec<T> total{};
-    for (int64_t n = 0; n < keys; ++n) {
-      const Vec<T> e = softmax_exp<T>(load(p + n * W) - shift);
+    for (int64_t n = 0; n < keys * (W / R); n += W) {
+      const Vec<T> e = softmax_exp<T>(load(p + n) - shift);
       total += e;
-      store(p + n * W, e);
+      store(p + n, e);
     }
     T alpha[W];
     store(alpha, softmax_exp<T>(before - shift));
     store(l, load(l) * load(alpha) + total);
     store(m, top);
-    for (int64_t r = 0; r < rows; ++r)
-      if (alpha[r] != T(1))
-        for (int64_t d = 0; d < wide; d += W) store(acc + r * wide + d, load(acc + r * wide + d) * splat(alpha[r]));
+    for (int64_t g = 0; g < rows; ++g)
+      if (alpha[g * R] != T(1))
+        for (int64_t d = 0; d < wide; d += W) store(acc + g * wide + d, load(acc + g * wide + d) * splat(alpha[g * R]));
+  }
+
+  // acc += P V. While V is in use, the next step's keys come closer.
+  template <int R>
+  void add_values(Rows<E> from, int64_t keys, const E *next) {
+    if (c.seen || c.head_dim_v % W) from = copied(from, keys);
+    if constexpr (paired) round_weights<R>(keys);
+    constexpr int G = W / R, MR = G < 8 ? G : 8;
+    for (int64_t g = 0; g < rows; g += MR) {
+      int64_t d = 0;
+      for (; d + 2 * W <= wide; d += 2 * W) value_columns<R, MR, 2>(from, keys, next, g, d);
+      if (d < wide) value_columns<R, MR, 1>(from, keys, next, g, d);
+    }
+  }
+
+  Rows<E> copied(const Rows<E> &from, int64_t keys) {
+    for (int64_t n = 0; n < keys; ++n)
+      for (int64_t d = 0; d < wide; ++d) {
+        const E *row = from.row(n);
+        v[n * wide + d] = row && d < c.head_dim_v ? row[d] : E{};
+      }
+    return {v, wide, keys, nullptr};
+  }
+
+  template <int R>
+  void round_weights(int64_t keys) {
+    if constexpr (paired) {
+      if constexpr (R > 1) round_row(p, 0, round_up(keys, kBlock) * (W / R), rounded);
+      else
+        for (int64_t n = 0; n < keys; n += 2) round_rows(p + n * W, p + (n + 1) * W, 0, W, rounded + n / 2 * W);
+    }
+  }
+
+  template <int R, int MR, int NV>
+  void value_columns(const Rows<E> &from, int64_t keys, const E *next, int64_t g0, int64_t d) {
+    Vec<T> sum[MR][NV] = {};
+    constexpr int at_once = paired ? 2 : 1, K = R / at_once > 0 ? R / at_once : 1, lanes = W;
+    for (int64_t n = 0; n < keys; n += at_once) {
+      Vec<X> row[NV];
+      values<NV>(from, n, keys, d, row);
+      prefetch_keys<NV * W>(next, n, at_once, d);
+      const int64_t step = n / at_once;
+      const X *weight = weights() + step / K * (K * (lanes / R)) + step % K + g0 * K;
+#pragma GCC unroll 8
+      for (int g = 0; g < MR; ++g)
+#pragma GCC unroll 2
+        for (int x = 0; x < NV; ++x) sum[g][x] = multiply_add<X>(sum[g][x], splat(weight[g * K]), row[x]);
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < MR; ++g)
+#pragma GCC unroll 2
+      for (int x = 0; x < NV; ++x) {
+        T *at = acc + (g0 + g) * wide + d + x * W;
+        store(at, load(at) + sum[g][x]);
+      }
+  }
+
+  const X *weights() const {
+    if constexpr (paired) return rounded;
+    else return p;
+  }
+
+  // Elements d ... of key n, or of keys n and n + 1 as pairs.
+  template <int NV>
+  TW_INLINE void values(const Rows<E> &from, int64_t n, int64_t keys, int64_t d, Vec<X> *row) const {
+    const E *at = from.data + n * from.stride + d;
+    (void)keys;
+    if constexpr (!paired) {
+#pragma GCC unroll 2
+      for (int x = 0; x < NV; ++x) row[x] = load_wide<T>(at + x * W);
+    } else {
+#ifdef __AVX512BF16__
+      const E *other = n + 1 < keys ? at + from.stride : at;  // its weight is 0
+      if constexpr (NV == 2) interleave(at, other, row);
+      else row[0] = interleaved(_mm256_loadu_si256((const __m256i *)at), _mm256_loadu_si256((const __m256i *)other));
+#endif
+    }
+  }
+
+#ifdef __AVX512BF16__
+  static TW_INLINE void interleave(const E *a, const E *b, Vec<X> *out) {
+    const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+    out[0] = (Vec<X>)_mm512_permutex2var_epi16(x, _mm512_load_si512(kInterleaving.low), y);
+    out[1] = (Vec<X>)_mm512_permutex2var_epi16(x, _mm512_load_si512(kInterleaving.high), y);
+  }
+#endif
+
+  // The hardware's own prefetcher stops at each page. V comes while S is computed, the next step's K while V is in use, so
+  // that memory never waits.
+  void prefetch_values(const Rows<E> &rows, int64_t begin, int64_t count) const {
+    for (int64_t n = begin; n < begin + count; ++n)
+      for (int64_t d = 0; d < c.head_dim_v; d += kLine) __builtin_prefetch(rows.data + n * rows.stride + d, 0, 3);
+  }
+  template <int columns>
+  TW_INLINE void prefetch_keys(const E *keys, int64_t begin, int count, int64_t d) const {
+    for (int64_t n = begin; n < begin + count; ++n)
+      for (int x = 0; x < columns; x += kLine) __builtin_prefetch(keys + n * c.k.row + d + x, 0, 3);
   }
 };
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 

@@ -397,11 +397,19 @@ def _cpu() -> Iterable[Case]:
             yield _case(f"cpu-{short}-d64-n{n}-b16", "CPU, short", (16, n, n, 8, 8, 64, 64), "cpu", dtype=dtype)
         decode = (1, 1, 32768, 8, 1, 64, 64)
         yield _case(f"cpu-{short}-decode-32k", "CPU, decode", decode, "cpu decode", dtype=dtype, backward=False)
+        batch = 4 if dtype == "float32" else 8  # 64 MiB of K and V: from memory, where those of one may stay in the L3
+        several = (batch, *decode[1:])
+        yield _case(
+            f"cpu-{short}-decode-32k-b{batch}", "CPU, decode", several, "cpu decode", dtype=dtype, backward=False
+        )
     long = (1, 16384, 16384, 8, 8, 64, 64)
     yield _case("cpu-fp32-d64-n16384-full", "CPU, the sparse cases' whole", long, "cpu sparse")
     yield _case("cpu-fp32-d64-n16384-window512", "CPU, window", long, "cpu window", mask="window-512")
     yield _case("cpu-fp32-d64-n16384-sparse90", "CPU, 90 % block-sparse", long, "cpu sparse", mask="sparse-90")
     yield _case("cpu-fp32-d64-n32768-full", "memory at 32k", (1, 32768, 32768, 8, 8, 64, 64), "cpu memory")
+    yield _case(
+        "cpu-bf16-d64-n16384-h2", "memory at 16k", (1, 16384, 16384, 2, 2, 64, 64), "cpu memory", dtype="bfloat16"
+    )
     for score in ("softcap-30", "alibi", "bias"):
         shape = (1, 2048, 2048, 8, 8, 64, 64)
         yield _case(f"cpu-fp32-d64-n2048-{score}", "CPU, scores", shape, "cpu score", score=score, mask="causal")

@@ -1,4 +1,4 @@
-"""Who is timed: tilewise's backends, eager attention, PyTorch's SDPA (by backend on CUDA) and compiled FlexAttention.
+"""Who is timed: tilewise's backends, eager attention, PyTorch's SDPA (by backend on CUDA) and compiled FlexAttention; and limits.
 
 A Contestant says which cases it cannot run and why, and turns inputs into a call without arguments. Making masks,
 compiling and moving data happen in `prepare`, outside what is timed, as a model does them once for all layers.
@@ -25,6 +25,7 @@ class Contestant:
 
     context: entered around a sample of calls, so that choosing a kernel costs nothing inside the sample.
     ours: whether it is tilewise, which the error rule binds strictly (bench/check.py).
+    limit: whether it computes no attention but shows a limit of the machine; nothing of it is checked.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Contestant:
     version: str
     context: Callable[[], AbstractContextManager] = nullcontext
     ours: bool = False
+    limit: bool = False
 
 
 # ---- eager: the formula, with its N × N matrix ----------------------------------------------------------------------
@@ -305,6 +307,19 @@ def _flex_prepare(x: Inputs) -> Call:
     return call
 
 
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+def _read_unsupported(case: Case, device: str) -> list[str]:
+    return [] if "decode" in case.tags else ["reading K and V once bounds decoding alone"]
+
+
+def _read_prepare(x: Inputs) -> Call:
+    """Reads every byte of K and V once, on all threads: their sums, as fp32 whatever they hold."""
+    k, v = (t.detach().reshape(-1).view(torch.float32) for t in (x.k, x.v))
+    return lambda: k.sum() + v.sum()
+
+
 def _cudnn_version() -> str:
     return f"cuDNN {torch.backends.cudnn.version()}, torch {torch.__version__}"
 
@@ -318,6 +333,7 @@ def all_contestants() -> dict[str, Contestant]:
         Contestant("fa2", _on_cuda, _sdpa_prepare, f"SDPA flash, {torch_version}", _only("FLASH_ATTENTION")),
         Contestant("cudnn", _on_cuda, _sdpa_prepare, _cudnn_version(), _only("CUDNN_ATTENTION")),
         Contestant("flex", _flex_unsupported, _flex_prepare, torch_version),
+        Contestant("read", _read_unsupported, _read_prepare, torch_version, limit=True),
     )
     ours = [tilewise(), *[tilewise(name) for name in backend_names()]]
     return {c.name: c for c in (*ours, *peers)}

@@ -59,16 +59,18 @@ class Entry:
 
     @property
     def status(self) -> str:
-        """refused, failed (it raised), or the check's verdict: green, loose or red."""
+        """refused, failed (it raised), limit (nothing to check), or the check's verdict: green, loose or red."""
         if self.refused:
             return "refused"
         if self.failed:
             return "failed"
+        if self.contestant.limit:
+            return "limit"
         return check.verdict(self.errors, self.contestant.ours)
 
     @property
     def timed(self) -> bool:
-        return self.status in ("green", "loose")
+        return self.status in ("green", "loose", "limit")
 
 
 # ---- one case -----------------------------------------------------------------------------------------------------
@@ -100,6 +102,9 @@ def checked(contestant: Contestant, x: Inputs, want: check.Expected, plan: Plan)
     """Runs a contestant once under the memory meter and compares; keeps its call if it may be timed."""
     entry = Entry(contestant, refused=contestant.unsupported(x.case, plan.device))
     if entry.refused:
+        return entry
+    if contestant.limit:
+        entry.call = contestant.prepare(x)
         return entry
     try:
         warm_up(contestant, x.case, plan)
@@ -227,8 +232,9 @@ def record(entry: Entry, case: Case, plan: Plan, again: Entry | None) -> dict:
         return found | {"refused": entry.refused}
     if entry.failed:
         return found | {"failed": entry.failed}
-    found["errors"] = [asdict(e) | {"green": e.ok} for e in entry.errors]
-    found["memory"] = entry.memory
+    if not entry.contestant.limit:
+        found["errors"] = [asdict(e) | {"green": e.ok} for e in entry.errors]
+        found["memory"] = entry.memory
     if not entry.timed:
         return found
     timings = {name: measure.summarize(s, entry.calls[name]) for name, s in entry.seconds.items() if s}

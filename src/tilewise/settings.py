@@ -2,6 +2,7 @@
 
 - ``TILEWISE_CPU_ISA=name``: the cpu backend uses this instruction set (``avx512bf16``, ``avx512``,
   ``avx2``, ``portable``), not the best one.
+- ``TILEWISE_CPU_POOL=own``: the cpu backend computes on threads of its own, not on those of torch's OpenMP.
 - ``TILEWISE_CPU_LIBRARY=path``: another build of the cpu backend's library, such as one with sanitizers.
 - ``TILEWISE_HOPPER_KERNELS=path``: the folder of the hopper backend's compiled kernels, in place of the package's own.
 - ``TILEWISE_CACHE=folder``: where what was measured or compiled on this machine is kept; default ``tilewise`` in
@@ -21,6 +22,11 @@ def check_values() -> bool:
 def cpu_isa() -> str:
     """The instruction set that the cpu backend must use; empty: the best one."""
     return os.environ.get("TILEWISE_CPU_ISA", "")
+
+
+def cpu_pool() -> str:
+    """Whose threads the cpu backend uses: ``torch`` or ``own``."""
+    return os.environ.get("TILEWISE_CPU_POOL", "torch")
 
 
 def cpu_library() -> str:

@@ -104,6 +104,25 @@ def test_long_keys_with_few_queries_are_split_and_merged():
     agree(Cpu(), c)
 
 
+FEW = {
+    "fp32": (torch.float32, None), "bf16": (torch.bfloat16, None), "fp16": (torch.float16, None),
+    "fp64": (torch.float64, None), "bf16-avx512": (torch.bfloat16, "avx512"), "fp32-avx2": (torch.float32, "avx2"),
+    "bf16-portable": (torch.bfloat16, "portable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "isa"), FEW.values(), ids=FEW)
+@pytest.mark.parametrize(("heads", "nq", "d"), [(1, 1, 64), (2, 1, 33), (3, 1, 80), (8, 1, 64), (4, 3, 16), (5, 2, 7)])
+def test_as_many_rows_as_a_vector_has_lanes_share_its_keys(heads, nq, d, dtype, isa):
+    """Rows of each power of two and between, keys that fill no block, a mask with ends inside a step, poisoned padding."""
+    if isa:
+        need_isa(isa)
+    q, k, v = qkv(batch=2, nq=nq, nk=203, hq=heads, hk=1, d=d, dv=d + d % 2, dtype=dtype)
+    agree(Cpu(isa=isa), call(q, k, v))
+    k[:, 190:], v[:, 190:] = torch.nan, torch.inf
+    agree(Cpu(isa=isa), call(q, k, v, mask=tw.key_range(5, 190) & tw.window(left=90, right=0)))
+
+
 @pytest.mark.parametrize(
     "shape", [(4, 70, 70), (1, 1, 70, 70), (2, 1, 70, 70), (1, 4, 70, 70), (70,), (2, 4, 1, 1)], ids=str
 )

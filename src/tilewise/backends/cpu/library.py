@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
@@ -12,7 +13,7 @@ import torch
 
 from tilewise import settings
 
-VERSION = 3
+VERSION = 4
 DIMS = 8
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
@@ -137,6 +138,9 @@ class Library:
         c.tw_isas(names, c_int64(len(names)))
         self.isas = tuple(names.value.decode().split(","))
         self.operations = {name: n for n, name in enumerate(c.tw_operations().decode().split())}
+        c.tw_use_openmp.argtypes, c.tw_use_openmp.restype = (c_void_p,), None
+        self.use_openmp = c.tw_use_openmp
+        self.use_openmp(openmp())
         self._functions = {"forward": c.tw_forward, "backward": c.tw_backward, "list": c.tw_list_mask}
         for function in self._functions.values():
             function.argtypes = (POINTER(Call), POINTER(c_char), c_int64)
@@ -158,6 +162,27 @@ class Library:
         if code:
             error = MemoryError if code == _NO_MEMORY else ValueError if code == _BAD_CALL else RuntimeError
             raise error(f"the cpu backend failed: {text.value.decode()}")
+
+
+_fork: list[int] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _fork.append(os.getpid()))
+
+
+def openmp() -> int | None:
+    """The address of ``GOMP_parallel`` in the OpenMP runtime that torch computes on.
+
+    None: there is none, the setting asks for threads of our own, or this is a forked child, where OpenMP's are gone.
+    """
+    if _fork or settings.cpu_pool() == "own" or not os.path.exists("/proc/self/maps"):
+        return None
+    with open("/proc/self/maps") as maps:
+        files = {line.split()[-1] for line in maps if "omp" in line}
+    names = ("libgomp", "libiomp5", "libomp.")
+    runtimes = sorted((f for f in files if os.path.basename(f).startswith(names)), key=lambda f: "/torch/" not in f)
+    if not runtimes:
+        return None
+    return ctypes.cast(ctypes.CDLL(runtimes[0]).GOMP_parallel, c_void_p).value
 
 
 @lru_cache(maxsize=1)

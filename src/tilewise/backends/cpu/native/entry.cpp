@@ -223,6 +223,8 @@ TW_EXPORT int tw_list_mask(const TwCall *call, char *error, int64_t error_size) 
   return tw::guarded([&] { tw::run_list(*call); }, call->signals, error, error_size);
 }
 
+TW_EXPORT void tw_use_openmp(void *gomp_parallel) { tw::use_openmp(gomp_parallel); }
+
 TW_EXPORT int tw_version(void) { return TW_VERSION; }
 
 TW_EXPORT int64_t tw_call_size(void) { return int64_t(sizeof(TwCall)); }

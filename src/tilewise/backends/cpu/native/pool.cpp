@@ -7,6 +7,7 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 #include <unistd.h>
 
 #include "signals.h"
@@ -24,13 +25,16 @@ struct Job {
   std::atomic<bool> failed{false};
   std::exception_ptr error;  // the first one
   std::mutex error_lock;
+  std::atomic<int> members{0};  // in work()
 
   void work() {
+    ++members;
     const Job *outer = std::exchange(mine, this);
     keep_error([this] {
       for (int64_t n; (n = next.fetch_add(1)) < count;) heed_signals(), (*task)(n);
     });
     mine = outer;
+    --members;
   }
 
   template <class F>
@@ -110,7 +114,57 @@ Pool &pool() {
   return *found;
 }
 
+// -- OpenMP's threads ------------------------------------------------------------------------------------------------
+
+using GompParallel = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
+std::atomic<GompParallel> gomp_parallel{nullptr};
+std::atomic<pid_t> gomp_owner{0};
+
+// Whether the system gives this thread so many: where it does not, OpenMP would end the process.
+bool can_have(int threads) {
+  thread_local int tried = 1;
+  if (threads <= tried) return true;
+  std::mutex held;
+  std::vector<std::thread> some;
+  bool all = true;
+  {
+    std::lock_guard<std::mutex> hold(held);
+    try {
+      some.reserve(size_t(threads));
+      for (int n = tried; n < threads; ++n) some.emplace_back([&held] { std::lock_guard<std::mutex> wait(held); });
+    } catch (const std::exception &) {
+      all = false;
+    }
+  }
+  for (std::thread &thread : some) thread.join();
+  if (all) tried = threads;
+  return all;
+}
+
+struct Team {
+  Job *job;
+  std::thread::id caller;
+
+  // The caller waits in here, not at OpenMP's barrier, where no signal would reach it.
+  static void member(void *data) {
+    const Team &team = *static_cast<Team *>(data);
+    team.job->work();
+    if (std::this_thread::get_id() != team.caller) return;
+    while (team.job->members) std::this_thread::yield(), team.job->keep_error(run_signal_handlers);
+  }
+};
+
+bool run_on_openmp(Job &job, int threads) {
+  const GompParallel start = gomp_parallel;
+  if (!start || gomp_owner != getpid() || !can_have(threads)) return false;
+  Team team{&job, std::this_thread::get_id()};
+  start(Team::member, &team, unsigned(threads), 0);
+  return true;
+}
+
 }  // namespace
+
+void use_openmp(void *address) { gomp_parallel = (GompParallel)address, gomp_owner = getpid(); }
 
 void heed_signals() {
   if (mine && mine->failed) throw Interrupted();
@@ -119,13 +173,14 @@ void heed_signals() {
 
 void parallel(int threads, int64_t count, const std::function<void(int64_t)> &task) {
   if (threads > count) threads = int(count);
-  Job job{&task, count, {}, {}, {}, {}};
-  Pool *mates = threads > 1 ? &pool() : nullptr;
+  Job job{&task, count, {}, {}, {}, {}, {}};
+  Pool *mates = nullptr;
+  if (threads > 1 && !run_on_openmp(job, threads)) mates = &pool();
   if (mates && !mates->taken.exchange(true)) {
     mates->run(job, threads);
     mates->taken = false;
   } else {
-    job.work();
+    job.work();  // nothing is left of it after OpenMP
   }
   if (job.error) std::rethrow_exception(job.error);
 }

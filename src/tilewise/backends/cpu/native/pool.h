@@ -1,6 +1,9 @@
 // Threads that live from call to call. One call uses them at a time; a second one, from another Python thread or from a
 // signal handler, runs on its own thread alone. A forked child starts with none and makes its own. Where the system has
 // no more threads to give, there are fewer.
+//
+// Where the process already computes on OpenMP threads (torch does), they do the work: they spin for milliseconds after
+// their last one, and threads of our own would have to fight them for the cores (docs/measured.md, "CPU").
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -10,5 +13,8 @@ namespace tw {
 // task(n) for every n in [0, count), on so many threads, each taking the next n in turn. The first exception
 // ends the others' tasks at their next heed_signals() and is thrown again here.
 void parallel(int threads, int64_t count, const std::function<void(int64_t n)> &task);
+
+// The address of the process's `GOMP_parallel`, or null: threads of our own. A forked child has threads of its own.
+void use_openmp(void *gomp_parallel);
 
 }  // namespace tw

@@ -135,7 +135,7 @@ torch.set_num_threads(1)
 expected = Cpu().forward(plain.p, plain.t).o
 torch.set_num_threads(4)
 print(torch.equal(limited(1, plain), expected))  # a thread's stack alone is larger
-wide = call(*qkv(1, 30, 64, 2, 2, 1 << 15, 1 << 15))
+wide = call(*qkv(1, 6, 64, 2, 2, 1 << 18, 16))  # a tile of K is more than a thread's heap holds
 Cpu().forward(plain.p, plain.t)  # its threads exist
 print(limited(16, wide))
 print(torch.equal(Cpu().forward(plain.p, plain.t).o, expected))

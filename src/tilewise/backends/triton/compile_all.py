@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +23,7 @@ from tilewise.backends.triton import config, launch
 from tilewise.backends.triton.facts import Facts
 from tilewise.mask import causal, window
 from tilewise.problem import check
-from tilewise.score import alibi, softcap
+from tilewise.score import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
 
 
@@ -51,11 +51,13 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     heads = q.shape[-2]
     score = softcap(30.0) >> alibi(torch.empty(heads, device="meta", requires_grad=True))
     sink = torch.empty(heads, device="meta", requires_grad=True)
+    pairs = torch.empty(1, heads, q.shape[1], q.shape[1], device="meta", requires_grad=True)
     return {
         "causal": {"causal": True},
         "full": {},
         "split": {},
         "window": {"mask": window(100, 0)},
+        "bias": {"causal": True, "score": bias(pairs)},
         "rich": {
             "mask": causal() & window(100),
             "score": score,
@@ -76,6 +78,14 @@ class Launch:
     feature: str
 
 
+def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
+    """What config says that a kernel of this launch may need."""
+    streams = config.Streams(4 if item.feature == "bias" else 0, item.feature not in ("rich", "bias"))
+    return config.shared_memory(
+        name, tiles, (config.width(item.head_dim),) * 2, item.dtype.itemsize, streams, item.arch
+    )
+
+
 def recorded(item: Launch) -> Iterator[tuple]:
     """``(name, kernel, tiles, arguments)`` of every launch of a forward and a backward."""
     shape = (2, 4096, 8, item.head_dim)
@@ -89,8 +99,11 @@ def recorded(item: Launch) -> Iterator[tuple]:
     def record(kernel, grid, tiles, *args):
         found.append((launch.name_of(kernel, args[-1]), kernel, tiles, args))
 
-    chosen = replace(config.Config(*tiles), split=1024 if item.feature == "split" else None)
-    plan = launch.Plan(p, chosen, record)
+    fitted = {
+        name: config.fit(name, x, lambda x, name=name: shared_memory(item, name, x), TARGETS[item.arch].shared)
+        for name, x in config.Config(*tiles).passes.items()
+    }
+    plan = launch.Plan(p, config.Config.of(fitted, 1024 if item.feature == "split" else None), record)
     with torch.no_grad():
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(p, q, v)
@@ -130,10 +143,11 @@ def compile_item(item: Launch) -> list[str]:
     head = f"{item.arch:6}{str(item.dtype).removeprefix('torch.'):9} D {item.head_dim:<4}{item.feature:7}"
     for name, kernel, tiles, args in recorded(item):
         constants, aligned = {}, {}
-        types = {
-            param: signature(x, (n,), constants, aligned)
-            for n, (param, x) in enumerate(zip(kernel.arg_names, args, strict=True))
-        }
+        types = {}
+        for n, (param, x) in enumerate(zip(kernel.params, args, strict=True)):
+            if param.is_constexpr:
+                constants[n,] = x
+            types[param.name] = "constexpr" if param.is_constexpr else signature(x, (n,), constants, aligned)
         started = time.perf_counter()
         try:
             source = ASTSource(kernel, types, constants, aligned)
@@ -147,10 +161,7 @@ def compile_item(item: Launch) -> list[str]:
             lines.append(f"FAIL {head}{name}: {str(error)[-600:]}")
             continue
         used, spills = compiled.metadata.shared, _registers(compiled, item.arch)
-        widths = (config.width(item.head_dim),) * 2
-        streams = config.Streams(plain=item.feature != "rich")
-        need = config.shared_memory(name, tiles, widths, item.dtype.itemsize, streams, item.arch)
-        allowed = min(need, target.shared)
+        allowed = min(shared_memory(item, name, tiles), target.shared)
         seconds = time.perf_counter() - started
         serial = serialised(compiled, item.arch)
         state = "ok  " if used <= allowed and not serial else "FAIL"
@@ -198,7 +209,7 @@ def items() -> list[Launch]:
             for limit in config.table(arch, dtype.itemsize):
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
-                    features += ["rich"] if arch != "sm90" else ["rich", "full", "window", "split"]
+                    features += ["rich"] if arch != "sm90" else ["rich", "full", "window", "split", "bias"]
                 found += [Launch(arch, dtype, limit, feature) for feature in features]
     return found
 

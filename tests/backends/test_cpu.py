@@ -173,8 +173,9 @@ def test_every_operation_of_a_score_agrees(name, dtype):
         lambda b, h, i, j: torch.where(h % 2 == 0, j <= i, (j - i).abs() < 9),
         lambda b, h, i, j: torch.sin(0.3 * i) < torch.cos(0.2 * j + b),
         lambda b, h, i, j: torch.minimum(i, 2 * j).clamp(3, 50) % -5 != 0,
+        lambda b, h, i, j: ((i + j) * (1 << 62) * 2) // 3 % 7 < 3,  # 0 and the least of all integers
     ],
-    ids=["hash", "bits", "by-head", "waves", "signs"],
+    ids=["hash", "bits", "by-head", "waves", "signs", "least"],
 )
 def test_integer_and_float_predicates_agree(predicate):
     agree(Cpu(), call(*qkv(), mask=predicate))

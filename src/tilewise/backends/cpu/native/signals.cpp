@@ -33,8 +33,9 @@ Watch::~Watch() { watch = outer; }
 
 void run_signal_handlers() {
   if (!watch || !watch->signals || now() < watch->next) return;
-  if (handlers_raise(*watch->signals)) throw Interrupted();
-  watch->next = now() + kInterval;
+  const bool raised = handlers_raise(*watch->signals);
+  watch->next = raised ? INT64_MAX : now() + kInterval;  // what is raised first is what ends the call
+  if (raised) throw Interrupted();
 }
 
 }  // namespace tw

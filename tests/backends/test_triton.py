@@ -22,6 +22,8 @@ import tilewise as tw
 from bench import cases
 from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
+from tilewise import accuracy
+from tilewise.backends.base import Inputs
 from tilewise.backends.triton import Triton, config, interpreting, launch, maths
 from tilewise.backends.triton.config import INTERPRETED, TABLE, Config, Streams, Tiles, fit, shared_memory, width
 from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify, spans
@@ -131,6 +133,17 @@ def test_prepared_masks_give_the_same_result():
     mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()
     plain, prepared = (run(Triton(), call(q, k, v, mask=m)) for m in (mask, mask.prepare(q, k)))
     assert all(torch.equal(plain[name], prepared[name]) for name in plain)
+
+
+def test_latent_attention_runs_forward_alone():
+    q, k, v = qkv(batch=1, nq=40, nk=70, hq=2, hk=1, d=576, dv=512, dtype=torch.bfloat16)
+    extras, seed, text = assemble(q, k, v, Options(causal=True))
+    p = check(q, k, v, extras, seed, parse_spec(text))
+    t = Inputs.of(p, q, k, v, extras, seed)
+    assert not p.spec.needs_grad
+    assert Triton().unsupported(p) == []
+    assert all(e.ok for e in accuracy.check(Triton(), p, t))
+    assert Triton().unsupported(call(q, k, v).p) == ["head_dim 576 is above 512, where its backward ends"]
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3], ids=["zero", "negative"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.backends.triton import tuned
-from tilewise.backends.triton.config import MAX_HEAD_DIM, Config, choose
+from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose
 from tilewise.backends.triton.emit import SCATTER, classify, pair_bytes
 from tilewise.problem import Problem
 
@@ -64,8 +64,7 @@ class Triton:
         reasons = _device_reasons(p)
         if p.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
-        if max(p.head_dim, p.head_dim_v) > MAX_HEAD_DIM:
-            reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {MAX_HEAD_DIM}")
+        reasons += _width_reasons(p)
         if p.spec.deterministic and p.spec.grad_slots:
             reasons += _scattered(p)
         return reasons
@@ -108,6 +107,16 @@ def _device_reasons(p: Problem) -> list[str]:
     if capability < (8, 0):
         return [f"compute capability {capability[0]}.{capability[1]} is below 8.0"]
     return []
+
+
+def _width_reasons(p: Problem) -> list[str]:
+    if max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
+        return []
+    latent = p.head_dim <= MAX_LATENT_DIM and p.head_dim_v <= MAX_HEAD_DIM and p.dtype.itemsize == 2
+    if latent and not p.spec.needs_grad:
+        return []
+    where = f"above {MAX_HEAD_DIM}, where its backward ends" if latent else f"above {MAX_HEAD_DIM}"
+    return [f"head_dim {max(p.head_dim, p.head_dim_v)} is {where}"]
 
 
 def _scattered(p: Problem) -> list[str]:

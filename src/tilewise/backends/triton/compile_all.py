@@ -58,6 +58,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "split": {},
         "window": {"mask": window(100, 0)},
         "bias": {"causal": True, "score": bias(pairs)},
+        "latent": {"causal": True},
         "rich": {
             "mask": causal() & window(100),
             "score": score,
@@ -77,23 +78,35 @@ class Launch:
     head_dim: int
     feature: str
 
+    @property
+    def head_dim_v(self) -> int:
+        return min(self.head_dim, config.MAX_HEAD_DIM)
+
 
 def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
     """What config says that a kernel of this launch may need."""
     streams = config.Streams(4 if item.feature == "bias" else 0, item.feature not in ("rich", "bias"))
     return config.shared_memory(
-        name, tiles, (config.width(item.head_dim),) * 2, item.dtype.itemsize, streams, item.arch
+        name,
+        tiles,
+        (config.width(item.head_dim), config.width(item.head_dim_v)),
+        item.dtype.itemsize,
+        streams,
+        item.arch,
     )
 
 
 def recorded(item: Launch) -> Iterator[tuple]:
-    """``(name, kernel, tiles, arguments)`` of every launch of a forward and a backward."""
-    shape = (2, 4096, 8, item.head_dim)
-    q, k, v = (torch.empty(shape, dtype=item.dtype, device="meta", requires_grad=True) for _ in range(3))
+    """``(name, kernel, tiles, arguments)`` of every launch of a forward and a backward; of the wide q and k, a forward."""
+    latent, shape = item.feature == "latent", (2, 4096, 8)
+    q, k, v = (
+        torch.empty((*shape, d), dtype=item.dtype, device="meta", requires_grad=not latent)
+        for d in (item.head_dim, item.head_dim, item.head_dim_v)
+    )
     extras, seed, text = assemble(q, k, v, Options(**_options(item.feature, q)))
     p = check(q, k, v, extras, seed, parse_spec(text))
     rows = config.table(item.arch, item.dtype.itemsize)
-    tiles = next(tiles for limit, tiles in rows.items() if config.width(item.head_dim) <= limit)
+    tiles = config.of_width(rows, p) or (config.LATENT[item.arch],) * 3
     found = []
 
     def record(kernel, grid, tiles, *args):
@@ -108,7 +121,8 @@ def recorded(item: Launch) -> Iterator[tuple]:
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(p, q, v)
         launch.forward(plan, t)
-        launch.backward(plan, t, out, torch.empty_like(out.o), torch.empty_like(out.lse))
+        if not latent:
+            launch.backward(plan, t, out, torch.empty_like(out.o), torch.empty_like(out.lse))
     yield from found
 
 
@@ -211,6 +225,7 @@ def items() -> list[Launch]:
                 if dtype == torch.bfloat16 and limit in (64, 128):
                     features += ["rich"] if arch != "sm90" else ["rich", "full", "window", "split", "bias"]
                 found += [Launch(arch, dtype, limit, feature) for feature in features]
+        found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
     return found
 
 

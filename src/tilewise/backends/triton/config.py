@@ -11,6 +11,9 @@ from tilewise import device as devices
 from tilewise.problem import Problem
 
 MAX_HEAD_DIM = 512
+MAX_LATENT_DIM = (
+    576  # of q and k in a forward alone, in half precision: 512 and 64 rotary ones (multi-head latent attention)
+)
 MIN_WIDTH = 16  # of a side of tl.dot
 OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 
@@ -209,6 +212,14 @@ CANDIDATES = {
     },
 }
 
+# The forward's where q and k are wider than MAX_HEAD_DIM.
+LATENT = {
+    "sm80": Tiles(32, 16, 4, 1),
+    "sm90": Tiles(32, 32, 8, 1),
+    "sm100": Tiles(32, 16, 4, 1),
+    "amd": Tiles(16, 16, 4, 1),
+}
+
 TABLE = {"sm80": _HALF_SM80, "sm90": _HALF_SM90, "sm100": _HALF_SM80, "amd": _HALF_AMD}
 
 
@@ -247,7 +258,8 @@ def choose(p: Problem, pair_bytes: int = 0, measured: dict[str, Tiles] | None = 
     """
     if p.device.type == "cpu":
         return Config.of(preceded(INTERPRETED.passes, measured or {}))
-    row = of_width(table(architecture(p.device), p.dtype.itemsize), p)
+    arch = architecture(p.device)
+    row = of_width(table(arch, p.dtype.itemsize), p) or (LATENT[arch],) * 3
     fitted = fit_all(p, preceded(Config(*row).passes, measured or {}), pair_bytes)
     return Config.of(fitted, _split(p, fitted["forward"].tile_m, devices.of(p.device).cores))
 

@@ -1,0 +1,210 @@
+"""A Hugging Face model end to end on this machine: eager, sdpa and tilewise, time and memory.
+
+    python -m bench.huggingface --attention tilewise     one contestant in this process; its record is appended
+    python -m bench.huggingface --write                  docs/huggingface.md's table from the records
+
+The model is Llama's architecture at 100 M parameters, 12 layers of 12 query and 4 key heads of 64, fp32, with random weights:
+time and memory do not depend on their values. Every task runs once short to warm up, then `ROUNDS` times; attention's share is
+the time inside the function that transformers calls for it, its layout copies included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bench import measure
+
+RESULTS = measure.ROOT / "bench" / "results" / "huggingface-cpu.jsonl"
+PAGE = measure.ROOT / "docs" / "huggingface.md"
+CONTESTANTS = ("eager", "sdpa", "tilewise")
+N, SHORT, NEW, WINDOW, ROUNDS = 4096, 1024, 16, 512, 2
+LLAMA = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2 * N,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+# What is timed, as the page names it.
+TASKS = {
+    "forward": f"forward, {N} tokens",
+    "train": f"forward and backward, {N} tokens",
+    "padded": f"forward, two sequences of {N} and {SHORT} tokens in one padded batch",
+    "window": f"forward, {N} tokens, `MistralForCausalLM` with a window of {WINDOW}",
+    "prefill": f"`generate`: the prompt of {N} tokens",
+    "token": f"`generate`: each of {NEW} tokens after it",
+}
+
+
+class Stopwatch:
+    """Seconds inside one function, over all its calls."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+        self.seconds = 0.0
+
+    def __call__(self, *arguments, **keywords):
+        began = time.perf_counter()
+        out = self.function(*arguments, **keywords)
+        self.seconds += time.perf_counter() - began
+        return out
+
+
+def models(attention: str) -> tuple[dict[str, torch.nn.Module], Stopwatch]:
+    """Llama and Mistral over one set of weights, and the watch around the attention that both call."""
+    import transformers
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    import tilewise.compat.transformers
+
+    tilewise.compat.transformers.register()
+    functions = transformers.AttentionInterface()
+    watch = Stopwatch(eager_attention_forward if attention == "eager" else functions[attention])
+    transformers.AttentionInterface.register(attention, watch)
+    torch.manual_seed(0)
+    made = {}
+    for name, window in (("Llama", {}), ("Mistral", {"sliding_window": WINDOW})):
+        config = getattr(transformers, f"{name}Config")(**LLAMA, **window)
+        made[name] = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation=attention)
+    made["Mistral"].load_state_dict(made["Llama"].state_dict(), assign=True)
+    return made, watch
+
+
+def tasks(made: dict[str, torch.nn.Module]) -> dict[str, Callable[[int], object]]:
+    """What runs, each at a length: the full one, and a short one to warm up."""
+    llama, mistral = made["Llama"], made["Mistral"]
+    row = torch.randint(1, LLAMA["vocab_size"], (2, N), generator=torch.Generator().manual_seed(0))
+
+    def train(n: int) -> None:
+        llama(row[:1, :n], labels=row[:1, :n], use_cache=False).loss.backward()
+        llama.zero_grad()
+
+    @torch.no_grad()
+    def padded(n: int) -> None:
+        kept = torch.ones(2, n, dtype=torch.int64)
+        kept[1, : n - n * SHORT // N] = 0
+        llama(row[:, :n], attention_mask=kept, use_cache=False)
+
+    forward = lambda model: torch.no_grad()(lambda n: model(row[:1, :n], use_cache=False))  # noqa: E731
+    return {"forward": forward(llama), "train": train, "padded": padded, "window": forward(mistral)}
+
+
+def generation(model: torch.nn.Module) -> dict[str, dict]:
+    """The prompt, and each token after it: seconds between the moments at which logits are there."""
+    row = torch.randint(1, LLAMA["vocab_size"], (1, N), generator=torch.Generator().manual_seed(0))
+    stamps: list[float] = []
+
+    def stamp(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        stamps.append(time.perf_counter())
+        return scores
+
+    options = {"attention_mask": torch.ones_like(row), "do_sample": False, "logits_processor": [stamp]}
+    model.generate(row[:, :64], **options | {"attention_mask": torch.ones(1, 64)}, max_new_tokens=2)
+    stamps.clear()
+    with measure.PeakMemory("cpu") as peak:
+        began = time.perf_counter()
+        model.generate(row, **options, max_new_tokens=NEW + 1)
+    steps = [b - a for a, b in itertools.pairwise(stamps)]
+    return {
+        "prefill": {"seconds": [stamps[0] - began], "peak_bytes": peak.bytes},
+        "token": {"seconds": steps, "peak_bytes": peak.bytes},
+    }
+
+
+def run(attention: str) -> dict:
+    """One contestant's record."""
+    import transformers
+
+    made, watch = models(attention)
+    record = {"attention": attention, "transformers": transformers.__version__, "machine": measure.machine("cpu")}
+    record["parameters"] = sum(p.numel() for p in made["Llama"].parameters())
+    found: dict[str, dict] = {}
+    for name, task in tasks(made).items():
+        task(64)
+        seconds, shares = [], []
+        with measure.PeakMemory("cpu") as peak:
+            for _ in range(ROUNDS):
+                watch.seconds, began = 0.0, time.perf_counter()
+                task(N)
+                seconds.append(time.perf_counter() - began)
+                shares.append(watch.seconds / seconds[-1])
+        found[name] = {"seconds": seconds, "peak_bytes": peak.bytes, "attention_share": statistics.median(shares)}
+        if name == "train":  # the backward passes the watch by
+            del found[name]["attention_share"]
+    return record | {"tasks": found | generation(made["Llama"])}
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------
+
+
+def records() -> dict[str, dict]:
+    """The latest record of each contestant."""
+    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    return {record["attention"]: record for record in lines}
+
+
+def table(found: dict[str, dict]) -> str:
+    """Medians, peak memory above the weights, and tilewise's gain, in Markdown."""
+    titles = [f"{name} {unit}" for name in CONTESTANTS for unit in ("s", "GiB")]
+    lines = [["", *titles, "× eager", "× sdpa"], ["---"] * (len(titles) + 3)]
+    for task, title in TASKS.items():
+        cells, medians = [], {}
+        for name in CONTESTANTS:
+            result = found[name]["tasks"][task]
+            medians[name] = statistics.median(result["seconds"])
+            cells += [f"{medians[name]:.3g}", f"{result['peak_bytes'] / 2**30:.2f}"]
+        gains = [f"{medians[name] / medians['tilewise']:.2f}" for name in ("eager", "sdpa")]
+        lines.append([title, *cells, *gains])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def shares(found: dict[str, dict]) -> str:
+    """The share of attention in the time of the forward tasks, in Markdown."""
+    lines = [["attention's share of the time", *CONTESTANTS], ["---"] * (len(CONTESTANTS) + 1)]
+    for task, title in TASKS.items():
+        if "attention_share" in found["tilewise"]["tasks"][task]:
+            share = [found[name]["tasks"][task]["attention_share"] for name in CONTESTANTS]
+            lines.append([title, *[f"{100 * s:.0f} %" for s in share]])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def page(text: str, found: dict[str, dict]) -> str:
+    """The page with both tables between their marks."""
+    for mark, made in (("table", table(found)), ("shares", shares(found))):
+        before, rest = text.split(f"<!-- {mark} -->\n", 1)
+        text = f"{before}<!-- {mark} -->\n{made}\n<!-- /{mark} -->" + rest.split(f"<!-- /{mark} -->", 1)[1]
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--attention", choices=CONTESTANTS, help="measure this one")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file that the record is appended to")
+    parser.add_argument("--write", action="store_true", help="write the page's tables from the records")
+    options = parser.parse_args()
+    if options.attention:
+        record = run(options.attention)
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        medians = {name: round(statistics.median(task["seconds"]), 3) for name, task in record["tasks"].items()}
+        print(options.attention, medians)
+    if options.write:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), records()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

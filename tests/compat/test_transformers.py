@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
+import importlib.util
 import itertools
+import re
 import sys
 import warnings
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -320,6 +322,7 @@ FUNCTIONS = {
     "chunks": lambda: masking.chunked_causal_mask_function(4, torch.tensor([0, 3])),
     "images": lambda: masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(IMAGES)),
     "users": lambda: masking.and_masks(masking.causal_mask_function, lambda b, h, q, k: (q - k) % 3 != 1),
+    "users-or-all": lambda: masking.or_masks(masking.causal_mask_function, lambda *_: torch.tensor(True)),
     "packed": lambda: in_sequences(masking.causal_mask_function),
     "packed-window": lambda: in_sequences(masking.sliding_window_causal_mask_function(2)),
     "packed-users": lambda: in_sequences(masking.or_masks(masking.causal_mask_function, lambda b, h, q, k: k < 2)),
@@ -494,3 +497,33 @@ def test_registering_twice_changes_nothing():
     check = hf.PreTrainedModel.get_correct_attn_implementation
     compat.register()
     assert hf.PreTrainedModel.get_correct_attn_implementation is check
+
+
+# -- The page and the example --------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_examples_of_the_page_run(capsys):
+    page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(compile(code, "docs/huggingface.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == "torch.Size([2, 45])"
+
+
+def test_the_page_shows_the_records():
+    from bench import huggingface
+
+    text = huggingface.PAGE.read_text(encoding="utf-8")
+    assert huggingface.page(text, huggingface.records()) == text
+
+
+def test_the_example_script_trains_and_agrees():
+    example = importlib.util.spec_from_file_location("example", ROOT / "examples" / "huggingface.py")
+    module = importlib.util.module_from_spec(example)
+    example.loader.exec_module(module)
+    torch.manual_seed(0)
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**module.SMALL, **module.HEADS)).eval()
+    assert module.padded_batch(model, (40, 12)) < 0.01
+    losses = module.packed_training(model, (20, 9))
+    assert losses[-1] < losses[0]

@@ -40,7 +40,6 @@ OLDEST = (5, 17)
 # nor in Handed is refused: add it here if it means nothing to the attention of your model.
 IGNORED = {
     "cache_position",
-    "deterministic",
     "image_grid_thw",
     "image_sizes",
     "labels",
@@ -83,6 +82,7 @@ class Handed:
         s_aux: ``(heads,)``, the sink.
         is_causal, sliding_window: count where no mask was handed over; otherwise the mask has them in it.
         cu_seq_lens_q, cu_seq_lens_k: starts of the sequences packed into a batch of one.
+        deterministic: results repeat bit for bit; without it, torch's own setting decides.
     """
 
     scaling: float | None = None
@@ -94,6 +94,7 @@ class Handed:
     sliding_window: int | None = None
     cu_seq_lens_q: Tensor | None = None
     cu_seq_lens_k: Tensor | None = None
+    deterministic: bool | None = None
 
     @classmethod
     def of(cls, given: dict) -> Handed:
@@ -118,7 +119,13 @@ class Handed:
             _say_dense("a position bias", self.position_bias)
             stages.append(bias(self.position_bias[..., :keys]))
         score: Score | None = functools.reduce(lambda a, b: a >> b, stages) if stages else None
-        return {"softmax_scale": self.scaling, "dropout_p": self.dropout, "score": score, "sink": self.s_aux}
+        return {
+            "softmax_scale": self.scaling,
+            "dropout_p": self.dropout,
+            "score": score,
+            "sink": self.s_aux,
+            "deterministic": self.deterministic or None,
+        }
 
 
 _UNKNOWN = (

@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from operator import and_
+from operator import and_, or_
 
 import torch
 from torch import Tensor
@@ -263,28 +263,29 @@ TERMS: dict[str, Callable[[Callable, dict], list]] = {
 }
 
 
-def _maker(function: Callable) -> str | None:
-    """The function of masking_utils that made this one, or is it."""
+def _maker(function: Callable) -> tuple[str | None, dict]:
+    """The function of masking_utils that made this one, or is it; and what this one captured."""
     if getattr(function, "__module__", None) != masking_utils.__name__:
-        return None
-    return getattr(function, "__qualname__", "").partition(".")[0]
+        return None, {}
+    return function.__qualname__.partition(".")[0], inspect.getclosurevars(function).nonlocals
 
 
 def read_terms(function: Callable) -> list[Band | Documents | Predicate]:
     """What a mask function keeps, as terms that all hold."""
-    row = TERMS.get(_maker(function))
-    return [Predicate(function)] if row is None else row(function, inspect.getclosurevars(function).nonlocals)
+    maker, captured = _maker(function)
+    return TERMS[maker](function, captured) if maker in TERMS else [Predicate(function)]
 
 
-def _kept(function: Callable, b: Expr, h: Expr, q: Expr, kv: Expr) -> Expr:
+def _kept(function: Callable, b: Expr, h: Expr, q: Expr, kv: Expr) -> Expr | bool:
     """A mask function of traced indices; those that combine others do it by tensor methods, and are combined here."""
-    captured = inspect.getclosurevars(function).nonlocals
-    match _maker(function):
+    maker, captured = _maker(function)
+    match maker:
         case "and_masks":
-            return reduce(lambda x, y: x & y, [_kept(f, b, h, q, kv) for f in captured["mask_functions"]])
+            return reduce(and_, [_kept(part, b, h, q, kv) for part in captured["mask_functions"]])
         case "or_masks":
-            return reduce(lambda x, y: x | y, [_kept(f, b, h, q, kv) for f in captured["mask_functions"]])
+            return reduce(or_, [_kept(part, b, h, q, kv) for part in captured["mask_functions"]])
         case "remap_positions_for_packed_sequence":
             position = captured["position_ids"]
             return _kept(captured["mask_function"], b, h, lookup(position, b, q), lookup(position, b, kv))
-    return function(b, h, q, kv)
+    kept = function(b, h, q, kv)
+    return bool(kept) if isinstance(kept, Tensor) else kept  # a constant, which some models make on the CPU

@@ -185,10 +185,8 @@ class Band:
         left = None if self.left is None else self.left - shift
         right = None if self.right is None else self.right + shift
         if min(0 if left is None else left, 0 if right is None else right) < 0:
-            lo, hi = (
-                call.first - (keys if self.left is None else self.left),
-                call.first + (keys if self.right is None else self.right),
-            )
+            lo = -call.q_length if self.left is None else call.first - self.left
+            hi = keys if self.right is None else call.first + self.right
             return keep(lambda b, h, i, j: (j >= i + lo) & (j <= i + hi))
         return causal() if (left, right) == (None, 0) else window(left, right)
 

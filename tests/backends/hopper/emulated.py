@@ -22,7 +22,7 @@ from tilewise.backends.hopper.config import ROWS, Config
 
 THREADS = np.arange(128)
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LIMIT = 20.0  # seconds that a role may wait: then it is a deadlock
+LIMIT = 60.0  # seconds that a role may wait: then it is a deadlock
 role = threading.local()
 
 

@@ -38,7 +38,11 @@ def t5_bias(table, both_ways, longest=128):
     """table (buckets, heads_q). The buckets depend on the distance alone, so they are chosen once, outside the attention."""
     distance = torch.arange(-longest, longest + 1, device=table.device)
     bias = table[t5_buckets(distance, both_ways)]  # (2 * longest + 1, heads_q)
-    return tw.score(lambda s, b, h, i, j: s + bias[(j - i - tw.offset).clamp(-longest, longest) + longest, h])
+
+    def by_distance(s, b, h, i, j):
+        return s + tw.lookup(bias, (j - i - tw.offset).clamp(-longest, longest) + longest, h)
+
+    return tw.score(by_distance)
 
 
 def t5_encoder(q, k, v, table, lengths):
@@ -142,10 +146,10 @@ def swin(q, k, v, table, window=7, shift=3):
         return (position >= size - w).int() + (position >= size - shift).int()
 
     def same(b, h, i, j):
-        return regions[b % len(regions), i] == regions[b % len(regions), j]
+        return tw.lookup(regions, b % len(regions), i) == tw.lookup(regions, b % len(regions), j)
 
     def bias(s, b, h, i, j):
-        return s + table[h, i // w - j // w + w - 1, i % w - j % w + w - 1]
+        return s + tw.lookup(table, h, i // w - j // w + w - 1, i % w - j % w + w - 1)
 
     regions = split((3 * region(rows)[:, None] + region(columns))[None])  # (windows, w * w)
     shifted = (split(x.roll((-shift, -shift), (1, 2))) for x in (q, k, v))

@@ -37,7 +37,8 @@ Each section is one complete call, from `examples/architectures.py`, with gradie
 takes. `tests/test_architectures.py` runs each at odd sizes on the CPU and compares o and all gradients with the textbook;
 this page is written by `python -m tests.support --write`, from the functions' own sources and from what each backend
 answers at the model's size, in bf16, forward and backward. Layouts are `(batch, seqlen, heads, head_dim)`; every block
-begins with `import math`, `import torch` and `import tilewise as tw`."""
+begins with `import math`, `import torch` and `import tilewise as tw`. All compile as they stand, with
+`torch.compile(fullgraph=True)`: that is why tables are read by `tw.lookup(t, h, i)`; without it, `t[h, i]` does as well."""
 
 # README's rows: what a user would look for, and the cases that must run for a tick.
 FEATURES = {

@@ -238,6 +238,14 @@ def test_what_a_call_does_by_argument_is_the_textbooks(name, other):
     agrees(name, **other)
 
 
+# The rows whose functions are traced, and one of the catalogue: the others do less.
+@pytest.mark.parametrize("name", ["t5-decoder", "swin", "bigbird"])
+def test_the_call_compiles_into_one_graph(name):
+    x = support.architectures.arguments(ROWS[name].small)
+    compiled = torch.compile(ROWS[name].call, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**x), ROWS[name].call(**x))
+
+
 def test_every_row_has_a_textbook():
     assert TEXTBOOK.keys() == ROWS.keys()
 

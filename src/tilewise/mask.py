@@ -59,9 +59,9 @@ class Mask:
         """
         from tilewise import tiles  # tiles read masks; only this convenience looks the other way
 
-        counts, seen = tiles.prepare(self, q, k)
+        status, seen = tiles.prepare(self, q, k)
         shape = ", ".join([str(int(n)) for n in (q.shape[0], q.shape[2], q.shape[1], k.shape[1])])
-        return Mask(f"prepared({self.text}, {tiles.PREPARED_BLOCK}, {shape})", (*self.leaves, counts, seen))
+        return Mask(f"prepared({self.text}, {tiles.PREPARED_BLOCK}, {shape})", (*self.leaves, status, seen))
 
 
 def _unprepared(mask: Mask) -> Mask:

@@ -558,7 +558,7 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
     lse2, delta = _statistics(call, out, dlse)
     read = _LeafSums(call)
-    named = {"lse2": lse2, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "grads": read.buffers}
+    bundle = call.tensors(lse2=lse2, delta=delta, dq=dq, dk=dk, dv=dv, grads=read.buffers)
 
     for name, tiles in config.passes.items():
         if name == "forward":
@@ -569,14 +569,14 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
         )
         slots = blocks(p, length, tiles.tile_n if over_keys else tiles.tile_m)
         lists = call.tile_lists(tiles, over_keys)
-        tensors = call.tensors(**named, lists=pointers(lists))
+        tensors = bundle if lists is None else bundle._replace(lists=pointers(lists))
         descriptors = call.descriptors(tiles, "qd" if over_keys else "kv")
         if over_keys:
             descriptors = (*descriptors, *call.line_descriptors(tiles, lse2, delta, descriptors[0] is not None))
         facts = plan.facts(tiles, call.align, tma=descriptors[0] is not None, dk=name != "dv", dv=name != "dk")
         sizes = call.sizes(slots, lists=lists)
         plan.start(kernel, (slots * heads * batch,), tiles, tensors, sizes, call.scales(), *descriptors, facts)
-    read.pair_tiles(call.tensors(**named))
+    read.pair_tiles(bundle)
 
     dsink = None
     if t.sink is not None:

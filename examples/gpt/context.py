@@ -2,11 +2,14 @@
 
     python -m examples.gpt.context train --out out/context --minutes 5   # again: it goes on where it stopped
     python -m examples.gpt.context time  --out out/context --threads 2   # seconds and memory of a step, each in a process of its own
-    python -m examples.gpt.context report --out out/context              # bench/results/context-cpu.json, the table and the plot
+    python -m examples.report --context out/context                      # the table and the plot
 
-Every step reads TOKENS bytes, cut into rows of one context, so that all runs see as many bytes in as many steps. The loss is that
-on the text's last HELD_OUT bytes, which training never sees, cut into pieces of the context the model was trained at: the mean
-over all positions, those with little context at a piece's beginning included.
+As large models are: most steps at a short context (SHORT, once for all), the last ones at the long one (LONG, once for each). A
+step of LONG reads the same piece of text whatever the context, cut into rows of it, so that runs differ in nothing but how far
+back a byte may look. (Rows from random places would not do: of few long ones a step sees fewer places, and learns less.)
+
+The loss is that on the text's last HELD_OUT bytes, which training never sees, cut into rows of the context the model was trained
+at: the mean over all positions, those with little context at a row's beginning included.
 """
 
 import argparse
@@ -31,38 +34,29 @@ from examples.gpt.train import TrainConfig, load_text, make_optimizer, train
 
 CONTEXTS = (512, 1024, 4096, 16384)
 TOKENS = 16384
-STEPS = 240
+"""Bytes of a step."""
+SHORT = TrainConfig(steps=800, context=512, batch_size=TOKENS // 512, learning_rate=3e-3, warmup_steps=20)
+LONG = TrainConfig(steps=100, context=TOKENS, batch_size=1, learning_rate=1e-3, warmup_steps=10, seed=1)
 HELD_OUT = 16 * 16384
 POSITIONS = (0, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Where the held-out loss by position is cut."""
 SAVE_EVERY_S = 30.0
 LIMIT_GIB = 14.0
 """What a measured process may allocate: beyond it, it fails and the machine goes on."""
-ROOT = Path(__file__).parents[2]
 
 
-def model_config(context: int) -> GPTConfig:
-    return GPTConfig(layers=2, d_model=96, heads_q=3, heads_k=1, d_hidden=256, context=context)
+class Reader(nn.Module):
+    """A small GPT under autocast (products and attention in bf16) that cuts what it reads into rows of its context."""
 
-
-def train_config(context: int) -> TrainConfig:
-    return TrainConfig(steps=STEPS, context=context, batch_size=TOKENS // context, learning_rate=3e-3, warmup_steps=20)
-
-
-class InBfloat16(nn.Module):
-    """A model under autocast: its products and its attention in bf16, the rest in fp32."""
-
-    def __init__(self, model: GPT):
+    def __init__(self, context: int, attention: str):
         super().__init__()
-        self.model = model
+        sizes = GPTConfig(layers=2, d_model=96, heads_q=3, heads_k=1, d_hidden=256, context=context)
+        self.gpt = GPT(sizes, ATTENTIONS[attention])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = tokens.reshape(-1, min(self.gpt.config.context, tokens.shape[1]))
         with torch.autocast(tokens.device.type, torch.bfloat16):
-            return self.model(tokens).float()
-
-
-def make_model(context: int, attention: str) -> InBfloat16:
-    return InBfloat16(GPT(model_config(context), ATTENTIONS[attention]))
+            return self.gpt(rows).float().view(*tokens.shape, -1)
 
 
 def texts() -> tuple[bytes, bytes]:
@@ -71,61 +65,85 @@ def texts() -> tuple[bytes, bytes]:
     return text[:-HELD_OUT], text[-HELD_OUT:]
 
 
-def standard_bytes(context: int) -> int:
-    """Bytes of the (batch, heads, N, N) matrices that standard attention holds at once in a training step.
-
-    Each layer keeps P for the backward; at the peak dP, dS and the copy that the mask makes of it are there too.
-    """
-    config = model_config(context)
-    matrix = 4 * (TOKENS // context) * config.heads_q * context**2
-    return (config.layers + 3) * matrix
-
-
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
-def go_on(context: int, folder: Path, until: float) -> bool:
-    """Trains the model of one context up to its last step or the time `until`, and saves. True if it is finished."""
-    text, held_out = texts()
-    config = train_config(context)
-    model = make_model(context, "tilewise")
-    optimizer = make_optimizer(model, config)
-    settings = {"model": asdict(model_config(context)), "train": asdict(config), "text_bytes": len(text)}
-    path = folder / f"context-{context}.pt"
-    history: list[tuple[float, float]] = []
-    if path.exists():
-        found = load(path, settings)
-        history = found.history
-        model.load_state_dict(found.model)
-        optimizer.load_state_dict(found.optimizer)
-    saved = time.perf_counter()
-    for record in train(model, text, config, optimizer=optimizer, start=len(history)):
-        history.append((record.loss, record.tokens_per_s))
-        now = time.perf_counter()
-        if len(history) % 10 == 0:
-            print(f"context {context}: step {record.step + 1} of {STEPS}, loss {record.loss:.4f}", flush=True)
-        if now > until or now - saved > SAVE_EVERY_S:
-            save(path, Checkpoint(settings, len(history), history, model.state_dict(), optimizer.state_dict()))
-            saved = now
-        if now > until:
-            break
-    save(path, Checkpoint(settings, len(history), history, model.state_dict(), optimizer.state_dict()))
-    if len(history) < STEPS:
-        return False
-    by_position = evaluate(model, held_out, context)
-    rate = sorted(speed for _, speed in history)[len(history) // 2]
-    record = {
-        **settings,
+class Run:
+    """A model in training: taken up from its checkpoint, begun from other weights, or begun from the seed."""
+
+    def __init__(self, path: Path, context: int, config: TrainConfig, begin: dict | None = None):
+        self.path, self.config = path, config
+        self.model = Reader(context, "tilewise")
+        self.optimizer = make_optimizer(self.model, config)
+        self.settings = {"model": asdict(self.model.gpt.config), "train": asdict(config), "held_out": HELD_OUT}
+        self.history: list[tuple[float, float]] = []
+        if path.exists():
+            found = load(path, self.settings)
+            self.history = found.history
+            self.model.load_state_dict(found.model)
+            self.optimizer.load_state_dict(found.optimizer)
+        elif begin:
+            self.model.load_state_dict(begin)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.history) == self.config.steps
+
+    def go_on(self, until: float) -> "Run":
+        """Trains up to the last step or the time `until`, and saves."""
+        saved, text = time.perf_counter(), texts()[0]
+        for record in train(self.model, text, self.config, optimizer=self.optimizer, start=len(self.history)):
+            self.history.append((record.loss, record.tokens_per_s))
+            now = time.perf_counter()
+            if len(self.history) % 10 == 0:
+                print(
+                    f"{self.path.name}: step {record.step + 1} of {self.config.steps}, loss {record.loss:.4f}",
+                    flush=True,
+                )
+            if now - saved > SAVE_EVERY_S:
+                self.save()
+                saved = now
+            if now > until:
+                break
+        self.save()
+        return self
+
+    def save(self):
+        parts = (self.model.state_dict(), self.optimizer.state_dict())
+        save(self.path, Checkpoint(self.settings, len(self.history), self.history, *parts))
+
+
+def train_all(folder: Path, until: float) -> bool:
+    """The short part, then the long one of each context, each with its record beside it. False if `until` came first."""
+    short = Run(folder / "short.pt", SHORT.context, SHORT)
+    for context in CONTEXTS:
+        if time.perf_counter() > until or not (short.finished or short.go_on(until).finished):
+            return False
+        run = Run(folder / f"context-{context}.pt", context, LONG, begin=short.model.state_dict())
+        if not (run.finished or run.go_on(until).finished):
+            return False
+        path = folder / f"context-{context}.json"
+        if not path.exists():
+            path.write_text(json.dumps(record_of(run, short)) + "\n")
+    return True
+
+
+def record_of(run: Run, short: Run) -> dict:
+    """What a finished run says: the losses while training, and the one on the held-out text."""
+    context = run.model.gpt.config.context
+    by_position = evaluate(run.model, texts()[1], context)
+    return {
+        **run.settings,
         "context": context,
+        "short": asdict(short.config),
         "held_out_loss": by_position.mean().item(),
         "held_out_loss_by_position": means(by_position),
-        "loss": [loss for loss, _ in history],
-        "tokens_per_s": rate,
+        "short_loss": [loss for loss, _ in short.history],
+        "loss": [loss for loss, _ in run.history],
+        "tokens": TOKENS * (len(short.history) + len(run.history)),
         "threads": torch.get_num_threads(),
-        "tokens": STEPS * TOKENS,
+        "torch": torch.__version__,
     }
-    (folder / f"context-{context}.json").write_text(json.dumps(record) + "\n")
-    return True
 
 
 @torch.no_grad()
@@ -154,10 +172,8 @@ def means(by_position: torch.Tensor) -> dict[str, float]:
 
 def measure(context: int, attention: str, repeats: int) -> dict:
     """Seconds of a training step, the least of `repeats` after one to warm up, and this process's peak memory."""
-    text, _ = texts()
-    model = make_model(context, attention)
     before = peak_bytes()
-    records = train(model, text, train_config(context))
+    records = train(Reader(context, attention), texts()[0], LONG)
     seconds = [TOKENS / next(records).tokens_per_s for _ in range(1 + repeats)][1:]
     return {"seconds": min(seconds), "peak_bytes": peak_bytes(), "peak_bytes_before": before}
 
@@ -204,28 +220,20 @@ def one_step(context: int, attention: str, threads: int):
 
 def main(arguments: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("train", "time", "one-step", "report"))
+    parser.add_argument("what", choices=("train", "time", "one-step"))
     parser.add_argument("--out", type=Path, default=Path("out/context"), help="folder of checkpoints and results")
     parser.add_argument("--minutes", type=float, default=math.inf, help="train: stop after this long")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--context", type=int, choices=CONTEXTS, help="this one alone")
-    parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="tilewise")
+    parser.add_argument("--context", type=int, choices=CONTEXTS, default=512, help="one-step: its context")
+    parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="tilewise", help="one-step: its attention")
     options = parser.parse_args(arguments)
     if options.what == "train":
-        until = time.perf_counter() + 60 * options.minutes
-        contexts = [options.context] if options.context else CONTEXTS
-        waiting = [c for c in contexts if not (options.out / f"context-{c}.json").exists()]
-        while waiting and time.perf_counter() < until and go_on(waiting[0], options.out, until):
-            waiting.pop(0)
-        print(f"not finished: {waiting}, the same command goes on" if waiting else "finished")
+        finished = train_all(options.out, time.perf_counter() + 60 * options.minutes)
+        print("finished" if finished else "not finished: the same command goes on")
     elif options.what == "time":
         measure_all(options.out, options.threads)
-    elif options.what == "one-step":
-        one_step(options.context, options.attention, options.threads)
     else:
-        from examples.gpt.context_report import write
-
-        write(options.out, ROOT)
+        one_step(options.context, options.attention, options.threads)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,14 @@ class PathfinderConfig:
         return dashes * (self.dash + self.gap) - self.gap
 
 
+SIZES = {
+    "32 × 32": PathfinderConfig(side=32, dashes=6, distractors=4),
+    "64 × 64": PathfinderConfig(side=64, dashes=14, distractors=10),
+    "128 × 128 (Path-X)": PathfinderConfig(side=128, dashes=14, distractors=10, dash=6, gap=2, margin=3),
+}
+"""The sizes that the task is known by."""
+
+
 class Images(NamedTuple):
     """pixels, path (count, side, side) uint8, label (count,) int64, dots (count, 2, 2) int64: row and column of both.
 

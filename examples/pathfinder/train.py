@@ -1,6 +1,7 @@
 """Trains the encoder on Pathfinder images, from short paths in small images to the target, each image seen once.
 
-    python -m examples.pathfinder.train --out out/pathfinder --minutes 5      # again: it goes on where it stopped
+    python -m examples.pathfinder.train --out out/pathfinder --minutes 5    # again: it goes on where it stopped
+    python -m examples.pathfinder.train --cost                              # seconds an image at 32, 64 and 128 pixels
 
 Every batch is drawn from (seed, step), so that no image returns and the accuracy on a batch, taken before its update, is that on
 new images. At the end: accuracy on TEST_IMAGES others, a curve (PNG) and JSON in the same folder.
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from examples.gpt.checkpoint import Checkpoint, load, save
 from examples.pathfinder.model import EncoderConfig, PathTransformer
-from examples.pathfinder.paths import PathfinderConfig, draw
+from examples.pathfinder.paths import SIZES, PathfinderConfig, draw
 
 TEST_IMAGES = 2048
 TEST_SEED = 10**12
@@ -46,6 +47,10 @@ CURRICULUM = (
     Stage(PathfinderConfig(side=32, dashes=6, distractors=4), 1000, 24, 1e-3),
 )
 """The last stage is the target."""
+
+
+def images_in(curriculum: tuple[Stage, ...]) -> int:
+    return sum(stage.steps * stage.batch_size for stage in curriculum)
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,25 @@ def accuracy_of_distance(images: PathfinderConfig, count: int = TEST_IMAGES) -> 
     return (answer[far[1]] == test.label.bool()).double().mean().item()
 
 
+def cost(images: PathfinderConfig, batch_size: int) -> float:
+    """Seconds that a training step takes for each image: the least of two after one to warm up."""
+    model = PathTransformer(EncoderConfig())
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = train(model, optimizer, (Stage(images, 3, batch_size, 1e-4),), TrainConfig())
+    return min(seconds for _, _, seconds in list(steps)[1:]) / batch_size
+
+
+def costs(seen: int) -> list[dict]:
+    """For each of SIZES: pixels, seconds an image, and the hours that `seen` images take."""
+    rows = []
+    for name, images in SIZES.items():
+        seconds = cost(images, batch_size=max(1, 16 * 32**2 // images.seqlen))
+        hours = seen * seconds / 3600
+        row = {"images": name, "seqlen": images.seqlen, "threads": torch.get_num_threads()}
+        rows.append(row | {"seconds_an_image": seconds, "images_seen": seen, "hours": hours})
+    return rows
+
+
 class Run:
     """A training run in a folder: goes on where the checkpoint there stopped."""
 
@@ -185,7 +209,7 @@ class Run:
             "test_images": TEST_IMAGES,
             "test_accuracy": accuracy(self.model, target),
             "distance_accuracy": accuracy_of_distance(target),
-            "images_seen": sum(stage.steps * stage.batch_size for stage in self.curriculum),
+            "images_seen": images_in(self.curriculum),
             "curve": curve,
         }
 
@@ -195,7 +219,14 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--out", type=Path, default=Path("out/pathfinder"), help="folder of the checkpoint and results")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long; run again to go on")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cost", action="store_true", help="measure a step at each size instead, into costs.json")
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.cost:
+        rows = costs(images_in(CURRICULUM))
+        (options.out / "costs.json").write_text(json.dumps(rows) + "\n")
+        print(*rows, sep="\n")
+        return
     run = Run(options.out, CURRICULUM, TrainConfig(), options.device)
     run.go_on(60 * options.minutes)
     if len(run.history) < run.steps:

@@ -1,0 +1,185 @@
+"""docs/training.md's tables and plots, from bench/results/context-cpu.json and pathfinder-cpu.json.
+
+python -m examples.report                                                       # the page from the committed results
+python -m examples.report --context out/context --pathfinder out/pathfinder     # take new results in first
+"""
+
+import argparse
+import itertools
+import json
+import re
+from pathlib import Path
+
+from bench.measure import machine
+from examples.gpt.context import CONTEXTS, POSITIONS, TOKENS
+from examples.gpt.model import ATTENTIONS
+from examples.pathfinder.figure import draw_curve
+
+ROOT = Path(__file__).parents[1]
+COLOURS = {"tilewise": "#0b6e8f", "standard": "#c8553d", "sdpa": "#7a7a7a"}
+MIB, GIB = 2**20, 2**30
+
+
+# ---- taking results in ---------------------------------------------------------------------------------------------
+
+
+def gather_context(folder: Path) -> dict:
+    """The records that `python -m examples.gpt.context` has left in its folder, as one."""
+    runs = [json.loads((folder / f"context-{context}.json").read_text()) for context in CONTEXTS]
+    short_losses = [run.pop("short_loss") for run in runs]  # all began from one short run
+    return {
+        "machine": machine("cpu"),
+        "short_loss": short_losses[0],
+        "runs": runs,
+        "steps": read(folder / "steps.json"),
+    }
+
+
+def gather_pathfinder(folder: Path) -> dict:
+    record = {"machine": machine("cpu"), **read(folder / "pathfinder.json"), "costs": read(folder / "costs.json")}
+    record["curve"] = {name: [round(x, 5) for x in values] for name, values in record["curve"].items()}
+    return record
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+# ---- the tables ----------------------------------------------------------------------------------------------------
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def context_tables(record: dict) -> str:
+    """Loss at each context, then seconds and memory of a step with each attention."""
+    by_context = {run["context"]: run for run in record["runs"]}
+    spans = list(record["runs"][-1]["held_out_loss_by_position"])
+    rows = []
+    for context, run in by_context.items():
+        at = run["held_out_loss_by_position"]
+        rows.append(
+            [f"{context:,}", f"**{run['held_out_loss']:.4f}**", *(f"{at[s]:.3f}" if s in at else "" for s in spans)]
+        )
+    losses = markdown(["context", "held-out loss", *(f"at {span.replace('-', ' to ')}" for span in spans)], rows)
+    names = list(ATTENTIONS)
+    columns = ["context", *(f"{name}, s" for name in names), *(f"{name}, MiB" for name in names)]
+    rows = []
+    for context in by_context:
+        found = [step_of(record, context, name) for name in names]
+        seconds = [f"{row['seconds']:.2f}" if "seconds" in row else "–" for row in found]
+        rows.append([f"{context:,}", *seconds, *(memory(record, row) for row in found)])
+    return f"{losses}\n\n{markdown(columns, rows)}"
+
+
+def step_of(record: dict, context: int, attention: str) -> dict:
+    return next(row for row in record["steps"] if (row["context"], row["attention"]) == (context, attention))
+
+
+def memory(record: dict, row: dict) -> str:
+    """The measured peak; for a step that failed, what a line through the two contexts before it gives."""
+    if "peak_bytes" in row:
+        return f"{row['peak_bytes'] / MIB:,.0f}"
+    return f"stops: {expected_bytes(record, row) / MIB:,.0f} needed"
+
+
+def expected_bytes(record: dict, row: dict) -> float:
+    """A step has as many bytes of text whatever its context, so that N × N matrices for all rows grow as N: a line."""
+    longest = [c for c in CONTEXTS if "peak_bytes" in step_of(record, c, row["attention"])][-2:]
+    peaks = [step_of(record, c, row["attention"])["peak_bytes"] for c in longest]
+    slope = (peaks[1] - peaks[0]) / (longest[1] - longest[0])
+    return peaks[1] + slope * (row["context"] - longest[1])
+
+
+def pathfinder_table(record: dict) -> str:
+    """What an image costs at each size, and how long the same number of images would take."""
+    rows = [
+        [row["images"], f"{row['seqlen']:,}", f"{1e3 * row['seconds_an_image']:,.1f}", f"{row['hours']:,.1f}"]
+        for row in record["costs"]
+    ]
+    seen = record["costs"][0]["images_seen"]
+    return markdown(["images", "tokens", "ms an image", f"hours for {seen:,} images"], rows)
+
+
+def page(text: str, context: dict, pathfinder: dict) -> str:
+    """docs/training.md with its generated parts replaced."""
+    for name, part in (("context", context_tables(context)), ("pathfinder", pathfinder_table(pathfinder))):
+        marks = f"<!-- {name} -->", f"<!-- /{name} -->"
+        text = re.sub(
+            f"{marks[0]}\n.*?{marks[1]}", lambda _, m=marks, p=part: f"{m[0]}\n{p}\n{m[1]}", text, flags=re.DOTALL
+        )
+    return text
+
+
+# ---- the plot ------------------------------------------------------------------------------------------------------
+
+
+def draw_context(record: dict, path: Path):
+    """Three panels over the context: held-out loss by position, seconds of a step, its peak memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for shade, run in zip((0.35, 0.55, 0.75, 1.0), record["runs"], strict=True):
+        at = run["held_out_loss_by_position"]
+        label = f"{run['context']:,} (mean {run['held_out_loss']:.3f})"
+        left.plot(list(at.values()), marker="o", markersize=4, color=COLOURS["tilewise"], alpha=shade, label=label)
+    left.set_xticks(range(len(at)), [f"{k(low)}–{k(high)}" for low, high in itertools.pairwise(POSITIONS)])
+    left.tick_params(axis="x", labelrotation=40)
+    left.set(xlabel="position in the context", ylabel="held-out loss, nats per byte")
+    left.legend(frameon=False, title="trained context")
+    _over_context(middle, record, lambda row: row["seconds"], "seconds, a training step")
+    _over_context(right, record, lambda row: row["peak_bytes"] / GIB, "GiB at the peak")
+    where = f"{record['machine']['cpu']}, {record['steps'][0]['threads']} threads, {TOKENS:,} bytes a step, bf16"
+    figure.suptitle(where, fontsize=9, color="#555555")
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _over_context(axes, record: dict, value, label: str):
+    """One line an attention in log-log axes, with a cross where it stops."""
+    for name in ("standard", "sdpa", "tilewise"):
+        rows = [row for row in record["steps"] if row["attention"] == name and "seconds" in row]
+        xs, ys = [row["context"] for row in rows], [value(row) for row in rows]
+        axes.plot(xs, ys, marker="o", markersize=4, linewidth=2, color=COLOURS[name], label=name)
+        if len(rows) < len(CONTEXTS):
+            axes.plot(xs[-1], ys[-1], marker="x", markersize=10, markeredgewidth=2, color=COLOURS[name])
+            axes.annotate(
+                "out of memory next", (xs[-1], ys[-1]), (0, 8), textcoords="offset points", ha="center", fontsize=8
+            )
+    axes.set(xscale="log", yscale="log", xlabel="context", ylabel=label)
+    axes.set_xticks(CONTEXTS, [k(c) for c in CONTEXTS])
+    axes.minorticks_off()
+    axes.grid(True, color="#e6e6e6", linewidth=0.8)
+    axes.legend(frameon=False)
+
+
+def k(number: int) -> str:
+    return f"{number // 1024}k" if number >= 1024 else str(number)
+
+
+def main(arguments: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--context", type=Path, help="a folder of examples.gpt.context")
+    parser.add_argument("--pathfinder", type=Path, help="a folder of examples.pathfinder.train")
+    options = parser.parse_args(arguments)
+    files = [ROOT / "bench" / "results" / f"{name}-cpu.json" for name in ("context", "pathfinder")]
+    for file, folder, gather in zip(
+        files, (options.context, options.pathfinder), (gather_context, gather_pathfinder), strict=True
+    ):
+        if folder:
+            file.write_text(json.dumps(gather(folder)) + "\n")
+    context, pathfinder = map(read, files)
+    document, images = ROOT / "docs" / "training.md", ROOT / "docs" / "img"
+    document.write_text(page(document.read_text(), context, pathfinder))
+    draw_context(context, images / "context.png")
+    draw_curve(pathfinder, images / "pathfinder.png")
+
+
+if __name__ == "__main__":
+    main()

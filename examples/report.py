@@ -24,8 +24,9 @@ MIB, GIB = 2**20, 2**30
 
 
 def gather_context(folder: Path) -> dict:
-    """The records that `python -m examples.gpt.context` has left in its folder, as one."""
-    runs = [json.loads((folder / f"context-{context}.json").read_text()) for context in CONTEXTS]
+    """The records that `python -m examples.gpt.context` has left in its folder, as one; of the contexts that are finished."""
+    files = [folder / f"context-{context}.json" for context in CONTEXTS]
+    runs = [read(file) for file in files if file.exists()]
     short_losses = [run.pop("short_loss") for run in runs]  # all began from one short run
     return {
         "machine": machine("cpu"),
@@ -67,22 +68,25 @@ def context_tables(record: dict) -> str:
     names = list(ATTENTIONS)
     columns = ["context", *(f"{name}, s" for name in names), *(f"{name}, MiB" for name in names)]
     rows = []
-    for context in by_context:
+    for context in CONTEXTS:
         found = [step_of(record, context, name) for name in names]
+        if not any(found):
+            continue
         seconds = [f"{row['seconds']:.2f}" if "seconds" in row else "–" for row in found]
         rows.append([f"{context:,}", *seconds, *(memory(record, row) for row in found)])
     return f"{losses}\n\n{markdown(columns, rows)}"
 
 
 def step_of(record: dict, context: int, attention: str) -> dict:
-    return next(row for row in record["steps"] if (row["context"], row["attention"]) == (context, attention))
+    """The row of steps.json, empty where it was not measured."""
+    return next((row for row in record["steps"] if (row["context"], row["attention"]) == (context, attention)), {})
 
 
 def memory(record: dict, row: dict) -> str:
     """The measured peak; for a step that failed, what a line through the two contexts before it gives."""
     if "peak_bytes" in row:
         return f"{row['peak_bytes'] / MIB:,.0f}"
-    return f"stops: {expected_bytes(record, row) / MIB:,.0f} needed"
+    return "–" if not row else f"stops: {expected_bytes(record, row) / MIB:,.0f} needed"
 
 
 def expected_bytes(record: dict, row: dict) -> float:
@@ -125,17 +129,18 @@ def draw_context(record: dict, path: Path):
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    for shade, run in zip((0.35, 0.55, 0.75, 1.0), record["runs"], strict=True):
+    for shade, run in zip((0.2, 0.35, 0.5, 0.65, 0.8, 1.0), record["runs"], strict=False):
         at = run["held_out_loss_by_position"]
         label = f"{run['context']:,} (mean {run['held_out_loss']:.3f})"
         left.plot(list(at.values()), marker="o", markersize=4, color=COLOURS["tilewise"], alpha=shade, label=label)
-    left.set_xticks(range(len(at)), [f"{k(low)}–{k(high)}" for low, high in itertools.pairwise(POSITIONS)])
+    spans = [f"{k(low)}–{k(high)}" for low, high in itertools.pairwise(POSITIONS)]
+    left.set_xticks(range(len(at)), spans[: len(at)])
     left.tick_params(axis="x", labelrotation=40)
     left.set(xlabel="position in the context", ylabel="held-out loss, nats per byte")
     left.legend(frameon=False, title="trained context")
-    _over_context(middle, record, lambda row: row["seconds"], "seconds, a training step")
+    _over_context(middle, record, lambda row: row["seconds"], "CPU seconds, a training step")
     _over_context(right, record, lambda row: row["peak_bytes"] / GIB, "GiB at the peak")
-    where = f"{record['machine']['cpu']}, {record['steps'][0]['threads']} threads, {TOKENS:,} bytes a step, bf16"
+    where = f"{record['machine']['cpu']}, one thread, {TOKENS:,} bytes a step, bf16"
     figure.suptitle(where, fontsize=9, color="#555555")
     figure.savefig(path, dpi=160)
     plt.close(figure)
@@ -147,7 +152,7 @@ def _over_context(axes, record: dict, value, label: str):
         rows = [row for row in record["steps"] if row["attention"] == name and "seconds" in row]
         xs, ys = [row["context"] for row in rows], [value(row) for row in rows]
         axes.plot(xs, ys, marker="o", markersize=4, linewidth=2, color=COLOURS[name], label=name)
-        if len(rows) < len(CONTEXTS):
+        if any("failed" in row for row in record["steps"] if row["attention"] == name):
             axes.plot(xs[-1], ys[-1], marker="x", markersize=10, markeredgewidth=2, color=COLOURS[name])
             axes.annotate(
                 "out of memory next", (xs[-1], ys[-1]), (0, 8), textcoords="offset points", ha="center", fontsize=8

@@ -1,7 +1,7 @@
-"""Longer context, better model? One small GPT on the same text and number of tokens, at four lengths of context.
+"""Longer context, better model? One small GPT on the same text and number of tokens, at six lengths of context.
 
     python -m examples.gpt.context train --out out/context --minutes 5   # again: it goes on where it stopped
-    python -m examples.gpt.context time  --out out/context --threads 2   # seconds and memory of a step, each in a process of its own
+    python -m examples.gpt.context time  --out out/context               # a step's seconds and memory, each in a process of its own
     python -m examples.report --context out/context                      # the table and the plot
 
 As large models are: most steps at a short context (SHORT, once for all), the last ones at the long one (LONG, once for each). A
@@ -29,20 +29,29 @@ import torch.nn.functional as F
 from torch import nn
 
 from examples.gpt.checkpoint import Checkpoint, load, save
-from examples.gpt.model import ATTENTIONS, GPT, GPTConfig
+from examples.gpt.model import ATTENTIONS, GPT, GPTConfig, rotary_angles
 from examples.gpt.train import TrainConfig, load_text, make_optimizer, train
 
-CONTEXTS = (512, 1024, 4096, 16384)
+CONTEXTS = (128, 256, 512, 1024, 4096, 16384)
 TOKENS = 16384
 """Bytes of a step."""
 SHORT = TrainConfig(steps=800, context=512, batch_size=TOKENS // 512, learning_rate=3e-3, warmup_steps=20)
 LONG = TrainConfig(steps=100, context=TOKENS, batch_size=1, learning_rate=1e-3, warmup_steps=10, seed=1)
 HELD_OUT = 16 * 16384
-POSITIONS = (0, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
+POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Where the held-out loss by position is cut."""
 SAVE_EVERY_S = 30.0
 LIMIT_GIB = 14.0
 """What a measured process may allocate: beyond it, it fails and the machine goes on."""
+
+
+def rotary_base(context: int, head_dim: int) -> float:
+    """10,000 up to SHORT's context; beyond, so much more that the slowest pair still turns by no more than it did there.
+
+    The fast pairs, which tell near neighbours apart, hardly change. With 10,000 throughout, distances that SHORT never saw cost
+    1.6 nats a byte before LONG and 0.01 (context 1,024) to 0.35 (16,384) after it.
+    """
+    return 10000.0 * max(1.0, context / SHORT.context) ** (head_dim / (head_dim - 2))
 
 
 class Reader(nn.Module):
@@ -52,6 +61,7 @@ class Reader(nn.Module):
         super().__init__()
         sizes = GPTConfig(layers=2, d_model=96, heads_q=3, heads_k=1, d_hidden=256, context=context)
         self.gpt = GPT(sizes, ATTENTIONS[attention])
+        self.gpt.angles = rotary_angles(context, sizes.head_dim, rotary_base(context, sizes.head_dim))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = tokens.reshape(-1, min(self.gpt.config.context, tokens.shape[1]))
@@ -75,7 +85,9 @@ class Run:
         self.path, self.config = path, config
         self.model = Reader(context, "tilewise")
         self.optimizer = make_optimizer(self.model, config)
-        self.settings = {"model": asdict(self.model.gpt.config), "train": asdict(config), "held_out": HELD_OUT}
+        sizes = self.model.gpt.config
+        base = rotary_base(context, sizes.head_dim)
+        self.settings = {"model": asdict(sizes), "rotary_base": base, "train": asdict(config), "held_out": HELD_OUT}
         self.history: list[tuple[float, float]] = []
         if path.exists():
             found = load(path, self.settings)
@@ -113,10 +125,10 @@ class Run:
         save(self.path, Checkpoint(self.settings, len(self.history), self.history, *parts))
 
 
-def train_all(folder: Path, until: float) -> bool:
+def train_all(folder: Path, contexts: tuple[int, ...], until: float) -> bool:
     """The short part, then the long one of each context, each with its record beside it. False if `until` came first."""
     short = Run(folder / "short.pt", SHORT.context, SHORT)
-    for context in CONTEXTS:
+    for context in contexts:
         if time.perf_counter() > until or not (short.finished or short.go_on(until).finished):
             return False
         run = Run(folder / f"context-{context}.pt", context, LONG, begin=short.model.state_dict())
@@ -170,12 +182,18 @@ def means(by_position: torch.Tensor) -> dict[str, float]:
 # ---- one step's time and memory ------------------------------------------------------------------------------------
 
 
-def measure(context: int, attention: str, repeats: int) -> dict:
-    """Seconds of a training step, the least of `repeats` after one to warm up, and this process's peak memory."""
+def measure(context: int, attention: str) -> dict:
+    """CPU seconds of a training step on one thread, the second of two, and this process's peak memory.
+
+    On one thread CPU time is what a clock would show on an idle machine, and other work does not change it much.
+    """
+    torch.set_num_threads(1)
     before = peak_bytes()
     records = train(Reader(context, attention), texts()[0], LONG)
-    seconds = [TOKENS / next(records).tokens_per_s for _ in range(1 + repeats)][1:]
-    return {"seconds": min(seconds), "peak_bytes": peak_bytes(), "peak_bytes_before": before}
+    next(records)
+    began = time.process_time()
+    next(records)
+    return {"seconds": time.process_time() - began, "peak_bytes": peak_bytes(), "peak_bytes_before": before}
 
 
 def peak_bytes() -> int:
@@ -184,35 +202,44 @@ def peak_bytes() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def measure_apart(context: int, attention: str, threads: int) -> dict:
+def measure_apart(context: int, attention: str) -> dict:
     """`measure` in a process of its own that may not allocate more than LIMIT_GIB."""
-    command = [sys.executable, "-m", "examples.gpt.context", "one-step", "--context", str(context)]
-    command += ["--attention", attention, "--threads", str(threads)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    command = [
+        sys.executable,
+        "-m",
+        "examples.gpt.context",
+        "one-step",
+        "--context",
+        str(context),
+        "--attention",
+        attention,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    row = {"context": context, "attention": attention, "threads": threads}
+    row = {"context": context, "attention": attention, "threads": 1}
     if done.returncode == 0:
         return row | json.loads(done.stdout.splitlines()[-1])
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return row | {"failed": last, "limit_bytes": int(LIMIT_GIB * 2**30)}
 
 
-def measure_all(folder: Path, threads: int):
-    rows = []
-    for context in CONTEXTS:
-        for attention in ATTENTIONS:
-            rows.append(measure_apart(context, attention, threads))
-            print(rows[-1], flush=True)
+def measure_all(folder: Path, contexts: tuple[int, ...]):
+    """Adds a row for each context and attention to steps.json, in place of what was there for them."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "steps.json").write_text(json.dumps(rows) + "\n")
+    path = folder / "steps.json"
+    rows = json.loads(path.read_text()) if path.exists() else []
+    for context, attention in itertools.product(contexts, ATTENTIONS):
+        rows = [row for row in rows if (row["context"], row["attention"]) != (context, attention)]
+        rows.append(measure_apart(context, attention))
+        print(rows[-1], flush=True)
+        path.write_text(json.dumps(rows) + "\n")
 
 
-def one_step(context: int, attention: str, threads: int):
+def one_step(context: int, attention: str):
     """What `measure_apart` starts."""
     limit = int(LIMIT_GIB * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    torch.set_num_threads(threads)
-    print(json.dumps(measure(context, attention, repeats=2)))
+    print(json.dumps(measure(context, attention)))
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -223,17 +250,17 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("what", choices=("train", "time", "one-step"))
     parser.add_argument("--out", type=Path, default=Path("out/context"), help="folder of checkpoints and results")
     parser.add_argument("--minutes", type=float, default=math.inf, help="train: stop after this long")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--context", type=int, choices=CONTEXTS, default=512, help="one-step: its context")
+    parser.add_argument("--context", type=int, choices=CONTEXTS, help="this one alone")
     parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="tilewise", help="one-step: its attention")
     options = parser.parse_args(arguments)
+    contexts = (options.context,) if options.context else CONTEXTS
     if options.what == "train":
-        finished = train_all(options.out, time.perf_counter() + 60 * options.minutes)
+        finished = train_all(options.out, contexts, time.perf_counter() + 60 * options.minutes)
         print("finished" if finished else "not finished: the same command goes on")
     elif options.what == "time":
-        measure_all(options.out, options.threads)
+        measure_all(options.out, contexts)
     else:
-        one_step(options.context, options.attention, options.threads)
+        one_step(contexts[0], options.attention)
 
 
 if __name__ == "__main__":

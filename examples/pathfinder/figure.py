@@ -46,9 +46,14 @@ def _accuracy(axes, record: dict):
         axes.text((begin + end) / 2, 1.02, what, ha="center", va="bottom", fontsize=8, color="#555555")
         begin = end
     axes.plot(len(right) - 1, record["test_accuracy"], marker="o", color=COLOURS[0], linestyle="none")
-    said = f"{record['test_accuracy']:.1%} on {record['test_images']:,} test images  "
-    axes.annotate(said, (len(right) - 1, record["test_accuracy"] - 0.06), ha="right", fontsize=9, color=COLOURS[0])
-    axes.set(xlabel="training step", ylabel="accuracy", ylim=(0.4, 1.0), xlim=(0, len(right)))
+    said = f"{record['test_accuracy']:.1%} on {record['test_images']:,} test images"
+    axes.annotate(said, (len(right) - 1, record["test_accuracy"] + 0.05), ha="center", fontsize=9, color=COLOURS[0])
+    axes.set(
+        xlabel="training step",
+        ylabel="accuracy",
+        ylim=(0.4, 1.0),
+        xlim=(0, sum(stage["steps"] for stage in record["curriculum"])),
+    )
     axes.grid(True, axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="lower right")

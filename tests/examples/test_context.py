@@ -1,13 +1,11 @@
 """The context study: every run reads the same bytes, and the held-out loss counts each byte once."""
 
-import json
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from examples import report
 from examples.gpt import context
 from examples.gpt.train import batches
 
@@ -45,11 +43,18 @@ def test_the_held_out_loss_counts_every_byte_once_at_its_position():
     torch.testing.assert_close(losses[6:8], torch.full((2,), 50.0 / 10, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("at", [512, 1024, 16384])
+def test_beyond_the_short_context_the_slowest_pair_turns_no_further(at):
+    slowest = [base ** (-30 / 32) for base in (1e4, context.rotary_base(at, 32))]
+    assert slowest[1] * at == pytest.approx(slowest[0] * context.SHORT.context)
+    assert context.rotary_base(context.SHORT.context // 2, 32) == 1e4
+
+
 def test_means_by_position_average_to_the_whole():
     by_position = torch.rand(1024, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = context.means(by_position)
-    assert list(found) == ["0-64", "64-256", "256-512", "512-1024"]
-    widths = [64, 192, 256, 512]
+    assert list(found) == ["0-64", "64-128", "128-256", "256-512", "512-1024"]
+    widths = [64, 64, 128, 256, 512]
     whole = sum(width * mean for width, mean in zip(widths, found.values(), strict=True)) / 1024
     assert whole == pytest.approx(by_position.mean().item())
 
@@ -63,15 +68,3 @@ def test_a_stopped_run_goes_on_with_the_same_losses(tmp_path):
     assert [loss for loss, _ in part.history] == [loss for loss, _ in whole.history]
     begun = context.Run(tmp_path / "begun.pt", 32, config, begin=whole.model.state_dict())
     assert torch.equal(begun.model.gpt.embedding.weight, whole.model.gpt.embedding.weight)
-
-
-def step(name, at, mib):
-    row = {"attention": name, "context": at, "threads": 2}
-    return row | ({"seconds": at / 1000, "peak_bytes": mib << 20} if mib else {"failed": "no memory"})
-
-
-def test_what_a_failed_step_would_need_is_on_the_line_through_the_two_before():
-    steps = [step("standard", at, mib) for at, mib in ((512, 300), (1024, 500), (4096, 1700), (16384, None))]
-    record = {"steps": steps}
-    assert report.memory(record, steps[1]) == "500"
-    assert report.memory(record, steps[3]) == "stops: 6,500 needed"

@@ -11,7 +11,10 @@ from examples.pathfinder.model import EncoderConfig, PathTransformer, pixel_angl
 from examples.pathfinder.paths import SIZES, PathfinderConfig, draw
 
 TINY = PathfinderConfig(side=12, dashes=2, distractors=0)
-CURRICULUM = (train.Stage(TINY, 2, 4, 1e-3), train.Stage(PathfinderConfig(side=16, dashes=3, distractors=1), 3, 2, 1e-3))
+CURRICULUM = (
+    train.Stage(TINY, 2, 4, 1e-3),
+    train.Stage(PathfinderConfig(side=16, dashes=3, distractors=1), 3, 2, 1e-3),
+)
 CONFIG = train.TrainConfig(warmup_steps=2)
 FP32_ROUNDOFF = 2.0**-24
 
@@ -72,7 +75,9 @@ def test_a_stopped_run_goes_on_with_the_same_losses(tmp_path):
         run("parts").go_on(0)
     assert history(run("parts")) == history(whole)
     assert len(whole.history) == 5
-    assert all(torch.equal(a, b) for a, b in zip(run("parts").model.parameters(), whole.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(run("parts").model.parameters(), whole.model.parameters(), strict=True)
+    )
     with pytest.raises(ValueError, match=r"is of another run \(curriculum"):
         train.Run(tmp_path / "parts", CURRICULUM[:1], CONFIG, "cpu")
 

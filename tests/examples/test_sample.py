@@ -49,7 +49,9 @@ def test_temperature_0_takes_the_likeliest_and_the_seed_decides_the_rest():
     assert first == again != other
 
 
-@pytest.mark.parametrize(("prompt", "temperature", "says"), [(b"", 1.0, "prompt is empty"), (b"x", -1.0, "temperature -1.0")])
+@pytest.mark.parametrize(
+    ("prompt", "temperature", "says"), [(b"", 1.0, "prompt is empty"), (b"x", -1.0, "temperature -1.0")]
+)
 def test_a_wrong_call_is_refused_before_the_first_byte(prompt, temperature, says):
     with pytest.raises(ValueError, match=says):
         generate(Fixed({1: 1.0}), prompt, 1, context=4, temperature=temperature)

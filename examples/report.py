@@ -138,19 +138,20 @@ def draw_context(record: dict, path: Path):
     left.tick_params(axis="x", labelrotation=40)
     left.set(xlabel="position in the context", ylabel="held-out loss, nats per byte")
     left.legend(frameon=False, title="trained context")
-    _over_context(middle, record, lambda row: row["seconds"], "CPU seconds, a training step")
-    _over_context(right, record, lambda row: row["peak_bytes"] / GIB, "GiB at the peak")
+    _over_context(middle, record, ("seconds", 1), "CPU seconds, a training step")
+    _over_context(right, record, ("peak_bytes", GIB), "GiB at the peak")
     where = f"{record['machine']['cpu']}, one thread, {TOKENS:,} bytes a step, bf16"
     figure.suptitle(where, fontsize=9, color="#555555")
     figure.savefig(path, dpi=160)
     plt.close(figure)
 
 
-def _over_context(axes, record: dict, value, label: str):
-    """One line an attention in log-log axes, with a cross where it stops."""
+def _over_context(axes, record: dict, what: tuple[str, int], label: str):
+    """One line an attention in log-log axes, with a cross where it stops. `what`: a name in the rows, and its unit."""
+    name_of, unit = what
     for name in ("standard", "sdpa", "tilewise"):
-        rows = [row for row in record["steps"] if row["attention"] == name and "seconds" in row]
-        xs, ys = [row["context"] for row in rows], [value(row) for row in rows]
+        rows = [row for row in record["steps"] if row["attention"] == name and name_of in row]
+        xs, ys = [row["context"] for row in rows], [row[name_of] / unit for row in rows]
         axes.plot(xs, ys, marker="o", markersize=4, linewidth=2, color=COLOURS[name], label=name)
         if any("failed" in row for row in record["steps"] if row["attention"] == name):
             axes.plot(xs[-1], ys[-1], marker="x", markersize=10, markeredgewidth=2, color=COLOURS[name])

@@ -148,6 +148,8 @@ def draw_context(record: dict, path: Path):
 
 def _over_context(axes, record: dict, what: tuple[str, int], label: str):
     """One line an attention in log-log axes, with a cross where it stops. `what`: a name in the rows, and its unit."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     name_of, unit = what
     for name in ("standard", "sdpa", "tilewise"):
         rows = [row for row in record["steps"] if row["attention"] == name and name_of in row]
@@ -160,6 +162,8 @@ def _over_context(axes, record: dict, what: tuple[str, int], label: str):
             )
     axes.set(xscale="log", yscale="log", xlabel="context", ylabel=label)
     axes.set_xticks(CONTEXTS, [k(c) for c in CONTEXTS])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.minorticks_off()
     axes.grid(True, color="#e6e6e6", linewidth=0.8)
     axes.legend(frameon=False)

@@ -159,6 +159,22 @@ def test_what_the_library_reports_is_raised_with_its_text(code, error, monkeypat
         Cpu().forward(c.p, c.t)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("version", 1, "another version"), ("tile_n", 65, "tile_n must be"), ("threads", 0, "at least 1"),
+        ("split", 7, "split must be"), ("heads_q", 3, "multiple of heads_k"), ("chunks", 0, "must be positive"),
+        ("seqlen_k", 1 << 31, "at most 2147483647 rows"),
+    ],
+)  # fmt: skip
+def test_a_struct_that_makes_no_sense_is_refused_before_it_is_read(name, value, text, monkeypatch):
+    through = library.Library.run
+    monkeypatch.setattr(library.Library, "run", lambda *a: (setattr(a[2], name, value), through(*a)))
+    c = call(*qkv())
+    with pytest.raises(ValueError, match=text):
+        Cpu().forward(c.p, c.t)
+
+
 # -- Processes and threads -----------------------------------------------------------------------------------------------
 
 

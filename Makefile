@@ -1,4 +1,4 @@
-# make demo · make test · make kernels · make kernels-hopper · make lint · make gpu-test · make bench
+# make demo · make test · make kernels · make kernels-hopper · make lint · make gpu-test · make bench · make bench-cpu
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has.
 SHELL  := /bin/bash
 PYTHON ?= python3
@@ -15,7 +15,7 @@ endif
 
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 
-.PHONY: demo test kernels kernels-hopper lint format gpu-test bench asan tsan valgrind clean setup
+.PHONY: demo test kernels kernels-hopper lint format gpu-test bench bench-cpu asan tsan valgrind clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
@@ -75,6 +75,12 @@ gpu-test: setup
 
 bench: setup
 	@$(BIN)/tilewise bench
+
+# The CPU's goals beside SDPA and eager attention, measured, judged and drawn; on a machine that does nothing else.
+bench-cpu: setup
+	@rm -f out/cpu-goals.jsonl
+	@$(BIN)/tilewise bench --device cpu --budget 3 --out out/cpu-goals.jsonl; judged=$$?; \
+	  $(BIN)/python -m bench.figure out/cpu-goals.jsonl out/cpu-goals.png && exit $$judged
 
 # The contract's calls, recorded once and replayed without Python (tests/native): under AddressSanitizer and UBSan, with
 # every allocation failing in turn; under ThreadSanitizer, several callers at once too; and small ones under valgrind.

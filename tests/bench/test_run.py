@@ -137,6 +137,15 @@ def test_a_case_without_backward_has_no_backward_time():
     assert not {"backward", "both"} & set(found)
 
 
+def test_a_limit_is_timed_and_not_checked():
+    case = named("cpu-fp32-decode-32k")
+    (read,) = run.pick(["read"])
+    (found,) = run.run_case(case, [read], run.Plan(budget=0.0, min_rounds=1, max_rounds=1, again=False))
+    assert found["status"] == "limit"
+    assert found["forward"]["median_ms"] > 0
+    assert read.unsupported(named("cpu-fp32-d64-n1024-full"), "cpu")
+
+
 def test_a_file_begins_with_its_run_and_every_result_names_the_process(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
     run.write_lines(run.run([named("contract-one-full")], [contestant()], PLAN), path)

@@ -25,6 +25,8 @@ from torch import Tensor
 
 CANDIDATES = 12
 """Paths tried at once for each place in an image."""
+ATTEMPTS = 1000
+"""Times that an image's two long paths are drawn before giving up."""
 ALIKE = 0.5
 """Pixels by which the dots' distance may differ between an image's positive and its negative marking."""
 
@@ -142,7 +144,7 @@ def _long_paths(config: PathfinderConfig, count: int, generator: torch.Generator
     path = torch.zeros(count, config.side, config.side, dtype=torch.uint8)
     lines = torch.zeros(count, 2, config.length(config.dashes), 2, dtype=torch.long)
     pending = torch.arange(count)
-    for _ in range(1000):
+    for _ in range(ATTEMPTS):
         attempt = torch.zeros(len(pending), config.side, config.side, dtype=torch.uint8)
         good = torch.ones(len(pending), dtype=torch.bool)
         walks = []

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from examples.pathfinder import paths
 from examples.pathfinder.paths import PathfinderConfig, draw
 
 CONFIGS = {
@@ -40,13 +41,15 @@ def only(images, points):
 
 def test_dots_are_joined_by_their_path_in_positives_alone(drawn):
     config, images = drawn
-    reached = spread(only(images.path, images.dots[:, 0]), images.path > 0, 1, config.side**2 // 4)
+    reached = spread(only(images.path, images.dots[:, 0]), images.path > 0, 1, 2 * config.length(config.dashes))
     assert torch.equal(at(reached, images.dots[:, 1]), images.label.bool())
 
 
 def test_the_lit_pixels_alone_say_the_same_by_jumping_the_gaps(drawn):
     config, images = drawn
-    reached = spread(only(images.path, images.dots[:, 0]), images.pixels > 0, config.gap + 1, config.side**2 // 4)
+    reached = spread(
+        only(images.path, images.dots[:, 0]), images.pixels > 0, config.gap + 1, 2 * config.length(config.dashes)
+    )
     assert torch.equal(at(reached, images.dots[:, 1]), images.label.bool())
 
 
@@ -94,7 +97,8 @@ def test_the_dots_distance_does_not_tell_the_label():
     assert (positive.mean() - negative.mean()).abs() < 0.19 * far.std()
 
 
-def test_what_cannot_be_drawn_is_refused():
+def test_what_cannot_be_drawn_is_refused(monkeypatch):
+    monkeypatch.setattr(paths, "ATTEMPTS", 20)
     with pytest.raises(ValueError, match="margin 1 must be above gap 1"):
         PathfinderConfig(margin=1)
     with pytest.raises(ValueError, match="two paths of 40 dashes do not fit 16 × 16 pixels"):

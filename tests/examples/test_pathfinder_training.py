@@ -115,8 +115,8 @@ def test_accuracy_is_the_share_of_right_answers():
 
 
 def test_the_dots_distance_alone_is_worth_little_more_than_chance():
-    # Three standard deviations of the share of 1,000 guesses are 0.047.
-    assert train.accuracy_of_distance(SIZES["32 × 32"], 1000) < 0.5 + 0.06
+    # Three standard deviations of the share of 400 guesses.
+    assert train.accuracy_of_distance(SIZES["32 × 32"], 400) < 0.5 + 3 * (0.25 / 400) ** 0.5
 
 
 def test_test_images_are_none_that_training_draws():

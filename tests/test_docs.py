@@ -1,4 +1,4 @@
-"""The documents run: every block of docs/adding.md and of README.md does what it says."""
+"""The documents run: every block of docs/adding.md, of README.md and of docs/switching.md does what it says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tokenize
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import pytest
 from tests.test_imports import modules, violations
 
 ROOT = Path(__file__).parents[1]
-ADDING, README = ROOT / "docs" / "adding.md", ROOT / "README.md"
+ADDING, README, SWITCHING = ROOT / "docs" / "adding.md", ROOT / "README.md", ROOT / "docs" / "switching.md"
 LARGEST = 256  # numbers of README are cut to it: the examples run at sizes for a test
 
 
@@ -140,6 +141,21 @@ README_BLOCKS = blocks(README.read_text(encoding="utf-8")) if README.exists() el
 @pytest.mark.parametrize("block", [b for b in README_BLOCKS if b.language == "python"], ids=lambda b: f"line-{b.line}")
 def test_every_example_of_the_readme_runs_by_itself(block):
     python(ROOT, "-c", small(block.text))
+
+
+SWITCHING_BLOCKS = [b for b in blocks(SWITCHING.read_text(encoding="utf-8")) if b.language == "python"]
+
+
+def test_every_example_of_what_one_switches_to_runs_in_a_namespace_of_its_own():
+    installed = find_spec("transformers") is not None
+    texts = [small(b.text) for b in SWITCHING_BLOCKS if installed or "transformers" not in b.text]
+    python(ROOT, "-c", f"for text in {texts!r}:\n    exec(text, {{}})")
+
+
+def test_switching_shows_before_and_after_of_each():
+    found = blocks(SWITCHING.read_text(encoding="utf-8"))  # what is left behind is `py`: it need not be installed
+    assert [b.language for b in found] == ["py", "python"] * 4
+    assert all(("# before" if b.language == "py" else "# after") in b.text for b in found)
 
 
 def test_the_readme_begins_with_complete_code_and_is_short():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,7 +194,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--record")
     path.parent.mkdir(parents=True, exist_ok=True)
-    config.record_file, config.recorded = path.open("wb"), set()
+    config.record_file, config.recorded, config.recorder = path.open("wb", buffering=0), set(), os.getpid()
     config.record_file.write(b"TWCASES1" + number(library.VERSION, 4))
 
 
@@ -207,6 +208,8 @@ def _record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     run = library.Library.run
 
     def recorded(self: library.Library, name: str, call: library.Call) -> None:
+        if os.getpid() != request.config.recorder:  # a test's forked child
+            return run(self, name, call)
         recording = Recording(call, name)
         run(self, name, call)
         text = recording.written(f"{request.node.name}.{name}")
@@ -214,6 +217,7 @@ def _record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if (name, content) not in request.config.recorded:
             request.config.recorded.add((name, content))
             request.config.record_file.write(text)
+        return None
 
     monkeypatch.setattr(library.Library, "run", recorded)
     monkeypatch.setattr(accuracy.Expected, "of", classmethod(lambda cls, *_: cls({}, [])))

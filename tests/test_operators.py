@@ -52,6 +52,26 @@ def _opcheck_arguments(feature):
     return q, k, v, *assemble(q, k, v, Options(**options))
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v", "do", "leaf", "sink"])
+@pytest.mark.parametrize("backend", ["cpu", "portable"])
+def test_views_that_are_marked_as_negative_are_read_as_such(backend, which):
+    """torch marks them (``z.conj().imag``) in place of touching their memory."""
+    q, k, v = qkv(hk=4)
+    values = {"q": q, "k": k, "v": v, "do": normal(2, 70, 4, 16), "leaf": normal(4, 70), "sink": normal(4)}
+
+    def results(negative):
+        x = {name: (negative(t) if name == which else t.clone()).detach() for name, t in values.items()}
+        wanting_grad(*(t for name, t in x.items() if name != "do"))
+        leaf = x["leaf"]
+        score = tw.score(lambda s, b, h, i, j: s + leaf[h, j])
+        o = tw.attention(x["q"], x["k"], x["v"], score=score, sink=x["sink"], backend=backend)
+        o.backward(x["do"])
+        return [o, *(t.grad for name, t in x.items() if name != "do")]
+
+    pairs = zip(results(torch._neg_view), results(torch.neg), strict=True)
+    assert all(torch.equal(marked, negated) for marked, negated in pairs)
+
+
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_forward_operator_passes_opcheck(feature):
     torch.library.opcheck(torch.ops.tilewise.attention.default, _opcheck_arguments(feature))

@@ -101,17 +101,19 @@ torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def _nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """No tracing mode and no tensor subclass: below autograd the dispatcher would only come back to ``_forward``.
+def _nobody_watches(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> bool:
+    """No tracing mode, no tensor subclass, no view marked as the negative of its memory (``z.conj().imag``), which the
+    dispatcher resolves: below autograd it would only come back to ``_forward``.
 
     Calling that directly saves 4 of 20 µs a call (bench/overhead.py).
     """
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not q.is_meta
-    return plain and not torch._C._len_torch_dispatch_stack()
+    negative = q.is_neg() or k.is_neg() or v.is_neg() or any(x.is_neg() for x in extras)
+    return plain and not negative and not torch._C._len_torch_dispatch_stack()
 
 
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
-    if _nobody_watches(q, k, v):
+    if _nobody_watches(q, k, v, extras):
         return _forward(q, k, v, extras, seed, spec)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention(q, k, v, extras, seed, spec)

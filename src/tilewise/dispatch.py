@@ -186,8 +186,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
     chosen, refused = None, {}
     for row in EVERY:
         reasons = list(backend(row.name).unsupported(p))
-        if not reasons and row.device_types is not None and p.device.type not in row.device_types:
-            reasons.append(f"runs on {', '.join(row.device_types)}, q is on {p.device.type}")
+        if row.device_types is not None and p.device.type not in row.device_types:
+            elsewhere = f"runs on {', '.join(row.device_types)}, q is on {p.device.type}"
+            reasons = [elsewhere, *(reason for reason in reasons if reason != elsewhere)]
         if not reasons and (
             row.name == p.spec.backend or (p.spec.backend is None and chosen is None and row in BACKENDS)
         ):

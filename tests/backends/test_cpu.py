@@ -190,25 +190,6 @@ def test_predicates_of_packed_sequences_agree(first):
     )
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v", "do", "leaf", "sink"])
-def test_views_that_are_marked_as_negative_are_read_as_such(which):
-    """torch marks them (``z.conj().imag``) in place of touching their memory."""
-    x = dict(
-        zip(
-            ("q", "k", "v", "do", "leaf", "sink"),
-            (*qkv(hk=4), *(normal(2, 70, 4, 16), normal(4, 70), normal(4))),
-            strict=True,
-        )
-    )
-
-    def results(negative):
-        q, k, v, do, leaf, sink = (negative(t) if name == which else t for name, t in x.items())
-        return run(Cpu(), call(q, k, v, do, score=lambda s, b, h, i, j: s + leaf[h, j], sink=sink))
-
-    marked, negated = results(torch._neg_view), results(torch.neg)
-    assert all(torch.equal(marked[name], negated[name]) for name in marked)
-
-
 def test_packed_sequences_may_be_none():
     q, k, v = (t[0] for t in qkv(batch=1))
     none = torch.tensor([0])

@@ -170,13 +170,7 @@ def _joined(tensors: list[Tensor], packed: bool) -> Tensor:
 
 
 def unit_last(x: Tensor) -> Tensor:
-    x = plain(x)
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def plain(x: Tensor) -> Tensor:
-    """A tensor whose memory holds its numbers: a view may be marked as the negative of what it shows (``z.conj().imag``)."""
-    return x.resolve_neg() if x.is_neg() else x
 
 
 class Bound:
@@ -208,7 +202,7 @@ class Bound:
 
     def data(self, x: Tensor) -> int:
         """The address of a contiguous tensor, which is kept."""
-        x = plain(x).contiguous()
+        x = x.contiguous()
         self.keep.append(x)
         return x.data_ptr()
 
@@ -246,7 +240,7 @@ class Bound:
         leaves = (library.Leaf * max(len(self.t.leaves), 1))()
         used = {x.leaf for x in code.steps if x.op == "lookup"}
         for slot in used:
-            leaf = plain(self.t.leaves[slot])
+            leaf = self.t.leaves[slot]
             self.keep.append(leaf)
             leaves[slot].data, leaves[slot].type, leaves[slot].dims = (
                 leaf.data_ptr(),

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.accuracy import judge
 
 F64 = torch.float64
-ORDERS = 16
+ORDERS = 32
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,12 @@ class Arithmetic:
     order: int = 0
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        if not self.order:
-            return a @ b
-        shuffled = torch.randperm(a.shape[-1], generator=torch.Generator().manual_seed(self.order))
-        return a[..., shuffled] @ b[..., shuffled, :]
+        terms = self.shuffled(a.shape[-1])
+        return a[..., terms] @ b[..., terms, :]
+
+    def shuffled(self, n: int) -> Tensor:
+        """The order of n terms; of v's columns too, whose sums are the backward's."""
+        return torch.randperm(n, generator=torch.Generator().manual_seed(self.order)) if self.order else torch.arange(n)
 
 
 def attend(
@@ -68,13 +70,15 @@ def attend(
     if not s.shape[-1]:
         return arithmetic.matmul(s, v), s.sum(-1) - torch.inf
     lse = torch.logsumexp(s.to(torch.promote_types(s.dtype, torch.float32)), -1, keepdim=True)
+    columns = arithmetic.shuffled(v.shape[-1])
+    v = v[..., columns]
     if arithmetic.order % 2:
         e = torch.exp(s - s.max(-1, keepdim=True).values.detach()).where(kept, 0)
         o = arithmetic.matmul(e * factor, v) / e.sum(-1, keepdim=True).where(alive, 1)
     else:
         p = torch.softmax(s, -1) if plain else torch.exp(s - lse).to(s.dtype)
         o = arithmetic.matmul(p.where(kept, 0) * factor, v)
-    return o, lse.where(alive, -torch.inf).squeeze(-1)
+    return o[..., columns.argsort()], lse.where(alive, -torch.inf).squeeze(-1)
 
 
 def agree(

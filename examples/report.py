@@ -32,7 +32,7 @@ def gather_context(folder: Path) -> dict:
         "machine": machine("cpu"),
         "short_loss": short_losses[0],
         "runs": runs,
-        "steps": read(folder / "steps.json"),
+        "steps": sorted(read(folder / "steps.json"), key=lambda row: row["context"]),
     }
 
 

@@ -36,7 +36,10 @@ UNPROVED = (
     Row("hopper", "tilewise.backends.hopper:Hopper", ("cuda",), "has not run on a GPU yet: runs only when named"),
 )
 NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None, "runs only when named"),)
-EVERY = (*BACKENDS, *UNPROVED, *NAMED_ONLY)
+
+
+def every() -> tuple[Row, ...]:
+    return (*BACKENDS, *UNPROVED, *NAMED_ONLY)
 
 
 @lru_cache(maxsize=16)
@@ -46,9 +49,9 @@ def backend(name: str) -> Backend:
     Raises:
         ValueError: there is none.
     """
-    row = next((row for row in EVERY if row.name == name), None)
+    row = next((row for row in every() if row.name == name), None)
     if row is None:
-        known = ", ".join(row.name for row in EVERY)
+        known = ", ".join(row.name for row in every())
         raise ValueError(f"backend={name!r} does not exist; there are {known}")
     module, _, attribute = row.path.partition(":")
     return getattr(importlib.import_module(module), attribute)()
@@ -184,7 +187,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
     extras, seed, text = assemble(q, k, v, options)
     p = check(q, k, v, extras, seed, parse_spec(text))
     chosen, refused = None, {}
-    for row in EVERY:
+    for row in every():
         reasons = list(backend(row.name).unsupported(p))
         if row.device_types is not None and p.device.type not in row.device_types:
             elsewhere = f"runs on {', '.join(row.device_types)}, q is on {p.device.type}"

@@ -22,6 +22,8 @@ def io(
 
     Defaults: GPT-2 medium's attention, the setting of the FlashAttention paper's Figure 2.
     """
+    from rich.console import Console
+
     from tilewise.iomodel import devices, plots, tables
     from tilewise.iomodel.report import Setting, table
 
@@ -29,10 +31,15 @@ def io(
     if sram is not None:
         machine = machine.with_sram(devices.parse_bytes(sram))
     setting = Setting(seqlen, head_dim, heads, batch, machine)
+    counting = Console(stderr=True).status(f"counting each tile of {seqlen:,} × {seqlen:,} scores; Ctrl-C stops")
     if sweep is not None:
-        typer.echo(f"saved {plots.save(sweep, setting, output)}")
+        with counting:
+            saved = plots.save(sweep, setting, output)
+        typer.echo(f"saved {saved}")
         return
-    show(setting, tables.tables(setting, table(setting)))
+    with counting:
+        found = tables.tables(setting, table(setting))
+    show(setting, found)
 
 
 def show(setting, found) -> None:

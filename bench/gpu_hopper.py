@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 
 import torch
 import torch.nn.functional as F
 
 import tilewise as tw
 from bench import cases
+from bench.measure import in_turns
 from tests.backends.contract import Call, call
 from tilewise import accuracy
 from tilewise.backends.base import Output
@@ -237,30 +238,6 @@ def check_some(results: Results, names: list[str]) -> set[str]:
 # -- How fast? -----------------------------------------------------------------------------------------------------
 
 
-def in_turns(calls: dict[str, Callable[[], object]], rounds: int = 5, budget_ms: float = 10.0) -> dict[str, float]:
-    """Milliseconds a call, the median over rounds; each round times everyone once, over several calls."""
-    counts = {}
-    for name, fn in calls.items():
-        fn()
-        torch.cuda.synchronize()
-        counts[name] = max(1, min(40, int(budget_ms / max(elapsed(fn, 2), 1e-3))))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, fn in calls.items():
-            samples[name].append(elapsed(fn, counts[name]))
-    return {name: median(values) for name, values in samples.items()}
-
-
-def elapsed(fn: Callable[[], object], count: int) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        fn()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / count
-
-
 def time_worker(head_dim: str, right: str) -> None:
     """One head dim: every kernel that is right beside cuDNN, and a product by cuBLAS, on the rows of the benchmark."""
     d, right = int(head_dim), set(right.split(","))
@@ -275,7 +252,7 @@ def time_worker(head_dim: str, right: str) -> None:
             calls = {"cublas": lambda: a @ a, "cudnn": cudnn(q, k, v, mask == "causal")}
             for name in [name for name in backends if name in right]:
                 calls[name] = lambda c=c, backend=backends[name]: backend.forward(c.p, c.t)
-            times = in_turns(calls)
+            times = in_turns(calls, "cuda")
             work = {"cublas": 2 * 8192**3}
             rates = {name: work.get(name, case.flops("forward")) / ms / 1e9 for name, ms in times.items()}
             emit(part="time", case=case.name, d=d, n=n, mask=mask or "full", ms=times, tflops=rates)

@@ -17,11 +17,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import torch
 
 from bench import cases, peers
+from bench.measure import in_turns
 from tests.backends.contract import call
 from tilewise import accuracy
 from tilewise.backends.triton import Triton, launch
@@ -58,33 +58,6 @@ def _innermost(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"[-600:]
-
-
-# -- Timing --------------------------------------------------------------------------------------------------------
-
-
-def in_turns(calls: dict[str, Callable[[], object]], rounds: int = 5, budget_ms: float = 12.0) -> dict[str, float]:
-    """Milliseconds a call, the median over rounds; each round times everyone once, over several calls."""
-    counts = {}
-    for name, fn in calls.items():
-        fn()
-        torch.cuda.synchronize()
-        counts[name] = max(1, min(50, int(budget_ms / max(_elapsed(fn, 2), 1e-3))))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, fn in calls.items():
-            samples[name].append(_elapsed(fn, counts[name]))
-    return {name: median(values) for name, values in samples.items()}
-
-
-def _elapsed(fn: Callable[[], object], count: int) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        fn()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / count
 
 
 # -- Right? --------------------------------------------------------------------------------------------------------
@@ -333,7 +306,7 @@ def _rank(results: Results, kernel: str, case: cases.Case, c) -> None:
         except Exception as error:
             results.add(part="tiles", kernel=kernel, case=case.name, tiles=list(_short(row)), error=_innermost(error))
     flops = case.flops("forward") / 2 * PRODUCTS[kernel]
-    times = in_turns(calls, rounds=3)
+    times = in_turns(calls, "cuda", rounds=3)
     best = results.times.setdefault((kernel, case.head_dim), {})
     for row, ms in times.items():
         best[row] = best.get(row, 0.0) + ms * (2 if case.mask else 1)  # full and causal weigh the same
@@ -395,7 +368,7 @@ def against(results: Results, grid: list[tuple[int, int, str | None]], names: tu
                 results.add(part="peers", case=case.name, peer=name, error=_innermost(error))
         for direction, calls in (("forward", forward), ("backward", backward)):
             flops = case.flops(direction)
-            times = in_turns(calls)
+            times = in_turns(calls, "cuda")
             results.add(
                 part="peers",
                 case=case.name,
@@ -446,7 +419,7 @@ def features(results: Results) -> None:
                 calls["forward"]["flex"], calls["backward"]["flex"] = _peer(peers.all_contestants()["flex"], x)
             for direction, contestants in calls.items():
                 flops = case.flops(direction, DEVICE)
-                times = in_turns(contestants, rounds=3) if contestants else {}
+                times = in_turns(contestants, "cuda", rounds=3) if contestants else {}
                 results.add(part="features", case=case.name, direction=direction, ms=times)
                 results.say(
                     f"{direction:9}{case.name:28}"

@@ -70,6 +70,22 @@ def calls_for(seconds: float, device: str) -> int:
     return max(1, min(200, round(enough / max(seconds, 1e-7))))
 
 
+def in_turns(
+    calls: dict[str, Callable[[], object]], device: str, rounds: int = 5, budget_ms: float = 12.0
+) -> dict[str, float]:
+    """Milliseconds a call, the median over rounds; each round times everyone once, over at most 50 calls in that budget."""
+    counts = {}
+    for name, call in calls.items():
+        call()
+        once = seconds_per_call(call, 2, device)
+        counts[name] = max(1, min(50, int(budget_ms * 1e-3 / max(once, 1e-6))))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            samples[name].append(seconds_per_call(call, counts[name], device))
+    return {name: statistics.median(values) * 1e3 for name, values in samples.items()}
+
+
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 

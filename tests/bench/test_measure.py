@@ -34,6 +34,18 @@ def test_short_calls_are_repeated_within_a_sample_and_long_ones_are_not():
 @pytest.mark.skipif(
     not measure.Path("/proc/self/clear_refs").exists(), reason="needs Linux's resettable high-water mark"
 )
+def test_contestants_are_timed_in_turns_and_each_round_times_all():
+    told = []
+    times = measure.in_turns(
+        {"long": lambda: told.append("long") or sum(range(60000)), "short": lambda: told.append("short")},
+        "cpu",
+        rounds=3,
+        budget_ms=0,  # one call a sample
+    )
+    assert told == ["long"] * 3 + ["short"] * 3 + ["long", "short"] * 3
+    assert times["long"] > times["short"]
+
+
 def test_peak_memory_sees_what_was_freed_again_and_forgets_earlier_peaks():
     size = 64 << 20
     earlier = torch.ones(4 * size, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import dispatch
-from tilewise.backends.base import Output, empty_gradients, empty_output
+from tilewise.backends.base import Output, empty_gradients, empty_output, unit_last
 from tilewise.problem import check
 from tilewise.spec import parse_spec
 
@@ -69,8 +69,7 @@ def _backward(*arguments):
     c = _BackwardCall(*arguments)
     plan = dispatch.plan(*c.forward, c.spec)
     p, extras = plan.problem, c.extras
-    do = c.do if c.do.stride(-1) == 1 or c.do.shape[-1] == 1 else c.do.contiguous()
-    grads = plan.backend.backward(p, dispatch.inputs(plan, *c.forward), Output(c.o, c.lse), do, c.dlse)
+    grads = plan.backend.backward(p, dispatch.inputs(plan, *c.forward), Output(c.o, c.lse), unit_last(c.do), c.dlse)
     dextras = []
     for slot in p.spec.grad_slots:
         total = grads.leaves.get(slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,6 +77,29 @@ class Backend(Protocol):
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
+
+
+class PerProblem:
+    """What a backend decides once for each Problem object, of which dispatch makes one a signature."""
+
+    LIMIT = 4096
+
+    def __init__(self, decide: Callable[[Problem], Any]):
+        self._decide = decide
+        self._found: dict[int, tuple[Problem, Any]] = {}  # an id is another's only when its problem is gone: it stays
+
+    def of(self, p: Problem) -> Any:
+        found = self._found.get(id(p))
+        if found is None:
+            if len(self._found) >= self.LIMIT:
+                self._found.clear()
+            found = self._found[id(p)] = (p, self._decide(p))
+        return found[1]
+
+
+def unit_last(x: Tensor) -> Tensor:
+    """``x``, or a copy whose last stride is 1."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.backends.base import Grads, Inputs, Output, PerProblem, empty_output, unit_last
 from tilewise.backends.cpu import library, program
-from tilewise.backends.cpu.call import Bound, LeafSums, Prepared, unit_last
+from tilewise.backends.cpu.call import Bound, LeafSums, Prepared
 from tilewise.backends.cpu.config import Config, choose
 from tilewise.problem import Problem
-
-_PREPARED_LIMIT = 1024
 
 
 class Cpu:
@@ -30,7 +28,7 @@ class Cpu:
 
     def __init__(self, override: Config | None = None, isa: str | None = None):
         self.override, self.isa = override, isa
-        self._prepared: dict[int, Prepared] = {}
+        self._prepared = PerProblem(lambda p: Prepared(p, self.config(p)))
 
     def unsupported(self, p: Problem) -> list[str]:
         reasons = []
@@ -59,7 +57,7 @@ class Cpu:
         if p.packed:  # rows past the last sequence
             out.o.zero_()
             out.lse.fill_(-torch.inf)
-        prepared = self._prepare(p)
+        prepared = self._prepared.of(p)
         config = prepared.config
         region = prepared.region(t, backward=False)
         bound = Bound(prepared, t, region, (config.tile_m, config.tile_n), prepared.forward_code)
@@ -68,7 +66,7 @@ class Cpu:
         return out
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        prepared = self._prepare(p)
+        prepared = self._prepared.of(p)
         config, code = prepared.config, prepared.backward_code
         region = prepared.region(t, backward=True)
         bound = Bound(prepared, t, region, (config.backward_m, config.backward_n), code)
@@ -87,14 +85,6 @@ class Cpu:
         bound.run("backward")
         dq = dq[0] if sums.chunks == 1 else dq.sum(0)
         return Grads(dq.to(p.dtype), dk, dv, _sink_gradient(t, lse, delta), sums.result(t.leaves))
-
-    def _prepare(self, p: Problem) -> Prepared:
-        found = self._prepared.get(id(p))
-        if found is None:
-            if len(self._prepared) >= _PREPARED_LIMIT:
-                self._prepared.clear()
-            found = self._prepared[id(p)] = Prepared(p, self.config(p))
-        return found
 
 
 def _sink_gradient(t: Inputs, lse: Tensor, delta: Tensor) -> Tensor | None:

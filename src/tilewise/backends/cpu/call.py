@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dropout, expr
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
 from tilewise.problem import Problem
@@ -167,10 +167,6 @@ def _joined(tensors: list[Tensor], packed: bool) -> Tensor:
         return tensors[0].contiguous()
     heads = max(t.shape[1] for t in tensors)
     return torch.cat([t.expand(1, heads, -1) for t in tensors], 2).contiguous()
-
-
-def unit_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 class Bound:

@@ -151,7 +151,7 @@ class Library:
         On the main thread signal handlers run every 50 ms; what one raises (Ctrl-C) ends the call.
 
         Raises:
-            MemoryError, RuntimeError: what the library reports.
+            MemoryError, ValueError, RuntimeError: what the library reports.
         """
         if threading.get_ident() == threading.main_thread().ident:
             call.signals = ctypes.addressof(_SIGNALS)
@@ -182,7 +182,7 @@ def openmp() -> int | None:
     runtimes = sorted((f for f in files if os.path.basename(f).startswith(names)), key=lambda f: "/torch/" not in f)
     if not runtimes:
         return None
-    return ctypes.cast(ctypes.CDLL(runtimes[0]).GOMP_parallel, c_void_p).value
+    return ctypes.cast(getattr(ctypes.CDLL(runtimes[0]), "GOMP_parallel", None), c_void_p).value
 
 
 @lru_cache(maxsize=1)

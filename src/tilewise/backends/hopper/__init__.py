@@ -8,13 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.backends.base import Grads, Inputs, Output, PerProblem
 from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper import library
 from tilewise.backends.hopper.config import Config
 from tilewise.problem import Problem
-
-_PLANS_LIMIT = 4096
 
 
 class Hopper:
@@ -28,7 +26,7 @@ class Hopper:
 
     def __init__(self, override: Config | None = None):
         self.override = override
-        self._plans: dict[int, object] = {}
+        self._plans = PerProblem(self._plan)
 
     def unsupported(self, p: Problem) -> list[str]:
         """What is wrong with the problem; if nothing, what is wrong with the machine."""
@@ -40,15 +38,15 @@ class Hopper:
     def forward(self, p: Problem, t: Inputs) -> Output:
         from tilewise.backends.hopper import call
 
-        plan = self._plans.get(id(p))
-        if plan is None or plan.p is not p:
-            if len(self._plans) >= _PLANS_LIMIT:
-                self._plans.clear()
-            plan = self._plans[id(p)] = call.Plan(p, self.config(p))
-        return call.forward(plan, t)
+        return call.forward(self._plans.of(p), t)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         raise NotImplementedError("hopper has no backward; a call that needs one is refused from its forward on")
+
+    def _plan(self, p: Problem):
+        from tilewise.backends.hopper.call import Plan
+
+        return Plan(p, self.config(p))
 
 
 def _device_reasons(p: Problem) -> list[str]:

@@ -18,7 +18,7 @@ from tilewise.backends.hopper.config import Config
 
 _HERE = Path(__file__).parent
 TABLE = _HERE / "kernels.txt"  # figures of the shipped kernels, so that a diff shows a spill
-SOURCES = ("schedule.py", "tile.py", "forward.py", "aot.py")
+SOURCES = ("config.py", "schedule.py", "tile.py", "forward.py", "aot.py")
 
 
 def folder() -> Path:
@@ -32,7 +32,7 @@ def cache() -> Path:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """Of all that a kernel is made from, but its Config, whose numbers are in its name: kernels of other sources are not run."""
+    """Of all that a kernel is made from: kernels of other sources are not run."""
     return hashlib.sha256(b"".join((_HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
 
 

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.backends.base import Grads, Inputs, Output, PerProblem
 from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose
 from tilewise.backends.triton.emit import SCATTER, classify, pair_bytes
 from tilewise.problem import Problem
-
-_PLANS_LIMIT = 4096
 
 
 @lru_cache(maxsize=1)
@@ -56,7 +54,7 @@ class Triton:
 
     def __init__(self, override: Config | None = None):
         self.override = override
-        self._plans: dict[int, object] = {}
+        self._plans = PerProblem(self._plan)
 
     def unsupported(self, p: Problem) -> list[str]:
         if not installed():
@@ -76,24 +74,18 @@ class Triton:
         from tilewise.backends.triton import launch
 
         with on_device(t.q):
-            return launch.forward(self._plan(p), t)
+            return launch.forward(self._plans.of(p), t)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         from tilewise.backends.triton import launch
 
         with on_device(t.q):
-            return launch.backward(self._plan(p), t, out, do, dlse)
+            return launch.backward(self._plans.of(p), t, out, do, dlse)
 
     def _plan(self, p: Problem):
-        """One per Problem object: dispatch makes one for each signature."""
         from tilewise.backends.triton.launch import Plan
 
-        plan = self._plans.get(id(p))
-        if plan is None or plan.p is not p:
-            if len(self._plans) >= _PLANS_LIMIT:
-                self._plans.clear()
-            plan = self._plans[id(p)] = Plan(p, self.config(p))
-        return plan
+        return Plan(p, self.config(p))
 
 
 def _device_reasons(p: Problem) -> list[str]:

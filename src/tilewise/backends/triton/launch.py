@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dropout, expr, state
-from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.backends.base import Grads, Inputs, Output, empty_output, unit_last
 from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, decoding, width
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
 from tilewise.backends.triton.facts import Facts
@@ -62,11 +62,6 @@ def opaque(x: object) -> object:
     if isinstance(x, tuple):
         return type(x)(*map(opaque, x)) if hasattr(x, "_fields") else tuple(map(opaque, x))
     return 2 * x + 3 if isinstance(x, int) else x
-
-
-def unit_last(x: Tensor) -> Tensor:
-    """``x``, or a copy whose last stride is 1."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def name_of(kernel, facts: Facts) -> str:

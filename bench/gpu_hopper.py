@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import tilewise as tw
 from bench import cases
-from bench.measure import in_turns
+from bench.measure import host_microseconds, in_turns
 from tests.backends.contract import Call, call
 from tilewise import accuracy
 from tilewise.backends.base import Output
@@ -311,14 +311,7 @@ def host_worker() -> None:
         "tw.attention": lambda: tw.attention(q, q, q, causal=True, backend="hopper"),
         "sdpa": lambda: F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, is_causal=True),
     }.items():
-        for _ in range(50):
-            fn()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(300):
-            fn()
-        emit(part="host", call=name, us=(time.perf_counter() - started) / 300 * 1e6)
-        torch.cuda.synchronize()
+        emit(part="host", call=name, us=host_microseconds(fn))
     graph, o = torch.cuda.CUDAGraph(), None
     with torch.cuda.graph(graph):
         o = backend.forward(c.p, c.t)

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from bench import cases, peers
-from bench.measure import in_turns
+from bench.measure import host_microseconds, in_turns
 from tests.backends.contract import call
 from tilewise import accuracy
 from tilewise.backends.triton import Triton, launch
@@ -187,14 +187,7 @@ def host(results: Results) -> None:
     if "triton" in [row.name for row in __import__("tilewise.dispatch").dispatch.BACKENDS]:
         calls["tw.attention"] = lambda: tw.attention(q, q, q, causal=True, backend="triton")
     for name, fn in calls.items():
-        for _ in range(50):
-            fn()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(300):
-            fn()
-        each = (time.perf_counter() - started) / 300 * 1e6
-        torch.cuda.synchronize()
+        each = host_microseconds(fn)
         results.add(part="host", call=name, us=each)
         results.say(f"host {name}: {each:.1f} us")
     from tilewise.backends.triton.forward import forward_kernel

@@ -86,6 +86,19 @@ def in_turns(
     return {name: statistics.median(values) * 1e3 for name, values in samples.items()}
 
 
+def host_microseconds(call: Callable[[], object], calls: int = 300) -> float:
+    """Of the host's time a call on a GPU, whose work may go on behind it; the mean after a warm-up."""
+    for _ in range(50):
+        call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    each = (time.perf_counter() - began) / calls * 1e6
+    torch.cuda.synchronize()
+    return each
+
+
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,50 @@
+"""A training step of a small GPT with tilewise and with SDPA, in turn: `python -m bench.train_step --out FILE`.
+
+4 layers, width 256, 4 heads of 64, context 1024, batch 4, fp32: forward, backward and AdamW. A record a call is appended; threads
+follow OMP_NUM_THREADS, and TILEWISE_CPU_POOL says whose they are.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from bench.measure import in_turns, machine
+from examples.gpt.model import ATTENTIONS, GPT, GPTConfig
+from examples.gpt.train import TrainConfig, make_optimizer
+from tilewise import settings
+
+SIZES = GPTConfig(layers=4, d_model=256, heads_q=4, heads_k=4, d_hidden=682, context=1024)
+BATCH = 4
+
+
+def step(attention: str):
+    """One step of a model of its own, as a call."""
+    model = GPT(SIZES, ATTENTIONS[attention])
+    optimizer = make_optimizer(model, TrainConfig(context=SIZES.context, batch_size=BATCH))
+    text = torch.randint(256, (BATCH, SIZES.context + 1), generator=torch.Generator().manual_seed(0))
+
+    def run() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+    ms = in_turns({name: step(name) for name in ("tilewise", "sdpa")}, "cpu", options.rounds)
+    record = {"ms": ms, "ratio": ms["sdpa"] / ms["tilewise"], "pool": settings.cpu_pool(), "machine": machine("cpu")}
+    with options.out.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    print(f"tilewise {ms['tilewise']:.0f} ms, SDPA {ms['sdpa']:.0f} ms: {record['ratio']:.2f} x")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 from contextlib import contextmanager
+from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -92,6 +93,31 @@ class Registers:
         self.values[:] = x
 
 
+class RegisterRow(np.ndarray):
+    """A few numbers of each thread."""
+
+    def __new__(cls, count: int):
+        return np.zeros((count, role.threads), np.float32).view(cls)
+
+
+class Global:
+    """A tensor in global memory; None takes all of a mode, as in the DSL."""
+
+    def __init__(self, values: np.ndarray):
+        self.values, self.shape = values, values.shape
+
+    def _index(self, index: object) -> tuple:
+        return tuple(slice(None) if n is None else n for n in (index if isinstance(index, tuple) else (index,)))
+
+    def __getitem__(self, index: object):
+        found = self.values[self._index(index)]
+        sliced = isinstance(index, tuple) and any(n is None for n in index)
+        return Global(found) if sliced else found
+
+    def __setitem__(self, index: object, x: object) -> None:
+        self.values[self._index(index)] = x
+
+
 class Rooms:
     """Tiles in shared memory; indexing makes a (rooms, n) of a slot."""
 
@@ -162,16 +188,21 @@ def modules() -> dict[str, types.ModuleType]:
         fence_view_async_shared=lambda: None,
         cp_async_bulk_commit_group=lambda: None,
         cp_async_bulk_wait_group=lambda n, read: None,
-        thread_idx=lambda: (THREADS, 0, 0),
+        thread_idx=lambda: (THREADS[: role.threads], 0, 0),
         block_idx=lambda: (role.cta, 0, 0),
         grid_dim=lambda: (role.ctas, 1, 1),
+        warp_idx=lambda: role.warp,
+        make_warp_uniform=lambda x: x,
+        griddepcontrol_wait=lambda: None,
     )
     math = SimpleNamespace(exp2=lambda x, fastmath: np.exp2(x), log2=lambda x, fastmath: np.log2(x))
     group = SimpleNamespace(fence=lambda: None, commit_group=lambda: None, wait_group=wait_group)
     cute = types.ModuleType("cutlass.cute")
     vars(cute).update(
         jit=plain, kernel=plain, arch=arch, math=math, copy=copy,
-        size=lambda s, mode: s.shape[mode[0]], make_rmem_tensor=lambda shape, kind: np.zeros((2, 128), np.float32),
+        size=lambda s, mode=None: prod(s.shape[:1] if isinstance(s, RegisterRow) else s.shape) if mode is None else s.shape[mode[0]],
+        make_rmem_tensor=lambda shape, kind: RegisterRow(shape[0]),
+        domain_offset=lambda at, t: Global(t.values[at[0] :]),
     )  # fmt: skip
     cutlass = types.ModuleType("cutlass")
     vars(cutlass).update(
@@ -196,7 +227,7 @@ def wait_group(left: int) -> None:
 
 def load_kernel():
     """``(forward, tile)``, imported with the stand-in; other modules keep what they have."""
-    names = ["tilewise.backends.hopper.forward", "tilewise.backends.hopper.tile"]
+    names = [f"tilewise.backends.hopper.{name}" for name in ("forward", "tile", "combine")]
     fakes = modules()
     hidden = {n: sys.modules.pop(n) for n in [*fakes, *names] if n in sys.modules}
     sys.modules.update(fakes)
@@ -246,6 +277,20 @@ def _stand_in(forward, tile) -> None:
         mine = (THREADS % 4 == 0) & (i < work.seqlen_q)
         lse[at.batch, at.head, i[mine]] = np.broadcast_to(value, i.shape)[mine]
 
+    def put_row(values, part_o, place, inside) -> None:
+        chunk, batch, head, i = place
+        for thread in THREADS[inside]:
+            for c, value in enumerate(values[0, :, thread]):
+                part_o[chunk, batch, head, i[thread], tile.column_of(thread, c)] = value
+
+    def put_merged(o, lse, sums, statistic, column) -> None:
+        lse[0] = statistic
+        step = forward.combine.STEP
+        for n, numbers in enumerate(sums):
+            at = column + step * (n // 2) + n % 2
+            inside = at < o.shape[0]
+            o[at[inside]] = np.asarray(numbers)[inside]
+
     def put_tile(t, room, q_tile, x) -> None:
         room.o.tiles[q_tile] = rounded(matrix_of(t.o.values), x.dtype)
 
@@ -254,48 +299,62 @@ def _stand_in(forward, tile) -> None:
         width = shape[1] if origin[0] is None else shape[0]
         return Matrix(info.values[batch, :, head], rows, width), room
 
-    for name, stand_in in {
-        "operands": operands,
-        "to_p": to_p,
-        "put_lse": put_lse,
-        "put_tile": put_tile,
-        "cut": cut,
-    }.items():
-        setattr(forward, name, stand_in)
+    for stand_in in (operands, to_p, put_lse, put_row, put_tile, cut):
+        setattr(forward, stand_in.__name__, stand_in)
+    forward.combine.put = put_merged
+    tile.get_pair = lambda rows, row, column: (rows[row, column], rows[row, column + 1])
     tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
 
 
 def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]:
-    """``(o, lse)`` of arrays (batch, seqlen, heads, head_dim), one CTA after the other; ``numbers`` as the launch takes them."""
+    """``(o, lse)`` of arrays (batch, seqlen, heads, head_dim), one CTA after the other; ``numbers`` as the launch takes them,
+    with arrays for tensors."""
     forward, _ = load_kernel()
     t = config.tiles
-    lo, hi, section, ctas, sinks, scale2, cap2 = numbers
+    lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
     o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
+    extra = forward.Extra(**dict(zip(config.extra, map(Global, extra), strict=True)))
     work = forward.Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
-                        np.float32(scale2), np.float32(cap2))  # fmt: skip
+                        np.float32(scale2), np.float32(cap2), extra)  # fmt: skip
     info = lambda x: SimpleNamespace(values=x, atom=None)  # noqa: E731
     tmas = forward.Tmas(info(q), info(k), info(v), info(o))
     for cta in range(ctas):
         ring, tiles = Rooms(t.slots), Rooms(t.q_tiles)
         bars = [[Barrier(n) for _ in range(count)] for n, count in
-                ((1, t.slots), (4 * t.warpgroups, t.slots), (1, t.q_tiles), (1, t.q_tiles), (128, t.q_tiles))]  # fmt: skip
+                ((1, t.slots), (4 * t.warpgroups, t.slots), (1, t.q_tiles), (128 if config.split else 1, t.q_tiles),
+                 (128, t.q_tiles))]  # fmt: skip
         room = forward.Room(tiles, ring, ring, tiles, *map(Pointer, bars), None)
         roles = [(False, lambda room=room: forward.load(tmas, room, work, config))]
         for w in range(t.warpgroups):
-            roles.append((False, lambda w=w, room=room: forward.store(tmas, room, w, work, config)))
+            if not config.split:
+                roles.append((False, lambda w=w, room=room: forward.store(tmas, room, w, work, config)))
             roles.append(
                 (True, lambda w=w, room=room: forward.compute(tmas, room, w, lse, sink, "qk", "pv", work, config))
             )
         _together(roles, cta, ctas)
+    if config.split:
+        _combine(forward.combine, extra, (o, lse, sink, sinks), config)
     return o, lse
+
+
+def _combine(combine, extra, rest: tuple, config: Config) -> None:
+    """Warp after warp; sums are rounded to the outputs' type by whoever reads them."""
+    o, lse, sink, sinks = rest
+    merge = combine.Merge(extra.part_o, extra.part_lse, Global(o), Global(lse), sink, sinks)
+    role.threads = 32
+    with np.errstate(all="ignore"):
+        for cta in range(-(-lse.size // combine.WARPS)):
+            for role.warp in range(combine.WARPS):
+                role.cta = cta
+                combine.kernel(merge, config)
 
 
 def _together(roles, cta: int, ctas: int) -> None:
     errors: list[BaseException] = []
 
     def start(computes: bool, body) -> None:
-        role.computes, role.cta, role.ctas, role.products = computes, cta, ctas, []
+        role.computes, role.cta, role.ctas, role.products, role.threads = computes, cta, ctas, [], 128
         try:
             with np.errstate(all="ignore"):
                 body()

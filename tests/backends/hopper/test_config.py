@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +96,51 @@ def test_a_cut_band_begins_and_ends_with_keys_that_are_seen(name):
     ]
     inside = [j for j in seen if band.start <= j < band.stop]
     assert (band.start, band.stop) == (min(inside), max(inside) + 1) if inside else band.start == band.stop
+
+
+def test_a_single_query_has_no_moving_end():
+    for mask in (tw.causal(), tw.window(9, 0), tw.window(200)):
+        assert config.band_of(problem(1, 70, mask=mask)).cut(1).form == "full"
+
+
+# -- Split keys ----------------------------------------------------------------------------------------------------
+
+D128 = TABLE[128, 128][0]
+SPLITS = {  # heads, queries, keys: whether 132 cores would be idle enough
+    "one-head": ((1, 4096, 4096), True),
+    "decode": ((8, 1, 8192), True),
+    "decode-of-many": ((128, 1, 8192), False),
+    "half-of-the-machine": ((2, 4224, 4224), False),
+    "short": ((1, 256, 256), False),
+    "no-keys": ((1, 256, 0), False),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_keys_are_split_where_the_machine_would_be_idle(name):
+    (heads, seqlen_q, seqlen_k), split = SPLITS[name]
+    assert config.splits(heads, seqlen_q, seqlen_k, D128, 132) == split
+
+
+@pytest.mark.parametrize("tiles", ROWS, ids=str)
+def test_chunks_are_nearly_equal_and_no_shorter_than_they_may_be(tiles):
+    for seqlen_q in (1, 5000):
+        for seqlen_k in range(1, 70_000, 977):
+            blocks, parts = -(-seqlen_k // tiles.tile_n), config.chunks(seqlen_q, seqlen_k, tiles)
+            size = -(-blocks // parts)
+            assert parts <= config.PARTS[seqlen_q == 1]
+            assert parts == 1 or size * tiles.tile_n >= config.CHUNK
+            assert (parts - 1) * size < blocks <= parts * size
+
+
+def test_a_deterministic_call_splits_whoever_shares_its_batch(monkeypatch):
+    monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=132))
+    chosen = {}
+    for batch, deterministic in itertools.product((1, 100), (False, True)):
+        q, k = (normal(batch, n, 1, 128, dtype=torch.bfloat16) for n in (1, 8192))
+        p = call(q, k, k, deterministic=deterministic).p
+        chosen[batch, deterministic] = config.choose(replace(p, spec=replace(p.spec, needs_grad=False))).split
+    assert chosen == {(1, False): True, (100, False): False, (1, True): True, (100, True): True}
 
 
 REFUSED = {

@@ -23,12 +23,14 @@ def without_gradient(c: Call) -> Call:
     return replace(c, p=replace(c.p, spec=replace(c.p.spec, needs_grad=False)))
 
 
-def emulate(c: Call, tiles: Tiles | None, ctas: int) -> Output:
+def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
+    """``flags``: of the Config, other than chosen."""
     chosen = config.choose(c.p)
-    plan = hopper.Plan(c.p, replace(chosen, tiles=tiles) if tiles else chosen)
+    plan = hopper.Plan(c.p, replace(chosen, tiles=tiles or chosen.tiles, **flags))
     lo, hi, section, _, *rest = plan.numbers
-    groups = c.p.batch * c.p.heads_q * -(-c.p.seqlen_q // plan.config.tiles.tile_m)
-    numbers = lo, hi, section, min(ctas, groups), *rest
+    groups = c.p.batch * c.p.heads_q * -(-c.p.seqlen_q // plan.config.tiles.tile_m) * plan.grid.chunks
+    extra = [x.fill_(torch.nan).numpy() for x in plan.extra(c.t)]
+    numbers = lo, hi, section, min(ctas, groups), *rest, *extra
     keys = slice(plan.band.start, plan.band.stop)
     q, k, v = (x.float().numpy() for x in (c.t.q, c.t.k[:, keys], c.t.v[:, keys]))
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
@@ -76,6 +78,20 @@ def test_the_source_computes_attention(name, stages):
 def test_the_shipped_tiles_compute_attention(dims, causal):
     c = without_gradient(call(*qkv(200, 420, *dims, heads=(2, 1)), causal=causal))
     out = emulate(c, None, ctas=2)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(config, "CHUNK", 64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_of_keys_merge_into_attention(name, small_chunks):
+    tensors, options = CASES[name]
+    c = without_gradient(call(*tensors, **options))
+    out = emulate(c, SMALL, ctas=3, split=True)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     assert not [str(e) for e in errors if not e.ok]
 

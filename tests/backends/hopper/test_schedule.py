@@ -85,6 +85,18 @@ def test_the_blocks_of_a_tile_hold_all_keys_of_its_rows(band, row, rows, tile_n)
         assert (start, stop - 1) == (min(seen) // tile_n, max(seen) // tile_n)
 
 
+@given(st.integers(0, 20), st.integers(1, 20), st.integers(1, 40), st.integers(1, 12))
+def test_the_chunks_of_a_tile_share_its_blocks_out(start, count, blocks, chunks):
+    start = min(start, blocks - 1)
+    stop = min(start + count, blocks)
+    size = schedule.chunk_blocks(blocks, chunks)
+    parts = [schedule.within_chunk((start, stop), c, size) for c in range(-(-blocks // size))]
+    visited = [n for first, last in parts for n in range(first, last)]
+    assert all(first < last for first, last in parts)
+    assert set(range(start, stop)) <= set(visited) <= set(range(blocks))
+    assert len(visited) == len(set(visited))
+
+
 @given(BANDS, st.integers(0, 300), st.sampled_from([64, 128]), st.sampled_from([16, 80, 128]), st.integers(0, 1))
 def test_whole_blocks_are_those_that_every_row_of_a_warpgroup_sees(band, row, rows, tile_n, part):
     start, stop = schedule.key_blocks(row, rows, tile_n, band)

@@ -42,6 +42,12 @@ def compiled(config: Config, scratch: Path):
         strides = (stride(8), stride(8), stride(8), 1)
         return make_fake_tensor(forward.ELEMENT[config.dtype], (batch, rows, heads, columns), strides, assumed_align=16)
 
+    def state(*columns):
+        strides = [stride(2)] * 4 if columns else [stride()] * 3
+        shape = cute.sym_int(), batch, heads_q, seqlen_q, *columns
+        return make_fake_tensor(cutlass.Float32, shape, (*strides, 1), assumed_align=16)
+
+    extra = {"part_o": lambda: state(config.tiles.width_v), "part_lse": state}
     i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
     return cute.compile(
         forward.launch,
@@ -51,7 +57,7 @@ def compiled(config: Config, scratch: Path):
         tensor(seqlen_q, heads_q, dim_v),
         make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), (stride(), stride(), 1)),
         make_fake_tensor(cutlass.Float32, (heads_q,), (1,)),
-        (i32, i32, i32, i32, i32, f32, f32),
+        (i32, i32, i32, i32, i32, f32, f32, *[extra[name]() for name in config.extra]),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         config,
         options=f"{OPTIONS} --dump-dir {scratch}",
@@ -79,7 +85,7 @@ def build(config: Config, folder: Path) -> dict:
     made = compiled(config, scratch)
     report, shared = sass.read(sass.disassemble(made.__cubin__)), sass.dynamic_shared(str(made.ir_module))
     tiles = config.tiles
-    faults = report.faults(exponentials=tiles.tile_n // 2)
+    faults = report.faults(exponentials=tiles.tile_n // 2, stores=not config.split)
     limits = {tiles.registers, tiles.registers_load}
     faults += [] if set(report.registers) == limits else [f"setmaxnreg of {sorted(report.registers)}, not {limits}"]
     faults += (

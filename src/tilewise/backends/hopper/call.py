@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, empty_output
 from tilewise.backends.hopper import library
-from tilewise.backends.hopper.config import MULTIPLE, Band, Config, band_of, cap_of, spread
+from tilewise.backends.hopper.config import MULTIPLE, Band, Config, Grid, band_of, cap_of, spread
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
@@ -40,14 +41,26 @@ class Plan:
         return (self.band.start, self.band.stop) != (0, self.p.seqlen_k)
 
     @cached_property
+    def grid(self) -> Grid:
+        return spread(self.p, self.config, self.band.stop - self.band.start, devices.of(self.p.device).cores)
+
+    @cached_property
     def numbers(self) -> tuple[int, int, int, int, int, float, float]:
         """As :func:`tilewise.backends.hopper.forward.launch` takes them; the band's ends count from its first key."""
         p, band, cap = self.p, self.band, cap_of(self.p)
         lo, hi = (far if end is None else end - band.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
-        grid = spread(p, self.config, devices.of(p.device).cores)
+        grid = self.grid
         scale2 = LOG2_E * (p.softmax_scale if cap is None else cap)
         cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
         return lo, hi, grid.section, grid.ctas, int(p.spec.sink_slot is not None), scale2, cap2
+
+    def extra(self, t: Inputs) -> tuple[Tensor, ...]:
+        """What ``config.extra`` names."""
+        if not self.config.split:
+            return ()
+        states = self.grid.chunks, self.p.batch, self.p.heads_q, self.p.seqlen_q
+        new = lambda *columns: t.q.new_empty((*states, *columns), dtype=torch.float32)  # noqa: E731
+        return new(self.config.tiles.width_v), new()
 
     @cached_property
     def launch(self):
@@ -77,5 +90,5 @@ def forward(plan: Plan, t: Inputs) -> Output:
     )
     if plan.cut:
         k, v = (x[:, band.start : band.stop] for x in (k, v))
-    plan.launch(q, k, v, out.o, out.lse, sink, plan.numbers)
+    plan.launch(q, k, v, out.o, out.lse, sink, (*plan.numbers, *plan.extra(t)))
     return out

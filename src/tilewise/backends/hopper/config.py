@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tilewise import device as devices
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes that one CTA may have
@@ -97,24 +98,37 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """What one forward kernel is compiled for. ``dtype``: of DTYPES; ``form``: of FORMS."""
+    """What one forward kernel is compiled for.
+
+    Attributes:
+        dtype: of DTYPES. form: of FORMS.
+        split: the keys of a query tile are cut into chunks, whose states a second kernel merges.
+    """
 
     tiles: Tiles
     dtype: str
     form: str
     softcap: bool = False
+    split: bool = False
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """What a launch gets beside tensors and numbers: fields of :class:`tilewise.backends.hopper.forward.Extra`."""
+        return ("part_o", "part_lse") if self.split else ()
 
     @property
     def name(self) -> str:
         t = self.tiles
         dims = f"d{t.width}" + (f"v{t.width_v}" if t.width_v != t.width else "")
-        return f"forward_{self.dtype}_{dims}_{self.form}{'_softcap' if self.softcap else ''}_{t.name}"
+        flags = "".join(f"_{name}" for name in ("softcap", "split") if getattr(self, name))
+        return f"forward_{self.dtype}_{dims}_{self.form}{flags}_{t.name}"
 
     def describe(self) -> str:
         t = self.tiles
+        split = ", keys split" if self.split else ""
         return (
             f"{t.tile_m} x {t.tile_n}, {t.warpgroups} warpgroups compute and one loads, {t.slots} blocks of K or V in flight, "
-            f"{t.shared.total >> 10} KiB shared"
+            f"{t.shared.total >> 10} KiB shared{split}"
         )
 
     def traffic(self, p: Problem) -> int:
@@ -196,11 +210,14 @@ class Band:
     def cut(self, seqlen_q: int) -> Band:
         """With ``start`` and ``stop`` such that some row sees the first and some row sees the last key between them.
 
-        The kernel gets K and V from ``start`` to ``stop`` alone: what no query sees never reaches it.
+        The kernel gets K and V from ``start`` to ``stop`` alone: what no query sees never reaches it. A moving end that
+        cuts no row any more is dropped: a single query has none.
         """
         start = self.start if self.lo is None else max(self.start, self.lo)
         stop = self.stop if self.hi is None else min(self.stop, seqlen_q - 1 + self.hi)
-        return Band(self.lo, self.hi, start, max(start, stop))
+        lo = None if self.lo is None or seqlen_q - 1 + self.lo <= start else self.lo
+        hi = None if self.hi is None or self.hi >= stop else self.hi
+        return Band(lo, hi, start, max(start, stop))
 
 
 def band_of(p: Problem) -> Band | None:
@@ -252,11 +269,39 @@ def _is_softcap(e) -> bool:
 
 def choose(p: Problem) -> Config:
     """Of a problem that has no :func:`reasons` against it."""
-    band, capped = band_of(p), p.spec.score is not None
+    band, capped = band_of(p).cut(p.seqlen_q), p.spec.score is not None
     form = band.form
     rows = (dims for dims in TABLE if not capped or dims in SOFTCAP)
     dims = next(d for d in rows if p.head_dim <= d[0] and p.head_dim_v <= d[1])
-    return Config(TABLE[dims][form != "full"], DTYPES[str(p.dtype)], form, capped)
+    config = Config(TABLE[dims][form != "full"], DTYPES[str(p.dtype)], form, capped)
+    # Deterministic results do not depend on batch-mates: the choice to split then looks at one sequence.
+    heads = p.heads_q * (1 if p.spec.deterministic else p.batch)
+    split = splits(heads, p.seqlen_q, band.stop - band.start, config.tiles, devices.of(p.device).cores)
+    return replace(config, split=split)
+
+
+# Chunks of a sequence's keys at most: where its queries fill several tiles, and where one tile holds them.
+PARTS = (4, 32)
+CHUNK = 256  # keys, at least
+# A tile's beginning and end, and a second kernel's launch and work, in key blocks. Of a model, not measured.
+OPEN, MERGE = 1.5, 3.0
+
+
+def chunks(seqlen_q: int, seqlen_k: int, tiles: Tiles) -> int:
+    """Into how many parts the keys of a query tile are cut where they are: of nearly equal numbers of key blocks, which
+    depend on the lengths of one sequence alone."""
+    blocks = -(-seqlen_k // tiles.tile_n)
+    size = max(-(-blocks // PARTS[seqlen_q <= tiles.tile_m]), -(-CHUNK // tiles.tile_n))
+    return -(-blocks // size)
+
+
+def splits(heads: int, seqlen_q: int, seqlen_k: int, tiles: Tiles, cores: int) -> bool:
+    """Whether the keys of ``heads`` heads are cut into chunks: where tiles fill less than half of the machine, if that
+    saves a third of the time, counted in key blocks of the busiest core."""
+    count, blocks = heads * -(-seqlen_q // tiles.tile_m), -(-seqlen_k // tiles.tile_n)
+    parts = chunks(seqlen_q, seqlen_k, tiles) if blocks else 1
+    split = -(-count * parts // cores) * (-(-blocks // parts) + OPEN) + MERGE
+    return 2 * count < cores and 3 * split <= 2 * (blocks + OPEN)
 
 
 def reasons(p: Problem) -> list[str]:
@@ -280,18 +325,24 @@ def reasons(p: Problem) -> list[str]:
 
 @dataclass(frozen=True)
 class Grid:
-    """How a launch is spread: ``ctas`` that stay, and ``section`` as in :class:`tilewise.backends.hopper.schedule.Order`."""
+    """How a launch is spread: ``ctas`` that stay, ``section`` as in :class:`tilewise.backends.hopper.schedule.Order`, and the
+    ``chunks`` of keys."""
 
     ctas: int
     section: int
+    chunks: int = 1
 
 
 SHARING = 4  # CTAs that read one head's keys at a time, where there are heads enough: so K and V come from L2
 
 
-def spread(p: Problem, config: Config, cores: int) -> Grid:
+def spread(p: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     """Where tiles are equally long, one head after the other. Where not, as many heads at once as fill a round with SHARING
-    tiles of each: rows of tiles are then nearly equal in a round, and to-and-fro evens out the rest."""
-    heads = p.batch * p.heads_q
+    tiles of each: rows of tiles are then nearly equal in a round, and to-and-fro evens out the rest.
+
+    A chunk of a head counts as a head here.
+    """
+    parts = chunks(p.seqlen_q, seqlen_k, config.tiles) if config.split else 1
+    heads = p.batch * p.heads_q * parts
     tiles = heads * -(-p.seqlen_q // config.tiles.tile_m)
-    return Grid(min(tiles, cores), 1 if config.form == "full" else min(heads, max(1, cores // SHARING)))
+    return Grid(min(tiles, cores), 1 if config.form == "full" else min(heads, max(1, cores // SHARING)), parts)

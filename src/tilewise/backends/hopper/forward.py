@@ -10,6 +10,9 @@ mbarriers (arrivals in brackets), each waited for by the other side:
 ``full[slot]`` (1 + bytes) load -> compute, ``empty[slot]`` (one of every computing warp) compute -> load, for the ring;
 ``q_full`` (1 + bytes) load -> compute, ``o_full`` (128) compute -> store, ``q_empty`` (1) store -> load: a tile of O takes
 the place of the tile of Q that it came from.
+
+With split keys a tile has a chunk of its keys alone, and leaves a state in fp32, which :mod:`tilewise.backends.hopper.combine`
+merges: compute writes it itself, nobody stores, and ``q_empty`` (128) is compute -> load.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import schedule, tile
+from tilewise.backends.hopper import combine, schedule, tile
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS, Config
 
 F32, I32 = cutlass.Float32, cutlass.Int32
@@ -32,9 +35,19 @@ ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 PICK = schedule.Pick(cutlass.min, cutlass.max)
 
 
+class Extra(NamedTuple):
+    """What only some kernels have, None elsewhere.
+
+    ``part_o`` (chunk, batch, head, row, width_v) and ``part_lse`` (chunk, batch, head, row), fp32: states of chunks of keys.
+    """
+
+    part_o: cute.Tensor | None = None
+    part_lse: cute.Tensor | None = None
+
+
 class Work(NamedTuple):
     """Numbers of a launch. ``lo``, ``hi``: the band's ends. ``scale2``: softmax_scale · log2(e); with a softcap,
-    cap · log2(e), and ``cap2`` as in :func:`tile.soften`. ``sinks``: whether there are any."""
+    cap · log2(e), and ``cap2`` as in :func:`tile.soften`. ``sinks``: whether there are any. ``extra``: more than numbers."""
 
     seqlen_q: I32
     seqlen_k: I32
@@ -47,6 +60,7 @@ class Work(NamedTuple):
     sinks: I32
     scale2: F32
     cap2: F32
+    extra: Extra = Extra()
 
 
 class Tmas(NamedTuple):
@@ -74,13 +88,14 @@ class Room(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A query tile: its first row, head and batch index, and its key blocks ``[start, stop)``."""
+    """A query tile: its first row, head and batch index, its key blocks ``[start, stop)``, and which chunk they are of."""
 
     row: I32
     head: I32
     batch: I32
     start: I32
     stop: I32
+    chunk: I32 | None = None
 
 
 def band(work: Work, x: Config) -> schedule.Band:
@@ -90,16 +105,25 @@ def band(work: Work, x: Config) -> schedule.Band:
 
 def order(work: Work, x: Config) -> schedule.Order:
     m_blocks = (work.seqlen_q + x.tiles.tile_m - 1) // x.tiles.tile_m
-    return schedule.Order(m_blocks, work.batch * work.heads_q, work.section, x.form != "full")
+    return schedule.Order(m_blocks, work.batch * work.heads_q * chunks_of(work, x), work.section, x.form != "full")
+
+
+def chunks_of(work: Work, x: Config):
+    return cute.size(work.extra.part_lse, mode=[0]) if x.split else 1
 
 
 def place_of(round_, work: Work, x: Config) -> Place:
     """The CTA's tile in a round."""
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     m_block, head = schedule.tile_at(n, order(work, x), PICK)
-    row = m_block * x.tiles.tile_m
+    row, chunk = m_block * x.tiles.tile_m, None
     start, stop = schedule.key_blocks(row, x.tiles.tile_m, x.tiles.tile_n, band(work, x), PICK)
-    return Place(row, head % work.heads_q, head // work.heads_q, I32(start), I32(stop))
+    if x.split:
+        chunks = chunks_of(work, x)
+        head, chunk = head // chunks, head % chunks
+        size = schedule.chunk_blocks((work.seqlen_k + x.tiles.tile_n - 1) // x.tiles.tile_n, chunks)
+        start, stop = schedule.within_chunk((start, stop), chunk, size, PICK)
+    return Place(row, head % work.heads_q, head // work.heads_q, I32(start), I32(stop), chunk)
 
 
 def rounds_of(work: Work, x: Config):
@@ -135,7 +159,7 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
                 cute.arch.mbarrier_init(room.empty + n, 4 * c.warpgroups)
             for n in cutlass.range_constexpr(c.q_tiles):
                 cute.arch.mbarrier_init(room.q_full + n, 1)
-                cute.arch.mbarrier_init(room.q_empty + n, 1)
+                cute.arch.mbarrier_init(room.q_empty + n, 128 if x.split else 1)
                 cute.arch.mbarrier_init(room.o_full + n, 128)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
@@ -408,6 +432,10 @@ def compute(
 def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work, x: Config):
     """lse to global memory, O / l to where Q was, from where a storing warp takes it."""
     thread = cute.arch.thread_idx()[0] % 128
+    if x.split:
+        put_part(t, at, at.row + w * ROWS, work)
+        cute.arch.mbarrier_arrive(room.q_empty + q_tile)
+        return
     factor, statistic = tile.finish(t.rows, tile.choose(work.sinks != 0, sink[at.head], -tile.INF))
     for r in range(2):
         put_lse(lse, at, at.row + w * ROWS + tile.row_of(thread, r), statistic[r], work)
@@ -423,6 +451,27 @@ def put_lse(lse: cute.Tensor, at: Place, i, value, work: Work):
     """By one thread of the four that hold row i."""
     if cute.arch.thread_idx()[0] % 4 == 0 and i < work.seqlen_q:
         lse[at.batch, at.head, i] = value
+
+
+def put_part(t: Operands, at: Place, row, work: Work) -> None:
+    """The state of a chunk to global memory; a sink is for the merge. ``row``: of the warpgroup's first."""
+    factor, statistic = tile.finish(t.rows, F32(-tile.INF))
+    o, thread = tile.rows_columns(t.o), cute.arch.thread_idx()[0] % 128
+    tile.scale_rows(o, factor)
+    for r in range(2):
+        i = row + tile.row_of(thread, r)
+        put_row(o[r, None], work.extra.part_o, (at.chunk, at.batch, at.head, i), i < work.seqlen_q)
+        put_lse(work.extra.part_lse[at.chunk, None, None, None], at, i, statistic[r], work)
+
+
+@cute.jit
+def put_row(values: cute.Tensor, part_o: cute.Tensor, place: tuple, inside):
+    """A thread's part of a row, in pairs of neighbours."""
+    if inside:
+        row = part_o[(*place, None)]
+        start = row.iterator + tile.column_of(cute.arch.thread_idx()[0] % 128, 0)
+        for c in cutlass.range_constexpr(0, cute.size(values), 2):
+            tile.put_pair(start + tile.constant_column(c), values[c], values[c + 1])
 
 
 def put_tile(t: Operands, room: Room, q_tile, x: Config) -> None:
@@ -452,6 +501,8 @@ def kernel(
         cute.arch.setmaxregister_decrease(c.registers_load)
         if warp == 0:
             load(tmas, room, work, x)
+        elif cutlass.const_expr(x.split):
+            pass  # those that compute store their states
         elif warp <= c.warpgroups:
             store(tmas, room, warp - 1, work, x)
     else:
@@ -467,11 +518,12 @@ def staged(layout, stages: int, stride: int):
 @cute.jit
 def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor,
-    numbers: tuple[I32, I32, I32, I32, I32, F32, F32], stream: cuda.CUstream, x: cutlass.Constexpr,
+    numbers: tuple, stream: cuda.CUstream, x: cutlass.Constexpr,
 ):  # fmt: skip
     """q, o (batch, seqlen_q, heads_q, D), k, v (batch, seqlen_k, heads_k, D), lse (batch, heads_q, seqlen_q), sink (heads_q,).
 
-    ``numbers``: lo and hi of the band, heads of a section, CTAs, whether sinks count (else they are not read), scale2, cap2.
+    ``numbers``: lo and hi of the band, heads of a section, CTAs, whether sinks count (else they are not read), scale2, cap2,
+    and what ``x.extra`` names.
     """
     c, element = x.tiles, ELEMENT[x.dtype]
     view = lambda t, modes: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))  # noqa: E731
@@ -488,10 +540,11 @@ def launch(
         element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, c.width_v), warpgroup.OperandSource.RMEM
     )
     bring, send, tma = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
-    lo, hi, section, ctas, sinks, scale2, cap2 = numbers
+    lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
     work = Work(
-        q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks, scale2, cap2
-    )
+        q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks, scale2, cap2,
+        Extra(**dict(zip(x.extra, extra, strict=True))),
+    )  # fmt: skip
     kernel.set_name_prefix(x.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
         tma(bring, view(q, by_rows), layout_q, (ROWS, c.width)),
@@ -500,3 +553,5 @@ def launch(
         tma(send, view(o, by_rows), layout_o, (ROWS, c.width_v)),
         lse, sink, qk, pv, work, x,
     ).launch(grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
+    if cutlass.const_expr(x.split):
+        combine.launch(work.extra.part_o, work.extra.part_lse, o, lse, sink, sinks, stream, x)

@@ -86,6 +86,19 @@ def key_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):
     return pick.smaller(row_start(row, band, pick) // tile_n, stop - 1), stop
 
 
+def chunk_blocks(blocks, chunks):
+    """How many blocks a chunk has, the last one fewer."""
+    return (blocks + chunks - 1) // chunks
+
+
+def within_chunk(blocks, chunk, size, pick: Pick = PLAIN):
+    """``(start, stop)`` of those of the blocks that lie in a chunk of ``size`` blocks; one of the chunk's if none does."""
+    start, stop = blocks
+    first = chunk * size
+    stop = pick.larger(pick.smaller(stop, first + size), first + 1)
+    return pick.smaller(pick.larger(start, first), stop - 1), stop
+
+
 def whole_blocks(row, rows, tile_n, band: Band, blocks, pick: Pick = PLAIN):
     """``(start, stop)``: the blocks that rows ``[row, row + rows)`` see entirely, within ``blocks``; possibly none.
 

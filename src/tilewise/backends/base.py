@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -95,6 +96,27 @@ class PerProblem:
                 self._found.clear()
             found = self._found[id(p)] = (p, self._decide(p))
         return found[1]
+
+
+class PerTensors:
+    """What was made of some tensors, again while they are the same ones, unchanged.
+
+    Nothing is kept of inference tensors, which count no versions. While a CUDA graph is captured, nothing is kept, its memory
+    being the graph's, and what was made of tensors is made anew, since a replay has to see what they hold by then.
+    """
+
+    def __init__(self):
+        self._found: dict[Any, tuple[Any, list]] = {}
+
+    def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        found = None if capturing and tensors else self._found.get(key)
+        if found and all(x() is t and n == t._version for t, (x, n) in zip(tensors, found[1], strict=True)):
+            return found[0]
+        made = make()
+        if not capturing and not any(t.is_inference() for t in tensors):
+            self._found[key] = made, [(weakref.ref(t), t._version) for t in tensors]
+        return made
 
 
 def unit_last(x: Tensor) -> Tensor:

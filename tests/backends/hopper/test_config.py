@@ -148,8 +148,6 @@ REFUSED = {
     "wide": ({"d": 264}, "above 256"),
     "odd": ({"d": 60}, "multiples of 8"),
     "keep": ({"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}, "mask"),
-    "lengths-tensor": ({"mask": tw.key_lengths(torch.tensor([40, 65]))}, "mask"),
-    "prefix": ({"mask": tw.prefix(30)}, "mask"),
     "alibi": ({"score": tw.alibi(torch.ones(4))}, "softcap"),
     "two-caps": ({"score": tw.softcap(2.0) >> tw.softcap(3.0)}, "softcap"),
     "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),

@@ -8,14 +8,17 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.backends.contract import Call, call, normal
+from tests.backends.contract import HIDING, Call, call, normal
+from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated
 from tilewise import accuracy
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import call as hopper
 from tilewise.backends.hopper import config
 from tilewise.backends.hopper.config import Tiles
+from tilewise.tiles import Grid, seen_keys
 
+PREDICATES = ("keep-even", "dense-per-head", "block-sparse")
 SMALL = Tiles(64, 64, 2, 64, 3, 1, 240)  # many key blocks of few keys, the smallest ring
 
 
@@ -29,10 +32,10 @@ def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
     plan = hopper.Plan(c.p, replace(chosen, tiles=tiles or chosen.tiles, **flags))
     lo, hi, section, _, *rest = plan.numbers
     groups = c.p.batch * c.p.heads_q * -(-c.p.seqlen_q // plan.config.tiles.tile_m) * plan.grid.chunks
-    extra = [x.fill_(torch.nan).numpy() for x in plan.extra(c.t)]
+    extra = [(x.fill_(torch.nan) if x.is_floating_point() else x).numpy() for x in plan.extra(c.t)]
     numbers = lo, hi, section, min(ctas, groups), *rest, *extra
     keys = slice(plan.band.start, plan.band.stop)
-    q, k, v = (x.float().numpy() for x in (c.t.q, c.t.k[:, keys], c.t.v[:, keys]))
+    q, k, v = (x.float().numpy() for x in (c.t.q, c.t.k[:, keys], plan.values(c.t)[:, keys]))
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     o, lse = emulated.run(plan.config, q, k, v, sink.numpy(), numbers)
     return Output(torch.from_numpy(o).to(c.p.dtype), torch.from_numpy(lse))
@@ -43,6 +46,7 @@ def qkv(nq, nk, d=64, dv=None, heads=(4, 2), dtype=torch.bfloat16, batch=1):
     return [normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes, 1)]
 
 
+RUNS = torch.tensor([0] * 70 + [1] + [2] * 199 + [3] * 30)
 CASES = {
     "full": (qkv(200, 333), {}),
     "one": (qkv(1, 1), {}),
@@ -54,6 +58,13 @@ CASES = {
     "window-left": (qkv(300, 420), {"mask": tw.window(100)}),
     "window-narrow": (qkv(200, 500), {"mask": tw.window(0, 0)}),
     "keys": (qkv(130, 300), {"mask": tw.key_range(37, 170) & tw.causal()}),
+    "prefix": (qkv(200, 300), {"mask": tw.prefix(150)}),
+    "prefix-lengths": (qkv(200, 200, batch=2), {"mask": tw.prefix(torch.tensor([3, 130]))}),
+    "documents": (qkv(300, 300), {"mask": tw.documents(RUNS) & tw.causal()}),
+    "documents-wide": (qkv(150, 300), {"mask": tw.documents(RUNS)}),
+    "documents-empty-rows": (qkv(400, 300), {"mask": tw.documents(RUNS)}),
+    "lengths": (qkv(130, 300, batch=3), {"mask": tw.key_lengths(torch.tensor([170, 0, 300])) & tw.causal()}),
+    "ranges-per-head": (qkv(130, 200), {"mask": tw.key_range(torch.tensor([[0, 9, 150, 70]]), 190)}),
     "softcap": (qkv(130, 200), {"score": tw.softcap(2.0), "causal": True}),
     "sink": (qkv(130, 100), {"sink": normal(4, seed=8), "causal": True}),
     "narrow": (qkv(130, 200, d=40, dv=24), {"causal": True}),
@@ -71,6 +82,22 @@ def test_the_source_computes_attention(name, stages):
     out = emulate(c, tiles, ctas=3)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     assert not [str(e) for e in errors if not e.ok]
+
+
+@pytest.mark.parametrize("hiding", [name for name in HIDING if name not in PREDICATES])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
+def test_keys_that_no_query_sees_never_touch_a_result(hiding, bad):
+    tensors = [x.bfloat16() for x in contract_qkv()]
+    clean = without_gradient(call(*tensors, mask=HIDING[hiding]()))
+    shape = clean.p.batch, clean.p.heads_q, clean.p.seqlen_q, clean.p.seqlen_k
+    grid = Grid.whole(clean.p.spec.region, clean.t.leaves, shape, torch.device("cpu"))
+    hidden = ~seen_keys(grid, clean.p.group).mT.unsqueeze(-1)
+    assert hidden.any()
+    k, v = (x.masked_fill(hidden, bad) for x in tensors[1:])
+    dirty = without_gradient(call(tensors[0], k, v, mask=HIDING[hiding]()))
+    good, got = (emulate(c, SMALL, ctas=3) for c in (clean, dirty))
+    assert torch.equal(got.o, good.o)
+    assert torch.equal(got.lse, good.lse)
 
 
 @pytest.mark.parametrize("dims", config.TABLE, ids=str)

@@ -42,12 +42,14 @@ def compiled(config: Config, scratch: Path):
         strides = (stride(8), stride(8), stride(8), 1)
         return make_fake_tensor(forward.ELEMENT[config.dtype], (batch, rows, heads, columns), strides, assumed_align=16)
 
+    ends = lambda: make_fake_tensor(cutlass.Int32, (batch, heads_q, seqlen_q), (stride(), stride(), stride()))  # noqa: E731
+
     def state(*columns):
         strides = [stride(2)] * 4 if columns else [stride()] * 3
         shape = cute.sym_int(), batch, heads_q, seqlen_q, *columns
         return make_fake_tensor(cutlass.Float32, shape, (*strides, 1), assumed_align=16)
 
-    extra = {"part_o": lambda: state(config.tiles.width_v), "part_lse": state}
+    extra = {"part_o": lambda: state(config.tiles.width_v), "part_lse": state, "lo": ends, "hi": ends}
     i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
     return cute.compile(
         forward.launch,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Inputs, Output, empty_output
-from tilewise.backends.hopper import library
-from tilewise.backends.hopper.config import MULTIPLE, Band, Config, Grid, band_of, cap_of, spread
+from tilewise.backends.base import Inputs, Output, PerTensors, empty_output
+from tilewise.backends.hopper import library, masks
+from tilewise.backends.hopper.config import MULTIPLE, Band, Config, Grid, cap_of, keys_of, spread
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
@@ -21,14 +21,15 @@ FAR = 1 << 30  # an end that no key reaches
 
 @dataclass(eq=False)
 class Plan:
-    """One problem's decisions."""
+    """One problem's decisions. ``made``: of a mask's tensors."""
 
     p: Problem
     config: Config
+    made: PerTensors = field(default_factory=PerTensors)
 
     @cached_property
     def band(self) -> Band:
-        return band_of(self.p).cut(self.p.seqlen_q)
+        return keys_of(self.p)
 
     @cached_property
     def addressable(self) -> tuple[bool, bool, bool]:
@@ -56,11 +57,28 @@ class Plan:
 
     def extra(self, t: Inputs) -> tuple[Tensor, ...]:
         """What ``config.extra`` names."""
-        if not self.config.split:
-            return ()
-        states = self.grid.chunks, self.p.batch, self.p.heads_q, self.p.seqlen_q
-        new = lambda *columns: t.q.new_empty((*states, *columns), dtype=torch.float32)  # noqa: E731
-        return new(self.config.tiles.width_v), new()
+        found = {}
+        if self.config.split:
+            states = self.grid.chunks, self.p.batch, self.p.heads_q, self.p.seqlen_q
+            new = lambda *columns: t.q.new_empty((*states, *columns), dtype=torch.float32)  # noqa: E731
+            found |= {"part_o": new(self.config.tiles.width_v), "part_lse": new()}
+        if self.config.by_rows:
+            lo, hi = self.made.of("ends", self.mask_leaves(t), lambda: masks.row_ends(self.p, t))
+            found |= {"lo": lo, "hi": hi}
+        return tuple(found[name] for name in self.config.extra)
+
+    def values(self, t: Inputs) -> Tensor:
+        """v, or a copy with zeros for the keys that no query sees, where kernels are not kept from these otherwise.
+
+        They may be NaN, and in P V even a P of zero would let them through.
+        """
+        if not self.config.by_rows:
+            return t.v
+        seen = self.made.of("seen", self.mask_leaves(t), lambda: masks.seen(self.p, t))
+        return t.v if seen is None else torch.where(seen, t.v, 0)
+
+    def mask_leaves(self, t: Inputs) -> list[Tensor]:
+        return [t.leaves[n] for n in self.p.spec.mask_slots]
 
     @cached_property
     def launch(self):
@@ -86,7 +104,7 @@ def forward(plan: Plan, t: Inputs) -> Output:
         return out
     q, k, v = (
         x if good and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-        for x, good in zip((t.q, t.k, t.v), plan.addressable, strict=True)
+        for x, good in zip((t.q, t.k, plan.values(t)), plan.addressable, strict=True)
     )
     if plan.cut:
         k, v = (x[:, band.start : band.stop] for x in (k, v))

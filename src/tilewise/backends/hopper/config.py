@@ -14,11 +14,8 @@ ROWS = 64  # of one warpgroup: the height of a wgmma
 ALIGNMENT = 1024  # bytes: after so many the 128-byte swizzle repeats
 MULTIPLE = 8  # of a head dim: the copy engine wants rows that begin at multiples of 16 bytes
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
-FORMS = (
-    "full",
-    "upper",
-    "band",
-)  # of the kept keys of a row: all; up to an end that moves with it; between two such ends
+# Of the kept keys of a row: all; up to an end that moves with it; between two such ends; between two that tensors hold.
+FORMS = ("full", "upper", "band", "rows")
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,22 @@ class Config:
     @property
     def extra(self) -> tuple[str, ...]:
         """What a launch gets beside tensors and numbers: fields of :class:`tilewise.backends.hopper.forward.Extra`."""
-        return ("part_o", "part_lse") if self.split else ()
+        return (("part_o", "part_lse") if self.split else ()) + (("lo", "hi") if self.by_rows else ())
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the ends of rows are tensors."""
+        return self.form == "rows"
+
+    @property
+    def has_lower(self) -> bool:
+        """Whether a row may begin after the first key."""
+        return self.form not in ("full", "upper")
+
+    @property
+    def has_upper(self) -> bool:
+        """Whether a row may end before the last key."""
+        return self.form != "full"
 
     @property
     def name(self) -> str:
@@ -137,14 +149,31 @@ class Config:
         return p.dtype.itemsize * p.batch * (p.heads_q * p.seqlen_q + keys) * (p.head_dim + p.head_dim_v)
 
 
-# (head dim of q and k, of v) -> tiles for "full", tiles for the forms with an end. The first row that holds both is taken.
+# (head dim of q and k, of v) -> tiles for "full", for the forms with an end, and where a thread has more to remember beside
+# its scores. The first row that holds both dims is taken.
 TABLE = {
-    (64, 64): (Tiles(64, 64, 3, 128, 8, 2, 160), Tiles(64, 64, 3, 128, 8, 2, 160)),
-    (96, 96): (Tiles(96, 96, 2, 160, 5, 2, 240), Tiles(96, 96, 2, 128, 6, 2, 240)),
-    (128, 128): (Tiles(128, 128, 2, 176, 4, 1, 240), Tiles(128, 128, 2, 128, 4, 2, 240)),
-    (192, 128): (Tiles(192, 128, 2, 112, 4, 1, 240), Tiles(192, 128, 2, 112, 4, 1, 240)),
-    (192, 192): (Tiles(192, 192, 2, 112, 4, 1, 240), Tiles(192, 192, 2, 96, 4, 1, 240)),
-    (256, 256): (Tiles(256, 256, 2, 80, 4, 1, 240), Tiles(256, 256, 2, 80, 4, 1, 240)),
+    (64, 64): (Tiles(64, 64, 3, 128, 8, 2, 160), Tiles(64, 64, 3, 128, 8, 2, 160), Tiles(64, 64, 2, 128, 8, 2, 240)),
+    (96, 96): (Tiles(96, 96, 2, 160, 5, 2, 240), Tiles(96, 96, 2, 128, 6, 2, 240), Tiles(96, 96, 2, 128, 6, 2, 240)),
+    (128, 128): (
+        Tiles(128, 128, 2, 176, 4, 1, 240),
+        Tiles(128, 128, 2, 128, 4, 2, 240),
+        Tiles(128, 128, 2, 128, 4, 2, 240),
+    ),
+    (192, 128): (
+        Tiles(192, 128, 2, 112, 4, 1, 240),
+        Tiles(192, 128, 2, 112, 4, 1, 240),
+        Tiles(192, 128, 2, 112, 4, 1, 240),
+    ),
+    (192, 192): (
+        Tiles(192, 192, 2, 112, 4, 1, 240),
+        Tiles(192, 192, 2, 96, 4, 1, 240),
+        Tiles(192, 192, 2, 96, 4, 1, 240),
+    ),
+    (256, 256): (
+        Tiles(256, 256, 2, 80, 4, 1, 240),
+        Tiles(256, 256, 2, 80, 4, 1, 240),
+        Tiles(256, 256, 2, 80, 4, 1, 240),
+    ),
 }
 # Rows that are shipped with a softcap too; smaller head dims take the next.
 SOFTCAP = ((64, 64), (128, 128), (256, 256))
@@ -170,16 +199,21 @@ CANDIDATES = (
 )
 
 
+def tiles_of(dims: tuple[int, int], form: str, heavy: bool) -> Tiles:
+    """Of a row of TABLE; ``heavy``: where its last column is meant."""
+    return TABLE[dims][2 if heavy else form != "full"]
+
+
 def shipped() -> list[Config]:
     """Every kernel that is compiled ahead of time."""
     plain = [
-        Config(row[form != "full"], dtype, form)
-        for row in TABLE.values()
+        Config(tiles_of(dims, form, heavy=False), dtype, form)
+        for dims in TABLE
         for dtype in DTYPES.values()
         for form in FORMS
     ]
     capped = [
-        Config(TABLE[dims][form != "full"], dtype, form, softcap=True)
+        Config(tiles_of(dims, form, heavy=form == "rows"), dtype, form, softcap=True)
         for dims in SOFTCAP
         for dtype in DTYPES.values()
         for form in FORMS
@@ -233,6 +267,12 @@ def band_of(p: Problem) -> Band | None:
     return Band(*moved, start, max(start, stop))
 
 
+def keys_of(p: Problem) -> Band:
+    """The band of a problem, cut; of a mask that is none, all keys: the ends of its rows are tensors."""
+    band = band_of(p)
+    return Band(None, None, 0, p.seqlen_k) if band is None else band.cut(p.seqlen_q)
+
+
 def _end(e, op: str) -> tuple[int | None, int | None] | None:
     """``(m, n)`` of an end that is the ``op`` of ``i + off + m`` and ``n``, either of them absent; None: it is none such."""
     if e is None:
@@ -269,11 +309,12 @@ def _is_softcap(e) -> bool:
 
 def choose(p: Problem) -> Config:
     """Of a problem that has no :func:`reasons` against it."""
-    band, capped = band_of(p).cut(p.seqlen_q), p.spec.score is not None
-    form = band.form
+    band, capped = keys_of(p), p.spec.score is not None
+    form = "rows" if band_of(p) is None else band.form
     rows = (dims for dims in TABLE if not capped or dims in SOFTCAP)
     dims = next(d for d in rows if p.head_dim <= d[0] and p.head_dim_v <= d[1])
-    config = Config(TABLE[dims][form != "full"], DTYPES[str(p.dtype)], form, capped)
+    tiles = tiles_of(dims, form, heavy=capped and form == "rows")
+    config = Config(tiles, DTYPES[str(p.dtype)], form, capped)
     # Deterministic results do not depend on batch-mates: the choice to split then looks at one sequence.
     heads = p.heads_q * (1 if p.spec.deterministic else p.batch)
     split = splits(heads, p.seqlen_q, band.stop - band.start, config.tiles, devices.of(p.device).cores)
@@ -312,8 +353,8 @@ def reasons(p: Problem) -> list[str]:
     if p.head_dim % MULTIPLE or p.head_dim_v % MULTIPLE:
         found.append(f"head dims {p.head_dim} and {p.head_dim_v} must be multiples of {MULTIPLE}")
     found += ["packed sequences"] if p.packed else []
-    if band_of(p) is None:
-        found.append("a mask other than causal, window and a key_range of numbers")
+    if p.spec.region.predicate is not None:
+        found.append("a mask that is no interval of keys for every row")
     if p.spec.score is not None and math.isnan(cap_of(p)):
         found.append("a score other than one softcap")
     found += ["dropout"] if p.spec.dropout_p else []

@@ -39,10 +39,13 @@ class Extra(NamedTuple):
     """What only some kernels have, None elsewhere.
 
     ``part_o`` (chunk, batch, head, row, width_v) and ``part_lse`` (chunk, batch, head, row), fp32: states of chunks of keys.
+    ``lo``, ``hi`` (batch, head, row), int32: the ends of every row.
     """
 
     part_o: cute.Tensor | None = None
     part_lse: cute.Tensor | None = None
+    lo: cute.Tensor | None = None
+    hi: cute.Tensor | None = None
 
 
 class Work(NamedTuple):
@@ -98,14 +101,17 @@ class Place(NamedTuple):
     chunk: I32 | None = None
 
 
-def band(work: Work, x: Config) -> schedule.Band:
-    lo, hi = (work.lo if x.form == "band" else None), (None if x.form == "full" else work.hi)
-    return schedule.Band(lo, hi, work.seqlen_k)
+def band(batch, head, work: Work, x: Config) -> schedule.Band:
+    """Of one head. Rows past the last have the last's ends."""
+    if x.by_rows:
+        held = lambda ends: lambda i: ends[batch, head, PICK.smaller(i, work.seqlen_q - 1)]  # noqa: E731
+        return schedule.Band(held(work.extra.lo), held(work.extra.hi), work.seqlen_k)
+    return schedule.Band(work.lo if x.has_lower else None, work.hi if x.has_upper else None, work.seqlen_k)
 
 
 def order(work: Work, x: Config) -> schedule.Order:
     m_blocks = (work.seqlen_q + x.tiles.tile_m - 1) // x.tiles.tile_m
-    return schedule.Order(m_blocks, work.batch * work.heads_q * chunks_of(work, x), work.section, x.form != "full")
+    return schedule.Order(m_blocks, work.batch * work.heads_q * chunks_of(work, x), work.section, x.has_upper)
 
 
 def chunks_of(work: Work, x: Config):
@@ -115,15 +121,16 @@ def chunks_of(work: Work, x: Config):
 def place_of(round_, work: Work, x: Config) -> Place:
     """The CTA's tile in a round."""
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
-    m_block, head = schedule.tile_at(n, order(work, x), PICK)
-    row, chunk = m_block * x.tiles.tile_m, None
-    start, stop = schedule.key_blocks(row, x.tiles.tile_m, x.tiles.tile_n, band(work, x), PICK)
+    m_block, pair = schedule.tile_at(n, order(work, x), PICK)
+    row, chunk, chunks = m_block * x.tiles.tile_m, None, chunks_of(work, x)
     if x.split:
-        chunks = chunks_of(work, x)
-        head, chunk = head // chunks, head % chunks
+        pair, chunk = pair // chunks, pair % chunks
+    head, batch = pair % work.heads_q, pair // work.heads_q
+    start, stop = schedule.key_blocks(row, x.tiles.tile_m, x.tiles.tile_n, band(batch, head, work, x), PICK)
+    if x.split:
         size = schedule.chunk_blocks((work.seqlen_k + x.tiles.tile_n - 1) // x.tiles.tile_n, chunks)
         start, stop = schedule.within_chunk((start, stop), chunk, size, PICK)
-    return Place(row, head % work.heads_q, head // work.heads_q, I32(start), I32(stop), chunk)
+    return Place(row, head, batch, I32(start), I32(stop), chunk)
 
 
 def rounds_of(work: Work, x: Config):
@@ -380,11 +387,11 @@ class Limits(NamedTuple):
         return minus(self.lower), minus(self.upper)
 
 
-def limits_of(row, thread, work: Work, x: Config) -> Limits:
+def limits_of(row, thread, kept: schedule.Band, x: Config) -> Limits:
     """Of the rows of a warpgroup that begin at ``row``."""
-    rows, start, kept = [row + tile.row_of(thread, r) for r in range(2)], tile.column_of(thread, 0), band(work, x)
+    rows, start = [row + tile.row_of(thread, r) for r in range(2)], tile.column_of(thread, 0)
     upper = [schedule.row_stop(i, kept, PICK) - start for i in rows]
-    lower = None if x.form != "band" else [schedule.row_start(i, kept, PICK) - start for i in rows]
+    lower = [schedule.row_start(i, kept, PICK) - start for i in rows] if x.has_lower else None
     return Limits(lower, upper)
 
 
@@ -402,24 +409,22 @@ def compute(
         first_turn(w, x)
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
-        row = at.row + w * ROWS
-        whole_start, whole_stop = schedule.whole_blocks(
-            row, ROWS, c.tile_n, band(work, x), (at.start, at.stop - 1), PICK
-        )
-        limits = limits_of(row, thread, work, x)
+        row, kept = at.row + w * ROWS, band(at.batch, at.head, work, x)
+        whole_start, whole_stop = schedule.whole_blocks(row, ROWS, c.tile_n, kept, (at.start, at.stop - 1), PICK)
+        limits = limits_of(row, thread, kept, x)
         q_tile = w * c.q_stages + q_stage
         cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
         t.o.fill(0.0)
 
         last = at.stop - 1
         slot, phase = first_block(t, q_tile, (slot, phase), limits.of(last, c.tile_n), room, work, x)
-        if cutlass.const_expr(x.form != "full"):
+        if cutlass.const_expr(x.has_upper):
             for step in cutlass.range(last - whole_stop, unroll=1):  # the right edge
                 cut_off = limits.of(last - 1 - step, c.tile_n)
                 slot, phase = key_block(t, q_tile, (slot, phase), cut_off, room, work, x)
         for _ in cutlass.range(whole_stop - whole_start, unroll=1):
             slot, phase = key_block(t, q_tile, (slot, phase), None, room, work, x)
-        if cutlass.const_expr(x.form == "band"):
+        if cutlass.const_expr(x.has_lower):
             for step in cutlass.range(whole_start - at.start, unroll=1):  # the left edge
                 cut_off = limits.of(whole_start - 1 - step, c.tile_n)
                 slot, phase = key_block(t, q_tile, (slot, phase), cut_off, room, work, x)

@@ -60,7 +60,10 @@ def nth(cta, ctas, round_):
 
 
 class Band(NamedTuple):
-    """The kept keys of row i are ``i + lo <= j < i + hi`` within ``0 <= j < seqlen_k``; an end that is None is unbounded."""
+    """The kept keys of row i are ``i + lo <= j < i + hi`` within ``0 <= j < seqlen_k``; an end that is None is unbounded.
+
+    An end may be a function of i as well, which never decreases; it is then the end itself.
+    """
 
     lo: Any
     hi: Any
@@ -69,12 +72,16 @@ class Band(NamedTuple):
 
 def row_stop(i, band: Band, pick: Pick = PLAIN):
     """One past the last key of row i, not below 0."""
-    return band.seqlen_k if band.hi is None else pick.larger(pick.smaller(i + band.hi, band.seqlen_k), 0)
+    return band.seqlen_k if band.hi is None else pick.larger(pick.smaller(_end(i, band.hi), band.seqlen_k), 0)
 
 
 def row_start(i, band: Band, pick: Pick = PLAIN):
     """The first key of row i, not below 0."""
-    return 0 if band.lo is None else pick.larger(i + band.lo, 0)
+    return 0 if band.lo is None else pick.larger(_end(i, band.lo), 0)
+
+
+def _end(i, end):
+    return end(i) if callable(end) else i + end
 
 
 def key_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):

@@ -1,0 +1,60 @@
+"""What a mask gives a kernel beside numbers: the ends of every row, and the keys that somebody sees; made on the device."""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Inputs
+from tilewise.backends.hopper.config import Config
+from tilewise.problem import Problem
+from tilewise.tiles import Grid, seen_keys
+
+
+def grid_of(p: Problem, t: Inputs) -> Grid:
+    shape = (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
+    return Grid.whole(p.spec.region, t.leaves, shape, t.q.device)
+
+
+def row_ends(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:
+    """``(lo, hi)`` of every row, within 0 and seqlen_k: int32 (batch, heads_q, seqlen_q), expanded where they are shared."""
+    rows = torch.arange(p.seqlen_q, device=t.q.device)
+    return tuple(x.int().expand(p.batch, p.heads_q, -1) for x in grid_of(p, t).key_interval(rows))
+
+
+def extra(p: Problem, config: Config, t: Inputs) -> tuple[Tensor, ...]:
+    """What ``config.extra`` names, in its order."""
+    made = dict(zip(("lo", "hi"), row_ends(p, t), strict=True))
+    return tuple(made[name] for name in config.extra)
+
+
+def seen(p: Problem, t: Inputs) -> Tensor | None:
+    """The keys that some query of their batch and head group sees: bool (batch|1, seqlen_k, heads_k|1, 1); None: all."""
+    found = None if all_seen(p) else seen_keys(grid_of(p, t), p.group)
+    return None if found is None else found.mT.unsqueeze(-1)
+
+
+def all_seen(p: Problem) -> bool:
+    """Whether it is certain that every key has a query that sees it: the one at its own position, if there is one."""
+    return p.seqlen_q >= p.seqlen_k and _keeps_diagonal(p.spec.mask_text)
+
+
+@lru_cache(maxsize=4096)
+def _keeps_diagonal(text: str) -> bool:
+    return not text or _diagonal(ast.parse(text, mode="eval").body)
+
+
+def _diagonal(node: ast.AST) -> bool:
+    """Whether a mask's tree keeps every pair with ``j = i + off``; False where that is not known."""
+    match node:
+        case ast.BinOp(left=a, op=op, right=b):
+            both = _diagonal(a), _diagonal(b)
+            return all(both) if isinstance(op, ast.BitAnd) else any(both)
+        case ast.Call(func=ast.Name(id="prepared"), args=[inner, *_]):
+            return _diagonal(inner)
+        case ast.Call(func=ast.Name(id=name)):
+            return name in ("causal", "window", "prefix", "documents")
+    return False

@@ -1,0 +1,27 @@
+"""What every backend shares."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.backends.base import PerTensors
+
+
+def test_what_was_made_of_tensors_is_made_again_when_one_changes_or_is_another():
+    made, a, b = PerTensors(), torch.zeros(3), torch.zeros(3)
+    make = lambda *tensors: made.of("sum", tensors, lambda: sum(t.sum() for t in tensors))  # noqa: E731
+    first = make(a, b)
+    assert make(a, b) is first
+    a.add_(1)
+    second = make(a, b)
+    assert second == 3
+    assert make(a, b) is second
+    assert make(a, b.clone()) is not second
+
+
+def test_nothing_is_kept_of_inference_tensors():
+    made = PerTensors()
+    with torch.inference_mode():
+        a = torch.zeros(3)
+    results = [made.of("sum", [a], a.sum) for _ in range(2)]
+    assert results[0] is not results[1]

@@ -20,13 +20,15 @@ import triton
 import triton.language as tl
 from tilewise.backends.triton.tile import (
     LOG2E,
-    dot,
+    accumulate,
     dropout_keep,
+    inner,
     key_interval,
     keys_to_visit,
     listed,
+    load_piece,
+    load_rows,
     load_streamed,
-    load_tile,
     partial_tile,
     place,
     plain_sizes,
@@ -34,7 +36,8 @@ from tilewise.backends.triton.tile import (
     queries_to_visit,
     query_interval,
     source,
-    store_tile,
+    store_rows,
+    zeros,
 )
 
 
@@ -52,7 +55,7 @@ class Rows(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A key tile: its position, k (tile_n, D) and v (tile_n, Dv)."""
+    """A key tile: its position, k and v, tiles of (tile_n, D) and (tile_n, Dv)."""
 
     n0: Any
     k: Any
@@ -60,9 +63,9 @@ class KeyTile(NamedTuple):
 
 
 @triton.jit
-def query_rows(tensors, sizes, at, h, q_matrix, do_matrix, lse2, delta, F: tl.constexpr):
-    q = source(tensors.q, q_matrix, sizes.q, sizes.q_view, at, at.start_q, h, F)
-    do = source(tensors.do, do_matrix, sizes.do, sizes.do_view, at, at.start_q, h, F)
+def query_rows(tensors, sizes, at, h, q_matrices, do_matrices, lse2, delta, F: tl.constexpr):
+    q = source(tensors.q, q_matrices, sizes.q, sizes.q_view, at, at.start_q, h, F)
+    do = source(tensors.do, do_matrices, sizes.do, sizes.do_view, at, at.start_q, h, F)
     line = tl.cast(h, tl.int64) * sizes.seqlen_q + at.start_q
     at_line = tl.cast(h, tl.int64) * sizes.line + at.start_q
     if not F.packed:
@@ -74,9 +77,9 @@ def query_rows(tensors, sizes, at, h, q_matrix, do_matrix, lse2, delta, F: tl.co
 
 
 @triton.jit
-def key_sources(tensors, sizes, at, head_k, k_matrix, v_matrix, F: tl.constexpr):
-    k = source(tensors.k, k_matrix, sizes.k, sizes.k_view, at, at.start_k, head_k, F)
-    v = source(tensors.v, v_matrix, sizes.v, sizes.v_view, at, at.start_k, head_k, F)
+def key_sources(tensors, sizes, at, head_k, k_matrices, v_matrices, F: tl.constexpr):
+    k = source(tensors.k, k_matrices, sizes.k, sizes.k_view, at, at.start_k, head_k, F)
+    v = source(tensors.v, v_matrices, sizes.v, sizes.v_view, at, at.start_k, head_k, F)
     return k, v
 
 
@@ -84,8 +87,8 @@ def key_sources(tensors, sizes, at, head_k, k_matrix, v_matrix, F: tl.constexpr)
 def load_keys(k, v, n0, at, F: tl.constexpr):
     """The :class:`KeyTile` at n0 of two sources, rows past the last zero."""
     left = at.seqlen_k - n0
-    k = load_tile(k.pointer, k.row, n0, left, None, F.tile_n, F.head_dim, F.width, True)
-    v = load_tile(v.pointer, v.row, n0, left, None, F.tile_n, F.head_dim_v, F.width_v, True)
+    k = load_rows(k, n0, left, None, F.tile_n, False, True, F)
+    v = load_rows(v, n0, left, None, F.tile_n, True, True, F)
     return KeyTile(n0, k, v)
 
 
@@ -131,12 +134,21 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
     left = sizes.seqlen_q - m0
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * F.head_dim_v
-    o = load_tile(
-        tensors.o + token * row + h * F.head_dim_v, row, m0, left, None, F.tile_m, F.head_dim_v, F.width_v, True
+    o = load_piece(
+        tensors.o + token * row + h * F.head_dim_v,
+        row,
+        m0,
+        left,
+        None,
+        F.tile_m,
+        0,
+        F.head_dim_v,
+        F.pieces_v[0][2],
+        True,
     )
     do_row = sizes.do[1] * F.align
     base = (tl.cast(sizes.do[2], tl.int64) * h + tl.cast(sizes.do[0], tl.int64) * b) * F.align
-    do = load_tile(tensors.do + base, do_row, m0, left, None, F.tile_m, F.head_dim_v, F.width_v, True)
+    do = load_piece(tensors.do + base, do_row, m0, left, None, F.tile_m, True, 0, True, F)
     i = m0 + tl.arange(0, F.tile_m)
     line = (tl.cast(b, tl.int64) * sizes.heads_q + h) * sizes.seqlen_q + i
     ok = i < sizes.seqlen_q
@@ -153,7 +165,7 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
 
 
 @triton.jit
-def dkdv_kernel(tensors, sizes, scales, q_matrix, do_matrix, lse2, delta, F: tl.constexpr):
+def dkdv_kernel(tensors, sizes, scales, q_matrix, q_rest, do_matrix, do_rest, lse2, delta, F: tl.constexpr):
     """Grid: (blocks · heads_k · batch). Computes dK if ``F.dk``, dV if ``F.dv``."""
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
@@ -161,15 +173,15 @@ def dkdv_kernel(tensors, sizes, scales, q_matrix, do_matrix, lse2, delta, F: tl.
     at = place(pid % sizes.blocks, pid // sizes.blocks // sizes.heads_k, tensors, sizes, scales, True, F)
     n0 = at.block * F.tile_n
     left = at.seqlen_k - n0
-    k, v = key_sources(tensors, sizes, at, head_k, None, None, F)
+    k, v = key_sources(tensors, sizes, at, head_k, (None, None), (None, None), F)
     keys = load_keys(k, v, n0, at, F)
-    dk = tl.full([F.tile_n, F.width if F.dk else 1], 0.0, tl.float32)
-    dv = tl.full([F.tile_n, F.width_v if F.dv else 1], 0.0, tl.float32)
+    dk = zeros(F.tile_n, False, F) if F.dk else ()
+    dv = zeros(F.tile_n, True, F) if F.dv else ()
 
     group = sizes.heads_q // sizes.heads_k
     for g in range(group):
         h = head_k * group + g
-        rows = query_rows(tensors, sizes, at, h, q_matrix, do_matrix, lse2, delta, F)
+        rows = query_rows(tensors, sizes, at, h, (q_matrix, q_rest), (do_matrix, do_rest), lse2, delta, F)
         if F.lists:
             partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
             for t in range(partials):
@@ -193,12 +205,11 @@ def dkdv_kernel(tensors, sizes, scales, q_matrix, do_matrix, lse2, delta, F: tl.
     if F.dk:
         row = sizes.heads_k * F.head_dim
         base = tensors.dk + token * row + head_k * F.head_dim
-        store_tile(base, row, n0, left, dk * scales.softmax, F.tile_n, F.head_dim, F.width)
+        store_rows(base, row, n0, left, dk, scales.softmax, F.tile_n, False, F)
     if F.dv:
         row = sizes.heads_k * F.head_dim_v
         base = tensors.dv + token * row + head_k * F.head_dim_v
-        dv = dv * scales.keep if F.dropout else dv
-        store_tile(base, row, n0, left, dv, F.tile_n, F.head_dim_v, F.width_v)
+        store_rows(base, row, n0, left, dv, scales.keep if F.dropout else 1.0, F.tile_n, True, F)
 
 
 @triton.jit
@@ -208,15 +219,15 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.con
     n0, k, v = keys
     j = n0 + tl.arange(0, F.tile_n)
     left = at.seqlen_q - m0
-    q = load_streamed(rows.q, m0, left, None, F.tile_m, F.head_dim, F.width, FULL, F)
-    do = load_streamed(rows.do, m0, left, None, F.tile_m, F.head_dim_v, F.width_v, FULL, F)
+    q = load_streamed(rows.q, m0, left, None, F.tile_m, False, FULL, F)
+    do = load_streamed(rows.do, m0, left, None, F.tile_m, True, FULL, F)
     if F.tma and FULL and not F.packed:
         line = (rows.at_line + m0).to(tl.int32)
         lse2 = rows.lse2.load([line])
         delta = rows.delta.load([line]) if F.dk else lse2
     else:
         lse2, delta = statistics(tensors, rows.at_line, i, at.seqlen_q, False)
-    s2, s = scored(dot(k, tl.trans(q), None, F), rows.h, i[None, :], j[:, None], scales, at, F)
+    s2, s = scored(inner(k, q, F), rows.h, i[None, :], j[:, None], scales, at, F)
     p = power(s2 - lse2[None, :], F)
     inside = (j[:, None] < at.seqlen_k) & (i[None, :] < at.seqlen_q)
     if not FULL:
@@ -229,10 +240,10 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.con
     if F.dropout:
         z = tl.trans(dropout_keep(m0, n0, at.b, rows.h, tensors, sizes, F.tile_m, F.tile_n))
     if F.dk:
-        dp = dot(v, tl.trans(do), None, F)
+        dp = inner(v, do, F)
     if F.dv:
         dropped = tl.where(z, p, 0.0) if F.dropout else p
-        dv = dot(dropped.to(do.dtype), do, dv, F)
+        dv = accumulate(dropped.to(do[0].dtype), do, dv, F)
     if F.dk:
         if F.dropout:
             dp = tl.where(z, dp * scales.keep, 0.0)
@@ -246,7 +257,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.con
             F.columns(ds, p > 0.0, inside, line, j < at.seqlen_k, s, at.b, rows.h, i[None, :], j[:, None], at)
         if F.slope is not None:
             ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[None, :], j[:, None], at))
-        dk = dot(ds.to(q.dtype), q, dk, F)
+        dk = accumulate(ds.to(q[0].dtype), q, dk, F)
     return dk, dv
 
 
@@ -254,7 +265,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.con
 
 
 class Query(NamedTuple):
-    """A query tile: q, dO (tile_m, D), and lse2, delta and the key interval of its rows."""
+    """A query tile: q and dO, tiles of (tile_m, D), and lse2, delta and the key interval of its rows."""
 
     m0: Any
     q: Any
@@ -266,17 +277,18 @@ class Query(NamedTuple):
 
 
 @triton.jit
-def dq_kernel(tensors, sizes, scales, k_matrix, v_matrix, F: tl.constexpr):
+def dq_kernel(tensors, sizes, scales, k_matrix, k_rest, v_matrix, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch); the last tiles first."""
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
     slot = sizes.blocks - 1 - pid % sizes.blocks
     h = (pid // sizes.blocks) % sizes.heads_q
     at = place(slot, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
-    rows = query_rows(tensors, sizes, at, h, None, None, None, None, F)
-    k, v = key_sources(tensors, sizes, at, h // (sizes.heads_q // sizes.heads_k), k_matrix, v_matrix, F)
+    rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
+    head_k = h // (sizes.heads_q // sizes.heads_k)
+    k, v = key_sources(tensors, sizes, at, head_k, (k_matrix, k_rest), (v_matrix, v_rest), F)
     query = load_query(at.block * F.tile_m, rows, tensors, at, F)
-    dq = tl.full([F.tile_m, F.width], 0.0, tl.float32)
+    dq = zeros(F.tile_m, False, F)
 
     if F.lists:
         partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
@@ -298,14 +310,14 @@ def dq_kernel(tensors, sizes, scales, k_matrix, v_matrix, F: tl.constexpr):
         token += tl.cast(at.b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * F.head_dim
     base = tensors.dq + token * row + h * F.head_dim
-    store_tile(base, row, query.m0, at.seqlen_q - query.m0, dq * scales.softmax, F.tile_m, F.head_dim, F.width)
+    store_rows(base, row, query.m0, at.seqlen_q - query.m0, dq, scales.softmax, F.tile_m, False, F)
 
 
 @triton.jit
 def load_query(m0, rows, tensors, at, F: tl.constexpr):
     left = at.seqlen_q - m0
-    q = load_tile(rows.q.pointer, rows.q.row, m0, left, None, F.tile_m, F.head_dim, F.width, True)
-    do = load_tile(rows.do.pointer, rows.do.row, m0, left, None, F.tile_m, F.head_dim_v, F.width_v, True)
+    q = load_rows(rows.q, m0, left, None, F.tile_m, False, True, F)
+    do = load_rows(rows.do, m0, left, None, F.tile_m, True, True, F)
     i = m0 + tl.arange(0, F.tile_m)
     lse2, delta = statistics(tensors, rows.at_line, i, at.seqlen_q, True)
     lo, hi = key_interval(i, rows.h, at, F)
@@ -328,13 +340,13 @@ def key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, FULL: tl.co
             first, last = query_interval(j, rows.h, at, F)
             alive = first < last
     # A key that no row here sees has dS = 0, and its row of K is not read: it may hold NaN.
-    k = load_streamed(k, n0, left, alive, F.tile_n, F.head_dim, F.width, FULL, F)
-    v = load_streamed(v, n0, left, alive, F.tile_n, F.head_dim_v, F.width_v, FULL, F)
-    s2, s = scored(dot(query.q, tl.trans(k), None, F), rows.h, i[:, None], j[None, :], scales, at, F)
+    k = load_streamed(k, n0, left, alive, F.tile_n, False, FULL, F)
+    v = load_streamed(v, n0, left, alive, F.tile_n, True, FULL, F)
+    s2, s = scored(inner(query.q, k, F), rows.h, i[:, None], j[None, :], scales, at, F)
     p = power(s2 - query.lse2[:, None], F)
     if not FULL:
         p = tl.where(kept, p, 0.0)
-    dp = dot(query.do, tl.trans(v), None, F)
+    dp = inner(query.do, v, F)
     if F.dropout:
         z = dropout_keep(query.m0, n0, at.b, rows.h, tensors, sizes, F.tile_m, F.tile_n)
         dp = tl.where(z, dp * scales.keep, 0.0)
@@ -346,7 +358,7 @@ def key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, FULL: tl.co
         F.leaves(ds, p > 0.0, inside, rows.line + i, i < at.seqlen_q, s, at.b, rows.h, i[:, None], j[None, :], at)
     if F.slope is not None:
         ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[:, None], j[None, :], at))
-    return dot(ds.to(k.dtype), k, dq, F)
+    return accumulate(ds.to(k[0].dtype), k, dq, F)
 
 
 # -- One tile of a pair bias, over what it is broadcast over -------------------------------------------------------
@@ -387,16 +399,16 @@ def tile_kernel(
 @triton.jit
 def pair_tile(m0, i, j, n0, h, at, tensors, sizes, scales, F: tl.constexpr):
     """dZ times the leaf's slope of one tile."""
-    rows = query_rows(tensors, sizes, at, h, None, None, None, None, F)
-    k, v = key_sources(tensors, sizes, at, h // (sizes.heads_q // sizes.heads_k), None, None, F)
+    rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
+    k, v = key_sources(tensors, sizes, at, h // (sizes.heads_q // sizes.heads_k), (None, None), (None, None), F)
     _, k, v = load_keys(k, v, n0, at, F)
     query = load_query(m0, rows, tensors, at, F)
-    s2, s = scored(dot(query.q, tl.trans(k), None, F), h, i[:, None], j[None, :], scales, at, F)
+    s2, s = scored(inner(query.q, k, F), h, i[:, None], j[None, :], scales, at, F)
     kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None]) & (i[:, None] < at.seqlen_q)
     if F.keep is not None:
         kept = kept & F.keep(at.b, h, i[:, None], j[None, :], at)
     p = tl.where(kept, power(s2 - query.lse2[:, None], F), 0.0)
-    dp = dot(query.do, tl.trans(v), None, F)
+    dp = inner(query.do, v, F)
     if F.dropout:
         z = dropout_keep(m0, n0, at.b, h, tensors, sizes, F.tile_m, F.tile_n)
         dp = tl.where(z, dp * scales.keep, 0.0)

@@ -89,7 +89,7 @@ def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
     return config.shared_memory(
         name,
         tiles,
-        (config.width(item.head_dim), config.width(item.head_dim_v)),
+        (config.columns(item.head_dim, tiles), config.columns(item.head_dim_v, tiles)),
         item.dtype.itemsize,
         streams,
         item.arch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ class Tiles:
     Attributes:
         tma: whole tiles are loaded through tensor descriptors (Hopper and newer) where the strides allow it.
         specialized: some warps load while others compute; needs tma.
+        pieces: a head dim that is no power of two is two pieces rather than padded, where :func:`pieces` finds two.
     """
 
     tile_m: int
@@ -33,9 +35,11 @@ class Tiles:
     num_stages: int
     tma: bool = False
     specialized: bool = False
+    pieces: bool = False
 
     def describe(self) -> str:
         how = (", tma" if self.tma else "") + (", specialised" if self.specialized else "")
+        how += ", pieces" if self.pieces else ""
         return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
 
 
@@ -84,6 +88,24 @@ def width(head_dim: int) -> int:
     return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
 
 
+def pieces(head_dim: int, apart: bool) -> tuple[tuple[int, int, int], ...]:
+    """``(first column, columns, width)`` of each tile that holds a head dim.
+
+    ``apart``, these are the largest power of two in it and the rest, padded, where that takes fewer columns than padding the
+    whole: 96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128.
+    """
+    first = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - first
+    if apart and first >= MIN_WIDTH and rest and first + width(rest) < width(head_dim):
+        return (0, first, first), (first, rest, width(rest))
+    return ((0, head_dim, width(head_dim)),)
+
+
+def columns(head_dim: int, tiles: Tiles) -> int:
+    """That the tiles of a head dim have, padding included."""
+    return sum(piece for _, _, piece in pieces(head_dim, tiles.pieces))
+
+
 @dataclass(frozen=True)
 class Streams:
     """What a problem brings into shared memory beside the tiles of its tensors.
@@ -105,7 +127,7 @@ def shared_memory(
 
     Args:
         kernel: "forward", "merge", "dkdv", "dk", "dv", "dq", "delta" or "tile".
-        widths: padded head dims of q, k and of v.
+        widths: :func:`columns` of q, k and of v.
     """
     w, wv = widths
     m, n, stages = tiles.tile_m, tiles.tile_n, max(tiles.num_stages, 1)
@@ -242,7 +264,7 @@ MERGE_KEYS = (
 
 def of_width(rows: dict[int, tuple], p: Problem) -> tuple:
     """The first row that holds p's head dims; empty where none does."""
-    return next((row for limit, row in rows.items() if max(width(p.head_dim), width(p.head_dim_v)) <= limit), ())
+    return next((row for limit, row in rows.items() if max(p.head_dim, p.head_dim_v) <= limit), ())
 
 
 def preceded(passes: dict[str, Tiles], measured: dict[str, Tiles]) -> dict[str, Tiles]:
@@ -279,9 +301,13 @@ def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[s
     """Each pass's tiles as :func:`fit` leaves them on p's device."""
     arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 1 << 30
     plain = p.spec.score is None and not p.spec.dropout_p and p.spec.region.predicate is None
-    widths, streams = (width(p.head_dim), width(p.head_dim_v)), Streams(pair_bytes, plain)
-    need = lambda kernel: lambda x: shared_memory(kernel, x, widths, p.dtype.itemsize, streams, arch)  # noqa: E731
-    return {kernel: fit(kernel, tiles, need(kernel), limit) for kernel, tiles in passes.items()}
+    streams = Streams(pair_bytes, plain)
+
+    def need(kernel: str, tiles: Tiles) -> int:
+        widths = columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)
+        return shared_memory(kernel, tiles, widths, p.dtype.itemsize, streams, arch)
+
+    return {kernel: fit(kernel, tiles, partial(need, kernel), limit) for kernel, tiles in passes.items()}
 
 
 # Where one query's heads share a tile: few rows, and as many loads in flight as fit.

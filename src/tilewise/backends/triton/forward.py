@@ -21,26 +21,29 @@ import triton.language as tl
 from tilewise.backends.triton.tile import (
     LN2,
     LOG2E,
-    dot,
+    accumulate,
     dropout_keep,
+    inner,
     key_interval,
     keys_to_visit,
     listed,
+    load_piece,
+    load_rows,
     load_streamed,
-    load_tile,
     partial_tile,
     place,
     plain_sizes,
     power,
     query_interval,
-    rows_of,
+    rescaled,
     source,
-    store_tile,
+    store_rows,
+    zeros,
 )
 
 
 class Query(NamedTuple):
-    """A query tile: its position and head, q (tile_m, D), its rows' key intervals, and the sources of k and v."""
+    """A query tile: its position and head, q, tiles of (tile_m, D), its rows' key intervals, and the sources of k and v."""
 
     m0: Any
     h: Any
@@ -52,17 +55,17 @@ class Query(NamedTuple):
 
 
 @triton.jit
-def forward_kernel(tensors, sizes, scales, k_matrix, v_matrix, F: tl.constexpr):
+def forward_kernel(tensors, sizes, scales, k_matrix, k_rest, v_matrix, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch, chunks); the last tiles first, which are the longest under a causal mask."""
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
     slot = sizes.blocks - 1 - pid % sizes.blocks
     h = (pid // sizes.blocks) % sizes.heads_q
     at = place(slot, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
-    query = load_query(tensors, sizes, at, h, k_matrix, v_matrix, F)
+    query = load_query(tensors, sizes, at, h, (k_matrix, k_rest), (v_matrix, v_rest), F)
     m = tl.full([F.tile_m], float("-inf"), tl.float32)
     l = tl.full([F.tile_m], 0.0, tl.float32)
-    acc = tl.full([F.tile_m, F.width_v], 0.0, tl.float32)
+    acc = zeros(F.tile_m, True, F)
 
     if F.lists:
         partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
@@ -91,15 +94,15 @@ def forward_kernel(tensors, sizes, scales, k_matrix, v_matrix, F: tl.constexpr):
 
 
 @triton.jit
-def load_query(tensors, sizes, at, h, k_matrix, v_matrix, F: tl.constexpr):
+def load_query(tensors, sizes, at, h, k_matrices, v_matrices, F: tl.constexpr):
     m0 = at.block * F.tile_m
-    base, row = rows_of(tensors.q, sizes.q, at, at.start_q, h, F)
-    q = load_tile(base, row, m0, at.seqlen_q - m0, None, F.tile_m, F.head_dim, F.width, True)
+    q = source(tensors.q, (None, None), sizes.q, sizes.q_view, at, at.start_q, h, F)
+    q = load_rows(q, m0, at.seqlen_q - m0, None, F.tile_m, False, True, F)
     i = m0 + tl.arange(0, F.tile_m)
     lo, hi = key_interval(i, h, at, F)
     head_k = h // (sizes.heads_q // sizes.heads_k)
-    k = source(tensors.k, k_matrix, sizes.k, sizes.k_view, at, at.start_k, head_k, F)
-    v = source(tensors.v, v_matrix, sizes.v, sizes.v_view, at, at.start_k, head_k, F)
+    k = source(tensors.k, k_matrices, sizes.k, sizes.k_view, at, at.start_k, head_k, F)
+    v = source(tensors.v, v_matrices, sizes.v, sizes.v_view, at, at.start_k, head_k, F)
     return Query(m0, h, q, lo, hi, k, v)
 
 
@@ -108,8 +111,8 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, FULL: tl.constex
     """Takes one key tile in (6). FULL: every row sees every key of it."""
     j = n0 + tl.arange(0, F.tile_n)
     left = at.seqlen_k - n0
-    k = load_streamed(query.k, n0, left, None, F.tile_n, F.head_dim, F.width, FULL, F)
-    s = dot(query.q, tl.trans(k), None, F)  # fp32 (tile_m, tile_n)
+    k = load_streamed(query.k, n0, left, None, F.tile_n, False, FULL, F)
+    s = inner(query.q, k, F)  # fp32 (tile_m, tile_n)
     if F.general:
         s = scored(s, query, j, scales, at, F)
     alive = None
@@ -140,8 +143,8 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, FULL: tl.constex
     if F.dropout:
         p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
     # A key that no row here sees has P = 0, and its row of V is not read: it may hold NaN.
-    v = load_streamed(query.v, n0, left, alive, F.tile_n, F.head_dim_v, F.width_v, FULL, F)
-    acc = dot(p.to(v.dtype), v, acc * rescale[:, None], F)
+    v = load_streamed(query.v, n0, left, alive, F.tile_n, True, FULL, F)
+    acc = accumulate(p.to(v[0].dtype), v, rescaled(acc, rescale), F)
     return m_new, l, acc
 
 
@@ -175,7 +178,6 @@ def finish(m, l, acc, m0, h, tensors, sizes, scales, at, F: tl.constexpr):
         lse = total
     if F.dropout:
         weight = weight * scales.keep
-    o = acc * weight[:, None]
 
     token = tl.cast(at.start_q, tl.int64)
     line = tl.cast(h, tl.int64) * sizes.seqlen_q + at.start_q
@@ -187,7 +189,7 @@ def finish(m, l, acc, m0, h, tensors, sizes, scales, at, F: tl.constexpr):
         token += tl.program_id(1) * tokens
         line += tl.program_id(1) * tokens * sizes.heads_q
     row = sizes.heads_q * F.head_dim_v
-    store_tile(tensors.o + (token * row + h * F.head_dim_v), row, m0, left, o, F.tile_m, F.head_dim_v, F.width_v)
+    store_rows(tensors.o + (token * row + h * F.head_dim_v), row, m0, left, acc, weight[:, None], F.tile_m, True, F)
     tl.store(tensors.lse + line + i, lse, mask=i < at.seqlen_q)
 
 
@@ -208,18 +210,18 @@ def merge_kernel(tensors, sizes, scales, parts, parts_lse, F: tl.constexpr):
     i = m0 + tl.arange(0, F.tile_m)
     m = tl.full([F.tile_m], float("-inf"), tl.float32)
     l = tl.full([F.tile_m], 0.0, tl.float32)
-    acc = tl.full([F.tile_m, F.width_v], 0.0, tl.float32)
+    acc = tl.full([F.tile_m, F.pieces_v[0][2]], 0.0, tl.float32)
     tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * F.head_dim_v
     for c in tl.range(sizes.chunk, loop_unroll_factor=4):  # so that four chunks are on their way at once
         line = (c * sizes.batch + at.b) * tl.cast(sizes.heads_q, tl.int64) * sizes.seqlen_q + h * sizes.seqlen_q
         lse = tl.load(parts_lse + line + i, mask=i < sizes.seqlen_q, other=float("-inf"))
         base = parts + ((c * tokens + at.b * sizes.seqlen_q) * row + h * F.head_dim_v)
-        o = load_tile(base, row, m0, at.seqlen_q - m0, None, F.tile_m, F.head_dim_v, F.width_v, True)
+        o = load_piece(base, row, m0, at.seqlen_q - m0, None, F.tile_m, True, 0, True, F)
         m_new = tl.maximum(m, lse)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         rescale, weight = tl.exp(m - shift), tl.exp(lse - shift)
         l = l * rescale + weight
         acc = acc * rescale[:, None] + o * weight[:, None]
         m = m_new
-    finish(m, l, acc, m0, h, tensors, sizes, scales, at, F)
+    finish(m, l, (acc,), m0, h, tensors, sizes, scales, at, F)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, empty_output, unit_last
-from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, decoding, width
+from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, columns, decoding, pieces
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
 from tilewise.backends.triton.facts import Facts
 from tilewise.problem import Problem, check
@@ -147,8 +147,8 @@ class Plan:
                 "tile_n": tiles.tile_n,
                 "head_dim": p.head_dim,
                 "head_dim_v": p.head_dim_v,
-                "width": width(p.head_dim),
-                "width_v": width(p.head_dim_v),
+                "pieces": pieces(p.head_dim, tiles.pieces),
+                "pieces_v": pieces(p.head_dim_v, tiles.pieces),
                 "align": align,
                 "packed": p.packed,
                 "lists": self.lists,
@@ -245,34 +245,34 @@ class Call:
         )  # fmt: skip
 
     def descriptors(self, tiles: Tiles, wanted: str) -> tuple:
-        """Tensor descriptors of the tensors named, a letter each; None for all where one is impossible.
+        """Two tensor descriptors of each tensor named, a letter each, for the pieces of its head dim, the second None where
+        there is one piece; None for all where one is impossible.
 
-        Whole tiles alone are read through them, so a block never leaves its sequence.
+        Whole tiles alone are read through them, so a block never leaves its sequence; columns neither: no piece is padded.
         """
-        none = (None,) * len(wanted)
+        none = (None,) * (2 * len(wanted))
         p = self.plan.p
-        padded = width(p.head_dim) != p.head_dim or width(p.head_dim_v) != p.head_dim_v
-        if not tiles.tma or self.align == 1 or padded:
+        if not tiles.tma or self.align == 1 or any(columns(d, tiles) != d for d in (p.head_dim, p.head_dim_v)):
             return none
         found = []
         for name in wanted:
             index = "qkvd".index(name)
             x = (self.q, self.k, self.v, self.do)[index]
             heads, rows = (p.heads_q, tiles.tile_m) if name in "qd" else (p.heads_k, tiles.tile_n)
-            key = (name, rows, self.strides[index])
+            blocks = tuple([rows, piece] for _, _, piece in pieces(x.shape[-1], tiles.pieces))
+            key = (name, rows, tiles.pieces, self.strides[index])
             if key not in self.plan.made:
                 strides = tuple(s * self.align for s in self.strides[index])
-                made = matrix(x, strides, heads, 1 if p.packed else p.batch)
-                empty, block = torch.empty(0, dtype=x.dtype), [rows, x.shape[-1]]
+                made, empty = matrix(x, strides, heads, 1 if p.packed else p.batch), torch.empty(0, dtype=x.dtype)
                 self.plan.made[key] = made and (
-                    kernels().TensorDescriptor(empty, *map(list, made[0]), block),
+                    [kernels().TensorDescriptor(empty, *map(list, made[0]), block) for block in blocks],
                     made[1],
                 )
             made = self.plan.made[key]
             if made is None:
                 return none
             self.views[index] = made[1]
-            found.append(rebased(made[0], x))
+            found += [rebased(made[0][n], x) if n < len(blocks) else None for n in (0, 1)]
         return tuple(found)
 
     def line_descriptors(self, tiles: Tiles, lse2: Tensor, delta: Tensor, wanted: bool) -> tuple:
@@ -433,10 +433,8 @@ class Again:
         tensors = kernels().Tensors(  # addresses: what the launcher would ask each tensor, and the driver, for
             q, k, v, o, lse, cu_q=t.cu_seqlens_q, cu_k=t.cu_seqlens_k, sink=t.sink, seed=t.seed, leaves=leaves
         )
-        k_matrix, v_matrix = self.descriptors
-        if k_matrix is not None:
-            k_matrix, v_matrix = rebased(k_matrix, t.k), rebased(v_matrix, t.v)
-        self.main(tensors, k_matrix, v_matrix)
+        bases = (t.k, t.k, t.v, t.v)
+        self.main(tensors, *[x and rebased(x, base) for x, base in zip(self.descriptors, bases, strict=True)])
         if self.merge is not None:
             self.merge(tensors._replace(o=out.o, lse=out.lse), to.o, to.lse)
         return True

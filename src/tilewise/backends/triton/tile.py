@@ -7,7 +7,8 @@ and :func:`plain_sizes` or the emitted functions undo that. Strides are in units
 compiler knows that rows start at multiples of 16 bytes. ``F`` are the compile-time facts (:class:`facts.Facts`).
 """
 
-# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
+# ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
+# tuples are added, not unpacked
 
 from typing import Any, NamedTuple
 
@@ -191,40 +192,62 @@ def rows_of(pointer, strides, at, start, h, F: tl.constexpr):
 
 
 class Source(NamedTuple):
-    """A head's rows of one tensor: pointer to the sequence's first row and row stride; descriptor (the pointer, unused, where
-    there is none) and the 32-bit coordinates of the sequence's first row in its matrix."""
+    """A head's rows of one tensor: pointer to the sequence's first row and row stride; descriptors, one for each piece of the
+    head dim (the pointer, unused, where there is none), and the 32-bit coordinates of the sequence's first row in their matrix.
+    """
 
     pointer: Any
     row: Any
-    matrix: Any
+    matrices: Any
     at_row: Any
     at_column: Any
 
 
 @triton.jit
-def source(tensor, matrix, strides, view, at, start, h, F: tl.constexpr):
-    """The :class:`Source` of head h; ``matrix`` a descriptor or None."""
+def source(tensor, matrices, strides, view, at, start, h, F: tl.constexpr):
+    """The :class:`Source` of head h; ``matrices`` two descriptors or Nones."""
     pointer, row = rows_of(tensor, strides, at, start, h, F)
     at_row = start + h * view[1]
     if not F.packed:
         at_row += at.b * view[0]
-    if matrix is None:
-        matrix = tensor
-    return Source(pointer, row, matrix, at_row, h * view[2])
+    first, rest = matrices
+    if first is None:
+        first = tensor
+    if rest is None:
+        rest = tensor
+    return Source(pointer, row, (first, rest), at_row, h * view[2])
+
+
+# -- Tiles of rows: a tuple, of one tile for each piece of the head dim (config.pieces) ----------------------------
+#
+# OF_V says which head dim it is, that of v, o and dO, or that of q and k.
 
 
 @triton.jit
-def load_tile(
-    pointer, row, first, left, alive, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+def load_piece(
+    pointer,
+    row,
+    first,
+    left,
+    alive,
+    TILE: tl.constexpr,
+    OF_V: tl.constexpr,
+    PIECE: tl.constexpr,
+    MASKED: tl.constexpr,
+    F: tl.constexpr,
 ):
-    """Rows ``first + 0..TILE``, ``(TILE, WIDTH)`` with columns past DIM zero; MASKED: rows past ``left`` or not alive too.
+    """Rows ``first + 0..TILE`` of one piece, padded with zeros; MASKED: rows past ``left`` or not alive are zero too.
 
     Args:
         alive: bool (TILE,) or None.
     """
+    PIECES: tl.constexpr = F.pieces_v if OF_V else F.pieces
+    START: tl.constexpr = PIECES[PIECE][0]
+    DIM: tl.constexpr = PIECES[PIECE][1]
+    WIDTH: tl.constexpr = PIECES[PIECE][2]
     r = tl.arange(0, TILE)
     c = tl.arange(0, WIDTH)
-    pointers = pointer + tl.cast(first, tl.int64) * row + (r[:, None] * row + c[None, :])
+    pointers = pointer + tl.cast(first, tl.int64) * row + (r[:, None] * row + (START + c)[None, :])
     if MASKED:
         ok = r < left
         if alive is not None:
@@ -240,33 +263,78 @@ def load_tile(
 
 
 @triton.jit
-def load_streamed(
-    x,
-    first,
-    left,
-    alive,
-    TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FULL: tl.constexpr,
-    F: tl.constexpr,
-):
-    """A tile of a :class:`Source`: whole ones by descriptor where there is one, others as :func:`load_tile` does."""
-    if F.tma and FULL:
-        return x.matrix.load([x.at_row + first, x.at_column])
-    else:
-        return load_tile(x.pointer, x.row, first, left, alive, TILE, DIM, WIDTH, not FULL)
+def load_rows(x, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr, MASKED: tl.constexpr, F: tl.constexpr):
+    """A tile of a :class:`Source` by pointers, as :func:`load_piece` does."""
+    PIECES: tl.constexpr = F.pieces_v if OF_V else F.pieces
+    tiles = ()
+    for n in tl.static_range(len(PIECES)):
+        tiles = tiles + (load_piece(x.pointer, x.row, first, left, alive, TILE, OF_V, n, MASKED, F),)
+    return tiles
 
 
 @triton.jit
-def store_tile(pointer, row, first, left, x, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def load_streamed(x, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr, FULL: tl.constexpr, F: tl.constexpr):
+    """A tile of a :class:`Source`: whole ones by descriptor where there is one, others as :func:`load_rows` does."""
+    if F.tma and FULL:
+        PIECES: tl.constexpr = F.pieces_v if OF_V else F.pieces
+        tiles = ()
+        for n in tl.static_range(len(PIECES)):
+            tiles = tiles + (x.matrices[n].load([x.at_row + first, x.at_column + PIECES[n][0]]),)
+        return tiles
+    else:
+        return load_rows(x, first, left, alive, TILE, OF_V, not FULL, F)
+
+
+@triton.jit
+def store_rows(pointer, row, first, left, x, factor, TILE: tl.constexpr, OF_V: tl.constexpr, F: tl.constexpr):
+    """The first ``left`` rows of ``x · factor``, a tuple of tiles; ``factor`` a number, or one for each row."""
+    PIECES: tl.constexpr = F.pieces_v if OF_V else F.pieces
     r = tl.arange(0, TILE)
-    c = tl.arange(0, WIDTH)
-    pointers = pointer + tl.cast(first, tl.int64) * row + (r[:, None] * row + c[None, :])
-    ok = (r < left)[:, None]
-    if DIM < WIDTH:
-        ok = ok & (c < DIM)[None, :]
-    tl.store(pointers, x.to(pointer.dtype.element_ty), mask=ok)
+    for n in tl.static_range(len(PIECES)):
+        c = tl.arange(0, PIECES[n][2])
+        columns = (PIECES[n][0] + c)[None, :]
+        ok = (r < left)[:, None]
+        if PIECES[n][1] < PIECES[n][2]:
+            ok = ok & (c < PIECES[n][1])[None, :]
+        pointers = pointer + tl.cast(first, tl.int64) * row + (r[:, None] * row + columns)
+        tl.store(pointers, (x[n] * factor).to(pointer.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def zeros(TILE: tl.constexpr, OF_V: tl.constexpr, F: tl.constexpr):
+    """A tuple of fp32 sums that start."""
+    PIECES: tl.constexpr = F.pieces_v if OF_V else F.pieces
+    tiles = ()
+    for n in tl.static_range(len(PIECES)):
+        tiles = tiles + (tl.full([TILE, PIECES[n][2]], 0.0, tl.float32),)
+    return tiles
+
+
+@triton.jit
+def rescaled(x, factor):
+    """Each tile of a tuple times a number for each of its rows."""
+    tiles = ()
+    for n in tl.static_range(len(x)):
+        tiles = tiles + (x[n] * factor[:, None],)
+    return tiles
+
+
+@triton.jit
+def inner(a, b, F: tl.constexpr):
+    """``a bᵀ``, summed over the head dim: (rows of a, rows of b)."""
+    s = dot(a[0], tl.trans(b[0]), None, F)
+    for n in tl.static_range(1, len(a)):
+        s = dot(a[n], tl.trans(b[n]), s, F)
+    return s
+
+
+@triton.jit
+def accumulate(p, x, acc, F: tl.constexpr):
+    """``p x + acc``, tuples of tiles both; p (rows of acc, rows of x)."""
+    tiles = ()
+    for n in tl.static_range(len(x)):
+        tiles = tiles + (dot(p, x[n], acc[n], F),)
+    return tiles
 
 
 @triton.jit

@@ -25,7 +25,17 @@ from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, ca
 from tilewise import accuracy
 from tilewise.backends.base import Inputs
 from tilewise.backends.triton import Triton, config, interpreting, launch, maths
-from tilewise.backends.triton.config import INTERPRETED, TABLE, Config, Streams, Tiles, fit, shared_memory, width
+from tilewise.backends.triton.config import (
+    INTERPRETED,
+    TABLE,
+    Config,
+    Streams,
+    Tiles,
+    fit,
+    pieces,
+    shared_memory,
+    width,
+)
 from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify, spans
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
@@ -247,8 +257,8 @@ def test_a_second_forward_is_the_first_with_new_addresses(monkeypatch):
     (grid, first), (again, second) = calls
     assert again == (*grid, 1)
     assert (second[0].q, second[0].v, second[0].lse) == (new.t.q.data_ptr(), new.t.v.data_ptr(), out.lse.data_ptr())
-    assert all(x is y for x, y in zip(first[1:3] + first[5:], second[1:3] + second[5:], strict=True))
-    assert [d.base is x for d, x in zip(second[3:5], (new.t.k, new.t.v), strict=True)] == [True, True]
+    assert all(x is y for x, y in zip(first[1:3] + first[7:], second[1:3] + second[7:], strict=True))
+    assert [second[3].base, second[5].base] == [new.t.k, new.t.v]
     new.t.q = torch.empty(new.t.q.numel() + 1, dtype=torch.bfloat16)[1:].view(new.t.q.shape)  # at an odd address
     launch.forward(plan, new.t)
     assert calls[2][1][0].q is new.t.q
@@ -294,6 +304,30 @@ def test_tiles_shrink_until_a_bias_fits_beside_them():
 
 def test_head_dims_are_padded_to_powers_of_two():
     assert [width(n) for n in (1, 16, 17, 64, 80, 512)] == [16, 16, 32, 64, 128, 512]
+
+
+def test_a_head_dim_is_two_pieces_only_where_they_have_fewer_columns():
+    widths = {n: [w for _, _, w in pieces(n, True)] for n in (8, 24, 64, 72, 80, 96, 112, 160, 192, 576)}
+    two = {72: [64, 16], 80: [64, 16], 96: [64, 32], 160: [128, 32], 192: [128, 64], 576: [512, 64]}
+    assert widths == {8: [16], 24: [32], 64: [64], 112: [128]} | two
+    for n in range(1, 577):
+        for apart in (False, True):
+            held = [column for first, count, w in pieces(n, apart) for column in range(first, first + min(count, w))]
+            assert held == list(range(n))
+
+
+# 48 is 32 + 16 and 40 is 32 + 8 of 16; the second row has descriptors.
+@pytest.mark.parametrize(("dv", "tma"), [(40, False), (48, True)], ids=["padded", "tma"])
+@pytest.mark.parametrize("passes", [3, 4])
+def test_pieces_of_a_head_dim_add_up(passes, dv, tma):
+    tiles = Config(*[Tiles(32, 32, 4, 1, tma=tma, pieces=True)] * passes)
+    agree(Triton(tiles), call(*qkv(batch=1, nq=70, nk=80, hq=2, hk=1, d=48, dv=dv, dtype=torch.bfloat16), causal=True))
+
+
+def test_pieces_are_split_merged_and_biased():
+    tiles = Config(*[Tiles(32, 32, 4, 1, pieces=True)] * 3, split=64)
+    bias = normal(1, 40, 150).requires_grad_()  # of all heads: its gradient is a pass of its own
+    agree(Triton(tiles), call(*qkv(batch=1, nq=40, nk=150, hq=2, hk=1, d=40, dv=24), score=tw.bias(bias)))
 
 
 def test_importing_tilewise_imports_no_triton():

@@ -134,18 +134,7 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
     left = sizes.seqlen_q - m0
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * F.head_dim_v
-    o = load_piece(
-        tensors.o + token * row + h * F.head_dim_v,
-        row,
-        m0,
-        left,
-        None,
-        F.tile_m,
-        0,
-        F.head_dim_v,
-        F.pieces_v[0][2],
-        True,
-    )
+    o = load_piece(tensors.o + token * row + h * F.head_dim_v, row, m0, left, None, F.tile_m, True, 0, True, F)
     do_row = sizes.do[1] * F.align
     base = (tl.cast(sizes.do[2], tl.int64) * h + tl.cast(sizes.do[0], tl.int64) * b) * F.align
     do = load_piece(tensors.do + base, do_row, m0, left, None, F.tile_m, True, 0, True, F)

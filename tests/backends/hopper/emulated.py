@@ -129,23 +129,29 @@ class Rooms:
 
 
 class Matrix:
-    """A head's rows in global memory as tiles of ``rows``: read with zeros past the end, written without them."""
+    """Rows in global memory as tiles of ``shape``, (queries, heads): read with zeros past the end, written without them.
 
-    def __init__(self, values: np.ndarray, rows: int, width: int):
-        self.values, self.rows, self.width = values, rows, width
+    ``values``: (row, head, column) of all heads that a tile may hold, of which those of block ``block`` are meant.
+    """
+
+    def __init__(self, values: np.ndarray, shape: tuple[int, int], width: int, block: int = 0):
+        first, last = block * shape[1], (block + 1) * shape[1]
+        self.values, self.shape, self.width = values[:, first:last], shape, width
 
     def __getitem__(self, index: tuple):
         return self, index[-1]
 
+    def _part(self, n: int) -> np.ndarray:
+        return self.values[n * self.shape[0] : (n + 1) * self.shape[0]] if n >= 0 else self.values[:0]
+
     def read(self, n: int) -> np.ndarray:
-        found = np.zeros((self.rows, self.width), np.float32)
-        part = self.values[n * self.rows : (n + 1) * self.rows] if n >= 0 else self.values[:0]
-        found[: part.shape[0], : part.shape[1]] = part
-        return found
+        found, part = np.zeros((*self.shape, self.width), np.float32), self._part(n)
+        found[: part.shape[0], : part.shape[1], : part.shape[2]] = part
+        return found.reshape(-1, self.width)
 
     def write(self, n: int, tile: np.ndarray) -> None:
-        part = self.values[n * self.rows : (n + 1) * self.rows]
-        part[:] = tile[: part.shape[0], : part.shape[1]]
+        part = self._part(n)
+        part[:] = tile.reshape(*self.shape, -1)[: part.shape[0], : part.shape[1], : part.shape[2]]
 
 
 def copy(atom, source, target, tma_bar_ptr: Pointer | None = None) -> None:
@@ -155,7 +161,7 @@ def copy(atom, source, target, tma_bar_ptr: Pointer | None = None) -> None:
         return
     (matrix, m), (rooms, n) = source, target
     rooms.tiles[n] = matrix.read(m)
-    tma_bar_ptr.barrier.change(0, -2 * matrix.rows * matrix.width)
+    tma_bar_ptr.barrier.change(0, -2 * prod(matrix.shape) * matrix.width)
 
 
 # -- The stand-in --------------------------------------------------------------------------------------------------
@@ -273,15 +279,16 @@ def _stand_in(forward, tile) -> None:
     def to_p(t, x) -> None:
         t.p.values[:] = rounded(t.s.values, x.dtype)
 
-    def put_lse(lse, at, i, value, work) -> None:
-        mine = (THREADS % 4 == 0) & (i < work.seqlen_q)
-        lse[at.batch, at.head, i[mine]] = np.broadcast_to(value, i.shape)[mine]
+    def put_lse(lse, place, value, inside) -> None:
+        mine = (THREADS % 4 == 0) & inside
+        *place, value = (np.broadcast_to(x, mine.shape)[mine] for x in (*place, value))
+        lse[tuple(place)] = value
 
     def put_row(values, part_o, place, inside) -> None:
-        chunk, batch, head, i = place
+        *place, inside = (np.broadcast_to(x, THREADS.shape) for x in (*place, inside))
         for thread in THREADS[inside]:
             for c, value in enumerate(values[0, :, thread]):
-                part_o[chunk, batch, head, i[thread], tile.column_of(thread, c)] = value
+                part_o[(*(x[thread] for x in place), tile.column_of(thread, c))] = value
 
     def put_merged(o, lse, sums, statistic, column) -> None:
         lse[0] = statistic
@@ -295,9 +302,12 @@ def _stand_in(forward, tile) -> None:
         room.o.tiles[q_tile] = rounded(matrix_of(t.o.values), x.dtype)
 
     def cut(info, shape, origin, head, batch, room):
-        rows = shape[0] if origin[0] is None else shape[1]
-        width = shape[1] if origin[0] is None else shape[0]
-        return Matrix(info.values[batch, :, head], rows, width), room
+        if isinstance(shape[0], tuple):  # several heads of group ``head`` side by side
+            (heads, queries), width = shape
+            group = slice(head * info.group, (head + 1) * info.group)
+            return Matrix(info.values[batch, :, group], (queries, heads), width, origin[0][0]), room
+        rows, width = shape if origin[0] is None else shape[::-1]
+        return Matrix(info.values[batch, :, head : head + 1], (rows, 1), width), room
 
     for stand_in in (operands, to_p, put_lse, put_row, put_tile, cut):
         setattr(forward, stand_in.__name__, stand_in)
@@ -317,7 +327,7 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
     extra = forward.Extra(**dict(zip(config.extra, map(Global, extra), strict=True)))
     work = forward.Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
                         np.float32(scale2), np.float32(cap2), extra)  # fmt: skip
-    info = lambda x: SimpleNamespace(values=x, atom=None)  # noqa: E731
+    info = lambda x: SimpleNamespace(values=x, atom=None, group=work.group)  # noqa: E731
     tmas = forward.Tmas(info(q), info(k), info(v), info(o))
     for cta in range(ctas):
         ring, tiles = Rooms(t.slots), Rooms(t.q_tiles)

@@ -16,7 +16,7 @@ from tilewise.backends.hopper import config
 from tilewise.backends.hopper.config import DTYPES, REGISTERS, SHARED_LIMIT, TABLE, Band, shipped
 from tilewise.tiles import Grid
 
-ROWS = [tiles for row in TABLE.values() for tiles in row]
+ROWS = [*(tiles for row in TABLE.values() for tiles in row), *config.SHORT.values()]
 
 
 def problem(nq=70, nk=70, d=64, dv=None, dtype=torch.bfloat16, heads=4, **options):
@@ -29,7 +29,7 @@ def problem(nq=70, nk=70, d=64, dv=None, dtype=torch.bfloat16, heads=4, **option
 def test_a_row_fits_into_the_machine(tiles):
     assert tiles.shared.total <= SHARED_LIMIT
     assert tiles.warpgroups * tiles.registers + tiles.registers_load <= REGISTERS
-    assert max(tiles.registers, tiles.registers_load) <= 248
+    assert max(tiles.registers, tiles.registers_load) <= 256
     assert all(n % 8 == 0 for n in (tiles.registers, tiles.registers_load))
     # Three blocks are in use or on their way at least; boxes hold at most 256 rows, and P has whole k steps of 16 keys.
     assert tiles.slots >= 3
@@ -105,7 +105,7 @@ def test_a_single_query_has_no_moving_end():
 
 # -- Split keys ----------------------------------------------------------------------------------------------------
 
-D128 = TABLE[128, 128][0]
+D128 = config.Config(TABLE[128, 128][0], "bf16", "full")
 SPLITS = {  # heads, queries, keys: whether 132 cores would be idle enough
     "one-head": ((1, 4096, 4096), True),
     "decode": ((8, 1, 8192), True),
@@ -119,14 +119,15 @@ SPLITS = {  # heads, queries, keys: whether 132 cores would be idle enough
 @pytest.mark.parametrize("name", SPLITS)
 def test_keys_are_split_where_the_machine_would_be_idle(name):
     (heads, seqlen_q, seqlen_k), split = SPLITS[name]
-    assert config.splits(heads, seqlen_q, seqlen_k, D128, 132) == split
+    assert config.splits(D128, heads, seqlen_q, seqlen_k, 132) == split
 
 
 @pytest.mark.parametrize("tiles", ROWS, ids=str)
 def test_chunks_are_nearly_equal_and_no_shorter_than_they_may_be(tiles):
+    c = replace(D128, tiles=tiles)
     for seqlen_q in (1, 5000):
         for seqlen_k in range(1, 70_000, 977):
-            blocks, parts = -(-seqlen_k // tiles.tile_n), config.chunks(seqlen_q, seqlen_k, tiles)
+            blocks, parts = -(-seqlen_k // tiles.tile_n), config.chunks(c, seqlen_q, seqlen_k)
             size = -(-blocks // parts)
             assert parts <= config.PARTS[seqlen_q == 1]
             assert parts == 1 or size * tiles.tile_n >= config.CHUNK
@@ -141,6 +142,22 @@ def test_a_deterministic_call_splits_whoever_shares_its_batch(monkeypatch):
         p = call(q, k, k, deterministic=deterministic).p
         chosen[batch, deterministic] = config.choose(replace(p, spec=replace(p.spec, needs_grad=False))).split
     assert chosen == {(1, False): True, (100, False): False, (1, True): True, (100, True): True}
+
+
+HEADS = {  # group, queries: heads in a tile
+    "no-group": (1, 1, 1),
+    "decode": (8, 1, 8),
+    "group-of-5": (5, 1, 8),
+    "group-of-32": (32, 1, 64),
+    "a-few-queries": (4, 8, 8),
+    "many-queries": (8, 4096, 1),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_share_a_tile_where_that_makes_tiles_fewer(name):
+    group, seqlen_q, heads = HEADS[name]
+    assert config.grouped(D128, group, seqlen_q).heads == heads
 
 
 REFUSED = {

@@ -31,9 +31,8 @@ def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
     chosen = config.choose(c.p)
     plan = hopper.Plan(c.p, replace(chosen, tiles=tiles or chosen.tiles, **flags))
     lo, hi, section, _, *rest = plan.numbers
-    groups = c.p.batch * c.p.heads_q * -(-c.p.seqlen_q // plan.config.tiles.tile_m) * plan.grid.chunks
     extra = [(x.fill_(torch.nan) if x.is_floating_point() else x).numpy() for x in plan.extra(c.t)]
-    numbers = lo, hi, section, min(ctas, groups), *rest, *extra
+    numbers = lo, hi, section, min(ctas, plan.grid.tiles), *rest, *extra
     keys = slice(plan.band.start, plan.band.stop)
     q, k, v = (x.float().numpy() for x in (c.t.q, c.t.k[:, keys], plan.values(c.t)[:, keys]))
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
@@ -119,6 +118,27 @@ def test_chunks_of_keys_merge_into_attention(name, small_chunks):
     tensors, options = CASES[name]
     c = without_gradient(call(*tensors, **options))
     out = emulate(c, SMALL, ctas=3, split=True)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+GROUPED = {  # queries, heads: also groups that a tile does not hold or divide, and rows of several tiles
+    "one-query": ((1, 300), (8, 1), {"causal": True}),
+    "group-of-3": ((5, 300), (6, 2), {"causal": True}),
+    "group-of-12": ((9, 200), (12, 1), {"mask": tw.window(60, 2)}),
+    "two-tiles": ((37, 130), (8, 2), {"causal": True}),
+    "sink": ((3, 200), (5, 1), {"sink": normal(5, seed=8)}),
+    "empty-rows": ((20, 7), (4, 1), {"causal": True, "sink": normal(4, seed=8)}),
+}
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("name", GROUPED)
+def test_heads_of_a_group_share_a_tile(name, heads, split, small_chunks):
+    lengths, shape, options = GROUPED[name]
+    c = without_gradient(call(*qkv(*lengths, heads=shape, batch=2), **options))
+    out = emulate(c, replace(SMALL, warpgroups=1), ctas=3, heads=heads, split=split)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     assert not [str(e) for e in errors if not e.ok]
 

@@ -100,6 +100,7 @@ class Config:
     Attributes:
         dtype: of DTYPES. form: of FORMS.
         split: the keys of a query tile are cut into chunks, whose states a second kernel merges.
+        heads: query heads of a group that a tile holds side by side, so that its keys serve them all; divides ROWS.
     """
 
     tiles: Tiles
@@ -107,6 +108,16 @@ class Config:
     form: str
     softcap: bool = False
     split: bool = False
+    heads: int = 1
+
+    @property
+    def queries(self) -> int:
+        """Of one warpgroup."""
+        return ROWS // self.heads
+
+    @property
+    def tile_queries(self) -> int:
+        return self.queries * self.tiles.warpgroups
 
     @property
     def extra(self) -> tuple[str, ...]:
@@ -133,19 +144,21 @@ class Config:
         t = self.tiles
         dims = f"d{t.width}" + (f"v{t.width_v}" if t.width_v != t.width else "")
         flags = "".join(f"_{name}" for name in ("softcap", "split") if getattr(self, name))
+        flags += f"_heads{self.heads}" if self.heads > 1 else ""
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}_{t.name}"
 
     def describe(self) -> str:
         t = self.tiles
-        split = ", keys split" if self.split else ""
+        extra = f", {self.heads} heads of a group in a tile" if self.heads > 1 else ""
+        extra += ", keys split" if self.split else ""
         return (
             f"{t.tile_m} x {t.tile_n}, {t.warpgroups} warpgroups compute and one loads, {t.slots} blocks of K or V in flight, "
-            f"{t.shared.total >> 10} KiB shared{split}"
+            f"{t.shared.total >> 10} KiB shared{extra}"
         )
 
     def traffic(self, p: Problem) -> int:
         """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
-        keys = p.heads_q * -(-p.seqlen_q // self.tiles.tile_m) * p.seqlen_k
+        keys = p.heads_k * -(-p.group // self.heads) * -(-p.seqlen_q // self.tile_queries) * p.seqlen_k
         return p.dtype.itemsize * p.batch * (p.heads_q * p.seqlen_q + keys) * (p.head_dim + p.head_dim_v)
 
 
@@ -314,11 +327,32 @@ def choose(p: Problem) -> Config:
     rows = (dims for dims in TABLE if not capped or dims in SOFTCAP)
     dims = next(d for d in rows if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     tiles = tiles_of(dims, form, heavy=capped and form == "rows")
-    config = Config(tiles, DTYPES[str(p.dtype)], form, capped)
+    config = grouped(Config(tiles, DTYPES[str(p.dtype)], form, capped), p.group, p.seqlen_q)
     # Deterministic results do not depend on batch-mates: the choice to split then looks at one sequence.
-    heads = p.heads_q * (1 if p.spec.deterministic else p.batch)
-    split = splits(heads, p.seqlen_q, band.stop - band.start, config.tiles, devices.of(p.device).cores)
+    heads = p.heads_k * (1 if p.spec.deterministic else p.batch) * -(-p.group // config.heads)
+    split = splits(config, heads, p.seqlen_q, band.stop - band.start, devices.of(p.device).cores)
     return replace(config, split=split)
+
+
+# How many heads of a group a tile may hold where queries are few, and the tiles that then do, by head dims: the first row
+# that holds both.
+HEADS = (8, 64)
+SHORT = {
+    (64, 64): Tiles(64, 64, 1, 128, 8, 2, 256),
+    (128, 128): Tiles(128, 128, 1, 128, 5, 2, 256),
+    (192, 128): Tiles(192, 128, 1, 128, 4, 1, 256),
+    (256, 256): Tiles(256, 256, 1, 80, 4, 1, 256),
+}
+
+
+def grouped(config: Config, group: int, seqlen_q: int) -> Config:
+    """The config with as many heads of a group in a tile as make the tiles fewest, where that is fewer."""
+    if config.form == "rows":  # a head's rows end where its own tensors say
+        return config
+    t = config.tiles
+    tiles = next(tiles for dims, tiles in SHORT.items() if t.width <= dims[0] and t.width_v <= dims[1])
+    short = [replace(config, tiles=tiles, heads=heads) for heads in HEADS]
+    return min([config, *short], key=lambda c: -(-group // c.heads) * -(-seqlen_q // c.tile_queries))
 
 
 # Chunks of a sequence's keys at most: where its queries fill several tiles, and where one tile holds them.
@@ -328,19 +362,19 @@ CHUNK = 256  # keys, at least
 OPEN, MERGE = 1.5, 3.0
 
 
-def chunks(seqlen_q: int, seqlen_k: int, tiles: Tiles) -> int:
+def chunks(config: Config, seqlen_q: int, seqlen_k: int) -> int:
     """Into how many parts the keys of a query tile are cut where they are: of nearly equal numbers of key blocks, which
     depend on the lengths of one sequence alone."""
-    blocks = -(-seqlen_k // tiles.tile_n)
-    size = max(-(-blocks // PARTS[seqlen_q <= tiles.tile_m]), -(-CHUNK // tiles.tile_n))
+    blocks = -(-seqlen_k // config.tiles.tile_n)
+    size = max(-(-blocks // PARTS[seqlen_q <= config.tile_queries]), -(-CHUNK // config.tiles.tile_n))
     return -(-blocks // size)
 
 
-def splits(heads: int, seqlen_q: int, seqlen_k: int, tiles: Tiles, cores: int) -> bool:
-    """Whether the keys of ``heads`` heads are cut into chunks: where tiles fill less than half of the machine, if that
-    saves a third of the time, counted in key blocks of the busiest core."""
-    count, blocks = heads * -(-seqlen_q // tiles.tile_m), -(-seqlen_k // tiles.tile_n)
-    parts = chunks(seqlen_q, seqlen_k, tiles) if blocks else 1
+def splits(config: Config, heads: int, seqlen_q: int, seqlen_k: int, cores: int) -> bool:
+    """Whether keys are cut into chunks: where the tiles of ``heads`` heads, those that share one counted once, fill less than
+    half of the machine, if that saves a third of the time, counted in key blocks of the busiest core."""
+    count, blocks = heads * -(-seqlen_q // config.tile_queries), -(-seqlen_k // config.tiles.tile_n)
+    parts = chunks(config, seqlen_q, seqlen_k) if blocks else 1
     split = -(-count * parts // cores) * (-(-blocks // parts) + OPEN) + MERGE
     return 2 * count < cores and 3 * split <= 2 * (blocks + OPEN)
 
@@ -366,9 +400,10 @@ def reasons(p: Problem) -> list[str]:
 
 @dataclass(frozen=True)
 class Grid:
-    """How a launch is spread: ``ctas`` that stay, ``section`` as in :class:`tilewise.backends.hopper.schedule.Order`, and the
-    ``chunks`` of keys."""
+    """How a launch is spread: over ``tiles``, ``ctas`` that stay, ``section`` as in
+    :class:`tilewise.backends.hopper.schedule.Order`, and ``chunks`` of keys."""
 
+    tiles: int
     ctas: int
     section: int
     chunks: int = 1
@@ -381,9 +416,9 @@ def spread(p: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     """Where tiles are equally long, one head after the other. Where not, as many heads at once as fill a round with SHARING
     tiles of each: rows of tiles are then nearly equal in a round, and to-and-fro evens out the rest.
 
-    A chunk of a head counts as a head here.
+    A chunk of a head counts as a head here, and heads that share a tile as one.
     """
-    parts = chunks(p.seqlen_q, seqlen_k, config.tiles) if config.split else 1
-    heads = p.batch * p.heads_q * parts
-    tiles = heads * -(-p.seqlen_q // config.tiles.tile_m)
-    return Grid(min(tiles, cores), 1 if config.form == "full" else min(heads, max(1, cores // SHARING)), parts)
+    parts = chunks(config, p.seqlen_q, seqlen_k) if config.split else 1
+    heads = p.batch * p.heads_k * -(-p.group // config.heads) * parts
+    tiles = heads * -(-p.seqlen_q // config.tile_queries)
+    return Grid(tiles, min(tiles, cores), 1 if config.form == "full" else min(heads, max(1, cores // SHARING)), parts)

@@ -67,7 +67,8 @@ class Work(NamedTuple):
 
 
 class Tmas(NamedTuple):
-    """Descriptors, coordinates and shared layouts: q, k, o as (rows, columns, head, batch), v as (columns, rows, ..)."""
+    """Descriptors, coordinates and shared layouts: q, k, o as (rows, columns, head, batch), v as (columns, rows, ..). Where a
+    tile holds several heads of a group, q's and o's rows are (head of the group, row), and the third is the group."""
 
     q: cpasync.TmaInfo
     k: cpasync.TmaInfo
@@ -91,7 +92,8 @@ class Room(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A query tile: its first row, head and batch index, its key blocks ``[start, stop)``, and which chunk they are of."""
+    """A query tile: its first query, its (first) head and batch index, its key blocks ``[start, stop)``, and which chunk they
+    are of."""
 
     row: I32
     head: I32
@@ -110,8 +112,18 @@ def band(batch, head, work: Work, x: Config) -> schedule.Band:
 
 
 def order(work: Work, x: Config) -> schedule.Order:
-    m_blocks = (work.seqlen_q + x.tiles.tile_m - 1) // x.tiles.tile_m
-    return schedule.Order(m_blocks, work.batch * work.heads_q * chunks_of(work, x), work.section, x.has_upper)
+    m_blocks = (work.seqlen_q + x.tile_queries - 1) // x.tile_queries
+    return schedule.Order(m_blocks, work.batch * heads_of(work, x) * chunks_of(work, x), work.section, x.has_upper)
+
+
+def heads_of(work: Work, x: Config):
+    """How many tiles hold all heads of a batch element."""
+    return work.heads_q if x.heads == 1 else work.heads_q // work.group * head_blocks(work, x)
+
+
+def head_blocks(work: Work, x: Config):
+    """How many tiles hold the heads of a group."""
+    return (work.group + x.heads - 1) // x.heads
 
 
 def chunks_of(work: Work, x: Config):
@@ -122,11 +134,14 @@ def place_of(round_, work: Work, x: Config) -> Place:
     """The CTA's tile in a round."""
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     m_block, pair = schedule.tile_at(n, order(work, x), PICK)
-    row, chunk, chunks = m_block * x.tiles.tile_m, None, chunks_of(work, x)
+    row, chunk, chunks, heads = m_block * x.tile_queries, None, chunks_of(work, x), heads_of(work, x)
     if x.split:
         pair, chunk = pair // chunks, pair % chunks
-    head, batch = pair % work.heads_q, pair // work.heads_q
-    start, stop = schedule.key_blocks(row, x.tiles.tile_m, x.tiles.tile_n, band(batch, head, work, x), PICK)
+    head, batch = pair % heads, pair // heads
+    if x.heads > 1:
+        blocks = head_blocks(work, x)
+        head = head // blocks * work.group + head % blocks * x.heads
+    start, stop = schedule.key_blocks(row, x.tile_queries, x.tiles.tile_n, band(batch, head, work, x), PICK)
     if x.split:
         size = schedule.chunk_blocks((work.seqlen_k + x.tiles.tile_n - 1) // x.tiles.tile_n, chunks)
         start, stop = schedule.within_chunk((start, stop), chunk, size, PICK)
@@ -135,6 +150,18 @@ def place_of(round_, work: Work, x: Config) -> Place:
 
 def rounds_of(work: Work, x: Config):
     return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
+
+
+def row_at(at: Place, w, r, work: Work, x: Config):
+    """Query and head of a thread's r-th row in warpgroup ``w``, and whether there are such: a tile holds queries one after the
+    other, or, of each in turn, several heads of a group."""
+    row = tile.row_of(cute.arch.thread_idx()[0] % 128, r)
+    if x.heads == 1:
+        i = at.row + w * ROWS + row
+        return i, at.head, i < work.seqlen_q
+    i, head = at.row + w * x.queries + row // x.heads, at.head + row % x.heads
+    last = at.head // work.group * work.group + work.group - 1
+    return i, PICK.smaller(head, last), PICK.smaller(work.seqlen_q - i, last + 1 - head) > 0
 
 
 # -- Shared memory -------------------------------------------------------------------------------------------------
@@ -181,6 +208,14 @@ def cut(info: cpasync.TmaInfo, shape, origin, head, batch, room: cute.Tensor):
     return g, s
 
 
+def cut_queries(info: cpasync.TmaInfo, width: int, at: Place, work: Work, x: Config, room: cute.Tensor):
+    """Q's or O's rows for a warpgroup, as :func:`cut`; the tile is at.row // x.queries + w."""
+    if x.heads == 1:
+        return cut(info, (ROWS, width), (None, 0), at.head, at.batch, room)
+    shape, block = ((x.heads, x.queries), width), at.head % work.group // x.heads
+    return cut(info, shape, ((block, None), 0), at.head // work.group, at.batch, room)
+
+
 # -- Load ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +239,7 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
         head_k = at.head // work.group
-        gQ, sQ = cut(tmas.q, (ROWS, c.width), (None, 0), at.head, at.batch, room.q)
+        gQ, sQ = cut_queries(tmas.q, c.width, at, work, x, room.q)
         gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.batch, room.k)
         gV, sV = cut(tmas.v, (c.width_v, c.tile_n), (0, None), head_k, at.batch, room.v)
 
@@ -213,7 +248,7 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
         slot, phase = schedule.after(slot, phase, c.slots)
         for w in cutlass.range_constexpr(c.warpgroups):
             n_q = w * c.q_stages + q_stage
-            g, s = gQ[None, at.row // ROWS + w], sQ[None, n_q]
+            g, s = gQ[None, at.row // x.queries + w], sQ[None, n_q]
             fetch(tmas.q, g, s, q_bytes, room.q_full + n_q, room.q_empty + n_q, q_phase)
         q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
         for step in cutlass.range(at.stop - at.start - 1, unroll=1):
@@ -237,10 +272,10 @@ def store(tmas: Tmas, room: Room, w, work: Work, x: cutlass.Constexpr):
     stage, phase = I32(0), I32(0)
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
-        gO, sO = cut(tmas.o, (ROWS, c.width_v), (None, 0), at.head, at.batch, room.o)
+        gO, sO = cut_queries(tmas.o, c.width_v, at, work, x, room.o)
         n = w * c.q_stages + stage
         cute.arch.mbarrier_wait(room.o_full + n, phase)
-        cute.copy(tmas.o.atom, sO[None, n], gO[None, at.row // ROWS + w])
+        cute.copy(tmas.o.atom, sO[None, n], gO[None, at.row // x.queries + w])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         with cute.arch.elect_one():
@@ -388,8 +423,8 @@ class Limits(NamedTuple):
 
 
 def limits_of(row, thread, kept: schedule.Band, x: Config) -> Limits:
-    """Of the rows of a warpgroup that begin at ``row``."""
-    rows, start = [row + tile.row_of(thread, r) for r in range(2)], tile.column_of(thread, 0)
+    """Of the rows of a warpgroup whose first query is ``row``."""
+    rows, start = [row + tile.row_of(thread, r) // x.heads for r in range(2)], tile.column_of(thread, 0)
     upper = [schedule.row_stop(i, kept, PICK) - start for i in rows]
     lower = [schedule.row_start(i, kept, PICK) - start for i in rows] if x.has_lower else None
     return Limits(lower, upper)
@@ -409,8 +444,8 @@ def compute(
         first_turn(w, x)
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
-        row, kept = at.row + w * ROWS, band(at.batch, at.head, work, x)
-        whole_start, whole_stop = schedule.whole_blocks(row, ROWS, c.tile_n, kept, (at.start, at.stop - 1), PICK)
+        row, kept = at.row + w * x.queries, band(at.batch, at.head, work, x)
+        whole_start, whole_stop = schedule.whole_blocks(row, x.queries, c.tile_n, kept, (at.start, at.stop - 1), PICK)
         limits = limits_of(row, thread, kept, x)
         q_tile = w * c.q_stages + q_stage
         cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
@@ -436,14 +471,17 @@ def compute(
 
 def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work, x: Config):
     """lse to global memory, O / l to where Q was, from where a storing warp takes it."""
-    thread = cute.arch.thread_idx()[0] % 128
     if x.split:
-        put_part(t, at, at.row + w * ROWS, work)
+        put_part(t, at, w, work, x)
         cute.arch.mbarrier_arrive(room.q_empty + q_tile)
         return
-    factor, statistic = tile.finish(t.rows, tile.choose(work.sinks != 0, sink[at.head], -tile.INF))
+    heads = [row_at(at, w, r, work, x)[1] for r in range(2)]
+    factor, statistic = tile.finish(t.rows, [tile.choose(work.sinks != 0, sink[head], -tile.INF) for head in heads])
     for r in range(2):
-        put_lse(lse, at, at.row + w * ROWS + tile.row_of(thread, r), statistic[r], work)
+        i, head, inside = row_at(
+            at, w, r, work, x
+        )  # again: a condition that is known early costs the loops instructions
+        put_lse(lse, (at.batch, head, i), statistic[r], inside)
     tile.scale_rows(tile.rows_columns(t.o), factor)
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
     put_tile(t, room, q_tile, x)
@@ -452,21 +490,21 @@ def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Te
 
 
 @cute.jit
-def put_lse(lse: cute.Tensor, at: Place, i, value, work: Work):
-    """By one thread of the four that hold row i."""
-    if cute.arch.thread_idx()[0] % 4 == 0 and i < work.seqlen_q:
-        lse[at.batch, at.head, i] = value
+def put_lse(lse: cute.Tensor, place: tuple, value, inside):
+    """By one thread of the four that hold the row."""
+    if cute.arch.thread_idx()[0] % 4 == 0 and inside:
+        lse[place] = value
 
 
-def put_part(t: Operands, at: Place, row, work: Work) -> None:
-    """The state of a chunk to global memory; a sink is for the merge. ``row``: of the warpgroup's first."""
-    factor, statistic = tile.finish(t.rows, F32(-tile.INF))
-    o, thread = tile.rows_columns(t.o), cute.arch.thread_idx()[0] % 128
+def put_part(t: Operands, at: Place, w, work: Work, x: Config) -> None:
+    """The state of a chunk to global memory; a sink is for the merge."""
+    factor, statistic = tile.finish(t.rows, [-tile.INF] * 2)
+    o = tile.rows_columns(t.o)
     tile.scale_rows(o, factor)
     for r in range(2):
-        i = row + tile.row_of(thread, r)
-        put_row(o[r, None], work.extra.part_o, (at.chunk, at.batch, at.head, i), i < work.seqlen_q)
-        put_lse(work.extra.part_lse[at.chunk, None, None, None], at, i, statistic[r], work)
+        i, head, inside = row_at(at, w, r, work, x)
+        put_row(o[r, None], work.extra.part_o, (at.chunk, at.batch, head, i), inside)
+        put_lse(work.extra.part_lse, (at.chunk, at.batch, head, i), statistic[r], inside)
 
 
 @cute.jit
@@ -520,6 +558,15 @@ def staged(layout, stages: int, stride: int):
     return cute.append(cute.select(layout, [0, 1]), cute.make_layout(stages, stride=stride))
 
 
+def by_group(t: cute.Tensor, group) -> cute.Tensor:
+    """(batch, row, head, column) as ((head of a group, row), column, group, batch)."""
+    (batch, rows, heads, columns), (by_batch, by_row, by_head, by_column) = t.shape, t.stride
+    shape = (group, rows), columns, heads // group, batch
+    return cute.make_tensor(
+        t.iterator, cute.make_layout(shape, stride=((by_head, by_row), by_column, by_head * group, by_batch))
+    )
+
+
 @cute.jit
 def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor,
@@ -533,6 +580,9 @@ def launch(
     c, element = x.tiles, ELEMENT[x.dtype]
     view = lambda t, modes: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))  # noqa: E731
     by_rows, by_columns = [1, 3, 2, 0], [3, 1, 2, 0]
+    group = q.shape[2] // k.shape[2]
+    queries = lambda t: view(t, by_rows) if x.heads == 1 else by_group(t, group)  # noqa: E731
+    rows = ROWS if x.heads == 1 else (x.heads, x.queries)
     row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q_size, slot = c.q_elements, c.slot_elements
     layout_q = staged(sm90.make_smem_layout_a(row, (ROWS, c.tile_n, c.width), element, 1), c.q_tiles, q_size)
@@ -547,15 +597,15 @@ def launch(
     bring, send, tma = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp(), cpasync.make_tiled_tma_atom
     lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
     work = Work(
-        q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks, scale2, cap2,
+        q.shape[1], k.shape[1], q.shape[2], group, q.shape[0], section, lo, hi, sinks, scale2, cap2,
         Extra(**dict(zip(x.extra, extra, strict=True))),
     )  # fmt: skip
     kernel.set_name_prefix(x.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
-        tma(bring, view(q, by_rows), layout_q, (ROWS, c.width)),
+        tma(bring, queries(q), layout_q, (rows, c.width)),
         tma(bring, view(k, by_rows), layout_k, (c.tile_n, c.width)),
         tma(bring, view(v, by_columns), layout_v, (c.width_v, c.tile_n)),
-        tma(send, view(o, by_rows), layout_o, (ROWS, c.width_v)),
+        tma(send, queries(o), layout_o, (rows, c.width_v)),
         lse, sink, qk, pv, work, x,
     ).launch(grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
     if cutlass.const_expr(x.split):

@@ -181,14 +181,14 @@ def rescale(acc: cute.Tensor, factor: cute.Tensor, lazy: cutlass.Constexpr):
         scale_rows(rows_columns(acc), factor)
 
 
-def finish(rows: Rows, sink) -> tuple[list, list]:
+def finish(rows: Rows, sinks: list) -> tuple[list, list]:
     """``(factor, lse)`` of the two rows: what makes O of the accumulator, and the natural log-sum-exp.
 
-    The sink, a logit without a value, is one more term of the sum; -inf is none. A row of no key gets 0 and its sink.
+    A row's sink, a logit without a value, is one more term of the sum; -inf is none. A row of no key gets 0 and its sink.
     """
     factors, lses = [], []
-    sink2 = sink * LOG2_E
     for r in range(2):
+        sink2 = F32(sinks[r]) * LOG2_E
         l = over_quad(rows.l[r], lambda x, y: x + y)
         m2 = cute.arch.fmax(rows.m2[r], sink2)
         base = choose(m2 == -INF, 0.0, m2)

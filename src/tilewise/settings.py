@@ -5,6 +5,7 @@
 - ``TILEWISE_CPU_POOL=own``: the cpu backend computes on threads of its own, not on those of torch's OpenMP.
 - ``TILEWISE_CPU_LIBRARY=path``: another build of the cpu backend's library, such as one with sanitizers.
 - ``TILEWISE_HOPPER_KERNELS=path``: the folder of the hopper backend's compiled kernels, in place of the package's own.
+- ``TILEWISE_LAUNCHER=path``: another build of the library that launches them.
 - ``TILEWISE_CACHE=folder``: where what was measured or compiled on this machine is kept; default ``tilewise`` in
   ``XDG_CACHE_HOME`` or ``~/.cache``.
 - ``TILEWISE_CHECK=1``: read ``cu_seqlens`` back from the accelerator at each call and refuse a wrong one.
@@ -43,3 +44,8 @@ def cache_folder() -> Path:
 def hopper_kernels() -> str:
     """The folder of the hopper backend's compiled kernels; empty: ``kernels`` in the backend's own."""
     return os.environ.get("TILEWISE_HOPPER_KERNELS", "")
+
+
+def launcher_library() -> str:
+    """The file of the library that launches compiled kernels; empty: the one that was built with the package."""
+    return os.environ.get("TILEWISE_LAUNCHER", "")

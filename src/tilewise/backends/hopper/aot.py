@@ -2,9 +2,9 @@
 
     aot [--only TEXT] [--jobs N] [--table FILE] [--candidates]
 
-Each is compiled for sm_90a, held against what it must be (registers, spills, shared memory, wgmma in flight), exported,
-linked, and listed in ``index.json``. What was made from the same sources is kept. Exit code 1 if one is not as it must be.
-``--table`` writes the figures of all as text.
+Each is compiled for sm_90a, held against what it must be (registers, spills, shared memory, wgmma in flight), written down
+with the recipe of its launch, and listed in ``index.json``. What was made from the same sources is kept. Exit code 1 if one
+is not as it must be. ``--table`` writes the figures of all as text.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from tilewise.backends.hopper import library, sass
+from tilewise.backends.hopper import hostcode, library, sass
 from tilewise.backends.hopper.config import SHARED_LIMIT, Config, candidates, shipped
 
-OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
+OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
 
 
-def compiled(config: Config, scratch: Path):
-    """The compiled launch of a kernel, from tensors without memory: any lengths, heads, strides and smaller head dims."""
+def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any, tuple]:
+    """The compiled launch of a kernel, and the tensors without memory that it was compiled for: any lengths, heads, strides
+    and smaller head dims."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -51,8 +53,7 @@ def compiled(config: Config, scratch: Path):
 
     extra = {"part_o": lambda: state(config.tiles.width_v), "part_lse": state, "lo": ends, "hi": ends}
     i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
-    return cute.compile(
-        forward.launch,
+    arguments = (
         tensor(seqlen_q, heads_q, dim),
         tensor(seqlen_k, heads_k, dim),
         tensor(seqlen_k, heads_k, dim_v),
@@ -61,31 +62,17 @@ def compiled(config: Config, scratch: Path):
         make_fake_tensor(cutlass.Float32, (heads_q,), (1,)),
         (i32, i32, i32, i32, i32, f32, f32, *[extra[name]() for name in config.extra]),
         make_fake_stream(use_tvm_ffi_env_stream=True),
-        config,
-        options=f"{OPTIONS} --dump-dir {scratch}",
     )
-
-
-def link(objects: list[Path], target: Path) -> None:
-    """A shared library of exported objects.
-
-    It takes in the DSL's static runtime, which the DSL's licence does not let anyone pass on (NOTICE): such a library is
-    for the machine that made it, and for those of the same licensee.
-    """
-    package = Path(importlib.util.find_spec("cutlass").origin).parents[2]
-    runtime = package / "cu13" / "lib" / "libcuda_dialect_runtime_static.a"
-    part = target.with_suffix(f".{os.getpid()}")
-    subprocess.run(["g++", "-shared", "-o", part, *objects, runtime], check=True)
-    part.replace(target)
+    return cute.compile(forward.launch, *arguments, config, options=f"{options} --dump-dir {scratch}"), arguments
 
 
 def build(config: Config, folder: Path) -> dict:
-    """One kernel's library in ``folder``, and its row of the index; ``faults`` says what is not as it must be."""
+    """One kernel's file in ``folder``, and its row of the index; ``faults`` says what is not as it must be."""
     started = time.perf_counter()
-    scratch = folder / "scratch" / config.name
-    scratch.mkdir(parents=True, exist_ok=True)
-    made = compiled(config, scratch)
-    report, shared = sass.read(sass.disassemble(made.__cubin__)), sass.dynamic_shared(str(made.ir_module))
+    with tempfile.TemporaryDirectory() as scratch:
+        made, arguments = compiled(config, Path(scratch))
+    recipe = hostcode.read(made.ir_module, made.function_name, arguments, made.__cubin__)
+    report, shared = sass.read(sass.disassemble(made.__cubin__)), max(x.shared for x in recipe.launches)
     tiles = config.tiles
     faults = report.faults(exponentials=tiles.tile_n // 2, stores=not config.split)
     limits = {tiles.registers, tiles.registers_load}
@@ -93,13 +80,7 @@ def build(config: Config, folder: Path) -> dict:
     faults += (
         [] if shared == tiles.shared.total <= SHARED_LIMIT else [f"{shared} bytes shared, not {tiles.shared.total}"]
     )
-    target = scratch / f"{config.name}.o"
-    made.export_to_c(str(target), function_name=config.name, export_only_tvm_ffi_symbols=True)
-    library_file = folder / f"{config.name}.so"
-    link([target], library_file)
-    for file in scratch.iterdir():
-        file.unlink()
-    scratch.rmdir()
+    file = library.write(folder / library.file_name(config), made.__cubin__, recipe)
     return {
         "config": asdict(config),
         "registers": [report.registers.get(n, 0) for n in (tiles.registers, tiles.registers_load)],
@@ -108,7 +89,7 @@ def build(config: Config, folder: Path) -> dict:
         "wgmma": report.wgmma,
         "hidden": list(report.hidden),
         "cubin": len(made.__cubin__),
-        "library": library_file.stat().st_size,
+        "file": file.stat().st_size,
         "seconds": round(time.perf_counter() - started, 1),
         "faults": faults,
     }
@@ -133,7 +114,7 @@ def build_all(configs: list[Config], folder: Path, jobs: int) -> dict[str, dict]
     file = folder / "index.json"
     content = json.loads(file.read_text()) if file.exists() else {}
     rows = content.get("kernels", {}) if content.get("sources") == library.source_hash() else {}
-    kept = lambda c: rows.get(c.name, {}).get("config") == asdict(c) and (folder / f"{c.name}.so").exists()  # noqa: E731
+    kept = lambda c: rows.get(c.name, {}).get("config") == asdict(c) and (folder / library.file_name(c)).exists()  # noqa: E731
     wanted = [c for c in configs if not kept(c)]
     with ProcessPoolExecutor(jobs) as pool:
         for config, row in zip(wanted, pool.map(build, wanted, [folder] * len(wanted)), strict=True):
@@ -163,7 +144,7 @@ def main(arguments: list[str]) -> int:
     configs, started = [c for c in every if options.only in c.name], time.perf_counter()
     rows = build_all(configs, library.folder(), options.jobs)
     failed = [c.name for c in configs if rows[c.name]["faults"]]
-    size = sum(rows[c.name]["library"] for c in configs)
+    size = sum(rows[c.name]["file"] for c in configs)
     seconds = time.perf_counter() - started
     print(f"{len(configs)} kernels, {len(failed)} not as they must be, {size / 2**20:.1f} MiB, {seconds:.0f} s")
     if options.table:

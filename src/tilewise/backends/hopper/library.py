@@ -1,7 +1,8 @@
-"""The compiled kernels: where they lie, which there are, and the functions in them. Nothing is loaded before it is called.
+"""The compiled kernels: where they lie, which there are, and what launches them. Nothing is loaded before it is called.
 
-Kernels that were built ahead of time (:mod:`tilewise.backends.hopper.aot`) lie in :func:`folder`. One that is not there is
-built at its first call where the DSL is installed, and kept for other processes in :func:`cache`.
+Kernels that were built ahead of time (:mod:`tilewise.backends.hopper.aot`) lie in :func:`folder`, each in a file of its own: a
+zip of the cubin and of the :class:`tilewise.backends.hopper.recipe.Recipe` of its launch. One that is not there is built at its
+first call where the DSL is installed, and kept for other processes in :func:`cache`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
+import zipfile
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
 from tilewise import settings
+from tilewise.backends.hopper import driver, recipe
 from tilewise.backends.hopper.config import Config
 
 _HERE = Path(__file__).parent
 TABLE = _HERE / "kernels.txt"  # figures of the shipped kernels, so that a diff shows a spill
-SOURCES = ("config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "aot.py")
+SOURCES = (
+    "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "aot.py", "hostcode.py", "recipe.py",
+)  # fmt: skip
 
 
 def folder() -> Path:
@@ -53,9 +59,8 @@ def built(config: Config) -> bool:
 
 def missing(config: Config) -> list[str]:
     """Why a kernel can be neither loaded nor built here."""
-    found = []
-    if importlib.util.find_spec("tvm_ffi") is None:
-        found.append("the package apache-tvm-ffi is not installed; pip install 'tilewise[kernels]'")
+    launcher = driver.load()
+    found = [launcher] if isinstance(launcher, str) else []
     if not built(config) and importlib.util.find_spec("cutlass") is None:
         found.append(
             f"{config.name} is not in {folder()}, and nvidia-cutlass-dsl, which builds it, is not installed; "
@@ -64,24 +69,62 @@ def missing(config: Config) -> list[str]:
     return found
 
 
-@lru_cache(maxsize=256)
-def function(config: Config):
-    """The launcher of a kernel: positional arguments as :func:`tilewise.backends.hopper.forward.launch` has them."""
-    import tvm_ffi
+_functions: dict[Config, driver.Kernels] = {}
 
-    return tvm_ffi.load_module(str(file_of(config)))[config.name]
+
+def function(config: Config) -> driver.Kernels:
+    """The launcher of a kernel: positional arguments as :func:`tilewise.backends.hopper.forward.launch` has them."""
+    found = _functions.get(config)
+    if found is None:  # of two threads that make it at once, the first one's stays; nothing of it is on a GPU yet
+        found = _functions.setdefault(config, driver.Kernels(*read(file_of(config))))
+    return found
+
+
+def file_name(config: Config) -> str:
+    return f"{config.name}.kernel"
 
 
 def file_of(config: Config) -> Path:
-    """Its library, which is built first if it is nowhere."""
+    """Its file, which is made first if it is nowhere. Where several processes want it, one makes it and the others wait."""
     if built(config):
-        return folder() / f"{config.name}.so"
-    file = cache() / f"{config.name}.so"
+        return folder() / file_name(config)
+    file = cache() / file_name(config)
     if not file.exists():
-        from tilewise.backends.hopper import aot
+        import fcntl  # where there is a GPU of this kind there is Linux
 
-        print(f"tilewise: compiling {config.name}, once for this machine", flush=True)
-        faults = aot.build(config, cache())["faults"]
-        if faults:
-            print(f"tilewise: {config.name} is not as it must be: {'; '.join(faults)}", flush=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # The lock is the system's, of an open file: it ends with the process that holds it, however that ends.
+        with open(file.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                _build(config)
     return file
+
+
+def _build(config: Config) -> None:
+    from tilewise.backends.hopper import aot
+
+    print(f"tilewise: compiling {config.name}, once for this machine", flush=True)
+    faults = aot.build(config, cache())["faults"]
+    if faults:
+        print(f"tilewise: {config.name} is not as it must be: {'; '.join(faults)}", flush=True)
+
+
+_DATE = (1980, 1, 1, 0, 0, 0)  # the same bytes for the same kernel
+
+
+def write(file: Path, cubin: bytes, made: recipe.Recipe) -> Path:
+    """It appears whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    text = json.dumps(recipe.to_json(made), separators=(",", ":"))
+    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as packed:
+        for name, content in (("cubin", cubin), ("recipe.json", text)):
+            packed.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_DEFLATED)
+    part.replace(file)
+    return file
+
+
+def read(file: Path) -> tuple[bytes, recipe.Recipe]:
+    with zipfile.ZipFile(file) as packed:
+        return packed.read("cubin"), recipe.from_json(json.loads(packed.read("recipe.json")))

@@ -1,0 +1,76 @@
+"""The launcher on a driver that writes every call down (standin.cpp), and tensors that lie nowhere."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise.backends.hopper import driver
+
+CUDA = torch.device("cuda", 0)
+HERE = Path(__file__).parent
+LAUNCHER = Path(driver.__file__).with_name("native") / "launcher.cpp"
+CXX = ["g++", "-std=c++20", "-O2", "-Wall", "-Wextra", "-fPIC", "-shared"]
+
+
+def build(folder: Path) -> None:
+    """``libcuda.so.1``, which is the stand-in, and ``launcher.so`` into a folder; skips where there is no compiler."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    if torch.cuda.is_available():
+        pytest.skip("a real driver is here: the stand-in would not be found")
+    subprocess.run(
+        [*CXX, "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", HERE / "standin.cpp", "-ldl"], check=True
+    )
+    subprocess.run([*CXX, "-Werror", "-o", folder / "launcher.so", LAUNCHER, "-ldl"], check=True)
+
+
+class StandIn:
+    """The driver of this process from here on: the launcher finds it by its name."""
+
+    def __init__(self, folder: Path):
+        c = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+        c.standin_record.restype = ctypes.c_char_p
+        self.c = c
+
+    def reset(self) -> None:
+        self.c.standin_reset()
+        self.c.standin_current(-1)
+
+    def lines(self, word: str = "") -> list[str]:
+        return [line for line in self.c.standin_record().decode().splitlines() if line.startswith(word)]
+
+    def sizes(self, kernel: str, sizes: Sequence[int]) -> None:
+        """Tells it the parameters of a kernel."""
+        self.c.standin_sizes(kernel.encode(), (ctypes.c_int * len(sizes))(*sizes), len(sizes))
+
+    def fail(self, function: str, code: int) -> None:
+        """The function's next call returns the code."""
+        self.c.standin_fail(function.encode(), code)
+
+    def capture(self, yes: bool) -> None:
+        self.c.standin_capture(int(yes))
+
+
+@dataclass
+class Nowhere:
+    """A tensor on a GPU that is not there: all of it but the memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    address: int
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = CUDA
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+    def data_ptr(self) -> int:
+        return self.address

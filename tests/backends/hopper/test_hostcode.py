@@ -1,0 +1,177 @@
+"""What our launcher asks of the driver against what the DSL's own launch asks of it, byte for byte; needs the DSL, no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.backends.hopper import standin
+from tests.backends.hopper.standin import Nowhere
+from tilewise.backends.hopper import aot, driver, hostcode, library
+from tilewise.backends.hopper.config import shipped
+from tilewise.backends.hopper.recipe import Extent, Launch, Recipe, TensorArgument, offsets
+
+for package in ("cutlass", "tvm_ffi"):
+    pytest.importorskip(package, reason=f"the package {package} is not installed; make kernels-hopper installs it")
+
+NAMES = ("forward_bf16_d64_full_192x128_s8q2", "forward_fp16_d192v128_band_128x112_s4q1")
+STREAM = 0x5EED0
+BITS = {"bfloat16": (4, 16), "float32": (2, 32), "float16": (2, 16), "int32": (0, 32)}  # DLPack's kind and width
+
+
+class Managed(ctypes.Structure):
+    """DLPack's DLManagedTensor."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("rank", ctypes.c_int32), ("kind", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class Exported:
+    """A tensor that lies nowhere, as DLPack hands it on."""
+
+    CUDA = 2
+
+    def __init__(self, x: Nowhere):
+        kind, bits = BITS[str(x.dtype).removeprefix("torch.")]
+        sides = [(ctypes.c_int64 * len(x.shape))(*side) for side in (x.shape, x.strides)]
+        device = (ctypes.c_int32 * 2)(self.CUDA, x.device.index)
+        self.managed = Managed(x.address, device, len(x.shape), kind, bits, 1, *sides, 0, None, None)
+        self.device = (self.CUDA, x.device.index)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, **_) -> object:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return new(ctypes.addressof(self.managed), b"dltensor", None)
+
+
+class Both:
+    """One kernel, compiled once: the DSL's launch of it, linked with the DSL's runtime, and ours."""
+
+    def __init__(self, name: str, folder: Path):
+        import tvm_ffi
+
+        config = next(c for c in shipped() if c.name == name)
+        made, arguments = aot.compiled(config, folder, f"{aot.OPTIONS} --enable-tvm-ffi")
+        self.recipe = hostcode.read(made.ir_module, made.function_name, arguments, made.__cubin__)
+        self.cubin = made.__cubin__
+        made.export_to_c(str(folder / "k.o"), function_name="k", export_only_tvm_ffi_symbols=True)
+        package = Path(importlib.util.find_spec("cutlass").origin).parents[2]
+        runtime = package / "cu13" / "lib" / "libcuda_dialect_runtime_static.a"
+        subprocess.run(["g++", "-shared", "-o", folder / "k.so", folder / "k.o", runtime], check=True)
+        self.theirs = tvm_ffi.load_module(str(folder / "k.so"))["k"]
+        # What is shipped is compiled without tvm-ffi: that must change nothing.
+        plain, arguments = aot.compiled(config, folder)
+        assert plain.__cubin__ == made.__cubin__
+        assert hostcode.read(plain.ir_module, plain.function_name, arguments, plain.__cubin__) == self.recipe
+        self.ours = driver.Kernels(*library.read(library.write(folder / "k.kernel", self.cubin, self.recipe)))
+
+    def call_theirs(self, arguments: list, numbers: tuple) -> None:
+        import tvm_ffi
+
+        device = tvm_ffi.device("cuda", arguments[0].device.index)
+        with tvm_ffi.use_raw_stream(device, STREAM + device.index):
+            exported = [Exported(x) for x in arguments]
+            tensors = [tvm_ffi.from_dlpack(x) for x in exported]
+            self.theirs(*tensors, numbers)
+            del tensors  # before what they point to
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("standin")
+    standin.build(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEWISE_LAUNCHER", str(folder / "launcher.so"))
+        patch.setattr(driver, "stream_of", lambda device: STREAM + device)
+        driver.load.cache_clear()
+        yield standin.StandIn(folder)
+    driver.load.cache_clear()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def both(request, cuda, tmp_path_factory):
+    found = Both(request.param, tmp_path_factory.mktemp("kernel"))
+    for launch in found.recipe.launches:
+        cuda.sizes(launch.kernel, launch.sizes)
+    return found
+
+
+def drawn(argument: TensorArgument, sizes: dict[int, int], r: random.Random, device: int) -> Nowhere:
+    """A tensor that an argument admits; sizes of symbols that are not in ``sizes`` are drawn."""
+
+    def extent(e: int | Extent, most: int) -> int:
+        return (
+            e if isinstance(e, int) else sizes.setdefault(e.symbol, e.divisor * r.randint(1, max(1, most // e.divisor)))
+        )
+
+    shape = tuple(extent(e, r.choice((8, 300, 70_000))) for e in argument.shape)
+    stride = tuple(extent(e, r.choice((256, 1 << 20, 1 << 38))) for e in argument.stride)
+    address = r.randrange(1 << r.choice((30, 47, 56))) // argument.align * argument.align
+    return Nowhere(shape, stride, address, getattr(torch, argument.dtype), torch.device("cuda", device))
+
+
+def drawn_call(arguments, r: random.Random) -> tuple[list[Nowhere], list]:
+    device, sizes = r.randrange(3), {}
+    tensors = [drawn(a, sizes, r, device) for a in arguments if isinstance(a, TensorArgument)]
+    whole = lambda: r.choice((0, 1, -1, -(1 << 31), (1 << 31) - 1, r.randrange(1 << 20)))  # noqa: E731
+    return tensors, [whole() if a == "i32" else r.uniform(-9, 9) for a in arguments if isinstance(a, str)]
+
+
+def written(launch: Launch) -> list[list[bool]]:
+    """Of each parameter's bytes whether the DSL's host code writes it. What it leaves is whatever the stack held: the second
+    half of a tensor map, which the hardware does not read, and the gaps of a struct."""
+    starts = offsets(launch.sizes)
+    covered = {n + k for n, count, _ in launch.fields for k in range(count)}
+    covered |= {n + k for n, _ in launch.patches for k in range(8)}
+    return [[start + k in covered for k in range(size)] for start, size in zip(starts, launch.sizes, strict=False)]
+
+
+def masked(lines: list[str], recipe: Recipe) -> list[str]:
+    """Launches as the stand-in wrote them down, without the bytes that are not :func:`written`."""
+    found = []
+    for line, launch in zip(lines, recipe.launches, strict=True):
+        head, parameters = line.split()[: -len(launch.sizes)], line.split()[-len(launch.sizes) :]
+        for text, kept in zip(parameters, written(launch), strict=True):
+            head.append("".join(text[2 * n : 2 * n + 2] if keep else ".." for n, keep in enumerate(kept)))
+        found.append(" ".join(head))
+    return found
+
+
+def test_only_gaps_are_not_written(both):
+    for launch in both.recipe.launches:
+        for size, kept in zip(launch.sizes, written(launch), strict=True):
+            assert kept[:64] == [True] * 64 if size == 128 else kept.count(False) in (0, 4)
+
+
+def test_launches_are_those_of_the_dsl_byte_for_byte(both, cuda):
+    r, seen = random.Random(both.cubin), set()
+    for _ in range(200):
+        tensors, numbers = drawn_call(both.recipe.arguments, r)
+        cuda.reset()
+        both.call_theirs(tensors, tuple(numbers))
+        theirs = masked(cuda.lines("launch"), both.recipe)
+        cuda.reset()
+        both.ours(*tensors, tuple(numbers))
+        assert masked(cuda.lines("launch"), both.recipe) == theirs
+        seen |= set(theirs)
+    assert len(seen) > 190
+
+
+def test_a_kernel_may_have_the_shared_memory_that_it_is_launched_with(both, cuda):
+    tensors, numbers = drawn_call(both.recipe.arguments, random.Random(0))
+    driver.Kernels(both.cubin, both.recipe)(*tensors, tuple(numbers))
+    (kernel,) = both.recipe.launches
+    assert f"set {kernel.kernel} 8 {kernel.shared}" in cuda.lines()

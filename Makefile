@@ -31,8 +31,8 @@ endif
 	@rm -f $(VENV)/ready-*; touch $@
 
 # The native CPU kernels, beside their sources. Without a compiler the rest works, and `tilewise explain` says what is missing.
-$(LIBRARY): CMakeLists.txt $(wildcard src/tilewise/backends/cpu/native/*) | $(VENV)/ready-$(TORCH)
-	@echo "setup: compiling the CPU kernels"
+$(LIBRARY): CMakeLists.txt $(wildcard src/tilewise/backends/*/native/*) | $(VENV)/ready-$(TORCH)
+	@echo "setup: compiling the CPU kernels and the launcher of GPU kernels"
 	@$(BIN)/cmake -S . -B build/native -DTILEWISE_INPLACE=ON > build/native.log 2>&1 && \
 	  $(BIN)/cmake --build build/native --parallel >> build/native.log 2>&1 || \
 	  echo "setup: no native CPU kernels (see build/native.log); the portable backend runs instead"
@@ -59,16 +59,10 @@ kernels: setup
 # compiler is 450 MB to install, so CI does not: there `make kernels` says that they were skipped.
 kernels-hopper: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) \
-	  --config-settings=wheel.cmake=false --editable '.[test,kernels]'
+	  --config-settings=wheel.cmake=false --editable '.[test,kernels]' apache-tvm-ffi==0.1.15.post2
 	@$(BIN)/python -m tilewise.backends.hopper.layout
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/backends/hopper/test_hostcode.py
 	@$(BIN)/python -m tilewise.backends.hopper.aot --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
-
-# What a GPU machine without network needs beside torch to run them: apache-tvm-ffi for its Python.
-GPU_PYTHON ?= 3.12
-build/gpu:
-	@$(PYTHON) -m pip download --quiet --only-binary=:all: --no-deps --python-version $(GPU_PYTHON) -d build/gpu-wheels \
-	  apache-tvm-ffi==0.1.15.post2
-	@$(PYTHON) -m zipfile -e build/gpu-wheels/apache_tvm_ffi-*.whl build/gpu
 
 gpu-test: setup
 	@$(BIN)/python -m pytest -m gpu

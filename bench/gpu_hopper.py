@@ -1,9 +1,9 @@
 """The Hopper backend on one H200: is every kernel right there, which tiles are fastest, and how it stands to cuDNN.
 
-    PYTHONPATH=src:.:build/gpu python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,stress,memcheck] [--minutes 8.5]
+    PYTHONPATH=src:. python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,stress,memcheck] [--minutes 8.5]
 
-Before, on a machine that may lack a GPU: ``make kernels-hopper CANDIDATES=1``, and for a machine without apache-tvm-ffi its
-wheel of that machine's Python, unpacked into build/gpu (``make build/gpu GPU_PYTHON=3.12``). Both folders are ignored by git.
+Before, on a machine that may lack a GPU: ``make kernels-hopper CANDIDATES=1``. What it leaves in src/tilewise/backends/hopper,
+kernels/ and libtilewise_launcher.so, is ignored by git; beside torch nothing else is needed.
 
 Every kernel is checked in a process of its own with a time limit, so that one which hangs loses its own cases alone, and
 only kernels whose cases are all right are timed. Lines go to DIR/gpu_hopper.jsonl as they come; a short table is printed

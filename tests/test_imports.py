@@ -60,7 +60,7 @@ LAZY = {("mask", "tiles"), ("", "selfcheck")}
 PACKAGES: dict[str, tuple[str, ...]] = {
     "backends.*.config": ("torch",),
     "backends.triton*": ("torch", "triton"),
-    "backends.hopper*": ("torch", "cutlass", "cuda", "tvm_ffi"),
+    "backends.hopper*": ("torch", "cutlass", "cuda"),
     "cli*": ("torch", "typer", "rich", "matplotlib", "bench"),
     "compat.transformers*": ("torch", "transformers"),
     "iomodel*": ("torch", "numpy", "matplotlib"),

@@ -12,7 +12,7 @@ import torch
 import tilewise as tw
 from tests.backends.contract import call, normal
 from tilewise import dispatch
-from tilewise.backends.hopper import Hopper, aot, config, library, sass
+from tilewise.backends.hopper import Hopper, aot, config, driver, library, sass
 
 
 def plain(*tensors, **options):
@@ -48,12 +48,11 @@ def without(monkeypatch, *packages):
 
 def test_a_kernel_that_is_not_there_and_cannot_be_built_is_a_reason(monkeypatch):
     monkeypatch.setattr(library, "index", dict)
-    without(monkeypatch, "cutlass", "tvm_ffi")
-    reasons = library.missing(config.shipped()[0])
-    assert [next(p for p in ("tvm-ffi", "cutlass-dsl") if p in reason) for reason in reasons] == [
-        "tvm-ffi",
-        "cutlass-dsl",
-    ]
+    monkeypatch.setattr(driver, "load", lambda: "no launcher")
+    without(monkeypatch, "cutlass")
+    launcher, kernel = library.missing(config.shipped()[0])
+    assert launcher == "no launcher"
+    assert "nvidia-cutlass-dsl" in kernel
 
 
 def test_a_kernel_that_is_not_there_is_built_once(monkeypatch, tmp_path, capsys):
@@ -61,8 +60,7 @@ def test_a_kernel_that_is_not_there_is_built_once(monkeypatch, tmp_path, capsys)
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
 
     def build(c, folder):
-        folder.mkdir(parents=True)
-        (folder / f"{c.name}.so").touch()
+        (folder / library.file_name(c)).touch()
         return {"faults": []}
 
     monkeypatch.setattr(aot, "build", build)
@@ -180,13 +178,6 @@ FAULTS = {
 def test_a_fault_in_a_listing_is_found(name):
     listing, word = FAULTS[name]
     assert any(word in fault for fault in sass.read(listing).faults(exponentials=2))
-
-
-def test_the_shared_memory_is_read_from_the_launch():
-    kind = "!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
-    code = f"llvm.func @f\n %3 = llvm.mlir.constant(99 : i64)\n %7 = llvm.getelementptr %2[0, 2] : {kind}\n llvm.store %3, %7 : i64"
-    assert sass.dynamic_shared(code) == 99
-    assert sass.dynamic_shared("") is None
 
 
 def test_the_committed_table_is_of_the_kernels_that_are_shipped():

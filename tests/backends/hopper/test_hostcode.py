@@ -6,6 +6,8 @@ import ctypes
 import importlib.util
 import random
 import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,17 @@ import torch
 from tests.backends.hopper import standin
 from tests.backends.hopper.standin import Nowhere
 from tilewise.backends.hopper import aot, driver, hostcode, library
-from tilewise.backends.hopper.config import shipped
-from tilewise.backends.hopper.recipe import Extent, Launch, Recipe, TensorArgument, offsets
+from tilewise.backends.hopper.config import Config, shipped
+from tilewise.backends.hopper.recipe import Argument, Extent, Launch, Recipe, TensorArgument, offsets
 
 for package in ("cutlass", "tvm_ffi"):
     pytest.importorskip(package, reason=f"the package {package} is not installed; make kernels-hopper installs it")
 
-NAMES = ("forward_bf16_d64_full_192x128_s8q2", "forward_fp16_d192v128_band_128x112_s4q1")
+CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors among them, two kernels in turn
+    "plain": ((64, 64), {"dtype": "bf16", "form": "full"}),
+    "rows": ((192, 128), {"dtype": "fp16", "form": "rows"}),
+    "split": ((64, 64), {"dtype": "fp16", "form": "upper", "split": True}),
+}
 STREAM = 0x5EED0
 BITS = {"bfloat16": (4, 16), "float32": (2, 32), "float16": (2, 16), "int32": (0, 32)}  # DLPack's kind and width
 
@@ -60,13 +66,12 @@ class Exported:
 class Both:
     """One kernel, compiled once: the DSL's launch of it, linked with the DSL's runtime, and ours."""
 
-    def __init__(self, name: str, folder: Path):
+    def __init__(self, config: Config, folder: Path):
         import tvm_ffi
 
-        config = next(c for c in shipped() if c.name == name)
         made, arguments = aot.compiled(config, folder, f"{aot.OPTIONS} --enable-tvm-ffi")
         self.recipe = hostcode.read(made.ir_module, made.function_name, arguments, made.__cubin__)
-        self.cubin = made.__cubin__
+        self.cubin, self.traced = made.__cubin__, arguments
         made.export_to_c(str(folder / "k.o"), function_name="k", export_only_tvm_ffi_symbols=True)
         package = Path(importlib.util.find_spec("cutlass").origin).parents[2]
         runtime = package / "cu13" / "lib" / "libcuda_dialect_runtime_static.a"
@@ -78,15 +83,21 @@ class Both:
         assert hostcode.read(plain.ir_module, plain.function_name, arguments, plain.__cubin__) == self.recipe
         self.ours = driver.Kernels(*library.read(library.write(folder / "k.kernel", self.cubin, self.recipe)))
 
-    def call_theirs(self, arguments: list, numbers: tuple) -> None:
+    def call_theirs(self, given: list) -> None:
         import tvm_ffi
 
-        device = tvm_ffi.device("cuda", arguments[0].device.index)
+        device = tvm_ffi.device("cuda", given[0].device.index)
         with tvm_ffi.use_raw_stream(device, STREAM + device.index):
-            exported = [Exported(x) for x in arguments]
-            tensors = [tvm_ffi.from_dlpack(x) for x in exported]
-            self.theirs(*tensors, numbers)
-            del tensors  # before what they point to
+            exported = [Exported(x) if isinstance(x, Nowhere) else x for x in given]
+            passed = [tvm_ffi.from_dlpack(x) if isinstance(x, Exported) else x for x in exported]
+            self.theirs(*nested(self.traced, iter(passed)))
+            del passed  # before what they point to
+
+
+def nested(traced: tuple, given: Iterator) -> tuple:
+    """Flat arguments, in tuples as those that the function was compiled for; the stream is none."""
+    parts = [x for x in traced if isinstance(x, tuple) or hostcode.arguments_of((x,))]
+    return tuple(nested(x, given) if isinstance(x, tuple) else next(given) for x in parts)
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +112,11 @@ def cuda(tmp_path_factory):
     driver.load.cache_clear()
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=CASES)
 def both(request, cuda, tmp_path_factory):
-    found = Both(request.param, tmp_path_factory.mktemp("kernel"))
+    dims, more = CASES[request.param]
+    config = replace(next(c for c in shipped() if (c.tiles.width, c.tiles.width_v) == dims), **more)
+    found = Both(config, tmp_path_factory.mktemp("kernel"))
     for launch in found.recipe.launches:
         cuda.sizes(launch.kernel, launch.sizes)
     return found
@@ -123,11 +136,14 @@ def drawn(argument: TensorArgument, sizes: dict[int, int], r: random.Random, dev
     return Nowhere(shape, stride, address, getattr(torch, argument.dtype), torch.device("cuda", device))
 
 
-def drawn_call(arguments, r: random.Random) -> tuple[list[Nowhere], list]:
+def drawn_call(arguments: Sequence[Argument], r: random.Random) -> list:
+    """Flat arguments."""
     device, sizes = r.randrange(3), {}
-    tensors = [drawn(a, sizes, r, device) for a in arguments if isinstance(a, TensorArgument)]
-    whole = lambda: r.choice((0, 1, -1, -(1 << 31), (1 << 31) - 1, r.randrange(1 << 20)))  # noqa: E731
-    return tensors, [whole() if a == "i32" else r.uniform(-9, 9) for a in arguments if isinstance(a, str)]
+    number = {
+        "i32": lambda: r.choice((0, 1, -1, -(1 << 31), (1 << 31) - 1, r.randrange(1 << 20))),
+        "f32": lambda: r.uniform(-9, 9),
+    }
+    return [number[a]() if isinstance(a, str) else drawn(a, sizes, r, device) for a in arguments]
 
 
 def written(launch: Launch) -> list[list[bool]]:
@@ -159,19 +175,18 @@ def test_only_gaps_are_not_written(both):
 def test_launches_are_those_of_the_dsl_byte_for_byte(both, cuda):
     r, seen = random.Random(both.cubin), set()
     for _ in range(200):
-        tensors, numbers = drawn_call(both.recipe.arguments, r)
+        given = drawn_call(both.recipe.arguments, r)
         cuda.reset()
-        both.call_theirs(tensors, tuple(numbers))
+        both.call_theirs(given)
         theirs = masked(cuda.lines("launch"), both.recipe)
         cuda.reset()
-        both.ours(*tensors, tuple(numbers))
+        both.ours(*nested(both.traced, iter(given)))
         assert masked(cuda.lines("launch"), both.recipe) == theirs
         seen |= set(theirs)
-    assert len(seen) > 190
+    assert len(seen) > 190 * len(both.recipe.launches)
 
 
 def test_a_kernel_may_have_the_shared_memory_that_it_is_launched_with(both, cuda):
-    tensors, numbers = drawn_call(both.recipe.arguments, random.Random(0))
-    driver.Kernels(both.cubin, both.recipe)(*tensors, tuple(numbers))
-    (kernel,) = both.recipe.launches
-    assert f"set {kernel.kernel} 8 {kernel.shared}" in cuda.lines()
+    driver.Kernels(both.cubin, both.recipe)(*drawn_call(both.recipe.arguments, random.Random(0)))
+    asked = [x for x in both.recipe.launches if x.shared]
+    assert [f"set {x.kernel} 8 {x.shared}" for x in asked] == cuda.lines("set")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
 import sysconfig
 import tempfile
@@ -13,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 
 _INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)([^;]*);")
-_EM_CUDA = 190
 
 
 @dataclass(frozen=True)
@@ -83,19 +81,3 @@ def disassemble(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-
-
-def is_cubin(data: bytes) -> bool:
-    return data[:4] == b"\x7fELF" and struct.unpack_from("<H", data, 18)[0] == _EM_CUDA
-
-
-def dynamic_shared(host_code: str) -> int | None:
-    """Bytes of shared memory in the launch configuration of the lowered host code; None: not found."""
-    kinds = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
-    for function in host_code.split("llvm.func ")[1:]:
-        for slot in re.findall(rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\][^\n]*{kinds}", function):
-            for value in re.findall(rf"llvm\.store (%\w+), {slot} : i64", function):
-                constants = re.findall(rf"{value} = llvm\.mlir\.constant\((\d+) : i64\)", function)
-                if constants:
-                    return int(constants[0])
-    return None

@@ -90,11 +90,11 @@ class Recording:
         for name, heads, lines, last, type_ in (
             ("q", c.heads_q, c.seqlen_q, c.head_dim, c.type), ("k", c.heads_k, c.seqlen_k, c.head_dim, c.type),
             ("v", c.heads_k, c.seqlen_k, c.head_dim_v, c.type), ("o", c.heads_q, c.seqlen_q, c.head_dim_v, c.type),
-            ("dout", c.heads_q, c.seqlen_q, c.head_dim_v, c.type), ("dq", c.heads_q, c.seqlen_q, c.head_dim, statistics),
+            ("dout", c.heads_q, c.seqlen_q, c.head_dim_v, c.type), ("dq", c.heads_q, c.seqlen_q, c.head_dim, c.type),
             ("dk", c.heads_k, c.seqlen_k, c.head_dim, c.type), ("dv", c.heads_k, c.seqlen_k, c.head_dim_v, c.type),
         ):  # fmt: skip
-            x, chunks = getattr(c, name), [(c.chunks, c.dq_chunk)] if name == "dq" else []
-            elements = length(*chunks, (batch, x.batch), (lines, x.row), (heads, x.head), last=last)
+            x = getattr(c, name)
+            elements = length((batch, x.batch), (lines, x.row), (heads, x.head), last=last)
             self.point(0, at(name), x.data, elements, type_, name)
         for name in ("lse", "dlse", "delta"):
             elements = length((batch, c.lse_batch), (c.heads_q, c.lse_head), last=c.seqlen_q)

@@ -75,16 +75,14 @@ class Cpu:
         sums = LeafSums.plan(p, t.leaves, code, config.chunks)
         sums.bind(bound, code)
         new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero
-        dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (t.k, t.v))
-        dq = torch.zeros((sums.chunks, *t.q.shape), dtype=p.compute_dtype)
+        summed = torch.zeros_like if p.dtype == p.compute_dtype else new  # dq is the array of its own sums, or gets them
+        dq, dk, dv = (f(x, memory_format=torch.contiguous_format) for f, x in ((summed, t.q), (new, t.k), (new, t.v)))
         delta = torch.zeros_like(lse)
         call.o, call.lse, call.dout = bound.tensor(unit_last(out.o)), bound.data(lse), bound.tensor(unit_last(do))
-        call.dq, call.dq_chunk = bound.tensor(dq[0]), dq[0].numel()
-        call.dk, call.dv = bound.tensor(dk), bound.tensor(dv)
+        call.dq, call.dk, call.dv = bound.tensor(dq), bound.tensor(dk), bound.tensor(dv)
         call.dlse, call.delta = bound.data(dlse.to(lse.dtype)), delta.data_ptr()
         bound.run("backward")
-        dq = dq[0] if sums.chunks == 1 else dq.sum(0)
-        return Grads(dq.to(p.dtype), dk, dv, _sink_gradient(t, lse, delta), sums.result(t.leaves))
+        return Grads(dq, dk, dv, _sink_gradient(t, lse, delta), sums.result(t.leaves))
 
 
 def _sink_gradient(t: Inputs, lse: Tensor, delta: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ from tilewise.problem import Problem
 
 SPLIT_KEYS = 4096  # a chunk, where few queries meet many keys
 PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
-ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, the keys are parted too
+ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, every tile of keys is a unit of its own
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Config:
     Attributes:
         isa: the instruction set.
         split: keys per chunk of the forward, or 0.
-        chunks: parts of the keys in the backward, each with its own dq.
+        chunks: parts of the keys in the backward, for as many threads; they add to dq in their order.
     """
 
     isa: str
@@ -93,4 +93,4 @@ def _chunks(p: Problem, tile_n: int) -> int:
     units = p.heads_k * (1 if p.spec.deterministic else p.batch)
     if p.packed or units >= ENOUGH_UNITS or units == 0:
         return 1
-    return max(1, min(ENOUGH_UNITS // units, p.seqlen_k // (4 * tile_n)))
+    return max(1, -(-p.seqlen_k // tile_n))

@@ -13,7 +13,7 @@ import torch
 
 from tilewise import settings
 
-VERSION = 4
+VERSION = 5
 DIMS = 8
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
@@ -104,7 +104,6 @@ class Call(Structure):
         ("keep_below", c_uint32),
         *[(name, c_int32) for name in ("chunks", "serial_batch", "serial_head")],
         *[(name, Tensor) for name in ("dout", "dq", "dk", "dv")],
-        ("dq_chunk", c_int64),
         ("dlse", c_void_p),
         ("delta", c_void_p),
         ("signals", c_void_p),

@@ -6,11 +6,15 @@
 //       P = e^(S - lse)   dS = P (dP - delta)   in place, row by row
 //       dV += (R ∘ P)ᵀ dO   dK += dSᵀ Q   dQ += dS K
 //
-// One thread walks all of a unit, so that every sum has one order and needs no lock.
+// One thread walks all of a unit, and units that share a dq take turns (turns.h), so that every sum has one order and needs
+// no lock. They start with the last queries: under a causal mask or a window those are the ones that no earlier key sees.
+// dQ is summed where it is returned or, for 16-bit inputs, in fp32: of the first queries of a long head here, of the others
+// in units of their own, which visit all keys for dQ alone.
 #pragma once
 #include "dropout.h"
 #include "leaf_sums.h"
 #include "tile.h"
+#include "turns.h"
 
 namespace tw::TW_ISA {
 
@@ -35,7 +39,7 @@ void delta_head(const TwCall &c, int64_t b, int64_t head) {
 template <class E, class T, class X>
 class Backward {
  public:
-  Backward(const TwCall &c, const KeyUnit &unit, char *scratch)
+  Backward(const TwCall &c, const GradientUnit &unit, char *scratch)
       : c(c), unit(unit), s(sequence_of(c, unit.b)), D(c.head_dim), Dv(c.head_dim_v), wide(round_up(D, kLanes<T>)),
         wide_v(round_up(Dv, kLanes<T>)) {
     Arena arena{scratch};
@@ -49,7 +53,8 @@ class Backward {
       const int64_t pairs = (c.tile_m + 1) / 2 * c.tile_n;
       p_columns = arena.take<X>(pairs), ds_columns = arena.take<X>(pairs), ds_rows = arena.take<X>(pairs);
     }
-    dq = arena.take<T>(c.tile_m * wide);
+    if constexpr (held) sums = arena.take<T>(own_rows_of_dq(c) * wide);
+    else dq = arena.take<T>(c.tile_m * wide);
     factor = arena.take<T>(c.tile_n);
     first = arena.take<int32_t>(c.tile_n), last = arena.take<int32_t>(c.tile_n);
     machine = {&c.program, arena.take<char>(Machine::bytes(c.program, c.tile_n)), c.tile_n};
@@ -59,23 +64,26 @@ class Backward {
   int64_t bytes;
 
   void run() {
+    if constexpr (held) start_sums();
     for (int64_t n0 = unit.n0; n0 < unit.n1; n0 += c.tile_n) key_tile(n0);
+    if (unit.turns) unit.turns->pass(unit.chunk, Turns::kAll);
+    if constexpr (held) write_sums();
   }
 
  private:
-  static constexpr bool paired = !__is_same(X, T);
+  static constexpr bool paired = !__is_same(X, T), held = !__is_same(E, T);
 
   struct Range {
     int64_t begin, end;
   };
 
   const TwCall &c;
-  const KeyUnit &unit;
+  const GradientUnit &unit;
   const Sequence s;
   const int64_t D, Dv, wide, wide_v;
   int64_t real, width;  // keys of the tile; the same, padded to whole panels
   X *kt, *vt, *k, *q, *qp, *dout, *dop, *p_columns, *ds_columns, *ds_rows;
-  T *dk, *dv, *p, *dp, *dq, *factor;
+  T *dk, *dv, *p, *dp, *dq, *sums, *factor;  // sums: (head, query, d), where dQ is not summed where it is returned
   int32_t *first, *last;
   Machine machine;
 
@@ -83,13 +91,14 @@ class Backward {
 
   void key_tile(int64_t n0) {
     real = smaller(c.tile_n, unit.n1 - n0), width = smaller(c.tile_n, round_up(real, kPanelWidth<T>));
+    if (!unit.keys && visible(n0, unit.head).begin < 0) return;
     pack_transposed<X, E>(key_rows<E>(c, c.k, s, unit.head_k, n0), width, D, kt);
     pack_transposed<X, E>(key_rows<E>(c, c.v, s, unit.head_k, n0), width, Dv, vt);
     pack_panels<X, E>(key_rows<E>(c, c.k, s, unit.head_k, n0), width, D, k);
     for (int64_t n = 0; n < width * wide; ++n) dk[n] = T(0);
     for (int64_t n = 0; n < width * wide_v; ++n) dv[n] = T(0);
-    const int64_t group = c.heads_q / c.heads_k;
-    for (int64_t g = 0; g < group; ++g) query_head(n0, unit.head_k * group + g);
+    for (int64_t h = 0; h < unit.heads; ++h) query_head(n0, unit.head + h);
+    if (!unit.keys) return;
     store_keys(c.dk, n0, dk, wide, D, T(c.softmax_scale));
     store_keys(c.dv, n0, dv, wide_v, Dv, T(1));
   }
@@ -101,8 +110,8 @@ class Backward {
     }
   }
 
-  // Queries that some column of the tile sees.
-  Range read_ends(int64_t n0, int64_t head) {
+  // Queries that some column of the tile sees, of those that concern the unit; none: {-1, -1}.
+  Range visible(int64_t n0, int64_t head) {
     const int32_t *from = ends_of(c.first, s, head, s.row_k), *to = ends_of(c.last, s, head, s.row_k);
     Range all{s.seqlen_q, 0};
     for (int64_t n = 0; n < width; ++n) {
@@ -110,15 +119,16 @@ class Backward {
       last[n] = n >= real ? 0 : to ? to[n0 + n] : int32_t(s.seqlen_q);
       if (first[n] < last[n]) all = {smaller(all.begin, first[n]), greater(all.end, last[n])};
     }
-    return all;
+    if (!unit.keys) all = {greater(all.begin, unit.m0), smaller(all.end, unit.m1)};
+    return all.begin < all.end ? all : Range{-1, -1};
   }
 
   void query_head(int64_t n0, int64_t head) {
-    const Range all = read_ends(n0, head);
-    if (all.begin >= all.end) return;
+    const Range all = visible(n0, head);
+    if (all.begin < 0) return;
     const Place at{s.b, head, s.seqlen_q, s.seqlen_k, 0, n0};
     if (scored() || c.program.keep >= 0) machine.enter_head(at), machine.enter_tile(at);
-    for (int64_t m0 = all.begin / c.tile_m * c.tile_m; m0 < all.end; m0 += c.tile_m) {
+    for (int64_t m0 = (all.end - 1) / c.tile_m * c.tile_m; m0 + c.tile_m > all.begin; m0 -= c.tile_m) {
       const uint8_t state = tile_state(c, s, head, m0 / c.tile_m, n0 / c.tile_n);
       if (state == TW_EMPTY) continue;
       heed_signals();
@@ -154,12 +164,12 @@ class Backward {
     }
     if constexpr (paired) {
       round_tile(columns, count);
-      add_products(columns, count, {p_columns + begin, c.tile_n}, {ds_columns + begin, c.tile_n},
-                   {ds_rows + begin / 2, c.tile_n / 2});
+      if (unit.keys) add_to_keys(columns, count, {p_columns + begin, c.tile_n}, {ds_columns + begin, c.tile_n});
+      add_to_queries(columns, at.h, rows, {ds_rows + begin / 2, c.tile_n / 2});
     } else {
-      add_products(columns, count, {p + begin, c.tile_n}, {dp + begin, c.tile_n}, {dp + begin, c.tile_n});
+      if (unit.keys) add_to_keys(columns, count, {p + begin, c.tile_n}, {dp + begin, c.tile_n});
+      add_to_queries(columns, at.h, rows, {dp + begin, c.tile_n});
     }
-    add_dq(at.h, rows);
   }
 
   // P and dS in the forms that the products take: pairs of rows for dV and dK, pairs of columns for dQ.
@@ -177,15 +187,53 @@ class Backward {
     }
   }
 
-  void add_products(const Range &columns, int64_t count, Operand<X> p_t, Operand<X> ds_t, Operand<X> ds) {
+  void add_to_keys(const Range &columns, int64_t count, Operand<X> p_t, Operand<X> ds_t) {
     const int64_t begin = columns.begin, keys = columns.end - begin, depth = elements<X>(count);
     multiply<X, Form::transposed, true>(keys, wide_v / kLanes<T>, depth, p_t, dop, dv + begin * wide_v, wide_v);
     multiply<X, Form::transposed, true>(keys, wide / kLanes<T>, depth, ds_t, qp, dk + begin * wide, wide);
+  }
+
+  void add_to_queries(const Range &columns, int64_t head, const Range &rows, Operand<X> ds) {
+    if (rows.begin < unit.m0 || rows.end > unit.m1) return;
+    const int64_t tiles = (s.seqlen_q + c.tile_m - 1) / c.tile_m;
+    const int64_t step = (head - unit.head) * tiles + tiles - 1 - rows.begin / c.tile_m;  // as query_head() walks
+    if (unit.turns) unit.turns->pass(unit.chunk, step), unit.turns->wait(unit.chunk, step);
+    const int64_t count = rows.end - rows.begin, keys = columns.end - columns.begin;
+    T *to = dq;
+    if constexpr (held) to = row_of_sums(head, rows.begin);
     for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {
       const int64_t part = smaller(kPanelWidth<T>, wide - d);
-      multiply<X, Form::plain, false>(count, part / kLanes<T>, elements<X>(keys), ds,
-                                      k + d * elements<X>(width) + elements<X>(begin) * part, dq + d, wide);
+      multiply<X, Form::plain, held>(count, part / kLanes<T>, elements<X>(keys), ds,
+                                     k + d * elements<X>(width) + elements<X>(columns.begin) * part, to + d, wide);
     }
+    if constexpr (!held) add_dq(head, rows);
+    if (unit.turns) unit.turns->pass(unit.chunk, step + 1);
+  }
+
+  // -- The fp32 sums of a 16-bit dQ --
+
+  T *row_of_sums(int64_t head, int64_t i) {
+    return sums + ((head - unit.head) * (unit.m1 - unit.m0) + i - unit.m0) * wide;
+  }
+
+  void start_sums() {
+    if (unit.dq) sums = (T *)unit.dq;
+    if (unit.chunk) return;
+    for (int64_t n = 0; n < unit.heads * (unit.m1 - unit.m0) * wide; ++n) sums[n] = T(0);
+  }
+
+  // By the last of the units that share them.
+  void write_sums() {
+    if (unit.turns) {
+      if (unit.chunk + 1 < c.chunks) return;
+      unit.turns->wait(unit.chunk, Turns::kAll - 1);
+    }
+    for (int64_t head = unit.head; head < unit.head + unit.heads; ++head)
+      for (int64_t i = unit.m0; i < unit.m1; ++i) {
+        const T *from = row_of_sums(head, i);
+        E *to = row_of<E>(c.dq, s, s.row_q, i, head);
+        for (int64_t d = 0; d < D; ++d) narrow(from[d] * T(c.softmax_scale), to + d);
+      }
   }
 
   void load_queries(int64_t head, const Range &rows) {
@@ -194,16 +242,15 @@ class Backward {
     const Rows<E> do_rows{row_of<E>(c.dout, s, s.row_q, rows.begin, head), c.dout.row, count, nullptr};
     pack_rows<X, E>(q_rows, count, D, q);
     pack_rows<X, E>(do_rows, count, Dv, dout);
+    if (!unit.keys) return;
     pack_panels<X, E>(q_rows, count, D, qp);
     pack_panels<X, E>(do_rows, count, Dv, dop);
   }
 
   void add_dq(int64_t head, const Range &rows) {
-    TwTensor to = c.dq;
-    to.data = (T *)to.data + unit.chunk * c.dq_chunk;
     const T scale = T(c.softmax_scale);
     for (int64_t r = 0; r < rows.end - rows.begin; ++r) {
-      T *out = row_of<T>(to, s, s.row_q, rows.begin + r, head);
+      T *out = row_of<T>(c.dq, s, s.row_q, rows.begin + r, head);
       const T *from = dq + r * wide;
       for (int64_t d = 0; d < D; ++d) out[d] += from[d] * scale;
     }
@@ -252,7 +299,7 @@ class Backward {
   // dz becomes ds = dz · (dz / ds); before that the leaves take theirs.
   void through_score(const Place &at, const Range &columns, T *y) {
     machine.run_row(TW_SLOPES, at, columns.begin, columns.end);
-    for (int n = 0; n < c.program.leaf_gradients; ++n)
+    for (int n = 0; n < c.program.leaf_gradients && unit.keys; ++n)
       add_leaf_gradient<T>(machine, c.program.gradients[n], unit.group, at, columns.begin, columns.end, y);
     if (c.program.slope < 0) return;
     const T *slope = machine.at<T>(c.program.slope);

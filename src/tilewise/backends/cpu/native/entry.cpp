@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -12,6 +13,7 @@
 #include "pool.h"
 #include "scratch.h"
 #include "signals.h"
+#include "turns.h"
 #include "work.h"
 
 namespace tw {
@@ -129,40 +131,68 @@ void run_forward(const TwCall &c) {
            [&](int64_t n) { kernels.merge(c, partials, n / c.heads_q, n % c.heads_q); });
 }
 
-// Units by group: those of one group run one after the other, in order.
-std::vector<std::vector<KeyUnit>> plan_backward(const TwCall &c) {
-  std::vector<std::vector<KeyUnit>> groups;
-  const int64_t batches = c.serial_batch ? 1 : c.batch, heads = c.serial_head ? 1 : c.heads_k;
-  groups.resize(size_t(batches * heads * c.chunks));
-  for (int64_t b = 0; b < c.batch; ++b) {
-    const Sequence s = sequence_of(c, b);
-    const int64_t tiles = (s.seqlen_k + c.tile_n - 1) / c.tile_n;
-    for (int64_t head = 0; head < c.heads_k; ++head)
-      for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
-        const int64_t n0 = tiles * chunk / c.chunks * c.tile_n, n1 = tiles * (chunk + 1) / c.chunks * c.tile_n;
-        const int64_t group = ((c.serial_batch ? 0 : b) * heads + (c.serial_head ? 0 : head)) * c.chunks + chunk;
-        groups[size_t(group)].push_back({b, head, n0, std::min(n1, s.seqlen_k), chunk, group});
+// Units by group: those of one group run one after the other, in order. Where the keys are parted, all first parts come
+// first, so that whoever waits its turn waits for work that has begun.
+struct Backward {
+  std::vector<std::vector<GradientUnit>> groups;
+  std::vector<int64_t> cost;
+  std::vector<std::unique_ptr<Turns>> turns;
+  std::vector<std::unique_ptr<float[]>> sums;  // of the dq that chunks share
+
+  explicit Backward(const TwCall &c) {
+    const int64_t batches = c.serial_batch ? 1 : c.batch, heads = c.serial_head ? 1 : c.heads_k;
+    groups.resize(size_t(batches * heads * c.chunks)), cost.resize(groups.size());
+    for (int64_t b = 0; b < c.batch; ++b)
+      for (int64_t head = 0; head < c.heads_k; ++head) {
+        add_keys(c, b, head, ((c.serial_batch ? 0 : b) * heads + (c.serial_head ? 0 : head)) * c.chunks);
+        add_queries(c, b, head);
       }
   }
-  return groups;
-}
+
+ private:
+  // A head's keys, in chunks, and the dq of as many queries as are held.
+  void add_keys(const TwCall &c, int64_t b, int64_t head_k, int64_t group) {
+    const Sequence s = sequence_of(c, b);
+    const int64_t tiles = (s.seqlen_k + c.tile_n - 1) / c.tile_n, heads = c.heads_q / c.heads_k;
+    const int64_t held = std::min(held_queries(c), s.seqlen_q);
+    GradientUnit unit{b, head_k, head_k * heads, heads, 0, held, 0, 0, true, 0, group, nullptr, nullptr};
+    if (c.chunks > 1) {
+      turns.push_back(std::make_unique<Turns>(c.chunks)), unit.turns = turns.back().get();
+      const int64_t rows = sixteen_bit(c) ? heads * held : 0;
+      sums.emplace_back(new float[size_t(rows * ((c.head_dim + 15) / 16 * 16))]), unit.dq = sums.back().get();
+    }
+    for (; unit.chunk < c.chunks; ++unit.chunk, ++unit.group) {
+      unit.n0 = tiles * unit.chunk / c.chunks * c.tile_n;
+      unit.n1 = std::min(tiles * (unit.chunk + 1) / c.chunks * c.tile_n, s.seqlen_k);
+      groups[size_t(unit.group)].push_back(unit);
+      const int64_t work = 5 * heads * (unit.n1 - unit.n0) * (1 + s.seqlen_q);
+      cost[size_t(unit.group)] += c.chunks > 1 ? c.chunks - unit.chunk : work;
+    }
+  }
+
+  // The dq of the other queries.
+  void add_queries(const TwCall &c, int64_t b, int64_t head_k) {
+    const Sequence s = sequence_of(c, b);
+    const int64_t heads = c.heads_q / c.heads_k, step = pass_queries(c);
+    for (int64_t head = head_k * heads; head < (head_k + 1) * heads; ++head)
+      for (int64_t m0 = held_queries(c); m0 < s.seqlen_q; m0 += step) {
+        const int64_t m1 = std::min(m0 + step, s.seqlen_q);
+        groups.push_back({{b, head_k, head, 1, m0, m1, 0, s.seqlen_k, false, 0, 0, nullptr, nullptr}});
+        cost.push_back(c.chunks > 1 ? 0 : 3 * (m1 - m0) * s.seqlen_k);
+      }
+  }
+};
 
 void run_backward(const TwCall &c) {
   check(c);
   if (!c.batch) return;
   const Kernels &kernels = chosen(c);
   parallel(c.threads, c.batch * c.heads_q, [&](int64_t n) { kernels.delta(c, n / c.heads_q, n % c.heads_q); });
-  const auto groups = plan_backward(c);
-  std::vector<int64_t> cost;
-  for (const auto &group : groups) {
-    int64_t total = 0;
-    for (const KeyUnit &unit : group) total += (unit.n1 - unit.n0) * (1 + sequence_of(c, unit.b).seqlen_q);
-    cost.push_back(total);
-  }
-  const std::vector<int64_t> order = longest_first(cost);
+  const Backward plan(c);
+  const std::vector<int64_t> order = longest_first(plan.cost);
   const int64_t bytes = kernels.backward_bytes(c);
   parallel(c.threads, int64_t(order.size()), [&](int64_t n) {
-    for (const KeyUnit &unit : groups[size_t(order[size_t(n)])]) kernels.backward(c, unit, scratch(bytes));
+    for (const GradientUnit &unit : plan.groups[size_t(order[size_t(n)])]) kernels.backward(c, unit, scratch(bytes));
   });
 }
 

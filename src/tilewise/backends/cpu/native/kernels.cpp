@@ -61,7 +61,7 @@ static void merge(const TwCall &c, const Partials &partials, int64_t b, int64_t 
 }
 
 static int64_t backward_bytes(const TwCall &c) {
-  const KeyUnit none{};
+  const GradientUnit none{};
   return with_types(c, [&](auto y) { return BackwardOf<decltype(y)>(c, none, nullptr).bytes; });
 }
 
@@ -69,7 +69,7 @@ static void delta(const TwCall &c, int64_t b, int64_t head) {
   with_types(c, [&](auto y) { delta_head<typename decltype(y)::E, typename decltype(y)::T>(c, b, head); });
 }
 
-static void backward(const TwCall &c, const KeyUnit &unit, char *scratch) {
+static void backward(const TwCall &c, const GradientUnit &unit, char *scratch) {
   with_types(c, [&](auto y) { BackwardOf<decltype(y)>(c, unit, scratch).run(); });
 }
 

@@ -6,6 +6,8 @@ namespace tw {
 
 constexpr int64_t kMaxTileN = 256;
 
+class Turns;  // turns.h
+
 // One attention of the batch: its lengths, and where its rows start in packed tensors.
 struct Sequence {
   int64_t b, seqlen_q, seqlen_k, row_q, row_k;
@@ -27,10 +29,45 @@ struct QueryItem {
   int64_t query_of(int64_t row) const { return m0 + row % (m1 - m0); }
 };
 
-// Backward: key head `head_k`, keys [n0, n1), all queries of its group. `group` numbers the units that share leaf sums.
-struct KeyUnit {
-  int64_t b, head_k, n0, n1, chunk, group;
+// Backward: the keys [n0, n1) of key head `head_k`, and of the query heads [head, head + heads) all queries, for dk and dv
+// (`keys`), or the queries [m0, m1) alone. It sums the dq of the latter. `group` numbers the units that share leaf sums.
+// Where `turns` is set, units of other `chunk`s add to the same `dq`; where `dq` is null, a unit has its own.
+struct GradientUnit {
+  int64_t b, head_k, head, heads, m0, m1, n0, n1;
+  bool keys;
+  int64_t chunk, group;
+  void *dq;
+  Turns *turns;
 };
+
+// Of 16-bit inputs dq is summed in fp32, in so much memory at most: a head group whose queries need more has a pass of its
+// own for the dq of the others, which computes S and dP again (7 products for 5) in blocks of kPassBytes.
+constexpr int64_t kHeldBytes = 8 << 20, kPassBytes = 1 << 20;
+
+inline bool sixteen_bit(const TwCall &c) { return c.type == TW_BF16 || c.type == TW_F16; }
+
+// Rows of a head's dq in whole tiles that `bytes` hold for each of `heads` heads.
+inline int64_t rows_of_dq(const TwCall &c, int64_t heads, int64_t bytes) {
+  return bytes / (heads * ((c.head_dim + 15) / 16 * 16) * 4) / c.tile_m * c.tile_m;
+}
+
+// The queries [0, ...) of each head whose dq is summed beside dk and dv; and how many at a time after them.
+inline int64_t held_queries(const TwCall &c) {
+  const int64_t rows = sixteen_bit(c) ? rows_of_dq(c, c.heads_q / c.heads_k, kHeldBytes) : c.seqlen_q;
+  return rows < c.seqlen_q ? rows : c.seqlen_q;
+}
+inline int64_t pass_queries(const TwCall &c) {
+  const int64_t rows = rows_of_dq(c, 1, kPassBytes);
+  return rows > c.tile_m ? rows : c.tile_m;
+}
+
+// Rows of dq in a thread's own memory.
+inline int64_t own_rows_of_dq(const TwCall &c) {
+  if (!sixteen_bit(c)) return 0;
+  const int64_t held = held_queries(c), whole = c.chunks > 1 ? 0 : c.heads_q / c.heads_k * held;
+  const int64_t pass = held < c.seqlen_q ? pass_queries(c) : 0;
+  return whole > pass ? whole : pass;
+}
 
 // Partial states, by chunk: o (part, b, h, i, d) and lse (part, b, h, i) in the compute type.
 struct Partials {
@@ -47,7 +84,7 @@ struct Kernels {
   void (*merge)(const TwCall &, const Partials &, int64_t b, int64_t head);
   int64_t (*backward_bytes)(const TwCall &);
   void (*delta)(const TwCall &, int64_t b, int64_t head);
-  void (*backward)(const TwCall &, const KeyUnit &, char *scratch);
+  void (*backward)(const TwCall &, const GradientUnit &, char *scratch);
 };
 
 // Bytes handed out one after the other, each at a cache line; without memory it only counts.

@@ -97,6 +97,36 @@ def test_threads_do_not_change_a_bit(threads):
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("mask", [tw.causal(), tw.window(70, 40)], ids=str)
+def test_parts_of_the_keys_do_not_change_a_bit(mask, dtype):
+    """Threads that share a head add to its dq in the order of the keys, as one thread does."""
+    c = call(*qkv(batch=1, nq=200, nk=700, dtype=dtype), mask=mask)
+    config = replace(Cpu().config(c.p), backward_m=40, backward_n=64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    one, some, most = (run(Cpu(replace(config, chunks=n)), c) for n in (1, 3, 16))
+    torch.set_num_threads(before)
+    assert config.chunks > 1
+    assert all(torch.equal(one[name], other[name]) for name in one for other in (some, most))
+
+
+@pytest.mark.parametrize("chunks", [1, 2], ids=["alone", "shared"])
+@pytest.mark.parametrize("mask", [tw.causal(), tw.window(40, 5) & tw.keep(lambda b, h, i, j: (i + j) % 3 > 0)], ids=str)
+def test_dq_past_the_memory_that_sums_it_has_a_pass_of_its_own_and_the_same_bits(mask, chunks):
+    """8 MiB hold 16 of 24 queries of 128 heads on one, 1024 wide; and all of 32 heads."""
+
+    def dq(heads: slice) -> torch.Tensor:
+        c = call(q[:, :, heads], k, v, mask=mask, score=tw.softcap(5.0), do=do[:, :, heads])
+        backend = Cpu(replace(Cpu().config(c.p), backward_m=5, backward_n=64, chunks=chunks))
+        return run(backend, replace(c, dlse=torch.zeros_like(c.dlse)))["dq"]
+
+    q, k, v = qkv(batch=1, nq=24, nk=70, hq=128, hk=1, d=1024, dv=16, dtype=torch.bfloat16)
+    do = normal(1, 24, 128, 16).bfloat16()
+    whole = dq(slice(None))
+    assert all(torch.equal(whole[:, :, n : n + 32], dq(slice(n, n + 32))) for n in range(0, 128, 32))
+
+
 def test_long_keys_with_few_queries_are_split_and_merged():
     q, k, v = qkv(nq=3, nk=2 * SPLIT_KEYS + 100, hq=2, hk=1)
     c = call(q, k, v, causal=True, sink=normal(2))

@@ -75,7 +75,7 @@ class Cpu:
         sums = LeafSums.plan(p, t.leaves, code, config.chunks)
         sums.bind(bound, code)
         new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero
-        summed = torch.zeros_like if p.dtype == p.compute_dtype else new  # dq is the array of its own sums, or gets them
+        summed = torch.zeros_like if p.dtype == p.compute_dtype else new  # a 16-bit dq is summed elsewhere
         dq, dk, dv = (f(x, memory_format=torch.contiguous_format) for f, x in ((summed, t.q), (new, t.k), (new, t.v)))
         delta = torch.zeros_like(lse)
         call.o, call.lse, call.dout = bound.tensor(unit_last(out.o)), bound.data(lse), bound.tensor(unit_last(do))

@@ -171,6 +171,10 @@ def _float(x):
     return np.asarray(x, np.float32)
 
 
+def _integer(x):
+    return int(x) if np.ndim(x) == 0 else x
+
+
 def _either(integer, array):
     return lambda a, b: integer(a, b) if isinstance(a, int) and isinstance(b, int) else array(a, b)
 
@@ -198,6 +202,9 @@ def modules() -> dict[str, types.ModuleType]:
         block_idx=lambda: (role.cta, 0, 0),
         grid_dim=lambda: (role.ctas, 1, 1),
         warp_idx=lambda: role.warp,
+        shuffle_sync=shuffle,
+        vote_ballot_sync=lambda p: sum(1 << n for n, x in enumerate(p[:32]) if x),
+        popc=int.bit_count,
         make_warp_uniform=lambda x: x,
         griddepcontrol_wait=lambda: None,
     )
@@ -212,9 +219,9 @@ def modules() -> dict[str, types.ModuleType]:
     )  # fmt: skip
     cutlass = types.ModuleType("cutlass")
     vars(cutlass).update(
-        Float32=_float, Int32=int, Int64=int, BFloat16="bf16", Float16="fp16", cute=cute, Constexpr=None,
+        Float32=_float, Int32=_integer, Int64=int, BFloat16="bf16", Float16="fp16", cute=cute, Constexpr=None,
         range=lambda *a, unroll=1: range(*a), range_constexpr=range, const_expr=plain,
-        min=_either(min, np.minimum), max=_either(max, np.maximum), select_=np.where,
+        min=_either(min, np.minimum), max=_either(max, np.maximum), select_=select,
     )  # fmt: skip
     nvgpu = types.ModuleType("cutlass.cute.nvgpu")
     vars(nvgpu).update(OperandMajorMode=None, cpasync=None, warpgroup=group, warp=None)
@@ -225,6 +232,15 @@ def modules() -> dict[str, types.ModuleType]:
     return {m.__name__: m for m in (cutlass, cute, nvgpu, utils, helpers, driver, bindings, cuda)}
 
 
+def shuffle(x: np.ndarray, lane):
+    """From a lane of each thread's warp; from one for all, where the same number is in every warp, as a number."""
+    return int(x[lane]) if np.ndim(lane) == 0 else x[THREADS // 32 * 32 + lane % 32]
+
+
+def select(condition, a, b):
+    return (a if condition else b) if np.ndim(condition) == np.ndim(a) == np.ndim(b) == 0 else np.where(condition, a, b)
+
+
 def wait_group(left: int) -> None:
     """The warpgroup's oldest products are done, all but ``left``."""
     while len(role.products) > left:
@@ -233,7 +249,7 @@ def wait_group(left: int) -> None:
 
 def load_kernel():
     """``(forward, tile)``, imported with the stand-in; other modules keep what they have."""
-    names = [f"tilewise.backends.hopper.{name}" for name in ("forward", "tile", "combine")]
+    names = [f"tilewise.backends.hopper.{name}" for name in ("forward", "tile", "combine", "packed")]
     fakes = modules()
     hidden = {n: sys.modules.pop(n) for n in [*fakes, *names] if n in sys.modules}
     sys.modules.update(fakes)
@@ -307,7 +323,12 @@ def _stand_in(forward, tile) -> None:
             group = slice(head * info.group, (head + 1) * info.group)
             return Matrix(info.values[batch, :, group], (queries, heads), width, origin[0][0]), room
         rows, width = shape if origin[0] is None else shape[::-1]
-        return Matrix(info.values[batch, :, head : head + 1], (rows, 1), width), room
+        if isinstance(batch, forward.packed.Span):  # the copy engine sees a sequence's rows alone
+            values = info.values[0, batch.start : batch.end]
+            assert len(values) == batch.size
+        else:
+            values = info.values[batch]
+        return Matrix(values[:, head : head + 1], (rows, 1), width), room
 
     for stand_in in (operands, to_p, put_lse, put_row, put_tile, cut):
         setattr(forward, stand_in.__name__, stand_in)
@@ -324,7 +345,8 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
     lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
     o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
-    extra = forward.Extra(**dict(zip(config.extra, map(Global, extra), strict=True)))
+    extra = [x if isinstance(x, int) else Global(x) for x in extra]
+    extra = forward.Extra(**dict(zip(config.extra, extra, strict=True)))
     work = forward.Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
                         np.float32(scale2), np.float32(cap2), extra)  # fmt: skip
     info = lambda x: SimpleNamespace(values=x, atom=None, group=work.group)  # noqa: E731

@@ -26,18 +26,27 @@ def without_gradient(c: Call) -> Call:
     return replace(c, p=replace(c.p, spec=replace(c.p.spec, needs_grad=False)))
 
 
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    """With NaN, where it is no table of integers."""
+    return x.fill_(torch.nan) if x.is_floating_point() else x
+
+
 def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
     """``flags``: of the Config, other than chosen."""
     chosen = config.choose(c.p)
     plan = hopper.Plan(c.p, replace(chosen, tiles=tiles or chosen.tiles, **flags))
     lo, hi, section, _, *rest = plan.numbers
-    extra = [(x.fill_(torch.nan) if x.is_floating_point() else x).numpy() for x in plan.extra(c.t)]
+    extra = [x if isinstance(x, int) else poisoned(x).numpy() for x in plan.extra(c.t)]
     numbers = lo, hi, section, min(ctas, plan.grid.tiles), *rest, *extra
     keys = slice(plan.band.start, plan.band.stop)
-    q, k, v = (x.float().numpy() for x in (c.t.q, c.t.k[:, keys], plan.values(c.t)[:, keys]))
+    tensors = (c.t.q, c.t.k[:, keys], plan.values(c.t)[:, keys])
+    if c.p.packed:
+        tensors = (x[None] for x in (c.t.q, c.t.k, c.t.v))
+    q, k, v = (x.float().numpy() for x in tensors)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     o, lse = emulated.run(plan.config, q, k, v, sink.numpy(), numbers)
-    return Output(torch.from_numpy(o).to(c.p.dtype), torch.from_numpy(lse))
+    o, lse = torch.from_numpy(o).to(c.p.dtype), torch.from_numpy(lse)
+    return Output(o[0], lse[0]) if c.p.packed else Output(o, lse)
 
 
 def qkv(nq, nk, d=64, dv=None, heads=(4, 2), dtype=torch.bfloat16, batch=1):
@@ -120,6 +129,41 @@ def test_chunks_of_keys_merge_into_attention(name, small_chunks):
     out = emulate(c, SMALL, ctas=3, split=True)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     assert not [str(e) for e in errors if not e.ok]
+
+
+# Lengths of q, of k; rows past the last sequence of each; options. No queries, no keys, neither, and one of each.
+PACKED = {
+    "full": ([70, 1, 0, 130, 64], [300, 5, 9, 0, 64], (0, 0), {}),
+    "causal": ([130, 1, 0, 65], [130, 1, 7, 200], (40, 3), {"causal": True}),
+    "empty-rows": ([100, 33], [20, 0], (5, 0), {"causal": True, "sink": normal(4, seed=8)}),
+    "window": ([10, 200, 3], [300, 150, 3], (0, 10), {"mask": tw.window(50, 3)}),
+    "keys": ([90, 5], [200, 100], (0, 0), {"mask": tw.key_range(37, 120) & tw.causal()}),
+    "no-keys-at-all": ([9, 70], [0, 0], (3, 0), {"sink": normal(4, seed=8)}),
+    "many": ([3] * 40, [11] * 40, (0, 0), {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_are_each_by_itself(name):
+    lengths_q, lengths_k, rest, options = PACKED[name]
+    q, k, v = qkv(sum(lengths_q) + rest[0], sum(lengths_k) + rest[1])
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (lengths_q, lengths_k))
+    q[:, cu_q[-1] :], k[:, cu_k[-1] :], v[:, cu_k[-1] :] = (torch.nan,) * 3
+    c = without_gradient(call(q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options))
+    out = emulate(c, SMALL, ctas=3)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+def test_a_sequence_never_touches_its_neighbour():
+    q, k, v = (x[0] for x in qkv(150, 150))
+    cu = torch.tensor([0, 33, 33, 140])
+    k[33:], v[33:] = torch.nan, torch.nan
+    out = emulate(without_gradient(call(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)), SMALL, ctas=2)
+    assert torch.isfinite(out.o[:33]).all()
+    assert torch.isfinite(out.lse[:, :33]).all()
+    assert (out.o[140:] == 0).all()
+    assert (out.lse[:, 140:] == -torch.inf).all()
 
 
 GROUPED = {  # queries, heads: also groups that a tile does not hold or divide, and rows of several tiles

@@ -85,6 +85,15 @@ def test_the_blocks_of_a_tile_hold_all_keys_of_its_rows(band, row, rows, tile_n)
         assert (start, stop - 1) == (min(seen) // tile_n, max(seen) // tile_n)
 
 
+@given(BANDS, st.integers(1, 300), st.integers(0, 100), st.integers(0, 300))
+def test_a_cut_band_keeps_the_same_keys_and_no_others(band, rows, first, last):
+    start, cut = schedule.cut(band, first, last, rows)
+    seen = [{j for j in kept(i, band) if first <= j < last} for i in range(rows)]
+    assert [{j + start for j in kept(i, cut)} for i in range(rows)] == seen
+    union = set().union(*seen)
+    assert not union or (start, start + cut.seqlen_k) == (min(union), max(union) + 1)
+
+
 @given(st.integers(0, 20), st.integers(1, 20), st.integers(1, 40), st.integers(1, 12))
 def test_the_chunks_of_a_tile_share_its_blocks_out(start, count, blocks, chunks):
     start = min(start, blocks - 1)

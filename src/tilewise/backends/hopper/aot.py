@@ -51,8 +51,13 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
         shape = cute.sym_int(), batch, heads_q, seqlen_q, *columns
         return make_fake_tensor(cutlass.Float32, shape, (*strides, 1), assumed_align=16)
 
-    extra = {"part_o": lambda: state(config.tiles.width_v), "part_lse": state, "lo": ends, "hi": ends}
     i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
+    starts = cute.sym_int()
+    cu = lambda: make_fake_tensor(cutlass.Int32, (starts,), (1,))  # noqa: E731
+    extra = {
+        "part_o": lambda: state(config.tiles.width_v), "part_lse": state, "lo": ends, "hi": ends,
+        "cu_q": cu, "cu_k": cu, "first": lambda: i32, "last": lambda: i32,
+    }  # fmt: skip
     arguments = (
         tensor(seqlen_q, heads_q, dim),
         tensor(seqlen_k, heads_k, dim),

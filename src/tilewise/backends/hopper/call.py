@@ -38,8 +38,8 @@ class Plan:
 
     @cached_property
     def cut(self) -> bool:
-        """Whether some keys at either end are seen by no query: they stay outside."""
-        return (self.band.start, self.band.stop) != (0, self.p.seqlen_k)
+        """Whether some keys at either end are seen by no query: they stay outside. Packed, the kernel sees to that."""
+        return not self.p.packed and (self.band.start, self.band.stop) != (0, self.p.seqlen_k)
 
     @cached_property
     def grid(self) -> Grid:
@@ -47,15 +47,16 @@ class Plan:
 
     @cached_property
     def numbers(self) -> tuple[int, int, int, int, int, float, float]:
-        """As :func:`tilewise.backends.hopper.forward.launch` takes them; the band's ends count from its first key."""
+        """As :func:`tilewise.backends.hopper.forward.launch` takes them; the band's ends count from the first key that it gets."""
         p, band, cap = self.p, self.band, cap_of(self.p)
-        lo, hi = (far if end is None else end - band.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
+        start = band.start if self.cut else 0
+        lo, hi = (far if end is None else end - start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         grid = self.grid
         scale2 = LOG2_E * (p.softmax_scale if cap is None else cap)
         cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
         return lo, hi, grid.section, grid.ctas, int(p.spec.sink_slot is not None), scale2, cap2
 
-    def extra(self, t: Inputs) -> tuple[Tensor, ...]:
+    def extra(self, t: Inputs) -> tuple[Tensor | int, ...]:
         """What ``config.extra`` names."""
         found = {}
         if self.config.split:
@@ -65,6 +66,9 @@ class Plan:
         if self.config.by_rows:
             lo, hi = self.made.of("ends", self.mask_leaves(t), lambda: masks.row_ends(self.p, t))
             found |= {"lo": lo, "hi": hi}
+        if self.config.packed:
+            found |= {"cu_q": t.cu_seqlens_q.int().contiguous(), "cu_k": t.cu_seqlens_k.int().contiguous()}
+            found |= {"first": self.band.start, "last": self.band.stop}
         return tuple(found[name] for name in self.config.extra)
 
     def values(self, t: Inputs) -> Tensor:
@@ -98,7 +102,7 @@ def forward(plan: Plan, t: Inputs) -> Output:
         return out
     # Without sinks any memory will do: it is not read.
     sink = out.lse.as_strided((p.heads_q,), (1,)) if t.sink is None else t.sink.detach().float().contiguous()
-    if band.start == band.stop:  # nobody sees a key
+    if band.start == band.stop and not p.packed:  # nobody sees a key
         out.o.zero_()
         out.lse.fill_(-math.inf) if t.sink is None else out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
         return out
@@ -108,5 +112,8 @@ def forward(plan: Plan, t: Inputs) -> Output:
     )
     if plan.cut:
         k, v = (x[:, band.start : band.stop] for x in (k, v))
-    plan.launch(q, k, v, out.o, out.lse, sink, (*plan.numbers, *plan.extra(t)))
+    o, lse = out.o, out.lse
+    if p.packed:
+        q, k, v, o, lse = (x.unsqueeze(0) for x in (q, k, v, o, lse))
+    plan.launch(q, k, v, o, lse, sink, (*plan.numbers, *plan.extra(t)))
     return out

@@ -14,6 +14,7 @@ ROWS = 64  # of one warpgroup: the height of a wgmma
 ALIGNMENT = 1024  # bytes: after so many the 128-byte swizzle repeats
 MULTIPLE = 8  # of a head dim: the copy engine wants rows that begin at multiples of 16 bytes
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
+LONG = 1 << 30  # rows that packed tensors have less than
 # Of the kept keys of a row: all; up to an end that moves with it; between two such ends; between two that tensors hold.
 FORMS = ("full", "upper", "band", "rows")
 
@@ -101,6 +102,7 @@ class Config:
         dtype: of DTYPES. form: of FORMS.
         split: the keys of a query tile are cut into chunks, whose states a second kernel merges.
         heads: query heads of a group that a tile holds side by side, so that its keys serve them all; divides ROWS.
+        packed: sequences are packed; neither split, nor are heads side by side.
     """
 
     tiles: Tiles
@@ -109,6 +111,7 @@ class Config:
     softcap: bool = False
     split: bool = False
     heads: int = 1
+    packed: bool = False
 
     @property
     def queries(self) -> int:
@@ -122,7 +125,9 @@ class Config:
     @property
     def extra(self) -> tuple[str, ...]:
         """What a launch gets beside tensors and numbers: fields of :class:`tilewise.backends.hopper.forward.Extra`."""
-        return (("part_o", "part_lse") if self.split else ()) + (("lo", "hi") if self.by_rows else ())
+        found = ("part_o", "part_lse") if self.split else ()
+        found += ("lo", "hi") if self.by_rows else ()
+        return found + (("cu_q", "cu_k", "first", "last") if self.packed else ())
 
     @property
     def by_rows(self) -> bool:
@@ -143,7 +148,7 @@ class Config:
     def name(self) -> str:
         t = self.tiles
         dims = f"d{t.width}" + (f"v{t.width_v}" if t.width_v != t.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", "split") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "split", "packed") if getattr(self, name))
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}_{t.name}"
 
@@ -268,12 +273,12 @@ class Band:
 
 
 def band_of(p: Problem) -> Band | None:
-    """The mask of a problem as a band; None where it is none."""
+    """The mask of a problem as a band, that of packed sequences without the offset of each; None where it is none."""
     region = p.spec.region
     lo, hi = _end(region.lo, "maximum"), _end(region.hi, "minimum")
     if region.predicate is not None or lo is None or hi is None:
         return None
-    off = p.seqlen_k - p.seqlen_q
+    off = 0 if p.packed else p.seqlen_k - p.seqlen_q
     moved = [None if move is None else move + off for move, _ in (lo, hi)]
     start = max(0, 0 if lo[1] is None else lo[1])
     stop = min(p.seqlen_k, p.seqlen_k if hi[1] is None else hi[1])
@@ -281,8 +286,11 @@ def band_of(p: Problem) -> Band | None:
 
 
 def keys_of(p: Problem) -> Band:
-    """The band of a problem, cut; of a mask that is none, all keys: the ends of its rows are tensors."""
+    """The band of a problem, cut, unless each packed sequence is cut by the kernel; of a mask that is none, all keys: the ends
+    of its rows are tensors."""
     band = band_of(p)
+    if p.packed:
+        return band
     return Band(None, None, 0, p.seqlen_k) if band is None else band.cut(p.seqlen_q)
 
 
@@ -327,7 +335,10 @@ def choose(p: Problem) -> Config:
     rows = (dims for dims in TABLE if not capped or dims in SOFTCAP)
     dims = next(d for d in rows if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     tiles = tiles_of(dims, form, heavy=capped and form == "rows")
-    config = grouped(Config(tiles, DTYPES[str(p.dtype)], form, capped), p.group, p.seqlen_q)
+    config = Config(tiles, DTYPES[str(p.dtype)], form, capped, packed=p.packed)
+    if p.packed:
+        return config
+    config = grouped(config, p.group, p.seqlen_q)
     # Deterministic results do not depend on batch-mates: the choice to split then looks at one sequence.
     heads = p.heads_k * (1 if p.spec.deterministic else p.batch) * -(-p.group // config.heads)
     split = splits(config, heads, p.seqlen_q, band.stop - band.start, devices.of(p.device).cores)
@@ -386,7 +397,10 @@ def reasons(p: Problem) -> list[str]:
         found.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
     if p.head_dim % MULTIPLE or p.head_dim_v % MULTIPLE:
         found.append(f"head dims {p.head_dim} and {p.head_dim_v} must be multiples of {MULTIPLE}")
-    found += ["packed sequences"] if p.packed else []
+    if p.packed and band_of(p) is None:
+        found.append("packed sequences with a mask other than causal, window and a key_range of numbers")
+    if p.packed and max(p.seqlen_q, p.seqlen_k) >= LONG:
+        found.append(f"{max(p.seqlen_q, p.seqlen_k)} packed rows, {LONG} or more")
     if p.spec.region.predicate is not None:
         found.append("a mask that is no interval of keys for every row")
     if p.spec.score is not None and math.isnan(cap_of(p)):
@@ -421,4 +435,6 @@ def spread(p: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     parts = chunks(config, p.seqlen_q, seqlen_k) if config.split else 1
     heads = p.batch * p.heads_k * -(-p.group // config.heads) * parts
     tiles = heads * -(-p.seqlen_q // config.tile_queries)
+    if p.packed:  # at most, as only the device knows the lengths
+        tiles = p.heads_q * (p.seqlen_q // config.tile_queries + p.batch + 1)
     return Grid(tiles, min(tiles, cores), 1 if config.form == "full" else min(heads, max(1, cores // SHARING)), parts)

@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import combine, schedule, tile
+from tilewise.backends.hopper import combine, packed, schedule, tile
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS, Config
 
 F32, I32 = cutlass.Float32, cutlass.Int32
@@ -40,12 +40,17 @@ class Extra(NamedTuple):
 
     ``part_o`` (chunk, batch, head, row, width_v) and ``part_lse`` (chunk, batch, head, row), fp32: states of chunks of keys.
     ``lo``, ``hi`` (batch, head, row), int32: the ends of every row.
+    ``cu_q``, ``cu_k`` (sequence + 1,), int32: where packed sequences begin; ``first``, ``last``: no other keys of each count.
     """
 
     part_o: cute.Tensor | None = None
     part_lse: cute.Tensor | None = None
     lo: cute.Tensor | None = None
     hi: cute.Tensor | None = None
+    cu_q: cute.Tensor | None = None
+    cu_k: cute.Tensor | None = None
+    first: I32 | None = None
+    last: I32 | None = None
 
 
 class Work(NamedTuple):
@@ -68,7 +73,8 @@ class Work(NamedTuple):
 
 class Tmas(NamedTuple):
     """Descriptors, coordinates and shared layouts: q, k, o as (rows, columns, head, batch), v as (columns, rows, ..). Where a
-    tile holds several heads of a group, q's and o's rows are (head of the group, row), and the third is the group."""
+    tile holds several heads of a group, q's and o's rows are (head of the group, row), and the third is the group; of packed
+    sequences they are as :func:`packed.ragged` has them."""
 
     q: cpasync.TmaInfo
     k: cpasync.TmaInfo
@@ -92,8 +98,8 @@ class Room(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A query tile: its first query, its (first) head and batch index, its key blocks ``[start, stop)``, and which chunk they
-    are of."""
+    """A query tile: its first query, its (first) head and batch index, its key blocks ``[start, stop)``, which chunk they are
+    of, and what is its packed sequence's own."""
 
     row: I32
     head: I32
@@ -101,6 +107,16 @@ class Place(NamedTuple):
     start: I32
     stop: I32
     chunk: I32 | None = None
+    own: packed.Own | None = None
+
+    @property
+    def rows(self):
+        """Where the tile's rows of q and o are: as :func:`cut` takes it."""
+        return self.batch if self.own is None else self.own.q
+
+    @property
+    def keys(self):
+        return self.batch if self.own is None else self.own.k
 
 
 def band(batch, head, work: Work, x: Config) -> schedule.Band:
@@ -109,6 +125,10 @@ def band(batch, head, work: Work, x: Config) -> schedule.Band:
         held = lambda ends: lambda i: ends[batch, head, PICK.smaller(i, work.seqlen_q - 1)]  # noqa: E731
         return schedule.Band(held(work.extra.lo), held(work.extra.hi), work.seqlen_k)
     return schedule.Band(work.lo if x.has_lower else None, work.hi if x.has_upper else None, work.seqlen_k)
+
+
+def band_at(at: Place, work: Work, x: Config) -> schedule.Band:
+    return schedule.Band(at.own.lo, at.own.hi, at.own.k.size) if x.packed else band(at.batch, at.head, work, x)
 
 
 def order(work: Work, x: Config) -> schedule.Order:
@@ -133,6 +153,8 @@ def chunks_of(work: Work, x: Config):
 def place_of(round_, work: Work, x: Config) -> Place:
     """The CTA's tile in a round."""
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
+    if x.packed:
+        return packed_place(n, work, x)
     m_block, pair = schedule.tile_at(n, order(work, x), PICK)
     row, chunk, chunks, heads = m_block * x.tile_queries, None, chunks_of(work, x), heads_of(work, x)
     if x.split:
@@ -148,20 +170,39 @@ def place_of(round_, work: Work, x: Config) -> Place:
     return Place(row, head, batch, I32(start), I32(stop), chunk)
 
 
+def packed_place(n, work: Work, x: Config) -> Place:
+    """The n-th tile of packed sequences: all heads of a row of tiles, then the next row; the longest of a sequence first."""
+    e, rows = work.extra, x.tile_queries
+    sequence, block, _ = packed.find(n // work.heads_q, e.cu_q, work.seqlen_q, rows)
+    q = packed.rows_of(sequence, e.cu_q, work.seqlen_q, rest=True)
+    k = packed.rows_of(sequence, e.cu_k, work.seqlen_k, rest=False)
+    row = ((q.size + rows - 1) // rows - 1 - block if x.has_upper else block) * rows
+    off = k.size - q.size
+    moving = schedule.Band(work.lo + off if x.has_lower else None, work.hi + off if x.has_upper else None, k.size)
+    first, kept = schedule.cut(moving, e.first, e.last, q.size, PICK)
+    start, stop = schedule.key_blocks(row, rows, x.tiles.tile_n, kept, PICK)
+    own = packed.Own(q, packed.Span(k.start + first + kept.seqlen_k, kept.seqlen_k), kept.lo, kept.hi)
+    return Place(row, n % work.heads_q, sequence, I32(start), I32(stop), own=own)
+
+
 def rounds_of(work: Work, x: Config):
-    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
+    tiles = order(work, x).tiles
+    if x.packed:
+        tiles = packed.find(I32(0), work.extra.cu_q, work.seqlen_q, x.tile_queries)[2] * work.heads_q
+    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], tiles)
 
 
 def row_at(at: Place, w, r, work: Work, x: Config):
-    """Query and head of a thread's r-th row in warpgroup ``w``, and whether there are such: a tile holds queries one after the
-    other, or, of each in turn, several heads of a group."""
+    """Batch, head and row of lse for a thread's r-th row in warpgroup ``w``, and whether there is such: a tile holds queries one
+    after the other, or, of each in turn, several heads of a group."""
     row = tile.row_of(cute.arch.thread_idx()[0] % 128, r)
+    i = at.row + w * x.queries + row // x.heads
+    if x.packed:
+        return (0, at.head, at.own.q.start + i), i < at.own.q.size
     if x.heads == 1:
-        i = at.row + w * ROWS + row
-        return i, at.head, i < work.seqlen_q
-    i, head = at.row + w * x.queries + row // x.heads, at.head + row % x.heads
-    last = at.head // work.group * work.group + work.group - 1
-    return i, PICK.smaller(head, last), PICK.smaller(work.seqlen_q - i, last + 1 - head) > 0
+        return (at.batch, at.head, i), i < work.seqlen_q
+    head, last = at.head + row % x.heads, at.head // work.group * work.group + work.group - 1
+    return (at.batch, PICK.smaller(head, last), i), PICK.smaller(work.seqlen_q - i, last + 1 - head) > 0
 
 
 # -- Shared memory -------------------------------------------------------------------------------------------------
@@ -199,9 +240,16 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
     cute.arch.sync_threads()
 
 
-def cut(info: cpasync.TmaInfo, shape, origin, head, batch, room: cute.Tensor):
-    """A head's matrix in tiles, and the room for them, as the copy engine wants both: (box, tile), (box, slot)."""
-    g = cute.local_tile(info.tma_tensor[None, None, head, batch], shape, origin)
+def cut(info: cpasync.TmaInfo, shape, origin, head, where, room: cute.Tensor):
+    """A head's matrix in tiles, and the room for them, as the copy engine wants both: (box, tile), (box, slot).
+
+    ``where``: the batch index, or the rows of a packed sequence.
+    """
+    if isinstance(where, packed.Span):
+        g = packed.matrix(info.tma_tensor, head, where, columns_first=origin[0] is not None)
+    else:
+        g = info.tma_tensor[None, None, head, where]
+    g = cute.local_tile(g, shape, origin)
     s, g = cpasync.tma_partition(
         info.atom, 0, cute.make_layout(1), cute.group_modes(room, 0, 2), cute.group_modes(g, 0, 2)
     )
@@ -211,7 +259,7 @@ def cut(info: cpasync.TmaInfo, shape, origin, head, batch, room: cute.Tensor):
 def cut_queries(info: cpasync.TmaInfo, width: int, at: Place, work: Work, x: Config, room: cute.Tensor):
     """Q's or O's rows for a warpgroup, as :func:`cut`; the tile is at.row // x.queries + w."""
     if x.heads == 1:
-        return cut(info, (ROWS, width), (None, 0), at.head, at.batch, room)
+        return cut(info, (ROWS, width), (None, 0), at.head, at.rows, room)
     shape, block = ((x.heads, x.queries), width), at.head % work.group // x.heads
     return cut(info, shape, ((block, None), 0), at.head // work.group, at.batch, room)
 
@@ -240,8 +288,8 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
         at = place_of(round_, work, x)
         head_k = at.head // work.group
         gQ, sQ = cut_queries(tmas.q, c.width, at, work, x, room.q)
-        gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.batch, room.k)
-        gV, sV = cut(tmas.v, (c.width_v, c.tile_n), (0, None), head_k, at.batch, room.v)
+        gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.keys, room.k)
+        gV, sV = cut(tmas.v, (c.width_v, c.tile_n), (0, None), head_k, at.keys, room.v)
 
         n = at.stop - 1
         fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
@@ -444,7 +492,7 @@ def compute(
         first_turn(w, x)
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
-        row, kept = at.row + w * x.queries, band(at.batch, at.head, work, x)
+        row, kept = at.row + w * x.queries, band_at(at, work, x)
         whole_start, whole_stop = schedule.whole_blocks(row, x.queries, c.tile_n, kept, (at.start, at.stop - 1), PICK)
         limits = limits_of(row, thread, kept, x)
         q_tile = w * c.q_stages + q_stage
@@ -475,13 +523,14 @@ def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Te
         put_part(t, at, w, work, x)
         cute.arch.mbarrier_arrive(room.q_empty + q_tile)
         return
-    heads = [row_at(at, w, r, work, x)[1] for r in range(2)]
-    factor, statistic = tile.finish(t.rows, [tile.choose(work.sinks != 0, sink[head], -tile.INF) for head in heads])
+    heads = [row_at(at, w, r, work, x)[0][1] for r in range(2)]
+    sinks = work.sinks
+    if x.packed:  # the rows past the last sequence have none
+        sinks = PICK.smaller(sinks, cute.size(work.extra.cu_q) - 1 - at.batch)
+    factor, statistic = tile.finish(t.rows, [tile.choose(sinks != 0, sink[head], -tile.INF) for head in heads])
     for r in range(2):
-        i, head, inside = row_at(
-            at, w, r, work, x
-        )  # again: a condition that is known early costs the loops instructions
-        put_lse(lse, (at.batch, head, i), statistic[r], inside)
+        place, inside = row_at(at, w, r, work, x)  # again: known early, the condition costs the loops instructions
+        put_lse(lse, place, statistic[r], inside)
     tile.scale_rows(tile.rows_columns(t.o), factor)
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
     put_tile(t, room, q_tile, x)
@@ -502,9 +551,9 @@ def put_part(t: Operands, at: Place, w, work: Work, x: Config) -> None:
     o = tile.rows_columns(t.o)
     tile.scale_rows(o, factor)
     for r in range(2):
-        i, head, inside = row_at(at, w, r, work, x)
-        put_row(o[r, None], work.extra.part_o, (at.chunk, at.batch, head, i), inside)
-        put_lse(work.extra.part_lse, (at.chunk, at.batch, head, i), statistic[r], inside)
+        place, inside = row_at(at, w, r, work, x)
+        put_row(o[r, None], work.extra.part_o, (at.chunk, *place), inside)
+        put_lse(work.extra.part_lse, (at.chunk, *place), statistic[r], inside)
 
 
 @cute.jit
@@ -572,7 +621,8 @@ def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor,
     numbers: tuple, stream: cuda.CUstream, x: cutlass.Constexpr,
 ):  # fmt: skip
-    """q, o (batch, seqlen_q, heads_q, D), k, v (batch, seqlen_k, heads_k, D), lse (batch, heads_q, seqlen_q), sink (heads_q,).
+    """q, o (batch, seqlen_q, heads_q, D), k, v (batch, seqlen_k, heads_k, D), lse (batch, heads_q, seqlen_q), sink (heads_q,);
+    packed sequences are one batch element.
 
     ``numbers``: lo and hi of the band, heads of a section, CTAs, whether sinks count (else they are not read), scale2, cap2,
     and what ``x.extra`` names.
@@ -581,8 +631,11 @@ def launch(
     view = lambda t, modes: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))  # noqa: E731
     by_rows, by_columns = [1, 3, 2, 0], [3, 1, 2, 0]
     group = q.shape[2] // k.shape[2]
-    queries = lambda t: view(t, by_rows) if x.heads == 1 else by_group(t, group)  # noqa: E731
     rows = ROWS if x.heads == 1 else (x.heads, x.queries)
+    views = (by_group(q, group), by_group(o, group)) if x.heads > 1 else (view(q, by_rows), view(o, by_rows))
+    views = (*views, view(k, by_rows), view(v, by_columns))
+    if cutlass.const_expr(x.packed):
+        views = (packed.ragged(q), packed.ragged(o), packed.ragged(k), packed.ragged(v, columns_first=True))
     row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q_size, slot = c.q_elements, c.slot_elements
     layout_q = staged(sm90.make_smem_layout_a(row, (ROWS, c.tile_n, c.width), element, 1), c.q_tiles, q_size)
@@ -602,10 +655,10 @@ def launch(
     )  # fmt: skip
     kernel.set_name_prefix(x.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
-        tma(bring, queries(q), layout_q, (rows, c.width)),
-        tma(bring, view(k, by_rows), layout_k, (c.tile_n, c.width)),
-        tma(bring, view(v, by_columns), layout_v, (c.width_v, c.tile_n)),
-        tma(send, queries(o), layout_o, (rows, c.width_v)),
+        tma(bring, views[0], layout_q, (rows, c.width)),
+        tma(bring, views[2], layout_k, (c.tile_n, c.width)),
+        tma(bring, views[3], layout_v, (c.width_v, c.tile_n)),
+        tma(send, views[1], layout_o, (rows, c.width_v)),
         lse, sink, qk, pv, work, x,
     ).launch(grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
     if cutlass.const_expr(x.split):

@@ -23,7 +23,7 @@ from tilewise.backends.hopper.config import Config
 _HERE = Path(__file__).parent
 TABLE = _HERE / "kernels.txt"  # figures of the shipped kernels, so that a diff shows a spill
 SOURCES = (
-    "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "aot.py", "hostcode.py", "recipe.py",
+    "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "packed.py", "aot.py", "hostcode.py", "recipe.py",
 )  # fmt: skip
 
 

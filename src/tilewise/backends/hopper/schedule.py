@@ -84,6 +84,18 @@ def _end(i, end):
     return end(i) if callable(end) else i + end
 
 
+def cut(band: Band, first, last, seqlen_q, pick: Pick = PLAIN):
+    """``(start, band)`` of the keys within ``[first, last)`` that some of ``seqlen_q`` rows may see: the band counts from
+    ``start`` on, to the last of them."""
+    stop = pick.smaller(last, band.seqlen_k)
+    if band.hi is not None:
+        stop = pick.smaller(stop, seqlen_q - 1 + band.hi)
+    stop = pick.larger(stop, 0)
+    start = pick.smaller(first if band.lo is None else pick.larger(first, band.lo), stop)
+    lo, hi = (None if end is None else end - start for end in (band.lo, band.hi))
+    return start, Band(lo, hi, stop - start)
+
+
 def key_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):
     """``(start, stop)``: the key blocks of a tile of rows ``[row, row + rows)``, at least one even if its rows see no key.
 

@@ -76,7 +76,10 @@ class Forward {
     queries = item.m1 - item.m0, rows = item.heads * queries;
     int64_t begin, end;
     start(begin, end);
-    for (int64_t n0 = begin / c.tile_n * c.tile_n; n0 < end; n0 += c.tile_n) heed_signals(), key_tile(n0);
+    for (int64_t n0 = next_tile(begin / c.tile_n * c.tile_n, end), after; n0 < end; n0 = after) {
+      after = next_tile(n0 + c.tile_n, end);
+      heed_signals(), key_tile(n0, after < end ? after : n0);
+    }
     finish_rows<E, T>(c, s, item, partials, acc, wide, m, l);
   }
 
@@ -87,7 +90,8 @@ class Forward {
   const QueryItem &item;
   const Sequence s;
   const int64_t D, Dv, wide;
-  int64_t queries, rows, entered = -1;
+  int64_t queries, rows, entered = -1, next_keys;
+  Rows<E> next_k, next_v;
   T *acc, *m, *l, *p, *factor;
   X *q, *k, *v, *rounded;
   int64_t *lo, *hi;
@@ -117,12 +121,20 @@ class Forward {
     for (int64_t n = 0; n < rows * wide; ++n) acc[n] = T(0);
   }
 
-  void key_tile(int64_t n0) {
-    if (c.status && all_empty(n0)) return;
+  // The first tile from n0 on that the mask does not empty.
+  int64_t next_tile(int64_t n0, int64_t end) const {
+    while (n0 < end && c.status && all_empty(n0)) n0 += c.tile_n;
+    return n0;
+  }
+
+  // The tile at n0; meanwhile the rows of the one at `after` come closer.
+  void key_tile(int64_t n0, int64_t after) {
     const int64_t head_k = item.head / (c.heads_q / c.heads_k);
     const int64_t width = smaller(c.tile_n, round_up(s.seqlen_k - n0, kPanelWidth<T>));
     pack_transposed<X, E>(key_rows<E>(c, c.k, s, head_k, n0), width, D, k);
     pack_panels<X, E>(key_rows<E>(c, c.v, s, head_k, n0), width, Dv, v);
+    next_k = key_rows<E>(c, c.k, s, head_k, after), next_v = key_rows<E>(c, c.v, s, head_k, after);
+    next_keys = after == n0 ? 0 : smaller(c.tile_n, s.seqlen_k - after);
     entered = -1;
     for (int64_t r = 0; r < rows; r += kRows) row_block(n0, width, r, smaller(kRows, rows - r));
   }
@@ -143,7 +155,11 @@ class Forward {
     const int64_t vectors = (end - begin) / kLanes<T>, depth = elements<X>(D);
     multiply<X, Form::plain, false>(count, vectors, depth, {q + r0 * depth, depth}, k + begin * depth, p + begin,
                                     c.tile_n, T(c.softmax_scale));
-    for (int64_t n = 0; n < count; ++n) softmax_row(n0, begin, end, r0 + n, p + n * c.tile_n);
+    for (int64_t n = 0; n < count; ++n) {
+      const int64_t from = next_keys * (r0 + n) / rows, to = next_keys * (r0 + n + 1) / rows;
+      prefetch_rows(next_k, from, to, D), prefetch_rows(next_v, from, to, Dv);
+      softmax_row(n0, begin, end, r0 + n, p + n * c.tile_n);
+    }
     add_values(width, begin, end, r0, count);
   }
 
@@ -212,6 +228,8 @@ class Forward {
   // The score program, and -inf where the predicate is false.
   void scores_row(int64_t n0, int64_t begin, int64_t end, int64_t row, T *x) {
     const int64_t head = head_of(row);
+    const bool partial = c.program.keep >= 0 && tile_state(c, s, head, item.m0 / c.tile_m, n0 / c.tile_n) != TW_FULL;
+    if (!scored() && !partial) return;
     const Place at{s.b, head, s.seqlen_q, s.seqlen_k, query_of(row), n0};
     if (entered != head) machine.enter_head(at), machine.enter_tile(at), entered = head;
     if (scored()) {
@@ -219,7 +237,7 @@ class Forward {
       machine.run_row(TW_SCORE, at, begin, end);
       __builtin_memcpy(x + begin, machine.at<T>(c.program.score) + begin, (end - begin) * sizeof(T));
     }
-    if (c.program.keep < 0 || tile_state(c, s, head, item.m0 / c.tile_m, n0 / c.tile_n) == TW_FULL) return;
+    if (!partial) return;
     machine.run_row(TW_PREDICATE, at, begin, end);
     const int64_t *kept = machine.at<int64_t>(c.program.keep);
     for (int64_t n = begin; n < end; ++n) x[n] = kept[n] ? x[n] : T(-INFINITY);

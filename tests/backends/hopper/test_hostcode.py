@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import random
 import subprocess
@@ -22,12 +23,17 @@ from tilewise.backends.hopper.recipe import Argument, Extent, Launch, Recipe, Te
 for package in ("cutlass", "tvm_ffi"):
     pytest.importorskip(package, reason=f"the package {package} is not installed; make kernels-hopper installs it")
 
+packed = importlib.import_module("tilewise.backends.hopper.packed")
+
 CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors among them, two kernels in turn
     "plain": ((64, 64), {"dtype": "bf16", "form": "full"}),
     "rows": ((192, 128), {"dtype": "fp16", "form": "rows"}),
     "split": ((64, 64), {"dtype": "fp16", "form": "upper", "split": True}),
+    "packed": ((128, 128), {"dtype": "bf16", "form": "upper", "packed": True}),
+    "heads": ((64, 64), {"dtype": "bf16", "form": "full", "heads": 8, "split": True}),
 }
 STREAM = 0x5EED0
+APART = 256, 1 << 20, 1 << 38  # strides, about
 BITS = {"bfloat16": (4, 16), "float32": (2, 32), "float16": (2, 16), "int32": (0, 32)}  # DLPack's kind and width
 
 
@@ -122,7 +128,7 @@ def both(request, cuda, tmp_path_factory):
     return found
 
 
-def drawn(argument: TensorArgument, sizes: dict[int, int], r: random.Random, device: int) -> Nowhere:
+def drawn(argument: TensorArgument, sizes: dict[int, int], r: random.Random, device: int, apart=APART) -> Nowhere:
     """A tensor that an argument admits; sizes of symbols that are not in ``sizes`` are drawn."""
 
     def extent(e: int | Extent, most: int) -> int:
@@ -131,19 +137,19 @@ def drawn(argument: TensorArgument, sizes: dict[int, int], r: random.Random, dev
         )
 
     shape = tuple(extent(e, r.choice((8, 300, 70_000))) for e in argument.shape)
-    stride = tuple(extent(e, r.choice((256, 1 << 20, 1 << 38))) for e in argument.stride)
+    stride = tuple(extent(e, r.choice(apart)) for e in argument.stride)
     address = r.randrange(1 << r.choice((30, 47, 56))) // argument.align * argument.align
     return Nowhere(shape, stride, address, getattr(torch, argument.dtype), torch.device("cuda", device))
 
 
-def drawn_call(arguments: Sequence[Argument], r: random.Random) -> list:
+def drawn_call(arguments: Sequence[Argument], r: random.Random, apart=APART) -> list:
     """Flat arguments."""
     device, sizes = r.randrange(3), {}
     number = {
         "i32": lambda: r.choice((0, 1, -1, -(1 << 31), (1 << 31) - 1, r.randrange(1 << 20))),
         "f32": lambda: r.uniform(-9, 9),
     }
-    return [number[a]() if isinstance(a, str) else drawn(a, sizes, r, device) for a in arguments]
+    return [number[a]() if isinstance(a, str) else drawn(a, sizes, r, device, apart) for a in arguments]
 
 
 def written(launch: Launch) -> list[list[bool]]:
@@ -190,3 +196,58 @@ def test_a_kernel_may_have_the_shared_memory_that_it_is_launched_with(both, cuda
     driver.Kernels(both.cubin, both.recipe)(*drawn_call(both.recipe.arguments, random.Random(0)))
     asked = [x for x in both.recipe.launches if x.shared]
     assert [f"set {x.kernel} 8 {x.shared}" for x in asked] == cuda.lines("set")
+
+
+# -- What the copy engine makes of a tensor map --------------------------------------------------------------------
+
+
+def address_of(tensor_map: bytes, coordinates: Sequence[int]) -> int | None:
+    """Of one element of 2 bytes, modulo 2**64 as the hardware has it; None: outside, so zero or dropped."""
+    words = [int.from_bytes(tensor_map[8 * n : 8 * n + 8], "little") for n in range(8)]
+    halves = [word >> shift & 0xFFFFFFFF for word in words for shift in (0, 32)]
+    steps = [2] + [halves[3 + n] + ((words[3] >> 32 + 4 * n & 15) << 32) << 4 for n in range(4)]
+    extents = [halves[8 + n] + 1 for n in range(5)]
+    if not all(0 <= at < extent for at, extent in zip(coordinates, extents, strict=True)):
+        return None
+    return (words[0] + sum(at * step for at, step in zip(coordinates, steps, strict=True))) % (1 << 64)
+
+
+def tensor_maps(found: Both, cuda, given: list) -> list[bytes]:
+    """Of q, k, v, o, as a launch hands them on."""
+    cuda.reset()
+    found.ours(*nested(found.traced, iter(given)))
+    parameters = cuda.lines("launch")[0].split()[-len(found.recipe.launches[0].sizes) :]
+    return [bytes.fromhex(x) for x in parameters if len(x) == 2 * 128]
+
+
+@pytest.mark.parametrize("both", ["packed"], indirect=True)
+def test_rows_of_a_packed_tensor_end_where_its_sequence_ends(both, cuda):
+    r = random.Random(1)
+    for _ in range(50):
+        given = drawn_call(both.recipe.arguments, r, APART[:2])
+        maps = tensor_maps(both, cuda, given)
+        for x, tensor_map in zip((given[n] for n in (0, 1, 2, 3)), maps, strict=True):
+            _, total, heads, _ = x.shape
+            _, by_row, by_head, _ = x.strides
+            end = r.randrange(total + 1)
+            size, head = r.randrange(end + 1), r.randrange(heads)
+            for i in (0, size // 2, size - 1, size, size + 63):
+                found = address_of(tensor_map, (0, packed.LONG - size + i, head, end, packed.LONG))
+                wanted = x.address + 2 * ((end - size + i) * by_row + head * by_head)
+                assert found == (wanted if i < size else None)
+
+
+@pytest.mark.parametrize("both", ["heads"], indirect=True)
+def test_a_row_of_a_tile_is_a_head_of_its_group(both, cuda):
+    r = random.Random(1)
+    for _ in range(50):
+        given = drawn_call(both.recipe.arguments, r, APART[:2])
+        q, heads_k = given[0], given[1].shape[2]
+        batch, rows, heads, _ = q.shape
+        if heads < heads_k:
+            continue
+        by_batch, by_row, by_head, _ = q.strides
+        b, i, h, kv = r.randrange(batch), r.randrange(rows), r.randrange(heads // heads_k + 3), r.randrange(heads_k)
+        found = address_of(tensor_maps(both, cuda, given)[0], (0, h, i, kv, b))
+        wanted = q.address + 2 * (b * by_batch + i * by_row + (kv * (heads // heads_k) + h) * by_head)
+        assert found == (wanted if h < heads // heads_k else None)

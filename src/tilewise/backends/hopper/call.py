@@ -17,6 +17,7 @@ from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
 FAR = 1 << 30  # an end that no key reaches
+APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class Plan:
 def addressable(t: TensorFacts) -> bool:
     """Rows of unit stride that lie at multiples of 16 bytes from each other, and no two in one place."""
     outer = [stride for size, stride in zip(t.shape[:-1], t.stride[:-1], strict=True) if size > 1]
-    return (t.stride[-1] == 1 or t.shape[-1] == 1) and all(s > 0 and s % MULTIPLE == 0 for s in outer)
+    return (t.stride[-1] == 1 or t.shape[-1] == 1) and all(0 < s < APART and s % MULTIPLE == 0 for s in outer)
 
 
 def forward(plan: Plan, t: Inputs) -> Output:

@@ -607,10 +607,10 @@ def staged(layout, stages: int, stride: int):
     return cute.append(cute.select(layout, [0, 1]), cute.make_layout(stages, stride=stride))
 
 
-def by_group(t: cute.Tensor, group) -> cute.Tensor:
+def by_group(t: cute.Tensor, group, groups) -> cute.Tensor:
     """(batch, row, head, column) as ((head of a group, row), column, group, batch)."""
-    (batch, rows, heads, columns), (by_batch, by_row, by_head, by_column) = t.shape, t.stride
-    shape = (group, rows), columns, heads // group, batch
+    (batch, rows, _, columns), (by_batch, by_row, by_head, by_column) = t.shape, t.stride
+    shape = (group, rows), columns, groups, batch
     return cute.make_tensor(
         t.iterator, cute.make_layout(shape, stride=((by_head, by_row), by_column, by_head * group, by_batch))
     )
@@ -632,7 +632,11 @@ def launch(
     by_rows, by_columns = [1, 3, 2, 0], [3, 1, 2, 0]
     group = q.shape[2] // k.shape[2]
     rows = ROWS if x.heads == 1 else (x.heads, x.queries)
-    views = (by_group(q, group), by_group(o, group)) if x.heads > 1 else (view(q, by_rows), view(o, by_rows))
+    views = (
+        (by_group(q, group, k.shape[2]), by_group(o, group, k.shape[2]))
+        if x.heads > 1
+        else (view(q, by_rows), view(o, by_rows))
+    )
     views = (*views, view(k, by_rows), view(v, by_columns))
     if cutlass.const_expr(x.packed):
         views = (packed.ragged(q), packed.ragged(o), packed.ragged(k), packed.ragged(v, columns_first=True))

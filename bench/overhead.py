@@ -1,13 +1,18 @@
-"""Microseconds that a public call costs above its backend, and Triton's launches above theirs: `python -m bench.overhead`.
+"""Microseconds that a public call costs above its backend, and the GPU backends' launches above theirs: `python -m bench.overhead`.
 
 The backend is replaced by one that only allocates its outputs; what remains is assembling, dispatch and autograd. Goal: at most
 15 a call with gradients. Triton's compiled kernels are replaced by a call that does nothing: what remains of its forward and
-backward is Python and the allocation of outputs.
+backward is Python and the allocation of outputs. Hopper's kernels are launched by their launcher, on a driver that returns at
+once (tests/backends/hopper/standin.cpp). Tensors lie on the CPU: left out are the driver's own time for a launch (about 2), the
+caching allocator where it differs from malloc, asking torch for the stream, and entering the device.
 """
 
 import importlib.util
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -66,9 +71,37 @@ def triton() -> None:
     print(f"triton without its kernels: forward {forward:.1f} us, backward {backward:.1f} us")
 
 
+def hopper() -> None:
+    """From the backend's forward, and from the public call, to the driver's launch; goals: below 12 and below 30."""
+    from tests.backends.contract import call
+    from tests.backends.hopper import standin
+    from tilewise.backends.hopper import Hopper, library
+
+    q = torch.randn(1, 4096, 2, 64, dtype=torch.bfloat16)
+    backend = Hopper()
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        c = call(q, q.clone(), q.clone(), causal=True)
+        os.environ["TILEWISE_LAUNCHER"] = str(standin.build(Path(folder)))
+        reasons = library.missing(backend.config(c.p))
+        if reasons:
+            print(f"hopper: not measured: {'; '.join(reasons)}")
+            return
+        standin.StandIn(Path(folder)).c.standin_silent(1)
+        forward = microseconds(lambda: backend.forward(c.p, c.t))
+        outputs = microseconds(lambda: empty_output(c.p, c.t.q, c.t.v))
+        select, dispatch.select = dispatch.select, lambda p: backend
+        public = microseconds(lambda: tw.attention(c.t.q, c.t.k, c.t.v, causal=True))
+        dispatch.select = select
+        dispatch._plans.clear()
+    print(
+        f"hopper without its kernels: forward {forward:.1f} us, of these outputs {outputs:.1f}; public call {public:.1f} us"
+    )
+
+
 def main() -> None:
     if importlib.util.find_spec("triton"):
         triton()
+    hopper()
     empty = Empty()
     dispatch.select = lambda p: empty
     q, k, v = (torch.randn(1, 4, 1, 8, requires_grad=True) for _ in range(3))

@@ -122,6 +122,13 @@ class Problem:
         """Of scores, statistics and accumulators: fp32, and fp64 for fp64."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
+    @cached_property
+    def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of o and lse; the one place that decides them."""
+        *lengths, heads, _ = self.q.shape
+        *batch, seqlen = lengths
+        return (*lengths, heads, self.head_dim_v), (*batch, heads, seqlen)
+
     @property
     def softmax_scale(self) -> float:
         scale = self.spec.softmax_scale

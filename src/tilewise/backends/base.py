@@ -125,10 +125,9 @@ def unit_last(x: Tensor) -> Tensor:
 
 
 def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
-    """Contiguous, uninitialised outputs; the one place that decides their shapes, dtypes and strides."""
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse_shape = (q.shape[1], q.shape[0]) if p.packed else (q.shape[0], q.shape[2], q.shape[1])
-    return Output(o, q.new_empty(lse_shape, dtype=p.compute_dtype))
+    """Contiguous, uninitialised outputs."""
+    o, lse = p.output_shapes
+    return Output(q.new_empty(o), q.new_empty(lse, dtype=p.compute_dtype))
 
 
 def empty_gradients(p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> tuple:

@@ -20,8 +20,8 @@ LAUNCHER = Path(driver.__file__).with_name("native") / "launcher.cpp"
 CXX = ["g++", "-std=c++20", "-O2", "-Wall", "-Wextra", "-fPIC", "-shared"]
 
 
-def build(folder: Path) -> None:
-    """``libcuda.so.1``, which is the stand-in, and ``launcher.so`` into a folder; skips where there is no compiler."""
+def build(folder: Path) -> Path:
+    """``libcuda.so.1``, which is the stand-in, and a launcher, into a folder; returns the latter. Skips without a compiler."""
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     if torch.cuda.is_available():
@@ -30,6 +30,7 @@ def build(folder: Path) -> None:
         [*CXX, "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", HERE / "standin.cpp", "-ldl"], check=True
     )
     subprocess.run([*CXX, "-Werror", "-o", folder / "launcher.so", LAUNCHER, "-ldl"], check=True)
+    return folder / "launcher.so"
 
 
 class StandIn:

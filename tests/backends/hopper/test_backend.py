@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,7 +78,8 @@ def test_a_kernel_that_is_not_there_is_built_once(monkeypatch, tmp_path, capsys)
 def launched(monkeypatch):
     """The arguments of each launch."""
     found = []
-    monkeypatch.setattr(library, "function", lambda c: lambda *args: found.append((c.name, *args)))
+    bound = lambda c: lambda *args: lambda *tensors: found.append((c.name, *tensors[:6], *args[6:]))  # noqa: E731
+    monkeypatch.setattr(library, "function", lambda c: SimpleNamespace(bound=bound(c)))
     return found
 
 
@@ -90,6 +92,21 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert sink.shape == (4,)
     assert numbers[1] == 1
     assert numbers[4:] == (0, 0.25 * math.log2(math.e), 0.0)
+
+
+def test_a_problem_that_comes_again_is_launched_with_its_new_tensors(monkeypatch):
+    made, launched = [], []
+    bound = lambda *args: made.append(args) or (lambda *tensors: launched.append([x.data_ptr() for x in tensors[:3]]))  # noqa: E731
+    monkeypatch.setattr(library, "function", lambda c: SimpleNamespace(bound=bound))
+    backend, c = Hopper(), plain(*qkv(), causal=True)
+    for n in range(3):
+        tensors = qkv()
+        if n == 2:  # of the same strides, in an odd place: it is copied
+            tensors[0] = torch.cat([tensors[0].flatten()] * 2)[1 : 1 + tensors[0].numel()].view(tensors[0].shape)
+        backend.forward(c.p, replace(c.t, **dict(zip("qkv", tensors, strict=True))))
+        same = [given.data_ptr() == got for given, got in zip(tensors, launched[-1], strict=True)]
+        assert same == [n < 2, True, True]
+    assert len(made) == 1
 
 
 def test_keys_that_no_query_sees_stay_outside(launched):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,11 +23,12 @@ APART = 1 << 34  # elements between two rows, more than tensor maps of packed se
 
 @dataclass(eq=False)
 class Plan:
-    """One problem's decisions. ``made``: of a mask's tensors."""
+    """One problem's decisions. ``made``: of a mask's tensors. ``launches``: by what a problem does not fix of the tensors."""
 
     p: Problem
     config: Config
     made: PerTensors = field(default_factory=PerTensors)
+    launches: dict[tuple, Callable[..., None]] = field(default_factory=dict)
 
     @cached_property
     def band(self) -> Band:
@@ -59,6 +61,8 @@ class Plan:
 
     def extra(self, t: Inputs) -> tuple[Tensor | int, ...]:
         """What ``config.extra`` names."""
+        if not self.config.extra:
+            return ()
         found = {}
         if self.config.split:
             states = self.grid.chunks, self.p.batch, self.p.heads_q, self.p.seqlen_q
@@ -85,9 +89,17 @@ class Plan:
     def mask_leaves(self, t: Inputs) -> list[Tensor]:
         return [t.leaves[n] for n in self.p.spec.mask_slots]
 
-    @cached_property
-    def launch(self):
-        return library.function(self.config)
+    def launch(self, *tensors: Tensor, extra: tuple[Tensor | int, ...]) -> None:
+        """With q, k, v, o, lse, sink and what ``config.extra`` names, of which the numbers are the problem's.
+
+        The problem leaves open where tensors lie, and the strides of copies: a launch is made once for each set of strides.
+        """
+        tensors = (*tensors, *[x for x in extra if isinstance(x, Tensor)])
+        key = tuple([x.stride() for x in tensors])
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = self.launches[key] = library.function(self.config).bound(*tensors[:6], (*self.numbers, *extra))
+        launch(*tensors)
 
 
 def addressable(t: TensorFacts) -> bool:
@@ -116,5 +128,5 @@ def forward(plan: Plan, t: Inputs) -> Output:
     o, lse = out.o, out.lse
     if p.packed:
         q, k, v, o, lse = (x.unsqueeze(0) for x in (q, k, v, o, lse))
-    plan.launch(q, k, v, o, lse, sink, (*plan.numbers, *plan.extra(t)))
+    plan.launch(q, k, v, o, lse, sink, extra=plan.extra(t))
     return out

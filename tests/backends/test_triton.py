@@ -7,6 +7,7 @@ test process: nothing else here imports Triton.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tilewise.backends.triton.config import (
     Config,
     Streams,
     Tiles,
+    columns,
     fit,
     pieces,
     shared_memory,
@@ -106,6 +108,7 @@ def test_calls_of_published_models_are_the_textbooks(architecture):
     test_architectures.agrees(architecture, "triton")
 
 
+SMALL = Tiles(32, 32, 4, 1)
 OTHER_TILES = {
     "small": Config(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
     "wide": Config(Tiles(32, 128, 4, 1), Tiles(32, 128, 4, 1), Tiles(128, 32, 4, 1)),
@@ -287,7 +290,9 @@ def test_shared_memory_fits_the_smallest_device_of_each_table():
     for arch, limit in limits.items():
         for head_dim, tiles in TABLE[arch].items():
             for kernel, choice in Config(*tiles).passes.items():
-                need = shared_memory(kernel, choice, (head_dim, head_dim), 2, Streams(plain=True))
+                # The forward's row of 192 is that of Dv 128, the common one.
+                widths = head_dim, 128 if (head_dim, kernel) == (192, "forward") else head_dim
+                need = shared_memory(kernel, choice, tuple(columns(n, choice) for n in widths), 2, Streams(plain=True))
                 assert need <= limit, (arch, head_dim, kernel, need)
 
 
@@ -307,12 +312,12 @@ def test_head_dims_are_padded_to_powers_of_two():
 
 
 def test_a_head_dim_is_two_pieces_only_where_they_have_fewer_columns():
-    widths = {n: [w for _, _, w in pieces(n, True)] for n in (8, 24, 64, 72, 80, 96, 112, 160, 192, 576)}
+    widths = {n: [w for _, _, w in pieces(n, SMALL)] for n in (8, 24, 64, 72, 80, 96, 112, 160, 192, 576)}
     two = {72: [64, 16], 80: [64, 16], 96: [64, 32], 160: [128, 32], 192: [128, 64], 576: [512, 64]}
     assert widths == {8: [16], 24: [32], 64: [64], 112: [128]} | two
     for n in range(1, 577):
-        for apart in (False, True):
-            held = [column for first, count, w in pieces(n, apart) for column in range(first, first + min(count, w))]
+        for tiles in (SMALL, replace(SMALL, padded=True)):
+            held = [column for first, count, w in pieces(n, tiles) for column in range(first, first + min(count, w))]
             assert held == list(range(n))
 
 
@@ -320,12 +325,12 @@ def test_a_head_dim_is_two_pieces_only_where_they_have_fewer_columns():
 @pytest.mark.parametrize(("dv", "tma"), [(40, False), (48, True)], ids=["padded", "tma"])
 @pytest.mark.parametrize("passes", [3, 4])
 def test_pieces_of_a_head_dim_add_up(passes, dv, tma):
-    tiles = Config(*[Tiles(32, 32, 4, 1, tma=tma, pieces=True)] * passes)
+    tiles = Config(*[Tiles(32, 32, 4, 1, tma=tma)] * passes)
     agree(Triton(tiles), call(*qkv(batch=1, nq=70, nk=80, hq=2, hk=1, d=48, dv=dv, dtype=torch.bfloat16), causal=True))
 
 
 def test_pieces_are_split_merged_and_biased():
-    tiles = Config(*[Tiles(32, 32, 4, 1, pieces=True)] * 3, split=64)
+    tiles = Config(*[SMALL] * 3, split=64)
     bias = normal(1, 40, 150).requires_grad_()  # of all heads: its gradient is a pass of its own
     agree(Triton(tiles), call(*qkv(batch=1, nq=40, nk=150, hq=2, hk=1, d=40, dv=24), score=tw.bias(bias)))
 

@@ -216,11 +216,11 @@ def _registers(compiled, arch: str) -> str:
 
 
 def items() -> list[Launch]:
-    """Every row of every table; all features at the two common head dims in half precision."""
+    """Every row of every table, and head dims of two pieces; all features at the two common head dims in half precision."""
     found = []
     for arch in TARGETS:
         for dtype in DTYPES:
-            for limit in config.table(arch, dtype.itemsize):
+            for limit in sorted({*config.table(arch, dtype.itemsize), 72, 80, 96, 160, 192}):
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
                     features += ["rich"] if arch != "sm90" else ["rich", "full", "window", "split", "bias"]

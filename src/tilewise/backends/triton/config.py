@@ -26,7 +26,7 @@ class Tiles:
     Attributes:
         tma: whole tiles are loaded through tensor descriptors (Hopper and newer) where the strides allow it.
         specialized: some warps load while others compute; needs tma.
-        pieces: a head dim that is no power of two is two pieces rather than padded, where :func:`pieces` finds two.
+        padded: a head dim that is no power of two is padded to one, rather than two pieces (:func:`pieces`).
     """
 
     tile_m: int
@@ -35,11 +35,11 @@ class Tiles:
     num_stages: int
     tma: bool = False
     specialized: bool = False
-    pieces: bool = False
+    padded: bool = False
 
     def describe(self) -> str:
         how = (", tma" if self.tma else "") + (", specialised" if self.specialized else "")
-        how += ", pieces" if self.pieces else ""
+        how += ", padded" if self.padded else ""
         return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
 
 
@@ -88,22 +88,22 @@ def width(head_dim: int) -> int:
     return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
 
 
-def pieces(head_dim: int, apart: bool) -> tuple[tuple[int, int, int], ...]:
+def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
     """``(first column, columns, width)`` of each tile that holds a head dim.
 
-    ``apart``, these are the largest power of two in it and the rest, padded, where that takes fewer columns than padding the
-    whole: 96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128.
+    Unless ``tiles.padded``, these are the largest power of two in it and the rest, padded, where that takes fewer columns than
+    padding the whole: 96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128.
     """
     first = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - first
-    if apart and first >= MIN_WIDTH and rest and first + width(rest) < width(head_dim):
+    if not tiles.padded and first >= MIN_WIDTH and rest and first + width(rest) < width(head_dim):
         return (0, first, first), (first, rest, width(rest))
     return ((0, head_dim, width(head_dim)),)
 
 
 def columns(head_dim: int, tiles: Tiles) -> int:
     """That the tiles of a head dim have, padding included."""
-    return sum(piece for _, _, piece in pieces(head_dim, tiles.pieces))
+    return sum(piece for _, _, piece in pieces(head_dim, tiles))
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,24 @@ def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> 
     return tiles
 
 
-# (largest padded head dim) -> tiles of (forward, dkdv, dq), or of (forward, dk, dq, dv). The first row that holds the head dim
+# (largest head dim) -> tiles of (forward, dkdv, dq), or of (forward, dk, dq, dv). The first row that holds the head dim
 # is taken.
 _HALF_SM90 = {
     64: (Tiles(64, 128, 4, 3, True), Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 3, True)),
+    80: (Tiles(128, 128, 8, 3, True), Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 3, True)),
     128: (Tiles(128, 128, 8, 3, True), Tiles(32, 64, 4, 3, True), Tiles(128, 64, 8, 3, True)),
+    160: (
+        Tiles(128, 128, 8, 2, True),
+        Tiles(64, 128, 8, 3, True),
+        Tiles(128, 64, 8, 3, True),
+        Tiles(64, 128, 8, 3, True),
+    ),
+    192: (
+        Tiles(128, 128, 8, 2, True),  # of Dv 128; of 192 it is cut to 64 keys
+        Tiles(64, 128, 8, 2, True),
+        Tiles(128, 64, 8, 2, True),
+        Tiles(64, 128, 8, 3, True),
+    ),
     256: (
         Tiles(128, 64, 8, 2, True),
         Tiles(32, 128, 8, 3, True),
@@ -202,33 +215,57 @@ def _tma(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
     return tuple(Tiles(*row, tma=True) for row in rows)
 
 
-# What `tilewise tune` and bench/gpu_triton.py measure, by architecture, pass and padded head dim; half precision. Rows that
+def _padded(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
+    return tuple(Tiles(*row, padded=True) for row in rows)
+
+
+# What `tilewise tune` and bench/gpu_triton.py measure, by architecture, pass and largest head dim; half precision. Rows that
 # lost on an H200 are in docs/measured.md, not here.
 CANDIDATES = {
     "sm90": {
         "forward": {
             64: _tma((64, 128, 4, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 128, 4, 4)),
+            80: (*_tma((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), *_padded((128, 128, 8, 2))),
+            96: (*_tma((128, 128, 8, 3), (64, 128, 4, 2)), *_padded((128, 128, 8, 2))),
             128: _tma((128, 128, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2)),
+            160: (*_tma((128, 128, 8, 2), (128, 64, 8, 3)), *_padded((128, 64, 8, 2))),
+            192: (*_tma((128, 128, 8, 2), (128, 64, 8, 3)), *_padded((128, 64, 8, 2))),
             256: _tma((128, 64, 8, 2), (128, 32, 8, 4), (128, 64, 8, 3)),
         },
         "dkdv": {
             64: _tma((64, 64, 4, 3), (64, 128, 8, 3), (128, 64, 4, 2)),
+            80: (*_tma((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), *_padded((32, 64, 4, 3))),
+            96: (*_tma((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), *_padded((32, 64, 4, 3))),
             128: _tma((32, 64, 4, 3), (32, 64, 4, 4), (32, 128, 8, 3), (64, 128, 8, 3)),
+            160: _tma((64, 64, 4, 3)),
+            192: _tma((64, 64, 4, 3)),
             256: _tma((64, 64, 8, 2)),
         },
         "dk": {
             64: _tma((64, 64, 4, 3)),
+            80: _tma((64, 64, 4, 3)),
+            96: _tma((64, 128, 8, 3)),
             128: _tma((64, 128, 8, 3), (64, 64, 4, 3)),
+            160: (*_tma((64, 128, 8, 3), (32, 128, 8, 3)), *_padded((32, 128, 8, 3))),
+            192: (*_tma((64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3)), *_padded((32, 128, 8, 3))),
             256: _tma((32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 3)),
         },
         "dv": {
             64: _tma((64, 64, 4, 3)),
+            80: _tma((64, 64, 4, 3)),
+            96: _tma((64, 128, 8, 3)),
             128: _tma((64, 128, 8, 3), (64, 64, 4, 3)),
+            160: (*_tma((64, 128, 8, 3), (64, 64, 4, 3)), *_padded((64, 128, 8, 2))),
+            192: (*_tma((64, 128, 8, 3), (64, 64, 4, 3)), *_padded((64, 128, 8, 2))),
             256: _tma((32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 4)),
         },
         "dq": {
             64: _tma((128, 64, 4, 3), (64, 64, 4, 3)),
+            80: (*_tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)), *_padded((128, 64, 8, 3))),
+            96: (*_tma((128, 64, 8, 3), (64, 64, 4, 3)), *_padded((128, 64, 8, 3))),
             128: _tma((128, 64, 8, 3), (64, 64, 4, 2)),
+            160: (*_tma((128, 64, 8, 3), (64, 64, 4, 3)), *_padded((128, 32, 8, 3))),
+            192: (*_tma((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)), *_padded((128, 32, 8, 3))),
             256: _tma((128, 32, 8, 3), (128, 32, 8, 2)),
         },
     },
@@ -237,7 +274,7 @@ CANDIDATES = {
 # The forward's where q and k are wider than MAX_HEAD_DIM.
 LATENT = {
     "sm80": Tiles(32, 16, 4, 1),
-    "sm90": Tiles(32, 32, 8, 1),
+    "sm90": Tiles(64, 32, 8, 2, True),
     "sm100": Tiles(32, 16, 4, 1),
     "amd": Tiles(16, 16, 4, 1),
 }

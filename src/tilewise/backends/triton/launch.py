@@ -147,8 +147,8 @@ class Plan:
                 "tile_n": tiles.tile_n,
                 "head_dim": p.head_dim,
                 "head_dim_v": p.head_dim_v,
-                "pieces": pieces(p.head_dim, tiles.pieces),
-                "pieces_v": pieces(p.head_dim_v, tiles.pieces),
+                "pieces": pieces(p.head_dim, tiles),
+                "pieces_v": pieces(p.head_dim_v, tiles),
                 "align": align,
                 "packed": p.packed,
                 "lists": self.lists,
@@ -259,8 +259,8 @@ class Call:
             index = "qkvd".index(name)
             x = (self.q, self.k, self.v, self.do)[index]
             heads, rows = (p.heads_q, tiles.tile_m) if name in "qd" else (p.heads_k, tiles.tile_n)
-            blocks = tuple([rows, piece] for _, _, piece in pieces(x.shape[-1], tiles.pieces))
-            key = (name, rows, tiles.pieces, self.strides[index])
+            blocks = tuple([rows, piece] for _, _, piece in pieces(x.shape[-1], tiles))
+            key = (name, rows, tiles.padded, self.strides[index])
             if key not in self.plan.made:
                 strides = tuple(s * self.align for s in self.strides[index])
                 made, empty = matrix(x, strides, heads, 1 if p.packed else p.batch), torch.empty(0, dtype=x.dtype)
@@ -484,7 +484,7 @@ def _states(
     return Launched(compiled, (*grid, 1), sizes, call.scales(), facts)
 
 
-MERGING = Tiles(16, 16, 4, 1)
+MERGING = Tiles(16, 16, 4, 1, padded=True)
 
 
 def partial_states(out: Output, chunks: int) -> Output:
@@ -589,7 +589,7 @@ PADDING = 256  # rows that the pass over key tiles may read past the last one: a
 
 def _statistics(call: Call, out: Output, dlse: Tensor) -> tuple[Tensor, Tensor]:
     """lse in base 2, and delta, in lse's shape but for longer lines; PADDING numbers may be read after each."""
-    p, tiles = call.plan.p, Tiles(64, 64, 4, 1)
+    p, tiles = call.plan.p, Tiles(64, 64, 4, 1, padded=True)
     shape = (*out.lse.shape[:-1], line_length(p))
     n = math.prod(shape)
     lse2, delta = (

@@ -196,6 +196,7 @@ def modules() -> dict[str, types.ModuleType]:
         ),
         barrier=lambda **_: None,
         fence_view_async_shared=lambda: None,
+        sync_warp=lambda: None,
         cp_async_bulk_commit_group=lambda: None,
         cp_async_bulk_wait_group=lambda n, read: None,
         thread_idx=lambda: (THREADS[: role.threads], 0, 0),
@@ -248,39 +249,71 @@ def wait_group(left: int) -> None:
 
 
 def load_kernel():
-    """``(forward, tile)``, imported with the stand-in; other modules keep what they have."""
-    names = [f"tilewise.backends.hopper.{name}" for name in ("forward", "tile", "combine", "packed")]
-    fakes = modules()
-    hidden = {n: sys.modules.pop(n) for n in [*fakes, *names] if n in sys.modules}
-    sys.modules.update(fakes)
-    try:
-        tile = importlib.import_module(names[1])
-        forward = importlib.import_module(names[0])
-    finally:
-        for n in [*fakes, *names]:
-            sys.modules.pop(n, None)
-        sys.modules.update(hidden)
+    """``(forward, tile)``, imported with the stand-in."""
+    forward, tile, *_ = imported("forward", "tile", "combine", "packed")
     _stand_in(forward, tile)
     return forward, tile
 
 
-def _stand_in(forward, tile) -> None:
-    rows = tile.row_of(THREADS, np.arange(2)[:, None])  # (2, 128)
+def imported(*kernels: str) -> list[types.ModuleType]:
+    """The kernels' modules, imported with ``cutlass`` stood in for; other modules keep what they have."""
+    package, fakes = importlib.import_module("tilewise.backends.hopper"), modules()
+    names = [f"{package.__name__}.{name}" for name in kernels]
+    hidden = {n: sys.modules.pop(n) for n in [*fakes, *names] if n in sys.modules}
+    known = {n: vars(package).pop(n) for n in kernels if n in vars(package)}
+    sys.modules.update(fakes)
+    try:
+        return [importlib.import_module(name) for name in names]
+    finally:
+        for n in [*fakes, *names]:
+            sys.modules.pop(n, None)
+        for n in kernels:
+            vars(package).pop(n, None)
+        sys.modules.update(hidden)
+        vars(package).update(known)
 
-    def columns(count: int) -> np.ndarray:
-        return np.stack([tile.column_of(THREADS, c) for c in range(count)])
 
-    def matrix_of(values: np.ndarray) -> np.ndarray:
+class Places:
+    """Where an accumulator's numbers lie, by the ``tile`` at hand."""
+
+    def __init__(self, tile):
+        self.rows = tile.row_of(THREADS, np.arange(2)[:, None])[:, None, :]  # (2, 1, 128)
+        self.columns = lambda count: np.stack([tile.column_of(THREADS, c) for c in range(count)])[None]
+
+    def matrix(self, values: np.ndarray) -> np.ndarray:
+        """64 rows, of a warpgroup's registers."""
         found = np.full((ROWS, values.shape[1] * 4), np.nan, np.float32)
-        found[rows[:, None, :], columns(values.shape[1])[None]] = values
+        found[self.rows, self.columns(values.shape[1])] = values
         return found
+
+    def registers(self, matrix: np.ndarray) -> np.ndarray:
+        return matrix[self.rows, self.columns(matrix.shape[1] // 4)]
+
+
+def cut(info, shape, origin, head, batch, room):
+    if isinstance(shape[0], tuple):  # several heads of group ``head`` side by side
+        (heads, queries), width = shape
+        group = slice(head * info.group, (head + 1) * info.group)
+        return Matrix(info.values[batch, :, group], (queries, heads), width, origin[0][0]), room
+    rows, width = shape if origin[0] is None else shape[::-1]
+    if isinstance(batch, tuple):  # a Span: the copy engine sees a sequence's rows alone
+        values = info.values[0, batch.start : batch.end]
+        assert len(values) == batch.size
+    else:
+        values = info.values[batch]
+    return Matrix(values[:, head : head + 1], (rows, 1), width), room
+
+
+def _stand_in(forward, tile) -> None:
+    places = Places(tile)
+    matrix_of = places.matrix
 
     def begin(mma, acc, a, b, overwrite: bool) -> None:
         def product() -> None:
             left = matrix_of(a.values) if isinstance(a, Registers) else a[0].tiles[a[1]]
             right = b[0].tiles[b[1]]
             full = left @ (right.T if mma == "qk" else right)
-            values = full[rows[:, None, :], columns(acc.values.shape[1])[None]]
+            values = places.registers(full)
             acc.values[:] = values if overwrite else acc.values + values
 
         role.products.append(product)
@@ -316,19 +349,6 @@ def _stand_in(forward, tile) -> None:
 
     def put_tile(t, room, q_tile, x) -> None:
         room.o.tiles[q_tile] = rounded(matrix_of(t.o.values), x.dtype)
-
-    def cut(info, shape, origin, head, batch, room):
-        if isinstance(shape[0], tuple):  # several heads of group ``head`` side by side
-            (heads, queries), width = shape
-            group = slice(head * info.group, (head + 1) * info.group)
-            return Matrix(info.values[batch, :, group], (queries, heads), width, origin[0][0]), room
-        rows, width = shape if origin[0] is None else shape[::-1]
-        if isinstance(batch, forward.packed.Span):  # the copy engine sees a sequence's rows alone
-            values = info.values[0, batch.start : batch.end]
-            assert len(values) == batch.size
-        else:
-            values = info.values[batch]
-        return Matrix(values[:, head : head + 1], (rows, 1), width), room
 
     for stand_in in (operands, to_p, put_lse, put_row, put_tile, cut):
         setattr(forward, stand_in.__name__, stand_in)

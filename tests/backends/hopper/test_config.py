@@ -179,11 +179,6 @@ def test_other_problems_are_refused_with_the_reason(name):
     assert word in reason
 
 
-def test_a_call_that_wants_gradients_is_refused():
-    q = normal(1, 8, 1, 64, dtype=torch.bfloat16)
-    assert any("gradients" in reason for reason in config.reasons(call(q, q, q).p))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_cap_is_read_from_the_score(dtype):
     p = problem(dtype=getattr(torch, dtype.removeprefix("torch.")), score=tw.softcap(17.0))

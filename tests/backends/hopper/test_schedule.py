@@ -117,6 +117,51 @@ def test_whole_blocks_are_those_that_every_row_of_a_warpgroup_sees(band, row, ro
         assert whole == (first <= n < last)
 
 
+def seeing(j: int, seqlen_q: int, band: Band) -> set[int]:
+    """The queries that see key j."""
+    low = 0 if band.hi is None else max(0, j - band.hi + 1)
+    return set(range(low, seqlen_q if band.lo is None else min(seqlen_q, j - band.lo + 1)))
+
+
+@given(BANDS, st.integers(1, 40), st.integers(0, 60))
+def test_a_key_is_seen_by_the_queries_that_see_it(band, seqlen_q, j):
+    j = min(j, band.seqlen_k - 1)
+    rows = {i for i in range(seqlen_q) if j in kept(i, band)}
+    assert rows == set(range(schedule.query_start(j, band), schedule.query_stop(j, seqlen_q, band)))
+    assert rows == seeing(j, seqlen_q, band)
+
+
+@given(BANDS, st.integers(1, 300), st.integers(0, 299), st.sampled_from([64, 128]), st.sampled_from([16, 96, 128]))
+def test_the_query_blocks_of_a_key_tile_hold_all_queries_that_see_it(band, seqlen_q, column, columns, tile_m):
+    column = min(column, band.seqlen_k - 1) // columns * columns
+    start, stop = schedule.query_blocks(column, columns, tile_m, seqlen_q, band)
+    keys = range(column, min(column + columns, band.seqlen_k))
+    seen = set().union(*[seeing(j, seqlen_q, band) for j in keys])
+    assert 0 <= start <= stop <= -(-seqlen_q // tile_m)
+    assert seen <= set(range(start * tile_m, stop * tile_m))
+    if seen:
+        assert (start, stop - 1) == (min(seen) // tile_m, max(seen) // tile_m)
+
+
+@given(BANDS, st.integers(1, 300), st.integers(0, 299), st.sampled_from([64, 128]), st.sampled_from([16, 96, 128]))
+def test_whole_query_blocks_see_every_key_of_a_tile(band, seqlen_q, column, columns, tile_m):
+    column = min(column, band.seqlen_k - 1) // columns * columns
+    blocks = schedule.query_blocks(column, columns, tile_m, seqlen_q, band)
+    first, last = schedule.whole_query_blocks(column, columns, tile_m, band, blocks)
+    assert blocks[0] <= first <= last <= blocks[1]
+    endless = Band(band.lo, band.hi, 10**6)  # what lies past the last key or query is zero
+    for m in range(*blocks):
+        rows = range(m * tile_m, (m + 1) * tile_m)
+        ends = [kept_ends(i, endless) for i in rows]
+        whole = all(low <= column and column + columns <= high for low, high in ends)
+        assert whole == (first <= m < last)
+
+
+def kept_ends(i: int, band: Band) -> tuple[int, int]:
+    """The first key that query i sees, and one past the last."""
+    return (0 if band.lo is None else max(0, i + band.lo)), (band.seqlen_k if band.hi is None else i + band.hi)
+
+
 # -- The ring and its barriers -------------------------------------------------------------------------------------
 
 

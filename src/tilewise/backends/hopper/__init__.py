@@ -1,6 +1,6 @@
 """Attention on Hopper GPUs (sm_90a): kernels in CuTe DSL, compiled ahead of time (:mod:`tilewise.backends.hopper.aot`).
 
-The forward alone, and it has not run on a GPU yet: it runs only when it is named. Importing this imports no DSL.
+It has not run on a GPU yet: it runs only when it is named. Importing this imports no DSL.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output, PerProblem
+from tilewise.backends.hopper import backward_config, library
 from tilewise.backends.hopper import config as sizes
-from tilewise.backends.hopper import library
+from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.config import Config
 from tilewise.problem import Problem
 
@@ -19,21 +20,29 @@ class Hopper:
     """The backend.
 
     Args:
-        override: a Config to use for every problem, in place of the one chosen by shape.
+        override, backward: what to use for every problem, in place of what is chosen by shape.
     """
 
     name = "hopper"
 
-    def __init__(self, override: Config | None = None):
-        self.override = override
-        self._plans = PerProblem(self._plan)
+    def __init__(self, override: Config | None = None, backward: Backward | None = None):
+        self.override, self.override_backward = override, backward
+        self._plans, self._backward_plans = PerProblem(self._plan), PerProblem(self._backward_plan)
 
     def unsupported(self, p: Problem) -> list[str]:
         """What is wrong with the problem; if nothing, what is wrong with the machine."""
-        return sizes.reasons(p) or _device_reasons(p) or library.missing(self.config(p))
+        found = sizes.reasons(p) + (backward_config.reasons(p) if p.spec.needs_grad else [])
+        return found or _device_reasons(p) or library.missing(*self._configs(p))
 
     def config(self, p: Problem) -> Config:
         return self.override or sizes.choose(p)
+
+    def backward_config(self, p: Problem) -> Backward:
+        return self.override_backward or backward_config.choose(p)
+
+    def _configs(self, p: Problem) -> list[Config | Backward]:
+        """Of the kernels that a problem needs."""
+        return [self.config(p), *([self.backward_config(p)] if p.spec.needs_grad else [])]
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         from tilewise.backends.hopper import call
@@ -41,12 +50,19 @@ class Hopper:
         return call.forward(self._plans.of(p), t)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        raise NotImplementedError("hopper has no backward; a call that needs one is refused from its forward on")
+        from tilewise.backends.hopper import backward_call
+
+        return backward_call.backward(self._backward_plans.of(p), t, out, do, dlse)
 
     def _plan(self, p: Problem):
         from tilewise.backends.hopper.call import Plan
 
         return Plan(p, self.config(p))
+
+    def _backward_plan(self, p: Problem):
+        from tilewise.backends.hopper.backward_call import Plan
+
+        return Plan(p, self.backward_config(p))
 
 
 def _device_reasons(p: Problem) -> list[str]:

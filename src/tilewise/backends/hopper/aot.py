@@ -21,8 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tilewise.backends.hopper import hostcode, library, sass
+from tilewise.backends.hopper import backward_aot, backward_config, hostcode, library, sass
+from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.config import SHARED_LIMIT, Config, candidates, shipped
+from tilewise.backends.hopper.recipe import Recipe
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
 
@@ -71,33 +73,42 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
     return cute.compile(forward.launch, *arguments, config, options=f"{options} --dump-dir {scratch}"), arguments
 
 
-def build(config: Config, folder: Path) -> dict:
+def build(config: Config | Backward, folder: Path) -> dict:
     """One kernel's file in ``folder``, and its row of the index; ``faults`` says what is not as it must be."""
     started = time.perf_counter()
+    make, judge = (backward_aot.compiled, backward_aot.judged) if isinstance(config, Backward) else (compiled, judged)
     with tempfile.TemporaryDirectory() as scratch:
-        made, arguments = compiled(config, Path(scratch))
+        made, arguments = make(config, Path(scratch), OPTIONS)
     recipe = hostcode.read(made.ir_module, made.function_name, arguments, made.__cubin__)
-    report, shared = sass.read(sass.disassemble(made.__cubin__)), max(x.shared for x in recipe.launches)
-    tiles = config.tiles
+    figures, faults = judge(config, sass.disassemble(made.__cubin__), recipe)
+    file = library.write(folder / library.file_name(config), made.__cubin__, recipe)
+    return {
+        "config": asdict(config),
+        **figures,
+        "cubin": len(made.__cubin__),
+        "file": file.stat().st_size,
+        "seconds": round(time.perf_counter() - started, 1),
+        "faults": faults,
+    }
+
+
+def judged(config: Config, listing: str, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+    """Figures of a forward, and what is not as it must be."""
+    report, shared, tiles = sass.read(listing), max(x.shared for x in recipe.launches), config.tiles
     faults = report.faults(exponentials=tiles.tile_n // 2, stores=not config.split)
     limits = {tiles.registers, tiles.registers_load}
     faults += [] if set(report.registers) == limits else [f"setmaxnreg of {sorted(report.registers)}, not {limits}"]
     faults += (
         [] if shared == tiles.shared.total <= SHARED_LIMIT else [f"{shared} bytes shared, not {tiles.shared.total}"]
     )
-    file = library.write(folder / library.file_name(config), made.__cubin__, recipe)
-    return {
-        "config": asdict(config),
+    figures = {
         "registers": [report.registers.get(n, 0) for n in (tiles.registers, tiles.registers_load)],
         "spills": report.local,
         "shared": shared,
         "wgmma": report.wgmma,
         "hidden": list(report.hidden),
-        "cubin": len(made.__cubin__),
-        "file": file.stat().st_size,
-        "seconds": round(time.perf_counter() - started, 1),
-        "faults": faults,
     }
+    return figures, faults
 
 
 def table(rows: dict[str, dict]) -> str:
@@ -113,7 +124,7 @@ def table(rows: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def build_all(configs: list[Config], folder: Path, jobs: int) -> dict[str, dict]:
+def build_all(configs: list[Config | Backward], folder: Path, jobs: int) -> dict[str, dict]:
     """Rows by name; those that exist, from the same sources, are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "index.json"
@@ -145,7 +156,8 @@ def main(arguments: list[str]) -> int:
             "hopper: skipped, the extra 'kernels' (nvidia-cutlass-dsl) is not installed; make kernels-hopper installs it"
         )
         return 0
-    every = shipped() + (candidates() if options.candidates else [])
+    kept = shipped() + backward_config.shipped()
+    every = kept + (candidates() if options.candidates else [])
     configs, started = [c for c in every if options.only in c.name], time.perf_counter()
     rows = build_all(configs, library.folder(), options.jobs)
     failed = [c.name for c in configs if rows[c.name]["faults"]]
@@ -153,7 +165,7 @@ def main(arguments: list[str]) -> int:
     seconds = time.perf_counter() - started
     print(f"{len(configs)} kernels, {len(failed)} not as they must be, {size / 2**20:.1f} MiB, {seconds:.0f} s")
     if options.table:
-        options.table.write_text(table({c.name: rows[c.name] for c in configs if c in shipped()}))
+        options.table.write_text(table({c.name: rows[c.name] for c in configs if c in kept}))
     return 1 if failed else 0
 
 

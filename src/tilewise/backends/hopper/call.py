@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -103,9 +103,14 @@ class Plan:
 
 
 def addressable(t: TensorFacts) -> bool:
+    """Whether the copy engine can address a tensor."""
+    return strides_addressable(t.shape, t.stride)
+
+
+def strides_addressable(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Rows of unit stride that lie at multiples of 16 bytes from each other, and no two in one place."""
-    outer = [stride for size, stride in zip(t.shape[:-1], t.stride[:-1], strict=True) if size > 1]
-    return (t.stride[-1] == 1 or t.shape[-1] == 1) and all(0 < s < APART and s % MULTIPLE == 0 for s in outer)
+    outer = [n for size, n in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
+    return (stride[-1] == 1 or shape[-1] == 1) and all(0 < n < APART and n % MULTIPLE == 0 for n in outer)
 
 
 def forward(plan: Plan, t: Inputs) -> Output:

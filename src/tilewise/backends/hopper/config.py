@@ -391,7 +391,7 @@ def splits(config: Config, heads: int, seqlen_q: int, seqlen_k: int, cores: int)
 
 
 def reasons(p: Problem) -> list[str]:
-    """Why a problem is none for these kernels, whatever is installed."""
+    """Why a problem is none for the forward's kernels, whatever is installed."""
     found = [] if str(p.dtype) in DTYPES else [f"{p.dtype}: its kernels take float16 and bfloat16"]
     if max(p.head_dim, p.head_dim_v) > 256:
         found.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above 256")
@@ -407,7 +407,6 @@ def reasons(p: Problem) -> list[str]:
         found.append("a score other than one softcap")
     found += ["dropout"] if p.spec.dropout_p else []
     found += [] if p.softmax_scale > 0 else [f"softmax_scale {p.softmax_scale} is not above 0"]
-    found += ["gradients: it has no backward yet"] if p.spec.needs_grad else []
     found += [f"an origin other than 0: {p.origin}"] if any(p.origin) else []
     return found
 

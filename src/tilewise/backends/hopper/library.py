@@ -18,12 +18,15 @@ from pathlib import Path
 
 from tilewise import settings
 from tilewise.backends.hopper import driver, recipe
+from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.config import Config
 
 _HERE = Path(__file__).parent
 TABLE = _HERE / "kernels.txt"  # figures of the shipped kernels, so that a diff shows a spill
 SOURCES = (
     "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "packed.py", "aot.py", "hostcode.py", "recipe.py",
+    "backward_config.py", "backward_tile.py", "backward_rows.py", "backward_keys.py", "backward_queries.py", "backward.py",
+    "backward_aot.py",
 )  # fmt: skip
 
 
@@ -52,27 +55,28 @@ def index() -> dict[str, dict]:
     return content["kernels"] if content["sources"] == source_hash() else {}
 
 
-def built(config: Config) -> bool:
+def built(config: Config | Backward) -> bool:
     """Whether it was built ahead of time."""
     return index().get(config.name, {}).get("config") == asdict(config)
 
 
-def missing(config: Config) -> list[str]:
-    """Why a kernel can be neither loaded nor built here."""
+def missing(*configs: Config | Backward) -> list[str]:
+    """Why kernels can be neither loaded nor built here."""
     launcher = driver.load()
     found = [launcher] if isinstance(launcher, str) else []
-    if not built(config) and importlib.util.find_spec("cutlass") is None:
+    absent = [c.name for c in configs if not built(c)]
+    if absent and importlib.util.find_spec("cutlass") is None:
         found.append(
-            f"{config.name} is not in {folder()}, and nvidia-cutlass-dsl, which builds it, is not installed; "
-            "pip install 'tilewise[kernels]'"
+            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not in {folder()}, and nvidia-cutlass-dsl, which "
+            "builds kernels, is not installed; pip install 'tilewise[kernels]'"
         )
     return found
 
 
-_functions: dict[Config, driver.Kernels] = {}
+_functions: dict[Config | Backward, driver.Kernels] = {}
 
 
-def function(config: Config) -> driver.Kernels:
+def function(config: Config | Backward) -> driver.Kernels:
     """The launcher of a kernel: positional arguments as :func:`tilewise.backends.hopper.forward.launch` has them."""
     found = _functions.get(config)
     if found is None:  # of two threads that make it at once, the first one's stays; nothing of it is on a GPU yet
@@ -80,11 +84,11 @@ def function(config: Config) -> driver.Kernels:
     return found
 
 
-def file_name(config: Config) -> str:
+def file_name(config: Config | Backward) -> str:
     return f"{config.name}.kernel"
 
 
-def file_of(config: Config) -> Path:
+def file_of(config: Config | Backward) -> Path:
     """Its file, which is made first if it is nowhere. Where several processes want it, one makes it and the others wait."""
     if built(config):
         return folder() / file_name(config)
@@ -101,7 +105,7 @@ def file_of(config: Config) -> Path:
     return file
 
 
-def _build(config: Config) -> None:
+def _build(config: Config | Backward) -> None:
     from tilewise.backends.hopper import aot
 
     print(f"tilewise: compiling {config.name}, once for this machine", flush=True)

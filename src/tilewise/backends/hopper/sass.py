@@ -32,14 +32,17 @@ class Report:
     serialised: int
     hidden: tuple[int, ...]
 
-    def faults(self, exponentials: int, stores: bool = True) -> list[str]:
-        """What must not be; ``exponentials``: those of one key block and thread, ``stores``: the copy engine stores too."""
+    def faults(self, exponentials: int | None, stores: bool = True) -> list[str]:
+        """What must not be; ``exponentials``: those of one key block and thread, None where none need be hidden; ``stores``: the
+        copy engine stores too."""
         found = [f"{self.local} loads or stores of spills"] if self.local else []
         found += [f"{n} registers where setmaxnreg gives {limit}" for limit, n in self.registers.items() if n > limit]
         copies = self.loads and bool(self.stores) == stores
         found += [] if self.wgmma and copies else ["no wgmma, or no copies by the copy engine"]
         found += [f"{self.serialised} wgmmas wait for the one before"] if self.serialised else []
-        found += [f"{n} of {exponentials} exponentials run under P V" for n in self.hidden if n < exponentials]
+        if exponentials is None:
+            return found
+        found += [f"{n} of {exponentials} exponentials run under a product" for n in self.hidden if n < exponentials]
         return found + ([] if self.hidden else ["no loop has two products in flight"])
 
 

@@ -129,6 +129,38 @@ def whole_blocks(row, rows, tile_n, band: Band, blocks, pick: Pick = PLAIN):
     return pick.smaller(pick.larger(first, start), stop), stop
 
 
+def query_start(j, band: Band, pick: Pick = PLAIN):
+    """The first query that sees key j, not below 0."""
+    return 0 if band.hi is None else pick.larger(j - band.hi + 1, 0)
+
+
+def query_stop(j, seqlen_q, band: Band, pick: Pick = PLAIN):
+    """One past the last query that sees key j, not below 0."""
+    return seqlen_q if band.lo is None else pick.larger(pick.smaller(j - band.lo + 1, seqlen_q), 0)
+
+
+def query_blocks(column, columns, tile_m, seqlen_q, band: Band, pick: Pick = PLAIN):
+    """``(start, stop)``: the query blocks that see a key in ``[column, column + columns)``; possibly none.
+
+    They are visited from ``start`` on: under a causal mask, the ones that straddle the diagonal come first.
+    """
+    last = pick.smaller(column + columns, band.seqlen_k) - 1
+    stop = (query_stop(last, seqlen_q, band, pick) + tile_m - 1) // tile_m
+    return pick.smaller(query_start(column, band, pick) // tile_m, stop), stop
+
+
+def whole_query_blocks(column, columns, tile_m, band: Band, blocks, pick: Pick = PLAIN):
+    """``(start, stop)``: the query blocks that see all keys of ``[column, column + columns)``, within ``blocks``; possibly none.
+
+    Queries and keys past the last count as those that see and are seen: they are zeros, and what becomes of them is dropped.
+    """
+    start, last = blocks
+    stop = last if band.lo is None else pick.smaller(pick.larger(column - band.lo + 1, 0) // tile_m, last)
+    first = (query_start(column + columns - 1, band, pick) + tile_m - 1) // tile_m
+    first = pick.smaller(pick.larger(first, start), last)
+    return first, pick.larger(stop, first)
+
+
 def after(place, phase, slots, step=1):
     """``(slot, phase)`` ``step`` slots on in a ring; the phase turns at each round."""
     turned = (place + step) // slots

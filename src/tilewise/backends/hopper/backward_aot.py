@@ -1,0 +1,78 @@
+"""Compiles a backward's three kernels at once, and holds each against what it must be; :mod:`tilewise.backends.hopper.aot` calls it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tilewise.backends.hopper import sass
+from tilewise.backends.hopper.backward_config import Backward, KeyTiles
+from tilewise.backends.hopper.config import SHARED_LIMIT
+from tilewise.backends.hopper.recipe import Recipe
+
+
+def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
+    """As :func:`tilewise.backends.hopper.aot.compiled`."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from tilewise.backends.hopper import backward, forward
+
+    batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
+    dim, dim_v, lines = (cute.sym_int(divisibility=n) for n in (8, 8, 16))
+    stride = lambda divisibility=1: cute.sym_int64(divisibility=divisibility)  # noqa: E731
+
+    def tensor(rows, heads, columns):
+        strides = (stride(8), stride(8), stride(8), 1)
+        return make_fake_tensor(forward.ELEMENT[x.dtype], (batch, rows, heads, columns), strides, assumed_align=16)
+
+    def statistic(rows, divisibility, align):
+        strides = (stride(divisibility), stride(divisibility), 1)
+        return make_fake_tensor(cutlass.Float32, (batch, heads_q, rows), strides, assumed_align=align)
+
+    q, o, k, v = (
+        (seqlen_q, heads_q, dim),
+        (seqlen_q, heads_q, dim_v),
+        (seqlen_k, heads_k, dim),
+        (seqlen_k, heads_k, dim_v),
+    )
+    given = *(tensor(*sizes) for sizes in (q, k, v, o, o)), statistic(seqlen_q, 1, 4), statistic(seqlen_q, 1, 4)
+    made = *(tensor(*sizes) for sizes in (q, k, v)), statistic(lines, 4, 16), statistic(lines, 4, 16)
+    i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    arguments = (given, made, (i32, i32, i32, i32, i32, i32, f32, f32, f32), stream)
+    return cute.compile(backward.launch, *arguments, x, options=f"{options} --dump-dir {scratch}"), arguments
+
+
+def judged(x: Backward, listing: str, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+    """Figures of the two passes, and what is not as it must be."""
+    kernels = {part.split(",")[0].strip(): part for part in listing.split(".section\t.text.")[1:]}
+    shared = {launch.kernel: launch.shared for launch in recipe.launches}
+    reports, faults = [], []
+    for tiles in filter(None, (x.keys, x.queries)):
+        name = next(n for n in kernels if f"{x.name}_{'keys' if tiles is x.keys else 'queries'}" in n)
+        report = sass.read(kernels[name])
+        report = replace(report, hidden=tuple(n for n in report.hidden if n))
+        reports.append(report)
+        faults += [f"{name}: {fault}" for fault in faults_of(report, tiles, shared[name])]
+    rows = [part for name, part in kernels.items() if f"{x.name}_rows" in name]
+    faults += [f"rows: {sass.read(part).local} spills" for part in rows if sass.read(part).local]
+    figures = {
+        "registers": [max(r.registers.values(), default=0) for r in reports],
+        "spills": sum(r.local for r in reports),
+        "shared": max(shared.values()),
+        "wgmma": sum(r.wgmma for r in reports),
+        "hidden": [n for r in reports for n in r.hidden],
+    }
+    return figures, faults
+
+
+def faults_of(report: sass.Report, tiles, shared: int) -> list[str]:
+    split = isinstance(tiles, KeyTiles) and tiles.split
+    columns = tiles.tile_m if isinstance(tiles, KeyTiles) else tiles.tile_n
+    found = report.faults(exponentials=None if split else columns // 2)
+    limits = {tiles.registers, tiles.registers_load}
+    found += [] if set(report.registers) == limits else [f"setmaxnreg of {sorted(report.registers)}, not {limits}"]
+    return found + ([] if shared == tiles.shared <= SHARED_LIMIT else [f"{shared} bytes shared, not {tiles.shared}"])

@@ -1,0 +1,225 @@
+"""Tile sizes, registers and shared memory of Hopper's backward kernels: a table by head dim; no DSL, it runs on any machine.
+
+Two passes (docs/algorithm.md, section 6): dK and dV over key tiles, dQ over query tiles; 7 products of a pair of tiles, and
+the same bits at every run. At the head dims of SUMMED the first pass can do dQ too, adding it up in fp32 in memory in
+whatever order its CTAs come: 5 products.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilewise.backends.hopper import config
+from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ROWS, band_of, cap_of
+from tilewise.problem import Problem
+
+FORMS = ("full", "upper", "band")  # of config.FORMS
+KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """Sizes of the pass over key tiles: two warpgroups, query blocks of ``tile_m``.
+
+    Attributes:
+        width, width_v: head dims that it is compiled for; smaller ones are filled with zeros as they are loaded.
+        slots: of the ring; one holds a block of Q or of dO, and its rows' lse or delta.
+        split: one warpgroup makes S, P and dV, the other dP, dS and dK, both of the same 64 keys: only so do dK and dV of
+            wide heads fit into registers. Else each makes all of its own 64 keys.
+        summed: dQ too, added up in memory.
+    """
+
+    width: int
+    width_v: int
+    tile_m: int
+    slots: int
+    registers: int = 240
+    registers_load: int = 24
+    split: bool = False
+    summed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.tile_m}x{self.tile_n}_s{self.slots}{'_split' if self.split else ''}"
+
+    @property
+    def key_tiles(self) -> int:
+        """Of 64 keys."""
+        return 1 if self.split else KEY_GROUPS
+
+    @property
+    def tile_n(self) -> int:
+        return ROWS * self.key_tiles
+
+    @property
+    def threads(self) -> int:
+        return 128 * (KEY_GROUPS + 1)
+
+    @property
+    def room_elements(self) -> int:
+        """Of a room for 64 rows of K or V, where 64 rows of dK or dV come later."""
+        return ROWS * max(self.width, self.width_v)
+
+    @property
+    def slot_elements(self) -> int:
+        return self.tile_m * max(self.width, self.width_v)
+
+    @property
+    def barriers(self) -> int:
+        """mbarriers: full and empty of every slot; full, empty and done of every room of K and V; of what is handed on:
+        full and empty of P, or full of two dS, full and empty of two parts of dQ."""
+        return 2 * self.slots + 6 * self.key_tiles + (2 if self.split else 6 if self.summed else 0)
+
+    @property
+    def handed(self) -> int:
+        """Bytes of what one warpgroup hands to another: P; or two blocks of dS, and a block of dQ in fp32."""
+        p = 2 * ROWS * self.tile_m
+        return p if self.split else 2 * KEY_GROUPS * p + 4 * self.tile_m * self.width if self.summed else 0
+
+    @property
+    def shared(self) -> int:
+        """Bytes that the kernel allocates, for elements of two bytes: barriers, a word that nobody reads and statistics; K and
+        V, the ring, what is handed."""
+        small = 8 * (self.barriers + 1)
+        small += -small % 128 + 4 * self.slots * self.tile_m
+        return (
+            aligned(small) + 4 * self.key_tiles * self.room_elements + 2 * self.slots * self.slot_elements + self.handed
+        )
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """Sizes of the pass over query tiles: ``warpgroups`` of 64 queries each by ``tile_n`` keys; else as :class:`KeyTiles`."""
+
+    width: int
+    width_v: int
+    warpgroups: int
+    tile_n: int
+    slots: int
+    registers: int = 240
+    registers_load: int = 24
+
+    @property
+    def name(self) -> str:
+        return f"{self.tile_m}x{self.tile_n}_s{self.slots}"
+
+    @property
+    def tile_m(self) -> int:
+        return ROWS * self.warpgroups
+
+    @property
+    def room_elements(self) -> int:
+        """Of a warpgroup's room for Q, where dQ comes later, or for dO."""
+        return ROWS * max(self.width, self.width_v)
+
+    @property
+    def slot_elements(self) -> int:
+        return self.tile_n * max(self.width, self.width_v)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def barriers(self) -> int:
+        """mbarriers: full and empty of every slot; of every warpgroup full and empty of Q and dO, and done."""
+        return 2 * self.slots + 3 * self.warpgroups
+
+    @property
+    def shared(self) -> int:
+        return (
+            aligned(8 * (self.barriers + 1))
+            + 4 * self.warpgroups * self.room_elements
+            + 2 * self.slots * self.slot_elements
+        )
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What one backward is compiled for. ``queries``: None where the pass over key tiles sums dQ."""
+
+    keys: KeyTiles
+    queries: QueryTiles | None
+    dtype: str
+    form: str
+    softcap: bool = False
+
+    @property
+    def name(self) -> str:
+        k = self.keys
+        dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
+        second = "sum" if self.queries is None else self.queries.name
+        return f"backward_{self.dtype}_{dims}_{self.form}{'_softcap' if self.softcap else ''}_{k.name}_{second}"
+
+    def describe(self) -> str:
+        """As ``Config.describe``."""
+        k, q = self.keys, self.queries
+        second = "summing dQ" if q is None else f"then dQ in tiles of {q.tile_m} x {q.tile_n}"
+        return f"backward: {k.tile_n} keys x {k.tile_m} queries, {second}"
+
+    def lines(self, seqlen_q: int) -> int:
+        """Rows that a head has in the statistics' buffers: whole query blocks of each pass."""
+        return max(-(-seqlen_q // m) * m for m in (self.keys.tile_m, self.queries.tile_m if self.queries else 1))
+
+    def grids(self, p: Problem, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
+        """Heads of a section and CTAs of the pass over ``seqlen_k`` keys, then those of the pass over queries."""
+        keys = spread(p.batch * p.heads_k, -(-seqlen_k // self.keys.tile_n), self.form, cores)
+        m = self.queries.tile_m if self.queries else self.keys.tile_m
+        return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // m), self.form, cores)
+
+
+# (head dim of q and k, of v) -> tiles of the two passes. The first row that holds both is taken.
+TABLE = {
+    (64, 64): (KeyTiles(64, 64, 128, 8), QueryTiles(64, 64, 2, 128, 6)),
+    (96, 96): (KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6)),
+    (128, 128): (KeyTiles(128, 128, 64, 8), QueryTiles(128, 128, 2, 96, 6)),
+    (192, 128): (KeyTiles(192, 128, 96, 4, split=True), QueryTiles(192, 128, 2, 80, 4)),
+    (192, 192): (KeyTiles(192, 192, 80, 4, split=True), QueryTiles(192, 192, 2, 80, 4)),
+    (256, 256): (KeyTiles(256, 256, 64, 4, split=True), QueryTiles(256, 256, 2, 64, 3)),
+}
+
+
+# With a softcap, whose slope needs registers; smaller head dims take the next.
+SOFTCAP = {
+    (64, 64): (KeyTiles(64, 64, 64, 8), TABLE[64, 64][1]),
+    (128, 128): (KeyTiles(128, 128, 48, 8), TABLE[128, 128][1]),
+    (256, 256): TABLE[256, 256],
+}
+
+
+def shipped() -> list[Backward]:
+    """Every backward that is compiled ahead of time."""
+    rows = [(row, capped) for capped, table in enumerate((TABLE, SOFTCAP)) for row in table.values()]
+    return [
+        Backward(*row, dtype, form, bool(capped)) for row, capped in rows for dtype in DTYPES.values() for form in FORMS
+    ]
+
+
+def reasons(p: Problem) -> list[str]:
+    """Why a problem that the forward runs is none for these kernels: it then goes elsewhere from its forward on."""
+    found = (
+        [] if band_of(p) is not None else ["gradients of a mask other than causal, window and a key_range of numbers"]
+    )
+    found += ["gradients of packed sequences"] if p.packed else []
+    if p.spec.score is not None and math.isnan(cap_of(p)):
+        found.append("gradients of a score other than one softcap")
+    return found + (["gradients with dropout"] if p.spec.dropout_p else [])
+
+
+def choose(p: Problem) -> Backward:
+    """Of a problem that has no :func:`reasons` against it."""
+    capped = p.spec.score is not None
+    table = SOFTCAP if capped else TABLE
+    dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
+    return Backward(*table[dims], DTYPES[str(p.dtype)], band_of(p).form, capped)
+
+
+def spread(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:
+    """``(section, ctas)`` of ``tiles`` for each of ``heads``, as :func:`tilewise.backends.hopper.config.spread` has them."""
+    section = 1 if form == "full" else min(heads, max(1, cores // config.SHARING))
+    return section, min(heads * tiles, cores)

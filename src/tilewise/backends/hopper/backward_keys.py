@@ -1,0 +1,594 @@
+"""dK = scale · dSᵀ Q and dV = Pᵀ dO over key tiles on Hopper (sm_90a); docs/algorithm.md, (13) to (16).
+
+All blocks are transposed, (64 keys, tile_m queries): Sᵀ = K Qᵀ and dPᵀ = V dOᵀ leave wgmma in the very registers from which
+Pᵀ and dSᵀ, rounded, enter the next one, so that neither crosses shared memory. Roles of a CTA of three warpgroups,
+persistent over key tiles, which sum the query heads of a group::
+
+    warp 0       load_keys      64 rows of K and of V for each of their rooms, once a tile
+    warp 1       load_queries   Q0 dO0 Q1 dO1 .., with the lse of Q's rows and the delta of dO's, for each query head
+    warps 2, 3   store          dK and dV from the rooms
+    warpgroups   compute        S P dP dV dS dK, 64 keys each (128 keys a tile), one block after the other
+    or, split    make_values    S P dV: hands P to the other         make_keys   dP dS dK, of the same 64 keys
+
+mbarriers (arrivals in brackets), each waited for by the other side: ``full[slot]`` (1 + bytes) load_queries -> warpgroups,
+``empty[slot]`` (8 warps) warpgroups -> load_queries; ``held_full[room]`` (1 + bytes) load_keys -> warpgroups, ``done[room]``
+(128) warpgroup -> store, ``held_empty[room]`` (1) store -> load_keys: a tile of dK or dV takes the place of the tile of K or V
+that its warpgroup alone has read; ``p_full`` (128) and ``p_empty`` (128) between make_values and make_keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+
+from tilewise.backends.hopper import schedule, tile
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward_tile import (
+    Limits,
+    Work,
+    allocated,
+    at_slot,
+    band,
+    give_back,
+    hold,
+    of_columns,
+    own_place,
+    probabilities,
+    products,
+    put,
+    scaled,
+    score_gradients,
+    seen_as,
+    statistics_layout,
+    to_operand,
+    turned,
+    words,
+)
+from tilewise.backends.hopper.config import ALIGNMENT, ROWS
+from tilewise.backends.hopper.forward import ELEMENT, F32, I32, PICK, cut, fetch, staged
+
+
+class Tmas(NamedTuple):
+    """Descriptors, coordinates and shared layouts of (rows, columns, head, batch)."""
+
+    q: cpasync.TmaInfo
+    do: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    dk: cpasync.TmaInfo
+    dv: cpasync.TmaInfo
+
+
+class Products(NamedTuple):
+    """``score``: 64 x tile_m from shared memory. ``dk``, ``dv``: 64 x width from registers and a block seen transposed."""
+
+    score: cute.TiledMma
+    dk: cute.TiledMma
+    dv: cute.TiledMma
+
+
+class Room(NamedTuple):
+    """Tiles in shared memory, the last mode being the room or the ring's slot; the ring's ``statistics``
+    (:func:`statistics_layout`); P ``handed`` on, (4 words, thread, n); the barriers."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    statistics: cute.Tensor
+    handed: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+    held_full: cute.Pointer
+    held_empty: cute.Pointer
+    done: cute.Pointer
+    p_full: cute.Pointer
+    p_empty: cute.Pointer
+    pin: cute.Pointer
+
+
+class Place(NamedTuple):
+    """A key tile: its first key, key head and batch index, and its query blocks ``[start, stop)``."""
+
+    column: I32
+    head: I32
+    batch: I32
+    start: I32
+    stop: I32
+
+
+def order(work: Work, x: Backward) -> schedule.Order:
+    """The first key tiles first: under a causal mask they are the longest."""
+    n_blocks = (work.seqlen_k + x.keys.tile_n - 1) // x.keys.tile_n
+    return schedule.Order(n_blocks, work.batch * work.heads, work.section, False)
+
+
+def place_of(round_, work: Work, x: Backward) -> Place:
+    """The CTA's tile in a round."""
+    n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
+    n_block, head = schedule.tile_at(n, order(work, x), PICK)
+    column, c = n_block * x.keys.tile_n, x.keys
+    start, stop = schedule.query_blocks(column, c.tile_n, c.tile_m, work.seqlen_q, band(work, x), PICK)
+    return Place(column, head % work.heads, head // work.heads, I32(start), I32(stop))
+
+
+def rounds_of(work: Work, x: Backward):
+    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
+
+
+# -- Shared memory -------------------------------------------------------------------------------------------------
+
+
+def allocate(tmas: Tmas, x: Backward) -> Room:
+    """In the order of :attr:`KeyTiles.shared`; dO's blocks are Q's, and dK's and dV's rooms K's and V's, seen otherwise."""
+    smem, c = cutlass.utils.SmemAllocator(), x.keys
+    full = smem.allocate_array(cutlass.Int64, c.barriers + 1)
+    statistics = smem.allocate_tensor(F32, statistics_layout(c.tile_m, c.slots), 128)
+    sizes = (*[c.key_tiles * c.room_elements] * 2, c.slots * c.slot_elements)
+    k, v, q = (allocated(smem, elements, x.dtype) for elements in sizes)
+    own_k, own_v = (v, k) if c.split else (k, v)  # dK comes to where its warpgroup alone has read
+    handed = statistics
+    if c.split:
+        handed = smem.allocate_tensor(I32, cute.make_layout((4, 128, c.tile_m // 16)), ALIGNMENT)
+    empty, held_full = full + c.slots, full + 2 * c.slots
+    held_empty, done = held_full + 2 * c.key_tiles, held_full + 4 * c.key_tiles
+    p_full = held_full + 6 * c.key_tiles
+    return Room(
+        seen_as(k, tmas.k), seen_as(v, tmas.v), seen_as(own_k, tmas.dk), seen_as(own_v, tmas.dv), seen_as(q, tmas.q),
+        seen_as(q, tmas.do), statistics, handed,
+        full, empty, held_full, held_empty, done, p_full, p_full + 1, full + c.barriers,
+    )  # fmt: skip
+
+
+@cute.jit
+def start_barriers(room: Room, x: cutlass.Constexpr):
+    """One thread sets every barrier's count of arrivals; then all see them."""
+    c = x.keys
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+        with cute.arch.elect_one():
+            for n in cutlass.range_constexpr(c.slots):
+                cute.arch.mbarrier_init(room.full + n, 1)
+                cute.arch.mbarrier_init(room.empty + n, 4 * KEY_GROUPS)
+            for n in cutlass.range_constexpr(2 * c.key_tiles):
+                cute.arch.mbarrier_init(room.held_full + n, 1)
+                cute.arch.mbarrier_init(room.held_empty + n, 1)
+                cute.arch.mbarrier_init(room.done + n, 128)
+            if cutlass.const_expr(c.split):
+                cute.arch.mbarrier_init(room.p_full, 128)
+                cute.arch.mbarrier_init(room.p_empty, 128)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+
+# -- Load ----------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
+    """One warp: K and V of every tile, as soon as the dK and dV that lay there have left."""
+    c, phase = x.keys, I32(1)  # a new barrier lets phase 1 pass
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        gK, sK = cut(tmas.k, (ROWS, c.width), (None, 0), at.head, at.batch, room.k)
+        gV, sV = cut(tmas.v, (ROWS, c.width_v), (None, 0), at.head, at.batch, room.v)
+        for n in cutlass.range_constexpr(c.key_tiles):
+            m, full, empty = at.column // ROWS + n, room.held_full + n, room.held_empty + n
+            fetch(tmas.k, gK[None, m], sK[None, n], 2 * ROWS * c.width, full, empty, phase)
+            full, empty = full + c.key_tiles, empty + c.key_tiles
+            fetch(tmas.v, gV[None, m], sV[None, n], 2 * ROWS * c.width_v, full, empty, phase)
+        phase = 1 - phase
+
+
+class Line(NamedTuple):
+    """A statistic of a head's rows in global memory, (row,), in blocks of ``columns``."""
+
+    rows: cute.Tensor
+    columns: int
+
+
+def bring(line: Line, m, statistics: cute.Tensor, slot, full) -> None:
+    """One thread: block m of a statistic to a slot."""
+    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), F32)
+    target = cute.make_tensor(statistics[None, None, None, slot].iterator, cute.make_layout(line.columns))
+    cute.copy(atom, cute.local_tile(line.rows, (line.columns,), (m,)), target, mbar_ptr=full)
+
+
+def fetch_block(info: cpasync.TmaInfo, g, s, line: Line, m, slot, size: int, room: Room, phase) -> None:
+    """As :func:`fetch`, a block of Q or dO and its statistic."""
+    full = room.full + slot
+    cute.arch.mbarrier_wait(room.empty + slot, phase)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size + 4 * line.columns)
+        bring(line, m, room.statistics, slot, full)
+    cute.copy(info.atom, g[None, m], s[None, slot], tma_bar_ptr=full)
+
+
+@cute.jit
+def load_queries(
+    tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, room: Room, work: Work, x: cutlass.Constexpr
+):  # fmt: skip
+    """One warp: the query blocks of every tile, for each query head."""
+    c = x.keys
+    q_bytes, do_bytes = 2 * c.tile_m * c.width, 2 * c.tile_m * c.width_v
+    slot, phase = I32(0), I32(1)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        for g in cutlass.range(work.group, unroll=1):
+            head = at.head * work.group + g
+            gQ, sQ = cut(tmas.q, (c.tile_m, c.width), (None, 0), head, at.batch, room.q)
+            gO, sO = cut(tmas.do, (c.tile_m, c.width_v), (None, 0), head, at.batch, room.do)
+            lse2_line = Line(lse2[at.batch, head, None], c.tile_m)
+            delta_line = Line(delta[at.batch, head, None], c.tile_m)
+            for step in cutlass.range(at.stop - at.start, unroll=1):
+                m = at.start + step
+                fetch_block(tmas.q, gQ, sQ, lse2_line, m, slot, q_bytes, room, phase)
+                slot, phase = schedule.after(slot, phase, c.slots)
+                fetch_block(tmas.do, gO, sO, delta_line, m, slot, do_bytes, room, phase)
+                slot, phase = schedule.after(slot, phase, c.slots)
+
+
+# -- Store ---------------------------------------------------------------------------------------------------------
+
+
+def send(info: cpasync.TmaInfo, s, g, room: Room, n: int, phase) -> None:
+    """Waits until the tile in room n is done, has it stored, and gives the room back."""
+    cute.arch.mbarrier_wait(room.done + n, phase)
+    cute.copy(info.atom, s, g)
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(room.held_empty + n)
+
+
+@cute.jit
+def store(tmas: Tmas, room: Room, w: cutlass.Constexpr, work: Work, x: cutlass.Constexpr):
+    """One warp for each computing warpgroup w: its dK and dV to global memory; keys past the last are dropped there."""
+    c, phase = x.keys, I32(0)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        gK, sK = cut(tmas.dk, (ROWS, c.width), (None, 0), at.head, at.batch, room.dk)
+        gV, sV = cut(tmas.dv, (ROWS, c.width_v), (None, 0), at.head, at.batch, room.dv)
+        n = at.column // ROWS
+        if cutlass.const_expr(not c.split):
+            send(tmas.dv, sV[None, w], gV[None, n + w], room, c.key_tiles + w, phase)
+            send(tmas.dk, sK[None, w], gK[None, n + w], room, w, phase)
+        elif cutlass.const_expr(w == 0):
+            send(tmas.dv, sV[None, 0], gV[None, n], room, 0, phase)
+        else:
+            send(tmas.dk, sK[None, 0], gK[None, n], room, 1, phase)
+        phase = 1 - phase
+
+
+# -- Compute -------------------------------------------------------------------------------------------------------
+
+
+class Operands(NamedTuple):
+    """Of one warpgroup: descriptors (1, 1, k steps, room or slot), accumulators in fp32, and operands in registers.
+
+    ``k``, ``v`` 64 keys; ``q``, ``do`` tile_m x width, ``q_turned``, ``do_turned`` the same blocks as width x tile_m; ``s``,
+    ``dp`` 64 x tile_m, and P and dS in the same registers' order; ``dk``, ``dv`` 64 x width.
+    """
+
+    by: Products
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    q_turned: cute.Tensor
+    do_turned: cute.Tensor
+    s: cute.Tensor
+    dp: cute.Tensor
+    p: cute.Tensor
+    ds: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+def operands(by: Products, room: Room, x: Backward) -> Operands:
+    c, score, dk, dv = x.keys, *(mma.get_slice(0) for mma in by)
+    made = lambda mma, columns: cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), F32)  # noqa: E731
+    operand = lambda mma: cute.make_rmem_tensor(mma.partition_shape_A((ROWS, c.tile_m)), ELEMENT[x.dtype])  # noqa: E731
+    return Operands(
+        by,
+        by.score.make_fragment_A(score.partition_A(room.k)),
+        by.score.make_fragment_A(score.partition_A(room.v)),
+        by.score.make_fragment_B(score.partition_B(room.q)),
+        by.score.make_fragment_B(score.partition_B(room.do)),
+        by.dk.make_fragment_B(dk.partition_B(turned(room.q))),
+        by.dv.make_fragment_B(dv.partition_B(turned(room.do))),
+        made(by.score, c.tile_m), made(by.score, c.tile_m), operand(by.dv), operand(by.dk),
+        made(by.dk, c.width), made(by.dv, c.width_v),
+    )  # fmt: skip
+
+
+def limits_of(column, work: Work, x: Backward) -> Limits:
+    """Of the queries that see the keys of a warpgroup, which begin at ``column``."""
+    rows, kept = [tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)], band(work, x)
+    lower = [schedule.query_start(column + row, kept, PICK) for row in rows]
+    upper = [schedule.query_stop(column + row, work.seqlen_q, kept, PICK) for row in rows]
+    return Limits.of(lower, upper if x.form == "band" else None)
+
+
+class Turn(NamedTuple):
+    """Where a warpgroup is: the ring's slot and phase, the blocks that it has done, and how many when its tile began."""
+
+    slot: I32
+    phase: I32
+    count: I32
+    since: I32
+
+
+def pair_of(turn: Turn, x: Backward):
+    """``(slot, phase)`` of Q and of dO."""
+    return (turn.slot, turn.phase), schedule.after(turn.slot, turn.phase, x.keys.slots)
+
+
+def next_turn(turn: Turn, x: Backward) -> Turn:
+    return Turn(*schedule.after(turn.slot, turn.phase, x.keys.slots, step=2), turn.count + 1, turn.since)
+
+
+@cute.jit
+def release_before(empty, turn: Turn, back: cutlass.Constexpr, slots: cutlass.Constexpr):
+    """The slot ``back`` before Q's, which only the last products of the block before have kept, if this tile had one."""
+    if turn.count > turn.since:
+        give_back(empty + (turn.slot + slots - back) % slots)
+
+
+def release_both(empty, turn: Turn, slots: int) -> None:
+    """The slots of Q and dO of the block before."""
+    release_before(empty, turn, 2, slots)
+    release_before(empty, turn, 1, slots)
+
+
+def query_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
+    """Adds one query block to dK and dV, which are in flight between blocks: S under them, P under the product of dP.
+
+    No more at once, and P is rounded as late as can be: dK and dV, S and dP take 192 registers at D = 128, and with much more
+    beside them the assembler runs out of registers and makes every product wait for the one before.
+    """
+    (q_slot, q_phase), (o_slot, o_phase) = pair_of(turn, x)
+    cute.arch.mbarrier_wait(room.full + q_slot, q_phase)
+    products(t.by.score, t.s, [(at_slot(t.k, w), at_slot(t.q, q_slot))], overwrite=True)
+    warpgroup.wait_group(1)
+    release_both(room.empty, turn, x.keys.slots)
+    cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
+    products(t.by.score, t.dp, [(at_slot(t.v, w), at_slot(t.do, o_slot))], overwrite=True)
+    warpgroup.wait_group(1)
+    s, sloped = tile.rows_columns(t.s), x.softcap  # with a slope, s is no longer P
+    probabilities(s, t.p if sloped else None, of_columns(room.statistics, q_slot), limits, work, x)
+    hold(room.pin, t.s)
+    warpgroup.wait_group(0)
+    score_gradients(tile.rows_columns(t.dp), s, of_columns(room.statistics, o_slot))
+    if not sloped:
+        to_operand(t.p, t.s, x.dtype)
+    to_operand(t.ds, t.dp, x.dtype)
+    products(t.by.dv, t.dv, [(t.p, at_slot(t.do_turned, o_slot))], overwrite=False)
+    products(t.by.dk, t.dk, [(t.ds, at_slot(t.q_turned, q_slot))], overwrite=False)
+    return next_turn(turn, x)
+
+
+def value_block(t: Operands, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
+    """S, P and dV += Pᵀ dO of one query block; slope · P goes to the other warpgroup. dV is in flight between blocks."""
+    (q_slot, q_phase), (o_slot, o_phase) = pair_of(turn, x)
+    cute.arch.mbarrier_wait(room.full + q_slot, q_phase)
+    products(t.by.score, t.s, [(at_slot(t.k, 0), at_slot(t.q, q_slot))], overwrite=True)
+    warpgroup.wait_group(0)
+    release_before(room.empty, turn, 1, x.keys.slots)
+    probabilities(tile.rows_columns(t.s), t.p, of_columns(room.statistics, q_slot), limits, work, x)
+    give_back(room.empty + q_slot)
+    if x.softcap:
+        to_operand(t.ds, t.s, x.dtype)
+    cute.arch.mbarrier_wait(room.p_empty, 1 - turn.count % 2)
+    hand_over(t.ds if x.softcap else t.p, room.handed)
+    cute.arch.mbarrier_arrive(room.p_full)
+    cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
+    products(t.by.dv, t.dv, [(t.p, at_slot(t.do_turned, o_slot))], overwrite=False)
+    return next_turn(turn, x)
+
+
+def key_block(t: Operands, turn: Turn, room: Room, x: Backward) -> Turn:
+    """dP, dS and dK += dSᵀ Q of one query block, with the other warpgroup's slope · P. dK is in flight between blocks."""
+    (q_slot, q_phase), (o_slot, o_phase) = pair_of(turn, x)
+    cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
+    products(t.by.score, t.dp, [(at_slot(t.v, 0), at_slot(t.do, o_slot))], overwrite=True)
+    warpgroup.wait_group(0)
+    release_before(room.empty, turn, 2, x.keys.slots)
+    cute.arch.mbarrier_wait(room.p_full, turn.count % 2)
+    take_over(t.p, room.handed)
+    cute.arch.mbarrier_arrive(room.p_empty)
+    score_gradients(tile.rows_columns(t.dp), as_rows_columns(t.p, t.dp), of_columns(room.statistics, o_slot))
+    give_back(room.empty + o_slot)
+    to_operand(t.ds, t.dp, x.dtype)
+    cute.arch.mbarrier_wait(room.full + q_slot, q_phase)
+    products(t.by.dk, t.dk, [(t.ds, at_slot(t.q_turned, q_slot))], overwrite=False)
+    return next_turn(turn, x)
+
+
+def as_rows_columns(operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
+    """An operand in the registers' order of an accumulator, as that one's rows and columns."""
+    return tile.rows_columns(cute.make_tensor(operand.iterator, acc.layout))
+
+
+def in_fours(operand: cute.Tensor) -> cute.Tensor:
+    """An operand's words as (4, n): a thread's part of what is handed on."""
+    mine = words(operand)
+    return cute.make_tensor(mine.iterator, cute.make_layout((4, cute.size(mine) // 4)))
+
+
+def hand_over(operand: cute.Tensor, handed: cute.Tensor) -> None:
+    """To the same thread of the other warpgroup."""
+    cute.autovec_copy(in_fours(operand), handed[None, cute.arch.thread_idx()[0] % 128, None])
+
+
+def take_over(operand: cute.Tensor, handed: cute.Tensor) -> None:
+    cute.autovec_copy(handed[None, cute.arch.thread_idx()[0] % 128, None], in_fours(operand))
+
+
+def at_room(t: cute.Tensor, n) -> cute.Tensor:
+    return t[None, None, n]
+
+
+def finish(acc: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, done, x: Backward) -> None:
+    """A gradient to its room, from where a storing warp takes it."""
+    put(acc, mma, room, x.dtype)
+    cute.arch.fence_view_async_shared()
+    cute.arch.mbarrier_arrive(done)
+
+
+@cute.jit
+def compute(room: Room, w, by: Products, work: Work, x: cutlass.Constexpr):
+    """One warpgroup: dK and dV of 64 keys of each tile."""
+    c, t = x.keys, operands(by, room, x)
+    turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        column = at.column + w * ROWS
+        start, stop = schedule.whole_query_blocks(column, ROWS, c.tile_m, band(work, x), (at.start, at.stop), PICK)
+        limits = limits_of(column, work, x)
+        t.dk.fill(0.0)
+        t.dv.fill(0.0)
+        cute.arch.mbarrier_wait(room.held_full + w, held)
+        cute.arch.mbarrier_wait(room.held_full + c.key_tiles + w, held)
+        for _ in cutlass.range(work.group, unroll=1):
+            turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
+            if cutlass.const_expr(x.form != "full"):
+                for step in cutlass.range(start - at.start, unroll=1):  # the diagonal
+                    turn = query_block(t, w, turn, limits.within((at.start + step) * c.tile_m), room, work, x)
+            for _ in cutlass.range(stop - start, unroll=1):
+                turn = query_block(t, w, turn, None, room, work, x)
+            if cutlass.const_expr(x.form == "band"):
+                for step in cutlass.range(at.stop - stop, unroll=1):  # the other end
+                    turn = query_block(t, w, turn, limits.within((stop + step) * c.tile_m), room, work, x)
+            warpgroup.wait_group(0)
+            release_both(room.empty, turn, c.slots)
+        scaled(t.dk, work.scale)
+        cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read K and V for the last time
+        finish(t.dv, by.dv, at_room(room.dv, w), room.done + c.key_tiles + w, x)
+        finish(t.dk, by.dk, at_room(room.dk, w), room.done + w, x)
+        held = 1 - held
+
+
+@cute.jit
+def make_values(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
+    """One warpgroup: P and dV of the 64 keys of each tile."""
+    c, t = x.keys, operands(by, room, x)
+    turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        whole = at.start, at.stop
+        start, stop = schedule.whole_query_blocks(at.column, ROWS, c.tile_m, band(work, x), whole, PICK)
+        limits = limits_of(at.column, work, x)
+        t.dv.fill(0.0)
+        cute.arch.mbarrier_wait(room.held_full, held)
+        for _ in cutlass.range(work.group, unroll=1):
+            turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
+            if cutlass.const_expr(x.form != "full"):
+                for step in cutlass.range(start - at.start, unroll=1):
+                    turn = value_block(t, turn, limits.within((at.start + step) * c.tile_m), room, work, x)
+            for _ in cutlass.range(stop - start, unroll=1):
+                turn = value_block(t, turn, None, room, work, x)
+            if cutlass.const_expr(x.form == "band"):
+                for step in cutlass.range(at.stop - stop, unroll=1):
+                    turn = value_block(t, turn, limits.within((stop + step) * c.tile_m), room, work, x)
+            warpgroup.wait_group(0)
+            release_before(room.empty, turn, 1, c.slots)
+        cute.arch.barrier(barrier_id=1, number_of_threads=128)  # all four warps have read K for the last time
+        finish(t.dv, by.dv, at_room(room.dv, 0), room.done, x)
+        held = 1 - held
+
+
+@cute.jit
+def make_keys(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
+    """One warpgroup: dS and dK of the 64 keys of each tile."""
+    c, t = x.keys, operands(by, room, x)
+    turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        t.dk.fill(0.0)
+        cute.arch.mbarrier_wait(room.held_full + 1, held)
+        turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
+        for _ in cutlass.range(work.group * (at.stop - at.start), unroll=1):
+            turn = key_block(t, turn, room, x)
+        warpgroup.wait_group(0)
+        release_before(room.empty, turn, 2, c.slots)
+        scaled(t.dk, work.scale)
+        cute.arch.barrier(barrier_id=2, number_of_threads=128)  # all four warps have read V for the last time
+        finish(t.dk, by.dk, at_room(room.dk, 0), room.done + 1, x)
+        held = 1 - held
+
+
+# -- Kernel and launch ---------------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def kernel(tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work: Work, x: cutlass.Constexpr):
+    c, (warp, group) = x.keys, own_place()
+    room = allocate(tmas, x)
+    start_barriers(room, x)
+    if group == 0:
+        cute.arch.setmaxregister_decrease(c.registers_load)
+        if warp == 0:
+            load_keys(tmas, room, work, x)
+        elif warp == 1:
+            load_queries(tmas, lse2, delta, room, work, x)
+        elif warp == 2:
+            store(tmas, room, 0, work, x)
+        else:
+            store(tmas, room, 1, work, x)
+    else:
+        cute.arch.setmaxregister_increase(c.registers)
+        if cutlass.const_expr(not c.split):
+            compute(room, group - 1, by, work, x)
+        elif group == 1:
+            make_values(room, by, work, x)
+        else:
+            make_keys(room, by, work, x)
+
+
+class Tensors(NamedTuple):
+    """What the pass reads and writes, (batch, seqlen, heads, D), and lse2 and delta, (batch, heads_q, a whole number of blocks)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    lse2: cute.Tensor
+    delta: cute.Tensor
+
+
+def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
+    """Within a traced function of the host's."""
+    c, element, tall = x.keys, ELEMENT[x.dtype], LayoutEnum.ROW_MAJOR
+    seen = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))  # noqa: E731
+    block = lambda width: sm90.make_smem_layout_b(tall, (ROWS, c.tile_m, width), element, 1)  # noqa: E731
+    slots = lambda width: staged(block(width), c.slots, c.slot_elements)  # noqa: E731
+    rooms = lambda layout: staged(layout, c.key_tiles, c.room_elements)  # noqa: E731
+    keys = lambda width: rooms(sm90.make_smem_layout_a(tall, (ROWS, c.tile_m, width), element, 1))  # noqa: E731
+    out = lambda width: rooms(sm90.make_smem_layout_epi(element, tall, (ROWS, width), 1))  # noqa: E731
+    tma, get, send = cpasync.make_tiled_tma_atom, cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    tmas = Tmas(
+        tma(get, seen(t.q), slots(c.width), (c.tile_m, c.width)),
+        tma(get, seen(t.do), slots(c.width_v), (c.tile_m, c.width_v)),
+        tma(get, seen(t.k), keys(c.width), (ROWS, c.width)),
+        tma(get, seen(t.v), keys(c.width_v), (ROWS, c.width_v)),
+        tma(send, seen(t.dk), out(c.width), (ROWS, c.width)),
+        tma(send, seen(t.dv), out(c.width_v), (ROWS, c.width_v)),
+    )
+    major, registers = OperandMajorMode, warpgroup.OperandSource.RMEM
+    mma = lambda b, width, *source: sm90.make_trivial_tiled_mma(  # noqa: E731
+        element, element, major.K, b, F32, (1, 1, 1), (ROWS, width), *source
+    )
+    by = Products(mma(major.K, c.tile_m), mma(major.MN, c.width, registers), mma(major.MN, c.width_v, registers))
+    kernel.set_name_prefix(f"{x.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
+    kernel(tmas, t.lse2, t.delta, by, work, x).launch(
+        grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+    )

@@ -1,0 +1,383 @@
+"""dQ = scale · dS K over query tiles on Hopper (sm_90a); docs/algorithm.md, (13) to (15).
+
+Roles of a CTA of ``1 + W`` warpgroups, persistent over tiles of ``64 W`` queries::
+
+    warp 0       load_rows    64 rows of Q and of dO for each warpgroup, once a tile
+    warp 1       load_keys    the key blocks from the last to the first: Vn Kn .. V0 K0
+    warps 2, 3   store        dQ of one warpgroup each
+    warpgroups   compute      S = Q Kᵀ and dP = dO Vᵀ, dS in registers, dQ += dS K; 64 rows each
+
+mbarriers (arrivals in brackets), each waited for by the other side: ``full[slot]`` (1 + bytes) load_keys -> compute,
+``empty[slot]`` (one of every computing warp) compute -> load_keys; ``held_full[w]`` (1 + the bytes of both) load_rows ->
+compute, ``done[w]`` (128) compute -> store, ``held_empty[w]`` (1) store -> load_rows: dQ takes the place of Q.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+
+from tilewise.backends.hopper import schedule, tile
+from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.backward_tile import (
+    Limits,
+    Work,
+    allocated,
+    at_slot,
+    band,
+    hold,
+    own_place,
+    probabilities,
+    products,
+    put,
+    scaled,
+    score_gradients,
+    seen_as,
+    to_operand,
+    turned,
+)
+from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.forward import (
+    ELEMENT,
+    F32,
+    I32,
+    PICK,
+    Place,
+    cut,
+    fetch,
+    release,
+    staged,
+)
+
+
+class Tmas(NamedTuple):
+    """Descriptors, coordinates and shared layouts of (rows, columns, head, batch)."""
+
+    q: cpasync.TmaInfo
+    do: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    dq: cpasync.TmaInfo
+
+
+class Products(NamedTuple):
+    """``score``: 64 x tile_n from shared memory. ``dq``: 64 x width from registers and a block of K seen transposed."""
+
+    score: cute.TiledMma
+    dq: cute.TiledMma
+
+
+class Room(NamedTuple):
+    """Tiles in shared memory, the last mode being the warpgroup or the ring's slot, and the barriers."""
+
+    q: cute.Tensor
+    do: cute.Tensor
+    dq: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+    held_full: cute.Pointer
+    held_empty: cute.Pointer
+    done: cute.Pointer
+    pin: cute.Pointer
+
+
+def order(work: Work, x: Backward) -> schedule.Order:
+    m_blocks = (work.seqlen_q + x.queries.tile_m - 1) // x.queries.tile_m
+    return schedule.Order(m_blocks, work.batch * work.heads * work.group, work.section, x.form != "full")
+
+
+def place_of(round_, work: Work, x: Backward) -> Place:
+    """The CTA's tile in a round."""
+    n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
+    m_block, head = schedule.tile_at(n, order(work, x), PICK)
+    c, heads = x.queries, work.heads * work.group
+    row = m_block * c.tile_m
+    start, stop = schedule.key_blocks(row, c.tile_m, c.tile_n, band(work, x), PICK)
+    return Place(row, head % heads, head // heads, I32(start), I32(stop))
+
+
+def rounds_of(work: Work, x: Backward):
+    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
+
+
+# -- Shared memory -------------------------------------------------------------------------------------------------
+
+
+def allocate(tmas: Tmas, x: Backward) -> Room:
+    """In the order of :attr:`QueryTiles.shared`; V's blocks are K's, and dQ's tiles Q's, seen otherwise."""
+    smem, c = cutlass.utils.SmemAllocator(), x.queries
+    full = smem.allocate_array(cutlass.Int64, c.barriers + 1)
+    sizes = (*[c.warpgroups * c.room_elements] * 2, c.slots * c.slot_elements)
+    q, do, k = (allocated(smem, elements, x.dtype) for elements in sizes)
+    empty, held_full = full + c.slots, full + 2 * c.slots
+    held_empty, done = held_full + c.warpgroups, held_full + 2 * c.warpgroups
+    rooms = (q, tmas.q), (do, tmas.do), (q, tmas.dq), (k, tmas.k), (k, tmas.v)
+    return Room(*(seen_as(*room) for room in rooms), full, empty, held_full, held_empty, done, full + c.barriers)
+
+
+@cute.jit
+def start_barriers(room: Room, x: cutlass.Constexpr):
+    """One thread sets every barrier's count of arrivals; then all see them."""
+    c = x.queries
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+        with cute.arch.elect_one():
+            for n in cutlass.range_constexpr(c.slots):
+                cute.arch.mbarrier_init(room.full + n, 1)
+                cute.arch.mbarrier_init(room.empty + n, 4 * c.warpgroups)
+            for n in cutlass.range_constexpr(c.warpgroups):
+                cute.arch.mbarrier_init(room.held_full + n, 1)
+                cute.arch.mbarrier_init(room.held_empty + n, 1)
+                cute.arch.mbarrier_init(room.done + n, 128)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+
+# -- Load ----------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def load_rows(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
+    """One warp: Q and dO of every tile, as soon as the dQ that lay there has left."""
+    c, phase = x.queries, I32(1)  # a new barrier lets phase 1 pass
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        gQ, sQ = cut(tmas.q, (ROWS, c.width), (None, 0), at.head, at.batch, room.q)
+        gO, sO = cut(tmas.do, (ROWS, c.width_v), (None, 0), at.head, at.batch, room.do)
+        for w in cutlass.range_constexpr(c.warpgroups):
+            m, full = at.row // ROWS + w, room.held_full + w
+            cute.arch.mbarrier_wait(room.held_empty + w, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * ROWS * (c.width + c.width_v))
+            cute.copy(tmas.q.atom, gQ[None, m], sQ[None, w], tma_bar_ptr=full)
+            cute.copy(tmas.do.atom, gO[None, m], sO[None, w], tma_bar_ptr=full)
+        phase = 1 - phase
+
+
+@cute.jit
+def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
+    """One warp: the key blocks of every tile, V first: K is kept until the next block's scores are made, and so three slots
+    suffice for all of the next block to come meanwhile."""
+    c = x.queries
+    k_bytes, v_bytes = 2 * c.tile_n * c.width, 2 * c.tile_n * c.width_v
+    slot, phase = I32(0), I32(1)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        head_k = at.head // work.group
+        gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.batch, room.k)
+        gV, sV = cut(tmas.v, (c.tile_n, c.width_v), (None, 0), head_k, at.batch, room.v)
+        for step in cutlass.range(at.stop - at.start, unroll=1):
+            n = at.stop - 1 - step
+            fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
+            slot, phase = schedule.after(slot, phase, c.slots)
+            fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
+            slot, phase = schedule.after(slot, phase, c.slots)
+
+
+# -- Store ---------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def store(tmas: Tmas, room: Room, w, work: Work, x: cutlass.Constexpr):
+    """One warp for each computing warpgroup w: its dQ to global memory; rows past the last are dropped there."""
+    c, phase = x.queries, I32(0)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        gQ, sQ = cut(tmas.dq, (ROWS, c.width), (None, 0), at.head, at.batch, room.dq)
+        cute.arch.mbarrier_wait(room.done + w, phase)
+        cute.copy(tmas.dq.atom, sQ[None, w], gQ[None, at.row // ROWS + w])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(room.held_empty + w)
+        phase = 1 - phase
+
+
+# -- Compute -------------------------------------------------------------------------------------------------------
+
+
+class Operands(NamedTuple):
+    """Of one warpgroup: descriptors (1, 1, k steps, warpgroup or slot), accumulators in fp32, dS, and of its thread's two rows
+    ``lse2`` and ``delta``. ``s``, ``dp`` 64 x tile_n, ``ds`` in the registers' order of these, ``dq`` 64 x width."""
+
+    by: Products
+    q: cute.Tensor
+    do: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    k_turned: cute.Tensor
+    s: cute.Tensor
+    dp: cute.Tensor
+    ds: cute.Tensor
+    dq: cute.Tensor
+    lse2: cute.Tensor
+    delta: cute.Tensor
+
+
+def operands(by: Products, room: Room, x: Backward) -> Operands:
+    c, score, dq = x.queries, by.score.get_slice(0), by.dq.get_slice(0)
+    scores = by.score.partition_shape_C((ROWS, c.tile_n))
+    return Operands(
+        by,
+        by.score.make_fragment_A(score.partition_A(room.q)),
+        by.score.make_fragment_A(score.partition_A(room.do)),
+        by.score.make_fragment_B(score.partition_B(room.k)),
+        by.score.make_fragment_B(score.partition_B(room.v)),
+        by.dq.make_fragment_B(dq.partition_B(turned(room.k))),
+        cute.make_rmem_tensor(scores, F32), cute.make_rmem_tensor(scores, F32),
+        cute.make_rmem_tensor(by.dq.partition_shape_A((ROWS, c.tile_n)), ELEMENT[x.dtype]),
+        cute.make_rmem_tensor(by.dq.partition_shape_C((ROWS, c.width)), F32),
+        cute.make_rmem_tensor((2,), F32), cute.make_rmem_tensor((2,), F32),
+    )  # fmt: skip
+
+
+def limits_of(row, work: Work, x: Backward) -> Limits:
+    """Of the keys that the rows of a warpgroup see, which begin at ``row``."""
+    rows, kept = [row + tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)], band(work, x)
+    lower = [schedule.row_start(i, kept, PICK) for i in rows]
+    return Limits.of(lower if x.form == "band" else None, [schedule.row_stop(i, kept, PICK) for i in rows])
+
+
+class Turn(NamedTuple):
+    """Where a warpgroup is: the ring's slot and phase, and the blocks of its tile that it has done."""
+
+    slot: I32
+    phase: I32
+    count: I32
+
+
+@cute.jit
+def release_before(empty, turn: Turn, slots: cutlass.Constexpr):
+    """The slot of the K before, which only the product of dS with it has kept, if there was one in this tile."""
+    if turn.count > 0:
+        release(empty + (turn.slot + slots - 1) % slots)
+
+
+def key_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
+    """Adds one key block to dQ: P under the product of dP. dQ is in flight between blocks."""
+    c = x.queries
+    v_slot, v_phase = turn.slot, turn.phase
+    k_slot, k_phase = schedule.after(v_slot, v_phase, c.slots)
+    cute.arch.mbarrier_wait(room.full + k_slot, k_phase)
+    products(t.by.score, t.s, [(at_slot(t.q, w), at_slot(t.k, k_slot))], overwrite=True)
+    cute.arch.mbarrier_wait(room.full + v_slot, v_phase)
+    products(t.by.score, t.dp, [(at_slot(t.do, w), at_slot(t.v, v_slot))], overwrite=True)
+    warpgroup.wait_group(1)
+    release_before(room.empty, turn, c.slots)
+    s = tile.rows_columns(t.s)
+    probabilities(s, None, lambda r, c: t.lse2[r], limits, work, x)
+    hold(room.pin, s)
+    warpgroup.wait_group(0)
+    release(room.empty + v_slot)
+    score_gradients(tile.rows_columns(t.dp), s, lambda r, c: t.delta[r])
+    to_operand(t.ds, t.dp, x.dtype)
+    products(t.by.dq, t.dq, [(t.ds, at_slot(t.k_turned, k_slot))], overwrite=False)
+    return Turn(*schedule.after(k_slot, k_phase, c.slots), turn.count + 1)
+
+
+def statistics_of(t: Operands, lse2: cute.Tensor, delta: cute.Tensor, at: Place, row) -> None:
+    """Of a thread's two rows of the warpgroup's, which begin at ``row``; both go on past the last query."""
+    for r in range(2):
+        i = row + tile.row_of(cute.arch.thread_idx()[0] % 128, r)
+        t.lse2[r], t.delta[r] = lse2[at.batch, at.head, i], delta[at.batch, at.head, i]
+
+
+@cute.jit
+def compute(
+    room: Room, w, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work: Work, x: cutlass.Constexpr
+):  # fmt: skip
+    """One warpgroup: dQ of 64 rows of each tile."""
+    c, t = x.queries, operands(by, room, x)
+    turn, held = Turn(I32(0), I32(0), I32(0)), I32(0)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        row = at.row + w * ROWS
+        start, stop = schedule.whole_blocks(row, ROWS, c.tile_n, band(work, x), (at.start, at.stop), PICK)
+        limits = limits_of(row, work, x)
+        statistics_of(t, lse2, delta, at, row)
+        t.dq.fill(0.0)
+        cute.arch.mbarrier_wait(room.held_full + w, held)
+        turn = Turn(turn.slot, turn.phase, I32(0))
+        for step in cutlass.range(at.stop - stop, unroll=1):  # the diagonal, and the end of the keys
+            turn = key_block(t, w, turn, limits.within((at.stop - 1 - step) * c.tile_n), room, work, x)
+        for _ in cutlass.range(stop - start, unroll=1):
+            turn = key_block(t, w, turn, None, room, work, x)
+        if cutlass.const_expr(x.form == "band"):
+            for step in cutlass.range(start - at.start, unroll=1):  # the other end
+                turn = key_block(t, w, turn, limits.within((start - 1 - step) * c.tile_n), room, work, x)
+        warpgroup.wait_group(0)
+        release_before(room.empty, turn, c.slots)
+        scaled(t.dq, work.scale)
+        cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
+        put(t.dq, by.dq, room.dq[None, None, w], x.dtype)
+        cute.arch.fence_view_async_shared()
+        cute.arch.mbarrier_arrive(room.done + w)
+        held = 1 - held
+
+
+# -- Kernel and launch ---------------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def kernel(tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work: Work, x: cutlass.Constexpr):
+    c, (warp, group) = x.queries, own_place()
+    room = allocate(tmas, x)
+    start_barriers(room, x)
+    if group == 0:
+        cute.arch.setmaxregister_decrease(c.registers_load)
+        if warp == 0:
+            load_rows(tmas, room, work, x)
+        elif warp == 1:
+            load_keys(tmas, room, work, x)
+        elif warp < 2 + c.warpgroups:
+            store(tmas, room, warp - 2, work, x)
+    else:
+        cute.arch.setmaxregister_increase(c.registers)
+        compute(room, group - 1, lse2, delta, by, work, x)
+
+
+class Tensors(NamedTuple):
+    """What the pass reads and writes, (batch, seqlen, heads, D), and lse2 and delta, (batch, heads_q, a whole number of blocks)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    dq: cute.Tensor
+    lse2: cute.Tensor
+    delta: cute.Tensor
+
+
+def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
+    """Within a traced function of the host's."""
+    c, element, tall = x.queries, ELEMENT[x.dtype], LayoutEnum.ROW_MAJOR
+    seen = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))  # noqa: E731
+    a = lambda width: sm90.make_smem_layout_a(tall, (ROWS, c.tile_n, width), element, 1)  # noqa: E731
+    b = lambda width: sm90.make_smem_layout_b(tall, (ROWS, c.tile_n, width), element, 1)  # noqa: E731
+    rooms = lambda layout: staged(layout, c.warpgroups, c.room_elements)  # noqa: E731
+    slots = lambda layout: staged(layout, c.slots, c.slot_elements)  # noqa: E731
+    out = sm90.make_smem_layout_epi(element, tall, (ROWS, c.width), 1)
+    tma, get, send = cpasync.make_tiled_tma_atom, cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    tmas = Tmas(
+        tma(get, seen(t.q), rooms(a(c.width)), (ROWS, c.width)),
+        tma(get, seen(t.do), rooms(a(c.width_v)), (ROWS, c.width_v)),
+        tma(get, seen(t.k), slots(b(c.width)), (c.tile_n, c.width)),
+        tma(get, seen(t.v), slots(b(c.width_v)), (c.tile_n, c.width_v)),
+        tma(send, seen(t.dq), rooms(out), (ROWS, c.width)),
+    )
+    major, registers = OperandMajorMode, warpgroup.OperandSource.RMEM
+    mma = sm90.make_trivial_tiled_mma
+    by = Products(
+        mma(element, element, major.K, major.K, F32, (1, 1, 1), (ROWS, c.tile_n)),
+        mma(element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, c.width), registers),
+    )
+    kernel.set_name_prefix(f"{x.name}_queries", remove_cutlass_symbol=True, keep_mangled_name=False)
+    kernel(tmas, t.lse2, t.delta, by, work, x).launch(
+        grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+    )

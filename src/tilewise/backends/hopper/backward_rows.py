@@ -1,0 +1,103 @@
+"""What the backward needs of each query row before its passes, on Hopper (sm_90a); docs/algorithm.md, (13).
+
+    delta_i = dO_i · O_i - dlse_i    lse2_i = log2(e) lse_i
+
+A row that sees no key, and those that fill up the last block, get lse2 = +inf, so that their P is 0, and delta = 0. Bound by
+memory: O and dO are read once, 16 bytes a thread and row, ROWS_EACH rows at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper import tile
+from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.forward import ELEMENT, F32
+
+VECTOR = 8  # elements that a thread reads at a time
+THREADS = 256
+ROWS_EACH = 4  # rows that a thread has in flight
+INF = float("inf")
+
+
+class Tensors(NamedTuple):
+    """``o``, ``do`` (batch, seqlen_q, heads_q, Dv); ``lse``, ``dlse`` (batch, heads_q, seqlen_q); ``lse2``, ``delta`` the same
+    with longer lines."""
+
+    o: cute.Tensor
+    do: cute.Tensor
+    lse: cute.Tensor
+    dlse: cute.Tensor
+    lse2: cute.Tensor
+    delta: cute.Tensor
+
+
+def lanes_of(width_v: int) -> int:
+    """Threads that read one row: a power of two."""
+    return 1 << (width_v // VECTOR - 1).bit_length()
+
+
+def rows_of(width_v: int) -> int:
+    """Rows of a CTA."""
+    return THREADS // lanes_of(width_v) * ROWS_EACH
+
+
+def part_of(t: cute.Tensor, i, lane, element) -> cute.Tensor:
+    """A thread's part of row i of a head, (seqlen, Dv), in fp32; zeros past the end of either."""
+    part = cute.make_rmem_tensor((VECTOR,), element)
+    part.fill(0.0)
+    read(t, i, lane, part)
+    return part.load().to(F32)
+
+
+@cute.jit
+def read(t: cute.Tensor, i, lane, part: cute.Tensor):
+    if i < t.shape[0] and lane * VECTOR < t.shape[1]:
+        cute.autovec_copy(cute.local_tile(t[i, None], (VECTOR,), (lane,)), part)
+
+
+@cute.jit
+def write(t: Tensors, batch, head, i, total):
+    """lse2 and delta of row i, by one thread; ``total``: dO · O."""
+    if i < t.lse2.shape[2]:
+        lse2, delta = F32(INF), F32(0.0)
+        if i < t.lse.shape[2]:
+            lse = t.lse[batch, head, i]
+            empty = lse == -INF
+            lse2 = tile.choose(empty, INF, lse * tile.LOG2_E)
+            delta = tile.choose(empty, 0.0, total - t.dlse[batch, head, i])
+        t.lse2[batch, head, i] = lse2
+        t.delta[batch, head, i] = delta
+
+
+@cute.kernel
+def kernel(t: Tensors, x: cutlass.Constexpr):
+    """Grid: (blocks of rows, heads_q, batch)."""
+    lanes, element = lanes_of(x.keys.width_v), ELEMENT[x.dtype]
+    block, head, batch = cute.arch.block_idx()
+    thread = cute.arch.thread_idx()[0]
+    lane, first = thread % lanes, block * rows_of(x.keys.width_v) + thread // lanes
+    rows = [first + n * (THREADS // lanes) for n in range(ROWS_EACH)]
+    o, do = (part[batch, None, head, None] for part in (t.o, t.do))
+    parts = [part_of(o, i, lane, element) * part_of(do, i, lane, element) for i in rows]
+    for i, part in zip(rows, parts, strict=True):
+        total = part.reduce(cute.ReductionOp.ADD, F32(0.0), 0)
+        for offset in [1 << n for n in range((lanes - 1).bit_length())]:
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+        by_first(t, batch, head, i, lane, total)
+
+
+@cute.jit
+def by_first(t: Tensors, batch, head, i, lane, total):
+    if lane == 0:
+        write(t, batch, head, i, total)
+
+
+def launch(t: Tensors, stream, x: Backward) -> None:
+    """Within a traced function of the host's."""
+    kernel.set_name_prefix(f"{x.name}_rows", remove_cutlass_symbol=True, keep_mangled_name=False)
+    blocks = cute.ceil_div(t.lse2.shape[2], rows_of(x.keys.width_v))
+    kernel(t, x).launch(grid=[blocks, t.lse.shape[1], t.lse.shape[0]], block=[THREADS, 1, 1], stream=stream)

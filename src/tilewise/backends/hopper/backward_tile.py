@@ -1,0 +1,190 @@
+"""What one warpgroup does with one block of scores and its gradient, in registers; and the numbers of a launch.
+
+Blocks are read as rows and columns (:mod:`tilewise.backends.hopper.tile`). Over key tiles they are transposed, Sᵀ = K Qᵀ:
+rows are keys and columns queries, and lse and delta belong to columns. Over query tiles they belong to rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp as warp_ops
+from cutlass.cute.nvgpu import warpgroup
+
+from tilewise.backends.hopper import schedule, tile
+from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.config import ALIGNMENT
+from tilewise.backends.hopper.forward import ELEMENT, F32, I32, release
+
+
+class Work(NamedTuple):
+    """Numbers of a launch. ``lo``, ``hi``: the band's ends. ``heads``: of k and v; each serves ``group`` of q. ``scale``:
+    softmax_scale. ``scale2``: softmax_scale · log2(e); with a softcap, cap · log2(e), and ``cap2`` as in :func:`tile.soften`."""
+
+    seqlen_q: I32
+    seqlen_k: I32
+    heads: I32
+    group: I32
+    batch: I32
+    section: I32
+    lo: I32
+    hi: I32
+    scale: F32
+    scale2: F32
+    cap2: F32
+
+
+def band(work: Work, x: Backward) -> schedule.Band:
+    return schedule.Band(work.lo if x.form == "band" else None, None if x.form == "full" else work.hi, work.seqlen_k)
+
+
+class Limits(NamedTuple):
+    """First and one past the last kept column of a thread's two rows, from the thread's first column on; None: no end."""
+
+    ends: tuple
+
+    @classmethod
+    def of(cls, lower: list | None, upper: list | None):
+        """From columns of the whole matrix."""
+        start = tile.column_of(cute.arch.thread_idx()[0] % 128, 0)
+        return cls(tuple(None if end is None else [n - start for n in end] for end in (lower, upper)))
+
+    def within(self, column):
+        """As columns of the block that begins at ``column``."""
+        return [None if end is None else [n - column for n in end] for end in self.ends]
+
+
+def own_place():
+    """``(warp, warpgroup)`` of a thread in its CTA, the same for all threads of a warp."""
+    uniform = cute.arch.make_warp_uniform
+    return uniform(cute.arch.warp_idx()), uniform(cute.arch.thread_idx()[0] // 128)
+
+
+def products(mma, acc, pairs, overwrite: bool) -> None:
+    """Issues acc (+)= the sum of the pairs' products as one group; as :func:`tile.begin` otherwise."""
+    atom = cute.make_mma_atom(mma.op)
+    warpgroup.fence()
+    for n, (a, b) in enumerate(pairs):
+        for step in range(cute.size(a, mode=[2])):
+            atom.set(warpgroup.Field.ACCUMULATE, not (overwrite and n == step == 0))
+            cute.gemm(atom, acc, a[None, None, step], b[None, None, step], acc)
+    warpgroup.commit_group()
+
+
+def probabilities(s: cute.Tensor, p: cute.Tensor | None, lse2, limits, work: Work, x: Backward) -> None:
+    """A block of scores becomes slope · P, in fp32, and the operand ``p``, if any, gets P, rounded.
+
+    ``P = 2**(s scale2 - lse2)``; with a softcap, ``s = tanh(..)`` and the slope is ``1 - s²``, else it is 1. Pairs outside
+    ``limits``, of the rows' columns, are selected to 0; None: all are kept. ``lse2(r, c)`` of a thread's row and column.
+    """
+    if x.softcap:
+        tile.soften(s, work.cap2)
+    for c in range(0, cute.size(s, mode=[1]), 2):
+        for r in range(2):
+            ends = (None, None) if limits is None else [None if end is None else end[r] for end in limits]
+            pair = [probability(s[r, c + n], lse2(r, c + n), tile.constant_column(c + n), ends, work) for n in range(2)]
+            for n in range(2):
+                s[r, c + n] = pair[n] * (1.0 - s[r, c + n] * s[r, c + n]) if x.softcap else pair[n]
+            if p is not None:
+                words(p)[c + r] = tile.pack(*pair, x.dtype)
+
+
+def probability(s, lse2, column: int, ends, work: Work):
+    """Of one score, whose column is a constant: 0 unless ``ends[0] <= column < ends[1]``; None: unbounded."""
+    p = cute.math.exp2(s * work.scale2 - lse2, fastmath=True)
+    if ends[0] is not None:
+        p = tile.choose(ends[0] <= column, p, 0.0)
+    return p if ends[1] is None else tile.choose(ends[1] > column, p, 0.0)
+
+
+def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta) -> None:
+    """A block of dP becomes dS = (slope · P) (dP - delta), (13) and (14); ``delta(r, c)`` of a thread's row and column."""
+    for r in range(2):
+        for c in range(cute.size(dp, mode=[1])):
+            dp[r, c] = F32(p[r, c]) * (dp[r, c] - delta(r, c))
+
+
+def allocated(smem, elements: int, dtype: str) -> cute.Pointer:
+    """Room in shared memory for tiles of any layout."""
+    return smem.allocate_array(ELEMENT[dtype], elements, byte_alignment=ALIGNMENT)
+
+
+def seen_as(room: cute.Pointer, info) -> cute.Tensor:
+    """A room with the layout that a descriptor's tiles have."""
+    layout = info.smem_layout
+    return cute.make_tensor(cute.recast_ptr(room, layout.inner), layout.outer)
+
+
+def at_slot(t: cute.Tensor, n) -> cute.Tensor:
+    """Descriptors of one room or slot."""
+    return t[None, None, None, n]
+
+
+def turned(t: cute.Tensor) -> cute.Tensor:
+    """Blocks (rows, columns, slot) seen as (columns, rows, slot)."""
+    return cute.make_tensor(t.iterator, cute.select(t.layout, [1, 0, 2]))
+
+
+def words(x: cute.Tensor) -> cute.Tensor:
+    """An operand in registers as 32-bit words, two elements each, in the registers' order."""
+    return cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(cute.size(x))), I32)
+
+
+def hold(word, values: cute.Tensor) -> None:
+    """Holds what ``values`` were made by above the wait that follows, as :func:`tile.pin` does, for half an instruction a
+    word: a store to ``word``, which nobody reads, of them all combined by exclusive or, three at a time."""
+    found = cute.recast_tensor(cute.make_tensor(values.iterator, cute.make_layout(cute.size(values))), I32)
+    left = [found[n] for n in range(cute.size(found))]
+    while len(left) > 1:
+        three = (left + [left[0]] * (3 - len(left)))[:3]
+        code = "lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0x96;"
+        left = [*left[3:], cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=three)]
+    cute.arch.inline_ptx("st.volatile.shared.b32 [{$r0}], {$r1};", read_only_args=[word.toint(), left[0]])
+
+
+def to_operand(operand: cute.Tensor, acc: cute.Tensor, dtype: str) -> None:
+    """An accumulator's registers, rounded, into an operand's: the same registers in the same order, no shuffle."""
+    values, pairs = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), words(operand)
+    for n in range(cute.size(pairs)):
+        pairs[n] = tile.pack(values[2 * n], values[2 * n + 1], dtype)
+
+
+def of_columns(statistic: cute.Tensor, slot):
+    """A statistic of the thread's columns of a block, from shared memory (:func:`statistics_layout`), by row and column."""
+    mine = statistic[None, cute.arch.thread_idx()[0] % 4, None, slot]
+    found = cute.make_rmem_tensor(mine.layout.shape, F32)
+    cute.autovec_copy(mine, found)
+    flat = cute.make_tensor(found.iterator, cute.make_layout(cute.size(found)))
+    return lambda r, c: flat[c]
+
+
+def give_back(empty) -> None:
+    """A computing warp is done with a slot, of which every lane has read."""
+    cute.arch.sync_warp()
+    release(empty)
+
+
+def statistics_layout(columns: int, slots: int) -> cute.Layout:
+    """Of ``columns`` numbers a slot, as threads take them: (2 neighbours, lane of a quad, 8 columns on, slot)."""
+    return cute.make_layout((2, 4, columns // 8, slots), stride=(1, 2, 8, columns))
+
+
+def put(acc: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, dtype: str) -> None:
+    """An accumulator, rounded, to a room in shared memory."""
+    out = cute.make_rmem_tensor_like(acc, ELEMENT[dtype])
+    out.store(acc.load().to(ELEMENT[dtype]))
+    put_fragment(out, mma, room, dtype)
+
+
+def put_fragment(fragment: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, dtype: str) -> None:
+    """Rounded numbers in an accumulator's order to a room in shared memory."""
+    atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), ELEMENT[dtype])
+    copy = cute.make_tiled_copy_C(atom, mma)
+    part = copy.get_slice(cute.arch.thread_idx()[0] % 128)
+    cute.copy(copy, part.retile(fragment), part.partition_D(room))
+
+
+def scaled(acc: cute.Tensor, factor) -> None:
+    for n in range(cute.size(acc)):
+        acc[n] = acc[n] * factor

@@ -1,0 +1,197 @@
+"""The Hopper backward on a CPU: the passes' own source, run as :mod:`tests.backends.hopper.emulated` runs the forward.
+
+What is stood in for is the same: where an accumulator's numbers lie, boxes, instructions, and operands' descriptors. The
+kernel of the rows' statistics, which has neither barriers nor products, is NumPy's here.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.backends.hopper.emulated import (
+    THREADS,
+    Barrier,
+    Global,
+    Places,
+    Pointer,
+    Registers,
+    Rooms,
+    _together,
+    cut,
+    imported,
+    role,
+    rounded,
+)
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward
+
+LOG2_E = np.float32(np.log2(np.e))
+
+
+class Turned:
+    """Rooms whose tiles are the right side of a product as they lie; others enter it transposed."""
+
+    def __init__(self, rooms: Rooms):
+        self.rooms = rooms
+
+    def __getitem__(self, index: tuple):
+        return self, index[-1]
+
+
+class Words:
+    """An operand's words: word c + r holds columns c and c + 1 of row r."""
+
+    def __init__(self, registers: Registers):
+        self.values = registers.values
+
+    def __setitem__(self, n: int, pair: tuple) -> None:
+        for m in range(2):
+            self.values[n % 2, n - n % 2 + m] = pair[m]
+
+
+def right_side(operand: tuple) -> np.ndarray:
+    rooms, n = operand
+    return rooms.rooms.tiles[n] if isinstance(rooms, Turned) else rooms.tiles[n].T
+
+
+def load(name: str):
+    """A pass's module with everything stood in for."""
+    kernel, part, tile = imported(f"backward_{name}", "backward_tile", "tile", "forward", "combine", "packed")[:3]
+    places = Places(tile)
+
+    def products(mma, acc, pairs, overwrite: bool) -> None:
+        def product() -> None:
+            for n, (a, b) in enumerate(pairs):
+                left = places.matrix(a.values) if isinstance(a, Registers) else a[0].tiles[a[1]]
+                values = places.registers(left @ right_side(b))
+                acc.values[:] = values if overwrite and n == 0 else acc.values + values
+
+        role.products.append(product)
+
+    def of_columns(statistics: Rooms, slot: int):
+        mine = statistics.tiles[slot].copy()
+        return lambda r, c: mine[tile.column_of(THREADS, c)]
+
+    def to_operand(operand, acc, dtype) -> None:
+        operand.values[:] = rounded(acc.values, dtype)
+
+    def put(acc, mma, room, dtype) -> None:
+        room[0].tiles[room[1]] = rounded(places.matrix(acc.values), dtype)
+
+    def scaled(acc, factor) -> None:
+        acc.values *= factor
+
+    def bring(line, m, statistics, slot, full) -> None:
+        statistics.tiles[slot] = line.rows.values[m * line.columns : (m + 1) * line.columns].copy()
+        full.barrier.change(0, -4 * line.columns)
+
+    def hand_over(operand, handed) -> None:
+        handed.values = operand.values.copy()
+
+    def take_over(operand, handed) -> None:
+        operand.values[:] = handed.values
+
+    stands_in = {
+        "products": products, "of_columns": of_columns, "to_operand": to_operand, "put": put, "scaled": scaled,
+        "bring": bring, "hand_over": hand_over, "take_over": take_over, "hold": lambda word, values: None,
+        "as_rows_columns": lambda operand, acc: operand.values, "operands": OPERANDS[name], "cut": cut,
+    }  # fmt: skip
+    for where in (kernel, part):
+        for key, value in stands_in.items():
+            if hasattr(where, key):
+                setattr(where, key, value)
+    part.words = Words
+    tile.pack = lambda low, high, dtype: (rounded(low, dtype), rounded(high, dtype))
+    tile.rows_columns = lambda acc: acc.values
+    return kernel
+
+
+def _key_operands(by, room, x: Backward):
+    c = x.keys
+    s = [Registers(c.tile_m) for _ in range(4)]
+    rooms = room.k, room.v, room.q, room.do, Turned(room.q), Turned(room.do)
+    return by.make(by.names, *rooms, *s, Registers(c.width), Registers(c.width_v))
+
+
+def _query_operands(by, room, x: Backward):
+    c = x.queries
+    s = [Registers(c.tile_n) for _ in range(3)]
+    rows = [np.zeros((2, 128), np.float32) for _ in range(2)]
+    return by.make(by.names, room.q, room.do, room.k, room.v, Turned(room.k), *s, Registers(c.width), *rows)
+
+
+OPERANDS = {"keys": _key_operands, "queries": _query_operands}
+
+
+def statistics(o, do, lse, dlse, lines: int) -> tuple[np.ndarray, np.ndarray]:
+    """``(lse2, delta)`` as the kernel of the rows writes them."""
+    delta = np.einsum("bihd,bihd->bhi", o, do) - dlse
+    lse2, room = np.full((*lse.shape[:2], lines), np.inf, np.float32), np.zeros((*lse.shape[:2], lines), np.float32)
+    empty, n = lse == -np.inf, lse.shape[2]
+    lse2[..., :n], room[..., :n] = np.where(empty, np.inf, lse * LOG2_E), np.where(empty, 0.0, delta)
+    return lse2, room
+
+
+def info(values) -> SimpleNamespace:
+    return SimpleNamespace(values=values, atom=None)
+
+
+def bars(*counts: tuple[int, int]) -> list[Pointer]:
+    """Rows of barriers: (how many, arrivals)."""
+    return [Pointer([Barrier(arrivals) for _ in range(n)]) for n, arrivals in counts]
+
+
+def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple[np.ndarray, np.ndarray]:
+    """``(dk, dv)`` of arrays (batch, seqlen, heads, head_dim), one CTA after the other."""
+    kernel, c = load("keys"), x.keys
+    dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
+    work = kernel.Work(*work)
+    tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
+    by = SimpleNamespace(make=kernel.Operands, names=SimpleNamespace(score=None, dk=None, dv=None), dk=None, dv=None)
+    for cta in range(ctas):
+        k, v, ring = Rooms(c.key_tiles), Rooms(c.key_tiles), Rooms(c.slots)
+        rooms = 2 * c.key_tiles
+        full, empty, held_full, held_empty, done, p_full, p_empty = bars(
+            (c.slots, 1), (c.slots, 4 * KEY_GROUPS), (rooms, 1), (rooms, 1), (rooms, 128), (1, 128), (1, 128)
+        )
+        out = (v, k) if c.split else (k, v)
+        handed = SimpleNamespace(values=None)
+        room = kernel.Room(k, v, *out, ring, ring, Rooms(c.slots), handed, full, empty, held_full, held_empty, done,
+                           p_full, p_empty, None)  # fmt: skip
+        groups = [lambda w=w, room=room: kernel.compute(room, w, by, work, x) for w in range(2)]
+        if c.split:
+            groups = [
+                lambda room=room, make=make: make(room, by, work, x) for make in (kernel.make_values, kernel.make_keys)
+            ]
+        stores = [lambda w=w, room=room: kernel.store(tmas, room, w, work, x) for w in range(2)]
+        loads = [
+            lambda room=room: kernel.load_keys(tmas, room, work, x),
+            lambda room=room: kernel.load_queries(tmas, Global(t["lse2"]), Global(t["delta"]), room, work, x),
+        ]
+        _together([(False, body) for body in loads + stores] + [(True, body) for body in groups], cta, ctas)
+    return dk, dv
+
+
+def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:
+    """dq of arrays (batch, seqlen, heads, head_dim), one CTA after the other."""
+    kernel, c = load("queries"), x.queries
+    dq, work = np.full_like(t["q"], np.nan), kernel.Work(*work)
+    tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dq)))
+    by = SimpleNamespace(make=kernel.Operands, names=SimpleNamespace(score=None, dq=None), dq=None)
+    w = c.warpgroups
+    for cta in range(ctas):
+        q, do, ring = Rooms(w), Rooms(w), Rooms(c.slots)
+        barriers = bars((c.slots, 1), (c.slots, 4 * w), (w, 1), (w, 1), (w, 128))
+        room = kernel.Room(q, do, q, ring, ring, *barriers, None)
+        loads = [
+            lambda room=room: kernel.load_rows(tmas, room, work, x),
+            lambda room=room: kernel.load_keys(tmas, room, work, x),
+        ]
+        stores = [lambda n=n, room=room: kernel.store(tmas, room, n, work, x) for n in range(w)]
+        groups = [
+            lambda n=n, room=room: kernel.compute(room, n, Global(t["lse2"]), Global(t["delta"]), by, work, x)
+            for n in range(w)
+        ]
+        _together([(False, body) for body in loads + stores] + [(True, body) for body in groups], cta, ctas)
+    return dq

@@ -1,0 +1,77 @@
+"""The Hopper backward's source on the emulated machine (:mod:`tests.backends.hopper.emulated_backward`), against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.contract import Call, call, normal
+from tests.backends.hopper import emulated_backward as emulated
+from tests.backends.hopper.test_forward import qkv
+from tilewise import accuracy
+from tilewise.backends.base import Grads
+from tilewise.backends.hopper import backward_call, backward_config
+from tilewise.backends.hopper.backward_config import KeyTiles, QueryTiles
+from tilewise.reference import Reference
+
+QUERIES = QueryTiles(64, 64, 2, 64, 3)  # many blocks, small rings
+KEYS = {"whole": KeyTiles(64, 64, 32, 3), "split": KeyTiles(64, 64, 32, 4, split=True)}
+
+
+def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
+    """dq, dk, dv, from the reference's output."""
+    x = backward_config.choose(c.p)
+    x = replace(x, keys=tiles, queries=QUERIES) if tiles else x
+    plan, out = backward_call.Plan(c.p, x), Reference().forward(c.p, c.t)
+    given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do}
+    t = {name: tensor.float().numpy() for name, tensor in given.items()}
+    o, lse, dlse = (tensor.float().numpy() for tensor in (out.o.to(c.p.dtype), out.lse, c.dlse))
+    t["lse2"], t["delta"] = emulated.statistics(o, t["do"], lse, dlse, plan.lines)
+    keys, whole = slice(plan.band.start, plan.band.stop), [np.zeros_like(t[name]) for name in ("k", "v")]
+    t["k"], t["v"] = t["k"][:, keys], t["v"][:, keys]
+    lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
+
+    def work(section: int) -> tuple:
+        p = c.p
+        sizes = p.seqlen_q, keys.stop - keys.start, p.heads_k, p.heads_q // p.heads_k, p.batch, section
+        return (*sizes, lo, hi, *map(np.float32, scales))
+
+    for room, found in zip(whole, emulated.run_keys(x, t, work(section_k), min(ctas, ctas_k)), strict=True):
+        room[:, keys] = found
+    dq = emulated.run_queries(x, t, work(section_q), min(ctas, ctas_q))
+    return Grads(*(torch.from_numpy(g).to(c.p.dtype) for g in (dq, *whole)), None, {})
+
+
+def wrong(c: Call, grads: Grads) -> list[str]:
+    found = accuracy.tensors(Reference().forward(c.p, c.t), grads)
+    errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge({n: found[n] for n in ("dq", "dk", "dv")})
+    return [str(e) for e in errors if not e.ok]
+
+
+CASES = {
+    "full": (qkv(200, 333), {}),
+    "one": (qkv(1, 1), {}),
+    "causal": (qkv(300, 300), {"causal": True}),
+    "causal-wide": (qkv(150, 400, batch=2), {"causal": True}),
+    "causal-empty-rows": (qkv(400, 150), {"causal": True}),
+    "window": (qkv(300, 300), {"mask": tw.window(70, 3)}),
+    "window-left": (qkv(300, 420), {"mask": tw.window(100)}),
+    "keys": (qkv(130, 300), {"mask": tw.key_range(37, 170) & tw.causal()}),
+    "softcap": (qkv(130, 200), {"score": tw.softcap(2.0), "causal": True}),
+    "sink": (qkv(130, 100), {"sink": normal(4, seed=8), "causal": True}),
+    "narrow": (qkv(130, 200, d=40, dv=24), {"causal": True}),
+    "fp16": (qkv(130, 200, dtype=torch.float16), {"causal": True}),
+    "large-scores": (qkv(130, 400), {"softmax_scale": 5.0}),
+}
+
+
+@pytest.mark.parametrize("form", KEYS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_source_computes_the_gradients(name, form):
+    tensors, options = CASES[name]
+    c = call(*tensors, **options)
+    assert not wrong(c, emulate(c, KEYS[form], ctas=3))

@@ -1,0 +1,144 @@
+"""The Hopper backward's sizes, which problems are its own, and what its launch is given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.contract import Call, call, normal
+from tilewise.backends.base import Output
+from tilewise.backends.hopper import Hopper, backward_config, library
+from tilewise.backends.hopper import config as sizes
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, SOFTCAP, TABLE, shipped
+from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
+from tilewise.reference import Reference
+
+ROWS = [row for table in (TABLE, SOFTCAP) for row in table.values()]
+
+
+def fits(tiles, groups: int) -> bool:
+    whole = all(n % 8 == 0 and n <= 248 for n in (tiles.registers, tiles.registers_load))
+    swizzled = all(2 * n % ALIGNMENT == 0 for n in (tiles.room_elements, tiles.slot_elements))
+    threads = groups * tiles.registers + tiles.registers_load <= REGISTERS
+    return whole and swizzled and threads and tiles.shared <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0].width}-{row[0].width_v}-{row[0].tile_m}")
+def test_a_row_fits_into_the_machine(row):
+    keys, queries = row
+    assert fits(keys, KEY_GROUPS)
+    assert fits(queries, queries.warpgroups)
+    # A block and the next one's first half, beside what the last product of the block before still reads.
+    assert keys.slots >= 4
+    assert queries.slots >= 3
+    # Products take 16 queries or keys at a step, boxes 256 rows, bulk copies 16 bytes.
+    assert keys.tile_m % 16 == queries.tile_n % 16 == 0
+    assert max(keys.tile_m, queries.tile_n) <= 256
+    # Accumulators of 64 rows, with 24 registers for all else.
+    own = keys.width_v if keys.split else keys.width + keys.width_v
+    assert (own + 2 * keys.tile_m) // 2 + 24 <= keys.registers
+    assert (queries.width + queries.tile_n * 5 // 2) // 2 + 24 <= queries.registers
+
+
+def test_the_names_of_what_is_shipped_tell_them_apart():
+    names = [x.name for x in shipped()]
+    assert len(set(names)) == len(names)
+
+
+def small(nq=70, nk=70, d=64, heads=(4, 2), **options) -> Call:
+    lengths = ((nq, heads[0]), (nk, heads[1]), (nk, heads[1]))
+    return call(*(normal(1, n, h, d, dtype=torch.bfloat16, seed=s) for s, (n, h) in enumerate(lengths)), **options)
+
+
+@pytest.mark.parametrize("d", [8, 64, 72, 96, 104, 128, 192, 256])
+@pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(9, 3)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("score", [None, tw.softcap(20.0)], ids=["plain", "softcap"])
+def test_what_is_chosen_is_shipped(d, mask, score):
+    p = small(d=d, mask=mask, score=score).p
+    assert sizes.reasons(p) + backward_config.reasons(p) == []
+    assert backward_config.choose(p) in shipped()
+
+
+REFUSED = {
+    "documents": ({"mask": tw.documents(torch.zeros(70, dtype=torch.int32))}, "mask"),
+    "keep": ({"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}, "mask"),
+    "alibi": ({"score": tw.alibi(torch.ones(4))}, "softcap"),
+    "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on(name):
+    options, word = REFUSED[name]
+    p = small(**options).p
+    assert p.spec.needs_grad
+    assert any("gradients" in reason and word in reason for reason in Hopper().unsupported(p))
+
+
+# -- What a launch is given ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of each launch."""
+    found = []
+    monkeypatch.setattr(library, "function", lambda x: lambda *args: found.append((x.name, *args)))
+    return found
+
+
+def run(c: Call, **changed: torch.Tensor):
+    out = Reference().forward(c.p, c.t)
+    given = {"do": c.do, "dlse": c.dlse} | changed
+    return Hopper().backward(c.p, c.t, Output(out.o.to(c.p.dtype), out.lse), given["do"], given["dlse"])
+
+
+def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launched):
+    c = small(causal=True, softmax_scale=0.25)
+    grads = run(c)
+    ((name, given, made, numbers),) = launched
+    assert name == backward_config.choose(c.p).name
+    assert [x.data_ptr() for x in given[:3]] == [x.data_ptr() for x in (c.t.q, c.t.k, c.t.v)]
+    assert [x.data_ptr() for x in made[:3]] == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
+    assert numbers[1] == 1
+    assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0)
+    lse2, delta = made[3:]
+    assert lse2.shape == delta.shape == (1, 4, 128)  # whole blocks of both passes
+
+
+def test_keys_that_no_query_sees_get_zeros_and_stay_outside(launched):
+    c = small(30, 70, mask=tw.window(8, 2))
+    grads = run(c)
+    _, given, made, numbers = launched[0]
+    assert given[1].shape[1] == made[1].shape[1] == 38  # the first row sees keys from 32 on, the last as far as 70
+    assert numbers[:2] == (0, 11)
+    assert made[2].data_ptr() == grads.dv[:, 32:].data_ptr()
+    assert (grads.dk[:, :32] == 0).all()
+
+
+@pytest.mark.parametrize("which", ["do", "dlse"])
+def test_gradients_that_cannot_be_addressed_are_copied(which, launched):
+    c = small()
+    odd = {"do": torch.zeros(1).bfloat16().expand(1, 70, 4, 64), "dlse": torch.zeros(1).expand(1, 4, 70)}[which]
+    run(c, **{which: odd})
+    got = launched[0][1][{"do": 4, "dlse": 6}[which]]
+    assert torch.equal(got, odd)
+    assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("sink", [None, normal(4)], ids=["no-sink", "sink"])
+def test_where_no_query_sees_a_key_nothing_is_launched(sink, launched):
+    c = small(mask=tw.key_range(30, 30), sink=sink)
+    grads = run(c)
+    assert not launched
+    assert all((x == 0).all() for x in (grads.dq, grads.dk, grads.dv))
+    if sink is not None:
+        torch.testing.assert_close(grads.sink, c.dlse.sum((0, 2)))  # lse is the sink itself
+
+
+def test_one_may_be_named_for_every_problem():
+    c, other = small(), replace(backward_config.choose(small().p), form="band")
+    assert Hopper(backward=other).backward_config(c.p) is other

@@ -155,6 +155,7 @@ class Backward {
     const int64_t count = rows.end - rows.begin, begin = columns.begin, vectors = (columns.end - begin) / kLanes<T>;
     const int64_t depth = elements<X>(D), depth_v = elements<X>(Dv);
     load_queries(at.h, rows);
+    const TileRegisters<X> registers;
     multiply<X, Form::plain, false>(count, vectors, depth, {q, depth}, kt + begin * depth, p + begin, c.tile_n,
                                     T(c.softmax_scale));
     multiply<X, Form::plain, false>(count, vectors, depth_v, {dout, depth_v}, vt + begin * depth_v, dp + begin, c.tile_n);
@@ -198,6 +199,7 @@ class Backward {
     const int64_t tiles = (s.seqlen_q + c.tile_m - 1) / c.tile_m;
     const int64_t step = (head - unit.head) * tiles + tiles - 1 - rows.begin / c.tile_m;  // as query_head() walks
     if (unit.turns) unit.turns->pass(unit.chunk, step), unit.turns->wait(unit.chunk, step);
+    const TileRegisters<X> registers;  // again: signal handlers may have run meanwhile
     const int64_t count = rows.end - rows.begin, keys = columns.end - columns.begin;
     T *to = dq;
     if constexpr (held) to = row_of_sums(head, rows.begin);

@@ -13,6 +13,7 @@
 #include "pool.h"
 #include "scratch.h"
 #include "signals.h"
+#include "tile_permission.h"
 #include "turns.h"
 #include "work.h"
 
@@ -27,31 +28,55 @@ TW_DECLARE(avx512bf16)
 TW_DECLARE(avx512)
 TW_DECLARE(avx2)
 #endif
+#ifdef TW_AMX
+TW_DECLARE(amxbf16)
+#endif
+#ifdef TW_EMULATED_AMX
+TW_DECLARE(amxbf16_emulated)
+#endif
 TW_DECLARE(portable)
 
 namespace {
 
-// Best first, those that this machine can run.
-std::vector<const Kernels *> available() {
-  std::vector<const Kernels *> found;
+// An instruction set: the kernels of bf16 inputs, and those of all others where a set adds to another only what bf16 needs.
+struct Set {
+  const Kernels *bf16, *others;
+  bool (*permitted)() = nullptr;  // what the system must be asked before the first use
+};
+
+// Best first, those that this machine can run. The last ones run by name alone: AMX's until it has run on such a machine.
+std::vector<Set> available() {
+  std::vector<Set> found, named;
 #ifdef TW_X86
   __builtin_cpu_init();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16::kernels);
-  if (avx512) found.push_back(&avx512::kernels);
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (bf16) found.push_back({&avx512bf16::kernels, &avx512::kernels});
+  if (avx512) found.push_back({&avx512::kernels, &avx512::kernels});
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    found.push_back(&avx2::kernels);
+    found.push_back({&avx2::kernels, &avx2::kernels});
+#ifdef TW_AMX
+  if (bf16 && has_tile_registers()) named.push_back({&amxbf16::kernels, &avx512::kernels, may_use_tile_registers});
 #endif
-  found.push_back(&portable::kernels);
+#ifdef TW_EMULATED_AMX
+  if (bf16) named.push_back({&amxbf16_emulated::kernels, &avx512::kernels});
+#endif
+#endif
+  found.push_back({&portable::kernels, &portable::kernels});
+  found.insert(found.end(), named.begin(), named.end());
   return found;
 }
 
 const Kernels &chosen(const TwCall &c) {
-  static const std::vector<const Kernels *> all = available();
-  if (!c.isa || !*c.isa) return *all.front();
-  for (const Kernels *kernels : all)
-    if (!std::strcmp(kernels->name, c.isa)) return *kernels;
+  static const std::vector<Set> all = available();
+  const bool any = !c.isa || !*c.isa;
+  for (const Set &set : all)
+    if (any || !std::strcmp(set.bf16->name, c.isa)) {
+      if (set.permitted && !set.permitted())
+        throw std::invalid_argument(std::string("the system does not let this process use ") + set.bf16->name);
+      return c.type == TW_BF16 ? *set.bf16 : *set.others;
+    }
   throw std::invalid_argument(std::string("this machine has no instruction set ") + c.isa);
 }
 
@@ -263,7 +288,7 @@ TW_EXPORT int tw_isas(char *names, int64_t size) {
   return tw::guarded(
       [&] {
         std::string all;
-        for (const tw::Kernels *kernels : tw::available()) all += (all.empty() ? "" : ",") + std::string(kernels->name);
+        for (const tw::Set &set : tw::available()) all += (all.empty() ? "" : ",") + std::string(set.bf16->name);
         std::snprintf(names, size_t(size), "%s", all.c_str());
       },
       nullptr, nullptr, 0);

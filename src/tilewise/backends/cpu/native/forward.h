@@ -63,8 +63,8 @@ class Forward {
     hi = arena.take<int64_t>(most);
     k = arena.take<X>(c.tile_n * elements<X>(D));
     v = arena.take<X>(elements<X>(c.tile_n) * wide);
-    p = arena.take<T>(kRows * c.tile_n);
-    if constexpr (paired) rounded = arena.take<X>(kRows * c.tile_n / 2);
+    p = arena.take<T>(kRows<X> * c.tile_n);
+    if constexpr (paired) rounded = arena.take<X>(kRows<X> * c.tile_n / 2);
     factor = arena.take<T>(c.tile_n);
     machine = {&c.program, arena.take<char>(Machine::bytes(c.program, c.tile_n)), c.tile_n};
     bytes = arena.used;
@@ -136,7 +136,8 @@ class Forward {
     next_k = key_rows<E>(c, c.k, s, head_k, after), next_v = key_rows<E>(c, c.v, s, head_k, after);
     next_keys = after == n0 ? 0 : smaller(c.tile_n, s.seqlen_k - after);
     entered = -1;
-    for (int64_t r = 0; r < rows; r += kRows) row_block(n0, width, r, smaller(kRows, rows - r));
+    const TileRegisters<X> registers;
+    for (int64_t r = 0; r < rows; r += kRows<X>) row_block(n0, width, r, smaller(kRows<X>, rows - r));
   }
 
   bool all_empty(int64_t n0) const {

@@ -112,28 +112,6 @@ void pack_panels(const Rows<E> &in, int64_t rows, int64_t width, X *out) {
   }
 }
 
-// W rows of W elements, transposed in registers by swapping ever smaller off-diagonal blocks (Eklundh).
-template <class T>
-TW_INLINE void transpose(Vec<T> *rows) {
-  constexpr int W = kLanes<T>;
-  typedef Vec<Int<T>> Index;
-#pragma GCC unroll 8
-  for (int step = W / 2; step; step /= 2) {
-    Index low, high;
-    for (int n = 0; n < W; ++n) {
-      low[n] = n & step ? W + n - step : n;
-      high[n] = n & step ? W + n : n + step;
-    }
-#pragma GCC unroll 16
-    for (int n = 0; n < W; ++n)
-      if (!(n & step)) {
-        Vec<T> a = rows[n], b = rows[n + step];
-        rows[n] = __builtin_shuffle(a, b, low);
-        rows[n + step] = __builtin_shuffle(a, b, high);
-      }
-  }
-}
-
 // Panels [panel][element][width of panel] of the transposed tile: B of a product whose depth is the columns. `rows` is a
 // multiple of the panel's width.
 template <class X, class E>

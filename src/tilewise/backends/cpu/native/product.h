@@ -8,29 +8,12 @@
 //   +---+    | one panel |        6 rows x 4 vectors of 16 floats = 24 of AVX-512's 32 registers; each step of the
 //   | 6 | -> |  6 x 64   |        depth takes 4 loads of B, 6 broadcasts of A and 24 multiply-adds
 //   +---+    +-----------+
+//
+// Where the instruction set has tile registers, products of pairs are made there (tile_product.h).
 #pragma once
-#include "vec.h"
+#include "tile_product.h"
 
 namespace tw::TW_ISA {
-
-constexpr int kRows = 6;
-constexpr int kPanel = TW_PANEL_VECTORS;
-template <class T>
-constexpr int kPanelWidth = kPanel * kLanes<T>;
-
-// Two bf16: the lower half comes first.
-using Pair = uint32_t;
-
-template <class X>
-struct SumOf {
-  using type = X;
-};
-template <>
-struct SumOf<Pair> {
-  using type = float;
-};
-template <class X>
-using Sum = typename SumOf<X>::type;
 
 template <class X>
 TW_INLINE Vec<Sum<X>> multiply_add(Vec<Sum<X>> sum, Vec<X> x, Vec<X> y) {
@@ -40,15 +23,6 @@ TW_INLINE Vec<Sum<X>> multiply_add(Vec<Sum<X>> sum, Vec<X> x, Vec<X> y) {
 #endif
     return sum + x * y;
 }
-
-// A is read as a[row * lda + depth], or, transposed, as a[depth * lda + row].
-enum class Form { plain, transposed };
-
-template <class T>
-struct Operand {
-  const T *data;
-  int64_t ld;
-};
 
 // The most terms of one sum in registers; its total then joins C. Two short chains of additions round less than a long one.
 constexpr int64_t kChain = 256;
@@ -88,30 +62,34 @@ void panel(int64_t rows, Operand<X> a, const X *b, int64_t depth, Sum<X> *c, int
   int64_t m = 0;
   auto at = [&](int64_t row) { return Operand<X>{a.data + row * step, a.ld}; };
   if constexpr (NV == 1)  // twice the rows: six sums would wait for each other
-    for (; m + 2 * kRows <= rows; m += 2 * kRows)
-      micro<X, 2 * kRows, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
-  for (; m + kRows <= rows; m += kRows)
-    micro<X, kRows, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
+    for (; m + 2 * kRows<X> <= rows; m += 2 * kRows<X>)
+      micro<X, 2 * kRows<X>, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
+  for (; m + kRows<X> <= rows; m += kRows<X>)
+    micro<X, kRows<X>, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
   for (; m + 4 <= rows; m += 4) micro<X, 4, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
   for (; m + 2 <= rows; m += 2) micro<X, 2, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
   if (m < rows) micro<X, 1, NV, form, accumulate>(at(m), b, depth, c + m * ldc, ldc, scale);
 }
 
 // C[rows][vectors · lanes], B packed in panels of `depth` rows; C's columns are contiguous. `scale` multiplies what is
-// not accumulated.
+// not accumulated. Products of a transposed A in tile registers need a multiple of 16 rows.
 template <class X, Form form, bool accumulate>
 TW_INLINE void multiply(int64_t rows, int64_t vectors, int64_t depth, Operand<X> a, const X *b, Sum<X> *c, int64_t ldc,
                         Sum<X> scale = 1) {
-  constexpr int W = kLanes<X>;
-  for (int64_t v = 0; v < vectors; v += kPanel, b += depth * kPanel * W) {
-    Sum<X> *columns = c + v * W;
-    const int64_t left = vectors - v;
-    if (left >= kPanel) panel<X, kPanel, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
-    if constexpr (kPanel > 3)
-      if (left == 3) panel<X, 3, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
-    if constexpr (kPanel > 2)
-      if (left == 2) panel<X, 2, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
-    if (left == 1) panel<X, 1, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
+  if constexpr (kTiled<X>) {
+    multiply_tiles<form, accumulate>(rows, vectors, depth, a, b, c, ldc, scale);
+  } else {
+    constexpr int W = kLanes<X>;
+    for (int64_t v = 0; v < vectors; v += kPanel, b += depth * kPanel * W) {
+      Sum<X> *columns = c + v * W;
+      const int64_t left = vectors - v;
+      if (left >= kPanel) panel<X, kPanel, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
+      if constexpr (kPanel > 3)
+        if (left == 3) panel<X, 3, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
+      if constexpr (kPanel > 2)
+        if (left == 2) panel<X, 2, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
+      if (left == 1) panel<X, 1, form, accumulate>(rows, a, b, depth, columns, ldc, scale);
+    }
   }
 }
 

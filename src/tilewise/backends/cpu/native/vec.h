@@ -89,6 +89,28 @@ TW_INLINE float max_lanes<float>(Vec<float> v) {
 }
 #endif
 
+// W rows of W elements, transposed in registers by swapping ever smaller off-diagonal blocks (Eklundh).
+template <class T>
+TW_INLINE void transpose(Vec<T> *rows) {
+  constexpr int W = kLanes<T>;
+  typedef Vec<Int<T>> Index;
+#pragma GCC unroll 8
+  for (int step = W / 2; step; step /= 2) {
+    Index low, high;
+    for (int n = 0; n < W; ++n) {
+      low[n] = n & step ? W + n - step : n;
+      high[n] = n & step ? W + n : n + step;
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < W; ++n)
+      if (!(n & step)) {
+        Vec<T> a = rows[n], b = rows[n + step];
+        rows[n] = __builtin_shuffle(a, b, low);
+        rows[n + step] = __builtin_shuffle(a, b, high);
+      }
+  }
+}
+
 // -- Elements of the inputs: converted to the compute type as they are read -----------------------------------------
 
 struct Bf16 {

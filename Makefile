@@ -14,6 +14,7 @@ else
 endif
 
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
+EMULATED := build/native/libtilewise_cpu_emulated.so
 
 .PHONY: demo test kernels kernels-hopper lint format gpu-test bench bench-cpu asan tsan valgrind clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
@@ -37,10 +38,15 @@ $(LIBRARY): CMakeLists.txt $(wildcard src/tilewise/backends/*/native/*) | $(VENV
 	  $(BIN)/cmake --build build/native --parallel >> build/native.log 2>&1 || \
 	  echo "setup: no native CPU kernels (see build/native.log); the portable backend runs instead"
 
+# The same with AMX in software beside the real instruction sets, for tests alone.
+$(EMULATED): $(LIBRARY)
+	@$(BIN)/cmake --build build/native --parallel --target tilewise_cpu_emulated > build/emulated.log 2>&1 && touch $@ || \
+	  echo "test: no emulated AMX (see build/emulated.log)"
+
 demo: setup
 	@$(BIN)/tilewise demo
 
-test: lint
+test: lint $(EMULATED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: setup

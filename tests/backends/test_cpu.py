@@ -1,13 +1,14 @@
 """The cpu backend against the contract: on every instruction set of this machine, with its own tiles and with others."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import tilewise as tw
 from bench import cases
-from tests.backends.contract import Contract, agree, call, normal, of_case, qkv, run
+from tests.backends.contract import Call, Contract, agree, call, normal, of_case, qkv, run
 from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import SPLIT_KEYS, Config
@@ -47,6 +48,61 @@ class TestPortableVectors(Contract):
     @pytest.fixture(autouse=True)
     def _has_it(self):
         need_isa("portable")
+
+
+class InBf16(Contract):
+    """The contract's cases in bf16, whatever their own type: what the products of pairs are for."""
+
+    def call(self, *tensors: torch.Tensor, **options: object) -> Call:
+        return call(*(x.bfloat16() for x in tensors), **options)
+
+    @pytest.mark.parametrize("case", cases.tagged("contract"), ids=lambda case: case.name.removeprefix("contract-"))
+    def test_agrees_with_the_oracle(self, case):
+        if case.dtype not in ("float32", "bfloat16"):
+            pytest.skip("its numbers are not those of bf16")
+        agree(self.backend, of_case(replace(case, dtype="bfloat16")))
+
+
+class TestAmx(InBf16):
+    backend = Cpu(isa="amxbf16")
+
+    @pytest.fixture(autouse=True)
+    def _has_it(self):
+        need_isa("amxbf16")
+
+
+EMULATED = Path(__file__).parents[2] / "build/native/libtilewise_cpu_emulated.so"
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """The library with AMX in software, which `make test` builds."""
+    if not EMULATED.exists():
+        pytest.skip(f"no {EMULATED.name}: make test builds it")
+    loaded = library.Library(EMULATED)
+    if "amxbf16_emulated" not in loaded.isas:
+        pytest.skip("the rest of the AMX kernels is for AVX-512 with bf16 dot products")
+    monkeypatch.setattr(library, "load", lambda: loaded)
+
+
+@pytest.mark.usefixtures("emulated")
+class TestEmulatedAmx(InBf16):
+    backend = Cpu(isa="amxbf16_emulated")
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("d", "dv"), [(1, 2), (33, 7), (80, 48), (64, 144), (300, 16)], ids=str)
+@pytest.mark.parametrize(("nq", "nk"), [(17, 65), (101, 203)], ids=str)
+def test_tiles_that_nothing_fills_agree(d, dv, nq, nk):
+    """Depths, rows and columns past the last whole tile register; depths of more than one strip."""
+    q, k, v = qkv(batch=1, nq=nq, nk=nk, d=d, dv=dv, dtype=torch.bfloat16)
+    agree(TestEmulatedAmx.backend, call(q, k, v, causal=True))
+
+
+def test_amx_is_never_chosen_by_itself():
+    loaded = library.load()
+    assert not loaded.isas[0].startswith("amx")
+    assert not any("emulated" in isa for isa in loaded.isas)
 
 
 def test_the_library_is_there():

@@ -10,6 +10,8 @@ from tilewise.problem import Problem
 
 SPLIT_KEYS = 4096  # a chunk, where few queries meet many keys
 PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
+AMX = ("amxbf16", "amxbf16_emulated")
+NOTES = {"amxbf16": "compiled and emulated, never run", "amxbf16_emulated": "AMX in software, for tests"}
 ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, every tile of keys is a unit of its own
 
 
@@ -18,7 +20,7 @@ class Config:
     """``tile_m`` queries (of ``heads`` query heads at a time) by ``tile_n`` keys in the forward; the backward's own tiles.
 
     A tile of K and V, packed, is meant to stay in L2 while all queries of the tile pass; the products' blocks are 6 rows
-    by 4 vectors in registers (2 vectors without AVX-512).
+    by 4 vectors in registers (2 vectors without AVX-512), with AMX 32 rows by 32 columns.
 
     Attributes:
         isa: the instruction set.
@@ -38,8 +40,9 @@ class Config:
     def describe(self) -> str:
         split = f", keys split by {self.split}" if self.split else ""
         heads = f" of {self.heads} heads" if self.heads > 1 else ""
+        note = f" ({NOTES[self.isa]})" if self.isa in NOTES else ""
         return (
-            f"{self.isa}, forward tiles {self.tile_m}{heads} x {self.tile_n}, "
+            f"{self.isa}{note}, forward tiles {self.tile_m}{heads} x {self.tile_n}, "
             f"backward {self.backward_m} x {self.backward_n}{split}"
         )
 
@@ -57,7 +60,8 @@ def choose(p: Problem, isa: str) -> Config:
 
     The tiles are those that won on 1 MiB of L2 (docs/measured.md, "CPU").
     """
-    tile_n, tile_m = _tile_n(p), _tile_m(p)
+    block = 32 if isa in AMX and p.dtype == torch.bfloat16 else 6
+    tile_n, tile_m = _tile_n(p), _tile_m(p, block)
     if p.spec.region.predicate is not None:  # smaller tiles are more often empty or full
         tile_n, tile_m = min(tile_n, PREDICATE_TILE), min(tile_m, PREDICATE_TILE)
     tile_m = max(1, min(tile_m, p.seqlen_q))
@@ -74,12 +78,12 @@ def choose(p: Problem, isa: str) -> Config:
     )
 
 
-def _tile_m(p: Problem) -> int:
-    """Tall tiles pack K and V less often; but there must be tiles for every thread. Even parts, in blocks of 6 rows."""
+def _tile_m(p: Problem, block: int) -> int:
+    """Tall tiles pack K and V less often; but there must be tiles for every thread. Even parts, in blocks of so many rows."""
     tiles = lambda m: p.heads_q * -(-p.seqlen_q // m) * (1 if p.packed else p.batch)  # noqa: E731
-    most = next((m for m in (516, 192) if tiles(m) >= 16), 96)
+    most = next((m for m in (516 // block * block, 192) if tiles(m) >= 16), 96)
     part = -(-p.seqlen_q // max(1, -(-p.seqlen_q // most)))
-    return most if p.packed else max(6, -(-part // 6) * 6)
+    return most if p.packed else max(block, -(-part // block) * block)
 
 
 def _tile_n(p: Problem) -> int:

@@ -38,9 +38,9 @@ $(LIBRARY): CMakeLists.txt $(wildcard src/tilewise/backends/*/native/*) | $(VENV
 	  $(BIN)/cmake --build build/native --parallel >> build/native.log 2>&1 || \
 	  echo "setup: no native CPU kernels (see build/native.log); the portable backend runs instead"
 
-# The same with AMX in software beside the real instruction sets, for tests alone.
+# The same with AMX in software beside the real instruction sets, and what judges that software: for tests alone.
 $(EMULATED): $(LIBRARY)
-	@$(BIN)/cmake --build build/native --parallel --target tilewise_cpu_emulated > build/emulated.log 2>&1 && touch $@ || \
+	@$(BIN)/cmake --build build/native --parallel --target tilewise_cpu_emulated tiles > build/emulated.log 2>&1 && touch $@ || \
 	  echo "test: no emulated AMX (see build/emulated.log)"
 
 demo: setup

@@ -1,5 +1,6 @@
 """The cpu backend against the contract: on every instruction set of this machine, with its own tiles and with others."""
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +98,13 @@ def test_tiles_that_nothing_fills_agree(d, dv, nq, nk):
     """Depths, rows and columns past the last whole tile register; depths of more than one strip."""
     q, k, v = qkv(batch=1, nq=nq, nk=nk, d=d, dv=dv, dtype=torch.bfloat16)
     agree(TestEmulatedAmx.backend, call(q, k, v, causal=True))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_emulated_instructions_are_those_that_are_defined():
+    """And those of the hardware, bit by bit, on a machine that has them (tests/native/tiles.cpp)."""
+    run = subprocess.run([EMULATED.with_name("tiles")], capture_output=True, text=True)
+    assert not run.returncode, run.stdout
 
 
 def test_amx_is_never_chosen_by_itself():

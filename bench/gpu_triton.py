@@ -1,63 +1,247 @@
 """The Triton backend on one GPU: is it right there, which tiles are fastest, and how it stands to PyTorch's attention.
 
-    PYTHONPATH=src:. python3 bench/gpu_triton.py --out DIR [--parts contract,dropout,host,tiles,features,peers] [--minutes 9]
+    PYTHONPATH=src:. python3 bench/gpu_triton.py --out DIR [--parts right,host,tiles,goals,sanitize] [--minutes 8.7]
 
-The candidates are those of backends/triton/config.py. Writes DIR/gpu_triton.jsonl, a line a result, and prints a short
-table last. A case or a configuration that fails is a line with its error and stops nothing. Peers are timed in the same
-process, in turns with ours.
+    right     in as many processes as there are cores, as most of the time is compiling: the contract's cases, seeds of
+              dropout, every candidate of the tiles, tests/gpu; FlexAttention is compiled ahead for `goals`
+    host      microseconds of host time a call, and how many kernels 100 lengths compile
+    tiles     times the candidates of backends/triton/config.py kernel by kernel; the fastest go into DIR/cache, which the
+              parts below use
+    goals     bench/run.py on the cases of bench/goals.toml, peers in the same process
+    sanitize  compute-sanitizer, with what is left of the time
+
+Every job is a process with a time limit. A job that dies is started again and goes on after the item it died in, so that no
+item costs others more than its own time. Lines go to DIR/gpu_triton.jsonl as they come, `goals`' to DIR/goals.jsonl, which
+``tilewise bench --check`` reads; what a job printed is in DIR/logs; a summary is printed last. ``--device cpu`` rehearses
+the parts on small cases through Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench import cases, peers
+from bench import cases, compare, peers, run
 from bench.measure import host_microseconds, in_turns
 from tests.backends.contract import call
 from tilewise import accuracy
-from tilewise.backends.triton import Triton, launch
+from tilewise.backends.triton import Triton, launch, tuned
 from tilewise.backends.triton.config import CANDIDATES, Config, Tiles, choose, preceded
 
-DEVICE = "cuda"
+ROOT = Path(__file__).resolve().parent.parent
 PRODUCTS = {"forward": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}  # of a tile
+WRITES = {"o": "forward", "lse": "forward", "dq": "dq", "dk": "dk", "dv": "dv"}  # tensor -> the pass
 
 
-class Results:
-    def __init__(self, folder: Path, minutes: float):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.file = (folder / "gpu_triton.jsonl").open("a", encoding="utf-8")
-        self.end = time.monotonic() + 60 * minutes
-        self.table: list[str] = []
-        self.times: dict[tuple[str, int], dict[tuple, float]] = {}
+@dataclass(frozen=True)
+class Setting:
+    """What runs on a device: names of cases, rows of ``EXTRA``, head dims and length of the tiles, contestants by case."""
 
-    def add(self, **row: object) -> None:
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+    device: str
+    contract: tuple[str, ...]
+    extra: int
+    seeds: int
+    head_dims: tuple[int, ...]
+    length: int
+    goals: dict[str, tuple[str, ...]]
+    tests: tuple[str, ...]
+    together: int
 
-    def say(self, line: str) -> None:
-        self.table.append(line)
-        print(line, flush=True)
+
+def _goals() -> dict[str, tuple[str, ...]]:
+    """Contestants by case; those that most goals ask for first."""
+    squares = [(d, n, mask) for n in (4096, 2048, 16384, 512) for d in (128, 64, 256) for mask in ("full", "causal")]
+    found: dict[str, tuple[str, ...]] = {}
+    for d, n, mask in squares:
+        flex = ("flex",) if n == 4096 and d < 256 else ()
+        found[f"h200-d{d}-n{n}-{mask}"] = ("triton", "fa2", "cudnn", *flex)
+    for name in (
+        "softcap-30-n4096",
+        "alibi-n4096",
+        "bias-n4096",
+        "window1024-n32768",
+        "sparse90-n16384",
+        "documents-n32768",
+    ):
+        found[f"cuda-{name}"] = ("triton", "flex")
+    for name in ("full-n32768", "gqa8-n4096-causal", "packed-16k", "decode-32k"):
+        found[f"cuda-{name}"] = ("triton",)
+    return found | {"cuda-one-head-n4096": ("triton", "unsplit")}
+
+
+ON_GPU = "triton and not agrees_with_the_oracle and not sanitizers_find or inductor or autocast"
+SETTINGS = {
+    "cuda": Setting(
+        device="cuda",
+        contract=tuple(case.name for case in cases.tagged("contract")),
+        extra=100,
+        seeds=40,
+        head_dims=(64, 128, 256, 80, 96, 160, 192),
+        length=4096,
+        goals=_goals(),
+        tests=("tests/gpu/test_triton.py", "tests/gpu/test_gpu.py", "-m", "gpu", "-k", ON_GPU),
+        together=15,
+    ),
+    "cpu": Setting(
+        device="cpu",
+        contract=("contract-gqa-causal", "contract-d513-full"),
+        extra=0,
+        seeds=1,
+        head_dims=(96,),
+        length=64,
+        goals={"contract-bfloat16-causal": ("triton", "eager", "flex")},
+        tests=("tests/test_state.py",),
+        together=1,
+    ),
+}
+TESTS_TOGETHER = 4
+
+
+# -- Jobs: processes with a time limit -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process: this script as the worker ``name`` ("part" or "part:index/count"), or another command."""
+
+    name: str
+    limit: float
+    command: tuple[str, ...] = ()
+
+
+@dataclass
+class Run:
+    """A folder of results, and the time that is left."""
+
+    folder: Path
+    minutes: float
+    device: str = "cuda"
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self):
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
     @property
-    def late(self) -> bool:
-        return time.monotonic() > self.end
+    def file(self) -> Path:
+        return self.folder / "gpu_triton.jsonl"
+
+    @property
+    def left(self) -> float:
+        return self.started + 60 * self.minutes - time.monotonic()
+
+    def add(self, **row: object) -> None:
+        """One line, written at once: many processes append to the file."""
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rows(self, job: str = "") -> list[dict]:
+        """The lines so far, of one job or of all."""
+        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        return [row for row in found if not job or row.get("job") == job]
+
+    def all(self, jobs: Iterable[Job], together: int = 1, reserve: float = 0.0) -> None:
+        """Runs jobs, so many at a time; ``reserve``: seconds that are left for what comes after."""
+        with ThreadPoolExecutor(together) as pool:
+            list(pool.map(partial(self._until_done, reserve=reserve), jobs))
+
+    def _until_done(self, job: Job, reserve: float) -> None:
+        """Again and again while it dies, but in other items each time."""
+        end, seen = time.monotonic() + min(job.limit, self.left - reserve), -1
+        while True:
+            how = self._once(job, end)
+            self.add(part="job", job=f"job {job.name}", state="ended", detail=how, left=round(self.left))
+            begun = len(self.rows(job.name))
+            if job.command or how in ("", "out of time") or begun == seen or time.monotonic() > end:
+                return
+            seen = begun
+
+    def _once(self, job: Job, end: float) -> str:
+        """How it ended; empty: well."""
+        seconds = end - time.monotonic()
+        if seconds < 3:
+            return "out of time"
+        log = self.folder / "logs" / f"{job.name.replace(':', '-').replace('/', '-')}.txt"
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"PYTHONPATH": path, "TILEWISE_CACHE": str((self.folder / "cache").resolve())}
+        own = (__file__, "--out", str(self.folder), "--device", self.device, "--worker", job.name)
+        with log.open("a", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                [sys.executable, *(job.command or own)],
+                stdout=file,
+                stderr=file,
+                cwd=ROOT,
+                env=env,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+                os.killpg(process.pid, signal.SIGKILL)  # its children too
+                process.wait()
+        if code == 0:
+            return ""
+        said = log.read_text(encoding="utf-8", errors="replace")[-600:]
+        return f"no end in {seconds:.0f} s: {said}" if code is None else f"exit code {code}: {said}"
 
 
-def _innermost(error: BaseException) -> str:
+def innermost(error: BaseException) -> str:
     """The last words of the first cause: Triton wraps a compiler's error once per function."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"[-600:]
+
+
+@dataclass
+class Worker:
+    """A process that works through items and says of each that it began, and how it ended."""
+
+    run: Run
+    job: str
+
+    @property
+    def setting(self) -> Setting:
+        return SETTINGS[self.run.device]
+
+    @property
+    def part(self) -> str:
+        return self.job.partition(":")[0]
+
+    def share(self, items: list) -> list:
+        """Of ``part:index/count``."""
+        index, _, count = self.job.partition(":")[2].partition("/")
+        return items[int(index) :: int(count)] if count else items
+
+    def emit(self, **row: object) -> None:
+        self.run.add(part=self.part, job=self.job, **row)
+
+    def each(self, items: dict[str, Callable[[], dict]]) -> None:
+        """Those that no earlier process of this job began. A GPU that an error left unusable ends the process."""
+        begun = {row["item"] for row in self.run.rows(self.job) if "item" in row}
+        for name, work in items.items():
+            if name in begun:
+                continue
+            self.emit(item=name, state="begun")
+            started = time.monotonic()
+            try:
+                row = work()
+            except Exception as error:
+                row = {"state": "error", "detail": innermost(error)}
+            self.emit(item=name, seconds=round(time.monotonic() - started, 2), **row)
+            if row["state"] == "error" and self.run.device == "cuda":
+                torch.cuda.synchronize()
 
 
 # -- Right? --------------------------------------------------------------------------------------------------------
@@ -67,8 +251,13 @@ EXTRA = [
     ("bf16-n1000-d128", (1, 1000, 1000, 4, 4, 128, 128), "bfloat16", "causal", None),
     ("fp16-d256", (1, 515, 700, 2, 2, 256, 256), "float16", "causal", None),
     ("bf16-d512", (1, 200, 300, 2, 2, 512, 512), "bfloat16", "causal", None),
+    ("bf16-d72", (1, 515, 515, 2, 2, 72, 72), "bfloat16", "causal", None),
     ("bf16-d80", (1, 515, 515, 2, 2, 80, 80), "bfloat16", "causal", None),
+    ("bf16-d96", (2, 515, 600, 4, 2, 96, 96), "bfloat16", "causal", None),
+    ("fp16-d160", (1, 515, 515, 2, 2, 160, 160), "float16", None, None),
+    ("bf16-d192", (1, 515, 515, 2, 1, 192, 192), "bfloat16", "causal", None),
     ("bf16-d192-dv128", (1, 515, 515, 2, 2, 192, 128), "bfloat16", "causal", None),
+    ("fp32-d96", (1, 260, 260, 2, 2, 96, 96), "float32", "causal", None),
     ("bf16-d8", (1, 515, 515, 2, 2, 8, 8), "bfloat16", None, None),
     ("fp32-d128", (1, 515, 515, 2, 2, 128, 128), "float32", "causal", None),
     ("fp32-d256", (1, 260, 260, 2, 2, 256, 256), "float32", None, None),
@@ -79,45 +268,31 @@ EXTRA = [
     ("bf16-one-head", (1, 4096, 4096, 1, 1, 128, 128), "bfloat16", None, None),
     ("bf16-decode-32k", (2, 1, 32768, 16, 2, 128, 128), "bfloat16", "causal", None),
     ("bf16-decode-d64", (3, 1, 5000, 8, 1, 64, 64), "bfloat16", None, None),
+    ("bf16-decode-d96", (3, 1, 5000, 8, 1, 96, 96), "bfloat16", None, None),
     ("bf16-d256-bias", (1, 515, 515, 2, 2, 256, 256), "bfloat16", "causal", "bias"),
     ("bf16-d256-gqa", (2, 700, 700, 4, 1, 256, 256), "bfloat16", "causal", "softcap-30"),
 ]  # fmt: skip
 
 
-def contract(results: Results) -> None:
-    """Every case of the contract and EXTRA, in processes that share the GPU: most of the time is compiling."""
-    counts: dict[str, int] = {}
-    for row in workers(results, "contract"):
-        counts[row["state"]] = counts.get(row["state"], 0) + 1
-        results.add(part="contract", **row)
-        if row["state"] in ("wrong", "error"):
-            results.say(f"contract {row['case']}: {row['state']} {row['detail'][-400:]}")
-    results.say(f"contract: {counts}")
-
-
-def contract_share(index: int, of: int) -> None:
+def contract_worker(worker: Worker) -> None:
+    """Every case of the contract and EXTRA."""
     extra = [
         cases.Case(
             name=f"extra-{name}", source="GPU", dtype=dtype, mask=mask, score=score, **cases.Shape(*shape)._asdict()
         )
-        for name, shape, dtype, mask, score in EXTRA
+        for name, shape, dtype, mask, score in EXTRA[: worker.setting.extra]
     ]
+    every = [*extra, *map(cases.named, worker.setting.contract)]
     backend = Triton()
-    for case in [*extra, *cases.tagged("contract")][index::of]:
-        try:
-            state, detail = _judge(backend, case)
-        except Exception as error:
-            state, detail = "error", traceback.format_exc()[-1500:] + _innermost(error)
-        print(json.dumps({"case": case.name, "state": state, "detail": detail}), flush=True)
+    worker.each({c.name: partial(judged, backend, c, worker.setting.device) for c in worker.share(every)})
 
 
-def _of_case(case: cases.Case, prepared: bool = False):
-    """The case as a checked call on the GPU; ``prepared``: a mask's tiles are listed beforehand."""
-    x = cases.draw(case, DEVICE)
-    x = replace(x, leaves={name: t.detach().to(DEVICE).requires_grad_(t.requires_grad) for name, t in x.leaves.items()})
-    mask = cases.MASKS[case.mask].build(x) if case.mask else None
+def of_case(case: cases.Case, device: str):
+    """The case as a checked call."""
+    x = cases.draw(case, device)
+    x = replace(x, leaves={name: t.detach().to(device).requires_grad_(t.requires_grad) for name, t in x.leaves.items()})
     options = {
-        "mask": mask.prepare(x.q, x.k) if prepared and mask is not None else mask,
+        "mask": cases.MASKS[case.mask].build(x) if case.mask else None,
         "score": cases.SCORES[case.score].build(x) if case.score else None,
         "sink": x.sink,
         "dropout_p": case.dropout_p,
@@ -125,97 +300,132 @@ def _of_case(case: cases.Case, prepared: bool = False):
     }
     if case.lengths:
         options |= {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-    return x, call(x.q, x.k, x.v, x.do, **options)
+    return call(x.q, x.k, x.v, x.do, **options)
 
 
-def _judge(backend: Triton, case: cases.Case) -> tuple[str, str]:
-    _, c = _of_case(case)
+def judged(backend: Triton, case: cases.Case, device: str) -> dict:
+    c = of_case(case, device)
     reasons = backend.unsupported(c.p)
     if reasons:
-        return "refused", "; ".join(reasons)
+        return {"state": "refused", "detail": "; ".join(reasons)}
     errors = [e for e in accuracy.check(backend, c.p, c.t, c.do, c.dlse) if not e.ok]
     first, again = (backend.forward(c.p, c.t) for _ in range(2))  # now through the compiled kernels that were kept
     grads = [backend.backward(c.p, c.t, first, c.do, c.dlse) for _ in range(2)]
     pairs = [(first.o, again.o), (first.lse, again.lse)]
     pairs += [(getattr(grads[0], name), getattr(grads[1], name)) for name in ("dq", "dk", "dv")]
     if not all(torch.equal(a, b) for a, b in pairs):
-        return "wrong", "a second run gave other bits"
-    return ("wrong", "; ".join(str(e) for e in errors)) if errors else ("ok", "")
+        return {"state": "wrong", "detail": "a second run gave other bits"}
+    return {"state": "wrong", "detail": "; ".join(map(str, errors))} if errors else {"state": "ok"}
 
 
-# -- fp32 dropout, whose dv once had one element too wrong ---------------------------------------------------------
+def dropout_worker(worker: Worker) -> None:
+    """contract-dropout with many seeds, whose dv once had one element too wrong: errors as parts of what is allowed."""
+    case, backend = cases.named("contract-dropout"), Triton()
 
-
-def dropout(results: Results, seeds: int = 40) -> None:
-    """contract-dropout with many seeds: its largest errors as parts of what is allowed, and where the worst one lies."""
-    case, backend, ratios = cases.named("contract-dropout"), Triton(), []
-    for seed in range(seeds):
-        x = cases.draw(case, DEVICE, seed)
+    def of_seed(seed: int) -> dict:
+        x = cases.draw(case, worker.setting.device, seed)
         c = call(x.q, x.k, x.v, x.do, dropout_p=case.dropout_p, dropout_seed=x.dropout_seed)
         expected = accuracy.Expected.of(c.p, c.t, c.do, c.dlse)
         out = backend.forward(c.p, c.t)
         found = accuracy.tensors(out, backend.backward(c.p, c.t, out, c.do, c.dlse))
-        errors = {e.tensor: e for e in expected.judge(found)}
+        errors = expected.judge(found)
         dv = (found["dv"].double() - expected.oracle["dv"]).abs()
         worst = torch.unravel_index(dv.argmax(), dv.shape)
-        lse = (out.lse.double() - expected.oracle["lse"]).abs()
-        row = {name: (e.rms / e.rms_allowed, e.max / e.max_allowed) for name, e in errors.items()}
-        where = {"at": [int(n) for n in worst], "value": float(expected.oracle["dv"][worst]), "lse": float(lse.max())}
-        ratios.append(row)
-        results.add(part="dropout", seed=seed, ratios=row, **where)
-    for name in ("o", "lse", "dq", "dk", "dv"):
-        rms, largest = (max(row[name][n] for row in ratios) for n in (0, 1))
-        results.say(f"dropout {name}: worst of {seeds} seeds, of what is allowed: rms {rms:.2f}, max {largest:.2f}")
+        return {
+            "state": "ok" if all(e.ok for e in errors) else "wrong",
+            "ratios": {e.tensor: (e.rms / e.rms_allowed, e.max / e.max_allowed) for e in errors},
+            "at": [int(n) for n in worst],
+            "value": float(expected.oracle["dv"][worst]),
+            "lse": float((out.lse.double() - expected.oracle["lse"]).abs().max()),
+        }
+
+    worker.each({f"seed {seed}": partial(of_seed, seed) for seed in range(worker.setting.seeds)})
+
+
+def rows_of(kernel: str, head_dim: int) -> tuple[Tiles, ...]:
+    by_width = CANDIDATES["sm90"][kernel]
+    return by_width[min(limit for limit in by_width if limit >= head_dim)]
+
+
+def candidates_worker(worker: Worker) -> None:
+    """The n-th candidate of every pass at once on a small problem, dK and dV in one pass and in two: all are compiled so,
+    and a wrong one is not timed."""
+    items = {}
+    for d in worker.setting.head_dims:
+        for n in range(max(len(rows_of(kernel, d)) for kernel in PRODUCTS)):
+            for mask in (None, "causal"):
+                for over_keys in (("dkdv",), ("dk", "dv")):
+                    passes = {
+                        name: rows_of(name, d)[n % len(rows_of(name, d))] for name in ("forward", "dq", *over_keys)
+                    }
+                    items[f"d{d} {n} {mask or 'full'} {'+'.join(over_keys)}"] = partial(tried, worker, d, mask, passes)
+    worker.each(dict(worker.share(list(items.items()))))
+
+
+def tried(worker: Worker, head_dim: int, mask: str | None, passes: dict[str, Tiles]) -> dict:
+    g = torch.Generator().manual_seed(0)
+    n = 300 if worker.setting.device == "cuda" else 70
+    q = torch.randn(1, n, 2, head_dim, generator=g).to(worker.setting.device, torch.bfloat16)
+    c = call(q, q.flip(1), q.flip(2), causal=mask == "causal")
+    errors = [e for e in accuracy.check(Triton(Config.of(passes)), c.p, c.t, c.do, c.dlse) if not e.ok]
+    if not errors:
+        return {"state": "ok"}
+    wrong = {name if name in passes else "dkdv" for name in (WRITES[e.tensor] for e in errors)}
+    described = [[name, head_dim, passes[name].describe()] for name in sorted(wrong)]
+    return {"state": "wrong", "wrong": described, "detail": "; ".join(map(str, errors))}
+
+
+def flex_worker(worker: Worker) -> None:
+    """Compiles a case's FlexAttention into the disk's cache."""
+    name = worker.job.partition(":")[2]
+
+    def compiled() -> dict:
+        x = cases.draw(cases.named(name), worker.setting.device)
+        o = peers.all_contestants()["flex"].prepare(x)()
+        torch.autograd.grad(o, (x.q, x.k, x.v), x.do)
+        return {"state": "ok"}
+
+    worker.each({name: compiled})
 
 
 # -- The host ------------------------------------------------------------------------------------------------------
 
 
-def host(results: Results) -> None:
+def host_worker(worker: Worker) -> None:
     """Microseconds of host time a call, and how many kernels 100 lengths compile."""
     import tilewise as tw
 
-    q = torch.randn(1, 64, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
     c, backend = call(q, q.clone(), q.clone(), causal=True), Triton()
-    direct = lambda: backend.forward(c.p, c.t)  # noqa: E731
+    out = backend.forward(c.p, c.t)
+    x = q.clone().requires_grad_()
     calls = {
-        "backend.forward": direct,
+        "backend.forward": lambda: backend.forward(c.p, c.t),
+        "backend.backward": lambda: backend.backward(c.p, c.t, out, c.do, c.dlse),
+        "tw.attention": lambda: tw.attention(q, q, q, causal=True, backend="triton"),
+        "tw.attention with gradients": lambda: tw.attention(x, x, x, causal=True, backend="triton"),
         "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3),
     }
-    out = direct()
-    calls["backend.backward"] = lambda: backend.backward(c.p, c.t, out, c.do, c.dlse)
-    if "triton" in [row.name for row in __import__("tilewise.dispatch").dispatch.BACKENDS]:
-        calls["tw.attention"] = lambda: tw.attention(q, q, q, causal=True, backend="triton")
-    for name, fn in calls.items():
-        each = host_microseconds(fn)
-        results.add(part="host", call=name, us=each)
-        results.say(f"host {name}: {each:.1f} us")
-    from tilewise.backends.triton.forward import forward_kernel
+    timed = lambda fn: {"state": "ok", "us": round(host_microseconds(fn), 1)}  # noqa: E731
+    worker.each({name: partial(timed, fn) for name, fn in calls.items()} | {"100 lengths": lambda: lengths(backend)})
 
-    compiled = lambda: sum(len(cache[0]) for cache in forward_kernel.device_caches.values())  # noqa: E731
+
+def lengths(backend: Triton) -> dict:
+    compiled = lambda: sum(len(cache[0]) for cache in launch.kernels().forward.device_caches.values())  # noqa: E731
     before = None
     for n in range(1, 101):
-        x = torch.randn(1, 7 * n, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+        x = torch.randn(1, 7 * n, 2, 64, device="cuda", dtype=torch.bfloat16)
         c = call(x, x.clone(), x.clone(), causal=True)
         backend.forward(c.p, c.t)
         before = compiled() if before is None else before
-    results.say(f"host: 100 lengths compile {compiled() - before} kernels more than the first")
+    more = compiled() - before
+    return {"state": "ok" if more == 0 else "wrong", "detail": f"{more} kernels more than the first"}
 
 
 # -- Tiles ---------------------------------------------------------------------------------------------------------
 
 
-def _case(head_dim: int, n: int, mask: str | None) -> cases.Case:
-    return cases.named(f"h200-d{head_dim}-n{n}-{mask or 'full'}")
-
-
-def _problem(head_dim: int, n: int, mask: str | None):
-    case = _case(head_dim, n, mask)
-    x = cases.draw(case, DEVICE)
-    return case, x, call(x.q.detach(), x.k.detach(), x.v.detach(), x.do.detach(), causal=mask == "causal")
-
-
-def _launches(kernel: str, c, tiles: Tiles) -> Callable[[], object]:
+def launches(kernel: str, c, tiles: Tiles) -> Callable[[], object]:
     """The launch of one kernel with these tiles, as a call."""
     partner = {"dk": "dv", "dv": "dk"}.get(kernel)
     config = Config.of(preceded(choose(c.p).passes, {kernel: tiles} | ({partner: tiles} if partner else {})))
@@ -236,229 +446,213 @@ def _launches(kernel: str, c, tiles: Tiles) -> Callable[[], object]:
     return lambda: launch.run(*found[kernel][:3], *found[kernel][3])
 
 
-def warm_share(index: int, of: int) -> None:
-    """Compiles a share of the candidates by running them on a small problem, so that the disk cache holds them."""
-    jobs = [
-        (kernel, d, t, m)
-        for kernel, by in CANDIDATES["sm90"].items()
-        for d, rows in by.items()
-        for t in rows
-        for m in (None, "causal")
-    ]
-    for kernel, d, tiles, mask in jobs[index::of]:
-        q = torch.randn(1, 256, 2, d, device=DEVICE, dtype=torch.bfloat16)
-        try:
-            _launches(kernel, call(q, q.clone(), q.clone(), causal=mask == "causal"), tiles)()
-            torch.cuda.synchronize()
-        except Exception as error:
-            print(json.dumps({"warm": [kernel, d, tiles.describe(), mask], "error": _innermost(error)}), flush=True)
-
-
-def workers(results: Results, part: str, count: int = 15) -> list[dict]:
-    """Runs shares of a part in processes; the JSON lines that they printed."""
-    command = [sys.executable, __file__, "--out", str(results.folder)]
-    files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(count)]  # noqa: SIM115 - read below, gone with the process
-    pool = [
-        subprocess.Popen([*command, "--worker", f"{part}:{k}/{count}"], stdout=f, stderr=f) for k, f in enumerate(files)
-    ]
-    deadline = time.monotonic() + 200
-    for process in pool:
-        try:
-            process.wait(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-    rows = []
-    for file in files:
-        file.seek(0)
-        rows += [json.loads(line) for line in file if line.startswith("{")]
-    return rows
-
-
-def tiles(results: Results, n: int = 4096) -> None:
-    started = time.monotonic()
-    for row in workers(results, "warm"):
-        results.add(part="warm", **row)
-    results.say(f"tiles: candidates compiled in {time.monotonic() - started:.0f} s")
-    for head_dim in (64, 128, 256):
-        for mask in (None, "causal"):
-            case, _, c = _problem(head_dim, n, mask)
+def tiles_worker(worker: Worker) -> None:
+    setting = worker.setting
+    wrong = [tuple(named) for row in worker.run.rows() for named in row.get("wrong", [])]
+    for d in setting.head_dims:
+        for mask in (None, "causal") if d in (64, 128, 256) else ("causal",):
+            c, items = problem(d, setting.length, mask, setting.device), {}
             for kernel in PRODUCTS:
-                if not results.late:
-                    _rank(results, kernel, case, c)
+                right = [t for t in rows_of(kernel, d) if (kernel, d, t.describe()) not in wrong]
+                items[f"d{d} {mask or 'full'} {kernel}"] = partial(ranked, worker, kernel, c, right)
+            worker.each(items | {f"d{d} {mask or 'full'} kept": partial(kept, worker, c)})
 
 
-def _rank(results: Results, kernel: str, case: cases.Case, c) -> None:
-    """Times the candidates of one kernel on one problem."""
-    calls = {}
-    for row in CANDIDATES["sm90"][kernel][case.head_dim]:
+def problem(head_dim: int, length: int, mask: str | None, device: str):
+    """16,384 tokens of 16 heads of 128 or as many numbers."""
+    shape = (16384 // length if device == "cuda" else 1, length, 2048 // head_dim if device == "cuda" else 1, head_dim)
+    q = torch.randn(shape, device=device).to(torch.bfloat16)
+    return call(q, torch.randn_like(q), torch.randn_like(q), causal=mask == "causal")
+
+
+def ranked(worker: Worker, kernel: str, c, candidates: list[Tiles]) -> dict:
+    """Milliseconds of the candidates of one kernel, in turns."""
+    calls, failed, device = {}, {}, worker.setting.device
+    for tiles in candidates:
         try:
-            fn = _launches(kernel, c, row)
+            fn = launches(kernel, c, tiles)
             fn()
-            torch.cuda.synchronize()
-            calls[row] = fn
-        except Exception as error:
-            results.add(part="tiles", kernel=kernel, case=case.name, tiles=list(_short(row)), error=_innermost(error))
-    flops = case.flops("forward") / 2 * PRODUCTS[kernel]
-    times = in_turns(calls, "cuda", rounds=3)
-    best = results.times.setdefault((kernel, case.head_dim), {})
-    for row, ms in times.items():
-        best[row] = best.get(row, 0.0) + ms * (2 if case.mask else 1)  # full and causal weigh the same
-    ranked = sorted(times.items(), key=lambda pair: pair[1])
-    for row, ms in ranked:
-        results.add(
-            part="tiles", kernel=kernel, case=case.name, tiles=list(_short(row)), ms=ms, tflops=flops / ms / 1e9
-        )
-    results.say(
-        f"{kernel:8}{case.name:24}"
-        + "  ".join(f"{'x'.join(map(str, _short(row)))} {flops / ms / 1e9:.0f}" for row, ms in ranked)
-    )
-
-
-# -- Peers ---------------------------------------------------------------------------------------------------------
-
-
-def fastest(results: Results, head_dim: int) -> Triton:
-    """With the tiles that this run found fastest, or the configured ones."""
-    best = {
-        kernel: min(((ms, row) for row, ms in times.items()), key=lambda pair: pair[0])
-        for (kernel, d), times in results.times.items()
-        if d == head_dim and times
-    }
-    if set(best) != set(PRODUCTS):
-        return Triton()
-    two = best["dk"][0] + best["dv"][0] < best["dkdv"][0]
-    return Triton(
-        Config.of({kernel: best[kernel][1] for kernel in ("forward", "dq", *(("dk", "dv") if two else ("dkdv",)))})
-    )
-
-
-def _short(tiles: Tiles) -> tuple[int, ...]:
-    return tiles.tile_m, tiles.tile_n, tiles.num_warps, tiles.num_stages, int(tiles.tma)
-
-
-def against(results: Results, grid: list[tuple[int, int, str | None]], names: tuple[str, ...]) -> None:
-    for head_dim, n, mask in grid:
-        backend = fastest(results, head_dim)
-        if results.late:
-            results.say("out of time")
-            return
-        case, x, c = _problem(head_dim, n, mask)
-        forward, backward = {"triton": lambda c=c, backend=backend: backend.forward(c.p, c.t)}, {}
-        try:
-            out = backend.forward(c.p, c.t)
-            backward["triton"] = lambda c=c, out=out, backend=backend: backend.backward(c.p, c.t, out, c.do, c.dlse)
-        except Exception as error:
-            results.say(f"{case.name}: {error!r}"[:300])
-            continue
-        contestants = peers.all_contestants()
-        for name in names:
-            try:
-                fwd, bwd = _peer(contestants[name], x)
-                fwd(), bwd()
+            if device == "cuda":
                 torch.cuda.synchronize()
-                forward[name], backward[name] = fwd, bwd
-            except Exception as error:
-                results.add(part="peers", case=case.name, peer=name, error=_innermost(error))
-        for direction, calls in (("forward", forward), ("backward", backward)):
-            flops = case.flops(direction)
-            times = in_turns(calls, "cuda")
-            results.add(
-                part="peers",
-                case=case.name,
-                direction=direction,
-                ms=times,
-                tflops={k: flops / v / 1e9 for k, v in times.items()},
-            )
-            results.say(
-                f"{direction:9}{case.name:24}" + "  ".join(f"{k} {flops / v / 1e9:.0f}" for k, v in times.items())
-            )
-
-
-def _peer(contestant: peers.Contestant, x: cases.Inputs) -> tuple[Callable, Callable]:
-    attention = contestant.prepare(x)
-    wanted = (x.q, x.k, x.v)
-
-    def forward():
-        with torch.no_grad(), contestant.context():
-            return attention()
-
-    with contestant.context():
-        o = attention()
-    return forward, lambda: torch.autograd.grad(o, wanted, x.do, retain_graph=True)
-
-
-FEATURES = ("full-n32768", "window1024-n32768", "documents-n32768", "sparse90-n16384", "softcap-30-n4096", "alibi-n4096",
-            "bias-n4096", "gqa8-n4096-causal", "packed-16k", "one-head-n4096", "decode-32k")  # fmt: skip
-WITH_FLEX = ("window1024-n32768", "sparse90-n16384", "softcap-30-n4096")
-
-
-def features(results: Results) -> None:
-    """What the grid of squares leaves out; TFLOP/s of the pairs that the mask keeps."""
-    backend = Triton()
-    for name in FEATURES:
-        if results.late:
-            return
-        case = cases.named(f"cuda-{name}")
-        try:
-            x, c = _of_case(case, prepared=case.mask == "sparse-90")
-            out = backend.forward(c.p, c.t)
-            calls = {"forward": {"triton": lambda c=c: backend.forward(c.p, c.t)}, "backward": {}}
-            if name == "one-head-n4096":
-                whole = Triton(replace(choose(c.p), split=None))
-                calls["forward"]["unsplit"] = lambda c=c, whole=whole: whole.forward(c.p, c.t)
-            if case.backward:
-                calls["backward"]["triton"] = lambda c=c, out=out: backend.backward(c.p, c.t, out, c.do, c.dlse)
-            if name in WITH_FLEX:
-                calls["forward"]["flex"], calls["backward"]["flex"] = _peer(peers.all_contestants()["flex"], x)
-            for direction, contestants in calls.items():
-                flops = case.flops(direction, DEVICE)
-                times = in_turns(contestants, "cuda", rounds=3) if contestants else {}
-                results.add(part="features", case=case.name, direction=direction, ms=times)
-                results.say(
-                    f"{direction:9}{case.name:28}"
-                    + "  ".join(f"{k} {v:.3f} ms {flops / v / 1e9:.0f}" for k, v in times.items())
-                )
+            calls[tiles.describe()] = fn
         except Exception as error:
-            results.say(f"features {case.name}: {_innermost(error)}")
+            failed[tiles.describe()] = innermost(error)
+    flops = PRODUCTS[kernel] * 2 * c.p.batch * c.p.heads_q * c.p.seqlen_q * c.p.seqlen_k * c.p.head_dim
+    flops //= 1 if c.p.spec.region.everything else 2
+    ms = in_turns(calls, device, rounds=3)
+    rates = {name: round(flops / x / 1e9) for name, x in ms.items()}
+    fields = {"kernel": kernel, "head_dim": c.p.head_dim, "ms": ms, "tflops": rates, "failed": failed}
+    return {"state": "ok" if calls else "error", "detail": "; ".join(failed.values())} | fields
+
+
+def kept(worker: Worker, c) -> dict:
+    """The fastest tiles of a head dim go into the file that the backend reads; full counts as much as causal."""
+    total: dict[str, dict[str, float]] = {}
+    for row in worker.run.rows(worker.job):
+        if row.get("head_dim") == c.p.head_dim:
+            times = {name: ms * (1 if " full " in row["item"] else 2) for name, ms in row["ms"].items()}
+            before = total.get(row["kernel"], dict.fromkeys(times, 0.0))
+            total[row["kernel"]] = {name: before[name] + ms for name, ms in times.items() if name in before}
+    best = {kernel: min(times, key=times.get) for kernel, times in total.items() if times}
+    two = {"dk", "dv"} <= set(best) and (
+        "dkdv" not in best or total["dk"][best["dk"]] + total["dv"][best["dv"]] < total["dkdv"][best["dkdv"]]
+    )
+    names = [n for n in ("forward", "dq", *(("dk", "dv") if two else ("dkdv",))) if n in best]
+    found = {n: next(t for t in rows_of(n, c.p.head_dim) if t.describe() == best[n]) for n in names}
+    tuned.store([tuned.Row.of(c.p, n, tiles, total[n][best[n]]) for n, tiles in found.items()])
+    return {"state": "ok", "kept": {n: tiles.describe() for n, tiles in found.items()}}
+
+
+# -- Goals ---------------------------------------------------------------------------------------------------------
+
+
+def goals_worker(worker: Worker) -> None:
+    setting, path = worker.setting, worker.run.folder / "goals.jsonl"
+    plan = run.Plan(setting.device, budget=0.4, min_rounds=5, max_rounds=15)
+    run.write_lines([run.run_record(plan)], path)
+    known = peers.all_contestants() | {"unsplit": unsplit()}
+
+    def measured(name: str, names: tuple[str, ...]) -> dict:
+        case = cases.named(name)
+        if "unsplit" in names:
+            case = replace(case, backward=False)
+        records = run.write_lines(run.run_case(case, [known[n] for n in names], plan), path)
+        if setting.device == "cuda":
+            torch.cuda.empty_cache()
+        states = {r["contestant"]: r["status"] for r in records}
+        failed = [
+            f"{r['contestant']}: {r.get('failed') or r.get('errors')}"
+            for r in records
+            if r["status"] in ("red", "failed")
+        ]
+        speeds = {
+            direction: {
+                r["contestant"]: [r[direction]["median_ms"], r[direction]["gflops"]] for r in records if direction in r
+            }
+            for direction in ("forward", "backward")
+        }
+        bad = states["triton"] != "green"
+        return {"state": "wrong" if bad else "ok", "states": states, "detail": "; ".join(failed)[:600]} | speeds
+
+    worker.each({name: partial(measured, name, names) for name, names in setting.goals.items()})
+
+
+def unsplit() -> peers.Contestant:
+    """The Triton backend that never splits keys."""
+
+    def prepare(x: cases.Inputs) -> peers.Call:
+        c = call(*(t.detach() for t in (x.q, x.k, x.v)))
+        backend = Triton(replace(choose(c.p), split=None))
+        return lambda: backend.forward(c.p, c.t).o
+
+    return peers.Contestant("unsplit", lambda case, device: [], prepare, "checkout", ours=True)
+
+
+# -- All parts -----------------------------------------------------------------------------------------------------
+
+WORKERS = {
+    "contract": contract_worker,
+    "dropout": dropout_worker,
+    "candidates": candidates_worker,
+    "flex": flex_worker,
+    "host": host_worker,
+    "tiles": tiles_worker,
+    "goals": goals_worker,
+}
+
+
+def pytest_job(r: Run, name: str, limit: float, together: int, *arguments: str) -> Job:
+    """Tests, each with a line of its own in the results."""
+    options = ["-p", "tests.gpu.lines", "--lines", str(r.file.resolve()), "--lines-job", name, "-p", "no:cacheprovider"]
+    options += ["-n", str(together)] if together > 1 else []
+    return Job(name, limit, ("-m", "pytest", *options, *arguments))
+
+
+def phase(r: Run, part: str) -> None:
+    """The jobs of a part; what comes after keeps its time."""
+    setting = SETTINGS[r.device]
+    if part == "right":
+        n = setting.together
+        flex = [Job(f"flex:{name}", 120, ()) for name, names in setting.goals.items() if "flex" in names]
+        contract = [Job(f"contract:{k}/{n}", 200) for k in range(n)]
+        candidates = [Job(f"candidates:{k}/{n // 2 + 1}", 200) for k in range(n // 2 + 1)]
+        tests = pytest_job(r, "tests", 200, min(n, TESTS_TOGETHER), *setting.tests)
+        r.all([tests, *contract, Job("dropout", 100), *candidates, *flex], n + 1, reserve=min(270, r.left / 2))
+    elif part == "sanitize":
+        options = ("tests/gpu/test_triton.py", "-m", "gpu", "-k", "sanitizers_find", "--timeout", "170")
+        r.all([pytest_job(r, "sanitize", 180, 8, *options)], reserve=3)
+    else:
+        r.all(
+            [Job(part, {"host": 45, "tiles": 110, "goals": 260}[part])],
+            reserve={"host": 150, "tiles": 120, "goals": 45}[part],
+        )
+
+
+def summary(r: Run) -> list[str]:
+    """Counts of every part, and what is not right; an item that began and did not end crashed or ran out of time."""
+    last = {(row["job"], row["item"]): row for row in r.rows() if "item" in row}
+    parts = sorted({row["part"] for row in last.values()})
+    lines = []
+    for part in parts:
+        rows = [row for row in last.values() if row["part"] == part]
+        lines.append(
+            f"{part}: {dict(Counter(row['state'] for row in rows))}, {sum(row.get('seconds', 0) for row in rows):.0f} s"
+        )
+        for row in rows:
+            if row["state"] not in ("ok", "refused", "skipped"):
+                lines.append(f"  {row['item']}: {row['state']} {row.get('detail', '')[-300:]}")
+            elif "us" in row:
+                lines.append(f"  {row['item']}: {row['us']} us")
+            elif "kept" in row or "tflops" in row:
+                lines.append(f"  {row['item']}: {row.get('kept') or row['tflops']}")
+            for direction in ("forward", "backward"):
+                if row.get(direction):
+                    speeds = "  ".join(f"{n} {x[0]:.3f} ms {x[1] / 1e3:.0f}" for n, x in row[direction].items())
+                    lines.append(f"  {direction:9}{row['item']:26}{speeds}")
+    seeds = [row["ratios"] for row in last.values() if "ratios" in row]
+    for name in seeds[0] if seeds else ():
+        rms, largest = (max(ratios[name][n] for ratios in seeds) for n in (0, 1))
+        lines.append(
+            f"dropout {name}: worst of {len(seeds)} seeds, of what is allowed: rms {rms:.2f}, max {largest:.2f}"
+        )
+    return [*lines, *verdicts(r.folder / "goals.jsonl")]
+
+
+def verdicts(path: Path) -> list[str]:
+    """Of the goals that name a Triton contestant."""
+    try:
+        wanted = [g for g in compare.load_goals() if g.contestant == "triton"]
+        found = compare.judge(wanted, compare.read_results(path))
+    except (compare.Refused, ValueError) as error:
+        return [f"goals: {error}"]
+    measured = [v for v in found if v.says != "not measured"]
+    shown = [
+        f"  {v.says:13}{v.goal.name} {v.measured or 0:.2f} of {v.goal.ratio} {v.goal.peer} {v.why}" for v in measured
+    ]
+    return [f"goals: {dict(Counter(v.says for v in found))}", *shown]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--parts", default="contract,dropout,host,tiles,features,peers")
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--worker", default=None, help="PART:INDEX/COUNT, used by the script itself")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--parts", default="right,host,tiles,goals,sanitize")
+    parser.add_argument("--minutes", type=float, default=8.7)
+    parser.add_argument("--device", default="cuda", choices=SETTINGS)
+    parser.add_argument("--worker", default=None, help="used by the script itself")
     arguments = parser.parse_args()
+    r = Run(arguments.out, arguments.minutes, arguments.device)
     if arguments.worker:
-        part, _, share = arguments.worker.partition(":")
-        return {"contract": contract_share, "warm": warm_share}[part](*[int(x) for x in share.split("/")])
-    results = Results(Path(arguments.out), arguments.minutes)
-    results.add(
-        part="machine",
-        device=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        triton=__import__("triton").__version__,
-    )
-    masks = (None, "causal")
-    grid = [(d, 4096, m) for d in (64, 128) for m in masks]
-    rest = [(d, n, m) for d in (64, 128, 256) for n in (512, 2048, 16384) for m in masks] + [
-        (256, 4096, m) for m in masks
-    ]
-    todo = {
-        "contract": lambda: contract(results),
-        "dropout": lambda: dropout(results),
-        "host": lambda: host(results),
-        "tiles": lambda: tiles(results),
-        "features": lambda: features(results),
-        "peers": lambda: (against(results, rest, ("fa2", "cudnn")), against(results, grid, ("fa2", "cudnn", "flex"))),
-    }
+        return WORKERS[arguments.worker.partition(":")[0]](Worker(r, arguments.worker))
+    r.add(part="machine", **run.run_record(run.Plan(arguments.device)))
     for part in arguments.parts.split(","):
+        started = time.monotonic()
         try:
-            started = time.monotonic()
-            todo[part]()
-            results.say(f"{part}: {time.monotonic() - started:.0f} s")
-        except Exception:
-            results.say(f"{part} failed: {traceback.format_exc()[-1500:]}")
+            phase(r, part)
+        except Exception as error:
+            r.add(part="job", job=part, state="error", detail=innermost(error))
+        r.add(part="job", job=part, state="ended", seconds=round(time.monotonic() - started))
+        print(f"{part}: {time.monotonic() - started:.0f} s, {r.left:.0f} left", flush=True)
+    print("\n".join(summary(r)), flush=True)
     return None
 
 

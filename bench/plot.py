@@ -1,4 +1,7 @@
-"""The plot of a GPU run: `python -m bench.plot bench/results/h200-triton.jsonl docs/img/h200-triton.png`."""
+"""The plot of a GPU run: `python -m bench.plot goals.jsonl docs/img/h200-triton.png`.
+
+It reads what bench/run.py writes, and bench/results/h200-triton.jsonl, which is older and has a line for all contestants.
+"""
 
 import json
 import sys
@@ -19,13 +22,20 @@ def points(rows: list[dict], direction: str, head_dim: int, mask: str | None) ->
     """``(N, TFLOP/s)`` by contestant, in the order of N."""
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in COLOURS}
     for row in rows:
-        if row["part"] != "peers" or row.get("direction") != direction:
+        if not row.get("case", "").startswith("h200-"):
             continue
         case = cases.named(row["case"])
         if (case.head_dim, case.mask) == (head_dim, mask):
-            for name, tflops in row["tflops"].items():
+            for name, tflops in speeds(row, direction).items():
                 found[name].append((case.seqlen_q, tflops))
     return {name: sorted(values) for name, values in found.items() if values}
+
+
+def speeds(row: dict, direction: str) -> dict[str, float]:
+    """TFLOP/s by contestant, of a record of either form."""
+    if row.get("record") == "result":
+        return {row["contestant"]: row[direction]["gflops"] / 1e3} if direction in row else {}
+    return row["tflops"] if row.get("part") == "peers" and row["direction"] == direction else {}
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -53,8 +63,9 @@ def draw(rows: list[dict], path: Path) -> None:
         line[0].set(ylabel="TFLOP/s", ylim=(0, 1.05 * max(y for axes in line for y in _heights(axes))))
     for axes in grid[1]:
         axes.set_xlabel("sequence length N")
-    machine = next(row for row in rows if row["part"] == "machine")
-    where = f"{machine['device']}, bf16, torch {machine['torch']}, Triton {machine['triton']}"
+    machine = next(row for row in rows if row.get("part") == "machine" or row.get("record") == "run")
+    versions = machine.get("versions", machine)
+    where = f"{machine['device']}, bf16, torch {versions['torch']}, Triton {versions['triton']}"
     note = "16,384 tokens, hidden size 2048; full lines without a mask, broken ones causal"
     figure.suptitle(f"{where}   ·   {note}   ·   bench/gpu_triton.py", fontsize=9, color="#555555")
     handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}

@@ -123,29 +123,47 @@ def test_a_hundred_lengths_compile_no_kernel_more():
 
 
 SANITIZED = """
-import torch, tilewise as tw
-for d, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (64, torch.float32)):
-    q, k, v = (torch.randn(1, 130, h, d, device="cuda", dtype=dtype).requires_grad_() for h in (4, 2, 2))
-    bias = torch.randn(1, 4, 130, 130, device="cuda").requires_grad_()
-    for options in ({}, {"causal": True}, {"score": tw.bias(bias), "mask": tw.window(40, 3)}, {"dropout_p": 0.2},
-                    {"mask": tw.keep(lambda b, h, i, j: (i + j) % 3 != 0)}):
-        tw.attention(q, k, v, backend="triton", **options).sum().backward()
-    packed = [x.detach()[0].requires_grad_() for x in (q, k, v)]
-    cu = torch.tensor([0, 33, 33, 100], device="cuda")
-    tw.attention_varlen(*packed, cu, causal=True, backend="triton").sum().backward()
+import sys, torch, tilewise as tw
+d, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+q, k, v = (torch.randn(1, 130, h, d, device="cuda", dtype=dtype).requires_grad_() for h in (4, 2, 2))
+bias = torch.randn(1, 4, 130, 130, device="cuda").requires_grad_()
+for options in ({}, {"causal": True}, {"score": tw.bias(bias), "mask": tw.window(40, 3)}, {"dropout_p": 0.2},
+                {"mask": tw.keep(lambda b, h, i, j: (i + j) % 3 != 0)}):
+    tw.attention(q, k, v, backend="triton", **options).sum().backward()
+packed = [x.detach()[0].requires_grad_() for x in (q, k, v)]
+cu = torch.tensor([0, 33, 33, 100], device="cuda")
+tw.attention_varlen(*packed, cu, causal=True, backend="triton").sum().backward()
 with torch.no_grad():
-    q, k = torch.randn(1, 1, 8, 128, device="cuda").bfloat16(), torch.randn(1, 9000, 1, 128, device="cuda").bfloat16()
+    q, k = (torch.randn(1, n, h, d, device="cuda", dtype=dtype) for n, h in ((1, 8), (9000, 1)))
     tw.attention(q, k, k, backend="triton")
 torch.cuda.synchronize()
 """
+# 96 is two pieces, 64 + 32.
+SIZES = pytest.mark.parametrize(
+    ("d", "dtype"),
+    [("64", "bfloat16"), ("96", "bfloat16"), ("128", "bfloat16"), ("256", "bfloat16"), ("64", "float32")],
+)
 
 
-@pytest.mark.timeout(900)
+def sanitized(monkeypatch, prefix: tuple[str, ...], d: str, dtype: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    command = [*prefix, sys.executable, "-c", SANITIZED, d, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=160)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+@SIZES
+@pytest.mark.timeout(170)
+def test_the_program_for_sanitizers_runs_without_them(d, dtype, monkeypatch):
+    """And leaves its kernels in the disk's cache: under a sanitizer, compiling them takes minutes."""
+    sanitized(monkeypatch, (), d, dtype)
+
+
+@SIZES
+@pytest.mark.timeout(170)
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizers_find_nothing(tool, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
-    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # else one allocation's overrun is another tensor
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+def test_sanitizers_find_nothing(tool, d, dtype, monkeypatch):
+    if tool == "memcheck":
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # else one allocation's overrun is another tensor
+    sanitized(monkeypatch, ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9"), d, dtype)

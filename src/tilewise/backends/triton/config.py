@@ -192,6 +192,8 @@ _HALF_SM90 = {
 _HALF_SM80 = {
     64: (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     128: (Tiles(128, 32, 4, 3), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    # dK dV in pieces of 128 + 32 takes twice the products of 128 + 64, and ptxas runs out of registers.
+    160: (Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1, padded=True), Tiles(32, 32, 4, 1)),
     256: (Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
     512: (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }

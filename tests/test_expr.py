@@ -644,6 +644,12 @@ def test_an_int_and_a_float_number_are_different_parameters():
     assert to_text(abstract(S * 2, []))[0] != to_text(abstract(S * 2.0, []))[0]
 
 
+def test_an_abstract_text_is_read_back():
+    e = abstract(apply("where", I > 3, S * 2.5, S * 2.5 - J), [])
+    assert str(parse(str(e))) == str(e)
+    assert sorted(x.args for x in nodes(parse(str(e))) if x.op == "param") == [(0, "int"), (1, "float"), (2, "float")]
+
+
 def test_bools_stay_in_the_abstract_text():
     numbers = []
     assert str(abstract((I > J) | number(True), numbers)) == "(i > j) | True"

@@ -28,6 +28,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "problem": ("spec", "mask", "expr", "dropout"),
     "backends.base": ("problem",),
     "reference": ("backends.base", "problem", "spec", "tiles", "state", "dropout", "expr"),
+    "backends.hopper.config": ("problem", "device", "expr"),  # a kernel's key holds the expressions traced into it
     "backends.*.config": ("problem", "device"),
     "backends.*.compile_all": ("own", "backends.base", "problem", "spec", "mask", "score"),  # a program of its own
     "backends.*": (

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -561,6 +562,7 @@ def _check_parameters(fn: Callable, names: Sequence[str]) -> None:
 _INFIX = {operation.infix: name for name, operation in OPERATIONS.items() if operation.infix}
 
 
+_PARAM = re.compile(r"(float|int|bool)_(\d+)")
 _MAX_DEPTH = 40  # Python's parser takes 200 nested parentheses
 
 
@@ -636,6 +638,9 @@ def from_ast(node: ast.AST, leaf_slot: Callable[[int], int], names: dict[str, Ex
         case ast.Name(id="inf" | "nan" as name):
             return number(float(name))
         case ast.Name(id=name):
+            parameter = _PARAM.fullmatch(name)
+            if parameter:
+                return Expr("param", (int(parameter[2]), parameter[1]))
             return names[name] if name in names else symbol(name)
         case ast.NamedExpr(target=ast.Name(id=name), value=value):
             names[name] = read(value)

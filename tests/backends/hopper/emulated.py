@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 
@@ -171,8 +172,15 @@ def _float(x):
     return np.asarray(x, np.float32)
 
 
-def _integer(x):
-    return int(x) if np.ndim(x) == 0 else x
+UNARY = ("exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sin", "cos", "floor")
+
+
+def _unary(f, x, fastmath: bool = False):
+    return f(np.float32(x))
+
+
+def _whole(x):
+    return int(x) if np.ndim(x) == 0 else np.asarray(x).astype(np.int64)
 
 
 def _either(integer, array):
@@ -209,7 +217,14 @@ def modules() -> dict[str, types.ModuleType]:
         make_warp_uniform=lambda x: x,
         griddepcontrol_wait=lambda: None,
     )
-    math = SimpleNamespace(exp2=lambda x, fastmath: np.exp2(x), log2=lambda x, fastmath: np.log2(x))
+    math = SimpleNamespace(
+        **{name: partial(_unary, getattr(np, name)) for name in UNARY},
+        rsqrt=lambda x, **_: np.float32(1) / np.sqrt(np.float32(x)),
+        erf=lambda x: torch.erf(torch.as_tensor(x)).numpy(),
+        roundeven=np.rint,
+        pow=np.power,
+        fma=lambda a, b, c: np.float32(np.float64(a) * b + c),
+    )
     group = SimpleNamespace(fence=lambda: None, commit_group=lambda: None, wait_group=wait_group)
     cute = types.ModuleType("cutlass.cute")
     vars(cute).update(
@@ -220,7 +235,7 @@ def modules() -> dict[str, types.ModuleType]:
     )  # fmt: skip
     cutlass = types.ModuleType("cutlass")
     vars(cutlass).update(
-        Float32=_float, Int32=_integer, Int64=int, BFloat16="bf16", Float16="fp16", cute=cute, Constexpr=None,
+        Float32=_float, Int32=_whole, Int64=_whole, Boolean=np.bool_, BFloat16="bf16", Float16="fp16", cute=cute, Constexpr=None,
         range=lambda *a, unroll=1: range(*a), range_constexpr=range, const_expr=plain,
         min=_either(min, np.minimum), max=_either(max, np.maximum), select_=select,
     )  # fmt: skip
@@ -250,7 +265,7 @@ def wait_group(left: int) -> None:
 
 def load_kernel():
     """``(forward, tile)``, imported with the stand-in."""
-    forward, tile, *_ = imported("forward", "tile", "combine", "packed")
+    forward, tile, *_ = imported("forward", "tile", "combine", "packed", "expression")
     _stand_in(forward, tile)
     return forward, tile
 
@@ -354,6 +369,7 @@ def _stand_in(forward, tile) -> None:
         setattr(forward, stand_in.__name__, stand_in)
     forward.combine.put = put_merged
     tile.get_pair = lambda rows, row, column: (rows[row, column], rows[row, column + 1])
+    tile.once = lambda x, score: x
     tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
 
 
@@ -365,8 +381,7 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
     lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
     o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
-    extra = [x if isinstance(x, int) else Global(x) for x in extra]
-    extra = forward.Extra(**dict(zip(config.extra, extra, strict=True)))
+    extra = forward.extra_of([Global(x) if isinstance(x, np.ndarray) else x for x in extra], config)
     work = forward.Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
                         np.float32(scale2), np.float32(cap2), extra)  # fmt: skip
     info = lambda x: SimpleNamespace(values=x, atom=None, group=work.group)  # noqa: E731

@@ -164,9 +164,7 @@ REFUSED = {
     "fp32": ({"dtype": torch.float32}, "float32"),
     "wide": ({"d": 264}, "above 256"),
     "odd": ({"d": 60}, "multiples of 8"),
-    "keep": ({"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}, "mask"),
-    "alibi": ({"score": tw.alibi(torch.ones(4))}, "softcap"),
-    "two-caps": ({"score": tw.softcap(2.0) >> tw.softcap(3.0)}, "softcap"),
+    "wide-number": ({"mask": tw.keep(lambda b, h, i, j: j < 2**40)}, "32 bits"),
     "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),
     "scale": ({"softmax_scale": -1.0}, "softmax_scale"),
 }
@@ -184,6 +182,40 @@ def test_the_cap_is_read_from_the_score(dtype):
     p = problem(dtype=getattr(torch, dtype.removeprefix("torch.")), score=tw.softcap(17.0))
     assert config.cap_of(p) == 17.0
     assert config.cap_of(problem()) is None
+
+
+EXPRESSIONS = {
+    "keep": lambda n: {"mask": tw.keep(lambda b, h, i, j: j % n == 0)},
+    "dense": lambda n: {"mask": normal(70, 70, seed=n) > 0},
+    "alibi": lambda n: {"score": tw.alibi(normal(4, seed=n))},
+    "caps": lambda n: {"score": tw.softcap(float(n)) >> tw.softcap(3.0)},
+    "sink-and-bias": lambda n: {"score": tw.bias(normal(70, 70, seed=n)), "sink": normal(4)},
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_other_masks_and_scores_are_traced_and_their_numbers_and_tensors_share_a_kernel(name):
+    two, three = (problem(**EXPRESSIONS[name](n)) for n in (2, 3))
+    assert config.reasons(two) == []
+    assert config.choose(two) == config.choose(three)
+    assert config.choose(two).traced != config.PLAIN
+    assert config.choose(two) not in shipped()
+
+
+def test_a_tensor_s_place_among_the_extras_does_not_make_another_kernel():
+    bias = tw.bias(normal(70, 70))
+    assert config.choose(problem(score=bias, sink=normal(4))) == config.choose(problem(score=bias))
+
+
+def test_kernels_of_other_expressions_have_other_names():
+    names = {config.choose(problem(**make(2))).name for make in EXPRESSIONS.values()}
+    assert len(names) == len(EXPRESSIONS)
+
+
+def test_an_expression_gets_all_keys_where_a_band_would_cut_some():
+    assert config.keys_of(problem(mask=tw.key_range(7, 50)))[0] == "full"
+    form, band = config.keys_of(problem(mask=tw.key_range(7, 50), score=tw.alibi(torch.ones(4))))
+    assert (form, band) == ("rows", Band(None, None, 0, 70))
 
 
 def test_an_end_that_is_no_shift_makes_no_band():

@@ -46,7 +46,8 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
         strides = (stride(8), stride(8), stride(8), 1)
         return make_fake_tensor(forward.ELEMENT[config.dtype], (batch, rows, heads, columns), strides, assumed_align=16)
 
-    ends = lambda: make_fake_tensor(cutlass.Int32, (batch, heads_q, seqlen_q), (stride(), stride(), stride()))  # noqa: E731
+    def whole(*shape):
+        return make_fake_tensor(cutlass.Int32, (batch, heads_q, *shape), tuple(stride() for _ in range(2 + len(shape))))
 
     def state(*columns):
         strides = [stride(2)] * 4 if columns else [stride()] * 3
@@ -54,12 +55,16 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
         return make_fake_tensor(cutlass.Float32, shape, (*strides, 1), assumed_align=16)
 
     i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
-    starts = cute.sym_int()
+    starts, lines = cute.sym_int(), cute.sym_int()
     cu = lambda: make_fake_tensor(cutlass.Int32, (starts,), (1,))  # noqa: E731
     extra = {
-        "part_o": lambda: state(config.tiles.width_v), "part_lse": state, "lo": ends, "hi": ends,
+        "part_o": lambda: state(config.tiles.width_v), "part_lse": state,
+        "lo": lambda: whole(seqlen_q), "hi": lambda: whole(seqlen_q),
+        "blocks": lambda: whole(lines, cute.sym_int()), "counts": lambda: whole(lines, 2),
         "cu_q": cu, "cu_k": cu, "first": lambda: i32, "last": lambda: i32,
     }  # fmt: skip
+    traced = [leaf(cute, dtype, rank) for dtype, rank in config.traced.tensors]
+    traced += [{"i": i32, "f": f32}[kind] for kind in config.traced.numbers]
     arguments = (
         tensor(seqlen_q, heads_q, dim),
         tensor(seqlen_k, heads_k, dim),
@@ -67,10 +72,19 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
         tensor(seqlen_q, heads_q, dim_v),
         make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), (stride(), stride(), 1)),
         make_fake_tensor(cutlass.Float32, (heads_q,), (1,)),
-        (i32, i32, i32, i32, i32, f32, f32, *[extra[name]() for name in config.extra]),
+        (i32, i32, i32, i32, i32, f32, f32, *[extra[name]() for name in config.extra], *traced),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
     return cute.compile(forward.launch, *arguments, config, options=f"{options} --dump-dir {scratch}"), arguments
+
+
+def leaf(cute, dtype: str, rank: int):
+    """A tensor that an expression reads, as :func:`tilewise.backends.hopper.call.leaf` has it."""
+    import cutlass
+
+    element = getattr(cutlass, {"bool": "Uint8", "bfloat16": "BFloat16"}.get(dtype, dtype.capitalize()))
+    shape = [cute.sym_int() for _ in range(max(rank, 1))]
+    return cute.runtime.make_fake_tensor(element, tuple(shape), tuple(cute.sym_int64() for _ in shape))
 
 
 def build(config: Config | Backward, folder: Path) -> dict:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, PerTensors, empty_output
 from tilewise.backends.hopper import library, masks
-from tilewise.backends.hopper.config import MULTIPLE, Band, Config, Grid, cap_of, keys_of, spread
+from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Config, Expressions, Grid, cap_of, keys_of, spread
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
@@ -32,7 +32,7 @@ class Plan:
 
     @cached_property
     def band(self) -> Band:
-        return keys_of(self.p)
+        return keys_of(self.p)[1]
 
     @cached_property
     def addressable(self) -> tuple[bool, bool, bool]:
@@ -55,26 +55,40 @@ class Plan:
         start = band.start if self.cut else 0
         lo, hi = (far if end is None else end - start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         grid = self.grid
-        scale2 = LOG2_E * (p.softmax_scale if cap is None else cap)
-        cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
+        if self.config.traced.score:
+            scale2, cap2 = LOG2_E, p.softmax_scale
+        else:
+            scale2 = LOG2_E * (p.softmax_scale if cap is None else cap)
+            cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
         return lo, hi, grid.section, grid.ctas, int(p.spec.sink_slot is not None), scale2, cap2
 
-    def extra(self, t: Inputs) -> tuple[Tensor | int, ...]:
-        """What ``config.extra`` names."""
-        if not self.config.extra:
+    def extra(self, t: Inputs) -> tuple[Tensor | int | float, ...]:
+        """What ``config.extra`` names, and what expressions read: as :func:`tilewise.backends.hopper.forward.extra_of` takes it."""
+        if not self.config.extra and self.config.traced == PLAIN:
             return ()
         found = {}
         if self.config.split:
             states = self.grid.chunks, self.p.batch, self.p.heads_q, self.p.seqlen_q
             new = lambda *columns: t.q.new_empty((*states, *columns), dtype=torch.float32)  # noqa: E731
             found |= {"part_o": new(self.config.tiles.width_v), "part_lse": new()}
+        made = lambda key, make, *args: self.made.of(key, self.mask_leaves(t), lambda: make(self.p, t, *args))  # noqa: E731
         if self.config.by_rows:
-            lo, hi = self.made.of("ends", self.mask_leaves(t), lambda: masks.row_ends(self.p, t))
-            found |= {"lo": lo, "hi": hi}
+            found |= dict(zip(("lo", "hi"), made("ends", masks.row_ends), strict=True))
+        if self.config.form == "lists":
+            found |= dict(zip(("blocks", "counts"), made("lists", masks.visits, self.config.tiles), strict=True))
         if self.config.packed:
             found |= {"cu_q": t.cu_seqlens_q.int().contiguous(), "cu_k": t.cu_seqlens_k.int().contiguous()}
             found |= {"first": self.band.start, "last": self.band.stop}
-        return tuple(found[name] for name in self.config.extra)
+        traced = self.expressions
+        return (
+            *(found[name] for name in self.config.extra),
+            *(leaf(t.leaves[n]) for n in traced.slots),
+            *traced.numbers,
+        )
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        return Expressions.of(self.p)
 
     def values(self, t: Inputs) -> Tensor:
         """v, or a copy with zeros for the keys that no query sees, where kernels are not kept from these otherwise.
@@ -89,7 +103,7 @@ class Plan:
     def mask_leaves(self, t: Inputs) -> list[Tensor]:
         return [t.leaves[n] for n in self.p.spec.mask_slots]
 
-    def launch(self, *tensors: Tensor, extra: tuple[Tensor | int, ...]) -> None:
+    def launch(self, *tensors: Tensor, extra: tuple[Tensor | int | float, ...]) -> None:
         """With q, k, v, o, lse, sink and what ``config.extra`` names, of which the numbers are the problem's.
 
         The problem leaves open where tensors lie, and the strides of copies: a launch is made once for each set of strides.
@@ -100,6 +114,13 @@ class Plan:
         if launch is None:
             launch = self.launches[key] = library.function(self.config).bound(*tensors[:6], (*self.numbers, *extra))
         launch(*tensors)
+
+
+def leaf(t: Tensor) -> Tensor:
+    """A tensor that an expression reads, as kernels take it: truth values as bytes, and one dimension at least."""
+    t = t.detach()
+    t = t.view(torch.uint8) if t.dtype == torch.bool else t
+    return t if t.ndim else t.view(1)
 
 
 def addressable(t: TensorFacts) -> bool:

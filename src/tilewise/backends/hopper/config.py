@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 
 from tilewise import device as devices
+from tilewise import expr
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes that one CTA may have
@@ -15,8 +17,10 @@ ALIGNMENT = 1024  # bytes: after so many the 128-byte swizzle repeats
 MULTIPLE = 8  # of a head dim: the copy engine wants rows that begin at multiples of 16 bytes
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 LONG = 1 << 30  # rows that packed tensors have less than
-# Of the kept keys of a row: all; up to an end that moves with it; between two such ends; between two that tensors hold.
-FORMS = ("full", "upper", "band", "rows")
+# Of the kept keys of a row: all; up to an end that moves with it; between two such ends; between two that tensors hold; and
+# those of them that a predicate keeps, by lists of key blocks.
+FORMS = ("full", "upper", "band", "rows", "lists")
+SHIPPED = FORMS[:4]
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,40 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class Traced:
+    """Expressions that are compiled into a kernel, as :func:`tilewise.expr.to_text` prints them; "" where there is none.
+
+    Attributes:
+        keep: the mask's predicate. score: what becomes of scores.
+        leaves: of the tensors that they read, in order: dtype and number of dimensions, "float32:2 bool:4".
+        numbers: kinds of theirs, in order: "f" and "i". reads: how many elements of tensors a pair has of its own.
+    """
+
+    keep: str = ""
+    score: str = ""
+    leaves: str = ""
+    numbers: str = ""
+    reads: int = 0
+
+    @property
+    def tensors(self) -> list[tuple[str, int]]:
+        return [(dtype, int(rank)) for dtype, _, rank in (leaf.partition(":") for leaf in self.leaves.split())]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+
+
+PLAIN = Traced()
+
+
+@dataclass(frozen=True)
 class Config:
     """What one forward kernel is compiled for.
 
     Attributes:
         dtype: of DTYPES. form: of FORMS.
+        traced: what is no more than this kernel's: such a kernel is compiled where it is called.
         split: the keys of a query tile are cut into chunks, whose states a second kernel merges.
         heads: query heads of a group that a tile holds side by side, so that its keys serve them all; divides ROWS.
         packed: sequences are packed; neither split, nor are heads side by side.
@@ -112,6 +145,7 @@ class Config:
     split: bool = False
     heads: int = 1
     packed: bool = False
+    traced: Traced = PLAIN
 
     @property
     def queries(self) -> int:
@@ -127,12 +161,13 @@ class Config:
         """What a launch gets beside tensors and numbers: fields of :class:`tilewise.backends.hopper.forward.Extra`."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
+        found += ("blocks", "counts") if self.form == "lists" else ()
         return found + (("cu_q", "cu_k", "first", "last") if self.packed else ())
 
     @property
     def by_rows(self) -> bool:
         """Whether the ends of rows are tensors."""
-        return self.form == "rows"
+        return self.form in ("rows", "lists")
 
     @property
     def has_lower(self) -> bool:
@@ -150,7 +185,8 @@ class Config:
         dims = f"d{t.width}" + (f"v{t.width_v}" if t.width_v != t.width else "")
         flags = "".join(f"_{name}" for name in ("softcap", "split", "packed") if getattr(self, name))
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
-        return f"forward_{self.dtype}_{dims}_{self.form}{flags}_{t.name}"
+        traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
+        return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{t.name}"
 
     def describe(self) -> str:
         t = self.tiles
@@ -167,30 +203,44 @@ class Config:
         return p.dtype.itemsize * p.batch * (p.heads_q * p.seqlen_q + keys) * (p.head_dim + p.head_dim_v)
 
 
-# (head dim of q and k, of v) -> tiles for "full", for the forms with an end, and where a thread has more to remember beside
-# its scores. The first row that holds both dims is taken.
+# (head dim of q and k, of v) -> tiles for "full"; for the forms with an end; where a thread has more to remember beside its
+# scores; where it reads more than one tensor for each of them. The first row that holds both dims is taken.
 TABLE = {
-    (64, 64): (Tiles(64, 64, 3, 128, 8, 2, 160), Tiles(64, 64, 3, 128, 8, 2, 160), Tiles(64, 64, 2, 128, 8, 2, 240)),
-    (96, 96): (Tiles(96, 96, 2, 160, 5, 2, 240), Tiles(96, 96, 2, 128, 6, 2, 240), Tiles(96, 96, 2, 128, 6, 2, 240)),
+    (64, 64): (
+        Tiles(64, 64, 3, 128, 8, 2, 160),
+        Tiles(64, 64, 3, 128, 8, 2, 160),
+        Tiles(64, 64, 2, 96, 10, 2, 240),
+        Tiles(64, 64, 2, 64, 12, 2, 240),
+    ),
+    (96, 96): (
+        Tiles(96, 96, 2, 160, 5, 2, 240),
+        Tiles(96, 96, 2, 128, 6, 2, 240),
+        Tiles(96, 96, 2, 96, 8, 2, 240),
+        Tiles(96, 96, 2, 64, 12, 2, 240),
+    ),
     (128, 128): (
         Tiles(128, 128, 2, 176, 4, 1, 240),
         Tiles(128, 128, 2, 128, 4, 2, 240),
-        Tiles(128, 128, 2, 128, 4, 2, 240),
+        Tiles(128, 128, 2, 80, 8, 2, 240),
+        Tiles(128, 128, 2, 64, 9, 2, 240),
     ),
     (192, 128): (
         Tiles(192, 128, 2, 112, 4, 1, 240),
         Tiles(192, 128, 2, 112, 4, 1, 240),
-        Tiles(192, 128, 2, 112, 4, 1, 240),
+        Tiles(192, 128, 2, 80, 5, 1, 240),
+        Tiles(192, 128, 2, 64, 7, 1, 240),
     ),
     (192, 192): (
         Tiles(192, 192, 2, 112, 4, 1, 240),
         Tiles(192, 192, 2, 96, 4, 1, 240),
-        Tiles(192, 192, 2, 96, 4, 1, 240),
+        Tiles(192, 192, 2, 64, 7, 1, 240),
+        Tiles(192, 192, 2, 32, 12, 1, 240),
     ),
     (256, 256): (
         Tiles(256, 256, 2, 80, 4, 1, 240),
         Tiles(256, 256, 2, 80, 4, 1, 240),
-        Tiles(256, 256, 2, 80, 4, 1, 240),
+        Tiles(256, 256, 2, 48, 6, 1, 240),
+        Tiles(256, 256, 2, 32, 10, 1, 240),
     ),
 }
 # Rows that are shipped with a softcap too; smaller head dims take the next.
@@ -217,24 +267,24 @@ CANDIDATES = (
 )
 
 
-def tiles_of(dims: tuple[int, int], form: str, heavy: bool) -> Tiles:
-    """Of a row of TABLE; ``heavy``: where its last column is meant."""
-    return TABLE[dims][2 if heavy else form != "full"]
+def tiles_of(dims: tuple[int, int], form: str, softcap: bool = False, traced: Traced = PLAIN) -> Tiles:
+    """Of a row of TABLE."""
+    # A softcap beside ends that tensors hold is too much for the registers that three warpgroups leave each other.
+    tight = softcap and form == "rows" and TABLE[dims][1].warpgroups > 2
+    column = 3 if traced.reads > 1 else 2 if traced != PLAIN or tight else int(form != "full")
+    return TABLE[dims][column]
 
 
 def shipped() -> list[Config]:
     """Every kernel that is compiled ahead of time."""
     plain = [
-        Config(tiles_of(dims, form, heavy=False), dtype, form)
-        for dims in TABLE
-        for dtype in DTYPES.values()
-        for form in FORMS
+        Config(tiles_of(dims, form), dtype, form) for dims in TABLE for dtype in DTYPES.values() for form in SHIPPED
     ]
     capped = [
-        Config(tiles_of(dims, form, heavy=form == "rows"), dtype, form, softcap=True)
+        Config(tiles_of(dims, form, softcap=True), dtype, form, softcap=True)
         for dims in SOFTCAP
         for dtype in DTYPES.values()
-        for form in FORMS
+        for form in SHIPPED
     ]
     return plain + capped
 
@@ -285,13 +335,21 @@ def band_of(p: Problem) -> Band | None:
     return Band(*moved, start, max(start, stop))
 
 
-def keys_of(p: Problem) -> Band:
-    """The band of a problem, cut, unless each packed sequence is cut by the kernel; of a mask that is none, all keys: the ends
-    of its rows are tensors."""
-    band = band_of(p)
+def keys_of(p: Problem) -> tuple[str, Band]:
+    """``(form, band)``: how a kernel learns which keys a row has, and the band, cut, where that says it; a packed sequence's is
+    cut by the kernel.
+
+    Otherwise the ends of rows are tensors, and the band is of all keys; so it is too where an expression has to know a key's
+    place among all.
+    """
+    band, every = band_of(p), Band(None, None, 0, p.seqlen_k)
+    if band is None:
+        return ("rows" if p.spec.region.predicate is None else "lists"), every
     if p.packed:
-        return band
-    return Band(None, None, 0, p.seqlen_k) if band is None else band.cut(p.seqlen_q)
+        return band.form, band
+    band = band.cut(p.seqlen_q)
+    whole = (band.start, band.stop) == (0, p.seqlen_k)
+    return (band.form, band) if whole or not is_traced(p) else ("rows", every)
 
 
 def _end(e, op: str) -> tuple[int | None, int | None] | None:
@@ -328,20 +386,50 @@ def _is_softcap(e) -> bool:
     return inner.op == "div" and str(inner.args[0]) == "s" and inner.args[1].op == "number"
 
 
+def is_traced(p: Problem) -> bool:
+    """Whether a score is none that there are kernels of."""
+    return p.spec.score is not None and math.isnan(cap_of(p))
+
+
+@dataclass(frozen=True)
+class Expressions:
+    """What a problem has traced: the kernel's part, the slots of its leaves, and the values of its numbers."""
+
+    traced: Traced
+    slots: tuple[int, ...]
+    numbers: tuple[int | float, ...]
+
+    @classmethod
+    def of(cls, p: Problem) -> Expressions:
+        trees = p.spec.region.predicate, (p.spec.score if is_traced(p) else None)
+        reads = expr.lookups(*(e for e in trees if e is not None))
+        slots, numbers = list(dict.fromkeys(e.args[0][1] for e in reads)), []
+        text = lambda e: "" if e is None else str(expr.parse(str(expr.abstract(e, numbers)), slots.index))  # noqa: E731
+        keep, score = map(text, trees)
+        facts = [p.extras[n] for n in slots]
+        leaves = " ".join(f"{str(t.dtype).removeprefix('torch.')}:{len(t.shape)}" for t in facts)
+        kinds = "".join("f" if isinstance(n, float) else "i" for n in numbers)
+        own = sum({"i", "j"} <= expr.depends_on(*e.args[1:]) for e in reads)
+        return cls(Traced(keep, score, leaves, kinds, own), tuple(slots), tuple(numbers))
+
+
 def choose(p: Problem) -> Config:
     """Of a problem that has no :func:`reasons` against it."""
-    band, capped = keys_of(p), p.spec.score is not None
-    form = "rows" if band_of(p) is None else band.form
+    (form, band), traced = keys_of(p), Expressions.of(p).traced
+    capped = p.spec.score is not None and not traced.score
     rows = (dims for dims in TABLE if not capped or dims in SOFTCAP)
     dims = next(d for d in rows if p.head_dim <= d[0] and p.head_dim_v <= d[1])
-    tiles = tiles_of(dims, form, heavy=capped and form == "rows")
-    config = Config(tiles, DTYPES[str(p.dtype)], form, capped, packed=p.packed)
+    tiles = tiles_of(dims, form, capped, traced)
+    config = Config(tiles, DTYPES[str(p.dtype)], form, capped, packed=p.packed, traced=traced)
     if p.packed:
         return config
     config = grouped(config, p.group, p.seqlen_q)
     # Deterministic results do not depend on batch-mates: the choice to split then looks at one sequence.
-    heads = p.heads_k * (1 if p.spec.deterministic else p.batch) * -(-p.group // config.heads)
-    split = splits(config, heads, p.seqlen_q, band.stop - band.start, devices.of(p.device).cores)
+    heads, cores = (
+        p.heads_k * (1 if p.spec.deterministic else p.batch) * -(-p.group // config.heads),
+        devices.of(p.device).cores,
+    )
+    split = form != "lists" and splits(config, heads, p.seqlen_q, band.stop - band.start, cores)
     return replace(config, split=split)
 
 
@@ -358,7 +446,8 @@ SHORT = {
 
 def grouped(config: Config, group: int, seqlen_q: int) -> Config:
     """The config with as many heads of a group in a tile as make the tiles fewest, where that is fewer."""
-    if config.form == "rows":  # a head's rows end where its own tensors say
+    # A head's rows end where its own tensors say, and expressions know one head.
+    if config.by_rows or config.traced != PLAIN:
         return config
     t = config.tiles
     tiles = next(tiles for dims, tiles in SHORT.items() if t.width <= dims[0] and t.width_v <= dims[1])
@@ -390,6 +479,10 @@ def splits(config: Config, heads: int, seqlen_q: int, seqlen_k: int, cores: int)
     return 2 * count < cores and 3 * split <= 2 * (blocks + OPEN)
 
 
+def _has_wide_number(p: Problem) -> bool:
+    return any(isinstance(n, int) and not -(1 << 31) <= n < 1 << 31 for n in Expressions.of(p).numbers)
+
+
 def reasons(p: Problem) -> list[str]:
     """Why a problem is none for the forward's kernels, whatever is installed."""
     found = [] if str(p.dtype) in DTYPES else [f"{p.dtype}: its kernels take float16 and bfloat16"]
@@ -401,12 +494,11 @@ def reasons(p: Problem) -> list[str]:
         found.append("packed sequences with a mask other than causal, window and a key_range of numbers")
     if p.packed and max(p.seqlen_q, p.seqlen_k) >= LONG:
         found.append(f"{max(p.seqlen_q, p.seqlen_k)} packed rows, {LONG} or more")
-    if p.spec.region.predicate is not None:
-        found.append("a mask that is no interval of keys for every row")
-    if p.spec.score is not None and math.isnan(cap_of(p)):
-        found.append("a score other than one softcap")
+    if p.packed and is_traced(p):
+        found.append("packed sequences with a score other than one softcap")
+    found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(p) else []
     found += ["dropout"] if p.spec.dropout_p else []
-    found += [] if p.softmax_scale > 0 else [f"softmax_scale {p.softmax_scale} is not above 0"]
+    found += [] if p.softmax_scale > 0 or is_traced(p) else [f"softmax_scale {p.softmax_scale} is not above 0"]
     found += [f"an origin other than 0: {p.origin}"] if any(p.origin) else []
     return found
 

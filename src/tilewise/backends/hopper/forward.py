@@ -27,8 +27,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import combine, packed, schedule, tile
-from tilewise.backends.hopper.config import ALIGNMENT, ROWS, Config
+from tilewise.backends.hopper import combine, expression, packed, schedule, tile
+from tilewise.backends.hopper.config import ALIGNMENT, PLAIN, ROWS, Config
 
 F32, I32 = cutlass.Float32, cutlass.Int32
 ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -40,22 +40,30 @@ class Extra(NamedTuple):
 
     ``part_o`` (chunk, batch, head, row, width_v) and ``part_lse`` (chunk, batch, head, row), fp32: states of chunks of keys.
     ``lo``, ``hi`` (batch, head, row), int32: the ends of every row.
+    ``blocks`` (batch, head, query tile, step), ``counts`` (batch, head, query tile, 2), int32: the key blocks to visit, those
+    first that need the predicate, and how many these and all are.
     ``cu_q``, ``cu_k`` (sequence + 1,), int32: where packed sequences begin; ``first``, ``last``: no other keys of each count.
+    ``leaves``, ``numbers``: what expressions read.
     """
 
     part_o: cute.Tensor | None = None
     part_lse: cute.Tensor | None = None
     lo: cute.Tensor | None = None
     hi: cute.Tensor | None = None
+    blocks: cute.Tensor | None = None
+    counts: cute.Tensor | None = None
     cu_q: cute.Tensor | None = None
     cu_k: cute.Tensor | None = None
     first: I32 | None = None
     last: I32 | None = None
+    leaves: tuple | None = None
+    numbers: tuple | None = None
 
 
 class Work(NamedTuple):
     """Numbers of a launch. ``lo``, ``hi``: the band's ends. ``scale2``: softmax_scale · log2(e); with a softcap,
-    cap · log2(e), and ``cap2`` as in :func:`tile.soften`. ``sinks``: whether there are any. ``extra``: more than numbers."""
+    cap · log2(e), and ``cap2`` as in :func:`tile.soften`; with a traced score log2(e), and ``cap2`` is softmax_scale.
+    ``sinks``: whether there are any. ``extra``: more than numbers."""
 
     seqlen_q: I32
     seqlen_k: I32
@@ -99,7 +107,8 @@ class Room(NamedTuple):
 
 class Place(NamedTuple):
     """A query tile: its first query, its (first) head and batch index, its key blocks ``[start, stop)``, which chunk they are
-    of, and what is its packed sequence's own."""
+    of, and what is its packed sequence's own. With lists of blocks these are steps, of which the first ``partial`` ones need
+    the predicate."""
 
     row: I32
     head: I32
@@ -108,6 +117,7 @@ class Place(NamedTuple):
     stop: I32
     chunk: I32 | None = None
     own: packed.Own | None = None
+    partial: I32 | None = None
 
     @property
     def rows(self):
@@ -163,6 +173,9 @@ def place_of(round_, work: Work, x: Config) -> Place:
     if x.heads > 1:
         blocks = head_blocks(work, x)
         head = head // blocks * work.group + head % blocks * x.heads
+    if x.form == "lists":
+        partial, count = (work.extra.counts[batch, head, m_block, n] for n in range(2))
+        return Place(row, head, batch, I32(0), PICK.larger(count, 1), partial=PICK.larger(partial, 1))
     start, stop = schedule.key_blocks(row, x.tile_queries, x.tiles.tile_n, band(batch, head, work, x), PICK)
     if x.split:
         size = schedule.chunk_blocks((work.seqlen_k + x.tiles.tile_n - 1) // x.tiles.tile_n, chunks)
@@ -183,6 +196,13 @@ def packed_place(n, work: Work, x: Config) -> Place:
     start, stop = schedule.key_blocks(row, rows, x.tiles.tile_n, kept, PICK)
     own = packed.Own(q, packed.Span(k.start + first + kept.seqlen_k, kept.seqlen_k), kept.lo, kept.hi)
     return Place(row, n % work.heads_q, sequence, I32(start), I32(stop), own=own)
+
+
+def block_at(at: Place, step, work: Work, x: Config):
+    """The key block that a tile visits at a step: from the last to the first, or as a list has them."""
+    if x.form == "lists":
+        return work.extra.blocks[at.batch, at.head, at.row // x.tile_queries, step]
+    return at.stop - 1 - step
 
 
 def rounds_of(work: Work, x: Config):
@@ -291,7 +311,7 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
         gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.keys, room.k)
         gV, sV = cut(tmas.v, (c.width_v, c.tile_n), (0, None), head_k, at.keys, room.v)
 
-        n = at.stop - 1
+        n = block_at(at, 0, work, x)
         fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
         slot, phase = schedule.after(slot, phase, c.slots)
         for w in cutlass.range_constexpr(c.warpgroups):
@@ -300,12 +320,12 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
             fetch(tmas.q, g, s, q_bytes, room.q_full + n_q, room.q_empty + n_q, q_phase)
         q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
         for step in cutlass.range(at.stop - at.start - 1, unroll=1):
-            n = at.stop - 2 - step
+            n, before = block_at(at, step + 1, work, x), block_at(at, step, work, x)
             fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
             slot, phase = schedule.after(slot, phase, c.slots)
-            fetch(tmas.v, gV[None, n + 1], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
+            fetch(tmas.v, gV[None, before], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
             slot, phase = schedule.after(slot, phase, c.slots)
-        n = at.start
+        n = block_at(at, at.stop - at.start - 1, work, x)
         fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
         slot, phase = schedule.after(slot, phase, c.slots)
 
@@ -379,24 +399,58 @@ def to_p(t: Operands, x: Config) -> None:
         pairs[n] = tile.pack(values[2 * n], values[2 * n + 1], x.dtype)
 
 
-def scores(t: Operands, limits, work: Work, x: Config) -> cute.Tensor:
-    """The accumulator as rows and columns, capped and masked."""
-    s = tile.rows_columns(t.s)
+class Line(NamedTuple):
+    """A thread's two rows in a tile: ``i`` of each, its first column, and the first and one past the last key that it keeps,
+    less that column; None: no end."""
+
+    batch: I32
+    head: I32
+    i: list
+    column: I32
+    lower: list | None
+    upper: list
+
+
+class Block(NamedTuple):
+    """Key block n of a thread's rows; ``partial``: whether some row may not see all of it."""
+
+    line: Line
+    n: I32
+    partial: bool
+
+
+def line_of(at: Place, row, thread, kept: schedule.Band, x: Config) -> Line:
+    """Of a thread of the warpgroup whose first query is ``row``."""
+    rows, start = [row + tile.row_of(thread, r) // x.heads for r in range(2)], tile.column_of(thread, 0)
+    upper = [schedule.row_stop(i, kept, PICK) - start for i in rows]
+    lower = [schedule.row_start(i, kept, PICK) - start for i in rows] if x.has_lower else None
+    return Line(at.batch, at.head, rows, start, lower, upper)
+
+
+def scores(t: Operands, block: Block, work: Work, x: Config) -> cute.Tensor:
+    """The accumulator as rows and columns, capped or scored, and masked."""
+    s, line, first = tile.rows_columns(t.s), block.line, block.n * x.tiles.tile_n
+    pairs = expression.pairs_of(line, first, work) if x.traced != PLAIN else None
     if x.softcap:
         tile.soften(s, work.cap2)
-    if limits is not None:
-        tile.hide(s, *limits)
+    if x.traced.score:
+        expression.scored(s, x.traced.score, work.cap2, pairs)
+    if block.partial:
+        minus = lambda ends: None if ends is None else [end - first for end in ends]  # noqa: E731
+        tile.hide(s, minus(line.lower), minus(line.upper))
+        if x.traced.keep:
+            expression.hide(s, x.traced.keep, pairs)
     return s
 
 
-def first_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Config):
+def first_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x: Config):
     """S and P of a tile's first block; its product with V is the next block's affair. Returns the ring, one slot on."""
     slot, phase = ring
     cute.arch.mbarrier_wait(room.full + slot, phase)
     tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
     warpgroup.wait_group(0)
     release(room.empty + slot)
-    s = scores(t, limits, work, x)
+    s = scores(t, block, work, x)
     tile.exponentials(s, t.rows, work.scale2, first=True, masked=True, lazy=x.tiles.lazy)
     to_p(t, x)
     return schedule.after(slot, phase, x.tiles.slots)
@@ -422,12 +476,9 @@ def first_turn(w, x: cutlass.Constexpr):
         pass_turn(w, x)
 
 
-def key_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Config):
-    """S of this block and O += P V of the block before at once; softmax under the latter. Returns the ring, two slots on.
-
-    ``limits`` of the scores' columns, or None where every row sees the whole block.
-    """
-    c, w = x.tiles, q_tile // x.tiles.q_stages
+def key_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x: Config):
+    """S of this block and O += P V of the block before at once; softmax under the latter. Returns the ring, two slots on."""
+    c, w, masked = x.tiles, q_tile // x.tiles.q_stages, block.partial or bool(x.traced.score)
     k_slot, k_phase = ring
     v_slot, v_phase = schedule.after(k_slot, k_phase, c.slots)
     cute.arch.mbarrier_wait(room.full + k_slot, k_phase)
@@ -438,8 +489,8 @@ def key_block(t: Operands, q_tile, ring, limits, room: Room, work: Work, x: Conf
     pass_turn(w, x)
     warpgroup.wait_group(1)
     release(room.empty + k_slot)
-    s = scores(t, limits, work, x)
-    tile.exponentials(s, t.rows, work.scale2, first=False, masked=limits is not None, lazy=c.lazy)
+    s = scores(t, block, work, x)
+    tile.exponentials(s, t.rows, work.scale2, first=False, masked=masked, lazy=c.lazy)
     tile.pin(room.pin, t.rows)
     warpgroup.wait_group(0)
     release(room.empty + v_slot)
@@ -458,24 +509,12 @@ def last_product(t: Operands, ring, room: Room, x: Config):
     return schedule.after(slot, phase, x.tiles.slots)
 
 
-class Limits(NamedTuple):
-    """First and one past the last kept column of a thread's two rows, from the thread's first column on; None: no end."""
-
-    lower: list | None
-    upper: list | None
-
-    def of(self, n, tile_n: int):
-        """As columns of key block n."""
-        minus = lambda ends: None if ends is None else [end - n * tile_n for end in ends]  # noqa: E731
-        return minus(self.lower), minus(self.upper)
-
-
-def limits_of(row, thread, kept: schedule.Band, x: Config) -> Limits:
-    """Of the rows of a warpgroup whose first query is ``row``."""
-    rows, start = [row + tile.row_of(thread, r) // x.heads for r in range(2)], tile.column_of(thread, 0)
-    upper = [schedule.row_stop(i, kept, PICK) - start for i in rows]
-    lower = [schedule.row_start(i, kept, PICK) - start for i in rows] if x.has_lower else None
-    return Limits(lower, upper)
+def whole_steps(at: Place, row, kept: schedule.Band, x: Config):
+    """``(first, stop)`` of the steps at which the warpgroup whose first query is ``row`` sees whole blocks; the first is none."""
+    if x.form == "lists":
+        return at.partial, at.stop
+    start, stop = schedule.whole_blocks(row, x.queries, x.tiles.tile_n, kept, (at.start, at.stop - 1), PICK)
+    return at.stop - stop, at.stop - start
 
 
 @cute.jit
@@ -493,24 +532,25 @@ def compute(
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
         row, kept = at.row + w * x.queries, band_at(at, work, x)
-        whole_start, whole_stop = schedule.whole_blocks(row, x.queries, c.tile_n, kept, (at.start, at.stop - 1), PICK)
-        limits = limits_of(row, thread, kept, x)
+        whole, rest = whole_steps(at, row, kept, x)
+        line = line_of(at, row, thread, kept, x)
         q_tile = w * c.q_stages + q_stage
         cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
         t.o.fill(0.0)
 
-        last = at.stop - 1
-        slot, phase = first_block(t, q_tile, (slot, phase), limits.of(last, c.tile_n), room, work, x)
+        block = Block(line, block_at(at, 0, work, x), True)
+        slot, phase = first_block(t, q_tile, (slot, phase), block, room, work, x)
         if cutlass.const_expr(x.has_upper):
-            for step in cutlass.range(last - whole_stop, unroll=1):  # the right edge
-                cut_off = limits.of(last - 1 - step, c.tile_n)
-                slot, phase = key_block(t, q_tile, (slot, phase), cut_off, room, work, x)
-        for _ in cutlass.range(whole_stop - whole_start, unroll=1):
-            slot, phase = key_block(t, q_tile, (slot, phase), None, room, work, x)
-        if cutlass.const_expr(x.has_lower):
-            for step in cutlass.range(whole_start - at.start, unroll=1):  # the left edge
-                cut_off = limits.of(whole_start - 1 - step, c.tile_n)
-                slot, phase = key_block(t, q_tile, (slot, phase), cut_off, room, work, x)
+            for step in cutlass.range(whole - 1, unroll=1):  # the right edge, or what needs the predicate
+                block = Block(line, block_at(at, 1 + step, work, x), True)
+                slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
+        for step in cutlass.range(rest - whole, unroll=1):
+            block = Block(line, block_at(at, whole + step, work, x), False)
+            slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
+        if cutlass.const_expr(x.has_lower and x.form != "lists"):
+            for step in cutlass.range(at.stop - at.start - rest, unroll=1):  # the left edge
+                block = Block(line, block_at(at, rest + step, work, x), True)
+                slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
         slot, phase = last_product(t, (slot, phase), room, x)
 
         epilogue(t, room, q_tile, w, lse, sink, at, work, x)
@@ -616,6 +656,15 @@ def by_group(t: cute.Tensor, group, groups) -> cute.Tensor:
     )
 
 
+def extra_of(values: list, x: Config) -> Extra:
+    """Of the values that follow a launch's numbers: what ``x.extra`` names, leaves, and expressions' numbers."""
+    named, leaves = len(x.extra), len(x.extra) + len(x.traced.tensors)
+    if x.traced == PLAIN:
+        return Extra(**dict(zip(x.extra, values, strict=True)))
+    fields = dict(zip(x.extra, values[:named], strict=True))
+    return Extra(**fields, leaves=tuple(values[named:leaves]), numbers=tuple(values[leaves:]))
+
+
 @cute.jit
 def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor,
@@ -625,7 +674,7 @@ def launch(
     packed sequences are one batch element.
 
     ``numbers``: lo and hi of the band, heads of a section, CTAs, whether sinks count (else they are not read), scale2, cap2,
-    and what ``x.extra`` names.
+    and what :func:`extra_of` takes.
     """
     c, element = x.tiles, ELEMENT[x.dtype]
     view = lambda t, modes: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))  # noqa: E731
@@ -655,7 +704,7 @@ def launch(
     lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
     work = Work(
         q.shape[1], k.shape[1], q.shape[2], group, q.shape[0], section, lo, hi, sinks, scale2, cap2,
-        Extra(**dict(zip(x.extra, extra, strict=True))),
+        extra_of(extra, x),
     )  # fmt: skip
     kernel.set_name_prefix(x.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(

@@ -1,4 +1,5 @@
-"""What a mask gives a kernel beside numbers: the ends of every row, and the keys that somebody sees; made on the device."""
+"""What a mask gives a kernel beside numbers: the ends of every row, the key blocks of every query tile, and the keys that
+somebody sees; made on the device."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
-from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.config import Tiles
 from tilewise.problem import Problem
-from tilewise.tiles import Grid, seen_keys
+from tilewise.tiles import PARTIAL, Grid, TileMap, seen_keys
 
 
 def grid_of(p: Problem, t: Inputs) -> Grid:
@@ -25,10 +26,12 @@ def row_ends(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:
     return tuple(x.int().expand(p.batch, p.heads_q, -1) for x in grid_of(p, t).key_interval(rows))
 
 
-def extra(p: Problem, config: Config, t: Inputs) -> tuple[Tensor, ...]:
-    """What ``config.extra`` names, in its order."""
-    made = dict(zip(("lo", "hi"), row_ends(p, t), strict=True))
-    return tuple(made[name] for name in config.extra)
+def visits(p: Problem, t: Inputs, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """``(blocks, counts)`` as :meth:`tilewise.tiles.TileMap.visits` has them, expanded to every batch element and head."""
+    tile_map = TileMap.build(grid_of(p, t), tiles.tile_m, tiles.tile_n)
+    if p.seqlen_k % tiles.tile_n:  # a ragged end is cut off where a block is partial
+        tile_map.status[..., -1:].clamp_(max=PARTIAL)
+    return tuple(x.expand(p.batch, p.heads_q, -1, -1) for x in tile_map.visits())
 
 
 def seen(p: Problem, t: Inputs) -> Tensor | None:

@@ -39,6 +39,13 @@ def choose(condition, a, b):
     return F32(cutlass.select_(condition, F32(a), F32(b)))
 
 
+def once(x, score):
+    """The whole number x, no sooner than a score is known: a zero is added that depends on it, though no compiler sees that
+    it is zero (a number has at most 32 bits set)."""
+    code = "{ .reg .b32 t; popc.b32 t, {$r1}; shr.u32 t, t, 6; add.s32 {$w0}, {$r0}, t; }"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[x, score])
+
+
 def rows_columns(acc: cute.Tensor) -> cute.Tensor:
     """An accumulator ((2, 2, N/8), 1, 1) as (2 rows, N/4 columns): a view."""
     shape, stride = acc.layout.shape, acc.layout.stride

@@ -1,0 +1,102 @@
+"""Expressions as the Hopper kernels compute them, on the emulated machine, against :func:`tilewise.expr.evaluate`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backends.hopper import emulated
+from tilewise import expr
+from tilewise.expr import OPERATIONS, Expr, apply, symbol
+
+EXPRESSION = emulated.load_kernel()[0].expression
+S, I, J = (symbol(name) for name in "sij")
+N = emulated.THREADS.size
+LEAVES = (torch.randn(5, 400), torch.arange(7) > 3, torch.tensor([3, 1 << 40, -2]), torch.tensor(0.5))
+
+
+def both(e: Expr, i, j, s) -> tuple[np.ndarray, torch.Tensor]:
+    """The kernel's values and torch's, for one row and the first column of every thread."""
+    e = expr.parse(str(e))  # leaves by number
+    leaves = tuple(emulated.Global(x.reshape(x.shape or (1,)).numpy()) for x in LEAVES)
+    common = {"b": 1, "h": 2, "off": 3, "seqlen_q": 40, "seqlen_k": 43}
+    pairs = EXPRESSION.Pairs(common, [np.asarray(i)] * 2, np.asarray(j), leaves, ())
+    with np.errstate(all="ignore"):
+        found = EXPRESSION.Values(str(e), pairs).at(0, 0, np.asarray(s, np.float32))
+    env = {"i": torch.as_tensor(i), "j": torch.as_tensor(j), "s": torch.as_tensor(s).float()}
+    env |= {name: torch.tensor(x) for name, x in common.items()}
+    return np.broadcast_to(found, (N,)), expr.evaluate([e], env, LEAVES, torch.float32)[0].expand(N)
+
+
+NO_BOOLS = ("sub", "neg", "abs", "sign", "floordiv", "mod", "pow", "floor", "ceil", "round", "trunc", "relu")
+NO_FLOATS = ("and", "or", "xor", "not")
+
+
+def cases() -> dict[str, Expr]:
+    found = {}
+    for name, operation in OPERATIONS.items():
+        whole = (I, J % 4) if name == "pow" else (I, J * 2 - 7)  # no division by 0, no power below 0
+        for kind, args in {"float": (S, J * 0.5), "int": whole, "bool": (I > J, J > 9), "mixed": (S, J)}.items():
+            if name in NO_BOOLS * (kind == "bool") + NO_FLOATS * (kind in ("float", "mixed")):
+                continue
+            given = [I > J, *args] if name == "where" else args[: operation.arguments]
+            found[f"{name}-{kind}"] = apply(name, *given)
+    return found
+
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operation_is_torch_s(name):
+    rng = np.random.default_rng(3)
+    i, j, s = rng.integers(0, 40, N), rng.integers(0, 40, N), rng.standard_normal(N) * 3
+    positive = name.startswith(("log", "sqrt", "rsqrt", "pow"))
+    found, expected = both(CASES[name], i, j, (np.abs(s) if positive else s).astype(np.float32))
+    assert (np.asarray(found).dtype == bool) == (expected.dtype == torch.bool)
+    found = torch.from_numpy(np.array(found)).double()
+    torch.testing.assert_close(found, expected.double(), rtol=3e-6, atol=1e-6, equal_nan=True)
+
+
+READS = {
+    "float": Expr("lookup", (LEAVES[0], I - 2, J)),
+    "bool": Expr("lookup", (LEAVES[1], J)),
+    "int64": Expr("lookup", (LEAVES[2], I)),
+    "scalar": Expr("lookup", (LEAVES[3],)) * S,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_tensor_is_read_within_its_bounds(name):
+    slots = {id(x): n for n, x in enumerate(LEAVES)}
+    leaf = expr.lookups(READS[name])[0].args[0]
+    text = expr.to_text(READS[name])[0]
+    e = expr.parse(text, lambda _: slots[id(leaf)])
+    found, expected = both(e, np.arange(N), np.arange(N) * 4, np.ones(N))
+    torch.testing.assert_close(torch.from_numpy(np.array(found)).double(), expected.double(), rtol=1e-6, atol=0)
+
+
+def test_whole_numbers_of_any_size_divide_as_python_s_do():
+    rng = np.random.default_rng(5)
+    a = rng.integers(-(2**31) + 1, 2**31 - 1, 4096) >> rng.integers(0, 31, 4096)
+    b = np.where(rng.random(4096) < 0.5, 1, -1) * (1 + (rng.integers(0, 2**31 - 1, 4096) >> rng.integers(0, 31, 4096)))
+    assert np.array_equal(EXPRESSION.floor_divide(a, b), a // b)
+
+
+def test_a_node_is_computed_once_for_what_it_depends_on():
+    reads = []
+
+    class Counted(emulated.Global):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    text = "(s + float0[h, (j // 16)]) * float0[h, i]"
+    row = np.arange(N)
+    pairs = EXPRESSION.Pairs({"h": 2}, [row, row + 8], row, (Counted(LEAVES[0].numpy()),), ())
+    values = EXPRESSION.Values(text, pairs)
+    for c in range(3):
+        for r in range(2):
+            values.at(r, c, np.ones(N, np.float32))
+    assert len(reads) == 2 + 3

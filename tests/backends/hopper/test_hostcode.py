@@ -17,7 +17,7 @@ import torch
 from tests.backends.hopper import standin
 from tests.backends.hopper.standin import Nowhere
 from tilewise.backends.hopper import aot, driver, hostcode, library
-from tilewise.backends.hopper.config import Config, shipped
+from tilewise.backends.hopper.config import Config, Traced, shipped
 from tilewise.backends.hopper.recipe import Argument, Extent, Launch, Recipe, TensorArgument, offsets
 
 for package in ("cutlass", "tvm_ffi"):
@@ -25,16 +25,30 @@ for package in ("cutlass", "tvm_ffi"):
 
 packed = importlib.import_module("tilewise.backends.hopper.packed")
 
+TRACED = Traced(
+    keep="(bool0[b, h, i, j] & (int1[j] < int_0)) | (float2[()] > float_1)",
+    score="(s - (float3[h] * float_2))",
+    leaves="bool:4 int64:1 float16:0 bfloat16:1",
+    numbers="iff",
+)
 CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors among them, two kernels in turn
     "plain": ((64, 64), {"dtype": "bf16", "form": "full"}),
     "rows": ((192, 128), {"dtype": "fp16", "form": "rows"}),
     "split": ((64, 64), {"dtype": "fp16", "form": "upper", "split": True}),
     "packed": ((128, 128), {"dtype": "bf16", "form": "upper", "packed": True}),
+    "traced": ((96, 96), {"dtype": "bf16", "form": "lists", "traced": TRACED}),
     "heads": ((64, 64), {"dtype": "bf16", "form": "full", "heads": 8, "split": True}),
 }
 STREAM = 0x5EED0
 APART = 256, 1 << 20, 1 << 38  # strides, about
-BITS = {"bfloat16": (4, 16), "float32": (2, 32), "float16": (2, 16), "int32": (0, 32)}  # DLPack's kind and width
+BITS = {
+    "bfloat16": (4, 16),
+    "float32": (2, 32),
+    "float16": (2, 16),
+    "int32": (0, 32),
+    "int64": (0, 64),
+    "uint8": (1, 8),
+}  # DLPack's kind and width
 
 
 class Managed(ctypes.Structure):

@@ -24,7 +24,7 @@ from tilewise.backends.hopper.config import Config
 _HERE = Path(__file__).parent
 TABLE = _HERE / "kernels.txt"  # figures of the shipped kernels, so that a diff shows a spill
 SOURCES = (
-    "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "packed.py", "expression.py", "aot.py", "hostcode.py", 
+    "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "packed.py", "expression.py", "aot.py", "hostcode.py",
     "recipe.py", "../../expr.py",
     "backward_config.py", "backward_tile.py", "backward_rows.py", "backward_keys.py", "backward_queries.py", "backward.py",
     "backward_aot.py",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 
@@ -50,3 +54,45 @@ def test_a_graph_replays_it_and_another_stream_runs_it():
     torch.cuda.synchronize()
     assert torch.equal(aside, expected)
     assert torch.equal(captured, expected)
+
+
+FIRST = """
+    import sys, threading, torch
+    import tilewise as tw
+    from tests.backends.contract import qkv
+    q, k, v = (x.cuda() for x in qkv(nq=500, nk=500, d=64, dv=64, dtype=torch.bfloat16))
+    run = lambda: tw.attention(q, k, v, causal=True, backend="hopper")
+    torch.cuda.synchronize()
+    torch.set_grad_enabled(False)
+"""
+CAPTURE = """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # nothing was launched or loaded before
+        captured = run()
+    graph.replay()
+    assert torch.equal(captured, run())
+"""
+THREADS = """
+    found, start = [], threading.Barrier(8)
+    def work():
+        with torch.no_grad():
+            start.wait()
+            found.append(run())
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert len(found) == 8 and all(torch.equal(o, run()) for o in found)
+"""
+
+
+@pytest.mark.parametrize("what", [CAPTURE, THREADS], ids=["inside-a-capture", "in-eight-threads"])
+def test_the_first_launch_of_a_process_may_be(what):
+    subprocess.run([sys.executable, "-c", textwrap.dedent(FIRST + what + "    torch.cuda.synchronize()")], check=True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
+def test_each_device_runs_its_own():
+    q, k, v = qkv(nq=500, nk=500, d=64, dv=64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        o = [tw.attention(*(x.to(f"cuda:{n}") for x in (q, k, v)), causal=True, backend="hopper") for n in (0, 1, 0)]
+    assert all(torch.equal(x.cpu(), o[0].cpu()) for x in o)

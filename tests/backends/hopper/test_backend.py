@@ -61,7 +61,7 @@ def test_a_kernel_that_is_not_there_is_built_once(monkeypatch, tmp_path, capsys)
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
 
     def build(c, folder):
-        (folder / library.file_name(c)).touch()
+        (folder / library.file_name(c.name)).touch()
         return {"faults": []}
 
     monkeypatch.setattr(aot, "build", build)

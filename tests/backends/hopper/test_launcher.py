@@ -287,7 +287,7 @@ def want_a_kernel(folder: Path, seconds: float) -> None:
     def build(c, where):
         log("building")
         time.sleep(seconds)
-        library.write(where / library.file_name(c), CUBIN, RECIPE)
+        library.write(where / library.file_name(c.name), CUBIN, RECIPE)
         return {"faults": []}
 
     aot.build, library.index, library.cache = build, dict, lambda: folder / "cache"

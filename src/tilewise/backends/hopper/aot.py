@@ -95,7 +95,7 @@ def build(config: Config | Backward, folder: Path) -> dict:
         made, arguments = make(config, Path(scratch), OPTIONS)
     recipe = hostcode.read(made.ir_module, made.function_name, arguments, made.__cubin__)
     figures, faults = judge(config, sass.disassemble(made.__cubin__), recipe)
-    file = library.write(folder / library.file_name(config), made.__cubin__, recipe)
+    file = library.write(folder / library.file_name(config.name), made.__cubin__, recipe)
     return {
         "config": asdict(config),
         **figures,
@@ -144,7 +144,9 @@ def build_all(configs: list[Config | Backward], folder: Path, jobs: int) -> dict
     file = folder / "index.json"
     content = json.loads(file.read_text()) if file.exists() else {}
     rows = content.get("kernels", {}) if content.get("sources") == library.source_hash() else {}
-    kept = lambda c: rows.get(c.name, {}).get("config") == asdict(c) and (folder / library.file_name(c)).exists()  # noqa: E731
+    for known in folder.glob(library.file_name("*")) if not rows else ():  # of other sources: not to be shipped
+        known.unlink()
+    kept = lambda c: rows.get(c.name, {}).get("config") == asdict(c) and (folder / library.file_name(c.name)).exists()  # noqa: E731
     wanted = [c for c in configs if not kept(c)]
     with ProcessPoolExecutor(jobs) as pool:
         for config, row in zip(wanted, pool.map(build, wanted, [folder] * len(wanted)), strict=True):

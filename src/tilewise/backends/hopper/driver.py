@@ -16,7 +16,6 @@ from tilewise import settings
 from tilewise.backends.hopper.recipe import Made, Recipe, TensorArgument, flat
 
 VERSION = 1
-PARAMETER_BYTES, PARAMETERS = 4096, 256  # of one kernel, at most
 _FILE = Path(__file__).with_name("libtilewise_launcher.so")
 
 

@@ -85,15 +85,15 @@ def function(config: Config | Backward) -> driver.Kernels:
     return found
 
 
-def file_name(config: Config | Backward) -> str:
-    return f"{config.name}.kernel"
+def file_name(kernel: str) -> str:
+    return f"{kernel}.kernel"
 
 
 def file_of(config: Config | Backward) -> Path:
     """Its file, which is made first if it is nowhere. Where several processes want it, one makes it and the others wait."""
     if built(config):
-        return folder() / file_name(config)
-    file = cache() / file_name(config)
+        return folder() / file_name(config.name)
+    file = cache() / file_name(config.name)
     if not file.exists():
         import fcntl  # where there is a GPU of this kind there is Linux
 

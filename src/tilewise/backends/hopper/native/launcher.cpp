@@ -226,6 +226,7 @@ namespace {
 int launch_one(const TwLaunch& x, Function function, const uint64_t* addresses, void* stream) {
   char parameters[kTwParameterBytes];
   void* at[kTwParameters];
+  if (x.bytes > kTwParameterBytes || x.count > kTwParameters) return fail("parameters of " + std::to_string(x.bytes) + " bytes");
   std::memcpy(parameters, x.parameters, x.bytes);
   for (uint32_t n = 0; n < x.patches; ++n) {
     const TwPatch& patch = x.patch[n];

@@ -6,7 +6,7 @@
 #define TW_EXPORT __attribute__((visibility("default")))
 
 constexpr int32_t kTwLauncherVersion = 1;
-constexpr uint32_t kTwParameterBytes = 4096, kTwParameters = 256;  // of one kernel, at most
+constexpr uint32_t kTwParameterBytes = 32764, kTwParameters = 1024;  // of one kernel, at most: the driver's own limit
 
 struct TwImage;  // a cubin and its kernels
 

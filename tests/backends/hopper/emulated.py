@@ -12,6 +12,7 @@ import importlib
 import sys
 import threading
 import types
+from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -79,6 +80,12 @@ def elect_one():
 def arrive(pointer: Pointer) -> None:
     elected = getattr(role, "elected", False)
     pointer.barrier.change((4 if elected else 128) if role.computes else 1, 0)
+
+
+def meet(barrier_id: int, number_of_threads: int) -> None:
+    """Warpgroups wait for each other; a warpgroup's threads go together anyway."""
+    if number_of_threads > 128:
+        role.named[barrier_id].wait(LIMIT)
 
 
 # -- Memory --------------------------------------------------------------------------------------------------------
@@ -202,7 +209,7 @@ def modules() -> dict[str, types.ModuleType]:
             pointer.barrier.change(0, size),
             pointer.barrier.change(1, 0),
         ),
-        barrier=lambda **_: None,
+        barrier=meet,
         fence_view_async_shared=lambda: None,
         sync_warp=lambda: None,
         cp_async_bulk_commit_group=lambda: None,
@@ -419,8 +426,11 @@ def _combine(combine, extra, rest: tuple, config: Config) -> None:
 
 def _together(roles, cta: int, ctas: int) -> None:
     errors: list[BaseException] = []
+    named = defaultdict(lambda: threading.Barrier(sum(computes for computes, _ in roles)))
+    named[1]  # made before the threads that share it
 
     def start(computes: bool, body) -> None:
+        role.named = named
         role.computes, role.cta, role.ctas, role.products, role.threads = computes, cta, ctas, [], 128
         try:
             with np.errstate(all="ignore"):

@@ -24,19 +24,26 @@ from tests.backends.hopper.emulated import (
     role,
     rounded,
 )
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
+from tilewise.backends.hopper.config import ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
 
 
 class Turned:
-    """Rooms whose tiles are the right side of a product as they lie; others enter it transposed."""
+    """Rooms whose tiles are seen transposed, and of that ``rows`` or ``columns`` alone."""
 
-    def __init__(self, rooms: Rooms):
-        self.rooms = rooms
+    def __init__(self, rooms: Rooms, rows: slice = slice(None), columns: slice = slice(None)):
+        self.rooms, self.part = rooms, (rows, columns)
 
     def __getitem__(self, index: tuple):
         return self, index[-1]
+
+
+def seen(operand: tuple) -> np.ndarray:
+    """The matrix that a product's operand is, (rows, depth) or (columns, depth)."""
+    rooms, n = operand
+    return rooms.rooms.tiles[n].T[rooms.part] if isinstance(rooms, Turned) else rooms.tiles[n]
 
 
 class Words:
@@ -50,21 +57,19 @@ class Words:
             self.values[n % 2, n - n % 2 + m] = pair[m]
 
 
-def right_side(operand: tuple) -> np.ndarray:
-    rooms, n = operand
-    return rooms.rooms.tiles[n] if isinstance(rooms, Turned) else rooms.tiles[n].T
+OTHERS = ("backward_sum", "forward", "combine", "packed")
 
 
 def load(name: str):
     """A pass's module with everything stood in for."""
-    kernel, part, tile = imported(f"backward_{name}", "backward_tile", "tile", "forward", "combine", "packed")[:3]
+    kernel, part, tile, *others = imported(f"backward_{name}", "backward_tile", "tile", *OTHERS)
     places = Places(tile)
 
     def products(mma, acc, pairs, overwrite: bool) -> None:
         def product() -> None:
             for n, (a, b) in enumerate(pairs):
-                left = places.matrix(a.values) if isinstance(a, Registers) else a[0].tiles[a[1]]
-                values = places.registers(left @ right_side(b))
+                left = places.matrix(a.values) if isinstance(a, Registers) else seen(a)
+                values = places.registers(left @ seen(b).T)
                 acc.values[:] = values if overwrite and n == 0 else acc.values + values
 
         role.products.append(product)
@@ -92,14 +97,24 @@ def load(name: str):
     def take_over(operand, handed) -> None:
         operand.values[:] = handed.values
 
+    def put_fragment(fragment, mma, room, dtype) -> None:
+        room[0].tiles[room[1]] = places.matrix(fragment.values)
+
+    def write_part(dq, part, w) -> None:
+        part[w] = places.matrix(dq.values)
+
+    def add(target, part, w) -> None:
+        target.values += part[w].ravel()
+
     stands_in = {
         "products": products, "of_columns": of_columns, "to_operand": to_operand, "put": put, "scaled": scaled,
         "bring": bring, "hand_over": hand_over, "take_over": take_over, "hold": lambda word, values: None,
+        "as_accumulator": lambda operand, acc: operand, "put_fragment": put_fragment, "write_part": write_part, "add": add,
         "as_rows_columns": lambda operand, acc: operand.values, "operands": OPERANDS[name], "cut": cut,
     }  # fmt: skip
-    for where in (kernel, part):
+    for where in (kernel, part, others[0]):
         for key, value in stands_in.items():
-            if hasattr(where, key):
+            if hasattr(where, key) and (key != "operands" or where is kernel):
                 setattr(where, key, value)
     part.words = Words
     tile.pack = lambda low, high, dtype: (rounded(low, dtype), rounded(high, dtype))
@@ -107,11 +122,15 @@ def load(name: str):
     return kernel
 
 
-def _key_operands(by, room, x: Backward):
-    c = x.keys
+def _key_operands(by, room, w: int, x: Backward):
+    c, total = x.keys, None
+    if c.summed:
+        part = slice(ROWS * w, ROWS * (w + 1))
+        halves = (part, slice(None)) if c.tile_m == 2 * ROWS else (slice(None), part)
+        total = by.make_sum(None, Turned(room.sum.ds, halves[0]), Turned(room.k, halves[1]), Registers(ROWS))
     s = [Registers(c.tile_m) for _ in range(4)]
     rooms = room.k, room.v, room.q, room.do, Turned(room.q), Turned(room.do)
-    return by.make(by.names, *rooms, *s, Registers(c.width), Registers(c.width_v))
+    return by.make(by.names, *rooms, *s, Registers(c.width), Registers(c.width_v), total)
 
 
 def _query_operands(by, room, x: Backward):
@@ -142,13 +161,16 @@ def bars(*counts: tuple[int, int]) -> list[Pointer]:
     return [Pointer([Barrier(arrivals) for _ in range(n)]) for n, arrivals in counts]
 
 
-def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple[np.ndarray, np.ndarray]:
-    """``(dk, dv)`` of arrays (batch, seqlen, heads, head_dim), one CTA after the other."""
+def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
+    """``(dk, dv)``, and dq or None, of arrays (batch, seqlen, heads, head_dim), one CTA after the other."""
     kernel, c = load("keys"), x.keys
     dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
     work = kernel.Work(*work)
     tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
-    by = SimpleNamespace(make=kernel.Operands, names=SimpleNamespace(score=None, dk=None, dv=None), dk=None, dv=None)
+    sums = np.zeros((*t["lse2"].shape[:2], t["lse2"].shape[2] // c.tile_m, KEY_GROUPS, PART), np.float32)
+    lines = kernel.Lines(Global(t["lse2"]), Global(t["delta"]), Global(sums))
+    names = SimpleNamespace(score=None, dk=None, dv=None)
+    by = SimpleNamespace(make=kernel.Operands, make_sum=kernel.backward_sum.Operands, names=names, dk=None, dv=None)
     for cta in range(ctas):
         k, v, ring = Rooms(c.key_tiles), Rooms(c.key_tiles), Rooms(c.slots)
         rooms = 2 * c.key_tiles
@@ -158,19 +180,34 @@ def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple[np.ndarray, 
         out = (v, k) if c.split else (k, v)
         handed = SimpleNamespace(values=None)
         room = kernel.Room(k, v, *out, ring, ring, Rooms(c.slots), handed, full, empty, held_full, held_empty, done,
-                           p_full, p_empty, None)  # fmt: skip
-        groups = [lambda w=w, room=room: kernel.compute(room, w, by, work, x) for w in range(2)]
+                           p_full, p_empty, None, _sum_room(kernel))  # fmt: skip
+        compute = kernel.compute_and_sum if c.summed else kernel.compute
+        groups = [lambda w=w, room=room, compute=compute: compute(room, w, by, work, x) for w in range(2)]
         if c.split:
             groups = [
                 lambda room=room, make=make: make(room, by, work, x) for make in (kernel.make_values, kernel.make_keys)
             ]
-        stores = [lambda w=w, room=room: kernel.store(tmas, room, w, work, x) for w in range(2)]
+        stores = [lambda w=w, room=room: kernel.store(tmas, lines, room, w, work, x) for w in range(2)]
         loads = [
             lambda room=room: kernel.load_keys(tmas, room, work, x),
-            lambda room=room: kernel.load_queries(tmas, Global(t["lse2"]), Global(t["delta"]), room, work, x),
+            lambda room=room: kernel.load_queries(tmas, lines, room, work, x),
         ]
         _together([(False, body) for body in loads + stores] + [(True, body) for body in groups], cta, ctas)
-    return dk, dv
+    return dk, dv, _placed(sums, t["q"].shape, c.tile_m, work.scale) if c.summed else None
+
+
+def _sum_room(kernel):
+    barriers = bars((2, 128 * KEY_GROUPS), (2, 128), (2, 1))
+    return kernel.backward_sum.Room(Rooms(2 * KEY_GROUPS), [None] * KEY_GROUPS, *barriers)
+
+
+def _placed(sums: np.ndarray, shape: tuple, tile_m: int, scale) -> np.ndarray:
+    """dQ of its parts, as the kernel that follows puts them in place."""
+    batch, heads, blocks = sums.shape[:3]
+    parts = sums.reshape(batch, heads, blocks, KEY_GROUPS, ROWS, ROWS)
+    rows = parts if tile_m == KEY_GROUPS * ROWS else np.swapaxes(parts, 3, 4)  # one after the other, or side by side
+    whole = rows.reshape(batch, heads, blocks * tile_m, -1)
+    return np.swapaxes(whole, 1, 2)[:, : shape[1], :, : shape[3]] * scale
 
 
 def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:

@@ -19,13 +19,18 @@ from tilewise.backends.hopper.backward_config import KeyTiles, QueryTiles
 from tilewise.reference import Reference
 
 QUERIES = QueryTiles(64, 64, 2, 64, 3)  # many blocks, small rings
-KEYS = {"whole": KeyTiles(64, 64, 32, 3), "split": KeyTiles(64, 64, 32, 4, split=True)}
+KEYS = {
+    "whole": KeyTiles(64, 64, 32, 3),
+    "split": KeyTiles(64, 64, 32, 4, split=True),
+    "summed": KeyTiles(64, 64, 128, 3, summed=True),
+    "summed-wide": KeyTiles(128, 128, 64, 4, summed=True),
+}
 
 
 def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     """dq, dk, dv, from the reference's output."""
     x = backward_config.choose(c.p)
-    x = replace(x, keys=tiles, queries=QUERIES) if tiles else x
+    x = replace(x, keys=tiles, queries=None if tiles.summed else QUERIES) if tiles else x
     plan, out = backward_call.Plan(c.p, x), Reference().forward(c.p, c.t)
     given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do}
     t = {name: tensor.float().numpy() for name, tensor in given.items()}
@@ -40,9 +45,10 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
         sizes = p.seqlen_q, keys.stop - keys.start, p.heads_k, p.heads_q // p.heads_k, p.batch, section
         return (*sizes, lo, hi, *map(np.float32, scales))
 
-    for room, found in zip(whole, emulated.run_keys(x, t, work(section_k), min(ctas, ctas_k)), strict=True):
-        room[:, keys] = found
-    dq = emulated.run_queries(x, t, work(section_q), min(ctas, ctas_q))
+    *found, dq = emulated.run_keys(x, t, work(section_k), min(ctas, ctas_k))
+    for room, part in zip(whole, found, strict=True):
+        room[:, keys] = part
+    dq = emulated.run_queries(x, t, work(section_q), min(ctas, ctas_q)) if dq is None else dq
     return Grads(*(torch.from_numpy(g).to(c.p.dtype) for g in (dq, *whole)), None, {})
 
 
@@ -69,9 +75,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("form", KEYS)
-@pytest.mark.parametrize("name", CASES)
+# Every case for some form of the pass over keys, and what is a form's own for each.
+PAIRS = [(name, form) for form in ("whole", "split") for name in CASES]
+PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores")]
+PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow")]
+
+
+@pytest.mark.parametrize(("name", "form"), PAIRS, ids=lambda x: x)
 def test_the_source_computes_the_gradients(name, form):
     tensors, options = CASES[name]
     c = call(*tensors, **options)
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
+
+
+@pytest.mark.parametrize("dims", backward_config.TABLE, ids=str)
+def test_the_shipped_tiles_compute_the_gradients(dims):
+    c = call(*qkv(130, 200, *dims, heads=(2, 1)), causal=True, deterministic=True)
+    assert not wrong(c, emulate(c, None, ctas=2))

@@ -13,7 +13,7 @@ from tests.backends.contract import Call, call, normal
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper, backward_config, library
 from tilewise.backends.hopper import config as sizes
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, SOFTCAP, TABLE, shipped
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, SOFTCAP, SUMMED, TABLE, shipped
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
 from tilewise.reference import Reference
 
@@ -42,6 +42,22 @@ def test_a_row_fits_into_the_machine(row):
     own = keys.width_v if keys.split else keys.width + keys.width_v
     assert (own + 2 * keys.tile_m) // 2 + 24 <= keys.registers
     assert (queries.width + queries.tile_n * 5 // 2) // 2 + 24 <= queries.registers
+
+
+@pytest.mark.parametrize("dims", SUMMED, ids=str)
+def test_what_is_summed_fits_too_and_is_of_whole_parts(dims):
+    keys = SUMMED[dims]
+    assert fits(keys, KEY_GROUPS)
+    assert keys.slots >= 3
+    assert keys.tile_m * keys.width == KEY_GROUPS * backward_config.PART
+    assert (sum(dims) + 2 * keys.tile_m) // 2 + 24 <= keys.registers
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_must_repeat_is_never_summed(d, deterministic):
+    keys = backward_config.choose(small(d=d, deterministic=deterministic).p).keys
+    assert keys.summed == (d < 256 and not deterministic)
 
 
 def test_the_names_of_what_is_shipped_tell_them_apart():
@@ -105,8 +121,10 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert [x.data_ptr() for x in made[:3]] == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
     assert numbers[1] == 1
     assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0)
-    lse2, delta = made[3:]
-    assert lse2.shape == delta.shape == (1, 4, 128)  # whole blocks of both passes
+    lse2, delta, sums = made[3:]
+    assert lse2.shape == delta.shape == (1, 4, 128)  # whole blocks
+    assert sums.shape == (1, 4, 1, 2, 64 * 64)
+    assert not sums.any()
 
 
 def test_keys_that_no_query_sees_get_zeros_and_stay_outside(launched):

@@ -12,7 +12,7 @@ from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.backends.hopper import library
-from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
 from tilewise.backends.hopper.call import FAR, LOG2_E, strides_addressable
 from tilewise.backends.hopper.config import Band, band_of, cap_of
 from tilewise.problem import Problem
@@ -44,6 +44,12 @@ class Plan:
         cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
         return lo, hi, *grids, p.softmax_scale, scale2, cap2
 
+    def sums(self, lse: Tensor) -> list[Tensor]:
+        """Zeros to which the pass over key tiles adds dQ, if it does."""
+        p, tiles = self.p, self.config.keys
+        blocks = -(-p.seqlen_q // tiles.tile_m)
+        return [lse.new_zeros((p.batch, p.heads_q, blocks, KEY_GROUPS, PART))] if tiles.summed else []
+
     @cached_property
     def launch(self):
         return library.function(self.config)
@@ -69,7 +75,8 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
         x[:, keys.stop :].zero_()
     k, v = (addressable(x)[:, keys] for x in (t.k, t.v))
     given = addressable(t.q), k, v, addressable(out.o), addressable(do), out.lse.contiguous(), dlse.contiguous()
-    plan.launch(given, (dq, dk[:, keys], dv[:, keys], lse2, delta), plan.numbers)
+    made = (dq, dk[:, keys], dv[:, keys], lse2, delta, *plan.sums(out.lse))
+    plan.launch(given, made, plan.numbers)
     dsink = None
     if t.sink is not None:
         dsink = state.sink_gradient(t.sink.float().view(-1, 1), out.lse, delta[..., : p.seqlen_q])

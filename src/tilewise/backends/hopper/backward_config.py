@@ -15,6 +15,7 @@ from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ROWS, band_of, ca
 from tilewise.problem import Problem
 
 FORMS = ("full", "upper", "band")  # of config.FORMS
+PART = ROWS * ROWS  # numbers of dQ that a warpgroup adds up at a time
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 
 
@@ -184,6 +185,11 @@ TABLE = {
 }
 
 
+# Where dQ is summed, unless a run must repeat bit by bit: a block of dQ is a part of 64 x 64 for each warpgroup.
+SUMMED = {
+    (64, 64): KeyTiles(64, 64, 128, 4, summed=True),
+    (128, 128): KeyTiles(128, 128, 64, 4, summed=True),
+}
 # With a softcap, whose slope needs registers; smaller head dims take the next.
 SOFTCAP = {
     (64, 64): (KeyTiles(64, 64, 64, 8), TABLE[64, 64][1]),
@@ -195,6 +201,7 @@ SOFTCAP = {
 def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
     rows = [(row, capped) for capped, table in enumerate((TABLE, SOFTCAP)) for row in table.values()]
+    rows += [((keys, None), False) for keys in SUMMED.values()]
     return [
         Backward(*row, dtype, form, bool(capped)) for row, capped in rows for dtype in DTYPES.values() for form in FORMS
     ]
@@ -216,7 +223,9 @@ def choose(p: Problem) -> Backward:
     capped = p.spec.score is not None
     table = SOFTCAP if capped else TABLE
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
-    return Backward(*table[dims], DTYPES[str(p.dtype)], band_of(p).form, capped)
+    summed = dims in SUMMED and not capped and not p.spec.deterministic
+    row = (SUMMED[dims], None) if summed else table[dims]
+    return Backward(*row, DTYPES[str(p.dtype)], band_of(p).form, capped)
 
 
 def spread(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:

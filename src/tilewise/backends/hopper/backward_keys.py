@@ -8,6 +8,7 @@ persistent over key tiles, which sum the query heads of a group::
     warp 1       load_queries   Q0 dO0 Q1 dO1 .., with the lse of Q's rows and the delta of dO's, for each query head
     warps 2, 3   store          dK and dV from the rooms
     warpgroups   compute        S P dP dV dS dK, 64 keys each (128 keys a tile), one block after the other
+    or, summed   compute_and_sum  dQ too (:mod:`tilewise.backends.hopper.backward_sum`), which the storing warps add up
     or, split    make_values    S P dV: hands P to the other         make_keys   dP dS dK, of the same 64 keys
 
 mbarriers (arrivals in brackets), each waited for by the other side: ``full[slot]`` (1 + bytes) load_queries -> warpgroups,
@@ -26,7 +27,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import schedule, tile
+from tilewise.backends.hopper import backward_sum, schedule, tile
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.backward_tile import (
     Limits,
@@ -70,6 +71,7 @@ class Products(NamedTuple):
     score: cute.TiledMma
     dk: cute.TiledMma
     dv: cute.TiledMma
+    dq: cute.TiledMma | None = None
 
 
 class Room(NamedTuple):
@@ -92,6 +94,7 @@ class Room(NamedTuple):
     p_full: cute.Pointer
     p_empty: cute.Pointer
     pin: cute.Pointer
+    sum: backward_sum.Room | None = None
 
 
 class Place(NamedTuple):
@@ -134,16 +137,18 @@ def allocate(tmas: Tmas, x: Backward) -> Room:
     sizes = (*[c.key_tiles * c.room_elements] * 2, c.slots * c.slot_elements)
     k, v, q = (allocated(smem, elements, x.dtype) for elements in sizes)
     own_k, own_v = (v, k) if c.split else (k, v)  # dK comes to where its warpgroup alone has read
-    handed = statistics
+    handed, summed = statistics, None
     if c.split:
         handed = smem.allocate_tensor(I32, cute.make_layout((4, 128, c.tile_m // 16)), ALIGNMENT)
     empty, held_full = full + c.slots, full + 2 * c.slots
     held_empty, done = held_full + 2 * c.key_tiles, held_full + 4 * c.key_tiles
     p_full = held_full + 6 * c.key_tiles
+    if c.summed:
+        summed = backward_sum.allocate(smem, x, p_full)
     return Room(
         seen_as(k, tmas.k), seen_as(v, tmas.v), seen_as(own_k, tmas.dk), seen_as(own_v, tmas.dv), seen_as(q, tmas.q),
         seen_as(q, tmas.do), statistics, handed,
-        full, empty, held_full, held_empty, done, p_full, p_full + 1, full + c.barriers,
+        full, empty, held_full, held_empty, done, p_full, p_full + 1, full + c.barriers, summed,
     )  # fmt: skip
 
 
@@ -163,6 +168,8 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
             if cutlass.const_expr(c.split):
                 cute.arch.mbarrier_init(room.p_full, 128)
                 cute.arch.mbarrier_init(room.p_empty, 128)
+            if cutlass.const_expr(c.summed):
+                backward_sum.start_barriers(room.sum)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -184,6 +191,15 @@ def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
             full, empty = full + c.key_tiles, empty + c.key_tiles
             fetch(tmas.v, gV[None, m], sV[None, n], 2 * ROWS * c.width_v, full, empty, phase)
         phase = 1 - phase
+
+
+class Lines(NamedTuple):
+    """``lse2``, ``delta`` (batch, heads_q, a whole number of blocks), and, where dQ is summed, its sums (batch, heads_q, block,
+    warpgroup, PART), all in fp32."""
+
+    lse2: cute.Tensor
+    delta: cute.Tensor
+    sums: cute.Tensor | None = None
 
 
 class Line(NamedTuple):
@@ -211,9 +227,7 @@ def fetch_block(info: cpasync.TmaInfo, g, s, line: Line, m, slot, size: int, roo
 
 
 @cute.jit
-def load_queries(
-    tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, room: Room, work: Work, x: cutlass.Constexpr
-):  # fmt: skip
+def load_queries(tmas: Tmas, lines: Lines, room: Room, work: Work, x: cutlass.Constexpr):
     """One warp: the query blocks of every tile, for each query head."""
     c = x.keys
     q_bytes, do_bytes = 2 * c.tile_m * c.width, 2 * c.tile_m * c.width_v
@@ -224,8 +238,8 @@ def load_queries(
             head = at.head * work.group + g
             gQ, sQ = cut(tmas.q, (c.tile_m, c.width), (None, 0), head, at.batch, room.q)
             gO, sO = cut(tmas.do, (c.tile_m, c.width_v), (None, 0), head, at.batch, room.do)
-            lse2_line = Line(lse2[at.batch, head, None], c.tile_m)
-            delta_line = Line(delta[at.batch, head, None], c.tile_m)
+            lse2_line = Line(lines.lse2[at.batch, head, None], c.tile_m)
+            delta_line = Line(lines.delta[at.batch, head, None], c.tile_m)
             for step in cutlass.range(at.stop - at.start, unroll=1):
                 m = at.start + step
                 fetch_block(tmas.q, gQ, sQ, lse2_line, m, slot, q_bytes, room, phase)
@@ -248,11 +262,16 @@ def send(info: cpasync.TmaInfo, s, g, room: Room, n: int, phase) -> None:
 
 
 @cute.jit
-def store(tmas: Tmas, room: Room, w: cutlass.Constexpr, work: Work, x: cutlass.Constexpr):
-    """One warp for each computing warpgroup w: its dK and dV to global memory; keys past the last are dropped there."""
-    c, phase = x.keys, I32(0)
+def store(tmas: Tmas, lines: Lines, room: Room, w: cutlass.Constexpr, work: Work, x: cutlass.Constexpr):
+    """One warp for each computing warpgroup w: its parts of dQ to their sums, its dK and dV to global memory; keys past
+    the last are dropped there."""
+    c, phase, part = x.keys, I32(0), I32(0)
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
+        if cutlass.const_expr(c.summed):
+            for g in cutlass.range(work.group, unroll=1):
+                sums = lines.sums[at.batch, at.head * work.group + g, None, None, None]
+                part = backward_sum.add_all(sums, room.sum, w, at.start, at.stop, part)
         gK, sK = cut(tmas.dk, (ROWS, c.width), (None, 0), at.head, at.batch, room.dk)
         gV, sV = cut(tmas.dv, (ROWS, c.width_v), (None, 0), at.head, at.batch, room.dv)
         n = at.column // ROWS
@@ -289,10 +308,11 @@ class Operands(NamedTuple):
     ds: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
+    sum: backward_sum.Operands | None = None
 
 
-def operands(by: Products, room: Room, x: Backward) -> Operands:
-    c, score, dk, dv = x.keys, *(mma.get_slice(0) for mma in by)
+def operands(by: Products, room: Room, w, x: Backward) -> Operands:
+    c, score, dk, dv = x.keys, *(mma.get_slice(0) for mma in by[:3])
     made = lambda mma, columns: cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), F32)  # noqa: E731
     operand = lambda mma: cute.make_rmem_tensor(mma.partition_shape_A((ROWS, c.tile_m)), ELEMENT[x.dtype])  # noqa: E731
     return Operands(
@@ -305,14 +325,33 @@ def operands(by: Products, room: Room, x: Backward) -> Operands:
         by.dv.make_fragment_B(dv.partition_B(turned(room.do))),
         made(by.score, c.tile_m), made(by.score, c.tile_m), operand(by.dv), operand(by.dk),
         made(by.dk, c.width), made(by.dv, c.width_v),
+        backward_sum.operands(by.dq, room.sum, room.k, w, x) if c.summed else None,
     )  # fmt: skip
 
 
+FAR = 1 << 29  # past every query
+
+
+def within(n, low, high):
+    return PICK.larger(PICK.smaller(n, high), low)
+
+
+def whole_blocks(column, at: Place, work: Work, x: Backward):
+    """``(start, stop)``: the tile's query blocks that see all 64 keys from ``column`` on. Where dQ is summed, keys past the last
+    count as unseen."""
+    blocks, kept = (at.start, at.stop), band(work, x)
+    start, stop = schedule.whole_query_blocks(column, ROWS, x.keys.tile_m, kept, blocks, PICK)
+    if x.keys.summed:
+        stop = start + (stop - start) * within(work.seqlen_k - column - ROWS + 1, 0, 1)
+    return start, stop
+
+
 def limits_of(column, work: Work, x: Backward) -> Limits:
-    """Of the queries that see the keys of a warpgroup, which begin at ``column``."""
-    rows, kept = [tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)], band(work, x)
-    lower = [schedule.query_start(column + row, kept, PICK) for row in rows]
-    upper = [schedule.query_stop(column + row, work.seqlen_q, kept, PICK) for row in rows]
+    """Of the queries that see the keys of a warpgroup, which begin at ``column``. Nobody sees those past the last: their P, of
+    scores of 0, may be infinite, which dQ must not meet."""
+    keys, kept = [column + tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)], band(work, x)
+    lower = [schedule.query_start(j, kept, PICK) + FAR * within(j - work.seqlen_k + 1, 0, 1) for j in keys]
+    upper = [schedule.query_stop(j, work.seqlen_q, kept, PICK) for j in keys]
     return Limits.of(lower, upper if x.form == "band" else None)
 
 
@@ -361,6 +400,14 @@ def query_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: B
     cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
     products(t.by.score, t.dp, [(at_slot(t.v, w), at_slot(t.do, o_slot))], overwrite=True)
     warpgroup.wait_group(1)
+    to_operands(t, q_slot, o_slot, limits, room, work, x)
+    products(t.by.dv, t.dv, [(t.p, at_slot(t.do_turned, o_slot))], overwrite=False)
+    products(t.by.dk, t.dk, [(t.ds, at_slot(t.q_turned, q_slot))], overwrite=False)
+    return next_turn(turn, x)
+
+
+def to_operands(t: Operands, q_slot, o_slot, limits, room: Room, work: Work, x: Backward) -> None:
+    """P and dS from S, which is there, and dP, which is in flight: P under it."""
     s, sloped = tile.rows_columns(t.s), x.softcap  # with a slope, s is no longer P
     probabilities(s, t.p if sloped else None, of_columns(room.statistics, q_slot), limits, work, x)
     hold(room.pin, t.s)
@@ -369,8 +416,30 @@ def query_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: B
     if not sloped:
         to_operand(t.p, t.s, x.dtype)
     to_operand(t.ds, t.dp, x.dtype)
+
+
+def summing_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
+    """As :func:`query_block`, and a part of dQ. Nothing is in flight between blocks.
+
+    With the part in flight until S of the next block has begun, the assembler would make every product wait for the one before:
+    it does not follow accumulators that are read in the next turn of a loop.
+    """
+    (q_slot, q_phase), (o_slot, o_phase) = pair_of(turn, x)
+    cute.arch.mbarrier_wait(room.full + q_slot, q_phase)
+    products(t.by.score, t.s, [(at_slot(t.k, w), at_slot(t.q, q_slot))], overwrite=True)
+    cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
+    products(t.by.score, t.dp, [(at_slot(t.v, w), at_slot(t.do, o_slot))], overwrite=True)
+    warpgroup.wait_group(1)
+    to_operands(t, q_slot, o_slot, limits, room, work, x)
+    backward_sum.put_scores(as_accumulator(t.ds, t.dp), t.by.score, room.sum, turn.count, w, x)
     products(t.by.dv, t.dv, [(t.p, at_slot(t.do_turned, o_slot))], overwrite=False)
     products(t.by.dk, t.dk, [(t.ds, at_slot(t.q_turned, q_slot))], overwrite=False)
+    cute.arch.mbarrier_wait(room.sum.ds_full + turn.count % 2, turn.count // 2 % 2)
+    products(t.sum.by, t.sum.dq, backward_sum.pairs(t.sum, turn.count), overwrite=True)
+    warpgroup.wait_group(0)
+    give_back(room.empty + q_slot)
+    give_back(room.empty + o_slot)
+    backward_sum.put_part(t.sum, room.sum, w, turn.count)
     return next_turn(turn, x)
 
 
@@ -411,9 +480,13 @@ def key_block(t: Operands, turn: Turn, room: Room, x: Backward) -> Turn:
     return next_turn(turn, x)
 
 
+def as_accumulator(operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
+    """An operand in the registers' order of an accumulator, with that one's layout."""
+    return cute.make_tensor(operand.iterator, acc.layout)
+
+
 def as_rows_columns(operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
-    """An operand in the registers' order of an accumulator, as that one's rows and columns."""
-    return tile.rows_columns(cute.make_tensor(operand.iterator, acc.layout))
+    return tile.rows_columns(as_accumulator(operand, acc))
 
 
 def in_fours(operand: cute.Tensor) -> cute.Tensor:
@@ -445,12 +518,12 @@ def finish(acc: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, done, x: Bac
 @cute.jit
 def compute(room: Room, w, by: Products, work: Work, x: cutlass.Constexpr):
     """One warpgroup: dK and dV of 64 keys of each tile."""
-    c, t = x.keys, operands(by, room, x)
+    c, t = x.keys, operands(by, room, w, x)
     turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
         column = at.column + w * ROWS
-        start, stop = schedule.whole_query_blocks(column, ROWS, c.tile_m, band(work, x), (at.start, at.stop), PICK)
+        start, stop = whole_blocks(column, at, work, x)
         limits = limits_of(column, work, x)
         t.dk.fill(0.0)
         t.dv.fill(0.0)
@@ -476,14 +549,43 @@ def compute(room: Room, w, by: Products, work: Work, x: cutlass.Constexpr):
 
 
 @cute.jit
-def make_values(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
-    """One warpgroup: P and dV of the 64 keys of each tile."""
-    c, t = x.keys, operands(by, room, x)
+def compute_and_sum(room: Room, w, by: Products, work: Work, x: cutlass.Constexpr):
+    """As :func:`compute`, and dQ is summed."""
+    c, t = x.keys, operands(by, room, w, x)
     turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
-        whole = at.start, at.stop
-        start, stop = schedule.whole_query_blocks(at.column, ROWS, c.tile_m, band(work, x), whole, PICK)
+        t.dk.fill(0.0)
+        t.dv.fill(0.0)
+        column = at.column + w * ROWS
+        limits, (start, stop) = limits_of(column, work, x), whole_blocks(column, at, work, x)
+        for n in cutlass.range_constexpr(2 * c.key_tiles):  # dQ takes the keys of both warpgroups
+            cute.arch.mbarrier_wait(room.held_full + n, held)
+        for _ in cutlass.range(work.group, unroll=1):
+            if cutlass.const_expr(x.form != "full"):
+                for step in cutlass.range(start - at.start, unroll=1):
+                    cut_off = limits.within((at.start + step) * c.tile_m)
+                    turn = summing_block(t, w, turn, cut_off, room, work, x)
+            for _ in cutlass.range(stop - start, unroll=1):
+                turn = summing_block(t, w, turn, None, room, work, x)
+            for step in cutlass.range(at.stop - stop, unroll=1):  # the other end, or that of the keys
+                cut_off = limits.within((stop + step) * c.tile_m)
+                turn = summing_block(t, w, turn, cut_off, room, work, x)
+        scaled(t.dk, work.scale)
+        cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)  # all have read K and V for the last time
+        finish(t.dv, by.dv, at_room(room.dv, w), room.done + c.key_tiles + w, x)
+        finish(t.dk, by.dk, at_room(room.dk, w), room.done + w, x)
+        held = 1 - held
+
+
+@cute.jit
+def make_values(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
+    """One warpgroup: P and dV of the 64 keys of each tile."""
+    c, t = x.keys, operands(by, room, 0, x)
+    turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
+    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        at = place_of(round_, work, x)
+        start, stop = whole_blocks(at.column, at, work, x)
         limits = limits_of(at.column, work, x)
         t.dv.fill(0.0)
         cute.arch.mbarrier_wait(room.held_full, held)
@@ -507,7 +609,7 @@ def make_values(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
 @cute.jit
 def make_keys(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
     """One warpgroup: dS and dK of the 64 keys of each tile."""
-    c, t = x.keys, operands(by, room, x)
+    c, t = x.keys, operands(by, room, 0, x)
     turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
     for round_ in cutlass.range(rounds_of(work, x), unroll=1):
         at = place_of(round_, work, x)
@@ -528,7 +630,7 @@ def make_keys(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
 
 
 @cute.kernel
-def kernel(tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work: Work, x: cutlass.Constexpr):
+def kernel(tmas: Tmas, lines: Lines, by: Products, work: Work, x: cutlass.Constexpr):
     c, (warp, group) = x.keys, own_place()
     room = allocate(tmas, x)
     start_barriers(room, x)
@@ -537,14 +639,16 @@ def kernel(tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work
         if warp == 0:
             load_keys(tmas, room, work, x)
         elif warp == 1:
-            load_queries(tmas, lse2, delta, room, work, x)
+            load_queries(tmas, lines, room, work, x)
         elif warp == 2:
-            store(tmas, room, 0, work, x)
+            store(tmas, lines, room, 0, work, x)
         else:
-            store(tmas, room, 1, work, x)
+            store(tmas, lines, room, 1, work, x)
     else:
         cute.arch.setmaxregister_increase(c.registers)
-        if cutlass.const_expr(not c.split):
+        if cutlass.const_expr(c.summed):
+            compute_and_sum(room, group - 1, by, work, x)
+        elif cutlass.const_expr(not c.split):
             compute(room, group - 1, by, work, x)
         elif group == 1:
             make_values(room, by, work, x)
@@ -553,7 +657,7 @@ def kernel(tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work
 
 
 class Tensors(NamedTuple):
-    """What the pass reads and writes, (batch, seqlen, heads, D), and lse2 and delta, (batch, heads_q, a whole number of blocks)."""
+    """What the pass reads and writes, (batch, seqlen, heads, D), and the rows' numbers."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -561,8 +665,7 @@ class Tensors(NamedTuple):
     do: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
-    lse2: cute.Tensor
-    delta: cute.Tensor
+    lines: Lines
 
 
 def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
@@ -587,8 +690,13 @@ def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
     mma = lambda b, width, *source: sm90.make_trivial_tiled_mma(  # noqa: E731
         element, element, major.K, b, F32, (1, 1, 1), (ROWS, width), *source
     )
-    by = Products(mma(major.K, c.tile_m), mma(major.MN, c.width, registers), mma(major.MN, c.width_v, registers))
+    by = Products(
+        mma(major.K, c.tile_m),
+        mma(major.MN, c.width, registers),
+        mma(major.MN, c.width_v, registers),
+        backward_sum.product(x) if c.summed else None,
+    )
     kernel.set_name_prefix(f"{x.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
-    kernel(tmas, t.lse2, t.delta, by, work, x).launch(
+    kernel(tmas, t.lines, by, work, x).launch(
         grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream
     )

@@ -1,0 +1,176 @@
+"""dQ = scale · dS K added up over key tiles, on Hopper (sm_90a): what the pass over key tiles needs for it, and what follows.
+
+Both warpgroups of :mod:`tilewise.backends.hopper.backward_keys` put their dSᵀ, rounded, into shared memory, where the copy engine's
+neighbours read it as dS: with the 128 keys of the tile each makes a 64 x 64 part of dQ's block, which the copy engine adds to
+an fp32 accumulator in global memory (16 bytes a clock and SM, whatever their order). A part lies there as it lay in registers:
+fours of each thread's 32 numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded.
+
+mbarriers (arrivals in brackets): ``ds_full[block % 2]`` (256) between the warpgroups: two blocks of dS, so that nobody need wait
+for the other's last product; ``part_full[w]`` (128) warpgroup -> adding warp, ``part_empty[w]`` (1) back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.utils import LayoutEnum
+
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
+from tilewise.backends.hopper.backward_tile import at_slot, put, put_fragment, scaled, turned
+from tilewise.backends.hopper.config import ALIGNMENT, ROWS
+from tilewise.backends.hopper.forward import ELEMENT, F32, I32, cut, staged
+
+FOURS = PART // (4 * 128)  # of a thread
+MAJOR = OperandMajorMode
+
+
+class Room(NamedTuple):
+    """``ds`` (64 keys, tile_m, 2 blocks x 2 warpgroups), ``part`` (4, thread, n, warpgroup) of dQ in fp32; the barriers."""
+
+    ds: cute.Tensor
+    part: cute.Tensor
+    ds_full: cute.Pointer
+    part_full: cute.Pointer
+    part_empty: cute.Pointer
+
+
+def allocate(smem, x: Backward, bars) -> Room:
+    """The last part of :attr:`KeyTiles.shared`."""
+    layout = ds_layout(x)
+    ds = smem.allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
+    part = smem.allocate_tensor(F32, cute.make_layout((4, 128, FOURS, KEY_GROUPS)), ALIGNMENT)
+    return Room(ds, part, bars, bars + 2, bars + 4)
+
+
+def ds_layout(x: Backward):
+    block = sm90.make_smem_layout_epi(ELEMENT[x.dtype], LayoutEnum.ROW_MAJOR, (ROWS, x.keys.tile_m), 1)
+    return staged(block, 2 * KEY_GROUPS, ROWS * x.keys.tile_m)
+
+
+def start_barriers(room: Room) -> None:
+    """By one thread."""
+    for n in range(2):
+        cute.arch.mbarrier_init(room.ds_full + n, 128 * KEY_GROUPS)
+        cute.arch.mbarrier_init(room.part_full + n, 128)
+        cute.arch.mbarrier_init(room.part_empty + n, 1)
+
+
+def product(x: Backward) -> cute.TiledMma:
+    """64 x 64 of dQ: 64 queries of dSᵀ seen turned, 64 columns of K seen turned."""
+    element = ELEMENT[x.dtype]
+    return sm90.make_trivial_tiled_mma(element, element, MAJOR.MN, MAJOR.MN, F32, (1, 1, 1), (ROWS, ROWS))
+
+
+class Operands(NamedTuple):
+    """Of warpgroup w: 64 queries of dS (descriptors, .., block x warpgroup), 64 columns of K (.., room), its part of dQ."""
+
+    by: cute.TiledMma
+    ds: cute.Tensor
+    k: cute.Tensor
+    dq: cute.Tensor
+
+
+def operands(by: cute.TiledMma, room: Room, k: cute.Tensor, w, x: Backward) -> Operands:
+    """The warpgroups halve the queries of a block of 128, else the columns."""
+    mine, halves = by.get_slice(0), x.keys.tile_m // ROWS
+    ds = cute.local_tile(turned(room.ds), (ROWS, ROWS, 2 * KEY_GROUPS), (w if halves == 2 else 0, 0, 0))
+    k = cute.local_tile(turned(k), (ROWS, ROWS, KEY_GROUPS), (0 if halves == 2 else w, 0, 0))
+    return Operands(
+        by,
+        by.make_fragment_A(mine.partition_A(ds)),
+        by.make_fragment_B(mine.partition_B(k)),
+        cute.make_rmem_tensor(by.partition_shape_C((ROWS, ROWS)), F32),
+    )
+
+
+def put_part(t: Operands, room: Room, w, n) -> None:
+    """The part of dQ that was made last, to where the copy engine takes it; the n-th time."""
+    cute.arch.mbarrier_wait(room.part_empty + w, 1 - n % 2)
+    write_part(t.dq, room.part, w)
+    cute.arch.fence_view_async_shared()
+    cute.arch.mbarrier_arrive(room.part_full + w)
+
+
+def put_scores(ds: cute.Tensor, by: cute.TiledMma, room: Room, count, w, x: Backward) -> None:
+    """A block of dSᵀ, rounded, to where both warpgroups read it."""
+    put_fragment(ds, by, room.ds[None, None, count % 2 * KEY_GROUPS + w], x.dtype)
+    cute.arch.fence_view_async_shared()
+    cute.arch.mbarrier_arrive(room.ds_full + count % 2)
+
+
+def pairs(t: Operands, count) -> list:
+    """dS and K of each warpgroup's keys, of which dQ's part is the sum of products."""
+    return [(at_slot(t.ds, count % 2 * KEY_GROUPS + n), at_slot(t.k, n)) for n in range(KEY_GROUPS)]
+
+
+def write_part(dq: cute.Tensor, part: cute.Tensor, w) -> None:
+    fours = cute.make_tensor(dq.iterator, cute.make_layout((4, FOURS)))
+    cute.autovec_copy(fours, part[None, cute.arch.thread_idx()[0] % 128, None, w])
+
+
+def add(target: cute.Tensor, part: cute.Tensor, w) -> None:
+    """One warp: a part to its place in global memory, (PART,); done with the room when it returns."""
+    source = part[None, None, None, w]
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[target.iterator.toint(), source.iterator.toint(), I32(4 * PART)],
+        )
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def add_all(dq: cute.Tensor, room: Room, w: cutlass.Constexpr, start, stop, phase):
+    """One warp: the parts of query blocks ``[start, stop)`` of one head's ``dq``, (block, warpgroup, PART). Returns the phase."""
+    for step in cutlass.range(stop - start, unroll=1):
+        cute.arch.mbarrier_wait(room.part_full + w, phase)
+        add(dq[start + step, w, None], room.part, w)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(room.part_empty + w)
+        phase = 1 - phase
+    return phase
+
+
+# -- What follows --------------------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def kernel(sums: cute.Tensor, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cutlass.Constexpr):
+    """Grid: (query blocks, heads_q, batch), a warpgroup for each part. ``sums`` (batch, heads_q, block, warpgroup, PART)."""
+    block, head, batch = cute.arch.block_idx()
+    thread, halves = cute.arch.thread_idx()[0] % 128, x.keys.tile_m // ROWS
+    w = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+    layout = dq.smem_layout
+    room = cutlass.utils.SmemAllocator().allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
+    acc = cute.make_rmem_tensor(by.partition_shape_C((ROWS, ROWS)), F32)
+    source = cute.make_tensor(sums[batch, head, block, w, None].iterator, cute.make_layout((4, 128, FOURS)))
+    cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, FOURS))))
+    scaled(acc, scale)
+    put(acc, by, room[None, None, w], x.dtype)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)
+    gQ, sQ = cut(dq, (ROWS, ROWS), (None, None), head, batch, room)
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+        row, column = (block * 2 + w, 0) if cutlass.const_expr(halves == 2) else (block, w)
+        cute.copy(dq.atom, sQ[None, w], gQ[None, row, column])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def launch(sums: cute.Tensor, dq: cute.Tensor, scale, stream, x: Backward) -> None:
+    """Within a traced function of the host's; ``dq`` (batch, seqlen_q, heads_q, D)."""
+    element = ELEMENT[x.dtype]
+    layout = sm90.make_smem_layout_epi(element, LayoutEnum.ROW_MAJOR, (ROWS, ROWS), 1)
+    seen = cute.make_tensor(dq.iterator, cute.select(dq.layout, mode=[1, 3, 2, 0]))
+    info = cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileS2GOp(), seen, staged(layout, KEY_GROUPS, PART), (ROWS, ROWS)
+    )
+    kernel.set_name_prefix(f"{x.name}_sum", remove_cutlass_symbol=True, keep_mangled_name=False)
+    kernel(sums, info, product(x), scale, x).launch(
+        grid=[sums.shape[2], sums.shape[1], sums.shape[0]], block=[128 * KEY_GROUPS, 1, 1], stream=stream
+    )

@@ -33,6 +33,7 @@ from tests.backends.contract import Call, call
 from tilewise import accuracy
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper, library
+from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.config import Config, candidates, shipped
 from tilewise.reference import Reference
 
@@ -53,10 +54,10 @@ TOGETHER = 10  # processes that check at a time: most of theirs is starting up a
 
 
 class Results:
-    def __init__(self, folder: Path, minutes: float):
+    def __init__(self, folder: Path, minutes: float, name: str = "gpu_hopper"):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.end = folder, time.monotonic() + 60 * minutes
-        self.file = (folder / "gpu_hopper.jsonl").open("a", encoding="utf-8")
+        self.file = (folder / f"{name}.jsonl").open("a", encoding="utf-8")
 
     def add(self, row: dict) -> dict:
         self.file.write(json.dumps(row) + "\n")
@@ -73,11 +74,11 @@ class Results:
 
 
 def processes(
-    results: Results, jobs: list[str], limit: float, together: int, reserve: float = 0
+    results: Results, jobs: list[str], limit: float, together: int, reserve: float = 0, script: str = __file__
 ) -> Iterator[tuple[str, list[dict], str]]:
     """``(job, rows, how it ended)`` of each job as it ends; rows that it printed before a time-out or a crash count.
 
-    ``reserve``: seconds that are left for what comes after.
+    ``reserve``: seconds that are left for what comes after. ``script``: what runs a job.
     """
 
     def one(job: str) -> tuple[str, list[dict], str]:
@@ -86,7 +87,7 @@ def processes(
             return job, [], "out of time"
         path = results.folder / f"worker-{abs(hash(job)) % 10**8}.txt"
         with path.open("w", encoding="utf-8") as file:
-            command = [sys.executable, __file__, "--out", str(results.folder), "--worker", job]
+            command = [sys.executable, script, "--out", str(results.folder), "--worker", job]
             process = subprocess.Popen([*PREFIX.get(job.partition(":")[0], ()), *command], stdout=file, stderr=file)
             try:
                 code = process.wait(timeout=seconds)
@@ -126,9 +127,10 @@ SHAPES = [  # batch, seqlen_q, seqlen_k, heads_q, heads_k: odd lengths, empty ro
 ]
 
 
-def check_calls(config: Config) -> Iterator[tuple[str, Call]]:
+def check_calls(config: Config | Backward) -> Iterator[tuple[str, Call]]:
     """Named calls of a kernel's form: its widths, then smaller ones, strides that need a copy, sinks, large scores."""
-    t, dtype = config.tiles, {"bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
+    t = config.keys if isinstance(config, Backward) else config.tiles
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
     score = {"score": tw.softcap(3.0)} if config.softcap else {}
     generator = torch.Generator(DEVICE).manual_seed(1)
     new = lambda *shape: torch.randn(shape, generator=generator, device=DEVICE).to(dtype)  # noqa: E731
@@ -217,9 +219,9 @@ def check(results: Results) -> set[str]:
     return right
 
 
-def check_some(results: Results, names: list[str]) -> set[str]:
-    right = set()
-    for job, rows, end in processes(results, [f"check:{name}" for name in names], CHECK_LIMIT, TOGETHER, reserve=170):
+def check_some(results: Results, names: list[str], script: str = __file__) -> set[str]:
+    right, jobs = set(), [f"check:{name}" for name in names]
+    for job, rows, end in processes(results, jobs, CHECK_LIMIT, TOGETHER, reserve=170, script=script):
         name, done = job.partition(":")[2], {row["case"]: row for row in rows}
         for row in done.values():
             results.add(row)
@@ -360,8 +362,8 @@ def memcheck_worker(name: str) -> None:
         emit(part="memcheck", kernel=name, case=label)
 
 
-def small_parts(results: Results, jobs: list[str], limit: float) -> None:
-    for _, rows, end in processes(results, jobs, limit, 1):
+def small_parts(results: Results, jobs: list[str], limit: float, script: str = __file__) -> None:
+    for _, rows, end in processes(results, jobs, limit, 1, script=script):
         for row in rows:
             results.say(json.dumps(results.add(row)))
         if end:

@@ -1,0 +1,273 @@
+"""The Hopper backward on one H200: is every kernel right there, and how it stands to cuDNN, FlashAttention-2 and Triton.
+
+    PYTHONPATH=src:. python3 bench/gpu_hopper_backward.py --out DIR [--parts check,time,stress,memcheck] [--minutes 8.5]
+
+As ``bench/gpu_hopper.py`` in all else, and after the same ``make kernels-hopper``. Gradients are judged from the reference's
+output, so that a wrong forward does not hide a right backward; a kernel that must repeat is run twice. Lines go to
+DIR/gpu_hopper_backward.jsonl; the table that is printed last has each speed beside PREDICTED.
+"""
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import geometric_mean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench import cases
+from bench.gpu_hopper import (
+    DEVICE,
+    TIME_LIMIT,
+    Results,
+    check_calls,
+    check_some,
+    emit,
+    processes,
+    small_parts,
+)
+from bench.measure import in_turns
+from tests.backends.contract import Call, call
+from tilewise import accuracy
+from tilewise.backends.base import Grads, Output
+from tilewise.backends.hopper import Hopper, library
+from tilewise.backends.hopper.backward_config import Backward, shipped
+from tilewise.backends.triton import Triton
+from tilewise.reference import Reference
+
+# TFLOP/s by a resource model of the chip, before anything ran (docs/measured.md): N 512, 1024, .. 16384.
+PREDICTED = {
+    (64, "full"): (323, 408, 470, 509, 532, 544),
+    (64, "causal"): (200, 303, 394, 465, 511, 539),
+    (128, "full"): (370, 454, 512, 547, 566, 577),
+    (128, "causal"): (244, 346, 439, 506, 549, 573),
+    (256, "full"): (361, 416, 451, 472, 483, 488),
+    (256, "causal"): (260, 343, 406, 450, 476, 490),
+}
+PROBES = ("backward_bf16_d128_full", "backward_bf16_d64_upper", "backward_bf16_d256_band")
+
+
+def config_named(name: str) -> Backward:
+    return next(x for x in shipped() if x.name == name)
+
+
+def built() -> list[str]:
+    return [x.name for x in shipped() if x.name in library.index()]
+
+
+# -- Right? --------------------------------------------------------------------------------------------------------
+
+
+def outputs(c: Call) -> Output:
+    """The reference's, rounded as a forward rounds them."""
+    out = Reference().forward(c.p, c.t)
+    return Output(out.o.to(c.p.dtype).contiguous(), out.lse.float())
+
+
+def check_worker(name: str) -> None:
+    """Each case: the error rule for every gradient, NaN left of a poisoned output, the bits of a second run."""
+    config = config_named(name)
+    backend = Hopper(backward=config)
+    for label, c in check_calls(config):
+        emit(part="check", kernel=name, case=label, state="begun")  # a hang is known by its case
+        try:
+            reasons = backend.unsupported(c.p)
+            if reasons:
+                emit(part="check", kernel=name, case=label, state="refused", detail=reasons)
+                continue
+            out = outputs(c)
+            runs = [backend.backward(c.p, c.t, out, c.do, c.dlse) for _ in range(2)]
+            torch.cuda.synchronize()
+            state, detail = judged(c, out, runs, config)
+            emit(part="check", kernel=name, case=label, state=state, detail=detail)
+        except Exception as error:
+            emit(part="check", kernel=name, case=label, state="error", detail=traceback.format_exc()[-1200:])
+            if "CUDA" in str(error):
+                raise  # nothing works in this process any more
+
+
+def judged(c: Call, out: Output, runs: list[Grads], config: Backward) -> tuple[str, str]:
+    expected = accuracy.Expected.of(c.p, c.t, c.do, c.dlse)
+    one, two = (named(out, grads) for grads in runs)
+    wrong = [f"{e}; {_where(one[e.tensor], expected.oracle[e.tensor])}" for e in expected.judge(one) if not e.ok]
+    if wrong:
+        return "wrong", "; ".join(wrong)
+    exact = [n for n in one if n != "dq" or not config.keys.summed]
+    other = [n for n in exact if not torch.equal(one[n], two[n])]
+    return ("wrong", f"a second run gave other bits of {', '.join(other)}") if other else ("ok", "")
+
+
+def named(out: Output, grads: Grads) -> dict[str, Tensor]:
+    return {n: x for n, x in accuracy.tensors(out, grads).items() if n.startswith("d")}
+
+
+def _where(x: Tensor, oracle: Tensor) -> str:
+    """Which elements are far off first, and how many: whole tiles, a warp's rows and single columns look different."""
+    bad = ((x.float() - oracle.float()).abs() > 0.05 * oracle.float().abs().max()) | x.isnan()
+    return f"{bad.sum().item()} of {bad.numel()} far off, the first at {bad.nonzero()[:3].tolist()}"
+
+
+def check(results: Results) -> set[str]:
+    """The kernels of which every case is right; a few first, and if none of those is, no others."""
+    probes = [next(n for n in built() if n.startswith(probe)) for probe in PROBES]
+    right = check_some(results, probes, __file__)
+    if right:
+        right |= check_some(results, [n for n in built() if n not in probes], __file__)
+    results.say(f"check: {len(right)} of {len(built())} kernels right")
+    return right
+
+
+# -- How fast? -----------------------------------------------------------------------------------------------------
+
+
+def through_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, backend: SDPBackend
+) -> Callable[[], object]:
+    """The backward of torch's attention by one of its backends."""
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v))
+    with sdpa_kernel(backend):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return lambda: torch.autograd.grad(o, (q, k, v), do.transpose(1, 2), retain_graph=True)
+
+
+def time_worker(head_dim: str, right: str) -> None:
+    """One head dim: every kernel that is right beside its peers, on the rows of the benchmark."""
+    d, right = int(head_dim), set(right.split(","))
+    for n in (4096, 16384, 512, 2048, 1024, 8192):  # what decides first
+        for mask in (None, "causal"):
+            case = cases.named(f"h200-d{d}-n{n}-{mask or 'full'}")
+            x = cases.draw(case, DEVICE)
+            c = call(*(t.detach() for t in (x.q, x.k, x.v)), causal=mask == "causal")
+            triton = Triton()
+            out = triton.forward(c.p, c.t)
+            peers = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+            calls = {}
+            for name, backend in peers.items():
+                try:
+                    calls[name] = through_sdpa(c.t.q, c.t.k, c.t.v, c.do, mask == "causal", backend)
+                    calls[name]()
+                except RuntimeError as error:  # FlashAttention-2 ends below some head dim
+                    calls.pop(name, None)
+                    emit(part="time", case=case.name, refused=name, detail=str(error)[:200])
+            backends = {"triton": triton} | {
+                n: Hopper(backward=config_named(n)) for n in kernels_of(d, mask) if n in right
+            }
+            for name, backend in backends.items():
+                calls[name] = lambda c=c, out=out, backend=backend: backend.backward(c.p, c.t, out, c.do, c.dlse)
+            times = in_turns(calls, DEVICE)
+            rates = {name: case.flops("backward") / ms / 1e9 for name, ms in times.items()}
+            emit(part="time", case=case.name, d=d, n=n, mask=mask or "full", ms=times, tflops=rates)
+
+
+def kernels_of(d: int, mask: str | None) -> list[str]:
+    """In bf16 of one head dim, the chosen first."""
+    form = "upper" if mask else "full"
+    wanted = [
+        x
+        for x in shipped()
+        if (x.keys.width, x.keys.width_v, x.form, x.dtype, x.softcap) == (d, d, form, "bf16", False)
+    ]
+    return [x.name for x in sorted(wanted, key=lambda x: not x.keys.summed)]
+
+
+def timing(results: Results, right: set[str]) -> None:
+    ratios = []
+    jobs = [f"time:{d}:{','.join(sorted(right))}" for d in (128, 64, 256)]
+    for job, rows, end in processes(results, jobs, TIME_LIMIT, 1, script=__file__):
+        for row in (results.add(row) for row in rows):
+            if "tflops" not in row:
+                continue
+            rates, ours = row["tflops"], kernels_of(row["d"], None if row["mask"] == "full" else row["mask"])[0]
+            predicted = PREDICTED[row["d"], row["mask"]][(row["n"] // 512).bit_length() - 1]
+            if ours in rates and "cudnn" in rates:
+                ratios.append(rates[ours] / rates["cudnn"])
+            listed = "  ".join(f"{k.removeprefix('backward_bf16_')} {v:.0f}" for k, v in rates.items())
+            results.say(f"{row['case']:24} predicted {predicted} | {listed}")
+        if end:
+            results.say(f"{job[:8]}: {end[:500]}")
+    if ratios:
+        results.say(
+            f"time: chosen kernels over cuDNN, geometric mean of {len(ratios)} rows: {geometric_mean(ratios):.3f}"
+        )
+
+
+# -- Many launches -------------------------------------------------------------------------------------------------
+
+
+def stress_worker(seconds: str) -> None:
+    """Random shapes on two streams until the time is over: no hang, and of what must repeat the same bits."""
+    import random
+
+    chance, backend, count = random.Random(7), Hopper(), 0
+    streams, end = [torch.cuda.Stream() for _ in range(2)], time.monotonic() + float(seconds)
+    while time.monotonic() < end:
+        d, group, heads = chance.choice((64, 96, 128, 192, 256)), chance.choice((1, 2, 4)), chance.randrange(1, 5)
+        nq, nk = (chance.choice((1, 17, 128, chance.randrange(1, 2000))) for _ in range(2))
+        sizes = (nq, heads * group), (nk, heads), (nk, heads)
+        q, k, v = (torch.randn(1, n, h, d, device=DEVICE, dtype=torch.bfloat16) for n, h in sizes)
+        c = call(q, k, v, causal=chance.random() < 0.5, deterministic=True)
+        c = replace(c, dlse=torch.zeros_like(c.dlse))
+        out, found = Triton().forward(c.p, c.t), []
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found += [backend.backward(c.p, c.t, out, c.do, c.dlse) for _ in range(4)]
+        torch.cuda.synchronize()
+        count += len(found)
+        same = all(torch.equal(getattr(found[0], n), getattr(x, n)) for x in found[1:] for n in ("dq", "dk", "dv"))
+        if not same:
+            emit(part="stress", launches=count, wrong=str((tuple(q.shape), tuple(k.shape), str(c.p.spec))))
+    emit(part="stress", launches=count)
+
+
+def memcheck_worker(name: str) -> None:
+    """A few small calls, for compute-sanitizer to look at."""
+    config = config_named(name)
+    for label, c in list(check_calls(config))[:3]:
+        Hopper(backward=config).backward(c.p, c.t, outputs(c), c.do, c.dlse)
+        torch.cuda.synchronize()
+        emit(part="memcheck", kernel=name, case=label)
+
+
+WORKERS = {"check": check_worker, "time": time_worker, "stress": stress_worker, "memcheck": memcheck_worker}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default=os.environ.get("OUT"), required="OUT" not in os.environ)
+    parser.add_argument("--parts", default="check,time,stress,memcheck")
+    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--worker", help="used by the script itself")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        part, *rest = arguments.worker.split(":")
+        WORKERS[part](*rest)
+        return
+    parts = arguments.parts.split(",")
+    results = Results(Path(arguments.out), arguments.minutes, "gpu_hopper_backward")
+    machine = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+    results.add({"part": "machine", **machine, "sources": library.source_hash()})
+    right = check(results) if "check" in parts else set(built())
+    if "time" in parts:
+        timing(results, right)
+    for part, jobs in {
+        "stress": [f"stress:{min(45.0, results.left - 25):.0f}"],
+        "memcheck": [f"memcheck:{n}" for n in sorted(right) if n.startswith(PROBES)],
+    }.items():
+        if part in parts and results.left > 30:
+            small_parts(results, jobs, results.left, __file__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

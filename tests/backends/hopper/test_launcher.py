@@ -116,6 +116,19 @@ def test_a_bound_launch_takes_other_addresses_and_the_stream_of_the_moment(cuda,
     assert cuda.lines() == expected(x(address=0x990), y(address=0x104), 2.0, 0xABC)
 
 
+def test_what_a_problem_does_not_fix_makes_another_launch(cuda):
+    function = kernels()
+    for fixed, launches in ((2, 2), (0, 3)):
+        run, asked = driver.PerStrides(lambda: function, fixed), []
+        for rows, stride in ((5, 24), (5, 24), (5, 32), (6, 24), (5, 24)):
+            a, b = x(rows, stride=stride), y(rows)
+            cuda.c.standin_reset()
+            run((a, b), lambda a=a, b=b, asked=asked: asked.append(1) or (a, 1.0, b))
+            if rows == 5 or fixed == 0:
+                assert cuda.lines("launch") == expected(a, b, 1.0, 0x5000)
+        assert len(asked) == launches
+
+
 def test_each_device_loads_a_cubin_once_and_gets_its_own_launches(cuda):
     run = kernels()
     for device in (0, 2, 0, 2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, PerTensors, empty_output
 from tilewise.backends.hopper import library, masks
 from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Config, Expressions, Grid, cap_of, keys_of, spread
+from tilewise.backends.hopper.driver import PerStrides
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
@@ -23,12 +24,11 @@ APART = 1 << 34  # elements between two rows, more than tensor maps of packed se
 
 @dataclass(eq=False)
 class Plan:
-    """One problem's decisions. ``made``: of a mask's tensors. ``launches``: by what a problem does not fix of the tensors."""
+    """One problem's decisions. ``made``: of a mask's tensors."""
 
     p: Problem
     config: Config
     made: PerTensors = field(default_factory=PerTensors)
-    launches: dict[tuple, Callable[..., None]] = field(default_factory=dict)
 
     @cached_property
     def band(self) -> Band:
@@ -103,17 +103,9 @@ class Plan:
     def mask_leaves(self, t: Inputs) -> list[Tensor]:
         return [t.leaves[n] for n in self.p.spec.mask_slots]
 
-    def launch(self, *tensors: Tensor, extra: tuple[Tensor | int | float, ...]) -> None:
-        """With q, k, v, o, lse, sink and what ``config.extra`` names, of which the numbers are the problem's.
-
-        The problem leaves open where tensors lie, and the strides of copies: a launch is made once for each set of strides.
-        """
-        tensors = (*tensors, *[x for x in extra if isinstance(x, Tensor)])
-        key = tuple([x.stride() for x in tensors])
-        launch = self.launches.get(key)
-        if launch is None:
-            launch = self.launches[key] = library.function(self.config).bound(*tensors[:6], (*self.numbers, *extra))
-        launch(*tensors)
+    @cached_property
+    def launch(self) -> PerStrides:
+        return PerStrides(lambda: library.function(self.config), fixed=6)
 
 
 def leaf(t: Tensor) -> Tensor:
@@ -154,5 +146,7 @@ def forward(plan: Plan, t: Inputs) -> Output:
     o, lse = out.o, out.lse
     if p.packed:
         q, k, v, o, lse = (x.unsqueeze(0) for x in (q, k, v, o, lse))
-    plan.launch(q, k, v, o, lse, sink, extra=plan.extra(t))
+    tensors, extra = (q, k, v, o, lse, sink), plan.extra(t)
+    named = [x for x in extra if isinstance(x, Tensor)]
+    plan.launch((*tensors, *named), lambda: (*tensors, (*plan.numbers, *extra)))
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char, c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -123,6 +123,25 @@ class Bound:
         addresses = self._addresses.pack(*[x.data_ptr() for x in tensors])
         if self._call(self._at, self._count, addresses, self._device, stream_of(self._device)):
             raise failed(self._library)
+
+
+class PerStrides:
+    """A function's launches for one problem, which fixes its numbers and the sizes of the first ``fixed`` tensors; where
+    tensors lie, the strides of copies and the lengths of lists may be others at every call.
+
+    Called with the tensors, in the arguments' order, and what gives all arguments, which is asked only when it must be.
+    """
+
+    def __init__(self, function: Callable[[], Kernels], fixed: int):
+        self._function, self._fixed = function, fixed
+        self._bound: dict[tuple, Bound] = {}
+
+    def __call__(self, tensors: Sequence[torch.Tensor], arguments: Callable[[], tuple]) -> None:
+        key = tuple([x.stride() for x in tensors] + [x.shape for x in tensors[self._fixed :]])
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._bound[key] = self._function().bound(*arguments())
+        bound(*tensors)
 
 
 def _launch(kernels: Kernels, made: Made) -> Launch:

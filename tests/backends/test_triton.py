@@ -187,19 +187,32 @@ def test_emitted_functions_compute_what_torch_does(name):
 
 
 @triton.jit
-def _exp_kernel(x, y, N: tl.constexpr):
+def _function_kernel(x, y, FUNCTION: tl.constexpr, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(y + i, maths.exp(tl.load(x + i)))
+    tl.store(y + i, FUNCTION(tl.load(x + i)))
+
+
+def computed(function, x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    _function_kernel[(1,)](x, y, function, len(x))
+    return y
 
 
 def test_the_exponential_of_fp32_is_right_to_one_ulp():
     x = torch.cat([-((torch.arange(1020) / 1020) ** 3) * 86, torch.tensor([0.0, 3.0, -torch.inf, torch.nan])])
-    y = torch.empty_like(x)
-    _exp_kernel[(1,)](x, y, 1024)
+    y = computed(maths.exp, x)
     exact = x.double().exp()
     assert ((y.double() - exact).abs()[:1022] <= 2**-23 * exact[:1022]).all()
     assert y[1022] == 0
     assert y[1023].isnan()
+
+
+def test_the_logarithm_of_a_rows_sum_is_right_to_one_ulp():
+    x = torch.cat([1 + torch.arange(500) / 250, 1.01 ** torch.arange(500), 2.0 ** torch.arange(-12, 12)])
+    exact = x.double().log()
+    assert ((computed(maths.log, x).double() - exact).abs() <= 2**-23 * exact.abs()).all()
+    special = torch.tensor([0.0, torch.inf, torch.nan, -1.0])
+    torch.testing.assert_close(computed(maths.log, special), special.log(), equal_nan=True)
 
 
 LEAVES = {

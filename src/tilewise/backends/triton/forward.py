@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from tilewise.backends.triton.maths import exp, log
 from tilewise.backends.triton.tile import (
     LN2,
     LOG2E,
@@ -164,7 +165,7 @@ def finish(m, l, acc, m0, h, tensors, sizes, scales, at, F: tl.constexpr):
     """Division, sink (18), and both stores."""
     i = m0 + tl.arange(0, F.tile_m)
     left = at.seqlen_q - m0
-    lse = tl.where(l == 0, float("-inf"), (m if F.natural else m * LN2) + tl.log(l))
+    lse = tl.where(l == 0, float("-inf"), (m if F.natural else m * LN2) + log(l))
     weight = 1.0 / tl.where(l == 0, 1.0, l)
     if F.sink:
         sink = tl.load(tensors.sink + h).to(tl.float32)
@@ -172,9 +173,9 @@ def finish(m, l, acc, m0, h, tensors, sizes, scales, at, F: tl.constexpr):
             sink = tl.where(at.b == sizes.batch, float("-inf"), sink)
         top = tl.maximum(lse, sink)
         top = tl.where(top == float("-inf"), 0.0, top)
-        total = top + tl.log(tl.exp(lse - top) + tl.exp(sink - top))
+        total = top + log(exp(lse - top) + exp(sink - top))
         total = tl.where(l == 0, sink, tl.where(sink == float("-inf"), lse, total))
-        weight = tl.where(l == 0, 0.0, weight * tl.exp(lse - total))
+        weight = tl.where(l == 0, 0.0, weight * exp(lse - total))
         lse = total
     if F.dropout:
         weight = weight * scales.keep
@@ -220,7 +221,7 @@ def merge_kernel(tensors, sizes, scales, parts, parts_lse, F: tl.constexpr):
         o = load_piece(base, row, m0, at.seqlen_q - m0, None, F.tile_m, True, 0, True, F)
         m_new = tl.maximum(m, lse)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        rescale, weight = tl.exp(m - shift), tl.exp(lse - shift)
+        rescale, weight = exp(m - shift), exp(lse - shift)
         l = l * rescale + weight
         acc = acc * rescale[:, None] + o * weight[:, None]
         m = m_new

@@ -58,6 +58,21 @@ def exp(x):
 
 
 @triton.jit
+def log(x):
+    """ln x of a row's sum, right to 1 ulp: the hardware's log2 errs by 2^-22 of itself, or at least of 1, which is an
+    error of all probabilities of the row. ``x = 2^n f`` with f about 1, and ln f by the polynomial of Cephes' logf (Moshier)."""
+    bits = x.to(tl.int32, bitcast=True)
+    n = (bits - 0x3F3504F3) >> 23  # of sqrt(1/2): f is between that and sqrt(2)
+    z = (bits - (n << 23)).to(tl.float32, bitcast=True) - 1.0
+    n = n.to(tl.float32)
+    p = 1.1676998740e-1 + z * (-1.1514610310e-1 + z * 7.0376836292e-2)
+    p = 2.0000714765e-1 + z * (-1.6668057665e-1 + z * (1.4249322787e-1 + z * (-1.2420140846e-1 + z * p)))
+    p = z * z * z * (3.3333331174e-1 + z * (-2.4999993993e-1 + z * p))
+    y = z + (p - 2.12194440e-4 * n - 0.5 * z * z)
+    return tl.where((x > 0) & (x < float("inf")), y + 0.693359375 * n, tl.log(x))
+
+
+@triton.jit
 def expm1(x):
     """Kahan's: the rounding of e^x cancels between numerator and logarithm."""
     e = tl.exp(x)

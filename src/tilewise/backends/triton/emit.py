@@ -300,7 +300,8 @@ def _gradients(writer, score: Expr, reads: tuple[Read, ...], leaf: dict[int, int
             source.append(_function(f"place_{n}", "b, h, i, j, at", [*w.lines, *_place(w, e)]))
             continue
         w = columns if read.how == COLUMNS else rows
-        value = f"tl.where(hit, dz * {w.value(d)}, 0.0)"
+        value = "dz" if expr.is_number(d, 1) else f"dz * {w.value(d)}"
+        value = value if _finite(d) else f"tl.where(hit, {value}, 0.0)"
         if read.how in (ROWS, COLUMNS):
             w.lines.append(f"tl.atomic_add(at.grads[{n}] + line, tl.sum({value}, 1), mask=valid, sem='relaxed')")
         else:
@@ -312,6 +313,12 @@ def _gradients(writer, score: Expr, reads: tuple[Read, ...], leaf: dict[int, int
         if w.lines:
             source.append(_function(name, f"dz, hit, inside, line, valid, {arguments}", [*w.lines, "return"]))
     return source
+
+
+def _finite(slope: Expr) -> bool:
+    """Whether it is finite everywhere, so that dZ, which is 0 where P is, need not be selected again."""
+    whole = ("symbol", "number", "param", "add", "sub", "mul", "neg", "abs", "float", "int")
+    return all(e.op in whole for e in expr.nodes(slope)) and "s" not in expr.depends_on(slope)
 
 
 def _derivative(root: Expr, wrt: Expr) -> Expr:

@@ -112,7 +112,7 @@ def scored(s, h, i, j, scales, at, F: tl.constexpr):
     if F.general:
         s = s * scales.softmax
         if F.score is not None:
-            z = F.score(s, at.b, h, i, j, at).to(tl.float32) + s * 0.0
+            z = tl.broadcast_to(F.score(s, at.b, h, i, j, at).to(tl.float32), s.shape)
             return (z if F.natural else z * LOG2E), s
         else:
             return (s if F.natural else s * LOG2E), s

@@ -128,17 +128,18 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, FULL: tl.constex
             alive = first < last
         s = tl.where(kept, s, float("-inf"))
 
-    if F.general:
+    if F.natural:
         m_new = tl.maximum(m, tl.max(s, 1))
-    else:
-        m_new = tl.maximum(m, tl.max(s, 1) * (scales.softmax * LOG2E))
+    else:  # the unit is multiplied in the exponent, where it costs nothing
+        unit = LOG2E if F.general else scales.softmax * LOG2E
+        m_new = tl.maximum(m, tl.max(s, 1) * unit)
     shift = m_new
     if F.score is not None or not FULL:
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if F.general:
+    if F.natural:
         p = power(s - shift[:, None], F)
     else:
-        p = tl.exp2(s * (scales.softmax * LOG2E) - shift[:, None])
+        p = tl.exp2(s * unit - shift[:, None])
     rescale = power(m - shift, F)
     l = l * rescale + tl.sum(p, 1)
     if F.dropout:
@@ -151,13 +152,13 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, FULL: tl.constex
 
 @triton.jit
 def scored(s, query, j, scales, at, F: tl.constexpr):
-    """The score of a tile of products, in the units of :func:`tile.power`."""
+    """The score of a tile of products."""
     s = s * scales.softmax
     if F.score is not None:
         i = query.m0 + tl.arange(0, F.tile_m)
-        s = F.score(s, at.b, query.h, i[:, None], j[None, :], at).to(tl.float32)
-        s = s + tl.full([F.tile_m, F.tile_n], 0.0, tl.float32)
-    return s if F.natural else s * LOG2E
+        z = F.score(s, at.b, query.h, i[:, None], j[None, :], at).to(tl.float32)
+        s = tl.broadcast_to(z, s.shape)
+    return s
 
 
 @triton.jit

@@ -16,7 +16,8 @@ import torch
 
 from tests.backends.hopper import standin
 from tests.backends.hopper.standin import Nowhere
-from tilewise.backends.hopper import aot, driver, hostcode, library
+from tilewise.backends.hopper import aot, backward_aot, backward_config, driver, hostcode, library
+from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.config import Config, Traced, shipped
 from tilewise.backends.hopper.recipe import Argument, Extent, Launch, Recipe, TensorArgument, offsets
 
@@ -38,6 +39,10 @@ CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors 
     "packed": ((128, 128), {"dtype": "bf16", "form": "upper", "packed": True}),
     "traced": ((96, 96), {"dtype": "bf16", "form": "lists", "traced": TRACED}),
     "heads": ((64, 64), {"dtype": "bf16", "form": "full", "heads": 8, "split": True}),
+}
+BACKWARD = {
+    "backward": Backward(*backward_config.TABLE[192, 128], "fp16", "upper"),
+    "summed": Backward(backward_config.SUMMED[64, 64], None, "bf16", "full"),
 }
 STREAM = 0x5EED0
 APART = 256, 1 << 20, 1 << 38  # strides, about
@@ -86,10 +91,11 @@ class Exported:
 class Both:
     """One kernel, compiled once: the DSL's launch of it, linked with the DSL's runtime, and ours."""
 
-    def __init__(self, config: Config, folder: Path):
+    def __init__(self, config: Config | Backward, folder: Path):
         import tvm_ffi
 
-        made, arguments = aot.compiled(config, folder, f"{aot.OPTIONS} --enable-tvm-ffi")
+        compiled = backward_aot.compiled if isinstance(config, Backward) else aot.compiled
+        made, arguments = compiled(config, folder, f"{aot.OPTIONS} --enable-tvm-ffi")
         self.recipe = hostcode.read(made.ir_module, made.function_name, arguments, made.__cubin__)
         self.cubin, self.traced = made.__cubin__, arguments
         made.export_to_c(str(folder / "k.o"), function_name="k", export_only_tvm_ffi_symbols=True)
@@ -98,7 +104,7 @@ class Both:
         subprocess.run(["g++", "-shared", "-o", folder / "k.so", folder / "k.o", runtime], check=True)
         self.theirs = tvm_ffi.load_module(str(folder / "k.so"))["k"]
         # What is shipped is compiled without tvm-ffi: that must change nothing.
-        plain, arguments = aot.compiled(config, folder)
+        plain, arguments = compiled(config, folder, aot.OPTIONS)
         assert plain.__cubin__ == made.__cubin__
         assert hostcode.read(plain.ir_module, plain.function_name, arguments, plain.__cubin__) == self.recipe
         self.ours = driver.Kernels(*library.read(library.write(folder / "k.kernel", self.cubin, self.recipe)))
@@ -132,10 +138,13 @@ def cuda(tmp_path_factory):
     driver.load.cache_clear()
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[*CASES, *BACKWARD])
 def both(request, cuda, tmp_path_factory):
-    dims, more = CASES[request.param]
-    config = replace(next(c for c in shipped() if (c.tiles.width, c.tiles.width_v) == dims), **more)
+    if request.param in BACKWARD:
+        config = BACKWARD[request.param]
+    else:
+        dims, more = CASES[request.param]
+        config = replace(next(c for c in shipped() if (c.tiles.width, c.tiles.width_v) == dims), **more)
     found = Both(config, tmp_path_factory.mktemp("kernel"))
     for launch in found.recipe.launches:
         cuda.sizes(launch.kernel, launch.sizes)

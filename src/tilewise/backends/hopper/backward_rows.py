@@ -75,9 +75,11 @@ def write(t: Tensors, batch, head, i, total):
 
 @cute.kernel
 def kernel(t: Tensors, x: cutlass.Constexpr):
-    """Grid: (blocks of rows, heads_q, batch)."""
+    """Grid: blocks of rows, of all heads and batch elements one after the other."""
     lanes, element = lanes_of(x.keys.width_v), ELEMENT[x.dtype]
-    block, head, batch = cute.arch.block_idx()
+    heads, blocks = t.lse.shape[1], cute.ceil_div(t.lse2.shape[2], rows_of(x.keys.width_v))
+    n = cute.arch.block_idx()[0]
+    block, head, batch = n % blocks, n // blocks % heads, n // blocks // heads
     thread = cute.arch.thread_idx()[0]
     lane, first = thread % lanes, block * rows_of(x.keys.width_v) + thread // lanes
     rows = [first + n * (THREADS // lanes) for n in range(ROWS_EACH)]
@@ -100,4 +102,5 @@ def launch(t: Tensors, stream, x: Backward) -> None:
     """Within a traced function of the host's."""
     kernel.set_name_prefix(f"{x.name}_rows", remove_cutlass_symbol=True, keep_mangled_name=False)
     blocks = cute.ceil_div(t.lse2.shape[2], rows_of(x.keys.width_v))
-    kernel(t, x).launch(grid=[blocks, t.lse.shape[1], t.lse.shape[0]], block=[THREADS, 1, 1], stream=stream)
+    grid = [blocks * t.lse.shape[1] * t.lse.shape[0], 1, 1]
+    kernel(t, x).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)

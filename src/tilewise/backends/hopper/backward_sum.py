@@ -141,8 +141,10 @@ def add_all(dq: cute.Tensor, room: Room, w: cutlass.Constexpr, start, stop, phas
 
 @cute.kernel
 def kernel(sums: cute.Tensor, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cutlass.Constexpr):
-    """Grid: (query blocks, heads_q, batch), a warpgroup for each part. ``sums`` (batch, heads_q, block, warpgroup, PART)."""
-    block, head, batch = cute.arch.block_idx()
+    """Grid: query blocks, of all heads and batch elements one after the other; a warpgroup for each part. ``sums`` (batch,
+    heads_q, block, warpgroup, PART)."""
+    blocks, heads, n = sums.shape[2], sums.shape[1], cute.arch.block_idx()[0]
+    block, head, batch = n % blocks, n // blocks % heads, n // blocks // heads
     thread, halves = cute.arch.thread_idx()[0] % 128, x.keys.tile_m // ROWS
     w = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
     layout = dq.smem_layout
@@ -172,5 +174,5 @@ def launch(sums: cute.Tensor, dq: cute.Tensor, scale, stream, x: Backward) -> No
     )
     kernel.set_name_prefix(f"{x.name}_sum", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(sums, info, product(x), scale, x).launch(
-        grid=[sums.shape[2], sums.shape[1], sums.shape[0]], block=[128 * KEY_GROUPS, 1, 1], stream=stream
+        grid=[sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1], block=[128 * KEY_GROUPS, 1, 1], stream=stream
     )

@@ -161,6 +161,43 @@ def bars(*counts: tuple[int, int]) -> list[Pointer]:
     return [Pointer([Barrier(arrivals) for _ in range(n)]) for n, arrivals in counts]
 
 
+class Part(np.ndarray):
+    """The numbers that each thread of a CTA has read, (n, thread)."""
+
+    def reduce(self, op, start, profile) -> np.ndarray:
+        return np.asarray(self).sum(0, dtype=np.float32)
+
+
+def run_rows(x: Backward, o, do, lse, dlse, lines: int) -> tuple[np.ndarray, np.ndarray]:
+    """``(lse2, delta)`` by the kernel of the rows, one CTA after the other; a CTA's threads are one NumPy axis."""
+    kernel, *_ = imported("backward_rows", "backward_tile", "tile", *OTHERS)
+    threads, at = np.arange(kernel.THREADS), [0]
+    kernel.cute.ReductionOp = SimpleNamespace(ADD=None)
+    kernel.cute.ceil_div = lambda a, b: -(-a // b)
+    vars(kernel.cute.arch).update(
+        thread_idx=lambda: (threads, 0, 0),
+        block_idx=lambda: (at[0], 0, 0),
+        shuffle_sync_bfly=lambda values, offset: values[threads ^ offset],
+    )
+
+    def part_of(t, i, lane, element):
+        columns = kernel.VECTOR * lane + np.arange(kernel.VECTOR)[:, None]
+        inside = (i < t.shape[0]) & (columns < t.shape[1])
+        found = t.values[np.minimum(i, t.shape[0] - 1), np.minimum(columns, t.shape[1] - 1)]
+        return np.where(inside, found, 0.0).view(Part)
+
+    def by_first(t, batch, head, i, lane, total) -> None:
+        for n in threads[lane == 0]:
+            kernel.write(t, batch, head, int(i[n]), total[n])
+
+    kernel.part_of, kernel.by_first = part_of, by_first
+    made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
+    t = kernel.Tensors(*map(Global, (o, do, lse, dlse, *made)))
+    for at[0] in range(-(-lines // kernel.rows_of(x.keys.width_v)) * lse.shape[0] * lse.shape[1]):
+        kernel.kernel(t, x)
+    return tuple(made)
+
+
 def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
     """``(dk, dv)``, and dq or None, of arrays (batch, seqlen, heads, head_dim), one CTA after the other."""
     kernel, c = load("keys"), x.keys

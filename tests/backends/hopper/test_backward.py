@@ -92,3 +92,13 @@ def test_the_source_computes_the_gradients(name, form):
 def test_the_shipped_tiles_compute_the_gradients(dims):
     c = call(*qkv(130, 200, *dims, heads=(2, 1)), causal=True, deterministic=True)
     assert not wrong(c, emulate(c, None, ctas=2))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)], ids=str)
+def test_the_rows_statistics_are_those_of_the_formula(dims):
+    c = call(*qkv(150, 40, *(n - 8 for n in dims), batch=2), causal=True)  # rows without keys, and a narrower head
+    x, out = backward_config.choose(c.p), Reference().forward(c.p, c.t)
+    given = [tensor.float().numpy() for tensor in (out.o, c.do, out.lse, c.dlse)]
+    lines = x.lines(c.p.seqlen_q)
+    for got, expected in zip(emulated.run_rows(x, *given, lines), emulated.statistics(*given, lines), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ import torch
 import tilewise as tw
 from tests.backends.contract import Call, call, normal
 from tilewise.backends.base import Output
-from tilewise.backends.hopper import Hopper, backward_config, library
+from tilewise.backends.hopper import Hopper, backward_config, library, schedule
 from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, SOFTCAP, SUMMED, TABLE, shipped
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
@@ -58,6 +58,25 @@ def test_what_is_summed_fits_too_and_is_of_whole_parts(dims):
 def test_what_must_repeat_is_never_summed(d, deterministic):
     keys = backward_config.choose(small(d=d, deterministic=deterministic).p).keys
     assert keys.summed == (d < 256 and not deterministic)
+
+
+@pytest.mark.parametrize("keys", [*SUMMED.values(), TABLE[256, 256][0]], ids=lambda c: f"{c.width}-{c.tile_n}")
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
+def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
+    """Query blocks of the busiest CTA (4 more a tile, for its begin and end) over the mean. With fewer heads at a time they
+    would not be: 8 or 4 heads of these lengths cost up to 1.6."""
+    heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
+    section, ctas = backward_config.spread(heads, tiles, "upper", 132)
+    order = schedule.Order(tiles, heads, section, False)
+
+    def cost(n: int) -> int:
+        column = schedule.tile_at(n, order)[0] * keys.tile_n
+        blocks = schedule.query_blocks(column, keys.tile_n, keys.tile_m, seqlen, schedule.Band(None, 1, seqlen))
+        return blocks[1] - blocks[0] + 4
+
+    mine = [range(schedule.rounds(cta, ctas, order.tiles)) for cta in range(ctas)]
+    work = [sum(cost(schedule.nth(cta, ctas, n)) for n in rounds) for cta, rounds in enumerate(mine)]
+    assert max(work) <= 1.04 * sum(work) / 132
 
 
 def test_the_names_of_what_is_shipped_tell_them_apart():

@@ -157,12 +157,6 @@ class Backward:
         second = "sum" if self.queries is None else self.queries.name
         return f"backward_{self.dtype}_{dims}_{self.form}{'_softcap' if self.softcap else ''}_{k.name}_{second}"
 
-    def describe(self) -> str:
-        """As ``Config.describe``."""
-        k, q = self.keys, self.queries
-        second = "summing dQ" if q is None else f"then dQ in tiles of {q.tile_m} x {q.tile_n}"
-        return f"backward: {k.tile_n} keys x {k.tile_m} queries, {second}"
-
     def lines(self, seqlen_q: int) -> int:
         """Rows that a head has in the statistics' buffers: whole query blocks of each pass."""
         return max(-(-seqlen_q // m) * m for m in (self.keys.tile_m, self.queries.tile_m if self.queries else 1))

@@ -25,6 +25,11 @@ def problem(nq=70, nk=70, d=64, dv=None, dtype=torch.bfloat16, heads=4, **option
     return replace(p, spec=replace(p.spec, needs_grad=False))
 
 
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=132))
+
+
 @pytest.mark.parametrize("tiles", ROWS, ids=str)
 def test_a_row_fits_into_the_machine(tiles):
     assert tiles.shared.total <= SHARED_LIMIT
@@ -50,9 +55,21 @@ def test_the_names_of_what_is_shipped_tell_them_apart():
 @pytest.mark.parametrize("d", [8, 64, 72, 96, 104, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("score", [None, tw.softcap(20.0)], ids=["plain", "softcap"])
-def test_what_is_chosen_is_shipped(d, causal, score):
-    p = problem(d=d, causal=causal, score=score)
+@pytest.mark.parametrize("nq", [1, 3, 70, 3000])
+def test_what_is_chosen_is_shipped(d, causal, score, nq, h200):
+    p = problem(nq=nq, nk=3000, d=d, causal=causal, score=score)
     assert config.reasons(p) == []
+    assert config.choose(p) in shipped()
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(9, 0)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("score", [None, tw.softcap(20.0)], ids=["plain", "softcap"])
+def test_packed_sequences_have_kernels_of_their_own(mask, score, h200):
+    q, k = normal(70, 4, 64, dtype=torch.bfloat16), normal(70, 2, 64, dtype=torch.bfloat16)
+    p = call(q, k, k, cu_seqlens_q=torch.tensor([0, 30, 70]), mask=mask, score=score).p
+    p = replace(p, spec=replace(p.spec, needs_grad=False))
+    assert config.reasons(p) == []
+    assert config.choose(p).packed
     assert config.choose(p) in shipped()
 
 
@@ -103,23 +120,52 @@ def test_a_single_query_has_no_moving_end():
         assert config.band_of(problem(1, 70, mask=mask)).cut(1).form == "full"
 
 
-# -- Split keys ----------------------------------------------------------------------------------------------------
+# -- Which tiles, and whether keys are split -----------------------------------------------------------------------
 
 D128 = config.Config(TABLE[128, 128][0], "bf16", "full")
-SPLITS = {  # heads, queries, keys: whether 132 cores would be idle enough
-    "one-head": ((1, 4096, 4096), True),
-    "decode": ((8, 1, 8192), True),
-    "decode-of-many": ((128, 1, 8192), False),
-    "half-of-the-machine": ((2, 4224, 4224), False),
-    "short": ((1, 256, 256), False),
-    "no-keys": ((1, 256, 0), False),
+
+
+def chosen(batch, heads, lengths, d=128, **options):
+    """Of shapes alone: tensors of no memory."""
+    sizes = zip((lengths[0], lengths[1], lengths[1]), (heads[0], heads[1], heads[1]), strict=True)
+    tensors = (torch.zeros(1, dtype=torch.bfloat16).expand(batch, n, h, d) for n, h in sizes)
+    p = call(*tensors, **options).p
+    return config.choose(replace(p, spec=replace(p.spec, needs_grad=False)))
+
+
+SPLITS = {  # batch, heads of q and k, queries and keys: whether 132 cores would be idle enough
+    "one-head": ((1, (1, 1), (4096, 4096)), True),
+    "decode": ((1, (8, 8), (1, 8192)), True),
+    "decode-of-a-group": ((1, (64, 8), (1, 8192)), True),
+    "decode-of-many": ((16, (64, 8), (1, 8192)), False),
+    "half-of-the-machine": ((1, (2, 2), (4224, 4224)), False),
+    "short": ((1, (1, 1), (256, 256)), False),
+    "no-keys": ((1, (1, 1), (256, 0)), False),
 }
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_keys_are_split_where_the_machine_would_be_idle(name):
-    (heads, seqlen_q, seqlen_k), split = SPLITS[name]
-    assert config.splits(D128, heads, seqlen_q, seqlen_k, 132) == split
+def test_keys_are_split_where_the_machine_would_be_idle(name, h200):
+    shape, split = SPLITS[name]
+    assert chosen(*shape).split == split
+
+
+TILES = {  # batch, heads, lengths, head dim, options: rows and keys of a tile
+    "many-rows": ((1, (32, 32), (16384, 16384), 64), {}, (192, 128)),
+    "short-and-causal": ((32, (32, 32), (512, 512), 64), {"causal": True}, (128, 128)),
+    "idle-cores": ((1, (8, 8), (512, 512), 128), {}, (64, 128)),
+    "long": ((1, (16, 16), (16384, 16384), 128), {}, (128, 176)),
+    "many-short": ((32, (16, 16), (512, 512), 128), {}, (128, 128)),
+    "one-query": ((200, (16, 16), (1, 4096), 128), {}, (64, 128)),
+}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_follow_the_lengths(name, h200):
+    shape, options, tile = TILES[name]
+    found = chosen(*shape, **options)
+    assert (found.tiles.tile_m, found.tiles.tile_n) == tile
+    assert found in shipped()
 
 
 @pytest.mark.parametrize("tiles", ROWS, ids=str)
@@ -134,30 +180,32 @@ def test_chunks_are_nearly_equal_and_no_shorter_than_they_may_be(tiles):
             assert (parts - 1) * size < blocks <= parts * size
 
 
-def test_a_deterministic_call_splits_whoever_shares_its_batch(monkeypatch):
-    monkeypatch.setattr(config.devices, "of", lambda device: SimpleNamespace(cores=132))
-    chosen = {}
-    for batch, deterministic in itertools.product((1, 100), (False, True)):
-        q, k = (normal(batch, n, 1, 128, dtype=torch.bfloat16) for n in (1, 8192))
-        p = call(q, k, k, deterministic=deterministic).p
-        chosen[batch, deterministic] = config.choose(replace(p, spec=replace(p.spec, needs_grad=False))).split
-    assert chosen == {(1, False): True, (100, False): False, (1, True): True, (100, True): True}
+def test_a_deterministic_call_splits_whoever_shares_its_batch(h200):
+    found = {
+        (batch, deterministic): chosen(batch, (1, 1), (1, 8192), deterministic=deterministic)
+        for batch, deterministic in itertools.product((1, 100), (False, True))
+    }
+    assert [c.split for c in found.values()] == [True, True, False, True]
+    assert found[1, True] == found[100, True]
 
 
-HEADS = {  # group, queries: heads in a tile
-    "no-group": (1, 1, 1),
-    "decode": (8, 1, 8),
-    "group-of-5": (5, 1, 8),
-    "group-of-32": (32, 1, 64),
-    "a-few-queries": (4, 8, 8),
-    "many-queries": (8, 4096, 1),
+HEADS = {  # heads of q and k, queries: heads in a tile
+    "no-group": ((64, 64), 1, 1),
+    "decode": ((64, 8), 1, 8),
+    "group-of-5": ((40, 8), 1, 8),
+    "group-of-32": ((256, 8), 1, 64),
+    "a-few-queries": ((32, 8), 8, 8),
+    "many-queries": ((64, 8), 4096, 1),
 }
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_share_a_tile_where_that_makes_tiles_fewer(name):
-    group, seqlen_q, heads = HEADS[name]
-    assert config.grouped(D128, group, seqlen_q).heads == heads
+def test_heads_share_a_tile_where_queries_are_few(name, causal, h200):
+    shape, seqlen_q, heads = HEADS[name]
+    found = chosen(16, shape, (seqlen_q, 4096), causal=causal)
+    assert found.heads == heads
+    assert found in shipped()
 
 
 REFUSED = {

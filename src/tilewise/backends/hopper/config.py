@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tilewise import device as devices
 from tilewise import expr
@@ -170,6 +171,11 @@ class Config:
         return self.form in ("rows", "lists")
 
     @property
+    def of_numbers(self) -> bool:
+        """Whether the ends of rows are numbers, the same for all heads."""
+        return self.form in ("full", "upper", "band")
+
+    @property
     def has_lower(self) -> bool:
         """Whether a row may begin after the first key."""
         return self.form not in ("full", "upper")
@@ -245,6 +251,21 @@ TABLE = {
 }
 # Rows that are shipped with a softcap too; smaller head dims take the next.
 SOFTCAP = ((64, 64), (128, 128), (256, 256))
+# How many heads of a group a tile may hold where queries are few, and the tiles that then do, by head dims: the first row
+# that holds both.
+HEADS = (8, 64)
+SHORT = {
+    (64, 64): Tiles(64, 64, 1, 128, 8, 2, 256),
+    (128, 128): Tiles(128, 128, 1, 128, 5, 2, 256),
+    (192, 128): Tiles(192, 128, 1, 128, 4, 1, 256),
+    (256, 256): Tiles(256, 256, 1, 80, 4, 1, 256),
+}
+# Tiles beside those of TABLE, by head dims and whether the form has an end; SHORT's are others.
+SMALLER = {
+    (64, 64, False): (Tiles(64, 64, 2, 128, 8, 2, 240),),
+    (64, 64, True): (Tiles(64, 64, 2, 128, 8, 2, 240),),
+    (128, 128, False): (Tiles(128, 128, 2, 128, 4, 2, 240),),
+}
 # Not proved on a GPU: what else is worth a measurement, for "full" and "upper" in bf16.
 CANDIDATES = (
     Tiles(64, 64, 3, 128, 8, 2, 160, turns=True),
@@ -286,7 +307,18 @@ def shipped() -> list[Config]:
         for dtype in DTYPES.values()
         for form in SHIPPED
     ]
-    return plain + capped
+    whole = plain + capped
+    ends = [c for c in whole if c.of_numbers]
+    split = [replace(c, split=True) for c in ends if (c.tiles.width, c.tiles.width_v) in SOFTCAP and not c.softcap]
+    packed = [replace(c, packed=True) for c in ends]
+    few = [x for c in ends if c.form != "band" for x in (*smaller(c), *grouped(c))]
+    both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
+    return list(dict.fromkeys((*whole, *split, *packed, *both)))
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> frozenset[Config]:
+    return frozenset(shipped())
 
 
 def candidates() -> list[Config]:
@@ -414,52 +446,63 @@ class Expressions:
 
 
 def choose(p: Problem) -> Config:
-    """Of a problem that has no :func:`reasons` against it."""
-    (form, band), traced = keys_of(p), Expressions.of(p).traced
+    """Of a problem that has no :func:`reasons` against it: what :func:`clocks` predicts to be fastest of what is shipped.
+
+    Keys are split where tiles fill less than half of the machine, if that saves a third of the time.
+    """
+    (form, band), traced, cores = keys_of(p), Expressions.of(p).traced, devices.of(p.device).cores
     capped = p.spec.score is not None and not traced.score
     rows = (dims for dims in TABLE if not capped or dims in SOFTCAP)
     dims = next(d for d in rows if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     tiles = tiles_of(dims, form, capped, traced)
     config = Config(tiles, DTYPES[str(p.dtype)], form, capped, packed=p.packed, traced=traced)
-    if p.packed:
+    if not config.of_numbers:
         return config
-    config = grouped(config, p.group, p.seqlen_q)
-    # Deterministic results do not depend on batch-mates: the choice to split then looks at one sequence.
-    heads, cores = (
-        p.heads_k * (1 if p.spec.deterministic else p.batch) * -(-p.group // config.heads),
-        devices.of(p.device).cores,
-    )
-    split = form != "lists" and splits(config, heads, p.seqlen_q, band.stop - band.start, cores)
-    return replace(config, split=split)
+    time = lambda c: clocks(c, p, band.stop - band.start, cores)  # noqa: E731
+    others = (*smaller(config), *(grouped(config) if p.group > 1 else ()))
+    options = [config, *(c for c in others if c in _shipped())]
+    halves = (replace(c, split=True) for c in options if 2 * tile_count(c, p) < cores and not p.packed)
+    whole = min(options, key=time)
+    split = min((c for c in halves if c in _shipped() or traced != PLAIN), key=time, default=whole)
+    return split if split.split and 3 * time(split) <= 2 * time(whole) else whole
 
 
-# How many heads of a group a tile may hold where queries are few, and the tiles that then do, by head dims: the first row
-# that holds both.
-HEADS = (8, 64)
-SHORT = {
-    (64, 64): Tiles(64, 64, 1, 128, 8, 2, 256),
-    (128, 128): Tiles(128, 128, 1, 128, 5, 2, 256),
-    (192, 128): Tiles(192, 128, 1, 128, 4, 1, 256),
-    (256, 256): Tiles(256, 256, 1, 80, 4, 1, 256),
-}
+def smaller(config: Config) -> list[Config]:
+    """The config with fewer rows or keys in a tile, which short sequences want."""
+    if not config.of_numbers or config.softcap or config.packed or config.traced != PLAIN:
+        return []
+    tiles = *SMALLER.get((config.tiles.width, config.tiles.width_v, config.form != "full"), ()), short(config.tiles)
+    return [replace(config, tiles=t) for t in tiles]
 
 
-def grouped(config: Config, group: int, seqlen_q: int) -> Config:
-    """The config with as many heads of a group in a tile as make the tiles fewest, where that is fewer."""
-    # A head's rows end where its own tensors say, and expressions know one head.
-    if config.by_rows or config.traced != PLAIN:
-        return config
-    t = config.tiles
-    tiles = next(tiles for dims, tiles in SHORT.items() if t.width <= dims[0] and t.width_v <= dims[1])
-    short = [replace(config, tiles=tiles, heads=heads) for heads in HEADS]
-    return min([config, *short], key=lambda c: -(-group // c.heads) * -(-seqlen_q // c.tile_queries))
+def short(t: Tiles) -> Tiles:
+    return next(tiles for dims, tiles in SHORT.items() if t.width <= dims[0] and t.width_v <= dims[1])
+
+
+def grouped(config: Config) -> list[Config]:
+    """The config with several heads of a group in a tile."""
+    if not config.of_numbers or config.packed or config.traced != PLAIN:  # expressions know one head
+        return []
+    most = HEADS if config.form == "full" else HEADS[:1]  # with the most heads a tile has a single query
+    return [replace(config, tiles=short(config.tiles), heads=heads) for heads in most]
+
+
+def tile_count(config: Config, p: Problem) -> int:
+    """How many query tiles there are, before keys are split; of packed sequences, as if all were equally long.
+
+    Deterministic results do not depend on batch-mates: the count is then of one sequence.
+    """
+    heads = p.heads_k * -(-p.group // config.heads) * (1 if p.spec.deterministic else p.batch)
+    return heads * -(-rows_of(p) // config.tile_queries)
+
+
+def rows_of(p: Problem) -> int:
+    return -(-p.seqlen_q // max(p.batch, 1)) if p.packed else p.seqlen_q
 
 
 # Chunks of a sequence's keys at most: where its queries fill several tiles, and where one tile holds them.
 PARTS = (4, 32)
 CHUNK = 256  # keys, at least
-# A tile's beginning and end, and a second kernel's launch and work, in key blocks. Of a model, not measured.
-OPEN, MERGE = 1.5, 3.0
 
 
 def chunks(config: Config, seqlen_q: int, seqlen_k: int) -> int:
@@ -470,13 +513,34 @@ def chunks(config: Config, seqlen_q: int, seqlen_k: int) -> int:
     return -(-blocks // size)
 
 
-def splits(config: Config, heads: int, seqlen_q: int, seqlen_k: int, cores: int) -> bool:
-    """Whether keys are cut into chunks: where the tiles of ``heads`` heads, those that share one counted once, fill less than
-    half of the machine, if that saves a third of the time, counted in key blocks of the busiest core."""
-    count, blocks = heads * -(-seqlen_q // config.tile_queries), -(-seqlen_k // config.tiles.tile_n)
-    parts = chunks(config, seqlen_q, seqlen_k) if blocks else 1
-    split = -(-count * parts // cores) * (-(-blocks // parts) + OPEN) + MERGE
-    return 2 * count < cores and 3 * split <= 2 * (blocks + OPEN)
+# Clocks, of a resource model that was fitted to published kernels on this chip (docs/measured.md); not of these kernels.
+HIDDEN = 0.71  # of a key block's products and instructions: the share that stays visible
+SYNC = 633  # of a key block, whatever its size
+OPEN = 3584  # of a tile's beginning and end; half of it where the next tile's Q is loaded meanwhile
+MERGE = 6000  # of a second kernel
+INSTRUCTIONS = 4.6  # of a thread for each score
+LOADED = 38  # bytes a clock that the copy engine brings
+
+
+def block_clocks(t: Tiles) -> float:
+    """Of one key block of a tile."""
+    products = 2 * t.tile_m * t.tile_n * (t.width + t.width_v) / 4096
+    issue = INSTRUCTIONS * t.tile_m * t.tile_n / 128
+    return max(HIDDEN * (products + issue) + SYNC, 2 * t.tile_n * (t.width + t.width_v) / LOADED)
+
+
+def clocks(config: Config, p: Problem, seqlen_k: int, cores: int) -> float:
+    """Of the busiest core. Where rows end before the last key, tiles are as long as their last row's, on average."""
+    t, seqlen_q = config.tiles, rows_of(p)
+    seqlen_k = -(-seqlen_k // max(p.batch, 1)) if p.packed else seqlen_k
+    parts = chunks(config, seqlen_q, max(seqlen_k, 1)) if config.split else 1
+    tile = lambda blocks: OPEN / t.q_stages + blocks / parts * block_clocks(t)  # noqa: E731
+    most, count = -(-seqlen_k // t.tile_n // parts) * parts, tile_count(config, p) * parts
+    if config.form == "full":
+        return -(-count // cores) * tile(most) + MERGE * config.split
+    shorter = max(0, min(seqlen_q, seqlen_k) - config.tile_queries) / 2
+    mean = (seqlen_k - shorter) / t.tile_n + (config.tile_queries % t.tile_n > 0) / 2
+    return max(tile(most), count / cores * tile(min(mean, most))) + MERGE * config.split
 
 
 def _has_wide_number(p: Problem) -> bool:

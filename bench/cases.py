@@ -431,6 +431,16 @@ def _cuda() -> Iterable[Case]:
     for score in ("softcap-30", "alibi", "bias"):
         yield row(f"{score}-n4096", (4, 4096, 4096, 16, 16, 128, 128), "score", mask="causal", score=score)
     yield row("one-head-n4096", (1, 4096, 4096, 1, 1, 128, 128), "split")
+    yield row("four-heads-n4096", (1, 4096, 4096, 4, 4, 128, 128), "split")
+    for head_dim in (96, 192):
+        shape = (4, 4096, 4096, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
+        for label, mask in (("full", None), ("causal", "causal")):
+            yield row(f"d{head_dim}-n4096-{label}", shape, "dims", mask=mask)
+    for head_dim in (64, 128, 256):
+        shape = (4, 4096, 4096, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
+        for label, mask in (("full", None), ("causal", "causal")):
+            name = f"cuda-fp16-d{head_dim}-n4096-{label}"
+            yield _case(name, "H200 in half precision", shape, "cuda fp16", dtype="float16", mask=mask)
     yield row("gqa8-n4096-causal", (4, 4096, 4096, 16, 2, 128, 128), "gqa", mask="causal")
     yield row("decode-32k", (8, 1, 32768, 32, 4, 128, 128), "decode", backward=False)
     lengths = tuple((n, n) for n in (4096, 512, 1024, 2560, 3072, 128, 1920, 3072))

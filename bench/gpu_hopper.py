@@ -1,6 +1,6 @@
 """The Hopper backend on one H200: is every kernel right there, which tiles are fastest, and how it stands to cuDNN.
 
-    PYTHONPATH=src:. python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,stress,memcheck] [--minutes 8.5]
+    PYTHONPATH=src:. python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,cases,stress,memcheck] [--minutes 8.5]
 
 Before, on a machine that may lack a GPU: ``make kernels-hopper CANDIDATES=1``. What it leaves in src/tilewise/backends/hopper,
 kernels/ and libtilewise_launcher.so, is ignored by git; beside torch nothing else is needed.
@@ -13,6 +13,7 @@ last, each speed beside PREDICTED.
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -29,12 +30,14 @@ import torch.nn.functional as F
 import tilewise as tw
 from bench import cases
 from bench.measure import host_microseconds, in_turns
-from tests.backends.contract import Call, call
+from tests.backends.contract import Call, call, of_case
 from tilewise import accuracy
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper, library
 from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.config import Config, candidates, shipped
+from tilewise.backends.triton import Triton
+from tilewise.problem import TensorFacts
 from tilewise.reference import Reference
 
 DEVICE = "cuda"
@@ -125,6 +128,13 @@ SHAPES = [  # batch, seqlen_q, seqlen_k, heads_q, heads_k: odd lengths, empty ro
     (1, 1, 3000, 8, 2),
     (4, 640, 640, 40, 8),
 ]
+FEW = [(2, 1, 3000, 16, 2), (1, 5, 700, 6, 2), (1, 37, 130, 12, 1), (1, 1, 20000, 40, 1)]  # queries, of many heads
+LONG = [(1, 1, 20000, 8, 1), (1, 300, 6000, 2, 2), (1, 2000, 4096, 1, 1)]  # keys, for chunks
+PACKED = [  # lengths of q and k; rows past the last sequence
+    ([(70, 300), (1, 5), (0, 9), (130, 0), (64, 64)], 37),
+    ([(1000, 1000), (33, 2000), (515, 200)], 0),
+    ([(3, 11)] * 70, 3),
+]
 
 
 def check_calls(config: Config | Backward) -> Iterator[tuple[str, Call]]:
@@ -139,7 +149,11 @@ def check_calls(config: Config | Backward) -> Iterator[tuple[str, Call]]:
         b, nq, nk, hq, hk = shape
         return call(new(b, nq, hq, d), new(b, nk, hk, d), new(b, nk, hk, dv), **score, **options)
 
-    for n, shape in enumerate(SHAPES):
+    if config.packed:
+        yield from packed_calls(config, new, score)
+        return
+    more = (FEW if config.heads > 1 else []) + (LONG if config.split else [])
+    for n, shape in enumerate(SHAPES + more):
         for m, options in enumerate(FORM_OPTIONS[config.form]):
             if m == n % len(FORM_OPTIONS[config.form]) or n in (2, 3):
                 yield f"{shape}-{m}", made(shape, t.width, t.width_v, **options)
@@ -152,6 +166,22 @@ def check_calls(config: Config | Backward) -> Iterator[tuple[str, Call]]:
     yield "strided", call(q, k, v, **score, **options)
     odd = [torch.cat([x, x], -1)[..., 1 : 1 + x.shape[-1]] for x in (q, k, v)]
     yield "unaligned", call(*odd, **score, **options)
+
+
+def packed_calls(config: Config, new: Callable, score: dict) -> Iterator[tuple[str, Call]]:
+    """Sequences beside others of NaN, and rows of NaN past the last."""
+    t = config.tiles
+    for n, (lengths, rest) in enumerate(PACKED):
+        cu_q, cu_k = (torch.tensor([0, *x], device=DEVICE).cumsum(0).int() for x in zip(*lengths, strict=True))
+        q, k, v = (
+            new(int(cu[-1]) + rest, heads, d)
+            for cu, heads, d in ((cu_q, 4, t.width), (cu_k, 2, t.width), (cu_k, 2, t.width_v))
+        )
+        q[int(cu_q[-1]) :], k[int(cu_k[-1]) :], v[int(cu_k[-1]) :] = (torch.nan,) * 3
+        for m, options in enumerate(FORM_OPTIONS[config.form]):
+            for name, sink in (("", None), ("-sink", torch.randn(4, device=DEVICE))):
+                c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **score, **options)
+                yield f"packed-{n}-{m}{name}", c
 
 
 def forward_only(c: Call) -> Call:
@@ -202,7 +232,10 @@ def _where(c: Call, out: Output) -> str:
     return f"{bad.sum().item()} of {bad.numel()} elements far off, the first at (b, i, h, d) {first}"
 
 
-PROBES = ("forward_bf16_d128_upper", "forward_bf16_d64_full", "forward_bf16_d256_band")
+PROBES = (
+    "forward_bf16_d128_upper_128", "forward_bf16_d64_full_192", "forward_bf16_d256_band_128",
+    "forward_bf16_d128_upper_split", "forward_bf16_d128_full_split_heads8", "forward_bf16_d128_upper_packed",
+)  # fmt: skip
 
 
 def probes() -> list[str]:
@@ -250,6 +283,7 @@ def time_worker(head_dim: str, right: str) -> None:
             x = cases.draw(case, DEVICE)
             q, k, v = (t.detach() for t in (x.q, x.k, x.v))
             c = forward_only(call(q, k, v, causal=mask == "causal"))
+            chosen = Hopper().config(c.p).name
             backends = {name: Hopper(config_named(name)) for name in kernels_of(d, "upper" if mask else "full")}
             calls = {"cublas": lambda: a @ a, "cudnn": cudnn(q, k, v, mask == "causal")}
             for name in [name for name in backends if name in right]:
@@ -257,13 +291,13 @@ def time_worker(head_dim: str, right: str) -> None:
             times = in_turns(calls, "cuda")
             work = {"cublas": 2 * 8192**3}
             rates = {name: work.get(name, case.flops("forward")) / ms / 1e9 for name, ms in times.items()}
-            emit(part="time", case=case.name, d=d, n=n, mask=mask or "full", ms=times, tflops=rates)
+            emit(part="time", case=case.name, d=d, n=n, mask=mask or "full", chosen=chosen, ms=times, tflops=rates)
 
 
 def kernels_of(d: int, form: str) -> list[str]:
-    """Shipped ones and candidates in bf16 of one head dim, the chosen first."""
-    wanted = lambda c: (c.tiles.width, c.tiles.width_v, c.form, c.dtype, c.softcap) == (d, d, form, "bf16", False)  # noqa: E731
-    return [c.name for c in shipped() + candidates() if wanted(c)]
+    """Shipped ones and candidates in bf16 of one head dim, without what packed, few and long rows want."""
+    about = lambda c: (c.tiles.width, c.tiles.width_v, c.form, c.dtype, c.softcap, c.split, c.packed, c.heads)  # noqa: E731
+    return [c.name for c in shipped() + candidates() if about(c) == (d, d, form, "bf16", False, False, False, 1)]
 
 
 def cudnn(q, k, v, causal: bool) -> Callable[[], object]:
@@ -283,15 +317,14 @@ def timing(results: Results, right: set[str]) -> None:
     ):
         for row in rows:
             results.add(row)
-            ours = kernels_of(row["d"], "full" if row["mask"] == "full" else "upper")[0]
-            rates = row["tflops"]
+            ours, rates = row["chosen"], row["tflops"]
             predicted = PREDICTED[row["d"], row["mask"]][(row["n"] // 512).bit_length() - 1]
             if ours in rates:
                 ratios.append(rates[ours] / rates["cudnn"])
             rest = sorted(((v, k) for k, v in rates.items() if k.startswith("forward")), reverse=True)
             listed = "  ".join(f"{k.rpartition('_d')[2]} {v:.0f}" for v, k in rest)
             results.say(
-                f"{row['case']:24} predicted {predicted} cudnn {rates['cudnn']:.0f} cublas {rates['cublas']:.0f} | {listed}"
+                f"{row['case']:24} {ours.rpartition('_d')[2]} predicted {predicted} cudnn {rates['cudnn']:.0f} cublas {rates['cublas']:.0f} | {listed}"
             )
         if end:
             results.say(f"{job[:8]}: {end[:500]}")
@@ -299,6 +332,37 @@ def timing(results: Results, right: set[str]) -> None:
         results.say(
             f"time: chosen kernels over cuDNN, geometric mean of {len(ratios)} rows: {geometric_mean(ratios):.3f}"
         )
+
+
+# -- What no grid of squares shows ---------------------------------------------------------------------------------
+
+NAMED = (
+    "cuda-one-head-n4096", "cuda-four-heads-n4096", "cuda-decode-32k", "cuda-packed-16k", "h200-d128-n2048-causal",
+    "cuda-gqa8-n4096-causal", "h200-d128-n4096-causal", "cuda-window1024-n32768", "cuda-full-n32768",
+    "cuda-d96-n4096-full", "cuda-d192-n4096-full", "cuda-fp16-d128-n4096-full", "cuda-fp16-d128-n4096-causal",
+)  # fmt: skip
+
+
+def plain(c: Config) -> Config:
+    """The first kernel shipped for the same calls that neither splits keys nor shares tiles."""
+    about = lambda x: (x.tiles.width, x.tiles.width_v, x.dtype, x.form, x.softcap, x.packed)  # noqa: E731
+    return next(x for x in shipped() if not x.split and x.heads == 1 and about(x) == about(c))
+
+
+def cases_worker(right: str) -> None:
+    """Named cases: what is chosen, the same without splitting keys or sharing tiles, Triton, and cuDNN where it can."""
+    right = set(right.split(","))
+    for name in NAMED:
+        case = cases.named(name)
+        c = forward_only(of_case(case, DEVICE))
+        chosen = Hopper().config(c.p)
+        contestants = {"chosen": chosen, "plain": plain(chosen)}
+        backends = {label: Hopper(x) for label, x in contestants.items() if x.name in right}
+        calls = {label: lambda c=c, b=b: b.forward(c.p, c.t) for label, b in backends.items()}
+        calls["triton"] = lambda c=c: Triton().forward(c.p, c.t)
+        if not c.p.packed and case.mask in (None, "causal") and c.p.group == 1:
+            calls["cudnn"] = cudnn(c.t.q, c.t.k, c.t.v, case.mask == "causal")
+        emit(part="cases", case=name, kernel=chosen.name, ms=in_turns(calls, "cuda"))
 
 
 # -- The host, and many launches -----------------------------------------------------------------------------------
@@ -323,20 +387,12 @@ def host_worker() -> None:
 
 
 def stress_worker(seconds: str) -> None:
-    """Random shapes on two streams until the time is over: no hang, and the same bits twice."""
-    import random
-
-    chance, backend, count = random.Random(7), Hopper(), 0
+    """Random calls on two streams until the time is over: no hang, the same bits twice, and no further from Triton in fp32
+    than the rule allows, with Triton in 16 bits for eager attention."""
+    chance, backend, count, compared = random.Random(7), Hopper(), 0, 0
     streams, end = [torch.cuda.Stream() for _ in range(2)], time.monotonic() + float(seconds)
     while time.monotonic() < end:
-        d = chance.choice((64, 96, 128, 192, 256))
-        group, heads = chance.choice((1, 2, 4)), chance.randrange(1, 6)
-        nq, nk = (chance.choice((1, 17, 128, chance.randrange(1, 3000))) for _ in range(2))
-        batch, sizes = chance.choice((1, 2)), ((nq, heads * group), (nk, heads), (nk, heads))
-        q, k, v = (torch.randn(batch, n, h, d, device=DEVICE, dtype=torch.bfloat16) for n, h in sizes)
-        window = tw.window(chance.randrange(500), chance.randrange(50))
-        options = chance.choice(({}, {"causal": True}, {"mask": window}))
-        c = forward_only(call(q, k, v, **options))
+        c = forward_only(random_call(chance))
         if backend.unsupported(c.p):
             continue
         outs = []
@@ -347,8 +403,39 @@ def stress_worker(seconds: str) -> None:
         torch.cuda.synchronize()
         count += len(outs)
         if not all(torch.equal(outs[0].o, x.o) and torch.equal(outs[0].lse, x.lse) for x in outs[1:]):
-            emit(part="stress", launches=count, wrong=str((tuple(q.shape), tuple(k.shape), str(options))))
-    emit(part="stress", launches=count)
+            emit(part="stress", launches=count, wrong=c.p.describe(), detail="other bits the second time")
+        if chance.random() < 0.1:
+            compared += 1
+            for wrong in against_triton(c, outs[0]):
+                emit(part="stress", launches=count, wrong=c.p.describe(), detail=wrong)
+    emit(part="stress", launches=count, compared=compared)
+
+
+def random_call(chance: random.Random) -> Call:
+    """Of any lengths, groups, head dims and masks of numbers; sometimes a single query, sometimes packed."""
+    d, group, heads = chance.choice((64, 96, 128, 192, 256)), chance.choice((1, 2, 4, 8)), chance.randrange(1, 6)
+    window = tw.window(chance.randrange(500), chance.randrange(50))
+    options = chance.choice(({}, {"causal": True}, {"mask": window}))
+    new = lambda *shape: torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)  # noqa: E731
+    length = lambda: chance.choice((0, 1, 17, 128, chance.randrange(1, 1500)))  # noqa: E731
+    if chance.random() < 0.3:
+        lengths = [(length(), length()) for _ in range(chance.randrange(1, 50))] + [(1, 1)]
+        cu_q, cu_k = (torch.tensor([0, *x], device=DEVICE).cumsum(0).int() for x in zip(*lengths, strict=True))
+        q, k, v = (new(int(cu[-1]), h, d) for cu, h in ((cu_q, heads * group), (cu_k, heads), (cu_k, heads)))
+        return call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    batch, nq = chance.choice((1, 2)), chance.choice((1, 5, 128, chance.randrange(1, 3000)))
+    nk = chance.choice((1, 128, chance.randrange(1, 3000), 20000 if nq < 6 else 700))
+    return call(*(new(batch, n, h, d) for n, h in ((nq, heads * group), (nk, heads), (nk, heads))), **options)
+
+
+def against_triton(c: Call, out: Output) -> list[str]:
+    """What is wrong with o by the rule: Triton in fp32 is the oracle, in 16 bits what eager attention is to it."""
+    exact = replace(c.t, **{name: getattr(c.t, name).float() for name in "qkv"})
+    facts = {name: TensorFacts.of(getattr(exact, name)) for name in "qkv"}
+    coarse, fine = Triton().forward(c.p, c.t), Triton().forward(replace(c.p, **facts), exact)
+    error = accuracy.judge("o", out.o, fine.o, [coarse.o])
+    same = torch.equal(out.lse.isinf(), fine.lse.isinf())
+    return ([] if error.ok else [str(error)]) + ([] if same else ["other rows see no key"])
 
 
 def memcheck_worker(name: str) -> None:
@@ -373,7 +460,7 @@ def small_parts(results: Results, jobs: list[str], limit: float, script: str = _
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default=os.environ.get("OUT"), required="OUT" not in os.environ)
-    parser.add_argument("--parts", default="check,host,time,stress,memcheck")
+    parser.add_argument("--parts", default="check,host,time,cases,stress,memcheck")
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--worker", help="used by the script itself")
     arguments = parser.parse_args()
@@ -383,6 +470,7 @@ def main() -> None:
             "check": check_worker,
             "time": time_worker,
             "host": host_worker,
+            "cases": cases_worker,
             "stress": stress_worker,
             "memcheck": memcheck_worker,
         }[part](*rest)
@@ -399,6 +487,8 @@ def main() -> None:
         small_parts(results, ["host"], 60)
     if "time" in parts:
         timing(results, right)
+    if "cases" in parts and results.left > 60:
+        small_parts(results, [f"cases:{','.join(sorted(right))}"], TIME_LIMIT)
     if "stress" in parts and results.left > 30:
         small_parts(results, [f"stress:{min(60.0, results.left - 25):.0f}"], results.left)
     if "memcheck" in parts and results.left > 30:

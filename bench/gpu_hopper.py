@@ -323,9 +323,8 @@ def timing(results: Results, right: set[str]) -> None:
                 ratios.append(rates[ours] / rates["cudnn"])
             rest = sorted(((v, k) for k, v in rates.items() if k.startswith("forward")), reverse=True)
             listed = "  ".join(f"{k.rpartition('_d')[2]} {v:.0f}" for v, k in rest)
-            results.say(
-                f"{row['case']:24} {ours.rpartition('_d')[2]} predicted {predicted} cudnn {rates['cudnn']:.0f} cublas {rates['cublas']:.0f} | {listed}"
-            )
+            peers = f"cudnn {rates['cudnn']:.0f} cublas {rates['cublas']:.0f}"
+            results.say(f"{row['case']:24} {ours.rpartition('_d')[2]} predicted {predicted} {peers} | {listed}")
         if end:
             results.say(f"{job[:8]}: {end[:500]}")
     if ratios:

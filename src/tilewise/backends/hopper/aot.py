@@ -62,6 +62,7 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
         "lo": lambda: whole(seqlen_q), "hi": lambda: whole(seqlen_q),
         "blocks": lambda: whole(lines, cute.sym_int()), "counts": lambda: whole(lines, 2),
         "cu_q": cu, "cu_k": cu, "first": lambda: i32, "last": lambda: i32,
+        "queue": lambda: make_fake_tensor(cutlass.Int32, (1,), (1,)),
     }  # fmt: skip
     traced = [leaf(cute, dtype, rank) for dtype, rank in config.traced.tensors]
     traced += [{"i": i32, "f": f32}[kind] for kind in config.traced.numbers]

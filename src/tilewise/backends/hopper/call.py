@@ -78,7 +78,8 @@ class Plan:
             found |= dict(zip(("blocks", "counts"), made("lists", masks.visits, self.config.tiles), strict=True))
         if self.config.packed:
             found |= {"cu_q": t.cu_seqlens_q.int().contiguous(), "cu_k": t.cu_seqlens_k.int().contiguous()}
-            found |= {"first": self.band.start, "last": self.band.stop}
+            queue = torch.zeros(1, dtype=torch.int32, device=t.q.device)
+            found |= {"first": self.band.start, "last": self.band.stop, "queue": queue}
         traced = self.expressions
         return (
             *(found[name] for name in self.config.extra),

@@ -163,7 +163,7 @@ class Config:
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
         found += ("blocks", "counts") if self.form == "lists" else ()
-        return found + (("cu_q", "cu_k", "first", "last") if self.packed else ())
+        return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
 
     @property
     def by_rows(self) -> bool:

@@ -42,7 +42,8 @@ class Extra(NamedTuple):
     ``lo``, ``hi`` (batch, head, row), int32: the ends of every row.
     ``blocks`` (batch, head, query tile, step), ``counts`` (batch, head, query tile, 2), int32: the key blocks to visit, those
     first that need the predicate, and how many these and all are.
-    ``cu_q``, ``cu_k`` (sequence + 1,), int32: where packed sequences begin; ``first``, ``last``: no other keys of each count.
+    ``cu_q``, ``cu_k`` (sequence + 1,), int32: where packed sequences begin; ``first``, ``last``: no other keys of each count;
+    ``queue`` (1,), int32: how many tiles were taken after each CTA's first.
     ``leaves``, ``numbers``: what expressions read.
     """
 
@@ -56,6 +57,7 @@ class Extra(NamedTuple):
     cu_k: cute.Tensor | None = None
     first: I32 | None = None
     last: I32 | None = None
+    queue: cute.Tensor | None = None
     leaves: tuple | None = None
     numbers: tuple | None = None
 
@@ -91,7 +93,8 @@ class Tmas(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Tiles in shared memory, the last mode being the tile or the ring's slot, and the barriers."""
+    """Tiles in shared memory, the last mode being the tile or the ring's slot, the barriers, and, of packed sequences, the
+    number of the tile that each tile of Q is of."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -103,6 +106,7 @@ class Room(NamedTuple):
     q_empty: cute.Pointer
     o_full: cute.Pointer
     pin: cute.Pointer
+    number: cute.Pointer
 
 
 class Place(NamedTuple):
@@ -163,8 +167,6 @@ def chunks_of(work: Work, x: Config):
 def place_of(round_, work: Work, x: Config) -> Place:
     """The CTA's tile in a round."""
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
-    if x.packed:
-        return packed_place(n, work, x)
     m_block, pair = schedule.tile_at(n, order(work, x), PICK)
     row, chunk, chunks, heads = m_block * x.tile_queries, None, chunks_of(work, x), heads_of(work, x)
     if x.split:
@@ -205,11 +207,13 @@ def block_at(at: Place, step, work: Work, x: Config):
     return at.stop - 1 - step
 
 
+def packed_tiles(work: Work, x: Config):
+    """How many there are."""
+    return packed.find(I32(0), work.extra.cu_q, work.seqlen_q, x.tile_queries)[2] * work.heads_q
+
+
 def rounds_of(work: Work, x: Config):
-    tiles = order(work, x).tiles
-    if x.packed:
-        tiles = packed.find(I32(0), work.extra.cu_q, work.seqlen_q, x.tile_queries)[2] * work.heads_q
-    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], tiles)
+    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
 
 
 def row_at(at: Place, w, r, work: Work, x: Config):
@@ -231,7 +235,7 @@ def row_at(at: Place, w, r, work: Work, x: Config):
 def allocate(tmas: Tmas, x: Config) -> Room:
     """In the order of :class:`tilewise.backends.hopper.config.Shared`; V's blocks are K's, and O's tiles Q's, seen otherwise."""
     smem, c = cutlass.utils.SmemAllocator(), x.tiles
-    full = smem.allocate_array(cutlass.Int64, c.barriers + 1)
+    full = smem.allocate_array(cutlass.Int64, c.barriers + 1 + (c.q_tiles if x.packed else 0))
     q, k = (
         smem.allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
         for layout in (tmas.q.smem_layout, tmas.k.smem_layout)
@@ -240,7 +244,7 @@ def allocate(tmas: Tmas, x: Config) -> Room:
     empty, q_full = full + c.slots, full + 2 * c.slots
     q_empty, o_full = q_full + c.q_tiles, q_full + 2 * c.q_tiles
     v, o = seen_as(k, tmas.v.smem_layout), seen_as(q, tmas.o.smem_layout)
-    return Room(q, k, v, o, full, empty, q_full, q_empty, o_full, full + c.barriers)
+    return Room(q, k, v, o, full, empty, q_full, q_empty, o_full, full + c.barriers, full + c.barriers + 1)
 
 
 @cute.jit
@@ -300,34 +304,74 @@ def fetch(info: cpasync.TmaInfo, g, s, size: int, full, empty, phase) -> None:
 
 @cute.jit
 def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
-    """One warp: every tile's Q, and its key blocks in the order of :func:`schedule.loads`."""
+    """One warp: every tile's Q, and its key blocks.
+
+    Packed, tiles differ too much to be dealt out: after its first a CTA takes what comes next of all. A tile's number goes
+    along with its Q; one past the last ends the other roles.
+    """
+    slot, phase, q_stage, q_phase = I32(0), I32(1), I32(0), I32(1)  # a new barrier lets phase 1 pass
+    if cutlass.const_expr(x.packed):
+        n, tiles = I32(cute.arch.block_idx()[0]), packed_tiles(work, x)
+        while n < tiles:
+            following = packed.take(work.extra.queue)
+            at = packed_place(n, work, x)
+            hand_on(n, room, q_stage, q_phase, x)
+            slot, phase = load_tile(tmas, room, at, (slot, phase), (q_stage, q_phase), work, x)
+            q_stage, q_phase = schedule.after(q_stage, q_phase, x.tiles.q_stages)
+            n = following
+        hand_on(n, room, q_stage, q_phase, x)
+        for w in cutlass.range_constexpr(x.tiles.warpgroups):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(room.q_full + w * x.tiles.q_stages + q_stage)
+    else:
+        for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+            at = place_of(round_, work, x)
+            slot, phase = load_tile(tmas, room, at, (slot, phase), (q_stage, q_phase), work, x)
+            q_stage, q_phase = schedule.after(q_stage, q_phase, x.tiles.q_stages)
+
+
+def hand_on(n, room: Room, q_stage, q_phase, x: Config) -> None:
+    """A tile's number to the roles that wait for its Q."""
+    for w in range(x.tiles.warpgroups):
+        n_q = w * x.tiles.q_stages + q_stage
+        cute.arch.mbarrier_wait(room.q_empty + n_q, q_phase)
+        with cute.arch.elect_one():
+            tile.put_word(room.number + n_q, n)
+    cute.arch.sync_warp()  # before whoever is elected to arrive
+
+
+def handed_on(n_q, ready, phase, room: Room):
+    """The number of the tile that a tile of Q or O is of, once it is there."""
+    cute.arch.mbarrier_wait(ready + n_q, phase)
+    return cute.arch.make_warp_uniform(tile.get_word(room.number + n_q))
+
+
+@cute.jit
+def load_tile(tmas: Tmas, room: Room, at: Place, ring: tuple, q_ring: tuple, work: Work, x: cutlass.Constexpr):
+    """A tile's Q, and its key blocks in the order of :func:`schedule.loads`. Returns the ring, where it is then."""
     c = x.tiles
     k_bytes, v_bytes, q_bytes = 2 * c.tile_n * c.width, 2 * c.tile_n * c.width_v, 2 * ROWS * c.width
-    slot, phase, q_stage, q_phase = I32(0), I32(1), I32(0), I32(1)  # a new barrier lets phase 1 pass
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        head_k = at.head // work.group
-        gQ, sQ = cut_queries(tmas.q, c.width, at, work, x, room.q)
-        gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.keys, room.k)
-        gV, sV = cut(tmas.v, (c.width_v, c.tile_n), (0, None), head_k, at.keys, room.v)
+    (slot, phase), (q_stage, q_phase), head_k = ring, q_ring, at.head // work.group
+    gQ, sQ = cut_queries(tmas.q, c.width, at, work, x, room.q)
+    gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.keys, room.k)
+    gV, sV = cut(tmas.v, (c.width_v, c.tile_n), (0, None), head_k, at.keys, room.v)
 
-        n = block_at(at, 0, work, x)
+    n = block_at(at, 0, work, x)
+    fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
+    slot, phase = schedule.after(slot, phase, c.slots)
+    for w in cutlass.range_constexpr(c.warpgroups):
+        n_q = w * c.q_stages + q_stage
+        g, s = gQ[None, at.row // x.queries + w], sQ[None, n_q]
+        fetch(tmas.q, g, s, q_bytes, room.q_full + n_q, room.q_empty + n_q, q_phase)
+    for step in cutlass.range(at.stop - at.start - 1, unroll=1):
+        n, before = block_at(at, step + 1, work, x), block_at(at, step, work, x)
         fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
         slot, phase = schedule.after(slot, phase, c.slots)
-        for w in cutlass.range_constexpr(c.warpgroups):
-            n_q = w * c.q_stages + q_stage
-            g, s = gQ[None, at.row // x.queries + w], sQ[None, n_q]
-            fetch(tmas.q, g, s, q_bytes, room.q_full + n_q, room.q_empty + n_q, q_phase)
-        q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
-        for step in cutlass.range(at.stop - at.start - 1, unroll=1):
-            n, before = block_at(at, step + 1, work, x), block_at(at, step, work, x)
-            fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
-            slot, phase = schedule.after(slot, phase, c.slots)
-            fetch(tmas.v, gV[None, before], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
-            slot, phase = schedule.after(slot, phase, c.slots)
-        n = block_at(at, at.stop - at.start - 1, work, x)
-        fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
+        fetch(tmas.v, gV[None, before], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
         slot, phase = schedule.after(slot, phase, c.slots)
+    n = block_at(at, at.stop - at.start - 1, work, x)
+    fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
+    return schedule.after(slot, phase, c.slots)
 
 
 # -- Store ---------------------------------------------------------------------------------------------------------
@@ -336,19 +380,29 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
 @cute.jit
 def store(tmas: Tmas, room: Room, w, work: Work, x: cutlass.Constexpr):
     """One warp for each computing warpgroup w: its tiles of O to global memory; rows past the last are dropped there."""
-    c = x.tiles
+    q_stages = x.tiles.q_stages
     stage, phase = I32(0), I32(0)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        gO, sO = cut_queries(tmas.o, c.width_v, at, work, x, room.o)
-        n = w * c.q_stages + stage
-        cute.arch.mbarrier_wait(room.o_full + n, phase)
-        cute.copy(tmas.o.atom, sO[None, n], gO[None, at.row // x.queries + w])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(room.q_empty + n)
-        stage, phase = schedule.after(stage, phase, c.q_stages)
+    if cutlass.const_expr(x.packed):
+        n, tiles = handed_on(w * q_stages, room.o_full, phase, room), packed_tiles(work, x)
+        while n < tiles:
+            store_tile(tmas, room, packed_place(n, work, x), w, stage, phase, work, x)
+            stage, phase = schedule.after(stage, phase, q_stages)
+            n = handed_on(w * q_stages + stage, room.o_full, phase, room)
+    else:
+        for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+            store_tile(tmas, room, place_of(round_, work, x), w, stage, phase, work, x)
+            stage, phase = schedule.after(stage, phase, q_stages)
+
+
+def store_tile(tmas: Tmas, room: Room, at: Place, w, stage, phase, work: Work, x: Config) -> None:
+    gO, sO = cut_queries(tmas.o, x.tiles.width_v, at, work, x, room.o)
+    n = w * x.tiles.q_stages + stage
+    cute.arch.mbarrier_wait(room.o_full + n, phase)
+    cute.copy(tmas.o.atom, sO[None, n], gO[None, at.row // x.queries + w])
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(room.q_empty + n)
 
 
 # -- Compute -------------------------------------------------------------------------------------------------------
@@ -524,37 +578,52 @@ def compute(
 ):  # fmt: skip
     """One warpgroup: 64 rows of each tile."""
     c = x.tiles
-    thread = cute.arch.thread_idx()[0] % 128
     t = operands(qk, pv, room, x)
     slot, phase, q_stage, q_phase = I32(0), I32(0), I32(0), I32(0)
     if cutlass.const_expr(c.turns):
         first_turn(w, x)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        row, kept = at.row + w * x.queries, band_at(at, work, x)
-        whole, rest = whole_steps(at, row, kept, x)
-        line = line_of(at, row, thread, kept, x)
-        q_tile = w * c.q_stages + q_stage
-        cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
-        t.o.fill(0.0)
+    if cutlass.const_expr(x.packed):
+        n, tiles = handed_on(w * c.q_stages, room.q_full, q_phase, room), packed_tiles(work, x)
+        while n < tiles:
+            at, q_tile = packed_place(n, work, x), w * c.q_stages + q_stage
+            slot, phase = compute_tile(t, at, q_tile, q_phase, (slot, phase), w, room, work, x)
+            epilogue(t, room, q_tile, w, lse, sink, at, work, x)
+            q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
+            n = handed_on(w * c.q_stages + q_stage, room.q_full, q_phase, room)
+        cute.arch.mbarrier_arrive(room.o_full + w * c.q_stages + q_stage)  # for who stores to end, too
+    else:
+        for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+            at, q_tile = place_of(round_, work, x), w * c.q_stages + q_stage
+            slot, phase = compute_tile(t, at, q_tile, q_phase, (slot, phase), w, room, work, x)
+            epilogue(t, room, q_tile, w, lse, sink, at, work, x)
+            q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
 
-        block = Block(line, block_at(at, 0, work, x), True)
-        slot, phase = first_block(t, q_tile, (slot, phase), block, room, work, x)
-        if cutlass.const_expr(x.has_upper):
-            for step in cutlass.range(whole - 1, unroll=1):  # the right edge, or what needs the predicate
-                block = Block(line, block_at(at, 1 + step, work, x), True)
-                slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
-        for step in cutlass.range(rest - whole, unroll=1):
-            block = Block(line, block_at(at, whole + step, work, x), False)
+
+@cute.jit
+def compute_tile(
+    t: Operands, at: Place, q_tile, q_phase, ring: tuple, w, room: Room, work: Work, x: cutlass.Constexpr
+):  # fmt: skip
+    """All key blocks of a tile: O, unnormalised, and the rows' state. Returns the ring, where it is then."""
+    row, kept, (slot, phase) = at.row + w * x.queries, band_at(at, work, x), ring
+    whole, rest = whole_steps(at, row, kept, x)
+    line = line_of(at, row, cute.arch.thread_idx()[0] % 128, kept, x)
+    cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
+    t.o.fill(0.0)
+
+    block = Block(line, block_at(at, 0, work, x), True)
+    slot, phase = first_block(t, q_tile, (slot, phase), block, room, work, x)
+    if cutlass.const_expr(x.has_upper):
+        for step in cutlass.range(whole - 1, unroll=1):  # the right edge, or what needs the predicate
+            block = Block(line, block_at(at, 1 + step, work, x), True)
             slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
-        if cutlass.const_expr(x.has_lower and x.form != "lists"):
-            for step in cutlass.range(at.stop - at.start - rest, unroll=1):  # the left edge
-                block = Block(line, block_at(at, rest + step, work, x), True)
-                slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
-        slot, phase = last_product(t, (slot, phase), room, x)
-
-        epilogue(t, room, q_tile, w, lse, sink, at, work, x)
-        q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
+    for step in cutlass.range(rest - whole, unroll=1):
+        block = Block(line, block_at(at, whole + step, work, x), False)
+        slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
+    if cutlass.const_expr(x.has_lower and x.form != "lists"):
+        for step in cutlass.range(at.stop - at.start - rest, unroll=1):  # the left edge
+            block = Block(line, block_at(at, rest + step, work, x), True)
+            slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
+    return last_product(t, (slot, phase), room, x)
 
 
 def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work, x: Config):

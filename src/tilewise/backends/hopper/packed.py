@@ -88,6 +88,15 @@ def find(m, cu: cute.Tensor, total, rows: cutlass.Constexpr):
     return tuple(cute.arch.make_warp_uniform(x) for x in (sequence, block, before))
 
 
+@cute.jit
+def take(queue: cute.Tensor):
+    """The next tile of all that no CTA has: CTAs begin with the first ones."""
+    n = I32(0)
+    if cute.arch.thread_idx()[0] % 32 == 0:
+        n = cute.arch.atomic_add(queue.iterator, I32(1), sem="relaxed", scope="gpu") + cute.arch.grid_dim()[0]
+    return cute.arch.make_warp_uniform(n)
+
+
 def rows_of(sequence, cu: cute.Tensor, total, rest: bool) -> Span:
     """A sequence's rows; of those past the last, the rows that are left if ``rest``, else none."""
     last = cute.size(cu) - 1

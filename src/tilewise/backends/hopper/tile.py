@@ -207,6 +207,16 @@ def finish(rows: Rows, sinks: list) -> tuple[list, list]:
     return factors, lses
 
 
+def put_word(word, number) -> None:
+    """A 32-bit integer to shared memory."""
+    cute.arch.inline_ptx("st.volatile.shared.u32 [{$r0}], {$r1};", read_only_args=[word.toint(), number])
+
+
+def get_word(word):
+    code = "ld.volatile.shared.u32 {$w0}, [{$r0}];"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[word.toint()])
+
+
 def put_pair(pointer, low, high) -> None:
     """Two fp32 numbers to global memory at a multiple of 8 bytes; four lanes fill a sector of 32."""
     code = "st.global.v2.f32 [{$r0}], {{$r1},{$r2}};"

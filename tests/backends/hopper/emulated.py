@@ -57,7 +57,7 @@ class Barrier:
 
 
 class Pointer:
-    """To one of a row of barriers."""
+    """To one of a row of barriers, or of numbers."""
 
     def __init__(self, barriers: list[Barrier], at: int = 0):
         self.barriers, self.at = barriers, at
@@ -264,6 +264,11 @@ def select(condition, a, b):
     return (a if condition else b) if np.ndim(condition) == np.ndim(a) == np.ndim(b) == 0 else np.where(condition, a, b)
 
 
+def take(queue: Global) -> int:
+    queue.values[0] += 1
+    return int(queue.values[0]) - 1 + role.ctas
+
+
 def wait_group(left: int) -> None:
     """The warpgroup's oldest products are done, all but ``left``."""
     while len(role.products) > left:
@@ -375,6 +380,9 @@ def _stand_in(forward, tile) -> None:
     for stand_in in (operands, to_p, put_lse, put_row, put_tile, cut):
         setattr(forward, stand_in.__name__, stand_in)
     forward.combine.put = put_merged
+    tile.put_word = lambda pointer, number: pointer.barriers.__setitem__(pointer.at, number)
+    tile.get_word = lambda pointer: pointer.barriers[pointer.at]
+    forward.packed.take = take
     tile.get_pair = lambda rows, row, column: (rows[row, column], rows[row, column + 1])
     tile.once = lambda x, score: x
     tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
@@ -398,7 +406,7 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
         bars = [[Barrier(n) for _ in range(count)] for n, count in
                 ((1, t.slots), (4 * t.warpgroups, t.slots), (1, t.q_tiles), (128 if config.split else 1, t.q_tiles),
                  (128, t.q_tiles))]  # fmt: skip
-        room = forward.Room(tiles, ring, ring, tiles, *map(Pointer, bars), None)
+        room = forward.Room(tiles, ring, ring, tiles, *map(Pointer, bars), None, Pointer([None] * t.q_tiles))
         roles = [(False, lambda room=room: forward.load(tmas, room, work, config))]
         for w in range(t.warpgroups):
             if not config.split:

@@ -370,7 +370,7 @@ def _stand_in(forward, tile) -> None:
         lse[0] = statistic
         step = forward.combine.STEP
         for n, numbers in enumerate(sums):
-            at = column + step * (n // 2) + n % 2
+            at = column + step * n
             inside = at < o.shape[0]
             o[at[inside]] = np.asarray(numbers)[inside]
 
@@ -383,7 +383,6 @@ def _stand_in(forward, tile) -> None:
     tile.put_word = lambda pointer, number: pointer.barriers.__setitem__(pointer.at, number)
     tile.get_word = lambda pointer: pointer.barriers[pointer.at]
     forward.packed.take = take
-    tile.get_pair = lambda rows, row, column: (rows[row, column], rows[row, column + 1])
     tile.once = lambda x, score: x
     tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
 

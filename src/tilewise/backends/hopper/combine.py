@@ -17,7 +17,7 @@ from tilewise.backends.hopper import tile
 F32, I32 = cutlass.Float32, cutlass.Int32
 ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 WARPS = 4  # of a CTA
-STEP = 64  # columns that a warp takes at once: two a lane
+STEP = 32  # columns that a warp takes at once: one a lane
 AHEAD = 8  # chunks whose loads are on their way together
 
 
@@ -42,23 +42,29 @@ def weigh(part_lse: cute.Tensor, sink):
     return tile.choose(m2 == -tile.INF, 0.0, m2)
 
 
+def ahead(part_o: cute.Tensor, part_lse: cute.Tensor, first, columns: list) -> list:
+    """``(o, lse)`` of AHEAD chunks, whose loads so are on their way together; of chunks past the last, lse is -inf."""
+    count, found = cute.size(part_lse), []
+    for n in range(AHEAD):
+        c = cutlass.min(first + n, count - 1)
+        lse = tile.choose(first + n < count, part_lse[c], -tile.INF)
+        found.append(([part_o[c, column] for column in columns], lse))
+    return found
+
+
 @cute.jit
 def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, width: cutlass.Constexpr):
-    """A lane's columns ``column + STEP n`` and the next of each, and the row's lse.
-
-    Columns past the last are the last two again.
-    """
+    """A lane's columns ``column + STEP n``, and the row's lse."""
     m2 = weigh(part_lse, sink)
     total = cute.math.exp2(sink * tile.LOG2_E - m2, fastmath=True)
-    sums = cute.make_rmem_tensor((2 * -(-width // STEP),), F32)
+    sums = cute.make_rmem_tensor((width // STEP,), F32)
     sums.fill(0.0)
-    for c in cutlass.range(cute.size(part_lse), unroll=AHEAD):
-        weight = cute.math.exp2(part_lse[c] * tile.LOG2_E - m2, fastmath=True)
-        total = total + weight
-        for n in cutlass.range_constexpr(-(-width // STEP)):
-            at = cutlass.min(column + STEP * n, width - 2)
-            low, high = tile.get_pair(part_o, c, at)
-            sums[2 * n], sums[2 * n + 1] = sums[2 * n] + weight * low, sums[2 * n + 1] + weight * high
+    for first in cutlass.range(0, cute.size(part_lse), AHEAD, unroll=1):
+        for o, lse in ahead(part_o, part_lse, first, [column + STEP * n for n in range(width // STEP)]):
+            weight = cute.math.exp2(lse * tile.LOG2_E - m2, fastmath=True)
+            total = total + weight
+            for n in cutlass.range_constexpr(width // STEP):
+                sums[n] = sums[n] + weight * o[n]
     empty = total == 0.0
     factor = tile.choose(empty, 0.0, cute.arch.rcp_approx(total))
     for n in cutlass.range_constexpr(cute.size(sums)):
@@ -71,10 +77,9 @@ def put(o: cute.Tensor, lse: cute.Tensor, sums: cute.Tensor, statistic, column):
     """A row's lse by one lane, and each lane's columns of O as far as there are such."""
     if column == 0:
         lse[0] = statistic
-    for n in cutlass.range_constexpr(cute.size(sums) // 2):
+    for n in cutlass.range_constexpr(cute.size(sums)):
         if column + STEP * n < cute.size(o):
-            for m in cutlass.range_constexpr(2):
-                o[column + STEP * n + m] = sums[2 * n + m].to(o.element_type)
+            o[column + STEP * n] = sums[n].to(o.element_type)
 
 
 @cute.kernel
@@ -86,7 +91,7 @@ def kernel(t: Merge, x: cutlass.Constexpr):
     if n < batch * heads * rows:
         i, head, b = n % rows, n // rows % heads, n // rows // heads
         sink = tile.choose(t.sinks != 0, t.sink[head], -tile.INF)
-        column = thread % 32 * 2
+        column = thread % 32
         part_o, part_lse = t.part_o[None, b, head, i, None], t.part_lse[None, b, head, i]
         sums, statistic = merge(part_o, part_lse, sink, column, x.tiles.width_v)
         put(t.o[b, i, head, None], cute.domain_offset((i,), t.lse[b, head, None]), sums, statistic, column)

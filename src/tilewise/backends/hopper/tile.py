@@ -221,10 +221,3 @@ def put_pair(pointer, low, high) -> None:
     """Two fp32 numbers to global memory at a multiple of 8 bytes; four lanes fill a sector of 32."""
     code = "st.global.v2.f32 [{$r0}], {{$r1},{$r2}};"
     cute.arch.inline_ptx(code, read_only_args=[pointer.toint(), low, high])
-
-
-def get_pair(rows: cute.Tensor, row, column):
-    """Two fp32 numbers of global memory, at a multiple of 8 bytes."""
-    pointer = rows[row, None].iterator + column
-    code = "ld.global.v2.f32 {{$w0},{$w1}}, [{$r0}];"
-    return cute.arch.inline_ptx(code, write_only_types=[F32, F32], read_only_args=[pointer.toint()])

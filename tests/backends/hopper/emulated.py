@@ -380,8 +380,8 @@ def _stand_in(forward, tile) -> None:
     for stand_in in (operands, to_p, put_lse, put_row, put_tile, cut):
         setattr(forward, stand_in.__name__, stand_in)
     forward.combine.put = put_merged
-    tile.put_word = lambda pointer, number: pointer.barriers.__setitem__(pointer.at, number)
-    tile.get_word = lambda pointer: pointer.barriers[pointer.at]
+    tile.put_words = lambda pointer, numbers: pointer.barriers.__setitem__(pointer.at, numbers)
+    tile.get_words = lambda pointer, count: pointer.barriers[pointer.at]
     forward.packed.take = take
     tile.once = lambda x, score: x
     tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
@@ -405,7 +405,7 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
         bars = [[Barrier(n) for _ in range(count)] for n, count in
                 ((1, t.slots), (4 * t.warpgroups, t.slots), (1, t.q_tiles), (128 if config.split else 1, t.q_tiles),
                  (128, t.q_tiles))]  # fmt: skip
-        room = forward.Room(tiles, ring, ring, tiles, *map(Pointer, bars), None, Pointer([None] * t.q_tiles))
+        room = forward.Room(tiles, ring, ring, tiles, *map(Pointer, bars), None, Pointer([None] * 2 * t.q_tiles))
         roles = [(False, lambda room=room: forward.load(tmas, room, work, config))]
         for w in range(t.warpgroups):
             if not config.split:

@@ -93,8 +93,8 @@ class Tmas(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Tiles in shared memory, the last mode being the tile or the ring's slot, the barriers, and, of packed sequences, the
-    number of the tile that each tile of Q is of."""
+    """Tiles in shared memory, the last mode being the tile or the ring's slot, the barriers, and, of packed sequences,
+    which tile each tile of Q is of, at every second word of 8 bytes."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -106,7 +106,7 @@ class Room(NamedTuple):
     q_empty: cute.Pointer
     o_full: cute.Pointer
     pin: cute.Pointer
-    number: cute.Pointer
+    tiles: cute.Pointer
 
 
 class Place(NamedTuple):
@@ -185,10 +185,15 @@ def place_of(round_, work: Work, x: Config) -> Place:
     return Place(row, head, batch, I32(start), I32(stop), chunk)
 
 
-def packed_place(n, work: Work, x: Config) -> Place:
-    """The n-th tile of packed sequences: all heads of a row of tiles, then the next row; the longest of a sequence first."""
-    e, rows = work.extra, x.tile_queries
-    sequence, block, _ = packed.find(n // work.heads_q, e.cu_q, work.seqlen_q, rows)
+def packed_tile(n, work: Work, x: Config) -> packed.Tile:
+    """The n-th tile of packed sequences: all heads of a row of tiles, then the next row. Of no sequence: there is none."""
+    sequence, block, rows = packed.find(n // work.heads_q, work.extra.cu_q, work.seqlen_q, x.tile_queries)
+    return packed.Tile(I32(cutlass.select_(n < rows * work.heads_q, sequence, I32(-1))), block, n % work.heads_q)
+
+
+def packed_place(of: packed.Tile, work: Work, x: Config) -> Place:
+    """Of a sequence the longest tiles come first."""
+    e, rows, (sequence, block, head) = work.extra, x.tile_queries, of
     q = packed.rows_of(sequence, e.cu_q, work.seqlen_q, rest=True)
     k = packed.rows_of(sequence, e.cu_k, work.seqlen_k, rest=False)
     row = ((q.size + rows - 1) // rows - 1 - block if x.has_upper else block) * rows
@@ -197,7 +202,7 @@ def packed_place(n, work: Work, x: Config) -> Place:
     first, kept = schedule.cut(moving, e.first, e.last, q.size, PICK)
     start, stop = schedule.key_blocks(row, rows, x.tiles.tile_n, kept, PICK)
     own = packed.Own(q, packed.Span(k.start + first + kept.seqlen_k, kept.seqlen_k), kept.lo, kept.hi)
-    return Place(row, n % work.heads_q, sequence, I32(start), I32(stop), own=own)
+    return Place(row, head, sequence, I32(start), I32(stop), own=own)
 
 
 def block_at(at: Place, step, work: Work, x: Config):
@@ -205,11 +210,6 @@ def block_at(at: Place, step, work: Work, x: Config):
     if x.form == "lists":
         return work.extra.blocks[at.batch, at.head, at.row // x.tile_queries, step]
     return at.stop - 1 - step
-
-
-def packed_tiles(work: Work, x: Config):
-    """How many there are."""
-    return packed.find(I32(0), work.extra.cu_q, work.seqlen_q, x.tile_queries)[2] * work.heads_q
 
 
 def rounds_of(work: Work, x: Config):
@@ -235,7 +235,7 @@ def row_at(at: Place, w, r, work: Work, x: Config):
 def allocate(tmas: Tmas, x: Config) -> Room:
     """In the order of :class:`tilewise.backends.hopper.config.Shared`; V's blocks are K's, and O's tiles Q's, seen otherwise."""
     smem, c = cutlass.utils.SmemAllocator(), x.tiles
-    full = smem.allocate_array(cutlass.Int64, c.barriers + 1 + (c.q_tiles if x.packed else 0))
+    full = smem.allocate_array(cutlass.Int64, c.barriers + 1 + (2 * c.q_tiles if x.packed else 0))
     q, k = (
         smem.allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
         for layout in (tmas.q.smem_layout, tmas.k.smem_layout)
@@ -306,20 +306,20 @@ def fetch(info: cpasync.TmaInfo, g, s, size: int, full, empty, phase) -> None:
 def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
     """One warp: every tile's Q, and its key blocks.
 
-    Packed, tiles differ too much to be dealt out: after its first a CTA takes what comes next of all. A tile's number goes
-    along with its Q; one past the last ends the other roles.
+    Packed, tiles differ too much to be dealt out: after its first a CTA takes what comes next of all. Which one it is goes
+    along with its Q, so that the other roles need not look; one of no sequence ends them.
     """
     slot, phase, q_stage, q_phase = I32(0), I32(1), I32(0), I32(1)  # a new barrier lets phase 1 pass
     if cutlass.const_expr(x.packed):
-        n, tiles = I32(cute.arch.block_idx()[0]), packed_tiles(work, x)
-        while n < tiles:
+        of = packed_tile(I32(cute.arch.block_idx()[0]), work, x)
+        while of.sequence >= 0:
             following = packed.take(work.extra.queue)
-            at = packed_place(n, work, x)
-            hand_on(n, room, q_stage, q_phase, x)
+            at = packed_place(of, work, x)
+            hand_on(of, room, q_stage, q_phase, x)
             slot, phase = load_tile(tmas, room, at, (slot, phase), (q_stage, q_phase), work, x)
             q_stage, q_phase = schedule.after(q_stage, q_phase, x.tiles.q_stages)
-            n = following
-        hand_on(n, room, q_stage, q_phase, x)
+            of = packed_tile(following, work, x)
+        hand_on(of, room, q_stage, q_phase, x)
         for w in cutlass.range_constexpr(x.tiles.warpgroups):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(room.q_full + w * x.tiles.q_stages + q_stage)
@@ -330,20 +330,20 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
             q_stage, q_phase = schedule.after(q_stage, q_phase, x.tiles.q_stages)
 
 
-def hand_on(n, room: Room, q_stage, q_phase, x: Config) -> None:
-    """A tile's number to the roles that wait for its Q."""
+def hand_on(of: packed.Tile, room: Room, q_stage, q_phase, x: Config) -> None:
+    """A tile to the roles that wait for its Q."""
     for w in range(x.tiles.warpgroups):
         n_q = w * x.tiles.q_stages + q_stage
         cute.arch.mbarrier_wait(room.q_empty + n_q, q_phase)
         with cute.arch.elect_one():
-            tile.put_word(room.number + n_q, n)
+            tile.put_words(room.tiles + 2 * n_q, of)
     cute.arch.sync_warp()  # before whoever is elected to arrive
 
 
-def handed_on(n_q, ready, phase, room: Room):
-    """The number of the tile that a tile of Q or O is of, once it is there."""
+def handed_on(n_q, ready, phase, room: Room) -> packed.Tile:
+    """The tile that a tile of Q or O is of, once that is there."""
     cute.arch.mbarrier_wait(ready + n_q, phase)
-    return cute.arch.make_warp_uniform(tile.get_word(room.number + n_q))
+    return packed.Tile(*(cute.arch.make_warp_uniform(n) for n in tile.get_words(room.tiles + 2 * n_q, 3)))
 
 
 @cute.jit
@@ -383,11 +383,11 @@ def store(tmas: Tmas, room: Room, w, work: Work, x: cutlass.Constexpr):
     q_stages = x.tiles.q_stages
     stage, phase = I32(0), I32(0)
     if cutlass.const_expr(x.packed):
-        n, tiles = handed_on(w * q_stages, room.o_full, phase, room), packed_tiles(work, x)
-        while n < tiles:
-            store_tile(tmas, room, packed_place(n, work, x), w, stage, phase, work, x)
+        of = handed_on(w * q_stages, room.o_full, phase, room)
+        while of.sequence >= 0:
+            store_tile(tmas, room, packed_place(of, work, x), w, stage, phase, work, x)
             stage, phase = schedule.after(stage, phase, q_stages)
-            n = handed_on(w * q_stages + stage, room.o_full, phase, room)
+            of = handed_on(w * q_stages + stage, room.o_full, phase, room)
     else:
         for round_ in cutlass.range(rounds_of(work, x), unroll=1):
             store_tile(tmas, room, place_of(round_, work, x), w, stage, phase, work, x)
@@ -583,13 +583,13 @@ def compute(
     if cutlass.const_expr(c.turns):
         first_turn(w, x)
     if cutlass.const_expr(x.packed):
-        n, tiles = handed_on(w * c.q_stages, room.q_full, q_phase, room), packed_tiles(work, x)
-        while n < tiles:
-            at, q_tile = packed_place(n, work, x), w * c.q_stages + q_stage
+        of = handed_on(w * c.q_stages, room.q_full, q_phase, room)
+        while of.sequence >= 0:
+            at, q_tile = packed_place(of, work, x), w * c.q_stages + q_stage
             slot, phase = compute_tile(t, at, q_tile, q_phase, (slot, phase), w, room, work, x)
             epilogue(t, room, q_tile, w, lse, sink, at, work, x)
             q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
-            n = handed_on(w * c.q_stages + q_stage, room.q_full, q_phase, room)
+            of = handed_on(w * c.q_stages + q_stage, room.q_full, q_phase, room)
         cute.arch.mbarrier_arrive(room.o_full + w * c.q_stages + q_stage)  # for who stores to end, too
     else:
         for round_ in cutlass.range(rounds_of(work, x), unroll=1):

@@ -44,6 +44,14 @@ class Own(NamedTuple):
     hi: I32 | None
 
 
+class Tile(NamedTuple):
+    """A query tile: its sequence, which of the sequence's tiles it is, and its head."""
+
+    sequence: I32
+    block: I32
+    head: I32
+
+
 def ragged(t: cute.Tensor, columns_first: bool = False) -> cute.Tensor:
     """(1, row, head, column) as (row, column, head, end, wrap), or with columns first."""
     (_, _, heads, columns), (_, by_row, by_head, by_column) = t.shape, t.stride

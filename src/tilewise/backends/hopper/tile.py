@@ -207,14 +207,17 @@ def finish(rows: Rows, sinks: list) -> tuple[list, list]:
     return factors, lses
 
 
-def put_word(word, number) -> None:
-    """A 32-bit integer to shared memory."""
-    cute.arch.inline_ptx("st.volatile.shared.u32 [{$r0}], {$r1};", read_only_args=[word.toint(), number])
+def put_words(word, numbers) -> None:
+    """32-bit integers to shared memory, side by side."""
+    for n, number in enumerate(numbers):
+        code = "st.volatile.shared.u32 [{$r0}], {$r1};"
+        cute.arch.inline_ptx(code, read_only_args=[word.toint() + 4 * n, number])
 
 
-def get_word(word):
-    code = "ld.volatile.shared.u32 {$w0}, [{$r0}];"
-    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[word.toint()])
+def get_words(word, count: int) -> list:
+    kind, code = [cutlass.Int32], "ld.volatile.shared.u32 {$w0}, [{$r0}];"
+    read = lambda at: cute.arch.inline_ptx(code, write_only_types=kind, read_only_args=[at])  # noqa: E731
+    return [read(word.toint() + 4 * n) for n in range(count)]
 
 
 def put_pair(pointer, low, high) -> None:

@@ -12,7 +12,8 @@ mbarriers (arrivals in brackets), each waited for by the other side:
 the place of the tile of Q that it came from.
 
 With split keys a tile has a chunk of its keys alone, and leaves a state in fp32, which :mod:`tilewise.backends.hopper.combine`
-merges: compute writes it itself, nobody stores, and ``q_empty`` (128) is compute -> load.
+merges: compute writes it itself, nobody stores, and ``q_empty`` (128) is compute -> load. Of packed sequences only load knows
+which tile is next: ``q_full`` and ``o_full`` come with it, and at last with none.
 """
 
 from __future__ import annotations
@@ -186,21 +187,25 @@ def place_of(round_, work: Work, x: Config) -> Place:
 
 
 def packed_tile(n, work: Work, x: Config) -> packed.Tile:
-    """The n-th tile of packed sequences: all heads of a row of tiles, then the next row. Of no sequence: there is none."""
-    sequence, block, rows = packed.find(n // work.heads_q, work.extra.cu_q, work.seqlen_q, x.tile_queries)
-    return packed.Tile(I32(cutlass.select_(n < rows * work.heads_q, sequence, I32(-1))), block, n % work.heads_q)
+    """The n-th tile of packed sequences: all heads of a row of tiles, then the next row, the longest of a sequence first. Of no
+    sequence: there is none."""
+    rows = x.tile_queries
+    sequence, block, count = packed.find(n // work.heads_q, work.extra.cu_q, work.seqlen_q, rows)
+    if x.has_upper:
+        last = (packed.rows_of(sequence, work.extra.cu_q, work.seqlen_q, rest=True).size + rows - 1) // rows - 1
+        block = last - block
+    sequence = I32(cutlass.select_(n < count * work.heads_q, sequence, I32(-1)))
+    return packed.Tile(sequence, block * rows, n % work.heads_q)
 
 
 def packed_place(of: packed.Tile, work: Work, x: Config) -> Place:
-    """Of a sequence the longest tiles come first."""
-    e, rows, (sequence, block, head) = work.extra, x.tile_queries, of
+    e, (sequence, row, head) = work.extra, of
     q = packed.rows_of(sequence, e.cu_q, work.seqlen_q, rest=True)
     k = packed.rows_of(sequence, e.cu_k, work.seqlen_k, rest=False)
-    row = ((q.size + rows - 1) // rows - 1 - block if x.has_upper else block) * rows
     off = k.size - q.size
     moving = schedule.Band(work.lo + off if x.has_lower else None, work.hi + off if x.has_upper else None, k.size)
     first, kept = schedule.cut(moving, e.first, e.last, q.size, PICK)
-    start, stop = schedule.key_blocks(row, rows, x.tiles.tile_n, kept, PICK)
+    start, stop = schedule.key_blocks(row, x.tile_queries, x.tiles.tile_n, kept, PICK)
     own = packed.Own(q, packed.Span(k.start + first + kept.seqlen_k, kept.seqlen_k), kept.lo, kept.hi)
     return Place(row, head, sequence, I32(start), I32(stop), own=own)
 
@@ -313,9 +318,7 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
     if cutlass.const_expr(x.packed):
         of = packed_tile(I32(cute.arch.block_idx()[0]), work, x)
         while of.sequence >= 0:
-            following = packed.take(work.extra.queue)
-            at = packed_place(of, work, x)
-            hand_on(of, room, q_stage, q_phase, x)
+            following, at = packed.take(work.extra.queue), packed_place(of, work, x)
             slot, phase = load_tile(tmas, room, at, (slot, phase), (q_stage, q_phase), work, x)
             q_stage, q_phase = schedule.after(q_stage, q_phase, x.tiles.q_stages)
             of = packed_tile(following, work, x)
@@ -359,6 +362,8 @@ def load_tile(tmas: Tmas, room: Room, at: Place, ring: tuple, q_ring: tuple, wor
     n = block_at(at, 0, work, x)
     fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
     slot, phase = schedule.after(slot, phase, c.slots)
+    if cutlass.const_expr(x.packed):
+        hand_on(packed.Tile(at.batch, at.row, at.head), room, q_stage, q_phase, x)
     for w in cutlass.range_constexpr(c.warpgroups):
         n_q = w * c.q_stages + q_stage
         g, s = gQ[None, at.row // x.queries + w], sQ[None, n_q]

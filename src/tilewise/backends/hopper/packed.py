@@ -45,10 +45,10 @@ class Own(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A query tile: its sequence, which of the sequence's tiles it is, and its head."""
+    """A query tile: its sequence, its first row there, and its head."""
 
     sequence: I32
-    block: I32
+    row: I32
     head: I32
 
 

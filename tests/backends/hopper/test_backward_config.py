@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,7 +122,9 @@ def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on(name):
 def launched(monkeypatch):
     """The arguments of each launch."""
     found = []
-    monkeypatch.setattr(library, "function", lambda x: lambda *args: found.append((x.name, *args)))
+    put = lambda x, numbers: lambda *tensors: found.append((x.name, tensors[:7], tensors[7:], numbers))  # noqa: E731
+    bound = lambda x: SimpleNamespace(bound=lambda given, made, numbers: put(x, numbers))  # noqa: E731
+    monkeypatch.setattr(library, "function", bound)
     return found
 
 
@@ -144,6 +147,14 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert lse2.shape == delta.shape == (1, 4, 128)  # whole blocks
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
     assert not sums.any()
+
+
+def test_a_problem_that_comes_again_is_launched_with_its_new_tensors(launched):
+    c, backend = small(causal=True), Hopper()
+    out = Reference().forward(c.p, c.t)
+    results = [backend.backward(c.p, c.t, Output(out.o.to(c.p.dtype), out.lse), c.do.clone(), c.dlse) for _ in range(2)]
+    assert [made[0].data_ptr() for _, _, made, _ in launched] == [grads.dq.data_ptr() for grads in results]
+    assert launched[0][1][4].data_ptr() != launched[1][1][4].data_ptr()
 
 
 def test_keys_that_no_query_sees_get_zeros_and_stay_outside(launched):

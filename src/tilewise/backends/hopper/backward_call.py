@@ -15,7 +15,10 @@ from tilewise.backends.hopper import library
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
 from tilewise.backends.hopper.call import FAR, LOG2_E, strides_addressable
 from tilewise.backends.hopper.config import Band, band_of, cap_of
+from tilewise.backends.hopper.driver import PerStrides
 from tilewise.problem import Problem
+
+TENSORS = 13  # of a launch at most; the problem fixes the sizes of all
 
 
 @dataclass(eq=False)
@@ -51,8 +54,8 @@ class Plan:
         return [lse.new_zeros((p.batch, p.heads_q, blocks, KEY_GROUPS, PART))] if tiles.summed else []
 
     @cached_property
-    def launch(self):
-        return library.function(self.config)
+    def launch(self) -> PerStrides:
+        return PerStrides(lambda: library.function(self.config), fixed=TENSORS)
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -70,13 +73,14 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
             x.zero_()
         dsink = None if t.sink is None else state.sink_gradient(t.sink.float().view(-1, 1), out.lse, -dlse)
         return Grads(dq, dk, dv, None if dsink is None else dsink.sum((0, 2)).to(t.sink.dtype), {})
-    for x in (dk, dv):
-        x[:, : keys.start].zero_()
-        x[:, keys.stop :].zero_()
+    for outside in (slice(0, keys.start), slice(keys.stop, p.seqlen_k)):
+        if outside.start < outside.stop:
+            dk[:, outside].zero_()
+            dv[:, outside].zero_()
     k, v = (addressable(x)[:, keys] for x in (t.k, t.v))
     given = addressable(t.q), k, v, addressable(out.o), addressable(do), out.lse.contiguous(), dlse.contiguous()
     made = (dq, dk[:, keys], dv[:, keys], lse2, delta, *plan.sums(out.lse))
-    plan.launch(given, made, plan.numbers)
+    plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     dsink = None
     if t.sink is not None:
         dsink = state.sink_gradient(t.sink.float().view(-1, 1), out.lse, delta[..., : p.seqlen_q])

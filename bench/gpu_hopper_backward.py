@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:. python3 bench/gpu_hopper_backward.py --out DIR [--parts check,time,stress,memcheck] [--minutes 8.5]
 
-As ``bench/gpu_hopper.py`` in all else, and after the same ``make kernels-hopper``. Gradients are judged from the reference's
+As ``bench/gpu_hopper.py`` in all else, and after the same ``make kernels-hopper CANDIDATES=1``. Gradients are judged from the reference's
 output, so that a wrong forward does not hide a right backward; a kernel that must repeat is run twice. Lines go to
 DIR/gpu_hopper_backward.jsonl; the table that is printed last has each speed beside PREDICTED.
 """
@@ -38,7 +38,7 @@ from tests.backends.contract import Call, call
 from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.hopper import Hopper, library
-from tilewise.backends.hopper.backward_config import Backward, shipped
+from tilewise.backends.hopper.backward_config import Backward, candidates, shipped
 from tilewise.backends.triton import Triton
 from tilewise.reference import Reference
 
@@ -55,11 +55,11 @@ PROBES = ("backward_bf16_d128_full", "backward_bf16_d64_upper", "backward_bf16_d
 
 
 def config_named(name: str) -> Backward:
-    return next(x for x in shipped() if x.name == name)
+    return next(x for x in shipped() + candidates() if x.name == name)
 
 
 def built() -> list[str]:
-    return [x.name for x in shipped() if x.name in library.index()]
+    return [x.name for x in shipped() + candidates() if x.name in library.index()]
 
 
 # -- Right? --------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def kernels_of(d: int, mask: str | None) -> list[str]:
     form = "upper" if mask else "full"
     wanted = [
         x
-        for x in shipped()
+        for x in shipped() + candidates()
         if (x.keys.width, x.keys.width_v, x.form, x.dtype, x.softcap) == (d, d, form, "bf16", False)
     ]
     return [x.name for x in sorted(wanted, key=lambda x: not x.keys.summed)]

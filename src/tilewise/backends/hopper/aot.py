@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> int:
         )
         return 0
     kept = shipped() + backward_config.shipped()
-    every = kept + (candidates() if options.candidates else [])
+    every = kept + (candidates() + backward_config.candidates() if options.candidates else [])
     configs, started = [c for c in every if options.only in c.name], time.perf_counter()
     rows = build_all(configs, library.folder(), options.jobs)
     failed = [c.name for c in configs if rows[c.name]["faults"]]

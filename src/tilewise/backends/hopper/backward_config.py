@@ -192,6 +192,22 @@ SOFTCAP = {
 }
 
 
+# Not proved on a GPU: what else is worth a measurement, for "full" and "upper" in bf16.
+CANDIDATES = (
+    (KeyTiles(64, 64, 128, 5, summed=True), None),
+    (KeyTiles(128, 128, 64, 6, summed=True), None),
+    (KeyTiles(64, 64, 96, 8), QueryTiles(64, 64, 3, 80, 8, 160)),
+    (KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),
+    (KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
+    (KeyTiles(256, 256, 48, 5, split=True), QueryTiles(256, 256, 2, 48, 4)),
+)
+
+
+def candidates() -> list[Backward]:
+    """Backwards that are built to be measured."""
+    return [Backward(*row, "bf16", form) for row in CANDIDATES for form in ("full", "upper")]
+
+
 def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
     rows = [(row, capped) for capped, table in enumerate((TABLE, SOFTCAP)) for row in table.values()]

@@ -54,6 +54,13 @@ def test_what_is_summed_fits_too_and_is_of_whole_parts(dims):
     assert (sum(dims) + 2 * keys.tile_m) // 2 + 24 <= keys.registers
 
 
+@pytest.mark.parametrize("x", backward_config.candidates(), ids=lambda x: x.name)
+def test_candidates_fit_and_are_not_shipped(x):
+    assert x.name not in {y.name for y in shipped()}
+    assert fits(x.keys, KEY_GROUPS)
+    assert x.queries is None or fits(x.queries, x.queries.warpgroups)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_what_must_repeat_is_never_summed(d, deterministic):

@@ -166,10 +166,10 @@ class Backward {
     if constexpr (paired) {
       round_tile(columns, count);
       if (unit.keys) add_to_keys(columns, count, {p_columns + begin, c.tile_n}, {ds_columns + begin, c.tile_n});
-      add_to_queries(columns, at.h, rows, {ds_rows + begin / 2, c.tile_n / 2});
+      add_to_queries(columns, at, rows, {ds_rows + begin / 2, c.tile_n / 2});
     } else {
       if (unit.keys) add_to_keys(columns, count, {p + begin, c.tile_n}, {dp + begin, c.tile_n});
-      add_to_queries(columns, at.h, rows, {dp + begin, c.tile_n});
+      add_to_queries(columns, at, rows, {dp + begin, c.tile_n});
     }
   }
 
@@ -194,22 +194,24 @@ class Backward {
     multiply<X, Form::transposed, true>(keys, wide / kLanes<T>, depth, ds_t, qp, dk + begin * wide, wide);
   }
 
-  void add_to_queries(const Range &columns, int64_t head, const Range &rows, Operand<X> ds) {
+  void add_to_queries(const Range &columns, const Place &at, const Range &rows, Operand<X> ds) {
     if (rows.begin < unit.m0 || rows.end > unit.m1) return;
     const int64_t tiles = (s.seqlen_q + c.tile_m - 1) / c.tile_m;
-    const int64_t step = (head - unit.head) * tiles + tiles - 1 - rows.begin / c.tile_m;  // as query_head() walks
-    if (unit.turns) unit.turns->pass(unit.chunk, step), unit.turns->wait(unit.chunk, step);
+    const int64_t step = (at.h - unit.head) * tiles + tiles - 1 - rows.begin / c.tile_m;  // as query_head() walks
+    const bool passes = unit.turns && at.j0 + c.tile_n >= unit.n1;  // with the unit's last keys it is done with a step
+    if (passes) unit.turns->pass(unit.chunk, step);
+    if (unit.turns) unit.turns->wait(unit.chunk, step);
     const TileRegisters<X> registers;  // again: signal handlers may have run meanwhile
     const int64_t count = rows.end - rows.begin, keys = columns.end - columns.begin;
     T *to = dq;
-    if constexpr (held) to = row_of_sums(head, rows.begin);
+    if constexpr (held) to = row_of_sums(at.h, rows.begin);
     for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {
       const int64_t part = smaller(kPanelWidth<T>, wide - d);
       multiply<X, Form::plain, held>(count, part / kLanes<T>, elements<X>(keys), ds,
                                      k + d * elements<X>(width) + elements<X>(columns.begin) * part, to + d, wide);
     }
-    if constexpr (!held) add_dq(head, rows);
-    if (unit.turns) unit.turns->pass(unit.chunk, step + 1);
+    if constexpr (!held) add_dq(at.h, rows);
+    if (passes) unit.turns->pass(unit.chunk, step + 1);
   }
 
   // -- The fp32 sums of a 16-bit dQ --

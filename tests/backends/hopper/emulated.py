@@ -190,6 +190,10 @@ def _whole(x):
     return int(x) if np.ndim(x) == 0 else np.asarray(x).astype(np.int64)
 
 
+def _word(kind):
+    return lambda x: np.asarray(x).astype(kind)
+
+
 def _either(integer, array):
     return lambda a, b: integer(a, b) if isinstance(a, int) and isinstance(b, int) else array(a, b)
 
@@ -242,7 +246,8 @@ def modules() -> dict[str, types.ModuleType]:
     )  # fmt: skip
     cutlass = types.ModuleType("cutlass")
     vars(cutlass).update(
-        Float32=_float, Int32=_whole, Int64=_whole, Boolean=np.bool_, BFloat16="bf16", Float16="fp16", cute=cute, Constexpr=None,
+        Float32=_float, Int32=_whole, Int64=_whole, Boolean=np.bool_, Uint32=_word(np.uint32), Uint64=_word(np.uint64),
+        BFloat16="bf16", Float16="fp16", cute=cute, Constexpr=None,
         range=lambda *a, unroll=1: range(*a), range_constexpr=range, const_expr=plain,
         min=_either(min, np.minimum), max=_either(max, np.maximum), select_=select,
     )  # fmt: skip
@@ -277,7 +282,7 @@ def wait_group(left: int) -> None:
 
 def load_kernel():
     """``(forward, tile)``, imported with the stand-in."""
-    forward, tile, *_ = imported("forward", "tile", "combine", "packed", "expression")
+    forward, tile, *_ = imported("forward", "tile", "combine", "packed", "expression", "dropping")
     _stand_in(forward, tile)
     return forward, tile
 
@@ -290,7 +295,7 @@ def imported(*kernels: str) -> list[types.ModuleType]:
     known = {n: vars(package).pop(n) for n in kernels if n in vars(package)}
     sys.modules.update(fakes)
     try:
-        return [importlib.import_module(name) for name in names]
+        found = [importlib.import_module(name) for name in names]
     finally:
         for n in [*fakes, *names]:
             sys.modules.pop(n, None)
@@ -298,6 +303,10 @@ def imported(*kernels: str) -> list[types.ModuleType]:
             vars(package).pop(n, None)
         sys.modules.update(hidden)
         vars(package).update(known)
+    for module in found:
+        if module.__name__.endswith(".tile"):
+            module.once = lambda x, score: x
+    return found
 
 
 class Places:
@@ -383,7 +392,6 @@ def _stand_in(forward, tile) -> None:
     tile.put_words = lambda pointer, numbers: pointer.barriers.__setitem__(pointer.at, numbers)
     tile.get_words = lambda pointer, count: pointer.barriers[pointer.at]
     forward.packed.take = take
-    tile.once = lambda x, score: x
     tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
 
 

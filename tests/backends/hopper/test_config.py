@@ -213,7 +213,6 @@ REFUSED = {
     "wide": ({"d": 264}, "above 256"),
     "odd": ({"d": 60}, "multiples of 8"),
     "wide-number": ({"mask": tw.keep(lambda b, h, i, j: j < 2**40)}, "32 bits"),
-    "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),
     "scale": ({"softmax_scale": -1.0}, "softmax_scale"),
 }
 

@@ -63,6 +63,7 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
         "blocks": lambda: whole(lines, cute.sym_int()), "counts": lambda: whole(lines, 2),
         "cu_q": cu, "cu_k": cu, "first": lambda: i32, "last": lambda: i32,
         "queue": lambda: make_fake_tensor(cutlass.Int32, (1,), (1,)),
+        "seed": lambda: make_fake_tensor(cutlass.Int64, (1,), (1,)), "threshold": lambda: i32, "keep": lambda: f32,
     }  # fmt: skip
     traced = [leaf(cute, dtype, rank) for dtype, rank in config.traced.tensors]
     traced += [{"i": i32, "f": f32}[kind] for kind in config.traced.numbers]

@@ -15,6 +15,7 @@ from tilewise.backends.base import Inputs, Output, PerTensors, empty_output
 from tilewise.backends.hopper import library, masks
 from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Config, Expressions, Grid, cap_of, keys_of, spread
 from tilewise.backends.hopper.driver import PerStrides
+from tilewise.dropout import keep_scale, threshold
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
@@ -80,6 +81,9 @@ class Plan:
             found |= {"cu_q": t.cu_seqlens_q.int().contiguous(), "cu_k": t.cu_seqlens_k.int().contiguous()}
             queue = torch.zeros(1, dtype=torch.int32, device=t.q.device)
             found |= {"first": self.band.start, "last": self.band.stop, "queue": queue}
+        if self.config.dropout:
+            p_drop = self.p.spec.dropout_p
+            found |= {"seed": t.seed, "threshold": threshold(p_drop), "keep": keep_scale(p_drop)}
         traced = self.expressions
         return (
             *(found[name] for name in self.config.extra),

@@ -137,6 +137,7 @@ class Config:
         split: the keys of a query tile are cut into chunks, whose states a second kernel merges.
         heads: query heads of a group that a tile holds side by side, so that its keys serve them all; divides ROWS.
         packed: sequences are packed; neither split, nor are heads side by side.
+        dropout: some pairs are dropped; such a kernel too is compiled where it is called.
     """
 
     tiles: Tiles
@@ -147,6 +148,7 @@ class Config:
     heads: int = 1
     packed: bool = False
     traced: Traced = PLAIN
+    dropout: bool = False
 
     @property
     def queries(self) -> int:
@@ -163,6 +165,7 @@ class Config:
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
         found += ("blocks", "counts") if self.form == "lists" else ()
+        found += ("seed", "threshold", "keep") if self.dropout else ()
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
 
     @property
@@ -189,7 +192,7 @@ class Config:
     def name(self) -> str:
         t = self.tiles
         dims = f"d{t.width}" + (f"v{t.width_v}" if t.width_v != t.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", "split", "packed") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split", "packed") if getattr(self, name))
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{t.name}"
@@ -288,11 +291,14 @@ CANDIDATES = (
 )
 
 
-def tiles_of(dims: tuple[int, int], form: str, softcap: bool = False, traced: Traced = PLAIN) -> Tiles:
+def tiles_of(
+    dims: tuple[int, int], form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False
+) -> Tiles:
     """Of a row of TABLE."""
     # A softcap beside ends that tensors hold is too much for the registers that three warpgroups leave each other.
     tight = softcap and form == "rows" and TABLE[dims][1].warpgroups > 2
-    column = 3 if traced.reads > 1 else 2 if traced != PLAIN or tight else int(form != "full")
+    more = traced.reads + dropout
+    column = 3 if more > 1 else 2 if traced != PLAIN or tight or dropout else int(form != "full")
     return TABLE[dims][column]
 
 
@@ -371,8 +377,8 @@ def keys_of(p: Problem) -> tuple[str, Band]:
     """``(form, band)``: how a kernel learns which keys a row has, and the band, cut, where that says it; a packed sequence's is
     cut by the kernel.
 
-    Otherwise the ends of rows are tensors, and the band is of all keys; so it is too where an expression has to know a key's
-    place among all.
+    Otherwise the ends of rows are tensors, and the band is of all keys; so it is too where an expression or dropout has
+    to know a key's place among all.
     """
     band, every = band_of(p), Band(None, None, 0, p.seqlen_k)
     if band is None:
@@ -381,7 +387,7 @@ def keys_of(p: Problem) -> tuple[str, Band]:
         return band.form, band
     band = band.cut(p.seqlen_q)
     whole = (band.start, band.stop) == (0, p.seqlen_k)
-    return (band.form, band) if whole or not is_traced(p) else ("rows", every)
+    return (band.form, band) if whole or not (is_traced(p) or p.spec.dropout_p) else ("rows", every)
 
 
 def _end(e, op: str) -> tuple[int | None, int | None] | None:
@@ -454,8 +460,9 @@ def choose(p: Problem) -> Config:
     capped = p.spec.score is not None and not traced.score
     rows = (dims for dims in TABLE if not capped or dims in SOFTCAP)
     dims = next(d for d in rows if p.head_dim <= d[0] and p.head_dim_v <= d[1])
-    tiles = tiles_of(dims, form, capped, traced)
-    config = Config(tiles, DTYPES[str(p.dtype)], form, capped, packed=p.packed, traced=traced)
+    dropout = p.spec.dropout_p > 0
+    tiles = tiles_of(dims, form, capped, traced, dropout)
+    config = Config(tiles, DTYPES[str(p.dtype)], form, capped, packed=p.packed, traced=traced, dropout=dropout)
     if not config.of_numbers:
         return config
     time = lambda c: clocks(c, p, band.stop - band.start, cores)  # noqa: E731
@@ -463,13 +470,13 @@ def choose(p: Problem) -> Config:
     options = [config, *(c for c in others if c in _shipped())]
     halves = (replace(c, split=True) for c in options if 2 * tile_count(c, p) < cores and not p.packed)
     whole = min(options, key=time)
-    split = min((c for c in halves if c in _shipped() or traced != PLAIN), key=time, default=whole)
+    split = min((c for c in halves if c in _shipped() or traced != PLAIN or dropout), key=time, default=whole)
     return split if split.split and 3 * time(split) <= 2 * time(whole) else whole
 
 
 def smaller(config: Config) -> list[Config]:
     """The config with fewer rows or keys in a tile, which short sequences want."""
-    if not config.of_numbers or config.softcap or config.packed or config.traced != PLAIN:
+    if not config.of_numbers or config.softcap or config.packed or config.dropout or config.traced != PLAIN:
         return []
     tiles = *SMALLER.get((config.tiles.width, config.tiles.width_v, config.form != "full"), ()), short(config.tiles)
     return [replace(config, tiles=t) for t in tiles]
@@ -481,7 +488,8 @@ def short(t: Tiles) -> Tiles:
 
 def grouped(config: Config) -> list[Config]:
     """The config with several heads of a group in a tile."""
-    if not config.of_numbers or config.packed or config.traced != PLAIN:  # expressions know one head
+    # Expressions and dropout know one head.
+    if not config.of_numbers or config.packed or config.dropout or config.traced != PLAIN:
         return []
     most = HEADS if config.form == "full" else HEADS[:1]  # with the most heads a tile has a single query
     return [replace(config, tiles=short(config.tiles), heads=heads) for heads in most]
@@ -561,7 +569,7 @@ def reasons(p: Problem) -> list[str]:
     if p.packed and is_traced(p):
         found.append("packed sequences with a score other than one softcap")
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(p) else []
-    found += ["dropout"] if p.spec.dropout_p else []
+    found += ["packed sequences with dropout"] if p.packed and p.spec.dropout_p else []
     found += [] if p.softmax_scale > 0 or is_traced(p) else [f"softmax_scale {p.softmax_scale} is not above 0"]
     found += [f"an origin other than 0: {p.origin}"] if any(p.origin) else []
     return found

@@ -28,7 +28,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import combine, expression, packed, schedule, tile
+from tilewise.backends.hopper import combine, dropping, expression, packed, schedule, tile
 from tilewise.backends.hopper.config import ALIGNMENT, PLAIN, ROWS, Config
 
 F32, I32 = cutlass.Float32, cutlass.Int32
@@ -45,6 +45,7 @@ class Extra(NamedTuple):
     first that need the predicate, and how many these and all are.
     ``cu_q``, ``cu_k`` (sequence + 1,), int32: where packed sequences begin; ``first``, ``last``: no other keys of each count;
     ``queue`` (1,), int32: how many tiles were taken after each CTA's first.
+    ``seed`` (1,), int64, ``threshold``, ``keep``: of dropout, what kept values lie below and are scaled by.
     ``leaves``, ``numbers``: what expressions read.
     """
 
@@ -59,6 +60,9 @@ class Extra(NamedTuple):
     first: I32 | None = None
     last: I32 | None = None
     queue: cute.Tensor | None = None
+    seed: cute.Tensor | None = None
+    threshold: I32 | None = None
+    keep: F32 | None = None
     leaves: tuple | None = None
     numbers: tuple | None = None
 
@@ -502,6 +506,17 @@ def scores(t: Operands, block: Block, work: Work, x: Config) -> cute.Tensor:
     return s
 
 
+def drop(p: cute.Tensor, block: Block, work: Work, x: Config) -> None:
+    """After the row sums, which dropout leaves alone."""
+    if x.dropout:
+        dropping.drop(p, block.line, block.n * x.tiles.tile_n, work)
+
+
+def kept(factor: list, work: Work, x: Config) -> list:
+    """What makes O of the accumulator, with dropout's part."""
+    return [f * work.extra.keep for f in factor] if x.dropout else factor
+
+
 def first_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x: Config):
     """S and P of a tile's first block; its product with V is the next block's affair. Returns the ring, one slot on."""
     slot, phase = ring
@@ -511,6 +526,7 @@ def first_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work,
     release(room.empty + slot)
     s = scores(t, block, work, x)
     tile.exponentials(s, t.rows, work.scale2, first=True, masked=True, lazy=x.tiles.lazy)
+    drop(s, block, work, x)
     to_p(t, x)
     return schedule.after(slot, phase, x.tiles.slots)
 
@@ -550,6 +566,7 @@ def key_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x
     release(room.empty + k_slot)
     s = scores(t, block, work, x)
     tile.exponentials(s, t.rows, work.scale2, first=False, masked=masked, lazy=c.lazy)
+    drop(s, block, work, x)
     tile.pin(room.pin, t.rows)
     warpgroup.wait_group(0)
     release(room.empty + v_slot)
@@ -645,7 +662,7 @@ def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Te
     for r in range(2):
         place, inside = row_at(at, w, r, work, x)  # again: known early, the condition costs the loops instructions
         put_lse(lse, place, statistic[r], inside)
-    tile.scale_rows(tile.rows_columns(t.o), factor)
+    tile.scale_rows(tile.rows_columns(t.o), kept(factor, work, x))
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
     put_tile(t, room, q_tile, x)
     cute.arch.fence_view_async_shared()
@@ -663,7 +680,7 @@ def put_part(t: Operands, at: Place, w, work: Work, x: Config) -> None:
     """The state of a chunk to global memory; a sink is for the merge."""
     factor, statistic = tile.finish(t.rows, [-tile.INF] * 2)
     o = tile.rows_columns(t.o)
-    tile.scale_rows(o, factor)
+    tile.scale_rows(o, kept(factor, work, x))
     for r in range(2):
         place, inside = row_at(at, w, r, work, x)
         put_row(o[r, None], work.extra.part_o, (at.chunk, *place), inside)

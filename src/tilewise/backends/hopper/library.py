@@ -24,8 +24,8 @@ from tilewise.backends.hopper.config import Config
 _HERE = Path(__file__).parent
 TABLE = _HERE / "kernels.txt"  # figures of the shipped kernels, so that a diff shows a spill
 SOURCES = (
-    "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "packed.py", "expression.py", "aot.py", "hostcode.py",
-    "recipe.py", "../../expr.py",
+    "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "packed.py", "expression.py", "dropping.py", "aot.py",
+    "hostcode.py", "recipe.py", "../../expr.py", "../../dropout.py",
     "backward_config.py", "backward_tile.py", "backward_rows.py", "backward_keys.py", "backward_queries.py", "backward_sum.py",
     "backward.py",
     "backward_aot.py",

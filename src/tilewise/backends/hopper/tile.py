@@ -40,10 +40,12 @@ def choose(condition, a, b):
 
 
 def once(x, score):
-    """The whole number x, no sooner than a score is known: a zero is added that depends on it, though no compiler sees that
-    it is zero (a number has at most 32 bits set)."""
-    code = "{ .reg .b32 t; popc.b32 t, {$r1}; shr.u32 t, t, 6; add.s32 {$w0}, {$r0}, t; }"
-    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[x, score])
+    """The number x, no sooner than a score is known: a zero is added to its bits that depends on it, though no compiler sees
+    that it is zero (a number has at most 32 bits set)."""
+    code = (
+        "{ .reg .b32 t, u; popc.b32 t, {$r1}; shr.u32 t, t, 6; mov.b32 u, {$r0}; add.s32 u, u, t; mov.b32 {$w0}, u; }"
+    )
+    return cute.arch.inline_ptx(code, write_only_types=[type(x)], read_only_args=[x, score])
 
 
 def rows_columns(acc: cute.Tensor) -> cute.Tensor:

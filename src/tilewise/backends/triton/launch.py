@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dropout, expr, state
-from tilewise.backends.base import Grads, Inputs, Output, empty_output, unit_last
+from tilewise.backends.base import Grads, Inputs, Output, PerTensors, empty_output, unit_last
 from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, columns, decoding, pieces
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
 from tilewise.backends.triton.facts import Facts
@@ -82,6 +81,7 @@ class Plan:
     Attributes:
         made: facts, sizes, scales, layouts and compiled kernels, by what they depend on beside the problem.
         kept: ids of the sizes in ``made``.
+        listed: lists of tiles.
     """
 
     p: Problem
@@ -89,6 +89,7 @@ class Plan:
     run: Callable[..., object] = run
     made: dict = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
+    listed: PerTensors = field(default_factory=PerTensors)
 
     def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *args: object) -> object:
         """Launches; again with the same facts and sizes, straight through the compiled kernel, which it returns.
@@ -339,16 +340,8 @@ class Call:
         if not plan.lists:
             return None
         leaves = [self.t.leaves[n] for n in plan.p.spec.mask_slots]
-        key = ("lists", tiles.tile_m, tiles.tile_n, by_columns)
-        lists, kept = plan.made.get(key, (None, ()))
-        if lists is not None and all(
-            x() is leaf and n == leaf._version for leaf, (x, n) in zip(leaves, kept, strict=True)
-        ):
-            return lists
-        lists = self._listed(tiles, by_columns)
-        if not any(leaf.is_inference() for leaf in leaves):  # those count no versions
-            plan.made[key] = lists, [(weakref.ref(leaf), leaf._version) for leaf in leaves]
-        return lists
+        key = tiles.tile_m, tiles.tile_n, by_columns
+        return plan.listed.of(key, leaves, lambda: self._listed(tiles, by_columns))
 
     def _listed(self, tiles: Tiles, by_columns: bool) -> TileLists:
         p = self.plan.p

@@ -57,7 +57,7 @@ TOGETHER = 10  # processes that check at a time: most of theirs is starting up a
 
 
 class Results:
-    def __init__(self, folder: Path, minutes: float, name: str = "gpu_hopper"):
+    def __init__(self, folder: Path, minutes: float, name: str):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.end = folder, time.monotonic() + 60 * minutes
         self.file = (folder / f"{name}.jsonl").open("a", encoding="utf-8")
@@ -456,31 +456,40 @@ def small_parts(results: Results, jobs: list[str], limit: float, script: str = _
             results.say(f"{jobs}: {end[:700]}")
 
 
-def main() -> None:
+WORKERS = {
+    "check": check_worker,
+    "time": time_worker,
+    "host": host_worker,
+    "cases": cases_worker,
+    "stress": stress_worker,
+    "memcheck": memcheck_worker,
+}
+
+
+def begin(workers: dict[str, Callable], parts: str, name: str) -> tuple[Results, list[str]]:
+    """Results and parts as the command line has them, the machine noted; as a worker, does its work and ends the process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default=os.environ.get("OUT"), required="OUT" not in os.environ)
-    parser.add_argument("--parts", default="check,host,time,cases,stress,memcheck")
+    parser.add_argument("--parts", default=parts)
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--worker", help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.worker:
         part, *rest = arguments.worker.split(":")
-        {
-            "check": check_worker,
-            "time": time_worker,
-            "host": host_worker,
-            "cases": cases_worker,
-            "stress": stress_worker,
-            "memcheck": memcheck_worker,
-        }[part](*rest)
-        return
-    results, parts = Results(Path(arguments.out), arguments.minutes), arguments.parts.split(",")
+        workers[part](*rest)
+        sys.exit()
+    results = Results(Path(arguments.out), arguments.minutes, name)
     machine = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
     }
     results.add({"part": "machine", **machine, "sources": library.source_hash()})
+    return results, arguments.parts.split(",")
+
+
+def main() -> None:
+    results, parts = begin(WORKERS, "check,host,time,cases,stress,memcheck", "gpu_hopper")
     right = check(results) if "check" in parts else {c.name for c in shipped() + candidates()}
     if "host" in parts:
         small_parts(results, ["host"], 60)

@@ -7,14 +7,11 @@ output, so that a wrong forward does not hide a right backward; a kernel that mu
 DIR/gpu_hopper_backward.jsonl; the table that is printed last has each speed beside PREDICTED.
 """
 
-import argparse
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import geometric_mean
 
 import torch
@@ -27,6 +24,7 @@ from bench.gpu_hopper import (
     DEVICE,
     TIME_LIMIT,
     Results,
+    begin,
     check_calls,
     check_some,
     emit,
@@ -240,24 +238,7 @@ WORKERS = {"check": check_worker, "time": time_worker, "stress": stress_worker, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default=os.environ.get("OUT"), required="OUT" not in os.environ)
-    parser.add_argument("--parts", default="check,time,stress,memcheck")
-    parser.add_argument("--minutes", type=float, default=8.5)
-    parser.add_argument("--worker", help="used by the script itself")
-    arguments = parser.parse_args()
-    if arguments.worker:
-        part, *rest = arguments.worker.split(":")
-        WORKERS[part](*rest)
-        return
-    parts = arguments.parts.split(",")
-    results = Results(Path(arguments.out), arguments.minutes, "gpu_hopper_backward")
-    machine = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-    }
-    results.add({"part": "machine", **machine, "sources": library.source_hash()})
+    results, parts = begin(WORKERS, "check,time,stress,memcheck", "gpu_hopper_backward")
     right = check(results) if "check" in parts else set(built())
     if "time" in parts:
         timing(results, right)

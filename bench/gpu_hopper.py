@@ -1,6 +1,6 @@
 """The Hopper backend on one H200: is every kernel right there, which tiles are fastest, and how it stands to cuDNN.
 
-    PYTHONPATH=src:. python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,cases,stress,memcheck] [--minutes 8.5]
+    OMP_NUM_THREADS=1 PYTHONPATH=src:. python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,cases,stress,memcheck] [--minutes 8.5]
 
 Before, on a machine that may lack a GPU: ``make kernels-hopper CANDIDATES=1``. What it leaves in src/tilewise/backends/hopper,
 kernels/ and libtilewise_launcher.so, is ignored by git; beside torch nothing else is needed.
@@ -21,8 +21,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from statistics import geometric_mean
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,7 @@ import torch.nn.functional as F
 import tilewise as tw
 from bench import cases
 from bench.measure import host_microseconds, in_turns
-from tests.backends.contract import Call, call, of_case
+from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper, library
@@ -41,7 +43,7 @@ from tilewise.problem import TensorFacts
 from tilewise.reference import Reference
 
 DEVICE = "cuda"
-CHECK_LIMIT, TIME_LIMIT = 60, 100  # seconds of one process
+CHECK_LIMIT, TIME_LIMIT = 150, 100  # seconds of one process
 # TFLOP/s of the chosen tiles by a resource model of the chip, before anything ran (docs/measured.md): N 512, 1024, .. 16384.
 PREDICTED = {
     (64, "full"): (406, 448, 517, 532, 562, 566),
@@ -53,6 +55,8 @@ PREDICTED = {
 }
 # What a worker of a part is run under.
 PREFIX = {"memcheck": ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")}
+DONE = "all"  # the case of the row that says that a kernel has been through all others
+RESERVE = 170  # seconds that checking leaves for what comes after
 TOGETHER = 10  # processes that check at a time: most of theirs is starting up and float64
 
 
@@ -117,6 +121,7 @@ FORM_OPTIONS = {
     "full": [{}, {"mask": tw.key_range(37, 170)}],
     "upper": [{"causal": True}, {"mask": tw.window(None, 5)}, {"mask": tw.causal() & tw.key_lengths(150)}],
     "band": [{"mask": tw.window(100, 0)}, {"mask": tw.window(70, 33)}, {"mask": tw.window(20)}],
+    "rows": [{"mask": "documents"}, {"mask": "lengths"}, {"mask": "prefix"}],
 }
 SHAPES = [  # batch, seqlen_q, seqlen_k, heads_q, heads_k: odd lengths, empty rows, more CTAs than tiles and fewer
     (1, 1, 1, 1, 1),
@@ -127,21 +132,55 @@ SHAPES = [  # batch, seqlen_q, seqlen_k, heads_q, heads_k: odd lengths, empty ro
     (3, 129, 1, 2, 2),
     (1, 1, 3000, 8, 2),
     (4, 640, 640, 40, 8),
+    (2, 1, 3000, 16, 2),  # few queries of many heads
+    (1, 5, 700, 6, 2),
+    (1, 37, 130, 12, 1),
+    (1, 1, 20000, 40, 1),
+    (1, 1, 20000, 8, 1),  # many keys, for chunks
+    (1, 300, 6000, 2, 2),
+    (1, 2000, 4096, 1, 1),
 ]
-FEW = [(2, 1, 3000, 16, 2), (1, 5, 700, 6, 2), (1, 37, 130, 12, 1), (1, 1, 20000, 40, 1)]  # queries, of many heads
-LONG = [(1, 1, 20000, 8, 1), (1, 300, 6000, 2, 2), (1, 2000, 4096, 1, 1)]  # keys, for chunks
 PACKED = [  # lengths of q and k; rows past the last sequence
     ([(70, 300), (1, 5), (0, 9), (130, 0), (64, 64)], 37),
     ([(1000, 1000), (33, 2000), (515, 200)], 0),
-    ([(3, 11)] * 70, 3),
+    ([(3, 11)] * 20, 3),
 ]
 
 
+class Kind(NamedTuple):
+    """What kernels that take the same calls have in common."""
+
+    dims: tuple[int, int]
+    dtype: str
+    form: str
+    softcap: bool
+    packed: bool
+
+    @classmethod
+    def of(cls, config: Config | Backward) -> "Kind":
+        t = config.keys if isinstance(config, Backward) else config.tiles
+        packed = not isinstance(config, Backward) and config.packed
+        return cls((t.width, t.width_v), config.dtype, config.form, config.softcap, packed)
+
+
+def options_of(form: str, shape: tuple[int, ...]) -> list[dict]:
+    """Of a form; masks of tensors are made for the shape."""
+    batch, _, nk = shape[:3]
+    spread = torch.linspace(0, nk, batch, device=DEVICE).int()
+    rows = {
+        "documents": lambda: tw.documents(torch.arange(nk, device=DEVICE).expand(batch, -1) // 77),
+        "lengths": lambda: tw.key_lengths(spread),
+        "prefix": lambda: tw.prefix(spread),
+    }
+    return [{k: rows[v]() if isinstance(v, str) else v for k, v in options.items()} for options in FORM_OPTIONS[form]]
+
+
 def check_calls(config: Config | Backward) -> Iterator[tuple[str, Call]]:
-    """Named calls of a kernel's form: its widths, then smaller ones, strides that need a copy, sinks, large scores."""
-    t = config.keys if isinstance(config, Backward) else config.tiles
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
-    score = {"score": tw.softcap(3.0)} if config.softcap else {}
+    """Named calls of a kernel's kind: its widths, then smaller ones, strides that need a copy, sinks, large scores."""
+    kind = Kind.of(config)
+    width, width_v = kind.dims
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind.dtype]
+    score = {"score": tw.softcap(3.0)} if kind.softcap else {}
     generator = torch.Generator(DEVICE).manual_seed(1)
     new = lambda *shape: torch.randn(shape, generator=generator, device=DEVICE).to(dtype)  # noqa: E731
 
@@ -149,39 +188,39 @@ def check_calls(config: Config | Backward) -> Iterator[tuple[str, Call]]:
         b, nq, nk, hq, hk = shape
         return call(new(b, nq, hq, d), new(b, nk, hk, d), new(b, nk, hk, dv), **score, **options)
 
-    if config.packed:
-        yield from packed_calls(config, new, score)
+    if kind.packed:
+        yield from packed_calls(kind, new, score)
         return
-    more = (FEW if config.heads > 1 else []) + (LONG if config.split else [])
-    for n, shape in enumerate(SHAPES + more):
-        for m, options in enumerate(FORM_OPTIONS[config.form]):
-            if m == n % len(FORM_OPTIONS[config.form]) or n in (2, 3):
-                yield f"{shape}-{m}", made(shape, t.width, t.width_v, **options)
-    options = FORM_OPTIONS[config.form][0]
-    yield "narrow", made((1, 200, 333, 2, 1), t.width - 24, max(8, t.width_v - 40), **options)
-    yield "sink", made((2, 200, 333, 4, 2), t.width, t.width_v, sink=torch.randn(4, device=DEVICE), **options)
-    yield "large", made((1, 200, 900, 2, 2), t.width, t.width_v, softmax_scale=4.0, **options)
-    lengths = ((200, t.width), (333, t.width), (333, t.width_v))
+    for n, shape in enumerate(SHAPES):
+        for m, options in enumerate(options_of(kind.form, shape)):
+            if m == n % len(FORM_OPTIONS[kind.form]) or n in (2, 3):
+                yield f"{shape}-{m}", made(shape, width, width_v, **options)
+    first = lambda *shape: options_of(kind.form, shape)[0]  # noqa: E731
+    yield "narrow", made((1, 200, 333, 2, 1), width - 24, max(8, width_v - 40), **first(1, 200, 333))
+    sink = torch.randn(4, device=DEVICE)
+    yield "sink", made((2, 200, 333, 4, 2), width, width_v, sink=sink, **first(2, 200, 333))
+    yield "large", made((1, 200, 900, 2, 2), width, width_v, softmax_scale=4.0, **first(1, 200, 900))
+    lengths = ((200, width), (333, width), (333, width_v))
     q, k, v = (new(1, 2, n, d).transpose(1, 2) for n, d in lengths)
-    yield "strided", call(q, k, v, **score, **options)
+    yield "strided", call(q, k, v, **score, **first(1, 200, 333))
     odd = [torch.cat([x, x], -1)[..., 1 : 1 + x.shape[-1]] for x in (q, k, v)]
-    yield "unaligned", call(*odd, **score, **options)
+    yield "unaligned", call(*odd, **score, **first(1, 200, 333))
 
 
-def packed_calls(config: Config, new: Callable, score: dict) -> Iterator[tuple[str, Call]]:
+def packed_calls(kind: Kind, new: Callable, score: dict) -> Iterator[tuple[str, Call]]:
     """Sequences beside others of NaN, and rows of NaN past the last."""
-    t = config.tiles
+    width, width_v = kind.dims
     for n, (lengths, rest) in enumerate(PACKED):
         cu_q, cu_k = (torch.tensor([0, *x], device=DEVICE).cumsum(0).int() for x in zip(*lengths, strict=True))
         q, k, v = (
             new(int(cu[-1]) + rest, heads, d)
-            for cu, heads, d in ((cu_q, 4, t.width), (cu_k, 2, t.width), (cu_k, 2, t.width_v))
+            for cu, heads, d in ((cu_q, 4, width), (cu_k, 2, width), (cu_k, 2, width_v))
         )
         q[int(cu_q[-1]) :], k[int(cu_k[-1]) :], v[int(cu_k[-1]) :] = (torch.nan,) * 3
-        for m, options in enumerate(FORM_OPTIONS[config.form]):
-            for name, sink in (("", None), ("-sink", torch.randn(4, device=DEVICE))):
-                c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **score, **options)
-                yield f"packed-{n}-{m}{name}", c
+        for m, options in enumerate(FORM_OPTIONS[kind.form]):
+            sink = torch.randn(4, device=DEVICE) if m % 2 else None
+            c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **score, **options)
+            yield f"packed-{n}-{m}", c
 
 
 def forward_only(c: Call) -> Call:
@@ -192,30 +231,42 @@ def config_named(name: str) -> Config:
     return next(c for c in shipped() + candidates() if c.name == name)
 
 
-def check_worker(name: str) -> None:
-    """Each case: the error rule, NaN left of a poisoned output, a second run's bits."""
-    config = config_named(name)
+def check_worker(names: str) -> None:
+    """Kernels, comma-separated: of each and each call of its kind the error rule, NaN left of a poisoned output, a second
+    run's bits."""
+    for _, kin in groupby(map(config_named, names.split(",")), Kind.of):
+        configs = list(kin)
+        for label, c in check_calls(configs[0]):
+            c = forward_only(c)
+            expected = accuracy.Expected.of(c.p, c.t)
+            for config in configs:
+                check_one(config, label, c, expected)
+        for config in configs:
+            emit(part="check", kernel=config.name, case=DONE, state="ok")
+
+
+def check_one(config: Config, label: str, c: Call, expected: accuracy.Expected) -> None:
+    row = {"part": "check", "kernel": config.name, "case": label}
+    emit(**row, state="begun")  # a hang is known by its case
     backend = Hopper(config)
-    for label, c in check_calls(config):
-        c = forward_only(c)
-        emit(part="check", kernel=name, case=label, state="begun")  # a hang is known by its case
-        try:
-            reasons = backend.unsupported(c.p)
-            if reasons:
-                emit(part="check", kernel=name, case=label, state="refused", detail=reasons)
-                continue
+    try:
+        reasons = backend.unsupported(c.p)
+        if reasons:
+            emit(**row, state="refused", detail=reasons)
+            return
+        with poisoned():
             out = backend.forward(c.p, c.t)
-            torch.cuda.synchronize()
-            state, detail = judged(c, out, backend)
-            emit(part="check", kernel=name, case=label, state=state, detail=detail)
-        except Exception as error:
-            emit(part="check", kernel=name, case=label, state="error", detail=traceback.format_exc()[-1200:])
-            if "CUDA" in str(error):
-                raise  # nothing works in this process any more
+        torch.cuda.synchronize()
+        state, detail = judged(c, out, backend, expected)
+        emit(**row, state=state, detail=detail)
+    except Exception as error:
+        emit(**row, state="error", detail=traceback.format_exc()[-1200:])
+        if "CUDA" in str(error):
+            raise  # nothing works in this process any more
 
 
-def judged(c: Call, out: Output, backend: Hopper) -> tuple[str, str]:
-    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+def judged(c: Call, out: Output, backend: Hopper, expected: accuracy.Expected) -> tuple[str, str]:
+    errors = expected.judge(accuracy.tensors(out, None))
     wrong = [str(e) for e in errors if not e.ok]
     if wrong:
         return "wrong", "; ".join([*wrong, _where(c, out)])
@@ -252,22 +303,36 @@ def check(results: Results) -> set[str]:
     return right
 
 
-def check_some(results: Results, names: list[str], script: str = __file__) -> set[str]:
-    right, jobs = set(), [f"check:{name}" for name in names]
-    for job, rows, end in processes(results, jobs, CHECK_LIMIT, TOGETHER, reserve=170, script=script):
-        name, done = job.partition(":")[2], {row["case"]: row for row in rows}
-        for row in done.values():
-            results.add(row)
-        bad = [row for row in done.values() if row["state"] != "ok"]
-        if not bad and not end and done:
-            right.add(name)
-            continue
-        results.say(f"check {name}: {len(done) - len(bad)} of {len(done)} right; {end[:400]}")
-        for row in bad[:3]:
-            results.say(
-                f"    {row['case']}: {row['state']} {str(row.get('detail', 'it ran when the process ended'))[:500]}"
-            )
+def check_some(results: Results, names: list[str]) -> set[str]:
+    """The right ones. What a process left undone when it ended goes to another, but for the kernel that it was at."""
+    left, right = sorted(names, key=lambda name: Kind.of(config_named(name))), set()
+    while left and results.left > RESERVE:
+        share = -(-len(left) // TOGETHER)
+        jobs = ["check:" + ",".join(left[n : n + share]) for n in range(0, len(left), share)]
+        left = []
+        for job, rows, end in processes(results, jobs, CHECK_LIMIT, TOGETHER, RESERVE):
+            cases = {(row["kernel"], row["case"]): row for row in rows}
+            for row in cases.values():
+                results.add(row)
+            of_job = job.partition(":")[2].split(",")
+            culprit = rows[-1]["kernel"] if rows and end else of_job[0]
+            done = [name for name in of_job if (name, DONE) in cases or (end and name == culprit)]
+            right |= {name for name in done if told(results, name, cases, end)}
+            left += [name for name in of_job if name not in done]
     return right
+
+
+def told(results: Results, name: str, cases: dict, end: str) -> bool:
+    """Whether a kernel is right; says so if it is not."""
+    done = [row for (kernel, case), row in cases.items() if kernel == name and case != DONE]
+    bad = [row for row in done if row["state"] != "ok"]
+    if done and not bad and (name, DONE) in cases:
+        return True
+    results.say(f"check {name}: {len(done) - len(bad)} of {len(done)} right; {end[:400]}")
+    for row in bad[:3]:
+        detail = str(row.get("detail", "it ran when the process ended"))[-300:]
+        results.say(f"    {row['case']}: {row['state']} {detail}")
+    return False
 
 
 # -- How fast? -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ With ``e_r = ‖x_r - oracle_r‖ / max(‖oracle_r‖, a tenth of the RMS row n
 unit roundoff: ``rms(e_r) <= 2 · eager's + u / 2`` and ``max |x - oracle| <= 2 · eager's + u · max |oracle|``. The oracle is
 Algorithm 0 in float64 on the same rounded inputs; eager is Algorithm 0 in the dtype at hand, its error the largest over
 ``ORDERS`` equally good orders of computation (:class:`tilewise.reference.Arithmetic`): on few numbers one order may be lucky.
-lse is always judged as fp32. For float64 eager's errors are those of fp32 times the ratio of the two roundoffs, and three of
+lse is always judged as fp32, on a GPU also beside its matrix units' scores of 16-bit inputs. For float64 eager's errors are those of fp32 times the ratio of the two roundoffs, and three of
 them are allowed, since the oracle itself errs by one. Orders in which eager overflows (fp16) do not count.
 """
 
@@ -106,10 +106,13 @@ class Expected:
                 return run(fp32)
             return run(Arithmetic(p.dtype, order)) | {"lse": reference.forward(p, t, fp32).lse}
 
-        return cls(run(Arithmetic(torch.float64)), [run_eager(order) for order in range(ORDERS)])
+        eager = [run_eager(order) for order in range(ORDERS)]
+        if t.q.is_cuda and p.dtype in (torch.float16, torch.bfloat16):
+            eager.append({"lse": reference.forward(p, t, Arithmetic(torch.float32, units=p.dtype)).lse})
+        return cls(run(Arithmetic(torch.float64)), eager)
 
     def judge(self, results: dict[str, Tensor]) -> list[Error]:
-        return [judge(name, x, self.oracle[name], [e[name] for e in self.eager]) for name, x in results.items()]
+        return [judge(name, x, self.oracle[name], [e[name] for e in self.eager if name in e]) for name, x in results.items()]
 
 
 def check(backend: Backend, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> list[Error]:

@@ -48,10 +48,20 @@ class Arithmetic:
             scale to q before the product instead of to S, and takes FlashAttention's formulas for the backward (its
             appendix B.2), ``P = exp(S - lse)`` with lse in fp32 at least and ``delta = rowsum(dO ∘ O)``, instead of
             ``softmax(S)`` and ``rowsum(P ∘ dP)``. How far the orders differ tells how much of an error is luck.
+        units: Q Kᵀ, of operands of 16 bits, comes from a GPU's matrix units, which accumulate in fp32 and round in their own
+            way.
     """
 
     dtype: torch.dtype
     order: int = 0
+    units: torch.dtype | None = None
+
+    def product(self, q: Tensor, k: Tensor) -> Tensor:
+        """Q Kᵀ of (batch, head, row, dim)."""
+        if self.units is None:
+            return q @ k.mT
+        flat = (x.to(self.units).flatten(0, 1) for x in (q, k.mT))
+        return torch.bmm(*flat, out_dtype=self.dtype).unflatten(0, q.shape[:2])
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         if not self.order:
@@ -85,7 +95,7 @@ class _Attention:
         self.k, self.v = k.where(seen, 0), v.where(seen, 0)
         self.env = grid.env(i, j)
         scale = p.softmax_scale
-        self.raw = self.q @ self.k.mT * scale if self.textbook else self.matmul(self.q * scale, self.k.mT)
+        self.raw = arithmetic.product(self.q, self.k) * scale if self.textbook else self.matmul(self.q * scale, self.k.mT)
         self.sink = None if t.sink is None else t.sink.to(dtype).view(1, -1, 1)
         self.z = self._kept_by_dropout(batch, head, (seqlen_q, seqlen_k))
         self._softmax()

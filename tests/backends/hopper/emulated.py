@@ -306,6 +306,7 @@ def imported(*kernels: str) -> list[types.ModuleType]:
     for module in found:
         if module.__name__.endswith(".tile"):
             module.once = lambda x, score: x
+            module.clamp = lambda x, limit: np.clip(x, -limit, limit)
     return found
 
 

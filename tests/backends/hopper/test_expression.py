@@ -84,6 +84,19 @@ def test_whole_numbers_of_any_size_divide_as_python_s_do():
     assert np.array_equal(EXPRESSION.floor_divide(a, b), a // b)
 
 
+def test_a_softcap_is_right_to_its_own_size():
+    """Small scores under a large cap are what lse shows."""
+    s = np.geomspace(1e-6, 40, 2 * 8 * N).astype(np.float32).reshape(2, 8, N)
+    cap, scale = np.float32(30.0), np.float32(0.25)
+    found = s.copy()
+    EXPRESSION.tile.soften(found, np.float32(2 * np.log2(np.e)) * scale / cap)
+    exact = np.tanh(s.astype(np.float64) * 0.25 / 30.0)
+    assert np.abs(found / exact - 1).max() < 6e-7
+    high = np.full((2, 8, N), 4e4, np.float32)
+    EXPRESSION.tile.soften(high, np.float32(1.0))
+    assert np.abs(high - 1).max() < 3e-7
+
+
 def test_a_node_is_computed_once_for_what_it_depends_on():
     reads = []
 

@@ -50,7 +50,7 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
         return make_fake_tensor(cutlass.Int32, (batch, heads_q, *shape), tuple(stride() for _ in range(2 + len(shape))))
 
     def state(*columns):
-        strides = [stride(2)] * 4 if columns else [stride()] * 3
+        strides = [stride(2) for _ in range(4)] if columns else [stride() for _ in range(3)]
         shape = cute.sym_int(), batch, heads_q, seqlen_q, *columns
         return make_fake_tensor(cutlass.Float32, shape, (*strides, 1), assumed_align=16)
 
@@ -97,6 +97,7 @@ def build(config: Config | Backward, folder: Path) -> dict:
         made, arguments = make(config, Path(scratch), OPTIONS)
     recipe = hostcode.read(made.ir_module, made.function_name, arguments, made.__cubin__)
     figures, faults = judge(config, sass.disassemble(made.__cubin__), recipe)
+    faults += [f"argument {n}: strides that must be equal" for n in recipe.tied]
     file = library.write(folder / library.file_name(config.name), made.__cubin__, recipe)
     return {
         "config": asdict(config),

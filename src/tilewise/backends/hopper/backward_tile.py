@@ -79,7 +79,7 @@ def probabilities(s: cute.Tensor, p: cute.Tensor | None, lse2, limits, work: Wor
     ``limits``, of the rows' columns, are selected to 0; None: all are kept. ``lse2(r, c)`` of a thread's row and column.
     """
     if x.softcap:
-        tile.soften(s, work.cap2)
+        tile.soften_roughly(s, work.cap2)
     for c in range(0, cute.size(s, mode=[1]), 2):
         for r in range(2):
             ends = (None, None) if limits is None else [None if end is None else end[r] for end in limits]

@@ -179,6 +179,13 @@ class Recipe:
     rows: tuple[Row, ...]
     launches: tuple[Launch, ...]
 
+    @property
+    def tied(self) -> list[int]:
+        """Arguments of which two strides are one symbol: only tensors of equal strides would do."""
+        of = lambda x: [e.symbol for e in x.stride if isinstance(e, Extent)]  # noqa: E731
+        symbols = {n: of(x) for n, x in enumerate(self.arguments) if isinstance(x, TensorArgument)}
+        return [n for n, found in symbols.items() if len(set(found)) < len(found)]
+
     def values(self, given: Sequence[Any]) -> list[int]:
         """Of all rows, for flat arguments; addresses are 0."""
         found: list[int] = []

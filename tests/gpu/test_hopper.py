@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench import gpu_hopper
 from tests.backends.contract import qkv
+from tilewise import accuracy
 from tilewise.backends.hopper import Hopper, library
-from tilewise.backends.hopper.config import shipped
+from tilewise.backends.hopper.config import Config, shipped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,19 +24,24 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("config", shipped(), ids=lambda c: c.name)
-def test_a_kernel_agrees_with_the_oracle(config):
-    from bench import gpu_hopper
+KINDS: dict[gpu_hopper.Kind, list[Config]] = {}
+for x in shipped():
+    KINDS.setdefault(gpu_hopper.Kind.of(x), []).append(x)
 
-    reasons = library.missing(config)
+
+@pytest.mark.parametrize("configs", KINDS.values(), ids=lambda configs: configs[0].name)
+def test_kernels_of_a_kind_agree_with_the_oracle(configs):
+    reasons = [reason for config in configs for reason in library.missing(config)]
     if reasons:
         pytest.skip("; ".join(reasons))
-    backend = Hopper(config)
     wrong = {}
-    for label, c in gpu_hopper.check_calls(config):
+    for label, c in gpu_hopper.check_calls(configs[0]):
         c = gpu_hopper.forward_only(c)
-        state, detail = gpu_hopper.judged(c, backend.forward(c.p, c.t), backend)
-        wrong |= {} if state == "ok" else {label: detail}
+        expected = accuracy.Expected.of(c.p, c.t)
+        for config in configs:
+            backend = Hopper(config)
+            state, detail = gpu_hopper.judged(c, backend.forward(c.p, c.t), backend, expected)
+            wrong |= {} if state == "ok" else {f"{config.name} {label}": detail}
     assert not wrong
 
 

@@ -1,6 +1,6 @@
 """The Hopper backward on one H200: is every kernel right there, and how it stands to cuDNN, FlashAttention-2 and Triton.
 
-    PYTHONPATH=src:. python3 bench/gpu_hopper_backward.py --out DIR [--parts check,time,stress,memcheck] [--minutes 8.5]
+    PYTHONPATH=src:. python3 bench/gpu_hopper_backward.py --out DIR [--parts check,time,..] [--minutes 8.5]
 
 As ``bench/gpu_hopper.py`` in all else, and after the same ``make kernels-hopper CANDIDATES=1``. Gradients are judged from the reference's
 output, so that a wrong forward does not hide a right backward; a kernel that must repeat is run twice. Lines go to
@@ -10,15 +10,18 @@ DIR/gpu_hopper_backward.jsonl; the table that is printed last has each speed bes
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from statistics import geometric_mean
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
+import tilewise as tw
 from bench import cases
 from bench.gpu_hopper import (
     DEVICE,
@@ -26,17 +29,17 @@ from bench.gpu_hopper import (
     Results,
     begin,
     check_calls,
-    check_some,
     emit,
     processes,
     small_parts,
 )
-from bench.measure import in_turns
-from tests.backends.contract import Call, call
+from bench.measure import host_microseconds, in_turns
+from tests.backends.contract import Call, call, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.hopper import Hopper, library
 from tilewise.backends.hopper.backward_config import Backward, candidates, shipped
+from tilewise.backends.hopper.config import shipped as forwards
 from tilewise.backends.triton import Triton
 from tilewise.reference import Reference
 
@@ -50,6 +53,8 @@ PREDICTED = {
     (256, "causal"): (260, 343, 406, 450, 476, 490),
 }
 PROBES = ("backward_bf16_d128_full", "backward_bf16_d64_upper", "backward_bf16_d256_band")
+TOGETHER = 4  # processes that check at a time: a GPU gives each its turn
+CHECK_LIMIT = 150  # seconds of one of them
 
 
 def config_named(name: str) -> Backward:
@@ -63,36 +68,60 @@ def built() -> list[str]:
 # -- Right? --------------------------------------------------------------------------------------------------------
 
 
+def calls_of(config: Backward) -> Iterator[tuple[str, Call]]:
+    """Those of the forward kernel of the same head dims, form and dtype."""
+    k, about = config.keys, lambda x: (x.dtype, x.form, x.softcap)
+    same = [x for x in forwards() if about(x) == about(config) and not x.split and not x.packed and x.heads == 1]
+    return check_calls(next(x for x in same if (x.tiles.width, x.tiles.width_v) == (k.width, k.width_v)))
+
+
 def outputs(c: Call) -> Output:
     """The reference's, rounded as a forward rounds them."""
     out = Reference().forward(c.p, c.t)
     return Output(out.o.to(c.p.dtype).contiguous(), out.lse.float())
 
 
-def check_worker(name: str) -> None:
-    """Each case: the error rule for every gradient, NaN left of a poisoned output, the bits of a second run."""
-    config = config_named(name)
-    backend = Hopper(backward=config)
-    for label, c in check_calls(config):
-        emit(part="check", kernel=name, case=label, state="begun")  # a hang is known by its case
-        try:
-            reasons = backend.unsupported(c.p)
-            if reasons:
-                emit(part="check", kernel=name, case=label, state="refused", detail=reasons)
-                continue
-            out = outputs(c)
-            runs = [backend.backward(c.p, c.t, out, c.do, c.dlse) for _ in range(2)]
-            torch.cuda.synchronize()
-            state, detail = judged(c, out, runs, config)
+def kin(name: str) -> tuple:
+    """What kernels share that are judged by the same calls."""
+    x = config_named(name)
+    return x.keys.width, x.keys.width_v, x.form, x.dtype, x.softcap
+
+
+def check_worker(names: str) -> None:
+    """Kernels one after the other, each row of a case with what it is judged by made once for kernels of a kind."""
+    known: dict[tuple, list] = {}
+    for name in names.split(","):
+        if kin(name) not in known:
+            known = {kin(name): [(label, c, outputs(c), judge_of(c)) for label, c in calls_of(config_named(name))]}
+        for label, c, out, judge in known[kin(name)]:
+            emit(part="check", kernel=name, case=label, state="begun")  # a hang is known by its case
+            state, detail = tried(c, out, judge, config_named(name))
             emit(part="check", kernel=name, case=label, state=state, detail=detail)
-        except Exception as error:
-            emit(part="check", kernel=name, case=label, state="error", detail=traceback.format_exc()[-1200:])
-            if "CUDA" in str(error):
-                raise  # nothing works in this process any more
+            if "CUDA" in detail:
+                sys.exit("nothing works in this process any more")
+        emit(part="check", kernel=name, case="all", state="ok")
 
 
-def judged(c: Call, out: Output, runs: list[Grads], config: Backward) -> tuple[str, str]:
-    expected = accuracy.Expected.of(c.p, c.t, c.do, c.dlse)
+def judge_of(c: Call) -> accuracy.Expected:
+    return accuracy.Expected.of(c.p, c.t, c.do, c.dlse)
+
+
+def tried(c: Call, out: Output, expected: accuracy.Expected, config: Backward) -> tuple[str, str]:
+    """The error rule for every gradient, NaN left of a poisoned output, the bits of a second run."""
+    backend = Hopper(backward=config)
+    reasons = backend.unsupported(c.p)
+    if reasons:
+        return "refused", "; ".join(reasons)
+    try:
+        with poisoned():
+            runs = [backend.backward(c.p, c.t, out, c.do, c.dlse) for _ in range(2)]
+        torch.cuda.synchronize()
+        return judged(expected, out, runs, config)
+    except Exception:
+        return "error", traceback.format_exc()[-1200:]
+
+
+def judged(expected: accuracy.Expected, out: Output, runs: list[Grads], config: Backward) -> tuple[str, str]:
     one, two = (named(out, grads) for grads in runs)
     wrong = [f"{e}; {_where(one[e.tensor], expected.oracle[e.tensor])}" for e in expected.judge(one) if not e.ok]
     if wrong:
@@ -113,13 +142,33 @@ def _where(x: Tensor, oracle: Tensor) -> str:
 
 
 def check(results: Results) -> set[str]:
-    """The kernels of which every case is right; a few first, and if none of those is, no others."""
-    probes = [next(n for n in built() if n.startswith(probe)) for probe in PROBES]
-    right = check_some(results, probes, __file__)
-    if right:
-        right |= check_some(results, [n for n in built() if n not in probes], __file__)
+    """The kernels of which every case is right. What a process left undone when it ended goes to another, but for the kernel
+    that it had begun."""
+    left, right = sorted(built(), key=kin), set()
+    while left and results.left > 60:
+        share = -(-len(left) // TOGETHER)
+        jobs = ["check:" + ",".join(left[n : n + share]) for n in range(0, len(left), share)]
+        left = []
+        for job, rows, end in processes(results, jobs, CHECK_LIMIT, TOGETHER, script=__file__):
+            names = job.partition(":")[2].split(",")
+            right |= {name for name in names if checked(results, name, rows)}
+            begun = {row["kernel"] for row in rows} | {names[0]}
+            left += [name for name in names if name not in begun]
+            if end:
+                results.say(f"{job[:90]}: {end[:700]}")
     results.say(f"check: {len(right)} of {len(built())} kernels right")
     return right
+
+
+def checked(results: Results, name: str, rows: list[dict]) -> bool:
+    """Whether every case of a kernel is right; says which are not."""
+    done = {row["case"]: results.add(row) for row in rows if row["kernel"] == name}
+    bad = [row for row in done.values() if row["state"] != "ok"]
+    for row in bad[:3]:
+        results.say(f"    {name} {row['case']}: {row['state']} {row.get('detail', 'as the process ended')[-500:]}")
+    if bad:
+        results.say(f"check {name}: {len(done) - len(bad)} of {len(done)} right")
+    return "all" in done and not bad
 
 
 # -- How fast? -----------------------------------------------------------------------------------------------------
@@ -196,6 +245,49 @@ def timing(results: Results, right: set[str]) -> None:
         )
 
 
+# -- Where the time goes -------------------------------------------------------------------------------------------
+
+
+def profile_worker(head_dim: str, right: str) -> None:
+    """Microseconds of each kernel of a backward, at one length."""
+    d, right, steps = int(head_dim), set(right.split(",")), 5
+    for mask in (None, "causal"):
+        case = cases.named(f"h200-d{d}-n4096-{mask or 'full'}")
+        x = cases.draw(case, DEVICE)
+        c = call(*(t.detach() for t in (x.q, x.k, x.v)), causal=mask == "causal")
+        out = Triton().forward(c.p, c.t)
+        for name in [n for n in kernels_of(d, mask) if n in right]:
+            run = partial(Hopper(backward=config_named(name)).backward, c.p, c.t, out, c.do, c.dlse)
+            run()
+            with profile(activities=[ProfilerActivity.CUDA]) as found:
+                for _ in range(steps):
+                    run()
+                torch.cuda.synchronize()
+            spent = {e.key[:90]: round(e.device_time_total / steps, 1) for e in found.key_averages()}
+            emit(part="profile", case=case.name, kernel=name, us={k: v for k, v in spent.items() if v > 0.5})
+
+
+def host_worker() -> None:
+    """Microseconds of the host's time for a backward, and for a whole call with gradients, beside torch's."""
+    q, k, v = (torch.randn(1, 64, 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    c, backend = call(q.detach(), k.detach(), v.detach(), causal=True), Hopper()
+    out = backend.forward(c.p, c.t)
+
+    def both(attention: Callable[[], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(attention(), (q, k, v), c.do)
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
+    for name, fn in {
+        "backend.backward": lambda: backend.backward(c.p, c.t, out, c.do, c.dlse),
+        "tw.attention and gradients": both(lambda: tw.attention(q, k, v, causal=True, backend="hopper")),
+        "triton and gradients": both(lambda: tw.attention(q, k, v, causal=True, backend="triton")),
+        "sdpa and gradients": both(sdpa),
+    }.items():
+        emit(part="host", call=name, us=host_microseconds(fn))
+
+
 # -- Many launches -------------------------------------------------------------------------------------------------
 
 
@@ -228,21 +320,30 @@ def stress_worker(seconds: str) -> None:
 def memcheck_worker(name: str) -> None:
     """A few small calls, for compute-sanitizer to look at."""
     config = config_named(name)
-    for label, c in list(check_calls(config))[:3]:
+    for label, c in list(calls_of(config))[:3]:
         Hopper(backward=config).backward(c.p, c.t, outputs(c), c.do, c.dlse)
         torch.cuda.synchronize()
         emit(part="memcheck", kernel=name, case=label)
 
 
-WORKERS = {"check": check_worker, "time": time_worker, "stress": stress_worker, "memcheck": memcheck_worker}
+WORKERS = {
+    "check": check_worker,
+    "time": time_worker,
+    "profile": profile_worker,
+    "host": host_worker,
+    "stress": stress_worker,
+    "memcheck": memcheck_worker,
+}
 
 
 def main() -> None:
-    results, parts = begin(WORKERS, "check,time,stress,memcheck", "gpu_hopper_backward")
+    results, parts = begin(WORKERS, ",".join(WORKERS), "gpu_hopper_backward")
     right = check(results) if "check" in parts else set(built())
     if "time" in parts:
         timing(results, right)
     for part, jobs in {
+        "profile": [f"profile:{d}:{','.join(sorted(right))}" for d in (128, 64, 256)],
+        "host": ["host"],
         "stress": [f"stress:{min(45.0, results.left - 25):.0f}"],
         "memcheck": [f"memcheck:{n}" for n in sorted(right) if n.startswith(PROBES)],
     }.items():

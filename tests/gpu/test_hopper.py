@@ -13,7 +13,7 @@ import tilewise as tw
 from bench import gpu_hopper
 from tests.backends.contract import qkv
 from tilewise import accuracy
-from tilewise.backends.hopper import Hopper, library
+from tilewise.backends.hopper import Hopper, backward_config, library
 from tilewise.backends.hopper.config import Config, shipped
 
 pytestmark = [
@@ -43,6 +43,37 @@ def test_kernels_of_a_kind_agree_with_the_oracle(configs):
             state, detail = gpu_hopper.judged(c, backend.forward(c.p, c.t), backend, expected)
             wrong |= {} if state == "ok" else {f"{config.name} {label}": detail}
     assert not wrong
+
+
+@pytest.mark.parametrize("config", backward_config.shipped(), ids=lambda c: c.name)
+def test_a_backward_kernel_agrees_with_the_oracle(config):
+    from bench import gpu_hopper_backward as runs
+
+    reasons = library.missing(config)
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    wrong = {}
+    for label, c in runs.calls_of(config):
+        state, detail = runs.tried(c, runs.outputs(c), runs.judge_of(c), config)
+        wrong |= {} if state == "ok" else {label: detail}
+    assert not wrong
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_graph_replays_a_training_step_and_its_gradients_repeat(d):
+    q, k, v = (x.cuda().requires_grad_() for x in qkv(nq=500, nk=500, d=d, dv=d, dtype=torch.bfloat16))
+    do = torch.randn_like(q)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        o = tw.attention(q, k, v, causal=True, deterministic=True, backend="hopper")
+        return o, *torch.autograd.grad(o, (q, k, v), do)
+
+    expected, graph = run(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
 
 
 def test_a_graph_replays_it_and_another_stream_runs_it():

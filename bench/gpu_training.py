@@ -1,0 +1,116 @@
+"""A small GPT trained in bf16 on a Hopper GPU with tilewise's kernels, and with SDPA from the same and from other weights.
+
+    PYTHONPATH=src:. python3 bench/gpu_training.py --out FILE [--steps 2000]
+
+Every run reads the same batches. Gradients that were wrong, or merely noisier, would show as losses further from SDPA's than
+SDPA's own from two other seeds' weights are from each other: the largest gap of the means over 50 steps says so. All runs go on at
+once, each in a process of its own; then a step's time is measured for each attention, alone and in turn.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import mean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tilewise as tw
+from bench.measure import in_turns, machine
+from examples.gpt.model import GPT, Attention, GPTConfig, sdpa_attention
+from examples.gpt.train import TrainConfig, load_text, make_optimizer, train
+
+SIZES = GPTConfig(layers=6, d_model=512, heads_q=8, heads_k=2, d_hidden=1365, context=1024)
+BATCH, WINDOW = 8, 50
+RUNS = (
+    ("hopper", 0),
+    ("hopper-deterministic", 0),
+    ("sdpa", 0),
+    ("sdpa", 1),
+    ("sdpa", 2),
+)  # attention, seed of the weights
+TIMED = ((1024, 16), (4096, 4), (16384, 1))  # context, batch
+DEVICE = "cuda"
+
+
+def attention(name: str) -> Attention:
+    if name == "sdpa":
+        return sdpa_attention
+    backend, _, deterministic = name.partition("-")
+    return partial(tw.attention, causal=True, backend=backend, deterministic=bool(deterministic))
+
+
+class InBf16(nn.Module):
+    """Products and attention in bf16, weights and sums in fp32."""
+
+    def __init__(self, name: str, seed: int, context: int = SIZES.context):
+        super().__init__()
+        sizes = GPTConfig(**{**vars(SIZES), "context": context})
+        self.gpt = GPT(sizes, attention(name), seed).to(DEVICE)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return self.gpt(tokens).float()
+
+
+def worker(name: str, seed: int, steps: int) -> None:
+    """One run; prints its means over WINDOW steps."""
+    config = TrainConfig(steps=steps, context=SIZES.context, batch_size=BATCH, warmup_steps=100)
+    losses = [record.loss for record in train(InBf16(name, seed), load_text(None), config)]
+    means = [round(mean(losses[n : n + WINDOW]), 5) for n in range(0, steps, WINDOW)]
+    print(json.dumps({"attention": name, "seed": seed, "means": means, "first": losses[:3]}))
+
+
+def runs(steps: int) -> list[dict]:
+    commands = [
+        [sys.executable, __file__, "--worker", name, str(seed), "--steps", str(steps), "--out", "-"]
+        for name, seed in RUNS
+    ]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    return [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
+
+
+def gap(a: dict, b: dict) -> float:
+    """The largest of the differences of two runs' means."""
+    return max(abs(x - y) for x, y in zip(a["means"], b["means"], strict=True))
+
+
+def step(name: str, context: int, batch: int):
+    """One step of a model of its own, as a call."""
+    model = InBf16(name, 0, context)
+    optimizer = make_optimizer(model, TrainConfig(context=context, batch_size=batch))
+    text = torch.randint(256, (batch, context + 1), device=DEVICE)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--worker", nargs=2)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker[0], int(options.worker[1]), options.steps)
+        return
+    ours, exact, theirs, *others = found = runs(options.steps)
+    gaps = {"hopper": gap(ours, theirs), "deterministic": gap(exact, theirs), "sdpa's own seeds": gap(*others)}
+    contestants = ("hopper", "sdpa", "triton")
+    ms = {f"{n} x {b}": in_turns({name: step(name, n, b) for name in contestants}, DEVICE) for n, b in TIMED}
+    record = {"gaps": gaps, "runs": found, "step_ms": ms, "machine": machine(DEVICE)}
+    with Path(options.out).open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    print(gaps, *(f"{run['attention']} {run['seed']}: {run['means'][::5]}" for run in found), ms, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -295,22 +295,22 @@ def probes() -> list[str]:
 
 def check(results: Results) -> set[str]:
     """The kernels of which every case is right; a few first, and if none of those is, no others: time is better spent."""
-    names = [c.name for c in shipped() + candidates() if c.name in library.index()]
-    right = check_some(results, probes())
+    built = [c for c in shipped() + candidates() if c.name in library.index()]
+    right = check_some(results, [c for c in built if c.name in probes()])
     if right:
-        right |= check_some(results, [name for name in names if name not in probes()])
-    results.say(f"check: {len(right)} of {len(names)} kernels right")
+        right |= check_some(results, [c for c in built if c.name not in probes()])
+    results.say(f"check: {len(right)} of {len(built)} kernels right")
     return right
 
 
-def check_some(results: Results, names: list[str]) -> set[str]:
+def check_some(results: Results, configs: list[Config] | list[Backward], script: str = __file__) -> set[str]:
     """The right ones. What a process left undone when it ended goes to another, but for the kernel that it was at."""
-    left, right = sorted(names, key=lambda name: Kind.of(config_named(name))), set()
+    left, right = [config.name for config in sorted(configs, key=Kind.of)], set()
     while left and results.left > RESERVE:
         share = -(-len(left) // TOGETHER)
         jobs = ["check:" + ",".join(left[n : n + share]) for n in range(0, len(left), share)]
         left = []
-        for job, rows, end in processes(results, jobs, CHECK_LIMIT, TOGETHER, RESERVE):
+        for job, rows, end in processes(results, jobs, CHECK_LIMIT, TOGETHER, RESERVE, script):
             cases = {(row["kernel"], row["case"]): row for row in rows}
             for row in cases.values():
                 results.add(row)

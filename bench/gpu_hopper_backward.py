@@ -10,9 +10,10 @@ DIR/gpu_hopper_backward.jsonl; the table that is printed last has each speed bes
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from statistics import geometric_mean
 
 import torch
@@ -25,10 +26,13 @@ import tilewise as tw
 from bench import cases
 from bench.gpu_hopper import (
     DEVICE,
+    DONE,
     TIME_LIMIT,
+    Kind,
     Results,
     begin,
     check_calls,
+    check_some,
     emit,
     processes,
     small_parts,
@@ -39,7 +43,6 @@ from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.hopper import Hopper, library
 from tilewise.backends.hopper.backward_config import Backward, candidates, shipped
-from tilewise.backends.hopper.config import shipped as forwards
 from tilewise.backends.triton import Triton
 from tilewise.reference import Reference
 
@@ -53,8 +56,6 @@ PREDICTED = {
     (256, "causal"): (260, 343, 406, 450, 476, 490),
 }
 PROBES = ("backward_bf16_d128_full", "backward_bf16_d64_upper", "backward_bf16_d256_band")
-TOGETHER = 4  # processes that check at a time: a GPU gives each its turn
-CHECK_LIMIT = 150  # seconds of one of them
 
 
 def config_named(name: str) -> Backward:
@@ -68,38 +69,27 @@ def built() -> list[str]:
 # -- Right? --------------------------------------------------------------------------------------------------------
 
 
-def calls_of(config: Backward) -> Iterator[tuple[str, Call]]:
-    """Those of the forward kernel of the same head dims, form and dtype."""
-    k, about = config.keys, lambda x: (x.dtype, x.form, x.softcap)
-    same = [x for x in forwards() if about(x) == about(config) and not x.split and not x.packed and x.heads == 1]
-    return check_calls(next(x for x in same if (x.tiles.width, x.tiles.width_v) == (k.width, k.width_v)))
-
-
 def outputs(c: Call) -> Output:
     """The reference's, rounded as a forward rounds them."""
     out = Reference().forward(c.p, c.t)
     return Output(out.o.to(c.p.dtype).contiguous(), out.lse.float())
 
 
-def kin(name: str) -> tuple:
-    """What kernels share that are judged by the same calls."""
-    x = config_named(name)
-    return x.keys.width, x.keys.width_v, x.form, x.dtype, x.softcap
-
-
 def check_worker(names: str) -> None:
-    """Kernels one after the other, each row of a case with what it is judged by made once for kernels of a kind."""
-    known: dict[tuple, list] = {}
-    for name in names.split(","):
-        if kin(name) not in known:
-            known = {kin(name): [(label, c, outputs(c), judge_of(c)) for label, c in calls_of(config_named(name))]}
-        for label, c, out, judge in known[kin(name)]:
-            emit(part="check", kernel=name, case=label, state="begun")  # a hang is known by its case
-            state, detail = tried(c, out, judge, config_named(name))
-            emit(part="check", kernel=name, case=label, state=state, detail=detail)
-            if "CUDA" in detail:
-                sys.exit("nothing works in this process any more")
-        emit(part="check", kernel=name, case="all", state="ok")
+    """Kernels, comma-separated; what a call's gradients are judged by is made once for all kernels of a kind."""
+    for _, kin in groupby(map(config_named, names.split(",")), Kind.of):
+        configs = list(kin)
+        for label, c in check_calls(configs[0]):
+            out, expected = outputs(c), judge_of(c)
+            for config in configs:
+                row = {"part": "check", "kernel": config.name, "case": label}
+                emit(**row, state="begun")  # a hang is known by its case
+                state, detail = tried(c, out, expected, config)
+                emit(**row, state=state, detail=detail)
+                if "CUDA" in detail:
+                    sys.exit("nothing works in this process any more")
+        for config in configs:
+            emit(part="check", kernel=config.name, case=DONE, state="ok")
 
 
 def judge_of(c: Call) -> accuracy.Expected:
@@ -142,33 +132,9 @@ def _where(x: Tensor, oracle: Tensor) -> str:
 
 
 def check(results: Results) -> set[str]:
-    """The kernels of which every case is right. What a process left undone when it ended goes to another, but for the kernel
-    that it had begun."""
-    left, right = sorted(built(), key=kin), set()
-    while left and results.left > 60:
-        share = -(-len(left) // TOGETHER)
-        jobs = ["check:" + ",".join(left[n : n + share]) for n in range(0, len(left), share)]
-        left = []
-        for job, rows, end in processes(results, jobs, CHECK_LIMIT, TOGETHER, script=__file__):
-            names = job.partition(":")[2].split(",")
-            right |= {name for name in names if checked(results, name, rows)}
-            begun = {row["kernel"] for row in rows} | {names[0]}
-            left += [name for name in names if name not in begun]
-            if end:
-                results.say(f"{job[:90]}: {end[:700]}")
+    right = check_some(results, [config_named(name) for name in built()], __file__)
     results.say(f"check: {len(right)} of {len(built())} kernels right")
     return right
-
-
-def checked(results: Results, name: str, rows: list[dict]) -> bool:
-    """Whether every case of a kernel is right; says which are not."""
-    done = {row["case"]: results.add(row) for row in rows if row["kernel"] == name}
-    bad = [row for row in done.values() if row["state"] != "ok"]
-    for row in bad[:3]:
-        results.say(f"    {name} {row['case']}: {row['state']} {row.get('detail', 'as the process ended')[-500:]}")
-    if bad:
-        results.say(f"check {name}: {len(done) - len(bad)} of {len(done)} right")
-    return "all" in done and not bad
 
 
 # -- How fast? -----------------------------------------------------------------------------------------------------
@@ -320,7 +286,7 @@ def stress_worker(seconds: str) -> None:
 def memcheck_worker(name: str) -> None:
     """A few small calls, for compute-sanitizer to look at."""
     config = config_named(name)
-    for label, c in list(calls_of(config))[:3]:
+    for label, c in list(check_calls(config))[:3]:
         Hopper(backward=config).backward(c.p, c.t, outputs(c), c.do, c.dlse)
         torch.cuda.synchronize()
         emit(part="memcheck", kernel=name, case=label)

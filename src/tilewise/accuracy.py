@@ -112,7 +112,9 @@ class Expected:
         return cls(run(Arithmetic(torch.float64)), eager)
 
     def judge(self, results: dict[str, Tensor]) -> list[Error]:
-        return [judge(name, x, self.oracle[name], [e[name] for e in self.eager if name in e]) for name, x in results.items()]
+        return [
+            judge(name, x, self.oracle[name], [e[name] for e in self.eager if name in e]) for name, x in results.items()
+        ]
 
 
 def check(backend: Backend, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> list[Error]:

@@ -95,7 +95,9 @@ class _Attention:
         self.k, self.v = k.where(seen, 0), v.where(seen, 0)
         self.env = grid.env(i, j)
         scale = p.softmax_scale
-        self.raw = arithmetic.product(self.q, self.k) * scale if self.textbook else self.matmul(self.q * scale, self.k.mT)
+        self.raw = (
+            arithmetic.product(self.q, self.k) * scale if self.textbook else self.matmul(self.q * scale, self.k.mT)
+        )
         self.sink = None if t.sink is None else t.sink.to(dtype).view(1, -1, 1)
         self.z = self._kept_by_dropout(batch, head, (seqlen_q, seqlen_k))
         self._softmax()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from itertools import groupby
 
 import pytest
 import torch
 
 import tilewise as tw
-from bench import gpu_hopper
+from bench import gpu_hopper, gpu_hopper_backward
 from tests.backends.contract import qkv
 from tilewise import accuracy
 from tilewise.backends.hopper import Hopper, backward_config, library
-from tilewise.backends.hopper.config import Config, shipped
+from tilewise.backends.hopper.config import shipped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,12 +25,12 @@ pytestmark = [
 ]
 
 
-KINDS: dict[gpu_hopper.Kind, list[Config]] = {}
-for x in shipped():
-    KINDS.setdefault(gpu_hopper.Kind.of(x), []).append(x)
+def by_kind(configs: list) -> list[list]:
+    """Configs that take the same calls."""
+    return [list(kin) for _, kin in groupby(sorted(configs, key=gpu_hopper.Kind.of), gpu_hopper.Kind.of)]
 
 
-@pytest.mark.parametrize("configs", KINDS.values(), ids=lambda configs: configs[0].name)
+@pytest.mark.parametrize("configs", by_kind(shipped()), ids=lambda configs: configs[0].name)
 def test_kernels_of_a_kind_agree_with_the_oracle(configs):
     reasons = [reason for config in configs for reason in library.missing(config)]
     if reasons:
@@ -45,17 +46,17 @@ def test_kernels_of_a_kind_agree_with_the_oracle(configs):
     assert not wrong
 
 
-@pytest.mark.parametrize("config", backward_config.shipped(), ids=lambda c: c.name)
-def test_a_backward_kernel_agrees_with_the_oracle(config):
-    from bench import gpu_hopper_backward as runs
-
-    reasons = library.missing(config)
+@pytest.mark.parametrize("configs", by_kind(backward_config.shipped()), ids=lambda configs: configs[0].name)
+def test_backward_kernels_of_a_kind_agree_with_the_oracle(configs):
+    reasons = [reason for config in configs for reason in library.missing(config)]
     if reasons:
         pytest.skip("; ".join(reasons))
     wrong = {}
-    for label, c in runs.calls_of(config):
-        state, detail = runs.tried(c, runs.outputs(c), runs.judge_of(c), config)
-        wrong |= {} if state == "ok" else {label: detail}
+    for label, c in gpu_hopper.check_calls(configs[0]):
+        out, expected = gpu_hopper_backward.outputs(c), gpu_hopper_backward.judge_of(c)
+        for config in configs:
+            state, detail = gpu_hopper_backward.tried(c, out, expected, config)
+            wrong |= {} if state == "ok" else {f"{config.name} {label}": detail}
     assert not wrong
 
 

@@ -4,8 +4,9 @@ With ``e_r = ‖x_r - oracle_r‖ / max(‖oracle_r‖, a tenth of the RMS row n
 unit roundoff: ``rms(e_r) <= 2 · eager's + u / 2`` and ``max |x - oracle| <= 2 · eager's + u · max |oracle|``. The oracle is
 Algorithm 0 in float64 on the same rounded inputs; eager is Algorithm 0 in the dtype at hand, its error the largest over
 ``ORDERS`` equally good orders of computation (:class:`tilewise.reference.Arithmetic`): on few numbers one order may be lucky.
-lse is always judged as fp32, on a GPU also beside its matrix units' scores of 16-bit inputs. For float64 eager's errors are those of fp32 times the ratio of the two roundoffs, and three of
-them are allowed, since the oracle itself errs by one. Orders in which eager overflows (fp16) do not count.
+lse is always judged as fp32, on a GPU also beside its matrix units' scores of 16-bit inputs. For float64 eager's errors are
+those of fp32 times the ratio of the two roundoffs, and three of them are allowed, since the oracle itself errs by one. Orders
+in which eager overflows (fp16) do not count.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The CPU's AMX kernels on a machine that has them: are they right there, and what do the tile registers give.
 
-    PYTHONPATH=src:. python3 bench/cpu_amx.py --out DIR [--parts tiles,contract,bits,time] [--minutes 9]
+    PYTHONPATH=src:. python3 bench/cpu_amx.py --out DIR [--parts tiles,contract,bits,time,tune] [--minutes 9] [--built]
 
-Needs cmake and a C++ compiler, no network. Builds the library and, for tests, the one with AMX in software; compares the
-emulated instructions with the hardware's; runs the contract in bf16 with AMX forced; holds its results against the
-emulation's, bit by bit; and times it beside AVX-512's bf16 dot products and PyTorch's SDPA (oneDNN, which uses AMX too). Writes
-DIR/cpu_amx.jsonl, a line a result, and prints a short table. Where the machine has no AMX the parts say so, and the other
-contestants are timed.
+Needs cmake and a C++ compiler (or, with --built, a build/native from elsewhere), no network. Builds the library and, for
+tests, the one with AMX in software; compares the emulated instructions with the hardware's; runs the contract, in bf16 with
+AMX forced and on the other instruction sets as it is; holds AMX's results against the emulation's, bit by bit; times it beside
+AVX-512's bf16 dot products and PyTorch's SDPA (oneDNN, which uses AMX too); and tries other tiles. Writes DIR/cpu_amx.jsonl, a
+line a result, and prints a short table. Where the machine has no AMX the parts say so, and the other contestants are timed.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from tilewise.backends.cpu import Cpu, library
 
 AMX, EMULATED, DOTS = "amxbf16", "amxbf16_emulated", "avx512bf16"
 BUILD = ROOT / "build/native"
+CONTRACTS = ("TestAmx", "TestCpu", "TestAvx512", "TestAvx2")
 FLOPS = {"forward": 4, "backward": 10}  # a pair and a channel
 SHAPES = [
     # batch, heads, N, D, causal
@@ -35,6 +37,9 @@ SHAPES = [
     (1, 8, 8192, 64, False), (1, 8, 8192, 64, True), (1, 8, 8192, 128, False), (1, 8, 8192, 128, True),
     (16, 8, 128, 64, False), (16, 8, 256, 64, False), (1, 2, 16384, 64, False), (1, 8, 4096, 80, True),
 ]  # fmt: skip
+TUNED = [(1, 8, 4096, 64, False), (1, 8, 4096, 128, True)]
+FORWARD_TILES = [(128, 128), (128, 256), (256, 128), (256, 256), (512, 128), (512, 192), (512, 256)]
+BACKWARD_TILES = [(64, 128), (96, 128), (96, 256), (128, 128), (128, 256), (192, 256), (256, 256)]
 
 
 class Results:
@@ -78,10 +83,19 @@ def tiles(results: Results) -> None:
 
 
 def contract(results: Results) -> None:
-    words = ("-m", "pytest", "-p", "no:cacheprovider", "tests/backends/test_cpu.py", "-k", "TestAmx")
-    code, said = command(sys.executable, *words)
-    last = said.strip().splitlines()[-1] if said.strip() else "nothing"
-    results.add(f"contract: {last}", part="contract", ok=code == 0, last=last, said=said[-6000:] if code else "")
+    several = ("-n", "auto") if find_spec("xdist") else ()
+    for name in CONTRACTS:
+        words = ("-m", "pytest", "-p", "no:cacheprovider", *several, "tests/backends/test_cpu.py", "-k", name)
+        code, said = command(sys.executable, *words, OMP_NUM_THREADS="1")
+        last = said.strip().splitlines()[-1] if said.strip() else "nothing"
+        results.add(
+            f"contract {name}: {last}",
+            part="contract",
+            name=name,
+            ok=code == 0,
+            last=last,
+            said=said[-6000:] if code else "",
+        )
 
 
 def bits(results: Results) -> None:
@@ -121,8 +135,7 @@ def sdpa(c: Call, causal: bool) -> dict:
     }
 
 
-def ours(c: Call, isa: str) -> dict:
-    backend = Cpu(isa=isa)
+def ours(c: Call, backend: Cpu) -> dict:
     out = backend.forward(c.p, c.t)
     return {
         "forward": lambda: backend.forward(c.p, c.t),
@@ -130,30 +143,66 @@ def ours(c: Call, isa: str) -> dict:
     }
 
 
+def drawn(shape: tuple) -> Call:
+    batch, heads, n, d, causal = shape
+    return call(*(torch.randn(batch, n, heads, d).bfloat16() for _ in range(3)), causal=causal)
+
+
+def named(shape: tuple) -> str:
+    return "B{} H{} N{} D{}".format(*shape) + (" causal" if shape[-1] else "")
+
+
 def timed(results: Results) -> None:
     sets = [isa for isa in (AMX, DOTS) if isa in library.load().isas]
-    for threads in sorted({1, torch.get_num_threads()}):
+    every = torch.get_num_threads()
+    for threads in sorted({min(2, every), every}, reverse=True):
         torch.set_num_threads(threads)
         results.add(f"time: {threads} threads", part="limits", threads=threads, **limits("cpu", torch.bfloat16))
-        for batch, heads, n, d, causal in SHAPES:
-            if threads == 1 and n > 2048:
+        for shape in SHAPES:
+            batch, heads, n, d, causal = shape
+            if threads < every and n > 2048:
                 continue
             if results.late:
                 return results.add("time: out of time", part="time", ok=None)
-            q, k, v = (torch.randn(batch, n, heads, d).bfloat16() for _ in range(3))
-            c = call(q, k, v, causal=causal)
-            calls = {isa: ours(c, isa) for isa in sets} | {"sdpa": sdpa(c, causal)}
+            c = drawn(shape)
+            calls = {isa: ours(c, Cpu(isa=isa)) for isa in sets} | {"sdpa": sdpa(c, causal)}
             work = batch * heads * d * (n * (n + 1) / 2 if causal else n * n)
             for direction, flops in FLOPS.items():
-                ms = in_turns({name: x[direction] for name, x in calls.items()}, "cpu", 5, 200.0)
-                text = "   ".join(f"{name} {x:.2f} ms {flops * work / x / 1e6:.0f} GFLOP/s" for name, x in ms.items())
-                shape = f"B{batch} H{heads} N{n} D{d}{' causal' if causal else ''}"
-                row = {"threads": threads, "shape": shape, "direction": direction, "ms": ms, "flops": flops * work}
-                results.add(f"{shape} {direction}: {text}", part="time", **row)
+                ms = in_turns({name: x[direction] for name, x in calls.items()}, "cpu", 5, 100.0)
+                text = "   ".join(f"{name} {x:.2f} ms {flops * work / x / 1e6:.0f}" for name, x in ms.items())
+                row = {
+                    "threads": threads,
+                    "shape": named(shape),
+                    "direction": direction,
+                    "ms": ms,
+                    "flops": flops * work,
+                }
+                results.add(f"{named(shape)} {direction}: {text} GFLOP/s", part="time", **row)
+    return torch.set_num_threads(every)
+
+
+def tune(results: Results) -> None:
+    """Tiles other than config's, on all threads."""
+    isa = AMX if AMX in library.load().isas else DOTS
+    for shape in TUNED:
+        c = drawn(shape)
+        chosen = Cpu(isa=isa).config(c.p)
+        forward = {f"{m}x{n}": replace(chosen, tile_m=m, tile_n=n) for m, n in FORWARD_TILES}
+        backward = {f"{m}x{n}": replace(chosen, backward_m=m, backward_n=n) for m, n in BACKWARD_TILES}
+        for direction, tried in (("forward", forward), ("backward", backward)):
+            if results.late:
+                return results.add("tune: out of time", part="tune", ok=None)
+            calls = {
+                name: ours(c, Cpu(override=config))[direction] for name, config in {"chosen": chosen, **tried}.items()
+            }
+            ms = in_turns(calls, "cpu", 5, 30.0)
+            text = "   ".join(f"{name} {x:.2f}" for name, x in ms.items())
+            row = {"shape": named(shape), "isa": isa, "direction": direction, "chosen": chosen.describe(), "ms": ms}
+            results.add(f"tune {named(shape)} {direction}, ms: {text}", part="tune", **row)
     return None
 
 
-PARTS = {"tiles": tiles, "contract": contract, "bits": bits, "time": timed}
+PARTS = {"tiles": tiles, "contract": contract, "bits": bits, "time": timed, "tune": tune}
 
 
 def main() -> None:
@@ -161,8 +210,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--built", action="store_true", help="take build/native as it is")
     options = parser.parse_args()
-    build()
+    if not options.built:
+        build()
     results = Results(options.out, options.minutes)
     loaded = library.load()
     if isinstance(loaded, str):

@@ -1,6 +1,6 @@
 """The CPU's AMX kernels on a machine that has them: are they right there, and what do the tile registers give.
 
-    PYTHONPATH=src:. python3 bench/cpu_amx.py --out DIR [--parts tiles,contract,bits,time,tune] [--minutes 9] [--built]
+    PYTHONPATH=src:. python3 bench/cpu_amx.py --out DIR [--parts tiles,contract,bits,time,tune,decode] [--minutes 9] [--built]
 
 Needs cmake and a C++ compiler (or, with --built, a build/native from elsewhere), no network. Builds the library and, for
 tests, the one with AMX in software; compares the emulated instructions with the hardware's; runs the contract, in bf16 with
@@ -188,7 +188,11 @@ def tune(results: Results) -> None:
         c = drawn(shape)
         chosen = Cpu(isa=isa).config(c.p)
         forward = {f"{m}x{n}": replace(chosen, tile_m=m, tile_n=n) for m, n in FORWARD_TILES}
-        backward = {f"{m}x{n}": replace(chosen, backward_m=m, backward_n=n) for m, n in BACKWARD_TILES}
+        backward = {f"{m}x{n}": replace(chosen, backward_m=m, backward_n=n, chunks=1) for m, n in BACKWARD_TILES}
+        backward |= {
+            f"{m}x{n} parted": replace(chosen, backward_m=m, backward_n=n, chunks=-(-shape[2] // n))
+            for m, n in BACKWARD_TILES
+        }
         for direction, tried in (("forward", forward), ("backward", backward)):
             if results.late:
                 return results.add("tune: out of time", part="tune", ok=None)
@@ -202,7 +206,26 @@ def tune(results: Results) -> None:
     return None
 
 
-PARTS = {"tiles": tiles, "contract": contract, "bits": bits, "time": timed, "tune": tune}
+def decode(results: Results) -> None:
+    """One query, eight heads: chunks of keys other than config's, beside a sum over K and V."""
+    for threads in sorted({min(2, torch.get_num_threads()), torch.get_num_threads()}):
+        torch.set_num_threads(threads)
+        for dtype in (torch.float32, torch.bfloat16):
+            for heads_k, n in ((1, 32768), (8, 4096), (8, 32768)):
+                q, k, v = (torch.randn(1, m, h, 64).to(dtype) for m, h in ((1, 8), (n, heads_k), (n, heads_k)))
+                c = call(q, k, v)
+                chosen = Cpu().config(c.p)
+                tried = {f"{split}": replace(chosen, split=split) for split in (0, 512, 1024, 2048, 4096)}
+                calls = {name: ours(c, Cpu(override=x))["forward"] for name, x in {"chosen": chosen, **tried}.items()}
+                calls["read"] = lambda k=k, v=v: (k.sum(), v.sum())
+                ms = in_turns(calls, "cpu", 7, 10.0)
+                gigabytes = {name: 2 * n * heads_k * 64 * dtype.itemsize / x / 1e6 for name, x in ms.items()}
+                text = "   ".join(f"{name} {x:.0f}" for name, x in gigabytes.items())
+                shape = f"{threads} threads Hk{heads_k} Nk{n} {dtype}"
+                results.add(f"decode {shape}, GB/s: {text}", part="decode", shape=shape, isa=chosen.isa, ms=ms)
+
+
+PARTS = {"tiles": tiles, "contract": contract, "bits": bits, "time": timed, "tune": tune, "decode": decode}
 
 
 def main() -> None:

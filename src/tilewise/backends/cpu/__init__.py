@@ -57,23 +57,16 @@ class Cpu:
         if p.packed:  # rows past the last sequence
             out.o.zero_()
             out.lse.fill_(-torch.inf)
-        prepared = self._prepared.of(p)
-        config = prepared.config
-        region = prepared.region(t, backward=False)
-        bound = Bound(prepared, t, region, (config.tile_m, config.tile_n), prepared.forward_code)
+        bound = Bound(self._prepared.of(p), t, backward=False)
         bound.call.o, bound.call.lse = bound.tensor(out.o), out.lse.data_ptr()
         bound.run("forward")
         return out
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        prepared = self._prepared.of(p)
-        config, code = prepared.config, prepared.backward_code
-        region = prepared.region(t, backward=True)
-        bound = Bound(prepared, t, region, (config.backward_m, config.backward_n), code)
+        bound = Bound(self._prepared.of(p), t, backward=True)
         call, lse = bound.call, out.lse.contiguous()
-        call.split = 0
-        sums = LeafSums.plan(p, t.leaves, code, config.chunks)
-        sums.bind(bound, code)
+        sums = LeafSums.plan(p, t.leaves, bound.code, bound.prepared.config.chunks)
+        sums.bind(bound)
         new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero
         summed = torch.zeros_like if p.dtype == p.compute_dtype else new  # a 16-bit dq is summed elsewhere
         dq, dk, dv = (f(x, memory_format=torch.contiguous_format) for f, x in ((summed, t.q), (new, t.k), (new, t.v)))

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -52,6 +53,41 @@ class Prepared:
         return program.compile_spec(self.p.spec, self.p.compute_dtype, backward=True)
 
     @cached_property
+    def forward_call(self) -> library.Call:
+        return self._call(self.forward_code, backward=False)
+
+    @cached_property
+    def backward_call(self) -> library.Call:
+        return self._call(self.backward_code, backward=True)
+
+    def _call(self, code: program.Code, backward: bool) -> library.Call:
+        """What all calls of a pass have in common; the addresses of tensors are a call's own."""
+        p, config = self.p, self.config
+        call = library.Call(version=library.VERSION, type=library.TYPES[p.dtype], heads_per_item=config.heads, chunks=1)
+        call.isa, call.softmax_scale, call.split = config.isa.encode(), p.softmax_scale, 0 if backward else config.split
+        call.tile_m, call.tile_n = self.tile(backward)
+        call.batch, call.heads_q, call.heads_k = p.batch, p.heads_q, p.heads_k
+        call.head_dim, call.head_dim_v, call.seqlen_q, call.seqlen_k = p.head_dim, p.head_dim_v, p.seqlen_q, p.seqlen_k
+        call.lse_batch, call.lse_head = (0, p.seqlen_q) if p.packed else (p.heads_q * p.seqlen_q, p.seqlen_q)
+        if p.spec.dropout_p:
+            call.keep_below = dropout.threshold(p.spec.dropout_p)
+        native = call.program
+        register = lambda v: -1 if v is None else v.register  # noqa: E731
+        native.registers = code.registers
+        native.raw, native.score = register(code.raw), register(code.score)
+        native.keep, native.slope = register(code.keep), register(code.slope)
+        if code.steps:
+            native.code = _instructions(code, self.loaded.operations)
+        for part, level in product(range(3), range(4)):
+            chosen = [n for n, x in enumerate(code.steps) if (x.part, x.out.level) == (part, level)]
+            native.range[part][level][:] = (chosen[0], chosen[-1] + 1) if chosen else (0, 0)
+        return call
+
+    def tile(self, backward: bool) -> tuple[int, int]:
+        config = self.config
+        return (config.backward_m, config.backward_n) if backward else (config.tile_m, config.tile_n)
+
+    @cached_property
     def constant_mask(self) -> bool:
         """Whether the mask follows from the shapes."""
         region = self.p.spec.region
@@ -74,9 +110,7 @@ class Prepared:
         p = self.p
         if p.spec.region.everything:
             return Region({})
-        tile = (
-            (self.config.backward_m, self.config.backward_n) if backward else (self.config.tile_m, self.config.tile_n)
-        )
+        tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
         native = p.spec.region.prepared is None and _by_pair(p.spec.region.predicate)
         if not p.packed:
@@ -170,31 +204,26 @@ def _joined(tensors: list[Tensor], packed: bool) -> Tensor:
 
 
 class Bound:
-    """One call's struct. ``keep`` is what it points to."""
+    """One call's struct: the pass's own, and the addresses of this call's tensors. ``keep`` is what it points to."""
 
-    def __init__(self, prepared: Prepared, t: Inputs, region: Region, tile: tuple[int, int], code: program.Code):
-        self.prepared, self.t, self.p = prepared, t, prepared.p
-        self.keep: list[object] = [region, code]
-        p, config = self.p, prepared.config
-        call = self.call = library.Call()
-        call.version, call.type, call.threads = library.VERSION, library.TYPES[p.dtype], torch.get_num_threads()
-        call.heads_per_item, call.isa = config.heads, config.isa.encode()
-        call.batch, call.heads_q, call.heads_k = p.batch, p.heads_q, p.heads_k
-        call.head_dim, call.head_dim_v, call.seqlen_q, call.seqlen_k = p.head_dim, p.head_dim_v, p.seqlen_q, p.seqlen_k
-        (call.tile_m, call.tile_n), call.split, call.chunks = tile, config.split, 1
-        call.softmax_scale = p.softmax_scale
-        for name in "qkv":
-            setattr(call, name, self.tensor(unit_last(getattr(t, name))))
-        call.lse_batch, call.lse_head = (0, p.seqlen_q) if p.packed else (p.heads_q * p.seqlen_q, p.seqlen_q)
-        if p.packed:
+    def __init__(self, prepared: Prepared, t: Inputs, backward: bool):
+        self.prepared, self.t, p = prepared, t, prepared.p
+        self.packed, self.region = p.packed, prepared.region(t, backward)
+        self.code = prepared.backward_code if backward else prepared.forward_code
+        shared = prepared.backward_call if backward else prepared.forward_call
+        call = self.call = library.Call.from_buffer_copy(shared)
+        self.keep: list[object] = []
+        call.threads = torch.get_num_threads()
+        call.q, call.k, call.v = self.tensor(unit_last(t.q)), self.tensor(unit_last(t.k)), self.tensor(unit_last(t.v))
+        if self.packed:
             call.cu_seqlens_q, call.cu_seqlens_k = (self.data(x.long()) for x in (t.cu_seqlens_q, t.cu_seqlens_k))
         if t.sink is not None:
             call.sink = self.data(t.sink.to(p.compute_dtype))
         if p.spec.dropout_p:
             call.seed = t.seed.item() & (2**64 - 1)
-            call.keep_below = dropout.threshold(p.spec.dropout_p)
-        self._bind_region(region)
-        self._bind_program(code)
+        self._bind_region()
+        if self.code.steps:
+            self._bind_leaves()
 
     def data(self, x: Tensor) -> int:
         """The address of a contiguous tensor, which is kept."""
@@ -205,11 +234,11 @@ class Bound:
     def tensor(self, x: Tensor) -> library.Tensor:
         """A tensor laid out as q."""
         self.keep.append(x)
-        batch, row, head = (0, *x.stride()[:2]) if self.p.packed else x.stride()[:3]
+        batch, row, head = (0, *x.stride()[:2]) if self.packed else x.stride()[:3]
         return library.Tensor(x.data_ptr(), batch, row, head)
 
-    def _bind_region(self, region: Region) -> None:
-        call = self.call
+    def _bind_region(self) -> None:
+        call, region = self.call, self.region
         stride = lambda x, axis: x.stride(axis) if x.shape[axis] > 1 else 0  # noqa: E731
         for name, x in region.ends.items():
             setattr(call, name, library.Ends(x.data_ptr(), stride(x, 0), stride(x, 1)))
@@ -220,21 +249,9 @@ class Bound:
             call.seen, call.seen_batch = region.seen.data_ptr(), stride(region.seen, 0)
             call.seen_head = stride(region.seen, 1)
 
-    def _bind_program(self, code: program.Code) -> None:
-        native = self.call.program
-        register = lambda v: -1 if v is None else v.register  # noqa: E731
-        native.registers = code.registers
-        native.raw, native.score = register(code.raw), register(code.score)
-        native.keep, native.slope = register(code.keep), register(code.slope)
-        if not code.steps:
-            return
-        native.code = _instructions(code, self.prepared.loaded.operations)
-        for part in range(3):
-            for level in range(4):
-                chosen = [n for n, x in enumerate(code.steps) if (x.part, x.out.level) == (part, level)]
-                native.range[part][level][:] = (chosen[0], chosen[-1] + 1) if chosen else (0, 0)
+    def _bind_leaves(self) -> None:
         leaves = (library.Leaf * max(len(self.t.leaves), 1))()
-        used = {x.leaf for x in code.steps if x.op == "lookup"}
+        used = {x.leaf for x in self.code.steps if x.op == "lookup"}
         for slot in used:
             leaf = self.t.leaves[slot]
             self.keep.append(leaf)
@@ -244,11 +261,11 @@ class Bound:
                 leaf.ndim,
             )
             leaves[slot].size[: leaf.ndim], leaves[slot].stride[: leaf.ndim] = leaf.shape, leaf.stride()
-        native.leaves = leaves
+        self.call.program.leaves = leaves
         self.keep.append(leaves)
 
     def run(self, name: str) -> None:
-        region = self.keep[0]
+        region = self.region
         with region.listing:
             if not region.listed:
                 self.prepared.loaded.run("list", self.call)
@@ -307,8 +324,8 @@ class LeafSums:
         sums = {n: torch.zeros(shape(n), dtype=dtype(n)) for n in slots}
         return cls(sums, wide, groups, serial_batch, serial_head, chunks)
 
-    def bind(self, bound: Bound, code: program.Code) -> None:
-        call = bound.call
+    def bind(self, bound: Bound) -> None:
+        call, code = bound.call, bound.code
         call.serial_batch, call.serial_head, call.chunks = self.serial_batch, self.serial_head, self.chunks
         if not code.reads:
             return

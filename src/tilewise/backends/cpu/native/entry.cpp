@@ -1,5 +1,6 @@
 // The C functions: choice of the instruction set, the list of work, and errors as codes with a text.
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -95,7 +96,8 @@ void check(const TwCall &c) {
 struct Forward {
   std::vector<QueryItem> items;
   std::vector<int64_t> cost;
-  int64_t parts = 0;
+  int64_t parts = 0;                               // of the keys, where they are split
+  std::unique_ptr<std::atomic<int64_t>[]> unfinished;  // parts that are not done yet, by item.rows
 };
 
 // Keys that queries [m0, m1) of the heads see, at least: what an item costs.
@@ -108,25 +110,34 @@ int64_t visible(const TwCall &c, const Sequence &s, const QueryItem &item) {
   return std::max<int64_t>(0, std::min(end(c.hi, item.m1 - 1, item.n1), item.n1) - low);
 }
 
-Forward plan_forward(const TwCall &c) {
-  Forward plan;
+// The items of the keys [n0, n1) of a sequence. Where keys are split, all heads' items of one chunk come before those of the
+// next: what their rows share of a page, they read at one time.
+void add_items(const TwCall &c, const Sequence &s, int64_t n0, int64_t n1, int64_t part, int64_t rows, Forward &plan) {
   const int64_t group = c.heads_q / c.heads_k;
-  for (int64_t b = 0; b < c.batch; ++b) {
-    const Sequence s = sequence_of(c, b);
-    for (int64_t head = 0; head < c.heads_q;) {
-      const int64_t heads = std::min<int64_t>(c.heads_per_item, group - head % group);
-      for (int64_t m0 = 0; m0 < s.seqlen_q; m0 += c.tile_m) {
-        const int64_t step = c.split ? c.split : std::max<int64_t>(s.seqlen_k, 1);
-        for (int64_t n0 = 0, part = 0; n0 < std::max<int64_t>(s.seqlen_k, 1); n0 += step, ++part) {
-          QueryItem item{b, head, heads, m0, std::min(m0 + c.tile_m, s.seqlen_q), n0, std::min(n0 + step, s.seqlen_k), part};
-          plan.cost.push_back(heads * (item.m1 - m0) * visible(c, s, item));
-          plan.items.push_back(item);
-          if (c.split) plan.parts = std::max(plan.parts, part + 1);
-        }
-      }
-      head += heads;
+  for (int64_t head = 0, heads; head < c.heads_q; head += heads) {
+    heads = std::min<int64_t>(c.heads_per_item, group - head % group);
+    for (int64_t m0 = 0; m0 < s.seqlen_q; m0 += c.tile_m, ++rows) {
+      const QueryItem item{s.b, head, heads, m0, std::min(m0 + c.tile_m, s.seqlen_q), n0, n1, part, rows};
+      plan.cost.push_back(heads * (item.m1 - m0) * visible(c, s, item));
+      plan.items.push_back(item);
     }
   }
+}
+
+Forward plan_forward(const TwCall &c) {
+  Forward plan;
+  if (c.split) plan.parts = std::max<int64_t>(1, (c.seqlen_k + c.split - 1) / c.split);
+  for (int64_t b = 0, rows = 0; b < c.batch; ++b) {
+    const Sequence s = sequence_of(c, b);
+    const int64_t step = c.split ? c.split : std::max<int64_t>(s.seqlen_k, 1);
+    for (int64_t n0 = 0, part = 0; n0 < std::max<int64_t>(s.seqlen_k, 1); n0 += step, ++part)
+      add_items(c, s, n0, std::min(n0 + step, s.seqlen_k), part, rows, plan);
+    if (!plan.items.empty()) rows = plan.items.back().rows + 1;
+  }
+  if (!plan.parts || plan.items.empty()) return plan;
+  const int64_t rows = plan.items.back().rows + 1;
+  plan.unfinished.reset(new std::atomic<int64_t>[size_t(rows)]);
+  for (int64_t n = 0; n < rows; ++n) plan.unfinished[size_t(n)] = plan.parts;
   return plan;
 }
 
@@ -149,11 +160,11 @@ void run_forward(const TwCall &c) {
   const Partials partials{o.data(), lse.data(), plan.parts};
   const int64_t bytes = kernels.forward_bytes(c);
   parallel(c.threads, int64_t(order.size()), [&](int64_t n) {
-    kernels.forward(c, plan.items[size_t(order[size_t(n)])], partials, scratch(bytes));
+    const QueryItem &item = plan.items[size_t(order[size_t(n)])];
+    kernels.forward(c, item, partials, scratch(bytes));
+    // Whoever ends the last part of some rows merges them, in the order of the parts: a second round of threads costs more.
+    if (plan.parts && plan.unfinished[size_t(item.rows)].fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.merge(c, item, partials);
   });
-  if (!plan.parts) return;
-  parallel(c.threads, c.batch * c.heads_q,
-           [&](int64_t n) { kernels.merge(c, partials, n / c.heads_q, n % c.heads_q); });
 }
 
 // Units by group: those of one group run one after the other, in order. Where the keys are parted, all first parts come

@@ -253,24 +253,29 @@ class Forward {
 
 };
 
-// The states of all chunks of a head's rows, merged in the order of the chunks (docs/algorithm.md, section 5).
+// The states of all chunks of an item's rows, merged in the order of the chunks (docs/algorithm.md, section 5):
+// lse = max + log Σ e^(lse_part - max), o = Σ e^(lse_part - lse) o_part.
 template <class E, class T>
-void merge_head(const TwCall &c, const Partials &partials, int64_t b, int64_t head) {
-  const Sequence s = sequence_of(c, b);
+void merge_rows(const TwCall &c, const QueryItem &item, const Partials &partials) {
+  const Sequence s = sequence_of(c, item.b);
   const int64_t stride = c.batch * c.heads_q * c.seqlen_q;
-  for (int64_t i = 0; i < s.seqlen_q; ++i) {
-    const int64_t line = (b * c.heads_q + head) * c.seqlen_q + i;
-    T *lse = (T *)partials.lse + line, *o = (T *)partials.o + line * c.head_dim_v;
-    for (int64_t part = 1; part < partials.parts; ++part) {
-      const T a = lse[0], x = lse[part * stride], most = a > x ? a : x;
-      if (x == T(-INFINITY)) continue;
-      const T total = a != a || x != x ? a + x : most + std::log1p(std::exp((a > x ? x : a) - most));
-      const T keep = a == T(-INFINITY) ? T(0) : std::exp(a - total), take = std::exp(x - total);
+  for (int64_t r = 0; r < item.heads * (item.m1 - item.m0); ++r) {
+    const int64_t head = item.head_of(r), i = item.query_of(r), line = (s.b * c.heads_q + head) * c.seqlen_q + i;
+    const T *lse = (const T *)partials.lse + line;
+    T *o = (T *)partials.o + line * c.head_dim_v, most = T(-INFINITY), sum = T(0);
+    for (int64_t part = 0; part < partials.parts; ++part) most = lse[part * stride] > most ? lse[part * stride] : most;
+    const T shift = most == T(-INFINITY) ? T(0) : most;
+    for (int64_t part = 0; part < partials.parts; ++part) {
+      const T weight = std::exp(lse[part * stride] - shift);
       const T *from = o + part * stride * c.head_dim_v;
-      for (int64_t d = 0; d < c.head_dim_v; ++d) o[d] = o[d] * keep + from[d] * take;
-      lse[0] = total;
+      sum += weight;
+      if (!part)
+        for (int64_t d = 0; d < c.head_dim_v; ++d) o[d] *= weight;
+      else if (weight != T(0))
+        for (int64_t d = 0; d < c.head_dim_v; ++d) o[d] += weight * from[d];
     }
-    write_row<E, T>(c, s, head, i, o, lse[0] == T(-INFINITY) ? T(0) : T(1), lse[0]);
+    const bool none = sum == T(0);
+    write_row<E, T>(c, s, head, i, o, none ? T(0) : T(1) / sum, none ? T(-INFINITY) : shift + std::log(sum));
   }
 }
 

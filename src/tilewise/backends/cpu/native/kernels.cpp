@@ -58,8 +58,8 @@ static int64_t list_bytes(const TwCall &c) { return MaskList(c, nullptr).bytes; 
 
 static void list_mask(const TwCall &c, int64_t b, int64_t head_k, char *scratch) { MaskList(c, scratch).run(b, head_k); }
 
-static void merge(const TwCall &c, const Partials &partials, int64_t b, int64_t head) {
-  with_types(c, [&](auto y) { merge_head<typename decltype(y)::E, typename decltype(y)::T>(c, partials, b, head); });
+static void merge(const TwCall &c, const QueryItem &item, const Partials &partials) {
+  with_types(c, [&](auto y) { merge_rows<typename decltype(y)::E, typename decltype(y)::T>(c, item, partials); });
 }
 
 static int64_t backward_bytes(const TwCall &c) {

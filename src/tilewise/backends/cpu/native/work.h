@@ -22,9 +22,9 @@ inline Sequence sequence_of(const TwCall &c, int64_t b) {
 }
 
 // Forward: `heads` query heads from `head` on, queries [m0, m1), keys [n0, n1). Where keys are split, `part` numbers the
-// chunk and the state goes to the partial results.
+// chunk and the state goes to the partial results; items of the same `rows` differ in their chunk alone.
 struct QueryItem {
-  int64_t b, head, heads, m0, m1, n0, n1, part;
+  int64_t b, head, heads, m0, m1, n0, n1, part, rows;
   int64_t head_of(int64_t row) const { return head + row / (m1 - m0); }
   int64_t query_of(int64_t row) const { return m0 + row % (m1 - m0); }
 };
@@ -81,7 +81,7 @@ struct Kernels {
   void (*forward)(const TwCall &, const QueryItem &, const Partials &, char *scratch);
   int64_t (*list_bytes)(const TwCall &);
   void (*list_mask)(const TwCall &, int64_t b, int64_t head_k, char *scratch);
-  void (*merge)(const TwCall &, const Partials &, int64_t b, int64_t head);
+  void (*merge)(const TwCall &, const QueryItem &, const Partials &);
   int64_t (*backward_bytes)(const TwCall &);
   void (*delta)(const TwCall &, int64_t b, int64_t head);
   void (*backward)(const TwCall &, const GradientUnit &, char *scratch);

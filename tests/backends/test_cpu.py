@@ -107,10 +107,15 @@ def test_emulated_instructions_are_those_that_are_defined():
     assert not run.returncode, run.stdout
 
 
-def test_amx_is_never_chosen_by_itself():
+def test_amx_comes_first_where_the_processor_has_it_and_never_in_software():
     loaded = library.load()
-    assert not loaded.isas[0].startswith("amx")
+    assert "amxbf16" not in loaded.isas[1:]
     assert not any("emulated" in isa for isa in loaded.isas)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_amx_in_software_runs_only_when_named():
+    assert library.load().isas.index("amxbf16_emulated") == len(library.load().isas) - 1
 
 
 def test_the_library_is_there():
@@ -191,10 +196,11 @@ def test_dq_past_the_memory_that_sums_it_has_a_pass_of_its_own_and_the_same_bits
     assert all(torch.equal(whole[:, :, n : n + 32], dq(slice(n, n + 32))) for n in range(0, 128, 32))
 
 
-def test_long_keys_with_few_queries_are_split_and_merged():
-    q, k, v = qkv(nq=3, nk=2 * SPLIT_KEYS + 100, hq=2, hk=1)
+@pytest.mark.parametrize("nk", [2 * SPLIT_KEYS[0] + 100, 2 * SPLIT_KEYS[1] + 100])
+def test_long_keys_with_few_queries_are_split_and_merged(nk):
+    q, k, v = qkv(nq=3, nk=nk, hq=2, hk=1)
     c = call(q, k, v, causal=True, sink=normal(2))
-    assert Cpu().config(c.p).split == SPLIT_KEYS
+    assert Cpu().config(c.p).split == SPLIT_KEYS[0]
     agree(Cpu(), c)
 
 
@@ -232,6 +238,15 @@ def test_prepared_masks_give_the_same_result():
     mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()
     plain, prepared = (run(Cpu(), call(q, k, v, mask=m)) for m in (mask, mask.prepare(q, k)))
     assert all(torch.equal(plain[name], prepared[name]) for name in plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_bits_do_not_depend_on_whether_threads_share_a_head(dtype):
+    c = call(*qkv(nq=300, nk=700, hq=4, hk=2, dtype=dtype), mask=tw.window(left=200, right=30), score=tw.softcap(20.0))
+    whole = replace(Cpu().config(c.p), chunks=1)
+    assert whole.parts(c.p, threads=2) == 1 < whole.parts(c.p, threads=16)
+    apart = run(Cpu(override=replace(whole, chunks=whole.parts(c.p, threads=16))), c)
+    assert all(torch.equal(apart[name], x) for name, x in run(Cpu(override=whole), c).items())
 
 
 def test_deterministic_results_do_not_depend_on_the_rest_of_the_batch():

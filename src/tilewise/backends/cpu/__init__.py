@@ -65,7 +65,7 @@ class Cpu:
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         bound = Bound(self._prepared.of(p), t, backward=True)
         call, lse = bound.call, out.lse.contiguous()
-        sums = LeafSums.plan(p, t.leaves, bound.code, bound.prepared.config.chunks)
+        sums = LeafSums.plan(p, t.leaves, bound.code, bound.prepared.config.parts(p, call.threads))
         sums.bind(bound)
         new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero
         summed = torch.zeros_like if p.dtype == p.compute_dtype else new  # a 16-bit dq is summed elsewhere

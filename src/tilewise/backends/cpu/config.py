@@ -8,11 +8,13 @@ import torch
 
 from tilewise.problem import Problem
 
-SPLIT_KEYS = 4096  # a chunk, where few queries meet many keys
+SPLIT_KEYS = (1024, 4096)  # the smallest chunk and the largest, where few queries meet many keys
+SPLIT_PARTS = 16
 PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
 AMX = ("amxbf16", "amxbf16_emulated")
-NOTES = {"amxbf16": "compiled and emulated, never run", "amxbf16_emulated": "AMX in software, for tests"}
+NOTES = {"amxbf16_emulated": "AMX in software, for tests"}
 ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, every tile of keys is a unit of its own
+BUSY = 0.875  # the share of the threads' time below which it pays that they take turns at the heads
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Config:
     Attributes:
         isa: the instruction set.
         split: keys per chunk of the forward, or 0.
-        chunks: parts of the keys in the backward, for as many threads; they add to dq in their order.
+        chunks: parts of the keys in the backward, for as many threads; they add to dq in their order (:meth:`parts`).
     """
 
     isa: str
@@ -46,6 +48,15 @@ class Config:
             f"backward {self.backward_m} x {self.backward_n}{split}"
         )
 
+    def parts(self, p: Problem, threads: int) -> int:
+        """``chunks``, or, where whole heads would leave threads idle, one part a tile of keys: the same bits, no score's leaf
+        having sums of its own."""
+        heads = p.batch * p.heads_k
+        idle = heads < BUSY * threads * -(-heads // threads)
+        if self.chunks > 1 or p.packed or not idle or p.spec.lookups:
+            return self.chunks
+        return max(1, -(-p.seqlen_k // self.backward_n))
+
     def traffic(self, p: Problem) -> int:
         """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
         size = torch.empty((), dtype=p.dtype).element_size()
@@ -65,15 +76,15 @@ def choose(p: Problem, isa: str) -> Config:
     if p.spec.region.predicate is not None:  # smaller tiles are more often empty or full
         tile_n, tile_m = min(tile_n, PREDICATE_TILE), min(tile_m, PREDICATE_TILE)
     tile_m = max(1, min(tile_m, p.seqlen_q))
-    few_queries = not p.packed and p.seqlen_q <= 16 and p.seqlen_k >= 2 * SPLIT_KEYS
+    split = _split(p)
     return Config(
         isa=isa,
         tile_m=tile_m,
-        tile_n=128 if few_queries else tile_n,
+        tile_n=128 if split else tile_n,
         heads=1 if p.packed else max(1, min(p.group, 192 // tile_m)),
         backward_m=max(1, min(96 if p.spec.region.predicate is None else PREDICATE_TILE, p.seqlen_q)),
         backward_n=tile_n,
-        split=SPLIT_KEYS if few_queries else 0,
+        split=split,
         chunks=_chunks(p, tile_n),
     )
 
@@ -91,6 +102,15 @@ def _tile_n(p: Problem) -> int:
     row = max(p.head_dim, p.head_dim_v) * (8 if p.dtype == torch.float64 else 4)
     widest = next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
     return min(widest, max(64, -(-p.seqlen_k // 64) * 64))
+
+
+def _split(p: Problem) -> int:
+    """Keys of a chunk, by their number alone: some for every thread, yet few enough that starting one is nothing beside it."""
+    least, most = SPLIT_KEYS
+    idle = p.heads_k * (1 if p.spec.deterministic else p.batch) < 2 * SPLIT_PARTS and p.seqlen_k >= 2 * least
+    if p.packed or p.seqlen_q > 16 or not (idle or p.seqlen_k >= 2 * most):
+        return 0
+    return min(most, max(least, -(-p.seqlen_k // SPLIT_PARTS // 128) * 128))
 
 
 def _chunks(p: Problem, tile_n: int) -> int:

@@ -42,30 +42,28 @@ namespace {
 // An instruction set: the kernels of bf16 inputs, and those of all others where a set adds to another only what bf16 needs.
 struct Set {
   const Kernels *bf16, *others;
-  bool (*permitted)() = nullptr;  // what the system must be asked before the first use
 };
 
-// Best first, those that this machine can run. The last ones run by name alone: AMX's until it has run on such a machine.
+// Best first, those that this machine can run and the system lets this process use. AMX in software comes last: by name alone.
 std::vector<Set> available() {
-  std::vector<Set> found, named;
+  std::vector<Set> found;
 #ifdef TW_X86
   __builtin_cpu_init();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+#ifdef TW_AMX
+  if (bf16 && may_use_tile_registers()) found.push_back({&amxbf16::kernels, &avx512::kernels});
+#endif
   if (bf16) found.push_back({&avx512bf16::kernels, &avx512::kernels});
   if (avx512) found.push_back({&avx512::kernels, &avx512::kernels});
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     found.push_back({&avx2::kernels, &avx2::kernels});
-#ifdef TW_AMX
-  if (bf16 && has_tile_registers()) named.push_back({&amxbf16::kernels, &avx512::kernels, may_use_tile_registers});
-#endif
-#ifdef TW_EMULATED_AMX
-  if (bf16) named.push_back({&amxbf16_emulated::kernels, &avx512::kernels});
-#endif
 #endif
   found.push_back({&portable::kernels, &portable::kernels});
-  found.insert(found.end(), named.begin(), named.end());
+#ifdef TW_EMULATED_AMX
+  if (bf16) found.push_back({&amxbf16_emulated::kernels, &avx512::kernels});
+#endif
   return found;
 }
 
@@ -73,11 +71,7 @@ const Kernels &chosen(const TwCall &c) {
   static const std::vector<Set> all = available();
   const bool any = !c.isa || !*c.isa;
   for (const Set &set : all)
-    if (any || !std::strcmp(set.bf16->name, c.isa)) {
-      if (set.permitted && !set.permitted())
-        throw std::invalid_argument(std::string("the system does not let this process use ") + set.bf16->name);
-      return c.type == TW_BF16 ? *set.bf16 : *set.others;
-    }
+    if (any || !std::strcmp(set.bf16->name, c.isa)) return c.type == TW_BF16 ? *set.bf16 : *set.others;
   throw std::invalid_argument(std::string("this machine has no instruction set ") + c.isa);
 }
 

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -172,12 +173,13 @@ void heed_signals() {
 }
 
 void parallel(int threads, int64_t count, const std::function<void(int64_t)> &task) {
-  if (threads > count) threads = int(count);
   Job job{&task, count, {}, {}, {}, {}, {}};
   Pool *mates = nullptr;
-  if (threads > 1 && !run_on_openmp(job, threads)) mates = &pool();
+  // All of OpenMP's team even where there is less to do: those that a smaller one leaves out would end, and be made again by
+  // torch's next operation.
+  if (threads > 1 && count > 1 && !run_on_openmp(job, threads)) mates = &pool();
   if (mates && !mates->taken.exchange(true)) {
-    mates->run(job, threads);
+    mates->run(job, int(std::min<int64_t>(threads, count)));
     mates->taken = false;
   } else {
     job.work();  // nothing is left of it after OpenMP

@@ -12,33 +12,35 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper import backward_keys, backward_queries, backward_rows, backward_sum
-from tilewise.backends.hopper.backward_tile import Work
-from tilewise.backends.hopper.forward import F32, I32
+from tilewise.backends.hopper.backward_tile import Starts, Work
 
 
 @cute.jit
 def launch(
-    given: tuple, made: tuple, numbers: tuple[I32, I32, I32, I32, I32, I32, F32, F32, F32], stream: cuda.CUstream,
-    x: cutlass.Constexpr,
+    given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, x: cutlass.Constexpr
 ):  # fmt: skip
     """Of q, k, v, o, do (batch, seqlen, heads, D), lse, dlse (batch, heads_q, seqlen_q), makes dq, dk, dv, and lse2, delta
     (batch, heads_q, at least seqlen_q and a whole number of blocks); where dQ is summed, in the zeros of sums (batch, heads_q,
-    block, 2, PART).
+    block, 2, PART). Packed sequences are one batch element; where they begin, cu_q and cu_k (sequence + 1,), is given too, and
+    zeros that count the tiles of each pass, (1,).
 
     ``numbers``: lo and hi of the band; of the pass over keys, then of that over queries, heads of a section and CTAs; scale,
-    scale2, cap2.
+    scale2, cap2; of packed sequences, which no other keys of each count.
     """
-    q, k, v, o, do, lse, dlse = given
+    q, k, v, o, do, lse, dlse, *starts = given
     dq, dk, dv, *lines = made
     lines = backward_keys.Lines(*lines)
-    lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2 = numbers
-    group = q.shape[2] // k.shape[2]
-    work = Work(q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2)
-    backward_rows.launch(backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta), stream, x)
+    lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
+    group, queue_q = q.shape[2] // k.shape[2], starts.pop() if x.packed else None
+    starts = Starts(*starts, *ends) if x.packed else None
+    work = Work(q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts)
+    cu = starts.cu_q if x.packed else None
+    backward_rows.launch(backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta, cu), stream, x)
     backward_keys.launch(backward_keys.Tensors(q, k, v, do, dk, dv, lines), work, ctas_k, stream, x)
     if cutlass.const_expr(x.queries is None):
-        backward_sum.launch(lines.sums, dq, scale, stream, x)
+        backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q), dq, scale, stream, x)
     else:
-        work = work._replace(section=section_q)
+        starts = starts._replace(queue=queue_q) if x.packed else None
+        work = work._replace(section=section_q, starts=starts)
         tensors = backward_queries.Tensors(q, k, v, do, dq, lines.lse2, lines.delta)
         backward_queries.launch(tensors, work, ctas_q, stream, x)

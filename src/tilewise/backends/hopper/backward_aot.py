@@ -44,8 +44,11 @@ def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
         shape = batch, heads_q, cute.sym_int(), backward_config.KEY_GROUPS, backward_config.PART
         made = *made, make_fake_tensor(cutlass.Float32, shape, (*(stride(4) for _ in range(4)), 1), assumed_align=16)
     i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    arguments = (given, made, (i32, i32, i32, i32, i32, i32, f32, f32, f32), stream)
+    numbers = (i32, i32, i32, i32, i32, i32, f32, f32, f32)
+    if x.packed:
+        starts, whole = cute.sym_int(), lambda n: make_fake_tensor(cutlass.Int32, (n,), (1,))
+        given, numbers = (*given, whole(starts), whole(starts), whole(1), whole(1)), (*numbers, i32, i32)
+    arguments = (given, made, numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
     return cute.compile(backward.launch, *arguments, x, options=f"{options} --dump-dir {scratch}"), arguments
 
 

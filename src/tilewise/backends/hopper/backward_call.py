@@ -18,7 +18,7 @@ from tilewise.backends.hopper.config import Band, band_of, cap_of
 from tilewise.backends.hopper.driver import PerStrides
 from tilewise.problem import Problem
 
-TENSORS = 13  # of a launch at most; the problem fixes the sizes of all
+TENSORS = 17  # of a launch at most; the problem fixes the sizes of all
 
 
 @dataclass(eq=False)
@@ -30,28 +30,43 @@ class Plan:
 
     @cached_property
     def band(self) -> Band:
-        return band_of(self.p).cut(self.p.seqlen_q)
+        """Packed, without the offset of each sequence, and the kernels cut it."""
+        found = band_of(self.p)
+        return found if self.p.packed else found.cut(self.p.seqlen_q)
+
+    @cached_property
+    def keys(self) -> slice:
+        """That kernels get: those that some query sees; packed, all."""
+        return slice(0, self.p.seqlen_k) if self.p.packed else slice(self.band.start, self.band.stop)
 
     @cached_property
     def lines(self) -> int:
         """Rows of a head in the statistics' buffers."""
-        return self.config.lines(self.p.seqlen_q)
+        return self.config.lines(self.p)
 
     @cached_property
     def numbers(self) -> tuple:
-        """As :func:`tilewise.backends.hopper.backward.launch` takes them; the band's ends count from its first key."""
+        """As :func:`tilewise.backends.hopper.backward.launch` takes them; the band's ends count from the first key."""
         p, band, cap = self.p, self.band, cap_of(self.p)
-        lo, hi = (far if end is None else end - band.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
-        grids = self.config.grids(p, band.stop - band.start, devices.of(p.device).cores)
+        lo, hi = (far if end is None else end - self.keys.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
+        grids = self.config.grids(p, self.keys.stop - self.keys.start, devices.of(p.device).cores)
         scale2 = LOG2_E * (p.softmax_scale if cap is None else cap)
         cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
-        return lo, hi, *grids, p.softmax_scale, scale2, cap2
+        ends = (band.start, band.stop) if p.packed else ()
+        return lo, hi, *grids, p.softmax_scale, scale2, cap2, *ends
 
     def sums(self, lse: Tensor) -> list[Tensor]:
         """Zeros to which the pass over key tiles adds dQ, if it does."""
-        p, tiles = self.p, self.config.keys
-        blocks = -(-p.seqlen_q // tiles.tile_m)
-        return [lse.new_zeros((p.batch, p.heads_q, blocks, KEY_GROUPS, PART))] if tiles.summed else []
+        p, batch = self.p, 1 if self.p.packed else self.p.batch
+        shape = batch, p.heads_q, self.config.blocks(p), KEY_GROUPS, PART
+        return [lse.new_zeros(shape)] if self.config.keys.summed else []
+
+    def starts(self, t: Inputs) -> list[Tensor]:
+        """Where packed sequences begin, and zeros that count the tiles of the two passes."""
+        if not self.p.packed:
+            return []
+        cu = [x.int().contiguous() for x in (t.cu_seqlens_q, t.cu_seqlens_k)]
+        return [*cu, *torch.zeros((2, 1), dtype=torch.int32, device=t.q.device)]
 
     @cached_property
     def launch(self) -> PerStrides:
@@ -65,24 +80,33 @@ def addressable(x: Tensor) -> Tensor:
 
 
 def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-    p, keys = plan.p, slice(plan.band.start, plan.band.stop)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
-    lse2, delta = (out.lse.new_empty((p.batch, p.heads_q, plan.lines)) for _ in range(2))
+    p, keys = plan.p, plan.keys
+    grads = dq, dk, dv = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
     if keys.start == keys.stop or not (dq.numel() and dk.numel()):  # nobody sees a key
-        for x in (dq, dk, dv):
+        for x in grads:
             x.zero_()
-        dsink = None if t.sink is None else state.sink_gradient(t.sink.float().view(-1, 1), out.lse, -dlse)
-        return Grads(dq, dk, dv, None if dsink is None else dsink.sum((0, 2)).to(t.sink.dtype), {})
+        return Grads(*grads, sink_gradient(t, out.lse, -dlse), {})
+    # Packed sequences are one batch element.
+    q, k, v, o, do, lse, dlse, dq, dk, dv = (
+        x.unsqueeze(0) if p.packed else x for x in (t.q, t.k, t.v, out.o, do, out.lse, dlse, *grads)
+    )
+    lse2, delta = (lse.new_empty((*lse.shape[:2], plan.lines)) for _ in range(2))
     for outside in (slice(0, keys.start), slice(keys.stop, p.seqlen_k)):
         if outside.start < outside.stop:
             dk[:, outside].zero_()
             dv[:, outside].zero_()
-    k, v = (addressable(x)[:, keys] for x in (t.k, t.v))
-    given = addressable(t.q), k, v, addressable(out.o), addressable(do), out.lse.contiguous(), dlse.contiguous()
-    made = (dq, dk[:, keys], dv[:, keys], lse2, delta, *plan.sums(out.lse))
+    k, v = (addressable(x)[:, keys] for x in (k, v))
+    given = addressable(q), k, v, addressable(o), addressable(do), lse.contiguous(), dlse.contiguous(), *plan.starts(t)
+    made = (dq, dk[:, keys], dv[:, keys], lse2, delta, *plan.sums(lse))
     plan.launch((*given, *made), lambda: (given, made, plan.numbers))
-    dsink = None
-    if t.sink is not None:
-        dsink = state.sink_gradient(t.sink.float().view(-1, 1), out.lse, delta[..., : p.seqlen_q])
-        dsink = dsink.sum((0, 2)).to(t.sink.dtype)
-    return Grads(dq, dk, dv, dsink, {})
+    # Packed, rows lie elsewhere among lines of +inf and 0.
+    dsink = sink_gradient(t, lse2 / LOG2_E, delta) if p.packed else sink_gradient(t, lse, delta[..., : p.seqlen_q])
+    return Grads(*grads, dsink, {})
+
+
+def sink_gradient(t: Inputs, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """Of ``lse`` and ``delta`` (batch, heads_q, row), or without batch."""
+    if t.sink is None:
+        return None
+    found = state.sink_gradient(t.sink.float().view(-1, 1), lse, delta)
+    return found.sum_to_size(t.sink.shape[0], 1).view(-1).to(t.sink.dtype)

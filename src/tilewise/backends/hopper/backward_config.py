@@ -17,6 +17,7 @@ from tilewise.problem import Problem
 FORMS = ("full", "upper", "band")  # of config.FORMS
 PART = ROWS * ROWS  # numbers of dQ that a warpgroup adds up at a time
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
+LINES = 128  # a packed sequence's statistics begin at a multiple of so many rows: those of a CTA are of one sequence
 
 
 def aligned(size: int) -> int:
@@ -142,30 +143,53 @@ class QueryTiles:
 
 @dataclass(frozen=True)
 class Backward:
-    """What one backward is compiled for. ``queries``: None where the pass over key tiles sums dQ."""
+    """What one backward is compiled for. ``queries``: None where the pass over key tiles sums dQ. ``packed``: sequences are."""
 
     keys: KeyTiles
     queries: QueryTiles | None
     dtype: str
     form: str
     softcap: bool = False
+    packed: bool = False
 
     @property
     def name(self) -> str:
         k = self.keys
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
         second = "sum" if self.queries is None else self.queries.name
-        return f"backward_{self.dtype}_{dims}_{self.form}{'_softcap' if self.softcap else ''}_{k.name}_{second}"
+        flags = "".join(f"_{name}" for name in ("softcap", "packed") if getattr(self, name))
+        return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
 
-    def lines(self, seqlen_q: int) -> int:
-        """Rows that a head has in the statistics' buffers: whole query blocks of each pass."""
-        return max(-(-seqlen_q // m) * m for m in (self.keys.tile_m, self.queries.tile_m if self.queries else 1))
+    @property
+    def tile_m(self) -> int:
+        """Queries of a tile of the pass over queries, or of a block that is summed."""
+        return self.queries.tile_m if self.queries else self.keys.tile_m
+
+    @property
+    def lines_between(self) -> int:
+        """Rows that the statistics of packed sequences are further apart than these: see :func:`packed.spaced`. Whole query
+        blocks of each pass fit, and the next multiple of LINES is not past the next sequence's."""
+        return LINES + max(self.keys.tile_m, self.tile_m)
+
+    def lines(self, p: Problem) -> int:
+        """Rows that a head has in the statistics' buffers: whole query blocks of each pass, of each sequence."""
+        if self.packed:  # the rows past the last sequence are one more
+            return -(-(p.seqlen_q + (p.batch + 1) * self.lines_between) // LINES) * LINES
+        return max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
+
+    def blocks(self, p: Problem) -> int:
+        """Query blocks of a head whose dQ is summed."""
+        m = self.keys.tile_m
+        return p.seqlen_q // m + p.batch + 1 if self.packed else -(-p.seqlen_q // m)
 
     def grids(self, p: Problem, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
         """Heads of a section and CTAs of the pass over ``seqlen_k`` keys, then those of the pass over queries."""
+        if self.packed:  # tiles at most, as only the device knows the lengths; seen keys and those on either side are tiles apart
+            keys = p.heads_k * (seqlen_k // self.keys.tile_n + 3 * (p.batch + 1))
+            rows = p.heads_q * (p.seqlen_q // self.tile_m + p.batch + 1)
+            return 1, min(keys, cores), 1, min(rows, cores)
         keys = spread(p.batch * p.heads_k, -(-seqlen_k // self.keys.tile_n), self.form, cores)
-        m = self.queries.tile_m if self.queries else self.keys.tile_m
-        return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // m), self.form, cores)
+        return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // self.tile_m), self.form, cores)
 
 
 # (head dim of q and k, of v) -> tiles of the two passes. The first row that holds both is taken.
@@ -212,8 +236,12 @@ def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
     rows = [(row, capped) for capped, table in enumerate((TABLE, SOFTCAP)) for row in table.values()]
     rows += [((keys, None), False) for keys in SUMMED.values()]
+    kinds = [(*kind, packed) for kind in rows for packed in (False, True)]
     return [
-        Backward(*row, dtype, form, bool(capped)) for row, capped in rows for dtype in DTYPES.values() for form in FORMS
+        Backward(*row, dtype, form, bool(capped), packed)
+        for row, capped, packed in kinds
+        for dtype in DTYPES.values()
+        for form in FORMS
     ]
 
 
@@ -222,7 +250,6 @@ def reasons(p: Problem) -> list[str]:
     found = (
         [] if band_of(p) is not None else ["gradients of a mask other than causal, window and a key_range of numbers"]
     )
-    found += ["gradients of packed sequences"] if p.packed else []
     if p.spec.score is not None and math.isnan(cap_of(p)):
         found.append("gradients of a score other than one softcap")
     return found + (["gradients with dropout"] if p.spec.dropout_p else [])
@@ -235,7 +262,7 @@ def choose(p: Problem) -> Backward:
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     summed = dims in SUMMED and not capped and not p.spec.deterministic
     row = (SUMMED[dims], None) if summed else table[dims]
-    return Backward(*row, DTYPES[str(p.dtype)], band_of(p).form, capped)
+    return Backward(*row, DTYPES[str(p.dtype)], band_of(p).form, capped, p.packed)
 
 
 def spread(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ All blocks are transposed, (64 keys, tile_m queries): Sᵀ = K Qᵀ and dPᵀ = 
 Pᵀ and dSᵀ, rounded, enter the next one, so that neither crosses shared memory. Roles of a CTA of three warpgroups,
 persistent over key tiles, which sum the query heads of a group::
 
-    warp 0       load_keys      64 rows of K and of V for each of their rooms, once a tile
+    warp 0       load_keys      64 rows of K and of V for each of their rooms, once a tile; packed, which tile it is
     warp 1       load_queries   Q0 dO0 Q1 dO1 .., with the lse of Q's rows and the delta of dO's, for each query head
     warps 2, 3   store          dK and dV from the rooms
     warpgroups   compute        S P dP dV dS dK, 64 keys each (128 keys a tile), one block after the other
@@ -27,14 +27,15 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import backward_sum, schedule, tile
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward
+from tilewise.backends.hopper import backward_sum, backward_walk, packed, schedule, tile
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, LINES, Backward
 from tilewise.backends.hopper.backward_tile import (
     Limits,
     Work,
     allocated,
     at_slot,
     band,
+    by_rows,
     give_back,
     hold,
     of_columns,
@@ -50,12 +51,13 @@ from tilewise.backends.hopper.backward_tile import (
     turned,
     words,
 )
+from tilewise.backends.hopper.backward_walk import Sequence, each_tile, take_tiles
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.forward import ELEMENT, F32, I32, PICK, cut, fetch, staged
 
 
 class Tmas(NamedTuple):
-    """Descriptors, coordinates and shared layouts of (rows, columns, head, batch)."""
+    """Descriptors, coordinates and shared layouts of (rows, columns, head, batch), or as :func:`packed.ragged` has them."""
 
     q: cpasync.TmaInfo
     do: cpasync.TmaInfo
@@ -94,17 +96,41 @@ class Room(NamedTuple):
     p_full: cute.Pointer
     p_empty: cute.Pointer
     pin: cute.Pointer
+    boxes: backward_walk.Boxes
     sum: backward_sum.Room | None = None
 
 
 class Place(NamedTuple):
-    """A key tile: its first key, key head and batch index, and its query blocks ``[start, stop)``."""
+    """A key tile: its first key, key head and batch index, its query blocks ``[start, stop)``, and what is its packed sequence's
+    own."""
 
     column: I32
     head: I32
     batch: I32
     start: I32
     stop: I32
+    own: backward_walk.Own | None = None
+
+    @property
+    def rows(self):
+        """Where q's rows are: as :func:`cut` takes it."""
+        return self.batch if self.own is None else self.own.q
+
+    @property
+    def keys(self):
+        return self.batch if self.own is None else self.own.k
+
+    def line(self, statistic: cute.Tensor, head) -> cute.Tensor:
+        """Of a head's rows."""
+        if self.own is None:
+            return statistic[self.batch, head, None]
+        return cute.domain_offset((cute.assume(self.own.line, divby=LINES),), statistic[0, head, None])
+
+    def blocks(self, sums: cute.Tensor, head) -> cute.Tensor:
+        """Of a head's dQ."""
+        if self.own is None:
+            return sums[self.batch, head, None, None, None]
+        return cute.domain_offset((self.own.block, 0, 0), sums[0, head, None, None, None])
 
 
 def order(work: Work, x: Backward) -> schedule.Order:
@@ -126,13 +152,40 @@ def rounds_of(work: Work, x: Backward):
     return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
 
 
+def packed_tile(n, work: Work, x: Backward) -> packed.Tile:
+    """Of each sequence first the keys that are seen."""
+
+    def tiles_of(sequence):
+        parts = Sequence.of(sequence, work, x, rest_k=True).parts
+        return sum(packed.in_tiles(part, x.keys.tile_n) for part in parts)
+
+    return backward_walk.packed_tile(n, work.heads, tiles_of, work)
+
+
+def packed_place(of: packed.Tile, work: Work, x: Backward) -> tuple[Place, Work]:
+    """A tile's place, and its sequence's numbers. Keys that nobody sees have no query blocks."""
+    c, sequence = x.keys, Sequence.of(of.sequence, work, x, rest_k=True)
+    own, parts = sequence.numbers, sequence.parts
+    before = of.row - packed.in_tiles(parts[0], c.tile_n)
+    after = before - packed.in_tiles(parts[1], c.tile_n)
+    pick = lambda a, b, c: I32(cutlass.select_(before < 0, a, I32(cutlass.select_(after < 0, b, c))))  # noqa: E731
+    column, k = pick(of.row, before, after) * c.tile_n, packed.Span(*map(pick, *parts))
+    start, stop = schedule.query_blocks(column, c.tile_n, c.tile_m, own.seqlen_q, band(own, x), PICK)
+    stop = I32(cutlass.select_(before < 0, I32(stop), I32(start)))
+    at = backward_walk.own_of(of.sequence, sequence.q, k, work, x)
+    return Place(column, of.head, of.sequence, I32(start), stop, at), own
+
+
+WALK = backward_walk.Walk(rounds_of, place_of, packed_tile, packed_place)
+
+
 # -- Shared memory -------------------------------------------------------------------------------------------------
 
 
 def allocate(tmas: Tmas, x: Backward) -> Room:
     """In the order of :attr:`KeyTiles.shared`; dO's blocks are Q's, and dK's and dV's rooms K's and V's, seen otherwise."""
     smem, c = cutlass.utils.SmemAllocator(), x.keys
-    full = smem.allocate_array(cutlass.Int64, c.barriers + 1)
+    full = smem.allocate_array(cutlass.Int64, c.barriers + 1 + backward_walk.room_for(x, KEY_GROUPS))
     statistics = smem.allocate_tensor(F32, statistics_layout(c.tile_m, c.slots), 128)
     sizes = (*[c.key_tiles * c.room_elements] * 2, c.slots * c.slot_elements)
     k, v, q = (allocated(smem, elements, x.dtype) for elements in sizes)
@@ -148,7 +201,8 @@ def allocate(tmas: Tmas, x: Backward) -> Room:
     return Room(
         seen_as(k, tmas.k), seen_as(v, tmas.v), seen_as(own_k, tmas.dk), seen_as(own_v, tmas.dv), seen_as(q, tmas.q),
         seen_as(q, tmas.do), statistics, handed,
-        full, empty, held_full, held_empty, done, p_full, p_full + 1, full + c.barriers, summed,
+        full, empty, held_full, held_empty, done, p_full, p_full + 1, full + c.barriers,
+        backward_walk.boxes(full + c.barriers + 1), summed,
     )  # fmt: skip
 
 
@@ -170,6 +224,7 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
                 cute.arch.mbarrier_init(room.p_empty, 128)
             if cutlass.const_expr(c.summed):
                 backward_sum.start_barriers(room.sum)
+            backward_walk.start_barriers(room.boxes, x)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -180,17 +235,21 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
 @cute.jit
 def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
     """One warp: K and V of every tile, as soon as the dK and dV that lay there have left."""
-    c, phase = x.keys, I32(1)  # a new barrier lets phase 1 pass
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        gK, sK = cut(tmas.k, (ROWS, c.width), (None, 0), at.head, at.batch, room.k)
-        gV, sV = cut(tmas.v, (ROWS, c.width_v), (None, 0), at.head, at.batch, room.v)
-        for n in cutlass.range_constexpr(c.key_tiles):
+
+    def of_tile(at: Place, of: packed.Tile | None, phase) -> None:
+        c = x.keys
+        gK, sK = cut(tmas.k, (ROWS, c.width), (None, 0), at.head, at.keys, room.k)
+        gV, sV = cut(tmas.v, (ROWS, c.width_v), (None, 0), at.head, at.keys, room.v)
+        for n in range(c.key_tiles):
             m, full, empty = at.column // ROWS + n, room.held_full + n, room.held_empty + n
+            backward_walk.hand_on(of, room, n, phase)
             fetch(tmas.k, gK[None, m], sK[None, n], 2 * ROWS * c.width, full, empty, phase)
             full, empty = full + c.key_tiles, empty + c.key_tiles
+            if c.split:
+                backward_walk.hand_on(of, room, 1, phase)
             fetch(tmas.v, gV[None, m], sV[None, n], 2 * ROWS * c.width_v, full, empty, phase)
-        phase = 1 - phase
+
+    take_tiles(WALK, room, KEY_GROUPS, work, x, of_tile)
 
 
 class Lines(NamedTuple):
@@ -229,23 +288,30 @@ def fetch_block(info: cpasync.TmaInfo, g, s, line: Line, m, slot, size: int, roo
 @cute.jit
 def load_queries(tmas: Tmas, lines: Lines, room: Room, work: Work, x: cutlass.Constexpr):
     """One warp: the query blocks of every tile, for each query head."""
-    c = x.keys
+    load = lambda at, own, phase, ring: load_blocks(tmas, lines, room, at, ring, own, x)  # noqa: E731
+    each_tile(WALK, backward_walk.ahead(room, KEY_GROUPS), work, x, load, (I32(0), I32(1)))
+
+
+@cute.jit
+def load_blocks(
+    tmas: Tmas, lines: Lines, room: Room, at: Place, ring: tuple, work: Work, x: cutlass.Constexpr
+):  # fmt: skip
+    """A tile's query blocks. Returns the ring, where it is then."""
+    c, slot, phase = x.keys, *ring
     q_bytes, do_bytes = 2 * c.tile_m * c.width, 2 * c.tile_m * c.width_v
-    slot, phase = I32(0), I32(1)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        for g in cutlass.range(work.group, unroll=1):
-            head = at.head * work.group + g
-            gQ, sQ = cut(tmas.q, (c.tile_m, c.width), (None, 0), head, at.batch, room.q)
-            gO, sO = cut(tmas.do, (c.tile_m, c.width_v), (None, 0), head, at.batch, room.do)
-            lse2_line = Line(lines.lse2[at.batch, head, None], c.tile_m)
-            delta_line = Line(lines.delta[at.batch, head, None], c.tile_m)
-            for step in cutlass.range(at.stop - at.start, unroll=1):
-                m = at.start + step
-                fetch_block(tmas.q, gQ, sQ, lse2_line, m, slot, q_bytes, room, phase)
-                slot, phase = schedule.after(slot, phase, c.slots)
-                fetch_block(tmas.do, gO, sO, delta_line, m, slot, do_bytes, room, phase)
-                slot, phase = schedule.after(slot, phase, c.slots)
+    for g in cutlass.range(work.group, unroll=1):
+        head = at.head * work.group + g
+        gQ, sQ = cut(tmas.q, (c.tile_m, c.width), (None, 0), head, at.rows, room.q)
+        gO, sO = cut(tmas.do, (c.tile_m, c.width_v), (None, 0), head, at.rows, room.do)
+        lse2_line = Line(at.line(lines.lse2, head), c.tile_m)
+        delta_line = Line(at.line(lines.delta, head), c.tile_m)
+        for step in cutlass.range(at.stop - at.start, unroll=1):
+            m = at.start + step
+            fetch_block(tmas.q, gQ, sQ, lse2_line, m, slot, q_bytes, room, phase)
+            slot, phase = schedule.after(slot, phase, c.slots)
+            fetch_block(tmas.do, gO, sO, delta_line, m, slot, do_bytes, room, phase)
+            slot, phase = schedule.after(slot, phase, c.slots)
+    return slot, phase
 
 
 # -- Store ---------------------------------------------------------------------------------------------------------
@@ -265,24 +331,31 @@ def send(info: cpasync.TmaInfo, s, g, room: Room, n: int, phase) -> None:
 def store(tmas: Tmas, lines: Lines, room: Room, w: cutlass.Constexpr, work: Work, x: cutlass.Constexpr):
     """One warp for each computing warpgroup w: its parts of dQ to their sums, its dK and dV to global memory; keys past
     the last are dropped there."""
-    c, phase, part = x.keys, I32(0), I32(0)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        if cutlass.const_expr(c.summed):
-            for g in cutlass.range(work.group, unroll=1):
-                sums = lines.sums[at.batch, at.head * work.group + g, None, None, None]
-                part = backward_sum.add_all(sums, room.sum, w, at.start, at.stop, part)
-        gK, sK = cut(tmas.dk, (ROWS, c.width), (None, 0), at.head, at.batch, room.dk)
-        gV, sV = cut(tmas.dv, (ROWS, c.width_v), (None, 0), at.head, at.batch, room.dv)
-        n = at.column // ROWS
-        if cutlass.const_expr(not c.split):
-            send(tmas.dv, sV[None, w], gV[None, n + w], room, c.key_tiles + w, phase)
-            send(tmas.dk, sK[None, w], gK[None, n + w], room, w, phase)
-        elif cutlass.const_expr(w == 0):
-            send(tmas.dv, sV[None, 0], gV[None, n], room, 0, phase)
-        else:
-            send(tmas.dk, sK[None, 0], gK[None, n], room, 1, phase)
-        phase = 1 - phase
+    put = lambda at, own, phase, part: store_tile(tmas, lines, room, w, at, (phase, part), own, x)  # noqa: E731
+    each_tile(WALK, backward_walk.at_room(room, w), work, x, put, I32(0))
+
+
+@cute.jit
+def store_tile(
+    tmas: Tmas, lines: Lines, room: Room, w: cutlass.Constexpr, at: Place, phases: tuple, work: Work, x: cutlass.Constexpr
+):  # fmt: skip
+    """A tile's. ``phases``: of its rooms, and of the part of dQ, which it returns."""
+    c, phase, part = x.keys, *phases
+    if cutlass.const_expr(c.summed):
+        for g in cutlass.range(work.group, unroll=1):
+            sums = at.blocks(lines.sums, at.head * work.group + g)
+            part = backward_sum.add_all(sums, room.sum, w, at.start, at.stop, part)
+    gK, sK = cut(tmas.dk, (ROWS, c.width), (None, 0), at.head, at.keys, room.dk)
+    gV, sV = cut(tmas.dv, (ROWS, c.width_v), (None, 0), at.head, at.keys, room.dv)
+    n = at.column // ROWS
+    if cutlass.const_expr(not c.split):
+        send(tmas.dv, sV[None, w], gV[None, n + w], room, c.key_tiles + w, phase)
+        send(tmas.dk, sK[None, w], gK[None, n + w], room, w, phase)
+    elif cutlass.const_expr(w == 0):
+        send(tmas.dv, sV[None, 0], gV[None, n], room, 0, phase)
+    else:
+        send(tmas.dk, sK[None, 0], gK[None, n], room, 1, phase)
+    return part
 
 
 # -- Compute -------------------------------------------------------------------------------------------------------
@@ -362,6 +435,10 @@ class Turn(NamedTuple):
     phase: I32
     count: I32
     since: I32
+
+
+def new_turn() -> Turn:
+    return Turn(I32(0), I32(0), I32(0), I32(0))
 
 
 def pair_of(turn: Turn, x: Backward):
@@ -518,112 +595,132 @@ def finish(acc: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, done, x: Bac
 @cute.jit
 def compute(room: Room, w, by: Products, work: Work, x: cutlass.Constexpr):
     """One warpgroup: dK and dV of 64 keys of each tile."""
-    c, t = x.keys, operands(by, room, w, x)
-    turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        column = at.column + w * ROWS
-        start, stop = whole_blocks(column, at, work, x)
-        limits = limits_of(column, work, x)
-        t.dk.fill(0.0)
-        t.dv.fill(0.0)
-        cute.arch.mbarrier_wait(room.held_full + w, held)
-        cute.arch.mbarrier_wait(room.held_full + c.key_tiles + w, held)
-        for _ in cutlass.range(work.group, unroll=1):
-            turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-            if cutlass.const_expr(x.form != "full"):
-                for step in cutlass.range(start - at.start, unroll=1):  # the diagonal
-                    turn = query_block(t, w, turn, limits.within((at.start + step) * c.tile_m), room, work, x)
-            for _ in cutlass.range(stop - start, unroll=1):
-                turn = query_block(t, w, turn, None, room, work, x)
-            if cutlass.const_expr(x.form == "band"):
-                for step in cutlass.range(at.stop - stop, unroll=1):  # the other end
-                    turn = query_block(t, w, turn, limits.within((stop + step) * c.tile_m), room, work, x)
-            warpgroup.wait_group(0)
-            release_both(room.empty, turn, c.slots)
-        scaled(t.dk, work.scale)
-        cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read K and V for the last time
-        finish(t.dv, by.dv, at_room(room.dv, w), room.done + c.key_tiles + w, x)
-        finish(t.dk, by.dk, at_room(room.dk, w), room.done + w, x)
-        held = 1 - held
+    t = operands(by, room, w, x)
+    body = lambda at, own, held, turn: key_tile(t, w, room, at, held, turn, own, x)  # noqa: E731
+    each_tile(WALK, backward_walk.at_room(room, w), work, x, body, new_turn())
+
+
+@cute.jit
+def key_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: Work, x: cutlass.Constexpr):
+    """Returns the turn, where it is then."""
+    c = x.keys
+    column = at.column + w * ROWS
+    start, stop = whole_blocks(column, at, work, x)
+    limits = limits_of(column, work, x)
+    t.dk.fill(0.0)
+    t.dv.fill(0.0)
+    cute.arch.mbarrier_wait(room.held_full + w, held)
+    cute.arch.mbarrier_wait(room.held_full + c.key_tiles + w, held)
+    for _ in cutlass.range(work.group, unroll=1):
+        turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
+        if cutlass.const_expr(x.form != "full"):
+            for step in cutlass.range(start - at.start, unroll=1):  # the diagonal
+                turn = query_block(t, w, turn, limits.within((at.start + step) * c.tile_m), room, work, x)
+        for _ in cutlass.range(stop - start, unroll=1):
+            turn = query_block(t, w, turn, None, room, work, x)
+        if cutlass.const_expr(x.form == "band"):
+            for step in cutlass.range(at.stop - stop, unroll=1):  # the other end
+                turn = query_block(t, w, turn, limits.within((stop + step) * c.tile_m), room, work, x)
+        warpgroup.wait_group(0)
+        release_both(room.empty, turn, c.slots)
+    scaled(t.dk, work.scale)
+    cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read K and V for the last time
+    finish(t.dv, t.by.dv, at_room(room.dv, w), room.done + c.key_tiles + w, x)
+    finish(t.dk, t.by.dk, at_room(room.dk, w), room.done + w, x)
+    return turn
 
 
 @cute.jit
 def compute_and_sum(room: Room, w, by: Products, work: Work, x: cutlass.Constexpr):
     """As :func:`compute`, and dQ is summed."""
-    c, t = x.keys, operands(by, room, w, x)
-    turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        t.dk.fill(0.0)
-        t.dv.fill(0.0)
-        column = at.column + w * ROWS
-        limits, (start, stop) = limits_of(column, work, x), whole_blocks(column, at, work, x)
-        for n in cutlass.range_constexpr(2 * c.key_tiles):  # dQ takes the keys of both warpgroups
-            cute.arch.mbarrier_wait(room.held_full + n, held)
-        for _ in cutlass.range(work.group, unroll=1):
-            if cutlass.const_expr(x.form != "full"):
-                for step in cutlass.range(start - at.start, unroll=1):
-                    cut_off = limits.within((at.start + step) * c.tile_m)
-                    turn = summing_block(t, w, turn, cut_off, room, work, x)
-            for _ in cutlass.range(stop - start, unroll=1):
-                turn = summing_block(t, w, turn, None, room, work, x)
-            for step in cutlass.range(at.stop - stop, unroll=1):  # the other end, or that of the keys
-                cut_off = limits.within((stop + step) * c.tile_m)
+    t = operands(by, room, w, x)
+    body = lambda at, own, held, turn: summing_tile(t, w, room, at, held, turn, own, x)  # noqa: E731
+    each_tile(WALK, backward_walk.at_room(room, w), work, x, body, new_turn())
+
+
+@cute.jit
+def summing_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: Work, x: cutlass.Constexpr):
+    """Returns the turn, where it is then."""
+    c = x.keys
+    t.dk.fill(0.0)
+    t.dv.fill(0.0)
+    column = at.column + w * ROWS
+    limits, (start, stop) = limits_of(column, work, x), whole_blocks(column, at, work, x)
+    for n in cutlass.range_constexpr(2 * c.key_tiles):  # dQ takes the keys of both warpgroups
+        cute.arch.mbarrier_wait(room.held_full + n, held)
+    for _ in cutlass.range(work.group, unroll=1):
+        if cutlass.const_expr(x.form != "full"):
+            for step in cutlass.range(start - at.start, unroll=1):
+                cut_off = limits.within((at.start + step) * c.tile_m)
                 turn = summing_block(t, w, turn, cut_off, room, work, x)
-        scaled(t.dk, work.scale)
-        cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)  # all have read K and V for the last time
-        finish(t.dv, by.dv, at_room(room.dv, w), room.done + c.key_tiles + w, x)
-        finish(t.dk, by.dk, at_room(room.dk, w), room.done + w, x)
-        held = 1 - held
+        for _ in cutlass.range(stop - start, unroll=1):
+            turn = summing_block(t, w, turn, None, room, work, x)
+        for step in cutlass.range(at.stop - stop, unroll=1):  # the other end, or that of the keys
+            cut_off = limits.within((stop + step) * c.tile_m)
+            turn = summing_block(t, w, turn, cut_off, room, work, x)
+    scaled(t.dk, work.scale)
+    cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)  # all have read K and V for the last time
+    finish(t.dv, t.by.dv, at_room(room.dv, w), room.done + c.key_tiles + w, x)
+    finish(t.dk, t.by.dk, at_room(room.dk, w), room.done + w, x)
+    return turn
 
 
 @cute.jit
 def make_values(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
     """One warpgroup: P and dV of the 64 keys of each tile."""
-    c, t = x.keys, operands(by, room, 0, x)
-    turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        start, stop = whole_blocks(at.column, at, work, x)
-        limits = limits_of(at.column, work, x)
-        t.dv.fill(0.0)
-        cute.arch.mbarrier_wait(room.held_full, held)
-        for _ in cutlass.range(work.group, unroll=1):
-            turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-            if cutlass.const_expr(x.form != "full"):
-                for step in cutlass.range(start - at.start, unroll=1):
-                    turn = value_block(t, turn, limits.within((at.start + step) * c.tile_m), room, work, x)
-            for _ in cutlass.range(stop - start, unroll=1):
-                turn = value_block(t, turn, None, room, work, x)
-            if cutlass.const_expr(x.form == "band"):
-                for step in cutlass.range(at.stop - stop, unroll=1):
-                    turn = value_block(t, turn, limits.within((stop + step) * c.tile_m), room, work, x)
-            warpgroup.wait_group(0)
-            release_before(room.empty, turn, 1, c.slots)
-        cute.arch.barrier(barrier_id=1, number_of_threads=128)  # all four warps have read K for the last time
-        finish(t.dv, by.dv, at_room(room.dv, 0), room.done, x)
-        held = 1 - held
+    t = operands(by, room, 0, x)
+    body = lambda at, own, held, turn: value_tile(t, room, at, held, turn, own, x)  # noqa: E731
+    each_tile(WALK, backward_walk.at_room(room, 0), work, x, body, new_turn())
+
+
+@cute.jit
+def value_tile(t: Operands, room: Room, at: Place, held, turn: Turn, work: Work, x: cutlass.Constexpr):
+    """Returns the turn, where it is then."""
+    c = x.keys
+    start, stop = whole_blocks(at.column, at, work, x)
+    limits = limits_of(at.column, work, x)
+    t.dv.fill(0.0)
+    cute.arch.mbarrier_wait(room.held_full, held)
+    for _ in cutlass.range(work.group, unroll=1):
+        turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
+        if cutlass.const_expr(x.form != "full"):
+            for step in cutlass.range(start - at.start, unroll=1):
+                turn = value_block(t, turn, limits.within((at.start + step) * c.tile_m), room, work, x)
+        for _ in cutlass.range(stop - start, unroll=1):
+            turn = value_block(t, turn, None, room, work, x)
+        if cutlass.const_expr(x.form == "band"):
+            for step in cutlass.range(at.stop - stop, unroll=1):
+                turn = value_block(t, turn, limits.within((stop + step) * c.tile_m), room, work, x)
+        warpgroup.wait_group(0)
+        release_before(room.empty, turn, 1, c.slots)
+    cute.arch.barrier(barrier_id=1, number_of_threads=128)  # all four warps have read K for the last time
+    finish(t.dv, t.by.dv, at_room(room.dv, 0), room.done, x)
+    return turn
 
 
 @cute.jit
 def make_keys(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
     """One warpgroup: dS and dK of the 64 keys of each tile."""
-    c, t = x.keys, operands(by, room, 0, x)
-    turn, held = Turn(I32(0), I32(0), I32(0), I32(0)), I32(0)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        t.dk.fill(0.0)
-        cute.arch.mbarrier_wait(room.held_full + 1, held)
-        turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-        for _ in cutlass.range(work.group * (at.stop - at.start), unroll=1):
-            turn = key_block(t, turn, room, x)
-        warpgroup.wait_group(0)
-        release_before(room.empty, turn, 2, c.slots)
-        scaled(t.dk, work.scale)
-        cute.arch.barrier(barrier_id=2, number_of_threads=128)  # all four warps have read V for the last time
-        finish(t.dk, by.dk, at_room(room.dk, 0), room.done + 1, x)
-        held = 1 - held
+    t = operands(by, room, 0, x)
+    body = lambda at, own, held, turn: gradient_tile(t, room, at, held, turn, own, x)  # noqa: E731
+    each_tile(WALK, backward_walk.at_room(room, 1), work, x, body, new_turn())
+
+
+@cute.jit
+def gradient_tile(t: Operands, room: Room, at: Place, held, turn: Turn, work: Work, x: cutlass.Constexpr):
+    """Returns the turn, where it is then."""
+    c = x.keys
+    t.dk.fill(0.0)
+    cute.arch.mbarrier_wait(room.held_full + 1, held)
+    turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
+    for _ in cutlass.range(work.group * (at.stop - at.start), unroll=1):
+        turn = key_block(t, turn, room, x)
+    warpgroup.wait_group(0)
+    release_before(room.empty, turn, 2, c.slots)
+    scaled(t.dk, work.scale)
+    cute.arch.barrier(barrier_id=2, number_of_threads=128)  # all four warps have read V for the last time
+    finish(t.dk, t.by.dk, at_room(room.dk, 0), room.done + 1, x)
+    return turn
 
 
 # -- Kernel and launch ---------------------------------------------------------------------------------------------
@@ -671,7 +768,7 @@ class Tensors(NamedTuple):
 def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
     """Within a traced function of the host's."""
     c, element, tall = x.keys, ELEMENT[x.dtype], LayoutEnum.ROW_MAJOR
-    seen = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))  # noqa: E731
+    seen = lambda t: by_rows(t, x)  # noqa: E731
     block = lambda width: sm90.make_smem_layout_b(tall, (ROWS, c.tile_m, width), element, 1)  # noqa: E731
     slots = lambda width: staged(block(width), c.slots, c.slot_elements)  # noqa: E731
     rooms = lambda layout: staged(layout, c.key_tiles, c.room_elements)  # noqa: E731

@@ -2,7 +2,7 @@
 
 Roles of a CTA of ``1 + W`` warpgroups, persistent over tiles of ``64 W`` queries::
 
-    warp 0       load_rows    64 rows of Q and of dO for each warpgroup, once a tile
+    warp 0       load_rows    64 rows of Q and of dO for each warpgroup, once a tile; packed, which tile it is
     warp 1       load_keys    the key blocks from the last to the first: Vn Kn .. V0 K0
     warps 2, 3   store        dQ of one warpgroup each
     warpgroups   compute      S = Q Kᵀ and dP = dO Vᵀ, dS in registers, dQ += dS K; 64 rows each
@@ -22,7 +22,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import schedule, tile
+from tilewise.backends.hopper import backward_walk, packed, schedule, tile
 from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.backward_tile import (
     Limits,
@@ -30,6 +30,7 @@ from tilewise.backends.hopper.backward_tile import (
     allocated,
     at_slot,
     band,
+    by_rows,
     hold,
     own_place,
     probabilities,
@@ -41,6 +42,7 @@ from tilewise.backends.hopper.backward_tile import (
     to_operand,
     turned,
 )
+from tilewise.backends.hopper.backward_walk import Sequence, each_tile, take_tiles
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward import (
     ELEMENT,
@@ -56,7 +58,7 @@ from tilewise.backends.hopper.forward import (
 
 
 class Tmas(NamedTuple):
-    """Descriptors, coordinates and shared layouts of (rows, columns, head, batch)."""
+    """Descriptors, coordinates and shared layouts of (rows, columns, head, batch), or as :func:`packed.ragged` has them."""
 
     q: cpasync.TmaInfo
     do: cpasync.TmaInfo
@@ -86,6 +88,7 @@ class Room(NamedTuple):
     held_empty: cute.Pointer
     done: cute.Pointer
     pin: cute.Pointer
+    boxes: backward_walk.Boxes
 
 
 def order(work: Work, x: Backward) -> schedule.Order:
@@ -107,19 +110,43 @@ def rounds_of(work: Work, x: Backward):
     return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
 
 
+def packed_tile(n, work: Work, x: Backward) -> packed.Tile:
+    """The longest of a sequence first."""
+    rows = lambda n: packed.rows_of(n, work.starts.cu_q, work.seqlen_q, rest=True)  # noqa: E731
+    tiles_of = lambda n: packed.in_tiles(rows(n), x.queries.tile_m)  # noqa: E731
+    found = backward_walk.packed_tile(n, work.heads * work.group, tiles_of, work)
+    return found if x.form == "full" else found._replace(row=tiles_of(PICK.larger(found.sequence, 0)) - 1 - found.row)
+
+
+def packed_place(of: packed.Tile, work: Work, x: Backward) -> tuple[Place, Work]:
+    """A tile's place, and its sequence's numbers. The rows of a sequence without keys, and those past the last sequence, have
+    no key blocks."""
+    c, sequence = x.queries, Sequence.of(of.sequence, work, x, rest_q=True)
+    own, row = sequence.numbers, of.row * x.queries.tile_m
+    start, stop = schedule.key_blocks(row, c.tile_m, c.tile_n, band(own, x), PICK)
+    stop = I32(cutlass.select_(own.seqlen_k > 0, I32(stop), I32(start)))
+    at = backward_walk.own_of(of.sequence, sequence.q, sequence.seen, work, x)
+    return Place(row, of.head, of.sequence, I32(start), stop, own=at), own
+
+
+WALK = backward_walk.Walk(rounds_of, place_of, packed_tile, packed_place)
+
+
 # -- Shared memory -------------------------------------------------------------------------------------------------
 
 
 def allocate(tmas: Tmas, x: Backward) -> Room:
     """In the order of :attr:`QueryTiles.shared`; V's blocks are K's, and dQ's tiles Q's, seen otherwise."""
     smem, c = cutlass.utils.SmemAllocator(), x.queries
-    full = smem.allocate_array(cutlass.Int64, c.barriers + 1)
+    full = smem.allocate_array(cutlass.Int64, c.barriers + 1 + backward_walk.room_for(x, c.warpgroups))
     sizes = (*[c.warpgroups * c.room_elements] * 2, c.slots * c.slot_elements)
     q, do, k = (allocated(smem, elements, x.dtype) for elements in sizes)
     empty, held_full = full + c.slots, full + 2 * c.slots
     held_empty, done = held_full + c.warpgroups, held_full + 2 * c.warpgroups
     rooms = (q, tmas.q), (do, tmas.do), (q, tmas.dq), (k, tmas.k), (k, tmas.v)
-    return Room(*(seen_as(*room) for room in rooms), full, empty, held_full, held_empty, done, full + c.barriers)
+    bars = full, empty, held_full, held_empty, done
+    boxes = backward_walk.boxes(full + c.barriers + 1)
+    return Room(*(seen_as(*room) for room in rooms), *bars, full + c.barriers, boxes)
 
 
 @cute.jit
@@ -135,6 +162,7 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
                 cute.arch.mbarrier_init(room.held_full + n, 1)
                 cute.arch.mbarrier_init(room.held_empty + n, 1)
                 cute.arch.mbarrier_init(room.done + n, 128)
+            backward_walk.start_barriers(room.boxes, x)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -145,39 +173,46 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
 @cute.jit
 def load_rows(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
     """One warp: Q and dO of every tile, as soon as the dQ that lay there has left."""
-    c, phase = x.queries, I32(1)  # a new barrier lets phase 1 pass
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        gQ, sQ = cut(tmas.q, (ROWS, c.width), (None, 0), at.head, at.batch, room.q)
-        gO, sO = cut(tmas.do, (ROWS, c.width_v), (None, 0), at.head, at.batch, room.do)
-        for w in cutlass.range_constexpr(c.warpgroups):
+
+    def of_tile(at: Place, of: packed.Tile | None, phase) -> None:
+        c = x.queries
+        gQ, sQ = cut(tmas.q, (ROWS, c.width), (None, 0), at.head, at.rows, room.q)
+        gO, sO = cut(tmas.do, (ROWS, c.width_v), (None, 0), at.head, at.rows, room.do)
+        for w in range(c.warpgroups):
             m, full = at.row // ROWS + w, room.held_full + w
+            backward_walk.hand_on(of, room, w, phase)
             cute.arch.mbarrier_wait(room.held_empty + w, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * ROWS * (c.width + c.width_v))
             cute.copy(tmas.q.atom, gQ[None, m], sQ[None, w], tma_bar_ptr=full)
             cute.copy(tmas.do.atom, gO[None, m], sO[None, w], tma_bar_ptr=full)
-        phase = 1 - phase
+
+    take_tiles(WALK, room, x.queries.warpgroups, work, x, of_tile)
 
 
 @cute.jit
 def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
     """One warp: the key blocks of every tile, V first: K is kept until the next block's scores are made, and so three slots
     suffice for all of the next block to come meanwhile."""
-    c = x.queries
+    load = lambda at, own, phase, ring: load_blocks(tmas, room, at, ring, own, x)  # noqa: E731
+    each_tile(WALK, backward_walk.ahead(room, x.queries.warpgroups), work, x, load, (I32(0), I32(1)))
+
+
+@cute.jit
+def load_blocks(tmas: Tmas, room: Room, at: Place, ring: tuple, work: Work, x: cutlass.Constexpr):
+    """A tile's key blocks. Returns the ring, where it is then."""
+    c, slot, phase = x.queries, *ring
     k_bytes, v_bytes = 2 * c.tile_n * c.width, 2 * c.tile_n * c.width_v
-    slot, phase = I32(0), I32(1)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        head_k = at.head // work.group
-        gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.batch, room.k)
-        gV, sV = cut(tmas.v, (c.tile_n, c.width_v), (None, 0), head_k, at.batch, room.v)
-        for step in cutlass.range(at.stop - at.start, unroll=1):
-            n = at.stop - 1 - step
-            fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
-            slot, phase = schedule.after(slot, phase, c.slots)
-            fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
-            slot, phase = schedule.after(slot, phase, c.slots)
+    head_k = at.head // work.group
+    gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.keys, room.k)
+    gV, sV = cut(tmas.v, (c.tile_n, c.width_v), (None, 0), head_k, at.keys, room.v)
+    for step in cutlass.range(at.stop - at.start, unroll=1):
+        n = at.stop - 1 - step
+        fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
+        slot, phase = schedule.after(slot, phase, c.slots)
+        fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
+        slot, phase = schedule.after(slot, phase, c.slots)
+    return slot, phase
 
 
 # -- Store ---------------------------------------------------------------------------------------------------------
@@ -186,17 +221,18 @@ def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
 @cute.jit
 def store(tmas: Tmas, room: Room, w, work: Work, x: cutlass.Constexpr):
     """One warp for each computing warpgroup w: its dQ to global memory; rows past the last are dropped there."""
-    c, phase = x.queries, I32(0)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        gQ, sQ = cut(tmas.dq, (ROWS, c.width), (None, 0), at.head, at.batch, room.dq)
+
+    def put(at: Place, own: Work, phase, state):
+        gQ, sQ = cut(tmas.dq, (ROWS, x.queries.width), (None, 0), at.head, at.rows, room.dq)
         cute.arch.mbarrier_wait(room.done + w, phase)
         cute.copy(tmas.dq.atom, sQ[None, w], gQ[None, at.row // ROWS + w])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(room.held_empty + w)
-        phase = 1 - phase
+        return state
+
+    each_tile(WALK, backward_walk.at_room(room, w), work, x, put, ())
 
 
 # -- Compute -------------------------------------------------------------------------------------------------------
@@ -285,7 +321,8 @@ def statistics_of(t: Operands, lse2: cute.Tensor, delta: cute.Tensor, at: Place,
     """Of a thread's two rows of the warpgroup's, which begin at ``row``; both go on past the last query."""
     for r in range(2):
         i = row + tile.row_of(cute.arch.thread_idx()[0] % 128, r)
-        t.lse2[r], t.delta[r] = lse2[at.batch, at.head, i], delta[at.batch, at.head, i]
+        place = (at.batch, at.head, i) if at.own is None else (0, at.head, at.own.line + i)
+        t.lse2[r], t.delta[r] = lse2[place], delta[place]
 
 
 @cute.jit
@@ -293,32 +330,38 @@ def compute(
     room: Room, w, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work: Work, x: cutlass.Constexpr
 ):  # fmt: skip
     """One warpgroup: dQ of 64 rows of each tile."""
-    c, t = x.queries, operands(by, room, x)
-    turn, held = Turn(I32(0), I32(0), I32(0)), I32(0)
-    for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-        at = place_of(round_, work, x)
-        row = at.row + w * ROWS
-        start, stop = schedule.whole_blocks(row, ROWS, c.tile_n, band(work, x), (at.start, at.stop), PICK)
-        limits = limits_of(row, work, x)
-        statistics_of(t, lse2, delta, at, row)
-        t.dq.fill(0.0)
-        cute.arch.mbarrier_wait(room.held_full + w, held)
-        turn = Turn(turn.slot, turn.phase, I32(0))
-        for step in cutlass.range(at.stop - stop, unroll=1):  # the diagonal, and the end of the keys
-            turn = key_block(t, w, turn, limits.within((at.stop - 1 - step) * c.tile_n), room, work, x)
-        for _ in cutlass.range(stop - start, unroll=1):
-            turn = key_block(t, w, turn, None, room, work, x)
-        if cutlass.const_expr(x.form == "band"):
-            for step in cutlass.range(start - at.start, unroll=1):  # the other end
-                turn = key_block(t, w, turn, limits.within((start - 1 - step) * c.tile_n), room, work, x)
-        warpgroup.wait_group(0)
-        release_before(room.empty, turn, c.slots)
-        scaled(t.dq, work.scale)
-        cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
-        put(t.dq, by.dq, room.dq[None, None, w], x.dtype)
-        cute.arch.fence_view_async_shared()
-        cute.arch.mbarrier_arrive(room.done + w)
-        held = 1 - held
+    t = operands(by, room, x)
+    body = lambda at, own, held, turn: query_tile(t, w, (lse2, delta), room, at, held, turn, own, x)  # noqa: E731
+    each_tile(WALK, backward_walk.at_room(room, w), work, x, body, Turn(I32(0), I32(0), I32(0)))
+
+
+@cute.jit
+def query_tile(
+    t: Operands, w, lines: tuple, room: Room, at: Place, held, turn: Turn, work: Work, x: cutlass.Constexpr
+):  # fmt: skip
+    """Returns the turn, where it is then."""
+    c, row = x.queries, at.row + w * ROWS
+    start, stop = schedule.whole_blocks(row, ROWS, c.tile_n, band(work, x), (at.start, at.stop), PICK)
+    limits = limits_of(row, work, x)
+    statistics_of(t, *lines, at, row)
+    t.dq.fill(0.0)
+    cute.arch.mbarrier_wait(room.held_full + w, held)
+    turn = Turn(turn.slot, turn.phase, I32(0))
+    for step in cutlass.range(at.stop - stop, unroll=1):  # the diagonal, and the end of the keys
+        turn = key_block(t, w, turn, limits.within((at.stop - 1 - step) * c.tile_n), room, work, x)
+    for _ in cutlass.range(stop - start, unroll=1):
+        turn = key_block(t, w, turn, None, room, work, x)
+    if cutlass.const_expr(x.form == "band"):
+        for step in cutlass.range(start - at.start, unroll=1):  # the other end
+            turn = key_block(t, w, turn, limits.within((start - 1 - step) * c.tile_n), room, work, x)
+    warpgroup.wait_group(0)
+    release_before(room.empty, turn, c.slots)
+    scaled(t.dq, work.scale)
+    cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
+    put(t.dq, t.by.dq, room.dq[None, None, w], x.dtype)
+    cute.arch.fence_view_async_shared()
+    cute.arch.mbarrier_arrive(room.done + w)
+    return turn
 
 
 # -- Kernel and launch ---------------------------------------------------------------------------------------------
@@ -357,7 +400,7 @@ class Tensors(NamedTuple):
 def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
     """Within a traced function of the host's."""
     c, element, tall = x.queries, ELEMENT[x.dtype], LayoutEnum.ROW_MAJOR
-    seen = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))  # noqa: E731
+    seen = lambda t: by_rows(t, x)  # noqa: E731
     a = lambda width: sm90.make_smem_layout_a(tall, (ROWS, c.tile_n, width), element, 1)  # noqa: E731
     b = lambda width: sm90.make_smem_layout_b(tall, (ROWS, c.tile_n, width), element, 1)  # noqa: E731
     rooms = lambda layout: staged(layout, c.warpgroups, c.room_elements)  # noqa: E731

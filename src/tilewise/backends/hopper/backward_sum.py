@@ -19,8 +19,9 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.utils import LayoutEnum
 
+from tilewise.backends.hopper import backward_walk, packed
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
-from tilewise.backends.hopper.backward_tile import at_slot, put, put_fragment, scaled, turned
+from tilewise.backends.hopper.backward_tile import at_slot, by_rows, put, put_fragment, scaled, turned
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.forward import ELEMENT, F32, I32, cut, staged
 
@@ -139,24 +140,41 @@ def add_all(dq: cute.Tensor, room: Room, w: cutlass.Constexpr, start, stop, phas
 # -- What follows --------------------------------------------------------------------------------------------------
 
 
+class Sums(NamedTuple):
+    """``parts`` (batch, heads_q, block, warpgroup, PART); where packed sequences begin, if they are, and their rows."""
+
+    parts: cute.Tensor
+    cu: cute.Tensor | None
+    rows: I32
+
+
+def place_of(block, batch, sums: Sums, x: Backward) -> tuple:
+    """Where a block's rows are, as :func:`cut` takes it, and which block of those it is."""
+    if not x.packed:
+        return batch, block
+    start_of = lambda n: backward_walk.first_block(n, sums.cu, sums.rows, x)  # noqa: E731
+    sequence = packed.holder(block, start_of, cute.size(sums.cu))
+    return packed.rows_of(sequence, sums.cu, sums.rows, rest=True), block - start_of(sequence)
+
+
 @cute.kernel
-def kernel(sums: cute.Tensor, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cutlass.Constexpr):
-    """Grid: query blocks, of all heads and batch elements one after the other; a warpgroup for each part. ``sums`` (batch,
-    heads_q, block, warpgroup, PART)."""
-    blocks, heads, n = sums.shape[2], sums.shape[1], cute.arch.block_idx()[0]
+def kernel(sums: Sums, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cutlass.Constexpr):
+    """Grid: query blocks, of all heads and batch elements one after the other; a warpgroup for each part."""
+    blocks, heads, n = sums.parts.shape[2], sums.parts.shape[1], cute.arch.block_idx()[0]
     block, head, batch = n % blocks, n // blocks % heads, n // blocks // heads
     thread, halves = cute.arch.thread_idx()[0] % 128, x.keys.tile_m // ROWS
     w = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
     layout = dq.smem_layout
     room = cutlass.utils.SmemAllocator().allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
     acc = cute.make_rmem_tensor(by.partition_shape_C((ROWS, ROWS)), F32)
-    source = cute.make_tensor(sums[batch, head, block, w, None].iterator, cute.make_layout((4, 128, FOURS)))
+    source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, cute.make_layout((4, 128, FOURS)))
     cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, FOURS))))
     scaled(acc, scale)
     put(acc, by, room[None, None, w], x.dtype)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)
-    gQ, sQ = cut(dq, (ROWS, ROWS), (None, None), head, batch, room)
+    rows, block = place_of(block, batch, sums, x)
+    gQ, sQ = cut(dq, (ROWS, ROWS), (None, None), head, rows, room)
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
         row, column = (block * 2 + w, 0) if cutlass.const_expr(halves == 2) else (block, w)
         cute.copy(dq.atom, sQ[None, w], gQ[None, row, column])
@@ -164,15 +182,15 @@ def kernel(sums: cute.Tensor, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-def launch(sums: cute.Tensor, dq: cute.Tensor, scale, stream, x: Backward) -> None:
+def launch(sums: Sums, dq: cute.Tensor, scale, stream, x: Backward) -> None:
     """Within a traced function of the host's; ``dq`` (batch, seqlen_q, heads_q, D)."""
     element = ELEMENT[x.dtype]
     layout = sm90.make_smem_layout_epi(element, LayoutEnum.ROW_MAJOR, (ROWS, ROWS), 1)
-    seen = cute.make_tensor(dq.iterator, cute.select(dq.layout, mode=[1, 3, 2, 0]))
     info = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), seen, staged(layout, KEY_GROUPS, PART), (ROWS, ROWS)
+        cpasync.CopyBulkTensorTileS2GOp(), by_rows(dq, x), staged(layout, KEY_GROUPS, PART), (ROWS, ROWS)
     )
     kernel.set_name_prefix(f"{x.name}_sum", remove_cutlass_symbol=True, keep_mangled_name=False)
+    batch, heads, blocks = sums.parts.shape[:3]
     kernel(sums, info, product(x), scale, x).launch(
-        grid=[sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1], block=[128 * KEY_GROUPS, 1, 1], stream=stream
+        grid=[blocks * heads * batch, 1, 1], block=[128 * KEY_GROUPS, 1, 1], stream=stream
     )

@@ -12,15 +12,27 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
-from tilewise.backends.hopper import schedule, tile
+from tilewise.backends.hopper import packed, schedule, tile
 from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.config import ALIGNMENT
 from tilewise.backends.hopper.forward import ELEMENT, F32, I32, release
 
 
+class Starts(NamedTuple):
+    """Of packed sequences. ``cu_q``, ``cu_k`` (sequence + 1,), int32: where they begin; ``first``, ``last``: no other keys of each
+    count; ``queue`` (1,), int32: how many tiles of a pass were taken after each CTA's first."""
+
+    cu_q: cute.Tensor
+    cu_k: cute.Tensor
+    queue: cute.Tensor
+    first: I32
+    last: I32
+
+
 class Work(NamedTuple):
-    """Numbers of a launch. ``lo``, ``hi``: the band's ends. ``heads``: of k and v; each serves ``group`` of q. ``scale``:
-    softmax_scale. ``scale2``: softmax_scale · log2(e); with a softcap, cap · log2(e), and ``cap2`` as in :func:`tile.soften`."""
+    """Numbers of a launch, or of a packed sequence. ``lo``, ``hi``: the band's ends. ``heads``: of k and v; each serves ``group``
+    of q. ``scale``: softmax_scale. ``scale2``: softmax_scale · log2(e); with a softcap, cap · log2(e), and ``cap2`` as in
+    :func:`tile.soften`."""
 
     seqlen_q: I32
     seqlen_k: I32
@@ -33,6 +45,7 @@ class Work(NamedTuple):
     scale: F32
     scale2: F32
     cap2: F32
+    starts: Starts | None = None
 
 
 def band(work: Work, x: Backward) -> schedule.Band:
@@ -114,6 +127,11 @@ def seen_as(room: cute.Pointer, info) -> cute.Tensor:
     """A room with the layout that a descriptor's tiles have."""
     layout = info.smem_layout
     return cute.make_tensor(cute.recast_ptr(room, layout.inner), layout.outer)
+
+
+def by_rows(t: cute.Tensor, x: Backward) -> cute.Tensor:
+    """(batch, row, head, column) as (row, column, head, batch), or as :func:`packed.ragged` has it."""
+    return packed.ragged(t) if x.packed else cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
 
 
 def at_slot(t: cute.Tensor, n) -> cute.Tensor:

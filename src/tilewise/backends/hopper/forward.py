@@ -193,11 +193,11 @@ def place_of(round_, work: Work, x: Config) -> Place:
 def packed_tile(n, work: Work, x: Config) -> packed.Tile:
     """The n-th tile of packed sequences: all heads of a row of tiles, then the next row, the longest of a sequence first. Of no
     sequence: there is none."""
-    rows = x.tile_queries
-    sequence, block, count = packed.find(n // work.heads_q, work.extra.cu_q, work.seqlen_q, rows)
+    rows, cu = x.tile_queries, work.extra.cu_q
+    tiles_of = lambda sequence: packed.in_tiles(packed.rows_of(sequence, cu, work.seqlen_q, rest=True), rows)  # noqa: E731
+    sequence, block, count = packed.find(n // work.heads_q, tiles_of, cute.size(cu))
     if x.has_upper:
-        last = (packed.rows_of(sequence, work.extra.cu_q, work.seqlen_q, rest=True).size + rows - 1) // rows - 1
-        block = last - block
+        block = tiles_of(sequence) - 1 - block
     sequence = I32(cutlass.select_(n < count * work.heads_q, sequence, I32(-1)))
     return packed.Tile(sequence, block * rows, n % work.heads_q)
 

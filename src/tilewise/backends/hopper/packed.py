@@ -70,19 +70,17 @@ def matrix(t: cute.Tensor, head, span: Span, columns_first: bool) -> cute.Tensor
 
 
 @cute.jit
-def find(m, cu: cute.Tensor, total, rows: cutlass.Constexpr):
-    """``(sequence, tile, tiles)``: the sequence that the m-th tile of ``rows`` rows is of, which of the sequence's tiles it is,
-    and how many tiles there are in all. The rows past the last sequence count as one more.
+def find(m, tiles_of: cutlass.Constexpr, count):
+    """``(sequence, tile, tiles)``: the sequence that the m-th tile is of, which of the sequence's tiles it is, and how many tiles
+    there are in all, where the n-th of ``count`` sequences has ``tiles_of(n)``. The rows past the last one count as one more.
 
     A warp counts the tiles of 32 sequences at a time: no host knows them, and a lookup costs no chain of loads.
     """
-    lane, count = cute.arch.thread_idx()[0] % 32, cute.size(cu)
+    lane = cute.arch.thread_idx()[0] % 32
     before, sequence, block = I32(0), I32(0), I32(0)
     for first in cutlass.range(0, count, 32, unroll=1):
-        n = cutlass.min(first + lane, count - 1)
-        start, stop = cutlass.min(cu[n], total), cutlass.min(cu[cutlass.min(n + 1, count - 1)], total)
-        stop = cutlass.select_(n == count - 1, I32(total), I32(stop))
-        own = I32(cutlass.select_(first + lane < count, I32((stop - start + rows - 1) // rows), I32(0)))
+        tiles = tiles_of(cutlass.min(first + lane, count - 1))
+        own = I32(cutlass.select_(first + lane < count, I32(tiles), I32(0)))
         upto = own  # of this and the lanes before
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync(upto, lane - (1 << step))
@@ -103,6 +101,35 @@ def take(queue: cute.Tensor):
     if cute.arch.thread_idx()[0] % 32 == 0:
         n = cute.arch.atomic_add(queue.iterator, I32(1), sem="relaxed", scope="gpu") + cute.arch.grid_dim()[0]
     return cute.arch.make_warp_uniform(n)
+
+
+@cute.jit
+def holder(place, start_of: cutlass.Constexpr, count):
+    """The last of ``count`` sequences whose ``start_of(n)`` is not past the place; the starts grow, from 0 on.
+
+    A warp tries 32 sequences at a time, first far apart, then between two of those.
+    """
+    lane, low, left = cute.arch.thread_idx()[0] % 32, I32(0), I32(count)
+    while left > 1:
+        step = (left + 31) // 32
+        n = cutlass.min(low + lane * step, count - 1)
+        # As numbers: both are below 1 where the sequence is one of those left and starts no later.
+        late = cutlass.max(start_of(n) - place, lane * step - left + 1)
+        found = cute.arch.popc(cute.arch.vote_ballot_sync(late <= 0)) - 1
+        low = I32(low + found * step)
+        left = I32(cutlass.min(step, left - found * step))
+    return cute.arch.make_warp_uniform(low)
+
+
+def spaced(sequence, cu: cute.Tensor, total, between: int, step: int):
+    """Where a sequence begins in a buffer that has more room for each than its rows, as a multiple of ``step``: no two overlap,
+    if its rows and ``between - step`` others are enough."""
+    return (cutlass.min(cu[sequence], total) + sequence * between) // step
+
+
+def in_tiles(span: Span, rows: int):
+    """How many tiles of ``rows`` rows."""
+    return (span.size + rows - 1) // rows
 
 
 def rows_of(sequence, cu: cute.Tensor, total, rest: bool) -> Span:

@@ -242,7 +242,7 @@ def modules() -> dict[str, types.ModuleType]:
         jit=plain, kernel=plain, arch=arch, math=math, copy=copy,
         size=lambda s, mode=None: prod(s.shape[:1] if isinstance(s, RegisterRow) else s.shape) if mode is None else s.shape[mode[0]],
         make_rmem_tensor=lambda shape, kind: RegisterRow(shape[0]),
-        domain_offset=lambda at, t: Global(t.values[at[0] :]),
+        domain_offset=lambda at, t: Global(t.values[at[0] :]), assume=assume,
     )  # fmt: skip
     cutlass = types.ModuleType("cutlass")
     vars(cutlass).update(
@@ -258,6 +258,11 @@ def modules() -> dict[str, types.ModuleType]:
     driver, bindings, cuda = (types.ModuleType(n) for n in ("cuda.bindings.driver", "cuda.bindings", "cuda"))
     bindings.driver, cuda.bindings = driver, bindings
     return {m.__name__: m for m in (cutlass, cute, nvgpu, utils, helpers, driver, bindings, cuda)}
+
+
+def assume(n: int, divby: int) -> int:
+    assert n % divby == 0
+    return n
 
 
 def shuffle(x: np.ndarray, lane):
@@ -390,10 +395,15 @@ def _stand_in(forward, tile) -> None:
     for stand_in in (operands, to_p, put_lse, put_row, put_tile, cut):
         setattr(forward, stand_in.__name__, stand_in)
     forward.combine.put = put_merged
+    stand_in_for_queues(tile, forward.packed)
+    tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
+
+
+def stand_in_for_queues(tile, packed) -> None:
+    """What packed sequences' tiles are handed on by."""
     tile.put_words = lambda pointer, numbers: pointer.barriers.__setitem__(pointer.at, numbers)
     tile.get_words = lambda pointer, count: pointer.barriers[pointer.at]
-    forward.packed.take = take
-    tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
+    packed.take = take
 
 
 def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]:

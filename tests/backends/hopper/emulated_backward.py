@@ -23,6 +23,7 @@ from tests.backends.hopper.emulated import (
     imported,
     role,
     rounded,
+    stand_in_for_queues,
 )
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
 from tilewise.backends.hopper.config import ROWS
@@ -57,12 +58,12 @@ class Words:
             self.values[n % 2, n - n % 2 + m] = pair[m]
 
 
-OTHERS = ("backward_sum", "forward", "combine", "packed")
+OTHERS = ("backward_sum", "backward_walk", "packed", "forward", "combine")
 
 
 def load(name: str):
     """A pass's module with everything stood in for."""
-    kernel, part, tile, *others = imported(f"backward_{name}", "backward_tile", "tile", *OTHERS)
+    kernel, part, tile, sums, _, packed, *_ = imported(f"backward_{name}", "backward_tile", "tile", *OTHERS)
     places = Places(tile)
 
     def products(mma, acc, pairs, overwrite: bool) -> None:
@@ -112,11 +113,12 @@ def load(name: str):
         "as_accumulator": lambda operand, acc: operand, "put_fragment": put_fragment, "write_part": write_part, "add": add,
         "as_rows_columns": lambda operand, acc: operand.values, "operands": OPERANDS[name], "cut": cut,
     }  # fmt: skip
-    for where in (kernel, part, others[0]):
+    for where in (kernel, part, sums):
         for key, value in stands_in.items():
             if hasattr(where, key) and (key != "operands" or where is kernel):
                 setattr(where, key, value)
-    part.words = Words
+    stand_in_for_queues(tile, packed)
+    part.words, kernel.Starts = Words, part.Starts
     tile.pack = lambda low, high, dtype: (rounded(low, dtype), rounded(high, dtype))
     tile.rows_columns = lambda acc: acc.values
     return kernel
@@ -168,8 +170,9 @@ class Part(np.ndarray):
         return np.asarray(self).sum(0, dtype=np.float32)
 
 
-def run_rows(x: Backward, o, do, lse, dlse, lines: int) -> tuple[np.ndarray, np.ndarray]:
-    """``(lse2, delta)`` by the kernel of the rows, one CTA after the other; a CTA's threads are one NumPy axis."""
+def run_rows(x: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.ndarray, np.ndarray]:
+    """``(lse2, delta)`` by the kernel of the rows, one CTA after the other; a CTA's threads are one NumPy axis. ``cu``: where packed
+    sequences begin."""
     kernel, *_ = imported("backward_rows", "backward_tile", "tile", *OTHERS)
     threads, at = np.arange(kernel.THREADS), [0]
     kernel.cute.ReductionOp = SimpleNamespace(ADD=None)
@@ -186,25 +189,26 @@ def run_rows(x: Backward, o, do, lse, dlse, lines: int) -> tuple[np.ndarray, np.
         found = t.values[np.minimum(i, t.shape[0] - 1), np.minimum(columns, t.shape[1] - 1)]
         return np.where(inside, found, 0.0).view(Part)
 
-    def by_first(t, batch, head, i, lane, total) -> None:
+    def by_first(t, batch, head, row, lane, total) -> None:
         for n in threads[lane == 0]:
-            kernel.write(t, batch, head, int(i[n]), total[n])
+            kernel.write(t, batch, head, kernel.Row(int(row.line[n]), int(row.source[n])), total[n])
 
     kernel.part_of, kernel.by_first = part_of, by_first
     made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
-    t = kernel.Tensors(*map(Global, (o, do, lse, dlse, *made)))
+    t = kernel.Tensors(*map(Global, (o, do, lse, dlse, *made)), None if cu is None else Global(cu))
     for at[0] in range(-(-lines // kernel.rows_of(x.keys.width_v)) * lse.shape[0] * lse.shape[1]):
         kernel.kernel(t, x)
     return tuple(made)
 
 
 def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
-    """``(dk, dv)``, and dq or None, of arrays (batch, seqlen, heads, head_dim), one CTA after the other."""
+    """``(dk, dv)``, and dq or None, of arrays (batch, seqlen, heads, head_dim), one CTA after the other; packed sequences are one
+    batch element."""
     kernel, c = load("keys"), x.keys
     dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
-    work = kernel.Work(*work)
+    work = _work(kernel, work)
     tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
-    sums = np.zeros((*t["lse2"].shape[:2], t["lse2"].shape[2] // c.tile_m, KEY_GROUPS, PART), np.float32)
+    sums = np.zeros((*t["lse2"].shape[:2], t["blocks"], KEY_GROUPS, PART), np.float32)
     lines = kernel.Lines(Global(t["lse2"]), Global(t["delta"]), Global(sums))
     names = SimpleNamespace(score=None, dk=None, dv=None)
     by = SimpleNamespace(make=kernel.Operands, make_sum=kernel.backward_sum.Operands, names=names, dk=None, dv=None)
@@ -217,7 +221,7 @@ def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
         out = (v, k) if c.split else (k, v)
         handed = SimpleNamespace(values=None)
         room = kernel.Room(k, v, *out, ring, ring, Rooms(c.slots), handed, full, empty, held_full, held_empty, done,
-                           p_full, p_empty, None, _sum_room(kernel))  # fmt: skip
+                           p_full, p_empty, None, _boxes(kernel, KEY_GROUPS), _sum_room(kernel))  # fmt: skip
         compute = kernel.compute_and_sum if c.summed else kernel.compute
         groups = [lambda w=w, room=room, compute=compute: compute(room, w, by, work, x) for w in range(2)]
         if c.split:
@@ -230,7 +234,20 @@ def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
             lambda room=room: kernel.load_queries(tmas, lines, room, work, x),
         ]
         _together([(False, body) for body in loads + stores] + [(True, body) for body in groups], cta, ctas)
-    return dk, dv, _placed(sums, t["q"].shape, c.tile_m, work.scale) if c.summed else None
+    return dk, dv, _placed(kernel.backward_sum, sums, t["q"].shape, work, x) if c.summed else None
+
+
+def _work(kernel, numbers: tuple):
+    """``numbers``: of a launch, and then, of packed sequences, as Starts has them."""
+    size = len(kernel.Work._fields) - 1
+    starts = [Global(n) if isinstance(n, np.ndarray) else n for n in numbers[size:]]
+    return kernel.Work(*numbers[:size], kernel.Starts(*starts) if starts else None)
+
+
+def _boxes(kernel, groups: int):
+    return kernel.backward_walk.Boxes(
+        Pointer([None] * kernel.backward_walk.WORDS * (groups + 1)), *bars((1, 1), (1, 1))
+    )
 
 
 def _sum_room(kernel):
@@ -238,26 +255,33 @@ def _sum_room(kernel):
     return kernel.backward_sum.Room(Rooms(2 * KEY_GROUPS), [None] * KEY_GROUPS, *barriers)
 
 
-def _placed(sums: np.ndarray, shape: tuple, tile_m: int, scale) -> np.ndarray:
+def _placed(module, sums: np.ndarray, shape: tuple, work, x: Backward) -> np.ndarray:
     """dQ of its parts, as the kernel that follows puts them in place."""
-    batch, heads, blocks = sums.shape[:3]
+    (batch, heads, blocks), tile_m = sums.shape[:3], x.keys.tile_m
     parts = sums.reshape(batch, heads, blocks, KEY_GROUPS, ROWS, ROWS)
     rows = parts if tile_m == KEY_GROUPS * ROWS else np.swapaxes(parts, 3, 4)  # one after the other, or side by side
-    whole = rows.reshape(batch, heads, blocks * tile_m, -1)
-    return np.swapaxes(whole, 1, 2)[:, : shape[1], :, : shape[3]] * scale
+    whole = np.swapaxes(rows.reshape(batch, heads, blocks * tile_m, -1), 1, 2)[..., : shape[3]] * work.scale
+    if not x.packed:
+        return whole[:, : shape[1]]
+    dq, role.threads = np.full(shape, np.nan, np.float32), 32
+    for block in range(blocks):
+        span, n = module.place_of(block, 0, module.Sums(None, work.starts.cu_q, work.seqlen_q), x)
+        part = dq[0, span.start : span.end][n * tile_m : (n + 1) * tile_m]
+        part[:] = whole[0, block * tile_m :][: len(part)]
+    return dq
 
 
 def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:
     """dq of arrays (batch, seqlen, heads, head_dim), one CTA after the other."""
     kernel, c = load("queries"), x.queries
-    dq, work = np.full_like(t["q"], np.nan), kernel.Work(*work)
+    dq, work = np.full_like(t["q"], np.nan), _work(kernel, work)
     tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dq)))
     by = SimpleNamespace(make=kernel.Operands, names=SimpleNamespace(score=None, dq=None), dq=None)
     w = c.warpgroups
     for cta in range(ctas):
         q, do, ring = Rooms(w), Rooms(w), Rooms(c.slots)
         barriers = bars((c.slots, 1), (c.slots, 4 * w), (w, 1), (w, 1), (w, 128))
-        room = kernel.Room(q, do, q, ring, ring, *barriers, None)
+        room = kernel.Room(q, do, q, ring, ring, *barriers, None, _boxes(kernel, w))
         loads = [
             lambda room=room: kernel.load_rows(tmas, room, work, x),
             lambda room=room: kernel.load_keys(tmas, room, work, x),

@@ -11,11 +11,12 @@ import torch
 import tilewise as tw
 from tests.backends.contract import Call, call, normal
 from tests.backends.hopper import emulated_backward as emulated
-from tests.backends.hopper.test_forward import qkv
+from tests.backends.hopper.test_forward import PACKED, packed_call, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Grads
 from tilewise.backends.hopper import backward_call, backward_config
 from tilewise.backends.hopper.backward_config import KeyTiles, QueryTiles
+from tilewise.backends.hopper.call import LOG2_E
 from tilewise.reference import Reference
 
 QUERIES = QueryTiles(64, 64, 2, 64, 3)  # many blocks, small rings
@@ -32,29 +33,37 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     x = backward_config.choose(c.p)
     x = replace(x, keys=tiles, queries=None if tiles.summed else QUERIES) if tiles else x
     plan, out = backward_call.Plan(c.p, x), Reference().forward(c.p, c.t)
-    given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do}
-    t = {name: tensor.float().numpy() for name, tensor in given.items()}
-    o, lse, dlse = (tensor.float().numpy() for tensor in (out.o.to(c.p.dtype), out.lse, c.dlse))
-    t["lse2"], t["delta"] = emulated.statistics(o, t["do"], lse, dlse, plan.lines)
-    keys, whole = slice(plan.band.start, plan.band.stop), [np.zeros_like(t[name]) for name in ("k", "v")]
-    t["k"], t["v"] = t["k"][:, keys], t["v"][:, keys]
+    given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do, "o": out.o.to(c.p.dtype), "lse": out.lse, "dlse": c.dlse}
+    t = {name: (tensor[None] if c.p.packed else tensor).float().numpy() for name, tensor in given.items()}
+    cu_q, cu_k, *queues = (tensor.numpy() for tensor in plan.starts(c.t)) if c.p.packed else (None, None)
+    rows = [t.pop(name) for name in ("o", "lse", "dlse")]
+    rows.insert(1, t["do"])
+    t["lse2"], t["delta"] = (
+        emulated.run_rows(x, *rows, plan.lines, cu_q) if c.p.packed else emulated.statistics(*rows, plan.lines)
+    )
+    t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
+    t["k"], t["v"] = t["k"][:, plan.keys], t["v"][:, plan.keys]
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
+    scales, ends = scales[:3], scales[3:]
 
-    def work(section: int) -> tuple:
+    def work(section: int, turn: int) -> tuple:
         p = c.p
-        sizes = p.seqlen_q, keys.stop - keys.start, p.heads_k, p.heads_q // p.heads_k, p.batch, section
-        return (*sizes, lo, hi, *map(np.float32, scales))
+        sizes = p.seqlen_q, t["k"].shape[1], p.heads_k, p.heads_q // p.heads_k, p.batch, section
+        starts = (cu_q, cu_k, queues[turn], *ends) if p.packed else ()
+        return (*sizes, lo, hi, *map(np.float32, scales), *starts)
 
-    *found, dq = emulated.run_keys(x, t, work(section_k), min(ctas, ctas_k))
+    *found, dq = emulated.run_keys(x, t, work(section_k, 0), min(ctas, ctas_k))
     for room, part in zip(whole, found, strict=True):
-        room[:, keys] = part
-    dq = emulated.run_queries(x, t, work(section_q), min(ctas, ctas_q)) if dq is None else dq
-    return Grads(*(torch.from_numpy(g).to(c.p.dtype) for g in (dq, *whole)), None, {})
+        room[:, plan.keys] = part
+    dq = emulated.run_queries(x, t, work(section_q, 1), min(ctas, ctas_q)) if dq is None else dq
+    grads = (torch.from_numpy(g[0] if c.p.packed else g).to(c.p.dtype) for g in (dq, *whole))
+    lse, delta = torch.from_numpy(t["lse2"]) / LOG2_E, torch.from_numpy(t["delta"])
+    return Grads(*grads, backward_call.sink_gradient(c.t, lse, delta) if c.p.packed else None, {})
 
 
 def wrong(c: Call, grads: Grads) -> list[str]:
     found = accuracy.tensors(Reference().forward(c.p, c.t), grads)
-    errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge({n: found[n] for n in ("dq", "dk", "dv")})
+    errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge({n: x for n, x in found.items() if n.startswith("d")})
     return [str(e) for e in errors if not e.ok]
 
 
@@ -94,11 +103,34 @@ def test_the_shipped_tiles_compute_the_gradients(dims):
     assert not wrong(c, emulate(c, None, ctas=2))
 
 
+PACKED_PAIRS = [(name, "whole") for name in PACKED] + [(name, "split") for name in ("full", "window", "softcap")]
+PACKED_PAIRS += [(name, "summed") for name in PACKED if name != "softcap"] + [("causal", "summed-wide")]
+
+
+@pytest.mark.parametrize(("name", "form"), PACKED_PAIRS, ids=lambda x: x)
+def test_packed_sequences_have_gradients_each_by_itself(name, form):
+    c = packed_call(name)
+    c.do[c.t.cu_seqlens_q[-1] :] = torch.nan
+    assert not wrong(c, emulate(c, KEYS[form], ctas=3))
+
+
+@pytest.mark.parametrize("form", KEYS)
+def test_a_sequence_s_gradients_never_touch_its_neighbour_s(form):
+    q, k, v = (x[0] for x in qkv(150, 150))
+    cu = torch.tensor([0, 33, 33, 140])
+    c = call(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    for x in (q, k, v, c.do):
+        x[33:] = torch.nan
+    grads = emulate(c, KEYS[form], ctas=2)
+    assert all(torch.isfinite(x[:33]).all() for x in (grads.dq, grads.dk, grads.dv))
+    assert all((x[140:] == 0).all() for x in (grads.dq, grads.dk, grads.dv))
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)], ids=str)
 def test_the_rows_statistics_are_those_of_the_formula(dims):
     c = call(*qkv(150, 40, *(n - 8 for n in dims), batch=2), causal=True)  # rows without keys, and a narrower head
     x, out = backward_config.choose(c.p), Reference().forward(c.p, c.t)
     given = [tensor.float().numpy() for tensor in (out.o, c.do, out.lse, c.dlse)]
-    lines = x.lines(c.p.seqlen_q)
+    lines = x.lines(c.p)
     for got, expected in zip(emulated.run_rows(x, *given, lines), emulated.statistics(*given, lines), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)

@@ -181,16 +181,22 @@ PACKED = {
     "keys": ([90, 5], [200, 100], (0, 0), {"mask": tw.key_range(37, 120) & tw.causal()}),
     "no-keys-at-all": ([9, 70], [0, 0], (3, 0), {"sink": normal(4, seed=8)}),
     "many": ([3] * 40, [11] * 40, (0, 0), {"causal": True}),
+    "softcap": ([70, 0, 33], [90, 4, 20], (1, 1), {"score": tw.softcap(2.0), "causal": True}),
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_sequences_are_each_by_itself(name):
+def packed_call(name: str) -> Call:
+    """With rows of NaN past the last sequence."""
     lengths_q, lengths_k, rest, options = PACKED[name]
     q, k, v = qkv(sum(lengths_q) + rest[0], sum(lengths_k) + rest[1])
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (lengths_q, lengths_k))
     q[:, cu_q[-1] :], k[:, cu_k[-1] :], v[:, cu_k[-1] :] = (torch.nan,) * 3
-    c = without_gradient(call(q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options))
+    return call(q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_are_each_by_itself(name):
+    c = without_gradient(packed_call(name))
     out = emulate(c, SMALL, ctas=3)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     assert not [str(e) for e in errors if not e.ok]

@@ -184,7 +184,9 @@ class Backward:
 
     def grids(self, p: Problem, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
         """Heads of a section and CTAs of the pass over ``seqlen_k`` keys, then those of the pass over queries."""
-        if self.packed:  # tiles at most, as only the device knows the lengths; seen keys and those on either side are tiles apart
+        if (
+            self.packed
+        ):  # tiles at most, as only the device knows the lengths; seen keys and those on either side are tiles apart
             keys = p.heads_k * (seqlen_k // self.keys.tile_n + 3 * (p.batch + 1))
             rows = p.heads_q * (p.seqlen_q // self.tile_m + p.batch + 1)
             return 1, min(keys, cores), 1, min(rows, cores)

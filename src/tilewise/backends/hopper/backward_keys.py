@@ -112,13 +112,14 @@ class Place(NamedTuple):
     own: backward_walk.Own | None = None
 
     @property
-    def rows(self):
-        """Where q's rows are: as :func:`cut` takes it."""
-        return self.batch if self.own is None else self.own.q
+    def keys(self):
+        """Where k's rows are: as :func:`cut` takes it."""
+        return self.batch if self.own is None else self.own.k
 
     @property
-    def keys(self):
-        return self.batch if self.own is None else self.own.k
+    def rows(self):
+        """Those of q."""
+        return self.batch if self.own is None else self.own.q
 
     def line(self, statistic: cute.Tensor, head) -> cute.Tensor:
         """Of a head's rows."""

@@ -1,6 +1,6 @@
 """The Hopper backend on one H200: is every kernel right there, which tiles are fastest, and how it stands to cuDNN.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=src:. python3 bench/gpu_hopper.py --out DIR [--parts check,host,time,cases,stress,memcheck] [--minutes 8.5]
+    OMP_NUM_THREADS=1 PYTHONPATH=src:. python3 bench/gpu_hopper.py --out DIR [--parts check,contract,..] [--minutes 8.5]
 
 Before, on a machine that may lack a GPU: ``make kernels-hopper CANDIDATES=1``. What it leaves in src/tilewise/backends/hopper,
 kernels/ and libtilewise_launcher.so, is ignored by git; beside torch nothing else is needed.
@@ -57,7 +57,7 @@ PREDICTED = {
 PREFIX = {"memcheck": ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")}
 DONE = "all"  # the case of the row that says that a kernel has been through all others
 RESERVE = 170  # seconds that checking leaves for what comes after
-TOGETHER = 10  # processes that check at a time: most of theirs is starting up and float64
+TOGETHER = 4  # processes that check at a time: they share the GPU by turns
 
 
 class Results:
@@ -243,6 +243,44 @@ def check_worker(names: str) -> None:
                 check_one(config, label, c, expected)
         for config in configs:
             emit(part="check", kernel=config.name, case=DONE, state="ok")
+
+
+def contract_calls(device: str) -> Iterator[tuple[str, Call]]:
+    """The contract's cases in 16 bits that the backend does not refuse; without gradients where it refuses those."""
+    backend = Hopper()
+    for case in cases.tagged("contract"):
+        if case.dtype == "float64":
+            continue
+        c = of_case(replace(case, dtype="bfloat16") if case.dtype == "float32" else case, device)
+        for x in (c, forward_only(c)):
+            if not backend.refused(x.p):
+                yield case.name, x
+                break
+
+
+def contract_worker() -> None:
+    backend = Hopper()
+    for label, c in contract_calls(DEVICE):
+        row = {"part": "contract", "case": label, "gradients": c.p.spec.needs_grad}
+        emit(**row, state="begun")
+        try:
+            given = (c.do, c.dlse) if c.p.spec.needs_grad else ()
+            with poisoned():
+                errors = accuracy.check(backend, c.p, c.t, *given)
+            wrong = [str(e) for e in errors if not e.ok]
+            emit(**row, state="wrong" if wrong else "ok", detail="; ".join(wrong))
+        except Exception:
+            emit(**row, state="error", detail=traceback.format_exc()[-800:])
+
+
+def contract(results: Results) -> None:
+    for _, rows, end in processes(results, ["contract"], CHECK_LIMIT, 1):
+        done = {row["case"]: results.add(row) for row in rows}
+        bad = [row for row in done.values() if row["state"] != "ok"]
+        gradients = sum(row["gradients"] for row in done.values())
+        results.say(f"contract: {len(done) - len(bad)} of {len(done)} right, {gradients} with gradients; {end[:400]}")
+        for row in bad[:12]:
+            results.say(f"    {row['case']}: {row['state']} {str(row.get('detail'))[-300:]}")
 
 
 def check_one(config: Config, label: str, c: Call, expected: accuracy.Expected) -> None:
@@ -523,6 +561,7 @@ def small_parts(results: Results, jobs: list[str], limit: float, script: str = _
 
 WORKERS = {
     "check": check_worker,
+    "contract": contract_worker,
     "time": time_worker,
     "host": host_worker,
     "cases": cases_worker,
@@ -554,8 +593,10 @@ def begin(workers: dict[str, Callable], parts: str, name: str) -> tuple[Results,
 
 
 def main() -> None:
-    results, parts = begin(WORKERS, "check,host,time,cases,stress,memcheck", "gpu_hopper")
+    results, parts = begin(WORKERS, "check,contract,host,time,cases,stress,memcheck", "gpu_hopper")
     right = check(results) if "check" in parts else {c.name for c in shipped() + candidates()}
+    if "contract" in parts:
+        contract(results)
     if "host" in parts:
         small_parts(results, ["host"], 60)
     if "time" in parts:

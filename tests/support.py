@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 FILE = ROOT / "tests" / "support.json"
 README = ROOT / "README.md"
 ARCHITECTURES = ROOT / "docs" / "architectures.md"
-RUNS = "runs"
+RUNS, FORWARD = "runs", "runs without gradients"
 
 architectures = checkout.load_example("architectures.py")
 
@@ -54,9 +54,14 @@ FEATURES = {
     "any head_dim (1, 513)": ["d1-full", "d513-causal"],
     "packed sequences (`attention_varlen`)": ["packed-full", "packed-causal-cross", "packed-alibi-sink"],
     "bf16, fp16": ["bfloat16-causal", "float16-causal"],
-    "fp32": ["gqa-causal"],
+    "fp32": ["float32-causal"],
     "fp64": ["float64-causal"],
 }
+
+
+SIXTEEN_BITS = ("hopper",)
+WHERE = {"hopper": "Hopper GPU, 16 bits"}
+TICKS = {RUNS: "✓", FORWARD: "forward"}
 
 
 def devices(row: dispatch.Row) -> str:
@@ -64,16 +69,32 @@ def devices(row: dispatch.Row) -> str:
 
 
 def current() -> dict[str, dict[str, str | list[str]]]:
-    """``{backend: {case: "runs" or the reasons}}``; a GPU backend is asked about a GPU's problem, wherever this runs."""
+    """``{backend: {case: "runs", "runs without gradients" or the reasons}}``.
+
+    A GPU backend is asked about a GPU's problem, wherever this runs, and one with kernels to be built as if they were; one
+    that takes 16 bits alone in bf16, unless the case is about a dtype.
+    """
     problems = {case.name.removeprefix("contract-"): of_case(case).p for case in cases.tagged("contract")}
+    problems["float32-causal"] = problems["gqa-causal"]
     problems |= {f"architecture-{row.name}": architecture_problem(row) for row in architectures.ROWS}
     table: dict[str, dict] = {}
     for row in (*dispatch.BACKENDS, *dispatch.NAMED_ONLY):
         backend, device = dispatch.backend(row.name), torch.device(devices(row))
-        table[row.name] = {
-            name: list(backend.unsupported(replace(p, device=device))) or RUNS for name, p in problems.items()
-        }
+        asked = {name: replace(p, device=device) for name, p in problems.items()}
+        if row.name in SIXTEEN_BITS:
+            asked = {name: p if "float" in name else in_bf16(p) for name, p in asked.items()}
+        table[row.name] = {name: answer(backend, p) for name, p in asked.items()}
     return table
+
+
+def answer(backend, p: problem.Problem) -> str | list[str]:
+    refused = getattr(backend, "refused", backend.unsupported)
+    alone = replace(p, spec=replace(p.spec, needs_grad=False))
+    return RUNS if not refused(p) else FORWARD if not refused(alone) else list(refused(p))
+
+
+def in_bf16(p: problem.Problem) -> problem.Problem:
+    return replace(p, **{name: replace(getattr(p, name), dtype=torch.bfloat16) for name in "qkv"})
 
 
 class _Recorder(TorchDispatchMode):
@@ -104,7 +125,8 @@ def readme_table(support: dict[str, dict]) -> str:
     """Markdown: a row a feature, a column a backend."""
     rows = list(dispatch.BACKENDS)
     where = {
-        row.name: "GPU" if row.device_types == ("cuda",) else "CPU" if row.device_types else "any device"
+        row.name: WHERE.get(row.name)
+        or ("GPU" if row.device_types == ("cuda",) else "CPU" if row.device_types else "any device")
         for row in rows
     }
     lines = [
@@ -112,9 +134,16 @@ def readme_table(support: dict[str, dict]) -> str:
         "|---" * (len(rows) + 1) + "|",
     ]
     for feature, names in FEATURES.items():
-        ticks = ["✓" if all(support[row.name][n] == RUNS for n in names) else "–" for row in rows]
+        ticks = [tick([support[row.name][n] for n in names]) for row in rows]
         lines.append(f"| {feature} | {' | '.join(ticks)} |")
     return "\n".join(lines)
+
+
+def tick(answers: list[str | list[str]]) -> str:
+    """Of cases together: the least that one says."""
+    if any(isinstance(said, list) for said in answers):
+        return "–"
+    return TICKS[FORWARD if FORWARD in answers else RUNS]
 
 
 def architectures_page(support: dict[str, dict]) -> str:
@@ -123,7 +152,7 @@ def architectures_page(support: dict[str, dict]) -> str:
     lines = [ARCHITECTURES_HEAD, "", f"| | models | {' | '.join(f'`{name}`' for name in systems)} |"]
     lines += ["|---" * (len(systems) + 2) + "|"]
     for row in architectures.ROWS:
-        ticks = ["✓" if support[name][f"architecture-{row.name}"] == RUNS else "–" for name in systems]
+        ticks = [tick([support[name][f"architecture-{row.name}"]]) for name in systems]
         lines.append(f"| [{row.title}]({_anchor(row.title)}) | {row.models} | {' | '.join(ticks)} |")
     for row in architectures.ROWS:
         answers = {name: support[name][f"architecture-{row.name}"] for name in systems}
@@ -144,8 +173,9 @@ def _architecture_section(row, answers: dict[str, str | list[str]]) -> list[str]
     lines = [f"## {row.title}", "", f"{row.models} ({row.papers}). {_sizes(row.full)}.", "", "```python", source, "```"]
     lines += ["", f"A naive implementation writes {row.instead}. s and P alone, in bf16: {_bytes(4 * pairs)}.", ""]
     runs = [f"`{name}`" for name, answer in answers.items() if answer == RUNS]
-    refused = [f"`{name}` refuses it: {'; '.join(said)}." for name, said in answers.items() if said != RUNS]
-    return [*lines, " ".join([f"Forward and every gradient run on {', '.join(runs)}.", *refused])]
+    alone = [f"`{name}` runs the forward alone." for name, said in answers.items() if said == FORWARD]
+    refused = [f"`{name}` refuses it: {'; '.join(said)}." for name, said in answers.items() if isinstance(said, list)]
+    return [*lines, " ".join([f"Forward and every gradient run on {', '.join(runs)}.", *alone, *refused])]
 
 
 def _sizes(sizes: dict) -> str:

@@ -29,17 +29,15 @@ class Row:
 # In order of preference; the others run only when named.
 BACKENDS = (
     Row("cpu", "tilewise.backends.cpu:Cpu", ("cpu",)),
+    Row("hopper", "tilewise.backends.hopper:Hopper", ("cuda",)),
     Row("triton", "tilewise.backends.triton:Triton", ("cuda",)),
     Row("portable", "tilewise.backends.portable:Portable", None),  # last: it refuses nothing
-)
-UNPROVED = (
-    Row("hopper", "tilewise.backends.hopper:Hopper", ("cuda",), "has not run on a GPU yet: runs only when named"),
 )
 NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None, "runs only when named"),)
 
 
 def every() -> tuple[Row, ...]:
-    return (*BACKENDS, *UNPROVED, *NAMED_ONLY)
+    return (*BACKENDS, *NAMED_ONLY)
 
 
 @lru_cache(maxsize=16)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, empty_output
@@ -19,6 +21,7 @@ from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import Grid
 
 MEMORY_LIMIT = 2 << 30
+UNIT_ROWS = 128  # of a matrix unit's tile, at most
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ def _parts(p: Problem, t: Inputs) -> Iterator[_Part]:
     cu_q, cu_k = t.cu_seqlens_q.tolist(), t.cu_seqlens_k.tolist()
     for b in range(p.batch):
         yield _Part(range(b, b + 1), slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1]))
+
+
+@lru_cache(maxsize=256)
+def _shuffled(n: int, order: int, device: torch.device) -> Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(order)).to(device)
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,15 @@ class Arithmetic:
         """Q Kᵀ of (batch, head, row, dim)."""
         if self.units is None:
             return q @ k.mT
-        flat = (x.to(self.units).flatten(0, 1) for x in (q, k.mT))
-        return torch.bmm(*flat, out_dtype=self.dtype).unflatten(0, q.shape[:2])
+        # Whole tiles of rows: for a single one, libraries leave the matrix units aside.
+        a, b = (pad(x.to(self.units).flatten(0, 1), (0, 0, 0, -x.shape[2] % UNIT_ROWS)) for x in (q, k))
+        s = torch.bmm(a, b.mT, out_dtype=self.dtype).unflatten(0, q.shape[:2])
+        return s[:, :, : q.shape[2], : k.shape[2]]
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         if not self.order:
             return a @ b
-        shuffled = torch.randperm(a.shape[-1], generator=torch.Generator().manual_seed(self.order)).to(a.device)
+        shuffled = _shuffled(a.shape[-1], self.order, a.device)
         return a[..., shuffled] @ b[..., shuffled, :]
 
 

@@ -1,6 +1,6 @@
 """Attention on Hopper GPUs (sm_90a): kernels in CuTe DSL, compiled ahead of time (:mod:`tilewise.backends.hopper.aot`).
 
-It has not run on a GPU yet: it runs only when it is named. Importing this imports no DSL.
+Importing this imports no DSL.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ class Hopper:
 
     def unsupported(self, p: Problem) -> list[str]:
         """What is wrong with the problem; if nothing, what is wrong with the machine."""
-        found = sizes.reasons(p) + (backward_config.reasons(p) if p.spec.needs_grad else [])
-        return found or _device_reasons(p) or library.missing(*self._configs(p))
+        return self.refused(p) or _device_reasons(p) or library.missing(*self._configs(p))
+
+    def refused(self, p: Problem) -> list[str]:
+        """What is wrong with the problem on every machine."""
+        return sizes.reasons(p) + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def config(self, p: Problem) -> Config:
         return self.override or sizes.choose(p)

@@ -56,7 +56,7 @@ def ahead(part_o: cute.Tensor, part_lse: cute.Tensor, first, columns: list) -> l
 def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, width: cutlass.Constexpr):
     """A lane's columns ``column + STEP n``, and the row's lse."""
     m2 = weigh(part_lse, sink)
-    total = cute.math.exp2(sink * tile.LOG2_E - m2, fastmath=True)
+    extra, total = cute.math.exp2(sink * tile.LOG2_E - m2, fastmath=True), F32(0.0)
     sums = cute.make_rmem_tensor((width // STEP,), F32)
     sums.fill(0.0)
     for first in cutlass.range(0, cute.size(part_lse), AHEAD, unroll=1):
@@ -65,11 +65,11 @@ def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, width: cutla
             total = total + weight
             for n in cutlass.range_constexpr(width // STEP):
                 sums[n] = sums[n] + weight * o[n]
-    empty = total == 0.0
-    factor = tile.choose(empty, 0.0, cute.arch.rcp_approx(total))
+    keyless, total = total == 0.0, total + extra
+    factor = tile.choose(total == 0.0, 0.0, cute.arch.rcp_approx(total))
     for n in cutlass.range_constexpr(cute.size(sums)):
         sums[n] = sums[n] * factor
-    return sums, tile.choose(empty, -tile.INF, (m2 + cute.math.log2(total, fastmath=True)) * tile.LN_2)
+    return sums, tile.choose(keyless, sink, (m2 + cute.math.log2(total, fastmath=True)) * tile.LN_2)
 
 
 @cute.jit

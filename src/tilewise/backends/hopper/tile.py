@@ -239,9 +239,8 @@ def finish(rows: Rows, sinks: list) -> tuple[list, list]:
         base = choose(m2 == -INF, 0.0, m2)
         scaled = cute.math.exp2(rows.m2[r] - base, fastmath=True)
         total = l * scaled + cute.math.exp2(sink2 - base, fastmath=True)
-        empty = total == 0.0
-        factors.append(choose(empty, 0.0, scaled * cute.arch.rcp_approx(total)))
-        lses.append(choose(empty, -INF, (base + cute.math.log2(total, fastmath=True)) * LN_2))
+        factors.append(choose(total == 0.0, 0.0, scaled * cute.arch.rcp_approx(total)))
+        lses.append(choose(l == 0.0, F32(sinks[r]), (base + cute.math.log2(total, fastmath=True)) * LN_2))
     return factors, lses
 
 

@@ -34,9 +34,10 @@ from bench import cases
 from bench.measure import host_microseconds, in_turns
 from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
-from tilewise.backends.base import Output
+from tilewise.backends.base import Output, empty_output
 from tilewise.backends.hopper import Hopper, library
 from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.call import Plan
 from tilewise.backends.hopper.config import Config, candidates, shipped
 from tilewise.backends.triton import Triton
 from tilewise.problem import TensorFacts
@@ -471,12 +472,17 @@ def cases_worker(right: str) -> None:
 
 
 def host_worker() -> None:
-    """Microseconds of host time of backend.forward, and of a whole public call."""
+    """Microseconds of host time of backend.forward and of its parts, and of a whole public call."""
     q = torch.randn(1, 64, 2, 64, device=DEVICE, dtype=torch.bfloat16)
     c, backend = forward_only(call(q, q.clone(), q.clone(), causal=True)), Hopper()
+    plan, out, watched = Plan(c.p, backend.config(c.p)), backend.forward(c.p, c.t), q.detach().requires_grad_()
+    tensors = (c.t.q, c.t.k, c.t.v, out.o, out.lse, out.lse.as_strided((2,), (1,)))
     for name, fn in {
         "backend.forward": lambda: backend.forward(c.p, c.t),
+        "its outputs": lambda: empty_output(c.p, c.t.q, c.t.v),
+        "its launch": lambda: plan.launch(tensors, lambda: (*tensors, plan.numbers)),
         "tw.attention": lambda: tw.attention(q, q, q, causal=True, backend="hopper"),
+        "tw.attention with gradients": lambda: tw.attention(watched, q, q, causal=True, backend="hopper"),
         "sdpa": lambda: F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, is_causal=True),
     }.items():
         emit(part="host", call=name, us=host_microseconds(fn))

@@ -86,17 +86,17 @@ def in_turns(
     return {name: statistics.median(values) * 1e3 for name, values in samples.items()}
 
 
-def host_microseconds(call: Callable[[], object], calls: int = 300) -> float:
-    """Of the host's time a call on a GPU, whose work may go on behind it; the mean after a warm-up."""
-    for _ in range(50):
-        call()
+def host_microseconds(call: Callable[[], object], calls: int = 100, repeats: int = 9) -> float:
+    """Of the host's time a call on a GPU, whose work may go on behind it: the median of means, after one that warms up."""
+    means = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        means.append((time.perf_counter() - began) / calls * 1e6)
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(calls):
-        call()
-    each = (time.perf_counter() - began) / calls * 1e6
-    torch.cuda.synchronize()
-    return each
+    return statistics.median(means[1:])
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------

@@ -160,8 +160,7 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, config: Config | Backward) -> "Kind":
         t = config.keys if isinstance(config, Backward) else config.tiles
-        packed = not isinstance(config, Backward) and config.packed
-        return cls((t.width, t.width_v), config.dtype, config.form, config.softcap, packed)
+        return cls((t.width, t.width_v), config.dtype, config.form, config.softcap, config.packed)
 
 
 def options_of(form: str, shape: tuple[int, ...]) -> list[dict]:
@@ -221,6 +220,7 @@ def packed_calls(kind: Kind, new: Callable, score: dict) -> Iterator[tuple[str, 
         for m, options in enumerate(FORM_OPTIONS[kind.form]):
             sink = torch.randn(4, device=DEVICE) if m % 2 else None
             c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **score, **options)
+            c.do[int(cu_q[-1]) :] = torch.nan
             yield f"packed-{n}-{m}", c
 
 

@@ -38,7 +38,7 @@ from bench.gpu_hopper import (
     small_parts,
 )
 from bench.measure import host_microseconds, in_turns
-from tests.backends.contract import Call, call, poisoned
+from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.hopper import Hopper, library
@@ -55,7 +55,12 @@ PREDICTED = {
     (256, "full"): (361, 416, 451, 472, 483, 488),
     (256, "causal"): (260, 343, 406, 450, 476, 490),
 }
-PROBES = ("backward_bf16_d128_full", "backward_bf16_d64_upper", "backward_bf16_d256_band")
+PROBES = (
+    "backward_bf16_d128_full",
+    "backward_bf16_d64_upper",
+    "backward_bf16_d256_band",
+    "backward_bf16_d128_upper_packed",
+)
 
 
 def config_named(name: str) -> Backward:
@@ -185,7 +190,7 @@ def kernels_of(d: int, mask: str | None) -> list[str]:
     wanted = [
         x
         for x in shipped() + candidates()
-        if (x.keys.width, x.keys.width_v, x.form, x.dtype, x.softcap) == (d, d, form, "bf16", False)
+        if (x.keys.width, x.keys.width_v, x.form, x.dtype, x.softcap, x.packed) == (d, d, form, "bf16", False, False)
     ]
     return [x.name for x in sorted(wanted, key=lambda x: not x.keys.summed)]
 
@@ -209,6 +214,29 @@ def timing(results: Results, right: set[str]) -> None:
         results.say(
             f"time: chosen kernels over cuDNN, geometric mean of {len(ratios)} rows: {geometric_mean(ratios):.3f}"
         )
+
+
+def packed_worker(d: str) -> None:
+    """Sequences that differ, the same ones that are equally long as one batch and packed: each kernel beside Triton."""
+    equal = cases.named(f"h200-d{d}-n2048-causal")
+    dense = of_case(equal, DEVICE)
+    q, k, v, do = (x.flatten(0, 1) for x in (dense.t.q, dense.t.k, dense.t.v, dense.do))
+    cu = torch.arange(0, len(q) + 1, 2048, device=DEVICE, dtype=torch.int32)
+    packed = replace(call(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True), do=do)
+    calls = {f"{equal.name} packed": packed, equal.name: dense}
+    if d == "128":
+        calls["cuda-packed-16k"] = of_case(cases.named("cuda-packed-16k"), DEVICE)
+    for name, c in calls.items():
+        out = Triton().forward(c.p, c.t)
+        kinds = [Hopper(), *(Hopper(backward=x) for x in (two_passes(c),)), Triton()]
+        backward = lambda b, c=c, out=out: lambda: b.backward(c.p, c.t, out, c.do, c.dlse)  # noqa: E731
+        times = in_turns(dict(zip(("chosen", "two passes", "triton"), map(backward, kinds), strict=True)), DEVICE)
+        emit(part="packed", case=name, ms=times)
+
+
+def two_passes(c: Call) -> Backward:
+    """What is chosen where a run must repeat."""
+    return Hopper().backward_config(replace(c.p, spec=replace(c.p.spec, deterministic=True)))
 
 
 # -- Where the time goes -------------------------------------------------------------------------------------------
@@ -295,6 +323,7 @@ def memcheck_worker(name: str) -> None:
 WORKERS = {
     "check": check_worker,
     "time": time_worker,
+    "packed": packed_worker,
     "profile": profile_worker,
     "host": host_worker,
     "stress": stress_worker,
@@ -309,6 +338,7 @@ def main() -> None:
         timing(results, right)
     for part, jobs in {
         "profile": [f"profile:{d}:{','.join(sorted(right))}" for d in (128, 64, 256)],
+        "packed": [f"packed:{d}" for d in (128, 64)],
         "host": ["host"],
         "stress": [f"stress:{min(45.0, results.left - 25):.0f}"],
         "memcheck": [f"memcheck:{n}" for n in sorted(right) if n.startswith(PROBES)],

@@ -14,7 +14,7 @@ from tests.backends.contract import Call, call, normal
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper, backward_config, library, schedule
 from tilewise.backends.hopper import config as sizes
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, SOFTCAP, SUMMED, TABLE, shipped
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, LINES, SOFTCAP, SUMMED, TABLE, shipped
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
 from tilewise.reference import Reference
 
@@ -133,6 +133,56 @@ def launched(monkeypatch):
     bound = lambda x: SimpleNamespace(bound=lambda given, made, numbers: put(x, numbers))  # noqa: E731
     monkeypatch.setattr(library, "function", bound)
     return found
+
+
+def packed(rest=(0, 0), heads=(4, 2), **options) -> Call:
+    lengths = [(70, 30), (0, 9), (33, 33)]
+    (nq, nk), starts = map(sum, zip(*lengths, strict=True)), torch.tensor([(0, 0), *lengths]).cumsum(0)
+    sizes = (nq + rest[0], heads[0]), (nk + rest[1], heads[1]), (nk + rest[1], heads[1])
+    q, k, v = (normal(n, h, 64, dtype=torch.bfloat16, seed=s) for s, (n, h) in enumerate(sizes))
+    return call(q, k, v, cu_seqlens_q=starts[:, 0], cu_seqlens_k=starts[:, 1], **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_packed_sequences_have_gradients_of_their_own(deterministic):
+    p = packed(causal=True, deterministic=deterministic).p
+    assert sizes.reasons(p) + backward_config.reasons(p) == []
+    x = backward_config.choose(p)
+    assert x.packed
+    assert x in shipped()
+
+
+@pytest.mark.parametrize("x", [x for x in shipped() if x.packed and x.form == "full"], ids=lambda x: x.name)
+def test_packed_statistics_have_room_for_whole_blocks_and_no_two_overlap(x):
+    lengths = [0, 1, 0, 127, 128, 129, 500, 0, 95, 97, 3]
+    starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    p = SimpleNamespace(batch=len(lengths) - 1, seqlen_q=starts[-1])  # the last are the rows past the last sequence
+    for between, step, end, blocks in (
+        (x.lines_between, LINES, x.lines(p), (x.keys.tile_m, x.tile_m)),
+        (x.keys.tile_m, x.keys.tile_m, x.blocks(p) * x.keys.tile_m, (x.keys.tile_m,)),
+    ):
+        first = [(start + n * between) // step * step for n, start in enumerate(starts[:-1])]
+        for n, length in enumerate(lengths):
+            need = max(-(-length // m) * m for m in blocks)
+            assert first[n] + need <= [*first[1:], end][n]
+
+
+def test_a_packed_launch_is_of_one_batch_element_and_counts_from_zero(launched):
+    c = packed(rest=(5, 2), mask=tw.window(9, 3) & tw.key_range(4, 20), sink=normal(4))
+    grads = run(c)
+    ((name, given, made, numbers),) = launched
+    assert name == backward_config.choose(c.p).name
+    assert given[0].shape == (1, 108, 4, 64)
+    assert numbers[:2] == (-9, 4)
+    assert numbers[-2:] == (4, 20)
+    cu_q, cu_k, *queues = made[:4]
+    assert (cu_q.tolist(), cu_k.tolist()) == ([0, 70, 70, 103], [0, 30, 39, 72])
+    assert [x.tolist() for x in queues] == [[0], [0]]
+    assert made[4].data_ptr() == grads.dq.data_ptr()
+    assert made[5].shape == (1, 74, 2, 64)
+    lse2, delta, sums = made[7:]
+    assert lse2.shape[2] == delta.shape[2] == backward_config.choose(c.p).lines(c.p)
+    assert not sums.any()
 
 
 def run(c: Call, **changed: torch.Tensor):

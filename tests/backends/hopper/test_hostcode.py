@@ -43,6 +43,8 @@ CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors 
 BACKWARD = {
     "backward": Backward(*backward_config.TABLE[192, 128], "fp16", "upper"),
     "summed": Backward(backward_config.SUMMED[64, 64], None, "bf16", "full"),
+    "backward-packed": Backward(*backward_config.TABLE[96, 96], "bf16", "band", packed=True),
+    "summed-packed": Backward(backward_config.SUMMED[128, 128], None, "fp16", "upper", packed=True),
 }
 STREAM = 0x5EED0
 APART = 256, 1 << 20, 1 << 38  # strides, about

@@ -114,6 +114,20 @@ def test_packed_sequences_have_gradients_each_by_itself(name, form):
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 
+@pytest.mark.parametrize("form", ["whole", "split", "summed"])
+def test_packed_keys_that_no_query_sees_never_touch_a_gradient(form):
+    q, k, v = (x[0] for x in qkv(150, 300))
+    cu_q, cu_k = torch.tensor([0, 90, 150]), torch.tensor([0, 200, 300])
+    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": tw.window(20, 3) & tw.key_range(0, 190)}
+    clean = emulate(call(q, k, v, **options), KEYS[form], ctas=2)
+    hidden = [*range(90), *range(190, 220)]  # the first queries stand at the keys 110 and 240
+    k[hidden], v[hidden] = torch.nan, torch.nan
+    dirty = emulate(call(q, k, v, **options), KEYS[form], ctas=2)
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(clean, name), getattr(dirty, name))
+    assert all((x[hidden] == 0).all() for x in (dirty.dk, dirty.dv))
+
+
 @pytest.mark.parametrize("form", KEYS)
 def test_a_sequence_s_gradients_never_touch_its_neighbour_s(form):
     q, k, v = (x[0] for x in qkv(150, 150))

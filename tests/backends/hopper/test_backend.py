@@ -29,9 +29,9 @@ def qkv(nq=70, nk=70, d=64, heads=(4, 2)):
 # -- Who may choose it ---------------------------------------------------------------------------------------------
 
 
-def test_it_is_not_chosen_unless_named():
+def test_it_comes_first_on_a_gpu_and_refuses_tensors_elsewhere():
     p = replace(plain(*qkv()).p, device=torch.device("cuda"))
-    assert "hopper" not in dispatch.candidates(p)
+    assert dispatch.candidates(p)[0] == "hopper"
     with pytest.raises(NotImplementedError, match="runs on cuda, q is on cpu"), torch.no_grad():
         tw.attention(*qkv(), backend="hopper")
 

@@ -14,22 +14,24 @@ from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, PerTensors, empty_output
 from tilewise.backends.hopper import library, masks
 from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Config, Expressions, Grid, cap_of, keys_of, spread
-from tilewise.backends.hopper.driver import PerStrides
+from tilewise.backends.hopper.driver import Bound, PerStrides
 from tilewise.dropout import keep_scale, threshold
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
 FAR = 1 << 30  # an end that no key reaches
+ALIGNED = 16  # bytes, of an address
 APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
 
 
 @dataclass(eq=False)
 class Plan:
-    """One problem's decisions. ``made``: of a mask's tensors."""
+    """One problem's decisions. ``made``: of a mask's tensors. ``bound``: once known, the launch that needs nothing but addresses."""
 
     p: Problem
     config: Config
     made: PerTensors = field(default_factory=PerTensors)
+    bound: Bound | None = None
 
     @cached_property
     def band(self) -> Band:
@@ -44,6 +46,12 @@ class Plan:
     def cut(self) -> bool:
         """Whether some keys at either end are seen by no query: they stay outside. Packed, the kernel sees to that."""
         return not self.p.packed and (self.band.start, self.band.stop) != (0, self.p.seqlen_k)
+
+    @cached_property
+    def direct(self) -> bool:
+        """Whether the kernel takes the caller's tensors as they are, and no others but the outputs."""
+        more = self.config.extra or self.config.traced != PLAIN or self.p.spec.sink_slot is not None
+        return all(self.addressable) and not (self.cut or more)
 
     @cached_property
     def grid(self) -> Grid:
@@ -132,10 +140,14 @@ def strides_addressable(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def forward(plan: Plan, t: Inputs) -> Output:
-    p, band = plan.p, plan.band
+    p = plan.p
     out = empty_output(p, t.q, t.v)
+    if plan.bound is not None and not (t.q.data_ptr() | t.k.data_ptr() | t.v.data_ptr()) % ALIGNED:
+        plan.bound(t.q, t.k, t.v, out.o, out.lse, out.lse)
+        return out
     if not out.o.numel():
         return out
+    band = plan.band
     # Without sinks any memory will do: it is not read.
     sink = out.lse.as_strided((p.heads_q,), (1,)) if t.sink is None else t.sink.detach().float().contiguous()
     if band.start == band.stop and not p.packed:  # nobody sees a key
@@ -143,7 +155,7 @@ def forward(plan: Plan, t: Inputs) -> Output:
         out.lse.fill_(-math.inf) if t.sink is None else out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
         return out
     q, k, v = (
-        x if good and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+        x if good and x.data_ptr() % ALIGNED == 0 else x.clone(memory_format=torch.contiguous_format)
         for x, good in zip((t.q, t.k, plan.values(t)), plan.addressable, strict=True)
     )
     if plan.cut:
@@ -153,5 +165,7 @@ def forward(plan: Plan, t: Inputs) -> Output:
         q, k, v, o, lse = (x.unsqueeze(0) for x in (q, k, v, o, lse))
     tensors, extra = (q, k, v, o, lse, sink), plan.extra(t)
     named = [x for x in extra if isinstance(x, Tensor)]
-    plan.launch((*tensors, *named), lambda: (*tensors, (*plan.numbers, *extra)))
+    bound = plan.launch((*tensors, *named), lambda: (*tensors, (*plan.numbers, *extra)))
+    if plan.direct and q is t.q and k is t.k and v is t.v:
+        plan.bound = bound
     return out

@@ -129,19 +129,21 @@ class PerStrides:
     """A function's launches for one problem, which fixes its numbers and the sizes of the first ``fixed`` tensors; where
     tensors lie, the strides of copies and the lengths of lists may be others at every call.
 
-    Called with the tensors, in the arguments' order, and what gives all arguments, which is asked only when it must be.
+    Called with the tensors, in the arguments' order, and what gives all arguments, which is asked only when it must be; returns
+    the launch that it found.
     """
 
     def __init__(self, function: Callable[[], Kernels], fixed: int):
         self._function, self._fixed = function, fixed
         self._bound: dict[tuple, Bound] = {}
 
-    def __call__(self, tensors: Sequence[torch.Tensor], arguments: Callable[[], tuple]) -> None:
+    def __call__(self, tensors: Sequence[torch.Tensor], arguments: Callable[[], tuple]) -> Bound:
         key = tuple([x.stride() for x in tensors] + [x.shape for x in tensors[self._fixed :]])
         bound = self._bound.get(key)
         if bound is None:
             bound = self._bound[key] = self._function().bound(*arguments())
         bound(*tensors)
+        return bound
 
 
 def _launch(kernels: Kernels, made: Made) -> Launch:

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import random
 import resource
 import statistics
 import subprocess
@@ -73,16 +74,20 @@ def calls_for(seconds: float, device: str) -> int:
 def in_turns(
     calls: dict[str, Callable[[], object]], device: str, rounds: int = 5, budget_ms: float = 12.0
 ) -> dict[str, float]:
-    """Milliseconds a call, the median over rounds; each round times everyone once, over at most 50 calls in that budget."""
+    """Milliseconds a call, the median over rounds; each round times everyone once, over at most 50 calls in that budget.
+
+    The order is drawn anew each round: a chip at its power limit runs slower behind whoever used much.
+    """
     counts = {}
     for name, call in calls.items():
         call()
         once = seconds_per_call(call, 2, device)
         counts[name] = max(1, min(50, int(budget_ms * 1e-3 / max(once, 1e-6))))
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    chance = random.Random(0)
     for _ in range(rounds):
-        for name, call in calls.items():
-            samples[name].append(seconds_per_call(call, counts[name], device))
+        for name in chance.sample(list(calls), len(calls)):
+            samples[name].append(seconds_per_call(calls[name], counts[name], device))
     return {name: statistics.median(values) * 1e3 for name, values in samples.items()}
 
 

@@ -10,6 +10,7 @@ round. The first contestant runs a second time: the difference of its two median
 
 import argparse
 import json
+import random
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -135,11 +136,11 @@ def warm_up(contestant: Contestant, case: Case, plan: Plan) -> None:
 
 
 def time_rounds(entries: list[Entry], x: Inputs, plan: Plan) -> None:
-    """Fills each entry's seconds; every round times all entries once, starting with another one each time."""
-    spent = sum(first_sample(entry, x, plan) for entry in entries)
+    """Fills each entry's seconds; every round times all entries once, in an order of its own: a chip at its power limit
+    runs slower behind whoever used much."""
+    spent, chance = sum(first_sample(entry, x, plan) for entry in entries), random.Random(0)
     while entries and not _enough(min(len(e.seconds["forward"]) for e in entries), spent, plan):
-        turn = len(entries[0].seconds["forward"]) % len(entries)
-        for entry in [*entries[turn:], *entries[:turn]]:
+        for entry in chance.sample(entries, len(entries)):
             for direction, seconds in one_sample(entry, x, plan.device).items():
                 entry.seconds[direction].append(seconds)
                 spent += seconds * entry.calls[direction]

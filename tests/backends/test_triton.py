@@ -280,18 +280,36 @@ def test_a_second_forward_is_the_first_with_new_addresses(monkeypatch):
     assert calls[2][1][0].q is new.t.q
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [("bnhd", (((20, 24), (24, 1)), (10, 0, 8))), ("bhnd", (((60, 8), (8, 1)), (30, 10, 0)))],
-)
-def test_descriptors_see_a_tensor_as_one_matrix(layout, expected):
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+def test_descriptors_see_every_row_of_every_head(layout):
     x = torch.arange(480).view(2, 10, 3, 8) if layout == "bnhd" else torch.arange(480).view(2, 3, 10, 8).transpose(1, 2)
-    (shape, strides), view = launch.matrix(x, x.stride()[:3], heads=3, batch=2)
-    assert ((shape, strides), view) == expected
-    rows = x.as_strided(shape, strides)
-    for b, n, h in [(0, 0, 0), (1, 9, 2), (0, 4, 1)]:
-        row, column = b * view[0] + h * view[1] + n, h * view[2]
-        assert torch.equal(rows[row, column : column + 8], x[b, n, h])
+    shape, strides = launch.views(x, x.stride()[:3], heads=3, batch=2)
+    assert torch.equal(x.as_strided(shape, strides), x.transpose(1, 2))
+
+
+def test_there_is_no_descriptor_of_an_expanded_tensor():
+    x = torch.zeros(2, 10, 1, 8).expand(2, 10, 3, 8)
+    assert launch.views(x, x.stride()[:3], heads=3, batch=2) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths", "whole"),
+    [
+        (None, (40, 70), True),
+        (tw.causal(), (40, 70), True),
+        (tw.window(left=9, right=0), (70, 70), True),
+        (tw.window(left=9, right=0), (40, 70), False),  # the first keys lie before every query's window
+        (tw.key_range(0, 60), (70, 70), False),
+        (tw.prefix(10), (70, 70), True),
+        (tw.causal() & tw.key_lengths(torch.tensor([60])), (70, 70), False),
+        (tw.keep(lambda b, h, i, j: i != j), (70, 70), False),
+    ],
+    ids=["full", "causal", "window", "short-window", "key-range", "prefix", "key-lengths", "keep"],
+)
+def test_descriptors_read_every_tile_where_every_key_is_seen(mask, lengths, whole):
+    q, k = (torch.randn(1, n, 1, 32) for n in lengths)
+    c = call(q, k, k.clone(), mask=mask)
+    assert launch.Plan(c.p, OTHER_TILES["tma"]).whole == whole
 
 
 def test_shared_memory_fits_the_smallest_device_of_each_table():

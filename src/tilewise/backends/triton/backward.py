@@ -63,9 +63,9 @@ class KeyTile(NamedTuple):
 
 
 @triton.jit
-def query_rows(tensors, sizes, at, h, q_matrices, do_matrices, lse2, delta, F: tl.constexpr):
-    q = source(tensors.q, q_matrices, sizes.q, sizes.q_view, at, at.start_q, h, F)
-    do = source(tensors.do, do_matrices, sizes.do, sizes.do_view, at, at.start_q, h, F)
+def query_rows(tensors, sizes, at, h, q_views, do_views, lse2, delta, F: tl.constexpr):
+    q = source(tensors.q, q_views, sizes.q, at, at.start_q, h, F)
+    do = source(tensors.do, do_views, sizes.do, at, at.start_q, h, F)
     line = tl.cast(h, tl.int64) * sizes.seqlen_q + at.start_q
     at_line = tl.cast(h, tl.int64) * sizes.line + at.start_q
     if not F.packed:
@@ -77,9 +77,9 @@ def query_rows(tensors, sizes, at, h, q_matrices, do_matrices, lse2, delta, F: t
 
 
 @triton.jit
-def key_sources(tensors, sizes, at, head_k, k_matrices, v_matrices, F: tl.constexpr):
-    k = source(tensors.k, k_matrices, sizes.k, sizes.k_view, at, at.start_k, head_k, F)
-    v = source(tensors.v, v_matrices, sizes.v, sizes.v_view, at, at.start_k, head_k, F)
+def key_sources(tensors, sizes, at, head_k, k_views, v_views, F: tl.constexpr):
+    k = source(tensors.k, k_views, sizes.k, at, at.start_k, head_k, F)
+    v = source(tensors.v, v_views, sizes.v, at, at.start_k, head_k, F)
     return k, v
 
 
@@ -154,7 +154,7 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
 
 
 @triton.jit
-def dkdv_kernel(tensors, sizes, scales, q_matrix, q_rest, do_matrix, do_rest, lse2, delta, F: tl.constexpr):
+def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, delta, F: tl.constexpr):
     """Grid: (blocks · heads_k · batch). Computes dK if ``F.dk``, dV if ``F.dv``."""
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
@@ -170,23 +170,28 @@ def dkdv_kernel(tensors, sizes, scales, q_matrix, q_rest, do_matrix, do_rest, ls
     group = sizes.heads_q // sizes.heads_k
     for g in range(group):
         h = head_k * group + g
-        rows = query_rows(tensors, sizes, at, h, (q_matrix, q_rest), (do_matrix, do_rest), lse2, delta, F)
+        rows = query_rows(tensors, sizes, at, h, (q_view, q_rest), (do_view, do_rest), lse2, delta, F)
         if F.lists:
             partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
             for t in range(partials):
                 m0 = tl.load(partial + t) * F.tile_m
-                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, False, F)
+                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, True, F)
             for t in range(fulls):
                 m0 = tl.load(full + t) * F.tile_m
-                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, True, F)
+                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, False, F)
         else:
             first, full, full_end, last = queries_to_visit(n0, h, at, F)
-            if F.keep is None:
-                for n in range(full, full_end):
-                    dk, dv = query_block(n * F.tile_m, dk, dv, keys, rows, tensors, sizes, scales, at, True, F)
-            for t in range((full - first) + (last - full_end)):
-                m0 = partial_tile(t, first, full, full_end) * F.tile_m
-                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, False, F)
+            if F.whole:
+                for n in range(first, last):
+                    partial = (n < full) | (n >= full_end)
+                    dk, dv = query_block(n * F.tile_m, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F)
+            else:
+                if F.keep is None:
+                    for n in range(full, full_end):
+                        dk, dv = query_block(n * F.tile_m, dk, dv, keys, rows, tensors, sizes, scales, at, False, F)
+                for t in range((full - first) + (last - full_end)):
+                    m0 = partial_tile(t, first, full, full_end) * F.tile_m
+                    dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, True, F)
 
     token = tl.cast(at.start_k, tl.int64)
     if not F.packed:
@@ -202,15 +207,16 @@ def dkdv_kernel(tensors, sizes, scales, q_matrix, q_rest, do_matrix, do_rest, ls
 
 
 @triton.jit
-def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.constexpr, F: tl.constexpr):
-    """Adds one query tile of head ``rows.h`` to dK and dV, or to the one of them that is wanted; all tiles are (tile_n, tile_m)."""
+def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: tl.constexpr):
+    """Adds one query tile of head ``rows.h`` to dK and dV, or to the one of them that is wanted; all tiles are (tile_n, tile_m).
+    ``partial``: some row does not see some key of it; known when compiled unless F.whole."""
     i = m0 + tl.arange(0, F.tile_m)
     n0, k, v = keys
     j = n0 + tl.arange(0, F.tile_n)
     left = at.seqlen_q - m0
-    q = load_streamed(rows.q, m0, left, None, F.tile_m, False, FULL, F)
-    do = load_streamed(rows.do, m0, left, None, F.tile_m, True, FULL, F)
-    if F.tma and FULL and not F.packed:
+    q = load_streamed(rows.q, m0, left, None, F.tile_m, False, partial, F)
+    do = load_streamed(rows.do, m0, left, None, F.tile_m, True, partial, F)
+    if (F.whole or (F.tma and not partial)) and not F.packed:
         line = (rows.at_line + m0).to(tl.int32)
         lse2 = rows.lse2.load([line])
         delta = rows.delta.load([line]) if F.dk else lse2
@@ -219,25 +225,28 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, FULL: tl.con
     s2, s = scored(inner(k, q, F), rows.h, i[None, :], j[:, None], scales, at, F)
     p = power(s2 - lse2[None, :], F)
     inside = (j[:, None] < at.seqlen_k) & (i[None, :] < at.seqlen_q)
-    if not FULL:
+    d = p  # dP - delta
+    if F.dropout:
+        z = tl.trans(dropout_keep(m0, n0, at.b, rows.h, tensors, sizes, F.tile_m, F.tile_n))
+    if F.dk:
+        dp = inner(v, do, F)
+        if F.dropout:
+            dp = tl.where(z, dp * scales.keep, 0.0)
+        d = dp - delta[None, :]
+    if partial:
         first, last = query_interval(j, rows.h, at, F)
         kept = (i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]) & inside
         if F.keep is not None:
             kept = kept & F.keep(at.b, rows.h, i[None, :], j[:, None], at)
         p = tl.where(kept, p, 0.0)
+        d = tl.where(kept, d, 0.0)  # of rows past the last, anything: the statistics' buffers hold what they will
 
-    if F.dropout:
-        z = tl.trans(dropout_keep(m0, n0, at.b, rows.h, tensors, sizes, F.tile_m, F.tile_n))
-    if F.dk:
-        dp = inner(v, do, F)
     if F.dv:
         dropped = tl.where(z, p, 0.0) if F.dropout else p
         dv = accumulate(dropped.to(do[0].dtype), do, dv, F)
     if F.dk:
-        if F.dropout:
-            dp = tl.where(z, dp * scales.keep, 0.0)
-        ds = p * (dp - delta[None, :])
-        if F.score is not None or not FULL:
+        ds = p * d
+        if F.score is not None:
             ds = tl.where(p == 0.0, 0.0, ds)
         if F.columns is not None:
             line = tl.cast(rows.h, tl.int64) * sizes.seqlen_k + at.start_k + j
@@ -266,7 +275,7 @@ class Query(NamedTuple):
 
 
 @triton.jit
-def dq_kernel(tensors, sizes, scales, k_matrix, k_rest, v_matrix, v_rest, F: tl.constexpr):
+def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch); the last tiles first."""
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
@@ -275,24 +284,29 @@ def dq_kernel(tensors, sizes, scales, k_matrix, k_rest, v_matrix, v_rest, F: tl.
     at = place(slot, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
     rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
     head_k = h // (sizes.heads_q // sizes.heads_k)
-    k, v = key_sources(tensors, sizes, at, head_k, (k_matrix, k_rest), (v_matrix, v_rest), F)
+    k, v = key_sources(tensors, sizes, at, head_k, (k_view, k_rest), (v_view, v_rest), F)
     query = load_query(at.block * F.tile_m, rows, tensors, at, F)
     dq = zeros(F.tile_m, False, F)
 
     if F.lists:
         partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
         for t in range(partials):
-            dq = key_block(tl.load(partial + t) * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, False, F)
+            dq = key_block(tl.load(partial + t) * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, True, F)
         for t in range(fulls):
-            dq = key_block(tl.load(full + t) * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, True, F)
+            dq = key_block(tl.load(full + t) * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, False, F)
     else:
         first, full, full_end, last = keys_to_visit(query.m0, h, at, F)
-        if F.keep is None:
-            for n in range(full, full_end):
-                dq = key_block(n * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, True, F)
-        for t in range((full - first) + (last - full_end)):
-            n0 = partial_tile(t, first, full, full_end) * F.tile_n
-            dq = key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, False, F)
+        if F.whole:
+            for n in range(first, last):
+                partial = (n < full) | (n >= full_end)
+                dq = key_block(n * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, partial, F)
+        else:
+            if F.keep is None:
+                for n in range(full, full_end):
+                    dq = key_block(n * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, False, F)
+            for t in range((full - first) + (last - full_end)):
+                n0 = partial_tile(t, first, full, full_end) * F.tile_n
+                dq = key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, True, F)
 
     token = tl.cast(at.start_q, tl.int64)
     if not F.packed:
@@ -300,6 +314,15 @@ def dq_kernel(tensors, sizes, scales, k_matrix, k_rest, v_matrix, v_rest, F: tl.
     row = sizes.heads_q * F.head_dim
     base = tensors.dq + token * row + h * F.head_dim
     store_rows(base, row, query.m0, at.seqlen_q - query.m0, dq, scales.softmax, F.tile_m, False, F)
+
+
+@triton.jit
+def seen(query, i, j, h, at, F: tl.constexpr):
+    """Which pairs of a tile see each other: bool (tile_m, tile_n)."""
+    kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None]) & (i[:, None] < at.seqlen_q)
+    if F.keep is not None:
+        kept = kept & F.keep(at.b, h, i[:, None], j[None, :], at)
+    return kept
 
 
 @triton.jit
@@ -314,33 +337,34 @@ def load_query(m0, rows, tensors, at, F: tl.constexpr):
 
 
 @triton.jit
-def key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, FULL: tl.constexpr, F: tl.constexpr):
-    """Adds one key tile to dQ, and to the leaves that are summed by rows."""
+def key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, partial, F: tl.constexpr):
+    """Adds one key tile to dQ, and to the leaves that are summed by rows; ``partial`` as in :func:`query_block`."""
     i = query.m0 + tl.arange(0, F.tile_m)
     j = n0 + tl.arange(0, F.tile_n)
     left = at.seqlen_k - n0
     alive = None
-    if not FULL:
-        kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None]) & (i[:, None] < at.seqlen_q)
+    if not F.whole and partial:
+        kept = seen(query, i, j, rows.h, at, F)
         if F.keep is not None:
-            kept = kept & F.keep(at.b, rows.h, i[:, None], j[None, :], at)
             alive = tl.max(kept.to(tl.int32), 0) > 0
         elif F.masked:
             first, last = query_interval(j, rows.h, at, F)
             alive = first < last
     # A key that no row here sees has dS = 0, and its row of K is not read: it may hold NaN.
-    k = load_streamed(k, n0, left, alive, F.tile_n, False, FULL, F)
-    v = load_streamed(v, n0, left, alive, F.tile_n, True, FULL, F)
+    k = load_streamed(k, n0, left, alive, F.tile_n, False, partial, F)
+    v = load_streamed(v, n0, left, alive, F.tile_n, True, partial, F)
     s2, s = scored(inner(query.q, k, F), rows.h, i[:, None], j[None, :], scales, at, F)
     p = power(s2 - query.lse2[:, None], F)
-    if not FULL:
-        p = tl.where(kept, p, 0.0)
     dp = inner(query.do, v, F)
     if F.dropout:
         z = dropout_keep(query.m0, n0, at.b, rows.h, tensors, sizes, F.tile_m, F.tile_n)
         dp = tl.where(z, dp * scales.keep, 0.0)
+    if partial:
+        if F.whole:
+            kept = seen(query, i, j, rows.h, at, F)
+        p = tl.where(kept, p, 0.0)
     ds = p * (dp - query.delta[:, None])
-    if F.score is not None or not FULL:
+    if F.score is not None or F.keep is not None:
         ds = tl.where(p == 0.0, 0.0, ds)
     if F.leaves is not None:
         inside = (i[:, None] < at.seqlen_q) & (j[None, :] < at.seqlen_k)
@@ -393,9 +417,7 @@ def pair_tile(m0, i, j, n0, h, at, tensors, sizes, scales, F: tl.constexpr):
     _, k, v = load_keys(k, v, n0, at, F)
     query = load_query(m0, rows, tensors, at, F)
     s2, s = scored(inner(query.q, k, F), h, i[:, None], j[None, :], scales, at, F)
-    kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None]) & (i[:, None] < at.seqlen_q)
-    if F.keep is not None:
-        kept = kept & F.keep(at.b, h, i[:, None], j[None, :], at)
+    kept = seen(query, i, j, h, at, F)
     p = tl.where(kept, power(s2 - query.lse2[:, None], F), 0.0)
     dp = inner(query.do, v, F)
     if F.dropout:

@@ -56,14 +56,14 @@ class Query(NamedTuple):
 
 
 @triton.jit
-def forward_kernel(tensors, sizes, scales, k_matrix, k_rest, v_matrix, v_rest, F: tl.constexpr):
+def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch, chunks); the last tiles first, which are the longest under a causal mask."""
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
     slot = sizes.blocks - 1 - pid % sizes.blocks
     h = (pid // sizes.blocks) % sizes.heads_q
     at = place(slot, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
-    query = load_query(tensors, sizes, at, h, (k_matrix, k_rest), (v_matrix, v_rest), F)
+    query = load_query(tensors, sizes, at, h, (k_view, k_rest), (v_view, v_rest), F)
     m = tl.full([F.tile_m], float("-inf"), tl.float32)
     l = tl.full([F.tile_m], 0.0, tl.float32)
     acc = zeros(F.tile_m, True, F)
@@ -72,10 +72,10 @@ def forward_kernel(tensors, sizes, scales, k_matrix, k_rest, v_matrix, v_rest, F
         partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
         for t in range(partials):
             n0 = tl.load(partial + t) * F.tile_n
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, False, F)
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, True, F)
         for t in range(fulls):
             n0 = tl.load(full + t) * F.tile_n
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, True, F)
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, False, F)
     else:
         first, full, full_end, last = keys_to_visit(query.m0, h, at, F)
         if F.split:
@@ -85,45 +85,50 @@ def forward_kernel(tensors, sizes, scales, k_matrix, k_rest, v_matrix, v_rest, F
             first = tl.minimum(tl.maximum(first, chunk_first), last)
             full = tl.minimum(tl.maximum(full, first), last)
             full_end = tl.minimum(tl.maximum(full_end, full), last)
-        if F.keep is None:
-            for n in range(full, full_end):
-                m, l, acc = key_block(n * F.tile_n, m, l, acc, query, tensors, sizes, scales, at, True, F)
-        for t in range((full - first) + (last - full_end)):
-            n0 = partial_tile(t, first, full, full_end) * F.tile_n
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, False, F)
+        if F.whole:
+            for n in range(first, last):
+                partial = (n < full) | (n >= full_end)
+                m, l, acc = key_block(n * F.tile_n, m, l, acc, query, tensors, sizes, scales, at, partial, F)
+        else:
+            if F.keep is None:
+                for n in range(full, full_end):
+                    m, l, acc = key_block(n * F.tile_n, m, l, acc, query, tensors, sizes, scales, at, False, F)
+            for t in range((full - first) + (last - full_end)):
+                n0 = partial_tile(t, first, full, full_end) * F.tile_n
+                m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, True, F)
     finish(m, l, acc, query.m0, h, tensors, sizes, scales, at, F)
 
 
 @triton.jit
-def load_query(tensors, sizes, at, h, k_matrices, v_matrices, F: tl.constexpr):
+def load_query(tensors, sizes, at, h, k_views, v_views, F: tl.constexpr):
     m0 = at.block * F.tile_m
-    q = source(tensors.q, (None, None), sizes.q, sizes.q_view, at, at.start_q, h, F)
+    q = source(tensors.q, (None, None), sizes.q, at, at.start_q, h, F)
     q = load_rows(q, m0, at.seqlen_q - m0, None, F.tile_m, False, True, F)
     i = m0 + tl.arange(0, F.tile_m)
     lo, hi = key_interval(i, h, at, F)
     head_k = h // (sizes.heads_q // sizes.heads_k)
-    k = source(tensors.k, k_matrices, sizes.k, sizes.k_view, at, at.start_k, head_k, F)
-    v = source(tensors.v, v_matrices, sizes.v, sizes.v_view, at, at.start_k, head_k, F)
+    k = source(tensors.k, k_views, sizes.k, at, at.start_k, head_k, F)
+    v = source(tensors.v, v_views, sizes.v, at, at.start_k, head_k, F)
     return Query(m0, h, q, lo, hi, k, v)
 
 
 @triton.jit
-def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, FULL: tl.constexpr, F: tl.constexpr):
-    """Takes one key tile in (6). FULL: every row sees every key of it."""
+def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.constexpr):
+    """Takes one key tile in (6). ``partial``: some row does not see some key of it; known when compiled unless F.whole."""
     j = n0 + tl.arange(0, F.tile_n)
     left = at.seqlen_k - n0
-    k = load_streamed(query.k, n0, left, None, F.tile_n, False, FULL, F)
+    k = load_streamed(query.k, n0, left, None, F.tile_n, False, partial, F)
     s = inner(query.q, k, F)  # fp32 (tile_m, tile_n)
     if F.general:
         s = scored(s, query, j, scales, at, F)
     alive = None
-    if not FULL:
+    if partial:
         kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None])
         if F.keep is not None:
             i = query.m0 + tl.arange(0, F.tile_m)
             kept = kept & F.keep(at.b, query.h, i[:, None], j[None, :], at)
             alive = tl.max(kept.to(tl.int32), 0) > 0
-        elif F.masked:
+        elif F.masked and not F.whole:
             first, last = query_interval(j, query.h, at, F)
             alive = first < last
         s = tl.where(kept, s, float("-inf"))
@@ -134,7 +139,7 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, FULL: tl.constex
         unit = LOG2E if F.general else scales.softmax * LOG2E
         m_new = tl.maximum(m, tl.max(s, 1) * unit)
     shift = m_new
-    if F.score is not None or not FULL:
+    if F.score is not None or F.whole or partial:
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     if F.natural:
         p = power(s - shift[:, None], F)
@@ -145,7 +150,7 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, FULL: tl.constex
     if F.dropout:
         p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
     # A key that no row here sees has P = 0, and its row of V is not read: it may hold NaN.
-    v = load_streamed(query.v, n0, left, alive, F.tile_n, True, FULL, F)
+    v = load_streamed(query.v, n0, left, alive, F.tile_n, True, partial, F)
     acc = accumulate(p.to(v[0].dtype), v, rescaled(acc, rescale), F)
     return m_new, l, acc
 

@@ -128,6 +128,12 @@ class Plan:
             for shape, stride in zip(shapes, contiguous, strict=True)
         )
 
+    @cached_property
+    def whole(self) -> bool:
+        """Whether descriptors may read every tile: they hide rows past a tensor's last, but neither another packed sequence's
+        nor keys that no query sees, which may hold NaN."""
+        return not self.p.packed and _every_key_is_seen(self.p)
+
     @property
     def lists(self) -> bool:
         return self.p.spec.region.predicate is not None and not self.p.packed
@@ -163,6 +169,7 @@ class Plan:
                 "dk": True,
                 "dv": True,
                 "tma": False,
+                "whole": False,
                 "specialized": tiles.specialized,
                 "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
                 "digest": self.emitted.digest,
@@ -181,24 +188,15 @@ def aligned(*tensors: Tensor) -> bool:
     return not sum(x.data_ptr() % 16 for x in tensors)
 
 
-def matrix(x: Tensor, strides: tuple[int, int, int], heads: int, batch: int) -> tuple[tuple, tuple] | None:
-    """``(shape and strides of a matrix that holds every row of x, view)``, or None where there is no such matrix.
-
-    Heads lie side by side in its rows, (batch, seqlen, heads, D), or one below the other, (batch, heads, seqlen, D). The
-    view is ``(rows a batch element, rows a head, columns a head)``.
-    """
+def views(x: Tensor, strides: tuple[int, int, int], heads: int, batch: int) -> tuple[list[int], list[int]] | None:
+    """Shape and strides of a tensor descriptor, (batch, heads, rows, columns), or None where there is none: it takes
+    neither an empty tensor nor a stride of 0."""
     by_batch, row, head = strides
-    seqlen, dim = x.shape[-3], x.shape[-1]
-    if row == 0 or x.numel() == 0 or by_batch % row or (heads > 1 and head == 0) or (batch > 1 and by_batch == 0):
+    shape = [batch, heads, x.shape[-3], x.shape[-1]]
+    if not all(shape) or row == 0 or (heads > 1 and head == 0) or (batch > 1 and by_batch == 0):
         return None
-    if head < row or heads == 1:
-        columns = (heads - 1) * head + dim
-        rows = (batch - 1) * (by_batch // row) + seqlen
-        return (((rows, columns), (row, 1)), (by_batch // row, 0, head)) if columns <= row or rows == 1 else None
-    if head % row or dim > row:
-        return None
-    rows = (batch - 1) * (by_batch // row) + (heads - 1) * (head // row) + seqlen
-    return ((rows, dim), (row, 1)), (by_batch // row, head // row, 0)
+    elements = 16 // x.element_size()  # of an axis of one element the stride is not used, but must be a legal one
+    return shape, [by_batch or elements, head or elements, row, 1]
 
 
 @dataclass
@@ -214,7 +212,6 @@ class Call:
     strides: list[tuple[int, int, int]]
     align: int
     steady: bool
-    views: list[tuple[int, int, int]] = field(default_factory=lambda: [(0, 0, 0)] * 4)
 
     @classmethod
     def of(cls, plan: Plan, t: Inputs, do: Tensor | None = None) -> Call:
@@ -247,33 +244,26 @@ class Call:
 
     def descriptors(self, tiles: Tiles, wanted: str) -> tuple:
         """Two tensor descriptors of each tensor named, a letter each, for the pieces of its head dim, the second None where
-        there is one piece; None for all where one is impossible.
-
-        Whole tiles alone are read through them, so a block never leaves its sequence; columns neither: no piece is padded.
-        """
+        there is one piece; None for all where one is impossible. Past a tensor's rows and columns they read zeros."""
         none = (None,) * (2 * len(wanted))
         p = self.plan.p
-        if not tiles.tma or self.align == 1 or any(columns(d, tiles) != d for d in (p.head_dim, p.head_dim_v)):
+        if not tiles.tma or self.align == 1:
             return none
         found = []
         for name in wanted:
             index = "qkvd".index(name)
             x = (self.q, self.k, self.v, self.do)[index]
             heads, rows = (p.heads_q, tiles.tile_m) if name in "qd" else (p.heads_k, tiles.tile_n)
-            blocks = tuple([rows, piece] for _, _, piece in pieces(x.shape[-1], tiles))
             key = (name, rows, tiles.padded, self.strides[index])
             if key not in self.plan.made:
                 strides = tuple(s * self.align for s in self.strides[index])
-                made, empty = matrix(x, strides, heads, 1 if p.packed else p.batch), torch.empty(0, dtype=x.dtype)
-                self.plan.made[key] = made and (
-                    [kernels().TensorDescriptor(empty, *map(list, made[0]), block) for block in blocks],
-                    made[1],
-                )
+                made, empty = views(x, strides, heads, 1 if p.packed else p.batch), torch.empty(0, dtype=x.dtype)
+                blocks = tuple([1, 1, rows, piece] for _, _, piece in pieces(x.shape[-1], tiles))
+                self.plan.made[key] = made and [kernels().TensorDescriptor(empty, *made, block) for block in blocks]
             made = self.plan.made[key]
             if made is None:
                 return none
-            self.views[index] = made[1]
-            found += [rebased(made[0][n], x) if n < len(blocks) else None for n in (0, 1)]
+            found += [rebased(made[n], x) if n < len(made) else None for n in (0, 1)]
         return tuple(found)
 
     def line_descriptors(self, tiles: Tiles, lse2: Tensor, delta: Tensor, wanted: bool) -> tuple:
@@ -290,7 +280,7 @@ class Call:
         """The numbers of a launch, the same object again where they are the same and all pointers are aligned."""
         if not self.steady:
             return self._sizes(blocks, chunk, lists)
-        key = ("sizes", blocks, chunk, tuple(self.strides[3:]), *self.views, list_strides(lists))
+        key = ("sizes", blocks, chunk, tuple(self.strides[3:]), list_strides(lists))
         found = self.plan.made.get(key)
         if found is None:
             found = self.plan.made[key] = self._sizes(blocks, chunk, lists)
@@ -310,10 +300,6 @@ class Call:
             k=strides[1],
             v=strides[2],
             do=strides[3] if len(strides) > 3 else (0, 0, 0),
-            q_view=self.views[0],
-            k_view=self.views[1],
-            v_view=self.views[2],
-            do_view=self.views[3],
             line=line_length(p),
             chunk=chunk,
             threshold=dropout.threshold(p.spec.dropout_p) if p.spec.dropout_p else 0,
@@ -467,7 +453,8 @@ def _states(
     plan, p, tiles = call.plan, call.plan.p, call.plan.config.forward
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     sink = {"split": True, "sink": False} if chunk else {}
-    facts = plan.facts(tiles, call.align, tma=descriptors[0] is not None, **sink)
+    tma = descriptors[0] is not None
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **sink)
     grid = (slots * p.heads_q * (1 if p.packed else p.batch), chunks)
     tensors, sizes = (
         call.tensors(o=to.o, lse=to.lse, lists=pointers(lists)),
@@ -513,15 +500,33 @@ def grouped(plan: Plan, t: Inputs) -> Plan | None:
 
 
 def _sees_all(p: Problem) -> bool:
-    """Whether the one query of p sees every key: its interval, worked out on the host."""
-    lo, hi = p.spec.region.ends[:2]
-    ends = [e for e in (lo, hi) if e is not None]
-    if p.spec.region.predicate is not None or expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}:
-        return False
-    numbers = {"i": 0, "seqlen_q": 1, "seqlen_k": p.seqlen_k, "off": p.seqlen_k - 1}
-    values = expr.evaluate(ends, {name: torch.tensor(x) for name, x in numbers.items()}, [], torch.float32)
+    """Whether the one query of p sees every key."""
+    interval = _interval(p, "i", 1)
+    return interval is not None and interval[0] <= 0 and interval[1] >= p.seqlen_k
+
+
+def _every_key_is_seen(p: Problem) -> bool:
+    """Whether some query sees key j, whichever j; False where that would take the mask's tensors to know."""
+    interval = _interval(p, "j", p.seqlen_k)
+    return interval is not None and bool((interval[0].clamp(min=0) < interval[1].clamp(max=p.seqlen_q)).all())
+
+
+def _interval(p: Problem, index: str, length: int) -> tuple[Tensor, Tensor] | None:
+    """The keys ``[lo, hi)`` of every i, or the queries ``[first, last)`` of every j, below ``length``, worked out on the host;
+    None where they differ between heads, or a predicate or the mask's tensors have a say."""
+    region = p.spec.region
+    start, end = region.ends[:2] if index == "i" else region.ends[2:]
+    ends = [e for e in (start, end) if e is not None]
+    if region.predicate is not None or expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}:
+        return None
+    line = torch.arange(length, device="cpu")  # whatever device is the default
+    env = {name: torch.tensor(getattr(p, name), device="cpu") for name in ("seqlen_q", "seqlen_k")}
+    env |= {index: line, "off": env["seqlen_k"] - env["seqlen_q"]}
+    values = expr.evaluate(ends, env, [], torch.float32)
     found = dict(zip(map(id, ends), values, strict=True))
-    return (lo is None or found[id(lo)] <= 0) and (hi is None or found[id(hi)] >= p.seqlen_k)
+    other = p.seqlen_k if index == "i" else p.seqlen_q
+    whole = torch.zeros_like(line), torch.full_like(line, other)
+    return tuple(x if e is None else found[id(e)].expand_as(line) for e, x in zip((start, end), whole, strict=True))
 
 
 def one_tile(p: Problem, q: Tensor) -> Tensor:
@@ -559,7 +564,9 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
         descriptors = call.descriptors(tiles, "qd" if over_keys else "kv")
         if over_keys:
             descriptors = (*descriptors, *call.line_descriptors(tiles, lse2, delta, descriptors[0] is not None))
-        facts = plan.facts(tiles, call.align, tma=descriptors[0] is not None, dk=name != "dv", dv=name != "dk")
+        tma = descriptors[0] is not None
+        parts = {"dk": name != "dv", "dv": name != "dk"}
+        facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
         sizes = call.sizes(slots, lists=lists)
         plan.start(kernel, (slots * heads * batch,), tiles, tensors, sizes, call.scales(), *descriptors, facts)
     read.pair_tiles(bundle)

@@ -49,8 +49,7 @@ class Tensors(NamedTuple):
 class Sizes(NamedTuple):
     """Whole numbers; packed, ``seqlen_q`` and ``seqlen_k`` are the totals and ``blocks`` the slots of a head.
 
-    ``q k v do`` are ``(batch, row, head)`` strides in units of ``F.align``; their ``view`` says where a head is in the matrix of
-    a tensor descriptor: ``(rows a batch element, rows a head, columns a head)``; ``line``: rows from one head to the next in the
+    ``q k v do`` are ``(batch, row, head)`` strides in units of ``F.align``; ``line``: rows from one head to the next in the
     backward's lse2 and delta; ``chunk`` keys of a split, in tiles.
     ``lists``: strides of a tile list ``(batch, head, line)`` and of its counts ``(batch, head)``. ``extents``: size and
     stride of each axis, for each leaf; ``grad_extents`` those of its gradient.
@@ -66,10 +65,6 @@ class Sizes(NamedTuple):
     k: tuple
     v: tuple
     do: tuple
-    q_view: tuple
-    k_view: tuple
-    v_view: tuple
-    do_view: tuple
     line: int
     chunk: int
     threshold: int
@@ -116,10 +111,6 @@ def plain_sizes(s):
         k=(plain(s.k[0]), plain(s.k[1]), plain(s.k[2])),
         v=(plain(s.v[0]), plain(s.v[1]), plain(s.v[2])),
         do=(plain(s.do[0]), plain(s.do[1]), plain(s.do[2])),
-        q_view=(plain(s.q_view[0]), plain(s.q_view[1]), plain(s.q_view[2])),
-        k_view=(plain(s.k_view[0]), plain(s.k_view[1]), plain(s.k_view[2])),
-        v_view=(plain(s.v_view[0]), plain(s.v_view[1]), plain(s.v_view[2])),
-        do_view=(plain(s.do_view[0]), plain(s.do_view[1]), plain(s.do_view[2])),
         line=plain(s.line),
         chunk=plain(s.chunk),
         threshold=plain(s.threshold),
@@ -193,29 +184,28 @@ def rows_of(pointer, strides, at, start, h, F: tl.constexpr):
 
 class Source(NamedTuple):
     """A head's rows of one tensor: pointer to the sequence's first row and row stride; descriptors, one for each piece of the
-    head dim (the pointer, unused, where there is none), and the 32-bit coordinates of the sequence's first row in their matrix.
+    head dim (the pointer, unused, where there is none), and where the sequence begins in them: batch element, head, row.
     """
 
     pointer: Any
     row: Any
-    matrices: Any
-    at_row: Any
-    at_column: Any
+    descriptors: Any
+    b: Any
+    h: Any
+    start: Any
 
 
 @triton.jit
-def source(tensor, matrices, strides, view, at, start, h, F: tl.constexpr):
-    """The :class:`Source` of head h; ``matrices`` two descriptors or Nones."""
+def source(tensor, descriptors, strides, at, start, h, F: tl.constexpr):
+    """The :class:`Source` of head h; ``descriptors`` two, of (batch, heads, rows, columns), or Nones."""
     pointer, row = rows_of(tensor, strides, at, start, h, F)
-    at_row = start + h * view[1]
-    if not F.packed:
-        at_row += at.b * view[0]
-    first, rest = matrices
+    first, rest = descriptors
     if first is None:
         first = tensor
     if rest is None:
         rest = tensor
-    return Source(pointer, row, (first, rest), at_row, h * view[2])
+    b = at.b * 0 if F.packed else at.b
+    return Source(pointer, row, (first, rest), b, h, start)
 
 
 # -- Tiles of rows: a tuple, of one tile for each piece of the head dim (config.pieces) ----------------------------
@@ -273,16 +263,18 @@ def load_rows(x, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr, MAS
 
 
 @triton.jit
-def load_streamed(x, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr, FULL: tl.constexpr, F: tl.constexpr):
-    """A tile of a :class:`Source`: whole ones by descriptor where there is one, others as :func:`load_rows` does."""
-    if F.tma and FULL:
+def load_streamed(x, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr, partial, F: tl.constexpr):
+    """A tile of a :class:`Source`: by descriptor where there is one for it (zeros past the last row), others as
+    :func:`load_rows` does."""
+    if F.whole or (F.tma and not partial):
         PIECES: tl.constexpr = F.pieces_v if OF_V else F.pieces
         tiles = ()
         for n in tl.static_range(len(PIECES)):
-            tiles = tiles + (x.matrices[n].load([x.at_row + first, x.at_column + PIECES[n][0]]),)
+            tile = x.descriptors[n].load([x.b, x.h, (x.start + first).to(tl.int32), PIECES[n][0]])
+            tiles = tiles + (tile.reshape(TILE, PIECES[n][2]),)
         return tiles
     else:
-        return load_rows(x, first, left, alive, TILE, OF_V, not FULL, F)
+        return load_rows(x, first, left, alive, TILE, OF_V, partial, F)
 
 
 @triton.jit

@@ -258,26 +258,54 @@ def test_numbers_are_never_one_nor_a_multiple_of_sixteen():
     assert found == (5, 35, (3, 67, 8195), 2.0)
 
 
-def test_a_second_forward_is_the_first_with_new_addresses(monkeypatch):
+@pytest.fixture
+def launches(monkeypatch):
+    """What a plan launches, ``(grid, arguments)``, and nothing of it done."""
     calls = []
+    monkeypatch.setattr(launch, "run", lambda kernel, grid, tiles, *args: calls.append((grid, args)) or object())
+    monkeypatch.setattr(launch, "relaunch", lambda compiled, grid, *args: calls.append((grid, args)))
+    return calls
 
-    class Compiled:
-        def __getitem__(self, grid):
-            return lambda *args: calls.append((grid, args))
 
-    monkeypatch.setattr(launch, "run", lambda kernel, grid, tiles, *args: calls.append((grid, args)) or Compiled())
+def _moved(x):
+    """A copy at an odd address."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def test_a_second_forward_is_the_first_with_new_addresses(launches):
     c, new = (call(*qkv(nk=n, d=64, dv=64, dtype=torch.bfloat16), causal=True) for n in (70, 70))
     plan = launch.Plan(c.p, OTHER_TILES["tma"], launch.run)
     launch.forward(plan, c.t)
     out = launch.forward(plan, new.t)
-    (grid, first), (again, second) = calls
+    (grid, first), (again, second) = launches
     assert again == (*grid, 1)
     assert (second[0].q, second[0].v, second[0].lse) == (new.t.q.data_ptr(), new.t.v.data_ptr(), out.lse.data_ptr())
     assert all(x is y for x, y in zip(first[1:3] + first[7:], second[1:3] + second[7:], strict=True))
     assert [second[3].base, second[5].base] == [new.t.k, new.t.v]
-    new.t.q = torch.empty(new.t.q.numel() + 1, dtype=torch.bfloat16)[1:].view(new.t.q.shape)  # at an odd address
+    new.t.q = _moved(new.t.q)
     launch.forward(plan, new.t)
-    assert calls[2][1][0].q is new.t.q
+    assert launches[2][1][0].q is new.t.q
+
+
+def test_a_second_backward_is_the_first_with_new_addresses(launches):
+    c, new = (call(*qkv(nk=n, d=64, dv=64, dtype=torch.bfloat16), causal=True) for n in (70, 70))
+    plan = launch.Plan(c.p, OTHER_TILES["tma"], launch.run)
+    out = launch.forward(plan, c.t)
+    launch.backward(plan, c.t, out, c.do, c.dlse)
+    grads = launch.backward(plan, new.t, out, new.do, new.dlse)
+    first, second = launches[1:4], launches[4:7]
+    for (grid, args), (again, others) in zip(first, second, strict=True):
+        assert again == (*grid, 1, 1)
+        assert all(x is y for x, y in zip(args[1:3], others[1:3], strict=True))
+        assert args[-1] is others[-1]
+        given = [(name, x, y) for name, x, y in zip(args[0]._fields, args[0], others[0], strict=True) if x is not None]
+        assert all(y is not None for _, _, y in given)
+        tensors = {"q": new.t.q, "k": new.t.k, "do": new.do, "o": out.o, "dq": grads.dq, "dv": grads.dv}
+        assert all(y == tensors[name].data_ptr() for name, _, y in given if name in tensors)
+    assert [second[1][1][n].base for n in (3, 5)] == [new.t.q, new.do]
+    assert [second[2][1][n].base for n in (3, 5)] == [new.t.k, new.t.v]
+    launch.backward(plan, new.t, out, _moved(new.do), new.dlse)
+    assert isinstance(launches[8][1][0].q, torch.Tensor)
 
 
 @pytest.mark.parametrize("layout", ["bnhd", "bhnd"])

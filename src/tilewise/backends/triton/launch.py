@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, PerTensors, empty_output, unit_last
-from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, columns, decoding, pieces
+from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, decoding, pieces
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
 from tilewise.backends.triton.facts import Facts
 from tilewise.problem import Problem, check
@@ -31,10 +33,12 @@ def kernels():
     """The kernels and their bundles, by name: what imports Triton, imported at the first launch and looked up once."""
     from types import SimpleNamespace
 
+    import triton
     from tilewise.backends.triton import backward, forward, tile
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(
+        triton=triton,
         forward=forward.forward_kernel,
         merge=forward.merge_kernel,
         delta=backward.delta_kernel,
@@ -74,6 +78,17 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *args: object) -> object:
     return kernel[grid](*args, num_warps=tiles.num_warps, num_stages=tiles.num_stages) if all(grid) else None
 
 
+def relaunch(compiled, grid: tuple[int, int, int], *args: object) -> None:
+    """``compiled[grid](*args)``, which goes through two chains of hooks whether or not somebody listens."""
+    triton = kernels().triton
+    hooks = triton.knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled[grid](*args)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+
 @dataclass(eq=False)
 class Plan:
     """One problem's decisions, made once. ``run`` launches a kernel.
@@ -100,7 +115,7 @@ class Plan:
         key = (kernel, id(args[1]), id(args[-1])) if self.run is run and id(args[1]) in self.kept else None
         compiled = self.made.get(key)
         if compiled is not None:
-            compiled[(*grid, 1, 1)[:3]](*args)
+            relaunch(compiled, (*grid, 1, 1)[:3], *args)
             return compiled
         compiled = self.run(kernel, grid, tiles, *args)
         if key is not None and compiled is not None:
@@ -374,7 +389,14 @@ class Launched:
     facts: Facts
 
     def __call__(self, tensors: object, *between: object) -> None:
-        self.compiled[self.grid](tensors, self.sizes, self.scales, *between, self.facts)
+        relaunch(self.compiled, self.grid, tensors, self.sizes, self.scales, *between, self.facts)
+
+
+def repeatable(call: Call, launched: list[Launched]) -> bool:
+    """Not so: unaligned or copied tensors, lists of tiles, tf32, which may be allowed or not."""
+    copied = call.q is not call.t.q or call.k is not call.t.k or call.v is not call.t.v
+    unknown = any(x.compiled is None for x in launched)
+    return not (unknown or copied or call.plan.lists or call.plan.p.dtype.itemsize == 4)
 
 
 @dataclass
@@ -394,10 +416,8 @@ class Again:
 
     @classmethod
     def of(cls, call: Call, descriptors: tuple, launched: list[Launched], chunks: int = 0) -> Again | None:
-        """None where another call may need other numbers: unaligned or copied tensors, lists of tiles, tf32."""
-        copied = call.q is not call.t.q or call.k is not call.t.k or call.v is not call.t.v
-        unknown = any(x.compiled is None for x in launched)
-        if unknown or copied or call.plan.lists or call.plan.p.dtype.itemsize == 4:
+        """None where another call may need other numbers."""
+        if not repeatable(call, launched):
             return None
         merge = launched[1] if chunks else None
         return cls(launched[0], call.plan.emitted.slots, descriptors, merge, chunks)
@@ -542,41 +562,118 @@ def ungrouped(p: Problem, out: Output) -> Output:
 # -- Backward ------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Sums:
+    """What a backward writes: gradients, and its rows' statistics, one above the other in a buffer: lse in base 2 and delta."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    statistics: Tensor
+
+    @classmethod
+    def empty(cls, p: Problem, t: Inputs) -> Sums:
+        new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)  # noqa: E731
+        lines = line_length(p) * p.heads_q * (1 if p.packed else p.batch)
+        room = -(-(lines + PADDING) // 4) * 4  # delta starts at a multiple of 16 bytes too
+        return cls(
+            new(t.q), new(t.k), new(t.v), torch.empty((2, room), dtype=torch.float32, device=t.q.device)
+        )  # fmt: skip
+
+    def delta(self, p: Problem) -> Tensor:
+        """In lse's shape."""
+        shape = (p.heads_q, line_length(p)) if p.packed else (p.batch, p.heads_q, line_length(p))
+        return self.statistics[1, : math.prod(shape)].view(shape)[..., : p.seqlen_q]
+
+
+@dataclass
+class Pass:
+    """A launch of a backward and its descriptors, each None or of the tensor that the letter at its place names."""
+
+    launched: Launched
+    descriptors: tuple = ()
+    letters: str = ""
+
+    def __call__(self, tensors: object, named: dict[str, Tensor]) -> None:
+        pairs = zip(self.descriptors, self.letters, strict=True)
+        self.launched(tensors, *[x and rebased(x, named[letter]) for x, letter in pairs])
+
+
+@dataclass
+class AgainBackward:
+    """A backward that was launched before, as :class:`Again`."""
+
+    rows: Pass
+    passes: list[Pass]
+    slots: tuple[int, ...]
+
+    @classmethod
+    def of(cls, call: Call, do: Tensor, rows: Pass, passes: list[Pass]) -> AgainBackward | None:
+        known = repeatable(call, [x.launched for x in (rows, *passes)]) and call.do is do
+        return cls(rows, passes, call.plan.emitted.slots) if known and not call.plan.emitted.reads else None
+
+    def launch(self, t: Inputs, out: Output, do: Tensor, dlse: Tensor, sums: Sums) -> bool:
+        """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
+        read = [x.data_ptr() for x in (t.q, t.k, t.v, do, out.o, out.lse, dlse)]
+        leaves = tuple([t.leaves[n] for n in self.slots])
+        odd = functools.reduce(operator.or_, read) % 16 or not aligned(*leaves) or not dlse.is_contiguous()
+        if odd or (t.seed is not None and t.seed.data_ptr() % 16):
+            return False
+        q, k, v, do_, o, lse, dlse_ = read
+        lse2, delta = sums.statistics.unbind()
+        tensors = kernels().Tensors(
+            q, k, v, do=do_, cu_q=t.cu_seqlens_q, cu_k=t.cu_seqlens_k, sink=t.sink, seed=t.seed, leaves=leaves,
+            lse2=lse2.data_ptr(), delta=delta.data_ptr(),
+        )  # fmt: skip
+        self.rows(tensors._replace(o=o, lse=lse, dlse=dlse_), {})
+        tensors = tensors._replace(dq=sums.dq.data_ptr(), dk=sums.dk.data_ptr(), dv=sums.dv.data_ptr())
+        named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "s": delta}
+        for each in self.passes:
+            each(tensors, named)
+        return True
+
+
 def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-    p, config = plan.p, plan.config
-    call = Call.of(plan, t, do)
-    batch = 1 if p.packed else p.batch
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
-    lse2, delta = _statistics(call, out, dlse)
-    read = _LeafSums(call)
-    bundle = call.tensors(lse2=lse2, delta=delta, dq=dq, dk=dk, dv=dv, grads=read.buffers)
-
-    for name, tiles in config.passes.items():
-        if name == "forward":
-            continue
-        over_keys = name in OVER_KEYS
-        kernel, length, heads = (
-            (kernels().dkdv, p.seqlen_k, p.heads_k) if over_keys else (kernels().dq, p.seqlen_q, p.heads_q)
-        )
-        slots = blocks(p, length, tiles.tile_n if over_keys else tiles.tile_m)
-        lists = call.tile_lists(tiles, over_keys)
-        tensors = bundle if lists is None else bundle._replace(lists=pointers(lists))
-        descriptors = call.descriptors(tiles, "qd" if over_keys else "kv")
-        if over_keys:
-            descriptors = (*descriptors, *call.line_descriptors(tiles, lse2, delta, descriptors[0] is not None))
-        tma = descriptors[0] is not None
-        parts = {"dk": name != "dv", "dv": name != "dk"}
-        facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
-        sizes = call.sizes(slots, lists=lists)
-        plan.start(kernel, (slots * heads * batch,), tiles, tensors, sizes, call.scales(), *descriptors, facts)
-    read.pair_tiles(bundle)
-
+    p, sums = plan.p, Sums.empty(plan.p, t)
+    key = ("again", do.stride())
+    again, leaves = plan.made.get(key), {}
+    if again is None or not again.launch(t, out, do, dlse, sums):
+        call = Call.of(plan, t, do)
+        rows = _statistics(call, out, dlse, sums)
+        read = _LeafSums(call)
+        lse2, delta = sums.statistics.unbind()
+        bundle = call.tensors(lse2=lse2, delta=delta, dq=sums.dq, dk=sums.dk, dv=sums.dv, grads=read.buffers)
+        passes = [_pass(call, name, tiles, bundle) for name, tiles in plan.config.passes.items() if name != "forward"]
+        read.pair_tiles(bundle)
+        leaves = read.totals()
+        plan.made[key] = AgainBackward.of(call, do, rows, passes)
     dsink = None
     if t.sink is not None:
-        line = t.sink.float().view(-1, 1)
-        dsink = state.sink_gradient(line, out.lse, delta[..., : p.seqlen_q])
+        dsink = state.sink_gradient(t.sink.float().view(-1, 1), out.lse, sums.delta(p))
         dsink = dsink.sum(-1 if p.packed else (0, 2)).to(t.sink.dtype)
-    return Grads(dq, dk, dv, dsink, read.totals())
+    return Grads(sums.dq, sums.dk, sums.dv, dsink, leaves)
+
+
+def _pass(call: Call, name: str, tiles: Tiles, bundle: object) -> Pass:
+    """Runs one of ``Config.passes`` of the backward."""
+    plan, p, over_keys = call.plan, call.plan.p, name in OVER_KEYS
+    kernel, length, heads = (
+        (kernels().dkdv, p.seqlen_k, p.heads_k) if over_keys else (kernels().dq, p.seqlen_q, p.heads_q)
+    )
+    slots = blocks(p, length, tiles.tile_n if over_keys else tiles.tile_m)
+    lists = call.tile_lists(tiles, over_keys)
+    tensors = bundle if lists is None else bundle._replace(lists=pointers(lists))
+    descriptors, letters = call.descriptors(tiles, "qd" if over_keys else "kv"), "kkvv"
+    tma = descriptors[0] is not None
+    if over_keys:
+        descriptors = (*descriptors, *call.line_descriptors(tiles, bundle.lse2, bundle.delta, tma))
+        letters = "qqddls"
+    parts = {"dk": name != "dv", "dv": name != "dk"}
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
+    sizes = call.sizes(slots, lists=lists)
+    grid = (slots * heads * (1 if p.packed else p.batch),)
+    compiled = plan.start(kernel, grid, tiles, tensors, sizes, call.scales(), *descriptors, facts)
+    return Pass(Launched(compiled, (*grid, 1, 1), sizes, call.scales(), facts), descriptors, letters)
 
 
 def line_length(p: Problem) -> int:
@@ -587,23 +684,18 @@ def line_length(p: Problem) -> int:
 PADDING = 256  # rows that the pass over key tiles may read past the last one: a tile
 
 
-def _statistics(call: Call, out: Output, dlse: Tensor) -> tuple[Tensor, Tensor]:
-    """lse in base 2, and delta, in lse's shape but for longer lines; PADDING numbers may be read after each."""
+def _statistics(call: Call, out: Output, dlse: Tensor, sums: Sums) -> Pass:
+    """Computes ``sums.statistics``."""
     p, tiles = call.plan.p, Tiles(64, 64, 4, 1, padded=True)
-    shape = (*out.lse.shape[:-1], line_length(p))
-    n = math.prod(shape)
-    lse2, delta = (
-        torch.empty(n + PADDING, dtype=torch.float32, device=out.lse.device)[:n].view(shape) for _ in range(2)
-    )
     slots = -(-p.seqlen_q // tiles.tile_m)
     grid = (slots * p.heads_q * (1 if p.packed else p.batch),)
     dlse = dlse.contiguous()
     call = call if aligned(out.o, out.lse, dlse) else replace(call, steady=False)
+    lse2, delta = sums.statistics.unbind()
     tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
-    call.plan.start(
-        kernels().delta, grid, tiles, tensors, call.sizes(slots), call.scales(), call.plan.facts(tiles, call.align)
-    )
-    return lse2, delta
+    sizes, facts = call.sizes(slots), call.plan.facts(tiles, call.align)
+    compiled = call.plan.start(kernels().delta, grid, tiles, tensors, sizes, call.scales(), facts)
+    return Pass(Launched(compiled, (*grid, 1, 1), sizes, call.scales(), facts))
 
 
 class _LeafSums:

@@ -87,7 +87,7 @@ SETTINGS = {
         contract=tuple(case.name for case in cases.tagged("contract")),
         extra=100,
         seeds=40,
-        head_dims=(64, 128, 256, 80, 96, 160, 192),
+        head_dims=(128, 64, 256, 96),
         length=4096,
         goals=_goals(),
         tests=("tests/gpu/test_triton.py", "tests/gpu/test_gpu.py", "-m", "gpu", "-k", ON_GPU),
@@ -571,7 +571,10 @@ def pytest_job(r: Run, name: str, limit: float, together: int, *arguments: str) 
 def phase(r: Run, part: str) -> None:
     """The jobs of a part; what comes after keeps its time."""
     setting = SETTINGS[r.device]
-    if part == "right":
+    if part == "candidates":
+        n = setting.together
+        r.all([Job(f"candidates:{k}/{n}", 150) for k in range(n)], n)
+    elif part == "right":
         n = setting.together
         flex = [Job(f"flex:{name}", 120, ()) for name, names in setting.goals.items() if "flex" in names]
         contract = [Job(f"contract:{k}/{n}", 200) for k in range(n)]

@@ -166,27 +166,22 @@ def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> 
 # (largest head dim) -> tiles of (forward, dkdv, dq), or of (forward, dk, dq, dv). The first row that holds the head dim
 # is taken.
 _HALF_SM90 = {
-    64: (Tiles(64, 128, 4, 3, True), Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 3, True)),
-    80: (Tiles(128, 128, 8, 3, True), Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 3, True)),
-    128: (Tiles(128, 128, 8, 3, True), Tiles(32, 64, 4, 3, True), Tiles(128, 64, 8, 3, True)),
+    64: (Tiles(64, 128, 4, 3, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
+    96: (Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
+    128: (Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 2, True), Tiles(128, 64, 8, 3, True)),
     160: (
-        Tiles(128, 128, 8, 2, True),
+        Tiles(128, 64, 8, 3, True),
         Tiles(64, 128, 8, 3, True),
         Tiles(128, 64, 8, 3, True),
         Tiles(64, 128, 8, 3, True),
     ),
     192: (
-        Tiles(128, 128, 8, 2, True),  # of Dv 128; of 192 it is cut to 64 keys
+        Tiles(128, 64, 8, 3, True),
         Tiles(64, 128, 8, 2, True),
-        Tiles(128, 64, 8, 2, True),
+        Tiles(64, 64, 4, 3, True),
         Tiles(64, 128, 8, 3, True),
     ),
-    256: (
-        Tiles(128, 64, 8, 2, True),
-        Tiles(32, 128, 8, 3, True),
-        Tiles(128, 32, 8, 3, True),
-        Tiles(32, 128, 8, 3, True),
-    ),
+    256: (Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(128, 32, 8, 3, True)),
     512: (Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
 }
 _HALF_SM80 = {

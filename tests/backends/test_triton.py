@@ -35,6 +35,7 @@ from tilewise.backends.triton.config import (
     columns,
     fit,
     pieces,
+    room,
     shared_memory,
     width,
 )
@@ -357,13 +358,20 @@ def test_shared_memory_fits_the_smallest_device_of_each_table():
 
 def test_tiles_shrink_until_a_bias_fits_beside_them():
     need = lambda tiles: shared_memory("forward", tiles, (128, 128), 2, Streams(pair_bytes=4))  # noqa: E731
-    tiles = fit("forward", TABLE["sm90"][128][0], need, 227 << 10)
+    tiles = fit("forward", Tiles(128, 128, 8, 3, True), need, 227 << 10)
     assert need(tiles) <= 227 << 10
-    assert (tiles.tile_m, tiles.tile_n, tiles.num_stages) == (
-        128,
-        64,
-        3,
-    )  # fewer keys rather than loads that nothing hides
+    assert (tiles.tile_m, tiles.tile_n, tiles.num_stages) == (128, 64, 3)  # fewer keys rather than loads nothing hides
+
+
+def test_tiles_of_four_warps_leave_room_for_two_programs():
+    tiles = TABLE["sm90"][128][0]
+    half = room(tiles, 227 << 10, "sm90")
+    assert tiles.num_warps == 4
+    assert 2 * half <= 228 << 10
+    for pair_bytes, stages in ((0, 3), (2, 2)):
+        streams = Streams(pair_bytes, plain=not pair_bytes)
+        need = lambda tiles, streams=streams: shared_memory("forward", tiles, (128, 128), 2, streams)  # noqa: E731
+        assert fit("forward", tiles, need, half).num_stages == stages
 
 
 def test_head_dims_are_padded_to_powers_of_two():

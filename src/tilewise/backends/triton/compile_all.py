@@ -56,6 +56,8 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "causal": {"causal": True},
         "full": {},
         "split": {},
+        "softcap": {"causal": True, "score": softcap(30.0)},
+        "alibi": {"causal": True, "score": alibi(torch.empty(heads, device="meta", requires_grad=True))},
         "window": {"mask": window(100, 0)},
         "bias": {"causal": True, "score": bias(pairs)},
         "latent": {"causal": True},
@@ -113,7 +115,12 @@ def recorded(item: Launch) -> Iterator[tuple]:
         found.append((launch.name_of(kernel, args[-1]), kernel, tiles, args))
 
     fitted = {
-        name: config.fit(name, x, lambda x, name=name: shared_memory(item, name, x), TARGETS[item.arch].shared)
+        name: config.fit(
+            name,
+            x,
+            lambda x, name=name: shared_memory(item, name, x),
+            config.room(x, TARGETS[item.arch].shared, item.arch),
+        )
         for name, x in config.Config(*tiles).passes.items()
     }
     plan = launch.Plan(p, config.Config.of(fitted, 1024 if item.feature == "split" else None), record)

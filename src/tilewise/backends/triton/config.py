@@ -151,6 +151,12 @@ def shared_memory(
     return itemsize * rows[kernel] + statistics + pairs + scratch
 
 
+def room(tiles: Tiles, limit: int, arch: str) -> int:
+    """Bytes that a program may take of a multiprocessor's ``limit``: of four warps, two should run at a time, so that one computes
+    while the other waits for its products (measured on an H200). The kilobyte that each costs besides is in the scratch."""
+    return (limit + 1024) // 2 if arch == "sm90" and tiles.tma and tiles.num_warps <= 4 else limit
+
+
 def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> Tiles:
     """``tiles``, smaller until they need no more than ``limit``: of what is streamed fewer rows, down to 64, then two stages,
     still fewer rows, down to 32, and one stage: loads that nothing hides cost more than short tiles."""
@@ -233,7 +239,9 @@ CANDIDATES = {
             64: _tma((64, 64, 4, 3), (64, 128, 8, 3), (32, 128, 4, 3), (32, 64, 4, 4)),
             80: (*_tma((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), *_padded((32, 64, 4, 3))),
             96: (*_tma((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), *_padded((32, 64, 4, 3))),
-            128: _tma((32, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+            128: _tma(
+                (32, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)
+            ),
             160: _tma((64, 64, 4, 3)),
             192: _tma((64, 64, 4, 3)),
             256: _tma((64, 64, 8, 2), (32, 64, 8, 3)),
@@ -341,7 +349,7 @@ def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[s
         widths = columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)
         return shared_memory(kernel, tiles, widths, p.dtype.itemsize, streams, arch)
 
-    return {kernel: fit(kernel, tiles, partial(need, kernel), limit) for kernel, tiles in passes.items()}
+    return {k: fit(k, tiles, partial(need, k), room(tiles, limit, arch)) for k, tiles in passes.items()}
 
 
 # Where one query's heads share a tile: few rows, and as many loads in flight as fit.

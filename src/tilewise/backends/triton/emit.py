@@ -218,7 +218,7 @@ class _Writer:
             call = f"{_CALLS[e.op]}({', '.join(args)})"
             return f"{call}.to(tl.int32)" if e.op == "pow" and result != "float" else call
         if e.op == "div" and e.args[1].op in ("number", "param") and "s" in expr.depends_on(e.args[0]):
-            return f"{args[0]} * (1.0 / {args[1]})"  # one division a tile; exact quotients matter to indices alone
+            return f"{args[0]} * tl.div_rn(1.0, {args[1]})"  # one a program: 2 ulp of it would shift every score alike
         infix = _OF_BOOLS.get(e.op, operation.infix) if result == "bool" else operation.infix
         return f"{args[0]} {infix} {args[1]}"
 

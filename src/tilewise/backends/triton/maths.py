@@ -34,14 +34,38 @@ def mod(x, y):
     return x - floordiv(x, y) * y
 
 
+if triton.knobs.runtime.interpret:
+
+    def on_nvidia():
+        return False
+
+else:
+
+    @tl.core.builtin
+    def on_nvidia(_semantic=None):
+        """Whether what is being compiled is for one of NVIDIA's GPUs, wherever it is compiled."""
+        return tl.constexpr(getattr(_semantic.builder.options, "backend_name", "") == "cuda")
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x to 1 ulp, of normal numbers: a division costs five instructions more."""
+    if on_nvidia():
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
 @triton.jit
 def tanh(x):
-    """Odd polynomial near 0, where ``1 - 2 / (e^2x + 1)`` would cancel; both ends right to about 2 ulp."""
-    x2 = x * x
-    near = x * (1.0 + x2 * (-0.33333333 + x2 * (0.13333333 + x2 * (-0.05396825 + x2 * (0.02186949 - x2 * 0.00886324)))))
-    e = tl.exp2(tl.abs(x) * -2.885390081777927)
-    far = (1.0 - e) / (1.0 + e)
-    return tl.where(x2 < 0.12, near, tl.where(x < 0, -far, far))
+    """A quotient of polynomials of degree 4 in x², fitted to 2e-8 of tanh's own size up to 9, where it is 1; right to 3 ulp."""
+    x = tl.clamp(x, -9.0, 9.0)
+    y = x * x
+    p = 0.99999998 + y * (0.13381024 + y * (3.4955867e-3 + y * (2.0609060e-5 + y * 1.3354633e-8)))
+    q = 1.0 + y * (0.46714340 + y * (2.5876977e-2 + y * (3.2856326e-4 + y * 7.7765463e-7)))
+    return x * p * reciprocal(q)
 
 
 @triton.jit

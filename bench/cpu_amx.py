@@ -87,7 +87,7 @@ def contract(results: Results) -> None:
     for name in CONTRACTS:
         words = ("-m", "pytest", "-p", "no:cacheprovider", *several, "tests/backends/test_cpu.py", "-k", name)
         code, said = command(sys.executable, *words, OMP_NUM_THREADS="1")
-        last = said.strip().splitlines()[-1] if said.strip() else "nothing"
+        last = next((line for line in said.splitlines()[::-1] if " in " in line and line[:1].isdigit()), "nothing")
         results.add(
             f"contract {name}: {last}",
             part="contract",
@@ -188,11 +188,7 @@ def tune(results: Results) -> None:
         c = drawn(shape)
         chosen = Cpu(isa=isa).config(c.p)
         forward = {f"{m}x{n}": replace(chosen, tile_m=m, tile_n=n) for m, n in FORWARD_TILES}
-        backward = {f"{m}x{n}": replace(chosen, backward_m=m, backward_n=n, chunks=1) for m, n in BACKWARD_TILES}
-        backward |= {
-            f"{m}x{n} parted": replace(chosen, backward_m=m, backward_n=n, chunks=-(-shape[2] // n))
-            for m, n in BACKWARD_TILES
-        }
+        backward = {f"{m}x{n}": replace(chosen, backward_m=m, backward_n=n) for m, n in BACKWARD_TILES}
         for direction, tried in (("forward", forward), ("backward", backward)):
             if results.late:
                 return results.add("tune: out of time", part="tune", ok=None)
@@ -216,6 +212,7 @@ def decode(results: Results) -> None:
                 c = call(q, k, v)
                 chosen = Cpu().config(c.p)
                 tried = {f"{split}": replace(chosen, split=split) for split in (0, 512, 1024, 2048, 4096)}
+                tried |= {"dots": replace(chosen, isa=DOTS)} if chosen.isa == AMX else {}
                 calls = {name: ours(c, Cpu(override=x))["forward"] for name, x in {"chosen": chosen, **tried}.items()}
                 calls["read"] = lambda k=k, v=v: (k.sum(), v.sum())
                 ms = in_turns(calls, "cpu", 7, 10.0)

@@ -122,6 +122,13 @@ def test_the_library_is_there():
     assert not isinstance(library.load(), str), library.load()
 
 
+def test_a_library_that_is_not_there_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWISE_CPU_LIBRARY", str(tmp_path / "libtilewise_cpu.so"))
+    assert "build/native.log" in library.load.__wrapped__()
+    (tmp_path / "not_built.txt").write_text("the compiler failed\n")
+    assert library.load.__wrapped__().endswith("the compiler failed")
+
+
 OTHER_TILES = {
     "tiny": Config(isa="portable", tile_m=5, tile_n=64, heads=1, backward_m=7, backward_n=64),
     "stacked": Config(isa="portable", tile_m=12, tile_n=128, heads=2, backward_m=24, backward_n=64),

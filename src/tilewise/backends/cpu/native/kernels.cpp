@@ -1,7 +1,5 @@
 // One instruction set's kernels: compiled once per set, with TW_ISA its name and flags to match (CMakeLists.txt).
 // Nothing here may instantiate inline functions of the standard library: the linker keeps one copy for all objects.
-#include <type_traits>
-
 #include "backward.h"
 #include "few_queries.h"
 #include "list_mask.h"
@@ -35,9 +33,8 @@ auto with_types(const TwCall &c, F f) {
 
 template <class Y>
 using ForwardOf = Forward<typename Y::E, typename Y::T, typename Y::X>;
-// Processors with tile registers multiply fp32 at more than the pace of bf16 pairs in vectors (docs/measured.md, "AMX").
 template <class Y>
-using FewQueriesOf = FewQueries<typename Y::E, typename Y::T, std::conditional_t<kTileRegisters, typename Y::T, typename Y::X>>;
+using FewQueriesOf = FewQueries<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
 using BackwardOf = Backward<typename Y::E, typename Y::T, typename Y::X>;
 

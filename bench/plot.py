@@ -1,4 +1,4 @@
-"""The plot of a GPU run: `python -m bench.plot goals.jsonl docs/img/h200-triton.png`.
+"""The plot of a GPU run: `python -m bench.plot bench/results/h200-hopper.jsonl docs/img/h200-hopper.png`.
 
 It reads what bench/run.py writes, and bench/results/h200-triton.jsonl, which is older and has a line for all contestants.
 """
@@ -9,8 +9,9 @@ from pathlib import Path
 
 from bench import cases
 
-COLOURS = {"triton": "#0b6e8f", "fa2": "#c8553d", "cudnn": "#7a7a7a", "flex": "#d9a441"}
+COLOURS = {"hopper": "#0b6e8f", "triton": "#62b6cb", "fa2": "#c8553d", "cudnn": "#7a7a7a", "flex": "#d9a441"}
 LABELS = {
+    "hopper": "tilewise, hopper",
     "triton": "tilewise, triton",
     "fa2": "FlashAttention-2 (torch)",
     "cudnn": "cuDNN (torch)",
@@ -67,7 +68,7 @@ def draw(rows: list[dict], path: Path) -> None:
     versions = machine.get("versions", machine)
     where = f"{machine['device']}, bf16, torch {versions['torch']}, Triton {versions['triton']}"
     note = "16,384 tokens, hidden size 2048; full lines without a mask, broken ones causal"
-    figure.suptitle(f"{where}   ·   {note}   ·   bench/gpu_triton.py", fontsize=9, color="#555555")
+    figure.suptitle(f"{where}   ·   {note}", fontsize=9, color="#555555")
     handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=110)

@@ -25,7 +25,7 @@ from tests.backends.hopper.emulated import (
     rounded,
     stand_in_for_queues,
 )
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward, KeyTiles
 from tilewise.backends.hopper.config import ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -166,6 +166,12 @@ def bars(*counts: tuple[int, int]) -> list[Pointer]:
 class Part(np.ndarray):
     """The numbers that each thread of a CTA has read, (n, thread)."""
 
+    def load(self) -> Part:
+        return self
+
+    def to(self, kind) -> Part:
+        return self
+
     def reduce(self, op, start, profile) -> np.ndarray:
         return np.asarray(self).sum(0, dtype=np.float32)
 
@@ -221,7 +227,7 @@ def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
         out = (v, k) if c.split else (k, v)
         handed = SimpleNamespace(values=None)
         room = kernel.Room(k, v, *out, ring, ring, Rooms(c.slots), handed, full, empty, held_full, held_empty, done,
-                           p_full, p_empty, None, _boxes(kernel, KEY_GROUPS), _sum_room(kernel))  # fmt: skip
+                           p_full, p_empty, None, _boxes(kernel, KEY_GROUPS), _sum_room(kernel, c))  # fmt: skip
         compute = kernel.compute_and_sum if c.summed else kernel.compute
         groups = [lambda w=w, room=room, compute=compute: compute(room, w, by, work, x) for w in range(2)]
         if c.split:
@@ -250,9 +256,10 @@ def _boxes(kernel, groups: int):
     )
 
 
-def _sum_room(kernel):
-    barriers = bars((2, 128 * KEY_GROUPS), (2, 128), (2, 1))
-    return kernel.backward_sum.Room(Rooms(2 * KEY_GROUPS), [None] * KEY_GROUPS, *barriers)
+def _sum_room(kernel, c: KeyTiles):
+    barriers, ds = bars((2, 128 * KEY_GROUPS), (2, 128 * KEY_GROUPS), (2, 128), (2, 1)), Rooms(2 * KEY_GROUPS)
+    ds.tiles = [np.full((ROWS, c.tile_m), np.nan, np.float32) for _ in ds.tiles]
+    return kernel.backward_sum.Room(ds, [None] * KEY_GROUPS, *barriers)
 
 
 def _placed(module, sums: np.ndarray, shape: tuple, work, x: Backward) -> np.ndarray:

@@ -74,8 +74,8 @@ class KeyTiles:
     @property
     def barriers(self) -> int:
         """mbarriers: full and empty of every slot; full, empty and done of every room of K and V; of what is handed on:
-        full and empty of P, or full of two dS, full and empty of two parts of dQ."""
-        return 2 * self.slots + 6 * self.key_tiles + (2 if self.split else 6 if self.summed else 0)
+        full and empty of P, or of two dS and of two parts of dQ."""
+        return 2 * self.slots + 6 * self.key_tiles + (2 if self.split else 8 if self.summed else 0)
 
     @property
     def handed(self) -> int:
@@ -207,8 +207,8 @@ TABLE = {
 
 # Where dQ is summed, unless a run must repeat bit by bit: a block of dQ is a part of 64 x 64 for each warpgroup.
 SUMMED = {
-    (64, 64): KeyTiles(64, 64, 128, 4, summed=True),
-    (128, 128): KeyTiles(128, 128, 64, 4, summed=True),
+    (64, 64): KeyTiles(64, 64, 128, 5, summed=True),
+    (128, 128): KeyTiles(128, 128, 64, 6, summed=True),
 }
 # With a softcap, whose slope needs registers; smaller head dims take the next.
 SOFTCAP = {
@@ -220,9 +220,6 @@ SOFTCAP = {
 
 # Not proved on a GPU: what else is worth a measurement, for "full" and "upper" in bf16.
 CANDIDATES = (
-    (KeyTiles(64, 64, 128, 5, summed=True), None),
-    (KeyTiles(128, 128, 64, 6, summed=True), None),
-    (KeyTiles(64, 64, 96, 8), QueryTiles(64, 64, 3, 80, 8, 160)),
     (KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),
     (KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
     (KeyTiles(256, 256, 48, 5, split=True), QueryTiles(256, 256, 2, 48, 4)),

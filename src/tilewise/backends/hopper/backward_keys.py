@@ -497,10 +497,12 @@ def to_operands(t: Operands, q_slot, o_slot, limits, room: Room, work: Work, x: 
 
 
 def summing_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
-    """As :func:`query_block`, and a part of dQ. Nothing is in flight between blocks.
+    """As :func:`query_block`, and a part of dQ, of the block before: both warpgroups' dS is then there without waiting, and they may
+    be most of a block apart. dV runs under dS. Nothing is in flight between blocks.
 
     With the part in flight until S of the next block has begun, the assembler would make every product wait for the one before:
-    it does not follow accumulators that are read in the next turn of a loop.
+    it does not follow accumulators that are read in the next turn of a loop, nor products that some turns leave out. So a
+    tile's first block makes a part too, of whatever lies there, and drops it.
     """
     (q_slot, q_phase), (o_slot, o_phase) = pair_of(turn, x)
     cute.arch.mbarrier_wait(room.full + q_slot, q_phase)
@@ -508,17 +510,24 @@ def summing_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x:
     cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
     products(t.by.score, t.dp, [(at_slot(t.v, w), at_slot(t.do, o_slot))], overwrite=True)
     warpgroup.wait_group(1)
-    to_operands(t, q_slot, o_slot, limits, room, work, x)
-    backward_sum.put_scores(as_accumulator(t.ds, t.dp), t.by.score, room.sum, turn.count, w, x)
+    probabilities(tile.rows_columns(t.s), t.p, of_columns(room.statistics, q_slot), limits, work, x)
     products(t.by.dv, t.dv, [(t.p, at_slot(t.do_turned, o_slot))], overwrite=False)
+    warpgroup.wait_group(1)
+    score_gradients(tile.rows_columns(t.dp), as_rows_columns(t.p, t.dp), of_columns(room.statistics, o_slot))
+    to_operand(t.ds, t.dp, x.dtype)
+    backward_sum.put_scores(as_accumulator(t.ds, t.dp), t.by.score, room.sum, turn.count, w, x)
     products(t.by.dk, t.dk, [(t.ds, at_slot(t.q_turned, q_slot))], overwrite=False)
-    cute.arch.mbarrier_wait(room.sum.ds_full + turn.count % 2, turn.count // 2 % 2)
-    products(t.sum.by, t.sum.dq, backward_sum.pairs(t.sum, turn.count), overwrite=True)
-    warpgroup.wait_group(0)
-    give_back(room.empty + q_slot)
-    give_back(room.empty + o_slot)
-    backward_sum.put_part(t.sum, room.sum, w, turn.count)
+    part_before(t, w, turn, room, [room.empty + q_slot, room.empty + o_slot])
     return next_turn(turn, x)
+
+
+def part_before(t: Operands, w, turn: Turn, room: Room, slots: list) -> None:
+    """The part of dQ of the block before, if there was one in this tile. Gives back the slots that were in use until now."""
+    backward_sum.begin_part(t.sum, room.sum, turn.count - 1)
+    warpgroup.wait_group(0)
+    for empty in slots:
+        give_back(empty)
+    backward_sum.put_part(t.sum, room.sum, w, turn.count - 1, turn.count > turn.since)
 
 
 def value_block(t: Operands, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
@@ -649,6 +658,7 @@ def summing_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: 
     limits, (start, stop) = limits_of(column, work, x), whole_blocks(column, at, work, x)
     for n in cutlass.range_constexpr(2 * c.key_tiles):  # dQ takes the keys of both warpgroups
         cute.arch.mbarrier_wait(room.held_full + n, held)
+    turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
     for _ in cutlass.range(work.group, unroll=1):
         if cutlass.const_expr(x.form != "full"):
             for step in cutlass.range(start - at.start, unroll=1):
@@ -659,6 +669,7 @@ def summing_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: 
         for step in cutlass.range(at.stop - stop, unroll=1):  # the other end, or that of the keys
             cut_off = limits.within((stop + step) * c.tile_m)
             turn = summing_block(t, w, turn, cut_off, room, work, x)
+    part_before(t, w, turn, room, [])
     scaled(t.dk, work.scale)
     cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)  # all have read K and V for the last time
     finish(t.dv, t.by.dv, at_room(room.dv, w), room.done + c.key_tiles + w, x)

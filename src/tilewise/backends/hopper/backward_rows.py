@@ -54,11 +54,11 @@ def rows_of(width_v: int) -> int:
 
 
 def part_of(t: cute.Tensor, i, lane, element) -> cute.Tensor:
-    """A thread's part of row i of a head, (seqlen, Dv), in fp32; zeros past the end of either."""
+    """A thread's part of row i of a head, (seqlen, Dv); zeros past the end of either."""
     part = cute.make_rmem_tensor((VECTOR,), element)
     part.fill(0.0)
     read(t, i, lane, part)
-    return part.load().to(F32)
+    return part
 
 
 def rows_at(lines: list, t: Tensors, x: Backward) -> list[Row]:
@@ -95,18 +95,18 @@ def write(t: Tensors, batch, head, row: Row, total):
 
 @cute.kernel
 def kernel(t: Tensors, x: cutlass.Constexpr):
-    """Grid: blocks of rows, of all heads and batch elements one after the other."""
+    """Grid: all heads of a block of rows, which lie side by side in memory, then the next block."""
     lanes, element = lanes_of(x.keys.width_v), ELEMENT[x.dtype]
     heads, blocks = t.lse.shape[1], cute.ceil_div(t.lse2.shape[2], rows_of(x.keys.width_v))
     n = cute.arch.block_idx()[0]
-    block, head, batch = n % blocks, n // blocks % heads, n // blocks // heads
+    head, block, batch = n % heads, n // heads % blocks, n // heads // blocks
     thread = cute.arch.thread_idx()[0]
     lane, first = thread % lanes, block * rows_of(x.keys.width_v) + thread // lanes
     rows = rows_at([first + n * (THREADS // lanes) for n in range(ROWS_EACH)], t, x)
     o, do = (part[batch, None, head, None] for part in (t.o, t.do))
-    parts = [part_of(o, row.source, lane, element) * part_of(do, row.source, lane, element) for row in rows]
-    for row, part in zip(rows, parts, strict=True):
-        total = part.reduce(cute.ReductionOp.ADD, F32(0.0), 0)
+    parts = [[part_of(of, row.source, lane, element) for of in (o, do)] for row in rows]  # all on their way at once
+    for row, (one, other) in zip(rows, parts, strict=True):
+        total = (one.load().to(F32) * other.load().to(F32)).reduce(cute.ReductionOp.ADD, F32(0.0), 0)
         for offset in [1 << n for n in range((lanes - 1).bit_length())]:
             total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
         by_first(t, batch, head, row, lane, total)

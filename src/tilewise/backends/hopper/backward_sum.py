@@ -5,8 +5,8 @@ neighbours read it as dS: with the 128 keys of the tile each makes a 64 x 64 par
 an fp32 accumulator in global memory (16 bytes a clock and SM, whatever their order). A part lies there as it lay in registers:
 fours of each thread's 32 numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded.
 
-mbarriers (arrivals in brackets): ``ds_full[block % 2]`` (256) between the warpgroups: two blocks of dS, so that nobody need wait
-for the other's last product; ``part_full[w]`` (128) warpgroup -> adding warp, ``part_empty[w]`` (1) back.
+mbarriers (arrivals in brackets): ``ds_full[block % 2]`` and ``ds_empty[block % 2]`` (256) between the warpgroups: two blocks of dS, so
+that they may be most of a block apart; ``part_full[w]`` (128) warpgroup -> adding warp, ``part_empty[w]`` (1) back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper import backward_walk, packed
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
-from tilewise.backends.hopper.backward_tile import at_slot, by_rows, put, put_fragment, scaled, turned
+from tilewise.backends.hopper.backward_tile import at_slot, by_rows, products, put, put_fragment, scaled, turned
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.forward import ELEMENT, F32, I32, cut, staged
 
@@ -35,6 +35,7 @@ class Room(NamedTuple):
     ds: cute.Tensor
     part: cute.Tensor
     ds_full: cute.Pointer
+    ds_empty: cute.Pointer
     part_full: cute.Pointer
     part_empty: cute.Pointer
 
@@ -44,7 +45,7 @@ def allocate(smem, x: Backward, bars) -> Room:
     layout = ds_layout(x)
     ds = smem.allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
     part = smem.allocate_tensor(F32, cute.make_layout((4, 128, FOURS, KEY_GROUPS)), ALIGNMENT)
-    return Room(ds, part, bars, bars + 2, bars + 4)
+    return Room(ds, part, bars, bars + 2, bars + 4, bars + 6)
 
 
 def ds_layout(x: Backward):
@@ -56,6 +57,7 @@ def start_barriers(room: Room) -> None:
     """By one thread."""
     for n in range(2):
         cute.arch.mbarrier_init(room.ds_full + n, 128 * KEY_GROUPS)
+        cute.arch.mbarrier_init(room.ds_empty + n, 128 * KEY_GROUPS)
         cute.arch.mbarrier_init(room.part_full + n, 128)
         cute.arch.mbarrier_init(room.part_empty + n, 1)
 
@@ -88,16 +90,28 @@ def operands(by: cute.TiledMma, room: Room, k: cute.Tensor, w, x: Backward) -> O
     )
 
 
-def put_part(t: Operands, room: Room, w, n) -> None:
-    """The part of dQ that was made last, to where the copy engine takes it; the n-th time."""
-    cute.arch.mbarrier_wait(room.part_empty + w, 1 - n % 2)
-    write_part(t.dq, room.part, w)
-    cute.arch.fence_view_async_shared()
-    cute.arch.mbarrier_arrive(room.part_full + w)
+@cute.jit
+def begin_part(t: Operands, room: Room, n):
+    """Begins a part of dQ of block n, as soon as both warpgroups' dS are there; -1: of nothing."""
+    if n >= 0:
+        cute.arch.mbarrier_wait(room.ds_full + n % 2, n // 2 % 2)
+    products(t.by, t.dq, pairs(t, n + 2), overwrite=True)
+
+
+@cute.jit
+def put_part(t: Operands, room: Room, w, n, real):
+    """The part of dQ of block n, which is made, to where the copy engine takes it, if it is a ``real`` one."""
+    if real:
+        cute.arch.mbarrier_arrive(room.ds_empty + n % 2)
+        cute.arch.mbarrier_wait(room.part_empty + w, 1 - n % 2)
+        write_part(t.dq, room.part, w)
+        cute.arch.fence_view_async_shared()
+        cute.arch.mbarrier_arrive(room.part_full + w)
 
 
 def put_scores(ds: cute.Tensor, by: cute.TiledMma, room: Room, count, w, x: Backward) -> None:
     """A block of dSᵀ, rounded, to where both warpgroups read it."""
+    cute.arch.mbarrier_wait(room.ds_empty + count % 2, 1 - count // 2 % 2)
     put_fragment(ds, by, room.ds[None, None, count % 2 * KEY_GROUPS + w], x.dtype)
     cute.arch.fence_view_async_shared()
     cute.arch.mbarrier_arrive(room.ds_full + count % 2)

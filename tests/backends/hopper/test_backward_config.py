@@ -61,11 +61,36 @@ def test_candidates_fit_and_are_not_shipped(x):
     assert x.queries is None or fits(x.queries, x.queries.warpgroups)
 
 
+def long(d: int, seqlen: int, **options) -> Call:
+    q, k, v = (normal(1, seqlen, 1, d, dtype=torch.bfloat16) for _ in range(3))
+    return call(q, k, v, **options)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_what_must_repeat_is_never_summed(d, deterministic):
-    keys = backward_config.choose(small(d=d, deterministic=deterministic).p).keys
+    keys = backward_config.choose(long(d, 2048, deterministic=deterministic).p).keys
     assert keys.summed == (d < 256 and not deterministic)
+
+
+@pytest.mark.parametrize(
+    ("d", "seqlen", "options", "summed"),
+    [  # as measured (docs/measured.md)
+        (64, 512, {}, False),
+        (64, 1024, {}, True),
+        (64, 1024, {"causal": True}, False),
+        (64, 2048, {"causal": True}, True),
+        (128, 512, {}, True),
+        (128, 512, {"causal": True}, False),
+        (128, 1024, {"causal": True}, True),
+        (128, 2048, {"mask": tw.window(200)}, False),
+    ],
+)
+def test_gradients_of_queries_are_summed_where_they_see_many_keys(d, seqlen, options, summed):
+    p = long(d, seqlen, **options).p
+    assert backward_config.choose(p).keys.summed == summed
+    pairs = tw.show_mask(options.get("mask", tw.causal()), seqlen).count("1") if options else seqlen**2
+    assert backward_config.keys_a_query(p) == pytest.approx(pairs / seqlen, rel=0.02)
 
 
 @pytest.mark.parametrize("keys", [*SUMMED.values(), TABLE[256, 256][0]], ids=lambda c: f"{c.width}-{c.tile_n}")

@@ -210,6 +210,9 @@ SUMMED = {
     (64, 64): KeyTiles(64, 64, 128, 5, summed=True),
     (128, 128): KeyTiles(128, 128, 64, 6, summed=True),
 }
+# How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)
+# for two products a pair (docs/measured.md).
+SUMMED_FROM = {(64, 64): 640, (128, 128): 450}
 # With a softcap, whose slope needs registers; smaller head dims take the next.
 SOFTCAP = {
     (64, 64): (KeyTiles(64, 64, 64, 8), TABLE[64, 64][1]),
@@ -219,11 +222,7 @@ SOFTCAP = {
 
 
 # Not proved on a GPU: what else is worth a measurement, for "full" and "upper" in bf16.
-CANDIDATES = (
-    (KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),
-    (KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
-    (KeyTiles(256, 256, 48, 5, split=True), QueryTiles(256, 256, 2, 48, 4)),
-)
+CANDIDATES = ((KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),)
 
 
 def candidates() -> list[Backward]:
@@ -259,9 +258,24 @@ def choose(p: Problem) -> Backward:
     capped = p.spec.score is not None
     table = SOFTCAP if capped else TABLE
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
-    summed = dims in SUMMED and not capped and not p.spec.deterministic
+    pays = dims in SUMMED and keys_a_query(p) >= SUMMED_FROM[dims]
+    summed = pays and not capped and not p.spec.deterministic
     row = (SUMMED[dims], None) if summed else table[dims]
     return Backward(*row, DTYPES[str(p.dtype)], band_of(p).form, capped, p.packed)
+
+
+def keys_a_query(p: Problem) -> float:
+    """How many keys a query sees, about: the mean over 16 of them; of packed sequences, as if all were equally long."""
+    band, parts = band_of(p), max(p.batch, 1) if p.packed else 1
+    seqlen_q, seqlen_k = p.seqlen_q / parts, p.seqlen_k / parts
+    off = seqlen_k - seqlen_q if p.packed else 0
+
+    def seen(i: float) -> float:
+        first = band.start if band.lo is None else max(band.start, i + off + band.lo)
+        stop = min(band.stop, seqlen_k)
+        return max(0.0, (stop if band.hi is None else min(stop, i + off + band.hi)) - first)
+
+    return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
 
 
 def spread(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:

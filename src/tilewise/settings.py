@@ -1,7 +1,7 @@
 """The environment variables, read here and nowhere else.
 
-- ``TILEWISE_CPU_ISA=name``: the cpu backend uses this instruction set (``avx512bf16``, ``avx512``,
-  ``avx2``, ``portable``), not the best one; ``amxbf16``, which has never run, only so.
+- ``TILEWISE_CPU_ISA=name``: the cpu backend uses this instruction set (``amxbf16``, ``avx512bf16``, ``avx512``,
+  ``avx2``, ``portable``), not the best one.
 - ``TILEWISE_CPU_POOL=own``: the cpu backend computes on threads of its own, not on those of torch's OpenMP.
 - ``TILEWISE_CPU_LIBRARY=path``: another build of the cpu backend's library, such as one with sanitizers.
 - ``TILEWISE_HOPPER_KERNELS=path``: the folder of the hopper backend's compiled kernels, in place of the package's own.

@@ -1,4 +1,4 @@
-"""The plot of a GPU run: `python -m bench.plot bench/results/h200-hopper.jsonl docs/img/h200-hopper.png`.
+"""The plot of a GPU run: `python -m bench.plot FORWARD.jsonl BACKWARD.jsonl docs/img/h200-hopper.png`, or of one file for both.
 
 It reads what bench/run.py writes, and bench/results/h200-triton.jsonl, which is older and has a line for all contestants.
 """
@@ -39,14 +39,15 @@ def speeds(row: dict, direction: str) -> dict[str, float]:
     return row["tflops"] if row.get("part") == "peers" and row["direction"] == direction else {}
 
 
-def draw(rows: list[dict], path: Path) -> None:
+def draw(forward: list[dict], backward: list[dict], path: Path) -> None:
     """Forward above, backward below, a column for each head dim; full lines without a mask, broken ones causal."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     figure = Figure(figsize=(12, 6.4), layout="constrained")
     grid = figure.subplots(2, 3, sharex=True, sharey="row")
-    for line, direction in zip(grid, ("forward", "backward"), strict=True):
+    given = (("forward", forward), ("backward", backward))
+    for line, (direction, rows) in zip(grid, given, strict=True):
         for axes, head_dim in zip(line, (64, 128, 256), strict=True):
             for mask, style in ((None, "-"), ("causal", "--")):
                 for name, values in points(rows, direction, head_dim, mask).items():
@@ -64,7 +65,7 @@ def draw(rows: list[dict], path: Path) -> None:
         line[0].set(ylabel="TFLOP/s", ylim=(0, 1.05 * max(y for axes in line for y in _heights(axes))))
     for axes in grid[1]:
         axes.set_xlabel("sequence length N")
-    machine = next(row for row in rows if row.get("part") == "machine" or row.get("record") == "run")
+    machine = next(row for row in forward if row.get("part") == "machine" or row.get("record") == "run")
     versions = machine.get("versions", machine)
     where = f"{machine['device']}, bf16, torch {versions['torch']}, Triton {versions['triton']}"
     note = "16,384 tokens, hidden size 2048; full lines without a mask, broken ones causal"
@@ -78,8 +79,13 @@ def _heights(axes) -> list[float]:
     return [y for drawn in axes.get_lines() for y in drawn.get_ydata()]
 
 
-def main(source: str, target: str) -> None:
-    draw([json.loads(line) for line in Path(source).read_text(encoding="utf-8").splitlines()], Path(target))
+def read(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def main(forward: str, *more: str) -> None:
+    *backward, target = more
+    draw(read(forward), read(backward[0] if backward else forward), Path(target))
 
 
 if __name__ == "__main__":

@@ -166,12 +166,6 @@ def bars(*counts: tuple[int, int]) -> list[Pointer]:
 class Part(np.ndarray):
     """The numbers that each thread of a CTA has read, (n, thread)."""
 
-    def load(self) -> Part:
-        return self
-
-    def to(self, kind) -> Part:
-        return self
-
     def reduce(self, op, start, profile) -> np.ndarray:
         return np.asarray(self).sum(0, dtype=np.float32)
 
@@ -195,12 +189,11 @@ def run_rows(x: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.nda
         found = t.values[np.minimum(i, t.shape[0] - 1), np.minimum(columns, t.shape[1] - 1)]
         return np.where(inside, found, 0.0).view(Part)
 
-    def put(t, batch, head, line, lane, *values) -> None:
-        mine = (lane < kernel.ROWS_EACH) & (line < lines)
-        for target, value in zip((t.lse2, t.delta), values, strict=True):
-            target[batch, head, line[mine]] = value[mine]
+    def by_first(t, batch, head, row, lane, total) -> None:
+        for n in threads[lane == 0]:
+            kernel.write(t, batch, head, kernel.Row(int(row.line[n]), int(row.source[n])), total[n])
 
-    kernel.part_of, kernel.put = part_of, put
+    kernel.part_of, kernel.by_first = part_of, by_first
     made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
     t = kernel.Tensors(*map(Global, (o, do, lse, dlse, *made)), None if cu is None else Global(cu))
     for at[0] in range(-(-lines // kernel.rows_of(x.keys.width_v)) * lse.shape[0] * lse.shape[1]):

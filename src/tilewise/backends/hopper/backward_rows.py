@@ -19,7 +19,7 @@ from tilewise.backends.hopper.forward import ELEMENT, F32
 
 VECTOR = 8  # elements that a thread reads at a time
 THREADS = 256
-ROWS_EACH = 4  # rows that a thread has in flight; no more than threads have a row
+ROWS_EACH = 4  # rows that a thread has in flight
 INF = float("inf")
 
 
@@ -54,11 +54,11 @@ def rows_of(width_v: int) -> int:
 
 
 def part_of(t: cute.Tensor, i, lane, element) -> cute.Tensor:
-    """A thread's part of row i of a head, (seqlen, Dv); zeros past the end of either."""
+    """A thread's part of row i of a head, (seqlen, Dv), in fp32; zeros past the end of either."""
     part = cute.make_rmem_tensor((VECTOR,), element)
     part.fill(0.0)
     read(t, i, lane, part)
-    return part
+    return part.load().to(F32)
 
 
 def rows_at(lines: list, t: Tensors, x: Backward) -> list[Row]:
@@ -79,47 +79,43 @@ def read(t: cute.Tensor, i, lane, part: cute.Tensor):
         cute.autovec_copy(cute.local_tile(t[i, None], (VECTOR,), (lane,)), part)
 
 
-def held(t: Tensors, batch, head, row: Row) -> tuple:
-    """lse and dlse of a row, or where there is none the last one's."""
-    i = cutlass.min(row.source, t.lse.shape[2] - 1)
-    return t.lse[batch, head, i], t.dlse[batch, head, i]
-
-
-def made_of(lse, dlse, total, real) -> tuple:
-    """lse2 and delta of a ``real`` row, or of one that fills up a block; ``total``: dO · O."""
-    lse2, delta = tile.choose(lse == -INF, INF, lse * tile.LOG2_E), tile.choose(lse == -INF, 0.0, total - dlse)
-    return tile.choose(real, lse2, INF), tile.choose(real, delta, 0.0)
+@cute.jit
+def write(t: Tensors, batch, head, row: Row, total):
+    """lse2 and delta of a row, by one thread; ``total``: dO · O."""
+    if row.line < t.lse2.shape[2]:
+        lse2, delta = F32(INF), F32(0.0)
+        if row.source < t.lse.shape[2]:
+            lse = t.lse[batch, head, row.source]
+            empty = lse == -INF
+            lse2 = tile.choose(empty, INF, lse * tile.LOG2_E)
+            delta = tile.choose(empty, 0.0, total - t.dlse[batch, head, row.source])
+        t.lse2[batch, head, row.line] = lse2
+        t.delta[batch, head, row.line] = delta
 
 
 @cute.kernel
 def kernel(t: Tensors, x: cutlass.Constexpr):
-    """Grid: blocks of rows, of all heads and batch elements one after the other. A thread has a part of ROWS_EACH rows, and of each
-    row's threads the first of them one line of the statistics each, so that no row waits for another's."""
+    """Grid: blocks of rows, of all heads and batch elements one after the other."""
     lanes, element = lanes_of(x.keys.width_v), ELEMENT[x.dtype]
     heads, blocks = t.lse.shape[1], cute.ceil_div(t.lse2.shape[2], rows_of(x.keys.width_v))
     n = cute.arch.block_idx()[0]
     block, head, batch = n % blocks, n // blocks % heads, n // blocks // heads
     thread = cute.arch.thread_idx()[0]
-    lane, first, step = thread % lanes, block * rows_of(x.keys.width_v) + thread // lanes, THREADS // lanes
-    mine = lane % ROWS_EACH
-    *rows, own = rows_at([*(first + n * step for n in range(ROWS_EACH)), first + mine * step], t, x)
-    lse, dlse = held(t, batch, head, own)
+    lane, first = thread % lanes, block * rows_of(x.keys.width_v) + thread // lanes
+    rows = rows_at([first + n * (THREADS // lanes) for n in range(ROWS_EACH)], t, x)
     o, do = (part[batch, None, head, None] for part in (t.o, t.do))
-    parts = [[part_of(of, row.source, lane, element) for of in (o, do)] for row in rows]  # all on their way at once
-    total = F32(0.0)
-    for n, (one, other) in enumerate(parts):
-        found = (one.load().to(F32) * other.load().to(F32)).reduce(cute.ReductionOp.ADD, F32(0.0), 0)
+    parts = [part_of(o, row.source, lane, element) * part_of(do, row.source, lane, element) for row in rows]
+    for row, part in zip(rows, parts, strict=True):
+        total = part.reduce(cute.ReductionOp.ADD, F32(0.0), 0)
         for offset in [1 << n for n in range((lanes - 1).bit_length())]:
-            found = found + cute.arch.shuffle_sync_bfly(found, offset=offset)
-        total = tile.choose(mine == n, found, total)
-    put(t, batch, head, own.line, lane, *made_of(lse, dlse, total, own.source < t.lse.shape[2]))
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+        by_first(t, batch, head, row, lane, total)
 
 
 @cute.jit
-def put(t: Tensors, batch, head, line, lane, lse2, delta):
-    if lane < ROWS_EACH and line < t.lse2.shape[2]:
-        t.lse2[batch, head, line] = lse2
-        t.delta[batch, head, line] = delta
+def by_first(t: Tensors, batch, head, row: Row, lane, total):
+    if lane == 0:
+        write(t, batch, head, row, total)
 
 
 def launch(t: Tensors, stream, x: Backward) -> None:

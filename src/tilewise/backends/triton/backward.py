@@ -252,7 +252,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
             line = tl.cast(rows.h, tl.int64) * sizes.seqlen_k + at.start_k + j
             if not F.packed:
                 line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_k
-            F.columns(ds, p > 0.0, inside, line, j < at.seqlen_k, s, at.b, rows.h, i[None, :], j[:, None], at)
+            F.columns(ds, p > 0.0, line, j < at.seqlen_k, s, at.b, rows.h, i[None, :], j[:, None], at)
         if F.slope is not None:
             ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[None, :], j[:, None], at))
         dk = accumulate(ds.to(q[0].dtype), q, dk, F)
@@ -286,27 +286,35 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.cons
     head_k = h // (sizes.heads_q // sizes.heads_k)
     k, v = key_sources(tensors, sizes, at, head_k, (k_view, k_rest), (v_view, v_rest), F)
     query = load_query(at.block * F.tile_m, rows, tensors, at, F)
+    keys = (k, v)
     dq = zeros(F.tile_m, False, F)
+    sums = ()  # of the leaves that are summed by rows
+    for _ in tl.static_range(len(F.row_grads)):
+        sums = sums + (tl.full([F.tile_m], 0.0, tl.float32),)
 
     if F.lists:
         partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
         for t in range(partials):
-            dq = key_block(tl.load(partial + t) * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, True, F)
+            n0 = tl.load(partial + t) * F.tile_n
+            dq, sums = key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, True, F)
         for t in range(fulls):
-            dq = key_block(tl.load(full + t) * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, False, F)
+            n0 = tl.load(full + t) * F.tile_n
+            dq, sums = key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, False, F)
     else:
         first, full, full_end, last = keys_to_visit(query.m0, h, at, F)
         if F.whole:
             for n in range(first, last):
                 partial = (n < full) | (n >= full_end)
-                dq = key_block(n * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, partial, F)
+                n0 = n * F.tile_n
+                dq, sums = key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, partial, F)
         else:
             if F.keep is None:
                 for n in range(full, full_end):
-                    dq = key_block(n * F.tile_n, dq, query, rows, k, v, tensors, sizes, scales, at, False, F)
+                    n0 = n * F.tile_n
+                    dq, sums = key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, False, F)
             for t in range((full - first) + (last - full_end)):
                 n0 = partial_tile(t, first, full, full_end) * F.tile_n
-                dq = key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, True, F)
+                dq, sums = key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, True, F)
 
     token = tl.cast(at.start_q, tl.int64)
     if not F.packed:
@@ -314,6 +322,9 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.cons
     row = sizes.heads_q * F.head_dim
     base = tensors.dq + token * row + h * F.head_dim
     store_rows(base, row, query.m0, at.seqlen_q - query.m0, dq, scales.softmax, F.tile_m, False, F)
+    i = query.m0 + tl.arange(0, F.tile_m)
+    for n in tl.static_range(len(F.row_grads)):
+        tl.store(at.grads[F.row_grads[n]] + rows.line + i, sums[n], mask=i < at.seqlen_q)
 
 
 @triton.jit
@@ -337,8 +348,8 @@ def load_query(m0, rows, tensors, at, F: tl.constexpr):
 
 
 @triton.jit
-def key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, partial, F: tl.constexpr):
-    """Adds one key tile to dQ, and to the leaves that are summed by rows; ``partial`` as in :func:`query_block`."""
+def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, partial, F: tl.constexpr):
+    """Adds one key tile to dQ, and to the sums by rows; ``keys``: the sources of k and v; ``partial`` as in :func:`query_block`."""
     i = query.m0 + tl.arange(0, F.tile_m)
     j = n0 + tl.arange(0, F.tile_n)
     left = at.seqlen_k - n0
@@ -351,8 +362,8 @@ def key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, partial, F:
             first, last = query_interval(j, rows.h, at, F)
             alive = first < last
     # A key that no row here sees has dS = 0, and its row of K is not read: it may hold NaN.
-    k = load_streamed(k, n0, left, alive, F.tile_n, False, partial, F)
-    v = load_streamed(v, n0, left, alive, F.tile_n, True, partial, F)
+    k = load_streamed(keys[0], n0, left, alive, F.tile_n, False, partial, F)
+    v = load_streamed(keys[1], n0, left, alive, F.tile_n, True, partial, F)
     s2, s = scored(inner(query.q, k, F), rows.h, i[:, None], j[None, :], scales, at, F)
     p = power(s2 - query.lse2[:, None], F)
     dp = inner(query.do, v, F)
@@ -368,10 +379,16 @@ def key_block(n0, dq, query, rows, k, v, tensors, sizes, scales, at, partial, F:
         ds = tl.where(p == 0.0, 0.0, ds)
     if F.leaves is not None:
         inside = (i[:, None] < at.seqlen_q) & (j[None, :] < at.seqlen_k)
-        F.leaves(ds, p > 0.0, inside, rows.line + i, i < at.seqlen_q, s, at.b, rows.h, i[:, None], j[None, :], at)
+        F.leaves(ds, p > 0.0, inside, s, at.b, rows.h, i[:, None], j[None, :], at)
+    if F.rows is not None:
+        more = F.rows(ds, p > 0.0, s, at.b, rows.h, i[:, None], j[None, :], at)
+        total = ()
+        for n in tl.static_range(len(F.row_grads)):
+            total = total + (sums[n] + more[n],)
+        sums = total
     if F.slope is not None:
         ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[:, None], j[None, :], at))
-    return accumulate(ds.to(k[0].dtype), k, dq, F)
+    return accumulate(ds.to(k[0].dtype), k, dq, F), sums
 
 
 # -- One tile of a pair bias, over what it is broadcast over -------------------------------------------------------

@@ -147,7 +147,8 @@ def shared_memory(
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
     bytes_ = streams.pair_bytes if kernel not in ("delta", "merge") else 0
     pairs = max(stages - 1, 1) * m * n * bytes_ + 4096 if bytes_ else 0
-    scratch = 18 << 10 if arch == "sm100" else 2048  # for changes of layout
+    scratch = 18 << 10 if arch == "sm100" else 4096 if w & (w - 1) else 2048  # for changes of layout
+    scratch += 128 if w > MAX_HEAD_DIM else 0
     return itemsize * rows[kernel] + statistics + pairs + scratch
 
 

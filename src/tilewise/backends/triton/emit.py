@@ -285,33 +285,39 @@ def _returning(writer: _Writer, name: str, arguments: str, e: Expr) -> str:
 
 
 def _gradients(writer, score: Expr, reads: tuple[Read, ...], leaf: dict[int, int]) -> list[str]:
-    """``slope`` (d score / d s), and ``leaves``, ``columns``, ``tile_N``: what a tile gives to the leaves."""
+    """``slope`` (d score / d s); ``rows``: what a tile adds to the sums by rows; ``leaves``, ``columns``, ``tile_N``: what it
+    gives to the other leaves."""
     arguments = "s, b, h, i, j, at"
     slope = _derivative(score, expr.symbol("s"))
     source = [] if expr.is_number(slope, 1) else [_returning(writer(), "slope", arguments, slope)]
     wanted = {r.slot for r in reads}
     lookups = [e for e in expr.lookups(score) if e.args[0][1] in wanted]
     slopes = [_derivative(score, e) for e in lookups]
-    rows, columns = writer(), writer()
+    rows, columns, others, sums = writer(), writer(), writer(), []
     for n, (read, e, d) in enumerate(zip(reads, lookups, slopes, strict=True)):
         if read.how == TILES:
             source.append(_returning(writer(), f"tile_{n}", arguments, d))
             w = writer()
             source.append(_function(f"place_{n}", "b, h, i, j, at", [*w.lines, *_place(w, e)]))
             continue
-        w = columns if read.how == COLUMNS else rows
+        w = {ROWS: rows, COLUMNS: columns}.get(read.how, others)
         value = "dz" if expr.is_number(d, 1) else f"dz * {w.value(d)}"
         value = value if _finite(d) else f"tl.where(hit, {value}, 0.0)"
-        if read.how in (ROWS, COLUMNS):
+        if read.how == ROWS:
+            sums.append(f"tl.sum({value}, 1)")
+        elif read.how == COLUMNS:
             w.lines.append(f"tl.atomic_add(at.grads[{n}] + line, tl.sum({value}, 1), mask=valid, sem='relaxed')")
         else:
             offset = w.offset(e, "grad_extents")
             write = f"tl.store(at.grads[{n}] + ({offset}), {value}, mask=inside)"
             scatter = f"tl.atomic_add(at.grads[{n}] + ({offset}), {value}, mask=hit, sem='relaxed')"
             w.lines.append(write if read.how == STORE else scatter)
-    for name, w in (("leaves", rows), ("columns", columns)):
-        if w.lines:
-            source.append(_function(name, f"dz, hit, inside, line, valid, {arguments}", [*w.lines, "return"]))
+    if sums:
+        source.append(_function("rows", f"dz, hit, {arguments}", [*rows.lines, f"return ({', '.join(sums)},)"]))
+    if others.lines:
+        source.append(_function("leaves", f"dz, hit, inside, {arguments}", [*others.lines, "return"]))
+    if columns.lines:
+        source.append(_function("columns", f"dz, hit, line, valid, {arguments}", [*columns.lines, "return"]))
     return source
 
 

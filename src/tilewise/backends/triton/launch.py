@@ -162,7 +162,7 @@ class Plan:
         if found is None:
             common = {
                 name: f.get(name)
-                for name in ("lo", "hi", "first", "last", "keep", "score", "slope", "leaves", "columns")
+                for name in ("lo", "hi", "first", "last", "keep", "score", "slope", "rows", "leaves", "columns")
             }
             fields = common | {
                 "tile_m": tiles.tile_m,
@@ -187,6 +187,7 @@ class Plan:
                 "whole": False,
                 "specialized": tiles.specialized,
                 "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
+                "row_grads": tuple(n for n, read in enumerate(self.emitted.reads) if read.how == ROWS),
                 "digest": self.emitted.digest,
             }
             found = self.made[key] = Facts(**(fields | extra))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from tilewise.backends.triton.maths import here
 from tilewise.backends.triton.tile import (
     LOG2E,
     accumulate,
@@ -234,6 +235,8 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
             dp = tl.where(z, dp * scales.keep, 0.0)
         d = dp - delta[None, :]
     if partial:
+        if F.whole:
+            j = here(j)
         first, last = query_interval(j, rows.h, at, F)
         kept = (i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]) & inside
         if F.keep is not None:
@@ -372,7 +375,7 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
         dp = tl.where(z, dp * scales.keep, 0.0)
     if partial:
         if F.whole:
-            kept = seen(query, i, j, rows.h, at, F)
+            kept = seen(query, i, here(j), rows.h, at, F)
         p = tl.where(kept, p, 0.0)
     ds = p * (dp - query.delta[:, None])
     if F.score is not None or F.keep is not None:

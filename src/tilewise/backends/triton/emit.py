@@ -39,6 +39,8 @@ _CALLS = {
     "clamp_max": "tl.minimum",
 }
 _ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "round": "maths.round_even", "trunc": "maths.trunc"}
+_OF_POSITIONS = {"symbol": "", "add": "", "sub": "", "mul": "", "neg": "-", "abs": "tl.abs"}
+SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp32 holds exactly
 _OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth values
 _TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
 
@@ -131,12 +133,14 @@ class _Writer:
         leaf: position of a slot among ``at.leaves``.
         spans: of the slots, where i and j are a tile's; empty where they are ends of intervals.
         wide: slots whose elements need 64-bit offsets.
+        small: every position is below SMALL.
     """
 
-    def __init__(self, leaf: dict[int, int], spans: dict[int, Span], wide: frozenset[int]):
-        self.leaf, self.spans, self.wide = leaf, spans, wide
+    def __init__(self, leaf: dict[int, int], spans: dict[int, Span], wide: frozenset[int], small: bool):
+        self.leaf, self.spans, self.wide, self.small = leaf, spans, wide, small
         self.lines: list[str] = []
         self.names: dict[int, str] = {}
+        self.floats: dict[int, str] = {}
 
     def value(self, root: Expr) -> str:
         for e in expr.nodes(root):
@@ -148,7 +152,8 @@ class _Writer:
         if e.op == "symbol":
             name = e.args[0]
             return {"off": "(at.seqlen_k - at.seqlen_q)"}.get(name, f"at.{name}" if name.startswith("seqlen") else name)
-        self.lines.append(f"v{len(self.lines)} = {self._text(e)}")
+        text = self._text(e)  # which may add lines of its own
+        self.lines.append(f"v{len(self.lines)} = {text}")
         return f"v{len(self.lines) - 1}"
 
     def _text(self, e: Expr) -> str:
@@ -192,10 +197,30 @@ class _Writer:
                 terms.append(f"({self.value(index)} < {f'maths.multiple({size}, {span.unit})' if last else size})")
         return " & ".join(terms)
 
+    def floating(self, e: Expr) -> str:
+        """``e``, which has a name, as fp32. Sums of a few positions are added as fp32, which is exact, so that lines of them are
+        converted and not a tile: a conversion of each element takes as long as four additions."""
+        if expr.kind(e) == "float":
+            return self.names[id(e)]
+        if id(e) not in self.floats:
+            few = [x for x in expr.nodes(e) if not expr.is_number(x, -1)]
+            exact = self.small and all(x.op in _OF_POSITIONS for x in few) and len(few) < 9
+            if exact and e.op == "number":
+                text = "-1.0"
+            elif exact and e.op != "symbol":
+                args = [self.floating(a) for a in e.args]
+                infix = expr.OPERATIONS[e.op].infix
+                text = f" {infix} ".join(args) if len(args) == 2 else f"{_OF_POSITIONS[e.op]}({args[0]})"
+            else:
+                text = f"{self.names[id(e)]}.to(tl.float32)"
+            self.lines.append(f"f{len(self.lines)} = {text}")
+            self.floats[id(e)] = f"f{len(self.lines) - 1}"
+        return self.floats[id(e)]
+
     def _operation(self, e: Expr, args: list[str], kinds: list[str]) -> str:
         operation, result = expr.OPERATIONS[e.op], expr.kind(e)
-        if operation.float_args or (e.op == "pow" and result == "float"):
-            args = [a if k == "float" else f"{a}.to(tl.float32)" for a, k in zip(args, kinds, strict=True)]
+        if operation.float_args or (result == "float" and (e.op == "pow" or operation.infix)):
+            args = [self.floating(a) for a in e.args]
         elif e.op != "where" and result != "bool" and e.op not in ("int", "bool"):
             args = [f"{a}.to(tl.int32)" if k == "bool" else a for a, k in zip(args, kinds, strict=True)]
         if e.op in ("float", "int", "bool"):
@@ -258,11 +283,12 @@ def emit(p: Problem, wide: frozenset[int]) -> Emitted:
     leaf = {slot: n for n, slot in enumerate(slots)}
     abstract = lambda e: None if e is None else expr.abstract(e, numbers)  # noqa: E731
     of_tiles = spans(p, slots, expr.lookups(*(e for e in (region.predicate, spec.score) if e is not None)))
-    writer = lambda: _Writer(leaf, of_tiles, wide)  # noqa: E731
+    small = max(p.seqlen_q, p.seqlen_k) < SMALL
+    writer = lambda: _Writer(leaf, of_tiles, wide, small)  # noqa: E731
     source = []
     for (name, index), e in zip(_ENDS, region.ends, strict=True):
         if e is not None:
-            ends = _Writer(leaf, {}, wide)
+            ends = _Writer(leaf, {}, wide, small)
             source.append(_returning(ends, name, f"b, h, {index}, at", abstract(e)))
     if region.predicate is not None:
         source.append(_returning(writer(), "keep", "b, h, i, j, at", abstract(region.predicate)))
@@ -301,7 +327,9 @@ def _gradients(writer, score: Expr, reads: tuple[Read, ...], leaf: dict[int, int
             source.append(_function(f"place_{n}", "b, h, i, j, at", [*w.lines, *_place(w, e)]))
             continue
         w = {ROWS: rows, COLUMNS: columns}.get(read.how, others)
-        value = "dz" if expr.is_number(d, 1) else f"dz * {w.value(d)}"
+        if not expr.is_number(d, 1):
+            w.value(d)
+        value = "dz" if expr.is_number(d, 1) else f"dz * {w.floating(d)}"
         value = value if _finite(d) else f"tl.where(hit, {value}, 0.0)"
         if read.how == ROWS:
             sums.append(f"tl.sum({value}, 1)")

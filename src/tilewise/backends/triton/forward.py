@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.maths import exp, log
+from tilewise.backends.triton.maths import exp, here, log
 from tilewise.backends.triton.tile import (
     LN2,
     LOG2E,
@@ -123,6 +123,8 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
         s = scored(s, query, j, scales, at, F)
     alive = None
     if partial:
+        if F.whole:
+            j = here(j)
         kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None])
         if F.keep is not None:
             i = query.m0 + tl.arange(0, F.tile_m)

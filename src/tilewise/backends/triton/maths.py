@@ -48,6 +48,16 @@ else:
 
 
 @triton.jit
+def here(x):
+    """``x``, in a form that is computed in the branch it is written in: of a branch that has no effects LLVM may make selections,
+    which cost every tile what few need."""
+    if on_nvidia():
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return x
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x to 1 ulp, of normal numbers: a division costs five instructions more."""
     if on_nvidia():

@@ -249,7 +249,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
         dv = accumulate(dropped.to(do[0].dtype), do, dv, F)
     if F.dk:
         ds = p * d
-        if F.score is not None:
+        if F.hides or (F.score is not None and not F.whole):  # elsewhere all that P's zeros are multiplied by is finite
             ds = tl.where(p == 0.0, 0.0, ds)
         if F.columns is not None:
             line = tl.cast(rows.h, tl.int64) * sizes.seqlen_k + at.start_k + j
@@ -257,7 +257,9 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
                 line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_k
             F.columns(ds, p > 0.0, line, j < at.seqlen_k, s, at.b, rows.h, i[None, :], j[:, None], at)
         if F.slope is not None:
-            ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[None, :], j[:, None], at))
+            ds = ds * F.slope(s, at.b, rows.h, i[None, :], j[:, None], at)
+            if F.hides or not F.whole:
+                ds = tl.where(p == 0.0, 0.0, ds)
         dk = accumulate(ds.to(q[0].dtype), q, dk, F)
     return dk, dv
 
@@ -378,7 +380,7 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
             kept = seen(query, i, here(j), rows.h, at, F)
         p = tl.where(kept, p, 0.0)
     ds = p * (dp - query.delta[:, None])
-    if F.score is not None or F.keep is not None:
+    if F.hides or (F.score is not None and not F.whole) or F.keep is not None:
         ds = tl.where(p == 0.0, 0.0, ds)
     if F.leaves is not None:
         inside = (i[:, None] < at.seqlen_q) & (j[None, :] < at.seqlen_k)
@@ -390,7 +392,9 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
             total = total + (sums[n] + more[n],)
         sums = total
     if F.slope is not None:
-        ds = tl.where(p == 0.0, 0.0, ds * F.slope(s, at.b, rows.h, i[:, None], j[None, :], at))
+        ds = ds * F.slope(s, at.b, rows.h, i[:, None], j[None, :], at)
+        if F.hides or not F.whole:
+            ds = tl.where(p == 0.0, 0.0, ds)
     return accumulate(ds.to(k[0].dtype), k, dq, F), sums
 
 

@@ -257,6 +257,7 @@ class Emitted:
 
     Attributes:
         numbers: values of ``at.numbers``; slots: the extras that ``at.leaves`` holds, in order.
+        hides: the score may be -inf, or its slope not finite, where s is finite.
         digest: of the source, so that compiled kernels are told apart.
     """
 
@@ -264,6 +265,7 @@ class Emitted:
     numbers: tuple[float, ...]
     slots: tuple[int, ...]
     reads: tuple[Read, ...]
+    hides: bool
     digest: str
 
 
@@ -298,7 +300,7 @@ def emit(p: Problem, wide: frozenset[int]) -> Emitted:
         source.append(_returning(writer(), "score", "s, b, h, i, j, at", score))
         source += _gradients(writer, score, reads, leaf)
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
-    return Emitted(functions, tuple(numbers), slots, reads, digest)
+    return Emitted(functions, tuple(numbers), slots, reads, spec.score is not None and _hides(spec.score), digest)
 
 
 def _function(name: str, arguments: str, lines: list[str]) -> str:
@@ -353,6 +355,20 @@ def _finite(slope: Expr) -> bool:
     """Whether it is finite everywhere, so that dZ, which is 0 where P is, need not be selected again."""
     whole = ("symbol", "number", "param", "add", "sub", "mul", "neg", "abs", "float", "int")
     return all(e.op in whole for e in expr.nodes(slope)) and "s" not in expr.depends_on(slope)
+
+
+_BOUNDED = ("symbol", "number", "param", "add", "sub", "mul", "neg", "abs", "float", "int", "tanh", "sigmoid", "lookup")
+
+
+def _hides(score: Expr) -> bool:
+    """Whether it may be -inf of a finite s, or its slope not finite: not if its operations are bounded and it reads no tensor
+    at i or j, which may hold -inf."""
+    for e in expr.nodes(score, _derivative(score, expr.symbol("s"))):
+        by_number = e.op == "div" and e.args[1].op in ("number", "param")
+        by_head = e.op != "lookup" or not {"i", "j"} & expr.depends_on(*e.args[1:])
+        if not by_head or (e.op not in _BOUNDED and not by_number):
+            return True
+    return False
 
 
 def _derivative(root: Expr, wrt: Expr) -> Expr:

@@ -188,6 +188,7 @@ class Plan:
                 "specialized": tiles.specialized,
                 "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
                 "row_grads": tuple(n for n, read in enumerate(self.emitted.reads) if read.how == ROWS),
+                "hides": self.emitted.hides,
                 "digest": self.emitted.digest,
             }
             found = self.made[key] = Facts(**(fields | extra))

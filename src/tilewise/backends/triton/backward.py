@@ -419,18 +419,30 @@ def tile_kernel(
     i = m0 + tl.arange(0, F.tile_m)
     j = n0 + tl.arange(0, F.tile_n)
     total = tl.full([F.tile_m, F.tile_n], 0.0, tl.float32)
-    for bh in range(batches * heads):
+    at = place(outer * 0, outer // kept_heads, tensors, sizes, scales, False, F)
+    count = batches * heads
+    if not F.varies:  # without a branch in the loop its loads overlap
+        count = tl.where(visited(m0, n0, outer % kept_heads, at, F), count, 0)
+    for bh in range(count):
         b = outer // kept_heads + bh // heads
         h = outer % kept_heads + bh % heads
-        here = place(outer * 0, b, tensors, sizes, scales, False, F)
-        first, _full, _full_end, last = keys_to_visit(m0, h, here, F)
-        if (n0 >= first * F.tile_n) & (n0 < last * F.tile_n):
-            total += pair_tile(m0, i, j, n0, h, here, tensors, sizes, scales, F)
-    at = place(outer * 0, outer // kept_heads, tensors, sizes, scales, False, F)
+        each = place(outer * 0, b, tensors, sizes, scales, False, F)
+        if F.varies:
+            if visited(m0, n0, h, each, F):
+                total += pair_tile(m0, i, j, n0, h, each, tensors, sizes, scales, F)
+        else:
+            total += pair_tile(m0, i, j, n0, h, each, tensors, sizes, scales, F)
     offset = F.place(at.b, outer % kept_heads, i[:, None], j[None, :], at)
     inside = (i[:, None] < sizes.seqlen_q) & (j[None, :] < sizes.seqlen_k)
     grad = at.grads[GRAD]
     tl.store(grad + offset, total.to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def visited(m0, n0, h, at, F: tl.constexpr):
+    """Whether some row of a tile sees some key of it."""
+    first, _full, _full_end, last = keys_to_visit(m0, h, at, F)
+    return (n0 >= first * F.tile_n) & (n0 < last * F.tile_n)
 
 
 @triton.jit

@@ -156,6 +156,7 @@ class Plan:
     def facts(self, tiles: Tiles, align: int, **extra: object) -> Facts:
         """The compile-time part of a launch."""
         p, f = self.p, self.emitted.functions
+        ends = [e for e in p.spec.region.ends if e is not None]
         tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         key = (tiles, align, tf32, *extra.items())
         found = self.made.get(key)
@@ -188,6 +189,7 @@ class Plan:
                 "specialized": tiles.specialized,
                 "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
                 "row_grads": tuple(n for n, read in enumerate(self.emitted.reads) if read.how == ROWS),
+                "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),
                 "hides": self.emitted.hides,
                 "digest": self.emitted.digest,
             }

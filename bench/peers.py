@@ -281,6 +281,10 @@ def _flex_unsupported(case: Case, device: str) -> list[str]:
     return reasons
 
 
+_BY_HEAD = ("key-lengths", "keep-odd", "dense")
+"""Masks that read b or h: FlexAttention makes a block mask of them for every batch element and head, and of others one."""
+
+
 def _flex_prepare(x: Inputs) -> Call:
     """FlexAttention compiled for these very shapes.
 
@@ -294,7 +298,7 @@ def _flex_prepare(x: Inputs) -> Call:
     flex = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     options = {"enable_gqa": x.case.heads_q != x.case.heads_k}
     if x.case.mask:
-        shape = (x.case.batch, x.case.heads_q) if x.leaves else (None, None)
+        shape = (x.case.batch, x.case.heads_q) if x.case.mask in _BY_HEAD else (None, None)
         sizes = {"Q_LEN": x.case.seqlen_q, "KV_LEN": x.case.seqlen_k, "device": str(x.q.device)}
         options["block_mask"] = create_block_mask(MASKS[x.case.mask].keep(x), *shape, **sizes, _compile=True)
     if x.case.score:

@@ -12,7 +12,8 @@ the pass over query tiles, those read at j alone in the pass over key tiles (sec
 over the batch and heads it was broadcast over.
 """
 
-# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
+# ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
+# tuples are added, not unpacked
 
 from typing import Any, NamedTuple
 

@@ -13,7 +13,8 @@
 Every job is a process with a time limit. A job that dies is started again and goes on after the item it died in, so that no
 item costs others more than its own time. Lines go to DIR/gpu_triton.jsonl as they come, `goals`' to DIR/goals.jsonl, which
 ``tilewise bench --check`` reads; what a job printed is in DIR/logs; a summary is printed last. ``--device cpu`` rehearses
-the parts on small cases through Triton's interpreter (TRITON_INTERPRET=1).
+the parts on small cases through Triton's interpreter (TRITON_INTERPRET=1); ``--device short --parts compile,goals --minutes 1``
+compiles the goals' kernels beside cases of the contract, and times what the minute leaves room for.
 """
 
 import argparse
@@ -74,6 +75,16 @@ def _goals() -> dict[str, tuple[str, ...]]:
     return found
 
 
+def _short_goals() -> dict[str, tuple[str, ...]]:
+    """What goals ask for first, for a run of a minute: FlexAttention, which takes long to compile, in four cases alone."""
+    names = ["softcap-30-n4096", "alibi-n4096", "bias-n4096", "window1024-n32768", "documents-n32768", "packed-16k"]
+    found = {f"cuda-{name}": ("triton",) for name in names} | {"cuda-one-head-n4096": ("triton", "unsplit")}
+    squares = _goals()
+    first = [n for n in squares if n.startswith("h200") and "n4096" in n]
+    rest = [n for n in squares if n.startswith("h200") and n not in first]
+    return {n: squares[n] for n in first} | found | {n: squares[n] for n in rest}
+
+
 ON_GPU = "triton and not agrees_with_the_oracle and not sanitizers_find or inductor or autocast"
 SETTINGS = {
     "cuda": Setting(
@@ -99,6 +110,11 @@ SETTINGS = {
         together=1,
     ),
 }
+SETTINGS["short"] = replace(
+    SETTINGS["cuda"],
+    goals=_short_goals(),
+    contract=tuple(n for n in SETTINGS["cuda"].contract if "alibi" in n or "softcap" in n),
+)
 TESTS_TOGETHER = 4
 
 
@@ -234,7 +250,7 @@ class Worker:
             except Exception as error:
                 row = {"state": "error", "detail": innermost(error)}
             self.emit(item=name, seconds=round(time.monotonic() - started, 2), **row)
-            if row["state"] == "error" and self.run.device == "cuda":
+            if row["state"] == "error" and self.setting.device == "cuda":
                 torch.cuda.synchronize()
 
 
@@ -369,17 +385,19 @@ def tried(worker: Worker, head_dim: int, mask: str | None, passes: dict[str, Til
     return {"state": "wrong", "wrong": described, "detail": "; ".join(map(str, errors))}
 
 
-def flex_worker(worker: Worker) -> None:
-    """Compiles a case's FlexAttention into the disk's cache."""
+def compile_worker(worker: Worker) -> None:
+    """Compiles a case's kernels, and its FlexAttention where that is timed, into the disk's caches."""
     name = worker.job.partition(":")[2]
 
-    def compiled() -> dict:
+    def compiled(contestant: str) -> dict:
         x = cases.draw(cases.named(name), worker.setting.device)
-        o = peers.all_contestants()["flex"].prepare(x)()
-        torch.autograd.grad(o, (x.q, x.k, x.v), x.do)
+        o = peers.all_contestants()[contestant].prepare(x)()
+        if x.case.backward:
+            torch.autograd.grad(o, list(x.wanted.values()), x.do)
         return {"state": "ok"}
 
-    worker.each({name: compiled})
+    wanted = [n for n in worker.setting.goals[name] if n in ("triton", "flex")]
+    worker.each({f"{name} {n}": partial(compiled, n) for n in wanted})
 
 
 # -- The host ------------------------------------------------------------------------------------------------------
@@ -560,7 +578,7 @@ WORKERS = {
     "contract": contract_worker,
     "dropout": dropout_worker,
     "candidates": candidates_worker,
-    "flex": flex_worker,
+    "compile": compile_worker,
     "host": host_worker,
     "tiles": tiles_worker,
     "goals": goals_worker,
@@ -577,12 +595,16 @@ def pytest_job(r: Run, name: str, limit: float, together: int, *arguments: str) 
 def phase(r: Run, part: str) -> None:
     """The jobs of a part; what comes after keeps its time."""
     setting = SETTINGS[r.device]
-    if part == "candidates":
+    if part == "compile":
+        n = setting.together
+        jobs = [Job(f"compile:{name}", 30) for name in setting.goals]
+        r.all([*jobs, *[Job(f"contract:{k}/{n}", 20) for k in range(n)]], 2 * n, reserve=r.left / 2)
+    elif part == "candidates":
         n = setting.together
         r.all([Job(f"candidates:{k}/{n}", 150) for k in range(n)], n)
     elif part == "right":
         n = setting.together
-        flex = [Job(f"flex:{name}", 120, ()) for name, names in setting.goals.items() if "flex" in names]
+        flex = [Job(f"compile:{name}", 120) for name, names in setting.goals.items() if "flex" in names]
         contract = [Job(f"contract:{k}/{n}", 200) for k in range(n)]
         candidates = [Job(f"candidates:{k}/{n // 2 + 1}", 200) for k in range(n // 2 + 1)]
         tests = pytest_job(r, "tests", 200, min(n, TESTS_TOGETHER), *setting.tests)
@@ -593,7 +615,7 @@ def phase(r: Run, part: str) -> None:
     else:
         r.all(
             [Job(part, {"host": 45, "tiles": 110, "goals": 260}[part])],
-            reserve={"host": 150, "tiles": 120, "goals": 45}[part],
+            reserve=min({"host": 150, "tiles": 120, "goals": 45}[part], r.left / 8),
         )
 
 
@@ -646,13 +668,13 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--parts", default="right,host,tiles,goals,sanitize")
     parser.add_argument("--minutes", type=float, default=8.7)
-    parser.add_argument("--device", default="cuda", choices=SETTINGS)
+    parser.add_argument("--device", default="cuda", choices=SETTINGS, help="short: a GPU for a minute")
     parser.add_argument("--worker", default=None, help="used by the script itself")
     arguments = parser.parse_args()
     r = Run(arguments.out, arguments.minutes, arguments.device)
     if arguments.worker:
         return WORKERS[arguments.worker.partition(":")[0]](Worker(r, arguments.worker))
-    r.add(part="machine", **run.run_record(run.Plan(arguments.device)))
+    r.add(part="machine", **run.run_record(run.Plan(SETTINGS[arguments.device].device)))
     for part in arguments.parts.split(","):
         started = time.monotonic()
         try:

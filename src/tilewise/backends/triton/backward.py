@@ -236,9 +236,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
             dp = tl.where(z, dp * scales.keep, 0.0)
         d = dp - delta[None, :]
     if partial:
-        if F.whole:
-            j = here(j)
-        first, last = query_interval(j, rows.h, at, F)
+        first, last = query_interval(here(j, F), rows.h, at, F)
         kept = (i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]) & inside
         if F.keep is not None:
             kept = kept & F.keep(at.b, rows.h, i[None, :], j[:, None], at)
@@ -378,7 +376,7 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
         dp = tl.where(z, dp * scales.keep, 0.0)
     if partial:
         if F.whole:
-            kept = seen(query, i, here(j), rows.h, at, F)
+            kept = seen(query, i, here(j, F), rows.h, at, F)
         p = tl.where(kept, p, 0.0)
     ds = p * (dp - query.delta[:, None])
     if F.hides or (F.score is not None and not F.whole) or F.keep is not None:

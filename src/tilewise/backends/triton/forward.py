@@ -123,9 +123,8 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
         s = scored(s, query, j, scales, at, F)
     alive = None
     if partial:
-        if F.whole:
-            j = here(j)
-        kept = (j[None, :] >= query.lo[:, None]) & (j[None, :] < query.hi[:, None])
+        at_j = here(j, F)
+        kept = (at_j[None, :] >= query.lo[:, None]) & (at_j[None, :] < query.hi[:, None])
         if F.keep is not None:
             i = query.m0 + tl.arange(0, F.tile_m)
             kept = kept & F.keep(at.b, query.h, i[:, None], j[None, :], at)

@@ -10,6 +10,7 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Call, Contract, agree, call, normal, of_case, qkv, run
+from tilewise.backends import base
 from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import SPLIT_KEYS, Config
@@ -125,7 +126,8 @@ def test_the_library_is_there():
 def test_a_library_that_is_not_there_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEWISE_CPU_LIBRARY", str(tmp_path / "libtilewise_cpu.so"))
     assert "build/native.log" in library.load.__wrapped__()
-    (tmp_path / "not_built.txt").write_text("the compiler failed\n")
+    monkeypatch.setattr(base, "NOT_BUILT", tmp_path / "not_built.txt")
+    base.NOT_BUILT.write_text("the compiler failed\n")
     assert library.load.__wrapped__().endswith("the compiler failed")
 
 

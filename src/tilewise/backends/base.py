@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -117,6 +118,17 @@ class PerTensors:
         if not capturing and not any(t.is_inference() for t in tensors):
             self._found[key] = made, [(weakref.ref(t), t._version) for t in tensors]
         return made
+
+
+NOT_BUILT = Path(__file__).with_name("not_built.txt")
+"""What an installation leaves whose native build failed (pyproject.toml)."""
+
+
+def why_not_built() -> str:
+    """Why a native library is not there, or where to look."""
+    if NOT_BUILT.exists():
+        return NOT_BUILT.read_text(encoding="utf-8").strip()
+    return "nothing built it here; `make setup` does, and build/native.log holds what CMake and the compiler said"
 
 
 def unit_last(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tilewise import settings
+from tilewise.backends.base import why_not_built
 
 VERSION = 5
 DIMS = 8
@@ -189,19 +190,11 @@ def load() -> Library | str:
     """The library, or why there is none."""
     path = Path(settings.cpu_library() or _FILE)
     if not path.exists():
-        return f"its library is not there ({path.name}): {_why_not_built(path)}"
+        return f"its library is not there ({path.name}): {why_not_built()}"
     try:
         return Library(path)
     except OSError as error:
         return f"its library does not load: {error}"
-
-
-def _why_not_built(path: Path) -> str:
-    """What an installation whose build failed left behind (pyproject.toml), or where to look."""
-    said = path.with_name("not_built.txt")
-    if said.exists():
-        return said.read_text(encoding="utf-8").strip()
-    return "nothing built it here; `make setup` does, and build/native.log holds what CMake and the compiler said"
 
 
 def chosen_isa() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilewise import settings
+from tilewise.backends.base import why_not_built
 from tilewise.backends.hopper.recipe import Made, Recipe, TensorArgument, flat
 
 VERSION = 1
@@ -42,7 +43,7 @@ def load() -> ctypes.CDLL | str:
     """The launcher, or why there is none."""
     path = Path(settings.launcher_library() or _FILE)
     if not path.exists():
-        return f"its launcher is not there ({path.name}): no C++ compiler ran when tilewise was installed"
+        return f"its launcher is not there ({path.name}): {why_not_built()}"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -153,14 +153,14 @@ def rounds_of(work: Work, x: Backward):
     return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
 
 
-def packed_tile(n, since: packed.Since, work: Work, x: Backward) -> tuple[packed.Tile, packed.Since]:
+def packed_tile(n, work: Work, x: Backward) -> packed.Tile:
     """Of each sequence first the keys that are seen."""
 
     def tiles_of(sequence):
         parts = Sequence.of(sequence, work, x, rest_k=True).parts
         return sum(packed.in_tiles(part, x.keys.tile_n) for part in parts)
 
-    return backward_walk.packed_tile(n, work.heads, tiles_of, since, work)
+    return backward_walk.packed_tile(n, work.heads, tiles_of, work)
 
 
 def packed_place(of: packed.Tile, work: Work, x: Backward) -> tuple[Place, Work]:

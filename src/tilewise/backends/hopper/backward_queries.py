@@ -110,14 +110,12 @@ def rounds_of(work: Work, x: Backward):
     return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
 
 
-def packed_tile(n, since: packed.Since, work: Work, x: Backward) -> tuple[packed.Tile, packed.Since]:
+def packed_tile(n, work: Work, x: Backward) -> packed.Tile:
     """The longest of a sequence first."""
     rows = lambda n: packed.rows_of(n, work.starts.cu_q, work.seqlen_q, rest=True)  # noqa: E731
     tiles_of = lambda n: packed.in_tiles(rows(n), x.queries.tile_m)  # noqa: E731
-    of, since = backward_walk.packed_tile(n, work.heads * work.group, tiles_of, since, work)
-    if x.form != "full":
-        of = of._replace(row=tiles_of(PICK.larger(of.sequence, 0)) - 1 - of.row)
-    return of, since
+    found = backward_walk.packed_tile(n, work.heads * work.group, tiles_of, work)
+    return found if x.form == "full" else found._replace(row=tiles_of(PICK.larger(found.sequence, 0)) - 1 - found.row)
 
 
 def packed_place(of: packed.Tile, work: Work, x: Backward) -> tuple[Place, Work]:

@@ -116,12 +116,12 @@ def take_tiles(
     """The warp that takes: ``body(at, of, phase)`` for every tile, with a phase that a new barrier lets pass first."""
     phase, rounds_of, place_of, packed_tile, packed_place = I32(1), *walk
     if cutlass.const_expr(x.packed):
-        of, since = packed_tile(I32(cute.arch.block_idx()[0]), packed.from_the_first(), work, x)
+        of = packed_tile(I32(cute.arch.block_idx()[0]), work, x)
         while of.sequence >= 0:
             following = packed.take(work.starts.queue)
             tell(of, room, groups, phase)
             body(packed_place(of, work, x)[0], of, phase)
-            of, since = packed_tile(following, since, work, x)
+            of = packed_tile(following, work, x)
             phase = 1 - phase
         tell(of, room, groups, phase)
         for n in cutlass.range_constexpr(groups):
@@ -206,8 +206,8 @@ def first_block(n, cu: cute.Tensor, total, x: Backward):
     return packed.spaced(n, cu, total, x.keys.tile_m, x.keys.tile_m)
 
 
-def packed_tile(n, heads, tiles_of: Callable, since: packed.Since, work: Work) -> tuple[packed.Tile, packed.Since]:
+def packed_tile(n, heads, tiles_of: Callable, work: Work) -> packed.Tile:
     """The n-th tile of packed sequences, its row being which of its sequence's it is: all heads of one, then the next one. Of no
-    sequence: there is none. ``since``: an earlier tile's, as it comes back for a later one."""
-    sequence, block, since = packed.find(n // heads, tiles_of, cute.size(work.starts.cu_q), since)
-    return packed.Tile(sequence, block, n % heads), since
+    sequence: there is none."""
+    sequence, block, count = packed.find(n // heads, tiles_of, cute.size(work.starts.cu_q))
+    return packed.Tile(I32(cutlass.select_(n < count * heads, sequence, I32(-1))), block, n % heads)

@@ -190,15 +190,16 @@ def place_of(round_, work: Work, x: Config) -> Place:
     return Place(row, head, batch, I32(start), I32(stop), chunk)
 
 
-def packed_tile(n, since: packed.Since, work: Work, x: Config) -> tuple[packed.Tile, packed.Since]:
+def packed_tile(n, work: Work, x: Config) -> packed.Tile:
     """The n-th tile of packed sequences: all heads of a row of tiles, then the next row, the longest of a sequence first. Of no
-    sequence: there is none. ``since``: an earlier tile's, as it comes back for a later one."""
+    sequence: there is none."""
     rows, cu = x.tile_queries, work.extra.cu_q
     tiles_of = lambda sequence: packed.in_tiles(packed.rows_of(sequence, cu, work.seqlen_q, rest=True), rows)  # noqa: E731
-    sequence, block, since = packed.find(n // work.heads_q, tiles_of, cute.size(cu), since)
+    sequence, block, count = packed.find(n // work.heads_q, tiles_of, cute.size(cu))
     if x.has_upper:
-        block = tiles_of(PICK.larger(sequence, 0)) - 1 - block
-    return packed.Tile(sequence, block * rows, n % work.heads_q), since
+        block = tiles_of(sequence) - 1 - block
+    sequence = I32(cutlass.select_(n < count * work.heads_q, sequence, I32(-1)))
+    return packed.Tile(sequence, block * rows, n % work.heads_q)
 
 
 def packed_place(of: packed.Tile, work: Work, x: Config) -> Place:
@@ -319,12 +320,12 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
     """
     slot, phase, q_stage, q_phase = I32(0), I32(1), I32(0), I32(1)  # a new barrier lets phase 1 pass
     if cutlass.const_expr(x.packed):
-        of, since = packed_tile(I32(cute.arch.block_idx()[0]), packed.from_the_first(), work, x)
+        of = packed_tile(I32(cute.arch.block_idx()[0]), work, x)
         while of.sequence >= 0:
             following, at = packed.take(work.extra.queue), packed_place(of, work, x)
             slot, phase = load_tile(tmas, room, at, (slot, phase), (q_stage, q_phase), work, x)
             q_stage, q_phase = schedule.after(q_stage, q_phase, x.tiles.q_stages)
-            of, since = packed_tile(following, since, work, x)
+            of = packed_tile(following, work, x)
         hand_on(of, room, q_stage, q_phase, x)
         for w in cutlass.range_constexpr(x.tiles.warpgroups):
             with cute.arch.elect_one():

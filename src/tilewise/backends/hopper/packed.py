@@ -69,28 +69,16 @@ def matrix(t: cute.Tensor, head, span: Span, columns_first: bool) -> cute.Tensor
     return cute.domain_offset((0, first) if columns_first else (first, 0), t[None, None, head, span.end, LONG])
 
 
-class Since(NamedTuple):
-    """Where a search goes on: so many sequences come before, with so many tiles."""
-
-    sequences: I32
-    tiles: I32
-
-
-def from_the_first() -> Since:
-    return Since(I32(0), I32(0))
-
-
 @cute.jit
-def find(m, tiles_of: cutlass.Constexpr, count, since: Since):
-    """``(sequence, tile, since)``: the sequence that the m-th tile is of, -1 for none, which of the sequence's tiles it is, and where
-    the search for a later one goes on; the n-th of ``count`` sequences has ``tiles_of(n)`` tiles. The rows past the last one
-    count as one more.
+def find(m, tiles_of: cutlass.Constexpr, count):
+    """``(sequence, tile, tiles)``: the sequence that the m-th tile is of, which of the sequence's tiles it is, and how many tiles
+    there are in all, where the n-th of ``count`` sequences has ``tiles_of(n)``. The rows past the last one count as one more.
 
     A warp counts the tiles of 32 sequences at a time: no host knows them, and a lookup costs no chain of loads.
     """
     lane = cute.arch.thread_idx()[0] % 32
-    first, before, sequence, block = since.sequences, since.tiles, I32(-1), I32(0)
-    while cutlass.min(count - first, -sequence) > 0:  # there are more, and it is not found
+    before, sequence, block = I32(0), I32(0), I32(0)
+    for first in cutlass.range(0, count, 32, unroll=1):
         tiles = tiles_of(cutlass.min(first + lane, count - 1))
         own = I32(cutlass.select_(first + lane < count, I32(tiles), I32(0)))
         upto = own  # of this and the lanes before
@@ -98,13 +86,12 @@ def find(m, tiles_of: cutlass.Constexpr, count, since: Since):
             other = cute.arch.shuffle_sync(upto, lane - (1 << step))
             upto = upto + I32(cutlass.select_(lane >= 1 << step, I32(other), I32(0)))
         whole = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= m - before))  # sequences that end before the tile
-        earlier, here = cute.arch.shuffle_sync(upto - own, cutlass.min(whole, 31)), whole < 32
-        sequence = cute.arch.make_warp_uniform(cutlass.select_(here, I32(first + whole), I32(-1)))
-        block = cute.arch.make_warp_uniform(m - before - earlier)
-        past = cute.arch.shuffle_sync(upto, 31)
-        first = I32(cutlass.select_(here, first, first + 32))
-        before = cute.arch.make_warp_uniform(before + cutlass.select_(here, I32(0), I32(past)))
-    return sequence, block, Since(first, before)
+        earlier = cute.arch.shuffle_sync(upto - own, cutlass.min(whole, 31))
+        here = cutlass.min(m - before, 31 - whole) >= 0
+        sequence = I32(cutlass.select_(here, I32(first + whole), sequence))
+        block = I32(cutlass.select_(here, I32(m - before - earlier), block))
+        before = before + cute.arch.shuffle_sync(upto, 31)
+    return tuple(cute.arch.make_warp_uniform(x) for x in (sequence, block, before))
 
 
 @cute.jit

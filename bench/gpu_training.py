@@ -1,6 +1,7 @@
 """A small GPT trained in bf16 on a Hopper GPU with tilewise's kernels, and with SDPA from the same and from other weights.
 
-    PYTHONPATH=src:. python3 bench/gpu_training.py --out FILE [--steps 2000]
+    PYTHONPATH=src:. python3 bench/gpu_training.py --out FILE.jsonl [--steps 2000]
+    python -m bench.gpu_training --out FILE.jsonl --draw docs/img/h200-training.png   # the last record, on any machine
 
 Every run reads the same batches. Gradients that were wrong, or merely noisier, would show as losses further from SDPA's than
 SDPA's own from two other seeds' weights are from each other: the largest gap of the means over 50 steps says so. All runs go on at
@@ -79,6 +80,34 @@ def gap(a: dict, b: dict) -> float:
     return max(abs(x - y) for x, y in zip(a["means"], b["means"], strict=True))
 
 
+COLOURS = {"hopper": "#0b6e8f", "hopper-deterministic": "#5fb3a1", "sdpa": "#c8553d"}
+
+
+def draw(record: dict, path: str) -> None:
+    """The losses, and how far each run is from SDPA's of the same weights."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (losses, gaps) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    theirs = next(run for run in record["runs"] if (run["attention"], run["seed"]) == ("sdpa", 0))
+    for run in record["runs"]:
+        label = f"{run['attention']}, weights of seed {run['seed']}"
+        style = {"color": COLOURS[run["attention"]], "linestyle": "-" if run["seed"] == 0 else ":", "label": label}
+        steps = [WINDOW * (n + 1) for n in range(len(run["means"]))]
+        losses.plot(steps, run["means"], **style)
+        if run is not theirs:
+            gaps.plot(steps, [abs(a - b) for a, b in zip(run["means"], theirs["means"], strict=True)], **style)
+    losses.set(xlabel="step", ylabel="loss, nats a byte", yscale="log")
+    gaps.set(xlabel="step", ylabel="distance from SDPA's, seed 0", ylim=(0, None))
+    losses.legend(frameon=False)
+    figure.suptitle(f"Means of {WINDOW} steps, bf16, {record['machine']['device']}", fontsize=9, color="#555555")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def step(name: str, context: int, batch: int):
     """One step of a model of its own, as a call."""
     model = InBf16(name, 0, context)
@@ -97,10 +126,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--draw", help="a picture of what --out holds already; nothing is run")
     parser.add_argument("--worker", nargs=2)
     options = parser.parse_args()
     if options.worker:
         worker(options.worker[0], int(options.worker[1]), options.steps)
+        return
+    if options.draw:
+        draw(json.loads(Path(options.out).read_text().splitlines()[-1]), options.draw)
         return
     ours, exact, theirs, *others = found = runs(options.steps)
     gaps = {"hopper": gap(ours, theirs), "deterministic": gap(exact, theirs), "sdpa's own seeds": gap(*others)}

@@ -68,9 +68,16 @@ def _goals() -> dict[str, tuple[str, ...]]:
         flex = ("flex",) if n == 4096 and d < 256 else ()
         found[f"h200-d{d}-n{n}-{mask}"] = ("triton", "fa2", "cudnn", *flex)
     found["cuda-one-head-n4096"] = ("triton", "unsplit")
-    for name in ("softcap-30-n4096", "window1024-n32768", "documents-n32768", "alibi-n4096", "sparse90-n16384"):
+    for name in (
+        "softcap-30-n4096",
+        "window1024-n32768",
+        "documents-n32768",
+        "alibi-n4096",
+        "bias-n4096",
+        "sparse90-n16384",
+    ):
         found[f"cuda-{name}"] = ("triton", "flex")
-    for name in ("bias-n4096", "full-n32768", "gqa8-n4096-causal", "packed-16k", "decode-32k"):
+    for name in ("full-n32768", "gqa8-n4096-causal", "packed-16k", "decode-32k"):
         found[f"cuda-{name}"] = ("triton",)
     return found
 

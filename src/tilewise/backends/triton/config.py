@@ -142,7 +142,7 @@ def shared_memory(
         "dq": m * (w + wv) + stages * n * (w + wv),
         "delta": 0,
         "merge": 0,
-        "tile": (m + n) * (w + wv),
+        "tile": stages * (m + n) * (w + wv),
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
     bytes_ = streams.pair_bytes if kernel not in ("delta", "merge") else 0
@@ -338,6 +338,18 @@ def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
         return configured
     names = dict.fromkeys((*configured, *rows))
     return {name: tuple(dict.fromkeys((*configured.get(name, ()), *rows.get(name, ())))) for name in names}
+
+
+def of_pairs(p: Problem, tiles: Tiles) -> Tiles:
+    """For the gradient of a broadcast pair bias, whose loop streams all four tensors: dQ's ``tiles``, with the stages that fit."""
+    limit, widths = (
+        devices.of(p.device).shared_memory or 227 << 10,
+        (columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)),
+    )
+    need = lambda tiles: shared_memory("tile", tiles, widths, p.dtype.itemsize)  # noqa: E731
+    while need(tiles) > limit and tiles.num_stages > 1:
+        tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+    return tiles
 
 
 def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, PerTensors, empty_output, unit_last
-from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, decoding, pieces
+from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, decoding, of_pairs, pieces
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
 from tilewise.backends.triton.facts import Facts
 from tilewise.problem import Problem, check
@@ -726,7 +726,7 @@ class _LeafSums:
     def pair_tiles(self, tensors) -> None:
         """Leaves read at (i, j) that are broadcast over the batch or the heads: one kernel each."""
         plan, call = self.call.plan, self.call
-        p, tiles, functions = plan.p, plan.config.dq, plan.emitted.functions
+        p, tiles, functions = plan.p, of_pairs(plan.p, plan.config.dq), plan.emitted.functions
         for n, read in enumerate(self.reads):
             if read.how != TILES:
                 continue

@@ -53,7 +53,6 @@ FEATURES = {
     "head_dim of v ≠ of q": ["dv-above-d-full", "dv-below-d-causal"],
     "any head_dim (1, 513)": ["d1-full", "d513-causal"],
     "packed sequences (`attention_varlen`)": ["packed-full", "packed-causal-cross", "packed-window-softcap"],
-    "packed, with any `score` or dropout": ["packed-alibi-sink", "packed-dropout"],
     "bf16, fp16": ["bfloat16-causal", "float16-causal"],
     "fp32": ["float32-causal"],
     "fp64": ["float64-causal"],

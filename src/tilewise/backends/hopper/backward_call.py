@@ -40,6 +40,22 @@ class Plan:
         return slice(0, self.p.seqlen_k) if self.p.packed else slice(self.band.start, self.band.stop)
 
     @cached_property
+    def cut(self) -> bool:
+        """Whether some keys at either end are seen by no query: they stay outside."""
+        return (self.keys.start, self.keys.stop) != (0, self.p.seqlen_k)
+
+    @cached_property
+    def addressable(self) -> tuple[bool, bool, bool]:
+        """Of q, k, v: whether the copy engine can address such strides."""
+        return tuple(strides_addressable(x.shape, x.stride) for x in (self.p.q, self.p.k, self.p.v))
+
+    @cached_property
+    def sums_shape(self) -> tuple[int, ...] | None:
+        """Of the sums to which the pass over key tiles adds dQ, if it does."""
+        p, batch = self.p, 1 if self.p.packed else self.p.batch
+        return (batch, p.heads_q, self.config.blocks(p), KEY_GROUPS, PART) if self.config.keys.summed else None
+
+    @cached_property
     def lines(self) -> int:
         """Rows of a head in the statistics' buffers."""
         return self.config.lines(self.p)
@@ -55,12 +71,6 @@ class Plan:
         ends = (band.start, band.stop) if p.packed else ()
         return lo, hi, *grids, p.softmax_scale, scale2, cap2, *ends
 
-    def sums(self, lse: Tensor) -> list[Tensor]:
-        """Zeros to which the pass over key tiles adds dQ, if it does."""
-        p, batch = self.p, 1 if self.p.packed else self.p.batch
-        shape = batch, p.heads_q, self.config.blocks(p), KEY_GROUPS, PART
-        return [lse.new_zeros(shape)] if self.config.keys.summed else []
-
     def starts(self, t: Inputs) -> list[Tensor]:
         """Where packed sequences begin, and zeros that count the tiles of the two passes."""
         if not self.p.packed:
@@ -73,34 +83,37 @@ class Plan:
         return PerStrides(lambda: library.function(self.config), fixed=TENSORS)
 
 
-def addressable(x: Tensor) -> Tensor:
-    """``x``, or a copy that the copy engine can address."""
-    good = strides_addressable(x.shape, x.stride()) and x.data_ptr() % 16 == 0
-    return x if good else x.clone(memory_format=torch.contiguous_format)
+def addressed(x: Tensor, good: bool) -> Tensor:
+    """``x``, or a copy that the copy engine can address; ``good``: its strides are."""
+    return x if good and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-    p, keys = plan.p, plan.keys
+    p, keys, packed = plan.p, plan.keys, plan.p.packed
     grads = dq, dk, dv = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (t.q, t.k, t.v))
     if keys.start == keys.stop or not (dq.numel() and dk.numel()):  # nobody sees a key
         for x in grads:
             x.zero_()
         return Grads(*grads, sink_gradient(t, out.lse, -dlse), {})
-    # Packed sequences are one batch element.
-    q, k, v, o, do, lse, dlse, dq, dk, dv = (
-        x.unsqueeze(0) if p.packed else x for x in (t.q, t.k, t.v, out.o, do, out.lse, dlse, *grads)
-    )
-    lse2, delta = (lse.new_empty((*lse.shape[:2], plan.lines)) for _ in range(2))
-    for outside in (slice(0, keys.start), slice(keys.stop, p.seqlen_k)):
-        if outside.start < outside.stop:
-            dk[:, outside].zero_()
-            dv[:, outside].zero_()
-    k, v = (addressable(x)[:, keys] for x in (k, v))
-    given = addressable(q), k, v, addressable(o), addressable(do), lse.contiguous(), dlse.contiguous(), *plan.starts(t)
-    made = (dq, dk[:, keys], dv[:, keys], lse2, delta, *plan.sums(lse))
+    q, k, v = (addressed(x, good) for x, good in zip((t.q, t.k, t.v), plan.addressable, strict=True))
+    o, do = (addressed(x, x.is_contiguous() or strides_addressable(x.shape, x.stride())) for x in (out.o, do))
+    lse, dlse = out.lse.contiguous(), dlse.contiguous()
+    if packed:  # one batch element
+        q, k, v, o, do, lse, dlse, dq, dk, dv = (x.unsqueeze(0) for x in (q, k, v, o, do, lse, dlse, dq, dk, dv))
+    if plan.cut:
+        for x in (dk, dv):
+            x[:, : keys.start].zero_()
+            x[:, keys.stop :].zero_()
+        k, v, dk, dv = (x[:, keys] for x in (k, v, dk, dv))
+    shape = *lse.shape[:2], plan.lines
+    lse2, delta = lse.new_empty(shape), lse.new_empty(shape)
+    given = q, k, v, o, do, lse, dlse, *plan.starts(t)
+    made = dq, dk, dv, lse2, delta, *([lse.new_zeros(plan.sums_shape)] if plan.sums_shape else ())
     plan.launch((*given, *made), lambda: (given, made, plan.numbers))
+    if t.sink is None:
+        return Grads(*grads, None, {})
     # Packed, rows lie elsewhere among lines of +inf and 0.
-    dsink = sink_gradient(t, lse2 / LOG2_E, delta) if p.packed else sink_gradient(t, lse, delta[..., : p.seqlen_q])
+    dsink = sink_gradient(t, lse2 / LOG2_E, delta) if packed else sink_gradient(t, lse, delta[..., : p.seqlen_q])
     return Grads(*grads, dsink, {})
 
 

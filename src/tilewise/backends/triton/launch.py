@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, PerTensors, empty_output, unit_last
-from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, decoding, of_pairs, pieces
+from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, columns, decoding, of_pairs, pieces
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
 from tilewise.backends.triton.facts import Facts
 from tilewise.problem import Problem, check
@@ -263,10 +263,10 @@ class Call:
 
     def descriptors(self, tiles: Tiles, wanted: str) -> tuple:
         """Two tensor descriptors of each tensor named, a letter each, for the pieces of its head dim, the second None where
-        there is one piece; None for all where one is impossible. Past a tensor's rows and columns they read zeros."""
+        there is one piece; None for all where one is impossible, or a piece is padded. Past a tensor's rows they read zeros."""
         none = (None,) * (2 * len(wanted))
         p = self.plan.p
-        if not tiles.tma or self.align == 1:
+        if not tiles.tma or self.align == 1 or any(columns(d, tiles) != d for d in (p.head_dim, p.head_dim_v)):
             return none
         found = []
         for name in wanted:

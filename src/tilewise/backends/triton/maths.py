@@ -50,8 +50,8 @@ else:
 @triton.jit
 def here(x, F: tl.constexpr):
     """Whole numbers ``x``, so that what is computed of them stays in the branch that it is written in, where F.whole makes it one
-    of run time: of a branch without effects LLVM may make selections, which cost every tile what few need."""
-    if F.whole and on_nvidia():
+    of run time: beside a score LLVM makes selections of a branch without effects, which cost every tile what few need."""
+    if F.whole and F.score is not None and on_nvidia():
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     else:
         return x

@@ -181,11 +181,12 @@ def time_worker(head_dim: str, right: str) -> None:
                 calls[name] = lambda c=c, out=out, backend=backend: backend.backward(c.p, c.t, out, c.do, c.dlse)
             times = in_turns(calls, DEVICE)
             rates = {name: case.flops("backward") / ms / 1e9 for name, ms in times.items()}
-            emit(part="time", case=case.name, d=d, n=n, mask=mask or "full", ms=times, tflops=rates)
+            chosen = Hopper().backward_config(c.p).name
+            emit(part="time", case=case.name, d=d, n=n, mask=mask or "full", chosen=chosen, ms=times, tflops=rates)
 
 
 def kernels_of(d: int, mask: str | None) -> list[str]:
-    """In bf16 of one head dim, the chosen first."""
+    """In bf16 of one head dim, those that sum dQ first."""
     form = "upper" if mask else "full"
     wanted = [
         x
@@ -202,7 +203,7 @@ def timing(results: Results, right: set[str]) -> None:
         for row in (results.add(row) for row in rows):
             if "tflops" not in row:
                 continue
-            rates, ours = row["tflops"], kernels_of(row["d"], None if row["mask"] == "full" else row["mask"])[0]
+            rates, ours = row["tflops"], row["chosen"]
             predicted = PREDICTED[row["d"], row["mask"]][(row["n"] // 512).bit_length() - 1]
             if ours in rates and "cudnn" in rates:
                 ratios.append(rates[ours] / rates["cudnn"])

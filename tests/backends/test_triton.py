@@ -26,6 +26,7 @@ from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, ca
 from tilewise import accuracy
 from tilewise.backends.base import Inputs
 from tilewise.backends.triton import Triton, config, interpreting, launch, maths
+from tilewise.backends.triton import emit as emitting
 from tilewise.backends.triton.config import (
     INTERPRETED,
     TABLE,
@@ -39,7 +40,7 @@ from tilewise.backends.triton.config import (
     shared_memory,
     width,
 )
-from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify, spans
+from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify, emit, spans
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -238,6 +239,31 @@ def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once()
     c = call(*qkv(batch=1, nq=66, nk=72, hq=2, hk=1), causal=True, score=tw.bias(t))
     assert [span.unit for span in spans(c.p, tuple(c.p.spec.score_slots), c.p.spec.lookups).values()] == [4]
     agree(Triton(), c)
+
+
+@pytest.mark.parametrize(
+    ("score", "hides"),
+    [
+        (tw.softcap(30.0) >> tw.alibi(torch.rand(4)), False),
+        (tw.bias(torch.randn(4, 70, 70)), True),
+        (tw.score(lambda s, b, h, i, j: torch.where(i < j, s, -float("inf"))), True),
+        (tw.score(lambda s, b, h, i, j: torch.exp(s)), True),
+    ],
+    ids=["softcap-alibi", "bias", "where", "exp"],
+)
+def test_a_score_may_hide_pairs_unless_it_is_bounded(score, hides):
+    p = call(*qkv(), score=score).p
+    assert emit(p, frozenset()).hides == hides
+
+
+def test_positions_are_subtracted_as_fp32_where_that_is_exact(monkeypatch):
+    p = call(*qkv(nq=70, nk=70), score=tw.alibi(torch.rand(4))).p
+    near = emit(p, frozenset()).digest
+    monkeypatch.setattr(emitting, "SMALL", 70)
+    assert emit(p, frozenset()).digest != near
+    monkeypatch.undo()
+    position = torch.tensor(float(emitting.SMALL - 1))
+    assert position * 8 + 1 != position * 8  # the sum of as many as are added is still exact
 
 
 def test_a_scattered_gradient_is_refused_when_deterministic():

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,22 @@ def test_a_graph_is_captured_and_replayed_with_other_lengths():
         cu.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         assert all(torch.equal(x, y) for x, y in zip(captured, step(), strict=True)), lengths
+
+
+@pytest.mark.parametrize("score", [None, tw.softcap(30.0)], ids=["plain", "softcap"])
+def test_later_calls_with_other_addresses_give_the_bits_of_the_first(score):
+    c = call(*(x.cuda() for x in qkv(nq=300, nk=300, d=64, dv=64, dtype=torch.bfloat16)), causal=True, score=score)
+    backend = Triton()
+
+    def results(t, do):
+        out = backend.forward(c.p, t)
+        grads = backend.backward(c.p, t, out, do, c.dlse)
+        return out.o, out.lse, grads.dq, grads.dk, grads.dv
+
+    first = results(c.t, c.do)
+    moved = replace(c.t, q=c.t.q.clone(), k=c.t.k.clone(), v=c.t.v.clone())
+    for t, do in ((c.t, c.do), (moved, c.do.clone())):
+        assert all(torch.equal(x, y) for x, y in zip(results(t, do), first, strict=True))
 
 
 def test_dropout_in_a_graph_follows_its_seed():

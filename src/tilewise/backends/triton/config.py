@@ -336,8 +336,12 @@ def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
     configured = {name: (x,) for name, x in choose(p).passes.items()}
     if p.dtype.itemsize != 2:
         return configured
+    fitted = lambda name, x: x if p.device.type == "cpu" else fit_all(p, {name: x})[name]  # noqa: E731
     names = dict.fromkeys((*configured, *rows))
-    return {name: tuple(dict.fromkeys((*configured.get(name, ()), *rows.get(name, ())))) for name in names}
+    return {
+        name: tuple(dict.fromkeys((*configured.get(name, ()), *[fitted(name, x) for x in rows.get(name, ())])))
+        for name in names
+    }
 
 
 def of_pairs(p: Problem, tiles: Tiles) -> Tiles:

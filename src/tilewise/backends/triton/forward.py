@@ -4,9 +4,10 @@
 and once at the end O = acc / l, lse = m + log l (7). m is in units of log2, for fp32 inputs natural (tile.power).
 
 One program computes a tile of ``tile_m`` queries of one head. Which key tiles are partial and which full follows from the
-interval of its first and its last row. The full ones are one loop, then the partial ones, at both ends, are another: with
-the partial loop first, the full one ran 10 to 25 % slower on an H200 (not understood), and a loop for each end would cost
-registers. A predicate's tiles come as two lists, partial and full::
+interval of its first and its last row. Where descriptors may read every tile (``F.whole``) they are one loop, with the mask under
+a branch that the whole program takes or not. Elsewhere the full ones are one loop, then the partial ones, at both ends, are
+another: with the partial loop first, the full one ran 10 to 25 % slower on an H200 (not understood), and a loop for each end would
+cost registers. A predicate's tiles come as two lists, partial and full::
 
     first   full          full_end  last
       | partial | full full full | partial |          keys

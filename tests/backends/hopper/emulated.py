@@ -12,7 +12,6 @@ import importlib
 import sys
 import threading
 import types
-from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -39,7 +38,7 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 class Barrier:
     def __init__(self, count: int):
         self.count, self.arrived, self.bytes, self.phase = count, 0, 0, 0
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(threading.RLock())
 
     def change(self, arrivals: int, size: int) -> None:
         with self.changed:
@@ -82,10 +81,16 @@ def arrive(pointer: Pointer) -> None:
     pointer.barrier.change((4 if elected else 128) if role.computes else 1, 0)
 
 
-def meet(barrier_id: int, number_of_threads: int) -> None:
-    """Warpgroups wait for each other; a warpgroup's threads go together anyway."""
-    if number_of_threads > 128:
-        role.named[barrier_id].wait(LIMIT)
+def meet(barrier_id: int, number_of_threads: int, waits: bool = True) -> None:
+    """Warpgroups arrive, and may wait until as many have as the barrier takes; a warpgroup's threads go together anyway."""
+    if number_of_threads == 128:
+        return
+    barrier = role.named.setdefault(barrier_id, Barrier(number_of_threads))
+    with barrier.changed:
+        parity = barrier.phase % 2
+        barrier.change(128, 0)
+    if waits:
+        barrier.wait(parity)
 
 
 # -- Memory --------------------------------------------------------------------------------------------------------
@@ -214,6 +219,7 @@ def modules() -> dict[str, types.ModuleType]:
             pointer.barrier.change(1, 0),
         ),
         barrier=meet,
+        barrier_arrive=partial(meet, waits=False),
         fence_view_async_shared=lambda: None,
         sync_warp=lambda: None,
         cp_async_bulk_commit_group=lambda: None,
@@ -396,6 +402,7 @@ def _stand_in(forward, tile) -> None:
         setattr(forward, stand_in.__name__, stand_in)
     forward.combine.put = put_merged
     stand_in_for_queues(tile, forward.packed)
+    tile.all_agree = lambda condition, barrier_id: int(np.all(condition))
     tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
 
 
@@ -452,8 +459,7 @@ def _combine(combine, extra, rest: tuple, config: Config) -> None:
 
 def _together(roles, cta: int, ctas: int) -> None:
     errors: list[BaseException] = []
-    named = defaultdict(lambda: threading.Barrier(sum(computes for computes, _ in roles)))
-    named[1]  # made before the threads that share it
+    named: dict[int, Barrier] = {}
 
     def start(computes: bool, body) -> None:
         role.named = named

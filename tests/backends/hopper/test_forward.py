@@ -111,12 +111,18 @@ def form_of(name: str) -> str:
     return config.keys_of(call(*tensors, **options).p)[0]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+VARIANTS = {
+    "one-q": SMALL,
+    "two-q": replace(SMALL, q_stages=2, slots=4),
+    "steady": replace(SMALL, warpgroups=3, slots=4, turns=True, steady=True),
+}
+
+
+@pytest.mark.parametrize("tiles", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_source_computes_attention(name, stages):
+def test_the_source_computes_attention(name, tiles):
     tensors, options = CASES[name]
     c = without_gradient(call(*tensors, **options))
-    tiles = replace(SMALL, q_stages=stages, slots=2 + stages)
     out = emulate(c, tiles, ctas=3)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     assert not [str(e) for e in errors if not e.ok]

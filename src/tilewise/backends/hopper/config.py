@@ -49,6 +49,7 @@ class Tiles:
         registers, registers_load: of a thread that computes, and of one that loads or stores.
         lazy: O is rescaled only where a row's maximum has grown by more than ``tile.LAZY``.
         turns: the warpgroups begin their products one after the other, so that one's softmax runs under another's.
+        steady: whole blocks but the first take a row's maximum as it is, and their own where their sums say that it fell behind.
     """
 
     width: int
@@ -61,10 +62,11 @@ class Tiles:
     registers_load: int = 24
     lazy: bool = True
     turns: bool = False
+    steady: bool = False
 
     @property
     def name(self) -> str:
-        flags = ("" if self.lazy else "_eager") + ("_turns" if self.turns else "")
+        flags = ("" if self.lazy else "_eager") + ("_turns" if self.turns else "") + ("_steady" if self.steady else "")
         return f"{self.tile_m}x{self.tile_n}_s{self.slots}q{self.q_stages}{flags}"
 
     @property
@@ -189,6 +191,16 @@ class Config:
         return self.form != "full"
 
     @property
+    def steady(self) -> bool:
+        """Whether whole blocks do without their maxima; a traced score may hide what no mask does."""
+        return self.tiles.steady and self.traced == PLAIN and not self.dropout
+
+    @property
+    def skips(self) -> bool:
+        """Whether some warpgroup of a tile may see nothing of blocks that another sees: rows end one after the other."""
+        return self.has_upper and self.form != "lists" and self.tiles.warpgroups > 1 and self.tile_queries > self.tiles.tile_n
+
+    @property
     def name(self) -> str:
         t = self.tiles
         dims = f"d{t.width}" + (f"v{t.width_v}" if t.width_v != t.width else "")
@@ -216,38 +228,38 @@ class Config:
 # scores; where it reads more than one tensor for each of them. The first row that holds both dims is taken.
 TABLE = {
     (64, 64): (
-        Tiles(64, 64, 3, 128, 8, 2, 160),
-        Tiles(64, 64, 3, 128, 8, 2, 160),
+        Tiles(64, 64, 3, 128, 8, 2, 160, turns=True, steady=True),
+        Tiles(64, 64, 3, 128, 8, 2, 160, turns=True, steady=True),
         Tiles(64, 64, 2, 96, 10, 2, 240),
         Tiles(64, 64, 2, 64, 12, 2, 240),
     ),
     (96, 96): (
-        Tiles(96, 96, 2, 160, 5, 2, 240),
-        Tiles(96, 96, 2, 128, 6, 2, 240),
+        Tiles(96, 96, 2, 128, 6, 2, 240, turns=True, steady=True),
+        Tiles(96, 96, 2, 128, 6, 2, 240, steady=True),
         Tiles(96, 96, 2, 96, 8, 2, 240),
         Tiles(96, 96, 2, 64, 12, 2, 240),
     ),
     (128, 128): (
-        Tiles(128, 128, 2, 176, 4, 1, 240),
-        Tiles(128, 128, 2, 128, 4, 2, 240),
+        Tiles(128, 128, 2, 128, 4, 2, 240, turns=True, steady=True),
+        Tiles(128, 128, 2, 128, 4, 2, 240, steady=True),
         Tiles(128, 128, 2, 80, 8, 2, 240),
         Tiles(128, 128, 2, 64, 9, 2, 240),
     ),
     (192, 128): (
-        Tiles(192, 128, 2, 112, 4, 1, 240),
-        Tiles(192, 128, 2, 112, 4, 1, 240),
+        Tiles(192, 128, 2, 112, 4, 1, 240, steady=True),
+        Tiles(192, 128, 2, 112, 4, 1, 240, steady=True),
         Tiles(192, 128, 2, 80, 5, 1, 240),
         Tiles(192, 128, 2, 64, 7, 1, 240),
     ),
     (192, 192): (
-        Tiles(192, 192, 2, 112, 4, 1, 240),
-        Tiles(192, 192, 2, 96, 4, 1, 240),
+        Tiles(192, 192, 2, 112, 4, 1, 240, steady=True),
+        Tiles(192, 192, 2, 96, 4, 1, 240, steady=True),
         Tiles(192, 192, 2, 64, 7, 1, 240),
         Tiles(192, 192, 2, 32, 12, 1, 240),
     ),
     (256, 256): (
         Tiles(256, 256, 2, 80, 4, 1, 240),
-        Tiles(256, 256, 2, 80, 4, 1, 240),
+        Tiles(256, 256, 2, 80, 4, 1, 240, steady=True),
         Tiles(256, 256, 2, 48, 6, 1, 240),
         Tiles(256, 256, 2, 32, 10, 1, 240),
     ),
@@ -265,29 +277,33 @@ SHORT = {
 }
 # Tiles beside those of TABLE, by head dims and whether the form has an end; SHORT's are others.
 SMALLER = {
-    (64, 64, False): (Tiles(64, 64, 2, 128, 8, 2, 240),),
-    (64, 64, True): (Tiles(64, 64, 2, 128, 8, 2, 240),),
-    (128, 128, False): (Tiles(128, 128, 2, 128, 4, 2, 240),),
+    (64, 64, False): (Tiles(64, 64, 2, 128, 8, 2, 240, turns=True, steady=True),),
+    (64, 64, True): (Tiles(64, 64, 2, 128, 8, 2, 240, steady=True),),
 }
-# Not proved on a GPU: what else is worth a measurement, for "full" and "upper" in bf16.
+# What else is worth a measurement, for "full" and "upper" in bf16.
 CANDIDATES = (
-    Tiles(64, 64, 3, 128, 8, 2, 160, turns=True),
-    Tiles(64, 64, 3, 128, 8, 2, 160, lazy=False),
-    Tiles(64, 64, 3, 96, 10, 2, 160),
-    Tiles(64, 64, 2, 128, 8, 2, 240),
-    Tiles(64, 64, 2, 192, 6, 2, 240),
-    Tiles(128, 128, 2, 128, 5, 2, 240),
-    Tiles(128, 128, 2, 128, 4, 2, 240),
-    Tiles(128, 128, 2, 128, 4, 2, 240, turns=True),
-    Tiles(128, 128, 2, 128, 4, 2, 240, lazy=False),
-    Tiles(128, 128, 2, 160, 4, 2, 240),
-    Tiles(128, 128, 2, 176, 4, 1, 240),
-    Tiles(128, 128, 2, 176, 4, 1, 240, turns=True),
-    Tiles(128, 128, 2, 96, 6, 2, 240),
-    Tiles(128, 128, 3, 80, 8, 1, 160),
-    Tiles(256, 256, 2, 80, 4, 1, 240, turns=True),
-    Tiles(256, 256, 2, 96, 3, 1, 240),
+    Tiles(64, 64, 3, 128, 8, 2, 160, steady=True),
+    Tiles(64, 64, 2, 128, 8, 2, 240, turns=True, steady=True),
+    Tiles(64, 64, 2, 128, 8, 2, 240, steady=True),
+    Tiles(64, 64, 3, 64, 12, 2, 160, steady=True),
+    Tiles(64, 64, 3, 96, 10, 2, 160, turns=True, steady=True),
+    Tiles(64, 64, 2, 64, 12, 2, 240, steady=True),
+    Tiles(64, 64, 4, 64, 10, 2, 120, steady=True),
+    Tiles(64, 64, 4, 80, 8, 2, 120, turns=True, steady=True),
+    Tiles(96, 96, 2, 160, 5, 2, 240, steady=True),
+    Tiles(96, 96, 2, 128, 6, 2, 240, turns=True, steady=True),
+    Tiles(96, 96, 2, 128, 6, 2, 240, steady=True),
+    Tiles(96, 96, 3, 96, 7, 1, 160, turns=True, steady=True),
+    Tiles(128, 128, 2, 128, 4, 2, 240, turns=True, steady=True),
+    Tiles(128, 128, 2, 128, 4, 2, 240, steady=True),
+    Tiles(128, 128, 3, 80, 8, 1, 160, steady=True),
+    Tiles(128, 128, 3, 80, 8, 1, 160, turns=True, steady=True),
+    Tiles(128, 128, 2, 96, 6, 2, 240, steady=True),
+    Tiles(128, 128, 2, 64, 9, 2, 240, steady=True),
+    Tiles(256, 256, 2, 80, 4, 1, 240, steady=True),
+    Tiles(256, 256, 2, 64, 5, 1, 240, steady=True),
     Tiles(256, 256, 2, 64, 5, 1, 240),
+    Tiles(256, 256, 2, 96, 3, 1, 240, steady=True),
 )
 
 

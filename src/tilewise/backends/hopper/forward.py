@@ -551,19 +551,25 @@ def first_turn(w, x: cutlass.Constexpr):
         pass_turn(w, x)
 
 
-def key_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x: Config):
-    """S of this block and O += P V of the block before at once; softmax under the latter. Returns the ring, two slots on."""
-    c, w, masked = x.tiles, q_tile // x.tiles.q_stages, block.partial or bool(x.traced.score)
-    k_slot, k_phase = ring
-    v_slot, v_phase = schedule.after(k_slot, k_phase, c.slots)
-    cute.arch.mbarrier_wait(room.full + k_slot, k_phase)
+def both_products(t: Operands, q_tile, ring, room: Room, x: Config):
+    """S of a block, done when this returns, and O += P V of the block before, begun. Returns V's slot and phase."""
+    (slot, phase), w = ring, q_tile // x.tiles.q_stages
+    v_slot, v_phase = schedule.after(slot, phase, x.tiles.slots)
+    cute.arch.mbarrier_wait(room.full + slot, phase)
     take_turn(w, x)
-    tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, k_slot], overwrite=True)
+    tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
     cute.arch.mbarrier_wait(room.full + v_slot, v_phase)
     tile.begin(t.pv, t.o, t.p, t.v[None, None, None, v_slot], overwrite=False)
     pass_turn(w, x)
     warpgroup.wait_group(1)
-    release(room.empty + k_slot)
+    return v_slot, v_phase
+
+
+def key_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x: Config):
+    """S of this block and O += P V of the block before at once; softmax under the latter. Returns the ring, two slots on."""
+    c, masked = x.tiles, block.partial or bool(x.traced.score)
+    v_slot, v_phase = both_products(t, q_tile, ring, room, x)
+    release(room.empty + ring[0])
     s = scores(t, block, work, x)
     tile.exponentials(s, t.rows, work.scale2, first=False, masked=masked, lazy=c.lazy)
     drop(s, block, work, x)
@@ -573,6 +579,62 @@ def key_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x
     tile.rescale(t.o, t.rows.factor, c.lazy)
     to_p(t, x)
     return schedule.after(v_slot, v_phase, c.slots)
+
+
+def steady_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x: Config):
+    """:func:`key_block` of a whole block with the maxima of the blocks before; where these do not serve, once more with its own.
+
+    P V of the block before is done by then, so that this costs S and a softmax that nothing runs under; K stays until it is known.
+    """
+    v_slot, v_phase = both_products(t, q_tile, ring, room, x)
+    totals = tile.steady_exponentials(scores(t, block, work, x), t.rows, work.scale2)
+    served = tile.both(totals[0] <= tile.MOST, totals[1] <= tile.MOST)
+    # By all four warps, who read S and P together; the exponentials stay above the wait, as with tile.pin.
+    served = tile.all_agree(served, 1 + q_tile // x.tiles.q_stages)
+    warpgroup.wait_group(0)
+    release(room.empty + v_slot)
+    for r in range(2):
+        t.rows.l[r] = t.rows.l[r] + tile.choose(served != 0, totals[r], 0.0)
+    to_p(t, x)
+    once_more(served, t, q_tile, ring[0], block, room, work, x)
+    release(room.empty + ring[0])
+    return schedule.after(v_slot, v_phase, x.tiles.slots)
+
+
+@cute.jit
+def once_more(
+    served, t: Operands, q_tile, k_slot, block: Block, room: Room, work: Work, x: cutlass.Constexpr
+):  # fmt: skip
+    """P of a block for which the maxima of before were too small."""
+    if served == 0:
+        tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, k_slot], overwrite=True)
+        warpgroup.wait_group(0)
+        s = scores(t, block, work, x)
+        tile.exponentials(s, t.rows, work.scale2, first=False, masked=False, lazy=x.tiles.lazy)
+        tile.rescale(t.o, t.rows.factor, x.tiles.lazy)
+        to_p(t, x)
+
+
+@cute.jit
+def skip(blocks, ring: tuple, w, room: Room, x: cutlass.Constexpr):
+    """Of a tile's first blocks, of which the warpgroup sees nothing, K0 K1 V0 .. K(n-1), it gives back the slots, and its turns.
+    Returns the ring, where it is then; V(n-1) comes after the next K."""
+    slot, phase = ring
+    for n in cutlass.range(2 * blocks - 1, unroll=1):
+        if cutlass.const_expr(x.tiles.turns):
+            if n % 2 == 0:
+                take_turn(w, x)
+                pass_turn(w, x)
+        slot, phase = give_back((slot, phase), room, x)
+    return slot, phase
+
+
+def give_back(ring: tuple, room: Room, x: Config):
+    """A slot that is not needed. Returns the ring, one slot on."""
+    slot, phase = ring
+    cute.arch.mbarrier_wait(room.full + slot, phase)
+    release(room.empty + slot)
+    return schedule.after(slot, phase, x.tiles.slots)
 
 
 def last_product(t: Operands, ring, room: Room, x: Config):
@@ -586,11 +648,14 @@ def last_product(t: Operands, ring, room: Room, x: Config):
 
 
 def whole_steps(at: Place, row, kept: schedule.Band, x: Config):
-    """``(first, stop)`` of the steps at which the warpgroup whose first query is ``row`` sees whole blocks; the first is none."""
+    """``(hidden, first, stop)``: how many steps the warpgroup whose first query is ``row`` sees nothing at, and the steps at which
+    it sees whole blocks; its first is none of these."""
     if x.form == "lists":
-        return at.partial, at.stop
-    start, stop = schedule.whole_blocks(row, x.queries, x.tiles.tile_n, kept, (at.start, at.stop - 1), PICK)
-    return at.stop - stop, at.stop - start
+        return I32(0), at.partial, at.stop
+    rows = row, x.queries, x.tiles.tile_n, kept
+    hidden = schedule.hidden_blocks(*rows, (at.start, at.stop), PICK) if x.skips else I32(0)
+    start, stop = schedule.whole_blocks(*rows, (at.start, at.stop - 1 - hidden), PICK)
+    return hidden, at.stop - stop, at.stop - start
 
 
 @cute.jit
@@ -627,20 +692,26 @@ def compute_tile(
 ):  # fmt: skip
     """All key blocks of a tile: O, unnormalised, and the rows' state. Returns the ring, where it is then."""
     row, kept, (slot, phase) = at.row + w * x.queries, band_at(at, work, x), ring
-    whole, rest = whole_steps(at, row, kept, x)
+    hidden, whole, rest = whole_steps(at, row, kept, x)
     line = line_of(at, row, cute.arch.thread_idx()[0] % 128, kept, x)
+    whole_block = steady_block if x.steady else key_block
     cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
     t.o.fill(0.0)
 
-    block = Block(line, block_at(at, 0, work, x), True)
+    if cutlass.const_expr(x.skips):
+        slot, phase = skip(hidden, (slot, phase), w, room, x)
+    block = Block(line, block_at(at, hidden, work, x), True)
     slot, phase = first_block(t, q_tile, (slot, phase), block, room, work, x)
+    if cutlass.const_expr(x.skips):
+        if hidden > 0:
+            slot, phase = give_back((slot, phase), room, x)
     if cutlass.const_expr(x.has_upper):
-        for step in cutlass.range(whole - 1, unroll=1):  # the right edge, or what needs the predicate
-            block = Block(line, block_at(at, 1 + step, work, x), True)
+        for step in cutlass.range(whole - 1 - hidden, unroll=1):  # the right edge, or what needs the predicate
+            block = Block(line, block_at(at, hidden + 1 + step, work, x), True)
             slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
     for step in cutlass.range(rest - whole, unroll=1):
         block = Block(line, block_at(at, whole + step, work, x), False)
-        slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
+        slot, phase = whole_block(t, q_tile, (slot, phase), block, room, work, x)
     if cutlass.const_expr(x.has_lower and x.form != "lists"):
         for step in cutlass.range(at.stop - at.start - rest, unroll=1):  # the left edge
             block = Block(line, block_at(at, rest + step, work, x), True)

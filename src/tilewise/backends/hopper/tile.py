@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 F32 = cutlass.Float32
 LAZY = 8.0  # in base 2: how far a row's maximum may fall behind before O is rescaled
+MOST = 2.0**15  # of a thread's part of a row's sum over a steady block: fp16 ends at 65504
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 INF = float("inf")
 
@@ -38,6 +39,11 @@ def constant_column(c: int) -> int:
 def choose(condition, a, b):
     """``a`` where the condition holds, else ``b``: one select, no branch."""
     return F32(cutlass.select_(condition, F32(a), F32(b)))
+
+
+def both(a, b):
+    """Whether two conditions hold."""
+    return cutlass.select_(a, b, a)
 
 
 def once(x, score):
@@ -199,6 +205,32 @@ def exponentials(s: cute.Tensor, rows: Rows, scale2, first: bool, masked: bool, 
             total = rows.l[r] * factor + total
             rows.factor[r] = factor
         rows.l[r], rows.m2[r] = total, m2
+
+
+def steady_exponentials(s: cute.Tensor, rows: Rows, scale2) -> list:
+    """``s`` becomes ``P = 2**(s scale2 - m)`` with the maxima ``m`` as they are. Returns a thread's part of each row's sum.
+
+    Softmax is the same for any m that P does not overflow with: without this block's maxima a quarter of its instructions are
+    left out, and what they have to wait for. Whether m served is seen from the sums (MOST).
+    """
+    totals = []
+    for r in range(2):
+        sums = [F32(0.0), F32(0.0)]
+        for c in range(cute.size(s, mode=[1])):
+            p = cute.math.exp2(s[r, c] * scale2 - rows.m2[r], fastmath=True)
+            s[r, c] = p
+            sums[c % 2] = sums[c % 2] + p
+        totals.append(sums[0] + sums[1])
+    return totals
+
+
+def all_agree(condition, barrier_id):
+    """1 where a condition holds for every thread of the warpgroup, else 0: the same for all of them."""
+    code = (
+        "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, 128, p; selp.s32 {$w0}, 1, 0, q; }"
+    )
+    mine, kind = cutlass.select_(condition, cutlass.Int32(1), cutlass.Int32(0)), [cutlass.Int32]
+    return cute.arch.inline_ptx(code, write_only_types=kind, read_only_args=[mine, cutlass.Int32(barrier_id)])
 
 
 def pin(word, rows: Rows) -> None:

@@ -517,11 +517,25 @@ def kept(factor: list, work: Work, x: Config) -> list:
     return [f * work.extra.keep for f in factor] if x.dropout else factor
 
 
-def first_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x: Config):
-    """S and P of a tile's first block; its product with V is the next block's affair. Returns the ring, one slot on."""
+@cute.jit
+def first_scores(
+    t: Operands, at: Place, q_tile, q_phase, ring: tuple, w, there, room: Room, work: Work, x: cutlass.Constexpr
+):  # fmt: skip
+    """Begins S of a tile's first block; where there is no such tile, of whatever is there. Returns the ring, at its slot."""
     slot, phase = ring
-    cute.arch.mbarrier_wait(room.full + slot, phase)
+    if there:
+        cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
+        if cutlass.const_expr(x.skips):
+            hidden, _, _ = whole_steps(at, at.row + w * x.queries, band_at(at, work, x), x)
+            slot, phase = skip(hidden, (slot, phase), w, room, x)
+        cute.arch.mbarrier_wait(room.full + slot, phase)
     tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
+    return slot, phase
+
+
+def first_block(t: Operands, ring, block: Block, room: Room, work: Work, x: Config):
+    """P of a tile's first block; its product with V is the next block's affair. Returns the ring, one slot on."""
+    slot, phase = ring
     warpgroup.wait_group(0)
     release(room.empty + slot)
     s = scores(t, block, work, x)
@@ -616,15 +630,13 @@ def once_more(
 
 
 @cute.jit
-def skip(blocks, ring: tuple, w, room: Room, x: cutlass.Constexpr):
-    """Of a tile's first blocks, of which the warpgroup sees nothing, K0 K1 V0 .. K(n-1), it gives back the slots, and its turns.
-    Returns the ring, where it is then; V(n-1) comes after the next K."""
+def skip(hidden, ring: tuple, w, room: Room, x: cutlass.Constexpr):
+    """Of a tile's first block, where the warpgroup sees nothing of it, it gives back K's slot, and its turn. Returns the ring, where
+    it is then; V comes after the next K."""
     slot, phase = ring
-    for n in cutlass.range(2 * blocks - 1, unroll=1):
-        if cutlass.const_expr(x.tiles.turns):
-            if n % 2 == 0:
-                take_turn(w, x)
-                pass_turn(w, x)
+    if hidden > 0:
+        take_turn(w, x)
+        pass_turn(w, x)
         slot, phase = give_back((slot, phase), room, x)
     return slot, phase
 
@@ -637,23 +649,23 @@ def give_back(ring: tuple, room: Room, x: Config):
     return schedule.after(slot, phase, x.tiles.slots)
 
 
-def last_product(t: Operands, ring, room: Room, x: Config):
-    """O += P V of a tile's last block."""
+def last_product(t: Operands, ring, room: Room, x: Config) -> None:
+    """Begins O += P V of a tile's last block."""
     slot, phase = ring
     cute.arch.mbarrier_wait(room.full + slot, phase)
     tile.begin(t.pv, t.o, t.p, t.v[None, None, None, slot], overwrite=False)
-    warpgroup.wait_group(0)
-    release(room.empty + slot)
-    return schedule.after(slot, phase, x.tiles.slots)
 
 
 def whole_steps(at: Place, row, kept: schedule.Band, x: Config):
-    """``(hidden, first, stop)``: how many steps the warpgroup whose first query is ``row`` sees nothing at, and the steps at which
-    it sees whole blocks; its first is none of these."""
+    """``(hidden, first, stop)``: whether the warpgroup whose first query is ``row`` leaves out the first step, since it sees nothing
+    there, and the steps at which it sees whole blocks; its first is none of these.
+
+    Two steps it would not leave out: while the next tile's first K is waited for, this tile's last V is still held.
+    """
     if x.form == "lists":
         return I32(0), at.partial, at.stop
     rows = row, x.queries, x.tiles.tile_n, kept
-    hidden = schedule.hidden_blocks(*rows, (at.start, at.stop), PICK) if x.skips else I32(0)
+    hidden = PICK.smaller(schedule.hidden_blocks(*rows, (at.start, at.stop), PICK), 1) if x.skips else I32(0)
     start, stop = schedule.whole_blocks(*rows, (at.start, at.stop - 1 - hidden), PICK)
     return hidden, at.stop - stop, at.stop - start
 
@@ -663,7 +675,8 @@ def compute(
     tmas: Tmas, room: Room, w, lse: cute.Tensor, sink: cute.Tensor, qk: cute.TiledMma, pv: cute.TiledMma, work: Work,
     x: cutlass.Constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 rows of each tile."""
+    """One warpgroup: 64 rows of each tile. Where there is room for two tiles of Q, the first product of the next tile runs under
+    the end of one."""
     c = x.tiles
     t = operands(qk, pv, room, x)
     slot, phase, q_stage, q_phase = I32(0), I32(0), I32(0), I32(0)
@@ -673,35 +686,53 @@ def compute(
         of = handed_on(w * c.q_stages, room.q_full, q_phase, room)
         while of.sequence >= 0:
             at, q_tile = packed_place(of, work, x), w * c.q_stages + q_stage
-            slot, phase = compute_tile(t, at, q_tile, q_phase, (slot, phase), w, room, work, x)
+            slot, phase = first_scores(t, at, q_tile, q_phase, (slot, phase), w, True, room, work, x)
+            slot, phase = compute_tile(t, at, q_tile, (slot, phase), w, room, work, x)
+            warpgroup.wait_group(0)
+            release(room.empty + slot)
+            slot, phase = schedule.after(slot, phase, c.slots)
             epilogue(t, room, q_tile, w, lse, sink, at, work, x)
             q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
             of = handed_on(w * c.q_stages + q_stage, room.q_full, q_phase, room)
         cute.arch.mbarrier_arrive(room.o_full + w * c.q_stages + q_stage)  # for who stores to end, too
     else:
-        for round_ in cutlass.range(rounds_of(work, x), unroll=1):
-            at, q_tile = place_of(round_, work, x), w * c.q_stages + q_stage
-            slot, phase = compute_tile(t, at, q_tile, q_phase, (slot, phase), w, room, work, x)
-            epilogue(t, room, q_tile, w, lse, sink, at, work, x)
+        last, at = rounds_of(work, x) - 1, place_of(0, work, x)
+        slot, phase = first_scores(t, at, w * c.q_stages, q_phase, (slot, phase), w, True, room, work, x)
+        for round_ in cutlass.range(last + 1, unroll=1):
+            this, q_tile = at, w * c.q_stages + q_stage
+            slot, phase = compute_tile(t, at, q_tile, (slot, phase), w, room, work, x)
+            v_slot = slot
+            slot, phase = schedule.after(slot, phase, c.slots)
             q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
+            n_q = w * c.q_stages + q_stage
+            at = place_of(PICK.smaller(round_ + 1, last), work, x)
+            if cutlass.const_expr(c.q_stages > 1):
+                slot, phase = first_scores(t, at, n_q, q_phase, (slot, phase), w, round_ < last, room, work, x)
+                warpgroup.wait_group(1)
+                release(room.empty + v_slot)
+                epilogue(t, room, q_tile, w, lse, sink, this, work, x)
+            else:
+                warpgroup.wait_group(0)
+                release(room.empty + v_slot)
+                epilogue(t, room, q_tile, w, lse, sink, this, work, x)
+                slot, phase = first_scores(t, at, n_q, q_phase, (slot, phase), w, round_ < last, room, work, x)
+        warpgroup.wait_group(0)
 
 
 @cute.jit
 def compute_tile(
-    t: Operands, at: Place, q_tile, q_phase, ring: tuple, w, room: Room, work: Work, x: cutlass.Constexpr
+    t: Operands, at: Place, q_tile, ring: tuple, w, room: Room, work: Work, x: cutlass.Constexpr
 ):  # fmt: skip
-    """All key blocks of a tile: O, unnormalised, and the rows' state. Returns the ring, where it is then."""
+    """All key blocks of a tile, S of the first having begun: the rows' state, and O, unnormalised, once the last product is done.
+    Returns the ring, at that product's slot."""
     row, kept, (slot, phase) = at.row + w * x.queries, band_at(at, work, x), ring
     hidden, whole, rest = whole_steps(at, row, kept, x)
     line = line_of(at, row, cute.arch.thread_idx()[0] % 128, kept, x)
     whole_block = steady_block if x.steady else key_block
-    cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
     t.o.fill(0.0)
 
-    if cutlass.const_expr(x.skips):
-        slot, phase = skip(hidden, (slot, phase), w, room, x)
     block = Block(line, block_at(at, hidden, work, x), True)
-    slot, phase = first_block(t, q_tile, (slot, phase), block, room, work, x)
+    slot, phase = first_block(t, (slot, phase), block, room, work, x)
     if cutlass.const_expr(x.skips):
         if hidden > 0:
             slot, phase = give_back((slot, phase), room, x)
@@ -716,7 +747,8 @@ def compute_tile(
         for step in cutlass.range(at.stop - at.start - rest, unroll=1):  # the left edge
             block = Block(line, block_at(at, rest + step, work, x), True)
             slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
-    return last_product(t, (slot, phase), room, x)
+    last_product(t, (slot, phase), room, x)
+    return slot, phase
 
 
 def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work, x: Config):

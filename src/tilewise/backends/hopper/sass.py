@@ -65,6 +65,8 @@ def read(listing: str) -> Report:
             under = 0 if args.strip().endswith("0x1") else None
         if op == "MUFU.EX2" and under is not None:
             under += 1
+        if op == "MUFU.LG2":  # lse: the end of a tile, under which a product runs, too
+            under = None
     ends = ["gsb0" in args for op, args in found if op.startswith("HGMMA")]
     return Report(
         registers,

@@ -360,7 +360,7 @@ def _stand_in(forward, tile) -> None:
         def product() -> None:
             left = matrix_of(a.values) if isinstance(a, Registers) else a[0].tiles[a[1]]
             right = b[0].tiles[b[1]]
-            if left is None or right is None or mma == "qk" and left.shape[1] != right.shape[1]:
+            if left is None or right is None or (mma == "qk" and left.shape[1] != right.shape[1]):
                 acc.values[:] = np.nan  # of what was there last: nobody uses it
                 return
             full = left @ (right.T if mma == "qk" else right)

@@ -197,6 +197,16 @@ def test_a_fault_in_a_listing_is_found(name):
     assert any(word in fault for fault in sass.read(listing).faults(exponentials=2))
 
 
+WAIT = "        /*0000*/                   WARPGROUP.DEPBAR.LE gsb0, 0x{} ;\n"
+LSE = "        /*0000*/                   MUFU.LG2 R2, R3 ;\n"
+
+
+@pytest.mark.parametrize("end", [WAIT.format(1) + LSE, LSE + WAIT.format(1)], ids=["after", "before"])
+def test_the_end_of_a_tile_under_which_a_product_runs_has_no_exponentials_to_hide(end):
+    assert sass.read(GOOD + end + WAIT.format(0)).hidden == sass.read(GOOD).hidden
+    assert sass.read(GOOD + WAIT.format(1) + WAIT.format(0)).hidden == (*sass.read(GOOD).hidden, 0)
+
+
 def test_the_committed_table_is_of_the_kernels_that_are_shipped():
     rows = [line.split()[0] for line in library.TABLE.read_text().splitlines()[1:]]
     shipped = config.shipped() + backward_config.shipped()

@@ -128,6 +128,29 @@ def test_the_source_computes_attention(name, tiles):
     assert not [str(e) for e in errors if not e.ok]
 
 
+STEADY = replace(SMALL, steady=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_maximum_that_falls_behind_is_noticed(causal, dtype):
+    q, k, v = qkv(200, 500, dtype=dtype)
+    q, k = q.abs(), k.abs() * torch.linspace(30, 0.1, 500)[:, None, None]  # scores grow from block to block, to 10**3
+    c = without_gradient(call(q, k.to(dtype), v, causal=causal))
+    out, lazy = (emulate(c, tiles, ctas=2) for tiles in (STEADY, SMALL))
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+    assert (out.lse - lazy.lse).abs().max() < 1e-3
+
+
+def test_infinite_sums_of_a_block_are_taken_for_what_they_are():
+    q, k, v = qkv(64, 200)
+    k[:, :100] *= 1e4  # of the blocks that come last: 2**(their scores) overflows beside the first block's maxima
+    c = without_gradient(call(q, k, v))
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(emulate(c, STEADY, ctas=1), None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
 @pytest.mark.parametrize("hiding", HIDING)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
 def test_keys_that_no_query_sees_never_touch_a_result(hiding, bad):

@@ -105,6 +105,17 @@ def test_the_blocks_of_a_tile_hold_all_keys_of_its_rows(band, row, rows, tile_n)
         assert (start, stop - 1) == (min(seen) // tile_n, max(seen) // tile_n)
 
 
+@given(BANDS, st.integers(0, 300), st.sampled_from([128, 192]), st.sampled_from([16, 80, 128]), st.integers(0, 2))
+def test_a_warpgroup_sees_nothing_of_hidden_blocks_and_something_of_the_next(band, row, rows, tile_n, part):
+    start, stop = schedule.key_blocks(row, rows, tile_n, band)
+    own = row + 64 * min(part, rows // 64 - 1)
+    hidden = schedule.hidden_blocks(own, 64, tile_n, band, (start, stop))
+    assert 0 <= hidden < stop - start
+    ends = [schedule.row_stop(i, band) for i in range(own, own + 64)]
+    assert max(ends) <= (stop - hidden) * tile_n
+    assert hidden + 1 == stop - start or max(ends) > (stop - hidden - 1) * tile_n
+
+
 @given(BANDS, st.integers(1, 300), st.integers(0, 100), st.integers(0, 300))
 def test_a_cut_band_keeps_the_same_keys_and_no_others(band, rows, first, last):
     start, cut = schedule.cut(band, first, last, rows)

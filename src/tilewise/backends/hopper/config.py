@@ -198,7 +198,12 @@ class Config:
     @property
     def skips(self) -> bool:
         """Whether some warpgroup of a tile may see nothing of blocks that another sees: rows end one after the other."""
-        return self.has_upper and self.form != "lists" and self.tiles.warpgroups > 1 and self.tile_queries > self.tiles.tile_n
+        return (
+            self.has_upper
+            and self.form != "lists"
+            and self.tiles.warpgroups > 1
+            and self.tile_queries > self.tiles.tile_n
+        )
 
     @property
     def name(self) -> str:
@@ -305,8 +310,8 @@ def tiles_of(
     dims: tuple[int, int], form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False
 ) -> Tiles:
     """Of a row of TABLE."""
-    # A softcap beside ends that tensors hold is too much for the registers that three warpgroups leave each other.
-    tight = softcap and form == "rows" and TABLE[dims][1].warpgroups > 2
+    # A softcap beside two ends of a row is too much for the registers that three warpgroups leave each other.
+    tight = softcap and form in ("band", "rows") and TABLE[dims][1].warpgroups > 2
     more = traced.reads + dropout
     column = 3 if more > 1 else 2 if traced != PLAIN or tight or dropout else int(form != "full")
     return TABLE[dims][column]

@@ -527,7 +527,7 @@ def first_scores(
         cute.arch.mbarrier_wait(room.q_full + q_tile, q_phase)
         if cutlass.const_expr(x.skips):
             hidden, _, _ = whole_steps(at, at.row + w * x.queries, band_at(at, work, x), x)
-            slot, phase = skip(hidden, (slot, phase), w, room, x)
+            slot, phase = skip(hidden, (slot, phase), w, room, x, True)
         cute.arch.mbarrier_wait(room.full + slot, phase)
     tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
     return slot, phase
@@ -630,13 +630,14 @@ def once_more(
 
 
 @cute.jit
-def skip(hidden, ring: tuple, w, room: Room, x: cutlass.Constexpr):
-    """Of a tile's first block, where the warpgroup sees nothing of it, it gives back K's slot, and its turn. Returns the ring, where
-    it is then; V comes after the next K."""
+def skip(hidden, ring: tuple, w, room: Room, x: cutlass.Constexpr, turn: cutlass.Constexpr):
+    """Of a tile's first block, where the warpgroup sees nothing of it, it gives back K's slot, and its turn; V's comes after the
+    next K. Returns the ring, where it is then."""
     slot, phase = ring
     if hidden > 0:
-        take_turn(w, x)
-        pass_turn(w, x)
+        if cutlass.const_expr(turn):
+            take_turn(w, x)
+            pass_turn(w, x)
         slot, phase = give_back((slot, phase), room, x)
     return slot, phase
 
@@ -734,8 +735,7 @@ def compute_tile(
     block = Block(line, block_at(at, hidden, work, x), True)
     slot, phase = first_block(t, (slot, phase), block, room, work, x)
     if cutlass.const_expr(x.skips):
-        if hidden > 0:
-            slot, phase = give_back((slot, phase), room, x)
+        slot, phase = skip(hidden, (slot, phase), w, room, x, False)
     if cutlass.const_expr(x.has_upper):
         for step in cutlass.range(whole - 1 - hidden, unroll=1):  # the right edge, or what needs the predicate
             block = Block(line, block_at(at, hidden + 1 + step, work, x), True)

@@ -50,7 +50,7 @@ def read(listing: str) -> Report:
     """The report of one kernel's listing."""
     found = _INSTRUCTION.findall(listing)
     registers, limit, count = {}, None, Counter()
-    hidden, under = [], None
+    hidden, under, ends = [], None, False
     for op, args in found:
         name = op.split(".")[0]
         count[name] += 1
@@ -62,19 +62,20 @@ def read(listing: str) -> Report:
             registers[limit] = max(registers[limit], *named) if named else registers[limit]
         if op.startswith("WARPGROUP.DEPBAR"):
             hidden += [] if under is None else [under]
-            under = 0 if args.strip().endswith("0x1") else None
+            first = args.strip().endswith("0x1")  # of two products is done
+            under, ends = 0 if first and not ends else None, first and ends
         if op == "MUFU.EX2" and under is not None:
             under += 1
-        if op == "MUFU.LG2":  # lse: the end of a tile, under which a product runs, too
-            under = None
-    ends = ["gsb0" in args for op, args in found if op.startswith("HGMMA")]
+        if op == "MUFU.LG2":  # lse: a product runs under the end of a tile, too
+            under, ends = None, True
+    last = ["gsb0" in args for op, args in found if op.startswith("HGMMA")]
     return Report(
         registers,
         count["LDL"] + count["STL"],
         count["HGMMA"],
         count["UTMALDG"],
         count["UTMASTG"],
-        sum(a and b for a, b in pairwise(ends)),
+        sum(a and b for a, b in pairwise(last)),
         tuple(hidden),
     )
 

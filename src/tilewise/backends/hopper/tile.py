@@ -226,9 +226,7 @@ def steady_exponentials(s: cute.Tensor, rows: Rows, scale2) -> list:
 
 def all_agree(condition, barrier_id):
     """1 where a condition holds for every thread of the warpgroup, else 0: the same for all of them."""
-    code = (
-        "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, 128, p; selp.s32 {$w0}, 1, 0, q; }"
-    )
+    code = "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, 128, p; selp.s32 {$w0}, 1, 0, q; }"
     mine, kind = cutlass.select_(condition, cutlass.Int32(1), cutlass.Int32(0)), [cutlass.Int32]
     return cute.arch.inline_ptx(code, write_only_types=kind, read_only_args=[mine, cutlass.Int32(barrier_id)])
 

@@ -75,6 +75,7 @@ CASES = {
     "prefix": (qkv(200, 300), {"mask": tw.prefix(150)}),
     "prefix-lengths": (qkv(200, 200, batch=2), {"mask": tw.prefix(torch.tensor([3, 130]))}),
     "documents": (qkv(300, 300), {"mask": tw.documents(RUNS) & tw.causal()}),
+    "documents-whole": (qkv(300, 300), {"mask": tw.documents(RUNS)}),  # ends that jump by several blocks within a tile
     "documents-wide": (qkv(150, 300), {"mask": tw.documents(RUNS)}),
     "documents-empty-rows": (qkv(400, 300), {"mask": tw.documents(RUNS)}),
     "lengths": (qkv(130, 300, batch=3), {"mask": tw.key_lengths(torch.tensor([170, 0, 300])) & tw.causal()}),

@@ -219,6 +219,8 @@ SOFTCAP = {
     (128, 128): (KeyTiles(128, 128, 48, 8), TABLE[128, 128][1]),
     (256, 256): TABLE[256, 256],
 }
+# And with two ends of a row beside it.
+SOFTCAP_BAND = SOFTCAP | {(256, 256): (KeyTiles(256, 256, 48, 4, split=True), TABLE[256, 256][1])}
 
 
 # Not proved on a GPU: what else is worth a measurement, for "full" and "upper" in bf16.
@@ -230,16 +232,20 @@ def candidates() -> list[Backward]:
     return [Backward(*row, "bf16", form) for row in CANDIDATES for form in ("full", "upper")]
 
 
+def table_of(form: str, capped: bool) -> dict:
+    """Tiles by head dims, where dQ is not summed."""
+    return TABLE if not capped else SOFTCAP_BAND if form == "band" else SOFTCAP
+
+
 def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
-    rows = [(row, capped) for capped, table in enumerate((TABLE, SOFTCAP)) for row in table.values()]
-    rows += [((keys, None), False) for keys in SUMMED.values()]
-    kinds = [(*kind, packed) for kind in rows for packed in (False, True)]
+    rows = [(row, form, c) for c in (False, True) for form in FORMS for row in table_of(form, c).values()]
+    rows += [((keys, None), form, False) for keys in SUMMED.values() for form in FORMS]
     return [
-        Backward(*row, dtype, form, bool(capped), packed)
-        for row, capped, packed in kinds
+        Backward(*row, dtype, form, capped, packed)
+        for row, form, capped in rows
+        for packed in (False, True)
         for dtype in DTYPES.values()
-        for form in FORMS
     ]
 
 
@@ -255,13 +261,13 @@ def reasons(p: Problem) -> list[str]:
 
 def choose(p: Problem) -> Backward:
     """Of a problem that has no :func:`reasons` against it."""
-    capped = p.spec.score is not None
-    table = SOFTCAP if capped else TABLE
+    capped, form = p.spec.score is not None, band_of(p).form
+    table = table_of(form, capped)
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     pays = dims in SUMMED and keys_a_query(p) >= SUMMED_FROM[dims]
     summed = pays and not capped and not p.spec.deterministic
     row = (SUMMED[dims], None) if summed else table[dims]
-    return Backward(*row, DTYPES[str(p.dtype)], band_of(p).form, capped, p.packed)
+    return Backward(*row, DTYPES[str(p.dtype)], form, capped, p.packed)
 
 
 def keys_a_query(p: Problem) -> float:

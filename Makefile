@@ -63,7 +63,8 @@ kernels: setup
 	@$(BIN)/python -m tilewise.backends.hopper.aot
 
 # Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, and their figures written down. The
-# compiler is 450 MB to install, so CI does not: there `make kernels` says that they were skipped.
+# compiler is 450 MB to install, so CI does not: there `make kernels` says that they were skipped. `python -m
+# tests.backends.hopper.sweep` runs them all on an emulated machine: what to do before they meet a GPU.
 kernels-hopper: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) \
 	  --config-settings=wheel.cmake=false --editable '.[test,kernels]' apache-tvm-ffi==0.1.15.post2

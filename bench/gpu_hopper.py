@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
@@ -148,6 +148,17 @@ PACKED = [  # lengths of q and k; rows past the last sequence
 ]
 
 
+class Sizes(NamedTuple):
+    """Of the calls that kernels are checked by, and where these are made."""
+
+    shapes: Sequence[tuple[int, ...]] = SHAPES
+    packed: Sequence[tuple] = PACKED
+    device: str = DEVICE
+
+
+ON_GPU = Sizes()
+
+
 class Kind(NamedTuple):
     """What kernels that take the same calls have in common."""
 
@@ -163,41 +174,42 @@ class Kind(NamedTuple):
         return cls((t.width, t.width_v), config.dtype, config.form, config.softcap, config.packed)
 
 
-def options_of(form: str, shape: tuple[int, ...]) -> list[dict]:
+def options_of(form: str, shape: tuple[int, ...], device: str = DEVICE) -> list[dict]:
     """Of a form; masks of tensors are made for the shape."""
     batch, _, nk = shape[:3]
-    spread = torch.linspace(0, nk, batch, device=DEVICE).int()
+    spread = torch.linspace(0, nk, batch, device=device).int()
     rows = {
-        "documents": lambda: tw.documents(torch.arange(nk, device=DEVICE).expand(batch, -1) // 77),
+        "documents": lambda: tw.documents(torch.arange(nk, device=device).expand(batch, -1) // 77),
         "lengths": lambda: tw.key_lengths(spread),
         "prefix": lambda: tw.prefix(spread),
     }
     return [{k: rows[v]() if isinstance(v, str) else v for k, v in options.items()} for options in FORM_OPTIONS[form]]
 
 
-def check_calls(config: Config | Backward) -> Iterator[tuple[str, Call]]:
+def check_calls(config: Config | Backward, sizes: Sizes = ON_GPU) -> Iterator[tuple[str, Call]]:
     """Named calls of a kernel's kind: its widths, then smaller ones, strides that need a copy, sinks, large scores."""
     kind = Kind.of(config)
     width, width_v = kind.dims
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind.dtype]
     score = {"score": tw.softcap(3.0)} if kind.softcap else {}
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    new = lambda *shape: torch.randn(shape, generator=generator, device=DEVICE).to(dtype)  # noqa: E731
+    device = sizes.device
+    generator = torch.Generator(device).manual_seed(1)
+    new = lambda *shape: torch.randn(shape, generator=generator, device=device).to(dtype)  # noqa: E731
 
     def made(shape, d, dv, **options):
         b, nq, nk, hq, hk = shape
         return call(new(b, nq, hq, d), new(b, nk, hk, d), new(b, nk, hk, dv), **score, **options)
 
     if kind.packed:
-        yield from packed_calls(kind, new, score)
+        yield from packed_calls(kind, new, score, sizes)
         return
-    for n, shape in enumerate(SHAPES):
-        for m, options in enumerate(options_of(kind.form, shape)):
+    for n, shape in enumerate(sizes.shapes):
+        for m, options in enumerate(options_of(kind.form, shape, device)):
             if m == n % len(FORM_OPTIONS[kind.form]) or n in (2, 3):
                 yield f"{shape}-{m}", made(shape, width, width_v, **options)
-    first = lambda *shape: options_of(kind.form, shape)[0]  # noqa: E731
+    first = lambda *shape: options_of(kind.form, shape, device)[0]  # noqa: E731
     yield "narrow", made((1, 200, 333, 2, 1), width - 24, max(8, width_v - 40), **first(1, 200, 333))
-    sink = torch.randn(4, device=DEVICE)
+    sink = torch.randn(4, device=device)
     yield "sink", made((2, 200, 333, 4, 2), width, width_v, sink=sink, **first(2, 200, 333))
     yield "large", made((1, 200, 900, 2, 2), width, width_v, softmax_scale=4.0, **first(1, 200, 900))
     lengths = ((200, width), (333, width), (333, width_v))
@@ -207,18 +219,18 @@ def check_calls(config: Config | Backward) -> Iterator[tuple[str, Call]]:
     yield "unaligned", call(*odd, **score, **first(1, 200, 333))
 
 
-def packed_calls(kind: Kind, new: Callable, score: dict) -> Iterator[tuple[str, Call]]:
+def packed_calls(kind: Kind, new: Callable, score: dict, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Sequences beside others of NaN, and rows of NaN past the last."""
-    width, width_v = kind.dims
-    for n, (lengths, rest) in enumerate(PACKED):
-        cu_q, cu_k = (torch.tensor([0, *x], device=DEVICE).cumsum(0).int() for x in zip(*lengths, strict=True))
+    (width, width_v), device = kind.dims, sizes.device
+    for n, (lengths, rest) in enumerate(sizes.packed):
+        cu_q, cu_k = (torch.tensor([0, *x], device=device).cumsum(0).int() for x in zip(*lengths, strict=True))
         q, k, v = (
             new(int(cu[-1]) + rest, heads, d)
             for cu, heads, d in ((cu_q, 4, width), (cu_k, 2, width), (cu_k, 2, width_v))
         )
         q[int(cu_q[-1]) :], k[int(cu_k[-1]) :], v[int(cu_k[-1]) :] = (torch.nan,) * 3
         for m, options in enumerate(FORM_OPTIONS[kind.form]):
-            sink = torch.randn(4, device=DEVICE) if m % 2 else None
+            sink = torch.randn(4, device=device) if m % 2 else None
             c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **score, **options)
             c.do[int(cu_q[-1]) :] = torch.nan
             yield f"packed-{n}-{m}", c

@@ -29,9 +29,12 @@ KEYS = {
 
 
 def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
-    """dq, dk, dv, from the reference's output."""
     x = backward_config.choose(c.p)
-    x = replace(x, keys=tiles, queries=None if tiles.summed else QUERIES) if tiles else x
+    return emulate_kernels(c, replace(x, keys=tiles, queries=None if tiles.summed else QUERIES) if tiles else x, ctas)
+
+
+def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
+    """dq, dk, dv, from the reference's output."""
     plan, out = backward_call.Plan(c.p, x), Reference().forward(c.p, c.t)
     given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do, "o": out.o.to(c.p.dtype), "lse": out.lse, "dlse": c.dlse}
     t = {name: (tensor[None] if c.p.packed else tensor).float().numpy() for name, tensor in given.items()}

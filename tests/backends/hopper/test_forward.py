@@ -38,7 +38,11 @@ def array(name: object, x: torch.Tensor | float):
 def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
     """``flags``: of the Config, other than chosen."""
     chosen = config.choose(c.p)
-    plan = hopper.Plan(c.p, replace(chosen, tiles=tiles or chosen.tiles, **flags))
+    return emulate_kernel(c, replace(chosen, tiles=tiles or chosen.tiles, **flags), ctas)
+
+
+def emulate_kernel(c: Call, x: config.Config, ctas: int) -> Output:
+    plan = hopper.Plan(c.p, x)
     lo, hi, section, _, *rest = plan.numbers
     names = [*plan.config.extra, *plan.config.traced.tensors]
     extra = [array(name, x) for name, x in zip_longest(names, plan.extra(c.t))]

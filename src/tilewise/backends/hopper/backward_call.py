@@ -13,7 +13,7 @@ from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.backends.hopper import library
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
-from tilewise.backends.hopper.call import FAR, LOG2_E, strides_addressable
+from tilewise.backends.hopper.call import FAR, LOG2_E, addressable, addressed, strides_addressable
 from tilewise.backends.hopper.config import Band, band_of, cap_of
 from tilewise.backends.hopper.driver import PerStrides
 from tilewise.problem import Problem
@@ -47,7 +47,7 @@ class Plan:
     @cached_property
     def addressable(self) -> tuple[bool, bool, bool]:
         """Of q, k, v: whether the copy engine can address such strides."""
-        return tuple(strides_addressable(x.shape, x.stride) for x in (self.p.q, self.p.k, self.p.v))
+        return tuple(addressable(x) for x in (self.p.q, self.p.k, self.p.v))
 
     @cached_property
     def sums_shape(self) -> tuple[int, ...] | None:
@@ -81,11 +81,6 @@ class Plan:
     @cached_property
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=TENSORS)
-
-
-def addressed(x: Tensor, good: bool) -> Tensor:
-    """``x``, or a copy that the copy engine can address; ``good``: its strides are."""
-    return x if good and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:

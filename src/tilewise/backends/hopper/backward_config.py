@@ -223,7 +223,7 @@ SOFTCAP = {
 SOFTCAP_BAND = SOFTCAP | {(256, 256): (KeyTiles(256, 256, 48, 4, split=True), TABLE[256, 256][1])}
 
 
-# Not proved on a GPU: what else is worth a measurement, for "full" and "upper" in bf16.
+# What else is worth a measurement, for "full" and "upper" in bf16.
 CANDIDATES = ((KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),)
 
 

@@ -139,6 +139,11 @@ def strides_addressable(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return (stride[-1] == 1 or shape[-1] == 1) and all(0 < n < APART and n % MULTIPLE == 0 for n in outer)
 
 
+def addressed(x: Tensor, good: bool) -> Tensor:
+    """``x``, or a copy that the copy engine can address; ``good``: its strides are."""
+    return x if good and x.data_ptr() % ALIGNED == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
 def forward(plan: Plan, t: Inputs) -> Output:
     p = plan.p
     out = empty_output(p, t.q, t.v)
@@ -154,10 +159,7 @@ def forward(plan: Plan, t: Inputs) -> Output:
         out.o.zero_()
         out.lse.fill_(-math.inf) if t.sink is None else out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
         return out
-    q, k, v = (
-        x if good and x.data_ptr() % ALIGNED == 0 else x.clone(memory_format=torch.contiguous_format)
-        for x, good in zip((t.q, t.k, plan.values(t)), plan.addressable, strict=True)
-    )
+    q, k, v = (addressed(x, good) for x, good in zip((t.q, t.k, plan.values(t)), plan.addressable, strict=True))
     if plan.cut:
         k, v = (x[:, band.start : band.stop] for x in (k, v))
     o, lse = out.o, out.lse

@@ -17,13 +17,13 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilewise as tw
 from bench.measure import in_turns, machine
+from bench.train_step import step
 from examples.gpt.model import GPT, Attention, GPTConfig, sdpa_attention
-from examples.gpt.train import TrainConfig, load_text, make_optimizer, train
+from examples.gpt.train import TrainConfig, load_text, train
 
 SIZES = GPTConfig(layers=6, d_model=512, heads_q=8, heads_k=2, d_hidden=1365, context=1024)
 BATCH, WINDOW = 8, 50
@@ -108,20 +108,6 @@ def draw(record: dict, path: str) -> None:
     plt.close(figure)
 
 
-def step(name: str, context: int, batch: int):
-    """One step of a model of its own, as a call."""
-    model = InBf16(name, 0, context)
-    optimizer = make_optimizer(model, TrainConfig(context=context, batch_size=batch))
-    text = torch.randint(256, (batch, context + 1), device=DEVICE)
-
-    def run() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
-        optimizer.step()
-
-    return run
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", required=True)
@@ -138,7 +124,10 @@ def main() -> None:
     ours, exact, theirs, *others = found = runs(options.steps)
     gaps = {"hopper": gap(ours, theirs), "deterministic": gap(exact, theirs), "sdpa's own seeds": gap(*others)}
     contestants = ("hopper", "sdpa", "triton")
-    ms = {f"{n} x {b}": in_turns({name: step(name, n, b) for name in contestants}, DEVICE) for n, b in TIMED}
+    ms = {
+        f"{n} x {b}": in_turns({name: step(InBf16(name, 0, n), n, b, DEVICE) for name in contestants}, DEVICE)
+        for n, b in TIMED
+    }
     record = {"gaps": gaps, "runs": found, "step_ms": ms, "machine": machine(DEVICE)}
     with Path(options.out).open("a") as file:
         file.write(json.dumps(record) + "\n")

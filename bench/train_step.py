@@ -6,10 +6,12 @@ follow OMP_NUM_THREADS, and TILEWISE_CPU_POOL says whose they are.
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from bench.measure import in_turns, machine
 from examples.gpt.model import ATTENTIONS, GPT, GPTConfig
@@ -20,11 +22,10 @@ SIZES = GPTConfig(layers=4, d_model=256, heads_q=4, heads_k=4, d_hidden=682, con
 BATCH = 4
 
 
-def step(attention: str):
-    """One step of a model of its own, as a call."""
-    model = GPT(SIZES, ATTENTIONS[attention])
-    optimizer = make_optimizer(model, TrainConfig(context=SIZES.context, batch_size=BATCH))
-    text = torch.randint(256, (BATCH, SIZES.context + 1), generator=torch.Generator().manual_seed(0))
+def step(model: nn.Module, context: int, batch: int, device: str = "cpu") -> Callable[[], None]:
+    """A training step of a model, as a call."""
+    optimizer = make_optimizer(model, TrainConfig(context=context, batch_size=batch))
+    text = torch.randint(256, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(device)
 
     def run() -> None:
         optimizer.zero_grad()
@@ -39,7 +40,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
-    ms = in_turns({name: step(name) for name in ("tilewise", "sdpa")}, "cpu", options.rounds)
+    models = {name: GPT(SIZES, ATTENTIONS[name]) for name in ("tilewise", "sdpa")}
+    steps = {name: step(model, SIZES.context, BATCH) for name, model in models.items()}
+    ms = in_turns(steps, "cpu", options.rounds)
     record = {"ms": ms, "ratio": ms["sdpa"] / ms["tilewise"], "pool": settings.cpu_pool(), "machine": machine("cpu")}
     with options.out.open("a") as file:
         file.write(json.dumps(record) + "\n")

@@ -168,24 +168,24 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
     text = _text if torch.compiler.is_compiling() else _kept_text
     spec = text(
-        kept.text,
-        scored.text,
-        o.softmax_scale,
-        o.dropout_p,
-        deterministic,
-        needs_grad,
-        tuple(grad_slots),
-        sink_slot,
-        cu_slots,
-        mask_slots,
-        score_slots,
-        o.backend,
+        mask_text=kept.text,
+        score_text=scored.text,
+        softmax_scale=o.softmax_scale,
+        dropout_p=o.dropout_p,
+        deterministic=deterministic,
+        needs_grad=needs_grad,
+        grad_slots=tuple(grad_slots),
+        sink_slot=sink_slot,
+        cu_slots=cu_slots,
+        mask_slots=mask_slots,
+        score_slots=score_slots,
+        backend=o.backend,
     )
     return tensors, _seed(q, o), spec
 
 
-def _text(*fields: object) -> str:
-    return Spec(*fields).text()
+def _text(**fields: object) -> str:
+    return Spec(**fields).text()
 
 
 _kept_text = lru_cache(maxsize=256)(_text)

@@ -105,10 +105,13 @@ def main() -> None:
     inputs = Inputs(q.detach(), k.detach(), v.detach())
     alone = microseconds(lambda: empty.forward(plan.problem, inputs))
     with_gradients = microseconds(lambda: tw.attention(q, k, v, causal=True))
+    do = torch.ones_like(q)
+    both = microseconds(lambda: torch.autograd.grad(tw.attention(q, k, v, causal=True), (q, k, v), do))
     with torch.no_grad():
         without = microseconds(lambda: tw.attention(q, k, v, causal=True))
     print(f"backend alone {alone:.1f} us")
     print(f"call with gradients {with_gradients:.1f} us: {with_gradients - alone:.1f} above the backend")
+    print(f"call and its gradients {both:.1f} us")
     print(f"call without gradients {without:.1f} us: {without - alone:.1f} above the backend")
 
 

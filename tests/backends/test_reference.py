@@ -44,3 +44,19 @@ def test_the_backend_refuses_above_two_gibibytes_of_scores():
     q = torch.empty(1, 1, 1, 8).expand(1, 1 << 15, 1, 8)
     with pytest.raises(NotImplementedError, match=r"4\.0 GiB.*tilewise\.reference\.attention has no bound"):
         tw.attention(q, q, q, backend="reference")
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (130, 7), (128, 256), (0, 5)], ids=str)
+def test_the_matrix_units_scores_are_those_of_the_rows_alone(lengths, monkeypatch):
+    """Whole tiles go through the units, which a CPU stands in for here; rows that fill them up leave nothing behind."""
+    shapes = []
+
+    def units(a, b, out_dtype):
+        shapes.append((a.shape[1], b.shape[2]))
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    monkeypatch.setattr(torch, "bmm", units)
+    q, k = (torch.randn(2, 3, n, 16).bfloat16().float() for n in lengths)
+    got = reference.Arithmetic(torch.float32, units=torch.bfloat16).product(q, k)
+    torch.testing.assert_close(got, q @ k.mT)
+    assert all(n % reference.UNIT_ROWS == 0 for shape in shapes for n in shape)

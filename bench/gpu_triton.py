@@ -66,7 +66,7 @@ def _goals() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for d, n, mask in squares:
         flex = ("flex",) if n == 4096 and d < 256 else ()
-        found[f"h200-d{d}-n{n}-{mask}"] = ("triton", "fa2", "cudnn", *flex)
+        found[f"h200-d{d}-n{n}-{mask}"] = ("triton", "fa2", "cudnn", "hopper", *flex)
     found["cuda-one-head-n4096"] = ("triton", "unsplit")
     for name in (
         "softcap-30-n4096",
@@ -606,7 +606,7 @@ def phase(r: Run, part: str) -> None:
     setting = SETTINGS[r.device]
     if part == "compile":
         n = setting.together
-        jobs = [Job(f"compile:{name}", 30) for name in setting.goals]
+        jobs = [Job(f"compile:{name}", 60) for name in setting.goals]
         r.all([*jobs, *[Job(f"contract:{k}/{n}", 20) for k in range(n)]], 2 * n, reserve=r.left / 2)
     elif part == "candidates":
         n = setting.together

@@ -34,12 +34,17 @@ class Merge(NamedTuple):
 
 
 @cute.jit
-def weigh(part_lse: cute.Tensor, sink):
-    """``(m2, l)`` of a row in base 2, from the lse of its chunks."""
-    m2 = sink * tile.LOG2_E
+def largest(part_lse: cute.Tensor, sink):
+    """``m`` of a row, 0 where nothing counts. In base e as its terms: what is subtracted before a product with log2 e, and
+    added after one with ln 2, keeps lse within a rounding."""
+    m = sink
     for c in cutlass.range(cute.size(part_lse), unroll=AHEAD):
-        m2 = cute.arch.fmax(m2, part_lse[c] * tile.LOG2_E)
-    return tile.choose(m2 == -tile.INF, 0.0, m2)
+        m = cute.arch.fmax(m, part_lse[c])
+    return tile.choose(m == -tile.INF, 0.0, m)
+
+
+def exponential(x):
+    return cute.math.exp2(x * tile.LOG2_E, fastmath=True)
 
 
 def ahead(part_o: cute.Tensor, part_lse: cute.Tensor, first, columns: list) -> list:
@@ -55,13 +60,13 @@ def ahead(part_o: cute.Tensor, part_lse: cute.Tensor, first, columns: list) -> l
 @cute.jit
 def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, width: cutlass.Constexpr):
     """A lane's columns ``column + STEP n``, and the row's lse."""
-    m2 = weigh(part_lse, sink)
-    extra, total = cute.math.exp2(sink * tile.LOG2_E - m2, fastmath=True), F32(0.0)
+    m = largest(part_lse, sink)
+    extra, total = exponential(sink - m), F32(0.0)
     sums = cute.make_rmem_tensor((width // STEP,), F32)
     sums.fill(0.0)
     for first in cutlass.range(0, cute.size(part_lse), AHEAD, unroll=1):
         for o, lse in ahead(part_o, part_lse, first, [column + STEP * n for n in range(width // STEP)]):
-            weight = cute.math.exp2(lse * tile.LOG2_E - m2, fastmath=True)
+            weight = exponential(lse - m)
             total = total + weight
             for n in cutlass.range_constexpr(width // STEP):
                 sums[n] = sums[n] + weight * o[n]
@@ -69,7 +74,7 @@ def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, width: cutla
     factor = tile.choose(total == 0.0, 0.0, cute.arch.rcp_approx(total))
     for n in cutlass.range_constexpr(cute.size(sums)):
         sums[n] = sums[n] * factor
-    return sums, tile.choose(keyless, sink, (m2 + cute.math.log2(total, fastmath=True)) * tile.LN_2)
+    return sums, tile.choose(keyless, sink, m + cute.math.log2(total, fastmath=True) * tile.LN_2)
 
 
 @cute.jit

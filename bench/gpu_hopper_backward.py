@@ -89,8 +89,8 @@ def check_worker(names: str) -> None:
             for config in configs:
                 row = {"part": "check", "kernel": config.name, "case": label}
                 emit(**row, state="begun")  # a hang is known by its case
-                state, detail = tried(c, out, expected, config)
-                emit(**row, state=state, detail=detail)
+                state, detail, errors = tried(c, out, expected, config)
+                emit(**row, state=state, detail=detail, errors={e.tensor: [e.rms, e.rms_eager] for e in errors})
                 if "CUDA" in detail:
                     sys.exit("nothing works in this process any more")
         for config in configs:
@@ -101,29 +101,32 @@ def judge_of(c: Call) -> accuracy.Expected:
     return accuracy.Expected.of(c.p, c.t, c.do, c.dlse)
 
 
-def tried(c: Call, out: Output, expected: accuracy.Expected, config: Backward) -> tuple[str, str]:
-    """The error rule for every gradient, NaN left of a poisoned output, the bits of a second run."""
+def tried(c: Call, out: Output, expected: accuracy.Expected, config: Backward) -> tuple[str, str, list[accuracy.Error]]:
+    """The error rule for every gradient, NaN left of a poisoned output, the bits of a second run; and the errors."""
     backend = Hopper(backward=config)
     reasons = backend.unsupported(c.p)
     if reasons:
-        return "refused", "; ".join(reasons)
+        return "refused", "; ".join(reasons), []
     try:
         with poisoned():
             runs = [backend.backward(c.p, c.t, out, c.do, c.dlse) for _ in range(2)]
         torch.cuda.synchronize()
         return judged(expected, out, runs, config)
     except Exception:
-        return "error", traceback.format_exc()[-1200:]
+        return "error", traceback.format_exc()[-1200:], []
 
 
-def judged(expected: accuracy.Expected, out: Output, runs: list[Grads], config: Backward) -> tuple[str, str]:
+def judged(
+    expected: accuracy.Expected, out: Output, runs: list[Grads], config: Backward
+) -> tuple[str, str, list[accuracy.Error]]:
     one, two = (named(out, grads) for grads in runs)
-    wrong = [f"{e}; {_where(one[e.tensor], expected.oracle[e.tensor])}" for e in expected.judge(one) if not e.ok]
+    errors = expected.judge(one)
+    wrong = [f"{e}; {_where(one[e.tensor], expected.oracle[e.tensor])}" for e in errors if not e.ok]
     if wrong:
-        return "wrong", "; ".join(wrong)
+        return "wrong", "; ".join(wrong), errors
     exact = [n for n in one if n != "dq" or not config.keys.summed]
     other = [n for n in exact if not torch.equal(one[n], two[n])]
-    return ("wrong", f"a second run gave other bits of {', '.join(other)}") if other else ("ok", "")
+    return ("wrong", f"a second run gave other bits of {', '.join(other)}", errors) if other else ("ok", "", errors)
 
 
 def named(out: Output, grads: Grads) -> dict[str, Tensor]:

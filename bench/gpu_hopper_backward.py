@@ -286,6 +286,25 @@ def host_worker() -> None:
         emit(part="host", call=name, us=host_microseconds(fn))
 
 
+def autograd_worker() -> None:
+    """Milliseconds of a public call and its gradients through autograd, and of its kernels alone."""
+    backend = Hopper()
+    for case in (cases.named(f"h200-d{d}-n{n}-full") for n in (1024, 4096, 16384) for d in (64, 128, 256)):
+        x = cases.draw(case, DEVICE)
+        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+        c = call(*(t.detach() for t in leaves))
+        c = replace(c, do=x.do, dlse=torch.zeros_like(c.dlse))
+
+        def through_autograd(leaves=leaves, do=x.do) -> object:
+            return torch.autograd.grad(tw.attention(*leaves, backend="hopper"), leaves, do)
+
+        def kernels(c=c) -> object:
+            return backend.backward(c.p, c.t, backend.forward(c.p, c.t), c.do, c.dlse)
+
+        times = in_turns({"autograd": through_autograd, "kernels": kernels, "kernels again": kernels}, DEVICE)
+        emit(part="autograd", case=case.name, ms=times, more=round(times["autograd"] / times["kernels"] - 1, 4))
+
+
 # -- Many launches -------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +349,7 @@ WORKERS = {
     "packed": packed_worker,
     "profile": profile_worker,
     "host": host_worker,
+    "autograd": autograd_worker,
     "stress": stress_worker,
     "memcheck": memcheck_worker,
 }
@@ -344,6 +364,7 @@ def main() -> None:
         "profile": [f"profile:{d}:{','.join(sorted(right))}" for d in (128, 64, 256)],
         "packed": [f"packed:{d}" for d in (128, 64)],
         "host": ["host"],
+        "autograd": ["autograd"],
         "stress": [f"stress:{min(45.0, results.left - 25):.0f}"],
         "memcheck": [f"memcheck:{n}" for n in sorted(right) if n.startswith(PROBES)],
     }.items():

@@ -118,7 +118,7 @@ def load(name: str):
             if hasattr(where, key) and (key != "operands" or where is kernel):
                 setattr(where, key, value)
     stand_in_for_queues(tile, packed)
-    part.words, kernel.Starts = Words, part.Starts
+    part.words, kernel.Starts, kernel.Extra = Words, part.Starts, part.Extra
     tile.pack = lambda low, high, dtype: (rounded(low, dtype), rounded(high, dtype))
     tile.rows_columns = lambda acc: acc.values
     return kernel
@@ -238,9 +238,13 @@ def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
 
 
 def _work(kernel, numbers: tuple):
-    """``numbers``: of a launch, and then, of packed sequences, as Starts has them."""
-    size = len(kernel.Work._fields) - 1
-    starts = [Global(n) if isinstance(n, np.ndarray) else n for n in numbers[size:]]
+    """``numbers``: of a launch, and then, of packed sequences, as Starts has them, or fields of Extra."""
+    size = len(kernel.Work._fields) - 2
+    wrapped = lambda n: Global(n) if isinstance(n, np.ndarray) else n  # noqa: E731
+    if numbers[size:] and isinstance(numbers[size], dict):
+        extra = {name: wrapped(n) for name, n in numbers[size].items()}
+        return kernel.Work(*numbers[:size], extra=kernel.Extra(**extra))
+    starts = [wrapped(n) for n in numbers[size:]]
     return kernel.Work(*numbers[:size], kernel.Starts(*starts) if starts else None)
 
 

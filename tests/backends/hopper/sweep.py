@@ -31,7 +31,7 @@ CTAS = 3
 def form_of(c: Call, x: Config | Backward) -> str:
     if x.packed:
         return x.form
-    return backward_config.band_of(c.p).form if isinstance(x, Backward) else config.keys_of(c.p)[0]
+    return backward_config.form_of(c.p) if isinstance(x, Backward) else config.keys_of(c.p)[0]
 
 
 def of_the_kernel(x: Config | Backward) -> Iterator[tuple[str, Call]]:

@@ -9,15 +9,19 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.backends.contract import Call, call, normal
+from tests.backends.contract import HIDING, Call, call, normal
+from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated_backward as emulated
+from tests.backends.hopper.test_forward import CASES as FORWARD
 from tests.backends.hopper.test_forward import PACKED, packed_call, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Grads
 from tilewise.backends.hopper import backward_call, backward_config
 from tilewise.backends.hopper.backward_config import KeyTiles, QueryTiles
 from tilewise.backends.hopper.call import LOG2_E
+from tilewise.backends.hopper.masks import grid_of
 from tilewise.reference import Reference
+from tilewise.tiles import seen_keys
 
 QUERIES = QueryTiles(64, 64, 2, 64, 3)  # many blocks, small rings
 KEYS = {
@@ -45,15 +49,18 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         emulated.run_rows(x, *rows, plan.lines, cu_q) if c.p.packed else emulated.statistics(*rows, plan.lines)
     )
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
-    t["k"], t["v"] = t["k"][:, plan.keys], t["v"][:, plan.keys]
+    if not c.p.packed:
+        t["k"], t["v"] = (x.float().numpy()[:, plan.keys] for x in plan.without_unseen(c.t))
+    values = iter(plan.extra(c.t))
+    extras = [{name: next(values).numpy() for name in names} for names in x.extra]
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
     scales, ends = scales[:3], scales[3:]
 
     def work(section: int, turn: int) -> tuple:
         p = c.p
         sizes = p.seqlen_q, t["k"].shape[1], p.heads_k, p.heads_q // p.heads_k, p.batch, section
-        starts = (cu_q, cu_k, queues[turn], *ends) if p.packed else ()
-        return (*sizes, lo, hi, *map(np.float32, scales), *starts)
+        more = (cu_q, cu_k, queues[turn], *ends) if p.packed else (extras[turn],) if extras[turn] else ()
+        return (*sizes, lo, hi, *map(np.float32, scales), *more)
 
     *found, dq = emulated.run_keys(x, t, work(section_k, 0), min(ctas, ctas_k))
     for room, part in zip(whole, found, strict=True):
@@ -87,10 +94,14 @@ CASES = {
 }
 
 
+ENDS = ("prefix", "prefix-lengths", "documents", "documents-whole", "documents-wide", "documents-empty-rows", "lengths",
+        "ranges-per-head")  # fmt: skip
+CASES |= {name: FORWARD[name] for name in ENDS}
 # Every case for some form of the pass over keys, and what is a form's own for each.
 PAIRS = [(name, form) for form in ("whole", "split") for name in CASES]
 PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores")]
-PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow")]
+PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "documents-empty-rows", "ranges-per-head")]
+PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]
 
 
 @pytest.mark.parametrize(("name", "form"), PAIRS, ids=lambda x: x)
@@ -98,6 +109,20 @@ def test_the_source_computes_the_gradients(name, form):
     tensors, options = CASES[name]
     c = call(*tensors, **options)
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("form", ["whole", "split", "summed"])
+def test_keys_that_no_query_sees_never_touch_a_gradient(hiding, form):
+    tensors = [x.bfloat16() for x in contract_qkv()]
+    clean = call(*tensors, mask=HIDING[hiding]())
+    if backward_config.reasons(clean.p):
+        pytest.skip("the backward refuses it")
+    hidden = ~seen_keys(grid_of(clean.p, clean.t), clean.p.group).mT.unsqueeze(-1)
+    k, v = (x.masked_fill(hidden, torch.nan) for x in tensors[1:])
+    dirty = call(tensors[0], k, v, mask=HIDING[hiding]())
+    good, got = (emulate(c, KEYS[form], ctas=3) for c in (clean, dirty))
+    assert all(torch.equal(getattr(got, name), getattr(good, name)) for name in ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("dims", backward_config.TABLE, ids=str)

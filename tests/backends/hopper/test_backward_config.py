@@ -123,7 +123,9 @@ def small(nq=70, nk=70, d=64, heads=(4, 2), **options) -> Call:
 
 
 @pytest.mark.parametrize("d", [8, 64, 72, 96, 104, 128, 192, 256])
-@pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(9, 3)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    "mask", [None, tw.causal(), tw.window(9, 3), tw.prefix(20)], ids=["full", "causal", "window", "prefix"]
+)
 @pytest.mark.parametrize("score", [None, tw.softcap(20.0)], ids=["plain", "softcap"])
 def test_what_is_chosen_is_shipped(d, mask, score):
     p = small(d=d, mask=mask, score=score).p
@@ -132,7 +134,6 @@ def test_what_is_chosen_is_shipped(d, mask, score):
 
 
 REFUSED = {
-    "documents": ({"mask": tw.documents(torch.zeros(70, dtype=torch.int32))}, "mask"),
     "keep": ({"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}, "mask"),
     "alibi": ({"score": tw.alibi(torch.ones(4))}, "softcap"),
     "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),

@@ -32,12 +32,14 @@ def kept(c):
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "either"])
-def test_the_ends_of_rows_hold_what_the_mask_keeps(name):
+def test_the_ends_of_rows_and_of_columns_hold_what_the_mask_keeps(name):
     c = a_call(MASKS[name]())
     lo, hi = (x.unsqueeze(-1) for x in masks.row_ends(c.p, c.t))
-    assert lo.dtype == hi.dtype == torch.int32
-    j = torch.arange(70)
+    first, last = (x.unsqueeze(-2) for x in masks.column_ends(c.p, c.t))
+    assert all(x.dtype == torch.int32 for x in (lo, hi, first, last))
+    i, j = torch.arange(70).unsqueeze(-1), torch.arange(70)
     assert torch.equal((lo <= j) & (j < hi), kept(c))
+    assert torch.equal((first <= i) & (i < last), kept(c))
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -12,7 +12,15 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper import backward_keys, backward_queries, backward_rows, backward_sum
-from tilewise.backends.hopper.backward_tile import Starts, Work
+from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.backward_tile import Extra, Starts, Work
+
+
+def extras_of(values: list, x: Backward) -> tuple:
+    """Of the pass over keys and of that over queries; None: there is nothing of the kind."""
+    values = iter(() if x.packed else values)
+    found = [{name: next(values) for name in names} for names in x.extra]
+    return tuple(Extra(**each) if each else None for each in found)
 
 
 @cute.jit
@@ -22,18 +30,21 @@ def launch(
     """Of q, k, v, o, do (batch, seqlen, heads, D), lse, dlse (batch, heads_q, seqlen_q), makes dq, dk, dv, and lse2, delta
     (batch, heads_q, at least seqlen_q and a whole number of blocks); where dQ is summed, in the zeros of sums (batch, heads_q,
     block, 2, PART). Packed sequences are one batch element; where they begin, cu_q and cu_k (sequence + 1,), is given too, and
-    zeros that count the tiles of each pass, (1,).
+    zeros that count the tiles of each pass, (1,); of other sequences what ``x.extra`` names.
 
     ``numbers``: lo and hi of the band; of the pass over keys, then of that over queries, heads of a section and CTAs; scale,
     scale2, cap2; of packed sequences, which no other keys of each count.
     """
-    q, k, v, o, do, lse, dlse, *starts = given
+    q, k, v, o, do, lse, dlse, *more = given
     dq, dk, dv, *lines = made
     lines = backward_keys.Lines(*lines)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
-    group, queue_q = q.shape[2] // k.shape[2], starts.pop() if x.packed else None
-    starts = Starts(*starts, *ends) if x.packed else None
-    work = Work(q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts)
+    group, queue_q = q.shape[2] // k.shape[2], more.pop() if x.packed else None
+    starts = Starts(*more, *ends) if x.packed else None
+    extra_k, extra_q = extras_of(more, x)
+    work = Work(
+        q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts, extra_k
+    )  # fmt: skip
     cu = starts.cu_q if x.packed else None
     backward_rows.launch(backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta, cu), stream, x)
     backward_keys.launch(backward_keys.Tensors(q, k, v, do, dk, dv, lines), work, ctas_k, stream, x)
@@ -41,6 +52,6 @@ def launch(
         backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q), dq, scale, stream, x)
     else:
         starts = starts._replace(queue=queue_q) if x.packed else None
-        work = work._replace(section=section_q, starts=starts)
+        work = work._replace(section=section_q, starts=starts, extra=extra_q)
         tensors = backward_queries.Tensors(q, k, v, do, dq, lines.lse2, lines.delta)
         backward_queries.launch(tensors, work, ctas_q, stream, x)

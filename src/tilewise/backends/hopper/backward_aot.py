@@ -48,6 +48,10 @@ def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
     if x.packed:
         starts, whole = cute.sym_int(), lambda n: make_fake_tensor(cutlass.Int32, (n,), (1,))
         given, numbers = (*given, whole(starts), whole(starts), whole(1), whole(1)), (*numbers, i32, i32)
+    else:
+        ends = lambda rows: make_fake_tensor(cutlass.Int32, (batch, heads_q, rows), (stride(), stride(), stride()))  # noqa: E731
+        extra = ({"lo": rows, "hi": rows} for rows in (seqlen_k, seqlen_q))
+        given = *given, *(ends(of[name]) for of, names in zip(extra, x.extra, strict=True) for name in names)
     arguments = (given, made, numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
     return cute.compile(backward.launch, *arguments, x, options=f"{options} --dump-dir {scratch}"), arguments
 

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output
-from tilewise.backends.hopper import library
+from tilewise.backends.base import Grads, Inputs, Output, PerTensors
+from tilewise.backends.hopper import library, masks
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
 from tilewise.backends.hopper.call import FAR, LOG2_E, addressable, addressed, strides_addressable
-from tilewise.backends.hopper.config import Band, band_of, cap_of
+from tilewise.backends.hopper.config import Band, band_of, cap_of, keys_of
 from tilewise.backends.hopper.driver import PerStrides
 from tilewise.problem import Problem
 
-TENSORS = 17  # of a launch at most; the problem fixes the sizes of all
+TENSORS = 21  # of a launch at most; the problem fixes the sizes of all
 
 
 @dataclass(eq=False)
 class Plan:
-    """One problem's decisions."""
+    """One problem's decisions. ``made``: of a mask's tensors."""
 
     p: Problem
     config: Backward
+    made: PerTensors = field(default_factory=PerTensors)
 
     @cached_property
     def band(self) -> Band:
         """Packed, without the offset of each sequence, and the kernels cut it."""
+        if self.config.by_rows:
+            return keys_of(self.p)[1]
         found = band_of(self.p)
         return found if self.p.packed else found.cut(self.p.seqlen_q)
 
@@ -78,6 +83,22 @@ class Plan:
         cu = [x.int().contiguous() for x in (t.cu_seqlens_q, t.cu_seqlens_k)]
         return [*cu, *torch.zeros((2, 1), dtype=torch.int32, device=t.q.device)]
 
+    def of_mask(self, t: Inputs, make: Callable[[Problem, Inputs], Any]) -> Any:
+        """What is made of the mask's tensors, once while they are the same."""
+        return self.made.of(make, [t.leaves[n] for n in self.p.spec.mask_slots], lambda: make(self.p, t))
+
+    def extra(self, t: Inputs) -> list[Tensor]:
+        """What ``config.extra`` names."""
+        found = []
+        for names, make in zip(self.config.extra, (masks.column_ends, masks.row_ends), strict=True):
+            found += self.of_mask(t, make) if names else ()
+        return found
+
+    def without_unseen(self, t: Inputs) -> tuple[Tensor, Tensor]:
+        """k and v, or copies with zeros for the keys that no query sees, where kernels are not kept from these otherwise."""
+        seen = self.of_mask(t, masks.seen) if self.config.by_rows else None
+        return (t.k, t.v) if seen is None else tuple(torch.where(seen, x, 0) for x in (t.k, t.v))
+
     @cached_property
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=TENSORS)
@@ -90,7 +111,8 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
         for x in grads:
             x.zero_()
         return Grads(*grads, sink_gradient(t, out.lse, -dlse), {})
-    q, k, v = (addressed(x, good) for x, good in zip((t.q, t.k, t.v), plan.addressable, strict=True))
+    tensors = t.q, *plan.without_unseen(t)
+    q, k, v = (addressed(x, good) for x, good in zip(tensors, plan.addressable, strict=True))
     o, do = (addressed(x, x.is_contiguous() or strides_addressable(x.shape, x.stride())) for x in (out.o, do))
     lse, dlse = out.lse.contiguous(), dlse.contiguous()
     if packed:  # one batch element
@@ -102,7 +124,7 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
         k, v, dk, dv = (x[:, keys] for x in (k, v, dk, dv))
     shape = *lse.shape[:2], plan.lines
     lse2, delta = lse.new_empty(shape), lse.new_empty(shape)
-    given = q, k, v, o, do, lse, dlse, *plan.starts(t)
+    given = q, k, v, o, do, lse, dlse, *plan.starts(t), *plan.extra(t)
     made = dq, dk, dv, lse2, delta, *([lse.new_zeros(plan.sums_shape)] if plan.sums_shape else ())
     plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if t.sink is None:

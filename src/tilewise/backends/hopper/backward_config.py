@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass
 
 from tilewise.backends.hopper import config
-from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ROWS, band_of, cap_of
+from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ROWS, SHIPPED, Formed, band_of, cap_of, keys_of
 from tilewise.problem import Problem
 
-FORMS = ("full", "upper", "band")  # of config.FORMS
 PART = ROWS * ROWS  # numbers of dQ that a warpgroup adds up at a time
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 LINES = 128  # a packed sequence's statistics begin at a multiple of so many rows: those of a CTA are of one sequence
@@ -142,7 +141,7 @@ class QueryTiles:
 
 
 @dataclass(frozen=True)
-class Backward:
+class Backward(Formed):
     """What one backward is compiled for. ``queries``: None where the pass over key tiles sums dQ. ``packed``: sequences are."""
 
     keys: KeyTiles
@@ -159,6 +158,13 @@ class Backward:
         second = "sum" if self.queries is None else self.queries.name
         flags = "".join(f"_{name}" for name in ("softcap", "packed") if getattr(self, name))
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
+
+    @property
+    def extra(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the pass over keys and that over queries get beside what all do: fields of
+        :class:`tilewise.backends.hopper.backward_tile.Extra`."""
+        each = ("lo", "hi") if self.by_rows else ()
+        return each, each if self.queries else ()
 
     @property
     def tile_m(self) -> int:
@@ -234,26 +240,25 @@ def candidates() -> list[Backward]:
 
 def table_of(form: str, capped: bool) -> dict:
     """Tiles by head dims, where dQ is not summed."""
-    return TABLE if not capped else SOFTCAP_BAND if form == "band" else SOFTCAP
+    return TABLE if not capped else SOFTCAP_BAND if form in ("band", "rows") else SOFTCAP
 
 
 def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
-    rows = [(row, form, c) for c in (False, True) for form in FORMS for row in table_of(form, c).values()]
-    rows += [((keys, None), form, False) for keys in SUMMED.values() for form in FORMS]
+    rows = [(row, form, c) for c in (False, True) for form in SHIPPED for row in table_of(form, c).values()]
+    rows += [((keys, None), form, False) for keys in SUMMED.values() for form in SHIPPED]
     return [
         Backward(*row, dtype, form, capped, packed)
         for row, form, capped in rows
         for packed in (False, True)
         for dtype in DTYPES.values()
+        if not (packed and form == "rows")
     ]
 
 
 def reasons(p: Problem) -> list[str]:
     """Why a problem that the forward runs is none for these kernels: it then goes elsewhere from its forward on."""
-    found = (
-        [] if band_of(p) is not None else ["gradients of a mask other than causal, window and a key_range of numbers"]
-    )
+    found = ["gradients of a mask with a predicate"] if p.spec.region.predicate is not None else []
     if p.spec.score is not None and math.isnan(cap_of(p)):
         found.append("gradients of a score other than one softcap")
     return found + (["gradients with dropout"] if p.spec.dropout_p else [])
@@ -261,7 +266,7 @@ def reasons(p: Problem) -> list[str]:
 
 def choose(p: Problem) -> Backward:
     """Of a problem that has no :func:`reasons` against it."""
-    capped, form = p.spec.score is not None, band_of(p).form
+    capped, form = p.spec.score is not None, form_of(p)
     table = table_of(form, capped)
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     pays = dims in SUMMED and keys_a_query(p) >= SUMMED_FROM[dims]
@@ -270,8 +275,17 @@ def choose(p: Problem) -> Backward:
     return Backward(*row, DTYPES[str(p.dtype)], form, capped, p.packed)
 
 
+def form_of(p: Problem) -> str:
+    """How a kernel learns which keys a row has; of numbers, the mask's before it is cut to the keys that are seen."""
+    form, band = keys_of(p)[0], band_of(p)
+    return form if band is None or form == "lists" else band.form
+
+
 def keys_a_query(p: Problem) -> float:
-    """How many keys a query sees, about: the mean over 16 of them; of packed sequences, as if all were equally long."""
+    """How many keys a query sees, about: the mean over 16 of them; of packed sequences, as if all were equally long. Half of
+    all, where only the device knows."""
+    if band_of(p) is None:
+        return p.seqlen_k / 2
     band, parts = band_of(p), max(p.batch, 1) if p.packed else 1
     seqlen_q, seqlen_k = p.seqlen_q / parts, p.seqlen_k / parts
     off = seqlen_k - seqlen_q if p.packed else 0

@@ -35,6 +35,7 @@ from tilewise.backends.hopper.backward_tile import (
     allocated,
     at_slot,
     band,
+    band_of_columns,
     by_rows,
     give_back,
     hold,
@@ -102,7 +103,7 @@ class Room(NamedTuple):
 
 class Place(NamedTuple):
     """A key tile: its first key, key head and batch index, its query blocks ``[start, stop)``, and what is its packed sequence's
-    own."""
+    own. Where ends are tensors only :func:`of_head` knows the query blocks, and the head is a query head."""
 
     column: I32
     head: I32
@@ -145,8 +146,20 @@ def place_of(round_, work: Work, x: Backward) -> Place:
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     n_block, head = schedule.tile_at(n, order(work, x), PICK)
     column, c = n_block * x.keys.tile_n, x.keys
+    if x.by_rows:
+        return Place(column, head % work.heads, head // work.heads, I32(0), I32(0))
     start, stop = schedule.query_blocks(column, c.tile_n, c.tile_m, work.seqlen_q, band(work, x), PICK)
     return Place(column, head % work.heads, head // work.heads, I32(start), I32(stop))
+
+
+def of_head(at: Place, g, work: Work, x: Backward) -> Place:
+    """A tile's place for the g-th query head of its group."""
+    c, at = x.keys, at._replace(head=at.head * work.group + g)
+    if not x.by_rows:
+        return at
+    kept = band_of_columns(at.batch, at.head, work, x)
+    start, stop = schedule.query_blocks(at.column, c.tile_n, c.tile_m, work.seqlen_q, kept, PICK)
+    return at._replace(start=I32(start), stop=I32(stop))
 
 
 def rounds_of(work: Work, x: Backward):
@@ -301,13 +314,13 @@ def load_blocks(
     c, slot, phase = x.keys, *ring
     q_bytes, do_bytes = 2 * c.tile_m * c.width, 2 * c.tile_m * c.width_v
     for g in cutlass.range(work.group, unroll=1):
-        head = at.head * work.group + g
-        gQ, sQ = cut(tmas.q, (c.tile_m, c.width), (None, 0), head, at.rows, room.q)
-        gO, sO = cut(tmas.do, (c.tile_m, c.width_v), (None, 0), head, at.rows, room.do)
-        lse2_line = Line(at.line(lines.lse2, head), c.tile_m)
-        delta_line = Line(at.line(lines.delta, head), c.tile_m)
-        for step in cutlass.range(at.stop - at.start, unroll=1):
-            m = at.start + step
+        own = of_head(at, g, work, x)
+        gQ, sQ = cut(tmas.q, (c.tile_m, c.width), (None, 0), own.head, at.rows, room.q)
+        gO, sO = cut(tmas.do, (c.tile_m, c.width_v), (None, 0), own.head, at.rows, room.do)
+        lse2_line = Line(at.line(lines.lse2, own.head), c.tile_m)
+        delta_line = Line(at.line(lines.delta, own.head), c.tile_m)
+        for step in cutlass.range(own.stop - own.start, unroll=1):
+            m = own.start + step
             fetch_block(tmas.q, gQ, sQ, lse2_line, m, slot, q_bytes, room, phase)
             slot, phase = schedule.after(slot, phase, c.slots)
             fetch_block(tmas.do, gO, sO, delta_line, m, slot, do_bytes, room, phase)
@@ -344,8 +357,8 @@ def store_tile(
     c, phase, part = x.keys, *phases
     if cutlass.const_expr(c.summed):
         for g in cutlass.range(work.group, unroll=1):
-            sums = at.blocks(lines.sums, at.head * work.group + g)
-            part = backward_sum.add_all(sums, room.sum, w, at.start, at.stop, part)
+            own = of_head(at, g, work, x)
+            part = backward_sum.add_all(at.blocks(lines.sums, own.head), room.sum, w, own.start, own.stop, part)
     gK, sK = cut(tmas.dk, (ROWS, c.width), (None, 0), at.head, at.keys, room.dk)
     gV, sV = cut(tmas.dv, (ROWS, c.width_v), (None, 0), at.head, at.keys, room.dv)
     n = at.column // ROWS
@@ -413,20 +426,48 @@ def within(n, low, high):
 def whole_blocks(column, at: Place, work: Work, x: Backward):
     """``(start, stop)``: the tile's query blocks that see all 64 keys from ``column`` on. Where dQ is summed, keys past the last
     count as unseen."""
-    blocks, kept = (at.start, at.stop), band(work, x)
+    blocks, kept = (at.start, at.stop), band_of_columns(at.batch, at.head, work, x)
     start, stop = schedule.whole_query_blocks(column, ROWS, x.keys.tile_m, kept, blocks, PICK)
     if x.keys.summed:
         stop = start + (stop - start) * within(work.seqlen_k - column - ROWS + 1, 0, 1)
     return start, stop
 
 
-def limits_of(column, work: Work, x: Backward) -> Limits:
+def limits_of(column, at: Place, work: Work, x: Backward) -> Limits:
     """Of the queries that see the keys of a warpgroup, which begin at ``column``. Nobody sees those past the last: their P, of
     scores of 0, may be infinite, which dQ must not meet."""
-    keys, kept = [column + tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)], band(work, x)
+    keys = [column + tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)]
+    kept = band_of_columns(at.batch, at.head, work, x)
     lower = [schedule.query_start(j, kept, PICK) + FAR * within(j - work.seqlen_k + 1, 0, 1) for j in keys]
     upper = [schedule.query_stop(j, work.seqlen_q, kept, PICK) for j in keys]
-    return Limits.of(lower, upper if x.form == "band" else None)
+    return Limits.of(lower, upper if x.has_lower else None)
+
+
+class Spans(NamedTuple):
+    """A tile's query blocks ``[first, last)`` as the keys of a warpgroup see them: those of ``[start, stop)`` as a whole, and of
+    the others what is within the limits."""
+
+    first: I32
+    start: I32
+    stop: I32
+    last: I32
+    limits: Limits
+
+
+def spans_of(column, at: Place, work: Work, x: Backward) -> Spans:
+    """Of a warpgroup whose keys begin at ``column``."""
+    start, stop = whole_blocks(column, at, work, x)
+    return Spans(at.start, start, stop, at.stop, limits_of(column, at, work, x))
+
+
+def of_group(column, at: Place, work: Work, x: Backward) -> Spans | None:
+    """As :func:`spans_of`, for all query heads of a group; None: each has its own."""
+    return None if x.by_rows else spans_of(column, at, work, x)
+
+
+def of_each(spans: Spans | None, column, at: Place, g, work: Work, x: Backward) -> Spans:
+    """Of the g-th query head."""
+    return spans_of(column, of_head(at, g, work, x), work, x) if x.by_rows else spans
 
 
 class Turn(NamedTuple):
@@ -615,21 +656,21 @@ def key_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: Work
     """Returns the turn, where it is then."""
     c = x.keys
     column = at.column + w * ROWS
-    start, stop = whole_blocks(column, at, work, x)
-    limits = limits_of(column, work, x)
+    spans = of_group(column, at, work, x)
     t.dk.fill(0.0)
     t.dv.fill(0.0)
     cute.arch.mbarrier_wait(room.held_full + w, held)
     cute.arch.mbarrier_wait(room.held_full + c.key_tiles + w, held)
-    for _ in cutlass.range(work.group, unroll=1):
+    for g in cutlass.range(work.group, unroll=1):
         turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-        if cutlass.const_expr(x.form != "full"):
-            for step in cutlass.range(start - at.start, unroll=1):  # the diagonal
-                turn = query_block(t, w, turn, limits.within((at.start + step) * c.tile_m), room, work, x)
+        first, start, stop, last, limits = of_each(spans, column, at, g, work, x)
+        if cutlass.const_expr(x.has_upper):
+            for step in cutlass.range(start - first, unroll=1):  # the diagonal
+                turn = query_block(t, w, turn, limits.within((first + step) * c.tile_m), room, work, x)
         for _ in cutlass.range(stop - start, unroll=1):
             turn = query_block(t, w, turn, None, room, work, x)
-        if cutlass.const_expr(x.form == "band"):
-            for step in cutlass.range(at.stop - stop, unroll=1):  # the other end
+        if cutlass.const_expr(x.has_lower):
+            for step in cutlass.range(last - stop, unroll=1):  # the other end
                 turn = query_block(t, w, turn, limits.within((stop + step) * c.tile_m), room, work, x)
         warpgroup.wait_group(0)
         release_both(room.empty, turn, c.slots)
@@ -655,18 +696,19 @@ def summing_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: 
     t.dk.fill(0.0)
     t.dv.fill(0.0)
     column = at.column + w * ROWS
-    limits, (start, stop) = limits_of(column, work, x), whole_blocks(column, at, work, x)
+    spans = of_group(column, at, work, x)
     for n in cutlass.range_constexpr(2 * c.key_tiles):  # dQ takes the keys of both warpgroups
         cute.arch.mbarrier_wait(room.held_full + n, held)
     turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-    for _ in cutlass.range(work.group, unroll=1):
-        if cutlass.const_expr(x.form != "full"):
-            for step in cutlass.range(start - at.start, unroll=1):
-                cut_off = limits.within((at.start + step) * c.tile_m)
+    for g in cutlass.range(work.group, unroll=1):
+        first, start, stop, last, limits = of_each(spans, column, at, g, work, x)
+        if cutlass.const_expr(x.has_upper):
+            for step in cutlass.range(start - first, unroll=1):
+                cut_off = limits.within((first + step) * c.tile_m)
                 turn = summing_block(t, w, turn, cut_off, room, work, x)
         for _ in cutlass.range(stop - start, unroll=1):
             turn = summing_block(t, w, turn, None, room, work, x)
-        for step in cutlass.range(at.stop - stop, unroll=1):  # the other end, or that of the keys
+        for step in cutlass.range(last - stop, unroll=1):  # the other end, or that of the keys
             cut_off = limits.within((stop + step) * c.tile_m)
             turn = summing_block(t, w, turn, cut_off, room, work, x)
     part_before(t, w, turn, room, [])
@@ -689,19 +731,19 @@ def make_values(room: Room, by: Products, work: Work, x: cutlass.Constexpr):
 def value_tile(t: Operands, room: Room, at: Place, held, turn: Turn, work: Work, x: cutlass.Constexpr):
     """Returns the turn, where it is then."""
     c = x.keys
-    start, stop = whole_blocks(at.column, at, work, x)
-    limits = limits_of(at.column, work, x)
+    spans = of_group(at.column, at, work, x)
     t.dv.fill(0.0)
     cute.arch.mbarrier_wait(room.held_full, held)
-    for _ in cutlass.range(work.group, unroll=1):
+    for g in cutlass.range(work.group, unroll=1):
         turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-        if cutlass.const_expr(x.form != "full"):
-            for step in cutlass.range(start - at.start, unroll=1):
-                turn = value_block(t, turn, limits.within((at.start + step) * c.tile_m), room, work, x)
+        first, start, stop, last, limits = of_each(spans, at.column, at, g, work, x)
+        if cutlass.const_expr(x.has_upper):
+            for step in cutlass.range(start - first, unroll=1):
+                turn = value_block(t, turn, limits.within((first + step) * c.tile_m), room, work, x)
         for _ in cutlass.range(stop - start, unroll=1):
             turn = value_block(t, turn, None, room, work, x)
-        if cutlass.const_expr(x.form == "band"):
-            for step in cutlass.range(at.stop - stop, unroll=1):
+        if cutlass.const_expr(x.has_lower):
+            for step in cutlass.range(last - stop, unroll=1):
                 turn = value_block(t, turn, limits.within((stop + step) * c.tile_m), room, work, x)
         warpgroup.wait_group(0)
         release_before(room.empty, turn, 1, c.slots)
@@ -725,8 +767,14 @@ def gradient_tile(t: Operands, room: Room, at: Place, held, turn: Turn, work: Wo
     t.dk.fill(0.0)
     cute.arch.mbarrier_wait(room.held_full + 1, held)
     turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-    for _ in cutlass.range(work.group * (at.stop - at.start), unroll=1):
-        turn = key_block(t, turn, room, x)
+    if cutlass.const_expr(x.by_rows):
+        for g in cutlass.range(work.group, unroll=1):
+            own = of_head(at, g, work, x)
+            for _ in cutlass.range(own.stop - own.start, unroll=1):
+                turn = key_block(t, turn, room, x)
+    else:
+        for _ in cutlass.range(work.group * (at.stop - at.start), unroll=1):
+            turn = key_block(t, turn, room, x)
     warpgroup.wait_group(0)
     release_before(room.empty, turn, 2, c.slots)
     scaled(t.dk, work.scale)

@@ -30,6 +30,7 @@ from tilewise.backends.hopper.backward_tile import (
     allocated,
     at_slot,
     band,
+    band_of_rows,
     by_rows,
     hold,
     own_place,
@@ -101,9 +102,9 @@ def place_of(round_, work: Work, x: Backward) -> Place:
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     m_block, head = schedule.tile_at(n, order(work, x), PICK)
     c, heads = x.queries, work.heads * work.group
-    row = m_block * c.tile_m
-    start, stop = schedule.key_blocks(row, c.tile_m, c.tile_n, band(work, x), PICK)
-    return Place(row, head % heads, head // heads, I32(start), I32(stop))
+    row, batch, head = m_block * c.tile_m, head // heads, head % heads
+    start, stop = schedule.key_blocks(row, c.tile_m, c.tile_n, band_of_rows(batch, head, work, x), PICK)
+    return Place(row, head, batch, I32(start), I32(stop))
 
 
 def rounds_of(work: Work, x: Backward):
@@ -273,11 +274,11 @@ def operands(by: Products, room: Room, x: Backward) -> Operands:
     )  # fmt: skip
 
 
-def limits_of(row, work: Work, x: Backward) -> Limits:
+def limits_of(row, kept: schedule.Band, x: Backward) -> Limits:
     """Of the keys that the rows of a warpgroup see, which begin at ``row``."""
-    rows, kept = [row + tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)], band(work, x)
+    rows = [row + tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)]
     lower = [schedule.row_start(i, kept, PICK) for i in rows]
-    return Limits.of(lower if x.form == "band" else None, [schedule.row_stop(i, kept, PICK) for i in rows])
+    return Limits.of(lower if x.has_lower else None, [schedule.row_stop(i, kept, PICK) for i in rows])
 
 
 class Turn(NamedTuple):
@@ -340,9 +341,9 @@ def query_tile(
     t: Operands, w, lines: tuple, room: Room, at: Place, held, turn: Turn, work: Work, x: cutlass.Constexpr
 ):  # fmt: skip
     """Returns the turn, where it is then."""
-    c, row = x.queries, at.row + w * ROWS
-    start, stop = schedule.whole_blocks(row, ROWS, c.tile_n, band(work, x), (at.start, at.stop), PICK)
-    limits = limits_of(row, work, x)
+    c, row, kept = x.queries, at.row + w * ROWS, band_of_rows(at.batch, at.head, work, x)
+    start, stop = schedule.whole_blocks(row, ROWS, c.tile_n, kept, (at.start, at.stop), PICK)
+    limits = limits_of(row, kept, x)
     statistics_of(t, *lines, at, row)
     t.dq.fill(0.0)
     cute.arch.mbarrier_wait(room.held_full + w, held)
@@ -351,7 +352,7 @@ def query_tile(
         turn = key_block(t, w, turn, limits.within((at.stop - 1 - step) * c.tile_n), room, work, x)
     for _ in cutlass.range(stop - start, unroll=1):
         turn = key_block(t, w, turn, None, room, work, x)
-    if cutlass.const_expr(x.form == "band"):
+    if cutlass.const_expr(x.has_lower):
         for step in cutlass.range(start - at.start, unroll=1):  # the other end
             turn = key_block(t, w, turn, limits.within((start - 1 - step) * c.tile_n), room, work, x)
     warpgroup.wait_group(0)

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 from tilewise.backends.hopper import packed, schedule, tile
 from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.config import ALIGNMENT
-from tilewise.backends.hopper.forward import ELEMENT, F32, I32, release
+from tilewise.backends.hopper.forward import ELEMENT, F32, I32, PICK, release
 
 
 class Starts(NamedTuple):
@@ -27,6 +27,14 @@ class Starts(NamedTuple):
     queue: cute.Tensor
     first: I32
     last: I32
+
+
+class Extra(NamedTuple):
+    """What only some kernels have, of one pass. ``lo``, ``hi`` (batch, query head, line), int32: the ends of every row, or, over
+    key tiles, of every column: the queries that see a key."""
+
+    lo: cute.Tensor | None = None
+    hi: cute.Tensor | None = None
 
 
 class Work(NamedTuple):
@@ -46,10 +54,33 @@ class Work(NamedTuple):
     scale2: F32
     cap2: F32
     starts: Starts | None = None
+    extra: Extra | None = None
 
 
 def band(work: Work, x: Backward) -> schedule.Band:
+    """Of numbers."""
     return schedule.Band(work.lo if x.form == "band" else None, None if x.form == "full" else work.hi, work.seqlen_k)
+
+
+def band_of_rows(batch, head, work: Work, x: Backward) -> schedule.Band:
+    """Of a query head. Rows past the last have the last's ends."""
+    if not x.by_rows:
+        return band(work, x)
+    lo, hi = (held(ends, batch, head, work.seqlen_q - 1) for ends in (work.extra.lo, work.extra.hi))
+    return schedule.Band(lo, hi, work.seqlen_k)
+
+
+def band_of_columns(batch, head, work: Work, x: Backward) -> schedule.Band:
+    """Of a query head; of a key head where all of its group have the same. Columns past the last have the last's ends."""
+    if not x.by_rows:
+        return band(work, x)
+    first, last = (held(ends, batch, head, work.seqlen_k - 1) for ends in (work.extra.lo, work.extra.hi))
+    return schedule.Band(None, None, work.seqlen_k, first, last)
+
+
+def held(ends: cute.Tensor, batch, head, last):
+    """The ends of a head as a function of the line."""
+    return lambda n: ends[batch, head, PICK.smaller(n, last)]
 
 
 class Limits(NamedTuple):

@@ -129,8 +129,34 @@ class Traced:
 PLAIN = Traced()
 
 
+class Formed:
+    """What follows from the ``form`` of a kernel, of FORMS."""
+
+    form: str
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the ends of rows are tensors."""
+        return self.form in ("rows", "lists")
+
+    @property
+    def of_numbers(self) -> bool:
+        """Whether the ends of rows are numbers, the same for all heads."""
+        return self.form in ("full", "upper", "band")
+
+    @property
+    def has_lower(self) -> bool:
+        """Whether a row may begin after the first key."""
+        return self.form not in ("full", "upper")
+
+    @property
+    def has_upper(self) -> bool:
+        """Whether a row may end before the last key."""
+        return self.form != "full"
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(Formed):
     """What one forward kernel is compiled for.
 
     Attributes:
@@ -169,26 +195,6 @@ class Config:
         found += ("blocks", "counts") if self.form == "lists" else ()
         found += ("seed", "threshold", "keep") if self.dropout else ()
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether the ends of rows are tensors."""
-        return self.form in ("rows", "lists")
-
-    @property
-    def of_numbers(self) -> bool:
-        """Whether the ends of rows are numbers, the same for all heads."""
-        return self.form in ("full", "upper", "band")
-
-    @property
-    def has_lower(self) -> bool:
-        """Whether a row may begin after the first key."""
-        return self.form not in ("full", "upper")
-
-    @property
-    def has_upper(self) -> bool:
-        """Whether a row may end before the last key."""
-        return self.form != "full"
 
     @property
     def steady(self) -> bool:

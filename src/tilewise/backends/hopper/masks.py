@@ -26,6 +26,12 @@ def row_ends(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:
     return tuple(x.int().expand(p.batch, p.heads_q, -1) for x in grid_of(p, t).key_interval(rows))
 
 
+def column_ends(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:
+    """``(first, last)``, the queries that see each key, within 0 and seqlen_q: int32 (batch, heads_q, seqlen_k), expanded."""
+    columns = torch.arange(p.seqlen_k, device=t.q.device)
+    return tuple(x.int().expand(p.batch, p.heads_q, -1) for x in grid_of(p, t).query_interval(columns))
+
+
 def visits(p: Problem, t: Inputs, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """``(blocks, counts)`` as :meth:`tilewise.tiles.TileMap.visits` has them, expanded to every batch element and head."""
     tile_map = TileMap.build(grid_of(p, t), tiles.tile_m, tiles.tile_n)

@@ -62,12 +62,15 @@ def nth(cta, ctas, round_):
 class Band(NamedTuple):
     """The kept keys of row i are ``i + lo <= j < i + hi`` within ``0 <= j < seqlen_k``; an end that is None is unbounded.
 
-    An end may be a function of i as well, which never decreases; it is then the end itself.
+    An end may be a function of i as well, which never decreases; it is then the end itself. Read by columns such a band has
+    instead ``first`` and ``last``, functions of j: queries ``first(j) <= i < last(j)`` see key j.
     """
 
     lo: Any
     hi: Any
     seqlen_k: Any
+    first: Callable[[Any], Any] | None = None
+    last: Callable[[Any], Any] | None = None
 
 
 def row_stop(i, band: Band, pick: Pick = PLAIN):
@@ -138,11 +141,15 @@ def hidden_blocks(row, rows, tile_n, band: Band, blocks, pick: Pick = PLAIN):
 
 def query_start(j, band: Band, pick: Pick = PLAIN):
     """The first query that sees key j, not below 0."""
+    if band.first is not None:
+        return band.first(j)
     return 0 if band.hi is None else pick.larger(j - band.hi + 1, 0)
 
 
 def query_stop(j, seqlen_q, band: Band, pick: Pick = PLAIN):
     """One past the last query that sees key j, not below 0."""
+    if band.last is not None:
+        return band.last(j)
     return seqlen_q if band.lo is None else pick.larger(pick.smaller(j - band.lo + 1, seqlen_q), 0)
 
 
@@ -162,7 +169,11 @@ def whole_query_blocks(column, columns, tile_m, band: Band, blocks, pick: Pick =
     Queries and keys past the last count as those that see and are seen: they are zeros, and what becomes of them is dropped.
     """
     start, last = blocks
-    stop = last if band.lo is None else pick.smaller(pick.larger(column - band.lo + 1, 0) // tile_m, last)
+    stop = last
+    if band.last is not None:
+        stop = pick.smaller(band.last(column) // tile_m, last)
+    elif band.lo is not None:
+        stop = pick.smaller(pick.larger(column - band.lo + 1, 0) // tile_m, last)
     first = (query_start(column + columns - 1, band, pick) + tile_m - 1) // tile_m
     first = pick.smaller(pick.larger(first, start), last)
     return first, pick.larger(stop, first)

@@ -115,6 +115,15 @@ class FewQueries {
   static constexpr int block_of = R > 8 ? R : 8;
   static constexpr bool paired = !__is_same(X, T), as_they_lie = paired || __is_same(E, T);
 
+  // Rows as bytes.
+  struct Bytes {
+    const char *at;
+    int64_t stride;
+  };
+  static TW_INLINE Bytes bytes_of(const Rows<E> &rows, int64_t first) {
+    return {(const char *)(rows.data + first * rows.stride), rows.stride * int64_t(sizeof(E))};
+  }
+
   const TwCall &c;
   const QueryItem &item;
   const Sequence s;
@@ -170,13 +179,12 @@ class FewQueries {
     const bool direct = as_they_lie && c.head_dim % (R * int(sizeof(X) / sizeof(E))) == 0;
     for (int64_t n = 0; n < keys; n += block) {
       const int64_t count = smaller(block, keys - n);
-      prefetch_values(v_rows, n, count);
+      const Bytes key = bytes_of(k_rows, n), value = bytes_of(v_rows, n);
       if (direct && count == block) {
-        scores<R, block>((const char *)(k_rows.data + n * k_rows.stride), k_rows.stride * int64_t(sizeof(E)),
-                         elements<X>(c.head_dim), p + n * (W / R));
+        scores<R, block>(key, elements<X>(c.head_dim), p + n * (W / R), value);
       } else {
         pack_keys({k_rows.data + n * k_rows.stride, k_rows.stride, count, nullptr}, block);
-        scores<R, block>((const char *)k, depth * int64_t(sizeof(X)), depth, p + n * (W / R));
+        scores<R, block>({(const char *)k, depth * int64_t(sizeof(X))}, depth, p + n * (W / R), value);
       }
     }
     const int64_t whole = round_up(keys, block);
@@ -193,19 +201,32 @@ class FewQueries {
           k[n * depth + d] = from.row(n) && d < elements<X>(c.head_dim) ? element<X>(from.row(n), d, c.head_dim) : X(0);
   }
 
-  // S of `block` keys, R of them a vector.
+  // S of `block` keys, R of them a vector. While a line of each key is in use, the same numbers of its V come closer.
   template <int R, int block>
-  void scores(const char *key, int64_t stride, int64_t elements, T *out) const {
+  void scores(Bytes key, int64_t elements, T *out, Bytes value) const {
+    constexpr int steps = 64 / (R * int(sizeof(X)));  // of a line
+    constexpr int64_t same = 64 / int64_t(sizeof(X)) * (paired ? 2 : 1) * int64_t(sizeof(E));
+    const int64_t whole = elements / (steps * R) * (steps * R);
     Vec<T> sum[block] = {};
     const X *x = q;
-#pragma GCC unroll 2
-    for (int64_t d = 0; d < elements; d += R, x += W, key += R * sizeof(X)) {
-      const Vec<X> row = load(x);
+    int64_t d = 0;
+    for (; d < whole; d += steps * R, value.at += same)
 #pragma GCC unroll 16
-      for (int n = 0; n < block; ++n) sum[n] = multiply_add<X>(sum[n], row, repeated<X, R>(key + n * stride));
-    }
+      for (int step = 0; step < steps; ++step, x += W, key.at += R * sizeof(X)) {
+#pragma GCC unroll 16
+        for (int n = step; n < block; n += steps) __builtin_prefetch(value.at + n * value.stride, 0, 3);
+        add_depth<R, block>(sum, x, key);
+      }
+    for (; d < elements; d += R, x += W, key.at += R * sizeof(X)) add_depth<R, block>(sum, x, key);
 #pragma GCC unroll 8
     for (int n = 0; n < block; n += R, out += W) store(out, sums_by_key<T, R>(sum + n) * splat(T(c.softmax_scale)));
+  }
+
+  template <int R, int block>
+  static TW_INLINE void add_depth(Vec<T> *sum, const X *x, Bytes key) {
+    const Vec<X> row = load(x);
+#pragma GCC unroll 16
+    for (int n = 0; n < block; ++n) sum[n] = multiply_add<X>(sum[n], row, repeated<X, R>(key.at + n * key.stride));
   }
 
   template <int R>
@@ -334,10 +355,6 @@ class FewQueries {
 
   // The hardware's own prefetcher stops at each page. V comes while S is computed, the next step's K while V is in use, so
   // that memory never waits.
-  void prefetch_values(const Rows<E> &rows, int64_t begin, int64_t count) const {
-    for (int64_t n = begin; n < begin + count; ++n)
-      for (int64_t d = 0; d < c.head_dim_v; d += kLine) __builtin_prefetch(rows.data + n * rows.stride + d, 0, 3);
-  }
   template <int columns>
   TW_INLINE void prefetch_keys(const E *keys, int64_t begin, int count, int64_t d) const {
     for (int64_t n = begin; n < begin + count; ++n)

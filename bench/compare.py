@@ -56,6 +56,15 @@ class Goal:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Who has to run a case so that goals can be judged, and who of them for his memory alone."""
+
+    case: str
+    contestants: tuple[str, ...]
+    untimed: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Verdict:
     """meets, falls short, or not measured; the ratio (or MiB) that was measured, and the noise beside it."""
 
@@ -73,6 +82,22 @@ def load_goals(path: Path = GOALS) -> list[Goal]:
         for name in (*goal.cases, *([goal.peer_case] if goal.peer_case else [])):
             named(name)
     return goals
+
+
+def asked(goals: Iterable[Goal]) -> list[Asked]:
+    """Every case that goals name, in their order, with the contestants and peers that they ask for."""
+    timed: dict[str, dict[str, bool]] = {}
+
+    def ask(case: str, name: str, for_time: bool) -> None:
+        names = timed.setdefault(case, {})
+        names[name] = names.get(name, False) or for_time
+
+    for goal in goals:
+        for case in goal.cases:
+            ask(case, goal.contestant, goal.peer is not None)
+            if goal.peer:
+                ask(goal.peer_case or case, goal.peer, True)
+    return [Asked(case, tuple(who), frozenset(n for n, on in who.items() if not on)) for case, who in timed.items()]
 
 
 def read_results(path: Path) -> list[dict]:

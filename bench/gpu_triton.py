@@ -538,7 +538,7 @@ def goals_worker(worker: Worker) -> None:
         if "unsplit" in names:
             case = replace(case, backward=False)
         who = [replayed(True) if n == "triton" and "unsplit" in names else known[n] for n in names]
-        records = run.write_lines(run.run_case(case, who, plan), path)
+        records = run.write_lines(run.run_case(run.Lineup(case, who), plan), path)
         if setting.device == "cuda":
             torch.cuda.empty_cache()
         states = {r["contestant"]: r["status"] for r in records}

@@ -10,6 +10,7 @@ round. The first contestant runs a second time: the difference of its two median
 
 import argparse
 import json
+import math
 import random
 import sys
 import uuid
@@ -30,6 +31,9 @@ PROCESS = uuid.uuid4().hex[:12]
 LONG = 0.5
 """Seconds of a call on a CPU from which on its first one is taken at its word."""
 
+PACE = {"cpu": 0.7, "others": 0.3}
+"""Of a matrix product's pace, what an attention reaches on a CPU: for saying beforehand how long a run takes."""
+
 Report = Callable[[str], None]
 
 
@@ -43,6 +47,15 @@ class Plan:
     max_rounds: int = 30
     again: bool = True
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """A case and who runs it; those of `untimed` are checked and their memory is measured, no more."""
+
+    case: Case
+    contestants: list[Contestant]
+    untimed: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -77,15 +90,16 @@ class Entry:
 # ---- one case -----------------------------------------------------------------------------------------------------
 
 
-def run_case(case: Case, contestants: list[Contestant], plan: Plan, say: Report = lambda _: None) -> list[dict]:
+def run_case(lineup: Lineup, plan: Plan, say: Report = lambda _: None) -> list[dict]:
     """Records of one case, one a contestant, in their order; timings only where the check allows them."""
+    case = lineup.case
     x = draw(case, plan.device, plan.seed)
     want = check.expected(x)
     entries = []
-    for contestant in contestants:
+    for contestant in lineup.contestants:
         say(f"{case.name}: checking {contestant.name}")
         entries.append(checked(contestant, x, want, plan))
-    runners = [e for e in entries if e.timed]
+    runners = [e for e in entries if e.timed and e.contestant.name not in lineup.untimed]
     again = None
     if plan.again and runners:
         again = Entry(runners[0].contestant, runners[0].call)
@@ -260,15 +274,34 @@ def run_record(plan: Plan) -> dict:
     return head | measure.machine(plan.device)
 
 
-def run(
-    cases: Iterable[Case], contestants: list[Contestant], plan: Plan, say: Report = lambda _: None
-) -> Iterator[dict]:
+def run(lineups: Iterable[Lineup], plan: Plan, say: Report = lambda _: None) -> Iterator[dict]:
     """The run's record, then the records of every case as soon as it is measured."""
     yield run_record(plan)
-    for case in cases:
-        yield from run_case(case, contestants, plan, say)
+    for lineup in lineups:
+        yield from run_case(lineup, plan, say)
         if plan.device.startswith("cuda"):
             torch.cuda.empty_cache()
+
+
+def predicted_seconds(lineups: Iterable[Lineup], plan: Plan) -> float:
+    """About how long `run` will take on a CPU: products at PACE of torch's own, measured now. Right to a factor of 2."""
+    return sum(_case_seconds(lineup, plan) for lineup in lineups)
+
+
+def _case_seconds(lineup: Lineup, plan: Plan) -> float:
+    case = lineup.case
+    product = (
+        case.flops("both" if case.backward else "forward") / machine_limits("cpu", case.torch_dtype)["matmul_flops"]
+    )
+    calls = {c.name: product / PACE.get(c.name, PACE["others"]) for c in lineup.contestants}
+    checks = check.seconds(case, plan.device) + sum(calls.values())
+    timed = [seconds for name, seconds in calls.items() if name not in lineup.untimed]
+    a_round = sum(timed) + sum(timed[:1]) * plan.again
+    if not a_round:
+        return checks
+    enough = max(plan.min_rounds, math.ceil(plan.budget / a_round))
+    rounds = max(1, min(enough, plan.max_rounds, math.ceil(4 * plan.budget / a_round)))
+    return checks + rounds * a_round
 
 
 def pick(names: list[str]) -> list[Contestant]:
@@ -314,7 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        write_lines(run(cases, contestants, plan), options.out)
+        write_lines(run([Lineup(case, contestants) for case in cases], plan), options.out)
     except KeyboardInterrupt:
         return 130
     return 0

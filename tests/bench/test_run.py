@@ -40,7 +40,7 @@ def test_a_red_contestant_is_checked_once_and_never_timed():
     case = named("contract-n129-causal")
     wrong = Counted(error=0.01, seqlen=129)
     # The warm-up runs at 128: at 129 there is the one call that is checked.
-    red, green = run.run_case(case, [contestant("wrong", wrong), contestant()], PLAN)
+    red, green = run.run_case(run.Lineup(case, [contestant("wrong", wrong), contestant()]), PLAN)
     assert red["status"] == "red"
     assert not {"forward", "backward", "both"} & set(red)
     assert wrong.calls == 1
@@ -50,7 +50,9 @@ def test_a_red_contestant_is_checked_once_and_never_timed():
 
 
 def test_a_red_peer_is_not_timed_either():
-    (found,) = run.run_case(named("contract-n63-full"), [contestant("peer", Counted(error=0.1), ours=False)], PLAN)
+    (found,) = run.run_case(
+        run.Lineup(named("contract-n63-full"), [contestant("peer", Counted(error=0.1), ours=False)]), PLAN
+    )
     assert found["status"] == "red"
     assert "forward" not in found
 
@@ -66,7 +68,7 @@ def test_wrong_gradients_are_red():
 
         return doubled
 
-    (found,) = run.run_case(named("contract-n63-full"), [contestant("wrong", wrong_gradient)], PLAN)
+    (found,) = run.run_case(run.Lineup(named("contract-n63-full"), [contestant("wrong", wrong_gradient)]), PLAN)
     assert found["status"] == "red"
     assert {e["tensor"] for e in found["errors"] if not e["green"]} == {"dq", "dk", "dv"}
 
@@ -79,7 +81,9 @@ def test_refusals_and_failures_are_recorded_and_do_not_stop_the_others():
         raise RuntimeError("out of luck\nsecond line")
 
     crowd = [contestant("declares", refuses=["no causal"]), contestant("raises", raises), contestant("breaks", breaks)]
-    declared, raised, broke, right = run.run_case(named("contract-n63-causal"), [*crowd, contestant()], PLAN)
+    declared, raised, broke, right = run.run_case(
+        run.Lineup(named("contract-n63-causal"), [*crowd, contestant()]), PLAN
+    )
     assert (declared["status"], declared["refused"]) == ("refused", ["no causal"])
     assert (raised["status"], raised["refused"]) == ("refused", ["cannot run this", "head_dim 16 is odd"])
     assert (broke["status"], broke["failed"]) == ("failed", "RuntimeError: out of luck")
@@ -121,7 +125,7 @@ def test_a_very_long_case_stops_after_one_round():
 
 
 def test_record_has_timings_noise_memory_bounds_and_what_was_checked():
-    (found,) = run.run_case(named("contract-gqa-causal"), [contestant()], PLAN)
+    (found,) = run.run_case(run.Lineup(named("contract-gqa-causal"), [contestant()]), PLAN)
     assert {"process", "contestant", "version", "shape", "errors", "memory", "bound_ms", "checked"} <= set(found)
     for direction in ("forward", "backward", "both"):
         assert {"median_ms", "low_ms", "high_ms", "rounds", "calls", "gflops", "noise"} <= set(found[direction])
@@ -131,7 +135,7 @@ def test_record_has_timings_noise_memory_bounds_and_what_was_checked():
 
 def test_a_case_without_backward_has_no_backward_time():
     case = named("cpu-fp32-decode-32k")
-    (found,) = run.run_case(case, [contestant()], run.Plan(budget=0.0, min_rounds=1, max_rounds=1))
+    (found,) = run.run_case(run.Lineup(case, [contestant()]), run.Plan(budget=0.0, min_rounds=1, max_rounds=1))
     assert found["status"] == "green"
     assert "forward" in found
     assert not {"backward", "both"} & set(found)
@@ -140,15 +144,33 @@ def test_a_case_without_backward_has_no_backward_time():
 def test_a_limit_is_timed_and_not_checked():
     case = named("cpu-fp32-decode-32k")
     (read,) = run.pick(["read"])
-    (found,) = run.run_case(case, [read], run.Plan(budget=0.0, min_rounds=1, max_rounds=1, again=False))
+    (found,) = run.run_case(run.Lineup(case, [read]), run.Plan(budget=0.0, min_rounds=1, max_rounds=1, again=False))
     assert found["status"] == "limit"
     assert found["forward"]["median_ms"] > 0
     assert read.unsupported(named("cpu-fp32-d64-n1024-full"), "cpu")
 
 
+def test_whoever_is_asked_for_memory_alone_is_checked_and_not_timed():
+    who = [contestant("weighed"), contestant("timed")]
+    weighed, timed = run.run_case(run.Lineup(named("contract-n63-full"), who, frozenset({"weighed"})), PLAN)
+    assert (weighed["status"], timed["status"]) == ("green", "green")
+    assert weighed["memory"]["peak_bytes"] > 0
+    assert "forward" not in weighed
+    assert timed["forward"]["median_ms"] > 0
+
+
+def test_the_time_said_beforehand_grows_with_the_work_and_whoever_does_it():
+    plan = run.Plan(budget=3.0)
+    seconds = lambda case, *who: run.predicted_seconds([run.Lineup(named(case), run.pick(who))], plan)  # noqa: E731
+    short, long = "cpu-fp32-d64-n2048-full", "cpu-fp32-d64-n8192-full"
+    assert seconds(short, "cpu") < seconds(short, "cpu", "portable") < seconds(long, "cpu", "portable")
+    weighed = run.Lineup(named(long), run.pick(["cpu"]), frozenset({"cpu"}))
+    assert run.predicted_seconds([weighed], plan) < seconds(long, "cpu") - plan.budget
+
+
 def test_a_file_begins_with_its_run_and_every_result_names_the_process(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
-    run.write_lines(run.run([named("contract-one-full")], [contestant()], PLAN), path)
+    run.write_lines(run.run([run.Lineup(named("contract-one-full"), [contestant()])], PLAN), path)
     head, *results = [json.loads(line) for line in path.read_text().splitlines()]
     assert head["record"] == "run"
     assert {"when", "device", "threads", "versions", "commit", "plan"} <= set(head)

@@ -44,15 +44,9 @@ def bench(options: BenchOptions) -> int:
         return _list(options.tag or [], options.as_json)
     device = checkout.choose_device(options.device)
     named = options.tag or options.case
-    cases = _cases(options.tag or [], options.case or [], device)
-    if not cases and options.tag:
-        raise ValueError(
-            f"no case carries all of the tags {', '.join(options.tag)}; `tilewise bench --list` shows them"
-        )
-    if not cases:
-        raise ValueError(f"no case of bench/goals.toml is meant for {device}; name some with --tag or --case")
+    lineups = _lineups(options, device)
     out = options.out or Path("out") / f"bench-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
-    records = _measure(cases, options.contestant or [], out, device, options.budget)
+    records = _measure(lineups, out, device, options)
     if options.as_json:
         print(json.dumps(records))
     else:
@@ -60,31 +54,42 @@ def bench(options: BenchOptions) -> int:
         console().print(f"Results: {out}", highlight=False, soft_wrap=True)
     if any(r.get("status") == "red" for r in records):
         return 1
-    return 0 if named or options.as_json else _judge(out, as_json=False, only={c.name for c in cases})
+    return 0 if named or options.as_json else _judge(out, as_json=False, only={x.case.name for x in lineups})
 
 
-def _cases(tags: list[str], names: list[str], device: str) -> list:
+def _lineups(options: BenchOptions, device: str) -> list:
+    """The cases that were asked for, with whoever can run some of them; or those of the goals, with whom these ask for."""
     from bench.cases import named, tagged
+    from bench.compare import asked, load_goals
+    from bench.run import Lineup, pick
 
-    if tags or names:
-        found = [named(name) for name in names] + (tagged(*tags) if tags else [])
-        return list(dict.fromkeys(found))
-    from bench.compare import load_goals
+    tags, chosen = options.tag or [], pick(options.contestant or [])
+    if tags or options.case:
+        found = [named(name) for name in options.case or []] + (tagged(*tags) if tags else [])
+        if not found:
+            raise ValueError(f"no case carries all of the tags {', '.join(tags)}; `tilewise bench --list` shows them")
+        cases = list(dict.fromkeys(found))
+        chosen = chosen or _who_can_run(cases, device)
+        return [Lineup(case, chosen) for case in cases]
+    rows = [x for x in asked(load_goals()) if device.split(":")[0] in named(x.case).tags]
+    if not rows:
+        raise ValueError(f"no case of bench/goals.toml is meant for {device}; name some with --tag or --case")
+    return [Lineup(named(x.case), chosen or pick(x.contestants), frozenset() if chosen else x.untimed) for x in rows]
 
-    wanted = [name for goal in load_goals() for name in (*goal.cases, goal.peer_case) if name]
-    found = [named(name) for name in dict.fromkeys(wanted)]
-    return [c for c in found if device.split(":")[0] in c.tags]
 
-
-def _measure(cases: list, names: list[str], out: Path, device: str, budget: float) -> list[dict]:
+def _measure(lineups: list, out: Path, device: str, options: BenchOptions) -> list[dict]:
     from bench import run
 
-    plan = run.Plan(device=device, budget=budget)
-    contestants = run.pick(names) if names else _who_can_run(cases, device)
+    plan = run.Plan(device=device, budget=options.budget)
+    if not options.as_json and not device.startswith("cuda"):
+        minutes = run.predicted_seconds(lineups, plan) / 60
+        console().print(
+            f"{len(lineups)} cases, about {max(1, round(minutes))} min on a machine that does nothing else."
+        )
     with progress() as bar:
         task = bar.add_task("starting", total=None)
         say = lambda text: bar.update(task, description=text)  # noqa: E731
-        return run.write_lines(run.run(cases, contestants, plan, say), out)
+        return run.write_lines(run.run(lineups, plan, say), out)
 
 
 def _who_can_run(cases: list, device: str) -> list:

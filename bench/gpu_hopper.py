@@ -240,6 +240,13 @@ def forward_only(c: Call) -> Call:
     return replace(c, p=replace(c.p, spec=replace(c.p.spec, needs_grad=False)))
 
 
+def with_constant_scores(c: Call) -> Call:
+    """Where tensors that a score reads want no gradient."""
+    spec = c.p.spec
+    kept = tuple(n for n in spec.grad_slots if n == spec.sink_slot)
+    return replace(c, p=replace(c.p, spec=replace(spec, grad_slots=kept)))
+
+
 def config_named(name: str) -> Config:
     return next(c for c in shipped() + candidates() if c.name == name)
 
@@ -259,13 +266,14 @@ def check_worker(names: str) -> None:
 
 
 def contract_calls(device: str) -> Iterator[tuple[str, Call]]:
-    """The contract's cases in 16 bits that the backend does not refuse; without gradients where it refuses those."""
+    """The contract's cases in 16 bits that the backend does not refuse; without gradients of a score's tensors, or of anything, where it
+    refuses those."""
     backend = Hopper()
     for case in cases.tagged("contract"):
         if case.dtype == "float64":
             continue
         c = of_case(replace(case, dtype="bfloat16") if case.dtype == "float32" else case, device)
-        for x in (c, forward_only(c)):
+        for x in (c, with_constant_scores(c), forward_only(c)):
             if not backend.refused(x.p):
                 yield case.name, x
                 break

@@ -141,13 +141,15 @@ class TileMap:
 
         return TileLists(*listed(PARTIAL), *listed(FULL))
 
-    def visits(self) -> tuple[Tensor, Tensor]:
-        """Key tiles to visit for each query tile, partial ones first, and how many are partial and how many there are.
+    def visits(self, transposed: bool = False) -> tuple[Tensor, Tensor]:
+        """Key tiles to visit for each query tile, partial ones first, and how many are partial and how many there are;
+        transposed, query tiles for each key tile.
 
         int32 ``(b|1, h|1, lines, tiles)``, whose entries past the count are meaningless, and ``(b|1, h|1, lines, 2)``.
         """
-        order = torch.argsort((self.status + 2) % 3, dim=-1, stable=True)  # partial, full, empty
-        counts = torch.stack([(self.status == PARTIAL).sum(-1), (self.status != EMPTY).sum(-1)], -1)
+        status = self.status.mT if transposed else self.status
+        order = torch.argsort((status + 2) % 3, dim=-1, stable=True)  # partial, full, empty
+        counts = torch.stack([(status == PARTIAL).sum(-1), (status != EMPTY).sum(-1)], -1)
         return order.int(), counts.int()
 
 

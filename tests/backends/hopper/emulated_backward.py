@@ -58,7 +58,7 @@ class Words:
             self.values[n % 2, n - n % 2 + m] = pair[m]
 
 
-OTHERS = ("backward_sum", "backward_walk", "packed", "forward", "combine")
+OTHERS = ("backward_sum", "backward_walk", "packed", "forward", "combine", "expression", "dropping")
 
 
 def load(name: str):
@@ -243,6 +243,7 @@ def _work(kernel, numbers: tuple):
     wrapped = lambda n: Global(n) if isinstance(n, np.ndarray) else n  # noqa: E731
     if numbers[size:] and isinstance(numbers[size], dict):
         extra = {name: wrapped(n) for name, n in numbers[size].items()}
+        extra["leaves"] = tuple(map(Global, extra.get("leaves", ())))
         return kernel.Work(*numbers[:size], extra=kernel.Extra(**extra))
     starts = [wrapped(n) for n in numbers[size:]]
     return kernel.Work(*numbers[:size], kernel.Starts(*starts) if starts else None)

@@ -13,12 +13,13 @@ from tests.backends.contract import HIDING, Call, call, normal
 from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated_backward as emulated
 from tests.backends.hopper.test_forward import CASES as FORWARD
-from tests.backends.hopper.test_forward import PACKED, packed_call, qkv
+from tests.backends.hopper.test_forward import PACKED, array, packed_call, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Grads
 from tilewise.backends.hopper import backward_call, backward_config
 from tilewise.backends.hopper.backward_config import KeyTiles, QueryTiles
 from tilewise.backends.hopper.call import LOG2_E
+from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.masks import grid_of
 from tilewise.reference import Reference
 from tilewise.tiles import seen_keys
@@ -51,8 +52,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
     if not c.p.packed:
         t["k"], t["v"] = (x.float().numpy()[:, plan.keys] for x in plan.without_unseen(c.t))
-    values = iter(plan.extra(c.t))
-    extras = [{name: next(values).numpy() for name in names} for names in x.extra]
+    extras = extras_of(plan, c)
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
     scales, ends = scales[:3], scales[3:]
 
@@ -77,6 +77,18 @@ def wrong(c: Call, grads: Grads) -> list[str]:
     return [str(e) for e in errors if not e.ok]
 
 
+def extras_of(plan: backward_call.Plan, c: Call) -> list[dict]:
+    """By name what the pass over keys and that over queries have beside what all do."""
+    x, both = plan.config, {}
+    tensors, numbers = (array(None, t) for t in plan.extra(c.t)), list(plan.numbers[9:])
+    each = [{name: next(tensors) for name in names} for names in x.extra]
+    if x.dropout:
+        both = {"seed": next(tensors), "threshold": numbers.pop(0), "keep": np.float32(numbers.pop(0))}
+    if x.traced != PLAIN:
+        both |= {"leaves": tuple(tensors), "numbers": tuple(numbers)}
+    return [own | both for own in each]
+
+
 CASES = {
     "full": (qkv(200, 333), {}),
     "one": (qkv(1, 1), {}),
@@ -96,7 +108,18 @@ CASES = {
 
 ENDS = ("prefix", "prefix-lengths", "documents", "documents-whole", "documents-wide", "documents-empty-rows", "lengths",
         "ranges-per-head")  # fmt: skip
-CASES |= {name: FORWARD[name] for name in ENDS}
+PAIRED = [name for name in FORWARD if name.startswith(("dropout", "keep", "dense", "block", "union", "alibi", "bias", "buckets",
+          "score", "scale"))]  # fmt: skip
+OTHERS = {
+    "dropout-softcap": (qkv(130, 200), {"dropout_p": 0.3, "dropout_seed": 5, "score": tw.softcap(2.0), "causal": True}),
+    "dropout-documents": (
+        qkv(300, 300),
+        {"dropout_p": 0.2, "dropout_seed": 9, "mask": FORWARD["documents"][1]["mask"]},
+    ),
+    "dense-softcap": (qkv(130, 200), {"mask": normal(130, 200) > 0, "score": tw.softcap(2.0)}),
+    "curve": (qkv(130, 200), {"score": lambda s, b, h, i, j: torch.tanh(s) * (1 + 0.01 * (i - j)) - 0.1 * s * s}),
+}
+CASES |= {name: FORWARD[name] for name in (*ENDS, *PAIRED)} | OTHERS
 # Every case for some form of the pass over keys, and what is a form's own for each.
 PAIRS = [(name, form) for form in ("whole", "split") for name in CASES]
 PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores")]
@@ -116,8 +139,6 @@ def test_the_source_computes_the_gradients(name, form):
 def test_keys_that_no_query_sees_never_touch_a_gradient(hiding, form):
     tensors = [x.bfloat16() for x in contract_qkv()]
     clean = call(*tensors, mask=HIDING[hiding]())
-    if backward_config.reasons(clean.p):
-        pytest.skip("the backward refuses it")
     hidden = ~seen_keys(grid_of(clean.p, clean.t), clean.p.group).mT.unsqueeze(-1)
     k, v = (x.masked_fill(hidden, torch.nan) for x in tensors[1:])
     dirty = call(tensors[0], k, v, mask=HIDING[hiding]())

@@ -14,11 +14,11 @@ from tests.backends.contract import Call, call, normal
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper, backward_config, library, schedule
 from tilewise.backends.hopper import config as sizes
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, LINES, SOFTCAP, SUMMED, TABLE, shipped
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, LINES, PAIRED, SOFTCAP, SUMMED, TABLE, shipped
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
 from tilewise.reference import Reference
 
-ROWS = [row for table in (TABLE, SOFTCAP) for row in table.values()]
+ROWS = [row for table in (TABLE, SOFTCAP, PAIRED) for row in table.values()]
 
 
 def fits(tiles, groups: int) -> bool:
@@ -133,19 +133,23 @@ def test_what_is_chosen_is_shipped(d, mask, score):
     assert backward_config.choose(p) in shipped()
 
 
-REFUSED = {
-    "keep": ({"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}, "mask"),
-    "alibi": ({"score": tw.alibi(torch.ones(4))}, "softcap"),
-    "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on(name):
-    options, word = REFUSED[name]
-    p = small(**options).p
+def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
+    slopes = torch.ones(4)
+    assert not Hopper().refused(small(score=tw.alibi(slopes)).p)
+    p = small(score=tw.alibi(slopes.requires_grad_())).p
     assert p.spec.needs_grad
-    assert any("gradients" in reason and word in reason for reason in Hopper().unsupported(p))
+    assert any("gradients" in reason and "score" in reason for reason in Hopper().unsupported(p))
+
+
+@pytest.mark.parametrize("options", [{"score": tw.alibi(torch.ones(4))}, {"dropout_p": 0.5, "dropout_seed": 1},
+                                     {"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}], ids=["score", "dropout", "predicate"])  # fmt: skip
+def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(options, monkeypatch):
+    monkeypatch.setattr(backward_config, "SUMMED_FROM", dict.fromkeys(SUMMED, 0))
+    for d in (64, 96, 128, 256):
+        x = backward_config.choose(small(d=d, **options).p)
+        assert x.pairs
+        assert (x.keys, x.queries) in PAIRED.values()
+        assert x not in shipped()
 
 
 # -- What a launch is given ----------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ def both(e: Expr, i, j, s) -> tuple[np.ndarray, torch.Tensor]:
     e = expr.parse(str(e))  # leaves by number
     leaves = tuple(emulated.Global(x.reshape(x.shape or (1,)).numpy()) for x in LEAVES)
     common = {"b": 1, "h": 2, "off": 3, "seqlen_q": 40, "seqlen_k": 43}
-    pairs = EXPRESSION.Pairs(common, [np.asarray(i)] * 2, np.asarray(j), leaves, ())
+    pairs = EXPRESSION.Pairs(common, ("i", "j"), [np.asarray(i)] * 2, np.asarray(j), leaves, ())
     with np.errstate(all="ignore"):
-        found = EXPRESSION.Values(str(e), pairs).at(0, 0, np.asarray(s, np.float32))
+        found = EXPRESSION.Values([e], pairs).at(0, 0, np.asarray(s, np.float32))[0]
     env = {"i": torch.as_tensor(i), "j": torch.as_tensor(j), "s": torch.as_tensor(s).float()}
     env |= {name: torch.tensor(x) for name, x in common.items()}
     return np.broadcast_to(found, (N,)), expr.evaluate([e], env, LEAVES, torch.float32)[0].expand(N)
@@ -107,8 +107,8 @@ def test_a_node_is_computed_once_for_what_it_depends_on():
 
     text = "(s + float0[h, (j // 16)]) * float0[h, i]"
     row = np.arange(N)
-    pairs = EXPRESSION.Pairs({"h": 2}, [row, row + 8], row, (Counted(LEAVES[0].numpy()),), ())
-    values = EXPRESSION.Values(text, pairs)
+    pairs = EXPRESSION.Pairs({"h": 2}, ("i", "j"), [row, row + 8], row, (Counted(LEAVES[0].numpy()),), ())
+    values = EXPRESSION.Values([expr.parse(text)], pairs)
     for c in range(3):
         for r in range(2):
             values.at(r, c, np.ones(N, np.float32))

@@ -13,14 +13,23 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper import backward_keys, backward_queries, backward_rows, backward_sum
 from tilewise.backends.hopper.backward_config import Backward
-from tilewise.backends.hopper.backward_tile import Extra, Starts, Work
+from tilewise.backends.hopper.backward_tile import Starts, Work
+from tilewise.backends.hopper.config import PLAIN
+from tilewise.backends.hopper.forward import Extra
 
 
-def extras_of(values: list, x: Backward) -> tuple:
-    """Of the pass over keys and of that over queries; None: there is nothing of the kind."""
-    values = iter(() if x.packed else values)
-    found = [{name: next(values) for name in names} for names in x.extra]
-    return tuple(Extra(**each) if each else None for each in found)
+def extras_of(tensors: list, numbers: list, x: Backward) -> tuple[Extra, Extra]:
+    """Of the pass over keys and of that over queries: what is each one's own, and what both have, of the tensors that follow and
+    of the numbers that do."""
+    if x.packed:
+        return Extra(), Extra()
+    tensors, both, leaves = iter(tensors), {}, len(x.traced.tensors)
+    each = [{name: next(tensors) for name in names} for names in x.extra]
+    if x.dropout:
+        both = {"seed": next(tensors), "threshold": numbers[0], "keep": numbers[1]}
+    if x.traced != PLAIN:
+        both |= {"leaves": tuple(next(tensors) for _ in range(leaves)), "numbers": tuple(numbers[2 * x.dropout :])}
+    return tuple(Extra(**own, **both) for own in each)
 
 
 @cute.jit
@@ -30,10 +39,10 @@ def launch(
     """Of q, k, v, o, do (batch, seqlen, heads, D), lse, dlse (batch, heads_q, seqlen_q), makes dq, dk, dv, and lse2, delta
     (batch, heads_q, at least seqlen_q and a whole number of blocks); where dQ is summed, in the zeros of sums (batch, heads_q,
     block, 2, PART). Packed sequences are one batch element; where they begin, cu_q and cu_k (sequence + 1,), is given too, and
-    zeros that count the tiles of each pass, (1,); of other sequences what ``x.extra`` names.
+    zeros that count the tiles of each pass, (1,); of other sequences the tensors that :func:`extras_of` takes.
 
     ``numbers``: lo and hi of the band; of the pass over keys, then of that over queries, heads of a section and CTAs; scale,
-    scale2, cap2; of packed sequences, which no other keys of each count.
+    scale2, cap2; of packed sequences, which no other keys of each count; of others what :func:`extras_of` takes.
     """
     q, k, v, o, do, lse, dlse, *more = given
     dq, dk, dv, *lines = made
@@ -41,7 +50,7 @@ def launch(
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
     group, queue_q = q.shape[2] // k.shape[2], more.pop() if x.packed else None
     starts = Starts(*more, *ends) if x.packed else None
-    extra_k, extra_q = extras_of(more, x)
+    extra_k, extra_q = extras_of(more, ends, x)
     work = Work(
         q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts, extra_k
     )  # fmt: skip

@@ -18,7 +18,7 @@ def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from tilewise.backends.hopper import backward, forward
+    from tilewise.backends.hopper import aot, backward, forward
 
     batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
     dim, dim_v, lines = (cute.sym_int(divisibility=n) for n in (8, 8, 16))
@@ -49,9 +49,14 @@ def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
         starts, whole = cute.sym_int(), lambda n: make_fake_tensor(cutlass.Int32, (n,), (1,))
         given, numbers = (*given, whole(starts), whole(starts), whole(1), whole(1)), (*numbers, i32, i32)
     else:
-        ends = lambda rows: make_fake_tensor(cutlass.Int32, (batch, heads_q, rows), (stride(), stride(), stride()))  # noqa: E731
-        extra = ({"lo": rows, "hi": rows} for rows in (seqlen_k, seqlen_q))
-        given = *given, *(ends(of[name]) for of, names in zip(extra, x.extra, strict=True) for name in names)
+        for rows, names in zip((seqlen_k, seqlen_q), x.extra, strict=True):
+            tiles = cute.sym_int()
+            shapes = {"lo": (rows,), "hi": (rows,), "blocks": (tiles, cute.sym_int()), "counts": (tiles, 2)}
+            sized = [(batch, heads_q, *shapes[name]) for name in names]
+            given += tuple(make_fake_tensor(cutlass.Int32, n, tuple(stride() for _ in n)) for n in sized)
+        given += (make_fake_tensor(cutlass.Int64, (1,), (1,)),) if x.dropout else ()
+        given += tuple(aot.leaf(cute, dtype, rank) for dtype, rank in x.traced.tensors)
+        numbers += ((i32, f32) if x.dropout else ()) + tuple({"i": i32, "f": f32}[kind] for kind in x.traced.numbers)
     arguments = (given, made, numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
     return cute.compile(backward.launch, *arguments, x, options=f"{options} --dump-dir {scratch}"), arguments
 

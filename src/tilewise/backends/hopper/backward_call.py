@@ -15,12 +15,13 @@ from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, PerTensors
 from tilewise.backends.hopper import library, masks
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
-from tilewise.backends.hopper.call import FAR, LOG2_E, addressable, addressed, strides_addressable
-from tilewise.backends.hopper.config import Band, band_of, cap_of, keys_of
+from tilewise.backends.hopper.call import FAR, LOG2_E, addressable, addressed, leaf, strides_addressable
+from tilewise.backends.hopper.config import Band, Expressions, band_of, cap_of, keys_of
 from tilewise.backends.hopper.driver import PerStrides
+from tilewise.dropout import keep_scale, threshold
 from tilewise.problem import Problem
 
-TENSORS = 21  # of a launch at most; the problem fixes the sizes of all
+TENSORS = 32  # of a launch at most but for leaves; the problem fixes the sizes of all
 
 
 @dataclass(eq=False)
@@ -71,10 +72,14 @@ class Plan:
         p, band, cap = self.p, self.band, cap_of(self.p)
         lo, hi = (far if end is None else end - self.keys.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         grids = self.config.grids(p, self.keys.stop - self.keys.start, devices.of(p.device).cores)
-        scale2 = LOG2_E * (p.softmax_scale if cap is None else cap)
-        cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
-        ends = (band.start, band.stop) if p.packed else ()
-        return lo, hi, *grids, p.softmax_scale, scale2, cap2, *ends
+        scale2, cap2 = LOG2_E * p.softmax_scale, 0.0
+        if self.config.traced.score:
+            scale2 = LOG2_E
+        elif cap is not None:
+            scale2, cap2 = LOG2_E * cap, 2 * LOG2_E * p.softmax_scale / cap
+        more = (band.start, band.stop) if p.packed else self.expressions.numbers
+        drop = (threshold(p.spec.dropout_p), keep_scale(p.spec.dropout_p)) if self.config.dropout else ()
+        return lo, hi, *grids, p.softmax_scale, scale2, cap2, *drop, *more
 
     def starts(self, t: Inputs) -> list[Tensor]:
         """Where packed sequences begin, and zeros that count the tiles of the two passes."""
@@ -83,16 +88,27 @@ class Plan:
         cu = [x.int().contiguous() for x in (t.cu_seqlens_q, t.cu_seqlens_k)]
         return [*cu, *torch.zeros((2, 1), dtype=torch.int32, device=t.q.device)]
 
-    def of_mask(self, t: Inputs, make: Callable[[Problem, Inputs], Any]) -> Any:
+    def of_mask(self, t: Inputs, make: Callable[..., Any], *more: Any) -> Any:
         """What is made of the mask's tensors, once while they are the same."""
-        return self.made.of(make, [t.leaves[n] for n in self.p.spec.mask_slots], lambda: make(self.p, t))
+        return self.made.of(
+            (make, *more), [t.leaves[n] for n in self.p.spec.mask_slots], lambda: make(self.p, t, *more)
+        )
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        return Expressions.of(self.p)
 
     def extra(self, t: Inputs) -> list[Tensor]:
-        """What ``config.extra`` names."""
-        found = []
-        for names, make in zip(self.config.extra, (masks.column_ends, masks.row_ends), strict=True):
-            found += self.of_mask(t, make) if names else ()
-        return found
+        """What :func:`tilewise.backends.hopper.backward.extras_of` takes: what is each pass's own, then what both have."""
+        x, found = self.config, []
+        if x.packed:
+            return found
+        passes = (masks.column_ends, x.keys, True), (masks.row_ends, x.queries, False)
+        for names, (ends, tiles, by_columns) in zip(x.extra, passes, strict=True):
+            found += self.of_mask(t, ends) if names else ()
+            if "blocks" in names:
+                found += self.of_mask(t, masks.visits, tiles, by_columns)
+        return [*found, *([t.seed] if x.dropout else []), *(leaf(t.leaves[n]) for n in self.expressions.slots)]
 
     def without_unseen(self, t: Inputs) -> tuple[Tensor, Tensor]:
         """k and v, or copies with zeros for the keys that no query sees, where kernels are not kept from these otherwise."""

@@ -7,11 +7,21 @@ whatever order its CTAs come: 5 products.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tilewise.backends.hopper import config
-from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ROWS, SHIPPED, Formed, band_of, cap_of, keys_of
+from tilewise.backends.hopper.config import (
+    ALIGNMENT,
+    DTYPES,
+    PLAIN,
+    ROWS,
+    SHIPPED,
+    Expressions,
+    Formed,
+    Traced,
+    band_of,
+    keys_of,
+)
 from tilewise.problem import Problem
 
 PART = ROWS * ROWS  # numbers of dQ that a warpgroup adds up at a time
@@ -142,7 +152,8 @@ class QueryTiles:
 
 @dataclass(frozen=True)
 class Backward(Formed):
-    """What one backward is compiled for. ``queries``: None where the pass over key tiles sums dQ. ``packed``: sequences are."""
+    """What one backward is compiled for. ``queries``: None where the pass over key tiles sums dQ. ``packed``: sequences are.
+    ``traced``, ``dropout``: as of :class:`tilewise.backends.hopper.config.Config`."""
 
     keys: KeyTiles
     queries: QueryTiles | None
@@ -150,20 +161,33 @@ class Backward(Formed):
     form: str
     softcap: bool = False
     packed: bool = False
+    traced: Traced = PLAIN
+    dropout: bool = False
+
+    @property
+    def pairs(self) -> bool:
+        """Whether something is asked about every pair."""
+        return self.dropout or self.traced != PLAIN
+
+    @property
+    def apart(self) -> bool:
+        """Whether dS is made of other numbers than the P that enters dV."""
+        return self.softcap or self.dropout or self.traced.sloped
 
     @property
     def name(self) -> str:
         k = self.keys
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
         second = "sum" if self.queries is None else self.queries.name
-        flags = "".join(f"_{name}" for name in ("softcap", "packed") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
+        flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
 
     @property
     def extra(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the pass over keys and that over queries get beside what all do: fields of
-        :class:`tilewise.backends.hopper.backward_tile.Extra`."""
-        each = ("lo", "hi") if self.by_rows else ()
+        """Tensors that the pass over keys and that over queries have of their own: fields of
+        :class:`tilewise.backends.hopper.forward.Extra`."""
+        each = (("lo", "hi") if self.by_rows else ()) + (("blocks", "counts") if self.form == "lists" else ())
         return each, each if self.queries else ()
 
     @property
@@ -229,6 +253,14 @@ SOFTCAP = {
 SOFTCAP_BAND = SOFTCAP | {(256, 256): (KeyTiles(256, 256, 48, 4, split=True), TABLE[256, 256][1])}
 
 
+# With a traced score or predicate, or dropout.
+PAIRED = {
+    (64, 64): (KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
+    (128, 128): (KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
+    (256, 256): (KeyTiles(256, 256, 48, 4, split=True), QueryTiles(256, 256, 2, 32, 4)),
+}
+
+
 # What else is worth a measurement, for "full" and "upper" in bf16.
 CANDIDATES = ((KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),)
 
@@ -238,8 +270,10 @@ def candidates() -> list[Backward]:
     return [Backward(*row, "bf16", form) for row in CANDIDATES for form in ("full", "upper")]
 
 
-def table_of(form: str, capped: bool) -> dict:
+def table_of(form: str, capped: bool, paired: bool = False) -> dict:
     """Tiles by head dims, where dQ is not summed."""
+    if paired:
+        return PAIRED
     return TABLE if not capped else SOFTCAP_BAND if form in ("band", "rows") else SOFTCAP
 
 
@@ -258,27 +292,25 @@ def shipped() -> list[Backward]:
 
 def reasons(p: Problem) -> list[str]:
     """Why a problem that the forward runs is none for these kernels: it then goes elsewhere from its forward on."""
-    found = ["gradients of a mask with a predicate"] if p.spec.region.predicate is not None else []
-    if p.spec.score is not None and math.isnan(cap_of(p)):
-        found.append("gradients of a score other than one softcap")
-    return found + (["gradients with dropout"] if p.spec.dropout_p else [])
+    return ["gradients of tensors that a score reads"] if p.spec.lookups else []
 
 
 def choose(p: Problem) -> Backward:
     """Of a problem that has no :func:`reasons` against it."""
-    capped, form = p.spec.score is not None, form_of(p)
-    table = table_of(form, capped)
+    form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
+    capped, paired = p.spec.score is not None and not traced.score, dropout or traced != PLAIN
+    table = table_of(form, capped, paired)
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     pays = dims in SUMMED and keys_a_query(p) >= SUMMED_FROM[dims]
-    summed = pays and not capped and not p.spec.deterministic
+    summed = pays and not (capped or paired or p.spec.deterministic)
     row = (SUMMED[dims], None) if summed else table[dims]
-    return Backward(*row, DTYPES[str(p.dtype)], form, capped, p.packed)
+    return Backward(*row, DTYPES[str(p.dtype)], form, capped, p.packed, traced, dropout)
 
 
 def form_of(p: Problem) -> str:
     """How a kernel learns which keys a row has; of numbers, the mask's before it is cut to the keys that are seen."""
     form, band = keys_of(p)[0], band_of(p)
-    return form if band is None or form == "lists" else band.form
+    return form if band is None or form in ("rows", "lists") else band.form
 
 
 def keys_a_query(p: Problem) -> float:

@@ -30,6 +30,7 @@ from cutlass.utils import LayoutEnum
 from tilewise.backends.hopper import backward_sum, backward_walk, packed, schedule, tile
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, LINES, Backward
 from tilewise.backends.hopper.backward_tile import (
+    Block,
     Limits,
     Work,
     allocated,
@@ -41,6 +42,7 @@ from tilewise.backends.hopper.backward_tile import (
     hold,
     of_columns,
     own_place,
+    pairs_of,
     probabilities,
     products,
     put,
@@ -103,7 +105,8 @@ class Room(NamedTuple):
 
 class Place(NamedTuple):
     """A key tile: its first key, key head and batch index, its query blocks ``[start, stop)``, and what is its packed sequence's
-    own. Where ends are tensors only :func:`of_head` knows the query blocks, and the head is a query head."""
+    own. With lists of blocks these are steps, of which the first ``partial`` ones need the predicate. Where ends are tensors
+    only :func:`of_head` knows the query blocks, and the head is a query head."""
 
     column: I32
     head: I32
@@ -111,6 +114,7 @@ class Place(NamedTuple):
     start: I32
     stop: I32
     own: backward_walk.Own | None = None
+    partial: I32 | None = None
 
     @property
     def keys(self):
@@ -157,9 +161,17 @@ def of_head(at: Place, g, work: Work, x: Backward) -> Place:
     c, at = x.keys, at._replace(head=at.head * work.group + g)
     if not x.by_rows:
         return at
+    if x.form == "lists":
+        partial, count = (work.extra.counts[at.batch, at.head, at.column // c.tile_n, n] for n in range(2))
+        return at._replace(start=I32(0), stop=count, partial=partial)
     kept = band_of_columns(at.batch, at.head, work, x)
     start, stop = schedule.query_blocks(at.column, c.tile_n, c.tile_m, work.seqlen_q, kept, PICK)
     return at._replace(start=I32(start), stop=I32(stop))
+
+
+def block_at(at: Place, n, work: Work, x: Backward):
+    """The n-th query block, or the one that a head's list has at step n."""
+    return work.extra.blocks[at.batch, at.head, at.column // x.keys.tile_n, n] if x.form == "lists" else n
 
 
 def rounds_of(work: Work, x: Backward):
@@ -320,7 +332,7 @@ def load_blocks(
         lse2_line = Line(at.line(lines.lse2, own.head), c.tile_m)
         delta_line = Line(at.line(lines.delta, own.head), c.tile_m)
         for step in cutlass.range(own.stop - own.start, unroll=1):
-            m = own.start + step
+            m = block_at(own, own.start + step, work, x)
             fetch_block(tmas.q, gQ, sQ, lse2_line, m, slot, q_bytes, room, phase)
             slot, phase = schedule.after(slot, phase, c.slots)
             fetch_block(tmas.do, gO, sO, delta_line, m, slot, do_bytes, room, phase)
@@ -426,6 +438,8 @@ def within(n, low, high):
 def whole_blocks(column, at: Place, work: Work, x: Backward):
     """``(start, stop)``: the tile's query blocks that see all 64 keys from ``column`` on. Where dQ is summed, keys past the last
     count as unseen."""
+    if x.form == "lists":
+        return at.partial, at.stop
     blocks, kept = (at.start, at.stop), band_of_columns(at.batch, at.head, work, x)
     start, stop = schedule.whole_query_blocks(column, ROWS, x.keys.tile_m, kept, blocks, PICK)
     if x.keys.summed:
@@ -444,20 +458,28 @@ def limits_of(column, at: Place, work: Work, x: Backward) -> Limits:
 
 
 class Spans(NamedTuple):
-    """A tile's query blocks ``[first, last)`` as the keys of a warpgroup see them: those of ``[start, stop)`` as a whole, and of
-    the others what is within the limits."""
+    """A tile's query blocks as the keys of a warpgroup see them, which begin at ``column``: those of ``[start, stop)`` as a whole, and
+    of the others what is within the limits."""
 
-    first: I32
+    column: I32
+    at: Place
     start: I32
     stop: I32
-    last: I32
     limits: Limits
+
+    def block(self, n, whole: bool, work: Work, x: Backward) -> Block:
+        """Of the n-th of the tile's blocks, or of its list."""
+        if whole and not x.pairs:
+            return Block()
+        first = block_at(self.at, n, work, x) * x.keys.tile_m
+        limits = None if whole else self.limits.within(first)
+        return Block(limits, pairs_of(self.at, ("j", "i"), self.column, first, work) if x.pairs else None)
 
 
 def spans_of(column, at: Place, work: Work, x: Backward) -> Spans:
-    """Of a warpgroup whose keys begin at ``column``."""
+    """Of a warpgroup."""
     start, stop = whole_blocks(column, at, work, x)
-    return Spans(at.start, start, stop, at.stop, limits_of(column, at, work, x))
+    return Spans(column, at, start, stop, limits_of(column, at, work, x))
 
 
 def of_group(column, at: Place, work: Work, x: Backward) -> Spans | None:
@@ -467,7 +489,8 @@ def of_group(column, at: Place, work: Work, x: Backward) -> Spans | None:
 
 def of_each(spans: Spans | None, column, at: Place, g, work: Work, x: Backward) -> Spans:
     """Of the g-th query head."""
-    return spans_of(column, of_head(at, g, work, x), work, x) if x.by_rows else spans
+    own = of_head(at, g, work, x)
+    return spans_of(column, own, work, x) if x.by_rows else spans._replace(at=own) if x.pairs else spans
 
 
 class Turn(NamedTuple):
@@ -505,7 +528,7 @@ def release_both(empty, turn: Turn, slots: int) -> None:
     release_before(empty, turn, 1, slots)
 
 
-def query_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
+def query_block(t: Operands, w, turn: Turn, block: Block, room: Room, work: Work, x: Backward) -> Turn:
     """Adds one query block to dK and dV, which are in flight between blocks: S under them, P under the product of dP.
 
     No more at once, and P is rounded as late as can be: dK and dV, S and dP take 192 registers at D = 128, and with much more
@@ -519,25 +542,25 @@ def query_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: B
     cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
     products(t.by.score, t.dp, [(at_slot(t.v, w), at_slot(t.do, o_slot))], overwrite=True)
     warpgroup.wait_group(1)
-    to_operands(t, q_slot, o_slot, limits, room, work, x)
+    to_operands(t, q_slot, o_slot, block, room, work, x)
     products(t.by.dv, t.dv, [(t.p, at_slot(t.do_turned, o_slot))], overwrite=False)
     products(t.by.dk, t.dk, [(t.ds, at_slot(t.q_turned, q_slot))], overwrite=False)
     return next_turn(turn, x)
 
 
-def to_operands(t: Operands, q_slot, o_slot, limits, room: Room, work: Work, x: Backward) -> None:
+def to_operands(t: Operands, q_slot, o_slot, block: Block, room: Room, work: Work, x: Backward) -> None:
     """P and dS from S, which is there, and dP, which is in flight: P under it."""
-    s, sloped = tile.rows_columns(t.s), x.softcap  # with a slope, s is no longer P
-    probabilities(s, t.p if sloped else None, of_columns(room.statistics, q_slot), limits, work, x)
+    s, kept = tile.rows_columns(t.s), block.kept(t.s, work, x)
+    probabilities(s, t.p if x.apart else None, of_columns(room.statistics, q_slot), block, work, x, kept)
     hold(room.pin, t.s)
     warpgroup.wait_group(0)
-    score_gradients(tile.rows_columns(t.dp), s, of_columns(room.statistics, o_slot))
-    if not sloped:
+    score_gradients(tile.rows_columns(t.dp), s, of_columns(room.statistics, o_slot), kept, work)
+    if not x.apart:
         to_operand(t.p, t.s, x.dtype)
     to_operand(t.ds, t.dp, x.dtype)
 
 
-def summing_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
+def summing_block(t: Operands, w, turn: Turn, block: Block, room: Room, work: Work, x: Backward) -> Turn:
     """As :func:`query_block`, and a part of dQ, of the block before: both warpgroups' dS is then there without waiting, and they may
     be most of a block apart. dV runs under dS. Nothing is in flight between blocks.
 
@@ -551,7 +574,7 @@ def summing_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x:
     cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
     products(t.by.score, t.dp, [(at_slot(t.v, w), at_slot(t.do, o_slot))], overwrite=True)
     warpgroup.wait_group(1)
-    probabilities(tile.rows_columns(t.s), t.p, of_columns(room.statistics, q_slot), limits, work, x)
+    probabilities(tile.rows_columns(t.s), t.p, of_columns(room.statistics, q_slot), block, work, x)
     products(t.by.dv, t.dv, [(t.p, at_slot(t.do_turned, o_slot))], overwrite=False)
     warpgroup.wait_group(1)
     score_gradients(tile.rows_columns(t.dp), as_rows_columns(t.p, t.dp), of_columns(room.statistics, o_slot))
@@ -571,26 +594,27 @@ def part_before(t: Operands, w, turn: Turn, room: Room, slots: list) -> None:
     backward_sum.put_part(t.sum, room.sum, w, turn.count - 1, turn.count > turn.since)
 
 
-def value_block(t: Operands, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
+def value_block(t: Operands, turn: Turn, block: Block, room: Room, work: Work, x: Backward) -> Turn:
     """S, P and dV += Pᵀ dO of one query block; slope · P goes to the other warpgroup. dV is in flight between blocks."""
     (q_slot, q_phase), (o_slot, o_phase) = pair_of(turn, x)
     cute.arch.mbarrier_wait(room.full + q_slot, q_phase)
     products(t.by.score, t.s, [(at_slot(t.k, 0), at_slot(t.q, q_slot))], overwrite=True)
     warpgroup.wait_group(0)
     release_before(room.empty, turn, 1, x.keys.slots)
-    probabilities(tile.rows_columns(t.s), t.p, of_columns(room.statistics, q_slot), limits, work, x)
+    s, kept = tile.rows_columns(t.s), block.kept(t.s, work, x)
+    probabilities(s, t.p, of_columns(room.statistics, q_slot), block, work, x, kept)
     give_back(room.empty + q_slot)
-    if x.softcap:
+    if x.apart:
         to_operand(t.ds, t.s, x.dtype)
     cute.arch.mbarrier_wait(room.p_empty, 1 - turn.count % 2)
-    hand_over(t.ds if x.softcap else t.p, room.handed)
+    hand_over(t.ds if x.apart else t.p, room.handed)
     cute.arch.mbarrier_arrive(room.p_full)
     cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
     products(t.by.dv, t.dv, [(t.p, at_slot(t.do_turned, o_slot))], overwrite=False)
     return next_turn(turn, x)
 
 
-def key_block(t: Operands, turn: Turn, room: Room, x: Backward) -> Turn:
+def key_block(t: Operands, turn: Turn, block: Block, room: Room, work: Work, x: Backward) -> Turn:
     """dP, dS and dK += dSᵀ Q of one query block, with the other warpgroup's slope · P. dK is in flight between blocks."""
     (q_slot, q_phase), (o_slot, o_phase) = pair_of(turn, x)
     cute.arch.mbarrier_wait(room.full + o_slot, o_phase)
@@ -600,7 +624,8 @@ def key_block(t: Operands, turn: Turn, room: Room, x: Backward) -> Turn:
     cute.arch.mbarrier_wait(room.p_full, turn.count % 2)
     take_over(t.p, room.handed)
     cute.arch.mbarrier_arrive(room.p_empty)
-    score_gradients(tile.rows_columns(t.dp), as_rows_columns(t.p, t.dp), of_columns(room.statistics, o_slot))
+    kept, p = block.kept(t.dp, work, x), as_rows_columns(t.p, t.dp)
+    score_gradients(tile.rows_columns(t.dp), p, of_columns(room.statistics, o_slot), kept, work)
     give_back(room.empty + o_slot)
     to_operand(t.ds, t.dp, x.dtype)
     cute.arch.mbarrier_wait(room.full + q_slot, q_phase)
@@ -636,6 +661,12 @@ def at_room(t: cute.Tensor, n) -> cute.Tensor:
     return t[None, None, n]
 
 
+def scale_values(t: Operands, work: Work, x: Backward) -> None:
+    """dV by dropout's part, which P is without."""
+    if x.dropout:
+        scaled(t.dv, work.extra.keep)
+
+
 def finish(acc: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, done, x: Backward) -> None:
     """A gradient to its room, from where a storing warp takes it."""
     put(acc, mma, room, x.dtype)
@@ -663,18 +694,20 @@ def key_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: Work
     cute.arch.mbarrier_wait(room.held_full + c.key_tiles + w, held)
     for g in cutlass.range(work.group, unroll=1):
         turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-        first, start, stop, last, limits = of_each(spans, column, at, g, work, x)
+        own = of_each(spans, column, at, g, work, x)
         if cutlass.const_expr(x.has_upper):
-            for step in cutlass.range(start - first, unroll=1):  # the diagonal
-                turn = query_block(t, w, turn, limits.within((first + step) * c.tile_m), room, work, x)
-        for _ in cutlass.range(stop - start, unroll=1):
-            turn = query_block(t, w, turn, None, room, work, x)
-        if cutlass.const_expr(x.has_lower):
-            for step in cutlass.range(last - stop, unroll=1):  # the other end
-                turn = query_block(t, w, turn, limits.within((stop + step) * c.tile_m), room, work, x)
+            for step in cutlass.range(own.start - own.at.start, unroll=1):  # the diagonal, or what needs the predicate
+                block = own.block(own.at.start + step, False, work, x)
+                turn = query_block(t, w, turn, block, room, work, x)
+        for step in cutlass.range(own.stop - own.start, unroll=1):
+            turn = query_block(t, w, turn, own.block(own.start + step, True, work, x), room, work, x)
+        if cutlass.const_expr(x.has_lower and x.form != "lists"):
+            for step in cutlass.range(own.at.stop - own.stop, unroll=1):  # the other end
+                turn = query_block(t, w, turn, own.block(own.stop + step, False, work, x), room, work, x)
         warpgroup.wait_group(0)
         release_both(room.empty, turn, c.slots)
     scaled(t.dk, work.scale)
+    scale_values(t, work, x)
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read K and V for the last time
     finish(t.dv, t.by.dv, at_room(room.dv, w), room.done + c.key_tiles + w, x)
     finish(t.dk, t.by.dk, at_room(room.dk, w), room.done + w, x)
@@ -701,16 +734,15 @@ def summing_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: 
         cute.arch.mbarrier_wait(room.held_full + n, held)
     turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
     for g in cutlass.range(work.group, unroll=1):
-        first, start, stop, last, limits = of_each(spans, column, at, g, work, x)
+        own = of_each(spans, column, at, g, work, x)
         if cutlass.const_expr(x.has_upper):
-            for step in cutlass.range(start - first, unroll=1):
-                cut_off = limits.within((first + step) * c.tile_m)
-                turn = summing_block(t, w, turn, cut_off, room, work, x)
-        for _ in cutlass.range(stop - start, unroll=1):
-            turn = summing_block(t, w, turn, None, room, work, x)
-        for step in cutlass.range(last - stop, unroll=1):  # the other end, or that of the keys
-            cut_off = limits.within((stop + step) * c.tile_m)
-            turn = summing_block(t, w, turn, cut_off, room, work, x)
+            for step in cutlass.range(own.start - own.at.start, unroll=1):
+                block = own.block(own.at.start + step, False, work, x)
+                turn = summing_block(t, w, turn, block, room, work, x)
+        for _ in cutlass.range(own.stop - own.start, unroll=1):
+            turn = summing_block(t, w, turn, Block(), room, work, x)
+        for step in cutlass.range(own.at.stop - own.stop, unroll=1):  # the other end, or that of the keys
+            turn = summing_block(t, w, turn, own.block(own.stop + step, False, work, x), room, work, x)
     part_before(t, w, turn, room, [])
     scaled(t.dk, work.scale)
     cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)  # all have read K and V for the last time
@@ -736,17 +768,18 @@ def value_tile(t: Operands, room: Room, at: Place, held, turn: Turn, work: Work,
     cute.arch.mbarrier_wait(room.held_full, held)
     for g in cutlass.range(work.group, unroll=1):
         turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-        first, start, stop, last, limits = of_each(spans, at.column, at, g, work, x)
+        own = of_each(spans, at.column, at, g, work, x)
         if cutlass.const_expr(x.has_upper):
-            for step in cutlass.range(start - first, unroll=1):
-                turn = value_block(t, turn, limits.within((first + step) * c.tile_m), room, work, x)
-        for _ in cutlass.range(stop - start, unroll=1):
-            turn = value_block(t, turn, None, room, work, x)
-        if cutlass.const_expr(x.has_lower):
-            for step in cutlass.range(last - stop, unroll=1):
-                turn = value_block(t, turn, limits.within((stop + step) * c.tile_m), room, work, x)
+            for step in cutlass.range(own.start - own.at.start, unroll=1):
+                turn = value_block(t, turn, own.block(own.at.start + step, False, work, x), room, work, x)
+        for step in cutlass.range(own.stop - own.start, unroll=1):
+            turn = value_block(t, turn, own.block(own.start + step, True, work, x), room, work, x)
+        if cutlass.const_expr(x.has_lower and x.form != "lists"):
+            for step in cutlass.range(own.at.stop - own.stop, unroll=1):
+                turn = value_block(t, turn, own.block(own.stop + step, False, work, x), room, work, x)
         warpgroup.wait_group(0)
         release_before(room.empty, turn, 1, c.slots)
+    scale_values(t, work, x)
     cute.arch.barrier(barrier_id=1, number_of_threads=128)  # all four warps have read K for the last time
     finish(t.dv, t.by.dv, at_room(room.dv, 0), room.done, x)
     return turn
@@ -767,14 +800,15 @@ def gradient_tile(t: Operands, room: Room, at: Place, held, turn: Turn, work: Wo
     t.dk.fill(0.0)
     cute.arch.mbarrier_wait(room.held_full + 1, held)
     turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
-    if cutlass.const_expr(x.by_rows):
+    if cutlass.const_expr(x.by_rows or x.pairs):
         for g in cutlass.range(work.group, unroll=1):
             own = of_head(at, g, work, x)
-            for _ in cutlass.range(own.stop - own.start, unroll=1):
-                turn = key_block(t, turn, room, x)
+            for step in cutlass.range(own.stop - own.start, unroll=1):
+                block = Spans(at.column, own, None, None, None).block(own.start + step, True, work, x)
+                turn = key_block(t, turn, block, room, work, x)
     else:
         for _ in cutlass.range(work.group * (at.stop - at.start), unroll=1):
-            turn = key_block(t, turn, room, x)
+            turn = key_block(t, turn, Block(), room, work, x)
     warpgroup.wait_group(0)
     release_before(room.empty, turn, 2, c.slots)
     scaled(t.dk, work.scale)

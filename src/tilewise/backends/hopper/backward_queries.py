@@ -25,6 +25,7 @@ from cutlass.utils import LayoutEnum
 from tilewise.backends.hopper import backward_walk, packed, schedule, tile
 from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.backward_tile import (
+    Block,
     Limits,
     Work,
     allocated,
@@ -34,6 +35,7 @@ from tilewise.backends.hopper.backward_tile import (
     by_rows,
     hold,
     own_place,
+    pairs_of,
     probabilities,
     products,
     put,
@@ -102,9 +104,29 @@ def place_of(round_, work: Work, x: Backward) -> Place:
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     m_block, head = schedule.tile_at(n, order(work, x), PICK)
     c, heads = x.queries, work.heads * work.group
-    row, batch, head = m_block * c.tile_m, head // heads, head % heads
-    start, stop = schedule.key_blocks(row, c.tile_m, c.tile_n, band_of_rows(batch, head, work, x), PICK)
+    if x.by_rows:
+        return own_place_of(m_block, head % heads, head // heads, work, x)
+    row = m_block * c.tile_m
+    start, stop = schedule.key_blocks(row, c.tile_m, c.tile_n, band(work, x), PICK)
+    return Place(row, head % heads, head // heads, I32(start), I32(stop))
+
+
+def own_place_of(m_block, head, batch, work: Work, x: Backward) -> Place:
+    """Of a tile of a head that has ends or lists of its own."""
+    row = m_block * x.queries.tile_m
+    if x.form == "lists":
+        partial, count = (work.extra.counts[batch, head, m_block, n] for n in range(2))
+        return Place(row, head, batch, I32(0), count, partial=partial)
+    kept = band_of_rows(batch, head, work, x)
+    start, stop = schedule.key_blocks(row, x.queries.tile_m, x.queries.tile_n, kept, PICK)
     return Place(row, head, batch, I32(start), I32(stop))
+
+
+def block_at(at: Place, step, work: Work, x: Backward):
+    """The key block that a tile visits at a step: from the last to the first, or as a list has them."""
+    if x.form == "lists":
+        return work.extra.blocks[at.batch, at.head, at.row // x.queries.tile_m, step]
+    return at.stop - 1 - step
 
 
 def rounds_of(work: Work, x: Backward):
@@ -208,7 +230,7 @@ def load_blocks(tmas: Tmas, room: Room, at: Place, ring: tuple, work: Work, x: c
     gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.keys, room.k)
     gV, sV = cut(tmas.v, (c.tile_n, c.width_v), (None, 0), head_k, at.keys, room.v)
     for step in cutlass.range(at.stop - at.start, unroll=1):
-        n = at.stop - 1 - step
+        n = block_at(at, step, work, x)
         fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
         slot, phase = schedule.after(slot, phase, c.slots)
         fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
@@ -274,6 +296,23 @@ def operands(by: Products, room: Room, x: Backward) -> Operands:
     )  # fmt: skip
 
 
+def whole_blocks(row, at: Place, kept: schedule.Band, x: Backward):
+    """``(start, stop)``: the tile's key blocks that the rows of a warpgroup see entirely, counted as they are visited: from the
+    last one down, ``at.stop - stop`` being the steps before."""
+    if x.form == "lists":
+        return at.start, at.stop - at.partial
+    return schedule.whole_blocks(row, ROWS, x.queries.tile_n, kept, (at.start, at.stop), PICK)
+
+
+def block_of(limits: Limits | None, row, step, at: Place, work: Work, x: Backward) -> Block:
+    """The key block at a step, of a warpgroup's rows, which begin at ``row``; without limits all of it is seen."""
+    if limits is None and not x.pairs:
+        return Block()
+    first = block_at(at, step, work, x) * x.queries.tile_n
+    ends = None if limits is None else limits.within(first)
+    return Block(ends, pairs_of(at, ("i", "j"), row, first, work) if x.pairs else None)
+
+
 def limits_of(row, kept: schedule.Band, x: Backward) -> Limits:
     """Of the keys that the rows of a warpgroup see, which begin at ``row``."""
     rows = [row + tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)]
@@ -296,7 +335,7 @@ def release_before(empty, turn: Turn, slots: cutlass.Constexpr):
         release(empty + (turn.slot + slots - 1) % slots)
 
 
-def key_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: Backward) -> Turn:
+def key_block(t: Operands, w, turn: Turn, block: Block, room: Room, work: Work, x: Backward) -> Turn:
     """Adds one key block to dQ: P under the product of dP. dQ is in flight between blocks."""
     c = x.queries
     v_slot, v_phase = turn.slot, turn.phase
@@ -307,12 +346,12 @@ def key_block(t: Operands, w, turn: Turn, limits, room: Room, work: Work, x: Bac
     products(t.by.score, t.dp, [(at_slot(t.do, w), at_slot(t.v, v_slot))], overwrite=True)
     warpgroup.wait_group(1)
     release_before(room.empty, turn, c.slots)
-    s = tile.rows_columns(t.s)
-    probabilities(s, None, lambda r, c: t.lse2[r], limits, work, x)
+    s, kept = tile.rows_columns(t.s), block.kept(t.s, work, x)
+    probabilities(s, None, lambda r, c: t.lse2[r], block, work, x)
     hold(room.pin, s)
     warpgroup.wait_group(0)
     release(room.empty + v_slot)
-    score_gradients(tile.rows_columns(t.dp), s, lambda r, c: t.delta[r])
+    score_gradients(tile.rows_columns(t.dp), s, lambda r, c: t.delta[r], kept, work)
     to_operand(t.ds, t.dp, x.dtype)
     products(t.by.dq, t.dq, [(t.ds, at_slot(t.k_turned, k_slot))], overwrite=False)
     return Turn(*schedule.after(k_slot, k_phase, c.slots), turn.count + 1)
@@ -342,19 +381,22 @@ def query_tile(
 ):  # fmt: skip
     """Returns the turn, where it is then."""
     c, row, kept = x.queries, at.row + w * ROWS, band_of_rows(at.batch, at.head, work, x)
-    start, stop = schedule.whole_blocks(row, ROWS, c.tile_n, kept, (at.start, at.stop), PICK)
+    start, stop = whole_blocks(row, at, kept, x)
     limits = limits_of(row, kept, x)
     statistics_of(t, *lines, at, row)
     t.dq.fill(0.0)
     cute.arch.mbarrier_wait(room.held_full + w, held)
     turn = Turn(turn.slot, turn.phase, I32(0))
     for step in cutlass.range(at.stop - stop, unroll=1):  # the diagonal, and the end of the keys
-        turn = key_block(t, w, turn, limits.within((at.stop - 1 - step) * c.tile_n), room, work, x)
-    for _ in cutlass.range(stop - start, unroll=1):
-        turn = key_block(t, w, turn, None, room, work, x)
-    if cutlass.const_expr(x.has_lower):
+        block = block_of(limits, row, step, at, work, x)
+        turn = key_block(t, w, turn, block, room, work, x)
+    for step in cutlass.range(stop - start, unroll=1):
+        block = block_of(None, row, at.stop - stop + step, at, work, x)
+        turn = key_block(t, w, turn, block, room, work, x)
+    if cutlass.const_expr(x.has_lower and x.form != "lists"):
         for step in cutlass.range(start - at.start, unroll=1):  # the other end
-            turn = key_block(t, w, turn, limits.within((start - 1 - step) * c.tile_n), room, work, x)
+            block = block_of(limits, row, at.stop - start + step, at, work, x)
+            turn = key_block(t, w, turn, block, room, work, x)
     warpgroup.wait_group(0)
     release_before(room.empty, turn, c.slots)
     scaled(t.dq, work.scale)

@@ -6,16 +6,19 @@ rows are keys and columns queries, and lse and delta belong to columns. Over que
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
-from tilewise.backends.hopper import packed, schedule, tile
+from tilewise import expr
+from tilewise.backends.hopper import dropping, expression, packed, schedule, tile
 from tilewise.backends.hopper.backward_config import Backward
-from tilewise.backends.hopper.config import ALIGNMENT
-from tilewise.backends.hopper.forward import ELEMENT, F32, I32, PICK, release
+from tilewise.backends.hopper.config import ALIGNMENT, PLAIN
+from tilewise.backends.hopper.forward import ELEMENT, F32, I32, PICK, Extra, release
 
 
 class Starts(NamedTuple):
@@ -29,18 +32,11 @@ class Starts(NamedTuple):
     last: I32
 
 
-class Extra(NamedTuple):
-    """What only some kernels have, of one pass. ``lo``, ``hi`` (batch, query head, line), int32: the ends of every row, or, over
-    key tiles, of every column: the queries that see a key."""
-
-    lo: cute.Tensor | None = None
-    hi: cute.Tensor | None = None
-
-
 class Work(NamedTuple):
     """Numbers of a launch, or of a packed sequence. ``lo``, ``hi``: the band's ends. ``heads``: of k and v; each serves ``group``
     of q. ``scale``: softmax_scale. ``scale2``: softmax_scale · log2(e); with a softcap, cap · log2(e), and ``cap2`` as in
-    :func:`tile.soften`."""
+    :func:`tile.soften`; with a traced score log2(e). ``extra``: what only some kernels have, of one pass; over key tiles its ends are
+    those of columns, the queries that see a key, and its lists are of query blocks."""
 
     seqlen_q: I32
     seqlen_k: I32
@@ -54,7 +50,11 @@ class Work(NamedTuple):
     scale2: F32
     cap2: F32
     starts: Starts | None = None
-    extra: Extra | None = None
+    extra: Extra = Extra()
+
+    @property
+    def heads_q(self):
+        return self.heads * self.group
 
 
 def band(work: Work, x: Backward) -> schedule.Band:
@@ -99,6 +99,32 @@ class Limits(NamedTuple):
         return [None if end is None else [n - column for n in end] for end in self.ends]
 
 
+class Block(NamedTuple):
+    """What a thread knows of a block: the ends of its rows' columns there, None: all are kept; and its pairs, if there are expressions
+    or dropout."""
+
+    limits: list | None = None
+    pairs: expression.Pairs | None = None
+
+    def kept(self, acc: cute.Tensor, work: Work, x: Backward) -> Callable | None:
+        """Whether dropout keeps a pair, by the row and column of an accumulator; None: all."""
+        return dropping.kept(self.pairs, cute.size(tile.rows_columns(acc), mode=[1]), work) if x.dropout else None
+
+    def values(self, x: Backward) -> expression.Values | None:
+        """Of each pair its score, its slope, and, where some may be hidden, whether the predicate keeps it."""
+        if x.traced == PLAIN:
+            return None
+        hides = self.limits is not None and x.traced.keep
+        return expression.Values([*x.traced.trees(), *([expr.parse(x.traced.keep)] if hides else [])], self.pairs)
+
+
+def pairs_of(at, names: tuple[str, str], row, column, work: Work) -> expression.Pairs:
+    """Of a thread of a warpgroup whose rows begin at ``row``, in the block whose columns begin at ``column``."""
+    thread = cute.arch.thread_idx()[0] % 128
+    rows = [row + tile.row_of(thread, r) for r in range(2)]
+    return expression.of_block(at, names, rows, column + tile.column_of(thread, 0), work)
+
+
 def own_place():
     """``(warp, warpgroup)`` of a thread in its CTA, the same for all threads of a warp."""
     uniform = cute.arch.make_warp_uniform
@@ -116,37 +142,75 @@ def products(mma, acc, pairs, overwrite: bool) -> None:
     warpgroup.commit_group()
 
 
-def probabilities(s: cute.Tensor, p: cute.Tensor | None, lse2, limits, work: Work, x: Backward) -> None:
-    """A block of scores becomes slope · P, in fp32, and the operand ``p``, if any, gets P, rounded.
+def probabilities(
+    s: cute.Tensor, p: cute.Tensor | None, lse2, block: Block, work: Work, x: Backward, kept=None
+) -> None:
+    """A block of scores becomes slope · P, in fp32, and the operand ``p``, if any, gets P, rounded, zero unless ``kept(r, c)``.
 
-    ``P = 2**(s scale2 - lse2)``; with a softcap, ``s = tanh(..)`` and the slope is ``1 - s²``, else it is 1. Pairs outside
-    ``limits``, of the rows' columns, are selected to 0; None: all are kept. ``lse2(r, c)`` of a thread's row and column.
+    ``P = 2**(s scale2 - lse2)``; with a softcap, ``s = tanh(..)`` and the slope is ``1 - s²``; of a traced score both are its own;
+    else the slope is 1. Pairs outside the block's limits are selected to 0. ``lse2(r, c)`` of a thread's row and column.
     """
+    values = block.values(x)
     if x.softcap:
         tile.soften_roughly(s, work.cap2)
     for c in range(0, cute.size(s, mode=[1]), 2):
         for r in range(2):
-            ends = (None, None) if limits is None else [None if end is None else end[r] for end in limits]
-            pair = [probability(s[r, c + n], lse2(r, c + n), tile.constant_column(c + n), ends, work) for n in range(2)]
-            for n in range(2):
-                s[r, c + n] = pair[n] * (1.0 - s[r, c + n] * s[r, c + n]) if x.softcap else pair[n]
+            ends = (None, None) if block.limits is None else [None if end is None else end[r] for end in block.limits]
+            points = [pointwise(s, r, c + n, values, work, x) for n in range(2)]
+            pair = [
+                probability(point, lse2(r, c + n), tile.constant_column(c + n), ends, work)
+                for n, point in enumerate(points)
+            ]
+            for n, point in enumerate(points):
+                s[r, c + n] = steep(pair[n], point, x)
             if p is not None:
+                pair = pair if kept is None else [tile.choose(kept(r, c + n), pair[n], 0.0) for n in range(2)]
                 words(p)[c + r] = tile.pack(*pair, x.dtype)
 
 
-def probability(s, lse2, column: int, ends, work: Work):
+class Point(NamedTuple):
+    """A pair's score, or its product, or what a softcap made of that; its ``slope``, None: 1, or the softcap's; whether a predicate
+    keeps it, None: yes."""
+
+    score: F32
+    slope: F32 | None = None
+    keep: cutlass.Boolean | None = None
+
+
+def pointwise(s: cute.Tensor, r: int, c: int, values: expression.Values | None, work: Work, x: Backward) -> Point:
+    """Of the product at a thread's row and column."""
+    if values is None:
+        return Point(s[r, c])
+    if r == 0:
+        values.begin(c, s)
+    score, slope, *keep = values.at(r, c, s[r, c] * work.scale)
+    return Point(F32(score) if x.traced.score else s[r, c], F32(slope) if x.traced.sloped else None, *keep)
+
+
+def steep(p, point: Point, x: Backward):
+    """slope · P; a traced slope may be anything where P is 0."""
+    if x.softcap:
+        return p * (1.0 - point.score * point.score)
+    return p if point.slope is None else tile.choose(p == 0.0, 0.0, p * point.slope)
+
+
+def probability(point: Point, lse2, column: int, ends, work: Work):
     """Of one score, whose column is a constant: 0 unless ``ends[0] <= column < ends[1]``; None: unbounded."""
-    p = cute.math.exp2(s * work.scale2 - lse2, fastmath=True)
+    p = cute.math.exp2(point.score * work.scale2 - lse2, fastmath=True)
+    if point.keep is not None:
+        p = tile.choose(point.keep, p, 0.0)
     if ends[0] is not None:
         p = tile.choose(ends[0] <= column, p, 0.0)
     return p if ends[1] is None else tile.choose(ends[1] > column, p, 0.0)
 
 
-def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta) -> None:
-    """A block of dP becomes dS = (slope · P) (dP - delta), (13) and (14); ``delta(r, c)`` of a thread's row and column."""
+def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta, kept=None, work: Work | None = None) -> None:
+    """A block of dP becomes dS = (slope · P) (dP - delta), (13) and (14); ``delta(r, c)`` of a thread's row and column. With dropout
+    dP is scaled where ``kept(r, c)``, else 0."""
     for r in range(2):
         for c in range(cute.size(dp, mode=[1])):
-            dp[r, c] = F32(p[r, c]) * (dp[r, c] - delta(r, c))
+            value = dp[r, c] if kept is None else tile.choose(kept(r, c), dp[r, c] * work.extra.keep, 0.0)
+            dp[r, c] = F32(p[r, c]) * (value - delta(r, c))
 
 
 def allocated(smem, elements: int, dtype: str) -> cute.Pointer:

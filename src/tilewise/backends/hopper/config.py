@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from tilewise import device as devices
 from tilewise import expr
+from tilewise.expr import Expr
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes that one CTA may have
@@ -120,6 +121,17 @@ class Traced:
     @property
     def tensors(self) -> list[tuple[str, int]]:
         return [(dtype, int(rank)) for dtype, _, rank in (leaf.partition(":") for leaf in self.leaves.split())]
+
+    def trees(self) -> tuple[Expr, Expr]:
+        """The score, s itself where there is none, and its slope in s; nodes that both use are the same."""
+        score = expr.parse(self.score) if self.score else expr.symbol("s")
+        slope = expr.derivative(score, expr.symbol("s"))
+        return score, expr.number(0.0) if slope is None else slope
+
+    @property
+    def sloped(self) -> bool:
+        """Whether the slope is other than 1."""
+        return not expr.is_number(self.trees()[1], 1)
 
     @property
     def digest(self) -> str:

@@ -6,7 +6,7 @@ expression are run-time arguments. Leaves are tensors in global memory; an index
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import cutlass
@@ -23,56 +23,63 @@ F32, I32, BOOL = cutlass.Float32, cutlass.Int32, cutlass.Boolean
 class Pairs(NamedTuple):
     """The pairs of a thread in a block, and what the expressions about them read.
 
-    ``common``: the symbols that are the same for all of them; ``i`` of its rows, ``j`` of its first column; ``leaves``,
-    ``numbers``: of all expressions of the kernel.
+    ``common``: the symbols that are the same for all of them; ``rows`` of its rows, ``column`` of its first column, and ``names``,
+    the symbols that these are: i and j, or, of a block that is transposed, j and i; ``leaves``, ``numbers``: of all expressions of
+    the kernel.
     """
 
     common: dict
-    i: list
-    j: I32
-    leaves: tuple
-    numbers: tuple
+    names: tuple[str, str]
+    rows: list
+    column: I32
+    leaves: tuple | None
+    numbers: tuple | None
 
 
 def pairs_of(line, first_key, work) -> Pairs:
     """Of a thread's rows, a line, in the block whose first key is ``first_key``."""
+    return of_block(line, ("i", "j"), line.i, first_key + line.column, work)
+
+
+def of_block(at, names: tuple[str, str], rows: list, column, work) -> Pairs:
+    """Of a thread's rows and its first column, for the batch index and head of ``at``."""
     common = {
-        "b": line.batch,
-        "h": line.head,
+        "b": at.batch,
+        "h": at.head,
         "seqlen_q": work.seqlen_q,
         "seqlen_k": work.seqlen_k,
         "off": work.seqlen_k - work.seqlen_q,
     }
-    return Pairs(common, line.i, first_key + line.column, work.extra.leaves, work.extra.numbers)
+    return Pairs(common, names, rows, column, work.extra.leaves, work.extra.numbers)
 
 
 def scored(s: cute.Tensor, text: str, scale, pairs: Pairs) -> None:
     """Products become ``score(scale · product)``, natural."""
-    values = Values(text, pairs)
+    values = Values([expr.parse(text)], pairs)
     for c in range(cute.size(s, mode=[1])):
         values.begin(c, s)
         for r in range(2):
-            s[r, c] = F32(values.at(r, c, s[r, c] * scale))
+            s[r, c] = F32(values.at(r, c, s[r, c] * scale)[0])
 
 
 def hide(s: cute.Tensor, text: str, pairs: Pairs) -> None:
     """Scores of pairs that the predicate does not keep become -inf."""
-    values = Values(text, pairs)
+    values = Values([expr.parse(text)], pairs)
     for c in range(cute.size(s, mode=[1])):
         values.begin(c, s)
         for r in range(2):
-            s[r, c] = tile.choose(values.at(r, c, None), s[r, c], -tile.INF)
+            s[r, c] = tile.choose(values.at(r, c, None)[0], s[r, c], -tile.INF)
 
 
 class Values:
-    """One expression's values at a thread's pairs."""
+    """Some expressions' values at a thread's pairs."""
 
-    def __init__(self, text: str, pairs: Pairs):
-        self.pairs = pairs
-        self.nodes = expr.nodes(expr.parse(text))
+    def __init__(self, roots: Sequence[Expr], pairs: Pairs):
+        self.roots, self.pairs = roots, pairs
+        self.nodes = expr.nodes(*roots)
         self.depends = {id(e): expr.depends_on(e) for e in self.nodes}
         self.known: dict = {}
-        self.i, self.j = pairs.i, pairs.j
+        self.rows, self.column = pairs.rows, pairs.column
 
     def begin(self, c: int, s: cute.Tensor) -> None:
         """Before column c: now and then no sooner than the scores before it are there.
@@ -81,22 +88,23 @@ class Values:
         """
         if c % GROUP == 0:
             after = s[1, max(c - 1, 0)]
-            self.i = [tile.once(i, after) for i in self.pairs.i]
-            self.j = tile.once(self.pairs.j, after)
+            self.rows = [tile.once(n, after) for n in self.pairs.rows]
+            self.column = tile.once(self.pairs.column, after)
             self.known = {}
 
-    def at(self, r: int, c: int, s):
-        """At row r and column c of the thread, with the score s."""
+    def at(self, r: int, c: int, s) -> list:
+        """Of every expression at row r and column c of the thread, with the score s."""
+        row, column = self.pairs.names
 
         def key(e: Expr) -> tuple:
             names = self.depends[id(e)]
-            return id(e), r if names & {"s", "i"} else None, c if names & {"s", "j"} else None
+            return id(e), r if names & {"s", row} else None, c if names & {"s", column} else None
 
         for e in self.nodes:
             if key(e) not in self.known:
                 args = [self.known[key(a)] for a in expr.children(e)]
                 self.known[key(e)] = self._value(e, args, r, c, s)
-        return self.known[key(self.nodes[-1])]
+        return [self.known[key(e)] for e in self.roots]
 
     def _value(self, e: Expr, args: list, r: int, c: int, s):
         if e.op == "number":
@@ -104,7 +112,8 @@ class Values:
         if e.op == "param":
             return self.pairs.numbers[e.args[0]]
         if e.op == "symbol":
-            of_pair = {"s": s, "i": self.i[r], "j": self.j + tile.constant_column(c)}
+            row, column = self.pairs.names
+            of_pair = {"s": s, row: self.rows[r], column: self.column + tile.constant_column(c)}
             return {**of_pair, **self.pairs.common}[e.args[0]]
         if e.op == "lookup":
             return read(self.pairs.leaves[e.args[0][1]], e, args)

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import ast
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
-from tilewise.backends.hopper.config import Tiles
 from tilewise.problem import Problem
 from tilewise.tiles import PARTIAL, Grid, TileMap, seen_keys
+
+
+class Sized(Protocol):
+    """Of a kernel's tiles."""
+
+    tile_m: int
+    tile_n: int
 
 
 def grid_of(p: Problem, t: Inputs) -> Grid:
@@ -32,12 +39,13 @@ def column_ends(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:
     return tuple(x.int().expand(p.batch, p.heads_q, -1) for x in grid_of(p, t).query_interval(columns))
 
 
-def visits(p: Problem, t: Inputs, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """``(blocks, counts)`` as :meth:`tilewise.tiles.TileMap.visits` has them, expanded to every batch element and head."""
-    tile_map = TileMap.build(grid_of(p, t), tiles.tile_m, tiles.tile_n)
+def visits(p: Problem, t: Inputs, tiles: Sized, by_columns: bool = False) -> tuple[Tensor, Tensor]:
+    """``(blocks, counts)`` as :meth:`tilewise.tiles.TileMap.visits` has them, expanded to every batch element and head; the query
+    blocks of every key tile ``by_columns``."""
+    tile_map = TileMap.build(grid_of(p, t), tiles.tile_m, tiles.tile_n, by_columns)
     if p.seqlen_k % tiles.tile_n:  # a ragged end is cut off where a block is partial
         tile_map.status[..., -1:].clamp_(max=PARTIAL)
-    return tuple(x.expand(p.batch, p.heads_q, -1, -1) for x in tile_map.visits())
+    return tuple(x.expand(p.batch, p.heads_q, -1, -1) for x in tile_map.visits(transposed=by_columns))
 
 
 def seen(p: Problem, t: Inputs) -> Tensor | None:

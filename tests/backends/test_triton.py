@@ -4,6 +4,7 @@ Whether kernels are interpreted is decided when Triton is imported, so the varia
 test process: nothing else here imports Triton.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -239,6 +240,60 @@ def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once()
     c = call(*qkv(batch=1, nq=66, nk=72, hq=2, hk=1), causal=True, score=tw.bias(t))
     assert [span.unit for span in spans(c.p, tuple(c.p.spec.score_slots), c.p.spec.lookups).values()] == [4]
     agree(Triton(), c)
+
+
+@pytest.mark.parametrize(
+    ("shape", "index", "leads"),
+    [
+        ((4, 66, 72), lambda b, h, i, j: (h, i, j), (0, "h")),
+        ((2, 4, 66, 72), lambda b, h, i, j: (b, h, i, j), ("b", "h")),
+        ((3, 66, 72), lambda b, h, i, j: (2, i, j), (0, 2)),
+    ],
+    ids=["heads", "all", "one"],
+)
+def test_a_descriptor_brings_a_bias_to_the_pass_over_keys(shape, index, leads):
+    t = normal(*shape).requires_grad_()
+    score = tw.score(lambda s, b, h, i, j: s + t[index(b, h, i, j)])
+    c = call(*qkv(nq=66, nk=72), causal=True, score=score)
+    plan = launch.Plan(c.p, OTHER_TILES["tma"])
+    assert plan.seen == (0, leads)
+    agree(Triton(OTHER_TILES["tma"]), c)
+
+
+def test_no_descriptor_sees_a_bias_that_is_read_elsewhere_or_in_another_order():
+    wide, odd = torch.randn(4, 72, 72), torch.randn(4, 70, 70)
+    c = lambda f, n: call(*qkv(nq=n, nk=n), score=tw.score(f)).p  # noqa: E731
+    scores = [
+        lambda s, b, h, i, j: s + wide[h, j, i],
+        lambda s, b, h, i, j: s + wide[h, i, j] + wide[h, j, i],
+        lambda s, b, h, i, j: s + wide[h, i, j + 1],
+    ]
+    assert [launch.Plan(c(f, 72), INTERPRETED).seen for f in scores] == [None] * 3
+    assert launch.Plan(c(lambda s, b, h, i, j: s + odd[h, i, j], 70), INTERPRETED).seen is None
+
+
+def test_programs_that_share_a_bias_run_side_by_side():
+    p = call(*qkv(batch=6, hq=8, hk=4)).p
+    found = [config.beside(p, frozenset(shared)) for shared in ("", "b", "h", "bh")]
+    assert found == [(1, 1), (3, 1), (1, 4), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cap", "bounded"), [("bfloat16", 30.0, True), ("bfloat16", 60.0, False), ("float16", 30.0, False)]
+)
+def test_a_bounded_score_needs_no_maximum(dtype, cap, bounded):
+    q, k, v = qkv(batch=1, nq=50, nk=30, hq=2, hk=2, dtype=getattr(torch, dtype))
+    c = call(q * 9, k * 9, v, causal=True, score=tw.softcap(cap))  # the first 20 rows see no key
+    plan = launch.Plan(c.p, INTERPRETED)
+    assert plan.facts(INTERPRETED.forward, 8).bounded == bounded
+    agree(Triton(), c)
+
+
+def test_a_softcaps_slope_is_not_multiplied_by_its_cap_and_its_inverse():
+    p = call(*qkv(), score=tw.softcap(30.0)).p
+    assert emit(p, frozenset()).numbers[-1] == pytest.approx(p.softmax_scale / 30)
+    half = call(*qkv(dtype=torch.bfloat16), score=tw.softcap(30.0)).p
+    assert emit(half, frozenset()).numbers[-1] == pytest.approx(30 / math.log(2))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output, PerProblem
 from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose
-from tilewise.backends.triton.emit import SCATTER, classify, pair_bytes
+from tilewise.backends.triton.emit import SCATTER, Pairs, classify
 from tilewise.problem import Problem
 
 
@@ -68,7 +68,8 @@ class Triton:
         return reasons
 
     def config(self, p: Problem) -> Config:
-        return self.override or choose(p, pair_bytes(p), tuned.passes(p))
+        pairs = Pairs.of(p)
+        return self.override or choose(p, pairs.bytes, tuned.passes(p), pairs.shared)
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         from tilewise.backends.triton import launch

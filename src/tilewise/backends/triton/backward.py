@@ -35,10 +35,12 @@ from tilewise.backends.triton.tile import (
     place,
     plain_sizes,
     power,
+    program,
     queries_to_visit,
     query_interval,
     source,
     store_rows,
+    with_pairs,
     zeros,
 )
 
@@ -57,11 +59,13 @@ class Rows(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A key tile: its position, k and v, tiles of (tile_n, D) and (tile_n, Dv)."""
+    """A key tile: its position, k and v, tiles of (tile_n, D) and (tile_n, Dv), and the descriptor of a tensor that the score
+    reads for every pair (a pointer, unused, where there is none)."""
 
     n0: Any
     k: Any
     v: Any
+    pairs: Any
 
 
 @triton.jit
@@ -86,12 +90,12 @@ def key_sources(tensors, sizes, at, head_k, k_views, v_views, F: tl.constexpr):
 
 
 @triton.jit
-def load_keys(k, v, n0, at, F: tl.constexpr):
+def load_keys(k, v, n0, pairs, at, F: tl.constexpr):
     """The :class:`KeyTile` at n0 of two sources, rows past the last zero."""
     left = at.seqlen_k - n0
     k = load_rows(k, n0, left, None, F.tile_n, False, True, F)
     v = load_rows(v, n0, left, None, F.tile_n, True, True, F)
-    return KeyTile(n0, k, v)
+    return KeyTile(n0, k, v, pairs)
 
 
 @triton.jit
@@ -109,17 +113,14 @@ def statistics(tensors, line, i, seqlen_q, MASKED: tl.constexpr):
 
 @triton.jit
 def scored(s, h, i, j, scales, at, F: tl.constexpr):
-    """A tile of products as the exponent of (3) in the units of :func:`tile.power`, and ``scale · q·k``, which the score's
-    slopes are taken at."""
-    if F.general:
-        s = s * scales.softmax
-        if F.score is not None:
-            z = tl.broadcast_to(F.score(s, at.b, h, i, j, at).to(tl.float32), s.shape)
-            return (z if F.natural else z * LOG2E), s
-        else:
-            return (s if F.natural else s * LOG2E), s
+    """A tile of products as the exponent of (3) in the units of :func:`tile.power`."""
+    if F.score is not None:
+        z = tl.broadcast_to(F.score(s, at.b, h, i, j, at).to(tl.float32), s.shape)
+        return z if F.natural or F.binary else z * LOG2E
+    elif F.natural:
+        return s * scales.softmax
     else:
-        return s * (scales.softmax * LOG2E), s
+        return s * (scales.softmax * LOG2E)
 
 
 @triton.jit
@@ -156,16 +157,15 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
 
 
 @triton.jit
-def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, delta, F: tl.constexpr):
+def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, delta, pairs, F: tl.constexpr):
     """Grid: (blocks · heads_k · batch). Computes dK if ``F.dk``, dV if ``F.dv``."""
     sizes = plain_sizes(sizes)
-    pid = tl.program_id(0)
-    head_k = (pid // sizes.blocks) % sizes.heads_k
-    at = place(pid % sizes.blocks, pid // sizes.blocks // sizes.heads_k, tensors, sizes, scales, True, F)
+    slot, head_k, b = program(sizes.heads_k, sizes)
+    at = place(slot, b, tensors, sizes, scales, True, F)
     n0 = at.block * F.tile_n
     left = at.seqlen_k - n0
     k, v = key_sources(tensors, sizes, at, head_k, (None, None), (None, None), F)
-    keys = load_keys(k, v, n0, at, F)
+    keys = load_keys(k, v, n0, tensors.q if pairs is None else pairs, at, F)
     dk = zeros(F.tile_n, False, F) if F.dk else ()
     dv = zeros(F.tile_n, True, F) if F.dv else ()
 
@@ -213,7 +213,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
     """Adds one query tile of head ``rows.h`` to dK and dV, or to the one of them that is wanted; all tiles are (tile_n, tile_m).
     ``partial``: some row does not see some key of it; known when compiled unless F.whole."""
     i = m0 + tl.arange(0, F.tile_m)
-    n0, k, v = keys
+    n0, k, v, _ = keys
     j = n0 + tl.arange(0, F.tile_n)
     left = at.seqlen_q - m0
     q = load_streamed(rows.q, m0, left, None, F.tile_m, False, partial, F)
@@ -224,7 +224,9 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
         delta = rows.delta.load([line]) if F.dk else lse2
     else:
         lse2, delta = statistics(tensors, rows.at_line, i, at.seqlen_q, False)
-    s2, s = scored(inner(k, q, F), rows.h, i[None, :], j[:, None], scales, at, F)
+    s = inner(k, q, F)
+    at = with_pairs(at, keys.pairs, rows.h, m0, n0, F)
+    s2 = scored(s, rows.h, i[None, :], j[:, None], scales, at, F)
     p = power(s2 - lse2[None, :], F)
     inside = (j[:, None] < at.seqlen_k) & (i[None, :] < at.seqlen_q)
     d = p  # dP - delta
@@ -248,7 +250,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
         dv = accumulate(dropped.to(do[0].dtype), do, dv, F)
     if F.dk:
         ds = p * d
-        if F.hides or (F.score is not None and not F.whole):  # elsewhere all that P's zeros are multiplied by is finite
+        if F.score is not None and not F.whole:  # elsewhere all that P's zeros are multiplied by is finite
             ds = tl.where(p == 0.0, 0.0, ds)
         if F.columns is not None:
             line = tl.cast(rows.h, tl.int64) * sizes.seqlen_k + at.start_k + j
@@ -282,10 +284,8 @@ class Query(NamedTuple):
 def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch); the last tiles first."""
     sizes = plain_sizes(sizes)
-    pid = tl.program_id(0)
-    slot = sizes.blocks - 1 - pid % sizes.blocks
-    h = (pid // sizes.blocks) % sizes.heads_q
-    at = place(slot, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
+    slot, h, b = program(sizes.heads_q, sizes)
+    at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
     rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
     head_k = h // (sizes.heads_q // sizes.heads_k)
     k, v = key_sources(tensors, sizes, at, head_k, (k_view, k_rest), (v_view, v_rest), F)
@@ -368,7 +368,8 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
     # A key that no row here sees has dS = 0, and its row of K is not read: it may hold NaN.
     k = load_streamed(keys[0], n0, left, alive, F.tile_n, False, partial, F)
     v = load_streamed(keys[1], n0, left, alive, F.tile_n, True, partial, F)
-    s2, s = scored(inner(query.q, k, F), rows.h, i[:, None], j[None, :], scales, at, F)
+    s = inner(query.q, k, F)
+    s2 = scored(s, rows.h, i[:, None], j[None, :], scales, at, F)
     p = power(s2 - query.lse2[:, None], F)
     dp = inner(query.do, v, F)
     if F.dropout:
@@ -379,7 +380,7 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
             kept = seen(query, i, here(j, F), rows.h, at, F)
         p = tl.where(kept, p, 0.0)
     ds = p * (dp - query.delta[:, None])
-    if F.hides or (F.score is not None and not F.whole) or F.keep is not None:
+    if (F.score is not None and not F.whole) or F.keep is not None:
         ds = tl.where(p == 0.0, 0.0, ds)
     if F.leaves is not None:
         inside = (i[:, None] < at.seqlen_q) & (j[None, :] < at.seqlen_k)
@@ -449,9 +450,10 @@ def pair_tile(m0, i, j, n0, h, at, tensors, sizes, scales, F: tl.constexpr):
     """dZ times the leaf's slope of one tile."""
     rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
     k, v = key_sources(tensors, sizes, at, h // (sizes.heads_q // sizes.heads_k), (None, None), (None, None), F)
-    _, k, v = load_keys(k, v, n0, at, F)
+    _, k, v, _ = load_keys(k, v, n0, tensors.q, at, F)
     query = load_query(m0, rows, tensors, at, F)
-    s2, s = scored(inner(query.q, k, F), h, i[:, None], j[None, :], scales, at, F)
+    s = inner(query.q, k, F)
+    s2 = scored(s, h, i[:, None], j[None, :], scales, at, F)
     kept = seen(query, i, j, h, at, F)
     p = tl.where(kept, power(s2 - query.lse2[:, None], F), 0.0)
     dp = inner(query.do, v, F)
@@ -459,4 +461,6 @@ def pair_tile(m0, i, j, n0, h, at, tensors, sizes, scales, F: tl.constexpr):
         z = dropout_keep(m0, n0, at.b, h, tensors, sizes, F.tile_m, F.tile_n)
         dp = tl.where(z, dp * scales.keep, 0.0)
     dz = tl.where(p == 0.0, 0.0, p * (dp - query.delta[:, None]))
-    return tl.where(p == 0.0, 0.0, dz * F.tile(s, at.b, h, i[:, None], j[None, :], at))
+    if F.tile is not None:
+        dz = tl.where(p == 0.0, 0.0, dz * F.tile(s, at.b, h, i[:, None], j[None, :], at))
+    return dz

@@ -87,7 +87,7 @@ class Launch:
 
 def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
     """What config says that a kernel of this launch may need."""
-    streams = config.Streams(4 if item.feature == "bias" else 0, item.feature not in ("rich", "bias"))
+    streams = config.Streams(4 if item.feature == "bias" else 0, item.feature != "rich")
     return config.shared_memory(
         name,
         tiles,

@@ -49,6 +49,7 @@ class Config:
 
     Attributes:
         dv: of a pass of its own for dV; ``dkdv`` is then dK's alone.
+        beside: batch elements and heads whose programs of one tile run side by side.
     """
 
     forward: Tiles
@@ -56,6 +57,7 @@ class Config:
     dq: Tiles
     dv: Tiles | None = None
     split: int | None = None
+    beside: tuple[int, int] = (1, 1)
 
     @property
     def passes(self) -> dict[str, Tiles]:
@@ -112,8 +114,7 @@ class Streams:
 
     Attributes:
         pair_bytes: of the tensors that a mask or score reads at both i and j: they are streamed too.
-        plain: P and dS go from registers into the next product; dropout, scores and predicates may pass them through
-            shared memory.
+        plain: P and dS go from registers into the next product; dropout and predicates may pass them through shared memory.
     """
 
     pair_bytes: int = 0
@@ -146,8 +147,9 @@ def shared_memory(
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
     bytes_ = streams.pair_bytes if kernel not in ("delta", "merge") else 0
-    pairs = max(stages - 1, 1) * m * n * bytes_ + 4096 if bytes_ else 0
-    scratch = 18 << 10 if arch == "sm100" else 4096 if w & (w - 1) else 2048  # for changes of layout
+    scratch = {"sm90": 1024, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
+    pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
+    scratch = max(scratch, 4096) if w & (w - 1) else scratch
     scratch += 128 if w > MAX_HEAD_DIM else 0
     return itemsize * rows[kernel] + statistics + pairs + scratch
 
@@ -173,7 +175,7 @@ def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> 
 # (largest head dim) -> tiles of (forward, dkdv, dq), or of (forward, dk, dq, dv). The first row that holds the head dim
 # is taken.
 _HALF_SM90 = {
-    64: (Tiles(64, 128, 4, 3, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
+    64: (Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
     96: (Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
     128: (Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 2, True), Tiles(128, 64, 8, 3, True)),
     160: (
@@ -228,7 +230,7 @@ def _padded(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
 CANDIDATES = {
     "sm90": {
         "forward": {
-            64: _tma((64, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 4)),
+            64: _tma((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)),
             80: (*_tma((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), *_padded((128, 128, 8, 2))),
             96: (*_tma((128, 128, 8, 3), (64, 128, 4, 2)), *_padded((128, 128, 8, 2))),
             128: _tma((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
@@ -316,17 +318,34 @@ def preceded(passes: dict[str, Tiles], measured: dict[str, Tiles]) -> dict[str, 
     return {name: x for name, x in passes.items() if not over_keys or name not in OVER_KEYS} | measured
 
 
-def choose(p: Problem, pair_bytes: int = 0, measured: dict[str, Tiles] | None = None) -> Config:
-    """By head dim and dtype; ``pair_bytes`` as in :class:`Streams`, ``measured``: what :mod:`tuned` has of this device.
+BESIDE = 4  # programs that read one tile of a pair tensor while it is in the L2
+
+
+def beside(p: Problem, shared: frozenset[str]) -> tuple[int, int]:
+    """Batch elements and key heads, at most BESIDE, whose programs run side by side, where they are ``shared`` by what is read
+    for every pair: it then comes from slow memory once."""
+    divisor = lambda n, most: max(d for d in range(1, most + 1) if n % d == 0)  # noqa: E731
+    some_b = divisor(p.batch, BESIDE) if "b" in shared and not p.packed else 1
+    return some_b, divisor(p.heads_k, BESIDE // some_b) if "h" in shared else 1
+
+
+def choose(
+    p: Problem, pair_bytes: int = 0, measured: dict[str, Tiles] | None = None, shared: frozenset[str] = frozenset()
+) -> Config:
+    """By head dim and dtype; ``pair_bytes`` as in :class:`Streams`, ``measured``: what :mod:`tuned` has of this device,
+    ``shared`` as in :func:`beside`.
 
     Keys are split where one sequence's query tiles leave most of the machine idle.
     """
+    together = beside(p, shared)
     if p.device.type == "cpu":
-        return Config.of(preceded(INTERPRETED.passes, measured or {}))
+        return replace(Config.of(preceded(INTERPRETED.passes, measured or {})), beside=together)
     arch = architecture(p.device)
     row = of_width(table(arch, p.dtype.itemsize), p) or (LATENT[arch],) * 3
-    fitted = fit_all(p, preceded(Config(*row).passes, measured or {}), pair_bytes)
-    return Config.of(fitted, _split(p, fitted["forward"].tile_m, devices.of(p.device).cores))
+    passes = Config(*row).passes | (paired(p, "dq") if pair_bytes else {})
+    fitted = fit_all(p, preceded(passes, measured or {}), pair_bytes)
+    split = _split(p, fitted["forward"].tile_m, devices.of(p.device).cores)
+    return replace(Config.of(fitted, split), beside=together)
 
 
 def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
@@ -344,8 +363,23 @@ def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
     }
 
 
+# In place of the table's rows up to a head dim where a tensor is read for every pair: beside its tiles eight warps have no room for
+# a third stage. "tile": of the gradient that is summed over what such a tensor is broadcast over.
+PAIRED = {"sm90": {"dq": {128: Tiles(64, 64, 4, 3, True)}, "tile": {128: Tiles(128, 64, 8, 2)}}}
+
+
+def paired(p: Problem, kernel: str) -> dict[str, Tiles]:
+    """PAIRED's row of p, by the kernel's name, or nothing."""
+    fast = p.device.type != "cpu" and p.dtype.itemsize == 2
+    rows = PAIRED.get(architecture(p.device), {}) if fast else {}
+    found = of_width({limit: (x,) for limit, x in rows.get(kernel, {}).items()}, p)
+    return {kernel: found[0]} if found else {}
+
+
 def of_pairs(p: Problem, tiles: Tiles) -> Tiles:
-    """For the gradient of a broadcast pair bias, whose loop streams all four tensors: dQ's ``tiles``, with the stages that fit."""
+    """For the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``, with the stages
+    that fit."""
+    tiles = paired(p, "tile").get("tile", tiles)
     limit, widths = (
         devices.of(p.device).shared_memory or 227 << 10,
         (columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)),
@@ -359,7 +393,7 @@ def of_pairs(p: Problem, tiles: Tiles) -> Tiles:
 def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:
     """Each pass's tiles as :func:`fit` leaves them on p's device."""
     arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 1 << 30
-    plain = p.spec.score is None and not p.spec.dropout_p and p.spec.region.predicate is None
+    plain = not p.spec.dropout_p and p.spec.region.predicate is None
     streams = Streams(pair_bytes, plain)
 
     def need(kernel: str, tiles: Tiles) -> int:

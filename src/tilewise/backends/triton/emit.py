@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import math
 import types
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tilewise import expr
 from tilewise.expr import Expr
@@ -40,6 +41,7 @@ _CALLS = {
 }
 _ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "round": "maths.round_even", "trunc": "maths.trunc"}
 _OF_POSITIONS = {"symbol": "", "add": "", "sub": "", "mul": "", "neg": "-", "abs": "tl.abs"}
+LOG2E = math.log2(math.e)
 SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp32 holds exactly
 _OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth values
 _TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
@@ -82,11 +84,49 @@ def _classify(p: Problem, e: Expr, alone: bool) -> Read:
     return Read(e, TILES if loops else STORE, loops)
 
 
-def pair_bytes(p: Problem) -> int:
-    """Bytes a pair of the tensors that the predicate or the score reads at both i and j."""
-    roots = [e for e in (p.spec.region.predicate, p.spec.score) if e is not None]
-    reads = [e for e in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*e.args[1:])]
-    return sum(p.extras[e.args[0][1]].dtype.itemsize for e in reads)
+def seen_lookup(p: Problem) -> Expr | None:
+    """The one read of the score at ``[.., i, j]``, at most two axes before, each b, h or a number, of a tensor at least as large as
+    that: a tensor descriptor can bring its tiles. None where there is none, or others read the same tensor."""
+    if p.spec.score is None:
+        return None
+    reads = expr.lookups(p.spec.score)
+    at_pairs = [e for e in reads if {"i", "j"} <= expr.depends_on(*e.args[1:])]
+    if len(at_pairs) != 1 or sum(e.args[0][1] == at_pairs[0].args[0][1] for e in reads) > 1:
+        return None
+    e = at_pairs[0]
+    facts, index = p.extras[e.args[0][1]], e.args[1:]
+    sizes = {"b": p.batch, "h": p.heads_q, "i": p.seqlen_q, "j": p.seqlen_k}
+    names = [x.args[0] for x in index if x.op in ("symbol", "number")]
+    if len(names) != len(index) or not 2 <= len(index) <= 4 or names[-2:] != ["i", "j"] or "i" in names[:-2]:
+        return None
+    fits = all(
+        size > n if isinstance(n, int) else size >= sizes.get(n, math.inf)
+        for n, size in zip(names, facts.shape, strict=True)
+    )
+    unit = 16 // facts.dtype.itemsize
+    strided = facts.stride[-1] == 1 and all(x and x % unit == 0 for x in facts.stride[:-1])
+    return e if fits and strided and facts.dtype.is_floating_point else None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The tensors that a predicate or a score reads at both i and j.
+
+    Attributes:
+        bytes: of all of them, a pair; shared: "b" and "h" where none of them is read at that.
+    """
+
+    bytes: int = 0
+    shared: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, p: Problem) -> Pairs:
+        roots = [e for e in (p.spec.region.predicate, p.spec.score) if e is not None]
+        reads = [e for e in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*e.args[1:])]
+        if not reads:
+            return cls()
+        at = expr.depends_on(*[index for e in reads for index in e.args[1:]])
+        return cls(sum(p.extras[e.args[0][1]].dtype.itemsize for e in reads), frozenset("bh") - at)
 
 
 # -- One expression as lines of source -----------------------------------------------------------------------------
@@ -134,10 +174,21 @@ class _Writer:
         spans: of the slots, where i and j are a tile's; empty where they are ends of intervals.
         wide: slots whose elements need 64-bit offsets.
         small: every position is below SMALL.
+        rough: a tanh of s may err as much as the rounding of s to 16 bits makes it err.
+        seen: the slot whose tile ``at.pair`` is.
     """
 
-    def __init__(self, leaf: dict[int, int], spans: dict[int, Span], wide: frozenset[int], small: bool):
-        self.leaf, self.spans, self.wide, self.small = leaf, spans, wide, small
+    def __init__(
+        self,
+        leaf: dict[int, int],
+        spans: dict[int, Span],
+        wide: frozenset[int],
+        small: bool,
+        *,
+        rough: bool = False,
+        seen: int | None = None,
+    ):
+        self.leaf, self.spans, self.wide, self.small, self.rough, self.seen = leaf, spans, wide, small, rough, seen
         self.lines: list[str] = []
         self.names: dict[int, str] = {}
         self.floats: dict[int, str] = {}
@@ -162,6 +213,8 @@ class _Writer:
         if e.op == "param":
             number = f"at.numbers[{e.args[0]}]"
             return f"tl.full((), {number if e.args[1] == 'float' else f'maths.plain({number})'}, {_TYPES[e.args[1]]})"
+        if e.op == "lookup" and e.args[0][1] == self.seen:
+            return "at.pair.to(tl.float32)"
         if e.op == "lookup":
             position = self.leaf[e.args[0][1]]
             inside = self.inside(e, "extents")
@@ -240,10 +293,17 @@ class _Writer:
         if e.op == "not":
             return f"{args[0]} == 0" if result == "bool" else f"{args[0]} ^ -1"
         if e.op in _CALLS:
-            call = f"{_CALLS[e.op]}({', '.join(args)})"
+            rough = self.rough and e.op == "tanh" and "s" in expr.depends_on(e)
+            call = f"{'maths.rough_tanh' if rough else _CALLS[e.op]}({', '.join(args)})"
             return f"{call}.to(tl.int32)" if e.op == "pow" and result != "float" else call
-        if e.op == "div" and e.args[1].op in ("number", "param") and "s" in expr.depends_on(e.args[0]):
-            return f"{args[0]} * tl.div_rn(1.0, {args[1]})"  # one a program: 2 ulp of it would shift every score alike
+        if (
+            e.op == "mul"
+            and e.args[0].op == "tanh"
+            and e.args[1].op == "param"
+            and result == "float"
+            and not self.rough
+        ):
+            return f"maths.scaled_tanh({self.floating(e.args[0].args[0])}, {args[1]})"
         infix = _OF_BOOLS.get(e.op, operation.infix) if result == "bool" else operation.infix
         return f"{args[0]} {infix} {args[1]}"
 
@@ -258,6 +318,7 @@ class Emitted:
     Attributes:
         numbers: values of ``at.numbers``; slots: the extras that ``at.leaves`` holds, in order.
         hides: the score may be -inf, or its slope not finite, where s is finite.
+        binary: the score is in units of log2; bound: of its size, in units of log2 too.
         digest: of the source, so that compiled kernels are told apart.
     """
 
@@ -266,17 +327,20 @@ class Emitted:
     slots: tuple[int, ...]
     reads: tuple[Read, ...]
     hides: bool
+    binary: bool
+    bound: float
     digest: str
 
 
 _ENDS = (("lo", "i"), ("hi", "i"), ("first", "j"), ("last", "j"))
 
 
-def emit(p: Problem, wide: frozenset[int]) -> Emitted:
+def emit(p: Problem, wide: frozenset[int], seen: int | None = None) -> Emitted:
     """Source from the trees, functions from the source.
 
     Args:
         wide: slots whose elements need 64-bit offsets.
+        seen: the slot whose tile the score finds in ``at.pair``, of :func:`seen_lookup`.
     """
     spec, region, numbers = p.spec, p.spec.region, []
     slots = tuple(dict.fromkeys((*spec.mask_slots, *spec.score_slots)))
@@ -294,13 +358,99 @@ def emit(p: Problem, wide: frozenset[int]) -> Emitted:
             source.append(_returning(ends, name, f"b, h, {index}, at", abstract(e)))
     if region.predicate is not None:
         source.append(_returning(writer(), "keep", "b, h, i, j, at", abstract(region.predicate)))
-    reads = classify(p)
+    reads, binary, half = classify(p), False, p.dtype.itemsize == 2
     if spec.score is not None:
         score = abstract(spec.score)
-        source.append(_returning(writer(), "score", "s, b, h, i, j, at", score))
-        source += _gradients(writer, score, reads, leaf)
+        products = _Products(numbers, p.softmax_scale)
+        root = products.of(score)
+        binary = half and products.binary(root) is not None
+        root = products.binary(root) if binary else root
+        made = lambda rough: _Writer(leaf, of_tiles, wide, small, rough=rough, seen=seen)  # noqa: E731
+        source.append(_returning(made(False), "score", "s, b, h, i, j, at", root))
+        rough = partial(made, half)
+        source.append(_returning(rough(), "again", "s, b, h, i, j, at", root))
+        source += _gradients(rough, score, reads, leaf, products)
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
-    return Emitted(functions, tuple(numbers), slots, reads, spec.score is not None and _hides(spec.score), digest)
+    hides = spec.score is not None and _hides(spec.score)
+    bound = LOG2E * _bound(spec.score) if spec.score is not None else math.inf
+    return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bound, digest)
+
+
+class _Products:
+    """Expressions of s as expressions of what q and k multiply to, the factors of each product made one number: a tile would
+    multiply by them in turn, and round each time.
+
+    Args:
+        numbers: values of the parameters; those of new factors are appended, so that the source depends on no value but 1.
+    """
+
+    def __init__(self, numbers: list[float], softmax_scale: float):
+        self.numbers, self.made = numbers, {}
+        self.powers: dict[int, dict[int, int]] = {}  # of a new factor: how often, 1 or -1 times, others are in it
+        self.s = expr.symbol("s") * self._new(float(softmax_scale))
+        self.log2e = {self._new(LOG2E).args[0]: 1}
+
+    def _new(self, value: float) -> Expr:
+        self.numbers.append(value)
+        return Expr("param", (len(self.numbers) - 1, "float"))
+
+    def of(self, root: Expr) -> Expr:
+        """``root`` with s replaced by the scaled product; a node that two roots share is one again."""
+        for e in expr.nodes(root):
+            if id(e) in self.made:
+                continue
+            new = e
+            if e.op == "symbol":
+                new = self.s if e.args == ("s",) else e
+            elif "s" in expr.depends_on(e):
+                head = e.args[:1] if e.op == "lookup" else ()
+                new = self._folded(Expr(e.op, (*head, *[self.made[id(a)][1] for a in expr.children(e)])))
+            self.made[id(e)] = e, new  # the node too, so that nothing else gets its id
+        return self.made[id(root)][1]
+
+    def binary(self, root: Expr) -> Expr | None:
+        """``root log2 e`` where that costs nothing, as root has a factor already."""
+        return self._times(root, self.log2e) if self._split(root) else None
+
+    def _folded(self, e: Expr) -> Expr:
+        found = self._split(e)
+        if found is None or (e.op == "mul" and self._split(found[0]) is None):
+            return e
+        return self._times(*found)
+
+    def _times(self, x: Expr, powers: dict[int, int]) -> Expr:
+        """x alone where they cancel, as those of a softcap's slope do, whatever they are."""
+        inner = self._split(x)
+        if inner is not None:
+            x, powers = inner[0], _added(inner[1], powers)
+        value = math.prod(self._power(n, k) for n, k in powers.items())
+        if abs(value - 1) < 2**-25:
+            return x
+        factor = self._new(value)
+        self.powers[factor.args[0]] = powers
+        return x * factor
+
+    def _power(self, n: int, k: int) -> float:
+        x = float(self.numbers[n])
+        return x**k if x or k > 0 else math.copysign(math.inf, x)
+
+    def _split(self, e: Expr) -> tuple[Expr, dict[int, int]] | None:
+        """``(x, powers)`` where e is an x that depends on s, times or by a number."""
+        if e.op not in ("mul", "div") or "s" not in expr.depends_on(e):
+            return None
+        x, c = e.args if e.op == "div" or "s" in expr.depends_on(e.args[0]) else e.args[::-1]
+        inverse = e.op == "div"
+        if c.op == "div" and expr.is_number(c.args[0], 1):
+            c, inverse = c.args[1], not inverse
+        if c.op != "param":
+            return None
+        powers = self.powers.get(c.args[0], {c.args[0]: 1})
+        return x, {n: -k for n, k in powers.items()} if inverse else powers
+
+
+def _added(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:
+    """Powers of a product, those of 0 left out."""
+    return {n: k for n in (*a, *b) if (k := a.get(n, 0) + b.get(n, 0))}
 
 
 def _function(name: str, arguments: str, lines: list[str]) -> str:
@@ -312,19 +462,20 @@ def _returning(writer: _Writer, name: str, arguments: str, e: Expr) -> str:
     return _function(name, arguments, [*writer.lines, f"return {result}"])
 
 
-def _gradients(writer, score: Expr, reads: tuple[Read, ...], leaf: dict[int, int]) -> list[str]:
+def _gradients(writer, score: Expr, reads: tuple[Read, ...], leaf: dict[int, int], products: _Products) -> list[str]:
     """``slope`` (d score / d s); ``rows``: what a tile adds to the sums by rows; ``leaves``, ``columns``, ``tile_N``: what it
     gives to the other leaves."""
     arguments = "s, b, h, i, j, at"
-    slope = _derivative(score, expr.symbol("s"))
+    slope = products.of(_derivative(score, expr.symbol("s")))
     source = [] if expr.is_number(slope, 1) else [_returning(writer(), "slope", arguments, slope)]
     wanted = {r.slot for r in reads}
     lookups = [e for e in expr.lookups(score) if e.args[0][1] in wanted]
-    slopes = [_derivative(score, e) for e in lookups]
+    slopes = [products.of(_derivative(score, e)) for e in lookups]
     rows, columns, others, sums = writer(), writer(), writer(), []
     for n, (read, e, d) in enumerate(zip(reads, lookups, slopes, strict=True)):
         if read.how == TILES:
-            source.append(_returning(writer(), f"tile_{n}", arguments, d))
+            if not expr.is_number(d, 1):
+                source.append(_returning(writer(), f"tile_{n}", arguments, d))
             w = writer()
             source.append(_function(f"place_{n}", "b, h, i, j, at", [*w.lines, *_place(w, e)]))
             continue
@@ -369,6 +520,19 @@ def _hides(score: Expr) -> bool:
         if not by_head or (e.op not in _BOUNDED and not by_number):
             return True
     return False
+
+
+def _bound(e: Expr) -> float:
+    """Of the size of an expression, whatever s and the tensors are; infinite where it cannot tell."""
+    if e.op == "number":
+        return abs(float(e.args[0]))
+    if e.op in ("tanh", "sigmoid", "erf", "sin", "cos"):
+        return 1.0
+    if e.op in ("neg", "abs"):
+        return _bound(e.args[0])
+    if e.op in ("add", "sub"):
+        return sum(map(_bound, e.args))
+    return math.prod(map(_bound, e.args)) if e.op == "mul" else math.inf
 
 
 def _derivative(root: Expr, wrt: Expr) -> Expr:

@@ -36,6 +36,7 @@ from tilewise.backends.triton.tile import (
     place,
     plain_sizes,
     power,
+    program,
     query_interval,
     rescaled,
     source,
@@ -60,12 +61,10 @@ class Query(NamedTuple):
 def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch, chunks); the last tiles first, which are the longest under a causal mask."""
     sizes = plain_sizes(sizes)
-    pid = tl.program_id(0)
-    slot = sizes.blocks - 1 - pid % sizes.blocks
-    h = (pid // sizes.blocks) % sizes.heads_q
-    at = place(slot, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
+    slot, h, b = program(sizes.heads_q, sizes)
+    at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
     query = load_query(tensors, sizes, at, h, (k_view, k_rest), (v_view, v_rest), F)
-    m = tl.full([F.tile_m], float("-inf"), tl.float32)
+    m = tl.full([F.tile_m], 0.0 if F.bounded else float("-inf"), tl.float32)
     l = tl.full([F.tile_m], 0.0, tl.float32)
     acc = zeros(F.tile_m, True, F)
 
@@ -135,10 +134,29 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
             alive = first < last
         s = tl.where(kept, s, float("-inf"))
 
+    if F.bounded:  # any m is as exact as the maximum that nothing overflows with
+        m_new = m
+        p = tl.exp2(s)
+        l += tl.sum(p, 1)
+    else:
+        m_new, p, rescale = exponentials(s, m, scales, partial, F)
+        l = l * rescale + tl.sum(p, 1)
+        acc = rescaled(acc, rescale)
+    if F.dropout:
+        p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
+    # A key that no row here sees has P = 0, and its row of V is not read: it may hold NaN.
+    v = load_streamed(query.v, n0, left, alive, F.tile_n, True, partial, F)
+    acc = accumulate(p.to(v[0].dtype), v, acc, F)
+    return m_new, l, acc
+
+
+@triton.jit
+def exponentials(s, m, scales, partial, F: tl.constexpr):
+    """``(m', P, α)`` of (6)."""
     if F.natural:
         m_new = tl.maximum(m, tl.max(s, 1))
     else:  # the unit is multiplied in the exponent, where it costs nothing
-        unit = LOG2E if F.general else scales.softmax * LOG2E
+        unit = 1.0 if F.binary else LOG2E if F.general else scales.softmax * LOG2E
         m_new = tl.maximum(m, tl.max(s, 1) * unit)
     shift = m_new
     if F.score is not None or F.whole or partial:
@@ -147,24 +165,18 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
         p = power(s - shift[:, None], F)
     else:
         p = tl.exp2(s * unit - shift[:, None])
-    rescale = power(m - shift, F)
-    l = l * rescale + tl.sum(p, 1)
-    if F.dropout:
-        p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
-    # A key that no row here sees has P = 0, and its row of V is not read: it may hold NaN.
-    v = load_streamed(query.v, n0, left, alive, F.tile_n, True, partial, F)
-    acc = accumulate(p.to(v[0].dtype), v, rescaled(acc, rescale), F)
-    return m_new, l, acc
+    return m_new, p, power(m - shift, F)
 
 
 @triton.jit
 def scored(s, query, j, scales, at, F: tl.constexpr):
-    """The score of a tile of products."""
-    s = s * scales.softmax
+    """The score of a tile of products, in units of log2 if ``F.binary``."""
     if F.score is not None:
         i = query.m0 + tl.arange(0, F.tile_m)
         z = F.score(s, at.b, query.h, i[:, None], j[None, :], at).to(tl.float32)
         s = tl.broadcast_to(z, s.shape)
+    else:
+        s = s * scales.softmax
     return s
 
 

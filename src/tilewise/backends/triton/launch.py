@@ -16,11 +16,15 @@ from torch import Tensor
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, PerTensors, empty_output, unit_last
 from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, columns, decoding, of_pairs, pieces
-from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, emit
+from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, Read, emit, seen_lookup
 from tilewise.backends.triton.facts import Facts
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
+
+BOUND = (
+    80.0  # log2: up to it bf16 holds every exponential, and fp32 the sums of a million of them times values up to 2**27
+)
 
 
 def _wide(t) -> bool:
@@ -124,8 +128,16 @@ class Plan:
 
     @cached_property
     def emitted(self) -> Emitted:
+        return self._emitted()
+
+    @cached_property
+    def emitted_seen(self) -> Emitted:
+        """With functions that find a tile of ``seen`` in place of its elements."""
+        return self._emitted(self.seen[0])
+
+    def _emitted(self, seen: int | None = None) -> Emitted:
         wide = frozenset(n for n, t in enumerate(self.p.extras) if _wide(t))
-        return emit(self.p, wide)
+        return emit(self.p, wide, seen)
 
     @cached_property
     def extents(self) -> tuple[tuple[int, ...], ...]:
@@ -144,6 +156,14 @@ class Plan:
         )
 
     @cached_property
+    def seen(self) -> tuple[int, tuple] | None:
+        """``(slot, leading indices)`` of the tensor whose tiles a descriptor may bring to the score: two names or numbers."""
+        e = seen_lookup(self.p)
+        if e is None:
+            return None
+        return e.args[0][1], (0,) * (5 - len(e.args)) + tuple(x.args[0] for x in e.args[1:-2])
+
+    @cached_property
     def whole(self) -> bool:
         """Whether descriptors may read every tile: they hide rows past a tensor's last, but neither another packed sequence's
         nor keys that no query sees, which may hold NaN."""
@@ -154,18 +174,16 @@ class Plan:
         return self.p.spec.region.predicate is not None and not self.p.packed
 
     def facts(self, tiles: Tiles, align: int, **extra: object) -> Facts:
-        """The compile-time part of a launch."""
-        p, f = self.p, self.emitted.functions
+        """The compile-time part of a launch. ``again``: the score is computed again, for gradients; ``read``: the sum of
+        ``emitted.reads[read]``; ``pair``: the leading indices of ``seen``, whose tiles a descriptor brings."""
+        p, emitted = self.p, self.emitted if extra.get("pair") is None else self.emitted_seen
         ends = [e for e in p.spec.region.ends if e is not None]
         tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         key = (tiles, align, tf32, *extra.items())
         found = self.made.get(key)
         if found is None:
-            common = {
-                name: f.get(name)
-                for name in ("lo", "hi", "first", "last", "keep", "score", "slope", "rows", "leaves", "columns")
-            }
-            fields = common | {
+            names = ("lo", "hi", "first", "last", "keep", "score", "slope", "rows", "leaves", "columns")
+            fields = {name: emitted.functions.get(name) for name in names} | {
                 "tile_m": tiles.tile_m,
                 "tile_n": tiles.tile_n,
                 "head_dim": p.head_dim,
@@ -185,14 +203,21 @@ class Plan:
                 "dk": True,
                 "dv": True,
                 "tma": False,
+                "pair": None,
                 "whole": False,
                 "specialized": tiles.specialized,
                 "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
                 "row_grads": tuple(n for n, read in enumerate(self.emitted.reads) if read.how == ROWS),
                 "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),
                 "hides": self.emitted.hides,
-                "digest": self.emitted.digest,
+                "binary": self.emitted.binary,
+                "bounded": self.emitted.binary and p.dtype == torch.bfloat16 and self.emitted.bound <= BOUND,
+                "digest": emitted.digest,
             }
+            if extra.get("again"):
+                fields["score"] = emitted.functions.get("again")
+            if extra.get("read") is not None:
+                fields |= {name: emitted.functions.get(f"{name}_{extra['read']}") for name in ("tile", "place")}
             found = self.made[key] = Facts(**(fields | extra))
         return found
 
@@ -285,6 +310,21 @@ class Call:
             found += [rebased(made[n], x) if n < len(made) else None for n in (0, 1)]
         return tuple(found)
 
+    def pair_descriptor(self, tiles: Tiles):
+        """Of the tensor that the score reads at i and j, or None."""
+        seen, t = self.plan.seen, self.t
+        if seen is None or not tiles.tma or not aligned(t.leaves[seen[0]]):
+            return None
+        key = ("pair", tiles.tile_m, tiles.tile_n)
+        made = self.plan.made.get(key)
+        if made is None:
+            leaf = t.leaves[seen[0]]
+            missing = 4 - leaf.ndim
+            shape, strides = [1] * missing + list(leaf.shape), [16] * missing + list(leaf.stride())
+            block = [1, 1, tiles.tile_m, tiles.tile_n]
+            made = self.plan.made[key] = kernels().TensorDescriptor(leaf, shape, strides, block)
+        return rebased(made, t.leaves[seen[0]])
+
     def line_descriptors(self, tiles: Tiles, lse2: Tensor, delta: Tensor, wanted: bool) -> tuple:
         """Of the rows' statistics: a plain load would cost each thread an address for every number."""
         if not wanted or self.plan.p.packed:
@@ -322,6 +362,7 @@ class Call:
             line=line_length(p),
             chunk=chunk,
             threshold=dropout.threshold(p.spec.dropout_p) if p.spec.dropout_p else 0,
+            beside=self.plan.config.beside,
             lists=list_strides(lists),
             extents=self.plan.extents,
             grad_extents=self.plan.grad_extents,
@@ -610,11 +651,14 @@ class AgainBackward:
     rows: Pass
     passes: list[Pass]
     slots: tuple[int, ...]
+    pair: int | None
 
     @classmethod
     def of(cls, call: Call, do: Tensor, rows: Pass, passes: list[Pass]) -> AgainBackward | None:
         known = repeatable(call, [x.launched for x in (rows, *passes)]) and call.do is do
-        return cls(rows, passes, call.plan.emitted.slots) if known and not call.plan.emitted.reads else None
+        plan = call.plan
+        pair = None if plan.seen is None else plan.seen[0]
+        return cls(rows, passes, plan.emitted.slots, pair) if known and not plan.emitted.reads else None
 
     def launch(self, t: Inputs, out: Output, do: Tensor, dlse: Tensor, sums: Sums) -> bool:
         """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
@@ -632,6 +676,7 @@ class AgainBackward:
         self.rows(tensors._replace(o=o, lse=lse, dlse=dlse_), {})
         tensors = tensors._replace(dq=sums.dq.data_ptr(), dk=sums.dk.data_ptr(), dv=sums.dv.data_ptr())
         named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "s": delta}
+        named |= {} if self.pair is None else {"p": t.leaves[self.pair]}
         for each in self.passes:
             each(tensors, named)
         return True
@@ -669,10 +714,12 @@ def _pass(call: Call, name: str, tiles: Tiles, bundle: object) -> Pass:
     tensors = bundle if lists is None else bundle._replace(lists=pointers(lists))
     descriptors, letters = call.descriptors(tiles, "qd" if over_keys else "kv"), "kkvv"
     tma = descriptors[0] is not None
+    parts = {"dk": name != "dv", "dv": name != "dk", "again": True}
     if over_keys:
-        descriptors = (*descriptors, *call.line_descriptors(tiles, bundle.lse2, bundle.delta, tma))
-        letters = "qqddls"
-    parts = {"dk": name != "dv", "dv": name != "dk"}
+        pair = call.pair_descriptor(tiles)
+        parts |= {} if pair is None else {"pair": plan.seen[1]}
+        lines = call.line_descriptors(tiles, bundle.lse2, bundle.delta, tma)
+        descriptors, letters = (*descriptors, *lines, pair), "qqddlsp"
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
     sizes = call.sizes(slots, lists=lists)
     grid = (slots * heads * (1 if p.packed else p.batch),)
@@ -713,7 +760,7 @@ class _LeafSums:
         for read in self.reads:
             leaf = call.t.leaves[read.slot]
             alone = read.how in (STORE, TILES)
-            new = torch.empty if read.how == TILES else torch.zeros
+            new = torch.empty if read.how == TILES and _all_of(leaf, read) else torch.zeros
             dtype = leaf.dtype if alone else torch.float32
             self.grads.setdefault(read.slot, new(leaf.shape, dtype=dtype, device=leaf.device))
         lead = (p.heads_q,) if p.packed else (p.batch, p.heads_q)
@@ -726,30 +773,34 @@ class _LeafSums:
     def pair_tiles(self, tensors) -> None:
         """Leaves read at (i, j) that are broadcast over the batch or the heads: one kernel each."""
         plan, call = self.call.plan, self.call
-        p, tiles, functions = plan.p, of_pairs(plan.p, plan.config.dq), plan.emitted.functions
+        p, tiles = plan.p, of_pairs(plan.p, plan.config.dq)
         for n, read in enumerate(self.reads):
             if read.how != TILES:
                 continue
             outer = (1 if "b" in read.loops else p.batch) * (1 if "h" in read.loops else p.heads_q)
             grid = (-(-p.seqlen_q // tiles.tile_m), -(-p.seqlen_k // tiles.tile_n), outer)
-            facts = plan.facts(
-                tiles, call.align, lists=False, tile=functions[f"tile_{n}"], place=functions[f"place_{n}"]
-            )
+            facts = plan.facts(tiles, call.align, lists=False, again=True, read=n)
             loops = ("b" in read.loops, "h" in read.loops)
             plan.start(kernels().tile, grid, tiles, tensors, call.sizes(1), call.scales(), n, *loops, facts)
 
     def totals(self) -> dict[int, Tensor]:
         for read, buffer in zip(self.reads, self.buffers, strict=True):
             if read.how in (ROWS, COLUMNS):
+                grad, axes = self.grads[read.slot], _kept_axes(self.call.plan.p, read, buffer)
+                if axes is not None:
+                    rest = [axis for axis in range(buffer.ndim) if axis not in axes]
+                    order = [sorted(axes).index(axis) for axis in axes]
+                    grad += (buffer.sum(rest) if rest else buffer).permute(order)
+                    continue
                 env, g = self._lines(read.how, buffer)
-                expr.read_adjoint(self.grads[read.slot], read.expr, env, self.call.t.leaves, g)
+                expr.read_adjoint(grad, read.expr, env, self.call.t.leaves, g)
         return {slot: grad.to(self.call.t.leaves[slot].dtype) for slot, grad in self.grads.items()}
 
     def _lines(self, how: str, buffer: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Indices of a buffer of row or column sums, and the buffer, on axes ``(b, h, i, j)``."""
         p, device = self.call.plan.p, buffer.device
         h = torch.arange(p.heads_q, device=device).view(1, -1, 1, 1)
-        n = lambda x: torch.tensor(x, device=device)  # noqa: E731
+        n = lambda x: torch.full((), x, device=device)  # noqa: E731 - filled there: a copy would wait for the GPU
         if p.packed:
             env = self._packed_lines(how, buffer.shape[-1])
             g = buffer.unsqueeze(0)
@@ -777,3 +828,22 @@ class _LeafSums:
             "seqlen_q": view((cu_q[1:] - cu_q[:-1])[b]),
             "seqlen_k": view((cu_k[1:] - cu_k[:-1])[b]),
         }
+
+
+def _all_of(leaf: Tensor, read: Read) -> bool:
+    """Whether a read at whole axes and numbers is of every element: of an axis that a number indexes, there is one."""
+    return all(size == 1 for size, x in zip(leaf.shape, read.expr.args[1:], strict=True) if x.op == "number")
+
+
+def _kept_axes(p: Problem, read: Read, buffer: Tensor) -> list[int] | None:
+    """The axes of a buffer of row or column sums, (batch, heads, line) or packed (heads, line), that a leaf's axes are, in its
+    order, where it is read at whole axes and nothing else: its gradient is then one sum. None elsewhere."""
+    line = "i" if read.how == ROWS else "j"
+    names = ("h",) if p.packed else ("b", "h", line)
+    shape, axes = p.extras[read.slot].shape, []
+    for size, index in zip(shape, read.expr.args[1:], strict=True):
+        name = index.args[0] if index.op == "symbol" else None
+        if name not in names or names.index(name) in axes or buffer.shape[names.index(name)] != size:
+            return None
+        axes.append(names.index(name))
+    return axes

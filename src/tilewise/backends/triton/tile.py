@@ -51,6 +51,7 @@ class Sizes(NamedTuple):
 
     ``q k v do`` are ``(batch, row, head)`` strides in units of ``F.align``; ``line``: rows from one head to the next in the
     backward's lse2 and delta; ``chunk`` keys of a split, in tiles.
+    ``beside``: batch elements and heads whose programs of one tile run side by side (:func:`program`).
     ``lists``: strides of a tile list ``(batch, head, line)`` and of its counts ``(batch, head)``. ``extents``: size and
     stride of each axis, for each leaf; ``grad_extents`` those of its gradient.
     """
@@ -68,6 +69,7 @@ class Sizes(NamedTuple):
     line: int
     chunk: int
     threshold: int
+    beside: tuple
     lists: tuple
     extents: tuple
     grad_extents: tuple
@@ -82,7 +84,8 @@ class Scales(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where a program works: batch element, tile, the sequence's first rows and lengths; and what emitted functions read."""
+    """Where a program works: batch element, tile, the sequence's first rows and lengths; and what emitted functions read:
+    ``pair`` is the tile of the tensor that is read at i and j, where a descriptor brings it."""
 
     b: Any
     block: Any
@@ -95,6 +98,7 @@ class At(NamedTuple):
     grads: Any
     grad_extents: Any
     numbers: Any
+    pair: Any
 
 
 @triton.jit
@@ -114,10 +118,24 @@ def plain_sizes(s):
         line=plain(s.line),
         chunk=plain(s.chunk),
         threshold=plain(s.threshold),
+        beside=(plain(s.beside[0]), plain(s.beside[1])),
         lists=(plain(s.lists[0]), plain(s.lists[1]), plain(s.lists[2]), plain(s.lists[3]), plain(s.lists[4])),
         extents=s.extents,
         grad_extents=s.grad_extents,
     )
+
+
+@triton.jit
+def program(heads, sizes):
+    """``(slot, head, batch element)`` of this program: ``sizes.beside`` elements and heads first, then the slots of a head, then
+    the other heads and elements."""
+    pid = tl.program_id(0)
+    some_b, some_h = sizes.beside
+    b, pid = pid % some_b, pid // some_b
+    h, pid = pid % some_h, pid // some_h
+    slot, pid = pid % sizes.blocks, pid // sizes.blocks
+    others = heads // some_h
+    return slot, pid % others * some_h + h, pid // others * some_b + b
 
 
 @triton.jit
@@ -159,6 +177,7 @@ def place(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, F: tl.conste
         grads=tensors.grads,
         grad_extents=sizes.grad_extents,
         numbers=scales.numbers,
+        pair=b,  # with_pairs puts a tile in its place
     )
 
 
@@ -180,6 +199,41 @@ def rows_of(pointer, strides, at, start, h, F: tl.constexpr):
     if not F.packed:
         base += tl.cast(strides[0], tl.int64) * at.b
     return pointer + base * F.align, row
+
+
+@triton.jit
+def with_pairs(at, view, h, m0, n0, F: tl.constexpr):
+    """``at`` with the tile at (m0, n0), as (keys, queries), of what ``view`` sees: a descriptor of four axes, the first two by
+    ``F.pair``: each the batch element, the head, or a number."""
+    if F.pair is None:
+        return at
+    else:
+        pair = view.load([_lead(at.b, h, 0, F), _lead(at.b, h, 1, F), m0, n0]).reshape(F.tile_m, F.tile_n)
+        return At(
+            b=at.b,
+            block=at.block,
+            start_q=at.start_q,
+            start_k=at.start_k,
+            seqlen_q=at.seqlen_q,
+            seqlen_k=at.seqlen_k,
+            leaves=at.leaves,
+            extents=at.extents,
+            grads=at.grads,
+            grad_extents=at.grad_extents,
+            numbers=at.numbers,
+            pair=tl.trans(pair),
+        )
+
+
+@triton.jit
+def _lead(b, h, N: tl.constexpr, F: tl.constexpr):
+    LEADS: tl.constexpr = F.pair
+    if LEADS[N] == "b":
+        return b
+    elif LEADS[N] == "h":
+        return h
+    else:
+        return h * 0 + LEADS[N]
 
 
 class Source(NamedTuple):

@@ -208,7 +208,7 @@ def modules() -> dict[str, types.ModuleType]:
     plain = lambda f: f  # noqa: E731
     arch = SimpleNamespace(
         fmax=np.fmax,
-        shuffle_sync_bfly=lambda x, offset: x[THREADS ^ offset],
+        shuffle_sync_bfly=lambda x, offset: x[THREADS[: len(x)] ^ offset],
         rcp_approx=lambda x: np.float32(1) / x,
         vote_any_sync=lambda p: bool(np.any(p)),
         elect_one=elect_one,
@@ -273,7 +273,7 @@ def assume(n: int, divby: int) -> int:
 
 def shuffle(x: np.ndarray, lane):
     """From a lane of each thread's warp; from one for all, where the same number is in every warp, as a number."""
-    return int(x[lane]) if np.ndim(lane) == 0 else x[THREADS // 32 * 32 + lane % 32]
+    return x[lane].item() if np.ndim(lane) == 0 else x[THREADS // 32 * 32 + lane % 32]
 
 
 def select(condition, a, b):
@@ -390,6 +390,13 @@ def _stand_in(forward, tile) -> None:
             for c, value in enumerate(values[0, :, thread]):
                 part_o[(*(x[thread] for x in place), tile.column_of(thread, c))] = value
 
+    def put_columns(o, place, inside, column, words) -> None:
+        batch, head, i = (np.broadcast_to(x, THREADS.shape) for x in place)
+        for n, word in enumerate(words):
+            for part, at in ((word.real, column + 2 * n), (word.imag, column + 2 * n + 1)):
+                there = np.broadcast_to(inside, THREADS.shape) & (at < o.shape[3])
+                o[batch[there], i[there], head[there], at[there]] = part[there]
+
     def put_merged(o, lse, sums, statistic, column) -> None:
         lse[0] = statistic
         step = forward.combine.STEP
@@ -401,10 +408,11 @@ def _stand_in(forward, tile) -> None:
     def put_tile(t, room, q_tile, x) -> None:
         room.o.tiles[q_tile] = rounded(matrix_of(t.o.values), x.dtype)
 
-    for stand_in in (operands, to_p, put_lse, put_row, put_tile, cut):
+    for stand_in in (operands, to_p, put_lse, put_row, put_columns, put_tile, cut):
         setattr(forward, stand_in.__name__, stand_in)
     forward.combine.put = put_merged
     stand_in_for_queues(tile, forward.packed)
+    tile.pack = lambda low, high, dtype: rounded(low, dtype) + 1j * rounded(high, dtype)  # two numbers as one word
     tile.all_agree = lambda condition, barrier_id: int(np.all(condition))
     tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
 
@@ -425,6 +433,7 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
     o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
     extra = forward.extra_of([Global(x) if isinstance(x, np.ndarray) else x for x in extra], config)
+    extra = extra._replace(o=Global(o))
     work = forward.Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
                         np.float32(scale2), np.float32(cap2), extra)  # fmt: skip
     info = lambda x: SimpleNamespace(values=x, atom=None, group=work.group)  # noqa: E731
@@ -432,12 +441,12 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
     for cta in range(ctas):
         ring, tiles = Rooms(t.slots), Rooms(t.q_tiles)
         bars = [[Barrier(n) for _ in range(count)] for n, count in
-                ((1, t.slots), (4 * t.warpgroups, t.slots), (1, t.q_tiles), (128 if config.split else 1, t.q_tiles),
+                ((1, t.slots), (4 * t.warpgroups, t.slots), (1, t.q_tiles), (1 if config.stores else 4, t.q_tiles),
                  (128, t.q_tiles))]  # fmt: skip
         room = forward.Room(tiles, ring, ring, tiles, *map(Pointer, bars), None, Pointer([None] * 2 * t.q_tiles))
         roles = [(False, lambda room=room: forward.load(tmas, room, work, config))]
         for w in range(t.warpgroups):
-            if not config.split:
+            if config.stores:
                 roles.append((False, lambda w=w, room=room: forward.store(tmas, room, w, work, config)))
             roles.append(
                 (True, lambda w=w, room=room: forward.compute(tmas, room, w, lse, sink, "qk", "pv", work, config))

@@ -230,15 +230,16 @@ class Machine:
 
     A copy lands at some later time; what it overwrites must not be in use, and what is read must be what was meant.
 
-    ``split``: those that compute store, too. ``queued``: only who loads knows which tile is next, and whether there is one.
+    ``split``, and with one tile of Q: those that compute store, too. ``queued``: only who loads knows which tile is next, and whether there is one.
     """
 
     def __init__(self, tiles, tile_blocks: list[int], seed: int, split: bool = False, queued: bool = False):
         self.t, self.blocks, self.random = tiles, tile_blocks, random.Random(seed)
-        self.split, self.queued, self.number = split, queued, [None] * tiles.q_tiles
+        self.stores = tiles.q_stages > 1 and not split
+        self.queued, self.number = queued, [None] * tiles.q_tiles
         warps = 4 * tiles.warpgroups
         self.full, self.empty = ([Barrier(n) for _ in range(tiles.slots)] for n in (1, warps))
-        counts = 1, 128 if split else 1, 128
+        counts = 1, 1 if self.stores else 4, 128
         self.q_full, self.q_empty, self.o_full = ([Barrier(n) for _ in range(tiles.q_tiles)] for n in counts)
         self.together = [Barrier(4) for _ in range(tiles.warpgroups)]  # the named barriers of the warpgroups
         self.ring: list = [None] * tiles.slots
@@ -300,13 +301,17 @@ class Machine:
                 yield n, q_phase
                 continue
             if tile < 0:
-                self.o_full[n].change(32, 0)
+                self.o_full[n].change(32 if self.stores else 0, 0)
                 return
             yield self.q_full[n], q_phase
             blocks = self.blocks[tile]
             assert self.q[n] == ("Q", tile, w)
             self.users["q", n] += 1
-            for what in schedule.loads(blocks):
+            loads = list(schedule.loads(blocks))
+            for step, what in enumerate(loads):
+                if step == len(loads) - 1:  # all scores are there
+                    self.users["q", n] -= 1
+                    self.q_empty[n].change(0 if self.stores else 1, 0)
                 yield self.full[slot], phase
                 assert self.ring[slot] == (tile, *what)
                 self.users["ring", slot] += 1
@@ -314,12 +319,10 @@ class Machine:
                 self.users["ring", slot] -= 1
                 self.empty[slot].change(1, 0)
                 slot, phase = schedule.after(slot, phase, self.t.slots)
-            self.users["q", n] -= 1
             self.together[w].change(1, 0)
             yield self.together[w], tile % 2
-            if self.split:
+            if not self.stores:
                 self.stored += [(tile, w)] if warp == 0 else []
-                self.q_empty[n].change(32, 0)
                 continue
             self.q[n] = ("O", tile, w)  # all four warps write the same
             self.o_full[n].change(32, 0)
@@ -341,7 +344,7 @@ class Machine:
 
     def run(self) -> None:
         groups = range(self.t.warpgroups)
-        stores = [] if self.split else map(self.store, groups)
+        stores = [] if not self.stores else map(self.store, groups)
         roles = [self.load(), *stores, *(self.compute(w, n) for w in groups for n in range(4))]
         waiting = {n: next(role) for n, role in enumerate(roles)}
         pace = [self.random.choice((0.05, 0.5, 1.0)) for _ in roles]  # some roles are slow in this run

@@ -112,7 +112,7 @@ def build(config: Config | Backward, folder: Path) -> dict:
 def judged(config: Config, listing: str, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     """Figures of a forward, and what is not as it must be."""
     report, shared, tiles = sass.read(listing), max(x.shared for x in recipe.launches), config.tiles
-    faults = report.faults(exponentials=tiles.tile_n // 2, stores=not config.split)
+    faults = report.faults(exponentials=tiles.tile_n // 2, stores=config.stores)
     limits = {tiles.registers, tiles.registers_load}
     faults += [] if set(report.registers) == limits else [f"setmaxnreg of {sorted(report.registers)}, not {limits}"]
     faults += (

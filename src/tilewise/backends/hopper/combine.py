@@ -18,7 +18,10 @@ F32, I32 = cutlass.Float32, cutlass.Int32
 ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 WARPS = 4  # of a CTA
 STEP = 32  # columns that a warp takes at once: one a lane
-AHEAD = 8  # chunks whose loads are on their way together
+AHEAD = {
+    True: 8,
+    False: 4,
+}  # chunks whose loads are on their way together: where one tile holds the queries, and where several do
 
 
 class Merge(NamedTuple):
@@ -33,44 +36,54 @@ class Merge(NamedTuple):
     sinks: I32
 
 
-@cute.jit
-def largest(part_lse: cute.Tensor, sink):
-    """``m`` of a row, 0 where nothing counts. In base e as its terms: what is subtracted before a product with log2 e, and
-    added after one with ln 2, keeps lse within a rounding."""
-    m = sink
-    for c in cutlass.range(cute.size(part_lse), unroll=AHEAD):
-        m = cute.arch.fmax(m, part_lse[c])
-    return tile.choose(m == -tile.INF, 0.0, m)
+def over_warp(x, combine):
+    for offset in (16, 8, 4, 2, 1):
+        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+    return x
 
 
 def exponential(x):
     return cute.math.exp2(x * tile.LOG2_E, fastmath=True)
 
 
-def ahead(part_o: cute.Tensor, part_lse: cute.Tensor, first, columns: list) -> list:
-    """``(o, lse)`` of AHEAD chunks, whose loads so are on their way together; of chunks past the last, lse is -inf."""
-    count, found = cute.size(part_lse), []
-    for n in range(AHEAD):
-        c = cutlass.min(first + n, count - 1)
-        lse = tile.choose(first + n < count, part_lse[c], -tile.INF)
-        found.append(([part_o[c, column] for column in columns], lse))
-    return found
+def weights(part_lse: cute.Tensor, sink, lane):
+    """``(w, l, m)`` of a row, without the sink's part of l, and w of the chunk that is the lane's: there are at most 32. ``m`` is
+    0 where nothing counts. In base e as its terms: what is subtracted before a product with log2 e, and added after one
+    with ln 2, keeps lse within a rounding."""
+    count = cute.size(part_lse)
+    lse = tile.choose(lane < count, part_lse[cutlass.min(lane, count - 1)], -tile.INF)
+    m = cute.arch.fmax(over_warp(lse, cute.arch.fmax), sink)
+    m = tile.choose(m == -tile.INF, 0.0, m)
+    weight = exponential(lse - m)
+    return weight, over_warp(weight, lambda x, y: x + y), m
+
+
+def ahead(part_o: cute.Tensor, first, columns: list, together: int) -> list:
+    """o of some chunks, whose loads so are on their way together; of chunks past the last, the last one's."""
+    count = cute.size(part_o, mode=[0])
+    return [[part_o[cutlass.min(first + n, count - 1), column] for column in columns] for n in range(together)]
+
+
+def add(sums: cute.Tensor, chunks: list, weight, first) -> None:
+    """Chunks from the ``first`` on; past the last, where a lane has none, a weight is 0."""
+    for n, o in enumerate(chunks):
+        w = cute.arch.shuffle_sync(weight, first + n)
+        for c, value in enumerate(o):
+            sums[c] = sums[c] + w * value
 
 
 @cute.jit
-def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, width: cutlass.Constexpr):
+def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, x: cutlass.Constexpr):
     """A lane's columns ``column + STEP n``, and the row's lse."""
-    m = largest(part_lse, sink)
-    extra, total = exponential(sink - m), F32(0.0)
-    sums = cute.make_rmem_tensor((width // STEP,), F32)
+    together, columns = AHEAD[x.tiles.warpgroups == 1], [column + STEP * n for n in range(x.tiles.width_v // STEP)]
+    sums = cute.make_rmem_tensor((len(columns),), F32)
     sums.fill(0.0)
-    for first in cutlass.range(0, cute.size(part_lse), AHEAD, unroll=1):
-        for o, lse in ahead(part_o, part_lse, first, [column + STEP * n for n in range(width // STEP)]):
-            weight = exponential(lse - m)
-            total = total + weight
-            for n in cutlass.range_constexpr(width // STEP):
-                sums[n] = sums[n] + weight * o[n]
-    keyless, total = total == 0.0, total + extra
+    chunks = ahead(part_o, 0, columns, together)  # on their way while the weights are made
+    weight, total, m = weights(part_lse, sink, column)
+    add(sums, chunks, weight, 0)
+    for first in cutlass.range(together, cute.size(part_lse), together, unroll=1):
+        add(sums, ahead(part_o, first, columns, together), weight, first)
+    keyless, total = total == 0.0, total + exponential(sink - m)
     factor = tile.choose(total == 0.0, 0.0, cute.arch.rcp_approx(total))
     for n in cutlass.range_constexpr(cute.size(sums)):
         sums[n] = sums[n] * factor
@@ -98,7 +111,7 @@ def kernel(t: Merge, x: cutlass.Constexpr):
         sink = tile.choose(t.sinks != 0, t.sink[head], -tile.INF)
         column = thread % 32
         part_o, part_lse = t.part_o[None, b, head, i, None], t.part_lse[None, b, head, i]
-        sums, statistic = merge(part_o, part_lse, sink, column, x.tiles.width_v)
+        sums, statistic = merge(part_o, part_lse, sink, column, x)
         put(t.o[b, i, head, None], cute.domain_offset((i,), t.lse[b, head, None]), sums, statistic, column)
 
 

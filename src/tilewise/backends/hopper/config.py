@@ -46,7 +46,8 @@ class Tiles:
     Attributes:
         width, width_v: head dims that it is compiled for; smaller ones are filled with zeros as they are loaded.
         slots: of the ring; one holds a block of K or of V.
-        q_stages: tiles of Q (and O) that a warpgroup has; with two the next is loaded while one is finished.
+        q_stages: tiles of Q that a warpgroup has; with two the next is loaded while O of one leaves by the other's room, with
+            one O leaves from registers and the next is loaded as soon as the last scores are there.
         registers, registers_load: of a thread that computes, and of one that loads or stores.
         lazy: O is rescaled only where a row's maximum has grown by more than ``tile.LAZY``.
         turns: the warpgroups begin their products one after the other, so that one's softmax runs under another's.
@@ -209,6 +210,11 @@ class Config(Formed):
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
 
     @property
+    def stores(self) -> bool:
+        """Whether O goes through shared memory, from where the copy engine stores it."""
+        return self.tiles.q_stages > 1 and not self.split
+
+    @property
     def steady(self) -> bool:
         """Whether whole blocks do without their maxima; a traced score may hide what no mask does."""
         return self.tiles.steady and self.traced == PLAIN and not self.dropout
@@ -263,8 +269,8 @@ TABLE = {
         Tiles(96, 96, 2, 64, 12, 2, 240),
     ),
     (128, 128): (
-        Tiles(128, 128, 2, 128, 4, 2, 240, turns=True, steady=True),
-        Tiles(128, 128, 2, 128, 4, 2, 240, steady=True),
+        Tiles(128, 128, 2, 128, 5, 2, 240, turns=True, steady=True),
+        Tiles(128, 128, 2, 128, 5, 2, 240, steady=True),
         Tiles(128, 128, 2, 80, 8, 2, 240),
         Tiles(128, 128, 2, 64, 9, 2, 240),
     ),
@@ -282,7 +288,7 @@ TABLE = {
     ),
     (256, 256): (
         Tiles(256, 256, 2, 80, 4, 1, 240),
-        Tiles(256, 256, 2, 80, 4, 1, 240, steady=True),
+        Tiles(256, 256, 2, 80, 4, 1, 240, turns=True),
         Tiles(256, 256, 2, 48, 6, 1, 240),
         Tiles(256, 256, 2, 32, 10, 1, 240),
     ),
@@ -302,25 +308,28 @@ SHORT = {
 SMALLER = {
     (64, 64, False): (Tiles(64, 64, 2, 128, 8, 2, 240, turns=True, steady=True),),
     (64, 64, True): (Tiles(64, 64, 2, 128, 8, 2, 240, steady=True),),
+    (256, 256, False): (Tiles(256, 256, 2, 64, 5, 1, 240),),
+    (256, 256, True): (Tiles(256, 256, 2, 64, 5, 1, 240),),
 }
 # What else is worth a measurement, for "full" and "upper" in bf16.
 CANDIDATES = (
     Tiles(64, 64, 3, 128, 8, 2, 160, steady=True),
+    Tiles(64, 64, 3, 128, 11, 2, 160, turns=True, steady=True),
     Tiles(64, 64, 2, 128, 8, 2, 240, turns=True, steady=True),
     Tiles(64, 64, 2, 128, 8, 2, 240, steady=True),
     Tiles(64, 64, 2, 64, 12, 2, 240, steady=True),
     Tiles(64, 64, 3, 96, 10, 2, 160, turns=True, steady=True),
     Tiles(96, 96, 2, 128, 6, 2, 240, turns=True, steady=True),
-    Tiles(96, 96, 3, 96, 7, 1, 160, turns=True, steady=True),
-    Tiles(128, 128, 2, 128, 4, 2, 240, turns=True, steady=True),
-    Tiles(128, 128, 2, 128, 4, 2, 240, steady=True),
+    Tiles(96, 96, 2, 128, 7, 2, 240, steady=True),
     Tiles(128, 128, 2, 128, 5, 2, 240, turns=True, steady=True),
     Tiles(128, 128, 2, 128, 5, 2, 240, steady=True),
-    Tiles(128, 128, 3, 80, 8, 1, 160, steady=True),
     Tiles(128, 128, 2, 64, 9, 2, 240, steady=True),
-    Tiles(256, 256, 2, 80, 4, 1, 240, steady=True),
+    Tiles(192, 192, 2, 96, 4, 1, 240, turns=True),
+    Tiles(192, 192, 2, 112, 4, 1, 240, turns=True),
+    Tiles(256, 256, 2, 80, 4, 1, 240, turns=True),
+    Tiles(256, 256, 2, 80, 4, 1, 240),
+    Tiles(256, 256, 2, 64, 5, 1, 240, turns=True),
     Tiles(256, 256, 2, 64, 5, 1, 240),
-    Tiles(256, 256, 2, 64, 3, 2, 240, steady=True),
 )
 
 

@@ -11,9 +11,10 @@ mbarriers (arrivals in brackets), each waited for by the other side:
 ``q_full`` (1 + bytes) load -> compute, ``o_full`` (128) compute -> store, ``q_empty`` (1) store -> load: a tile of O takes
 the place of the tile of Q that it came from.
 
-With split keys a tile has a chunk of its keys alone, and leaves a state in fp32, which :mod:`tilewise.backends.hopper.combine`
-merges: compute writes it itself, nobody stores, and ``q_empty`` (128) is compute -> load. Of packed sequences only load knows
-which tile is next: ``q_full`` and ``o_full`` come with it, and at last with none.
+With one tile of Q, and with split keys, nobody stores: compute writes O to global memory itself, and ``q_empty`` (one of every warp
+of the warpgroup) is compute -> load, as soon as the last scores are there, so that the next Q comes under the end of a tile. A tile
+of split keys has a chunk of its keys alone, and leaves a state in fp32, which :mod:`tilewise.backends.hopper.combine` merges. Of
+packed sequences only load knows which tile is next: ``q_full`` and ``o_full`` come with it, and at last with none.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ PICK = schedule.Pick(cutlass.min, cutlass.max)
 class Extra(NamedTuple):
     """What only some kernels have, None elsewhere.
 
+    ``o`` (batch, row, head, column), where nobody stores.
     ``part_o`` (chunk, batch, head, row, width_v) and ``part_lse`` (chunk, batch, head, row), fp32: states of chunks of keys.
     ``lo``, ``hi`` (batch, head, row), int32: the ends of every row.
     ``blocks`` (batch, head, query tile, step), ``counts`` (batch, head, query tile, 2), int32: the key blocks to visit, those
@@ -49,6 +51,7 @@ class Extra(NamedTuple):
     ``leaves``, ``numbers``: what expressions read.
     """
 
+    o: cute.Tensor | None = None
     part_o: cute.Tensor | None = None
     part_lse: cute.Tensor | None = None
     lo: cute.Tensor | None = None
@@ -267,7 +270,7 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
                 cute.arch.mbarrier_init(room.empty + n, 4 * c.warpgroups)
             for n in cutlass.range_constexpr(c.q_tiles):
                 cute.arch.mbarrier_init(room.q_full + n, 1)
-                cute.arch.mbarrier_init(room.q_empty + n, 128 if x.split else 1)
+                cute.arch.mbarrier_init(room.q_empty + n, 1 if x.stores else 4)
                 cute.arch.mbarrier_init(room.o_full + n, 128)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
@@ -676,8 +679,7 @@ def compute(
     tmas: Tmas, room: Room, w, lse: cute.Tensor, sink: cute.Tensor, qk: cute.TiledMma, pv: cute.TiledMma, work: Work,
     x: cutlass.Constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 rows of each tile. Where there is room for two tiles of Q, the first product of the next tile runs under
-    the end of one."""
+    """One warpgroup: 64 rows of each tile. The first product of the next tile runs under the end of one."""
     c = x.tiles
     t = operands(qk, pv, room, x)
     slot, phase, q_stage, q_phase = I32(0), I32(0), I32(0), I32(0)
@@ -695,7 +697,8 @@ def compute(
             epilogue(t, room, q_tile, w, lse, sink, at, work, x)
             q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
             of = handed_on(w * c.q_stages + q_stage, room.q_full, q_phase, room)
-        cute.arch.mbarrier_arrive(room.o_full + w * c.q_stages + q_stage)  # for who stores to end, too
+        if cutlass.const_expr(x.stores):
+            cute.arch.mbarrier_arrive(room.o_full + w * c.q_stages + q_stage)  # for who stores to end, too
     else:
         last, at = rounds_of(work, x) - 1, place_of(0, work, x)
         slot, phase = first_scores(t, at, w * c.q_stages, q_phase, (slot, phase), w, True, room, work, x)
@@ -707,16 +710,10 @@ def compute(
             q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
             n_q = w * c.q_stages + q_stage
             at = place_of(PICK.smaller(round_ + 1, last), work, x)
-            if cutlass.const_expr(c.q_stages > 1):
-                slot, phase = first_scores(t, at, n_q, q_phase, (slot, phase), w, round_ < last, room, work, x)
-                warpgroup.wait_group(1)
-                release(room.empty + v_slot)
-                epilogue(t, room, q_tile, w, lse, sink, this, work, x)
-            else:
-                warpgroup.wait_group(0)
-                release(room.empty + v_slot)
-                epilogue(t, room, q_tile, w, lse, sink, this, work, x)
-                slot, phase = first_scores(t, at, n_q, q_phase, (slot, phase), w, round_ < last, room, work, x)
+            slot, phase = first_scores(t, at, n_q, q_phase, (slot, phase), w, round_ < last, room, work, x)
+            warpgroup.wait_group(1)
+            release(room.empty + v_slot)
+            epilogue(t, room, q_tile, w, lse, sink, this, work, x)
         warpgroup.wait_group(0)
 
 
@@ -747,15 +744,16 @@ def compute_tile(
         for step in cutlass.range(at.stop - at.start - rest, unroll=1):  # the left edge
             block = Block(line, block_at(at, rest + step, work, x), True)
             slot, phase = key_block(t, q_tile, (slot, phase), block, room, work, x)
+    if cutlass.const_expr(not x.stores):
+        release(room.q_empty + q_tile)
     last_product(t, (slot, phase), room, x)
     return slot, phase
 
 
 def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work, x: Config):
-    """lse to global memory, O / l to where Q was, from where a storing warp takes it."""
+    """lse to global memory, O / l there too, or to where Q was, from where a storing warp takes it."""
     if x.split:
         put_part(t, at, w, work, x)
-        cute.arch.mbarrier_arrive(room.q_empty + q_tile)
         return
     heads = [row_at(at, w, r, work, x)[0][1] for r in range(2)]
     sinks = work.sinks
@@ -766,6 +764,9 @@ def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Te
         place, inside = row_at(at, w, r, work, x)  # again: known early, the condition costs the loops instructions
         put_lse(lse, place, statistic[r], inside)
     tile.scale_rows(tile.rows_columns(t.o), kept(factor, work, x))
+    if not x.stores:
+        put_rows(t, at, w, work, x)
+        return
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
     put_tile(t, room, q_tile, x)
     cute.arch.fence_view_async_shared()
@@ -800,6 +801,24 @@ def put_row(values: cute.Tensor, part_o: cute.Tensor, place: tuple, inside):
             tile.put_pair(start + tile.constant_column(c), values[c], values[c + 1])
 
 
+def put_rows(t: Operands, at: Place, w, work: Work, x: Config) -> None:
+    """O, rounded, from registers to global memory: 16 bytes of a row a thread and store, of which a quad's lie side by side."""
+    o, column = tile.rows_columns(t.o), 8 * (cute.arch.thread_idx()[0] % 4)
+    for r in range(2):
+        place, inside = row_at(at, w, r, work, x)
+        for first in range(0, cute.size(o, mode=[1]), 8):  # four pairs of columns: 32 of the quad
+            pairs = [tile.pack(o[r, first + n], o[r, first + n + 1], x.dtype) for n in range(0, 8, 2)]
+            put_columns(work.extra.o, place, inside, column + tile.constant_column(first), tile.quad_transposed(pairs))
+
+
+def put_columns(o: cute.Tensor, place: tuple, inside, column, words: list) -> None:
+    """Eight columns of a row, two in each word, as far as there are such."""
+    batch, head, i = place
+    row = o[batch, i, head, None]
+    there = cutlass.select_(inside, I32(cute.size(row)), I32(0)) > column
+    tile.put_words_if(there, row.iterator + column, words)
+
+
 def put_tile(t: Operands, room: Room, q_tile, x: Config) -> None:
     """O, rounded, to shared memory."""
     element = ELEMENT[x.dtype]
@@ -823,12 +842,14 @@ def kernel(
     group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
     room = allocate(tmas, x)
     start_barriers(room, x)
+    if cutlass.const_expr(x.split):
+        cute.arch.griddepcontrol_launch_dependents()  # the merge may be set up; it waits for this kernel's end
     if group == 0:
         cute.arch.setmaxregister_decrease(c.registers_load)
         if warp == 0:
             load(tmas, room, work, x)
-        elif cutlass.const_expr(x.split):
-            pass  # those that compute store their states
+        elif cutlass.const_expr(not x.stores):
+            pass  # those that compute do
         elif warp <= c.warpgroups:
             store(tmas, room, warp - 1, work, x)
     else:
@@ -898,7 +919,7 @@ def launch(
     lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
     work = Work(
         q.shape[1], k.shape[1], q.shape[2], group, q.shape[0], section, lo, hi, sinks, scale2, cap2,
-        extra_of(extra, x),
+        extra_of(extra, x)._replace(o=None if x.stores or x.split else o),
     )  # fmt: skip
     kernel.set_name_prefix(x.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(

@@ -85,6 +85,19 @@ def over_quad(x, combine):
     return x
 
 
+def quad_transposed(words: list) -> list:
+    """Of the four lanes of a quad with four words each, as a matrix (lane, word), the transpose: a lane gets its word of each lane."""
+    lane = cute.arch.thread_idx()[0] % 4
+    for bit in (1, 2):  # lanes and words that differ in this bit change places
+        upper, found = lane // bit % 2 == 1, list(words)
+        for n in (n for n in range(4) if not n & bit):
+            low, high = words[n], words[n | bit]
+            other = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, low, high), offset=bit)
+            found[n], found[n | bit] = cutlass.select_(upper, other, low), cutlass.select_(upper, high, other)
+        words = found
+    return words
+
+
 def pack(low, high, dtype: str):
     """Two numbers rounded to ``dtype`` in one register.
 
@@ -291,3 +304,10 @@ def put_pair(pointer, low, high) -> None:
     """Two fp32 numbers to global memory at a multiple of 8 bytes; four lanes fill a sector of 32."""
     code = "st.global.v2.f32 [{$r0}], {{$r1},{$r2}};"
     cute.arch.inline_ptx(code, read_only_args=[pointer.toint(), low, high])
+
+
+def put_words_if(condition, pointer, words: list) -> None:
+    """Four words to global memory at a multiple of 16 bytes, where the condition holds."""
+    code = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; @p st.global.v4.b32 [{$r1}], {{$r2},{$r3},{$r4},{$r5}}; }"
+    flag = cutlass.select_(condition, cutlass.Int32(1), cutlass.Int32(0))
+    cute.arch.inline_ptx(code, read_only_args=[flag, pointer.toint(), *words])

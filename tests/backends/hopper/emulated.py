@@ -398,7 +398,7 @@ def _stand_in(forward, tile) -> None:
                 o[batch[there], i[there], head[there], at[there]] = part[there]
 
     def put_merged(o, lse, sums, statistic, column) -> None:
-        lse[0] = statistic
+        lse[0] = statistic[0]
         step = forward.combine.STEP
         for n, numbers in enumerate(sums):
             at = column + step * n

@@ -230,7 +230,8 @@ class Machine:
 
     A copy lands at some later time; what it overwrites must not be in use, and what is read must be what was meant.
 
-    ``split``, and with one tile of Q: those that compute store, too. ``queued``: only who loads knows which tile is next, and whether there is one.
+    ``split``, and with one tile of Q: those that compute store, too. ``queued``: only who loads knows which tile is next, and
+    whether there is one.
     """
 
     def __init__(self, tiles, tile_blocks: list[int], seed: int, split: bool = False, queued: bool = False):

@@ -150,6 +150,10 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     Raises:
         ValueError: an argument of a type that the operator could not even take. All else is the operator's to check.
     """
+    if _is_plain(q, k, v, o) and not torch.compiler.is_compiling():
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
+        return [], None, _plain_text(o.causal, o.softmax_scale, deterministic, needs_grad, o.backend)
     reasons = _type_reasons(q, k, v, o)
     if reasons:
         raise ValueError("attention was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
@@ -182,6 +186,36 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         backend=o.backend,
     )
     return tensors, _seed(q, o), spec
+
+
+_TENSORS = {Tensor, torch.nn.Parameter}
+_SCALES, _TRUTH, _NAMES = {type(None), float}, {type(None), bool}, {type(None), str}
+
+
+def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
+    """Whether there is nothing but q, k, v and a few words, all of the types that they should be: then nothing has to be assembled,
+    which takes 0.8 of 3.6 µs (bench/overhead.py)."""
+    return (
+        o.mask is None and o.score is None and o.sink is None and o.cu_seqlens_q is None and o.cu_seqlens_k is None
+        and o.dropout_seed is None and type(o.dropout_p) is float and o.dropout_p == 0.0
+        and type(o.causal) is bool and type(o.deterministic) in _TRUTH and type(o.softmax_scale) in _SCALES
+        and type(o.backend) in _NAMES and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
+        and q.layout is k.layout is v.layout is torch.strided
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _plain_text(
+    causal: bool, softmax_scale: float | None, deterministic: bool, needs_grad: bool, backend: str | None
+) -> str:
+    kept = mask.as_mask(None, causal).text
+    return _text(
+        mask_text=kept,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+        needs_grad=needs_grad,
+        backend=backend,
+    )
 
 
 def _text(**fields: object) -> str:

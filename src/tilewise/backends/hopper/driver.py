@@ -121,8 +121,12 @@ class Bound:
         self._call = kernels.library.tw_launch
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        addresses = self._addresses.pack(*[x.data_ptr() for x in tensors])
-        if self._call(self._at, self._count, addresses, self._device, stream_of(self._device)):
+        self.at(*[x.data_ptr() for x in tensors])
+
+    def at(self, *addresses: int) -> None:
+        """With where the tensors lie."""
+        packed = self._addresses.pack(*addresses)
+        if self._call(self._at, self._count, packed, self._device, stream_of(self._device)):
             raise failed(self._library)
 
 

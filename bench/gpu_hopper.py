@@ -5,12 +5,15 @@
 Before, on a machine that may lack a GPU: ``make kernels-hopper CANDIDATES=1``. What it leaves in src/tilewise/backends/hopper,
 kernels/ and libtilewise_launcher.so, is ignored by git; beside torch nothing else is needed.
 
-Every kernel is checked in a process of its own with a time limit, so that one which hangs loses its own cases alone, and
-only kernels whose cases are all right are timed. Lines go to DIR/gpu_hopper.jsonl as they come; a short table is printed
-last, each speed beside PREDICTED.
+Kernels are checked in a process with a time limit, one after the other, and what a process left undone when it ended goes to
+another, so that a kernel which hangs loses its own cases alone; only kernels whose cases are all right are timed. One whose
+very bits were right before (PROVEN, to which ``--prove RESULTS.jsonl`` adds) is not checked again, unless ``--again`` says so: builds
+of one source give the same bytes. Lines go to DIR/gpu_hopper.jsonl as they come; a short table is printed last, each speed
+beside PREDICTED.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -21,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
@@ -30,7 +33,8 @@ import torch
 import torch.nn.functional as F
 
 import tilewise as tw
-from bench import cases
+from bench import cases, compare, peers, run
+from bench import check as checks
 from bench.measure import host_microseconds, in_turns
 from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
@@ -44,7 +48,7 @@ from tilewise.problem import TensorFacts
 from tilewise.reference import Reference
 
 DEVICE = "cuda"
-CHECK_LIMIT, TIME_LIMIT = 150, 100  # seconds of one process
+CHECK_LIMIT, TIME_LIMIT = 400, 100  # seconds of one process
 # TFLOP/s of the chosen tiles by a resource model of the chip, before anything ran (docs/measured.md): N 512, 1024, .. 16384.
 PREDICTED = {
     (64, "full"): (406, 448, 517, 532, 562, 566),
@@ -55,15 +59,19 @@ PREDICTED = {
     (256, "causal"): (418, 550, 645, 707, 742, 765),
 }
 # What a worker of a part is run under.
-PREFIX = {"memcheck": ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")}
+PREFIX = {
+    tool: ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "3")
+    for tool in ("memcheck", "racecheck")
+}
 DONE = "all"  # the case of the row that says that a kernel has been through all others
 RESERVE = 170  # seconds that checking leaves for what comes after
-TOGETHER = 4  # processes that check at a time: they share the GPU by turns
+PROVEN = Path(__file__).with_name("results") / "h200-hopper-proven.txt"  # bits, how many calls were right, kernel
 
 
 class Results:
-    def __init__(self, folder: Path, minutes: float, name: str):
+    def __init__(self, folder: Path, minutes: float, name: str, again: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
+        self.again = again
         self.folder, self.end = folder, time.monotonic() + 60 * minutes
         self.file = (folder / f"{name}.jsonl").open("a", encoding="utf-8")
 
@@ -106,7 +114,7 @@ def processes(
         text = path.read_text(encoding="utf-8", errors="replace")
         path.unlink()
         rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        return job, rows, end and f"{end}: {text[-600:]}"
+        return job, rows, end and f"{end}: {text[-900:]}"
 
     with ThreadPoolExecutor(together) as pool:
         yield from pool.map(one, jobs)
@@ -262,7 +270,7 @@ def check_worker(names: str) -> None:
             for config in configs:
                 check_one(config, label, c, expected)
         for config in configs:
-            emit(part="check", kernel=config.name, case=DONE, state="ok")
+            emit(part="check", kernel=config.name, case=DONE, state="ok", bits=bits_of(config.name))
 
 
 def contract_calls(device: str) -> Iterator[tuple[str, Call]]:
@@ -362,14 +370,43 @@ def check(results: Results) -> set[str]:
     return right
 
 
+def bits_of(name: str) -> str:
+    """A kernel's file, as a hash."""
+    return hashlib.sha256((library.folder() / library.file_name(name)).read_bytes()).hexdigest()[:24]
+
+
+def proven() -> dict[str, str]:
+    """Kernels by their bits."""
+    lines = PROVEN.read_text(encoding="utf-8").splitlines() if PROVEN.exists() else []
+    return {bits: name for bits, _, name in map(str.split, lines)}
+
+
+def prove(files: list[Path]) -> None:
+    """Adds to PROVEN the kernels that were right in every call of these results."""
+    lines = set(PROVEN.read_text(encoding="utf-8").splitlines()) if PROVEN.exists() else set()
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+        calls = {(row["kernel"], row["case"]): row for row in rows if row.get("part") == "check"}
+        for (kernel, case), done in calls.items():
+            of_kernel = [row["state"] for (name, other), row in calls.items() if name == kernel and other != DONE]
+            if case == DONE and "bits" in done and of_kernel and set(of_kernel) == {"ok"}:
+                lines.add(f"{done['bits']} {len(of_kernel):3} {kernel}")
+    PROVEN.write_text("\n".join(sorted(lines, key=lambda line: line.split()[::-1])) + "\n", encoding="utf-8")
+    print(f"{PROVEN}: {len(lines)} kernels")
+
+
 def check_some(results: Results, configs: list[Config] | list[Backward], script: str = __file__) -> set[str]:
-    """The right ones. What a process left undone when it ended goes to another, but for the kernel that it was at."""
-    left, right = [config.name for config in sorted(configs, key=Kind.of)], set()
+    """The right ones. What a process left undone when it ended goes to another, but for the kernel that it was at.
+
+    One process at a time: several share the GPU by turns, and four got 10 calls a second done where one did 16.
+    """
+    known = {} if results.again else proven()
+    right = {config.name for config in configs if known.get(bits_of(config.name)) == config.name}
+    left = [config.name for config in sorted(configs, key=Kind.of) if config.name not in right]
+    results.say(f"check: {len(right)} of {len(configs)} kernels have bits that were right before")
     while left and results.left > RESERVE:
-        share = -(-len(left) // TOGETHER)
-        jobs = ["check:" + ",".join(left[n : n + share]) for n in range(0, len(left), share)]
-        left = []
-        for job, rows, end in processes(results, jobs, CHECK_LIMIT, TOGETHER, RESERVE, script):
+        jobs, left = ["check:" + ",".join(left)], []
+        for job, rows, end in processes(results, jobs, CHECK_LIMIT, 1, RESERVE, script):
             cases = {(row["kernel"], row["case"]): row for row in rows}
             for row in cases.values():
                 results.add(row)
@@ -488,6 +525,26 @@ def cases_worker(right: str) -> None:
         emit(part="cases", case=name, kernel=chosen.name, ms=in_turns(calls, "cuda"))
 
 
+def goals_worker(folder: str) -> None:
+    """The goals of this backend, but for those of a backward alone: `tilewise bench --check FOLDER/goals.jsonl` judges them.
+
+    Cases whose point is to split keys are timed as graphs: what a call costs the host, elsewhere behind the kernels, would hide them.
+    """
+    checks.PAIRS_CHECKED["cuda"] = 1 << 24  # every kernel has been checked by itself
+    goals = [g for g in compare.load_goals() if g.contestant == "hopper" and g.case and g.direction == "forward"]
+    wanted = {name for g in goals for name in (g.case, g.peer_case or g.case)}
+    contestants, path = run.pick(["hopper", "cudnn"]), Path(folder) / "goals.jsonl"
+    plan = run.Plan(DEVICE, budget=0.2, min_rounds=5, max_rounds=15)
+    run.write_lines([run.run_record(plan)], path)
+    for case in (c for c in cases.CASES.values() if c.name in wanted):
+        who = [peers.replayed(x) for x in contestants] if "split" in case.tags else contestants
+        case = replace(case, backward=False)
+        records = run.write_lines(run.run_case(run.Lineup(case, who), plan), path)
+        emit(part="goals", case=case.name, ms={r["contestant"]: r["forward"]["median_ms"] for r in records if "forward" in r},
+             states={r["contestant"]: r["status"] for r in records})  # fmt: skip
+        torch.cuda.empty_cache()
+
+
 # -- The host, and many launches -----------------------------------------------------------------------------------
 
 
@@ -515,11 +572,12 @@ def host_worker() -> None:
 
 
 def stress_worker(seconds: str) -> None:
-    """Random calls on two streams until the time is over: no hang, the same bits twice, and no further from Triton in fp32
-    than the rule allows, with Triton in 16 bits for eager attention."""
-    chance, backend, count, compared = random.Random(7), Hopper(), 0, 0
-    streams, end = [torch.cuda.Stream() for _ in range(2)], time.monotonic() + float(seconds)
-    while time.monotonic() < end:
+    """Random calls on two streams, LAUNCHES or as many as there is time for: no hang, the same bits every time, and, for half of the
+    time, no further from Triton in fp32 than the rule allows, with Triton in 16 bits for eager attention: its kernels have to be
+    compiled."""
+    chance, backend, count, compared, comparing = random.Random(7), Hopper(), 0, 0, 0.0
+    streams, began = [torch.cuda.Stream() for _ in range(2)], time.monotonic()
+    while count < LAUNCHES and time.monotonic() < began + float(seconds):
         c = forward_only(random_call(chance))
         if backend.unsupported(c.p):
             continue
@@ -530,13 +588,20 @@ def stress_worker(seconds: str) -> None:
                 outs += [backend.forward(c.p, c.t) for _ in range(5)]
         torch.cuda.synchronize()
         count += len(outs)
-        if not all(torch.equal(outs[0].o, x.o) and torch.equal(outs[0].lse, x.lse) for x in outs[1:]):
-            emit(part="stress", launches=count, wrong=c.p.describe(), detail="other bits the second time")
-        if chance.random() < 0.1:
-            compared += 1
+        bits = [(x.o.view(torch.int16), x.lse.view(torch.int32)) for x in outs]
+        differing = sum((x != first).sum() for other in bits[1:] for x, first in zip(other, bits[0], strict=True))
+        if differing.item():
+            emit(part="stress", launches=count, wrong=c.p.describe(), detail=f"{differing.item()} other bits again")
+        if comparing < (time.monotonic() - began) / 2:
+            compared, comparing = compared + 1, comparing - time.monotonic()
             for wrong in against_triton(c, outs[0]):
                 emit(part="stress", launches=count, wrong=c.p.describe(), detail=wrong)
-    emit(part="stress", launches=count, compared=compared)
+            comparing += time.monotonic()
+    took = time.monotonic() - began
+    emit(part="stress", launches=count, compared=compared, seconds=round(took, 1), comparing=round(comparing, 1))
+
+
+LAUNCHES = 10_000
 
 
 def random_call(chance: random.Random) -> Call:
@@ -566,23 +631,23 @@ def against_triton(c: Call, out: Output) -> list[str]:
     return ([] if error.ok else [str(error)]) + ([] if same else ["other rows see no key"])
 
 
-def memcheck_worker(name: str) -> None:
+def sanitized_worker(name: str) -> None:
     """A few small calls, for compute-sanitizer to look at."""
     config = config_named(name)
     backend = Hopper(config)
-    for label, c in list(check_calls(config))[:3]:
+    for label, c in islice(check_calls(config), 3):
         c = forward_only(c)
         backend.forward(c.p, c.t)
         torch.cuda.synchronize()
-        emit(part="memcheck", kernel=name, case=label)
+        emit(part="sanitized", kernel=name, case=label)
 
 
 def small_parts(results: Results, jobs: list[str], limit: float, script: str = __file__) -> None:
-    for _, rows, end in processes(results, jobs, limit, 1, script=script):
+    for job, rows, end in processes(results, jobs, limit, 1, script=script):
         for row in rows:
             results.say(json.dumps(results.add(row)))
         if end:
-            results.say(f"{jobs}: {end[:700]}")
+            results.say(f"{job[:80]}: {end[:1000]}")
 
 
 WORKERS = {
@@ -591,24 +656,31 @@ WORKERS = {
     "time": time_worker,
     "host": host_worker,
     "cases": cases_worker,
+    "goals": goals_worker,
     "stress": stress_worker,
-    "memcheck": memcheck_worker,
+    "memcheck": sanitized_worker,
+    "racecheck": sanitized_worker,
 }
 
 
 def begin(workers: dict[str, Callable], parts: str, name: str) -> tuple[Results, list[str]]:
     """Results and parts as the command line has them, the machine noted; as a worker, does its work and ends the process."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default=os.environ.get("OUT"), required="OUT" not in os.environ)
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="a folder for results")
     parser.add_argument("--parts", default=parts)
     parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--again", action="store_true", help="check kernels whose bits were right before, too")
+    parser.add_argument("--prove", type=Path, nargs="+", help="no run: remember what was right in these results")
     parser.add_argument("--worker", help="used by the script itself")
     arguments = parser.parse_args()
     if arguments.worker:
         part, *rest = arguments.worker.split(":")
         workers[part](*rest)
         sys.exit()
-    results = Results(Path(arguments.out), arguments.minutes, name)
+    if arguments.prove:
+        prove(arguments.prove)
+        sys.exit()
+    results = Results(Path(arguments.out), arguments.minutes, name, arguments.again)
     machine = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -629,10 +701,13 @@ def main() -> None:
         timing(results, right)
     if "cases" in parts and results.left > 60:
         small_parts(results, [f"cases:{','.join(sorted(right))}"], TIME_LIMIT)
+    if "goals" in parts:
+        small_parts(results, [f"goals:{results.folder}"], results.left)
     if "stress" in parts and results.left > 30:
-        small_parts(results, [f"stress:{min(60.0, results.left - 25):.0f}"], results.left)
-    if "memcheck" in parts and results.left > 30:
-        small_parts(results, [f"memcheck:{name}" for name in probes() if name in right], results.left)
+        small_parts(results, [f"stress:{min(90.0, results.left - 25):.0f}"], results.left)
+    for tool in PREFIX:
+        if tool in parts and results.left > 30:
+            small_parts(results, [f"{tool}:{name}" for name in probes() if name in right], results.left)
 
 
 if __name__ == "__main__":

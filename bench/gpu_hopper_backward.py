@@ -31,6 +31,7 @@ from bench.gpu_hopper import (
     Kind,
     Results,
     begin,
+    bits_of,
     check_calls,
     check_some,
     emit,
@@ -94,7 +95,7 @@ def check_worker(names: str) -> None:
                 if "CUDA" in detail:
                     sys.exit("nothing works in this process any more")
         for config in configs:
-            emit(part="check", kernel=config.name, case=DONE, state="ok")
+            emit(part="check", kernel=config.name, case=DONE, state="ok", bits=bits_of(config.name))
 
 
 def judge_of(c: Call) -> accuracy.Expected:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import tilewise as tw
 from tests.backends.contract import normal, qkv
-from tilewise import dispatch, dropout, problem
+from tilewise import dispatch, dropout, problem, spec
 from tilewise.backends.portable import Portable
 from tilewise.problem import Key, Problem
 from tilewise.spec import Options, Spec, assemble, parse_spec
@@ -639,6 +639,25 @@ def test_the_text_that_a_call_is_assembled_into_says_what_was_asked_for(mask, sc
     assert [extras[n] for n in spec.score_slots] == list(score.leaves)
     assert spec.mask_text == (mask & tw.causal() if causal else mask).text
     assert seed is None
+
+
+PLAIN = {
+    "nothing": {},
+    "causal": {"causal": True},
+    "numbers": {"softmax_scale": 0.5, "deterministic": True},
+    "backend": {"backend": "portable", "causal": True, "softmax_scale": -0.0},
+}
+
+
+@pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("watched", [None, "q", "v"])
+def test_a_plain_call_has_the_text_that_assembling_it_gives(options, watched, monkeypatch):
+    x = inputs()
+    if watched:
+        x[watched].requires_grad_()
+    found = assemble(**x, o=Options(**options))
+    monkeypatch.setattr(spec, "_is_plain", lambda *_: False)
+    assert found == assemble(**x, o=Options(**options))
 
 
 def test_each_tensor_travels_once():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -65,17 +65,34 @@ def error_norms(x: Tensor, oracle: Tensor) -> tuple[float, float]:
     return relative.square().mean().sqrt().item(), (x - oracle).abs().max().item()
 
 
+@dataclass(frozen=True)
+class Scale:
+    """What one tensor is judged by: eager's errors, the largest over the orders, and ``max |oracle|``."""
+
+    rms: float
+    max: float
+    size: float
+
+    @classmethod
+    def of(cls, oracle: Tensor, eager: Sequence[Tensor]) -> Scale:
+        norms = [n for n in (error_norms(e, oracle) for e in eager) if math.isfinite(sum(n))]
+        rms, largest = (max([n[which] for n in norms], default=0.0) for which in (0, 1))
+        finite = oracle.where(torch.isfinite(oracle), 0.0)
+        return cls(rms, largest, finite.abs().max().item() if oracle.numel() else 0.0)
+
+
 def judge(name: str, x: Tensor, oracle: Tensor, eager: Sequence[Tensor]) -> Error:
     """One tensor by the rule; ``eager`` are eager's results in ``x``'s dtype (fp32 where that is float64)."""
+    return judge_by(name, x, oracle, Scale.of(oracle, eager))
+
+
+def judge_by(name: str, x: Tensor, oracle: Tensor, scale: Scale) -> Error:
     u = torch.finfo(x.dtype).eps / 2
     finer = u / (torch.finfo(torch.float32).eps / 2) if x.dtype == torch.float64 else 1.0
     rms, largest = error_norms(x, oracle)
-    norms = [n for n in (error_norms(e, oracle) for e in eager) if math.isfinite(sum(n))]
-    eager_rms, eager_largest = (finer * max([n[which] for n in norms], default=0.0) for which in (0, 1))
-    times = 3 if x.dtype == torch.float64 else 2
-    finite = oracle.where(torch.isfinite(oracle), 0.0)
-    scale = finite.abs().max().item() if oracle.numel() else 0.0
-    return Error(name, rms, eager_rms, times * eager_rms + u / 2, largest, times * eager_largest + u * scale)
+    times = finer * (3 if x.dtype == torch.float64 else 2)
+    allowed = times * scale.rms + u / 2, times * scale.max + u * scale.size
+    return Error(name, rms, finer * scale.rms, allowed[0], largest, allowed[1])
 
 
 def tensors(out: Output, grads: Grads | None) -> dict[str, Tensor]:
@@ -90,10 +107,11 @@ def tensors(out: Output, grads: Grads | None) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's results for one call, and eager's in each order."""
+    """The oracle's results for one call, and eager's in each order; ``scales``: made once of what is judged."""
 
     oracle: dict[str, Tensor]
     eager: list[dict[str, Tensor]]
+    scales: dict[str, Scale] = field(default_factory=dict)
 
     @classmethod
     def of(cls, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> Expected:
@@ -113,9 +131,9 @@ class Expected:
         return cls(run(Arithmetic(torch.float64)), eager)
 
     def judge(self, results: dict[str, Tensor]) -> list[Error]:
-        return [
-            judge(name, x, self.oracle[name], [e[name] for e in self.eager if name in e]) for name, x in results.items()
-        ]
+        for name in results.keys() - self.scales.keys():
+            self.scales[name] = Scale.of(self.oracle[name], [e[name] for e in self.eager if name in e])
+        return [judge_by(name, x, self.oracle[name], self.scales[name]) for name, x in results.items()]
 
 
 def check(backend: Backend, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> list[Error]:

@@ -115,19 +115,25 @@ class Expected:
 
     @classmethod
     def of(cls, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> Expected:
+        parts = list(reference.parts(p, t))  # the same for every order
+
         def run(arithmetic: Arithmetic) -> dict[str, Tensor]:
-            grads = None if do is None else reference.backward(p, t, do, dlse, arithmetic)
-            return tensors(reference.forward(p, t, arithmetic), grads)
+            attended = list(reference.attend(p, t, arithmetic, parts))
+            grads = None if do is None else reference.backward(p, t, do, dlse, arithmetic, attended)
+            return tensors(reference.forward(p, t, arithmetic, attended), grads)
+
+        def lse(arithmetic: Arithmetic) -> Tensor:
+            return reference.forward(p, t, arithmetic, reference.attend(p, t, arithmetic, parts)).lse
 
         def run_eager(order: int) -> dict[str, Tensor]:
             fp32 = Arithmetic(torch.float32, order)
             if p.dtype in (torch.float32, torch.float64):
                 return run(fp32)
-            return run(Arithmetic(p.dtype, order)) | {"lse": reference.forward(p, t, fp32).lse}
+            return run(Arithmetic(p.dtype, order)) | {"lse": lse(fp32)}
 
         eager = [run_eager(order) for order in range(ORDERS)]
         if t.q.is_cuda and p.dtype in (torch.float16, torch.bfloat16):
-            eager.append({"lse": reference.forward(p, t, Arithmetic(torch.float32, units=p.dtype)).lse})
+            eager.append({"lse": lse(Arithmetic(torch.float32, units=p.dtype))})
         return cls(run(Arithmetic(torch.float64)), eager)
 
     def judge(self, results: dict[str, Tensor]) -> list[Error]:

@@ -6,7 +6,7 @@ attention", whose error sets the tolerance (docs/algorithm.md, "Numerics").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,21 +25,48 @@ UNIT_ROWS = 128  # of a matrix unit's tile, at most
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A batch of sequences of equal lengths: the whole call, or one packed sequence."""
+class Part:
+    """A batch of sequences of equal lengths, the whole call or one packed sequence, as far as it depends on no arithmetic.
 
-    batch: range
+    Attributes:
+        rows, keys: where it lies in packed q, and in k and v.
+        kept: of its pairs, bool ``(batch, heads_q, seqlen_q, seqlen_k)``. seen: of its keys, ``(batch, heads_q, seqlen_k, 1)``, by
+            some query of the group.
+        env: what expressions call its indices.
+        drawn: the pairs that dropout keeps, bool; None without dropout.
+    """
+
     rows: slice
     keys: slice
+    kept: Tensor
+    seen: Tensor
+    env: dict
+    drawn: Tensor | None
 
 
-def _parts(p: Problem, t: Inputs) -> Iterator[_Part]:
+def parts(p: Problem, t: Inputs) -> Iterator[Part]:
     if not p.packed:
-        yield _Part(range(p.batch), slice(None), slice(None))
+        yield _part(p, t, range(p.batch), (slice(None), slice(None)), (p.seqlen_q, p.seqlen_k))
         return
     cu_q, cu_k = t.cu_seqlens_q.tolist(), t.cu_seqlens_k.tolist()
     for b in range(p.batch):
-        yield _Part(range(b, b + 1), slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1]))
+        places = tuple(slice(cu[b], cu[b + 1]) for cu in (cu_q, cu_k))
+        yield _part(p, t, range(b, b + 1), places, tuple(x.stop - x.start for x in places))
+
+
+def _part(p: Problem, t: Inputs, batch: range, places: tuple[slice, slice], lengths: tuple[int, int]) -> Part:
+    device = t.q.device
+    b, head = torch.arange(batch.start, batch.stop, device=device), torch.arange(p.heads_q, device=device)
+    grid = Grid(p.spec.region, t.leaves, *lengths, b, head, lengths[1])
+    i, j = (torch.arange(n, device=device) for n in lengths)
+    kept = grid.kept(i, j)
+    kept = torch.ones((), dtype=torch.bool, device=device) if kept is None else kept
+    kept = kept.expand(len(batch), p.heads_q, *lengths)
+    seen = kept.any(2).unflatten(1, (p.heads_k, p.group)).any(2).repeat_interleave(p.group, 1).unsqueeze(-1)
+    drawn, p_drop = None, p.spec.dropout_p
+    if p_drop:
+        drawn = dropout.keep(t.seed, p_drop, b.view(-1, 1) * p.heads_q + head, *((0, n) for n in lengths))
+    return Part(*places, kept, seen, grid.env(i, j), drawn)
 
 
 @lru_cache(maxsize=256)
@@ -83,43 +110,23 @@ class Arithmetic:
 class _Attention:
     """One part's matrices, all ``(batch, heads_q, seqlen_q, seqlen_k)``."""
 
-    def __init__(self, p: Problem, t: Inputs, part: _Part, arithmetic: Arithmetic):
+    def __init__(self, p: Problem, t: Inputs, part: Part, arithmetic: Arithmetic):
         dtype = arithmetic.dtype
-        self.p, self.t, self.dtype, self.matmul = p, t, dtype, arithmetic.matmul
+        self.p, self.t, self.part, self.dtype, self.matmul = p, t, part, dtype, arithmetic.matmul
         self.textbook = not arithmetic.order
         heads = lambda x, rows: (x[None, rows] if p.packed else x).transpose(1, 2).to(dtype)  # noqa: E731
         self.q = heads(t.q, part.rows)
         k, v = (heads(x, part.keys).repeat_interleave(p.group, 1) for x in (t.k, t.v))
-        device = t.q.device
-        batch = torch.arange(part.batch.start, part.batch.stop, device=device)
-        seqlen_q, seqlen_k = self.q.shape[2], k.shape[2]
-        head = torch.arange(p.heads_q, device=device)
-        grid = Grid(p.spec.region, t.leaves, seqlen_q, seqlen_k, batch, head, seqlen_k)
-        i, j = (torch.arange(n, device=device) for n in (seqlen_q, seqlen_k))
-        kept = grid.kept(i, j)
-        shape = (len(batch), p.heads_q, seqlen_q, seqlen_k)
-        self.kept = (
-            torch.ones((), dtype=torch.bool, device=device).expand(shape) if kept is None else kept.expand(shape)
-        )
-        seen = self.kept.any(2).unflatten(1, (p.heads_k, p.group)).any(2).repeat_interleave(p.group, 1).unsqueeze(-1)
-        self.k, self.v = k.where(seen, 0), v.where(seen, 0)
-        self.env = grid.env(i, j)
+        self.kept, self.env = part.kept, part.env
+        self.k, self.v = k.where(part.seen, 0), v.where(part.seen, 0)
         scale = p.softmax_scale
         self.raw = (
             arithmetic.product(self.q, self.k) * scale if self.textbook else self.matmul(self.q * scale, self.k.mT)
         )
         self.sink = None if t.sink is None else t.sink.to(dtype).view(1, -1, 1)
-        self.z = self._kept_by_dropout(batch, head, (seqlen_q, seqlen_k))
+        # 1 / (share kept) where dropout keeps the pair, else 0.
+        self.z = None if part.drawn is None else part.drawn.to(dtype) * dropout.keep_scale(p.spec.dropout_p)
         self._softmax()
-
-    def _kept_by_dropout(self, batch: Tensor, head: Tensor, lengths: tuple[int, int]) -> Tensor | None:
-        """1 / (share kept) where dropout keeps the pair, else 0."""
-        p = self.p.spec.dropout_p
-        if not p:
-            return None
-        heads = batch.view(-1, 1) * self.p.heads_q + head
-        kept = dropout.keep(self.t.seed, p, heads, (0, lengths[0]), (0, lengths[1]))
-        return kept.to(self.dtype) * dropout.keep_scale(p)
 
     def _softmax(self) -> None:
         spec = self.p.spec
@@ -162,27 +169,39 @@ class _Attention:
         return dq * p.softmax_scale, dk * p.softmax_scale, dv, delta, leaves
 
 
-def forward(p: Problem, t: Inputs, arithmetic: Arithmetic) -> Output:
+def attend(p: Problem, t: Inputs, arithmetic: Arithmetic, of: Iterable[Part] | None = None) -> Iterator[_Attention]:
+    """The matrices of every part, one after the other; ``of``: the parts, where they are known."""
+    for part in parts(p, t) if of is None else of:
+        yield _Attention(p, t, part, arithmetic)
+
+
+def forward(p: Problem, t: Inputs, arithmetic: Arithmetic, attended: Iterable[_Attention] | None = None) -> Output:
     """``o`` and ``lse``, returned in the dtype that they are computed in."""
     out, dtype = empty_output(p, t.q, t.v), arithmetic.dtype
     o, lse = torch.zeros_like(out.o, dtype=dtype), torch.full_like(out.lse, -torch.inf, dtype=dtype)
-    for part in _parts(p, t):
-        a = _Attention(p, t, part, arithmetic)
+    for a in attend(p, t, arithmetic) if attended is None else attended:
         if p.packed:
-            o[part.rows], lse[:, part.rows] = a.o[0].transpose(0, 1), a.lse[0]
+            o[a.part.rows], lse[:, a.part.rows] = a.o[0].transpose(0, 1), a.lse[0]
         else:
             o, lse = a.o.transpose(1, 2).contiguous(), a.lse
     return Output(o, lse)
 
 
-def backward(p: Problem, t: Inputs, do: Tensor, dlse: Tensor, arithmetic: Arithmetic) -> Grads:
+def backward(
+    p: Problem,
+    t: Inputs,
+    do: Tensor,
+    dlse: Tensor,
+    arithmetic: Arithmetic,
+    attended: Iterable[_Attention] | None = None,
+) -> Grads:
     """All gradients, in the dtype that they are computed in; P is recomputed by softmax, not from a rounded lse."""
     dtype = arithmetic.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (t.q, t.k, t.v))
     leaves: dict[int, Tensor] = {}
     dsink = None if t.sink is None else torch.zeros(t.sink.shape, dtype=dtype, device=t.sink.device)
-    for part in _parts(p, t):
-        a = _Attention(p, t, part, arithmetic)
+    for a in attend(p, t, arithmetic) if attended is None else attended:
+        part = a.part
         whole = (do[None, part.rows], dlse[None, :, part.rows]) if p.packed else (do, dlse)
         part_dq, part_dk, part_dv, delta, part_leaves = a.backward(
             whole[0].transpose(1, 2).to(dtype), whole[1].to(dtype)
@@ -219,7 +238,7 @@ def attention(
         extras, seed, text = assemble(q, k, v, Options(**options))
         p = check(q, k, v, extras, seed, parse_spec(text))
         t = Inputs.of(p, q, k, v, extras, seed)
-        a = _Attention(p, t, next(_parts(p, t)), Arithmetic(dtype))
+        a = next(attend(p, t, Arithmetic(dtype)))
         return a.o.transpose(1, 2).contiguous(), a.lse, a.probability
 
 

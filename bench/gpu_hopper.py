@@ -398,7 +398,7 @@ def prove(files: list[Path]) -> None:
 def check_some(results: Results, configs: list[Config] | list[Backward], script: str = __file__) -> set[str]:
     """The right ones. What a process left undone when it ended goes to another, but for the kernel that it was at.
 
-    One process at a time: several share the GPU by turns, and four got 10 calls a second done where one did 16.
+    One process at a time: several share the GPU by turns. Four did 322 calls in 38 s, one 124 in 13 s, their starts included.
     """
     known = {} if results.again else proven()
     right = {config.name for config in configs if known.get(bits_of(config.name)) == config.name}

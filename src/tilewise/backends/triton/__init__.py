@@ -38,7 +38,7 @@ _HERE = nullcontext()
 
 def on_device(x: Tensor):
     """A context in which x's GPU is the current one: Triton launches there. Entering it costs nothing where it is already."""
-    if x.device.type == "cpu" or x.device.index == torch.cuda.current_device():
+    if x.device.type == "cpu" or x.device.index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(x.device)
 

@@ -618,12 +618,10 @@ class Sums:
 
     @classmethod
     def empty(cls, p: Problem, t: Inputs) -> Sums:
-        new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)  # noqa: E731
         lines = line_length(p) * p.heads_q * (1 if p.packed else p.batch)
         room = -(-(lines + PADDING) // 4) * 4  # delta starts at a multiple of 16 bytes too
-        return cls(
-            new(t.q), new(t.k), new(t.v), torch.empty((2, room), dtype=torch.float32, device=t.q.device)
-        )  # fmt: skip
+        statistics = t.q.new_empty((2, room), dtype=torch.float32)
+        return cls(t.q.new_empty(t.q.shape), t.k.new_empty(t.k.shape), t.v.new_empty(t.v.shape), statistics)
 
     def delta(self, p: Problem) -> Tensor:
         """In lse's shape."""
@@ -669,12 +667,12 @@ class AgainBackward:
             return False
         q, k, v, do_, o, lse, dlse_ = read
         lse2, delta = sums.statistics.unbind()
-        tensors = kernels().Tensors(
-            q, k, v, do=do_, cu_q=t.cu_seqlens_q, cu_k=t.cu_seqlens_k, sink=t.sink, seed=t.seed, leaves=leaves,
-            lse2=lse2.data_ptr(), delta=delta.data_ptr(),
+        tensors = kernels().Tensors(  # one for all kernels: those that were compiled without a tensor do not look at it
+            q, k, v, o, lse, do_, lse2.data_ptr(), delta.data_ptr(), dlse_,
+            sums.dq.data_ptr(), sums.dk.data_ptr(), sums.dv.data_ptr(),
+            t.cu_seqlens_q, t.cu_seqlens_k, t.sink, t.seed, None, leaves,
         )  # fmt: skip
-        self.rows(tensors._replace(o=o, lse=lse, dlse=dlse_), {})
-        tensors = tensors._replace(dq=sums.dq.data_ptr(), dk=sums.dk.data_ptr(), dv=sums.dv.data_ptr())
+        self.rows(tensors, {})
         named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "s": delta}
         named |= {} if self.pair is None else {"p": t.leaves[self.pair]}
         for each in self.passes:

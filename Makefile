@@ -1,5 +1,5 @@
 # make demo · make test · make kernels · make kernels-hopper · make lint · make gpu-test · make bench · make bench-cpu
-# make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has.
+# make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 SHELL  := /bin/bash
 PYTHON ?= python3
 TORCH  ?= pinned
@@ -9,9 +9,13 @@ BIN    := $(VENV)/bin
 ifeq ($(TORCH),installed)
   VENV_FLAGS  := --system-site-packages
   CONSTRAINTS := --constraint build/installed-constraints.txt
+  OFFLINE     = 2> build/install.log || { echo "setup: no network: with what the machine has"; \
+	  $(INSTALL) --no-index --no-deps --no-build-isolation --editable .; }
 else
   CONSTRAINTS := --constraint constraints.txt
 endif
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --config-settings=wheel.cmake=false
+CMAKE   = PATH="$(BIN):$$PATH" cmake
 
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 EMULATED := build/native/libtilewise_cpu_emulated.so
@@ -25,23 +29,25 @@ $(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
 	  rm -rf $(VENV); $(PYTHON) -m pip install --quiet --user virtualenv && $(PYTHON) -m virtualenv $(VENV_FLAGS) $(VENV); }
 ifeq ($(TORCH),installed)
 	@$(PYTHON) -m pip freeze 2>/dev/null | grep -Ei '^(torch|triton|numpy)==' > build/installed-constraints.txt || true
+	@: # python3 may itself be of a virtual environment, whose packages --system-site-packages passes over
+	@$(PYTHON) -c "import site; print(*site.getsitepackages(), sep='\n')" > \
+	  "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/installed.pth"
 endif
 	@echo "setup: installing into $(VENV) (a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) \
-	  --config-settings=wheel.cmake=false --editable '.[test]'
+	@$(INSTALL) $(CONSTRAINTS) --editable '.[test]' $(OFFLINE)
 	@rm -f $(VENV)/ready-*; touch $@
 
 # The native CPU kernels, beside their sources. Without a compiler the rest works, and `tilewise explain` says what is missing.
 $(LIBRARY): CMakeLists.txt $(wildcard src/tilewise/backends/*/native/*) | $(VENV)/ready-$(TORCH)
 	@echo "setup: compiling the CPU kernels and the launcher of GPU kernels"
-	@$(BIN)/cmake -S . -B build/native -DTILEWISE_INPLACE=ON > build/native.log 2>&1 && \
-	  $(BIN)/cmake --build build/native --parallel >> build/native.log 2>&1 || \
+	@$(CMAKE) -S . -B build/native -DTILEWISE_INPLACE=ON > build/native.log 2>&1 && \
+	  $(CMAKE) --build build/native --parallel >> build/native.log 2>&1 || \
 	  { grep -m 1 -iE "error|could be found" build/native.log; \
 	    echo "setup: no native CPU kernels (see build/native.log); the portable backend runs instead"; }
 
 # The same with AMX in software beside the real instruction sets, and what judges that software: for tests alone.
 $(EMULATED): $(LIBRARY)
-	@$(BIN)/cmake --build build/native --parallel --target tilewise_cpu_emulated tiles > build/emulated.log 2>&1 && touch $@ || \
+	@$(CMAKE) --build build/native --parallel --target tilewise_cpu_emulated tiles > build/emulated.log 2>&1 && touch $@ || \
 	  echo "test: no emulated AMX (see build/emulated.log)"
 
 demo: setup
@@ -73,7 +79,7 @@ kernels-hopper: setup
 	@$(BIN)/python -m tilewise.backends.hopper.aot --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
 
 gpu-test: setup
-	@$(BIN)/python -m pytest -m gpu
+	@$(BIN)/python -m pytest -m gpu -n 4
 
 bench: setup
 	@$(BIN)/tilewise bench
@@ -88,8 +94,8 @@ bench-cpu: setup
 # every allocation failing in turn; under ThreadSanitizer, several callers at once too; and small ones under valgrind.
 CASES := build/cases.bin
 COMMA := ,
-replay = $(BIN)/cmake -S . -B build/$(1) -DTILEWISE_SANITIZE=$(2) -DCMAKE_CXX_FLAGS=-g > build/$(1).log && \
-         $(BIN)/cmake --build build/$(1) --parallel --target replay >> build/$(1).log
+replay = $(CMAKE) -S . -B build/$(1) -DTILEWISE_SANITIZE=$(2) -DCMAKE_CXX_FLAGS=-g > build/$(1).log && \
+         $(CMAKE) --build build/$(1) --parallel --target replay >> build/$(1).log
 
 $(CASES): $(LIBRARY) $(EMULATED) tests/native/record.py tests/backends/contract.py tests/backends/test_cpu.py bench/cases.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist -p tests.native.record --record $(CASES) \

@@ -20,16 +20,16 @@ LABELS = {
 
 
 def points(rows: list[dict], direction: str, head_dim: int, mask: str | None) -> dict[str, list[tuple[int, float]]]:
-    """``(N, TFLOP/s)`` by contestant, in the order of N."""
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in COLOURS}
+    """``(N, TFLOP/s)`` by contestant, in the order of N; of rows for the same, the last."""
+    found: dict[str, dict[int, float]] = {name: {} for name in COLOURS}
     for row in rows:
         if not row.get("case", "").startswith("h200-"):
             continue
         case = cases.named(row["case"])
         if (case.head_dim, case.mask) == (head_dim, mask):
             for name, tflops in speeds(row, direction).items():
-                found[name].append((case.seqlen_q, tflops))
-    return {name: sorted(values) for name, values in found.items() if values}
+                found[name][case.seqlen_q] = tflops
+    return {name: sorted(values.items()) for name, values in found.items() if values}
 
 
 def speeds(row: dict, direction: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -157,7 +158,22 @@ def architectures_page(support: dict[str, dict]) -> str:
     for row in architectures.ROWS:
         answers = {name: support[name][f"architecture-{row.name}"] for name in systems}
         lines += ["", *_architecture_section(row, answers)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_refusals(support, [row.name for row in dispatch.BACKENDS])]) + "\n"
+
+
+def _refusals(support: dict[str, dict], systems: list[str]) -> list[str]:
+    """Every reason that a backend gives, the most frequent first."""
+    head = "Of the test suite's cases and the calls above, those that a backend does not run, and every reason that it gives."
+    lines = ["## What is refused", "", head, ""]
+    for name in systems:
+        answers = support[name].values()
+        reasons = Counter(reason for said in answers if isinstance(said, list) for reason in said)
+        alone = sum(said == FORWARD for said in answers)
+        refused = sum(isinstance(said, list) for said in answers)
+        said = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common()) or "nothing"
+        forward = f", {alone} with a forward alone" if alone else ""
+        lines.append(f"- `{name}`: {refused} of {len(answers)}{forward}. Refused: {said}.")
+    return lines
 
 
 def _anchor(title: str) -> str:

@@ -253,11 +253,16 @@ SOFTCAP = {
 SOFTCAP_BAND = SOFTCAP | {(256, 256): (KeyTiles(256, 256, 48, 4, split=True), TABLE[256, 256][1])}
 
 
-# With a traced score or predicate, or dropout.
-PAIRED = {
+# With a traced predicate, and whatever is beside it.
+HIDING = {
     (64, 64): (KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
     (128, 128): (KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
     (256, 256): (KeyTiles(256, 256, 48, 4, split=True), QueryTiles(256, 256, 2, 32, 4)),
+}
+# With a traced score or dropout.
+PAIRED = HIDING | {
+    (128, 128): (KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
+    (256, 256): (KeyTiles(256, 256, 48, 4, split=True), QueryTiles(256, 256, 2, 48, 3)),
 }
 
 
@@ -270,10 +275,10 @@ def candidates() -> list[Backward]:
     return [Backward(*row, "bf16", form) for row in CANDIDATES for form in ("full", "upper")]
 
 
-def table_of(form: str, capped: bool, paired: bool = False) -> dict:
+def table_of(form: str, capped: bool, traced: Traced = PLAIN, dropout: bool = False) -> dict:
     """Tiles by head dims, where dQ is not summed."""
-    if paired:
-        return PAIRED
+    if traced != PLAIN or dropout:
+        return HIDING if traced.keep else PAIRED
     return TABLE if not capped else SOFTCAP_BAND if form in ("band", "rows") else SOFTCAP
 
 
@@ -298,11 +303,11 @@ def reasons(p: Problem) -> list[str]:
 def choose(p: Problem) -> Backward:
     """Of a problem that has no :func:`reasons` against it."""
     form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
-    capped, paired = p.spec.score is not None and not traced.score, dropout or traced != PLAIN
-    table = table_of(form, capped, paired)
+    capped = p.spec.score is not None and not traced.score
+    table = table_of(form, capped, traced, dropout)
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     pays = dims in SUMMED and keys_a_query(p) >= SUMMED_FROM[dims]
-    summed = pays and not (capped or paired or p.spec.deterministic)
+    summed = pays and not (capped or dropout or traced != PLAIN or p.spec.deterministic)
     row = (SUMMED[dims], None) if summed else table[dims]
     return Backward(*row, DTYPES[str(p.dtype)], form, capped, p.packed, traced, dropout)
 

@@ -42,7 +42,7 @@ $(LIBRARY): CMakeLists.txt $(wildcard src/tilewise/backends/*/native/*) | $(VENV
 	@echo "setup: compiling the CPU kernels and the launcher of GPU kernels"
 	@$(CMAKE) -S . -B build/native -DTILEWISE_INPLACE=ON > build/native.log 2>&1 && \
 	  $(CMAKE) --build build/native --parallel >> build/native.log 2>&1 || \
-	  { grep -m 1 -iE "error|could be found" build/native.log; \
+	  { grep -m 1 -E "could be found|error:" build/native.log || grep -m 1 -i error build/native.log; \
 	    echo "setup: no native CPU kernels (see build/native.log); the portable backend runs instead"; }
 
 # The same with AMX in software beside the real instruction sets, and what judges that software: for tests alone.

@@ -84,9 +84,11 @@ def load_goals(path: Path = GOALS) -> list[Goal]:
     return goals
 
 
-def asked(goals: Iterable[Goal]) -> list[Asked]:
-    """Every case that goals name, in their order, with the contestants and peers that they ask for."""
+def asked(goals: Iterable[Goal]) -> list[list[Asked]]:
+    """Every case that goals name, in their order, with the contestants and peers that they ask for; cases that a goal
+    compares with one another as one group."""
     timed: dict[str, dict[str, bool]] = {}
+    groups: dict[str, list[str]] = {}  # of every case, shared by those of a group
 
     def ask(case: str, name: str, for_time: bool) -> None:
         names = timed.setdefault(case, {})
@@ -97,7 +99,18 @@ def asked(goals: Iterable[Goal]) -> list[Asked]:
             ask(case, goal.contestant, goal.peer is not None)
             if goal.peer:
                 ask(goal.peer_case or case, goal.peer, True)
-    return [Asked(case, tuple(who), frozenset(n for n, on in who.items() if not on)) for case, who in timed.items()]
+            _join(groups, case, goal.peer_case or case)
+    rows = {case: Asked(case, tuple(who), frozenset(n for n in who if not who[n])) for case, who in timed.items()}
+    distinct = {id(group): group for group in groups.values()}
+    return [[rows[case] for case in group] for group in distinct.values()]
+
+
+def _join(groups: dict[str, list[str]], case: str, other: str) -> None:
+    together = groups.setdefault(case, [case])
+    for name in groups.get(other, [other]):
+        if name not in together:
+            together.append(name)
+        groups[name] = together
 
 
 def read_results(path: Path) -> list[dict]:

@@ -14,7 +14,7 @@ import math
 import random
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,6 +63,7 @@ class Entry:
     """One contestant on its way through a case."""
 
     contestant: Contestant
+    x: Inputs
     call: Call | None = None
     refused: list[str] = field(default_factory=list)
     failed: str | None = None
@@ -92,30 +93,55 @@ class Entry:
 
 def run_case(lineup: Lineup, plan: Plan, say: Report = lambda _: None) -> list[dict]:
     """Records of one case, one a contestant, in their order; timings only where the check allows them."""
-    case = lineup.case
-    x = draw(case, plan.device, plan.seed)
+    return run_group([lineup], plan, say)
+
+
+def run_group(lineups: Sequence[Lineup], plan: Plan, say: Report = lambda _: None) -> list[dict]:
+    """Records of cases whose times are compared: checked one after the other, then timed in the same rounds, since the
+    pace of a machine changes from minute to minute."""
+    heats = [heat(lineup, plan, say) for lineup in lineups]
+    say(f"{', '.join(h.case.name for h in heats)}: timing")
+    runners = [e for h in heats for e in (*h.runners, *h.again)]
+    with measure.Clock(plan.device) as clock:
+        time_rounds(runners, replace(plan, budget=plan.budget * len(lineups)))
+    return [found for h in heats for found in heat_records(h, plan, clock.mhz)]
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A case whose contestants are checked: all of them, those who will be timed, and the first of these once more."""
+
+    case: Case
+    says: str
+    entries: list[Entry]
+    runners: list[Entry]
+    again: list[Entry]
+
+
+def heat(lineup: Lineup, plan: Plan, say: Report) -> Heat:
+    x = draw(lineup.case, plan.device, plan.seed)
     want = check.expected(x)
     entries = []
     for contestant in lineup.contestants:
-        say(f"{case.name}: checking {contestant.name}")
+        say(f"{lineup.case.name}: checking {contestant.name}")
         entries.append(checked(contestant, x, want, plan))
     runners = [e for e in entries if e.timed and e.contestant.name not in lineup.untimed]
-    again = None
-    if plan.again and runners:
-        again = Entry(runners[0].contestant, runners[0].call)
-    say(f"{case.name}: timing")
-    with measure.Clock(plan.device) as clock:
-        time_rounds([*runners, *([again] if again else [])], x, plan)
-    limits = machine_limits(plan.device, case.torch_dtype)
-    shared = {"case": case.name, "checked": want.says, "bound_ms": bounds_ms(case, limits, plan.device)}
-    if clock.mhz:
-        shared["sm_clock_mhz"] = clock.mhz
-    return [record(e, case, plan, again if e in runners[:1] else None) | shared for e in entries]
+    again = [Entry(e.contestant, x, e.call) for e in runners[:1] if plan.again]
+    return Heat(lineup.case, want.says, entries, runners, again)
+
+
+def heat_records(h: Heat, plan: Plan, mhz: float | None) -> list[dict]:
+    limits = machine_limits(plan.device, h.case.torch_dtype)
+    shared = {"case": h.case.name, "checked": h.says, "bound_ms": bounds_ms(h.case, limits, plan.device)}
+    if mhz:
+        shared["sm_clock_mhz"] = mhz
+    again = lambda e: h.again[0] if h.again and e in h.runners[:1] else None  # noqa: E731
+    return [record(e, h.case, plan, again(e)) | shared for e in h.entries]
 
 
 def checked(contestant: Contestant, x: Inputs, want: check.Expected, plan: Plan) -> Entry:
     """Runs a contestant once under the memory meter and compares; keeps its call if it may be timed."""
-    entry = Entry(contestant, refused=contestant.unsupported(x.case, plan.device))
+    entry = Entry(contestant, x, refused=contestant.unsupported(x.case, plan.device))
     if entry.refused:
         return entry
     if contestant.limit:
@@ -149,13 +175,13 @@ def warm_up(contestant: Contestant, case: Case, plan: Plan) -> None:
     check.results(contestant.prepare(x), x, x.do)
 
 
-def time_rounds(entries: list[Entry], x: Inputs, plan: Plan) -> None:
+def time_rounds(entries: list[Entry], plan: Plan) -> None:
     """Fills each entry's seconds; every round times all entries once, in an order of its own: a chip at its power limit
     runs slower behind whoever used much."""
-    spent, chance = sum(first_sample(entry, x, plan) for entry in entries), random.Random(0)
+    spent, chance = sum(first_sample(entry, plan) for entry in entries), random.Random(0)
     while entries and not _enough(min(len(e.seconds["forward"]) for e in entries), spent, plan):
         for entry in chance.sample(entries, len(entries)):
-            for direction, seconds in one_sample(entry, x, plan.device).items():
+            for direction, seconds in one_sample(entry, plan.device).items():
                 entry.seconds[direction].append(seconds)
                 spent += seconds * entry.calls[direction]
 
@@ -167,17 +193,17 @@ def _enough(rounds: int, spent: float, plan: Plan) -> bool:
     return rounds >= 1 and spent >= 4 * plan.budget
 
 
-def first_sample(entry: Entry, x: Inputs, plan: Plan) -> float:
+def first_sample(entry: Entry, plan: Plan) -> float:
     """Times one call to set how many make a sample. Returns the seconds spent.
 
     On a CPU a long call is a sample already. On a GPU the first call without gradients may compile or choose a kernel: it
     is thrown away.
     """
-    times = one_sample(entry, x, plan.device)
+    times = one_sample(entry, plan.device)
     spent = times.get("both", times["forward"])
     is_sample = not plan.device.startswith("cuda") and spent > LONG
     if not is_sample:
-        times = one_sample(entry, x, plan.device)
+        times = one_sample(entry, plan.device)
         spent += times.get("both", times["forward"])
     entry.calls = {name: measure.calls_for(seconds, plan.device) for name, seconds in times.items()} | {"both": 1}
     if set(entry.calls.values()) == {1}:
@@ -186,8 +212,9 @@ def first_sample(entry: Entry, x: Inputs, plan: Plan) -> float:
     return spent
 
 
-def one_sample(entry: Entry, x: Inputs, device: str) -> dict[str, float]:
+def one_sample(entry: Entry, device: str) -> dict[str, float]:
     """Seconds a call: forward without gradients, backward alone, and their sum."""
+    x = entry.x
     with entry.contestant.context():
         with torch.no_grad():
             forward = measure.seconds_per_call(entry.call, entry.calls["forward"], device)
@@ -274,33 +301,35 @@ def run_record(plan: Plan) -> dict:
     return head | measure.machine(plan.device)
 
 
-def run(lineups: Iterable[Lineup], plan: Plan, say: Report = lambda _: None) -> Iterator[dict]:
-    """The run's record, then the records of every case as soon as it is measured."""
+def run(groups: Iterable[Sequence[Lineup]], plan: Plan, say: Report = lambda _: None) -> Iterator[dict]:
+    """The run's record, then the records of every group of cases as soon as it is measured."""
     yield run_record(plan)
-    for lineup in lineups:
-        yield from run_case(lineup, plan, say)
+    for group in groups:
+        yield from run_group(group, plan, say)
         if plan.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
 
-def predicted_seconds(lineups: Iterable[Lineup], plan: Plan) -> float:
+def predicted_seconds(groups: Iterable[Sequence[Lineup]], plan: Plan) -> float:
     """About how long `run` will take on a CPU: products at PACE of torch's own, measured now. Right to a factor of 2."""
-    return sum(_case_seconds(lineup, plan) for lineup in lineups)
+    return sum(_group_seconds(group, plan) for group in groups)
 
 
-def _case_seconds(lineup: Lineup, plan: Plan) -> float:
-    case = lineup.case
-    product = (
-        case.flops("both" if case.backward else "forward") / machine_limits("cpu", case.torch_dtype)["matmul_flops"]
-    )
-    calls = {c.name: product / PACE.get(c.name, PACE["others"]) for c in lineup.contestants}
-    checks = check.seconds(case, plan.device) + sum(calls.values())
-    timed = [seconds for name, seconds in calls.items() if name not in lineup.untimed]
-    a_round = sum(timed) + sum(timed[:1]) * plan.again
+def _group_seconds(group: Sequence[Lineup], plan: Plan) -> float:
+    checks, a_round, budget = 0.0, 0.0, plan.budget * len(group)
+    for lineup in group:
+        case = lineup.case
+        product = (
+            case.flops("both" if case.backward else "forward") / machine_limits("cpu", case.torch_dtype)["matmul_flops"]
+        )
+        calls = {c.name: product / PACE.get(c.name, PACE["others"]) for c in lineup.contestants}
+        timed = [seconds for name, seconds in calls.items() if name not in lineup.untimed]
+        checks += check.seconds(case, plan.device) + sum(calls.values())
+        a_round += sum(timed) + sum(timed[:1]) * plan.again
     if not a_round:
         return checks
-    enough = max(plan.min_rounds, math.ceil(plan.budget / a_round))
-    rounds = max(1, min(enough, plan.max_rounds, math.ceil(4 * plan.budget / a_round)))
+    enough = max(plan.min_rounds, math.ceil(budget / a_round))
+    rounds = max(1, min(enough, plan.max_rounds, math.ceil(4 * budget / a_round)))
     return checks + rounds * a_round
 
 
@@ -347,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        write_lines(run([Lineup(case, contestants) for case in cases], plan), options.out)
+        write_lines(run([[Lineup(case, contestants)] for case in cases], plan), options.out)
     except KeyboardInterrupt:
         return 130
     return 0

@@ -37,7 +37,7 @@ def test_meets_exactly_at_the_ratio_and_falls_short_below():
 def test_those_asked_are_all_that_the_goals_compare():
     memory = goal(direction="memory", contestant="portable", peer=None, ratio=None, mib=64, case=OTHER)
     goals = [memory, goal(), goal(contestant="cpu", peer="cpu", peer_case=OTHER)]
-    other, case = compare.asked(goals)
+    ((case, other),) = compare.asked(goals)
     assert (other.case, other.contestants, other.untimed) == (OTHER, ("portable", "cpu"), {"portable"})
     assert (case.case, case.contestants, case.untimed) == (CASE, ("portable", "sdpa", "cpu"), frozenset())
     results = [result(name, 1.0, case=row.case) for row in (other, case) for name in row.contestants]

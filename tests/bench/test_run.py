@@ -106,11 +106,11 @@ def test_contestants_take_turns_and_the_order_turns_with_the_rounds(monkeypatch)
         return prepare
 
     x = draw(named("contract-decode-full"))
-    entries = [run.Entry(contestant(n, named_call(n)), named_call(n)(x)) for n in "ab"]
+    entries = [run.Entry(contestant(n, named_call(n)), x, named_call(n)(x)) for n in "ab"]
     for entry in entries:
         entry.seconds = {d: [1.0] for d in ("forward", "backward", "both")}
     monkeypatch.setattr(run, "first_sample", lambda *_: 0.0)  # the calibration is not what is tested
-    run.time_rounds(entries, x, run.Plan(budget=60.0, min_rounds=3, max_rounds=3))
+    run.time_rounds(entries, run.Plan(budget=60.0, min_rounds=3, max_rounds=3))
     forward_order = [name for name, before in zip(order, ["", *order], strict=False) if name != before]
     assert forward_order == ["b", "a", "b"]
 
@@ -150,6 +150,15 @@ def test_a_limit_is_timed_and_not_checked():
     assert read.unsupported(named("cpu-fp32-d64-n1024-full"), "cpu")
 
 
+def test_cases_that_are_compared_are_timed_in_the_same_rounds(monkeypatch):
+    order, sample = [], run.one_sample
+    monkeypatch.setattr(run, "one_sample", lambda e, device: (order.append(e.x.case.name), sample(e, device))[1])
+    names = ("contract-n63-full", "contract-n63-causal")
+    found = run.run_group([run.Lineup(named(n), [contestant()]) for n in names], PLAN)
+    assert [r["case"] for r in found] == list(names)
+    assert sorted(order[-4:]) == sorted(names * 2)  # the last round: a contestant of each case, and once more
+
+
 def test_whoever_is_asked_for_memory_alone_is_checked_and_not_timed():
     who = [contestant("weighed"), contestant("timed")]
     weighed, timed = run.run_case(run.Lineup(named("contract-n63-full"), who, frozenset({"weighed"})), PLAN)
@@ -161,16 +170,16 @@ def test_whoever_is_asked_for_memory_alone_is_checked_and_not_timed():
 
 def test_the_time_said_beforehand_grows_with_the_work_and_whoever_does_it():
     plan = run.Plan(budget=3.0)
-    seconds = lambda case, *who: run.predicted_seconds([run.Lineup(named(case), run.pick(who))], plan)  # noqa: E731
+    seconds = lambda case, *who: run.predicted_seconds([[run.Lineup(named(case), run.pick(who))]], plan)  # noqa: E731
     short, long = "cpu-fp32-d64-n2048-full", "cpu-fp32-d64-n8192-full"
     assert seconds(short, "cpu") < seconds(short, "cpu", "portable") < seconds(long, "cpu", "portable")
     weighed = run.Lineup(named(long), run.pick(["cpu"]), frozenset({"cpu"}))
-    assert run.predicted_seconds([weighed], plan) < seconds(long, "cpu") - plan.budget
+    assert run.predicted_seconds([[weighed]], plan) < seconds(long, "cpu") - plan.budget
 
 
 def test_a_file_begins_with_its_run_and_every_result_names_the_process(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
-    run.write_lines(run.run([run.Lineup(named("contract-one-full"), [contestant()])], PLAN), path)
+    run.write_lines(run.run([[run.Lineup(named("contract-one-full"), [contestant()])]], PLAN), path)
     head, *results = [json.loads(line) for line in path.read_text().splitlines()]
     assert head["record"] == "run"
     assert {"when", "device", "threads", "versions", "commit", "plan"} <= set(head)

@@ -44,9 +44,9 @@ def bench(options: BenchOptions) -> int:
         return _list(options.tag or [], options.as_json)
     device = checkout.choose_device(options.device)
     named = options.tag or options.case
-    lineups = _lineups(options, device)
+    groups = _groups(options, device)
     out = options.out or Path("out") / f"bench-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
-    records = _measure(lineups, out, device, options)
+    records = _measure(groups, out, device, options)
     if options.as_json:
         print(json.dumps(records))
     else:
@@ -54,10 +54,14 @@ def bench(options: BenchOptions) -> int:
         console().print(f"Results: {out}", highlight=False, soft_wrap=True)
     if any(r.get("status") == "red" for r in records):
         return 1
-    return 0 if named or options.as_json else _judge(out, as_json=False, only={x.case.name for x in lineups})
+    return (
+        0
+        if named or options.as_json
+        else _judge(out, as_json=False, only={x.case.name for group in groups for x in group})
+    )
 
 
-def _lineups(options: BenchOptions, device: str) -> list:
+def _groups(options: BenchOptions, device: str) -> list[list]:
     """The cases that were asked for, with whoever can run some of them; or those of the goals, with whom these ask for."""
     from bench.cases import named, tagged
     from bench.compare import asked, load_goals
@@ -70,26 +74,27 @@ def _lineups(options: BenchOptions, device: str) -> list:
             raise ValueError(f"no case carries all of the tags {', '.join(tags)}; `tilewise bench --list` shows them")
         cases = list(dict.fromkeys(found))
         chosen = chosen or _who_can_run(cases, device)
-        return [Lineup(case, chosen) for case in cases]
-    rows = [x for x in asked(load_goals()) if device.split(":")[0] in named(x.case).tags]
-    if not rows:
+        return [[Lineup(case, chosen)] for case in cases]
+    groups = [group for group in asked(load_goals()) if device.split(":")[0] in named(group[0].case).tags]
+    if not groups:
         raise ValueError(f"no case of bench/goals.toml is meant for {device}; name some with --tag or --case")
-    return [Lineup(named(x.case), chosen or pick(x.contestants), frozenset() if chosen else x.untimed) for x in rows]
+    who = lambda x: (chosen, frozenset()) if chosen else (pick(x.contestants), x.untimed)  # noqa: E731
+    return [[Lineup(named(x.case), *who(x)) for x in group] for group in groups]
 
 
-def _measure(lineups: list, out: Path, device: str, options: BenchOptions) -> list[dict]:
+def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) -> list[dict]:
     from bench import run
 
     plan = run.Plan(device=device, budget=options.budget)
     if not options.as_json and not device.startswith("cuda"):
-        minutes = run.predicted_seconds(lineups, plan) / 60
+        minutes = run.predicted_seconds(groups, plan) / 60
         console().print(
-            f"{len(lineups)} cases, about {max(1, round(minutes))} min on a machine that does nothing else."
+            f"{sum(map(len, groups))} cases, about {max(1, round(minutes))} min on a machine that does nothing else."
         )
     with progress() as bar:
         task = bar.add_task("starting", total=None)
         say = lambda text: bar.update(task, description=text)  # noqa: E731
-        return run.write_lines(run.run(lineups, plan, say), out)
+        return run.write_lines(run.run(groups, plan, say), out)
 
 
 def _who_can_run(cases: list, device: str) -> list:

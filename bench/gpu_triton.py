@@ -285,6 +285,10 @@ EXTRA = [
     ("bf16-decode-d64", (3, 1, 5000, 8, 1, 64, 64), "bfloat16", None, None),
     ("bf16-decode-d96", (3, 1, 5000, 8, 1, 96, 96), "bfloat16", None, None),
     ("bf16-d256-bias", (1, 515, 515, 2, 2, 256, 256), "bfloat16", "causal", "bias"),
+    ("bf16-softcap", (2, 515, 515, 4, 2, 128, 128), "bfloat16", "causal", "softcap-30"),
+    ("fp16-softcap", (2, 515, 600, 4, 2, 64, 64), "float16", "causal", "softcap-2"),
+    ("bf16-bias", (2, 500, 504, 4, 2, 128, 128), "bfloat16", "causal", "bias"),  # rows of whole 16 bytes: by descriptor
+    ("bf16-bias-odd", (2, 515, 515, 4, 2, 128, 128), "bfloat16", "causal", "bias"),
     ("bf16-d256-gqa", (2, 700, 700, 4, 1, 256, 256), "bfloat16", "causal", "softcap-30"),
 ]  # fmt: skip
 

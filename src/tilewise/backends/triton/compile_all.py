@@ -230,7 +230,7 @@ def items() -> list[Launch]:
             for limit in sorted({*config.table(arch, dtype.itemsize), 72, 80, 96, 160, 192}):
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
-                    features += ["rich"] if arch != "sm90" else ["rich", "full", "window", "split", "bias"]
+                    features += ["rich"] if arch != "sm90" else ["rich", "full", "window", "split", "softcap", "bias"]
                 found += [Launch(arch, dtype, limit, feature) for feature in features]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
     return found

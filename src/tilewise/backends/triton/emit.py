@@ -1,8 +1,9 @@
 """Masks and scores as Triton source: the expressions of a problem become one small module of JIT functions.
 
-A module has ``lo hi first last keep score`` and, for the backward, ``slope``, ``leaves`` and ``columns``; kernels get
-them as fields of their compile-time facts. Numbers are run-time arguments (``at.numbers``), so 30 and 50 share a
-module; modules are made once per source. What the gradient of a leaf costs follows from where it is read (docs/algorithm.md,
+A module has ``lo hi first last keep score`` and, for the backward, ``again`` (the score as gradients need it), ``slope``,
+``rows``, ``leaves`` and ``columns``; kernels get them as fields of their compile-time facts. The ``s`` that they take is what q and
+k multiply to: the softmax scale is one of their factors. Numbers are run-time arguments (``at.numbers``), so 30 and 50 share
+a module; modules are made once per source. What the gradient of a leaf costs follows from where it is read (docs/algorithm.md,
 section 7), which :func:`classify` says.
 """
 

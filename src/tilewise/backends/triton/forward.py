@@ -1,7 +1,8 @@
 """Forward (docs/algorithm.md, section 4; FlashAttention-2, Algorithm 1): query tiles outside, keys inside.
 
     S = scale · Q Kᵀ    m' = max(m, rowmax S)    P = exp2(S - m')    l = l·α + rowsum P    acc = acc·α + P V    (6)
-and once at the end O = acc / l, lse = m + log l (7). m is in units of log2, for fp32 inputs natural (tile.power).
+and once at the end O = acc / l, lse = m + log l (7). m is in units of log2, for fp32 inputs natural (tile.power); where scores are
+bounded, as a softcap bounds them, it stays 0, so that there is neither a maximum nor a rescaling.
 
 One program computes a tile of ``tile_m`` queries of one head. Which key tiles are partial and which full follows from the
 interval of its first and its last row. Where descriptors may read every tile (``F.whole``) they are one loop, with the mask under

@@ -233,6 +233,7 @@ def modules() -> dict[str, types.ModuleType]:
         popc=int.bit_count,
         make_warp_uniform=lambda x: x,
         griddepcontrol_wait=lambda: None,
+        griddepcontrol_launch_dependents=lambda: None,
     )
     math = SimpleNamespace(
         **{name: partial(_unary, getattr(np, name)) for name in UNARY},

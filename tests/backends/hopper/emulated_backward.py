@@ -25,7 +25,7 @@ from tests.backends.hopper.emulated import (
     rounded,
     stand_in_for_queues,
 )
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward, KeyTiles
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward, KeyTiles
 from tilewise.backends.hopper.config import ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -128,8 +128,9 @@ def _key_operands(by, room, w: int, x: Backward):
     c, total = x.keys, None
     if c.summed:
         part = slice(ROWS * w, ROWS * (w + 1))
-        halves = (part, slice(None)) if c.tile_m == 2 * ROWS else (slice(None), part)
-        total = by.make_sum(None, Turned(room.sum.ds, halves[0]), Turned(room.k, halves[1]), Registers(ROWS))
+        ds, k = Turned(room.sum.ds), Turned(room.k)
+        pair = (Turned(room.k, part), ds) if c.by_columns else (Turned(room.sum.ds, part), k)
+        total = by.make_sum(None, *pair, Registers(c.part // ROWS))
     s = [Registers(c.tile_m) for _ in range(4)]
     rooms = room.k, room.v, room.q, room.do, Turned(room.q), Turned(room.do)
     return by.make(by.names, *rooms, *s, Registers(c.width), Registers(c.width_v), total)
@@ -166,6 +167,12 @@ def bars(*counts: tuple[int, int]) -> list[Pointer]:
 class Part(np.ndarray):
     """The numbers that each thread of a CTA has read, (n, thread)."""
 
+    def load(self) -> Part:
+        return self
+
+    def to(self, kind) -> Part:
+        return self
+
     def reduce(self, op, start, profile) -> np.ndarray:
         return np.asarray(self).sum(0, dtype=np.float32)
 
@@ -174,12 +181,12 @@ def run_rows(x: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.nda
     """``(lse2, delta)`` by the kernel of the rows, one CTA after the other; a CTA's threads are one NumPy axis. ``cu``: where packed
     sequences begin."""
     kernel, *_ = imported("backward_rows", "backward_tile", "tile", *OTHERS)
-    threads, at = np.arange(kernel.THREADS), [0]
+    threads, at = np.arange(kernel.THREADS), [0, 0, 0]
     kernel.cute.ReductionOp = SimpleNamespace(ADD=None)
     kernel.cute.ceil_div = lambda a, b: -(-a // b)
     vars(kernel.cute.arch).update(
         thread_idx=lambda: (threads, 0, 0),
-        block_idx=lambda: (at[0], 0, 0),
+        block_idx=lambda: at,
         shuffle_sync_bfly=lambda values, offset: values[threads ^ offset],
     )
 
@@ -189,14 +196,20 @@ def run_rows(x: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.nda
         found = t.values[np.minimum(i, t.shape[0] - 1), np.minimum(columns, t.shape[1] - 1)]
         return np.where(inside, found, 0.0).view(Part)
 
-    def by_first(t, batch, head, row, lane, total) -> None:
-        for n in threads[lane == 0]:
-            kernel.write(t, batch, head, kernel.Row(int(row.line[n]), int(row.source[n])), total[n])
+    def put(t, batch, head, line, lane, *values) -> None:
+        mine = (lane < kernel.ROWS_EACH) & (line < lines)
+        for target, value in zip((t.lse2, t.delta), values, strict=True):
+            target[batch, head, line[mine]] = value[mine]
 
-    kernel.part_of, kernel.by_first = part_of, by_first
+    def put_zeros(block, x) -> None:
+        block.values[:] = 0.0
+
+    kernel.part_of, kernel.put, kernel.put_zeros = part_of, put, put_zeros
     made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
-    t = kernel.Tensors(*map(Global, (o, do, lse, dlse, *made)), None if cu is None else Global(cu))
-    for at[0] in range(-(-lines // kernel.rows_of(x.keys.width_v)) * lse.shape[0] * lse.shape[1]):
+    sums = Global(np.full((*lse.shape[:2], 3, 1, x.keys.part), np.nan, np.float32))
+    t = kernel.Tensors(*map(Global, (o, do, lse, dlse, *made)), None if cu is None else Global(cu), sums)
+    blocks = -(-lines // kernel.rows_of(x.keys.width_v))
+    for at[:2] in np.ndindex(blocks * lse.shape[0], lse.shape[1]):
         kernel.kernel(t, x)
     return tuple(made)
 
@@ -208,7 +221,7 @@ def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
     dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
     work = _work(kernel, work)
     tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
-    sums = np.zeros((*t["lse2"].shape[:2], t["blocks"], KEY_GROUPS, PART), np.float32)
+    sums = np.zeros((*t["lse2"].shape[:2], t["blocks"], KEY_GROUPS, c.part), np.float32)
     lines = kernel.Lines(Global(t["lse2"]), Global(t["delta"]), Global(sums))
     names = SimpleNamespace(score=None, dk=None, dv=None)
     by = SimpleNamespace(make=kernel.Operands, make_sum=kernel.backward_sum.Operands, names=names, dk=None, dv=None)
@@ -264,7 +277,9 @@ def _sum_room(kernel, c: KeyTiles):
 def _placed(module, sums: np.ndarray, shape: tuple, work, x: Backward) -> np.ndarray:
     """dQ of its parts, as the kernel that follows puts them in place."""
     (batch, heads, blocks), tile_m = sums.shape[:3], x.keys.tile_m
-    parts = sums.reshape(batch, heads, blocks, KEY_GROUPS, ROWS, ROWS)
+    parts = sums.reshape(batch, heads, blocks, KEY_GROUPS, ROWS, -1)
+    if x.keys.by_columns:
+        parts = np.swapaxes(parts, 4, 5)
     rows = parts if tile_m == KEY_GROUPS * ROWS else np.swapaxes(parts, 3, 4)  # one after the other, or side by side
     whole = np.swapaxes(rows.reshape(batch, heads, blocks * tile_m, -1), 1, 2)[..., : shape[3]] * work.scale
     if not x.packed:

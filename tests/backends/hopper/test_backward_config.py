@@ -50,7 +50,8 @@ def test_what_is_summed_fits_too_and_is_of_whole_parts(dims):
     keys = SUMMED[dims]
     assert fits(keys, KEY_GROUPS)
     assert keys.slots >= 3
-    assert keys.tile_m * keys.width == KEY_GROUPS * backward_config.PART
+    assert keys.tile_m == KEY_GROUPS * sizes.ROWS or keys.by_columns
+    assert keys.part % (4 * 128) == 0
     assert (sum(dims) + 2 * keys.tile_m) // 2 + 24 <= keys.registers
 
 
@@ -80,9 +81,11 @@ def test_what_must_repeat_is_never_summed(d, deterministic):
         (64, 1024, {}, True),
         (64, 1024, {"causal": True}, False),
         (64, 2048, {"causal": True}, True),
-        (128, 512, {}, True),
+        (128, 512, {}, False),
+        (128, 1024, {}, True),
         (128, 512, {"causal": True}, False),
-        (128, 1024, {"causal": True}, True),
+        (128, 1024, {"causal": True}, False),
+        (128, 2048, {"causal": True}, True),
         (128, 2048, {"mask": tw.window(200, 0)}, False),
     ],
 )
@@ -232,7 +235,6 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     lse2, delta, sums = made[3:]
     assert lse2.shape == delta.shape == (1, 4, 128)  # whole blocks
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
-    assert not sums.any()
 
 
 def test_a_problem_that_comes_again_is_launched_with_its_new_tensors(launched):

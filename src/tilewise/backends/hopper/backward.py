@@ -37,8 +37,8 @@ def launch(
     given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, x: cutlass.Constexpr
 ):  # fmt: skip
     """Of q, k, v, o, do (batch, seqlen, heads, D), lse, dlse (batch, heads_q, seqlen_q), makes dq, dk, dv, and lse2, delta
-    (batch, heads_q, at least seqlen_q and a whole number of blocks); where dQ is summed, in the zeros of sums (batch, heads_q,
-    block, 2, PART). Packed sequences are one batch element; where they begin, cu_q and cu_k (sequence + 1,), is given too, and
+    (batch, heads_q, at least seqlen_q and a whole number of blocks); where dQ is summed, in sums (batch, heads_q,
+    block, 2, part). Packed sequences are one batch element; where they begin, cu_q and cu_k (sequence + 1,), is given too, and
     zeros that count the tiles of each pass, (1,); of other sequences the tensors that :func:`extras_of` takes.
 
     ``numbers``: lo and hi of the band; of the pass over keys, then of that over queries, heads of a section and CTAs; scale,
@@ -55,7 +55,8 @@ def launch(
         q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts, extra_k
     )  # fmt: skip
     cu = starts.cu_q if x.packed else None
-    backward_rows.launch(backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta, cu), stream, x)
+    rows = backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta, cu, lines.sums)
+    backward_rows.launch(rows, stream, x)
     backward_keys.launch(backward_keys.Tensors(q, k, v, do, dk, dv, lines), work, ctas_k, stream, x)
     if cutlass.const_expr(x.queries is None):
         backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q), dq, scale, stream, x)

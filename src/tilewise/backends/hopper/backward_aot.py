@@ -41,7 +41,7 @@ def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
     given = *(tensor(*sizes) for sizes in (q, k, v, o, o)), statistic(seqlen_q, 1, 4), statistic(seqlen_q, 1, 4)
     made = *(tensor(*sizes) for sizes in (q, k, v)), statistic(lines, 4, 16), statistic(lines, 4, 16)
     if x.keys.summed:
-        shape = batch, heads_q, cute.sym_int(), backward_config.KEY_GROUPS, backward_config.PART
+        shape = batch, heads_q, cute.sym_int(), backward_config.KEY_GROUPS, x.keys.part
         made = *made, make_fake_tensor(cutlass.Float32, shape, (*(stride(4) for _ in range(4)), 1), assumed_align=16)
     i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
     numbers = (i32, i32, i32, i32, i32, i32, f32, f32, f32)

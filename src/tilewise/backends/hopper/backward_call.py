@@ -14,7 +14,7 @@ from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, PerTensors
 from tilewise.backends.hopper import library, masks
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.call import FAR, LOG2_E, addressable, addressed, leaf, strides_addressable
 from tilewise.backends.hopper.config import Band, Expressions, band_of, cap_of, keys_of
 from tilewise.backends.hopper.driver import PerStrides
@@ -59,7 +59,11 @@ class Plan:
     def sums_shape(self) -> tuple[int, ...] | None:
         """Of the sums to which the pass over key tiles adds dQ, if it does."""
         p, batch = self.p, 1 if self.p.packed else self.p.batch
-        return (batch, p.heads_q, self.config.blocks(p), KEY_GROUPS, PART) if self.config.keys.summed else None
+        return (
+            (batch, p.heads_q, self.config.blocks(p), KEY_GROUPS, self.config.keys.part)
+            if self.config.keys.summed
+            else None
+        )
 
     @cached_property
     def lines(self) -> int:
@@ -141,7 +145,7 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
     shape = *lse.shape[:2], plan.lines
     lse2, delta = lse.new_empty(shape), lse.new_empty(shape)
     given = q, k, v, o, do, lse, dlse, *plan.starts(t), *plan.extra(t)
-    made = dq, dk, dv, lse2, delta, *([lse.new_zeros(plan.sums_shape)] if plan.sums_shape else ())
+    made = dq, dk, dv, lse2, delta, *([lse.new_empty(plan.sums_shape)] if plan.sums_shape else ())
     plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if t.sink is None:
         return Grads(*grads, None, {})

@@ -24,7 +24,6 @@ from tilewise.backends.hopper.config import (
 )
 from tilewise.problem import Problem
 
-PART = ROWS * ROWS  # numbers of dQ that a warpgroup adds up at a time
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 LINES = 128  # a packed sequence's statistics begin at a multiple of so many rows: those of a CTA are of one sequence
 
@@ -43,6 +42,7 @@ class KeyTiles:
         split: one warpgroup makes S, P and dV, the other dP, dS and dK, both of the same 64 keys: only so do dK and dV of
             wide heads fit into registers. Else each makes all of its own 64 keys.
         summed: dQ too, added up in memory.
+        part_first: a block's dQ is put while dK's product runs.
     """
 
     width: int
@@ -53,10 +53,22 @@ class KeyTiles:
     registers_load: int = 24
     split: bool = False
     summed: bool = False
+    part_first: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.tile_m}x{self.tile_n}_s{self.slots}{'_split' if self.split else ''}"
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether each warpgroup makes dQ of half of the columns, transposed, so that blocks have any multiple of 16 queries; else of
+        half of 128 queries."""
+        return self.width == KEY_GROUPS * ROWS
+
+    @property
+    def part(self) -> int:
+        """Numbers of a block of dQ that a warpgroup adds up."""
+        return self.tile_m * self.width // KEY_GROUPS
 
     @property
     def key_tiles(self) -> int:
@@ -235,14 +247,14 @@ TABLE = {
 }
 
 
-# Where dQ is summed, unless a run must repeat bit by bit: a block of dQ is a part of 64 x 64 for each warpgroup.
+# Where dQ is summed, unless a run must repeat bit by bit.
 SUMMED = {
     (64, 64): KeyTiles(64, 64, 128, 5, summed=True),
-    (128, 128): KeyTiles(128, 128, 64, 6, summed=True),
+    (128, 128): KeyTiles(128, 128, 80, 4, summed=True, part_first=True),
 }
 # How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)
 # for two products a pair (docs/measured.md).
-SUMMED_FROM = {(64, 64): 640, (128, 128): 450}
+SUMMED_FROM = {(64, 64): 640, (128, 128): 560}
 # With a softcap, whose slope needs registers; smaller head dims take the next.
 SOFTCAP = {
     (64, 64): (KeyTiles(64, 64, 64, 8), TABLE[64, 64][1]),
@@ -267,7 +279,10 @@ PAIRED = HIDING | {
 
 
 # What else is worth a measurement, for "full" and "upper" in bf16.
-CANDIDATES = ((KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),)
+CANDIDATES = (
+    (KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),
+    (KeyTiles(128, 128, 64, 6, summed=True, part_first=True), None),
+)
 
 
 def candidates() -> list[Backward]:

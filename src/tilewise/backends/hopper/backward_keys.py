@@ -280,7 +280,7 @@ def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
 
 class Lines(NamedTuple):
     """``lse2``, ``delta`` (batch, heads_q, a whole number of blocks), and, where dQ is summed, its sums (batch, heads_q, block,
-    warpgroup, PART), all in fp32."""
+    warpgroup, part), all in fp32."""
 
     lse2: cute.Tensor
     delta: cute.Tensor
@@ -564,9 +564,9 @@ def summing_block(t: Operands, w, turn: Turn, block: Block, room: Room, work: Wo
     """As :func:`query_block`, and a part of dQ, of the block before: both warpgroups' dS is then there without waiting, and they may
     be most of a block apart. dV runs under dS. Nothing is in flight between blocks.
 
-    With the part in flight until S of the next block has begun, the assembler would make every product wait for the one before:
-    it does not follow accumulators that are read in the next turn of a loop, nor products that some turns leave out. So a
-    tile's first block makes a part too, of whatever lies there, and drops it.
+    With the part in flight until S of the next block has begun, or dK, the assembler would make every product wait for the one
+    before: it does not follow accumulators that are read in the next turn of a loop, nor products that some turns leave out, and
+    runs out of registers. So a tile's first block makes a part too, of whatever lies there, and drops it.
     """
     (q_slot, q_phase), (o_slot, o_phase) = pair_of(turn, x)
     cute.arch.mbarrier_wait(room.full + q_slot, q_phase)
@@ -580,17 +580,38 @@ def summing_block(t: Operands, w, turn: Turn, block: Block, room: Room, work: Wo
     score_gradients(tile.rows_columns(t.dp), as_rows_columns(t.p, t.dp), of_columns(room.statistics, o_slot))
     to_operand(t.ds, t.dp, x.dtype)
     backward_sum.put_scores(as_accumulator(t.ds, t.dp), t.by.score, room.sum, turn.count, w, x)
-    products(t.by.dk, t.dk, [(t.ds, at_slot(t.q_turned, q_slot))], overwrite=False)
-    part_before(t, w, turn, room, [room.empty + q_slot, room.empty + o_slot])
+    end = part_then_keys if x.keys.part_first else keys_then_part
+    end(t, w, turn, room, q_slot, o_slot, x)
     return next_turn(turn, x)
 
 
-def part_before(t: Operands, w, turn: Turn, room: Room, slots: list) -> None:
-    """The part of dQ of the block before, if there was one in this tile. Gives back the slots that were in use until now."""
-    backward_sum.begin_part(t.sum, room.sum, turn.count - 1)
+def keys_then_part(t: Operands, w, turn: Turn, room: Room, q_slot, o_slot, x: Backward) -> None:
+    """dK += dSᵀ Q, and the part of dQ of the block before, if there was one in this tile."""
+    add_keys(t, q_slot)
+    backward_sum.begin_part(t.sum, room.sum, turn.count - 1, x)
     warpgroup.wait_group(0)
-    for empty in slots:
-        give_back(empty)
+    give_back(room.empty + q_slot)
+    give_back(room.empty + o_slot)
+    put_part(t, w, turn, room)
+
+
+def part_then_keys(t: Operands, w, turn: Turn, room: Room, q_slot, o_slot, x: Backward) -> None:
+    """The same the other way round: the part is put while dK's product runs."""
+    backward_sum.begin_part(t.sum, room.sum, turn.count - 1, x)
+    add_keys(t, q_slot)
+    warpgroup.wait_group(1)
+    give_back(room.empty + o_slot)
+    put_part(t, w, turn, room)
+    warpgroup.wait_group(0)
+    give_back(room.empty + q_slot)
+
+
+def add_keys(t: Operands, q_slot) -> None:
+    products(t.by.dk, t.dk, [(t.ds, at_slot(t.q_turned, q_slot))], overwrite=False)
+
+
+def put_part(t: Operands, w, turn: Turn, room: Room) -> None:
+    """Of the block before."""
     backward_sum.put_part(t.sum, room.sum, w, turn.count - 1, turn.count > turn.since)
 
 
@@ -743,7 +764,9 @@ def summing_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: 
             turn = summing_block(t, w, turn, Block(), room, work, x)
         for step in cutlass.range(own.at.stop - own.stop, unroll=1):  # the other end, or that of the keys
             turn = summing_block(t, w, turn, own.block(own.stop + step, False, work, x), room, work, x)
-    part_before(t, w, turn, room, [])
+    backward_sum.begin_part(t.sum, room.sum, turn.count - 1, x)
+    warpgroup.wait_group(0)
+    put_part(t, w, turn, room)
     scaled(t.dk, work.scale)
     cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)  # all have read K and V for the last time
     finish(t.dv, t.by.dv, at_room(room.dv, w), room.done + c.key_tiles + w, x)
@@ -825,6 +848,9 @@ def kernel(tmas: Tmas, lines: Lines, by: Products, work: Work, x: cutlass.Conste
     c, (warp, group) = x.keys, own_place()
     room = allocate(tmas, x)
     start_barriers(room, x)
+    cute.arch.griddepcontrol_wait()  # the rows' statistics are there when the kernel before has ended
+    if cutlass.const_expr(x.queries is not None):
+        cute.arch.griddepcontrol_launch_dependents()  # the pass over queries, which reads nothing of this one's
     if group == 0:
         cute.arch.setmaxregister_decrease(c.registers_load)
         if warp == 0:
@@ -889,5 +915,5 @@ def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
     )
     kernel.set_name_prefix(f"{x.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(tmas, t.lines, by, work, x).launch(
-        grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+        grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
     )

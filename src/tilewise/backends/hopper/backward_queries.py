@@ -426,6 +426,7 @@ def kernel(tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work
     else:
         cute.arch.setmaxregister_increase(c.registers)
         compute(room, group - 1, lse2, delta, by, work, x)
+    cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dK and dV, too
 
 
 class Tensors(NamedTuple):
@@ -465,5 +466,5 @@ def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
     )
     kernel.set_name_prefix(f"{x.name}_queries", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(tmas, t.lse2, t.delta, by, work, x).launch(
-        grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+        grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
     )

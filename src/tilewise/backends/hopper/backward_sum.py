@@ -1,9 +1,10 @@
 """dQ = scale · dS K added up over key tiles, on Hopper (sm_90a): what the pass over key tiles needs for it, and what follows.
 
 Both warpgroups of :mod:`tilewise.backends.hopper.backward_keys` put their dSᵀ, rounded, into shared memory, where the copy engine's
-neighbours read it as dS: with the 128 keys of the tile each makes a 64 x 64 part of dQ's block, which the copy engine adds to
-an fp32 accumulator in global memory (16 bytes a clock and SM, whatever their order). A part lies there as it lay in registers:
-fours of each thread's 32 numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded.
+neighbours read it as dS: with the 128 keys of the tile each makes a part of dQ's block, which the copy engine adds to
+an fp32 accumulator in global memory (16 bytes a clock and SM, whatever their order). At head dim 128 a part is half of the
+columns, transposed, 64 x tile_m; at 64, half of the 128 queries, 64 x 64. It lies in memory as it lay in registers:
+fours of each thread's numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded.
 
 mbarriers (arrivals in brackets): ``ds_full[block % 2]`` and ``ds_empty[block % 2]`` (256) between the warpgroups: two blocks of dS, so
 that they may be most of a block apart; ``part_full[w]`` (128) warpgroup -> adding warp, ``part_empty[w]`` (1) back.
@@ -20,12 +21,17 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper import backward_walk, packed
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, PART, Backward
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward, KeyTiles
 from tilewise.backends.hopper.backward_tile import at_slot, by_rows, products, put, put_fragment, scaled, turned
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.forward import ELEMENT, F32, I32, cut, staged
 
-FOURS = PART // (4 * 128)  # of a thread
+
+def fours(c: KeyTiles) -> int:
+    """Of a thread's numbers of a part."""
+    return c.part // (4 * 128)
+
+
 MAJOR = OperandMajorMode
 
 
@@ -44,7 +50,7 @@ def allocate(smem, x: Backward, bars) -> Room:
     """The last part of :attr:`KeyTiles.shared`."""
     layout = ds_layout(x)
     ds = smem.allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
-    part = smem.allocate_tensor(F32, cute.make_layout((4, 128, FOURS, KEY_GROUPS)), ALIGNMENT)
+    part = smem.allocate_tensor(F32, cute.make_layout((4, 128, fours(x.keys), KEY_GROUPS)), ALIGNMENT)
     return Room(ds, part, bars, bars + 2, bars + 4, bars + 6)
 
 
@@ -63,39 +69,51 @@ def start_barriers(room: Room) -> None:
 
 
 def product(x: Backward) -> cute.TiledMma:
-    """64 x 64 of dQ: 64 queries of dSᵀ seen turned, 64 columns of K seen turned."""
+    """A part of dQ: 64 queries of dSᵀ seen turned by 64 columns of K seen turned, or transposed."""
     element = ELEMENT[x.dtype]
-    return sm90.make_trivial_tiled_mma(element, element, MAJOR.MN, MAJOR.MN, F32, (1, 1, 1), (ROWS, ROWS))
+    return sm90.make_trivial_tiled_mma(element, element, MAJOR.MN, MAJOR.MN, F32, (1, 1, 1), (ROWS, columns_of(x.keys)))
+
+
+def rows_of(c: KeyTiles) -> int:
+    """Queries of a part."""
+    return c.tile_m if c.by_columns else ROWS
+
+
+def columns_of(c: KeyTiles) -> int:
+    """Of a part, which has 64 rows."""
+    return c.part // ROWS
 
 
 class Operands(NamedTuple):
-    """Of warpgroup w: 64 queries of dS (descriptors, .., block x warpgroup), 64 columns of K (.., room), its part of dQ."""
+    """Of warpgroup w: 64 queries of dS (descriptors, .., block x warpgroup) and 64 columns of K (.., room), or these as ``a`` and all
+    queries as ``b``; its part of dQ."""
 
     by: cute.TiledMma
-    ds: cute.Tensor
-    k: cute.Tensor
+    a: cute.Tensor
+    b: cute.Tensor
     dq: cute.Tensor
 
 
 def operands(by: cute.TiledMma, room: Room, k: cute.Tensor, w, x: Backward) -> Operands:
-    """The warpgroups halve the queries of a block of 128, else the columns."""
-    mine, halves = by.get_slice(0), x.keys.tile_m // ROWS
-    ds = cute.local_tile(turned(room.ds), (ROWS, ROWS, 2 * KEY_GROUPS), (w if halves == 2 else 0, 0, 0))
-    k = cute.local_tile(turned(k), (ROWS, ROWS, KEY_GROUPS), (0 if halves == 2 else w, 0, 0))
+    mine, c = by.get_slice(0), x.keys
+    rows = c.tile_m if c.by_columns else ROWS
+    ds = cute.local_tile(turned(room.ds), (rows, ROWS, 2 * KEY_GROUPS), (0 if c.by_columns else w, 0, 0))
+    k = cute.local_tile(turned(k), (ROWS, ROWS, KEY_GROUPS), (w if c.by_columns else 0, 0, 0))
+    a, b = (k, ds) if c.by_columns else (ds, k)
     return Operands(
         by,
-        by.make_fragment_A(mine.partition_A(ds)),
-        by.make_fragment_B(mine.partition_B(k)),
-        cute.make_rmem_tensor(by.partition_shape_C((ROWS, ROWS)), F32),
+        by.make_fragment_A(mine.partition_A(a)),
+        by.make_fragment_B(mine.partition_B(b)),
+        cute.make_rmem_tensor(by.partition_shape_C((ROWS, columns_of(c))), F32),
     )
 
 
 @cute.jit
-def begin_part(t: Operands, room: Room, n):
+def begin_part(t: Operands, room: Room, n, x: cutlass.Constexpr):
     """Begins a part of dQ of block n, as soon as both warpgroups' dS are there; -1: of nothing."""
     if n >= 0:
         cute.arch.mbarrier_wait(room.ds_full + n % 2, n // 2 % 2)
-    products(t.by, t.dq, pairs(t, n + 2), overwrite=True)
+    products(t.by, t.dq, pairs(t, n + 2, x), overwrite=True)
 
 
 @cute.jit
@@ -117,23 +135,26 @@ def put_scores(ds: cute.Tensor, by: cute.TiledMma, room: Room, count, w, x: Back
     cute.arch.mbarrier_arrive(room.ds_full + count % 2)
 
 
-def pairs(t: Operands, count) -> list:
-    """dS and K of each warpgroup's keys, of which dQ's part is the sum of products."""
-    return [(at_slot(t.ds, count % 2 * KEY_GROUPS + n), at_slot(t.k, n)) for n in range(KEY_GROUPS)]
+def pairs(t: Operands, count, x: Backward) -> list:
+    """dS and K of each warpgroup's keys, or K and dS, of which dQ's part is the sum of products."""
+    places = [(count % 2 * KEY_GROUPS + n, n) for n in range(KEY_GROUPS)]
+    return [
+        (at_slot(t.a, a), at_slot(t.b, b)) for a, b in (place[:: -1 if x.keys.by_columns else 1] for place in places)
+    ]
 
 
 def write_part(dq: cute.Tensor, part: cute.Tensor, w) -> None:
-    fours = cute.make_tensor(dq.iterator, cute.make_layout((4, FOURS)))
+    fours = cute.make_tensor(dq.iterator, cute.make_layout((4, cute.size(dq) // 4)))
     cute.autovec_copy(fours, part[None, cute.arch.thread_idx()[0] % 128, None, w])
 
 
 def add(target: cute.Tensor, part: cute.Tensor, w) -> None:
-    """One warp: a part to its place in global memory, (PART,); done with the room when it returns."""
+    """One warp: a part to its place in global memory, (part,); done with the room when it returns."""
     source = part[None, None, None, w]
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-            read_only_args=[target.iterator.toint(), source.iterator.toint(), I32(4 * PART)],
+            read_only_args=[target.iterator.toint(), source.iterator.toint(), I32(4 * cute.size(source))],
         )
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -141,7 +162,7 @@ def add(target: cute.Tensor, part: cute.Tensor, w) -> None:
 
 @cute.jit
 def add_all(dq: cute.Tensor, room: Room, w: cutlass.Constexpr, start, stop, phase):
-    """One warp: the parts of query blocks ``[start, stop)`` of one head's ``dq``, (block, warpgroup, PART). Returns the phase."""
+    """One warp: the parts of query blocks ``[start, stop)`` of one head's ``dq``, (block, warpgroup, part). Returns the phase."""
     for step in cutlass.range(stop - start, unroll=1):
         cute.arch.mbarrier_wait(room.part_full + w, phase)
         add(dq[start + step, w, None], room.part, w)
@@ -155,7 +176,7 @@ def add_all(dq: cute.Tensor, room: Room, w: cutlass.Constexpr, start, stop, phas
 
 
 class Sums(NamedTuple):
-    """``parts`` (batch, heads_q, block, warpgroup, PART); where packed sequences begin, if they are, and their rows."""
+    """``parts`` (batch, heads_q, block, warpgroup, part); where packed sequences begin, if they are, and their rows."""
 
     parts: cute.Tensor
     cu: cute.Tensor | None
@@ -174,23 +195,24 @@ def place_of(block, batch, sums: Sums, x: Backward) -> tuple:
 @cute.kernel
 def kernel(sums: Sums, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cutlass.Constexpr):
     """Grid: query blocks, of all heads and batch elements one after the other; a warpgroup for each part."""
+    cute.arch.griddepcontrol_wait()  # all is added up when the kernel before has ended
     blocks, heads, n = sums.parts.shape[2], sums.parts.shape[1], cute.arch.block_idx()[0]
     block, head, batch = n % blocks, n // blocks % heads, n // blocks // heads
-    thread, halves = cute.arch.thread_idx()[0] % 128, x.keys.tile_m // ROWS
+    thread = cute.arch.thread_idx()[0] % 128
     w = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
-    layout = dq.smem_layout
+    layout, c = dq.smem_layout, x.keys
     room = cutlass.utils.SmemAllocator().allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
-    acc = cute.make_rmem_tensor(by.partition_shape_C((ROWS, ROWS)), F32)
-    source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, cute.make_layout((4, 128, FOURS)))
-    cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, FOURS))))
+    acc = cute.make_rmem_tensor(by.partition_shape_C((ROWS, columns_of(c))), F32)
+    source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, cute.make_layout((4, 128, fours(c))))
+    cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, fours(c)))))
     scaled(acc, scale)
-    put(acc, by, room[None, None, w], x.dtype)
+    put(acc, by, (turned(room) if c.by_columns else room)[None, None, w], x.dtype, c.by_columns)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)
     rows, block = place_of(block, batch, sums, x)
-    gQ, sQ = cut(dq, (ROWS, ROWS), (None, None), head, rows, room)
+    gQ, sQ = cut(dq, (rows_of(c), ROWS), (None, None), head, rows, room)
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
-        row, column = (block * 2 + w, 0) if cutlass.const_expr(halves == 2) else (block, w)
+        row, column = (block, w) if cutlass.const_expr(c.by_columns) else (block * 2 + w, 0)
         cute.copy(dq.atom, sQ[None, w], gQ[None, row, column])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -199,12 +221,13 @@ def kernel(sums: Sums, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cu
 def launch(sums: Sums, dq: cute.Tensor, scale, stream, x: Backward) -> None:
     """Within a traced function of the host's; ``dq`` (batch, seqlen_q, heads_q, D)."""
     element = ELEMENT[x.dtype]
-    layout = sm90.make_smem_layout_epi(element, LayoutEnum.ROW_MAJOR, (ROWS, ROWS), 1)
+    rows, c = rows_of(x.keys), x.keys
+    layout = sm90.make_smem_layout_epi(element, LayoutEnum.ROW_MAJOR, (rows, ROWS), 1)
     info = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), by_rows(dq, x), staged(layout, KEY_GROUPS, PART), (ROWS, ROWS)
+        cpasync.CopyBulkTensorTileS2GOp(), by_rows(dq, x), staged(layout, KEY_GROUPS, c.part), (rows, ROWS)
     )
     kernel.set_name_prefix(f"{x.name}_sum", remove_cutlass_symbol=True, keep_mangled_name=False)
     batch, heads, blocks = sums.parts.shape[:3]
     kernel(sums, info, product(x), scale, x).launch(
-        grid=[blocks * heads * batch, 1, 1], block=[128 * KEY_GROUPS, 1, 1], stream=stream
+        grid=[blocks * heads * batch, 1, 1], block=[128 * KEY_GROUPS, 1, 1], stream=stream, use_pdl=True
     )

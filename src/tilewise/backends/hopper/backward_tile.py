@@ -283,16 +283,18 @@ def statistics_layout(columns: int, slots: int) -> cute.Layout:
     return cute.make_layout((2, 4, columns // 8, slots), stride=(1, 2, 8, columns))
 
 
-def put(acc: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, dtype: str) -> None:
+def put(acc: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, dtype: str, transposed: bool = False) -> None:
     """An accumulator, rounded, to a room in shared memory."""
     out = cute.make_rmem_tensor_like(acc, ELEMENT[dtype])
     out.store(acc.load().to(ELEMENT[dtype]))
-    put_fragment(out, mma, room, dtype)
+    put_fragment(out, mma, room, dtype, transposed)
 
 
-def put_fragment(fragment: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, dtype: str) -> None:
-    """Rounded numbers in an accumulator's order to a room in shared memory."""
-    atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), ELEMENT[dtype])
+def put_fragment(
+    fragment: cute.Tensor, mma: cute.TiledMma, room: cute.Tensor, dtype: str, transposed: bool = False
+) -> None:
+    """Rounded numbers in an accumulator's order to a room in shared memory; ``transposed``: which is one seen turned."""
+    atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(transposed, 4), ELEMENT[dtype])
     copy = cute.make_tiled_copy_C(atom, mma)
     part = copy.get_slice(cute.arch.thread_idx()[0] % 128)
     cute.copy(copy, part.retile(fragment), part.partition_D(room))

@@ -150,7 +150,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     Raises:
         ValueError: an argument of a type that the operator could not even take. All else is the operator's to check.
     """
-    if _is_plain(q, k, v, o) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and _is_plain(q, k, v, o):
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
         return [], None, _plain_text(o.causal, o.softmax_scale, deterministic, needs_grad, o.backend)

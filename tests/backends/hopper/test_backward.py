@@ -152,6 +152,14 @@ def test_the_shipped_tiles_compute_the_gradients(dims):
     assert not wrong(c, emulate(c, None, ctas=2))
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("hides", [False, True], ids=["score", "predicate"])
+def test_the_tiles_of_scores_predicates_and_dropout_compute_the_gradients(dims, hides):
+    mask = {"mask": normal(2, 130, 200) > -0.5} if hides else {"causal": True}
+    c = call(*qkv(130, 200, *dims, heads=(2, 1)), score=tw.alibi(torch.rand(2)), dropout_p=0.2, dropout_seed=3, **mask)
+    assert not wrong(c, emulate(c, None, ctas=2))
+
+
 PACKED_PAIRS = [(name, "whole") for name in PACKED] + [(name, "split") for name in ("full", "window", "softcap")]
 PACKED_PAIRS += [(name, "summed") for name in PACKED if name != "softcap"] + [("causal", "summed-wide")]
 

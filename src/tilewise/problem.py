@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from tilewise import dropout, expr
+from tilewise.caching import cached_property
 from tilewise.mask import Region
 from tilewise.spec import Spec
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from tilewise import expr, mask
+from tilewise.caching import cached_property
 from tilewise.dropout import seed_tensor
 from tilewise.mask import Mask, Region
 from tilewise.score import Score, as_score, expression

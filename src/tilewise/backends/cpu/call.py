@@ -10,7 +10,6 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 
 import torch
@@ -20,6 +19,7 @@ from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
+from tilewise.caching import cached_property
 from tilewise.problem import Problem
 from tilewise.tiles import Grid, TileMap, seen_keys
 

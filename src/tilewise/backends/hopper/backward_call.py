@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.call import FAR, LOG2_E, addressable, addressed, leaf, strides_addressable
 from tilewise.backends.hopper.config import Band, Expressions, band_of, cap_of, keys_of
 from tilewise.backends.hopper.driver import PerStrides
+from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 from tilewise.problem import Problem
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from tilewise.backends.base import Inputs, Output, PerTensors, empty_output, wit
 from tilewise.backends.hopper import library, masks
 from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Config, Expressions, Grid, cap_of, keys_of, spread
 from tilewise.backends.hopper.driver import Bound, PerStrides
+from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 from tilewise.problem import Problem, TensorFacts
 

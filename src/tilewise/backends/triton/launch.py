@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tilewise.backends.base import Grads, Inputs, Output, PerTensors, empty_outp
 from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, columns, decoding, of_pairs, pieces
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, Read, emit, seen_lookup
 from tilewise.backends.triton.facts import Facts
+from tilewise.caching import cached_property
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap

@@ -24,8 +24,6 @@ import tilewise as tw
 from bench import cases
 from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
-from tilewise import accuracy
-from tilewise.backends.base import Inputs
 from tilewise.backends.triton import Triton, config, interpreting, launch, maths
 from tilewise.backends.triton import emit as emitting
 from tilewise.backends.triton.config import (
@@ -151,15 +149,18 @@ def test_prepared_masks_give_the_same_result():
     assert all(torch.equal(plain[name], prepared[name]) for name in plain)
 
 
-def test_latent_attention_runs_forward_alone():
+def test_latent_attention_has_gradients():
     q, k, v = qkv(batch=1, nq=40, nk=70, hq=2, hk=1, d=576, dv=512, dtype=torch.bfloat16)
-    extras, seed, text = assemble(q, k, v, Options(causal=True))
-    p = check(q, k, v, extras, seed, parse_spec(text))
-    t = Inputs.of(p, q, k, v, extras, seed)
-    assert not p.spec.needs_grad
-    assert Triton().unsupported(p) == []
-    assert all(e.ok for e in accuracy.check(Triton(), p, t))
-    assert Triton().unsupported(call(q, k, v).p) == ["head_dim 576 is above 512, where its backward ends"]
+    agree(Triton(), call(q, k, v, causal=True))
+
+
+def test_wider_than_latent_attention_is_refused():
+    q, k, v = qkv(batch=1, nq=4, nk=4, d=584, dv=512, dtype=torch.bfloat16)
+    assert Triton().unsupported(call(q, k, v).p) == ["head_dim 584 is above 576"]
+    q, k, v = qkv(batch=1, nq=4, nk=4, d=520, dv=520, dtype=torch.bfloat16)
+    assert Triton().unsupported(call(q, k, v).p) == ["head_dim 520 of v is above 512"]
+    q, k, v = qkv(batch=1, nq=4, nk=4, d=576, dv=512)
+    assert Triton().unsupported(call(q, k, v).p) == ["head_dim 576 is above 512 in float32"]
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3], ids=["zero", "negative"])

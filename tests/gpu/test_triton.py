@@ -62,6 +62,12 @@ def test_later_calls_with_other_addresses_give_the_bits_of_the_first(score):
         assert all(torch.equal(x, y) for x, y in zip(results(t, do), first, strict=True))
 
 
+@pytest.mark.parametrize("nq", [1, 200], ids=["decoding", "training"])
+def test_latent_attention_and_its_gradients_agree_with_the_oracle(nq):
+    q, k, v = qkv(batch=2, nq=nq, nk=333, hq=16, hk=1, d=576, dv=512, dtype=torch.bfloat16)
+    agree(Triton(), call(q.cuda(), k.cuda(), v.cuda(), causal=True))
+
+
 def test_dropout_in_a_graph_follows_its_seed():
     q, k, v = on_gpu(*qkv(d=64, dv=64, dtype=torch.bfloat16))
     seed = torch.tensor([1], device="cuda")

@@ -103,13 +103,11 @@ def _device_reasons(p: Problem) -> list[str]:
 
 
 def _width_reasons(p: Problem) -> list[str]:
-    if max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM:
-        return []
-    latent = p.head_dim <= MAX_LATENT_DIM and p.head_dim_v <= MAX_HEAD_DIM and p.dtype.itemsize == 2
-    if latent and not p.spec.needs_grad:
-        return []
-    where = f"above {MAX_HEAD_DIM}, where its backward ends" if latent else f"above {MAX_HEAD_DIM}"
-    return [f"head_dim {max(p.head_dim, p.head_dim_v)} is {where}"]
+    half = p.dtype.itemsize == 2
+    most, where = (MAX_LATENT_DIM, "") if half else (MAX_HEAD_DIM, f" in {str(p.dtype).removeprefix('torch.')}")
+    if p.head_dim > most:
+        return [f"head_dim {p.head_dim} is above {most}{where}"]
+    return [f"head_dim {p.head_dim_v} of v is above {MAX_HEAD_DIM}"] if p.head_dim_v > MAX_HEAD_DIM else []
 
 
 def _scattered(p: Problem) -> list[str]:

@@ -99,16 +99,16 @@ def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
 
 
 def recorded(item: Launch) -> Iterator[tuple]:
-    """``(name, kernel, tiles, arguments)`` of every launch of a forward and a backward; of the wide q and k, a forward."""
-    latent, shape = item.feature == "latent", (2, 4096, 8)
+    """``(name, kernel, tiles, arguments)`` of every launch of a forward and a backward."""
+    shape = (2, 4096, 8)
     q, k, v = (
-        torch.empty((*shape, d), dtype=item.dtype, device="meta", requires_grad=not latent)
+        torch.empty((*shape, d), dtype=item.dtype, device="meta", requires_grad=True)
         for d in (item.head_dim, item.head_dim, item.head_dim_v)
     )
     extras, seed, text = assemble(q, k, v, Options(**_options(item.feature, q)))
     p = check(q, k, v, extras, seed, parse_spec(text))
     rows = config.table(item.arch, item.dtype.itemsize)
-    tiles = config.of_width(rows, p) or (config.LATENT[item.arch],) * 3
+    tiles = config.of_width(rows, p) or config.LATENT[item.arch]
     found = []
 
     def record(kernel, grid, tiles, *args):
@@ -128,8 +128,7 @@ def recorded(item: Launch) -> Iterator[tuple]:
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(p, q, v)
         launch.forward(plan, t)
-        if not latent:
-            launch.backward(plan, t, out, torch.empty_like(out.o), torch.empty_like(out.lse))
+        launch.backward(plan, t, out, torch.empty_like(out.o), torch.empty_like(out.lse))
     yield from found
 
 

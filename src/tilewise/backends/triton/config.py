@@ -12,9 +12,7 @@ from tilewise import device as devices
 from tilewise.problem import Problem
 
 MAX_HEAD_DIM = 512
-MAX_LATENT_DIM = (
-    576  # of q and k in a forward alone, in half precision: 512 and 64 rotary ones (multi-head latent attention)
-)
+MAX_LATENT_DIM = 576  # of q and k in half precision: 512 and 64 rotary ones (multi-head latent attention)
 MIN_WIDTH = 16  # of a side of tl.dot
 OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 
@@ -279,12 +277,12 @@ CANDIDATES = {
     },
 }
 
-# The forward's where q and k are wider than MAX_HEAD_DIM.
+# Where q and k are wider than MAX_HEAD_DIM.
 LATENT = {
-    "sm80": Tiles(32, 16, 4, 1),
-    "sm90": Tiles(64, 32, 8, 2, True),
-    "sm100": Tiles(32, 16, 4, 1),
-    "amd": Tiles(16, 16, 4, 1),
+    "sm80": (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    "sm90": (Tiles(64, 32, 8, 2, True), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    "sm100": (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    "amd": (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
 
 TABLE = {"sm80": _HALF_SM80, "sm90": _HALF_SM90, "sm100": _HALF_SM80, "amd": _HALF_AMD}
@@ -341,7 +339,7 @@ def choose(
     if p.device.type == "cpu":
         return replace(Config.of(preceded(INTERPRETED.passes, measured or {})), beside=together)
     arch = architecture(p.device)
-    row = of_width(table(arch, p.dtype.itemsize), p) or (LATENT[arch],) * 3
+    row = of_width(table(arch, p.dtype.itemsize), p) or LATENT[arch]
     passes = Config(*row).passes | (paired(p, "dq") if pair_bytes else {})
     fitted = fit_all(p, preceded(passes, measured or {}), pair_bytes)
     split = _split(p, fitted["forward"].tile_m, devices.of(p.device).cores)

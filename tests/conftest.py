@@ -1,7 +1,16 @@
 """What holds for every test."""
 
+import os
 import signal
+import sys
 
 # A shell ignores Ctrl-C in what it starts in the background, and so would every process below; some tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    """Triton's kernels are interpreted, on CPU tensors, unless GPU tests are asked for: which, is settled when Triton is imported, for
+    the whole process."""
+    if "triton" not in sys.modules and config.option.markexpr == "not gpu":
+        os.environ["TRITON_INTERPRET"] = "1"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class Arithmetic:
 
 
 class _Attention:
-    """One part's matrices, all ``(batch, heads_q, seqlen_q, seqlen_k)``."""
+    """One part's matrices, all ``(batch, heads_q, seqlen_q, seqlen_k)``; what lse does not need is computed when it is read."""
 
     def __init__(self, p: Problem, t: Inputs, part: Part, arithmetic: Arithmetic):
         dtype = arithmetic.dtype
@@ -126,19 +126,33 @@ class _Attention:
         self.sink = None if t.sink is None else t.sink.to(dtype).view(1, -1, 1)
         # 1 / (share kept) where dropout keeps the pair, else 0.
         self.z = None if part.drawn is None else part.drawn.to(dtype) * dropout.keep_scale(p.spec.dropout_p)
-        self._softmax()
 
-    def _softmax(self) -> None:
-        spec = self.p.spec
-        env = self.env | {"s": self.raw}
+    @cached_property
+    def s(self) -> Tensor:
+        spec, env = self.p.spec, self.env | {"s": self.raw}
         s = self.raw if spec.score is None else expr.evaluate([spec.score], env, self.t.leaves, self.dtype)[0]
-        s = torch.where(self.kept, s.to(self.dtype), -torch.inf)
-        logits = s if self.sink is None else torch.cat([s, self.sink.unsqueeze(-1).expand(*s.shape[:3], 1)], -1)
-        self.lse = torch.logsumexp(logits, -1)
-        probability = self._normalised(logits)[..., : s.shape[-1]]
-        self.probability = torch.where(s == -torch.inf, 0, probability)  # also rows that see nothing
-        self.dropped = self.probability if self.z is None else self.probability * self.z
-        self.o = self.matmul(self.dropped, self.v)
+        return torch.where(self.kept, s.to(self.dtype), -torch.inf)
+
+    def _logits(self) -> Tensor:
+        s = self.s
+        return s if self.sink is None else torch.cat([s, self.sink.unsqueeze(-1).expand(*s.shape[:3], 1)], -1)
+
+    @cached_property
+    def lse(self) -> Tensor:
+        return torch.logsumexp(self._logits(), -1)
+
+    @cached_property
+    def probability(self) -> Tensor:
+        probability = self._normalised(self._logits())[..., : self.s.shape[-1]]
+        return torch.where(self.s == -torch.inf, 0, probability)  # also rows that see nothing
+
+    @cached_property
+    def dropped(self) -> Tensor:
+        return self.probability if self.z is None else self.probability * self.z
+
+    @cached_property
+    def o(self) -> Tensor:
+        return self.matmul(self.dropped, self.v)
 
     def _normalised(self, logits: Tensor) -> Tensor:
         if self.textbook:
@@ -185,6 +199,17 @@ def forward(p: Problem, t: Inputs, arithmetic: Arithmetic, attended: Iterable[_A
         else:
             o, lse = a.o.transpose(1, 2).contiguous(), a.lse
     return Output(o, lse)
+
+
+def lse_of(p: Problem, t: Inputs, arithmetic: Arithmetic, of: Iterable[Part]) -> Tensor:
+    """:func:`forward`'s lse, without the rest of its work."""
+    attended = list(attend(p, t, arithmetic, of))
+    if not p.packed:
+        return attended[0].lse
+    lse = torch.full_like(empty_output(p, t.q, t.v).lse, -torch.inf, dtype=arithmetic.dtype)
+    for a in attended:
+        lse[:, a.part.rows] = a.lse[0]
+    return lse
 
 
 def backward(

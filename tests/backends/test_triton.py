@@ -1,11 +1,6 @@
-"""The Triton backend through Triton's interpreter, on CPU tensors; on a GPU the same contract runs in bench/gpu_triton.py.
-
-Whether kernels are interpreted is decided when Triton is imported, so the variable is set first. It is set for the whole
-test process: nothing else here imports Triton.
-"""
+"""The Triton backend through Triton's interpreter, on CPU tensors; on a GPU the same contract runs in tests/gpu."""
 
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-if "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import triton
@@ -44,7 +37,7 @@ from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
 
 pytestmark = [
-    pytest.mark.skipif(not interpreting(), reason="Triton was imported before TRITON_INTERPRET was set"),
+    pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of infinities that the mathematics selects away
 ]
 

@@ -1,15 +1,11 @@
 """`tilewise tune`: what is right and fastest is kept, precedes the table, and survives a broken file."""
 
 import json
-import os
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-if "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from bench import cases
@@ -45,7 +41,7 @@ def launched(monkeypatch, tmp_path):
     monkeypatch.setattr(clock, "seconds_per_call", seconds)
 
 
-@pytest.mark.skipif(not triton.interpreting(), reason="Triton was imported before TRITON_INTERPRET was set")
+@pytest.mark.skipif(not triton.interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_fastest_that_is_right_is_kept(launched, monkeypatch, capsys):
     case = replace(cases.named("contract-bfloat16-full"), batch=1, seqlen_q=20, seqlen_k=20, heads_q=1, heads_k=1)

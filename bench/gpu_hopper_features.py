@@ -3,9 +3,9 @@
     PYTHONPATH=src:. python3 bench/gpu_hopper_features.py --build    (on any machine with the DSL: the kernels that are not shipped)
     PYTHONPATH=src:. python3 bench/gpu_hopper_features.py --out DIR [--parts check,time] [--minutes 3]
 
-Forward and backward are judged by the error rule, two backward runs by their bits. Times are of the backward beside Triton's and, as
-``plain``, beside Hopper's own of the same sizes without the feature, in two passes; PREDICTED is what share of the plain one's rate,
-pair for pair that is kept, is left.
+Forward and backward are judged by the error rule, two backward runs by their bits. Times are of both beside Triton's and, as
+``plain``, beside Hopper's own of the same sizes without the feature, the backward in two passes; PREDICTED is what share of the plain
+backward's rate, pair for pair that is kept, is left.
 """
 
 import sys
@@ -57,7 +57,16 @@ FEATURES: dict[str, Callable[[tuple[int, ...], str], dict]] = {
     },
     "sparse-bias-dropout": lambda n, device: DROPOUT | FEATURES["sparse"](n, device) | FEATURES["bias"](n, device),
 }
-PREDICTED = {"lengths": 0.95, "documents": 0.85, "dropout": 0.55, "alibi": 0.75, "bias": 0.5, "sparse": 0.7}
+PREDICTED = {
+    "lengths": 0.95,
+    "documents": 0.85,
+    "dropout": 0.55,
+    "alibi": 0.75,
+    "bias": 0.5,
+    "sparse": 0.7,
+    "relative": 0.5,
+    "dense": 0.55,
+}
 
 
 def relative(table: torch.Tensor) -> Callable:
@@ -111,16 +120,18 @@ def check_worker(_: str) -> None:
 
 
 def time_worker(d: str) -> None:
-    """Milliseconds of each feature's backward."""
+    """Milliseconds of each feature's forward and backward."""
     for name in PREDICTED:
         c = made(name, LONG, int(d), DEVICE)
         plain = made("", LONG, int(d), DEVICE, causal=name in ("documents", "alibi"))
         rows = {"hopper": (Hopper(), c), "triton": (Triton(), c), "plain": (Hopper(backward=two_passes(plain)), plain)}
-        timed = {}
+        forward, backward = {}, {}
         for label, (backend, x) in rows.items():
             out = backend.forward(x.p, x.t)
-            timed[label] = lambda b=backend, x=x, out=out: b.backward(x.p, x.t, out, x.do, x.dlse)
-        emit(part="time", case=f"{name}-{d}", ms=in_turns(timed, DEVICE), predicted=PREDICTED[name])
+            forward[label] = lambda b=backend, x=x: b.forward(x.p, x.t)
+            backward[label] = lambda b=backend, x=x, out=out: b.backward(x.p, x.t, out, x.do, x.dlse)
+        emit(part="time", case=f"{name}-{d} forward", ms=in_turns(forward, DEVICE))
+        emit(part="time", case=f"{name}-{d} backward", ms=in_turns(backward, DEVICE), predicted=PREDICTED[name])
 
 
 WORKERS = {"check": check_worker, "time": time_worker}
@@ -146,7 +157,7 @@ def tell(results: Results, job: str, rows: list[dict], bad: list[dict], end: str
         if "ms" in row:
             ms = row["ms"]
             listed = "  ".join(f"{k} {v:.3f}" for k, v in ms.items())
-            results.say(f"{row['case']:16} ms: {listed}  over triton {ms['triton'] / ms['hopper']:.2f}")
+            results.say(f"{row['case']:24} ms: {listed}  over triton {ms['triton'] / ms['hopper']:.2f}")
 
 
 if __name__ == "__main__":

@@ -302,6 +302,9 @@ def _flex_unsupported(case: Case, device: str) -> list[str]:
     return reasons
 
 
+_FLEX_OPTIONS = {"bias": {"bwd_num_stages": 2}}
+"""By score, where FlexAttention's own tiles do not fit the chip (D 128 on an H200: 256 KB of 227 with three stages) and it raises."""
+
 _BY_HEAD = ("key-lengths", "keep-odd", "dense")
 """Masks that read b or h: FlexAttention makes a block mask of them for every batch element and head, and of others one."""
 
@@ -324,6 +327,7 @@ def _flex_prepare(x: Inputs) -> Call:
         options["block_mask"] = create_block_mask(MASKS[x.case.mask].keep(x), *shape, **sizes, _compile=True)
     if x.case.score:
         options["score_mod"] = SCORES[x.case.score].apply(x)
+        options["kernel_options"] = _FLEX_OPTIONS.get(x.case.score)
 
     def call() -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))

@@ -79,7 +79,7 @@ kernels-hopper: setup
 	@$(BIN)/python -m tilewise.backends.hopper.aot --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
 
 gpu-test: setup
-	@$(BIN)/python -m pytest -m gpu -n 4 tests/gpu
+	@$(BIN)/python -m pytest -m gpu -n 8 --maxschedchunk 1 tests/gpu
 
 bench: setup
 	@$(BIN)/tilewise bench

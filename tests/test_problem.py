@@ -20,6 +20,7 @@ from tests.backends.contract import normal, qkv
 from tilewise import dispatch, dropout, problem, spec
 from tilewise.backends.portable import Portable
 from tilewise.problem import Key, Problem
+from tilewise.reference import ReferenceConfig
 from tilewise.spec import Options, Spec, assemble, parse_spec
 
 
@@ -382,6 +383,9 @@ class Picky:
     def unsupported(self, p: Problem) -> list[str]:
         return [f"head_dim {p.head_dim} is above 8", "sinks are not built"]
 
+    def config(self, p: Problem) -> ReferenceConfig:
+        return ReferenceConfig()
+
 
 @pytest.fixture
 def picky(monkeypatch):
@@ -409,6 +413,20 @@ def test_without_a_name_the_next_backend_runs_and_explain_says_why_not_the_first
     explained = tw.explain(**inputs())
     assert explained.chosen == "portable"
     assert "picky: head_dim 16 is above 8; sinks are not built" in str(explained)
+
+
+def test_a_backend_with_a_reason_to_go_first_is_tried_before_earlier_ones_unless_another_is_named(picky, monkeypatch):
+    monkeypatch.setattr(Picky, "unsupported", lambda self, p: [])
+    assert tw.explain(**inputs()).chosen == "picky"
+    say = lambda self, p: "likes masks" if p.spec.mask_text else ""  # noqa: E731
+    monkeypatch.setattr(Portable, "preferred", say, raising=False)
+    masked = inputs() | {"causal": True}
+    explained = tw.explain(**masked)
+    assert explained.chosen == "portable"
+    assert explained.refused["picky"] == ["comes after portable, which likes masks"]
+    torch.testing.assert_close(tw.attention(**masked), tw.attention(**masked, backend="reference"))
+    assert tw.explain(**masked, backend="picky").chosen == "picky"
+    assert tw.explain(**inputs()).chosen == "picky"
 
 
 def test_where_no_backend_can_each_says_why(picky, monkeypatch):

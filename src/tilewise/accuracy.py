@@ -53,8 +53,13 @@ def error_norms(x: Tensor, oracle: Tensor) -> tuple[float, float]:
 
     Infinities must stand where the oracle has them and count for nothing there.
     """
+    return tuple(_norms(x, oracle).tolist())
+
+
+def _norms(x: Tensor, oracle: Tensor) -> Tensor:
+    """Both of :func:`error_norms`, where they were computed: to read a number, a process waits for its GPU."""
     if oracle.numel() == 0:
-        return 0.0, 0.0
+        return torch.zeros(2, dtype=torch.float64, device=oracle.device)
     x, oracle = x.double(), oracle.double()
     same = torch.isinf(oracle) & (x == oracle)
     x, oracle = x.where(~same, 0.0), oracle.where(~same, 0.0)
@@ -62,7 +67,7 @@ def error_norms(x: Tensor, oracle: Tensor) -> tuple[float, float]:
     rows, norms = (t.reshape(-1, width).norm(dim=-1) for t in (x - oracle, oracle))
     floor = 0.1 * norms.square().mean().sqrt()
     relative = torch.where(rows == 0, 0.0, rows / torch.maximum(norms, floor))
-    return relative.square().mean().sqrt().item(), (x - oracle).abs().max().item()
+    return torch.stack([relative.square().mean().sqrt(), (x - oracle).abs().max()])
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ class Scale:
 
     @classmethod
     def of(cls, oracle: Tensor, eager: Sequence[Tensor]) -> Scale:
-        norms = [n for n in (error_norms(e, oracle) for e in eager) if math.isfinite(sum(n))]
+        found = torch.stack([_norms(e, oracle) for e in eager]).tolist() if eager else []
+        norms = [n for n in found if math.isfinite(sum(n))]
         rms, largest = (max([n[which] for n in norms], default=0.0) for which in (0, 1))
         finite = oracle.where(torch.isfinite(oracle), 0.0)
         return cls(rms, largest, finite.abs().max().item() if oracle.numel() else 0.0)

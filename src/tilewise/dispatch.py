@@ -56,10 +56,17 @@ def backend(name: str) -> Backend:
 
 
 def candidates(p: Problem) -> list[str]:
-    """The names that are tried for a problem, in order."""
+    """The names that are tried for a problem, in order: the table's, behind those that have a reason to go first."""
     if p.spec.backend is not None:
         return [p.spec.backend]
-    return [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
+    names = [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
+    return sorted(names, key=lambda name: not preferred(name, p))
+
+
+def preferred(name: str, p: Problem) -> str:
+    """Why a backend is tried before those of earlier rows; empty: it is not."""
+    say = getattr(backend(name), "preferred", None)
+    return say(p) if say else ""
 
 
 def select(p: Problem) -> Backend:
@@ -176,6 +183,20 @@ class Explanation:
         }
 
 
+def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
+    """Why a backend does not run a problem that another one runs, or none."""
+    reasons = list(backend(row.name).unsupported(p))
+    if row.device_types is not None and p.device.type not in row.device_types:
+        elsewhere = f"runs on {', '.join(row.device_types)}, q is on {p.device.type}"
+        reasons = [elsewhere, *(reason for reason in reasons if reason != elsewhere)]
+    if reasons:
+        return reasons
+    if p.spec.backend is not None or chosen is None:
+        return [row.only_named or "not asked for"]
+    because = preferred(chosen, p)
+    return [row.only_named or f"comes after {chosen}" + (f", which {because}" if because else "")]
+
+
 def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
     """Of a call with these keywords.
 
@@ -184,22 +205,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
     """
     extras, seed, text = assemble(q, k, v, options)
     p = check(q, k, v, extras, seed, parse_spec(text))
-    chosen, refused = None, {}
-    for row in every():
-        reasons = list(backend(row.name).unsupported(p))
-        if row.device_types is not None and p.device.type not in row.device_types:
-            elsewhere = f"runs on {', '.join(row.device_types)}, q is on {p.device.type}"
-            reasons = [elsewhere, *(reason for reason in reasons if reason != elsewhere)]
-        if not reasons and (
-            row.name == p.spec.backend or (p.spec.backend is None and chosen is None and row in BACKENDS)
-        ):
-            chosen = row.name
-            continue
-        if not reasons:
-            reasons.append(row.only_named or (f"comes after {chosen}" if chosen else "not asked for"))
-        refused[row.name] = reasons
-    if p.spec.backend is not None:
-        backend(p.spec.backend)  # one that does not exist is a wrong call
+    chosen = next((name for name in candidates(p) if not backend(name).unsupported(p)), None)
+    refused = {row.name: _why_not(row, p, chosen) for row in every() if row.name != chosen}
     config = backend(chosen).config(p) if chosen else None
     flops = 2 * p.heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v) * (1 if p.packed else p.batch)
     return Explanation(

@@ -251,6 +251,7 @@ def test_a_descriptor_brings_a_bias_to_the_pass_over_keys(shape, index, leads):
     c = call(*qkv(nq=66, nk=72), causal=True, score=score)
     plan = launch.Plan(c.p, OTHER_TILES["tma"])
     assert plan.seen == (0, leads)
+    assert Triton().preferred(c.p)
     agree(Triton(OTHER_TILES["tma"]), c)
 
 
@@ -263,6 +264,7 @@ def test_no_descriptor_sees_a_bias_that_is_read_elsewhere_or_in_another_order():
         lambda s, b, h, i, j: s + wide[h, i, j + 1],
     ]
     assert [launch.Plan(c(f, 72), INTERPRETED).seen for f in scores] == [None] * 3
+    assert not any(Triton().preferred(c(f, 72)) for f in scores)
     assert launch.Plan(c(lambda s, b, h, i, j: s + odd[h, i, j], 70), INTERPRETED).seen is None
 
 

@@ -68,6 +68,9 @@ class Config(Protocol):
 
 
 class Backend(Protocol):
+    """One that does a problem better than those of earlier rows of ``dispatch.BACKENDS`` may say so by a ``preferred(p) -> str``, which
+    gives the reason: it is then tried before them."""
+
     name: str
 
     def unsupported(self, p: Problem) -> list[str]:

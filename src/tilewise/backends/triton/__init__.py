@@ -16,7 +16,7 @@ from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output, PerProblem
 from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose
-from tilewise.backends.triton.emit import SCATTER, Pairs, classify
+from tilewise.backends.triton.emit import SCATTER, Pairs, classify, seen_lookup
 from tilewise.problem import Problem
 
 
@@ -66,6 +66,10 @@ class Triton:
         if p.spec.deterministic and p.spec.grad_slots:
             reasons += _scattered(p)
         return reasons
+
+    def preferred(self, p: Problem) -> str:
+        """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/measured.md)."""
+        return "" if seen_lookup(p) is None else "brings the tensor that the score reads tile by tile"
 
     def config(self, p: Problem) -> Config:
         pairs = Pairs.of(p)

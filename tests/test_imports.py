@@ -28,7 +28,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "tiles": ("mask", "expr"),
     "problem": ("spec", "mask", "expr", "dropout", "caching"),
     "backends.base": ("problem",),
-    "reference": ("backends.base", "problem", "spec", "tiles", "state", "dropout", "expr"),
+    "reference": ("backends.base", "problem", "spec", "tiles", "state", "dropout", "expr", "caching"),
     "backends.hopper.config": ("problem", "device", "expr"),  # a kernel's key holds the expressions traced into it
     "backends.*.config": ("problem", "device"),
     "backends.*.compile_all": ("own", "backends.base", "problem", "spec", "mask", "score"),  # a program of its own
@@ -209,6 +209,17 @@ def test_environment_variables_are_read_in_settings_alone():
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     }
     assert {name for name in readers if not name.startswith("cli")} <= {"settings"}
+
+
+def test_cached_properties_are_those_that_survive_a_fork():
+    readers = {
+        name
+        for name, path in modules(SRC).items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.ImportFrom) and node.module == "functools" and "cached_property" in ast.unparse(node))
+        or (isinstance(node, ast.Attribute) and ast.unparse(node) == "functools.cached_property")
+    }
+    assert readers == {"caching"}
 
 
 # -- The walk itself -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.caching import cached_property
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import Grid

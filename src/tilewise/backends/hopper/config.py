@@ -254,7 +254,8 @@ class Config(Formed):
 
 
 # (head dim of q and k, of v) -> tiles for "full"; for the forms with an end; where a thread has more to remember beside its
-# scores; where it reads more than one tensor for each of them. The first row that holds both dims is taken.
+# scores; where it reads more than one tensor for each of them, or goes by lists of key blocks: a pattern's blocks of 64 or 128
+# are whole ones then, where wider ones would cover two and be visited for either. The first row that holds both dims is taken.
 TABLE = {
     (64, 64): (
         Tiles(64, 64, 3, 128, 8, 2, 160, turns=True, steady=True),
@@ -333,7 +334,7 @@ def tiles_of(
     # A softcap beside two ends of a row is too much for the registers that three warpgroups leave each other.
     tight = softcap and form in ("band", "rows") and TABLE[dims][1].warpgroups > 2
     more = traced.reads + dropout
-    column = 3 if more > 1 else 2 if traced != PLAIN or tight or dropout else int(form != "full")
+    column = 3 if more > 1 or form == "lists" else 2 if traced != PLAIN or tight or dropout else int(form != "full")
     return TABLE[dims][column]
 
 

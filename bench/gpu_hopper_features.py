@@ -16,12 +16,13 @@ from dataclasses import replace
 import torch
 
 import tilewise as tw
-from bench.gpu_hopper import DEVICE, Results, begin, emit, processes
+from bench.gpu_hopper import DEVICE, Results, begin, contract_calls, emit, processes
 from bench.gpu_hopper_backward import named, two_passes
 from bench.measure import in_turns
-from tests.backends.contract import Call, call, poisoned
+from tests.backends.contract import HIDING, Call, call, poisoned, qkv
 from tilewise import accuracy
 from tilewise.backends.hopper import Hopper, aot, library
+from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.triton import Triton
 
 SHAPE, LONG = (2, 700, 900, 4, 2), (2, 4096, 4096, 8, 8)  # batch, seqlen_q, seqlen_k, heads_q, heads_k
@@ -88,13 +89,17 @@ def calls(device: str) -> Iterator[tuple[str, Call]]:
 
 
 def build() -> int:
-    """What neither the package nor its folder of kernels has; forwards that split keys too: a GPU has more cores to fill."""
+    """What neither the package nor its folder of kernels has, for this and for tests/gpu; forwards that split keys too: a GPU has more
+    cores to fill."""
     backend, needed = Hopper(), {}
-    every = [c for _, c in calls("cpu")] + [made(name, LONG, DIMS[0], "cpu") for name in PREDICTED]
+    every = [c for _, c in (*calls("cpu"), *contract_calls("cpu"))]
+    every += [made(name, LONG, DIMS[0], "cpu") for name in PREDICTED]
+    every += [call(*(x.bfloat16() for x in qkv()), mask=mask()) for mask in HIDING.values()]
     for c in every:
         for problem in (c.p, replace(c.p, spec=replace(c.p.spec, deterministic=True))):
             forward, *rest = backend._configs(problem)
-            split = [replace(forward, split=True)] if forward.of_numbers else []
+            own = forward.traced != PLAIN or forward.dropout
+            split = [replace(forward, split=True)] if own and forward.of_numbers and not forward.packed else []
             needed |= {x.name: x for x in (forward, *split, *rest) if not library.built(x)}
     rows = aot.build_all(list(needed.values()), library.folder(), 1)
     return sum(bool(rows[name]["faults"]) for name in needed)

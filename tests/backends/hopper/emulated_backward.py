@@ -58,7 +58,7 @@ class Words:
             self.values[n % 2, n - n % 2 + m] = pair[m]
 
 
-OTHERS = ("backward_sum", "backward_walk", "packed", "forward", "combine", "expression", "dropping")
+OTHERS = ("backward_sum", "backward_walk", "packed", "forward", "combine", "expression", "dropping", "backward_rows")
 
 
 def load(name: str):
@@ -92,6 +92,11 @@ def load(name: str):
         statistics.tiles[slot] = line.rows.values[m * line.columns : (m + 1) * line.columns].copy()
         full.barrier.change(0, -4 * line.columns)
 
+    def put_line(rows, place, lse2, delta, mine) -> None:
+        lines, mine = place[2], np.broadcast_to(mine, place[2].shape)
+        for target, value in ((rows.lse2, lse2), (rows.delta, delta)):
+            target[(*place[:2], lines[mine])] = np.broadcast_to(value, lines.shape)[mine]
+
     def hand_over(operand, handed) -> None:
         handed.values = operand.values.copy()
 
@@ -111,6 +116,8 @@ def load(name: str):
         "products": products, "of_columns": of_columns, "to_operand": to_operand, "put": put, "scaled": scaled,
         "bring": bring, "hand_over": hand_over, "take_over": take_over, "hold": lambda word, values: None,
         "as_accumulator": lambda operand, acc: operand, "put_fragment": put_fragment, "write_part": write_part, "add": add,
+        "put_line": put_line, "inner": lambda one, other: (one * other).sum(0, dtype=np.float32),
+        "piece_of": lambda t, i, n, element: t.values[i, 8 * n + np.arange(8)[:, None]],
         "as_rows_columns": lambda operand, acc: operand.values, "operands": OPERANDS[name], "cut": cut,
     }  # fmt: skip
     for where in (kernel, part, sums):
@@ -293,8 +300,9 @@ def _placed(module, sums: np.ndarray, shape: tuple, work, x: Backward) -> np.nda
 
 
 def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:
-    """dq of arrays (batch, seqlen, heads, head_dim), one CTA after the other."""
+    """dq of arrays (batch, seqlen, heads, head_dim), one CTA after the other; ``t["lse2"]`` and ``t["delta"]`` are written."""
     kernel, c = load("queries"), x.queries
+    rows = kernel.backward_rows.Tensors(*(Global(t[n]) for n in ("o", "do", "lse", "dlse", "lse2", "delta")))
     dq, work = np.full_like(t["q"], np.nan), _work(kernel, work)
     tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dq)))
     by = SimpleNamespace(make=kernel.Operands, names=SimpleNamespace(score=None, dq=None), dq=None)
@@ -309,8 +317,7 @@ def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:
         ]
         stores = [lambda n=n, room=room: kernel.store(tmas, room, n, work, x) for n in range(w)]
         groups = [
-            lambda n=n, room=room: kernel.compute(room, n, Global(t["lse2"]), Global(t["delta"]), by, work, x)
-            for n in range(w)
+            lambda n=n, room=room: kernel.compute(room, n, rows, by, work, x) for n in range(w)
         ]
         _together([(False, body) for body in loads + stores] + [(True, body) for body in groups], cta, ctas)
     return dq

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.backends.contract import HIDING, Call, call, normal
+from tests.backends.contract import HIDING, Call, call, normal, poisoned
 from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated_backward as emulated
 from tests.backends.hopper.test_forward import CASES as FORWARD
@@ -44,11 +44,12 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do, "o": out.o.to(c.p.dtype), "lse": out.lse, "dlse": c.dlse}
     t = {name: (tensor[None] if c.p.packed else tensor).float().numpy() for name, tensor in given.items()}
     cu_q, cu_k, *queues = (tensor.numpy() for tensor in plan.starts(c.t)) if c.p.packed else (None, None)
-    rows = [t.pop(name) for name in ("o", "lse", "dlse")]
-    rows.insert(1, t["do"])
-    t["lse2"], t["delta"] = (
-        emulated.run_rows(x, *rows, plan.lines, cu_q) if c.p.packed else emulated.statistics(*rows, plan.lines)
-    )
+    with poisoned():
+        t["lse2"], t["delta"] = (room.numpy() for room in plan.lines(c.t, torch.from_numpy(t["lse"])))
+    rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], x.lines(c.p)
+    if x.keys.summed:
+        made = emulated.run_rows(x, *rows, lines, cu_q) if c.p.packed else emulated.statistics(*rows, lines)
+        t["lse2"], t["delta"] = made
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
     if not c.p.packed:
         t["k"], t["v"] = (x.float().numpy()[:, plan.keys] for x in plan.without_unseen(c.t))
@@ -62,10 +63,11 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         more = (cu_q, cu_k, queues[turn], *ends) if p.packed else (extras[turn],) if extras[turn] else ()
         return (*sizes, lo, hi, *map(np.float32, scales), *more)
 
+    first = None if x.keys.summed else emulated.run_queries(x, t, work(section_q, 1), min(ctas, ctas_q))
     *found, dq = emulated.run_keys(x, t, work(section_k, 0), min(ctas, ctas_k))
     for room, part in zip(whole, found, strict=True):
         room[:, plan.keys] = part
-    dq = emulated.run_queries(x, t, work(section_q, 1), min(ctas, ctas_q)) if dq is None else dq
+    dq = first if dq is None else dq
     grads = (torch.from_numpy(g[0] if c.p.packed else g).to(c.p.dtype) for g in (dq, *whole))
     lse, delta = torch.from_numpy(t["lse2"]) / LOG2_E, torch.from_numpy(t["delta"])
     return Grads(*grads, backward_call.sink_gradient(c.t, lse, delta) if c.p.packed else None, {})

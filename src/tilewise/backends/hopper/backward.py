@@ -56,12 +56,13 @@ def launch(
     )  # fmt: skip
     cu = starts.cu_q if x.packed else None
     rows = backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta, cu, lines.sums)
-    backward_rows.launch(rows, stream, x)
-    backward_keys.launch(backward_keys.Tensors(q, k, v, do, dk, dv, lines), work, ctas_k, stream, x)
+    keys = backward_keys.Tensors(q, k, v, do, dk, dv, lines)
     if cutlass.const_expr(x.queries is None):
+        backward_rows.launch(rows, stream, x)
+        backward_keys.launch(keys, work, ctas_k, stream, x)
         backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q), dq, scale, stream, x)
     else:
         starts = starts._replace(queue=queue_q) if x.packed else None
-        work = work._replace(section=section_q, starts=starts, extra=extra_q)
-        tensors = backward_queries.Tensors(q, k, v, do, dq, lines.lse2, lines.delta)
-        backward_queries.launch(tensors, work, ctas_q, stream, x)
+        own = work._replace(section=section_q, starts=starts, extra=extra_q)
+        backward_queries.launch(backward_queries.Tensors(q, k, v, do, dq), rows, own, ctas_q, stream, x)
+        backward_keys.launch(keys, work, ctas_k, stream, x)

@@ -21,6 +21,7 @@ from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 from tilewise.problem import Problem
 
+INF = float("inf")
 TENSORS = 32  # of a launch at most but for leaves; the problem fixes the sizes of all
 
 
@@ -65,10 +66,11 @@ class Plan:
             else None
         )
 
-    @cached_property
-    def lines(self) -> int:
-        """Rows of a head in the statistics' buffers."""
-        return self.config.lines(self.p)
+    def lines(self, t: Inputs, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Of lse (batch, heads_q, row) room for lse2 and delta. Packed, rows lie elsewhere among lines that nobody writes; a sink's
+        gradient reads them all, and what is there then must add nothing to it."""
+        shape, holes = (*lse.shape[:2], self.config.lines(self.p)), self.p.packed and t.sink is not None
+        return tuple(lse.new_full(shape, n) if holes else lse.new_empty(shape) for n in (INF, 0.0))
 
     @cached_property
     def numbers(self) -> tuple:
@@ -142,14 +144,12 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
             x[:, : keys.start].zero_()
             x[:, keys.stop :].zero_()
         k, v, dk, dv = (x[:, keys] for x in (k, v, dk, dv))
-    shape = *lse.shape[:2], plan.lines
-    lse2, delta = lse.new_empty(shape), lse.new_empty(shape)
+    lse2, delta = plan.lines(t, lse)
     given = q, k, v, o, do, lse, dlse, *plan.starts(t), *plan.extra(t)
     made = dq, dk, dv, lse2, delta, *([lse.new_empty(plan.sums_shape)] if plan.sums_shape else ())
     plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if t.sink is None:
         return Grads(*grads, None, {})
-    # Packed, rows lie elsewhere among lines of +inf and 0.
     dsink = sink_gradient(t, lse2 / LOG2_E, delta) if packed else sink_gradient(t, lse, delta[..., : p.seqlen_q])
     return Grads(*grads, dsink, {})
 

@@ -848,14 +848,14 @@ def kernel(tmas: Tmas, lines: Lines, by: Products, work: Work, x: cutlass.Conste
     c, (warp, group) = x.keys, own_place()
     room = allocate(tmas, x)
     start_barriers(room, x)
-    cute.arch.griddepcontrol_wait()  # the rows' statistics are there when the kernel before has ended
-    if cutlass.const_expr(x.queries is not None):
-        cute.arch.griddepcontrol_launch_dependents()  # the pass over queries, which reads nothing of this one's
+    if cutlass.const_expr(c.summed):
+        cute.arch.griddepcontrol_wait()  # the rows' statistics and zeros are there when the kernel before has ended
     if group == 0:
         cute.arch.setmaxregister_decrease(c.registers_load)
         if warp == 0:
             load_keys(tmas, room, work, x)
         elif warp == 1:
+            cute.arch.griddepcontrol_wait()  # all else that is read was there before the pass over queries began
             load_queries(tmas, lines, room, work, x)
         elif warp == 2:
             store(tmas, lines, room, 0, work, x)

@@ -22,7 +22,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import backward_walk, packed, schedule, tile
+from tilewise.backends.hopper import backward_rows, backward_walk, packed, schedule, tile
 from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.backward_tile import (
     Block,
@@ -58,6 +58,9 @@ from tilewise.backends.hopper.forward import (
     release,
     staged,
 )
+
+
+PIECE = 8  # elements that a thread reads at a time
 
 
 class Tmas(NamedTuple):
@@ -357,33 +360,73 @@ def key_block(t: Operands, w, turn: Turn, block: Block, room: Room, work: Work, 
     return Turn(*schedule.after(k_slot, k_phase, c.slots), turn.count + 1)
 
 
-def statistics_of(t: Operands, lse2: cute.Tensor, delta: cute.Tensor, at: Place, row) -> None:
-    """Of a thread's two rows of the warpgroup's, which begin at ``row``; both go on past the last query."""
-    for r in range(2):
-        i = row + tile.row_of(cute.arch.thread_idx()[0] % 128, r)
-        place = (at.batch, at.head, i) if at.own is None else (0, at.head, at.own.line + i)
-        t.lse2[r], t.delta[r] = lse2[place], delta[place]
+def statistics_of(t: Operands, rows: backward_rows.Tensors, at: Place, row, work: Work, x: Backward) -> None:
+    """(13), of a thread's two rows of the warpgroup's, which begin at ``row``: each of a quad's four threads reads every fourth piece of
+    O and dO, while Q and dO are on their way to where products find them. The pass over keys finds what is made of them."""
+    thread, batch, start, line = cute.arch.thread_idx()[0] % 128, at.batch, 0, 0
+    if x.packed:
+        batch, start, line = 0, at.own.q.start, at.own.line
+    mine = [row + tile.row_of(thread, r) for r in range(2)]
+    sources = [start + cutlass.min(i, work.seqlen_q - 1) for i in mine]
+    known = [(rows.lse[batch, at.head, i], rows.dlse[batch, at.head, i]) for i in sources]
+    o, do = (part[batch, None, at.head, None] for part in (rows.o, rows.do))
+    totals = [product_of(o, do, i, thread % 4, x) for i in sources]
+    for r, i in enumerate(mine):
+        total, real = tile.over_quad(totals[r], lambda a, b: a + b), i < work.seqlen_q
+        t.lse2[r], t.delta[r] = backward_rows.made_of(*known[r], total, real)
+        put_line(rows, (batch, at.head, line + i), t.lse2[r], t.delta[r], thread % 4 == 0)
+        if x.queries.tile_m % x.keys.tile_m:  # a key pass's last block may be longer than a tile's
+            beyond, blocks = i + x.queries.tile_m, (work.seqlen_q + x.keys.tile_m - 1) // x.keys.tile_m
+            last = tile.both(at.row + x.queries.tile_m >= work.seqlen_q, beyond < blocks * x.keys.tile_m)
+            filling = backward_rows.INF, 0.0
+            put_line(rows, (batch, at.head, line + beyond), *filling, tile.both(last, thread % 4 == 0))
+
+
+def product_of(o: cute.Tensor, do: cute.Tensor, i, lane, x: Backward):
+    """A thread's part of the product of two rows, pieces past the end left out."""
+    total, pieces = F32(0.0), o.shape[1] // PIECE
+    for n in range(x.queries.width_v // (4 * PIECE)):
+        at = 4 * n + lane
+        parts = [piece_of(t, i, cutlass.min(at, pieces - 1), ELEMENT[x.dtype]) for t in (o, do)]
+        total = total + tile.choose(at < pieces, inner(*parts), 0.0)
+    return total
+
+
+def piece_of(t: cute.Tensor, i, n, element) -> cute.Tensor:
+    """16 bytes of a row."""
+    part = cute.make_rmem_tensor((PIECE,), element)
+    cute.autovec_copy(cute.local_tile(t[i, None], (PIECE,), (n,)), part)
+    return part
+
+
+def inner(one: cute.Tensor, other: cute.Tensor):
+    return (one.load().to(F32) * other.load().to(F32)).reduce(cute.ReductionOp.ADD, F32(0.0), 0)
 
 
 @cute.jit
-def compute(
-    room: Room, w, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work: Work, x: cutlass.Constexpr
-):  # fmt: skip
+def put_line(rows: backward_rows.Tensors, place: tuple, lse2, delta, mine):
+    if mine:
+        rows.lse2[place] = lse2
+        rows.delta[place] = delta
+
+
+@cute.jit
+def compute(room: Room, w, rows: backward_rows.Tensors, by: Products, work: Work, x: cutlass.Constexpr):
     """One warpgroup: dQ of 64 rows of each tile."""
     t = operands(by, room, x)
-    body = lambda at, own, held, turn: query_tile(t, w, (lse2, delta), room, at, held, turn, own, x)  # noqa: E731
+    body = lambda at, own, held, turn: query_tile(t, w, rows, room, at, held, turn, own, x)  # noqa: E731
     each_tile(WALK, backward_walk.at_room(room, w), work, x, body, Turn(I32(0), I32(0), I32(0)))
 
 
 @cute.jit
 def query_tile(
-    t: Operands, w, lines: tuple, room: Room, at: Place, held, turn: Turn, work: Work, x: cutlass.Constexpr
+    t: Operands, w, rows: backward_rows.Tensors, room: Room, at: Place, held, turn: Turn, work: Work, x: cutlass.Constexpr
 ):  # fmt: skip
     """Returns the turn, where it is then."""
     c, row, kept = x.queries, at.row + w * ROWS, band_of_rows(at.batch, at.head, work, x)
     start, stop = whole_blocks(row, at, kept, x)
     limits = limits_of(row, kept, x)
-    statistics_of(t, *lines, at, row)
+    statistics_of(t, rows, at, row, work, x)
     t.dq.fill(0.0)
     cute.arch.mbarrier_wait(room.held_full + w, held)
     turn = Turn(turn.slot, turn.phase, I32(0))
@@ -411,10 +454,12 @@ def query_tile(
 
 
 @cute.kernel
-def kernel(tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work: Work, x: cutlass.Constexpr):
+def kernel(tmas: Tmas, rows: backward_rows.Tensors, by: Products, work: Work, x: cutlass.Constexpr):
     c, (warp, group) = x.queries, own_place()
     room = allocate(tmas, x)
     start_barriers(room, x)
+    cute.arch.griddepcontrol_wait()  # it may begin while what was launched before ends
+    cute.arch.griddepcontrol_launch_dependents()  # the pass over keys, which waits where it reads what is made here
     if group == 0:
         cute.arch.setmaxregister_decrease(c.registers_load)
         if warp == 0:
@@ -425,23 +470,20 @@ def kernel(tmas: Tmas, lse2: cute.Tensor, delta: cute.Tensor, by: Products, work
             store(tmas, room, warp - 2, work, x)
     else:
         cute.arch.setmaxregister_increase(c.registers)
-        compute(room, group - 1, lse2, delta, by, work, x)
-    cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dK and dV, too
+        compute(room, group - 1, rows, by, work, x)
 
 
 class Tensors(NamedTuple):
-    """What the pass reads and writes, (batch, seqlen, heads, D), and lse2 and delta, (batch, heads_q, a whole number of blocks)."""
+    """What the pass reads and writes, (batch, seqlen, heads, D)."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     do: cute.Tensor
     dq: cute.Tensor
-    lse2: cute.Tensor
-    delta: cute.Tensor
 
 
-def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
+def launch(t: Tensors, rows: backward_rows.Tensors, work: Work, ctas, stream, x: Backward) -> None:
     """Within a traced function of the host's."""
     c, element, tall = x.queries, ELEMENT[x.dtype], LayoutEnum.ROW_MAJOR
     seen = lambda t: by_rows(t, x)  # noqa: E731
@@ -465,6 +507,6 @@ def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
         mma(element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, c.width), registers),
     )
     kernel.set_name_prefix(f"{x.name}_queries", remove_cutlass_symbol=True, keep_mangled_name=False)
-    kernel(tmas, t.lse2, t.delta, by, work, x).launch(
+    kernel(tmas, rows, by, work, x).launch(
         grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
     )

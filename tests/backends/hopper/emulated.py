@@ -82,13 +82,14 @@ def arrive(pointer: Pointer) -> None:
 
 
 def meet(barrier_id: int, number_of_threads: int, waits: bool = True) -> None:
-    """Warpgroups arrive, and may wait until as many have as the barrier takes; a warpgroup's threads go together anyway."""
-    if number_of_threads == 128:
+    """Warpgroups, or warps, arrive, and may wait until as many have as the barrier takes; a warpgroup's threads go together anyway."""
+    mine = 128 if role.computes else 32
+    if number_of_threads == mine:
         return
     barrier = role.named.setdefault(barrier_id, Barrier(number_of_threads))
     with barrier.changed:
         parity = barrier.phase % 2
-        barrier.change(128, 0)
+        barrier.change(mine, 0)
     if waits:
         barrier.wait(parity)
 
@@ -221,6 +222,7 @@ def modules() -> dict[str, types.ModuleType]:
         barrier=meet,
         barrier_arrive=partial(meet, waits=False),
         fence_view_async_shared=lambda: None,
+        fence_acq_rel_gpu=lambda: None,
         sync_warp=lambda: None,
         cp_async_bulk_commit_group=lambda: None,
         cp_async_bulk_wait_group=lambda n, read: None,

@@ -6,6 +6,7 @@ kernel of the rows' statistics, which has neither barriers nor products, is NumP
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -125,10 +126,23 @@ def load(name: str):
             if hasattr(where, key) and (key != "operands" or where is kernel):
                 setattr(where, key, value)
     stand_in_for_queues(tile, packed)
+    tile.count_up, tile.await_count = count_up, await_count
     part.words, kernel.Starts, kernel.Extra = Words, part.Starts, part.Extra
     tile.pack = lambda low, high, dtype: (rounded(low, dtype), rounded(high, dtype))
     tile.rows_columns = lambda acc: acc.values
     return kernel
+
+
+counting = threading.Lock()
+
+
+def count_up(t: Global, place: tuple) -> None:
+    with counting:
+        t[place] = t[place] + 1
+
+
+def await_count(t: Global, place: tuple, count: int) -> None:
+    assert (t[place] == count).all(), "the pass before has not written all"
 
 
 def _key_operands(by, room, w: int, x: Backward):
@@ -315,7 +329,7 @@ def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:
             lambda room=room: kernel.load_rows(tmas, room, work, x),
             lambda room=room: kernel.load_keys(tmas, room, work, x),
         ]
-        stores = [lambda n=n, room=room: kernel.store(tmas, room, n, work, x) for n in range(w)]
+        stores = [lambda n=n, room=room: kernel.store(tmas, rows.lse2, room, n, work, x) for n in range(w)]
         groups = [
             lambda n=n, room=room: kernel.compute(room, n, rows, by, work, x) for n in range(w)
         ]

@@ -213,11 +213,19 @@ class Backward(Formed):
         blocks of each pass fit, and the next multiple of LINES is not past the next sequence's."""
         return LINES + max(self.keys.tile_m, self.tile_m)
 
+    @property
+    def flagged(self) -> bool:
+        """Whether the pass over keys begins on multiprocessors that the one over queries has left, before all have: it then waits head by
+        head for the statistics. Packed, only the device knows which tiles there are."""
+        return self.queries is not None and not self.packed
+
     def lines(self, p: Problem) -> int:
-        """Rows that a head has in the statistics' buffers: whole query blocks of each pass, of each sequence."""
+        """Numbers that a head has in the statistics' buffers: whole query blocks of each pass, of each sequence; then flags, a whole
+        number of blocks too."""
         if self.packed:  # the rows past the last sequence are one more
             return -(-(p.seqlen_q + (p.batch + 1) * self.lines_between) // LINES) * LINES
-        return max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
+        flags = -(-p.seqlen_q // (16 * self.tile_m)) * 16 if self.flagged else 0
+        return flags + max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
 
     def blocks(self, p: Problem) -> int:
         """Query blocks of a head whose dQ is summed."""

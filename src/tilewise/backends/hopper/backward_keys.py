@@ -38,6 +38,7 @@ from tilewise.backends.hopper.backward_tile import (
     band,
     band_of_columns,
     by_rows,
+    flag_of,
     give_back,
     hold,
     of_columns,
@@ -313,9 +314,23 @@ def fetch_block(info: cpasync.TmaInfo, g, s, line: Line, m, slot, size: int, roo
 
 @cute.jit
 def load_queries(tmas: Tmas, lines: Lines, room: Room, work: Work, x: cutlass.Constexpr):
-    """One warp: the query blocks of every tile, for each query head."""
+    """One warp: the query blocks of every tile, for each query head. All but the statistics was there before the pass over queries
+    began."""
     load = lambda at, own, phase, ring: load_blocks(tmas, lines, room, at, ring, own, x)  # noqa: E731
+    if cutlass.const_expr(not x.flagged):
+        cute.arch.griddepcontrol_wait()
     each_tile(WALK, backward_walk.ahead(room, KEY_GROUPS), work, x, load, (I32(0), I32(1)))
+    cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
+
+
+@cute.jit
+def await_lines(lse2: cute.Tensor, at: Place, work: Work, x: cutlass.Constexpr):
+    """One warp: until the pass over queries has written a head's."""
+    lane, blocks = cute.arch.thread_idx()[0] % 32, (work.seqlen_q + x.tile_m - 1) // x.tile_m
+    for first in cutlass.range(0, blocks, 32, unroll=1):
+        place = flag_of(cutlass.min(first + lane, blocks - 1), at.batch, at.head, lse2)
+        tile.await_count(lse2, place, x.queries.warpgroups)
+    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -327,6 +342,8 @@ def load_blocks(
     q_bytes, do_bytes = 2 * c.tile_m * c.width, 2 * c.tile_m * c.width_v
     for g in cutlass.range(work.group, unroll=1):
         own = of_head(at, g, work, x)
+        if cutlass.const_expr(x.flagged):
+            await_lines(lines.lse2, own, work, x)
         gQ, sQ = cut(tmas.q, (c.tile_m, c.width), (None, 0), own.head, at.rows, room.q)
         gO, sO = cut(tmas.do, (c.tile_m, c.width_v), (None, 0), own.head, at.rows, room.do)
         lse2_line = Line(at.line(lines.lse2, own.head), c.tile_m)
@@ -855,7 +872,6 @@ def kernel(tmas: Tmas, lines: Lines, by: Products, work: Work, x: cutlass.Conste
         if warp == 0:
             load_keys(tmas, room, work, x)
         elif warp == 1:
-            cute.arch.griddepcontrol_wait()  # all else that is read was there before the pass over queries began
             load_queries(tmas, lines, room, work, x)
         elif warp == 2:
             store(tmas, lines, room, 0, work, x)

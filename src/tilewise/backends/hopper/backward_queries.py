@@ -33,6 +33,7 @@ from tilewise.backends.hopper.backward_tile import (
     band,
     band_of_rows,
     by_rows,
+    flag_of,
     hold,
     own_place,
     pairs_of,
@@ -102,16 +103,21 @@ def order(work: Work, x: Backward) -> schedule.Order:
     return schedule.Order(m_blocks, work.batch * work.heads * work.group, work.section, x.form != "full")
 
 
-def place_of(round_, work: Work, x: Backward) -> Place:
-    """The CTA's tile in a round."""
+def tile_of(round_, work: Work, x: Backward) -> tuple:
+    """``(m_block, batch, head)`` of the CTA's tile in a round."""
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     m_block, head = schedule.tile_at(n, order(work, x), PICK)
-    c, heads = x.queries, work.heads * work.group
+    return m_block, head // work.heads_q, head % work.heads_q
+
+
+def place_of(round_, work: Work, x: Backward) -> Place:
+    """The CTA's tile in a round."""
+    (m_block, batch, head), c = tile_of(round_, work, x), x.queries
     if x.by_rows:
-        return own_place_of(m_block, head % heads, head // heads, work, x)
+        return own_place_of(m_block, head, batch, work, x)
     row = m_block * c.tile_m
     start, stop = schedule.key_blocks(row, c.tile_m, c.tile_n, band(work, x), PICK)
-    return Place(row, head % heads, head // heads, I32(start), I32(stop))
+    return Place(row, head, batch, I32(start), I32(stop))
 
 
 def own_place_of(m_block, head, batch, work: Work, x: Backward) -> Place:
@@ -245,7 +251,20 @@ def load_blocks(tmas: Tmas, room: Room, at: Place, ring: tuple, work: Work, x: c
 
 
 @cute.jit
-def store(tmas: Tmas, room: Room, w, work: Work, x: cutlass.Constexpr):
+def begin_keys(lse2: cute.Tensor, work: Work, x: cutlass.Constexpr):
+    """The storing warps: the pass over keys may begin as soon as the flags of the tiles of every CTA are down, by one that raises them."""
+    if cutlass.const_expr(x.flagged):
+        lane, rounds = cute.arch.thread_idx()[0] % 32, rounds_of(work, x)
+        for first in cutlass.range(0, rounds, 32, unroll=1):
+            lse2[flag_of(*tile_of(cutlass.min(first + lane, rounds - 1), work, x), lse2)] = F32(0.0)
+        cute.arch.fence_acq_rel_gpu()
+        stores = x.queries.warpgroups
+        cute.arch.barrier(barrier_id=1 + stores, number_of_threads=32 * stores)
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def store(tmas: Tmas, lse2: cute.Tensor, room: Room, w, work: Work, x: cutlass.Constexpr):
     """One warp for each computing warpgroup w: its dQ to global memory; rows past the last are dropped there."""
 
     def put(at: Place, own: Work, phase, state):
@@ -256,8 +275,11 @@ def store(tmas: Tmas, room: Room, w, work: Work, x: cutlass.Constexpr):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(room.held_empty + w)
+            if x.flagged:
+                tile.count_up(lse2, flag_of(at.row // x.queries.tile_m, at.batch, at.head, lse2))
         return state
 
+    begin_keys(lse2, work, x)
     each_tile(WALK, backward_walk.at_room(room, w), work, x, put, ())
 
 
@@ -459,7 +481,6 @@ def kernel(tmas: Tmas, rows: backward_rows.Tensors, by: Products, work: Work, x:
     room = allocate(tmas, x)
     start_barriers(room, x)
     cute.arch.griddepcontrol_wait()  # it may begin while what was launched before ends
-    cute.arch.griddepcontrol_launch_dependents()  # the pass over keys, which waits where it reads what is made here
     if group == 0:
         cute.arch.setmaxregister_decrease(c.registers_load)
         if warp == 0:
@@ -467,7 +488,7 @@ def kernel(tmas: Tmas, rows: backward_rows.Tensors, by: Products, work: Work, x:
         elif warp == 1:
             load_keys(tmas, room, work, x)
         elif warp < 2 + c.warpgroups:
-            store(tmas, room, warp - 2, work, x)
+            store(tmas, rows.lse2, room, warp - 2, work, x)
     else:
         cute.arch.setmaxregister_increase(c.registers)
         compute(room, group - 1, rows, by, work, x)

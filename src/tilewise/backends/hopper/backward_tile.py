@@ -125,6 +125,12 @@ def pairs_of(at, names: tuple[str, str], row, column, work: Work) -> expression.
     return expression.of_block(at, names, rows, column + tile.column_of(thread, 0), work)
 
 
+def flag_of(m_block, batch, head, lse2: cute.Tensor) -> tuple:
+    """Where the flag of a tile of the pass over queries is: how many of its warpgroups have written their rows' statistics. They follow
+    a head's lines, the first one last."""
+    return batch, head, lse2.shape[2] - 1 - m_block
+
+
 def own_place():
     """``(warp, warpgroup)`` of a thread in its CTA, the same for all threads of a warp."""
     uniform = cute.arch.make_warp_uniform

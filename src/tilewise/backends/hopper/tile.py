@@ -287,6 +287,21 @@ def finish(rows: Rows, sinks: list) -> tuple[list, list]:
     return factors, lses
 
 
+def count_up(t: cute.Tensor, place: tuple) -> None:
+    """One thread: adds 1 to a number in global memory; whoever sees that sees what was written before."""
+    cute.arch.atomic_add(cute.domain_offset(place, t).iterator, F32(1.0), sem="release", scope="gpu")
+
+
+@cute.jit
+def await_count(t: cute.Tensor, place: tuple, count: cutlass.Constexpr):
+    """Until a number in global memory has been counted up to ``count``, and copies by the copy engine see what was written before."""
+    pointer = cute.domain_offset(place, t).iterator
+    found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
+    while found < count:
+        found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
+    cute.arch.fence_proxy("async.global")
+
+
 def put_words(word, numbers) -> None:
     """32-bit integers to shared memory, side by side."""
     for n, number in enumerate(numbers):

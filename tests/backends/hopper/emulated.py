@@ -248,7 +248,7 @@ def modules() -> dict[str, types.ModuleType]:
     group = SimpleNamespace(fence=lambda: None, commit_group=lambda: None, wait_group=wait_group)
     cute = types.ModuleType("cutlass.cute")
     vars(cute).update(
-        jit=plain, kernel=plain, arch=arch, math=math, copy=copy,
+        jit=plain, kernel=plain, arch=arch, math=math, copy=copy, prefetch=lambda atom, source: None,
         size=lambda s, mode=None: prod(s.shape[:1] if isinstance(s, RegisterRow) else s.shape) if mode is None else s.shape[mode[0]],
         make_rmem_tensor=lambda shape, kind: RegisterRow(shape[0]),
         domain_offset=lambda at, t: Global(t.values[at[0] :]), assume=assume,

@@ -318,7 +318,7 @@ def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:
     kernel, c = load("queries"), x.queries
     rows = kernel.backward_rows.Tensors(*(Global(t[n]) for n in ("o", "do", "lse", "dlse", "lse2", "delta")))
     dq, work = np.full_like(t["q"], np.nan), _work(kernel, work)
-    tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dq)))
+    tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dq, t["o"])))
     by = SimpleNamespace(make=kernel.Operands, names=SimpleNamespace(score=None, dq=None), dq=None)
     w = c.warpgroups
     for cta in range(ctas):

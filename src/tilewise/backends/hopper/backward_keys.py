@@ -276,7 +276,14 @@ def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
                 backward_walk.hand_on(of, room, 1, phase)
             fetch(tmas.v, gV[None, m], sV[None, n], 2 * ROWS * c.width_v, full, empty, phase)
 
-    take_tiles(WALK, room, KEY_GROUPS, work, x, of_tile)
+    def coming(at: Place) -> None:
+        """To L2: all CTAs begin their tiles at about the same time, and memory would keep them waiting."""
+        for info, width, room_of in ((tmas.k, x.keys.width, room.k), (tmas.v, x.keys.width_v, room.v)):
+            g, _ = cut(info, (ROWS, width), (None, 0), at.head, at.keys, room_of)
+            for n in range(x.keys.key_tiles):
+                cute.prefetch(info.atom, g[None, at.column // ROWS + n])
+
+    take_tiles(WALK, room, KEY_GROUPS, work, x, of_tile, coming)
 
 
 class Lines(NamedTuple):

@@ -72,6 +72,7 @@ class Tmas(NamedTuple):
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     dq: cpasync.TmaInfo
+    o: cpasync.TmaInfo
 
 
 class Products(NamedTuple):
@@ -219,7 +220,14 @@ def load_rows(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
             cute.copy(tmas.q.atom, gQ[None, m], sQ[None, w], tma_bar_ptr=full)
             cute.copy(tmas.do.atom, gO[None, m], sO[None, w], tma_bar_ptr=full)
 
-    take_tiles(WALK, room, x.queries.warpgroups, work, x, of_tile)
+    def coming(at: Place) -> None:
+        """To L2: all CTAs begin their tiles at about the same time, and memory would keep them waiting."""
+        for info, width in ((tmas.q, x.queries.width), (tmas.do, x.queries.width_v), (tmas.o, x.queries.width_v)):
+            g, _ = cut(info, (ROWS, width), (None, 0), at.head, at.rows, room.q if info is tmas.q else room.do)
+            for w in range(x.queries.warpgroups):
+                cute.prefetch(info.atom, g[None, at.row // ROWS + w])
+
+    take_tiles(WALK, room, x.queries.warpgroups, work, x, of_tile, coming)
 
 
 @cute.jit
@@ -520,6 +528,7 @@ def launch(t: Tensors, rows: backward_rows.Tensors, work: Work, ctas, stream, x:
         tma(get, seen(t.k), slots(b(c.width)), (c.tile_n, c.width)),
         tma(get, seen(t.v), slots(b(c.width_v)), (c.tile_n, c.width_v)),
         tma(send, seen(t.dq), rooms(out), (ROWS, c.width)),
+        tma(get, seen(rows.o), rooms(a(c.width_v)), (ROWS, c.width_v)),
     )
     major, registers = OperandMajorMode, warpgroup.OperandSource.RMEM
     mma = sm90.make_trivial_tiled_mma

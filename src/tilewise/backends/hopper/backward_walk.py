@@ -111,9 +111,16 @@ def read(full, phase, words) -> packed.Tile:
 
 @cute.jit
 def take_tiles(
-    walk: cutlass.Constexpr, room, groups: cutlass.Constexpr, work: Work, x: cutlass.Constexpr, body: cutlass.Constexpr
+    walk: cutlass.Constexpr,
+    room,
+    groups: cutlass.Constexpr,
+    work: Work,
+    x: cutlass.Constexpr,
+    body: cutlass.Constexpr,
+    coming: cutlass.Constexpr,
 ):
-    """The warp that takes: ``body(at, of, phase)`` for every tile, with a phase that a new barrier lets pass first."""
+    """The warp that takes: ``body(at, of, phase)`` for every tile, with a phase that a new barrier lets pass first, and meanwhile
+    ``coming(at)`` of the one after."""
     phase, rounds_of, place_of, packed_tile, packed_place = I32(1), *walk
     if cutlass.const_expr(x.packed):
         of = packed_tile(I32(cute.arch.block_idx()[0]), work, x)
@@ -122,6 +129,8 @@ def take_tiles(
             tell(of, room, groups, phase)
             body(packed_place(of, work, x)[0], of, phase)
             of = packed_tile(following, work, x)
+            if of.sequence >= 0:
+                coming(packed_place(of, work, x)[0])
             phase = 1 - phase
         tell(of, room, groups, phase)
         for n in cutlass.range_constexpr(groups):
@@ -129,8 +138,11 @@ def take_tiles(
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(room.held_full + n)
     else:
-        for round_ in cutlass.range(rounds_of(work, x), unroll=1):
+        rounds = rounds_of(work, x)
+        for round_ in cutlass.range(rounds, unroll=1):
             body(place_of(round_, work, x), None, phase)
+            if round_ + 1 < rounds:
+                coming(place_of(round_ + 1, work, x))
             phase = 1 - phase
 
 

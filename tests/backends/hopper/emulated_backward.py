@@ -118,7 +118,7 @@ def load(name: str):
         "bring": bring, "hand_over": hand_over, "take_over": take_over, "hold": lambda word, values: None,
         "as_accumulator": lambda operand, acc: operand, "put_fragment": put_fragment, "write_part": write_part, "add": add,
         "put_line": put_line, "inner": lambda one, other: (one * other).sum(0, dtype=np.float32),
-        "piece_of": lambda t, i, n, element: t.values[i, 8 * n + np.arange(8)[:, None]],
+        "piece_of": lambda room, i, n, slot, x: room.tiles[slot][i, 8 * n + np.arange(8)[:, None]],
         "as_rows_columns": lambda operand, acc: operand.values, "operands": OPERANDS[name], "cut": cut,
     }  # fmt: skip
     for where in (kernel, part, sums):
@@ -324,7 +324,7 @@ def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:
     for cta in range(ctas):
         q, do, ring = Rooms(w), Rooms(w), Rooms(c.slots)
         barriers = bars((c.slots, 1), (c.slots, 4 * w), (w, 1), (w, 1), (w, 128))
-        room = kernel.Room(q, do, q, ring, ring, *barriers, None, _boxes(kernel, w))
+        room = kernel.Room(q, do, q, ring, ring, ring, *barriers, None, _boxes(kernel, w))
         loads = [
             lambda room=room: kernel.load_rows(tmas, room, work, x),
             lambda room=room: kernel.load_keys(tmas, room, work, x),

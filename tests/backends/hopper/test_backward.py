@@ -24,7 +24,9 @@ from tilewise.backends.hopper.masks import grid_of
 from tilewise.reference import Reference
 from tilewise.tiles import seen_keys
 
-QUERIES = QueryTiles(64, 64, 2, 64, 3)  # many blocks, small rings
+# Many blocks, small rings.
+QUERIES = QueryTiles(64, 64, 2, 64, 3)
+FIRST = replace(QUERIES, makes_rows=True, ahead=True)
 KEYS = {
     "whole": KeyTiles(64, 64, 32, 3),
     "split": KeyTiles(64, 64, 32, 4, split=True),
@@ -35,7 +37,8 @@ KEYS = {
 
 def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     x = backward_config.choose(c.p)
-    return emulate_kernels(c, replace(x, keys=tiles, queries=None if tiles.summed else QUERIES) if tiles else x, ctas)
+    queries = None if not tiles or tiles.summed else QUERIES if tiles.split else FIRST
+    return emulate_kernels(c, replace(x, keys=tiles, queries=queries) if tiles else x, ctas)
 
 
 def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
@@ -47,7 +50,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     with poisoned():
         t["lse2"], t["delta"] = (room.numpy() for room in plan.lines(c.t, torch.from_numpy(t["lse"])))
     rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], x.lines(c.p)
-    if x.keys.summed:
+    if not x.queries_first:
         made = emulated.run_rows(x, *rows, lines, cu_q) if c.p.packed else emulated.statistics(*rows, lines)
         t["lse2"], t["delta"] = made
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]

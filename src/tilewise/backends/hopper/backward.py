@@ -57,12 +57,16 @@ def launch(
     cu = starts.cu_q if x.packed else None
     rows = backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta, cu, lines.sums)
     keys = backward_keys.Tensors(q, k, v, do, dk, dv, lines)
-    if cutlass.const_expr(x.queries is None):
+    starts = starts._replace(queue=queue_q) if x.packed else None
+    queries = backward_queries.Tensors(q, k, v, do, dq)
+    own = work._replace(section=section_q, starts=starts, extra=extra_q)
+    if cutlass.const_expr(x.queries_first):
+        backward_queries.launch(queries, rows, own, ctas_q, stream, x)
+        backward_keys.launch(keys, work, ctas_k, stream, x)
+    else:
         backward_rows.launch(rows, stream, x)
         backward_keys.launch(keys, work, ctas_k, stream, x)
-        backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q), dq, scale, stream, x)
-    else:
-        starts = starts._replace(queue=queue_q) if x.packed else None
-        own = work._replace(section=section_q, starts=starts, extra=extra_q)
-        backward_queries.launch(backward_queries.Tensors(q, k, v, do, dq), rows, own, ctas_q, stream, x)
-        backward_keys.launch(keys, work, ctas_k, stream, x)
+        if cutlass.const_expr(x.queries is None):
+            backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q), dq, scale, stream, x)
+        else:
+            backward_queries.launch(queries, rows, own, ctas_q, stream, x)

@@ -43,6 +43,7 @@ class KeyTiles:
             wide heads fit into registers. Else each makes all of its own 64 keys.
         summed: dQ too, added up in memory.
         part_first: a block's dQ is put while dK's product runs.
+        ahead: a tile's K and V come to L2 while the tile before is at work.
     """
 
     width: int
@@ -54,6 +55,7 @@ class KeyTiles:
     split: bool = False
     summed: bool = False
     part_first: bool = False
+    ahead: bool = False
 
     @property
     def name(self) -> str:
@@ -117,7 +119,13 @@ class KeyTiles:
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Sizes of the pass over query tiles: ``warpgroups`` of 64 queries each by ``tile_n`` keys; else as :class:`KeyTiles`."""
+    """Sizes of the pass over query tiles: ``warpgroups`` of 64 queries each by ``tile_n`` keys; else as :class:`KeyTiles`.
+
+    Attributes:
+        makes_rows: the rows' statistics too, of blocks of O that come through the ring, and is the first pass then; else a kernel
+            makes them before.
+        ahead: a tile's Q and dO come to L2 while the tile before is at work.
+    """
 
     width: int
     width_v: int
@@ -126,6 +134,8 @@ class QueryTiles:
     slots: int
     registers: int = 240
     registers_load: int = 24
+    makes_rows: bool = False
+    ahead: bool = False
 
     @property
     def name(self) -> str:
@@ -214,10 +224,15 @@ class Backward(Formed):
         return LINES + max(self.keys.tile_m, self.tile_m)
 
     @property
+    def queries_first(self) -> bool:
+        """Whether the pass over queries makes what both need of the rows."""
+        return self.queries is not None and self.queries.makes_rows
+
+    @property
     def flagged(self) -> bool:
         """Whether the pass over keys begins on multiprocessors that the one over queries has left, before all have: it then waits head by
         head for the statistics. Packed, only the device knows which tiles there are."""
-        return self.queries is not None and not self.packed
+        return self.queries_first and not self.packed
 
     def lines(self, p: Problem) -> int:
         """Numbers that a head has in the statistics' buffers: whole query blocks of each pass, of each sequence; then flags, a whole
@@ -246,9 +261,9 @@ class Backward(Formed):
 
 # (head dim of q and k, of v) -> tiles of the two passes. The first row that holds both is taken.
 TABLE = {
-    (64, 64): (KeyTiles(64, 64, 128, 8), QueryTiles(64, 64, 2, 128, 6)),
-    (96, 96): (KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6)),
-    (128, 128): (KeyTiles(128, 128, 64, 8), QueryTiles(128, 128, 2, 96, 6)),
+    (64, 64): (KeyTiles(64, 64, 128, 8, ahead=True), QueryTiles(64, 64, 2, 128, 6, makes_rows=True, ahead=True)),
+    (96, 96): (KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6, makes_rows=True)),
+    (128, 128): (KeyTiles(128, 128, 64, 8), QueryTiles(128, 128, 2, 96, 6, makes_rows=True)),
     (192, 128): (KeyTiles(192, 128, 96, 4, split=True), QueryTiles(192, 128, 2, 80, 4)),
     (192, 192): (KeyTiles(192, 192, 80, 4, split=True), QueryTiles(192, 192, 2, 80, 4)),
     (256, 256): (KeyTiles(256, 256, 64, 4, split=True), QueryTiles(256, 256, 2, 64, 3)),

@@ -146,9 +146,16 @@ def order(work: Work, x: Backward) -> schedule.Order:
     return schedule.Order(n_blocks, work.batch * work.heads, work.section, False)
 
 
+def cta_of(x: Backward):
+    """Which one it is in the order of tiles. As second pass the first CTAs come to multiprocessors that had fewer tiles of the other:
+    they are the last in the order, which had them too."""
+    n = cute.arch.block_idx()[0]
+    return cute.arch.grid_dim()[0] - 1 - n if x.queries_first else n
+
+
 def place_of(round_, work: Work, x: Backward) -> Place:
     """The CTA's tile in a round."""
-    n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
+    n = schedule.nth(cta_of(x), cute.arch.grid_dim()[0], round_)
     n_block, head = schedule.tile_at(n, order(work, x), PICK)
     column, c = n_block * x.keys.tile_n, x.keys
     if x.by_rows:
@@ -176,7 +183,7 @@ def block_at(at: Place, n, work: Work, x: Backward):
 
 
 def rounds_of(work: Work, x: Backward):
-    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
+    return schedule.rounds(cta_of(x), cute.arch.grid_dim()[0], order(work, x).tiles)
 
 
 def packed_tile(n, work: Work, x: Backward) -> packed.Tile:
@@ -280,7 +287,7 @@ def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
         """To L2: all CTAs begin their tiles at about the same time, and memory would keep them waiting."""
         for info, width, room_of in ((tmas.k, x.keys.width, room.k), (tmas.v, x.keys.width_v, room.v)):
             g, _ = cut(info, (ROWS, width), (None, 0), at.head, at.keys, room_of)
-            for n in range(x.keys.key_tiles):
+            for n in range(x.keys.key_tiles if x.keys.ahead else 0):
                 cute.prefetch(info.atom, g[None, at.column // ROWS + n])
 
     take_tiles(WALK, room, KEY_GROUPS, work, x, of_tile, coming)
@@ -321,13 +328,13 @@ def fetch_block(info: cpasync.TmaInfo, g, s, line: Line, m, slot, size: int, roo
 
 @cute.jit
 def load_queries(tmas: Tmas, lines: Lines, room: Room, work: Work, x: cutlass.Constexpr):
-    """One warp: the query blocks of every tile, for each query head. All but the statistics was there before the pass over queries
-    began."""
+    """One warp: the query blocks of every tile, for each query head. After a first pass over queries these alone have to be waited for."""
     load = lambda at, own, phase, ring: load_blocks(tmas, lines, room, at, ring, own, x)  # noqa: E731
-    if cutlass.const_expr(not x.flagged):
+    if cutlass.const_expr(x.queries_first and not x.flagged):
         cute.arch.griddepcontrol_wait()
     each_tile(WALK, backward_walk.ahead(room, KEY_GROUPS), work, x, load, (I32(0), I32(1)))
-    cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
+    if cutlass.const_expr(x.flagged):
+        cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
 
 
 @cute.jit
@@ -872,8 +879,10 @@ def kernel(tmas: Tmas, lines: Lines, by: Products, work: Work, x: cutlass.Conste
     c, (warp, group) = x.keys, own_place()
     room = allocate(tmas, x)
     start_barriers(room, x)
-    if cutlass.const_expr(c.summed):
-        cute.arch.griddepcontrol_wait()  # the rows' statistics and zeros are there when the kernel before has ended
+    if cutlass.const_expr(not x.queries_first):
+        cute.arch.griddepcontrol_wait()  # the rows' statistics are there when the kernel before has ended
+        if cutlass.const_expr(x.queries is not None):
+            cute.arch.griddepcontrol_launch_dependents()  # the pass over queries, which reads nothing of this one's
     if group == 0:
         cute.arch.setmaxregister_decrease(c.registers_load)
         if warp == 0:

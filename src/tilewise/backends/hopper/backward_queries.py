@@ -34,6 +34,7 @@ from tilewise.backends.hopper.backward_tile import (
     band_of_rows,
     by_rows,
     flag_of,
+    give_back,
     hold,
     own_place,
     pairs_of,
@@ -90,6 +91,7 @@ class Room(NamedTuple):
     dq: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
+    o: cute.Tensor
     full: cute.Pointer
     empty: cute.Pointer
     held_full: cute.Pointer
@@ -169,14 +171,14 @@ WALK = backward_walk.Walk(rounds_of, place_of, packed_tile, packed_place)
 
 
 def allocate(tmas: Tmas, x: Backward) -> Room:
-    """In the order of :attr:`QueryTiles.shared`; V's blocks are K's, and dQ's tiles Q's, seen otherwise."""
+    """In the order of :attr:`QueryTiles.shared`; V's blocks, and O's, are K's, and dQ's tiles Q's, seen otherwise."""
     smem, c = cutlass.utils.SmemAllocator(), x.queries
     full = smem.allocate_array(cutlass.Int64, c.barriers + 1 + backward_walk.room_for(x, c.warpgroups))
     sizes = (*[c.warpgroups * c.room_elements] * 2, c.slots * c.slot_elements)
     q, do, k = (allocated(smem, elements, x.dtype) for elements in sizes)
     empty, held_full = full + c.slots, full + 2 * c.slots
     held_empty, done = held_full + c.warpgroups, held_full + 2 * c.warpgroups
-    rooms = (q, tmas.q), (do, tmas.do), (q, tmas.dq), (k, tmas.k), (k, tmas.v)
+    rooms = (q, tmas.q), (do, tmas.do), (q, tmas.dq), (k, tmas.k), (k, tmas.v), (k, tmas.o)
     bars = full, empty, held_full, held_empty, done
     boxes = backward_walk.boxes(full + c.barriers + 1)
     return Room(*(seen_as(*room) for room in rooms), *bars, full + c.barriers, boxes)
@@ -222,9 +224,9 @@ def load_rows(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
 
     def coming(at: Place) -> None:
         """To L2: all CTAs begin their tiles at about the same time, and memory would keep them waiting."""
-        for info, width in ((tmas.q, x.queries.width), (tmas.do, x.queries.width_v), (tmas.o, x.queries.width_v)):
-            g, _ = cut(info, (ROWS, width), (None, 0), at.head, at.rows, room.q if info is tmas.q else room.do)
-            for w in range(x.queries.warpgroups):
+        for info, width, held in ((tmas.q, x.queries.width, room.q), (tmas.do, x.queries.width_v, room.do)):
+            g, _ = cut(info, (ROWS, width), (None, 0), at.head, at.rows, held)
+            for w in range(x.queries.warpgroups if x.queries.ahead else 0):
                 cute.prefetch(info.atom, g[None, at.row // ROWS + w])
 
     take_tiles(WALK, room, x.queries.warpgroups, work, x, of_tile, coming)
@@ -240,9 +242,15 @@ def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
 
 @cute.jit
 def load_blocks(tmas: Tmas, room: Room, at: Place, ring: tuple, work: Work, x: cutlass.Constexpr):
-    """A tile's key blocks. Returns the ring, where it is then."""
+    """A tile's key blocks, and before them O if its rows' statistics are made here. Returns the ring, where it is then."""
     c, slot, phase = x.queries, *ring
     k_bytes, v_bytes = 2 * c.tile_n * c.width, 2 * c.tile_n * c.width_v
+    if cutlass.const_expr(c.makes_rows):
+        gO, sO = cut(tmas.o, (ROWS, c.width_v), (None, 0), at.head, at.rows, room.o)
+        for w in range(c.warpgroups):
+            o, full, empty = gO[None, at.row // ROWS + w], room.full + slot, room.empty + slot
+            fetch(tmas.o, o, sO[None, slot], 2 * ROWS * c.width_v, full, empty, phase)
+            slot, phase = schedule.after(slot, phase, c.slots)
     head_k = at.head // work.group
     gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.keys, room.k)
     gV, sV = cut(tmas.v, (c.tile_n, c.width_v), (None, 0), head_k, at.keys, room.v)
@@ -287,7 +295,8 @@ def store(tmas: Tmas, lse2: cute.Tensor, room: Room, w, work: Work, x: cutlass.C
                 tile.count_up(lse2, flag_of(at.row // x.queries.tile_m, at.batch, at.head, lse2))
         return state
 
-    begin_keys(lse2, work, x)
+    if cutlass.const_expr(x.queries_first):
+        begin_keys(lse2, work, x)
     each_tile(WALK, backward_walk.at_room(room, w), work, x, put, ())
 
 
@@ -390,42 +399,64 @@ def key_block(t: Operands, w, turn: Turn, block: Block, room: Room, work: Work, 
     return Turn(*schedule.after(k_slot, k_phase, c.slots), turn.count + 1)
 
 
+def lines_at(at: Place, row, work: Work, x: Backward) -> tuple[list, list]:
+    """Of a thread's two rows of the warpgroup's, which begin at ``row``: which they are, those past the last too, and where their lines of
+    the statistics are."""
+    mine = [row + tile.row_of(cute.arch.thread_idx()[0] % 128, r) for r in range(2)]
+    return mine, [(0, at.head, at.own.line + i) if x.packed else (at.batch, at.head, i) for i in mine]
+
+
 def statistics_of(t: Operands, rows: backward_rows.Tensors, at: Place, row, work: Work, x: Backward) -> None:
-    """(13), of a thread's two rows of the warpgroup's, which begin at ``row``: each of a quad's four threads reads every fourth piece of
-    O and dO, while Q and dO are on their way to where products find them. The pass over keys finds what is made of them."""
-    thread, batch, start, line = cute.arch.thread_idx()[0] % 128, at.batch, 0, 0
-    if x.packed:
-        batch, start, line = 0, at.own.q.start, at.own.line
-    mine = [row + tile.row_of(thread, r) for r in range(2)]
-    sources = [start + cutlass.min(i, work.seqlen_q - 1) for i in mine]
-    known = [(rows.lse[batch, at.head, i], rows.dlse[batch, at.head, i]) for i in sources]
-    o, do = (part[batch, None, at.head, None] for part in (rows.o, rows.do))
-    totals = [product_of(o, do, i, thread % 4, x) for i in sources]
-    for r, i in enumerate(mine):
-        total, real = tile.over_quad(totals[r], lambda a, b: a + b), i < work.seqlen_q
-        t.lse2[r], t.delta[r] = backward_rows.made_of(*known[r], total, real)
-        put_line(rows, (batch, at.head, line + i), t.lse2[r], t.delta[r], thread % 4 == 0)
-        if x.queries.tile_m % x.keys.tile_m:  # a key pass's last block may be longer than a tile's
-            beyond, blocks = i + x.queries.tile_m, (work.seqlen_q + x.keys.tile_m - 1) // x.keys.tile_m
-            last = tile.both(at.row + x.queries.tile_m >= work.seqlen_q, beyond < blocks * x.keys.tile_m)
-            filling = backward_rows.INF, 0.0
-            put_line(rows, (batch, at.head, line + beyond), *filling, tile.both(last, thread % 4 == 0))
+    """Of a thread's two rows, as they were made before."""
+    for r, place in enumerate(lines_at(at, row, work, x)[1]):
+        t.lse2[r], t.delta[r] = rows.lse2[place], rows.delta[place]
 
 
-def product_of(o: cute.Tensor, do: cute.Tensor, i, lane, x: Backward):
-    """A thread's part of the product of two rows, pieces past the end left out."""
-    total, pieces = F32(0.0), o.shape[1] // PIECE
-    for n in range(x.queries.width_v // (4 * PIECE)):
-        at = 4 * n + lane
-        parts = [piece_of(t, i, cutlass.min(at, pieces - 1), ELEMENT[x.dtype]) for t in (o, do)]
-        total = total + tile.choose(at < pieces, inner(*parts), 0.0)
+def known_of(rows: backward_rows.Tensors, at: Place, row, work: Work, x: Backward) -> list[tuple]:
+    """lse and dlse of a thread's two rows, or where there is none the last one's."""
+    batch, start = (0, at.own.q.start) if x.packed else (at.batch, 0)
+    sources = [start + cutlass.min(i, work.seqlen_q - 1) for i in lines_at(at, row, work, x)[0]]
+    return [(rows.lse[batch, at.head, i], rows.dlse[batch, at.head, i]) for i in sources]
+
+
+def make_statistics(
+    t: Operands, w, known: list, rows: backward_rows.Tensors, room: Room, at: Place, row, turn: Turn, work: Work, x: Backward
+) -> Turn:  # fmt: skip
+    """(13), of a thread's two rows: from O, which comes through the ring for one warpgroup after the other, and dO. The pass over keys
+    finds them. Returns the turn, where it is then."""
+    c, thread = x.queries, cute.arch.thread_idx()[0] % 128
+    for n in range(c.warpgroups):  # its own first
+        slot, phase = schedule.after(turn.slot, turn.phase, c.slots, step=(w + n) % c.warpgroups)
+        cute.arch.mbarrier_wait(room.full + slot, phase)
+        if n == 0:
+            totals = [product_of(room, slot, w, tile.row_of(thread, r), x) for r in range(2)]
+        give_back(room.empty + slot)
+    for r, (i, place) in enumerate(zip(*lines_at(at, row, work, x), strict=True)):
+        total = tile.over_quad(totals[r], lambda a, b: a + b)
+        t.lse2[r], t.delta[r] = backward_rows.made_of(*known[r], total, i < work.seqlen_q)
+        put_line(rows, place, t.lse2[r], t.delta[r], thread % 4 == 0)
+        if c.tile_m % x.keys.tile_m:  # the last block of the pass over keys may go on past the last tile's
+            beyond, blocks = i + c.tile_m, (work.seqlen_q + x.keys.tile_m - 1) // x.keys.tile_m
+            last = tile.both(at.row + c.tile_m >= work.seqlen_q, beyond < blocks * x.keys.tile_m)
+            place = *place[:2], place[2] + c.tile_m
+            put_line(rows, place, backward_rows.INF, 0.0, tile.both(last, thread % 4 == 0))
+    return Turn(*schedule.after(turn.slot, turn.phase, c.slots, step=c.warpgroups), turn.count)
+
+
+def product_of(room: Room, slot, w, i, x: Backward):
+    """A thread's part, every fourth piece, of the product of row i of a block of O and of the warpgroup's dO. Rows one after the
+    other begin at pieces 64 bytes apart, so that eight threads read from all banks."""
+    total, count, lane = F32(0.0), x.queries.width_v // (4 * PIECE), cute.arch.thread_idx()[0] % 4
+    for n in range(count):
+        piece = 4 * ((n + i % 2) % count) + lane
+        total = total + inner(piece_of(room.o, i, piece, slot, x), piece_of(room.do, i, piece, w, x))
     return total
 
 
-def piece_of(t: cute.Tensor, i, n, element) -> cute.Tensor:
+def piece_of(room: cute.Tensor, i, n, slot, x: Backward) -> cute.Tensor:
     """16 bytes of a row."""
-    part = cute.make_rmem_tensor((PIECE,), element)
-    cute.autovec_copy(cute.local_tile(t[i, None], (PIECE,), (n,)), part)
+    part = cute.make_rmem_tensor((PIECE,), ELEMENT[x.dtype])
+    cute.autovec_copy(cute.local_tile(room[i, None, slot], (PIECE,), (n,)), part)
     return part
 
 
@@ -456,10 +487,15 @@ def query_tile(
     c, row, kept = x.queries, at.row + w * ROWS, band_of_rows(at.batch, at.head, work, x)
     start, stop = whole_blocks(row, at, kept, x)
     limits = limits_of(row, kept, x)
-    statistics_of(t, rows, at, row, work, x)
+    if cutlass.const_expr(c.makes_rows):
+        known = known_of(rows, at, row, work, x)
+    else:
+        statistics_of(t, rows, at, row, work, x)
     t.dq.fill(0.0)
     cute.arch.mbarrier_wait(room.held_full + w, held)
     turn = Turn(turn.slot, turn.phase, I32(0))
+    if cutlass.const_expr(c.makes_rows):
+        turn = make_statistics(t, w, known, rows, room, at, row, turn, work, x)
     for step in cutlass.range(at.stop - stop, unroll=1):  # the diagonal, and the end of the keys
         block = block_of(limits, row, step, at, work, x)
         turn = key_block(t, w, turn, block, room, work, x)
@@ -488,7 +524,8 @@ def kernel(tmas: Tmas, rows: backward_rows.Tensors, by: Products, work: Work, x:
     c, (warp, group) = x.queries, own_place()
     room = allocate(tmas, x)
     start_barriers(room, x)
-    cute.arch.griddepcontrol_wait()  # it may begin while what was launched before ends
+    if cutlass.const_expr(c.makes_rows):
+        cute.arch.griddepcontrol_wait()  # it may begin while what was launched before ends
     if group == 0:
         cute.arch.setmaxregister_decrease(c.registers_load)
         if warp == 0:
@@ -500,6 +537,8 @@ def kernel(tmas: Tmas, rows: backward_rows.Tensors, by: Products, work: Work, x:
     else:
         cute.arch.setmaxregister_increase(c.registers)
         compute(room, group - 1, rows, by, work, x)
+    if cutlass.const_expr(not c.makes_rows):
+        cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dK and dV, too
 
 
 class Tensors(NamedTuple):
@@ -528,7 +567,7 @@ def launch(t: Tensors, rows: backward_rows.Tensors, work: Work, ctas, stream, x:
         tma(get, seen(t.k), slots(b(c.width)), (c.tile_n, c.width)),
         tma(get, seen(t.v), slots(b(c.width_v)), (c.tile_n, c.width_v)),
         tma(send, seen(t.dq), rooms(out), (ROWS, c.width)),
-        tma(get, seen(rows.o), rooms(a(c.width_v)), (ROWS, c.width_v)),
+        tma(get, seen(rows.o), slots(a(c.width_v)), (ROWS, c.width_v)),
     )
     major, registers = OperandMajorMode, warpgroup.OperandSource.RMEM
     mma = sm90.make_trivial_tiled_mma

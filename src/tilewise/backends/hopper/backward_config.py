@@ -263,7 +263,7 @@ class Backward(Formed):
 TABLE = {
     (64, 64): (KeyTiles(64, 64, 128, 8, ahead=True), QueryTiles(64, 64, 2, 128, 6, makes_rows=True, ahead=True)),
     (96, 96): (KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6, makes_rows=True)),
-    (128, 128): (KeyTiles(128, 128, 64, 8), QueryTiles(128, 128, 2, 96, 6, makes_rows=True)),
+    (128, 128): (KeyTiles(128, 128, 64, 8, ahead=True), QueryTiles(128, 128, 2, 96, 6, makes_rows=True, ahead=True)),
     (192, 128): (KeyTiles(192, 128, 96, 4, split=True), QueryTiles(192, 128, 2, 80, 4)),
     (192, 192): (KeyTiles(192, 192, 80, 4, split=True), QueryTiles(192, 192, 2, 80, 4)),
     (256, 256): (KeyTiles(256, 256, 64, 4, split=True), QueryTiles(256, 256, 2, 64, 3)),
@@ -272,7 +272,7 @@ TABLE = {
 
 # Where dQ is summed, unless a run must repeat bit by bit.
 SUMMED = {
-    (64, 64): KeyTiles(64, 64, 128, 5, summed=True),
+    (64, 64): KeyTiles(64, 64, 128, 5, summed=True, ahead=True),
     (128, 128): KeyTiles(128, 128, 80, 4, summed=True, part_first=True),
 }
 # How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)

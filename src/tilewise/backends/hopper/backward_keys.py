@@ -287,10 +287,10 @@ def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
         """To L2: all CTAs begin their tiles at about the same time, and memory would keep them waiting."""
         for info, width, room_of in ((tmas.k, x.keys.width, room.k), (tmas.v, x.keys.width_v, room.v)):
             g, _ = cut(info, (ROWS, width), (None, 0), at.head, at.keys, room_of)
-            for n in range(x.keys.key_tiles if x.keys.ahead else 0):
+            for n in range(x.keys.key_tiles):
                 cute.prefetch(info.atom, g[None, at.column // ROWS + n])
 
-    take_tiles(WALK, room, KEY_GROUPS, work, x, of_tile, coming)
+    take_tiles(WALK, room, KEY_GROUPS, work, x, of_tile, coming if x.keys.ahead else None)
 
 
 class Lines(NamedTuple):
@@ -328,21 +328,39 @@ def fetch_block(info: cpasync.TmaInfo, g, s, line: Line, m, slot, size: int, roo
 
 @cute.jit
 def load_queries(tmas: Tmas, lines: Lines, room: Room, work: Work, x: cutlass.Constexpr):
-    """One warp: the query blocks of every tile, for each query head. After a first pass over queries these alone have to be waited for."""
-    load = lambda at, own, phase, ring: load_blocks(tmas, lines, room, at, ring, own, x)  # noqa: E731
-    if cutlass.const_expr(x.queries_first and not x.flagged):
-        cute.arch.griddepcontrol_wait()
-    each_tile(WALK, backward_walk.ahead(room, KEY_GROUPS), work, x, load, (I32(0), I32(1)))
-    if cutlass.const_expr(x.flagged):
-        cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
+    """One warp: the query blocks of every tile, for each query head."""
+    load = lambda at, own, phase, ring: load_tile(tmas, lines, room, at, ring, own, x)  # noqa: E731
+    each_tile(WALK, backward_walk.ahead(room, KEY_GROUPS), work, x, load, (I32(0), I32(1), I32(0)))
+    cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
+
+
+@cute.jit
+def load_tile(tmas: Tmas, lines: Lines, room: Room, at: Place, state: tuple, work: Work, x: cutlass.Constexpr):
+    """A tile's. After a first pass over queries the statistics have to be waited for: by the first tile where this pass began under the
+    end of that one, by the others until all of that has ended. Returns the ring, where it is then, and how many tiles it has seen."""
+    slot, phase, tiles = state
+    if cutlass.const_expr(x.queries_first):
+        if cutlass.const_expr(x.flagged):
+            if tiles == 0:
+                await_lines(lines.lse2, at, work, x)
+        if tiles >= (1 if x.flagged else 0):
+            cute.arch.griddepcontrol_wait()
+    return *load_blocks(tmas, lines, room, at, (slot, phase), work, x), tiles + 1
 
 
 @cute.jit
 def await_lines(lse2: cute.Tensor, at: Place, work: Work, x: cutlass.Constexpr):
-    """One warp: until the pass over queries has written a head's."""
+    """One warp: until the pass over queries has written those of a key head's query heads."""
+    for g in cutlass.range(work.group, unroll=1):
+        await_head(lse2, at.batch, of_head(at, g, work, x).head, work, x)
+
+
+@cute.jit
+def await_head(lse2: cute.Tensor, batch, head, work: Work, x: cutlass.Constexpr):
+    """Of a query head, each of its tiles' flags by one lane after the other."""
     lane, blocks = cute.arch.thread_idx()[0] % 32, (work.seqlen_q + x.tile_m - 1) // x.tile_m
     for first in cutlass.range(0, blocks, 32, unroll=1):
-        place = flag_of(cutlass.min(first + lane, blocks - 1), at.batch, at.head, lse2)
+        place = flag_of(cutlass.min(first + lane, blocks - 1), batch, head, lse2)
         tile.await_count(lse2, place, x.queries.warpgroups)
     cute.arch.sync_warp()
 
@@ -356,8 +374,6 @@ def load_blocks(
     q_bytes, do_bytes = 2 * c.tile_m * c.width, 2 * c.tile_m * c.width_v
     for g in cutlass.range(work.group, unroll=1):
         own = of_head(at, g, work, x)
-        if cutlass.const_expr(x.flagged):
-            await_lines(lines.lse2, own, work, x)
         gQ, sQ = cut(tmas.q, (c.tile_m, c.width), (None, 0), own.head, at.rows, room.q)
         gO, sO = cut(tmas.do, (c.tile_m, c.width_v), (None, 0), own.head, at.rows, room.do)
         lse2_line = Line(at.line(lines.lse2, own.head), c.tile_m)

@@ -226,10 +226,10 @@ def load_rows(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
         """To L2: all CTAs begin their tiles at about the same time, and memory would keep them waiting."""
         for info, width, held in ((tmas.q, x.queries.width, room.q), (tmas.do, x.queries.width_v, room.do)):
             g, _ = cut(info, (ROWS, width), (None, 0), at.head, at.rows, held)
-            for w in range(x.queries.warpgroups if x.queries.ahead else 0):
+            for w in range(x.queries.warpgroups):
                 cute.prefetch(info.atom, g[None, at.row // ROWS + w])
 
-    take_tiles(WALK, room, x.queries.warpgroups, work, x, of_tile, coming)
+    take_tiles(WALK, room, x.queries.warpgroups, work, x, of_tile, coming if x.queries.ahead else None)
 
 
 @cute.jit

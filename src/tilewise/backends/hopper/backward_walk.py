@@ -21,6 +21,7 @@ from tilewise.backends.hopper.backward_config import LINES, Backward
 from tilewise.backends.hopper.backward_tile import Work
 from tilewise.backends.hopper.forward import I32, PICK
 
+SHORT = 16  # blocks of a tile whose beginning is worth hiding
 WORDS = 2  # of 8 bytes: of a box
 
 
@@ -120,7 +121,8 @@ def take_tiles(
     coming: cutlass.Constexpr,
 ):
     """The warp that takes: ``body(at, of, phase)`` for every tile, with a phase that a new barrier lets pass first, and meanwhile
-    ``coming(at)`` of the one after."""
+    ``coming(at)``, if there is that, of the one after where it is short: beside a long one its beginning costs little, and L2 would
+    have to hold it for long."""
     phase, rounds_of, place_of, packed_tile, packed_place = I32(1), *walk
     if cutlass.const_expr(x.packed):
         of = packed_tile(I32(cute.arch.block_idx()[0]), work, x)
@@ -129,8 +131,9 @@ def take_tiles(
             tell(of, room, groups, phase)
             body(packed_place(of, work, x)[0], of, phase)
             of = packed_tile(following, work, x)
-            if of.sequence >= 0:
-                coming(packed_place(of, work, x)[0])
+            if cutlass.const_expr(coming is not None):
+                if of.sequence >= 0:
+                    when_short(coming, packed_place(of, work, x)[0])
             phase = 1 - phase
         tell(of, room, groups, phase)
         for n in cutlass.range_constexpr(groups):
@@ -141,9 +144,16 @@ def take_tiles(
         rounds = rounds_of(work, x)
         for round_ in cutlass.range(rounds, unroll=1):
             body(place_of(round_, work, x), None, phase)
-            if round_ + 1 < rounds:
-                coming(place_of(round_ + 1, work, x))
+            if cutlass.const_expr(coming is not None):
+                if round_ + 1 < rounds:
+                    when_short(coming, place_of(round_ + 1, work, x))
             phase = 1 - phase
+
+
+@cute.jit
+def when_short(coming: cutlass.Constexpr, at):
+    if at.stop - at.start <= SHORT:
+        coming(at)
 
 
 @cute.jit

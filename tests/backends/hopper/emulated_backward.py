@@ -324,14 +324,12 @@ def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:
     for cta in range(ctas):
         q, do, ring = Rooms(w), Rooms(w), Rooms(c.slots)
         barriers = bars((c.slots, 1), (c.slots, 4 * w), (w, 1), (w, 1), (w, 128))
-        room = kernel.Room(q, do, q, ring, ring, ring, *barriers, None, _boxes(kernel, w))
+        room = kernel.Room(q, do, q, ring, ring, *barriers, None, _boxes(kernel, w), ring)
         loads = [
             lambda room=room: kernel.load_rows(tmas, room, work, x),
             lambda room=room: kernel.load_keys(tmas, room, work, x),
         ]
         stores = [lambda n=n, room=room: kernel.store(tmas, rows.lse2, room, n, work, x) for n in range(w)]
-        groups = [
-            lambda n=n, room=room: kernel.compute(room, n, rows, by, work, x) for n in range(w)
-        ]
+        groups = [lambda n=n, room=room: kernel.compute(room, n, rows, by, work, x) for n in range(w)]
         _together([(False, body) for body in loads + stores] + [(True, body) for body in groups], cta, ctas)
     return dq

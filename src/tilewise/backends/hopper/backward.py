@@ -3,6 +3,8 @@
 rows      lse2 and delta of every query     (13)  :mod:`tilewise.backends.hopper.backward_rows`
 keys      dK and dV over key tiles          (16)  :mod:`tilewise.backends.hopper.backward_keys`
 queries   dQ over query tiles               (15)  :mod:`tilewise.backends.hopper.backward_queries`
+
+Some tiles of the pass over queries make the rows' statistics themselves: then it is the first, the one over keys the second, and all.
 """
 
 from __future__ import annotations
@@ -69,4 +71,5 @@ def launch(
         if cutlass.const_expr(x.queries is None):
             backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q), dq, scale, stream, x)
         else:
-            backward_queries.launch(queries, rows, own, ctas_q, stream, x)
+            made = rows._replace(o=None, do=None, lse=None, dlse=None, cu=None)
+            backward_queries.launch(queries, made, own, ctas_q, stream, x)

@@ -1,4 +1,4 @@
-"""Compiles a backward's three kernels at once, and holds each against what it must be; :mod:`tilewise.backends.hopper.aot` calls it."""
+"""Compiles a backward's kernels at once, and holds each against what it must be; :mod:`tilewise.backends.hopper.aot` calls it."""
 
 from __future__ import annotations
 

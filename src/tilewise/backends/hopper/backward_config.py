@@ -230,9 +230,10 @@ class Backward(Formed):
 
     @property
     def flagged(self) -> bool:
-        """Whether the pass over keys begins on multiprocessors that the one over queries has left, before all have: it then waits head by
-        head for the statistics. Packed, only the device knows which tiles there are."""
-        return self.queries_first and not self.packed
+        """Whether the pass over keys begins on multiprocessors that the one over queries has left, before all have: its first tiles then
+        wait for the statistics of their heads. Tiles of other forms go by length, and all multiprocessors end with them at about the
+        same time; packed, only the device knows which tiles there are."""
+        return self.queries_first and self.form == "full" and not self.packed
 
     def lines(self, p: Problem) -> int:
         """Numbers that a head has in the statistics' buffers: whole query blocks of each pass, of each sequence; then flags, a whole
@@ -277,7 +278,7 @@ SUMMED = {
 }
 # How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)
 # for two products a pair (docs/measured.md).
-SUMMED_FROM = {(64, 64): 640, (128, 128): 560}
+SUMMED_FROM = {(64, 64): 1100, (128, 128): 560}
 # With a softcap, whose slope needs registers; smaller head dims take the next.
 SOFTCAP = {
     (64, 64): (KeyTiles(64, 64, 64, 8), TABLE[64, 64][1]),

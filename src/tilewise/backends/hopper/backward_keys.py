@@ -329,23 +329,26 @@ def fetch_block(info: cpasync.TmaInfo, g, s, line: Line, m, slot, size: int, roo
 @cute.jit
 def load_queries(tmas: Tmas, lines: Lines, room: Room, work: Work, x: cutlass.Constexpr):
     """One warp: the query blocks of every tile, for each query head."""
-    load = lambda at, own, phase, ring: load_tile(tmas, lines, room, at, ring, own, x)  # noqa: E731
-    each_tile(WALK, backward_walk.ahead(room, KEY_GROUPS), work, x, load, (I32(0), I32(1), I32(0)))
-    cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
+    each, ahead, ring = load_blocks, backward_walk.ahead(room, KEY_GROUPS), (I32(0), I32(1))
+    if cutlass.const_expr(x.queries_first and not x.flagged):
+        cute.arch.griddepcontrol_wait()  # for the statistics
+    if cutlass.const_expr(x.flagged):
+        each, ring = load_under, (*ring, I32(0))
+    each_tile(WALK, ahead, work, x, lambda at, own, phase, ring: each(tmas, lines, room, at, ring, own, x), ring)
+    if cutlass.const_expr(x.flagged):
+        cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
 
 
 @cute.jit
-def load_tile(tmas: Tmas, lines: Lines, room: Room, at: Place, state: tuple, work: Work, x: cutlass.Constexpr):
-    """A tile's. After a first pass over queries the statistics have to be waited for: by the first tile where this pass began under the
-    end of that one, by the others until all of that has ended. Returns the ring, where it is then, and how many tiles it has seen."""
-    slot, phase, tiles = state
-    if cutlass.const_expr(x.queries_first):
-        if cutlass.const_expr(x.flagged):
-            if tiles == 0:
-                await_lines(lines.lse2, at, work, x)
-        if tiles >= (1 if x.flagged else 0):
-            cute.arch.griddepcontrol_wait()
-    return *load_blocks(tmas, lines, room, at, (slot, phase), work, x), tiles + 1
+def load_under(tmas: Tmas, lines: Lines, room: Room, at: Place, state: tuple, work: Work, x: cutlass.Constexpr):
+    """A tile's query blocks where this pass begins under the end of the one over queries: a first tile waits for its heads' statistics,
+    the next for all. Returns the ring, where it is then, and how many tiles it has seen."""
+    *ring, tiles = state
+    if tiles == 0:
+        await_lines(lines.lse2, at, work, x)
+    else:
+        cute.arch.griddepcontrol_wait()
+    return *load_blocks(tmas, lines, room, at, tuple(ring), work, x), tiles + 1
 
 
 @cute.jit

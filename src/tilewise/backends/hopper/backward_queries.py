@@ -1,11 +1,12 @@
-"""dQ = scale · dS K over query tiles on Hopper (sm_90a); docs/algorithm.md, (13) to (15).
+"""dQ = scale · dS K over query tiles on Hopper (sm_90a), and where it is the first pass the rows' statistics, lse2 and delta, which
+the pass over keys then finds; docs/algorithm.md, (13) to (15).
 
 Roles of a CTA of ``1 + W`` warpgroups, persistent over tiles of ``64 W`` queries::
 
     warp 0       load_rows    64 rows of Q and of dO for each warpgroup, once a tile; packed, which tile it is
-    warp 1       load_keys    the key blocks from the last to the first: Vn Kn .. V0 K0
+    warp 1       load_keys    the key blocks from the last to the first: Vn Kn .. V0 K0; before them O, if it is the first pass
     warps 2, 3   store        dQ of one warpgroup each
-    warpgroups   compute      S = Q Kᵀ and dP = dO Vᵀ, dS in registers, dQ += dS K; 64 rows each
+    warpgroups   compute      delta of O and dO; S = Q Kᵀ and dP = dO Vᵀ, dS in registers, dQ += dS K; 64 rows each
 
 mbarriers (arrivals in brackets), each waited for by the other side: ``full[slot]`` (1 + bytes) load_keys -> compute,
 ``empty[slot]`` (one of every computing warp) compute -> load_keys; ``held_full[w]`` (1 + the bytes of both) load_rows ->
@@ -61,7 +62,6 @@ from tilewise.backends.hopper.forward import (
     staged,
 )
 
-
 PIECE = 8  # elements that a thread reads at a time
 
 
@@ -73,7 +73,7 @@ class Tmas(NamedTuple):
     k: cpasync.TmaInfo
     v: cpasync.TmaInfo
     dq: cpasync.TmaInfo
-    o: cpasync.TmaInfo
+    o: cpasync.TmaInfo | None = None
 
 
 class Products(NamedTuple):
@@ -91,7 +91,6 @@ class Room(NamedTuple):
     dq: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
-    o: cute.Tensor
     full: cute.Pointer
     empty: cute.Pointer
     held_full: cute.Pointer
@@ -99,6 +98,7 @@ class Room(NamedTuple):
     done: cute.Pointer
     pin: cute.Pointer
     boxes: backward_walk.Boxes
+    o: cute.Tensor | None = None
 
 
 def order(work: Work, x: Backward) -> schedule.Order:
@@ -107,20 +107,20 @@ def order(work: Work, x: Backward) -> schedule.Order:
 
 
 def tile_of(round_, work: Work, x: Backward) -> tuple:
-    """``(m_block, batch, head)`` of the CTA's tile in a round."""
+    """``(m_block, head)`` of the CTA's tile in a round, the head counted over all of a batch."""
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
-    m_block, head = schedule.tile_at(n, order(work, x), PICK)
-    return m_block, head // work.heads_q, head % work.heads_q
+    return schedule.tile_at(n, order(work, x), PICK)
 
 
 def place_of(round_, work: Work, x: Backward) -> Place:
     """The CTA's tile in a round."""
-    (m_block, batch, head), c = tile_of(round_, work, x), x.queries
+    m_block, head = tile_of(round_, work, x)
+    c, heads = x.queries, work.heads * work.group
     if x.by_rows:
-        return own_place_of(m_block, head, batch, work, x)
+        return own_place_of(m_block, head % heads, head // heads, work, x)
     row = m_block * c.tile_m
     start, stop = schedule.key_blocks(row, c.tile_m, c.tile_n, band(work, x), PICK)
-    return Place(row, head, batch, I32(start), I32(stop))
+    return Place(row, head % heads, head // heads, I32(start), I32(stop))
 
 
 def own_place_of(m_block, head, batch, work: Work, x: Backward) -> Place:
@@ -178,10 +178,11 @@ def allocate(tmas: Tmas, x: Backward) -> Room:
     q, do, k = (allocated(smem, elements, x.dtype) for elements in sizes)
     empty, held_full = full + c.slots, full + 2 * c.slots
     held_empty, done = held_full + c.warpgroups, held_full + 2 * c.warpgroups
-    rooms = (q, tmas.q), (do, tmas.do), (q, tmas.dq), (k, tmas.k), (k, tmas.v), (k, tmas.o)
+    rooms = (q, tmas.q), (do, tmas.do), (q, tmas.dq), (k, tmas.k), (k, tmas.v)
     bars = full, empty, held_full, held_empty, done
     boxes = backward_walk.boxes(full + c.barriers + 1)
-    return Room(*(seen_as(*room) for room in rooms), *bars, full + c.barriers, boxes)
+    o = seen_as(k, tmas.o) if c.makes_rows else None
+    return Room(*(seen_as(*room) for room in rooms), *bars, full + c.barriers, boxes, o)
 
 
 @cute.jit
@@ -272,7 +273,8 @@ def begin_keys(lse2: cute.Tensor, work: Work, x: cutlass.Constexpr):
     if cutlass.const_expr(x.flagged):
         lane, rounds = cute.arch.thread_idx()[0] % 32, rounds_of(work, x)
         for first in cutlass.range(0, rounds, 32, unroll=1):
-            lse2[flag_of(*tile_of(cutlass.min(first + lane, rounds - 1), work, x), lse2)] = F32(0.0)
+            m_block, head = tile_of(cutlass.min(first + lane, rounds - 1), work, x)
+            lse2[flag_of(m_block, head // work.heads_q, head % work.heads_q, lse2)] = F32(0.0)
         cute.arch.fence_acq_rel_gpu()
         stores = x.queries.warpgroups
         cute.arch.barrier(barrier_id=1 + stores, number_of_threads=32 * stores)
@@ -567,7 +569,7 @@ def launch(t: Tensors, rows: backward_rows.Tensors, work: Work, ctas, stream, x:
         tma(get, seen(t.k), slots(b(c.width)), (c.tile_n, c.width)),
         tma(get, seen(t.v), slots(b(c.width_v)), (c.tile_n, c.width_v)),
         tma(send, seen(t.dq), rooms(out), (ROWS, c.width)),
-        tma(get, seen(rows.o), slots(a(c.width_v)), (ROWS, c.width_v)),
+        tma(get, seen(rows.o), slots(a(c.width_v)), (ROWS, c.width_v)) if c.makes_rows else None,
     )
     major, registers = OperandMajorMode, warpgroup.OperandSource.RMEM
     mma = sm90.make_trivial_tiled_mma

@@ -1,4 +1,4 @@
-"""What the backward needs of each query row before its passes, on Hopper (sm_90a); docs/algorithm.md, (13).
+"""What the backward needs of each query row before its passes, where no pass makes it, on Hopper (sm_90a); docs/algorithm.md, (13).
 
     delta_i = dO_i · O_i - dlse_i    lse2_i = log2(e) lse_i
 
@@ -29,10 +29,10 @@ class Tensors(NamedTuple):
     with longer lines; ``cu`` (sequence + 1,): where packed sequences begin; ``sums`` (batch, heads_q, block, warpgroup, part), side
     by side."""
 
-    o: cute.Tensor
-    do: cute.Tensor
-    lse: cute.Tensor
-    dlse: cute.Tensor
+    o: cute.Tensor | None
+    do: cute.Tensor | None
+    lse: cute.Tensor | None
+    dlse: cute.Tensor | None
     lse2: cute.Tensor
     delta: cute.Tensor
     cu: cute.Tensor | None = None

@@ -132,8 +132,7 @@ def take_tiles(
             body(packed_place(of, work, x)[0], of, phase)
             of = packed_tile(following, work, x)
             if cutlass.const_expr(coming is not None):
-                if of.sequence >= 0:
-                    when_short(coming, packed_place(of, work, x)[0])
+                announce(coming, of.sequence >= 0, lambda of=of: packed_place(of, work, x)[0])
             phase = 1 - phase
         tell(of, room, groups, phase)
         for n in cutlass.range_constexpr(groups):
@@ -145,15 +144,17 @@ def take_tiles(
         for round_ in cutlass.range(rounds, unroll=1):
             body(place_of(round_, work, x), None, phase)
             if cutlass.const_expr(coming is not None):
-                if round_ + 1 < rounds:
-                    when_short(coming, place_of(round_ + 1, work, x))
+                announce(coming, round_ + 1 < rounds, lambda n=round_ + 1: place_of(n, work, x))
             phase = 1 - phase
 
 
 @cute.jit
-def when_short(coming: cutlass.Constexpr, at):
-    if at.stop - at.start <= SHORT:
-        coming(at)
+def announce(coming: cutlass.Constexpr, there, place: cutlass.Constexpr):
+    """The next tile, if there is one and it is short."""
+    if there:
+        at = place()
+        if at.stop - at.start <= SHORT:
+            coming(at)
 
 
 @cute.jit

@@ -473,11 +473,16 @@ def _combine(combine, extra, rest: tuple, config: Config) -> None:
 
 
 def _together(roles, cta: int, ctas: int) -> None:
-    errors: list[BaseException] = []
-    named: dict[int, Barrier] = {}
+    """One CTA's."""
+    _at_once({cta: roles}, ctas)
 
-    def start(computes: bool, body) -> None:
-        role.named = named
+
+def _at_once(roles_of: dict[int, list], ctas: int) -> None:
+    errors: list[BaseException] = []
+    named: dict[int, dict[int, Barrier]] = {cta: {} for cta in roles_of}
+
+    def start(cta: int, computes: bool, body) -> None:
+        role.named = named[cta]
         role.computes, role.cta, role.ctas, role.products, role.threads = computes, cta, ctas, [], 128
         try:
             with np.errstate(all="ignore"):
@@ -486,7 +491,8 @@ def _together(roles, cta: int, ctas: int) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=start, args=pair, daemon=True) for pair in roles]
+    pairs = [(cta, *pair) for cta, roles in roles_of.items() for pair in roles]
+    threads = [threading.Thread(target=start, args=pair, daemon=True) for pair in pairs]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from tests.backends.hopper.emulated import (
+    LIMIT,
     THREADS,
     Barrier,
     Global,
@@ -19,6 +20,7 @@ from tests.backends.hopper.emulated import (
     Pointer,
     Registers,
     Rooms,
+    _at_once,
     _together,
     cut,
     imported,
@@ -110,13 +112,31 @@ def load(name: str):
     def write_part(dq, part, w) -> None:
         part[w] = places.matrix(dq.values)
 
-    def add(target, part, w) -> None:
-        target.values += part[w].ravel()
+    def begin(operation, target, part, w) -> None:
+        before = target.values if operation == sums.ADD else 0.0
+        target.values[:] = before + part[w].ravel()
+
+    turned = threading.Condition()
+
+    def asked(turns, n) -> int:
+        return turns[min(n, turns.shape[0] - 1)]
+
+    def wait_for_turn(turns, n, rank, found) -> None:
+        with turned:
+            if found != rank and not turned.wait_for(lambda: turns[n] == rank, LIMIT):
+                raise RuntimeError("a tile waits for its turn for ever")
+
+    def pass_turn(turns, n, rank) -> None:
+        with turned:
+            assert turns[n] == rank - 1
+            turns[n] = rank
+            turned.notify_all()
 
     stands_in = {
         "products": products, "of_columns": of_columns, "to_operand": to_operand, "put": put, "scaled": scaled,
         "bring": bring, "hand_over": hand_over, "take_over": take_over, "hold": lambda word, values: None,
-        "as_accumulator": lambda operand, acc: operand, "put_fragment": put_fragment, "write_part": write_part, "add": add,
+        "as_accumulator": lambda operand, acc: operand, "put_fragment": put_fragment, "write_part": write_part, "begin": begin,
+        "asked": asked, "wait_for_turn": wait_for_turn, "pass_turn": pass_turn,
         "put_line": put_line, "inner": lambda one, other: (one * other).sum(0, dtype=np.float32),
         "piece_of": lambda room, i, n, slot, x: room.tiles[slot][i, 8 * n + np.arange(8)[:, None]],
         "as_rows_columns": lambda operand, acc: operand.values, "operands": OPERANDS[name], "cut": cut,
@@ -225,13 +245,18 @@ def run_rows(x: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.nda
     def put_zeros(block, x) -> None:
         block.values[:] = 0.0
 
-    kernel.part_of, kernel.put, kernel.put_zeros = part_of, put, put_zeros
+    def start_turns(turns, n) -> None:
+        turns[n[n < turns.shape[0]]] = 0
+
+    kernel.part_of, kernel.put, kernel.put_zeros, kernel.start_turns = part_of, put, put_zeros, start_turns
     made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
     sums = Global(np.full((*lse.shape[:2], 3, 1, x.keys.part), np.nan, np.float32))
-    t = kernel.Tensors(*map(Global, (o, do, lse, dlse, *made)), None if cu is None else Global(cu), sums)
+    turns = np.full((*lse.shape[:2], lines), -1, np.int32)
+    t = kernel.Tensors(*map(Global, (o, do, lse, dlse, *made)), None if cu is None else Global(cu), sums, Global(turns))
     blocks = -(-lines // kernel.rows_of(x.keys.width_v))
     for at[:2] in np.ndindex(blocks * lse.shape[0], lse.shape[1]):
         kernel.kernel(t, x)
+    assert not x.keys.ordered or (turns == 0).all()
     return tuple(made)
 
 
@@ -242,8 +267,10 @@ def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
     dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
     work = _work(kernel, work)
     tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
-    sums = np.zeros((*t["lse2"].shape[:2], t["blocks"], KEY_GROUPS, c.part), np.float32)
-    lines = kernel.Lines(Global(t["lse2"]), Global(t["delta"]), Global(sums))
+    heads, roles_of = t["lse2"].shape[:2], {}
+    sums = np.full((*heads, t["blocks"], KEY_GROUPS, c.part), np.nan if c.ordered else 0.0, np.float32)
+    turns = np.zeros((*heads, t["blocks"] * KEY_GROUPS), np.int32)
+    lines = kernel.Lines(*map(Global, (t["lse2"], t["delta"], sums, turns)))
     names = SimpleNamespace(score=None, dk=None, dv=None)
     by = SimpleNamespace(make=kernel.Operands, make_sum=kernel.backward_sum.Operands, names=names, dk=None, dv=None)
     for cta in range(ctas):
@@ -267,7 +294,13 @@ def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
             lambda room=room: kernel.load_keys(tmas, room, work, x),
             lambda room=room: kernel.load_queries(tmas, lines, room, work, x),
         ]
-        _together([(False, body) for body in loads + stores] + [(True, body) for body in groups], cta, ctas)
+        roles_of[cta] = [(False, body) for body in loads + stores] + [(True, body) for body in groups]
+    if c.ordered:  # CTAs wait for each other
+        _at_once(roles_of, ctas)
+        sums[(turns == 0).reshape(sums.shape[:4])] = 0.0
+    else:
+        for cta, roles in roles_of.items():
+            _together(roles, cta, ctas)
     return dk, dv, _placed(kernel.backward_sum, sums, t["q"].shape, work, x) if c.summed else None
 
 

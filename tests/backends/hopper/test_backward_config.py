@@ -14,7 +14,16 @@ from tests.backends.contract import Call, call, normal
 from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper, backward_config, library, schedule
 from tilewise.backends.hopper import config as sizes
-from tilewise.backends.hopper.backward_config import HIDING, KEY_GROUPS, LINES, PAIRED, SOFTCAP, SUMMED, TABLE, shipped
+from tilewise.backends.hopper.backward_config import (
+    HIDING,
+    KEY_GROUPS,
+    LINES,
+    PAIRED,
+    SOFTCAP,
+    SUMMED,
+    TABLE,
+    shipped,
+)
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
 from tilewise.reference import Reference
 
@@ -62,16 +71,41 @@ def test_candidates_fit_and_are_not_shipped(x):
     assert x.queries is None or fits(x.queries, x.queries.warpgroups)
 
 
-def long(d: int, seqlen: int, **options) -> Call:
-    q, k, v = (normal(1, seqlen, 1, d, dtype=torch.bfloat16) for _ in range(3))
-    return call(q, k, v, **options)
+def long(d: int, seqlen: int, sizes: tuple[int, int] = (1, 1), **options) -> Call:
+    """``sizes``: batch and heads, of tensors that repeat one head."""
+    one = torch.zeros(1, seqlen, 1, d, dtype=torch.bfloat16)
+    return call(*[one.expand(sizes[0], seqlen, sizes[1], d)] * 3, **options)
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_what_must_repeat_is_never_summed(d, deterministic):
-    keys = backward_config.choose(long(d, 2048, deterministic=deterministic).p).keys
-    assert keys.summed == (d < 256 and not deterministic)
+MANY = (2, 128)  # batch elements, and heads that fill any chip by themselves
+HALVES = tw.documents(torch.arange(4096) // 2048)
+
+
+@pytest.mark.parametrize(
+    ("d", "seqlen", "mask", "ordered"),
+    [  # as measured (docs/measured.md)
+        (64, 2048, None, True),
+        (64, 1024, None, False),
+        (128, 1024, None, True),
+        (64, 512, None, False),
+        (256, 4096, None, False),
+        (64, 4096, tw.causal(), True),
+        (128, 4096, tw.causal(), True),
+        (128, 2048, tw.causal(), False),
+        (128, 4096, HALVES, False),
+    ],
+)
+def test_what_must_repeat_is_summed_in_order_or_not_at_all(d, seqlen, mask, ordered):
+    keys = backward_config.choose(long(d, seqlen, MANY, mask=mask, deterministic=True).p).keys
+    assert (keys.summed, keys.ordered) == (ordered, ordered)
+    assert not backward_config.choose(long(d, seqlen, MANY, mask=mask).p).keys.ordered
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("heads", [1, 4, 8, 16, 32])
+def test_whether_dq_is_added_in_order_is_decided_by_one_sequence(heads, mask):
+    one, many = (long(128, 4096, (batch, heads), mask=mask, deterministic=True).p for batch in (1, 8))
+    assert backward_config.choose(one) == backward_config.choose(many)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +137,7 @@ def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
     """Query blocks of the busiest CTA (4 more a tile, for its begin and end) over the mean. With fewer heads at a time they
     would not be: 8 or 4 heads of these lengths cost up to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
-    section, ctas = backward_config.spread(heads, tiles, "upper", 132)
+    section, ctas = backward_config.spread(heads, tiles, sizes.SHARING, 132)
     order = schedule.Order(tiles, heads, section, False)
 
     def cost(n: int) -> int:
@@ -246,6 +280,18 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     lse2, delta, sums = made[3:]
     assert lse2.shape == delta.shape == (1, 4, 128)  # whole blocks
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
+
+
+def test_a_launch_that_adds_in_order_counts_in_every_part_of_a_block(launched, monkeypatch):
+    monkeypatch.setattr(backward_config, "pays_in_order", lambda p, form: True)
+    c = small(nq=200, deterministic=True)
+    run(c)
+    ((name, _, made, _),) = launched
+    assert name.endswith("_ordered")
+    sums, turns = made[5:]
+    assert sums.shape == (1, 4, 2, 2, 64 * 64)
+    assert turns.shape == (1, 4, 2 * 2)
+    assert turns.dtype == torch.int32
 
 
 def test_a_problem_that_comes_again_is_launched_with_its_new_tensors(launched):

@@ -33,14 +33,14 @@ def kept(i: int, band: Band) -> set[int]:
 # -- Which tiles, and in which order -------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(1, 50))
-def test_every_tile_is_done_by_one_cta(m_blocks, heads, section, backwards, ctas):
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(1, 50), st.integers(0, 1))
+def test_every_tile_is_done_by_one_cta(m_blocks, heads, section, backwards, ctas, fro):
     order = Order(m_blocks, heads, min(section, heads), backwards)
     ctas = min(ctas, order.tiles)
     done = [
-        schedule.tile_at(schedule.nth(cta, ctas, n), order)
+        schedule.tile_at(schedule.nth(cta, ctas, n, fro), order)
         for cta in range(ctas)
-        for n in range(schedule.rounds(cta, ctas, order.tiles))
+        for n in range(schedule.rounds(cta, ctas, order.tiles, fro))
     ]
     assert sorted(done) == [(m, h) for m in range(m_blocks) for h in range(heads)]
 
@@ -191,6 +191,49 @@ def test_whole_query_blocks_see_every_key_of_a_tile(band, seqlen_q, column, colu
 def kept_ends(i: int, band: Band) -> tuple[int, int]:
     """The first key that query i sees, and one past the last."""
     return (0 if band.lo is None else max(0, i + band.lo)), (band.seqlen_k if band.hi is None else i + band.hi)
+
+
+@given(BANDS, st.integers(1, 300), st.integers(0, 9), st.sampled_from([64, 128]), st.sampled_from([16, 80, 128]))
+def test_the_key_tiles_that_visit_a_query_block_are_its_key_blocks(band, seqlen_q, block, columns, tile_m):
+    block = min(block, (seqlen_q - 1) // tile_m)
+    tiles = range(-(-band.seqlen_k // columns))
+    visits = lambda n: schedule.query_blocks(n * columns, columns, tile_m, seqlen_q, band)  # noqa: E731
+    visitors = [n for n in tiles if block in range(*visits(n))]
+    assert not visitors or visitors == list(range(*schedule.key_blocks(block * tile_m, tile_m, columns, band)))
+
+
+@st.composite
+def additions(draw) -> list[list[tuple[tuple[int, int], int]]]:
+    """Of every CTA, in its order: (head, query block), and how many of the head's key tiles add to that before; tiles of 4 keys,
+    blocks of 3 queries."""
+    lo, width, seqlen_k = draw(st.integers(-12, 12)), draw(st.integers(1, 20)), draw(st.integers(1, 40))
+    ends, seqlen_q = draw(st.tuples(st.booleans(), st.booleans())), draw(st.integers(1, 30))
+    band = Band(lo if ends[0] else None, lo + width if ends[1] else None, seqlen_k)
+    heads = draw(st.integers(1, 12))
+    order = Order(-(-seqlen_k // 4), heads, draw(st.integers(1, heads)), False)
+    ctas = draw(st.integers(1, min(20, order.tiles)))
+
+    def of_tile(tile: int, head: int) -> list[tuple[tuple[int, int], int]]:
+        blocks = range(*schedule.query_blocks(4 * tile, 4, 3, seqlen_q, band))
+        return [((head, n), tile - schedule.key_blocks(3 * n, 3, 4, band)[0]) for n in blocks]
+
+    return [
+        [
+            step
+            for n in range(schedule.rounds(cta, ctas, order.tiles, 0))
+            for step in of_tile(*schedule.tile_at(schedule.nth(cta, ctas, n, 0), order))
+        ]
+        for cta in range(ctas)
+    ]
+
+
+@given(additions(), st.randoms(use_true_random=False))
+def test_additions_in_the_order_of_tiles_never_deadlock(left, chance):
+    """Every CTA adds, tile by tile and block by block, as soon as it is its turn: in any order of events all get through."""
+    done = {}
+    while left := [own for own in left if own]:
+        place, rank = chance.choice([own for own in left if own[0][1] == done.get(own[0][0], 0)]).pop(0)
+        done[place] = rank + 1
 
 
 # -- The ring and its barriers -------------------------------------------------------------------------------------

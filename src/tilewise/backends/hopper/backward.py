@@ -40,8 +40,9 @@ def launch(
 ):  # fmt: skip
     """Of q, k, v, o, do (batch, seqlen, heads, D), lse, dlse (batch, heads_q, seqlen_q), makes dq, dk, dv, and lse2, delta
     (batch, heads_q, at least seqlen_q and a whole number of blocks); where dQ is summed, in sums (batch, heads_q,
-    block, 2, part). Packed sequences are one batch element; where they begin, cu_q and cu_k (sequence + 1,), is given too, and
-    zeros that count the tiles of each pass, (1,); of other sequences the tensors that :func:`extras_of` takes.
+    block, 2, part), and if that is in order, turns (batch, heads_q, block x 2). Packed sequences are one batch element; where
+    they begin, cu_q and cu_k (sequence + 1,), is given too, and zeros that count the tiles of each pass, (1,); of other sequences
+    the tensors that :func:`extras_of` takes.
 
     ``numbers``: lo and hi of the band; of the pass over keys, then of that over queries, heads of a section and CTAs; scale,
     scale2, cap2; of packed sequences, which no other keys of each count; of others what :func:`extras_of` takes.
@@ -57,7 +58,7 @@ def launch(
         q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts, extra_k
     )  # fmt: skip
     cu = starts.cu_q if x.packed else None
-    rows = backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta, cu, lines.sums)
+    rows = backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta, cu, lines.sums, lines.turns)
     keys = backward_keys.Tensors(q, k, v, do, dk, dv, lines)
     starts = starts._replace(queue=queue_q) if x.packed else None
     queries = backward_queries.Tensors(q, k, v, do, dq)
@@ -69,7 +70,7 @@ def launch(
         backward_rows.launch(rows, stream, x)
         backward_keys.launch(keys, work, ctas_k, stream, x)
         if cutlass.const_expr(x.queries is None):
-            backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q), dq, scale, stream, x)
+            backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q, lines.turns), dq, scale, stream, x)
         else:
             made = rows._replace(o=None, do=None, lse=None, dlse=None, cu=None)
             backward_queries.launch(queries, made, own, ctas_q, stream, x)

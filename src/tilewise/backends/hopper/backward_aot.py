@@ -43,6 +43,8 @@ def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
     if x.keys.summed:
         shape = batch, heads_q, cute.sym_int(), backward_config.KEY_GROUPS, x.keys.part
         made = *made, make_fake_tensor(cutlass.Float32, shape, (*(stride(4) for _ in range(4)), 1), assumed_align=16)
+    if x.keys.ordered:
+        made = *made, make_fake_tensor(cutlass.Int32, (batch, heads_q, cute.sym_int()), (stride(), stride(), 1))
     i32, f32 = cutlass.Int32(0), cutlass.Float32(0)
     numbers = (i32, i32, i32, i32, i32, i32, f32, f32, f32)
     if x.packed:

@@ -66,6 +66,11 @@ class Plan:
             else None
         )
 
+    @cached_property
+    def turns_shape(self) -> tuple[int, ...] | None:
+        """Of what counts their additions, if those come in order."""
+        return (self.p.batch, self.p.heads_q, self.config.turns(self.p)) if self.config.keys.ordered else None
+
     def lines(self, t: Inputs, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Of lse (batch, heads_q, row) room for lse2 and delta. Packed, rows lie elsewhere among lines that nobody writes; a sink's
         gradient reads them all, and what is there then must add nothing to it."""
@@ -147,6 +152,7 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
     lse2, delta = plan.lines(t, lse)
     given = q, k, v, o, do, lse, dlse, *plan.starts(t), *plan.extra(t)
     made = dq, dk, dv, lse2, delta, *([lse.new_empty(plan.sums_shape)] if plan.sums_shape else ())
+    made += (lse.new_empty(plan.turns_shape, dtype=torch.int32),) if plan.turns_shape else ()
     plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if t.sink is None:
         return Grads(*grads, None, {})

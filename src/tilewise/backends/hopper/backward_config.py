@@ -1,14 +1,15 @@
 """Tile sizes, registers and shared memory of Hopper's backward kernels: a table by head dim; no DSL, it runs on any machine.
 
 Two passes (docs/algorithm.md, section 6): dK and dV over key tiles, dQ over query tiles; 7 products of a pair of tiles, and
-the same bits at every run. At the head dims of SUMMED the first pass can do dQ too, adding it up in fp32 in memory in
-whatever order its CTAs come: 5 products.
+the same bits at every run. At the head dims of SUMMED the first pass can do dQ too, adding it up in fp32 in memory, in
+whatever order its CTAs come or in that of the key tiles: 5 products.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tilewise import device as devices
 from tilewise.backends.hopper import config
 from tilewise.backends.hopper.config import (
     ALIGNMENT,
@@ -42,6 +43,7 @@ class KeyTiles:
         split: one warpgroup makes S, P and dV, the other dP, dS and dK, both of the same 64 keys: only so do dK and dV of
             wide heads fit into registers. Else each makes all of its own 64 keys.
         summed: dQ too, added up in memory.
+        ordered: that in the order of the key tiles, so that its bits repeat, and do not depend on what else a launch has.
         part_first: a block's dQ is put while dK's product runs.
         ahead: a tile's K and V come to L2 while the tile before is at work.
     """
@@ -54,6 +56,7 @@ class KeyTiles:
     registers_load: int = 24
     split: bool = False
     summed: bool = False
+    ordered: bool = False
     part_first: bool = False
     ahead: bool = False
 
@@ -200,7 +203,7 @@ class Backward(Formed):
     def name(self) -> str:
         k = self.keys
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
-        second = "sum" if self.queries is None else self.queries.name
+        second = self.queries.name if self.queries else "ordered" if k.ordered else "sum"
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
@@ -243,6 +246,10 @@ class Backward(Formed):
         flags = -(-p.seqlen_q // (16 * self.tile_m)) * 16 if self.flagged else 0
         return flags + max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
 
+    def turns(self, p: Problem) -> int:
+        """Of a head: counters of the key tiles that each part of a query block has been added up of."""
+        return KEY_GROUPS * self.blocks(p)
+
     def blocks(self, p: Problem) -> int:
         """Query blocks of a head whose dQ is summed."""
         m = self.keys.tile_m
@@ -256,8 +263,16 @@ class Backward(Formed):
             keys = p.heads_k * (seqlen_k // self.keys.tile_n + 3 * (p.batch + 1))
             rows = p.heads_q * (p.seqlen_q // self.tile_m + p.batch + 1)
             return 1, min(keys, cores), 1, min(rows, cores)
-        keys = spread(p.batch * p.heads_k, -(-seqlen_k // self.keys.tile_n), self.form, cores)
-        return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // self.tile_m), self.form, cores)
+        tiles, sharing = -(-seqlen_k // self.keys.tile_n), cores if self.form == "full" else config.SHARING
+        return (
+            *spread(p.batch * p.heads_k, tiles, self.waiting(tiles) if self.keys.ordered else sharing, cores),
+            *spread(p.batch * p.heads_q, -(-p.seqlen_q // self.tile_m), sharing, cores),
+        )
+
+    def waiting(self, tiles: int) -> int:
+        """How many of a head's ``tiles`` that add to dQ in order run at once: the last one waits for all others, but of few heads L2
+        holds more (docs/measured.md)."""
+        return 2 * config.SHARING if self.form == "full" and tiles >= 4 * config.SHARING else config.SHARING
 
 
 # (head dim of q and k, of v) -> tiles of the two passes. The first row that holds both is taken.
@@ -271,14 +286,20 @@ TABLE = {
 }
 
 
-# Where dQ is summed, unless a run must repeat bit by bit.
+# Where dQ is summed.
 SUMMED = {
     (64, 64): KeyTiles(64, 64, 128, 5, summed=True, ahead=True),
     (128, 128): KeyTiles(128, 128, 80, 4, summed=True, part_first=True),
 }
+# And where a run must repeat bit by bit: each tile knows from the band which others add to a block before it.
+ORDERED = {dims: replace(keys, ordered=True) for dims, keys in SUMMED.items()}
+IN_ORDER = ("full", "upper", "band")
 # How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)
 # for two products a pair (docs/measured.md).
 SUMMED_FROM = {(64, 64): 1100, (128, 128): 560}
+# In order, where tiles are not equally long, as each waits for a longer one; and how many rounds of tiles a sequence alone must
+# have, as its first tiles wait for each other.
+ORDERED_FROM, ROUNDS = 1500, 1.5
 # With a softcap, whose slope needs registers; smaller head dims take the next.
 SOFTCAP = {
     (64, 64): (KeyTiles(64, 64, 64, 8), TABLE[64, 64][1]),
@@ -325,12 +346,13 @@ def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
     rows = [(row, form, c) for c in (False, True) for form in SHIPPED for row in table_of(form, c).values()]
     rows += [((keys, None), form, False) for keys in SUMMED.values() for form in SHIPPED]
+    rows += [((keys, None), form, False) for keys in ORDERED.values() for form in IN_ORDER]
     return [
         Backward(*row, dtype, form, capped, packed)
         for row, form, capped in rows
         for packed in (False, True)
         for dtype in DTYPES.values()
-        if not (packed and form == "rows")
+        if not (packed and (form == "rows" or row[0].ordered))
     ]
 
 
@@ -345,10 +367,22 @@ def choose(p: Problem) -> Backward:
     capped = p.spec.score is not None and not traced.score
     table = table_of(form, capped, traced, dropout)
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
-    pays = dims in SUMMED and keys_a_query(p) >= SUMMED_FROM[dims]
-    summed = pays and not (capped or dropout or traced != PLAIN or p.spec.deterministic)
-    row = (SUMMED[dims], None) if summed else table[dims]
+    pays = dims in SUMMED and keys_a_query(p) >= SUMMED_FROM[dims] and not (capped or dropout or traced != PLAIN)
+    row = table[dims]
+    if pays and not p.spec.deterministic:
+        row = SUMMED[dims], None
+    elif pays and pays_in_order(p, form):
+        row = ORDERED[dims], None
     return Backward(*row, DTYPES[str(p.dtype)], form, capped, p.packed, traced, dropout)
+
+
+def pays_in_order(p: Problem, form: str) -> bool:
+    """Whether adding dQ up in order is possible, and faster than two passes, as one sequence alone tells."""
+    if p.packed or form not in IN_ORDER:
+        return False
+    even, tiles = form == "full", -(-p.seqlen_k // (KEY_GROUPS * ROWS))
+    tiles *= p.heads_q if even else p.heads_k  # a tile that waits for a longer one does so for each query head
+    return (even or keys_a_query(p) >= ORDERED_FROM) and tiles >= ROUNDS * devices.of(p.device).cores
 
 
 def form_of(p: Problem) -> str:
@@ -374,7 +408,8 @@ def keys_a_query(p: Problem) -> float:
     return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
 
 
-def spread(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:
-    """``(section, ctas)`` of ``tiles`` for each of ``heads``, as :func:`tilewise.backends.hopper.config.spread` has them."""
-    section = 1 if form == "full" else min(heads, max(1, cores // config.SHARING))
+def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
+    """``(section, ctas)`` of ``tiles`` for each of ``heads``, as :func:`tilewise.backends.hopper.config.spread` has them: ``sharing``
+    tiles of a head at once, if there are heads enough."""
+    section = min(heads, max(1, cores // sharing))
     return section, min(heads * tiles, cores)

@@ -155,7 +155,7 @@ def cta_of(x: Backward):
 
 def place_of(round_, work: Work, x: Backward) -> Place:
     """The CTA's tile in a round."""
-    n = schedule.nth(cta_of(x), cute.arch.grid_dim()[0], round_)
+    n = schedule.nth(cta_of(x), cute.arch.grid_dim()[0], round_, fro_of(x))
     n_block, head = schedule.tile_at(n, order(work, x), PICK)
     column, c = n_block * x.keys.tile_n, x.keys
     if x.by_rows:
@@ -183,7 +183,11 @@ def block_at(at: Place, n, work: Work, x: Backward):
 
 
 def rounds_of(work: Work, x: Backward):
-    return schedule.rounds(cta_of(x), cute.arch.grid_dim()[0], order(work, x).tiles)
+    return schedule.rounds(cta_of(x), cute.arch.grid_dim()[0], order(work, x).tiles, fro_of(x))
+
+
+def fro_of(x: Backward) -> int:
+    return 0 if x.keys.ordered else 1
 
 
 def packed_tile(n, work: Work, x: Backward) -> packed.Tile:
@@ -295,11 +299,12 @@ def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
 
 class Lines(NamedTuple):
     """``lse2``, ``delta`` (batch, heads_q, a whole number of blocks), and, where dQ is summed, its sums (batch, heads_q, block,
-    warpgroup, part), all in fp32."""
+    warpgroup, part), all in fp32; if in order, ``turns`` (batch, heads_q, block x warpgroup): of how many key tiles these are, so far."""
 
     lse2: cute.Tensor
     delta: cute.Tensor
     sums: cute.Tensor | None = None
+    turns: cute.Tensor | None = None
 
 
 class Line(NamedTuple):
@@ -420,7 +425,12 @@ def store_tile(
     if cutlass.const_expr(c.summed):
         for g in cutlass.range(work.group, unroll=1):
             own = of_head(at, g, work, x)
-            part = backward_sum.add_all(at.blocks(lines.sums, own.head), room.sum, w, own.start, own.stop, part)
+            sums = at.blocks(lines.sums, own.head)
+            if cutlass.const_expr(c.ordered):
+                sums = backward_sum.Blocks(sums, lines.turns[at.batch, own.head, None])
+                part = backward_sum.add_in_order(sums, room.sum, w, own, part, work, x)
+            else:
+                part = backward_sum.add_all(sums, room.sum, w, own.start, own.stop, part)
     gK, sK = cut(tmas.dk, (ROWS, c.width), (None, 0), at.head, at.keys, room.dk)
     gV, sV = cut(tmas.dv, (ROWS, c.width_v), (None, 0), at.head, at.keys, room.dv)
     n = at.column // ROWS
@@ -966,5 +976,6 @@ def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
     )
     kernel.set_name_prefix(f"{x.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(tmas, t.lines, by, work, x).launch(
-        grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
-    )
+        grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True,
+        cooperative=c.ordered,
+    )  # fmt: skip

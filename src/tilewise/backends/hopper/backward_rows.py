@@ -3,8 +3,8 @@
     delta_i = dO_i · O_i - dlse_i    lse2_i = log2(e) lse_i
 
 A row that sees no key, and those that fill up the last block of a sequence, get lse2 = +inf, so that their P is 0, and
-delta = 0. Where dQ is summed, its sums become 0. Bound by memory: O and dO are read once, 16 bytes a thread and row, ROWS_EACH
-rows at a time, and while these are on their way zeros are written.
+delta = 0. Where dQ is summed, its sums become 0, or, if that is in order, the counters of its additions. Bound by memory: O and dO are
+read once, 16 bytes a thread and row, ROWS_EACH rows at a time, and while these are on their way zeros are written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INF = float("inf")
 class Tensors(NamedTuple):
     """``o``, ``do`` (batch, seqlen_q, heads_q, Dv); ``lse``, ``dlse`` (batch, heads_q, seqlen_q); ``lse2``, ``delta`` the same
     with longer lines; ``cu`` (sequence + 1,): where packed sequences begin; ``sums`` (batch, heads_q, block, warpgroup, part), side
-    by side."""
+    by side; ``turns`` (batch, heads_q, block x warpgroup), fewer than the lines."""
 
     o: cute.Tensor | None
     do: cute.Tensor | None
@@ -37,6 +37,7 @@ class Tensors(NamedTuple):
     delta: cute.Tensor
     cu: cute.Tensor | None = None
     sums: cute.Tensor | None = None
+    turns: cute.Tensor | None = None
 
 
 class Row(NamedTuple):
@@ -108,7 +109,9 @@ def kernel(t: Tensors, x: cutlass.Constexpr):
     lse, dlse = held(t, batch, head, own)
     o, do = (part[batch, None, head, None] for part in (t.o, t.do))
     parts = [[part_of(of, row.source, lane, element) for of in (o, do)] for row in rows]  # all on their way at once
-    if cutlass.const_expr(x.keys.summed):
+    if cutlass.const_expr(x.keys.ordered):
+        start_turns(t.turns[batch, head, None], block * THREADS + thread)
+    elif cutlass.const_expr(x.keys.summed):
         clear(t.sums[batch, head, None, 0, None], block, blocks, x)
     total = F32(0.0)
     for n, (one, other) in enumerate(parts):
@@ -117,6 +120,12 @@ def kernel(t: Tensors, x: cutlass.Constexpr):
             found = found + cute.arch.shuffle_sync_bfly(found, offset=offset)
         total = tile.choose(mine == n, found, total)
     put(t, batch, head, own.line, lane, *made_of(lse, dlse, total, own.source < t.lse.shape[2]))
+
+
+@cute.jit
+def start_turns(turns: cute.Tensor, n):
+    if n < cute.size(turns):
+        turns[n] = cutlass.Int32(0)
 
 
 @cute.jit

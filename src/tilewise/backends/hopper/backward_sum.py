@@ -4,7 +4,8 @@ Both warpgroups of :mod:`tilewise.backends.hopper.backward_keys` put their dSᵀ
 neighbours read it as dS: with the 128 keys of the tile each makes a part of dQ's block, which the copy engine adds to
 an fp32 accumulator in global memory (16 bytes a clock and SM, whatever their order). At head dim 128 a part is half of the
 columns, transposed, 64 x tile_m; at 64, half of the 128 queries, 64 x 64. It lies in memory as it lay in registers:
-fours of each thread's numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded.
+fours of each thread's numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded. Where bits must repeat,
+key tiles add to a block one after the other: a counter of each part says whose turn it is, and only the adding warp waits.
 
 mbarriers (arrivals in brackets): ``ds_full[block % 2]`` and ``ds_empty[block % 2]`` (256) between the warpgroups: two blocks of dS, so
 that they may be most of a block apart; ``part_full[w]`` (128) warpgroup -> adding warp, ``part_empty[w]`` (1) back.
@@ -20,11 +21,21 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import backward_walk, packed
+from tilewise.backends.hopper import backward_walk, packed, schedule
 from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward, KeyTiles
-from tilewise.backends.hopper.backward_tile import at_slot, by_rows, products, put, put_fragment, scaled, turned
+from tilewise.backends.hopper.backward_tile import (
+    Work,
+    at_slot,
+    band,
+    by_rows,
+    products,
+    put,
+    put_fragment,
+    scaled,
+    turned,
+)
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
-from tilewise.backends.hopper.forward import ELEMENT, F32, I32, cut, staged
+from tilewise.backends.hopper.forward import ELEMENT, F32, I32, PICK, cut, staged
 
 
 def fours(c: KeyTiles) -> int:
@@ -148,16 +159,26 @@ def write_part(dq: cute.Tensor, part: cute.Tensor, w) -> None:
     cute.autovec_copy(fours, part[None, cute.arch.thread_idx()[0] % 128, None, w])
 
 
-def add(target: cute.Tensor, part: cute.Tensor, w) -> None:
-    """One warp: a part to its place in global memory, (part,); done with the room when it returns."""
+STORE = "cp.async.bulk.global.shared::cta.bulk_group"
+ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+
+
+def begin(operation: str, target: cute.Tensor, part: cute.Tensor, w) -> None:
+    """One warp: a part on its way to its place in global memory, (part,)."""
     source = part[None, None, None, w]
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
-            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            operation + " [{$r0}], [{$r1}], {$r2};",
             read_only_args=[target.iterator.toint(), source.iterator.toint(), I32(4 * cute.size(source))],
         )
     cute.arch.cp_async_bulk_commit_group()
+
+
+def give_back(room: Room, w) -> None:
+    """One warp: the room of what is on its way, as soon as that has been read."""
     cute.arch.cp_async_bulk_wait_group(0, read=True)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(room.part_empty + w)
 
 
 @cute.jit
@@ -165,22 +186,80 @@ def add_all(dq: cute.Tensor, room: Room, w: cutlass.Constexpr, start, stop, phas
     """One warp: the parts of query blocks ``[start, stop)`` of one head's ``dq``, (block, warpgroup, part). Returns the phase."""
     for step in cutlass.range(stop - start, unroll=1):
         cute.arch.mbarrier_wait(room.part_full + w, phase)
-        add(dq[start + step, w, None], room.part, w)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(room.part_empty + w)
+        begin(ADD, dq[start + step, w, None], room.part, w)
+        give_back(room, w)
         phase = 1 - phase
     return phase
+
+
+# -- In order ------------------------------------------------------------------------------------------------------
+
+
+class Blocks(NamedTuple):
+    """Of a head: ``dq`` (block, warpgroup, part), and ``turns`` (block x warpgroup): how many tiles each is made of so far."""
+
+    dq: cute.Tensor
+    turns: cute.Tensor
+
+
+@cute.jit
+def add_in_order(of: Blocks, room: Room, w: cutlass.Constexpr, at, phase, work: Work, x: cutlass.Constexpr):
+    """As :func:`add_all`, of the place ``at``, each block when the tiles before this one have been there; the first one stores its
+    part, so that no zeros are needed. While one is on its way, the next one's turn is asked for.
+
+    All CTAs must run at the same time, since each may wait for any other's earlier rounds: so the launch is a cooperative one.
+    """
+    found = asked(of.turns, KEY_GROUPS * at.start + w)
+    for step in cutlass.range(at.stop - at.start, unroll=1):
+        n = at.start + step
+        visitors = schedule.key_blocks(n * x.keys.tile_m, x.keys.tile_m, x.keys.tile_n, band(work, x), PICK)
+        rank, turn = at.column // x.keys.tile_n - visitors[0], KEY_GROUPS * n + w
+        wait_for_turn(of.turns, turn, rank, found)
+        cute.arch.mbarrier_wait(room.part_full + w, phase)
+        if rank == 0:
+            begin(STORE, of.dq[n, w, None], room.part, w)
+        else:
+            begin(ADD, of.dq[n, w, None], room.part, w)
+        found = asked(of.turns, turn + KEY_GROUPS)
+        give_back(room, w)
+        pass_turn(of.turns, turn, rank + 1)
+        phase = 1 - phase
+    return phase
+
+
+def asked(turns: cute.Tensor, n) -> I32:
+    """How many tiles have added to a block; past the last one, of any."""
+    place = turns.iterator + PICK.smaller(n, cute.size(turns) - 1)
+    return cute.arch.load(place, I32, sem="acquire", scope="gpu")
+
+
+@cute.jit
+def wait_for_turn(turns: cute.Tensor, n, rank, found):
+    """Until ``rank`` tiles have added to a block, for which ``found`` may be enough; the copy engine sees what they added."""
+    while found != rank:
+        found = asked(turns, n)
+    cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def pass_turn(turns: cute.Tensor, n, rank):
+    """When what is on its way has arrived."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+    with cute.arch.elect_one():
+        cute.arch.store(turns.iterator + n, rank, sem="release", scope="gpu")
 
 
 # -- What follows --------------------------------------------------------------------------------------------------
 
 
 class Sums(NamedTuple):
-    """``parts`` (batch, heads_q, block, warpgroup, part); where packed sequences begin, if they are, and their rows."""
+    """``parts`` (batch, heads_q, block, warpgroup, part); where packed sequences begin, if they are, and their rows; ``turns`` as
+    :class:`Blocks` has them, of each head, if there are any."""
 
     parts: cute.Tensor
     cu: cute.Tensor | None
     rows: I32
+    turns: cute.Tensor | None = None
 
 
 def place_of(block, batch, sums: Sums, x: Backward) -> tuple:
@@ -205,6 +284,8 @@ def kernel(sums: Sums, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cu
     acc = cute.make_rmem_tensor(by.partition_shape_C((ROWS, columns_of(c))), F32)
     source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, cute.make_layout((4, 128, fours(c))))
     cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, fours(c)))))
+    if cutlass.const_expr(c.ordered):
+        unless_unvisited(acc, sums.turns[batch, head, KEY_GROUPS * block + w])
     scaled(acc, scale)
     put(acc, by, (turned(room) if c.by_columns else room)[None, None, w], x.dtype, c.by_columns)
     cute.arch.fence_view_async_shared()
@@ -216,6 +297,13 @@ def kernel(sums: Sums, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cu
         cute.copy(dq.atom, sQ[None, w], gQ[None, row, column])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def unless_unvisited(acc: cute.Tensor, turns):
+    """Zeros for a block that no tile has added to."""
+    if turns == 0:
+        acc.fill(0.0)
 
 
 def launch(sums: Sums, dq: cute.Tensor, scale, stream, x: Backward) -> None:

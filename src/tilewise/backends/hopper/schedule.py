@@ -46,16 +46,18 @@ def tile_at(n, order: Order, pick: Pick = PLAIN):
     return (order.m_blocks - 1 - m_block if order.backwards else m_block), first + within % heads
 
 
-def rounds(cta, ctas, tiles):
+def rounds(cta, ctas, tiles, fro=1):
     """How many tiles a CTA gets: one a round, the last round in the direction that :func:`nth` gives it."""
     whole, rest = tiles // ctas, tiles % ctas
-    place = nth(cta, ctas, whole) - whole * ctas
+    place = nth(cta, ctas, whole, fro) - whole * ctas
     return whole + 1 - (place + ctas - rest) // ctas
 
 
-def nth(cta, ctas, round_):
-    """The tile of a CTA in a round: to and fro, so that who got the longest of one round gets the shortest of the next."""
-    back = round_ % 2
+def nth(cta, ctas, round_, fro=1):
+    """The tile of a CTA in a round: to and fro, so that who got the longest of one round gets the shortest of the next. With
+    ``fro`` 0, all rounds the same way: where a tile waits for the one before it, who had to wait then gets one that begins later.
+    """
+    back = round_ % 2 * fro
     return round_ * ctas + cta + back * (ctas - 1 - 2 * cta)
 
 

@@ -291,8 +291,9 @@ SUMMED = {
     (64, 64): KeyTiles(64, 64, 128, 5, summed=True, ahead=True),
     (128, 128): KeyTiles(128, 128, 80, 4, summed=True, part_first=True),
 }
-# And where a run must repeat bit by bit: each tile knows from the band which others add to a block before it.
-ORDERED = {dims: replace(keys, ordered=True) for dims, keys in SUMMED.items()}
+# And where a run must repeat bit by bit: each tile knows from the band which others add to a block before it. ``ahead`` has not been
+# tried there.
+ORDERED = {dims: replace(keys, ordered=True, ahead=False) for dims, keys in SUMMED.items()}
 IN_ORDER = ("full", "upper", "band")
 # How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)
 # for two products a pair (docs/measured.md).

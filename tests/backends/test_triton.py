@@ -255,6 +255,32 @@ def test_a_descriptor_brings_a_bias_to_the_pass_over_keys(shape, index, leads):
     agree(Triton(OTHER_TILES["tma"]), c)
 
 
+@pytest.mark.parametrize(
+    ("shape", "override"),
+    [((3, 48, 72), Config(*[Tiles(32, 64, 4, 1)] * 3)), ((48, 72), Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3))],
+    ids=["heads", "shared"],
+)
+def test_ds_is_kept_of_some_heads_at_a_time(shape, override, monkeypatch):
+    monkeypatch.setattr(config, "SHEET", 1)
+    score = tw.bias(normal(*shape).requires_grad_())
+    c = call(*qkv(nq=48, nk=72, hq=3, hk=3), mask=tw.causal() & tw.window(40), score=score)
+    assert launch.Plan(c.p, override).sheet_heads == 1
+    agree(Triton(override), c)
+
+
+def test_ds_is_kept_only_where_it_is_the_one_gradient_that_a_score_wants(monkeypatch):
+    t, slopes = normal(70, 70).requires_grad_(), normal(4).requires_grad_()
+    heads = lambda **options: launch.Plan(call(*qkv(), **options).p, INTERPRETED).sheet_heads  # noqa: E731
+    assert heads(causal=True, score=tw.bias(t)) > 0
+    assert heads(score=tw.bias(t) >> tw.softcap(5.0)) == 0  # dS has a slope yet to come
+    assert heads(score=tw.bias(t) >> tw.alibi(slopes)) == 0
+    assert heads(mask=tw.key_range(0, 60), score=tw.bias(t)) == 0  # rows and columns may disagree about tiles
+    assert heads(score=tw.bias(t.detach().double().requires_grad_())) == 0
+    monkeypatch.setattr(config, "LARGEST_SHEET", 1)
+    monkeypatch.setattr(config, "SHEET", 1)
+    assert heads(causal=True, score=tw.bias(t)) == 0
+
+
 def test_no_descriptor_sees_a_bias_that_is_read_elsewhere_or_in_another_order():
     wide, odd = torch.randn(4, 72, 72), torch.randn(4, 70, 70)
     c = lambda f, n: call(*qkv(nq=n, nk=n), score=tw.score(f)).p  # noqa: E731

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.maths import here
+from tilewise.backends.triton.maths import here, multiple
 from tilewise.backends.triton.tile import (
     LOG2E,
     accumulate,
@@ -39,6 +39,7 @@ from tilewise.backends.triton.tile import (
     program,
     queries_to_visit,
     query_interval,
+    sheet_tile,
     source,
     store_rows,
     with_pairs,
@@ -67,6 +68,7 @@ class KeyTile(NamedTuple):
     k: Any
     v: Any
     pairs: Any
+    sheet: Any
 
 
 @triton.jit
@@ -91,12 +93,12 @@ def key_sources(tensors, sizes, at, head_k, k_views, v_views, F: tl.constexpr):
 
 
 @triton.jit
-def load_keys(k, v, n0, pairs, at, F: tl.constexpr):
+def load_keys(k, v, n0, pairs, sheet, at, F: tl.constexpr):
     """The :class:`KeyTile` at n0 of two sources, rows past the last zero."""
     left = at.seqlen_k - n0
     k = load_rows(k, n0, left, None, F.tile_n, False, True, F)
     v = load_rows(v, n0, left, None, F.tile_n, True, True, F)
-    return KeyTile(n0, k, v, pairs)
+    return KeyTile(n0, k, v, pairs, sheet)
 
 
 @triton.jit
@@ -158,15 +160,15 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
 
 
 @triton.jit
-def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, delta, pairs, F: tl.constexpr):
+def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, delta, pairs, sheet, F: tl.constexpr):
     """Grid: (blocks · heads_k · batch). Computes dK if ``F.dk``, dV if ``F.dv``."""
     sizes = plain_sizes(sizes)
-    slot, head_k, b = program(sizes.heads_k, sizes)
+    slot, head_k, b = program(1, sizes)
     at = place(slot, b, tensors, sizes, scales, True, F)
     n0 = at.block * F.tile_n
     left = at.seqlen_k - n0
     k, v = key_sources(tensors, sizes, at, head_k, (None, None), (None, None), F)
-    keys = load_keys(k, v, n0, tensors.q if pairs is None else pairs, at, F)
+    keys = load_keys(k, v, n0, tensors.q if pairs is None else pairs, tensors.q if sheet is None else sheet, at, F)
     dk = zeros(F.tile_n, False, F) if F.dk else ()
     dv = zeros(F.tile_n, True, F) if F.dv else ()
 
@@ -184,6 +186,9 @@ def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, 
                 dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, False, F)
         else:
             first, full, full_end, last = queries_to_visit(n0, h, at, F)
+            if F.sheet:  # the next pass reads as many rows at a time
+                UNIT: tl.constexpr = F.sheet // F.tile_m
+                first, last = first // UNIT * UNIT, (last + UNIT - 1) // UNIT * UNIT
             if F.whole:
                 for n in range(first, last):
                     partial = (n < full) | (n >= full_end)
@@ -214,7 +219,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
     """Adds one query tile of head ``rows.h`` to dK and dV, or to the one of them that is wanted; all tiles are (tile_n, tile_m).
     ``partial``: some row does not see some key of it; known when compiled unless F.whole."""
     i = m0 + tl.arange(0, F.tile_m)
-    n0, k, v, _ = keys
+    n0, k, v, _, _ = keys
     j = n0 + tl.arange(0, F.tile_n)
     left = at.seqlen_q - m0
     q = load_streamed(rows.q, m0, left, None, F.tile_m, False, partial, F)
@@ -253,6 +258,13 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
         ds = p * d
         if F.score is not None and not F.whole:  # elsewhere all that P's zeros are multiplied by is finite
             ds = tl.where(p == 0.0, 0.0, ds)
+        if F.sheet:
+            if F.strips:
+                head = rows.h - sizes.heads[0] * (sizes.heads_q // sizes.heads_k)
+                strip = ds.to(q[0].dtype).reshape(1, 1, 1, F.tile_n, F.tile_m)
+                keys.sheet.store([at.b, head, m0 // F.tile_m, n0, 0], strip)
+            else:
+                tl.store(sheet_tile(tensors, sizes, at.b, rows.h, m0, n0, F), ds.to(q[0].dtype))
         if F.columns is not None:
             line = tl.cast(rows.h, tl.int64) * sizes.seqlen_k + at.start_k + j
             if not F.packed:
@@ -285,7 +297,7 @@ class Query(NamedTuple):
 def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch); the last tiles first."""
     sizes = plain_sizes(sizes)
-    slot, h, b = program(sizes.heads_q, sizes)
+    slot, h, b = program(sizes.heads_q // sizes.heads_k, sizes)
     at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
     rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
     head_k = h // (sizes.heads_q // sizes.heads_k)
@@ -399,6 +411,72 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
     return accumulate(ds.to(k[0].dtype), k, dq, F), sums
 
 
+# -- From a sheet of dS, which the pass over key tiles left -----------------------------------------------------------
+
+
+@triton.jit
+def dq_sheet_kernel(tensors, sizes, scales, k_view, k_rest, F: tl.constexpr):
+    """``dQ = scale · dS K``, one product of a tile; grid as in :func:`dq_kernel`. Every key is seen by some query, so rows and columns
+    of the mask agree on which tiles there are."""
+    sizes = plain_sizes(sizes)
+    group = sizes.heads_q // sizes.heads_k
+    slot, h, b = program(group, sizes)
+    at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
+    m0 = at.block * F.tile_m
+    k = source(tensors.k, (k_view, k_rest), sizes.k, at, at.start_k, h // group, F)
+    dq = zeros(F.tile_m, False, F)
+    first, _full, _full_end, last = keys_to_visit(m0, h, at, F)
+    for n in range(first, last):
+        n0 = n * F.tile_n
+        ds = tl.load(sheet_tile(tensors, sizes, at.b, h, m0, n0, F))
+        tile = load_streamed(k, n0, at.seqlen_k - n0, None, F.tile_n, False, True, F)
+        dq = accumulate(tl.trans(ds), tile, dq, F)
+    token = tl.cast(at.b, tl.int64) * sizes.seqlen_q
+    row = sizes.heads_q * F.head_dim
+    base = tensors.dq + token * row + h * F.head_dim
+    store_rows(base, row, m0, at.seqlen_q - m0, dq, scales.softmax, F.tile_m, False, F)
+
+
+@triton.jit
+def sheet_sum_kernel(
+    tensors,
+    sizes,
+    scales,
+    GRAD: tl.constexpr,
+    LOOP_B: tl.constexpr,
+    LOOP_H: tl.constexpr,
+    MORE: tl.constexpr,
+    F: tl.constexpr,
+):
+    """The gradient of a pair bias, which is dS added up over what the bias is broadcast over, in order; grid and arguments as in
+    :func:`tile_kernel`. MORE: on top of earlier heads' sum."""
+    sizes = plain_sizes(sizes)
+    m0 = tl.program_id(0) * F.tile_m
+    n0 = tl.program_id(1) * F.tile_n
+    outer = tl.program_id(2)
+    group = sizes.heads_q // sizes.heads_k
+    first, launched = sizes.heads
+    batches = sizes.batch if LOOP_B else sizes.batch * 0 + 1
+    heads = launched * group if LOOP_H else launched * 0 + 1
+    kept_heads = launched * group // heads
+    b, h = outer // kept_heads, first * group + outer % kept_heads
+    at = place(outer * 0, b, tensors, sizes, scales, False, F)
+    i = m0 + tl.arange(0, F.tile_m)
+    j = n0 + tl.arange(0, F.tile_n)
+    total = tl.full([F.tile_n, F.tile_m], 0.0, tl.float32)
+    count = tl.where(visited(m0, n0, h, at, F), batches * heads, 0)
+    for bh in tl.range(count, loop_unroll_factor=4):  # so that four tiles are on their way at once
+        total += tl.load(sheet_tile(tensors, sizes, b + bh // heads, h + bh % heads, m0, n0, F)).to(tl.float32)
+    lo, hi = key_interval(i, h, at, F)
+    total = tl.where((j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]), total, 0.0)
+    grad = at.grads[GRAD]
+    pointers = grad + F.place(b, h, i[None, :], j[:, None], at)
+    inside = (i[None, :] < sizes.seqlen_q) & (j[:, None] < multiple(sizes.seqlen_k, F.unit))
+    if MORE:
+        total += tl.load(pointers, mask=inside, other=0.0)
+    tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)
+
+
 # -- One tile of a pair bias, over what it is broadcast over -------------------------------------------------------
 
 
@@ -451,7 +529,7 @@ def pair_tile(m0, i, j, n0, h, at, tensors, sizes, scales, F: tl.constexpr):
     """dZ times the leaf's slope of one tile."""
     rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
     k, v = key_sources(tensors, sizes, at, h // (sizes.heads_q // sizes.heads_k), (None, None), (None, None), F)
-    _, k, v, _ = load_keys(k, v, n0, tensors.q, at, F)
+    _, k, v, _, _ = load_keys(k, v, n0, tensors.q, tensors.q, at, F)
     query = load_query(m0, rows, tensors, at, F)
     s = inner(query.q, k, F)
     s2 = scored(s, h, i[:, None], j[None, :], scales, at, F)

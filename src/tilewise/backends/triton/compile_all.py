@@ -51,7 +51,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     heads = q.shape[-2]
     score = softcap(30.0) >> alibi(torch.empty(heads, device="meta", requires_grad=True))
     sink = torch.empty(heads, device="meta", requires_grad=True)
-    pairs = torch.empty(1, heads, q.shape[1], q.shape[1], device="meta", requires_grad=True)
+    pairs = lambda dtype: torch.empty(1, heads, *[q.shape[1]] * 2, dtype=dtype, device="meta", requires_grad=True)  # noqa: E731
     return {
         "causal": {"causal": True},
         "full": {},
@@ -59,7 +59,8 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "softcap": {"causal": True, "score": softcap(30.0)},
         "alibi": {"causal": True, "score": alibi(torch.empty(heads, device="meta", requires_grad=True))},
         "window": {"mask": window(100, 0)},
-        "bias": {"causal": True, "score": bias(pairs)},
+        "bias": {"causal": True, "score": bias(pairs(q.dtype))},
+        "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
         "latent": {"causal": True},
         "rich": {
             "mask": causal() & window(100),
@@ -87,7 +88,7 @@ class Launch:
 
 def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
     """What config says that a kernel of this launch may need."""
-    streams = config.Streams(4 if item.feature == "bias" else 0, item.feature != "rich")
+    streams = config.Streams({"bias": item.dtype.itemsize, "bias32": 4}.get(item.feature, 0), item.feature != "rich")
     return config.shared_memory(
         name,
         tiles,
@@ -96,6 +97,15 @@ def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
         streams,
         item.arch,
     )
+
+
+def beside_pairs(item: Launch) -> dict[str, config.Tiles]:
+    """Tiles that precede the table's rows where a score reads a tensor for every pair."""
+    rows = config.PAIRED.get(item.arch, {}) if item.feature.startswith("bias") else {}
+    found = {
+        name: next((x for limit, x in rows.get(name, {}).items() if item.head_dim <= limit), None) for name in rows
+    }
+    return {name: x for name, x in found.items() if x is not None and name != "tile"}
 
 
 def recorded(item: Launch) -> Iterator[tuple]:
@@ -121,7 +131,7 @@ def recorded(item: Launch) -> Iterator[tuple]:
             lambda x, name=name: shared_memory(item, name, x),
             config.room(x, TARGETS[item.arch].shared, item.arch),
         )
-        for name, x in config.Config(*tiles).passes.items()
+        for name, x in (config.Config(*tiles).passes | beside_pairs(item)).items()
     }
     plan = launch.Plan(p, config.Config.of(fitted, 1024 if item.feature == "split" else None), record)
     with torch.no_grad():
@@ -229,7 +239,9 @@ def items() -> list[Launch]:
             for limit in sorted({*config.table(arch, dtype.itemsize), 72, 80, 96, 160, 192}):
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
-                    features += ["rich"] if arch != "sm90" else ["rich", "full", "window", "split", "softcap", "bias"]
+                    features += (
+                        ["rich"] if arch != "sm90" else ["rich", "full", "window", "split", "softcap", "bias", "bias32"]
+                    )
                 found += [Launch(arch, dtype, limit, feature) for feature in features]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
     return found

@@ -142,11 +142,14 @@ def shared_memory(
         "delta": 0,
         "merge": 0,
         "tile": stages * (m + n) * (w + wv),
+        "dq_sheet": stages * n * (m + w),
+        "sheet_sum": 2 * m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
     bytes_ = streams.pair_bytes if kernel not in ("delta", "merge") else 0
     scratch = {"sm90": 1024, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
+    pairs += m * n * itemsize if bytes_ == itemsize and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet
     scratch = max(scratch, 4096) if w & (w - 1) else scratch
     scratch += 128 if w > MAX_HEAD_DIM else 0
     return itemsize * rows[kernel] + statistics + pairs + scratch
@@ -340,7 +343,7 @@ def choose(
         return replace(Config.of(preceded(INTERPRETED.passes, measured or {})), beside=together)
     arch = architecture(p.device)
     row = of_width(table(arch, p.dtype.itemsize), p) or LATENT[arch]
-    passes = Config(*row).passes | (paired(p, "dq") if pair_bytes else {})
+    passes = Config(*row).passes | (paired(p, "forward") | paired(p, "dq") if pair_bytes else {})
     fitted = fit_all(p, preceded(passes, measured or {}), pair_bytes)
     split = _split(p, fitted["forward"].tile_m, devices.of(p.device).cores)
     return replace(Config.of(fitted, split), beside=together)
@@ -363,7 +366,13 @@ def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
 
 # In place of the table's rows up to a head dim where a tensor is read for every pair: beside its tiles eight warps have no room for
 # a third stage. "tile": of the gradient that is summed over what such a tensor is broadcast over.
-PAIRED = {"sm90": {"dq": {128: Tiles(64, 64, 4, 3, True)}, "tile": {128: Tiles(128, 64, 8, 2)}}}
+PAIRED = {
+    "sm90": {
+        "forward": {64: Tiles(64, 128, 4, 2, True), 128: Tiles(128, 64, 8, 3, True)},
+        "dq": {128: Tiles(64, 64, 4, 3, True)},
+        "tile": {128: Tiles(128, 64, 8, 2)},
+    }
+}
 
 
 def paired(p: Problem, kernel: str) -> dict[str, Tiles]:
@@ -372,6 +381,33 @@ def paired(p: Problem, kernel: str) -> dict[str, Tiles]:
     rows = PAIRED.get(architecture(p.device), {}) if fast else {}
     found = of_width({limit: (x,) for limit, x in rows.get(kernel, {}).items()}, p)
     return {kernel: found[0]} if found else {}
+
+
+SHEET = 2 << 30  # bytes of dS that a backward keeps, of some heads at a time; more only where the fewest take it,
+LARGEST_SHEET = 4 << 30  # up to here
+SHEET_STRIP = 64  # queries that lie side by side in it
+SHEET_UNIT = 128  # its rows and columns are whole tiles of so many
+
+
+def sheet_heads(p: Problem, together: int, gradient: int) -> int:
+    """The key heads whose dS is kept at a time: a divisor of them all, a multiple of those that run side by side, and no more memory
+    than ``gradient``, that of the bias whose gradient it is, or SHEET; 0 where even the fewest take more than LARGEST_SHEET."""
+    up = lambda n: -(-n // SHEET_UNIT) * SHEET_UNIT  # noqa: E731
+    head = p.batch * p.group * up(p.seqlen_q) * up(p.seqlen_k) * p.dtype.itemsize
+    if max(p.head_dim, p.head_dim_v) > 256:  # where its kernels were not seen on a GPU
+        return 0
+    most = max(gradient, SHEET) // head
+    fitting = [n for n in range(together, p.heads_k + 1, together) if p.heads_k % n == 0 and n <= most]
+    return max(fitting, default=together if together * head <= LARGEST_SHEET else 0)
+
+
+def of_sheets(p: Problem, config: Config) -> dict[str, Tiles]:
+    """For dQ from a sheet of dS, and for its sum over what a bias is broadcast over."""
+    fast = p.device.type != "cpu" and p.dtype.itemsize == 2 and architecture(p.device) == "sm90"
+    wide = max(p.head_dim, p.head_dim_v) > 128
+    dq = config.dq if not fast or wide else Tiles(128, 64, 8, 3, True)
+    dq = replace(dq, tile_m=min(dq.tile_m, SHEET_UNIT), tile_n=min(dq.tile_n, config.dkdv.tile_n))
+    return {"dq_sheet": dq, "sheet_sum": Tiles(64, 64, 4, 1)}
 
 
 def of_pairs(p: Problem, tiles: Tiles) -> Tiles:

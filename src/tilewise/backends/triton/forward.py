@@ -16,6 +16,8 @@ cost registers. A predicate's tiles come as two lists, partial and full::
 With split keys, program_id(1) is a chunk of keys; o and lse are then fp32 partial states, which `merge_kernel` merges.
 """
 
+# ruff: noqa: RUF005 - Triton's tuples are added, not unpacked
+
 from typing import Any, NamedTuple
 
 import triton
@@ -62,7 +64,7 @@ class Query(NamedTuple):
 def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch, chunks); the last tiles first, which are the longest under a causal mask."""
     sizes = plain_sizes(sizes)
-    slot, h, b = program(sizes.heads_q, sizes)
+    slot, h, b = program(sizes.heads_q // sizes.heads_k, sizes)
     at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
     query = load_query(tensors, sizes, at, h, (k_view, k_rest), (v_view, v_rest), F)
     m = tl.full([F.tile_m], 0.0 if F.bounded else float("-inf"), tl.float32)
@@ -122,33 +124,43 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
     s = inner(query.q, k, F)  # fp32 (tile_m, tile_n)
     if F.general:
         s = scored(s, query, j, scales, at, F)
-    alive = None
-    if partial:
-        at_j = here(j, F)
-        kept = (at_j[None, :] >= query.lo[:, None]) & (at_j[None, :] < query.hi[:, None])
-        if F.keep is not None:
-            i = query.m0 + tl.arange(0, F.tile_m)
-            kept = kept & F.keep(at.b, query.h, i[:, None], j[None, :], at)
-            alive = tl.max(kept.to(tl.int32), 0) > 0
-        elif F.masked and not F.whole:
-            first, last = query_interval(j, query.h, at, F)
-            alive = first < last
-        s = tl.where(kept, s, float("-inf"))
-
     if F.bounded:  # any m is as exact as the maximum that nothing overflows with
         m_new = m
-        p = tl.exp2(s)
+        shown = masked(tl.exp2(s), 0.0, j, query, at, partial, F)
+        p = shown[0]
         l += tl.sum(p, 1)
     else:
-        m_new, p, rescale = exponentials(s, m, scales, partial, F)
+        shown = masked(s, float("-inf"), j, query, at, partial, F)
+        m_new, p, rescale = exponentials(shown[0], m, scales, partial, F)
         l = l * rescale + tl.sum(p, 1)
         acc = rescaled(acc, rescale)
+    alive = None
+    if len(shown) > 1:
+        alive = shown[1]
     if F.dropout:
         p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
     # A key that no row here sees has P = 0, and its row of V is not read: it may hold NaN.
     v = load_streamed(query.v, n0, left, alive, F.tile_n, True, partial, F)
     acc = accumulate(p.to(v[0].dtype), v, acc, F)
     return m_new, l, acc
+
+
+@triton.jit
+def masked(x, HIDDEN: tl.constexpr, j, query, at, partial, F: tl.constexpr):
+    """``(x, which keys are read)``, or x alone where all are; x is HIDDEN where a row does not see a key."""
+    alive = ()
+    if partial:
+        at_j = here(j, F)
+        kept = (at_j[None, :] >= query.lo[:, None]) & (at_j[None, :] < query.hi[:, None])
+        if F.keep is not None:
+            i = query.m0 + tl.arange(0, F.tile_m)
+            kept = kept & F.keep(at.b, query.h, i[:, None], j[None, :], at)
+            alive = (tl.max(kept.to(tl.int32), 0) > 0,)
+        elif F.masked and not F.whole:
+            first, last = query_interval(j, query.h, at, F)
+            alive = (first < last,)
+        x = tl.where(kept, x, HIDDEN)
+    return (x,) + alive
 
 
 @triton.jit

@@ -15,7 +15,20 @@ from torch import Tensor
 
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, PerTensors, empty_output, unit_last
-from tilewise.backends.triton.config import OVER_KEYS, Config, Tiles, columns, decoding, of_pairs, pieces
+from tilewise.backends.triton.config import (
+    OVER_KEYS,
+    SHEET_STRIP,
+    SHEET_UNIT,
+    Config,
+    Tiles,
+    columns,
+    decoding,
+    of_pairs,
+    of_sheets,
+    pieces,
+    sheet_heads,
+)
+from tilewise.backends.triton.driver import Prepared, address
 from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, Read, emit, seen_lookup
 from tilewise.backends.triton.facts import Facts
 from tilewise.caching import cached_property
@@ -50,6 +63,8 @@ def kernels():
         dkdv=backward.dkdv_kernel,
         dq=backward.dq_kernel,
         tile=backward.tile_kernel,
+        dq_sheet=backward.dq_sheet_kernel,
+        sheet_sum=backward.sheet_sum_kernel,
         Tensors=tile.Tensors,
         Sizes=tile.Sizes,
         Scales=tile.Scales,
@@ -83,11 +98,15 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *args: object) -> object:
     return kernel[grid](*args, num_warps=tiles.num_warps, num_stages=tiles.num_stages) if all(grid) else None
 
 
+def listening() -> bool:
+    """Whether somebody wants to hear of Triton's launches."""
+    hooks = kernels().triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
 def relaunch(compiled, grid: tuple[int, int, int], *args: object) -> None:
     """``compiled[grid](*args)``, which goes through two chains of hooks whether or not somebody listens."""
-    triton = kernels().triton
-    hooks = triton.knobs.runtime
-    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+    if listening():
         compiled[grid](*args)
         return
     stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
@@ -170,6 +189,18 @@ class Plan:
         nor keys that no query sees, which may hold NaN."""
         return not self.p.packed and _every_key_is_seen(self.p)
 
+    @cached_property
+    def sheet_heads(self) -> int:
+        """The key heads whose dS the backward keeps at a time, for dQ and the gradient of the one tensor that wants one, a bias that is
+        broadcast; 0: none, where there are others, or dS is not that gradient."""
+        p, reads, functions = self.p, self.emitted.reads, self.emitted.functions
+        if [r.how for r in reads] != [TILES] or not self.whole or {"slope", "tile_0"} & set(functions):
+            return 0
+        leaf = p.extras[reads[0].slot]
+        if leaf.dtype != p.dtype:  # dS is kept in p's
+            return 0
+        return sheet_heads(p, self.config.beside[1], math.prod(leaf.shape) * leaf.dtype.itemsize)
+
     @property
     def lists(self) -> bool:
         return self.p.spec.region.predicate is not None and not self.p.packed
@@ -206,6 +237,8 @@ class Plan:
                 "tma": False,
                 "pair": None,
                 "whole": False,
+                "sheet": 0,
+                "strips": False,
                 "specialized": tiles.specialized,
                 "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
                 "row_grads": tuple(n for n, read in enumerate(self.emitted.reads) if read.how == ROWS),
@@ -242,6 +275,15 @@ def views(x: Tensor, strides: tuple[int, int, int], heads: int, batch: int) -> t
         return None
     elements = 16 // x.element_size()  # of an axis of one element the stride is not used, but must be a legal one
     return shape, [by_batch or elements, head or elements, row, 1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The key heads that a launch is for, and strips and rows of a head's sheet of dS."""
+
+    first: int
+    heads: int
+    sheet: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -336,19 +378,20 @@ class Call:
             line = self.plan.made[key] = kernels().TensorDescriptor(lse2, [lse2.numel()], [1], [tiles.tile_m])
         return rebased(line, lse2), rebased(line, delta)
 
-    def sizes(self, blocks: int, *, chunk: int = 0, lists: TileLists | None = None):
+    def sizes(self, blocks: int, *, chunk: int = 0, lists: TileLists | None = None, part: Part | None = None):
         """The numbers of a launch, the same object again where they are the same and all pointers are aligned."""
         if not self.steady:
-            return self._sizes(blocks, chunk, lists)
-        key = ("sizes", blocks, chunk, tuple(self.strides[3:]), list_strides(lists))
+            return self._sizes(blocks, chunk, lists, part)
+        key = ("sizes", blocks, chunk, tuple(self.strides[3:]), list_strides(lists), part)
         found = self.plan.made.get(key)
         if found is None:
-            found = self.plan.made[key] = self._sizes(blocks, chunk, lists)
+            found = self.plan.made[key] = self._sizes(blocks, chunk, lists, part)
             self.plan.kept.add(id(found))
         return found
 
-    def _sizes(self, blocks: int, chunk: int, lists: TileLists | None):
+    def _sizes(self, blocks: int, chunk: int, lists: TileLists | None, part: Part | None):
         p, strides = self.plan.p, self.strides
+        part = part or Part(0, p.heads_k)
         sizes = kernels().Sizes(
             batch=p.batch,
             heads_q=p.heads_q,
@@ -364,6 +407,8 @@ class Call:
             chunk=chunk,
             threshold=dropout.threshold(p.spec.dropout_p) if p.spec.dropout_p else 0,
             beside=self.plan.config.beside,
+            heads=(part.first, part.heads),
+            sheet=part.sheet,
             lists=list_strides(lists),
             extents=self.plan.extents,
             grad_extents=self.plan.grad_extents,
@@ -426,23 +471,65 @@ def blocks(p: Problem, length: int, tile: int) -> int:
 
 @dataclass
 class Launched:
-    """A compiled kernel, its grid, and the arguments that are the same in every call."""
+    """A compiled kernel, its grid, and the arguments that are the same in every call.
+
+    Attributes:
+        descriptors: to be rebased, each None or of the tensor that the letter at its place in ``letters`` names.
+        args: those of the first launch, until :meth:`prepare`; prepared: the launch in the driver's form, None where there is none.
+    """
 
     compiled: Any
     grid: tuple[int, int, int]
     sizes: Any
     scales: Any
     facts: Facts
+    descriptors: tuple
+    letters: str
+    args: tuple
+    prepared: Prepared | None = None
 
-    def __call__(self, tensors: object, *between: object) -> None:
-        relaunch(self.compiled, self.grid, tensors, self.sizes, self.scales, *between, self.facts)
+    @classmethod
+    def of(cls, compiled, grid: tuple[int, ...], args: tuple, letters: str = "") -> Launched:
+        """Of the launch with these arguments, whose descriptors ``letters`` name."""
+        grid, descriptors = (*grid, 1, 1)[:3], args[3 : 3 + len(letters)]
+        return cls(compiled, grid, args[1], args[2], args[-1], descriptors, letters, args)
+
+    def prepare(self) -> None:
+        """For more launches: lays the arguments out, and lets go of the first launch's tensors."""
+        if getattr(self.compiled, "metadata", None) is not None:
+            self.prepared = Prepared.of(self.compiled, self.grid, self.args)
+        self.args = ()
+
+    def __call__(self, pointers: tuple[int, ...], named: dict[str, Tensor], *later: Tensor) -> None:
+        """``pointers``: of Tensors, as :func:`bundle` takes them; ``named``: what the descriptors see."""
+        seen = [(x, named[letter]) for x, letter in zip(self.descriptors, self.letters, strict=True) if x is not None]
+        if self.prepared is not None and not listening():
+            addresses = (*pointers, *[x.data_ptr() for x in later]) if later else pointers
+            if self.prepared(addresses, [x.data_ptr() for _, x in seen]):
+                return
+        moved = iter([rebased(*pair) for pair in seen])
+        between = later or [x and next(moved) for x in self.descriptors]
+        relaunch(self.compiled, self.grid, bundle(pointers), self.sizes, self.scales, *between, self.facts)
+
+
+LEAVES = 18  # where the addresses of a score's tensors begin
+
+
+def bundle(pointers: tuple[int, ...]):
+    """Tensors of addresses, in its fields' order, 0 for none, and then those of its leaves."""
+    return kernels().Tensors(*[x or None for x in pointers[:LEAVES]], leaves=pointers[LEAVES:])
 
 
 def repeatable(call: Call, launched: list[Launched]) -> bool:
-    """Not so: unaligned or copied tensors, lists of tiles, tf32, which may be allowed or not."""
+    """Whether another call may launch them again, for which they are prepared. Not so: unaligned or copied tensors, lists of tiles, tf32,
+    which may be allowed or not."""
     copied = call.q is not call.t.q or call.k is not call.t.k or call.v is not call.t.v
     unknown = any(x.compiled is None for x in launched)
-    return not (unknown or copied or call.plan.lists or call.plan.p.dtype.itemsize == 4)
+    if unknown or copied or call.plan.lists or call.plan.p.dtype.itemsize == 4:
+        return False
+    for each in launched:
+        each.prepare()
+    return True
 
 
 @dataclass
@@ -450,39 +537,43 @@ class Again:
     """A forward that was launched before: everything of it but the tensors.
 
     Attributes:
-        slots: the extras that the kernel reads; descriptors: of k and v, to be rebased, or none.
-        merge: of ``chunks`` partial states, where keys are split.
+        slots: the extras that the kernel reads; merge: of ``chunks`` partial states, where keys are split.
     """
 
     main: Launched
     slots: tuple[int, ...]
-    descriptors: tuple
     merge: Launched | None
     chunks: int
 
     @classmethod
-    def of(cls, call: Call, descriptors: tuple, launched: list[Launched], chunks: int = 0) -> Again | None:
+    def of(cls, call: Call, launched: list[Launched], chunks: int = 0) -> Again | None:
         """None where another call may need other numbers."""
         if not repeatable(call, launched):
             return None
         merge = launched[1] if chunks else None
-        return cls(launched[0], call.plan.emitted.slots, descriptors, merge, chunks)
+        return cls(launched[0], call.plan.emitted.slots, merge, chunks)
 
     def launch(self, t: Inputs, out: Output) -> bool:
         """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
         to = out if self.merge is None else partial_states(out, self.chunks)
         q, k, v, o, lse = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), to.o.data_ptr(), to.lse.data_ptr()
-        leaves = tuple([t.leaves[n] for n in self.slots])
-        if (q | k | v | o | lse) % 16 or not aligned(*leaves) or (t.seed is not None and t.seed.data_ptr() % 16):
+        rest = others(t, self.slots)
+        if (q | k | v | o | lse) % 16 or rest is None:
             return False
-        tensors = kernels().Tensors(  # addresses: what the launcher would ask each tensor, and the driver, for
-            q, k, v, o, lse, cu_q=t.cu_seqlens_q, cu_k=t.cu_seqlens_k, sink=t.sink, seed=t.seed, leaves=leaves
-        )
-        bases = (t.k, t.k, t.v, t.v)
-        self.main(tensors, *[x and rebased(x, base) for x, base in zip(self.descriptors, bases, strict=True)])
+        none = (0,) * 7
+        self.main((q, k, v, o, lse, *none, *rest), {"k": t.k, "v": t.v})
         if self.merge is not None:
-            self.merge(tensors._replace(o=out.o, lse=out.lse), to.o, to.lse)
+            self.merge((q, k, v, out.o.data_ptr(), out.lse.data_ptr(), *none, *rest), {}, to.o, to.lse)
         return True
+
+
+def others(t: Inputs, slots: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Addresses, as in :func:`bundle` from ``cu_q`` on; None where one is not aligned that has to be."""
+    leaves = [t.leaves[n].data_ptr() for n in slots]
+    seed = address(t.seed)
+    if functools.reduce(operator.or_, leaves, seed) % 16:
+        return None
+    return address(t.cu_seqlens_q), address(t.cu_seqlens_k), address(t.sink), seed, 0, 0, *leaves
 
 
 def forward(plan: Plan, t: Inputs) -> Output:
@@ -506,9 +597,9 @@ def forward(plan: Plan, t: Inputs) -> Output:
         chunks = -(-p.seqlen_k // (chunk * plan.config.forward.tile_n))
         parts = partial_states(out, chunks)
         main = _states(call, parts, descriptors, None, chunk=chunk, chunks=chunks)
-        plan.made["again"] = Again.of(call, descriptors, [main, _merge(call, out, parts, chunks)], chunks)
+        plan.made["again"] = Again.of(call, [main, _merge(call, out, parts, chunks)], chunks)
     else:
-        plan.made["again"] = Again.of(call, descriptors, [_states(call, out, descriptors, lists)])
+        plan.made["again"] = Again.of(call, [_states(call, out, descriptors, lists)])
     return out
 
 
@@ -526,8 +617,8 @@ def _states(
         call.tensors(o=to.o, lse=to.lse, lists=pointers(lists)),
         call.sizes(slots, chunk=chunk, lists=lists),
     )
-    compiled = plan.start(kernels().forward, grid, tiles, tensors, sizes, call.scales(), *descriptors, facts)
-    return Launched(compiled, (*grid, 1), sizes, call.scales(), facts)
+    args = (tensors, sizes, call.scales(), *descriptors, facts)
+    return Launched.of(plan.start(kernels().forward, grid, tiles, *args), grid, args, "kkvv")
 
 
 MERGING = Tiles(16, 16, 4, 1, padded=True)
@@ -545,8 +636,8 @@ def _merge(call: Call, out: Output, parts: Output, chunks: int) -> Launched:
     facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
     tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, chunk=chunks)
     grid = (slots * p.heads_q * p.batch, 1)
-    compiled = plan.start(kernels().merge, grid, MERGING, tensors, sizes, call.scales(), parts.o, parts.lse, facts)
-    return Launched(compiled, (*grid, 1), sizes, call.scales(), facts)
+    args = (tensors, sizes, call.scales(), parts.o, parts.lse, facts)
+    return Launched.of(plan.start(kernels().merge, grid, MERGING, *args), grid, args)
 
 
 # -- Decoding: with one query, the query heads of a key head are the rows of one tile ------------------------------
@@ -631,53 +722,36 @@ class Sums:
 
 
 @dataclass
-class Pass:
-    """A launch of a backward and its descriptors, each None or of the tensor that the letter at its place names."""
-
-    launched: Launched
-    descriptors: tuple = ()
-    letters: str = ""
-
-    def __call__(self, tensors: object, named: dict[str, Tensor]) -> None:
-        pairs = zip(self.descriptors, self.letters, strict=True)
-        self.launched(tensors, *[x and rebased(x, named[letter]) for x, letter in pairs])
-
-
-@dataclass
 class AgainBackward:
     """A backward that was launched before, as :class:`Again`."""
 
-    rows: Pass
-    passes: list[Pass]
+    passes: list[Launched]
     slots: tuple[int, ...]
     pair: int | None
 
     @classmethod
-    def of(cls, call: Call, do: Tensor, rows: Pass, passes: list[Pass]) -> AgainBackward | None:
-        known = repeatable(call, [x.launched for x in (rows, *passes)]) and call.do is do
+    def of(cls, call: Call, do: Tensor, passes: list[Launched]) -> AgainBackward | None:
+        known = not call.plan.emitted.reads and call.do is do and repeatable(call, passes)
         plan = call.plan
         pair = None if plan.seen is None else plan.seen[0]
-        return cls(rows, passes, plan.emitted.slots, pair) if known and not plan.emitted.reads else None
+        return cls(passes, plan.emitted.slots, pair) if known else None
 
     def launch(self, t: Inputs, out: Output, do: Tensor, dlse: Tensor, sums: Sums) -> bool:
         """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
         read = [x.data_ptr() for x in (t.q, t.k, t.v, do, out.o, out.lse, dlse)]
-        leaves = tuple([t.leaves[n] for n in self.slots])
-        odd = functools.reduce(operator.or_, read) % 16 or not aligned(*leaves) or not dlse.is_contiguous()
-        if odd or (t.seed is not None and t.seed.data_ptr() % 16):
+        rest = others(t, self.slots)
+        if functools.reduce(operator.or_, read) % 16 or rest is None or not dlse.is_contiguous():
             return False
         q, k, v, do_, o, lse, dlse_ = read
         lse2, delta = sums.statistics.unbind()
-        tensors = kernels().Tensors(  # one for all kernels: those that were compiled without a tensor do not look at it
+        pointers = (  # one for all kernels: those that were compiled without a tensor do not look at it
             q, k, v, o, lse, do_, lse2.data_ptr(), delta.data_ptr(), dlse_,
-            sums.dq.data_ptr(), sums.dk.data_ptr(), sums.dv.data_ptr(),
-            t.cu_seqlens_q, t.cu_seqlens_k, t.sink, t.seed, None, leaves,
+            sums.dq.data_ptr(), sums.dk.data_ptr(), sums.dv.data_ptr(), *rest,
         )  # fmt: skip
-        self.rows(tensors, {})
         named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "s": delta}
         named |= {} if self.pair is None else {"p": t.leaves[self.pair]}
         for each in self.passes:
-            each(tensors, named)
+            each(pointers, named)
         return True
 
 
@@ -691,10 +765,14 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
         read = _LeafSums(call)
         lse2, delta = sums.statistics.unbind()
         bundle = call.tensors(lse2=lse2, delta=delta, dq=sums.dq, dk=sums.dk, dv=sums.dv, grads=read.buffers)
-        passes = [_pass(call, name, tiles, bundle) for name, tiles in plan.config.passes.items() if name != "forward"]
-        read.pair_tiles(bundle)
+        names = [name for name in plan.config.passes if name != "forward"]
+        if plan.sheet_heads:
+            passes = _by_sheets(call, bundle, read.reads[0])
+        else:
+            passes = [_pass(call, name, plan.config.passes[name], bundle) for name in names]
+            read.pair_tiles(bundle)
         leaves = read.totals()
-        plan.made[key] = AgainBackward.of(call, do, rows, passes)
+        plan.made[key] = AgainBackward.of(call, do, [rows, *passes])
     dsink = None
     if t.sink is not None:
         dsink = state.sink_gradient(t.sink.float().view(-1, 1), out.lse, sums.delta(p))
@@ -702,8 +780,8 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
     return Grads(sums.dq, sums.dk, sums.dv, dsink, leaves)
 
 
-def _pass(call: Call, name: str, tiles: Tiles, bundle: object) -> Pass:
-    """Runs one of ``Config.passes`` of the backward."""
+def _pass(call: Call, name: str, tiles: Tiles, bundle: object, part: Part | None = None) -> Launched:
+    """Runs one of ``Config.passes`` of the backward; of a part, with its sheet."""
     plan, p, over_keys = call.plan, call.plan.p, name in OVER_KEYS
     kernel, length, heads = (
         (kernels().dkdv, p.seqlen_k, p.heads_k) if over_keys else (kernels().dq, p.seqlen_q, p.heads_q)
@@ -713,17 +791,58 @@ def _pass(call: Call, name: str, tiles: Tiles, bundle: object) -> Pass:
     tensors = bundle if lists is None else bundle._replace(lists=pointers(lists))
     descriptors, letters = call.descriptors(tiles, "qd" if over_keys else "kv"), "kkvv"
     tma = descriptors[0] is not None
-    parts = {"dk": name != "dv", "dv": name != "dk", "again": True}
+    parts = {"dk": name != "dv", "dv": name != "dk", "again": True} | ({"sheet": SHEET_UNIT} if part else {})
+    heads = part.heads if part else heads
     if over_keys:
         pair = call.pair_descriptor(tiles)
         parts |= {} if pair is None else {"pair": plan.seen[1]}
         lines = call.line_descriptors(tiles, bundle.lse2, bundle.delta, tma)
-        descriptors, letters = (*descriptors, *lines, pair), "qqddlsp"
+        sheet = None
+        if part and tma and tiles.tile_m == SHEET_STRIP:
+            x, block = bundle.sheet, [1, 1, 1, tiles.tile_n, tiles.tile_m]
+            sheet = kernels().TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+            parts |= {"strips": True}
+        descriptors, letters = (*descriptors, *lines, pair, sheet), "qqddlsp-"
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
-    sizes = call.sizes(slots, lists=lists)
+    sizes = call.sizes(slots, lists=lists, part=part)
     grid = (slots * heads * (1 if p.packed else p.batch),)
-    compiled = plan.start(kernel, grid, tiles, tensors, sizes, call.scales(), *descriptors, facts)
-    return Pass(Launched(compiled, (*grid, 1, 1), sizes, call.scales(), facts), descriptors, letters)
+    args = (tensors, sizes, call.scales(), *descriptors, facts)
+    return Launched.of(plan.start(kernel, grid, tiles, *args), grid, args, letters)
+
+
+def _by_sheets(call: Call, bundle: object, read: Read) -> list[Launched]:
+    """The passes over key tiles leave dS behind, of some heads at a time; from it come dQ and the gradient of a pair bias, which then
+    take one product of a tile, not five."""
+    plan, p, config = call.plan, call.plan.p, call.plan.config
+    tiles, heads = of_sheets(p, config), plan.sheet_heads
+    rows, strips = (-(-n // SHEET_UNIT) * SHEET_UNIT // x for n, x in ((p.seqlen_k, 1), (p.seqlen_q, SHEET_STRIP)))
+    sheet = call.q.new_empty((p.batch, heads * p.group, strips, rows, SHEET_STRIP))
+    with_sheet = bundle._replace(sheet=sheet)
+    loops = ("b" in read.loops, "h" in read.loops)
+    if config.dv is not None:
+        _pass(call, "dv", config.dv, bundle)
+    for first in range(0, p.heads_k, heads):
+        part = Part(first, heads, (strips, rows))
+        _pass(call, "dkdv" if config.dv is None else "dk", config.dkdv, with_sheet, part)
+        _dq_of_sheet(call, tiles["dq_sheet"], with_sheet, part)
+        small = tiles["sheet_sum"]
+        outer = (1 if loops[0] else p.batch) * (1 if loops[1] else heads * p.group)
+        grid = (-(-p.seqlen_q // small.tile_m), -(-p.seqlen_k // small.tile_n), outer)
+        unit = math.gcd(p.seqlen_k, 16 // p.dtype.itemsize)
+        facts, sizes = plan.facts(small, call.align, read=0, unit=unit), call.sizes(1, part=part)
+        more = loops[1] and first > 0
+        plan.start(kernels().sheet_sum, grid, small, with_sheet, sizes, call.scales(), 0, *loops, more, facts)
+    return []
+
+
+def _dq_of_sheet(call: Call, tiles: Tiles, bundle: object, part: Part) -> None:
+    plan, p = call.plan, call.plan.p
+    slots = blocks(p, p.seqlen_q, tiles.tile_m)
+    descriptors = call.descriptors(tiles, "k")
+    tma = descriptors[0] is not None
+    facts, sizes = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole), call.sizes(slots, part=part)
+    grid = (slots * part.heads * p.group * p.batch,)
+    plan.start(kernels().dq_sheet, grid, tiles, bundle, sizes, call.scales(), *descriptors, facts)
 
 
 def line_length(p: Problem) -> int:
@@ -734,7 +853,7 @@ def line_length(p: Problem) -> int:
 PADDING = 256  # rows that the pass over key tiles may read past the last one: a tile
 
 
-def _statistics(call: Call, out: Output, dlse: Tensor, sums: Sums) -> Pass:
+def _statistics(call: Call, out: Output, dlse: Tensor, sums: Sums) -> Launched:
     """Computes ``sums.statistics``."""
     p, tiles = call.plan.p, Tiles(64, 64, 4, 1, padded=True)
     slots = -(-p.seqlen_q // tiles.tile_m)
@@ -744,8 +863,8 @@ def _statistics(call: Call, out: Output, dlse: Tensor, sums: Sums) -> Pass:
     lse2, delta = sums.statistics.unbind()
     tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
     sizes, facts = call.sizes(slots), call.plan.facts(tiles, call.align)
-    compiled = call.plan.start(kernels().delta, grid, tiles, tensors, sizes, call.scales(), facts)
-    return Pass(Launched(compiled, (*grid, 1, 1), sizes, call.scales(), facts))
+    args = (tensors, sizes, call.scales(), facts)
+    return Launched.of(call.plan.start(kernels().delta, grid, tiles, *args), grid, args)
 
 
 class _LeafSums:
@@ -758,7 +877,8 @@ class _LeafSums:
         self.grads: dict[int, Tensor] = {}
         for read in self.reads:
             leaf = call.t.leaves[read.slot]
-            alone = read.how in (STORE, TILES)
+            parts = 0 < call.plan.sheet_heads < p.heads_k and "h" in read.loops
+            alone = read.how in (STORE, TILES) and not parts
             new = torch.empty if read.how == TILES and _all_of(leaf, read) else torch.zeros
             dtype = leaf.dtype if alone else torch.float32
             self.grads.setdefault(read.slot, new(leaf.shape, dtype=dtype, device=leaf.device))

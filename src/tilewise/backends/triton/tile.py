@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from tilewise.backends.triton.config import SHEET_STRIP
 from tilewise.backends.triton.maths import exp, plain
 from tilewise.dropout import ROUNDS
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
+STRIP = tl.constexpr(SHEET_STRIP)
 
 
 class Tensors(NamedTuple):
@@ -41,6 +43,7 @@ class Tensors(NamedTuple):
     cu_k: Any = None
     sink: Any = None
     seed: Any = None
+    sheet: Any = None
     lists: Any = None
     leaves: Any = ()
     grads: Any = ()
@@ -51,7 +54,8 @@ class Sizes(NamedTuple):
 
     ``q k v do`` are ``(batch, row, head)`` strides in units of ``F.align``; ``line``: rows from one head to the next in the
     backward's lse2 and delta; ``chunk`` keys of a split, in tiles.
-    ``beside``: batch elements and heads whose programs of one tile run side by side (:func:`program`).
+    ``beside``: batch elements and heads whose programs of one tile run side by side (:func:`program`); ``heads``: first and number
+    of the key heads that a launch is for; ``sheet``: strips and rows of a head's sheet (:func:`sheet_tile`).
     ``lists``: strides of a tile list ``(batch, head, line)`` and of its counts ``(batch, head)``. ``extents``: size and
     stride of each axis, for each leaf; ``grad_extents`` those of its gradient.
     """
@@ -70,6 +74,8 @@ class Sizes(NamedTuple):
     chunk: int
     threshold: int
     beside: tuple
+    heads: tuple
+    sheet: tuple
     lists: tuple
     extents: tuple
     grad_extents: tuple
@@ -119,6 +125,8 @@ def plain_sizes(s):
         chunk=plain(s.chunk),
         threshold=plain(s.threshold),
         beside=(plain(s.beside[0]), plain(s.beside[1])),
+        heads=(plain(s.heads[0]), plain(s.heads[1])),
+        sheet=(plain(s.sheet[0]), plain(s.sheet[1])),
         lists=(plain(s.lists[0]), plain(s.lists[1]), plain(s.lists[2]), plain(s.lists[3]), plain(s.lists[4])),
         extents=s.extents,
         grad_extents=s.grad_extents,
@@ -126,16 +134,17 @@ def plain_sizes(s):
 
 
 @triton.jit
-def program(heads, sizes):
-    """``(slot, head, batch element)`` of this program: ``sizes.beside`` elements and heads first, then the slots of a head, then
-    the other heads and elements."""
+def program(group, sizes):
+    """``(slot, head, batch element)`` of this program, ``group`` heads for each key head: ``sizes.beside`` elements and heads
+    first, then the slots of a head, then the other heads and elements."""
     pid = tl.program_id(0)
     some_b, some_h = sizes.beside
     b, pid = pid % some_b, pid // some_b
     h, pid = pid % some_h, pid // some_h
     slot, pid = pid % sizes.blocks, pid // sizes.blocks
-    others = heads // some_h
-    return slot, pid % others * some_h + h, pid // others * some_b + b
+    first, heads = sizes.heads
+    others = heads * group // some_h
+    return slot, first * group + pid % others * some_h + h, pid // others * some_b + b
 
 
 @triton.jit
@@ -260,6 +269,19 @@ def source(tensor, descriptors, strides, at, start, h, F: tl.constexpr):
         rest = tensor
     b = at.b * 0 if F.packed else at.b
     return Source(pointer, row, (first, rest), b, h, start)
+
+
+@triton.jit
+def sheet_tile(tensors, sizes, b, h, m0, n0, F: tl.constexpr):
+    """Pointers to the tile at (m0, n0), (tile_n, tile_m), of dS transposed, which the pass over key tiles leaves behind for others:
+    ``tensors.sheet`` is (batch, heads, strips, rows, STRIP), of the heads of a launch, with room for whole tiles: what lies side by side
+    in it is read and written at once."""
+    strips, rows = sizes.sheet
+    first, heads = sizes.heads
+    group = sizes.heads_q // sizes.heads_k
+    n, m = n0 + tl.arange(0, F.tile_n), m0 + tl.arange(0, F.tile_m)
+    head = (tl.cast(b, tl.int64) * (heads * group) + (h - first * group)) * strips * rows * STRIP
+    return tensors.sheet + head + ((m // STRIP)[None, :] * rows + n[:, None]) * STRIP + (m % STRIP)[None, :]
 
 
 # -- Tiles of rows: a tuple, of one tile for each piece of the head dim (config.pieces) ----------------------------

@@ -42,7 +42,8 @@ class Remembering:
 
     def cuLaunchKernel(self, function, *rest):
         *fixed, _stream, values, _extra = rest
-        self.launches.append((fixed, [ctypes.string_at(values[n], x) for n, x in enumerate(self.lengths)]))
+        each = ctypes.cast(values, ctypes.POINTER(ctypes.c_void_p))
+        self.launches.append((fixed, [ctypes.string_at(each[n], x) for n, x in enumerate(self.lengths)]))
         return 0
 
 

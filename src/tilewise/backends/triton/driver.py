@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -94,8 +95,8 @@ def encoded(base: int, shape: Sequence[int], strides: Sequence[int], meta: dict)
 class Prepared:
     """A launch: a kernel, its grid, and the bytes of its arguments.
 
-    Attributes:
-        used: of the pointers that a call gives, those that are parameters, in order.
+    Args:
+        found: what :func:`parameters` made of the arguments; used: of the pointers that a call gives, those that are parameters.
     """
 
     def __init__(self, compiled, grid: tuple[int, int, int], found: list[tuple[str, int, object]], used: list[int]):
@@ -114,9 +115,14 @@ class Prepared:
                 pointers.append(offset + start)
             else:
                 struct.pack_into("f" if kind == "fp32" else FORMATS[size], self.buffer, offset + start, value)
-        runs = [list(run) for _, run in groupby(enumerate(pointers), lambda x: x[1] - 8 * x[0])]
-        self.runs = [(struct.Struct(f"{len(r)}Q"), r[0][1], r[0][0], r[-1][0] + 1) for r in runs]
-        self.used, self.lock = used, threading.Lock()
+        self.runs = []  # of pointers side by side: what packs them, where, and which they are
+        for _, run in groupby(enumerate(pointers), lambda x: x[1] - 8 * x[0]):
+            (first, start), *more = run
+            chosen = used[first : first + len(more) + 1]
+            choose = itemgetter(*chosen) if more else itemgetter(slice(chosen[0], chosen[0] + 1))
+            self.runs.append((struct.Struct(f"{len(chosen)}Q").pack_into, start, choose))
+        self.bases, self.lock = [], threading.Lock()
+        self.device, self.arguments = torch._C._cuda_getDevice(), ctypes.addressof(self.values)
         self.fixed = (compiled.function, *grid, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
         self.launch = library().cuLaunchKernel
 
@@ -144,28 +150,35 @@ class Prepared:
             return None
         return cls(compiled, grid, found, [*first, *range(whole, whole + later)])
 
-    def __call__(self, pointers: Sequence[int], bases: Sequence[int]) -> bool:
-        """Launches on the current stream of the current device; False, and nothing launched, where the driver refuses.
+    def __call__(self, pointers: tuple[int, ...], bases: list[int]) -> bool:
+        """Launches on the current stream of the first launch's device; False, and nothing launched, where the driver refuses.
 
         Args:
             pointers: addresses of the first argument's tensors, one for each, used or not, and then those of later arguments.
             bases: addresses of the tensors that descriptors see.
         """
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        chosen, buffer = [pointers[n] for n in self.used], self.buffer
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         with self.lock:
-            for packed, start, first, end in self.runs:
-                packed.pack_into(buffer, start, *chosen[first:end])
-            for (where, shape, strides, meta, made), base in zip(self.maps, bases, strict=True):
-                code = made.get(base)
-                if code is None:
-                    if len(made) >= KEPT_MAPS:
-                        made.clear()
-                    code = made[base] = encoded(base, shape, strides, meta)
-                if not code:
-                    return False
-                self.bytes[where] = code
-            return self.launch(*self.fixed, stream, self.values, None) == 0
+            for pack, start, choose in self.runs:
+                pack(self.buffer, start, *choose(pointers))
+            if bases != self.bases and not self._see(bases):
+                return False
+            return self.launch(*self.fixed, stream, self.arguments, None) == 0
+
+    def _see(self, bases: list[int]) -> bool:
+        """Writes the tensor maps; False where the driver refuses one."""
+        self.bases = []
+        for (where, shape, strides, meta, made), base in zip(self.maps, bases, strict=True):
+            code = made.get(base)
+            if code is None:
+                if len(made) >= KEPT_MAPS:
+                    made.clear()
+                code = made[base] = encoded(base, shape, strides, meta)
+            if not code:
+                return False
+            self.bytes[where] = code
+        self.bases = bases
+        return True
 
 
 def _flat(kind: object) -> list[str]:

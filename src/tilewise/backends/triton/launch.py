@@ -475,7 +475,8 @@ class Launched:
 
     Attributes:
         descriptors: to be rebased, each None or of the tensor that the letter at its place in ``letters`` names.
-        args: those of the first launch, until :meth:`prepare`; prepared: the launch in the driver's form, None where there is none.
+        args: those of the first launch, until :meth:`prepare`; seen: the letters of the descriptors that there are; prepared: the
+            launch in the driver's form, None where there is none.
     """
 
     compiled: Any
@@ -486,6 +487,7 @@ class Launched:
     descriptors: tuple
     letters: str
     args: tuple
+    seen: tuple[str, ...] = ()
     prepared: Prepared | None = None
 
     @classmethod
@@ -496,19 +498,19 @@ class Launched:
 
     def prepare(self) -> None:
         """For more launches: lays the arguments out, and lets go of the first launch's tensors."""
+        self.seen = tuple(letter for x, letter in zip(self.descriptors, self.letters, strict=True) if x is not None)
         if getattr(self.compiled, "metadata", None) is not None:
             self.prepared = Prepared.of(self.compiled, self.grid, self.args)
         self.args = ()
 
     def __call__(self, pointers: tuple[int, ...], named: dict[str, Tensor], *later: Tensor) -> None:
         """``pointers``: of Tensors, as :func:`bundle` takes them; ``named``: what the descriptors see."""
-        seen = [(x, named[letter]) for x, letter in zip(self.descriptors, self.letters, strict=True) if x is not None]
         if self.prepared is not None and not listening():
             addresses = (*pointers, *[x.data_ptr() for x in later]) if later else pointers
-            if self.prepared(addresses, [x.data_ptr() for _, x in seen]):
+            if self.prepared(addresses, [named[letter].data_ptr() for letter in self.seen]):
                 return
-        moved = iter([rebased(*pair) for pair in seen])
-        between = later or [x and next(moved) for x in self.descriptors]
+        pairs = zip(self.descriptors, self.letters, strict=True)
+        between = later or [x and rebased(x, named[letter]) for x, letter in pairs]
         relaunch(self.compiled, self.grid, bundle(pointers), self.sizes, self.scales, *between, self.facts)
 
 

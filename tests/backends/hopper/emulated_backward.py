@@ -7,6 +7,7 @@ kernel of the rows' statistics, which has neither barriers nor products, is NumP
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +29,7 @@ from tests.backends.hopper.emulated import (
     rounded,
     stand_in_for_queues,
 )
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward_config import HALF, KEY_GROUPS, PAIR, Backward, KeyTiles
 from tilewise.backends.hopper.config import ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -66,7 +67,8 @@ OTHERS = ("backward_sum", "backward_walk", "packed", "forward", "combine", "expr
 
 def load(name: str):
     """A pass's module with everything stood in for."""
-    kernel, part, tile, sums, _, packed, *_ = imported(f"backward_{name}", "backward_tile", "tile", *OTHERS)
+    more = ("backward_keys",) if name == "cluster" else ()
+    kernel, part, tile, sums, _, packed, *_ = imported(f"backward_{name}", "backward_tile", "tile", *OTHERS, *more)
     places = Places(tile)
 
     def products(mma, acc, pairs, overwrite: bool) -> None:
@@ -132,9 +134,29 @@ def load(name: str):
             turns[n] = rank
             turned.notify_all()
 
+    def hand_strip(operand, m, handed, n) -> None:
+        handed.rooms.tiles[n] = None  # P lies there
+        handed.strips[n, m] = np.array(strip(operand, m))
+
+    def take_strip(operand, m, handed, n) -> None:
+        strip(operand, m)[:] = handed.strips.pop((n, m))
+
+    def of_strip(statistics: Rooms, slot: int, n: int):
+        mine, first = statistics.tiles[slot].copy(), n * kernel.STRIP
+        return lambda r, c: mine[first + tile.column_of(THREADS, c)]
+
+    def strip(operand, m: int) -> Strip:
+        each = kernel.STRIP // 4
+        return operand.values[:, each * m : each * (m + 1)].view(Strip)
+
+    def add_half(dq, target, h, room, x) -> None:
+        target.values.reshape(ROWS, -1)[:, ROWS * h : ROWS * (h + 1)] += places.matrix(dq.values)
+
     stands_in = {
-        "products": products, "of_columns": of_columns, "to_operand": to_operand, "put": put, "scaled": scaled,
-        "bring": bring, "hand_over": hand_over, "take_over": take_over, "hold": lambda word, values: None,
+        "hand_strip": hand_strip, "take_strip": take_strip, "of_strip": of_strip, "strip": strip, "strip_of_operand": strip,
+        "add_half": add_half, "send_scores": send_scores, "release_scores": release_scores, "meet": lambda: None,
+        "sum_operands": _sum_operands, "products": products, "of_columns": of_columns, "to_operand": to_operand, "put": put,
+        "scaled": scaled, "bring": bring, "hand_over": hand_over, "take_over": take_over, "hold": lambda word, values: None,
         "as_accumulator": lambda operand, acc: operand, "put_fragment": put_fragment, "write_part": write_part, "begin": begin,
         "asked": asked, "wait_for_turn": wait_for_turn, "pass_turn": pass_turn,
         "put_line": put_line, "inner": lambda one, other: (one * other).sum(0, dtype=np.float32),
@@ -184,7 +206,39 @@ def _query_operands(by, room, x: Backward):
     return by.make(by.names, room.q, room.do, room.k, room.v, Turned(room.k), *s, Registers(c.width), *rows)
 
 
-OPERANDS = {"keys": _key_operands, "queries": _query_operands}
+def _pair_operands(by, room, held, x: Backward):
+    c = x.keys
+    acc, p, ds = (Registers(c.tile_m) for _ in range(3))
+    grads = tuple(Registers(HALF) for _ in range(c.parts))
+    return by.make(by.names, held, room.ring, Turned(room.ring), acc, p, ds, grads)
+
+
+def _sum_operands(by, room, x: Backward):
+    halves = [slice(ROWS * n, ROWS * (n + 1)) for n in range(2)]
+    return by.make_sum(
+        None, Turned(room.ds), tuple(Turned(room.k, part) for part in halves), tuple(Registers(ROWS) for _ in halves)
+    )
+
+
+OPERANDS = {"keys": _key_operands, "queries": _query_operands, "cluster": _pair_operands}
+
+
+class Strip(np.ndarray):
+    """Some columns of registers."""
+
+    @property
+    def values(self) -> Strip:
+        return self
+
+
+def send_scores(room, n: int, other: int, x: Backward) -> None:
+    role.peer.ds.tiles[2] = room.ds.tiles[n].copy()
+    role.peer.theirs_full.barrier.change(1, 0)
+
+
+def release_scores(room, n: int) -> None:
+    for where in (room, role.peer):
+        (where.ds_empty + n).barrier.change(4, 0)
 
 
 def statistics(o, do, lse, dlse, lines: int) -> tuple[np.ndarray, np.ndarray]:
@@ -302,6 +356,77 @@ def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
         for cta, roles in roles_of.items():
             _together(roles, cta, ctas)
     return dk, dv, _placed(kernel.backward_sum, sums, t["q"].shape, work, x) if c.summed else None
+
+
+class Parts:
+    """A head's matrix in parts of 64 rows and 128 columns."""
+
+    shape, width = (ROWS,), HALF
+
+    def __init__(self, values: np.ndarray):
+        self.values = values
+
+    def __getitem__(self, index: tuple):
+        return self, index[1:]
+
+    def _part(self, at: tuple) -> np.ndarray:
+        m, n = at
+        return self.values[ROWS * m : ROWS * (m + 1), HALF * n : HALF * (n + 1)]
+
+    def read(self, at: tuple) -> np.ndarray:
+        found, part = np.zeros((ROWS, HALF), np.float32), self._part(at)
+        found[: part.shape[0], : part.shape[1]] = part
+        return found
+
+    def write(self, at: tuple, tile: np.ndarray) -> None:
+        part = self._part(at)
+        part[:] = tile[: part.shape[0], : part.shape[1]]
+
+
+def run_pairs(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
+    """As :func:`run_keys`, two CTAs at a time."""
+    kernel, c, ctas = load("cluster"), x.keys, max(PAIR, ctas // PAIR * PAIR)
+    kernel.cut = lambda info, shape, origin, head, batch, room: (Parts(info.values[batch][:, head]), room)
+    dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
+    work = _work(kernel, work)
+    tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
+    sums = np.zeros((*t["lse2"].shape[:2], t["blocks"], KEY_GROUPS, c.part), np.float32)
+    lines = kernel.Lines(Global(t["lse2"]), Global(t["delta"]), Global(sums))
+    names = SimpleNamespace(score=None, grad=None, dq=None)
+    by = SimpleNamespace(make=kernel.Operands, make_sum=kernel.Sum, names=names)
+    for cta in range(0, ctas, PAIR):
+        rooms = [_pair_room(kernel, c, n) for n in range(PAIR)]
+        roles = []
+        for n, room in enumerate(rooms):
+            others = [
+                partial(load, tmas, *more, room)
+                for load, more in ((kernel.load_keys, ()), (kernel.load_queries, (lines,)))
+            ]
+            others += [partial(kernel.store, tmas, room), partial(kernel.exchange, room)]
+            groups = [
+                partial(kernel.make_values, room, by),
+                partial(kernel.make_keys, room, by),
+                partial(kernel.make_queries, lines, room, by),
+            ]
+            for computes, bodies in ((False, others), (True, groups)):
+                roles += [(computes, partial(_of_cta, cta + n, rooms[1 - n], body, work, x)) for body in bodies]
+        _together(roles, cta, ctas)
+    return dk, dv, _placed(None, sums, t["q"].shape, work, x)
+
+
+def _of_cta(cta: int, peer, body, work, x: Backward) -> None:
+    role.cta, role.peer = cta, peer
+    body(work, x)
+
+
+def _pair_room(kernel, c: KeyTiles, rank: int):
+    k, v, ring, ds = Rooms(c.parts + 1), Rooms(c.parts), Rooms(c.slots), Rooms(3)
+    slots = (c.slots, 1), (c.slots, 4 * KEY_GROUPS)
+    tiles = (3, 1), (2, 1), (2, 128), (1, 128), (1, 4)
+    scores = (2, 128), (2, 128), (2, 4 * PAIR), (1, 1)
+    handed = SimpleNamespace(rooms=ds, strips={})
+    barriers = bars(*slots, *tiles, *scores)
+    return kernel.Room(k, v, k, v, ring, Rooms(c.slots), handed, ds, None, *barriers, rank)
 
 
 def _work(kernel, numbers: tuple):

@@ -17,7 +17,7 @@ from tests.backends.hopper.test_forward import PACKED, array, packed_call, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Grads
 from tilewise.backends.hopper import backward_call, backward_config
-from tilewise.backends.hopper.backward_config import KeyTiles, QueryTiles
+from tilewise.backends.hopper.backward_config import KeyTiles, PairTiles, QueryTiles
 from tilewise.backends.hopper.call import LOG2_E
 from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.masks import grid_of
@@ -34,6 +34,7 @@ KEYS = {
     "summed-wide": KeyTiles(128, 128, 64, 4, summed=True),
     "ordered": KeyTiles(64, 64, 128, 3, summed=True, ordered=True),
     "ordered-wide": KeyTiles(128, 128, 48, 4, summed=True, ordered=True, part_first=True),
+    "paired": PairTiles(256, 256, 64, 7),
 }
 
 
@@ -69,7 +70,8 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         return (*sizes, lo, hi, *map(np.float32, scales), *more)
 
     first = None if x.keys.summed else emulated.run_queries(x, t, work(section_q, 1), min(ctas, ctas_q))
-    *found, dq = emulated.run_keys(x, t, work(section_k, 0), min(ctas, ctas_k))
+    over_keys = emulated.run_pairs if x.keys.paired else emulated.run_keys
+    *found, dq = over_keys(x, t, work(section_k, 0), min(ctas, ctas_k))
     for room, part in zip(whole, found, strict=True):
         room[:, plan.keys] = part
     dq = first if dq is None else dq
@@ -134,13 +136,16 @@ PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "document
 PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]
 PAIRS += [(name, "ordered") for name in ("full", "causal-wide", "window", "window-left", "keys", "large-scores")]
 PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-rows", "narrow")]
+PAIRS += [
+    (name, "paired") for name in ("full", "one", "causal-wide", "causal-empty-rows", "window", "keys", "large-scores")
+]
 
 
 @pytest.mark.parametrize(("name", "form"), PAIRS, ids=lambda x: x)
 def test_the_source_computes_the_gradients(name, form):
     tensors, options = CASES[name]
     c = call(*tensors, **options)
-    assert not wrong(c, emulate(c, KEYS[form], ctas=3))
+    assert not wrong(c, emulate(c, KEYS[form], ctas=4 if form == "paired" else 3))
 
 
 @pytest.mark.parametrize("hiding", HIDING)

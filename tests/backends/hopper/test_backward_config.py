@@ -33,7 +33,8 @@ ROWS = [row for table in (TABLE, SOFTCAP, HIDING, PAIRED) for row in table.value
 def fits(tiles, groups: int) -> bool:
     whole = all(n % 8 == 0 and n <= 248 for n in (tiles.registers, tiles.registers_load))
     swizzled = all(2 * n % ALIGNMENT == 0 for n in (tiles.room_elements, tiles.slot_elements))
-    threads = groups * tiles.registers + tiles.registers_load <= REGISTERS
+    by_role = getattr(tiles, "by_role", [tiles.registers_load, *[tiles.registers] * groups])
+    threads = sum(by_role) <= REGISTERS
     return whole and swizzled and threads and tiles.shared <= SHARED_LIMIT
 
 
@@ -59,9 +60,20 @@ def test_what_is_summed_fits_too_and_is_of_whole_parts(dims):
     keys = SUMMED[dims]
     assert fits(keys, KEY_GROUPS)
     assert keys.slots >= 3
-    assert keys.tile_m == KEY_GROUPS * sizes.ROWS or keys.by_columns
+    assert keys.tile_m == KEY_GROUPS * sizes.ROWS or keys.by_columns or keys.paired
     assert keys.part % (4 * 128) == 0
-    assert (sum(dims) + 2 * keys.tile_m) // 2 + 24 <= keys.registers
+    assert keys.paired or (sum(dims) + 2 * keys.tile_m) // 2 + 24 <= keys.registers
+
+
+def test_two_ctas_of_a_tile_fit():
+    keys = SUMMED[256, 256]
+    # A block's parts of Q and dO, and all but one of the next block's.
+    assert keys.paired
+    assert keys.slots >= 4 * keys.parts - 1
+    assert keys.threads == 128 * len(keys.by_role)
+    # dV or dK, a block of S or dP and a strip of it as an operand; dQ of half of the columns; and what else there is.
+    assert (keys.width + keys.tile_m + 8) // 2 + 24 <= min(keys.registers, keys.registers_values)
+    assert keys.part // 128 + 24 <= keys.registers_sum
 
 
 @pytest.mark.parametrize("x", backward_config.candidates(), ids=lambda x: x.name)
@@ -111,6 +123,10 @@ def test_whether_dq_is_added_in_order_is_decided_by_one_sequence(heads, mask):
 @pytest.mark.parametrize(
     ("d", "seqlen", "options", "summed"),
     [  # as measured (docs/measured.md)
+        (256, 512, {}, False),
+        (256, 1024, {}, True),
+        (256, 1024, {"causal": True}, False),
+        (256, 2048, {"causal": True}, True),
         (64, 512, {}, False),
         (64, 1024, {}, False),
         (64, 1024, {"causal": True}, False),
@@ -137,7 +153,11 @@ def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
     """Query blocks of the busiest CTA (4 more a tile, for its begin and end) over the mean. With fewer heads at a time they
     would not be: 8 or 4 heads of these lengths cost up to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
+    each = backward_config.PAIR if keys.paired else 1
     section, ctas = backward_config.spread(heads, tiles, sizes.SHARING, 132)
+    if keys.paired:
+        section, ctas = backward_config.spread_pairs(heads, tiles, "upper", 132)
+    ctas //= each
     order = schedule.Order(tiles, heads, section, False)
 
     def cost(n: int) -> int:
@@ -147,7 +167,7 @@ def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
 
     mine = [range(schedule.rounds(cta, ctas, order.tiles)) for cta in range(ctas)]
     work = [sum(cost(schedule.nth(cta, ctas, n)) for n in rounds) for cta, rounds in enumerate(mine)]
-    assert max(work) <= 1.04 * sum(work) / 132
+    assert max(work) <= 1.04 * sum(work) * each / 132
 
 
 def test_the_names_of_what_is_shipped_tell_them_apart():

@@ -13,7 +13,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper import backward_keys, backward_queries, backward_rows, backward_sum
+from tilewise.backends.hopper import backward_cluster, backward_keys, backward_queries, backward_rows, backward_sum
 from tilewise.backends.hopper.backward_config import Backward
 from tilewise.backends.hopper.backward_tile import Starts, Work
 from tilewise.backends.hopper.config import PLAIN
@@ -68,7 +68,8 @@ def launch(
         backward_keys.launch(keys, work, ctas_k, stream, x)
     else:
         backward_rows.launch(rows, stream, x)
-        backward_keys.launch(keys, work, ctas_k, stream, x)
+        over_keys = backward_cluster if x.keys.paired else backward_keys
+        over_keys.launch(keys, work, ctas_k, stream, x)
         if cutlass.const_expr(x.queries is None):
             backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q, lines.turns), dq, scale, stream, x)
         else:

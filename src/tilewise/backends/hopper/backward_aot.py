@@ -90,6 +90,6 @@ def faults_of(report: sass.Report, tiles, shared: int) -> list[str]:
     split = isinstance(tiles, KeyTiles) and tiles.split
     columns = tiles.tile_m if isinstance(tiles, KeyTiles) else tiles.tile_n
     found = report.faults(exponentials=None if split else columns // 2)
-    limits = {tiles.registers, tiles.registers_load}
+    limits = set(tiles.by_role) if isinstance(tiles, KeyTiles) else {tiles.registers, tiles.registers_load}
     found += [] if set(report.registers) == limits else [f"setmaxnreg of {sorted(report.registers)}, not {limits}"]
     return found + ([] if shared == tiles.shared <= SHARED_LIMIT else [f"{shared} bytes shared, not {tiles.shared}"])

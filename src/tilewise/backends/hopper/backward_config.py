@@ -26,6 +26,9 @@ from tilewise.backends.hopper.config import (
 from tilewise.problem import Problem
 
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
+PAIR = 2  # CTAs of a cluster, where two share a tile
+HALF = 128  # columns of the parts in which these have their tiles
+PIECE, PIECES = 1024, 2  # bytes of dQ that one of their warps adds up at a time, and how many it has on their way
 LINES = 128  # a packed sequence's statistics begin at a multiple of so many rows: those of a CTA are of one sequence
 
 
@@ -59,10 +62,16 @@ class KeyTiles:
     ordered: bool = False
     part_first: bool = False
     ahead: bool = False
+    paired = False  # two CTAs share a tile: see PairTiles
 
     @property
     def name(self) -> str:
-        return f"{self.tile_m}x{self.tile_n}_s{self.slots}{'_split' if self.split else ''}"
+        return f"{self.tile_m}x{self.tile_n}_s{self.slots}{'_pair' if self.paired else '_split' if self.split else ''}"
+
+    @property
+    def by_role(self) -> tuple[int, ...]:
+        """Registers of a thread of each warpgroup."""
+        return self.registers_load, *[self.registers] * KEY_GROUPS
 
     @property
     def by_columns(self) -> bool:
@@ -86,7 +95,7 @@ class KeyTiles:
 
     @property
     def threads(self) -> int:
-        return 128 * (KEY_GROUPS + 1)
+        return 128 * len(self.by_role)
 
     @property
     def room_elements(self) -> int:
@@ -118,6 +127,53 @@ class KeyTiles:
         return (
             aligned(small) + 4 * self.key_tiles * self.room_elements + 2 * self.slots * self.slot_elements + self.handed
         )
+
+
+@dataclass(frozen=True)
+class PairTiles(KeyTiles):
+    """Sizes where the two CTAs of a cluster share a tile of 128 keys (:mod:`tilewise.backends.hopper.backward_cluster`), each with
+    64 of them and half of dQ's columns. ``slots``: of the ring, of which one holds 64 x HALF of Q or dO.
+
+    Attributes:
+        registers, registers_values, registers_sum: of the warpgroups that make dK, dV and dQ.
+    """
+
+    registers: int = 200
+    registers_values: int = 192
+    registers_sum: int = 96
+    split: bool = True
+    summed: bool = True
+    paired = True
+
+    @property
+    def by_role(self) -> tuple[int, ...]:
+        return self.registers_load, self.registers_values, self.registers, self.registers_sum
+
+    @property
+    def parts(self) -> int:
+        """Of a tile's columns."""
+        return self.width // HALF
+
+    @property
+    def tile_n(self) -> int:
+        return ROWS * PAIR
+
+    @property
+    def barriers(self) -> int:
+        """mbarriers: full and empty of every slot; full of K, V and the other's part of K, empty and done of K and V, two more of when
+        these were read; full of P, full and empty of dS, of two blocks; full of the other's dS."""
+        return 2 * self.slots + 3 + 2 * 2 + 2 + 3 * 2 + 1
+
+    @property
+    def handed(self) -> int:
+        """P or dS of two blocks, dS of the other CTA, and what four warps have of dQ in fp32."""
+        return 3 * 2 * ROWS * self.tile_m + 4 * PIECES * PIECE
+
+    @property
+    def shared(self) -> int:
+        small = 8 * (self.barriers + 1)
+        small += -small % 128 + 4 * self.slots * self.tile_m
+        return aligned(small) + 2 * ROWS * HALF * (self.slots + 2 * self.parts + 1) + self.handed
 
 
 @dataclass(frozen=True)
@@ -264,10 +320,10 @@ class Backward(Formed):
             rows = p.heads_q * (p.seqlen_q // self.tile_m + p.batch + 1)
             return 1, min(keys, cores), 1, min(rows, cores)
         tiles, sharing = -(-seqlen_k // self.keys.tile_n), cores if self.form == "full" else config.SHARING
-        return (
-            *spread(p.batch * p.heads_k, tiles, self.waiting(tiles) if self.keys.ordered else sharing, cores),
-            *spread(p.batch * p.heads_q, -(-p.seqlen_q // self.tile_m), sharing, cores),
-        )
+        keys = spread(p.batch * p.heads_k, tiles, self.waiting(tiles) if self.keys.ordered else sharing, cores)
+        if self.keys.paired:
+            keys = spread_pairs(p.batch * p.heads_k, tiles, self.form, cores)
+        return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // self.tile_m), sharing, cores)
 
     def waiting(self, tiles: int) -> int:
         """How many of a head's ``tiles`` that add to dQ in order run at once: the last one waits for all others, but of few heads L2
@@ -290,14 +346,15 @@ TABLE = {
 SUMMED = {
     (64, 64): KeyTiles(64, 64, 128, 5, summed=True, ahead=True),
     (128, 128): KeyTiles(128, 128, 80, 4, summed=True, part_first=True),
+    (256, 256): PairTiles(256, 256, 64, 7),
 }
 # And where a run must repeat bit by bit: each tile knows from the band which others add to a block before it. ``ahead`` has not been
 # tried there.
-ORDERED = {dims: replace(keys, ordered=True, ahead=False) for dims, keys in SUMMED.items()}
+ORDERED = {dims: replace(keys, ordered=True, ahead=False) for dims, keys in SUMMED.items() if not keys.paired}
 IN_ORDER = ("full", "upper", "band")
 # How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)
 # for two products a pair (docs/measured.md).
-SUMMED_FROM = {(64, 64): 1100, (128, 128): 560}
+SUMMED_FROM = {(64, 64): 1100, (128, 128): 560, (256, 256): 900}
 # In order, where tiles are not equally long, as each waits for a longer one; and how many rounds of tiles a sequence alone must
 # have, as its first tiles wait for each other.
 ORDERED_FROM, ROUNDS = 1500, 1.5
@@ -353,8 +410,13 @@ def shipped() -> list[Backward]:
         for row, form, capped in rows
         for packed in (False, True)
         for dtype in DTYPES.values()
-        if not (packed and (form == "rows" or row[0].ordered))
+        if not (packed and (form == "rows" or row[0].ordered)) and (not row[0].paired or of_a_pair(form, packed))
     ]
+
+
+def of_a_pair(form: str, packed: bool) -> bool:
+    """Whether it is built for two CTAs that share tiles."""
+    return not packed and form not in ("rows", "lists")
 
 
 def reasons(p: Problem) -> list[str]:
@@ -370,9 +432,9 @@ def choose(p: Problem) -> Backward:
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     pays = dims in SUMMED and keys_a_query(p) >= SUMMED_FROM[dims] and not (capped or dropout or traced != PLAIN)
     row = table[dims]
-    if pays and not p.spec.deterministic:
+    if pays and not p.spec.deterministic and (not SUMMED[dims].paired or of_a_pair(form, p.packed)):
         row = SUMMED[dims], None
-    elif pays and pays_in_order(p, form):
+    elif pays and dims in ORDERED and pays_in_order(p, form):
         row = ORDERED[dims], None
     return Backward(*row, DTYPES[str(p.dtype)], form, capped, p.packed, traced, dropout)
 
@@ -414,3 +476,13 @@ def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
     tiles of a head at once, if there are heads enough."""
     section = min(heads, max(1, cores // sharing))
     return section, min(heads * tiles, cores)
+
+
+SHARING_PAIRS = 6  # pairs of CTAs that add to one head's sums at a time: more heads are more than L2 holds
+
+
+def spread_pairs(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:
+    """As :func:`spread`, where two CTAs share a tile. All heads at once where a second section would be a short one."""
+    few = max(1, cores // PAIR // SHARING_PAIRS)
+    section = 1 if form == "full" else few if heads >= 2 * few else heads
+    return section, PAIR * min(heads * tiles, cores // PAIR)

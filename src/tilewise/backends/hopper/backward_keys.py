@@ -28,7 +28,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper import backward_sum, backward_walk, packed, schedule, tile
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, LINES, Backward
+from tilewise.backends.hopper.backward_config import KEY_GROUPS, LINES, PAIR, Backward
 from tilewise.backends.hopper.backward_tile import (
     Block,
     Limits,
@@ -147,15 +147,16 @@ def order(work: Work, x: Backward) -> schedule.Order:
 
 
 def cta_of(x: Backward):
-    """Which one it is in the order of tiles. As second pass the first CTAs come to multiprocessors that had fewer tiles of the other:
-    they are the last in the order, which had them too."""
-    n = cute.arch.block_idx()[0]
-    return cute.arch.grid_dim()[0] - 1 - n if x.queries_first else n
+    """``(cta, ctas)``: which one it is in the order of tiles, of how many; two that share a tile count as one. As second pass the
+    first CTAs come to multiprocessors that had fewer tiles of the other: they are the last in the order, which had them too."""
+    each = PAIR if x.keys.paired else 1
+    n, ctas = cute.arch.block_idx()[0] // each, cute.arch.grid_dim()[0] // each
+    return (ctas - 1 - n if x.queries_first else n), ctas
 
 
 def place_of(round_, work: Work, x: Backward) -> Place:
     """The CTA's tile in a round."""
-    n = schedule.nth(cta_of(x), cute.arch.grid_dim()[0], round_, fro_of(x))
+    n = schedule.nth(*cta_of(x), round_, fro_of(x))
     n_block, head = schedule.tile_at(n, order(work, x), PICK)
     column, c = n_block * x.keys.tile_n, x.keys
     if x.by_rows:
@@ -183,7 +184,7 @@ def block_at(at: Place, n, work: Work, x: Backward):
 
 
 def rounds_of(work: Work, x: Backward):
-    return schedule.rounds(cta_of(x), cute.arch.grid_dim()[0], order(work, x).tiles, fro_of(x))
+    return schedule.rounds(*cta_of(x), order(work, x).tiles, fro_of(x))
 
 
 def fro_of(x: Backward) -> int:

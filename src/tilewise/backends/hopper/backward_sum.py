@@ -95,6 +95,18 @@ def columns_of(c: KeyTiles) -> int:
     return c.part // ROWS
 
 
+def box_of(c: KeyTiles) -> int:
+    """Columns of dQ that a part has."""
+    return columns_of(c) if c.paired else ROWS
+
+
+def part_layout(c: KeyTiles) -> cute.Layout:
+    """Of a part in memory: (4, thread, n); of a pair's, of which each warp adds its own, one warp's after the other's."""
+    if not c.paired:
+        return cute.make_layout((4, 128, fours(c)))
+    return cute.make_layout((4, (32, 4), fours(c)), stride=(1, (4, c.part // 4), 128))
+
+
 class Operands(NamedTuple):
     """Of warpgroup w: 64 queries of dS (descriptors, .., block x warpgroup) and 64 columns of K (.., room), or these as ``a`` and all
     queries as ``b``; its part of dQ."""
@@ -282,7 +294,7 @@ def kernel(sums: Sums, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cu
     layout, c = dq.smem_layout, x.keys
     room = cutlass.utils.SmemAllocator().allocate_tensor(ELEMENT[x.dtype], layout.outer, ALIGNMENT, layout.inner)
     acc = cute.make_rmem_tensor(by.partition_shape_C((ROWS, columns_of(c))), F32)
-    source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, cute.make_layout((4, 128, fours(c))))
+    source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, part_layout(c))
     cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, fours(c)))))
     if cutlass.const_expr(c.ordered):
         unless_unvisited(acc, sums.turns[batch, head, KEY_GROUPS * block + w])
@@ -291,9 +303,9 @@ def kernel(sums: Sums, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cu
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)
     rows, block = place_of(block, batch, sums, x)
-    gQ, sQ = cut(dq, (rows_of(c), ROWS), (None, None), head, rows, room)
+    gQ, sQ = cut(dq, (rows_of(c), box_of(c)), (None, None), head, rows, room)
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
-        row, column = (block, w) if cutlass.const_expr(c.by_columns) else (block * 2 + w, 0)
+        row, column = (block, w) if cutlass.const_expr(c.by_columns or c.paired) else (block * 2 + w, 0)
         cute.copy(dq.atom, sQ[None, w], gQ[None, row, column])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -310,9 +322,9 @@ def launch(sums: Sums, dq: cute.Tensor, scale, stream, x: Backward) -> None:
     """Within a traced function of the host's; ``dq`` (batch, seqlen_q, heads_q, D)."""
     element = ELEMENT[x.dtype]
     rows, c = rows_of(x.keys), x.keys
-    layout = sm90.make_smem_layout_epi(element, LayoutEnum.ROW_MAJOR, (rows, ROWS), 1)
+    layout = sm90.make_smem_layout_epi(element, LayoutEnum.ROW_MAJOR, (rows, box_of(c)), 1)
     info = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), by_rows(dq, x), staged(layout, KEY_GROUPS, c.part), (rows, ROWS)
+        cpasync.CopyBulkTensorTileS2GOp(), by_rows(dq, x), staged(layout, KEY_GROUPS, c.part), (rows, box_of(c))
     )
     kernel.set_name_prefix(f"{x.name}_sum", remove_cutlass_symbol=True, keep_mangled_name=False)
     batch, heads, blocks = sums.parts.shape[:3]

@@ -27,7 +27,7 @@ SOURCES = (
     "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "packed.py", "expression.py", "dropping.py", "aot.py",
     "hostcode.py", "recipe.py", "../../expr.py", "../../dropout.py",
     "backward_config.py", "backward_tile.py", "backward_walk.py", "backward_rows.py", "backward_keys.py", "backward_queries.py",
-    "backward_sum.py", "backward.py", "backward_aot.py",
+    "backward_sum.py", "backward_cluster.py", "backward.py", "backward_aot.py",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 rows      lse2 and delta of every query     (13)  :mod:`tilewise.backends.hopper.backward_rows`
 keys      dK and dV over key tiles          (16)  :mod:`tilewise.backends.hopper.backward_keys`
+          or dQ's sums too, two CTAs a tile       :mod:`tilewise.backends.hopper.backward_cluster`
 queries   dQ over query tiles               (15)  :mod:`tilewise.backends.hopper.backward_queries`
 
 Some tiles of the pass over queries make the rows' statistics themselves: then it is the first, the one over keys the second, and all.

@@ -4,7 +4,8 @@ Both warpgroups of :mod:`tilewise.backends.hopper.backward_keys` put their dSᵀ
 neighbours read it as dS: with the 128 keys of the tile each makes a part of dQ's block, which the copy engine adds to
 an fp32 accumulator in global memory (16 bytes a clock and SM, whatever their order). At head dim 128 a part is half of the
 columns, transposed, 64 x tile_m; at 64, half of the 128 queries, 64 x 64. It lies in memory as it lay in registers:
-fours of each thread's numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded. Where bits must repeat,
+fours of each thread's numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded, and so it does what
+:mod:`tilewise.backends.hopper.backward_cluster` has added up: parts of 64 queries x half of the columns. Where bits must repeat,
 key tiles add to a block one after the other: a counter of each part says whose turn it is, and only the adding warp waits.
 
 mbarriers (arrivals in brackets): ``ds_full[block % 2]`` and ``ds_empty[block % 2]`` (256) between the warpgroups: two blocks of dS, so

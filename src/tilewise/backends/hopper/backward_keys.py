@@ -519,14 +519,15 @@ def limits_of(column, at: Place, work: Work, x: Backward) -> Limits:
 
 
 class Spans(NamedTuple):
-    """A tile's query blocks as the keys of a warpgroup see them, which begin at ``column``: those of ``[start, stop)`` as a whole, and
-    of the others what is within the limits."""
+    """A tile's query blocks as the keys of a warpgroup see them, which begin at ``column``: those of ``[start, stop)`` as a whole, of
+    the first ``hidden`` ones nothing, and of the others what is within the limits."""
 
     column: I32
     at: Place
     start: I32
     stop: I32
     limits: Limits
+    hidden: I32 | int = 0
 
     def block(self, n, whole: bool, work: Work, x: Backward) -> Block:
         """Of the n-th of the tile's blocks, or of its list."""
@@ -540,7 +541,15 @@ class Spans(NamedTuple):
 def spans_of(column, at: Place, work: Work, x: Backward) -> Spans:
     """Of a warpgroup."""
     start, stop = whole_blocks(column, at, work, x)
-    return Spans(column, at, start, stop, limits_of(column, at, work, x))
+    return Spans(column, at, start, stop, limits_of(column, at, work, x), hidden_blocks(column, at, start, work, x))
+
+
+def hidden_blocks(column, at: Place, start, work: Work, x: Backward):
+    """How many of a tile's blocks before ``start`` the keys of a warpgroup see nothing of."""
+    if not x.has_upper or x.keys.split or x.keys.summed or x.form == "lists" or x.keys.tile_m >= x.keys.tile_n:
+        return 0
+    first = schedule.query_start(column, band_of_columns(at.batch, at.head, work, x), PICK)
+    return within(first // x.keys.tile_m - at.start, 0, start - at.start)
 
 
 def of_group(column, at: Place, work: Work, x: Backward) -> Spans | None:
@@ -587,6 +596,17 @@ def release_both(empty, turn: Turn, slots: int) -> None:
     """The slots of Q and dO of the block before."""
     release_before(empty, turn, 2, slots)
     release_before(empty, turn, 1, slots)
+
+
+@cute.jit
+def skip(blocks, turn: Turn, room: Room, slots: cutlass.Constexpr) -> Turn:
+    """Gives back the slots of blocks that the warpgroup does not need."""
+    slot, phase = turn.slot, turn.phase
+    for _ in cutlass.range(2 * blocks, unroll=1):
+        cute.arch.mbarrier_wait(room.full + slot, phase)
+        give_back(room.empty + slot)
+        slot, phase = schedule.after(slot, phase, slots)
+    return Turn(slot, phase, turn.count, turn.since)
 
 
 def query_block(t: Operands, w, turn: Turn, block: Block, room: Room, work: Work, x: Backward) -> Turn:
@@ -777,8 +797,11 @@ def key_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: Work
     for g in cutlass.range(work.group, unroll=1):
         turn = Turn(turn.slot, turn.phase, turn.count, turn.count)
         own = of_each(spans, column, at, g, work, x)
+        turn = skip(own.hidden, turn, room, c.slots)
         if cutlass.const_expr(x.has_upper):
-            for step in cutlass.range(own.start - own.at.start, unroll=1):  # the diagonal, or what needs the predicate
+            for step in cutlass.range(
+                own.hidden, own.start - own.at.start, unroll=1
+            ):  # the diagonal, or what needs the predicate
                 block = own.block(own.at.start + step, False, work, x)
                 turn = query_block(t, w, turn, block, room, work, x)
         for step in cutlass.range(own.stop - own.start, unroll=1):

@@ -348,6 +348,13 @@ def whole_blocks(row, at: Place, kept: schedule.Band, x: Backward):
     return schedule.whole_blocks(row, ROWS, x.queries.tile_n, kept, (at.start, at.stop), PICK)
 
 
+def hidden_blocks(row, at: Place, kept: schedule.Band, x: Backward):
+    """How many of a tile's blocks, in the order of visits, the rows of a warpgroup see nothing of; never all."""
+    if not x.has_upper or x.form == "lists" or x.queries.tile_n >= x.queries.tile_m:
+        return 0
+    return schedule.hidden_blocks(row, ROWS, x.queries.tile_n, kept, (at.start, at.stop), PICK)
+
+
 def block_of(limits: Limits | None, row, step, at: Place, work: Work, x: Backward) -> Block:
     """The key block at a step, of a warpgroup's rows, which begin at ``row``; without limits all of it is seen."""
     if limits is None and not x.pairs:
@@ -377,6 +384,17 @@ def release_before(empty, turn: Turn, slots: cutlass.Constexpr):
     """The slot of the K before, which only the product of dS with it has kept, if there was one in this tile."""
     if turn.count > 0:
         release(empty + (turn.slot + slots - 1) % slots)
+
+
+@cute.jit
+def skip(blocks, turn: Turn, room: Room, slots: cutlass.Constexpr) -> Turn:
+    """Gives back the slots of blocks that the warpgroup does not need."""
+    slot, phase = turn.slot, turn.phase
+    for _ in cutlass.range(2 * blocks, unroll=1):
+        cute.arch.mbarrier_wait(room.full + slot, phase)
+        release(room.empty + slot)
+        slot, phase = schedule.after(slot, phase, slots)
+    return Turn(slot, phase, turn.count)
 
 
 def key_block(t: Operands, w, turn: Turn, block: Block, room: Room, work: Work, x: Backward) -> Turn:
@@ -488,7 +506,7 @@ def query_tile(
     """Returns the turn, where it is then."""
     c, row, kept = x.queries, at.row + w * ROWS, band_of_rows(at.batch, at.head, work, x)
     start, stop = whole_blocks(row, at, kept, x)
-    limits = limits_of(row, kept, x)
+    hidden, limits = hidden_blocks(row, at, kept, x), limits_of(row, kept, x)
     if cutlass.const_expr(c.makes_rows):
         known = known_of(rows, at, row, work, x)
     else:
@@ -498,7 +516,8 @@ def query_tile(
     turn = Turn(turn.slot, turn.phase, I32(0))
     if cutlass.const_expr(c.makes_rows):
         turn = make_statistics(t, w, known, rows, room, at, row, turn, work, x)
-    for step in cutlass.range(at.stop - stop, unroll=1):  # the diagonal, and the end of the keys
+    turn = skip(hidden, turn, room, c.slots)
+    for step in cutlass.range(hidden, at.stop - stop, unroll=1):  # the diagonal, and the end of the keys
         block = block_of(limits, row, step, at, work, x)
         turn = key_block(t, w, turn, block, room, work, x)
     for step in cutlass.range(stop - start, unroll=1):

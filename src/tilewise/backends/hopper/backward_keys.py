@@ -799,9 +799,8 @@ def key_tile(t: Operands, w, room: Room, at: Place, held, turn: Turn, work: Work
         own = of_each(spans, column, at, g, work, x)
         turn = skip(own.hidden, turn, room, c.slots)
         if cutlass.const_expr(x.has_upper):
-            for step in cutlass.range(
-                own.hidden, own.start - own.at.start, unroll=1
-            ):  # the diagonal, or what needs the predicate
+            # the diagonal, or what needs the predicate
+            for step in cutlass.range(own.hidden, own.start - own.at.start, unroll=1):
                 block = own.block(own.at.start + step, False, work, x)
                 turn = query_block(t, w, turn, block, room, work, x)
         for step in cutlass.range(own.stop - own.start, unroll=1):

@@ -261,7 +261,7 @@ def test_a_descriptor_brings_a_bias_to_the_pass_over_keys(shape, index, leads):
     ids=["heads", "shared"],
 )
 def test_ds_is_kept_of_some_heads_at_a_time(shape, override, monkeypatch):
-    monkeypatch.setattr(config, "SHEET", 1)
+    monkeypatch.setattr(config, "sheet_room", lambda p: 2 * 128 * 128 * 4)  # one head's
     score = tw.bias(normal(*shape).requires_grad_())
     c = call(*qkv(nq=48, nk=72, hq=3, hk=3), mask=tw.causal() & tw.window(40), score=score)
     assert launch.Plan(c.p, override).sheet_heads == 1
@@ -276,8 +276,7 @@ def test_ds_is_kept_only_where_it_is_the_one_gradient_that_a_score_wants(monkeyp
     assert heads(score=tw.bias(t) >> tw.alibi(slopes)) == 0
     assert heads(mask=tw.key_range(0, 60), score=tw.bias(t)) == 0  # rows and columns may disagree about tiles
     assert heads(score=tw.bias(t.detach().double().requires_grad_())) == 0
-    monkeypatch.setattr(config, "LARGEST_SHEET", 1)
-    monkeypatch.setattr(config, "SHEET", 1)
+    monkeypatch.setattr(config, "sheet_room", lambda p: 1)
     assert heads(causal=True, score=tw.bias(t)) == 0
 
 

@@ -383,22 +383,27 @@ def paired(p: Problem, kernel: str) -> dict[str, Tiles]:
     return {kernel: found[0]} if found else {}
 
 
-SHEET = 2 << 30  # bytes of dS that a backward keeps, of some heads at a time; more only where the fewest take it,
-LARGEST_SHEET = 4 << 30  # up to here
 SHEET_STRIP = 64  # queries that lie side by side in it
 SHEET_UNIT = 128  # its rows and columns are whole tiles of so many
 
 
+def sheet_room(p: Problem) -> int:
+    """Bytes of dS that a backward keeps at a time: a part of its device's memory."""
+    return devices.of(p.device).memory // 64 or 2 << 30
+
+
 def sheet_heads(p: Problem, together: int, gradient: int) -> int:
     """The key heads whose dS is kept at a time: a divisor of them all, a multiple of those that run side by side, and no more memory
-    than ``gradient``, that of the bias whose gradient it is, or SHEET; 0 where even the fewest take more than LARGEST_SHEET."""
+    than ``gradient``, that of the bias whose gradient it is, or :func:`sheet_room`; the fewest may take twice that. 0 where they
+    take more, or where its kernels were not seen on a GPU."""
     up = lambda n: -(-n // SHEET_UNIT) * SHEET_UNIT  # noqa: E731
     head = p.batch * p.group * up(p.seqlen_q) * up(p.seqlen_k) * p.dtype.itemsize
-    if max(p.head_dim, p.head_dim_v) > 256:  # where its kernels were not seen on a GPU
+    most = max(gradient, sheet_room(p))
+    if max(p.head_dim, p.head_dim_v) > 256 or together * head > 2 * most:
         return 0
-    most = max(gradient, SHEET) // head
-    fitting = [n for n in range(together, p.heads_k + 1, together) if p.heads_k % n == 0 and n <= most]
-    return max(fitting, default=together if together * head <= LARGEST_SHEET else 0)
+    return max(
+        [n for n in range(together, p.heads_k + 1, together) if p.heads_k % n == 0 and n * head <= most] or [together]
+    )
 
 
 def of_sheets(p: Problem, config: Config) -> dict[str, Tiles]:

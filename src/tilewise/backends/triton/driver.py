@@ -29,10 +29,10 @@ ELEMENTS = {8: 10, 9: 8, 10: 9}
 
 @lru_cache(maxsize=1)
 def library():
-    """The driver's functions, or None where there is none or it is older than 12.4. They keep the interpreter's lock: they return
-    at once."""
+    """The driver's functions, or None where there is none or it is older than 12.4. They let go of the interpreter's lock: a launch
+    may wait for room in its stream's queue, and that for what another thread has yet to launch."""
     try:
-        cuda = ctypes.PyDLL("libcuda.so.1")
+        cuda = ctypes.CDLL("libcuda.so.1")
         cuda.cuFuncGetParamInfo, cuda.cuTensorMapEncodeTiled  # noqa: B018 - is it there?
     except (OSError, AttributeError):
         return None

@@ -411,6 +411,27 @@ def test_a_second_backward_is_the_first_with_new_addresses(launches):
     assert isinstance(launches[8][1][0].q, torch.Tensor)
 
 
+def test_a_second_backward_leaves_ds_and_sums_a_bias_where_it_says(launches):
+    biased = lambda: tw.bias(normal(4, 72, 72, dtype=torch.bfloat16).requires_grad_())  # noqa: E731
+    c, new = (call(*qkv(nq=72, nk=72, d=64, dv=64, dtype=torch.bfloat16), score=biased()) for _ in range(2))
+    plan = launch.Plan(c.p, Config(*[Tiles(64, 64, 4, 1, tma=True)] * 3), launch.run)
+    out = launch.forward(plan, c.t)
+    launch.backward(plan, c.t, out, c.do, c.dlse)
+    grads = launch.backward(plan, new.t, out, new.do, new.dlse)
+    first, second = launches[1:5], launches[5:9]
+    assert [grid for grid, _ in second] == [(*grid, 1, 1)[:3] for grid, _ in first]
+    over_keys, dq, total = (args for _, args in second[1:])
+    slot = plan.emitted.reads[0].slot
+    for tensors in (over_keys[0], dq[0], total[0]):
+        assert tensors.sheet == over_keys[10].base.data_ptr()
+        assert tensors.leaves == (new.t.leaves[slot].data_ptr(),)
+        assert tensors.grads == (grads.leaves[slot].data_ptr(),)
+    assert over_keys[9].base is new.t.leaves[slot]
+    assert dq[3].base is new.t.k
+    assert dq[0].dq == grads.dq.data_ptr()
+    assert total[3:] == first[3][1][3:]
+
+
 @pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
 def test_descriptors_see_every_row_of_every_head(layout):
     x = torch.arange(480).view(2, 10, 3, 8) if layout == "bnhd" else torch.arange(480).view(2, 3, 10, 8).transpose(1, 2)

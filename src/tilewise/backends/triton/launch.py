@@ -475,6 +475,7 @@ class Launched:
 
     Attributes:
         descriptors: to be rebased, each None or of the tensor that the letter at its place in ``letters`` names.
+        constants: arguments behind them that are no tensors; counts: the tensors of a score, and of its gradients, in the first argument.
         args: those of the first launch, until :meth:`prepare`; seen: the letters of the descriptors that there are; prepared: the
             launch in the driver's form, None where there is none.
     """
@@ -486,6 +487,8 @@ class Launched:
     facts: Facts
     descriptors: tuple
     letters: str
+    constants: tuple
+    counts: tuple[int, int]
     args: tuple
     seen: tuple[str, ...] = ()
     prepared: Prepared | None = None
@@ -494,13 +497,16 @@ class Launched:
     def of(cls, compiled, grid: tuple[int, ...], args: tuple, letters: str = "") -> Launched:
         """Of the launch with these arguments, whose descriptors ``letters`` name."""
         grid, descriptors = (*grid, 1, 1)[:3], args[3 : 3 + len(letters)]
-        return cls(compiled, grid, args[1], args[2], args[-1], descriptors, letters, args)
+        constants = tuple(x for x in args[3 + len(letters) : -1] if not isinstance(x, Tensor))
+        counts = len(args[0].leaves), len(args[0].grads)
+        return cls(compiled, grid, args[1], args[2], args[-1], descriptors, letters, constants, counts, args)
 
     def prepare(self) -> None:
         """For more launches: lays the arguments out, and lets go of the first launch's tensors."""
         self.seen = tuple(letter for x, letter in zip(self.descriptors, self.letters, strict=True) if x is not None)
         if getattr(self.compiled, "metadata", None) is not None:
             self.prepared = Prepared.of(self.compiled, self.grid, self.args)
+        self.descriptors = tuple(x and rebased(x, torch.empty(0, dtype=x.base.dtype)) for x in self.descriptors)
         self.args = ()
 
     def __call__(self, pointers: tuple[int, ...], named: dict[str, Tensor], *later: Tensor) -> None:
@@ -510,16 +516,19 @@ class Launched:
             if self.prepared(addresses, [named[letter].data_ptr() for letter in self.seen]):
                 return
         pairs = zip(self.descriptors, self.letters, strict=True)
-        between = later or [x and rebased(x, named[letter]) for x, letter in pairs]
-        relaunch(self.compiled, self.grid, bundle(pointers), self.sizes, self.scales, *between, self.facts)
+        between = [*(x and rebased(x, named[letter]) for x, letter in pairs), *self.constants, *later]
+        tensors = bundle(pointers, *self.counts)
+        relaunch(self.compiled, self.grid, tensors, self.sizes, self.scales, *between, self.facts)
 
 
 LEAVES = 18  # where the addresses of a score's tensors begin
 
 
-def bundle(pointers: tuple[int, ...]):
-    """Tensors of addresses, in its fields' order, 0 for none, and then those of its leaves."""
-    return kernels().Tensors(*[x or None for x in pointers[:LEAVES]], leaves=pointers[LEAVES:])
+def bundle(pointers: tuple[int, ...], leaves: int, grads: int):
+    """Tensors of addresses, in its fields' order, 0 for none, and then those of its leaves and their gradients, so many."""
+    end = LEAVES + leaves
+    named = [x or None for x in pointers[:LEAVES]]
+    return kernels().Tensors(*named, leaves=pointers[LEAVES:end], grads=pointers[end : end + grads])
 
 
 def repeatable(call: Call, launched: list[Launched]) -> bool:
@@ -569,13 +578,13 @@ class Again:
         return True
 
 
-def others(t: Inputs, slots: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Addresses, as in :func:`bundle` from ``cu_q`` on; None where one is not aligned that has to be."""
+def others(t: Inputs, slots: tuple[int, ...], sheet: int = 0) -> tuple[int, ...] | None:
+    """Addresses, as in :func:`bundle` from ``cu_q`` on to the leaves; None where one is not aligned that has to be."""
     leaves = [t.leaves[n].data_ptr() for n in slots]
     seed = address(t.seed)
     if functools.reduce(operator.or_, leaves, seed) % 16:
         return None
-    return address(t.cu_seqlens_q), address(t.cu_seqlens_k), address(t.sink), seed, 0, 0, *leaves
+    return address(t.cu_seqlens_q), address(t.cu_seqlens_k), address(t.sink), seed, sheet, 0, *leaves
 
 
 def forward(plan: Plan, t: Inputs) -> Output:
@@ -727,44 +736,46 @@ class Sums:
 class AgainBackward:
     """A backward that was launched before, as :class:`Again`."""
 
+    plan: Plan
     passes: list[Launched]
-    slots: tuple[int, ...]
     pair: int | None
 
     @classmethod
     def of(cls, call: Call, do: Tensor, passes: list[Launched]) -> AgainBackward | None:
-        known = not call.plan.emitted.reads and call.do is do and repeatable(call, passes)
-        plan = call.plan
-        pair = None if plan.seen is None else plan.seen[0]
-        return cls(passes, plan.emitted.slots, pair) if known else None
+        pair = None if call.plan.seen is None else call.plan.seen[0]
+        return cls(call.plan, passes, pair) if call.do is do and repeatable(call, passes) else None
 
-    def launch(self, t: Inputs, out: Output, do: Tensor, dlse: Tensor, sums: Sums) -> bool:
-        """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
+    def launch(self, t: Inputs, out: Output, do: Tensor, dlse: Tensor, sums: Sums) -> dict[int, Tensor] | None:
+        """The leaves' gradients; None, and nothing launched, where a tensor is not aligned as those of the first call were."""
         read = [x.data_ptr() for x in (t.q, t.k, t.v, do, out.o, out.lse, dlse)]
-        rest = others(t, self.slots)
+        sheet = new_sheet(self.plan, t.q)
+        rest = others(t, self.plan.emitted.slots, address(sheet))
         if functools.reduce(operator.or_, read) % 16 or rest is None or not dlse.is_contiguous():
-            return False
+            return None
+        leaves = _LeafSums(self.plan, t)
         q, k, v, do_, o, lse, dlse_ = read
         lse2, delta = sums.statistics.unbind()
         pointers = (  # one for all kernels: those that were compiled without a tensor do not look at it
             q, k, v, o, lse, do_, lse2.data_ptr(), delta.data_ptr(), dlse_,
             sums.dq.data_ptr(), sums.dk.data_ptr(), sums.dv.data_ptr(), *rest,
+            *[x.data_ptr() for x in leaves.buffers],
         )  # fmt: skip
-        named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "s": delta}
+        named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "s": delta, "-": sheet}
         named |= {} if self.pair is None else {"p": t.leaves[self.pair]}
         for each in self.passes:
             each(pointers, named)
-        return True
+        return leaves.totals()
 
 
 def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
     p, sums = plan.p, Sums.empty(plan.p, t)
     key = ("again", do.stride())
-    again, leaves = plan.made.get(key), {}
-    if again is None or not again.launch(t, out, do, dlse, sums):
+    again = plan.made.get(key)
+    leaves = None if again is None else again.launch(t, out, do, dlse, sums)
+    if leaves is None:
         call = Call.of(plan, t, do)
         rows = _statistics(call, out, dlse, sums)
-        read = _LeafSums(call)
+        read = _LeafSums(plan, t)
         lse2, delta = sums.statistics.unbind()
         bundle = call.tensors(lse2=lse2, delta=delta, dq=sums.dq, dk=sums.dk, dv=sums.dv, grads=read.buffers)
         names = [name for name in plan.config.passes if name != "forward"]
@@ -772,7 +783,7 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
             passes = _by_sheets(call, bundle, read.reads[0])
         else:
             passes = [_pass(call, name, plan.config.passes[name], bundle) for name in names]
-            read.pair_tiles(bundle)
+            passes += read.pair_tiles(call, bundle)
         leaves = read.totals()
         plan.made[key] = AgainBackward.of(call, do, [rows, *passes])
     dsink = None
@@ -817,34 +828,41 @@ def _by_sheets(call: Call, bundle: object, read: Read) -> list[Launched]:
     take one product of a tile, not five."""
     plan, p, config = call.plan, call.plan.p, call.plan.config
     tiles, heads = of_sheets(p, config), plan.sheet_heads
-    rows, strips = (-(-n // SHEET_UNIT) * SHEET_UNIT // x for n, x in ((p.seqlen_k, 1), (p.seqlen_q, SHEET_STRIP)))
-    sheet = call.q.new_empty((p.batch, heads * p.group, strips, rows, SHEET_STRIP))
-    with_sheet = bundle._replace(sheet=sheet)
+    bundle = bundle._replace(sheet=new_sheet(plan, call.q))
     loops = ("b" in read.loops, "h" in read.loops)
-    if config.dv is not None:
-        _pass(call, "dv", config.dv, bundle)
+    launched = [] if config.dv is None else [_pass(call, "dv", config.dv, bundle)]
     for first in range(0, p.heads_k, heads):
-        part = Part(first, heads, (strips, rows))
-        _pass(call, "dkdv" if config.dv is None else "dk", config.dkdv, with_sheet, part)
-        _dq_of_sheet(call, tiles["dq_sheet"], with_sheet, part)
+        part = Part(first, heads, tuple(bundle.sheet.shape[2:4]))
+        launched.append(_pass(call, "dkdv" if config.dv is None else "dk", config.dkdv, bundle, part))
+        launched.append(_dq_of_sheet(call, tiles["dq_sheet"], bundle, part))
         small = tiles["sheet_sum"]
         outer = (1 if loops[0] else p.batch) * (1 if loops[1] else heads * p.group)
         grid = (-(-p.seqlen_q // small.tile_m), -(-p.seqlen_k // small.tile_n), outer)
         unit = math.gcd(p.seqlen_k, 16 // p.dtype.itemsize)
         facts, sizes = plan.facts(small, call.align, read=0, unit=unit), call.sizes(1, part=part)
-        more = loops[1] and first > 0
-        plan.start(kernels().sheet_sum, grid, small, with_sheet, sizes, call.scales(), 0, *loops, more, facts)
-    return []
+        args = (bundle, sizes, call.scales(), 0, *loops, loops[1] and first > 0, facts)
+        launched.append(Launched.of(plan.start(kernels().sheet_sum, grid, small, *args), grid, args))
+    return launched
 
 
-def _dq_of_sheet(call: Call, tiles: Tiles, bundle: object, part: Part) -> None:
+def new_sheet(plan: Plan, q: Tensor) -> Tensor | None:
+    """Room for dS of as many heads as are kept at a time (tile.sheet_tile), None where none are."""
+    p = plan.p
+    if not plan.sheet_heads:
+        return None
+    rows, strips = (-(-n // SHEET_UNIT) * SHEET_UNIT // x for n, x in ((p.seqlen_k, 1), (p.seqlen_q, SHEET_STRIP)))
+    return q.new_empty((p.batch, plan.sheet_heads * p.group, strips, rows, SHEET_STRIP))
+
+
+def _dq_of_sheet(call: Call, tiles: Tiles, bundle: object, part: Part) -> Launched:
     plan, p = call.plan, call.plan.p
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     descriptors = call.descriptors(tiles, "k")
     tma = descriptors[0] is not None
     facts, sizes = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole), call.sizes(slots, part=part)
     grid = (slots * part.heads * p.group * p.batch,)
-    plan.start(kernels().dq_sheet, grid, tiles, bundle, sizes, call.scales(), *descriptors, facts)
+    args = (bundle, sizes, call.scales(), *descriptors, facts)
+    return Launched.of(plan.start(kernels().dq_sheet, grid, tiles, *args), grid, args, "kk")
 
 
 def line_length(p: Problem) -> int:
@@ -872,14 +890,13 @@ def _statistics(call: Call, out: Output, dlse: Tensor, sums: Sums) -> Launched:
 class _LeafSums:
     """The sums of the leaves' gradients: a buffer for each read, and what becomes of them."""
 
-    def __init__(self, call: Call):
-        self.call = call
-        p, q = call.plan.p, call.q
-        self.reads = call.plan.emitted.reads
+    def __init__(self, plan: Plan, t: Inputs):
+        self.plan, self.t = plan, t
+        p, self.reads = plan.p, plan.emitted.reads
         self.grads: dict[int, Tensor] = {}
         for read in self.reads:
-            leaf = call.t.leaves[read.slot]
-            parts = 0 < call.plan.sheet_heads < p.heads_k and "h" in read.loops
+            leaf = t.leaves[read.slot]
+            parts = 0 < plan.sheet_heads < p.heads_k and "h" in read.loops
             alone = read.how in (STORE, TILES) and not parts
             new = torch.empty if read.how == TILES and _all_of(leaf, read) else torch.zeros
             dtype = leaf.dtype if alone else torch.float32
@@ -887,14 +904,14 @@ class _LeafSums:
         lead = (p.heads_q,) if p.packed else (p.batch, p.heads_q)
         lines = {ROWS: p.seqlen_q, COLUMNS: p.seqlen_k}
         self.buffers = tuple(
-            q.new_zeros((*lead, lines[r.how]), dtype=torch.float32) if r.how in lines else self.grads[r.slot]
+            t.q.new_zeros((*lead, lines[r.how]), dtype=torch.float32) if r.how in lines else self.grads[r.slot]
             for r in self.reads
         )
 
-    def pair_tiles(self, tensors) -> None:
+    def pair_tiles(self, call: Call, tensors) -> list[Launched]:
         """Leaves read at (i, j) that are broadcast over the batch or the heads: one kernel each."""
-        plan, call = self.call.plan, self.call
-        p, tiles = plan.p, of_pairs(plan.p, plan.config.dq)
+        plan, p, launched = self.plan, self.plan.p, []
+        tiles = of_pairs(p, plan.config.dq)
         for n, read in enumerate(self.reads):
             if read.how != TILES:
                 continue
@@ -902,24 +919,26 @@ class _LeafSums:
             grid = (-(-p.seqlen_q // tiles.tile_m), -(-p.seqlen_k // tiles.tile_n), outer)
             facts = plan.facts(tiles, call.align, lists=False, again=True, read=n)
             loops = ("b" in read.loops, "h" in read.loops)
-            plan.start(kernels().tile, grid, tiles, tensors, call.sizes(1), call.scales(), n, *loops, facts)
+            args = (tensors, call.sizes(1), call.scales(), n, *loops, facts)
+            launched.append(Launched.of(plan.start(kernels().tile, grid, tiles, *args), grid, args))
+        return launched
 
     def totals(self) -> dict[int, Tensor]:
         for read, buffer in zip(self.reads, self.buffers, strict=True):
             if read.how in (ROWS, COLUMNS):
-                grad, axes = self.grads[read.slot], _kept_axes(self.call.plan.p, read, buffer)
+                grad, axes = self.grads[read.slot], _kept_axes(self.plan.p, read, buffer)
                 if axes is not None:
                     rest = [axis for axis in range(buffer.ndim) if axis not in axes]
                     order = [sorted(axes).index(axis) for axis in axes]
                     grad += (buffer.sum(rest) if rest else buffer).permute(order)
                     continue
                 env, g = self._lines(read.how, buffer)
-                expr.read_adjoint(grad, read.expr, env, self.call.t.leaves, g)
-        return {slot: grad.to(self.call.t.leaves[slot].dtype) for slot, grad in self.grads.items()}
+                expr.read_adjoint(grad, read.expr, env, self.t.leaves, g)
+        return {slot: grad.to(self.t.leaves[slot].dtype) for slot, grad in self.grads.items()}
 
     def _lines(self, how: str, buffer: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Indices of a buffer of row or column sums, and the buffer, on axes ``(b, h, i, j)``."""
-        p, device = self.call.plan.p, buffer.device
+        p, device = self.plan.p, buffer.device
         h = torch.arange(p.heads_q, device=device).view(1, -1, 1, 1)
         n = lambda x: torch.full((), x, device=device)  # noqa: E731 - filled there: a copy would wait for the GPU
         if p.packed:
@@ -936,7 +955,7 @@ class _LeafSums:
 
     def _packed_lines(self, how: str, total: int) -> dict[str, Tensor]:
         """Of every packed row: its sequence, its index within it, and that sequence's lengths."""
-        t = self.call.t
+        t = self.t
         cu_q, cu_k = t.cu_seqlens_q.long(), t.cu_seqlens_k.long()
         cu = cu_q if how == ROWS else cu_k
         line = torch.arange(total, device=cu.device)

@@ -449,11 +449,13 @@ def make_statistics(
         slot, phase = schedule.after(turn.slot, turn.phase, c.slots, step=(w + n) % c.warpgroups)
         cute.arch.mbarrier_wait(room.full + slot, phase)
         if n == 0:
+            # Summed up before the slot is given back: loads that are on their way would find what the copy engine brings next.
             totals = [product_of(room, slot, w, tile.row_of(thread, r), x) for r in range(2)]
+            totals = [tile.over_quad(total, lambda a, b: a + b) for total in totals]
+            cute.arch.fence_view_async_shared()
         give_back(room.empty + slot)
     for r, (i, place) in enumerate(zip(*lines_at(at, row, work, x), strict=True)):
-        total = tile.over_quad(totals[r], lambda a, b: a + b)
-        t.lse2[r], t.delta[r] = backward_rows.made_of(*known[r], total, i < work.seqlen_q)
+        t.lse2[r], t.delta[r] = backward_rows.made_of(*known[r], totals[r], i < work.seqlen_q)
         put_line(rows, place, t.lse2[r], t.delta[r], thread % 4 == 0)
         if c.tile_m % x.keys.tile_m:  # the last block of the pass over keys may go on past the last tile's
             beyond, blocks = i + c.tile_m, (work.seqlen_q + x.keys.tile_m - 1) // x.keys.tile_m

@@ -56,10 +56,12 @@ def remembering(monkeypatch):
     return found
 
 
-def compiled(**changes):
+def compiled(lengths=LENGTHS, **changes):
     metadata = {"num_warps": 4, "num_ctas": 1, "shared": 512, "global_scratch_size": 0, "profile_scratch_size": 0}
     metadata |= {"launch_pdl": False, "tensordesc_meta": [META]} | changes
-    return SimpleNamespace(function=5, metadata=SimpleNamespace(**metadata), src=SimpleNamespace(signature=dict(KINDS)))
+    ptx = f".visible .entry some_kernel(\n{','.join(f'.param .b{8 * n} some_kernel_param' for n in lengths)}\n)\n.maxntid 128"
+    source = SimpleNamespace(signature=dict(KINDS))
+    return SimpleNamespace(function=5, metadata=SimpleNamespace(**metadata), src=source, asm={"ptx": ptx})
 
 
 def test_a_later_launch_writes_the_addresses_and_nothing_else(remembering):
@@ -88,9 +90,9 @@ def test_a_kernel_of_another_kind_goes_through_tritons_launcher(remembering, cha
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS[:-1], [*LENGTHS, 8], [8, 4, *LENGTHS[2:]]], ids=["less", "more", "other"])
-def test_a_kernel_whose_parameters_the_driver_knows_otherwise_is_not_launched(remembering, lengths):
+def test_a_kernel_whose_parameters_are_others_is_not_launched(remembering, lengths):
     remembering.lengths = lengths
-    assert driver.Prepared.of(compiled(), (1, 1, 1), ARGUMENTS) is None
+    assert driver.Prepared.of(compiled(lengths), (1, 1, 1), ARGUMENTS) is None
 
 
 def test_a_map_that_the_driver_refuses_is_not_launched(remembering, monkeypatch):

@@ -9,6 +9,7 @@ the two differ, on other GPUs and while somebody listens to Triton's launches, i
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import threading
 from collections.abc import Sequence
@@ -146,7 +147,7 @@ class Prepared:
         later = sum(kind == POINTER for kind, _, _ in found) - len(first)
         whole = len(_flat(kinds[0]))
         sizes = [size for _, size, _ in found] + [8, 8]
-        if not agrees(compiled.function, sizes):
+        if not agrees(compiled, sizes):
             return None
         return cls(compiled, grid, found, [*first, *range(whole, whole + later)])
 
@@ -185,10 +186,18 @@ def _flat(kind: object) -> list[str]:
     return [x for each in kind for x in _flat(each)] if isinstance(kind, tuple) else [kind]
 
 
-def agrees(function: int, sizes: list[int]) -> bool:
-    """Whether the driver knows the parameters of a kernel as of these sizes, and no others."""
-    start, size = ctypes.c_size_t(), ctypes.c_size_t()
+def declared(ptx: str) -> int:
+    """How many parameters a kernel has."""
+    found = re.search(r"\.entry\s+\w+\(([^)]*)\)", ptx)
+    return found[1].count(".param ") if found else 0
+
+
+def agrees(compiled, sizes: list[int]) -> bool:
+    """Whether a kernel has as many parameters, and the driver knows them as of these sizes."""
+    if declared(compiled.asm["ptx"]) != len(sizes):
+        return False
+    start, size, function = ctypes.c_size_t(), ctypes.c_size_t(), compiled.function
     for n, expected in enumerate(sizes):
         if library().cuFuncGetParamInfo(function, n, ctypes.byref(start), ctypes.byref(size)) or size.value != expected:
             return False
-    return library().cuFuncGetParamInfo(function, len(sizes), ctypes.byref(start), ctypes.byref(size)) != 0
+    return True

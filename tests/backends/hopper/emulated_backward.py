@@ -149,9 +149,8 @@ def load(name: str):
         each = kernel.STRIP // 4
         return operand.values[:, each * m : each * (m + 1)].view(Strip)
 
-    def add_half(dq, target, h, rank, room, x) -> None:
-        half = target.values.reshape(ROWS, -1)[:, ROWS * h : ROWS * (h + 1)]
-        half[:] = places.matrix(dq.values) + (0.0 if rank == 0 else half)
+    def add_half(dq, target, h, room, x) -> None:
+        target.values.reshape(ROWS, -1)[:, ROWS * h : ROWS * (h + 1)] += places.matrix(dq.values)
 
     stands_in = {
         "hand_strip": hand_strip, "take_strip": take_strip, "of_strip": of_strip, "strip": strip, "strip_of_operand": strip,
@@ -159,7 +158,7 @@ def load(name: str):
         "sum_operands": _sum_operands, "products": products, "of_columns": of_columns, "to_operand": to_operand, "put": put,
         "scaled": scaled, "bring": bring, "hand_over": hand_over, "take_over": take_over, "hold": lambda word, values: None,
         "as_accumulator": lambda operand, acc: operand, "put_fragment": put_fragment, "write_part": write_part, "begin": begin,
-        "asked": asked, "wait_for_turn": wait_for_turn, "pass_turn": pass_turn, "own_warp": lambda: 0,
+        "asked": asked, "wait_for_turn": wait_for_turn, "pass_turn": pass_turn,
         "put_line": put_line, "inner": lambda one, other: (one * other).sum(0, dtype=np.float32),
         "piece_of": lambda room, i, n, slot, x: room.tiles[slot][i, 8 * n + np.arange(8)[:, None]],
         "as_rows_columns": lambda operand, acc: operand.values, "operands": OPERANDS[name], "cut": cut,
@@ -391,10 +390,8 @@ def run_pairs(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
     dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
     work = _work(kernel, work)
     tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
-    heads, roles_of = t["lse2"].shape[:2], {}
-    sums = np.full((*heads, t["blocks"], KEY_GROUPS, c.part), np.nan if c.ordered else 0.0, np.float32)
-    turns = np.zeros((*heads, t["blocks"] * KEY_GROUPS * c.adders), np.int32)
-    lines = kernel.Lines(*map(Global, (t["lse2"], t["delta"], sums, turns)))
+    sums = np.zeros((*t["lse2"].shape[:2], t["blocks"], KEY_GROUPS, c.part), np.float32)
+    lines = kernel.Lines(Global(t["lse2"]), Global(t["delta"]), Global(sums))
     names = SimpleNamespace(score=None, grad=None, dq=None)
     by = SimpleNamespace(make=kernel.Operands, make_sum=kernel.Sum, names=names)
     for cta in range(0, ctas, PAIR):
@@ -413,13 +410,7 @@ def run_pairs(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
             ]
             for computes, bodies in ((False, others), (True, groups)):
                 roles += [(computes, partial(_of_cta, cta + n, rooms[1 - n], body, work, x)) for body in bodies]
-        roles_of[cta] = roles
-    if c.ordered:  # CTAs wait for each other
-        _at_once(roles_of, ctas)
-        sums[(turns[..., :: c.adders] == 0).reshape(sums.shape[:4])] = 0.0  # one warp adds what all do
-    else:
-        for cta, roles in roles_of.items():
-            _together(roles, cta, ctas)
+        _together(roles, cta, ctas)
     return dk, dv, _placed(None, sums, t["q"].shape, work, x)
 
 

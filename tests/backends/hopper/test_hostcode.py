@@ -46,7 +46,6 @@ BACKWARD = {
     "backward-packed": Backward(*backward_config.TABLE[96, 96], "bf16", "band", packed=True),
     "ordered": Backward(backward_config.ORDERED[128, 128], None, "bf16", "upper"),
     "paired": Backward(backward_config.SUMMED[256, 256], None, "bf16", "upper"),
-    "paired-ordered": Backward(backward_config.ORDERED[256, 256], None, "bf16", "band"),
     "summed-packed": Backward(backward_config.SUMMED[128, 128], None, "fp16", "upper", packed=True),
 }
 STREAM = 0x5EED0

@@ -41,7 +41,7 @@ def launch(
 ):  # fmt: skip
     """Of q, k, v, o, do (batch, seqlen, heads, D), lse, dlse (batch, heads_q, seqlen_q), makes dq, dk, dv, and lse2, delta
     (batch, heads_q, at least seqlen_q and a whole number of blocks); where dQ is summed, in sums (batch, heads_q,
-    block, 2, part), and if that is in order, turns (batch, heads_q, block x 2 x adder). Packed sequences are one batch element; where
+    block, 2, part), and if that is in order, turns (batch, heads_q, block x 2). Packed sequences are one batch element; where
     they begin, cu_q and cu_k (sequence + 1,), is given too, and zeros that count the tiles of each pass, (1,); of other sequences
     the tensors that :func:`extras_of` takes.
 

@@ -2,10 +2,9 @@
 
 For head dims of which a CTA has room for 64 keys alone, whose dQ would take longer to add up than all products take. Each of a
 cluster's two keeps 64 keys and makes their P, dS, dK and dV; both dS are in both, and each makes dQ of all 128 keys and half of the
-columns, which needs that half of the other's K too. Half as many bytes are added up, for 8 KB of dS a block each way; where bits must
-repeat, by the same warp of one tile after the other (:mod:`tilewise.backends.hopper.backward_sum`). Tiles of K, V, Q and dO lie in
-parts of 64 rows and 128 columns, so that what a product has read is filled again while the next one runs. Roles of a CTA of four
-warpgroups, persistent over key tiles, which sum the query heads of a group::
+columns, which needs that half of the other's K too. Half as many bytes are added up, for 8 KB of dS a block each way. Tiles
+of K, V, Q and dO lie in parts of 64 rows and 128 columns, so that what a product has read is filled again while the next one
+runs. Roles of a CTA of four warpgroups, persistent over key tiles, which sum the query heads of a group::
 
     warp 0       load_keys      V, the other's part of K, and K, once a tile
     warp 1       load_queries   Q0 dO0 Q1 dO1 .., with lse and delta, for each query head: each CTA all of them
@@ -50,7 +49,6 @@ from tilewise.backends.hopper.backward_keys import (
     new_turn,
     spans_of,
 )
-from tilewise.backends.hopper.backward_sum import ADD, STORE, Blocks, asked, pass_turn, rank_of, wait_for_turn
 from tilewise.backends.hopper.backward_tile import (
     Block,
     Work,
@@ -573,17 +571,10 @@ def add_tile(t: Sum, lines: Lines, room: Room, at: Place, held, count, work: Wor
     cute.arch.mbarrier_wait(room.held_full + THEIRS, held)
     for g in cutlass.range(work.group, unroll=1):
         sums = lines.sums[at.batch, at.head * work.group + g, None, room.rank, None]
-        if cutlass.const_expr(x.keys.ordered):
-            sums = Blocks(sums, lines.turns[at.batch, at.head * work.group + g, None])
         for m in cutlass.range(at.start, at.stop, unroll=1):
             last = cutlass.select_(g == work.group - 1, at.stop - 1, I32(-1)) == m
-            if cutlass.const_expr(x.keys.ordered):
-                add_in_turn(t, sums, m, at, count, last, room, work, x)
-            else:
-                add_block(t, sums[m, None], count, last, room, x)
+            add_block(t, sums[m, None], count, last, room, x)
             count = count + 1
-        if cutlass.const_expr(x.keys.ordered):
-            pass_before(sums.turns, at.stop, at, room, work, x)
     give_back_if(at.start == at.stop, room.k_read)
     return count
 
@@ -597,57 +588,18 @@ def give_back_if(condition, barrier):
 
 def add_block(t: Sum, target: cute.Tensor, count, last, room: Room, x: Backward) -> None:
     """A block's dS K of both CTAs' keys to its sum, (part,). K is given back with the ``last`` one's products."""
-    n = begin_block(t, count, room, x)
-    for h, dq in enumerate(t.dq):
-        warpgroup.wait_group(HALVES - 1 - h)
-        if h == HALVES - 1:
-            release_scores(room, n)
-            give_back_if(last, room.k_read)
-        add_half(dq, target, h, None, room, x)
-
-
-def begin_block(t: Sum, count, room: Room, x: Backward):
-    """Begins dQ of a block as soon as both CTAs' dS are there. Returns in which room they are."""
     n = count % 2
     cute.arch.mbarrier_wait(room.ds_full + n, count // 2 % 2)
     cute.arch.mbarrier_wait(room.theirs_full, n)
     for k, dq in zip(t.k, t.dq, strict=True):
         pairs = (at_slot(t.ds, n), at_slot(k, room.rank)), (at_slot(t.ds, 2), at_slot(k, x.keys.parts))
         products(t.by, dq, pairs, overwrite=True)
-    return n
-
-
-def add_in_turn(t: Sum, of: Blocks, m, at: Place, count, last, room: Room, work: Work, x: Backward) -> None:
-    """As :func:`add_block`, of block m, each warp when that of the tiles before this one has been there: all CTAs must run at the same
-    time. The turn of the block before is passed on while these products run, by when what was added has arrived. dS goes back before
-    any wait."""
-    n, turn = begin_block(t, count, room, x), turn_of(m, room, x)
-    pass_before(of.turns, m, at, room, work, x)
-    found = asked(of.turns, turn)
-    warpgroup.wait_group(0)
-    release_scores(room, n)
-    give_back_if(last, room.k_read)
-    rank = rank_of(at, m, work, x)
-    wait_for_turn(of.turns, turn, rank, found)
     for h, dq in enumerate(t.dq):
-        add_half(dq, of.dq[m, None], h, rank, room, x)
-
-
-@cute.jit
-def pass_before(turns: cute.Tensor, m, at: Place, room: Room, work: Work, x: cutlass.Constexpr):
-    """The turn of the block before block m, if the tile has one."""
-    if m > at.start:
-        pass_turn(turns, turn_of(m - 1, room, x), rank_of(at, m - 1, work, x) + 1)
-
-
-def turn_of(m, room: Room, x: Backward):
-    """Of this warp's of block m."""
-    return (PAIR * m + room.rank) * x.keys.adders + own_warp()
-
-
-def own_warp():
-    """Of its warpgroup."""
-    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] % 128 // 32)
+        warpgroup.wait_group(HALVES - 1 - h)
+        if h == HALVES - 1:
+            release_scores(room, n)
+            give_back_if(last, room.k_read)
+        add_half(dq, target, h, room, x)
 
 
 def release_scores(room: Room, n) -> None:
@@ -658,22 +610,20 @@ def release_scores(room: Room, n) -> None:
         cute.arch.mbarrier_arrive(room.ds_empty + n, 1 - room.rank)
 
 
-def add_half(dq: cute.Tensor, target: cute.Tensor, h: int, rank, room: Room, x: Backward) -> None:
-    """Each warp its own rows, a piece at a time through its own room, so that none waits for another. ``rank``: of the tile, in
-    order."""
+def add_half(dq: cute.Tensor, target: cute.Tensor, h: int, room: Room, x: Backward) -> None:
+    """Each warp its own rows, a piece at a time through its own room, so that none waits for another."""
     fours = cute.size(dq) // 4
     values = cute.make_tensor(dq.iterator, cute.make_layout((4, fours)))
     each = PIECE // 512
     for n in range(fours // each):
         cute.arch.cp_async_bulk_wait_group(PIECES - 1, read=True)
         cute.arch.sync_warp()
-        put_piece(values, n, target, h * fours // each + n, rank, room, x)
+        put_piece(values, n, target, h * fours // each + n, room, x)
         cute.arch.cp_async_bulk_commit_group()
 
 
-def put_piece(values: cute.Tensor, n: int, target: cute.Tensor, place: int, rank, room: Room, x: Backward) -> None:
-    """The n-th piece of a half, which is the ``place``-th of the warp's, to where the copy engine adds it from; the first in order is
-    stored, so that no zeros are needed."""
+def put_piece(values: cute.Tensor, n: int, target: cute.Tensor, place: int, room: Room, x: Backward) -> None:
+    """The n-th piece of a half, which is the ``place``-th of the warp's, to where the copy engine adds it from."""
     each = PIECE // 512
     thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.thread_idx()[0] % 32
     warp = cute.arch.make_warp_uniform(thread // 32)
@@ -684,12 +634,10 @@ def put_piece(values: cute.Tensor, n: int, target: cute.Tensor, place: int, rank
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         goal = target.iterator + (warp * (x.keys.part // 4) + place * (PIECE // 4))
-        sizes = goal.toint(), own.iterator.toint(), I32(PIECE)
-        code, operands = ADD + " [{$r0}], [{$r1}], {$r2};", sizes
-        if x.keys.ordered:
-            code = f"@first {STORE} [{{$r0}}], [{{$r1}}], {{$r2}}; @!first {code}"
-            code, operands = "{ .reg .pred first; setp.eq.s32 first, {$r3}, 0; " + code + " }", (*sizes, I32(rank))
-        cute.arch.inline_ptx(code, read_only_args=list(operands))
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[goal.toint(), own.iterator.toint(), I32(PIECE)],
+        )
 
 
 # -- Kernel and launch ---------------------------------------------------------------------------------------------
@@ -755,5 +703,4 @@ def launch(t: Tensors, work: Work, ctas, stream, x: Backward) -> None:
         min_blocks_per_mp=1,
         stream=stream,
         use_pdl=True,
-        cooperative=c.ordered,
     )

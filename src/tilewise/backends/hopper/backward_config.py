@@ -63,7 +63,6 @@ class KeyTiles:
     part_first: bool = False
     ahead: bool = False
     paired = False  # two CTAs share a tile: see PairTiles
-    adders = 1  # of a warpgroup's part of dQ: who adds, each some of it
 
     @property
     def name(self) -> str:
@@ -145,7 +144,6 @@ class PairTiles(KeyTiles):
     split: bool = True
     summed: bool = True
     paired = True
-    adders = 4  # its warps
 
     @property
     def by_role(self) -> tuple[int, ...]:
@@ -305,8 +303,8 @@ class Backward(Formed):
         return flags + max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
 
     def turns(self, p: Problem) -> int:
-        """Of a head: counters of the key tiles that what is each adder's of a query block has been added up of."""
-        return KEY_GROUPS * self.keys.adders * self.blocks(p)
+        """Of a head: counters of the key tiles that each part of a query block has been added up of."""
+        return KEY_GROUPS * self.blocks(p)
 
     def blocks(self, p: Problem) -> int:
         """Query blocks of a head whose dQ is summed."""
@@ -322,10 +320,9 @@ class Backward(Formed):
             rows = p.heads_q * (p.seqlen_q // self.tile_m + p.batch + 1)
             return 1, min(keys, cores), 1, min(rows, cores)
         tiles, sharing = -(-seqlen_k // self.keys.tile_n), cores if self.form == "full" else config.SHARING
-        heads, waiting = p.batch * p.heads_k, self.waiting(tiles)
-        keys = spread(heads, tiles, waiting if self.keys.ordered else sharing, cores)
+        keys = spread(p.batch * p.heads_k, tiles, self.waiting(tiles) if self.keys.ordered else sharing, cores)
         if self.keys.paired:
-            keys = spread_pairs(heads, tiles, self.form, cores, waiting if self.keys.ordered else None)
+            keys = spread_pairs(p.batch * p.heads_k, tiles, self.form, cores)
         return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // self.tile_m), sharing, cores)
 
     def waiting(self, tiles: int) -> int:
@@ -353,7 +350,7 @@ SUMMED = {
 }
 # And where a run must repeat bit by bit: each tile knows from the band which others add to a block before it. ``ahead`` has not been
 # tried there.
-ORDERED = {dims: replace(keys, ordered=True, ahead=False) for dims, keys in SUMMED.items()}
+ORDERED = {dims: replace(keys, ordered=True, ahead=False) for dims, keys in SUMMED.items() if not keys.paired}
 IN_ORDER = ("full", "upper", "band")
 # How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)
 # for two products a pair (docs/measured.md).
@@ -437,19 +434,18 @@ def choose(p: Problem) -> Backward:
     row = table[dims]
     if pays and not p.spec.deterministic and (not SUMMED[dims].paired or of_a_pair(form, p.packed)):
         row = SUMMED[dims], None
-    elif pays and pays_in_order(p, form, ORDERED[dims]):
+    elif pays and dims in ORDERED and pays_in_order(p, form):
         row = ORDERED[dims], None
     return Backward(*row, DTYPES[str(p.dtype)], form, capped, p.packed, traced, dropout)
 
 
-def pays_in_order(p: Problem, form: str, keys: KeyTiles) -> bool:
+def pays_in_order(p: Problem, form: str) -> bool:
     """Whether adding dQ up in order is possible, and faster than two passes, as one sequence alone tells."""
     if p.packed or form not in IN_ORDER:
         return False
-    even, tiles = form == "full", -(-p.seqlen_k // keys.tile_n)
-    at_once = devices.of(p.device).cores // (PAIR if keys.paired else 1)
+    even, tiles = form == "full", -(-p.seqlen_k // (KEY_GROUPS * ROWS))
     tiles *= p.heads_q if even else p.heads_k  # a tile that waits for a longer one does so for each query head
-    return (even or keys_a_query(p) >= ORDERED_FROM) and tiles >= ROUNDS * at_once
+    return (even or keys_a_query(p) >= ORDERED_FROM) and tiles >= ROUNDS * devices.of(p.device).cores
 
 
 def form_of(p: Problem) -> str:
@@ -485,11 +481,8 @@ def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
 SHARING_PAIRS = 6  # pairs of CTAs that add to one head's sums at a time: more heads are more than L2 holds
 
 
-def spread_pairs(heads: int, tiles: int, form: str, cores: int, waiting: int | None = None) -> tuple[int, int]:
-    """As :func:`spread`, where two CTAs share a tile. All heads at once where a second section would be a short one; in order,
-    ``waiting`` tiles of a head."""
+def spread_pairs(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:
+    """As :func:`spread`, where two CTAs share a tile. All heads at once where a second section would be a short one."""
     few = max(1, cores // PAIR // SHARING_PAIRS)
     section = 1 if form == "full" else few if heads >= 2 * few else heads
-    if waiting is not None:
-        section, _ = spread(heads, tiles, waiting, cores // PAIR)
     return section, PAIR * min(heads * tiles, cores // PAIR)

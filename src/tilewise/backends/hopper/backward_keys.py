@@ -300,8 +300,7 @@ def load_keys(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
 
 class Lines(NamedTuple):
     """``lse2``, ``delta`` (batch, heads_q, a whole number of blocks), and, where dQ is summed, its sums (batch, heads_q, block,
-    warpgroup, part), all in fp32; if in order, ``turns`` (batch, heads_q, block x warpgroup x adder): of how many key tiles
-    these are, so far."""
+    warpgroup, part), all in fp32; if in order, ``turns`` (batch, heads_q, block x warpgroup): of how many key tiles these are, so far."""
 
     lse2: cute.Tensor
     delta: cute.Tensor

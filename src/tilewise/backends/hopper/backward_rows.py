@@ -27,7 +27,7 @@ INF = float("inf")
 class Tensors(NamedTuple):
     """``o``, ``do`` (batch, seqlen_q, heads_q, Dv); ``lse``, ``dlse`` (batch, heads_q, seqlen_q); ``lse2``, ``delta`` the same
     with longer lines; ``cu`` (sequence + 1,): where packed sequences begin; ``sums`` (batch, heads_q, block, warpgroup, part), side
-    by side; ``turns`` (batch, heads_q, block x warpgroup x adder), fewer than the lines."""
+    by side; ``turns`` (batch, heads_q, block x warpgroup), fewer than the lines."""
 
     o: cute.Tensor | None
     do: cute.Tensor | None

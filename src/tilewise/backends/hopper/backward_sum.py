@@ -6,8 +6,7 @@ an fp32 accumulator in global memory (16 bytes a clock and SM, whatever their or
 columns, transposed, 64 x tile_m; at 64, half of the 128 queries, 64 x 64. It lies in memory as it lay in registers:
 fours of each thread's numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded, and so it does what
 :mod:`tilewise.backends.hopper.backward_cluster` has added up: parts of 64 queries x half of the columns. Where bits must repeat,
-key tiles add to a block one after the other: a counter of each part, or of each warp's of it, says whose turn it is, and only the
-adding warp waits.
+key tiles add to a block one after the other: a counter of each part says whose turn it is, and only the adding warp waits.
 
 mbarriers (arrivals in brackets): ``ds_full[block % 2]`` and ``ds_empty[block % 2]`` (256) between the warpgroups: two blocks of dS, so
 that they may be most of a block apart; ``part_full[w]`` (128) warpgroup -> adding warp, ``part_empty[w]`` (1) back.
@@ -210,8 +209,7 @@ def add_all(dq: cute.Tensor, room: Room, w: cutlass.Constexpr, start, stop, phas
 
 
 class Blocks(NamedTuple):
-    """Of a head: ``dq`` (block, warpgroup, part), and ``turns`` (block x warpgroup): how many tiles each is made of so far; of a pair's,
-    ``dq`` (block, part) of one of the two, and turns (block x warpgroup x warp)."""
+    """Of a head: ``dq`` (block, warpgroup, part), and ``turns`` (block x warpgroup): how many tiles each is made of so far."""
 
     dq: cute.Tensor
     turns: cute.Tensor
@@ -227,7 +225,8 @@ def add_in_order(of: Blocks, room: Room, w: cutlass.Constexpr, at, phase, work: 
     found = asked(of.turns, KEY_GROUPS * at.start + w)
     for step in cutlass.range(at.stop - at.start, unroll=1):
         n = at.start + step
-        rank, turn = rank_of(at, n, work, x), KEY_GROUPS * n + w
+        visitors = schedule.key_blocks(n * x.keys.tile_m, x.keys.tile_m, x.keys.tile_n, band(work, x), PICK)
+        rank, turn = at.column // x.keys.tile_n - visitors[0], KEY_GROUPS * n + w
         wait_for_turn(of.turns, turn, rank, found)
         cute.arch.mbarrier_wait(room.part_full + w, phase)
         if rank == 0:
@@ -239,12 +238,6 @@ def add_in_order(of: Blocks, room: Room, w: cutlass.Constexpr, at, phase, work: 
         pass_turn(of.turns, turn, rank + 1)
         phase = 1 - phase
     return phase
-
-
-def rank_of(at, n, work: Work, x: Backward):
-    """How many tiles add to block n before the one at ``at``."""
-    visitors = schedule.key_blocks(n * x.keys.tile_m, x.keys.tile_m, x.keys.tile_n, band(work, x), PICK)
-    return at.column // x.keys.tile_n - visitors[0]
 
 
 def asked(turns: cute.Tensor, n) -> I32:
@@ -305,7 +298,7 @@ def kernel(sums: Sums, dq: cpasync.TmaInfo, by: cute.TiledMma, scale: F32, x: cu
     source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, part_layout(c))
     cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, fours(c)))))
     if cutlass.const_expr(c.ordered):
-        unless_unvisited(acc, sums.turns[batch, head, (KEY_GROUPS * block + w) * c.adders])
+        unless_unvisited(acc, sums.turns[batch, head, KEY_GROUPS * block + w])
     scaled(acc, scale)
     put(acc, by, (turned(room) if c.by_columns else room)[None, None, w], x.dtype, c.by_columns)
     cute.arch.fence_view_async_shared()

@@ -479,13 +479,6 @@ def test_shared_memory_fits_the_smallest_device_of_each_table():
                 assert need <= limit, (arch, head_dim, kernel, need)
 
 
-def test_a_pattern_of_blocks_takes_no_room_and_a_dense_mask_does():
-    q, k, v = qkv(batch=1, nq=64, nk=64, hq=2, hk=2)
-    blocks = tw.block_sparse(torch.ones(4, 4, dtype=torch.bool), 16, 16)
-    dense = tw.dense(torch.ones(64, 64, dtype=torch.bool))
-    assert [emitting.Pairs.of(call(q, k, v, mask=m).p).bytes for m in (blocks, dense, blocks & dense)] == [0, 1, 1]
-
-
 def test_tiles_shrink_until_a_bias_fits_beside_them():
     need = lambda tiles: shared_memory("forward", tiles, (128, 128), 2, Streams(pair_bytes=4))  # noqa: E731
     tiles = fit("forward", Tiles(128, 128, 8, 3, True), need, 227 << 10)

@@ -111,7 +111,7 @@ def seen_lookup(p: Problem) -> Expr | None:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The tensors of which a predicate or a score reads a number for every i and j; a pattern of blocks gives all pairs of one the same.
+    """The tensors that a predicate or a score reads at both i and j.
 
     Attributes:
         bytes: of all of them, a pair; shared: "b" and "h" where none of them is read at that.
@@ -123,16 +123,11 @@ class Pairs:
     @classmethod
     def of(cls, p: Problem) -> Pairs:
         roots = [e for e in (p.spec.region.predicate, p.spec.score) if e is not None]
-        reads = [e for e in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*e.args[1:]) and not _by_blocks(e)]
+        reads = [e for e in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*e.args[1:])]
         if not reads:
             return cls()
         at = expr.depends_on(*[index for e in reads for index in e.args[1:]])
         return cls(sum(p.extras[e.args[0][1]].dtype.itemsize for e in reads), frozenset("bh") - at)
-
-
-def _by_blocks(read: Expr) -> bool:
-    """Whether it is at quotients of i and j alone."""
-    return all(x.op == "floordiv" for x in read.args[1:] if {"i", "j"} & expr.depends_on(x))
 
 
 # -- One expression as lines of source -----------------------------------------------------------------------------

@@ -349,9 +349,9 @@ SUMMED = {
     (256, 256): PairTiles(256, 256, 64, 7),
 }
 # And where a run must repeat bit by bit: each tile knows from the band which others add to a block before it. ``ahead`` has not been
-# tried there.
+# tried there; pairs lost to two passes (docs/measured.md).
 ORDERED = {dims: replace(keys, ordered=True, ahead=False) for dims, keys in SUMMED.items() if not keys.paired}
-IN_ORDER = ("full", "upper", "band")
+BANDS = ("full", "upper", "band")
 # How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)
 # for two products a pair (docs/measured.md).
 SUMMED_FROM = {(64, 64): 1100, (128, 128): 560, (256, 256): 900}
@@ -404,19 +404,19 @@ def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
     rows = [(row, form, c) for c in (False, True) for form in SHIPPED for row in table_of(form, c).values()]
     rows += [((keys, None), form, False) for keys in SUMMED.values() for form in SHIPPED]
-    rows += [((keys, None), form, False) for keys in ORDERED.values() for form in IN_ORDER]
+    rows += [((keys, None), form, False) for keys in ORDERED.values() for form in BANDS]
     return [
         Backward(*row, dtype, form, capped, packed)
         for row, form, capped in rows
         for packed in (False, True)
         for dtype in DTYPES.values()
-        if not (packed and (form == "rows" or row[0].ordered)) and (not row[0].paired or of_a_pair(form, packed))
+        if not (packed and form == "rows") and built_for(row[0], form, packed)
     ]
 
 
-def of_a_pair(form: str, packed: bool) -> bool:
-    """Whether it is built for two CTAs that share tiles."""
-    return not packed and form not in ("rows", "lists")
+def built_for(keys: KeyTiles, form: str, packed: bool) -> bool:
+    """Whether there are kernels of these tiles: additions in order, and pairs of CTAs, go by the numbers of one band."""
+    return not (keys.ordered or keys.paired) or (not packed and form in BANDS)
 
 
 def reasons(p: Problem) -> list[str]:
@@ -431,18 +431,15 @@ def choose(p: Problem) -> Backward:
     table = table_of(form, capped, traced, dropout)
     dims = next(d for d in table if p.head_dim <= d[0] and p.head_dim_v <= d[1])
     pays = dims in SUMMED and keys_a_query(p) >= SUMMED_FROM[dims] and not (capped or dropout or traced != PLAIN)
-    row = table[dims]
-    if pays and not p.spec.deterministic and (not SUMMED[dims].paired or of_a_pair(form, p.packed)):
-        row = SUMMED[dims], None
-    elif pays and dims in ORDERED and pays_in_order(p, form):
-        row = ORDERED[dims], None
+    sums = (ORDERED if p.spec.deterministic else SUMMED).get(dims) if pays else None
+    if sums and (not built_for(sums, form, p.packed) or (sums.ordered and not pays_in_order(p, form))):
+        sums = None
+    row = (sums, None) if sums else table[dims]
     return Backward(*row, DTYPES[str(p.dtype)], form, capped, p.packed, traced, dropout)
 
 
 def pays_in_order(p: Problem, form: str) -> bool:
-    """Whether adding dQ up in order is possible, and faster than two passes, as one sequence alone tells."""
-    if p.packed or form not in IN_ORDER:
-        return False
+    """Whether adding dQ up in order is faster than two passes, as one sequence alone tells."""
     even, tiles = form == "full", -(-p.seqlen_k // (KEY_GROUPS * ROWS))
     tiles *= p.heads_q if even else p.heads_k  # a tile that waits for a longer one does so for each query head
     return (even or keys_a_query(p) >= ORDERED_FROM) and tiles >= ROUNDS * devices.of(p.device).cores

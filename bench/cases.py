@@ -320,8 +320,15 @@ def _slopes(case: Case, normal: Normal) -> dict[str, Tensor]:
     return {"slopes": torch.exp2(-8.0 * h / case.heads_q)}
 
 
-def _pair_bias(case: Case, normal: Normal) -> dict[str, Tensor]:
-    return {"bias": normal(1, case.heads_q, case.seqlen_q, case.seqlen_k, dtype=_leaf_dtype(case))}
+def _pair_bias(dtype: Callable[[Case], torch.dtype]) -> ScoreKind:
+    """A bias by head and pair, the same for the whole batch."""
+    return ScoreKind(
+        build=lambda x: _tw().bias(x.leaves["bias"]),
+        apply=lambda x: lambda s, b, h, i, j: s + x.leaves["bias"][0, h, i, j],
+        leaves=lambda case, normal: {
+            "bias": normal(1, case.heads_q, case.seqlen_q, case.seqlen_k, dtype=dtype(case)),
+        },
+    )
 
 
 def _table(case: Case, normal: Normal) -> dict[str, Tensor]:
@@ -347,11 +354,8 @@ SCORES: dict[str | None, ScoreKind] = {
         apply=lambda x: lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0),
     ),
     "alibi": ScoreKind(build=lambda x: _tw().alibi(x.leaves["slopes"]), apply=_alibi, leaves=_slopes),
-    "bias": ScoreKind(
-        build=lambda x: _tw().bias(x.leaves["bias"]),
-        apply=lambda x: lambda s, b, h, i, j: s + x.leaves["bias"][0, h, i, j],
-        leaves=_pair_bias,
-    ),
+    "bias": _pair_bias(_leaf_dtype),
+    "bias-16": _pair_bias(lambda case: getattr(torch, case.dtype)),
     "relative": ScoreKind(build=lambda x: _tw().score(_relative(x)), apply=_relative, leaves=_table),
     "softcap-alibi": ScoreKind(
         build=lambda x: _tw().softcap(5.0) >> _tw().alibi(x.leaves["slopes"]),
@@ -428,7 +432,7 @@ def _cuda() -> Iterable[Case]:
     yield row("full-n32768", (1, 32768, 32768, 16, 16, 128, 128), "window")
     yield row("sparse90-n16384", (1, 16384, 16384, 16, 16, 128, 128), "sparse", mask="sparse-90")
     yield row("documents-n32768", (1, 32768, 32768, 16, 16, 128, 128), "packed", mask="documents")
-    for score in ("softcap-30", "alibi", "bias"):
+    for score in ("softcap-30", "alibi", "bias", "bias-16"):
         yield row(f"{score}-n4096", (4, 4096, 4096, 16, 16, 128, 128), "score", mask="causal", score=score)
     yield row("one-head-n4096", (1, 4096, 4096, 1, 1, 128, 128), "split")
     yield row("four-heads-n4096", (1, 4096, 4096, 4, 4, 128, 128), "split")
@@ -482,7 +486,7 @@ def _exact() -> Iterable[Case]:
 def _contract() -> Iterable[Case]:
     """Tiny shapes that every backend must compute or refuse: odd sizes, empty rows, groups, every mask and score."""
     sizes = {
-        "one": (1, 1, 1, 1, 1, 8, 8),
+        "one": (1, 1, 1, 1, 1, 32, 32),
         "n63": (2, 63, 63, 2, 2, 16, 16),
         "n129": (1, 129, 129, 2, 2, 32, 32),
         "n1000": (1, 1000, 1000, 1, 1, 64, 64),
@@ -514,6 +518,8 @@ def _contract() -> Iterable[Case]:
     for mask in ("window-8", "window-both", "window-right", "prefix", "key-range", "keep-odd", "window-or-first"):
         yield row(f"{mask}-cross", cross, mask=mask)
     for score in SCORES:
+        if score == "bias-16":  # of fp32 inputs it is "bias"
+            continue
         yield row(score, plain, score=score)
         yield row(f"{score}-causal-cross", cross, score=score, mask="causal")
     yield row("sink", plain, sink=True)
@@ -525,6 +531,9 @@ def _contract() -> Iterable[Case]:
         yield row(f"{dtype}-full", plain, dtype=dtype)
         yield row(f"{dtype}-causal", cross, dtype=dtype, mask="causal")
         yield row(f"{dtype}-window-alibi-sink", plain, dtype=dtype, mask="window-8", score="alibi", sink=True)
+    for score in ("bias", "bias-16"):
+        yield row(f"bfloat16-{score}", plain, dtype="bfloat16", score=score)
+        yield row(f"bfloat16-{score}-causal-square", sizes["d128"], dtype="bfloat16", score=score, mask="causal")
     yield from _contract_packed()
 
 

@@ -251,7 +251,7 @@ GRANULARITY = {
 @pytest.mark.parametrize(("text", "expected"), GRANULARITY.items(), ids=GRANULARITY)
 def test_granularity_is_the_block_on_which_a_predicate_is_constant(text, expected):
     e = parse(text)
-    assert (tiles._granularity(e, "i"), tiles._granularity(e, "j")) == expected
+    assert (tiles.granularity(e, "i"), tiles.granularity(e, "j")) == expected
 
 
 def count_evaluated(monkeypatch, grid: Grid, tile: int) -> int:

@@ -172,7 +172,7 @@ def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> 
     return status.mT if by_columns else status
 
 
-def _granularity(e: Expr, name: str) -> int | None:
+def granularity(e: Expr, name: str) -> int | None:
     """The largest g such that ``e`` depends on symbol ``name`` through ``name // g`` alone; None: not at all."""
     divisor = None
     for node in expr.nodes(e):
@@ -194,8 +194,8 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
         blocks = (1, 1, -(-grid.seqlen_q // tile_m), -(-grid.keys // tile_n))
         empty = torch.zeros(blocks, dtype=torch.uint8, device=device)
         return empty, torch.zeros((1, 1, grid.keys), dtype=torch.bool, device=device)
-    step_m = math.gcd(tile_m, _granularity(predicate, "i") or tile_m)
-    step_n = math.gcd(tile_n, (_granularity(predicate, "j") or tile_n) if grid.key_origin is None else 1)
+    step_m = math.gcd(tile_m, granularity(predicate, "i") or tile_m)
+    step_n = math.gcd(tile_n, (granularity(predicate, "j") or tile_n) if grid.key_origin is None else 1)
     j = torch.arange(0, grid.keys, step_n, device=device)
     first, last = grid.query_interval(torch.arange(grid.keys, device=device))
     heads = (len(grid.b) if "b" in expr.depends_on(predicate) else 1) * (

@@ -116,7 +116,8 @@ def agree(backend: Backend, c: Call) -> None:
     """Runs and is judged, or refuses."""
     results = run(backend, c)
     errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge(results)
-    assert not [str(e) for e in errors if not e.ok]
+    wrong = [str(e) for e in errors if not e.ok]
+    assert not wrong, "; ".join(wrong)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

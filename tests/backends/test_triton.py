@@ -280,6 +280,22 @@ def test_ds_is_kept_only_where_it_is_the_one_gradient_that_a_score_wants(monkeyp
     assert heads(causal=True, score=tw.bias(t)) == 0
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_ds_of_16_bits_is_kept_for_a_bias_in_fp32_where_its_range_is_fp32s(dtype, kept):
+    c = call(*qkv(nq=48, nk=72, dtype=dtype), causal=True, score=tw.bias(normal(48, 72).requires_grad_()))
+    assert (launch.Plan(c.p, INTERPRETED).sheet_heads > 0) == kept
+    agree(Triton(), c)
+
+
+def test_nan_in_a_visible_key_is_not_swallowed_by_a_softcap():
+    q, k, v = qkv(nq=4, nk=4)
+    k[:, 3] = torch.nan
+    c = call(q, k, v, causal=True, score=tw.softcap(5.0))
+    o = Triton().forward(c.p, c.t).o
+    assert o[:, 3].isnan().all()
+    assert not o[:, :3].isnan().any()
+
+
 def test_no_descriptor_sees_a_bias_that_is_read_elsewhere_or_in_another_order():
     wide, odd = torch.randn(4, 72, 72), torch.randn(4, 70, 70)
     c = lambda f, n: call(*qkv(nq=n, nk=n), score=tw.score(f)).p  # noqa: E731
@@ -477,6 +493,28 @@ def test_shared_memory_fits_the_smallest_device_of_each_table():
                 widths = head_dim, 128 if (head_dim, kernel) == (192, "forward") else head_dim
                 need = shared_memory(kernel, choice, tuple(columns(n, choice) for n in widths), 2, Streams(plain=True))
                 assert need <= limit, (arch, head_dim, kernel, need)
+
+
+@pytest.mark.parametrize(
+    ("block", "dq", "forward"),
+    [
+        (16, (128, 64, 8, 3), (64, 128, 4, 2)),
+        (64, (64, 64, 4, 3), (64, 64, 4, 3)),
+        (128, (128, 64, 8, 3), (64, 128, 4, 2)),
+    ],
+)
+def test_tiles_are_no_larger_than_a_patterns_blocks_where_those_are_large_enough(block, dq, forward):
+    pattern = torch.ones(256 // block, 256 // block, dtype=torch.bool)
+    p = call(*qkv(batch=1, nq=256, nk=256, hq=2, hk=2), mask=tw.block_sparse(pattern, block, block)).p
+    assert config.within_blocks("dq", Tiles(128, 64, 8, 3, True), emitting.blocks(p)) == Tiles(*dq, True)
+    assert config.within_blocks("forward", Tiles(64, 128, 4, 2, True), emitting.blocks(p)) == Tiles(*forward, True)
+
+
+def test_a_pattern_of_blocks_takes_no_room_and_a_dense_mask_does():
+    q, k, v = qkv(batch=1, nq=64, nk=64, hq=2, hk=2)
+    blocks = tw.block_sparse(torch.ones(4, 4, dtype=torch.bool), 16, 16)
+    dense = tw.dense(torch.ones(64, 64, dtype=torch.bool))
+    assert [emitting.Pairs.of(call(q, k, v, mask=m).p).bytes for m in (blocks, dense, blocks & dense)] == [0, 1, 1]
 
 
 def test_tiles_shrink_until_a_bias_fits_beside_them():

@@ -16,7 +16,7 @@ from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output, PerProblem
 from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose
-from tilewise.backends.triton.emit import SCATTER, Pairs, classify, seen_lookup
+from tilewise.backends.triton.emit import SCATTER, Pairs, blocks, classify, seen_lookup
 from tilewise.problem import Problem
 
 
@@ -73,7 +73,7 @@ class Triton:
 
     def config(self, p: Problem) -> Config:
         pairs = Pairs.of(p)
-        return self.override or choose(p, pairs.bytes, tuned.passes(p), pairs.shared)
+        return self.override or choose(p, pairs.bytes, tuned.passes(p), pairs.shared, blocks(p))
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         from tilewise.backends.triton import launch

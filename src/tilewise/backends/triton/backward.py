@@ -42,6 +42,7 @@ from tilewise.backends.triton.tile import (
     sheet_tile,
     source,
     store_rows,
+    tile_listed,
     with_pairs,
     zeros,
 )
@@ -177,13 +178,14 @@ def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, 
         h = head_k * group + g
         rows = query_rows(tensors, sizes, at, h, (q_view, q_rest), (do_view, do_rest), lse2, delta, F)
         if F.lists:
-            partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
-            for t in range(partials):
+            partial, partials, full, fulls, ahead = listed(tensors, sizes, at.b, h, at.block, F)
+            for t in range(fulls):
+                m0 = ahead * F.tile_m
+                ahead = tile_listed(full, fulls, t + 1)
+                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, False, F)
+            for t in tl.range(partials, num_stages=F.partial_stages):
                 m0 = tl.load(partial + t) * F.tile_m
                 dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, True, F)
-            for t in range(fulls):
-                m0 = tl.load(full + t) * F.tile_m
-                dk, dv = query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, False, F)
         else:
             first, full, full_end, last = queries_to_visit(n0, h, at, F)
             if F.sheet:  # the next pass reads as many rows at a time
@@ -262,7 +264,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
             if F.strips:
                 head = rows.h - sizes.heads[0] * (sizes.heads_q // sizes.heads_k)
                 strip = ds.to(q[0].dtype).reshape(1, 1, 1, F.tile_n, F.tile_m)
-                keys.sheet.store([at.b, head, m0 // F.tile_m, n0, 0], strip)
+                keys.sheet.store([at.b, head, m0 // F.strips, n0, m0 % F.strips], strip)
             else:
                 tl.store(sheet_tile(tensors, sizes, at.b, rows.h, m0, n0, F), ds.to(q[0].dtype))
         if F.columns is not None:
@@ -310,13 +312,14 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.cons
         sums = sums + (tl.full([F.tile_m], 0.0, tl.float32),)
 
     if F.lists:
-        partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
-        for t in range(partials):
+        partial, partials, full, fulls, ahead = listed(tensors, sizes, at.b, h, at.block, F)
+        for t in range(fulls):
+            n0 = ahead * F.tile_n
+            ahead = tile_listed(full, fulls, t + 1)
+            dq, sums = key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, False, F)
+        for t in tl.range(partials, num_stages=F.partial_stages):
             n0 = tl.load(partial + t) * F.tile_n
             dq, sums = key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, True, F)
-        for t in range(fulls):
-            n0 = tl.load(full + t) * F.tile_n
-            dq, sums = key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, False, F)
     else:
         first, full, full_end, last = keys_to_visit(query.m0, h, at, F)
         if F.whole:
@@ -393,8 +396,11 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
             kept = seen(query, i, here(j, F), rows.h, at, F)
         p = tl.where(kept, p, 0.0)
     ds = p * (dp - query.delta[:, None])
-    if (F.score is not None and not F.whole) or F.keep is not None:
+    if F.score is not None and not F.whole:
         ds = tl.where(p == 0.0, 0.0, ds)
+    elif F.keep is not None:  # noqa: SIM102 - `partial` is of run time where F.whole, and then there is no predicate
+        if partial:
+            ds = tl.where(p == 0.0, 0.0, ds)
     if F.leaves is not None:
         inside = (i[:, None] < at.seqlen_q) & (j[None, :] < at.seqlen_k)
         F.leaves(ds, p > 0.0, inside, s, at.b, rows.h, i[:, None], j[None, :], at)

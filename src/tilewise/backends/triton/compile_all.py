@@ -21,7 +21,7 @@ import torch
 from tilewise.backends.base import Inputs, Output, empty_output
 from tilewise.backends.triton import config, launch
 from tilewise.backends.triton.facts import Facts
-from tilewise.mask import causal, window
+from tilewise.mask import block_sparse, causal, dense, window
 from tilewise.problem import check
 from tilewise.score import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
@@ -59,6 +59,8 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "softcap": {"causal": True, "score": softcap(30.0)},
         "alibi": {"causal": True, "score": alibi(torch.empty(heads, device="meta", requires_grad=True))},
         "window": {"mask": window(100, 0)},
+        "sparse": {"mask": block_sparse(torch.empty(32, 32, dtype=torch.bool, device="meta"), 128, 128)},
+        "dense": {"mask": dense(torch.empty(*[q.shape[1]] * 2, dtype=torch.bool, device="meta"))},
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
         "latent": {"causal": True},
@@ -86,9 +88,14 @@ class Launch:
         return min(self.head_dim, config.MAX_HEAD_DIM)
 
 
+def pair_bytes(item: Launch) -> int:
+    """Of the tensor that the mask or the score reads for every pair."""
+    return {"bias": item.dtype.itemsize, "bias32": 4, "dense": 1}.get(item.feature, 0)
+
+
 def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
     """What config says that a kernel of this launch may need."""
-    streams = config.Streams({"bias": item.dtype.itemsize, "bias32": 4}.get(item.feature, 0), item.feature != "rich")
+    streams = config.Streams(pair_bytes(item), item.feature not in ("rich", "sparse", "dense"))
     return config.shared_memory(
         name,
         tiles,
@@ -97,15 +104,6 @@ def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
         streams,
         item.arch,
     )
-
-
-def beside_pairs(item: Launch) -> dict[str, config.Tiles]:
-    """Tiles that precede the table's rows where a score reads a tensor for every pair."""
-    rows = config.PAIRED.get(item.arch, {}) if item.feature.startswith("bias") else {}
-    found = {
-        name: next((x for limit, x in rows.get(name, {}).items() if item.head_dim <= limit), None) for name in rows
-    }
-    return {name: x for name, x in found.items() if x is not None and name != "tile"}
 
 
 def recorded(item: Launch) -> Iterator[tuple]:
@@ -119,6 +117,8 @@ def recorded(item: Launch) -> Iterator[tuple]:
     p = check(q, k, v, extras, seed, parse_spec(text))
     rows = config.table(item.arch, item.dtype.itemsize)
     tiles = config.of_width(rows, p) or config.LATENT[item.arch]
+    passes = config.Config(*tiles).passes
+    passes |= {name: x for name, x in config.paired(item.arch, p, pair_bytes(item)).items() if name in passes}
     found = []
 
     def record(kernel, grid, tiles, *args):
@@ -131,7 +131,7 @@ def recorded(item: Launch) -> Iterator[tuple]:
             lambda x, name=name: shared_memory(item, name, x),
             config.room(x, TARGETS[item.arch].shared, item.arch),
         )
-        for name, x in (config.Config(*tiles).passes | beside_pairs(item)).items()
+        for name, x in passes.items()
     }
     plan = launch.Plan(p, config.Config.of(fitted, 1024 if item.feature == "split" else None), record)
     with torch.no_grad():
@@ -239,8 +239,9 @@ def items() -> list[Launch]:
             for limit in sorted({*config.table(arch, dtype.itemsize), 72, 80, 96, 160, 192}):
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
+                    features += ["rich", "sparse"]
                     features += (
-                        ["rich"] if arch != "sm90" else ["rich", "full", "window", "split", "softcap", "bias", "bias32"]
+                        ["dense", "full", "window", "split", "softcap", "bias", "bias32"] if arch == "sm90" else []
                     )
                 found += [Launch(arch, dtype, limit, feature) for feature in features]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))

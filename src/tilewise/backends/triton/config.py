@@ -147,9 +147,9 @@ def shared_memory(
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
     bytes_ = streams.pair_bytes if kernel not in ("delta", "merge") else 0
-    scratch = {"sm90": 1024, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
+    scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
-    pairs += m * n * itemsize if bytes_ == itemsize and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet
+    pairs += m * n * itemsize if bytes_ and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet
     scratch = max(scratch, 4096) if w & (w - 1) else scratch
     scratch += 128 if w > MAX_HEAD_DIM else 0
     return itemsize * rows[kernel] + statistics + pairs + scratch
@@ -331,10 +331,14 @@ def beside(p: Problem, shared: frozenset[str]) -> tuple[int, int]:
 
 
 def choose(
-    p: Problem, pair_bytes: int = 0, measured: dict[str, Tiles] | None = None, shared: frozenset[str] = frozenset()
+    p: Problem,
+    pair_bytes: int = 0,
+    measured: dict[str, Tiles] | None = None,
+    shared: frozenset[str] = frozenset(),
+    blocks: tuple[int, int] = (0, 0),
 ) -> Config:
     """By head dim and dtype; ``pair_bytes`` as in :class:`Streams`, ``measured``: what :mod:`tuned` has of this device,
-    ``shared`` as in :func:`beside`.
+    ``shared`` as in :func:`beside`, ``blocks`` as in :func:`within_blocks`.
 
     Keys are split where one sequence's query tiles leave most of the machine idle.
     """
@@ -343,10 +347,30 @@ def choose(
         return replace(Config.of(preceded(INTERPRETED.passes, measured or {})), beside=together)
     arch = architecture(p.device)
     row = of_width(table(arch, p.dtype.itemsize), p) or LATENT[arch]
-    passes = Config(*row).passes | (paired(p, "forward") | paired(p, "dq") if pair_bytes else {})
-    fitted = fit_all(p, preceded(passes, measured or {}), pair_bytes)
+    passes = Config(*row).passes
+    passes |= {name: x for name, x in paired(arch, p, pair_bytes).items() if name in passes}
+    passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
+    fitted = fit_all(p, passes, pair_bytes)
     split = _split(p, fitted["forward"].tile_m, devices.of(p.device).cores)
     return replace(Config.of(fitted, split), beside=together)
+
+
+# Of a tile that a program owns, of one that it streams: smaller ones take other instructions.
+WHOLE_OWNED, WHOLE_STREAMED = 64, 32
+
+
+def within_blocks(kernel: str, tiles: Tiles, blocks: tuple[int, int]) -> Tiles:
+    """``tiles``, none larger than the blocks, (rows, keys), on which a predicate is constant, where these are large enough: a tile that
+    lies in more than one is partial, and takes eight times as long as a full one. 0: any size."""
+    i, j = (n & -n or 1 << 30 for n in blocks)
+    own, streamed = (("tile_n", j), ("tile_m", i)) if kernel in OVER_KEYS else (("tile_m", i), ("tile_n", j))
+    if own[1] < WHOLE_OWNED or streamed[1] < WHOLE_STREAMED:
+        return tiles
+    while getattr(tiles, own[0]) > own[1]:
+        tiles = replace(tiles, **{own[0]: getattr(tiles, own[0]) // 2}, num_warps=max(tiles.num_warps // 2, 4))
+    while getattr(tiles, streamed[0]) > streamed[1]:
+        tiles = replace(tiles, **{streamed[0]: getattr(tiles, streamed[0]) // 2}, num_stages=tiles.num_stages + 1)
+    return tiles
 
 
 def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
@@ -365,22 +389,24 @@ def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
 
 
 # In place of the table's rows up to a head dim where a tensor is read for every pair: beside its tiles eight warps have no room for
-# a third stage. "tile": of the gradient that is summed over what such a tensor is broadcast over.
+# a third stage. "dkdv": where its elements are wider than q's, beside which two programs of 64 x 64 do not fit; "tile": of the
+# gradient that is summed over what such a tensor is broadcast over.
 PAIRED = {
     "sm90": {
         "forward": {64: Tiles(64, 128, 4, 2, True), 128: Tiles(128, 64, 8, 3, True)},
+        "dkdv": {64: Tiles(64, 64, 4, 3, True), 128: Tiles(32, 64, 4, 3, True)},
         "dq": {128: Tiles(64, 64, 4, 3, True)},
         "tile": {128: Tiles(128, 64, 8, 2)},
     }
 }
 
 
-def paired(p: Problem, kernel: str) -> dict[str, Tiles]:
-    """PAIRED's row of p, by the kernel's name, or nothing."""
-    fast = p.device.type != "cpu" and p.dtype.itemsize == 2
-    rows = PAIRED.get(architecture(p.device), {}) if fast else {}
-    found = of_width({limit: (x,) for limit, x in rows.get(kernel, {}).items()}, p)
-    return {kernel: found[0]} if found else {}
+def paired(arch: str, p: Problem, pair_bytes: int) -> dict[str, Tiles]:
+    """PAIRED's rows of p beside tensors of so many bytes a pair, by kernel."""
+    size = p.dtype.itemsize
+    rows = PAIRED.get(arch, {}) if p.device.type != "cpu" and size == 2 and pair_bytes else {}
+    found = {name: of_width({limit: (x,) for limit, x in row.items()}, p) for name, row in rows.items()}
+    return {name: x[0] for name, x in found.items() if x and (name != "dkdv" or pair_bytes > size)}
 
 
 SHEET_STRIP = 64  # queries that lie side by side in it
@@ -418,7 +444,7 @@ def of_sheets(p: Problem, config: Config) -> dict[str, Tiles]:
 def of_pairs(p: Problem, tiles: Tiles) -> Tiles:
     """For the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``, with the stages
     that fit."""
-    tiles = paired(p, "tile").get("tile", tiles)
+    tiles = paired(architecture(p.device), p, 1).get("tile", tiles)
     limit, widths = (
         devices.of(p.device).shared_memory or 227 << 10,
         (columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)),

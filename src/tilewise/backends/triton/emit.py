@@ -19,6 +19,7 @@ from functools import lru_cache, partial
 from tilewise import expr
 from tilewise.expr import Expr
 from tilewise.problem import Problem
+from tilewise.tiles import granularity
 
 # How the gradient of one read of a leaf is summed.
 ROWS, COLUMNS, STORE, TILES, SCATTER = "rows", "columns", "store", "tiles", "scatter"
@@ -111,7 +112,7 @@ def seen_lookup(p: Problem) -> Expr | None:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The tensors that a predicate or a score reads at both i and j.
+    """The tensors of which a predicate or a score reads a number for every i and j; a pattern of blocks gives all pairs of one the same.
 
     Attributes:
         bytes: of all of them, a pair; shared: "b" and "h" where none of them is read at that.
@@ -123,11 +124,25 @@ class Pairs:
     @classmethod
     def of(cls, p: Problem) -> Pairs:
         roots = [e for e in (p.spec.region.predicate, p.spec.score) if e is not None]
-        reads = [e for e in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*e.args[1:])]
+        reads = [e for e in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*e.args[1:]) and not _by_blocks(e)]
         if not reads:
             return cls()
         at = expr.depends_on(*[index for e in reads for index in e.args[1:]])
         return cls(sum(p.extras[e.args[0][1]].dtype.itemsize for e in reads), frozenset("bh") - at)
+
+
+def blocks(p: Problem) -> tuple[int, int]:
+    """Rows and keys of the blocks on which p's predicate is constant, for the lists of tiles that lie in them; 0: it does not depend on
+    them, or there are no lists."""
+    predicate = p.spec.region.predicate
+    if predicate is None or p.packed:
+        return 0, 0
+    return tuple(granularity(predicate, index) or 0 for index in ("i", "j"))
+
+
+def _by_blocks(read: Expr) -> bool:
+    """Whether it is at quotients of i and j alone."""
+    return all(x.op == "floordiv" for x in read.args[1:] if {"i", "j"} & expr.depends_on(x))
 
 
 # -- One expression as lines of source -----------------------------------------------------------------------------

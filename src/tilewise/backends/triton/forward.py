@@ -7,8 +7,8 @@ bounded, as a softcap bounds them, it stays 0, so that there is neither a maximu
 One program computes a tile of ``tile_m`` queries of one head. Which key tiles are partial and which full follows from the
 interval of its first and its last row. Where descriptors may read every tile (``F.whole``) they are one loop, with the mask under
 a branch that the whole program takes or not. Elsewhere the full ones are one loop, then the partial ones, at both ends, are
-another: with the partial loop first, the full one ran 10 to 25 % slower on an H200 (not understood), and a loop for each end would
-cost registers. A predicate's tiles come as two lists, partial and full::
+another: with the partial loop first, ptxas makes every matrix product of the full one wait for itself (10 to 25 % on an H200), and a
+loop for each end would cost registers. A predicate's tiles come as two lists, full ones first too::
 
     first   full          full_end  last
       | partial | full full full | partial |          keys
@@ -44,6 +44,7 @@ from tilewise.backends.triton.tile import (
     rescaled,
     source,
     store_rows,
+    tile_listed,
     zeros,
 )
 
@@ -72,13 +73,14 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl
     acc = zeros(F.tile_m, True, F)
 
     if F.lists:
-        partial, partials, full, fulls = listed(tensors, sizes, at.b, h, at.block, F)
-        for t in range(partials):
+        partial, partials, full, fulls, ahead = listed(tensors, sizes, at.b, h, at.block, F)
+        for t in range(fulls):
+            n0 = ahead * F.tile_n
+            ahead = tile_listed(full, fulls, t + 1)
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, False, F)
+        for t in tl.range(partials, num_stages=F.partial_stages):
             n0 = tl.load(partial + t) * F.tile_n
             m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, True, F)
-        for t in range(fulls):
-            n0 = tl.load(full + t) * F.tile_n
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, False, F)
     else:
         first, full, full_end, last = keys_to_visit(query.m0, h, at, F)
         if F.split:
@@ -155,7 +157,7 @@ def masked(x, HIDDEN: tl.constexpr, j, query, at, partial, F: tl.constexpr):
         if F.keep is not None:
             i = query.m0 + tl.arange(0, F.tile_m)
             kept = kept & F.keep(at.b, query.h, i[:, None], j[None, :], at)
-            alive = (tl.max(kept.to(tl.int32), 0) > 0,)
+            alive = (tl.max(kept.to(tl.int8), 0) > 0,)
         elif F.masked and not F.whole:
             first, last = query_interval(j, query.h, at, F)
             alive = (first < last,)

@@ -29,7 +29,7 @@ from tilewise.backends.triton.config import (
     sheet_heads,
 )
 from tilewise.backends.triton.driver import Prepared, address
-from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, Read, emit, seen_lookup
+from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, Pairs, Read, emit, seen_lookup
 from tilewise.backends.triton.facts import Facts
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check
@@ -197,7 +197,8 @@ class Plan:
         if [r.how for r in reads] != [TILES] or not self.whole or {"slope", "tile_0"} & set(functions):
             return 0
         leaf = p.extras[reads[0].slot]
-        if leaf.dtype != p.dtype:  # dS is kept in p's
+        # dS is kept in p's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
+        if leaf.dtype != p.dtype != torch.bfloat16:
             return 0
         return sheet_heads(p, self.config.beside[1], math.prod(leaf.shape) * leaf.dtype.itemsize)
 
@@ -218,6 +219,7 @@ class Plan:
             fields = {name: emitted.functions.get(name) for name in names} | {
                 "tile_m": tiles.tile_m,
                 "tile_n": tiles.tile_n,
+                "partial_stages": 2 if Pairs.of(p).bytes else 1,
                 "head_dim": p.head_dim,
                 "head_dim_v": p.head_dim_v,
                 "pieces": pieces(p.head_dim, tiles),
@@ -238,7 +240,7 @@ class Plan:
                 "pair": None,
                 "whole": False,
                 "sheet": 0,
-                "strips": False,
+                "strips": 0,
                 "specialized": tiles.specialized,
                 "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
                 "row_grads": tuple(n for n, read in enumerate(self.emitted.reads) if read.how == ROWS),
@@ -811,10 +813,10 @@ def _pass(call: Call, name: str, tiles: Tiles, bundle: object, part: Part | None
         parts |= {} if pair is None else {"pair": plan.seen[1]}
         lines = call.line_descriptors(tiles, bundle.lse2, bundle.delta, tma)
         sheet = None
-        if part and tma and tiles.tile_m == SHEET_STRIP:
+        if part and tma and tiles.tile_m <= SHEET_STRIP:
             x, block = bundle.sheet, [1, 1, 1, tiles.tile_n, tiles.tile_m]
             sheet = kernels().TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-            parts |= {"strips": True}
+            parts |= {"strips": SHEET_STRIP}
         descriptors, letters = (*descriptors, *lines, pair, sheet), "qqddlsp-"
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
     sizes = call.sizes(slots, lists=lists, part=part)

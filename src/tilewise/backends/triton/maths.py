@@ -77,7 +77,7 @@ def tanh(x):
 def scaled_tanh(x, c):
     """``c tanh(x)``: a quotient of polynomials of degree 4 in x², fitted to 2e-8 of tanh's own size up to 9, where it is 1; right
     to 3 ulp. c is one number, which the polynomial takes in."""
-    x = tl.clamp(x, -9.0, 9.0)
+    x = tl.clamp(x, -9.0, 9.0, propagate_nan=tl.PropagateNan.ALL)
     y = x * x
     p = c * 0.13381024 + y * (c * 3.4955867e-3 + y * (c * 2.0609060e-5 + y * (c * 1.3354633e-8)))
     p = c * 0.99999998 + y * p

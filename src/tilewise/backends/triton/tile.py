@@ -506,11 +506,19 @@ def queries_to_visit(n0, h, at, F: tl.constexpr):
 
 @triton.jit
 def listed(tensors, sizes, b, h, line, F: tl.constexpr):
-    """``(partial, count, full, count)`` of a line of tiles: pointers to its lists and their lengths."""
+    """``(partial, count, full, count, first)`` of a line of tiles: pointers to its lists, their lengths, and the first full one."""
     lists = tl.cast(b, tl.int64) * sizes.lists[0] + h * sizes.lists[1] + line * sizes.lists[2]
     counts = tl.cast(b, tl.int64) * sizes.lists[3] + h * sizes.lists[4] + line
     partial, partial_count, full, full_count = tensors.lists
-    return partial + lists, tl.load(partial_count + counts), full + lists, tl.load(full_count + counts)
+    fulls = tl.load(full_count + counts)
+    return partial + lists, tl.load(partial_count + counts), full + lists, fulls, tile_listed(full + lists, fulls, 0)
+
+
+@triton.jit
+def tile_listed(tiles, count, t):
+    """Which tile is the t-th of a list; past its end, any number. Loops read it an iteration ahead: within the one whose loads wait for
+    it, it takes a stage of theirs."""
+    return tl.load(tiles + tl.maximum(tl.minimum(t, count - 1), 0))
 
 
 # -- Dropout -------------------------------------------------------------------------------------------------------

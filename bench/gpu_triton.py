@@ -74,6 +74,7 @@ def _goals() -> dict[str, tuple[str, ...]]:
         "documents-n32768",
         "alibi-n4096",
         "bias-n4096",
+        "bias-16-n4096",
         "sparse90-n16384",
     ):
         found[f"cuda-{name}"] = ("triton", "flex")
@@ -85,10 +86,10 @@ def _goals() -> dict[str, tuple[str, ...]]:
 def _short_goals() -> dict[str, tuple[str, ...]]:
     """What goals ask for, in the order of what a minute of each tells: FlexAttention, which takes long to compile, last where its
     compiling was seen to take a minute, and not where it has no tiles that fit (bias)."""
-    every = _goals() | {"cuda-bias-n4096": ("triton",)}
+    every = _goals() | dict.fromkeys(("cuda-bias-n4096", "cuda-bias-16-n4096"), ("triton",))
     squares = [n for n in every if n.startswith("h200")]
     first = [n for n in squares if "n4096" in n and "d256" not in n]
-    names = ("softcap-30-n4096", "bias-n4096", "one-head-n4096", "window1024-n32768", "full-n32768", "gqa8-n4096-causal",
+    names = ("softcap-30-n4096", "bias-n4096", "bias-16-n4096", "one-head-n4096", "window1024-n32768", "full-n32768", "gqa8-n4096-causal",
              "packed-16k", "decode-32k", "alibi-n4096", "documents-n32768")  # fmt: skip
     order = [*first, *(f"cuda-{n}" for n in names), *squares, "cuda-sparse90-n16384"]
     return {n: every[n] for n in order}

@@ -302,7 +302,7 @@ def _flex_unsupported(case: Case, device: str) -> list[str]:
     return reasons
 
 
-_FLEX_OPTIONS = {"bias": {"bwd_num_stages": 2}}
+_FLEX_OPTIONS = {"bias": {"bwd_num_stages": 2}, "bias-16": {"bwd_num_stages": 2}}
 """By score, where FlexAttention's own tiles do not fit the chip (D 128 on an H200: 256 KB of 227 with three stages) and it raises."""
 
 _BY_HEAD = ("key-lengths", "keep-odd", "dense")

@@ -17,7 +17,7 @@ import tilewise as tw
 from bench import cases
 from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
-from tilewise.backends.triton import Triton, config, interpreting, launch, maths
+from tilewise.backends.triton import Triton, compile_all, config, interpreting, launch, maths
 from tilewise.backends.triton import emit as emitting
 from tilewise.backends.triton.config import (
     INTERPRETED,
@@ -421,10 +421,30 @@ def test_a_second_backward_is_the_first_with_new_addresses(launches):
         assert all(y is not None for _, _, y in given)
         tensors = {"q": new.t.q, "k": new.t.k, "do": new.do, "o": out.o, "dq": grads.dq, "dv": grads.dv}
         assert all(y == tensors[name].data_ptr() for name, _, y in given if name in tensors)
-    assert [second[1][1][n].base for n in (3, 5)] == [new.t.q, new.do]
-    assert [second[2][1][n].base for n in (3, 5)] == [new.t.k, new.t.v]
+    assert [second[2][1][n].base for n in (3, 5)] == [new.t.q, new.do]
+    assert [second[1][1][n].base for n in (3, 5)] == [new.t.k, new.t.v]
     launch.backward(plan, new.t, out, _moved(new.do), new.dlse)
     assert isinstance(launches[8][1][0].q, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("feature", "roles"),
+    [
+        ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
+        ("split", {"forward": "leads", "merge": "reads", "delta": "leads", "dq": "reads", "dkdv": "joins"}),
+        ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "dq_sheet": "reads", "sheet_sum": "joins"}),
+        ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv"))),
+    ],
+)
+def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):
+    launched = compile_all.recorded(compile_all.Launch("sm90", torch.bfloat16, 128, feature))
+    assert [(name, args[-1].overlap) for name, _, _, args in launched] == list(roles.items())
+
+
+def test_kernels_that_may_have_no_programs_do_not_overlap():
+    p = call(*qkv(nq=0, nk=64, d=64, dv=64)).p
+    plan = launch.Plan(p, replace(OTHER_TILES["tma"], overlapping=True))
+    assert plan.overlap("reads") == {}
 
 
 def test_a_second_backward_leaves_ds_and_sums_a_bias_where_it_says(launches):

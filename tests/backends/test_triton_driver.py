@@ -40,9 +40,10 @@ class Remembering:
         ctypes.memmove(at, struct.pack("16Q", *[base] * 16), 128)
         return 0
 
-    def cuLaunchKernel(self, function, *rest):
-        *fixed, _stream, values, _extra = rest
+    def cuLaunchKernelEx(self, how, function, values, _extra):
         each = ctypes.cast(values, ctypes.POINTER(ctypes.c_void_p))
+        attributes = [(how.attributes[n].id, how.attributes[n].value[0]) for n in range(how.count)]
+        fixed = [*how.grid, *how.block, how.shared, attributes]
         self.launches.append((fixed, [ctypes.string_at(each[n], x) for n, x in enumerate(self.lengths)]))
         return 0
 
@@ -69,7 +70,7 @@ def test_a_later_launch_writes_the_addresses_and_nothing_else(remembering):
     assert prepared((100, 0, 200, 300, 400), [500])
     assert prepared((101, 0, 201, 301, 401), [500])
     for n, (fixed, values) in enumerate(remembering.launches):
-        assert fixed == [3, 2, 1, 128, 1, 1, 512]
+        assert fixed == [3, 2, 1, 128, 1, 1, 512, []]
         numbers = [int.from_bytes(x, "little") for x in values]
         assert [numbers[k] for k in (0, 1, 2, 17)] == [100 + n, 200 + n, 300 + n, 400 + n]
         assert numbers[3:6] == [7, 9, 11]
@@ -80,10 +81,16 @@ def test_a_later_launch_writes_the_addresses_and_nothing_else(remembering):
     assert remembering.maps == [(8, 4, 500, [16, 64, 4, 2], [32, 2048, 8192], [16, 8, 1, 1], (0, 3, 2, 0))]
 
 
+def test_a_kernel_that_overlaps_the_one_before_is_launched_so(remembering):
+    prepared = driver.Prepared.of(compiled(launch_pdl=True), (3, 2, 1), ARGUMENTS)
+    assert prepared((100, 0, 200, 300, 400), [500])
+    assert remembering.launches[0][0][-1] == [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"num_ctas": 2}, {"global_scratch_size": 8}, {"launch_pdl": True}, {"tensordesc_meta": []}],
-    ids=["clusters", "scratch", "dependent", "no-maps"],
+    [{"num_ctas": 2}, {"global_scratch_size": 8}, {"tensordesc_meta": []}],
+    ids=["clusters", "scratch", "no-maps"],
 )
 def test_a_kernel_of_another_kind_goes_through_tritons_launcher(remembering, change):
     assert driver.Prepared.of(compiled(**change), (1, 1, 1), ARGUMENTS) is None

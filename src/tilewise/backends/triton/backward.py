@@ -24,7 +24,9 @@ from tilewise.backends.triton.maths import here, multiple
 from tilewise.backends.triton.tile import (
     LOG2E,
     accumulate,
+    begin,
     dropout_keep,
+    end,
     inner,
     key_interval,
     keys_to_visit,
@@ -134,6 +136,7 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
     Also writes lse in base 2. Rows that saw nothing get lse2 = +inf, so that their P is 0, and delta = 0.
     """
     sizes = plain_sizes(sizes)
+    begin(F)
     pid = tl.program_id(0)
     m0 = (pid % sizes.blocks) * F.tile_m
     h = (pid // sizes.blocks) % sizes.heads_q
@@ -164,6 +167,7 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
 def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, delta, pairs, sheet, F: tl.constexpr):
     """Grid: (blocks · heads_k · batch). Computes dK if ``F.dk``, dV if ``F.dv``."""
     sizes = plain_sizes(sizes)
+    begin(F)
     slot, head_k, b = program(1, sizes)
     at = place(slot, b, tensors, sizes, scales, True, F)
     n0 = at.block * F.tile_n
@@ -214,6 +218,7 @@ def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, 
         row = sizes.heads_k * F.head_dim_v
         base = tensors.dv + token * row + head_k * F.head_dim_v
         store_rows(base, row, n0, left, dv, scales.keep if F.dropout else 1.0, F.tile_n, True, F)
+    end(F)
 
 
 @triton.jit
@@ -299,6 +304,7 @@ class Query(NamedTuple):
 def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch); the last tiles first."""
     sizes = plain_sizes(sizes)
+    begin(F)
     slot, h, b = program(sizes.heads_q // sizes.heads_k, sizes)
     at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
     rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
@@ -425,6 +431,7 @@ def dq_sheet_kernel(tensors, sizes, scales, k_view, k_rest, F: tl.constexpr):
     """``dQ = scale · dS K``, one product of a tile; grid as in :func:`dq_kernel`. Every key is seen by some query, so rows and columns
     of the mask agree on which tiles there are."""
     sizes = plain_sizes(sizes)
+    begin(F)
     group = sizes.heads_q // sizes.heads_k
     slot, h, b = program(group, sizes)
     at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
@@ -457,6 +464,7 @@ def sheet_sum_kernel(
     """The gradient of a pair bias, which is dS added up over what the bias is broadcast over, in order; grid and arguments as in
     :func:`tile_kernel`. MORE: on top of earlier heads' sum."""
     sizes = plain_sizes(sizes)
+    begin(F)
     m0 = tl.program_id(0) * F.tile_m
     n0 = tl.program_id(1) * F.tile_n
     outer = tl.program_id(2)
@@ -481,6 +489,7 @@ def sheet_sum_kernel(
     if MORE:
         total += tl.load(pointers, mask=inside, other=0.0)
     tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)
+    end(F)
 
 
 # -- One tile of a pair bias, over what it is broadcast over -------------------------------------------------------

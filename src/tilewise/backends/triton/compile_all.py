@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -133,7 +133,8 @@ def recorded(item: Launch) -> Iterator[tuple]:
         )
         for name, x in passes.items()
     }
-    plan = launch.Plan(p, config.Config.of(fitted, 1024 if item.feature == "split" else None), record)
+    chosen = config.Config.of(fitted, 1024 if item.feature == "split" else None)
+    plan = launch.Plan(p, replace(chosen, overlapping=item.arch in config.OVERLAPPING), record)
     with torch.no_grad():
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(p, q, v)

@@ -14,6 +14,7 @@ from tilewise.problem import Problem
 MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 576  # of q and k in half precision: 512 and 64 rotary ones (multi-head latent attention)
 MIN_WIDTH = 16  # of a side of tl.dot
+OVERLAPPING = ("sm90", "sm100")  # what has programmatic dependent launch
 OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 
 
@@ -48,6 +49,7 @@ class Config:
     Attributes:
         dv: of a pass of its own for dV; ``dkdv`` is then dK's alone.
         beside: batch elements and heads whose programs of one tile run side by side.
+        overlapping: whether a kernel may begin while the one before it in the stream has yet to end (:class:`launch.Role`).
     """
 
     forward: Tiles
@@ -56,6 +58,7 @@ class Config:
     dv: Tiles | None = None
     split: int | None = None
     beside: tuple[int, int] = (1, 1)
+    overlapping: bool = False
 
     @property
     def passes(self) -> dict[str, Tiles]:
@@ -352,7 +355,7 @@ def choose(
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
     fitted = fit_all(p, passes, pair_bytes)
     split = _split(p, fitted["forward"].tile_m, devices.of(p.device).cores)
-    return replace(Config.of(fitted, split), beside=together)
+    return replace(Config.of(fitted, split), beside=together, overlapping=arch in OVERLAPPING)
 
 
 # Of a tile that a program owns, of one that it streams: smaller ones take other instructions.

@@ -23,9 +23,29 @@ BYTES = {"i1": 1, "u1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32"
 FORMATS = {1: "b", 2: "h", 4: "i", 8: "q"}
 POINTER, MAP = "pointer", "map"
 MAP_BYTES = 128
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
 KEPT_MAPS = 256  # addresses of a descriptor whose maps are kept
 # Triton's numbers of element types, where the driver's differ
 ELEMENTS = {8: 10, 9: 8, 10: 9}
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint), ("padding", ctypes.c_uint), ("value", ctypes.c_int * 16))
+
+
+class Configuration(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    )
 
 
 @lru_cache(maxsize=1)
@@ -38,7 +58,7 @@ def library():
     except (OSError, AttributeError):
         return None
     number, pointer = ctypes.c_uint, ctypes.c_void_p
-    cuda.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    cuda.cuLaunchKernelEx.argtypes = [ctypes.POINTER(Configuration), pointer, pointer, pointer]
     cuda.cuTensorMapEncodeTiled.argtypes = [pointer, ctypes.c_int, number, *[pointer] * 5, *[ctypes.c_int] * 4]
     cuda.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
     return cuda
@@ -124,15 +144,24 @@ class Prepared:
             self.runs.append((struct.Struct(f"{len(chosen)}Q").pack_into, start, choose))
         self.bases, self.lock = [], threading.Lock()
         self.device, self.arguments = torch._C._cuda_getDevice(), ctypes.addressof(self.values)
-        self.fixed = (compiled.function, *grid, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
-        self.launch = library().cuLaunchKernel
+        metadata = compiled.metadata
+        early = Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
+        self.configuration = Configuration(
+            grid,
+            (32 * metadata.num_warps, 1, 1),
+            metadata.shared,
+            None,
+            ctypes.pointer(early),
+            int(metadata.launch_pdl),
+        )
+        self.function, self.launch = compiled.function, library().cuLaunchKernelEx
 
     @classmethod
     def of(cls, compiled, grid: tuple[int, int, int], args: tuple) -> Prepared | None:
         """From a launch's arguments, its pointers in the first of them and in later ones; None where it has to go another way."""
         metadata = compiled.metadata
         scratch = metadata.global_scratch_size or metadata.profile_scratch_size
-        if torch.version.hip or library() is None or metadata.num_ctas != 1 or scratch or metadata.launch_pdl:
+        if torch.version.hip or library() is None or metadata.num_ctas != 1 or scratch:
             return None
         metas = list(getattr(metadata, "tensordesc_meta", None) or ())
         kinds = list(compiled.src.signature.values())
@@ -164,7 +193,8 @@ class Prepared:
                 pack(self.buffer, start, *choose(pointers))
             if bases != self.bases and not self._see(bases):
                 return False
-            return self.launch(*self.fixed, stream, self.arguments, None) == 0
+            self.configuration.stream = stream
+            return self.launch(self.configuration, self.function, self.arguments, None) == 0
 
     def _see(self, bases: list[int]) -> bool:
         """Writes the tensor maps; False where the driver refuses one."""

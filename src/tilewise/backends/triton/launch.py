@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -95,7 +95,10 @@ def name_of(kernel, facts: Facts) -> str:
 
 def run(kernel, grid: tuple[int, ...], tiles: Tiles, *args: object) -> object:
     """The compiled kernel, or None where nothing is to be done or the interpreter runs."""
-    return kernel[grid](*args, num_warps=tiles.num_warps, num_stages=tiles.num_stages) if all(grid) else None
+    if not all(grid):
+        return None
+    early = {"launch_pdl": True} if args[-1].overlap in ("reads", "joins") else {}
+    return kernel[grid](*args, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **early)
 
 
 def listening() -> bool:
@@ -111,6 +114,11 @@ def relaunch(compiled, grid: tuple[int, int, int], *args: object) -> None:
         return
     stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+
+
+Role = Literal["leads", "reads", "joins"]
+"""Of a kernel that may run while its neighbour in the stream does. One that leads is launched as any; one that reads what that wrote
+waits for its end first thing; one that joins another reads what was complete when that began, and waits for it last."""
 
 
 @dataclass(eq=False)
@@ -202,6 +210,12 @@ class Plan:
             return 0
         return sheet_heads(p, self.config.beside[1], math.prod(leaf.shape) * leaf.dtype.itemsize)
 
+    def overlap(self, role: Role) -> dict[str, str]:
+        """The role as an extra of ``facts``, none where kernels do not overlap: nor do they where one may have no programs, and with
+        lists, which another kernel may have made just before."""
+        sizes = (self.p.batch, self.p.seqlen_q, self.p.seqlen_k)
+        return {"overlap": role} if self.config.overlapping and all(sizes) and not self.lists else {}
+
     @property
     def lists(self) -> bool:
         return self.p.spec.region.predicate is not None and not self.p.packed
@@ -241,6 +255,7 @@ class Plan:
                 "whole": False,
                 "sheet": 0,
                 "strips": 0,
+                "overlap": None,
                 "specialized": tiles.specialized,
                 "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
                 "row_grads": tuple(n for n, read in enumerate(self.emitted.reads) if read.how == ROWS),
@@ -622,7 +637,7 @@ def _states(
     """Runs the forward kernel, over chunks of ``chunk`` key tiles where there are some."""
     plan, p, tiles = call.plan, call.plan.p, call.plan.config.forward
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
-    sink = {"split": True, "sink": False} if chunk else {}
+    sink = {"split": True, "sink": False, **plan.overlap("leads")} if chunk else {}
     tma = descriptors[0] is not None
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **sink)
     grid = (slots * p.heads_q * (1 if p.packed else p.batch), chunks)
@@ -646,7 +661,7 @@ def partial_states(out: Output, chunks: int) -> Output:
 def _merge(call: Call, out: Output, parts: Output, chunks: int) -> Launched:
     plan, p = call.plan, call.plan.p
     slots = blocks(p, p.seqlen_q, MERGING.tile_m)
-    facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
+    facts = plan.facts(MERGING, call.align, natural=True, dropout=False, **plan.overlap("reads"))
     tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, chunk=chunks)
     grid = (slots * p.heads_q * p.batch, 1)
     args = (tensors, sizes, call.scales(), parts.o, parts.lse, facts)
@@ -780,11 +795,12 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
         read = _LeafSums(plan, t)
         lse2, delta = sums.statistics.unbind()
         bundle = call.tensors(lse2=lse2, delta=delta, dq=sums.dq, dk=sums.dk, dv=sums.dv, grads=read.buffers)
-        names = [name for name in plan.config.passes if name != "forward"]
         if plan.sheet_heads:
             passes = _by_sheets(call, bundle, read.reads[0])
         else:
-            passes = [_pass(call, name, plan.config.passes[name], bundle) for name in names]
+            # dQ's programs have a multiprocessor each; two of the next pass's fill one that has no more of them.
+            roles = {"dq": "reads"} | {name: "joins" for name in plan.config.passes if name in OVER_KEYS}
+            passes = [_pass(call, name, plan.config.passes[name], bundle, role=role) for name, role in roles.items()]
             passes += read.pair_tiles(call, bundle)
         leaves = read.totals()
         plan.made[key] = AgainBackward.of(call, do, [rows, *passes])
@@ -795,8 +811,10 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
     return Grads(sums.dq, sums.dk, sums.dv, dsink, leaves)
 
 
-def _pass(call: Call, name: str, tiles: Tiles, bundle: object, part: Part | None = None) -> Launched:
-    """Runs one of ``Config.passes`` of the backward; of a part, with its sheet."""
+def _pass(
+    call: Call, name: str, tiles: Tiles, bundle: object, part: Part | None = None, *, role: Role = "reads"
+) -> Launched:
+    """Runs one of ``Config.passes`` of the backward; of a part, with its sheet. ``role``: as :meth:`Plan.overlap` takes it."""
     plan, p, over_keys = call.plan, call.plan.p, name in OVER_KEYS
     kernel, length, heads = (
         (kernels().dkdv, p.seqlen_k, p.heads_k) if over_keys else (kernels().dq, p.seqlen_q, p.heads_q)
@@ -806,7 +824,8 @@ def _pass(call: Call, name: str, tiles: Tiles, bundle: object, part: Part | None
     tensors = bundle if lists is None else bundle._replace(lists=pointers(lists))
     descriptors, letters = call.descriptors(tiles, "qd" if over_keys else "kv"), "kkvv"
     tma = descriptors[0] is not None
-    parts = {"dk": name != "dv", "dv": name != "dk", "again": True} | ({"sheet": SHEET_UNIT} if part else {})
+    parts = {"dk": name != "dv", "dv": name != "dk", "again": True, **plan.overlap(role)}
+    parts |= {"sheet": SHEET_UNIT} if part else {}
     heads = part.heads if part else heads
     if over_keys:
         pair = call.pair_descriptor(tiles)
@@ -841,7 +860,8 @@ def _by_sheets(call: Call, bundle: object, read: Read) -> list[Launched]:
         outer = (1 if loops[0] else p.batch) * (1 if loops[1] else heads * p.group)
         grid = (-(-p.seqlen_q // small.tile_m), -(-p.seqlen_k // small.tile_n), outer)
         unit = math.gcd(p.seqlen_k, 16 // p.dtype.itemsize)
-        facts, sizes = plan.facts(small, call.align, read=0, unit=unit), call.sizes(1, part=part)
+        facts = plan.facts(small, call.align, read=0, unit=unit, **plan.overlap("joins"))
+        sizes = call.sizes(1, part=part)
         args = (bundle, sizes, call.scales(), 0, *loops, loops[1] and first > 0, facts)
         launched.append(Launched.of(plan.start(kernels().sheet_sum, grid, small, *args), grid, args))
     return launched
@@ -861,7 +881,8 @@ def _dq_of_sheet(call: Call, tiles: Tiles, bundle: object, part: Part) -> Launch
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     descriptors = call.descriptors(tiles, "k")
     tma = descriptors[0] is not None
-    facts, sizes = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole), call.sizes(slots, part=part)
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **plan.overlap("reads"))
+    sizes = call.sizes(slots, part=part)
     grid = (slots * part.heads * p.group * p.batch,)
     args = (bundle, sizes, call.scales(), *descriptors, facts)
     return Launched.of(plan.start(kernels().dq_sheet, grid, tiles, *args), grid, args, "kk")
@@ -884,7 +905,7 @@ def _statistics(call: Call, out: Output, dlse: Tensor, sums: Sums) -> Launched:
     call = call if aligned(out.o, out.lse, dlse) else replace(call, steady=False)
     lse2, delta = sums.statistics.unbind()
     tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
-    sizes, facts = call.sizes(slots), call.plan.facts(tiles, call.align)
+    sizes, facts = call.sizes(slots), call.plan.facts(tiles, call.align, **call.plan.overlap("leads"))
     args = (tensors, sizes, call.scales(), facts)
     return Launched.of(call.plan.start(kernels().delta, grid, tiles, *args), grid, args)
 

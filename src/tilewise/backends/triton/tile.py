@@ -17,6 +17,7 @@ import triton.language as tl
 from tilewise.backends.triton.config import SHEET_STRIP
 from tilewise.backends.triton.maths import exp, plain
 from tilewise.dropout import ROUNDS
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -519,6 +520,25 @@ def tile_listed(tiles, count, t):
     """Which tile is the t-th of a list; past its end, any number. Loops read it an iteration ahead: within the one whose loads wait for
     it, it takes a stage of theirs."""
     return tl.load(tiles + tl.maximum(tl.minimum(t, count - 1), 0))
+
+
+# -- Kernels that overlap ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def begin(F: tl.constexpr):
+    """The first statement of a kernel that has a part in an overlap (``F.overlap``, a :class:`launch.Role`)."""
+    if F.overlap == "reads":
+        gdc_wait()
+    if F.overlap is not None:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def end(F: tl.constexpr):
+    """The last one: who waits for a kernel that joins another then waits for both."""
+    if F.overlap == "joins":
+        gdc_wait()
 
 
 # -- Dropout -------------------------------------------------------------------------------------------------------

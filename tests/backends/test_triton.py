@@ -431,8 +431,7 @@ def test_a_second_backward_is_the_first_with_new_addresses(launches):
     ("feature", "roles"),
     [
         ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
-        ("split", {"forward": "leads", "merge": "reads", "delta": "leads", "dq": "reads", "dkdv": "joins"}),
-        ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "dq_sheet": "reads", "sheet_sum": "joins"}),
+        ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "dq_sheet": None, "sheet_sum": None}),
         ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv"))),
     ],
 )

@@ -5,6 +5,8 @@
     dV = (P ∘ Z)ᵀ dO    dK = scale · dSᵀ Q    key tiles outside, queries inside       (16)  `dkdv_kernel`
     dQ = scale · dS K                         query tiles outside, keys inside        (15)  `dq_kernel`
 
+The passes read nothing of each other, so each begins where the one before leaves multiprocessors idle (launch.Role), dQ first.
+
 Where the registers do not hold dK and dV at once (head dims above 128), dV has a pass of its own (`F.dv` without `F.dk`)
 and the other computes dK alone: 8 products of a tile instead of 7. These passes work on transposed tiles, (keys, queries),
 and read the mask by columns; they sum the query heads of a group in order. Leaves that are not read at j get their sums in
@@ -431,7 +433,6 @@ def dq_sheet_kernel(tensors, sizes, scales, k_view, k_rest, F: tl.constexpr):
     """``dQ = scale · dS K``, one product of a tile; grid as in :func:`dq_kernel`. Every key is seen by some query, so rows and columns
     of the mask agree on which tiles there are."""
     sizes = plain_sizes(sizes)
-    begin(F)
     group = sizes.heads_q // sizes.heads_k
     slot, h, b = program(group, sizes)
     at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
@@ -464,7 +465,6 @@ def sheet_sum_kernel(
     """The gradient of a pair bias, which is dS added up over what the bias is broadcast over, in order; grid and arguments as in
     :func:`tile_kernel`. MORE: on top of earlier heads' sum."""
     sizes = plain_sizes(sizes)
-    begin(F)
     m0 = tl.program_id(0) * F.tile_m
     n0 = tl.program_id(1) * F.tile_n
     outer = tl.program_id(2)
@@ -489,7 +489,6 @@ def sheet_sum_kernel(
     if MORE:
         total += tl.load(pointers, mask=inside, other=0.0)
     tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)
-    end(F)
 
 
 # -- One tile of a pair bias, over what it is broadcast over -------------------------------------------------------

@@ -27,7 +27,6 @@ from tilewise.backends.triton.tile import (
     LN2,
     LOG2E,
     accumulate,
-    begin,
     dropout_keep,
     inner,
     key_interval,
@@ -66,7 +65,6 @@ class Query(NamedTuple):
 def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch, chunks); the last tiles first, which are the longest under a causal mask."""
     sizes = plain_sizes(sizes)
-    begin(F)
     slot, h, b = program(sizes.heads_q // sizes.heads_k, sizes)
     at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
     query = load_query(tensors, sizes, at, h, (k_view, k_rest), (v_view, v_rest), F)
@@ -241,7 +239,6 @@ def merge_kernel(tensors, sizes, scales, parts, parts_lse, F: tl.constexpr):
         parts: fp32 (chunks, batch, seqlen_q, heads_q, head_dim_v); parts_lse: (chunks, batch, heads_q, seqlen_q).
     """
     sizes = plain_sizes(sizes)
-    begin(F)
     pid = tl.program_id(0)
     h = (pid // sizes.blocks) % sizes.heads_q
     at = place(pid % sizes.blocks, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)

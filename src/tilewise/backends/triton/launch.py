@@ -637,7 +637,7 @@ def _states(
     """Runs the forward kernel, over chunks of ``chunk`` key tiles where there are some."""
     plan, p, tiles = call.plan, call.plan.p, call.plan.config.forward
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
-    sink = {"split": True, "sink": False, **plan.overlap("leads")} if chunk else {}
+    sink = {"split": True, "sink": False} if chunk else {}
     tma = descriptors[0] is not None
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **sink)
     grid = (slots * p.heads_q * (1 if p.packed else p.batch), chunks)
@@ -661,7 +661,7 @@ def partial_states(out: Output, chunks: int) -> Output:
 def _merge(call: Call, out: Output, parts: Output, chunks: int) -> Launched:
     plan, p = call.plan, call.plan.p
     slots = blocks(p, p.seqlen_q, MERGING.tile_m)
-    facts = plan.facts(MERGING, call.align, natural=True, dropout=False, **plan.overlap("reads"))
+    facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
     tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, chunk=chunks)
     grid = (slots * p.heads_q * p.batch, 1)
     args = (tensors, sizes, call.scales(), parts.o, parts.lse, facts)
@@ -860,8 +860,7 @@ def _by_sheets(call: Call, bundle: object, read: Read) -> list[Launched]:
         outer = (1 if loops[0] else p.batch) * (1 if loops[1] else heads * p.group)
         grid = (-(-p.seqlen_q // small.tile_m), -(-p.seqlen_k // small.tile_n), outer)
         unit = math.gcd(p.seqlen_k, 16 // p.dtype.itemsize)
-        facts = plan.facts(small, call.align, read=0, unit=unit, **plan.overlap("joins"))
-        sizes = call.sizes(1, part=part)
+        facts, sizes = plan.facts(small, call.align, read=0, unit=unit), call.sizes(1, part=part)
         args = (bundle, sizes, call.scales(), 0, *loops, loops[1] and first > 0, facts)
         launched.append(Launched.of(plan.start(kernels().sheet_sum, grid, small, *args), grid, args))
     return launched
@@ -881,8 +880,7 @@ def _dq_of_sheet(call: Call, tiles: Tiles, bundle: object, part: Part) -> Launch
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     descriptors = call.descriptors(tiles, "k")
     tma = descriptors[0] is not None
-    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **plan.overlap("reads"))
-    sizes = call.sizes(slots, part=part)
+    facts, sizes = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole), call.sizes(slots, part=part)
     grid = (slots * part.heads * p.group * p.batch,)
     args = (bundle, sizes, call.scales(), *descriptors, facts)
     return Launched.of(plan.start(kernels().dq_sheet, grid, tiles, *args), grid, args, "kk")

@@ -791,8 +791,8 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
     leaves = None if again is None else again.launch(t, out, do, dlse, sums)
     if leaves is None:
         call = Call.of(plan, t, do)
+        read = _LeafSums(plan, t)  # may launch kernels; what overlaps follows one another in the stream
         rows = _statistics(call, out, dlse, sums)
-        read = _LeafSums(plan, t)
         lse2, delta = sums.statistics.unbind()
         bundle = call.tensors(lse2=lse2, delta=delta, dq=sums.dq, dk=sums.dk, dv=sums.dv, grads=read.buffers)
         if plan.sheet_heads:

@@ -80,10 +80,11 @@ class Arithmetic:
     """In which dtype, and in which of many equally good orders, the formulas are computed.
 
     Attributes:
-        order: 0 is the textbook's. Any other number shuffles the terms of every product's sums (by that seed), applies the
-            scale to q before the product instead of to S, and takes FlashAttention's formulas for the backward (its
-            appendix B.2), ``P = exp(S - lse)`` with lse in fp32 at least and ``delta = rowsum(dO ∘ O)``, instead of
-            ``softmax(S)`` and ``rowsum(P ∘ dP)``. How far the orders differ tells how much of an error is luck.
+        order: 0 is the textbook's. Any other number shuffles the terms of every product's sums (by that seed), for dK and dV those
+            of all query heads of a group at once, applies the scale to q before the product instead of to S, and takes
+            FlashAttention's formulas for the backward (its appendix B.2), ``P = exp(S - lse)`` with lse in fp32 at least, merged
+            from two parts of the keys, and ``delta = rowsum(dO ∘ O)``, instead of ``softmax(S)`` and ``rowsum(P ∘ dP)``. How far
+            the orders differ tells how much of an error is luck.
         units: Q Kᵀ, of operands of 16 bits, comes from a GPU's matrix units, which accumulate in fp32 and round in their own
             way.
     """
@@ -107,13 +108,22 @@ class Arithmetic:
         shuffled = _shuffled(a.shape[-1], self.order, a.device)
         return a[..., shuffled] @ b[..., shuffled, :]
 
+    def logsumexp(self, x: Tensor) -> Tensor:
+        """Over the last dimension, in fp32 at least; rounded to x's dtype by the textbook alone."""
+        if not self.order:
+            return torch.logsumexp(x, -1)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        parts = _shuffled(x.shape[-1], self.order, x.device).tensor_split(2)
+        return torch.logaddexp(*(torch.logsumexp(x[..., part], -1) for part in parts))
+
 
 class _Attention:
     """One part's matrices, all ``(batch, heads_q, seqlen_q, seqlen_k)``; what lse does not need is computed when it is read."""
 
     def __init__(self, p: Problem, t: Inputs, part: Part, arithmetic: Arithmetic):
         dtype = arithmetic.dtype
-        self.p, self.t, self.part, self.dtype, self.matmul = p, t, part, dtype, arithmetic.matmul
+        self.p, self.t, self.part, self.dtype = p, t, part, dtype
+        self.matmul, self.logsumexp = arithmetic.matmul, arithmetic.logsumexp
         self.textbook = not arithmetic.order
         heads = lambda x, rows: (x[None, rows] if p.packed else x).transpose(1, 2).to(dtype)  # noqa: E731
         self.q = heads(t.q, part.rows)
@@ -140,7 +150,7 @@ class _Attention:
 
     @cached_property
     def lse(self) -> Tensor:
-        return torch.logsumexp(self._logits(), -1)
+        return self.logsumexp(self._logits()).to(self.dtype)
 
     @cached_property
     def probability(self) -> Tensor:
@@ -159,12 +169,12 @@ class _Attention:
         if self.textbook:
             return torch.softmax(logits, -1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.exp(wide - torch.logsumexp(wide, -1, keepdim=True)).to(logits.dtype)
+        return torch.exp(wide - self.logsumexp(wide).unsqueeze(-1)).to(logits.dtype)
 
     def backward(self, do: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, Tensor]]:
-        """``(dq, dk, dv, delta, leaf gradients by slot)``; dk, dv per query head."""
+        """``(dq, dk, dv, delta, leaf gradients by slot)``; dk, dv per key head."""
         p, spec, hit = self.p, self.p.spec, self.probability > 0
-        dv = self.matmul(self.dropped.mT, do)
+        dv = self._over_queries(self.dropped, do)
         dp = self.matmul(do, self.v.mT)
         dp = dp if self.z is None else dp * self.z
         delta = ((self.probability * dp) if self.textbook else (do * self.o)).sum(-1) - dlse
@@ -180,8 +190,17 @@ class _Attention:
                 grad = leaves.setdefault(slot, torch.zeros(leaf.shape, dtype=self.dtype, device=leaf.device))
                 expr.read_adjoint(grad, e, self.env, self.t.leaves, torch.where(hit, ds * leaf_slope, 0))
             ds = torch.where(hit, ds * slope, 0)
-        dq, dk = self.matmul(ds, self.k), self.matmul(ds.mT, self.q)
+        dq, dk = self.matmul(ds, self.k), self._over_queries(ds, self.q)
         return dq * p.softmax_scale, dk * p.softmax_scale, dv, delta, leaves
+
+    def _over_queries(self, x: Tensor, y: Tensor) -> Tensor:
+        """``xᵀ y`` of matrices with a row for each query, added up over the query heads of a group."""
+        by_group = [z.unflatten(1, (self.p.heads_k, self.p.group)) for z in (x, y)]
+        if self.textbook:
+            x, y = by_group
+            return self.matmul(x.mT, y).sum(2)
+        x, y = (z.flatten(2, 3) for z in by_group)
+        return self.matmul(x.mT, y)
 
 
 def attend(p: Problem, t: Inputs, arithmetic: Arithmetic, of: Iterable[Part] | None = None) -> Iterator[_Attention]:
@@ -232,12 +251,7 @@ def backward(
         part_dq, part_dk, part_dv, delta, part_leaves = a.backward(
             whole[0].transpose(1, 2).to(dtype), whole[1].to(dtype)
         )
-        by_head = lambda x: x.unflatten(1, (p.heads_k, p.group)).sum(2)  # noqa: E731
-        for total, x, rows in (
-            (dq, part_dq, part.rows),
-            (dk, by_head(part_dk), part.keys),
-            (dv, by_head(part_dv), part.keys),
-        ):
+        for total, x, rows in ((dq, part_dq, part.rows), (dk, part_dk, part.keys), (dv, part_dv, part.keys)):
             total[rows] += x[0].transpose(0, 1) if p.packed else x.transpose(1, 2)
         for slot, grad in part_leaves.items():
             leaves[slot] = leaves[slot] + grad if slot in leaves else grad

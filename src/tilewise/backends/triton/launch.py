@@ -798,7 +798,7 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
         if plan.sheet_heads:
             passes = _by_sheets(call, bundle, read.reads[0])
         else:
-            # dQ's programs have a multiprocessor each; two of the next pass's fill one that has no more of them.
+            # dQ first: where its programs have a multiprocessor each, two of the next pass's fill one that has no more of them.
             roles = {"dq": "reads"} | {name: "joins" for name in plan.config.passes if name in OVER_KEYS}
             passes = [_pass(call, name, plan.config.passes[name], bundle, role=role) for name, role in roles.items()]
             passes += read.pair_tiles(call, bundle)

@@ -7,7 +7,7 @@ attention", whose error sets the tolerance (docs/algorithm.md, "Numerics").
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -22,6 +22,7 @@ from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import Grid
 
 MEMORY_LIMIT = 2 << 30
+AGAIN = 1000  # from an order to that in which it computes S again
 UNIT_ROWS = 128  # of a matrix unit's tile, at most
 
 
@@ -82,9 +83,9 @@ class Arithmetic:
     Attributes:
         order: 0 is the textbook's. Any other number shuffles the terms of every product's sums (by that seed), for dK and dV those
             of all query heads of a group at once, applies the scale to q before the product instead of to S, and takes
-            FlashAttention's formulas for the backward (its appendix B.2), ``P = exp(S - lse)`` with lse in fp32 at least, merged
-            from two parts of the keys, and ``delta = rowsum(dO ∘ O)``, instead of ``softmax(S)`` and ``rowsum(P ∘ dP)``. How far
-            the orders differ tells how much of an error is luck.
+            FlashAttention's formulas for the backward (its appendix B.2), ``P = exp(S - lse)`` of an S that is computed again, in an
+            order of its own, with lse in fp32 at least, merged from two parts of the keys, and ``delta = rowsum(dO ∘ O)``, instead
+            of ``softmax(S)`` and ``rowsum(P ∘ dP)``. How far the orders differ tells how much of an error is luck.
         units: Q Kᵀ, of operands of 16 bits, comes from a GPU's matrix units, which accumulate in fp32 and round in their own
             way.
     """
@@ -116,6 +117,15 @@ class Arithmetic:
         parts = _shuffled(x.shape[-1], self.order, x.device).tensor_split(2)
         return torch.logaddexp(*(torch.logsumexp(x[..., part], -1) for part in parts))
 
+    def softmax(self, x: Tensor, lse: Tensor) -> Tensor:
+        """Over the last dimension; ``lse``: what :meth:`logsumexp` makes of x."""
+        return torch.softmax(x, -1) if not self.order else torch.exp(x.to(lse.dtype) - lse.unsqueeze(-1)).to(x.dtype)
+
+    @property
+    def again(self) -> Arithmetic:
+        """The order in which a backward computes S; the textbook keeps P."""
+        return replace(self, order=self.order and self.order + AGAIN)
+
 
 class _Attention:
     """One part's matrices, all ``(batch, heads_q, seqlen_q, seqlen_k)``; what lse does not need is computed when it is read."""
@@ -123,7 +133,7 @@ class _Attention:
     def __init__(self, p: Problem, t: Inputs, part: Part, arithmetic: Arithmetic):
         dtype = arithmetic.dtype
         self.p, self.t, self.part, self.dtype = p, t, part, dtype
-        self.matmul, self.logsumexp = arithmetic.matmul, arithmetic.logsumexp
+        self.arithmetic, self.matmul = arithmetic, arithmetic.matmul
         self.textbook = not arithmetic.order
         heads = lambda x, rows: (x[None, rows] if p.packed else x).transpose(1, 2).to(dtype)  # noqa: E731
         self.q = heads(t.q, part.rows)
@@ -150,35 +160,42 @@ class _Attention:
 
     @cached_property
     def lse(self) -> Tensor:
-        return self.logsumexp(self._logits()).to(self.dtype)
+        return self._lse.to(self.dtype)
+
+    @cached_property
+    def _lse(self) -> Tensor:
+        return self.arithmetic.logsumexp(self._logits())
 
     @cached_property
     def probability(self) -> Tensor:
-        probability = self._normalised(self._logits())[..., : self.s.shape[-1]]
+        return self._probability(self._lse)
+
+    def _probability(self, lse: Tensor) -> Tensor:
+        probability = self.arithmetic.softmax(self._logits(), lse)[..., : self.s.shape[-1]]
         return torch.where(self.s == -torch.inf, 0, probability)  # also rows that see nothing
 
-    @cached_property
-    def dropped(self) -> Tensor:
-        return self.probability if self.z is None else self.probability * self.z
+    def dropped(self, probability: Tensor) -> Tensor:
+        return probability if self.z is None else probability * self.z
 
     @cached_property
     def o(self) -> Tensor:
-        return self.matmul(self.dropped, self.v)
+        return self.matmul(self.dropped(self.probability), self.v)
 
-    def _normalised(self, logits: Tensor) -> Tensor:
+    def recomputed(self) -> Tensor:
+        """P as the backward has it."""
         if self.textbook:
-            return torch.softmax(logits, -1)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.exp(wide - self.logsumexp(wide).unsqueeze(-1)).to(logits.dtype)
+            return self.probability
+        return _Attention(self.p, self.t, self.part, self.arithmetic.again)._probability(self._lse)
 
     def backward(self, do: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, Tensor]]:
         """``(dq, dk, dv, delta, leaf gradients by slot)``; dk, dv per key head."""
-        p, spec, hit = self.p, self.p.spec, self.probability > 0
-        dv = self._over_queries(self.dropped, do)
+        p, spec, probability = self.p, self.p.spec, self.recomputed()
+        hit = probability > 0
+        dv = self._over_queries(self.dropped(probability), do)
         dp = self.matmul(do, self.v.mT)
         dp = dp if self.z is None else dp * self.z
-        delta = ((self.probability * dp) if self.textbook else (do * self.o)).sum(-1) - dlse
-        ds = torch.where(hit, self.probability * (dp - delta.unsqueeze(-1)), 0)
+        delta = ((probability * dp) if self.textbook else (do * self.o)).sum(-1) - dlse
+        ds = torch.where(hit, probability * (dp - delta.unsqueeze(-1)), 0)
         leaves: dict[int, Tensor] = {}
         if spec.score is not None:
             slope, *leaf_slopes = expr.evaluate(

@@ -260,6 +260,11 @@ def bounds_ms(case: Case, limits: dict[str, float], device: str) -> dict[str, fl
     return {name: round(ms, 6) for name, ms in bounds.items()}
 
 
+def from_root(text: str) -> str:
+    """With the checkout's files named from its root on: a result says nothing of where that was."""
+    return text.replace(f"{measure.ROOT}/", "")
+
+
 def record(entry: Entry, case: Case, plan: Plan, again: Entry | None) -> dict:
     """The JSON object of one contestant."""
     found = {
@@ -271,9 +276,9 @@ def record(entry: Entry, case: Case, plan: Plan, again: Entry | None) -> dict:
         "shape": describe(case),
     }
     if entry.refused:
-        return found | {"refused": entry.refused}
+        return found | {"refused": [from_root(line) for line in entry.refused]}
     if entry.failed:
-        return found | {"failed": entry.failed}
+        return found | {"failed": from_root(entry.failed)}
     if not entry.contestant.limit:
         found["errors"] = [asdict(e) | {"green": e.ok} for e in entry.errors]
         found["memory"] = entry.memory

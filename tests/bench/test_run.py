@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import run
+from bench import measure, run
 from bench.cases import draw, named
 from bench.peers import Contestant, eager_call
 
@@ -88,6 +88,13 @@ def test_refusals_and_failures_are_recorded_and_do_not_stop_the_others():
     assert (raised["status"], raised["refused"]) == ("refused", ["cannot run this", "head_dim 16 is odd"])
     assert (broke["status"], broke["failed"]) == ("failed", "RuntimeError: out of luck")
     assert right["status"] == "green"
+
+
+def test_a_result_says_nothing_of_where_the_checkout_was():
+    refuses = [f"no kernels in {measure.ROOT}/src/tilewise"]
+    entry = run.Entry(contestant(), draw(named("contract-one-full")), refused=refuses)
+    row = run.record(entry, named("contract-one-full"), run.Plan("cpu"), None)
+    assert row["refused"] == ["no kernels in src/tilewise"]
 
 
 def test_contestants_take_turns_and_the_order_turns_with_the_rounds(monkeypatch):

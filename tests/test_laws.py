@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -90,11 +89,6 @@ class Call:
         grads = torch.autograd.grad((o, lse), list(inputs.values()), (self.do, self.dlse))
         return {"o": o.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(inputs, grads, strict=True)}
 
-    def pairs_of_batch(self) -> list[Call]:
-        """The same call on two sequences after the other."""
-        split = [x.split(2) for x in (self.q, self.k, self.v, self.do, self.dlse)]
-        return [replace(self, q=q, k=k, v=v, do=do, dlse=dlse) for q, k, v, do, dlse in zip(*split, strict=True)]
-
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
@@ -174,16 +168,11 @@ def test_backends_agree_on_any_call(call):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
-@settings(law, max_examples=12)
-@given(call=calls(batch=6, lengths=st.integers(30, 40)))
+@law
+@given(
+    call=calls(batch=2, lengths=st.integers(30, 40))
+)  # enough rows for the rule's root mean square to mean something
 def test_low_precision_errs_hardly_more_than_eager(dtype, call):
-    """In most of three batches, each of enough rows for the rule's root mean square to mean something: in one of a hundred, a number that
-    nearly cancels errs more than in eager's sixteen orders, by luck and hence by the processor."""
-    wrong = Counter(e.tensor for pair in call.pairs_of_batch() for e in errors_in(dtype, pair) if not e.ok)
-    assert [name for name, times in wrong.items() if times > 1] == []
-
-
-def errors_in(dtype: torch.dtype, call: Call) -> list[accuracy.Error]:
     q, k, v, do = (x.to(dtype) for x in (call.q, call.k, call.v, call.do))
     leaves = {name: x.float().requires_grad_() for name, x in call.leaves.items()}
     options = Options(mask=call.mask, sink=None if call.sink is None else call.sink.float(), **call.options)
@@ -192,7 +181,8 @@ def errors_in(dtype: torch.dtype, call: Call) -> list[accuracy.Error]:
     p = problem.check(q, k, v, extras, seed, parse_spec(text))
     with torch.no_grad():
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
-        return accuracy.check(backend_named("portable"), p, t, do, call.dlse.float())
+        errors = accuracy.check(backend_named("portable"), p, t, do, call.dlse.float())
+    assert [str(e) for e in errors if not e.ok] == []
 
 
 # -- Splitting the keys --------------------------------------------------------------------------------------------

@@ -123,8 +123,8 @@ class Arithmetic:
 
     @property
     def again(self) -> Arithmetic:
-        """The order in which a backward computes S; the textbook keeps P."""
-        return replace(self, order=self.order and self.order + AGAIN)
+        """The order in which a backward computes S, of any but the textbook's, which keeps P."""
+        return replace(self, order=self.order + AGAIN)
 
 
 class _Attention:

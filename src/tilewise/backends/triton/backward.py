@@ -5,7 +5,9 @@
     dV = (P ∘ Z)ᵀ dO    dK = scale · dSᵀ Q    key tiles outside, queries inside       (16)  `dkdv_kernel`
     dQ = scale · dS K                         query tiles outside, keys inside        (15)  `dq_kernel`
 
-The passes read nothing of each other, so each begins where the one before leaves multiprocessors idle (launch.Role), dQ first.
+These passes read nothing of each other, so each begins where the one before leaves multiprocessors idle (launch.Role), dQ first.
+For a bias that all batch elements share, dS is kept, and dQ and the bias's gradient are made from it (`dq_sheet_kernel`,
+`sheet_sum_kernel`), one kernel after the other.
 
 Where the registers do not hold dK and dV at once (head dims above 128), dV has a pass of its own (`F.dv` without `F.dk`)
 and the other computes dK alone: 8 products of a tile instead of 7. These passes work on transposed tiles, (keys, queries),

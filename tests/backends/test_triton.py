@@ -245,7 +245,7 @@ def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once()
     ],
     ids=["heads", "all", "one"],
 )
-def test_a_descriptor_brings_a_bias_to_the_pass_over_keys(shape, index, leads):
+def test_a_descriptor_brings_a_bias_to_the_forward_and_the_pass_over_keys(shape, index, leads):
     t = normal(*shape).requires_grad_()
     score = tw.score(lambda s, b, h, i, j: s + t[index(b, h, i, j)])
     c = call(*qkv(nq=66, nk=72), causal=True, score=score)
@@ -253,6 +253,14 @@ def test_a_descriptor_brings_a_bias_to_the_pass_over_keys(shape, index, leads):
     assert plan.seen == (0, leads)
     assert Triton().preferred(c.p)
     agree(Triton(OTHER_TILES["tma"]), c)
+
+
+@pytest.mark.parametrize(
+    "mask", [tw.keep(lambda b, h, i, j: (i + 2 * j) % 3 != 0), tw.key_range(3, 60)], ids=["lists", "hidden-keys"]
+)
+def test_a_bias_by_descriptor_beside_loops_of_two_kinds(mask):
+    q, k, v = qkv(nq=66, nk=72)
+    agree(Triton(OTHER_TILES["tma"]), call(q, k, v, mask=mask, score=tw.bias(normal(4, 66, 72).requires_grad_())))
 
 
 @pytest.mark.parametrize(
@@ -406,6 +414,17 @@ def test_a_second_forward_is_the_first_with_new_addresses(launches):
     assert launches[2][1][0].q is new.t.q
 
 
+def test_a_second_forward_reads_its_own_bias(launches):
+    biased = lambda: tw.bias(normal(4, 72, 72, dtype=torch.bfloat16))  # noqa: E731
+    c, new = (call(*qkv(nq=72, nk=72, d=64, dv=64, dtype=torch.bfloat16), score=biased()) for _ in range(2))
+    plan = launch.Plan(c.p, OTHER_TILES["tma"], launch.run)
+    launch.forward(plan, c.t)
+    launch.forward(plan, new.t)
+    (_, first), (_, second) = launches
+    assert first[-2].base is c.t.leaves[plan.seen[0]]
+    assert second[-2].base is new.t.leaves[plan.seen[0]]
+
+
 def test_a_second_backward_is_the_first_with_new_addresses(launches):
     c, new = (call(*qkv(nk=n, d=64, dv=64, dtype=torch.bfloat16), causal=True) for n in (70, 70))
     plan = launch.Plan(c.p, OTHER_TILES["tma"], launch.run)
@@ -458,10 +477,10 @@ def test_a_second_backward_leaves_ds_and_sums_a_bias_where_it_says(launches):
     over_keys, dq, total = (args for _, args in second[1:])
     slot = plan.emitted.reads[0].slot
     for tensors in (over_keys[0], dq[0], total[0]):
-        assert tensors.sheet == over_keys[10].base.data_ptr()
+        assert tensors.sheet == over_keys[-2].base.data_ptr()
         assert tensors.leaves == (new.t.leaves[slot].data_ptr(),)
         assert tensors.grads == (grads.leaves[slot].data_ptr(),)
-    assert over_keys[9].base is new.t.leaves[slot]
+    assert over_keys[-3].base is new.t.leaves[slot]
     assert dq[3].base is new.t.k
     assert dq[0].dq == grads.dq.data_ptr()
     assert total[3:] == first[3][1][3:]

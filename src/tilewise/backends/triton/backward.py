@@ -56,15 +56,14 @@ from tilewise.backends.triton.tile import (
 
 class Rows(NamedTuple):
     """What a head's query rows are read through: the sources of q and dO, where the rows begin in lse's shape and in the
-    statistics' buffers, and those buffers' descriptors (pointers, unused, where there are none)."""
+    statistics' buffers, and the descriptor of both of these (a pointer, unused, where there is none)."""
 
     h: Any
     q: Any
     do: Any
     line: Any
     at_line: Any
-    lse2: Any
-    delta: Any
+    lines: Any
 
 
 class KeyTile(NamedTuple):
@@ -79,7 +78,7 @@ class KeyTile(NamedTuple):
 
 
 @triton.jit
-def query_rows(tensors, sizes, at, h, q_views, do_views, lse2, delta, F: tl.constexpr):
+def query_rows(tensors, sizes, at, h, q_views, do_views, lines, F: tl.constexpr):
     q = source(tensors.q, q_views, sizes.q, at, at.start_q, h, F)
     do = source(tensors.do, do_views, sizes.do, at, at.start_q, h, F)
     line = tl.cast(h, tl.int64) * sizes.seqlen_q + at.start_q
@@ -87,9 +86,7 @@ def query_rows(tensors, sizes, at, h, q_views, do_views, lse2, delta, F: tl.cons
     if not F.packed:
         line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
         at_line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.line
-    if lse2 is None:
-        lse2, delta = tensors.lse2, tensors.delta
-    return Rows(h, q, do, line, at_line, lse2, delta)
+    return Rows(h, q, do, line, at_line, tensors.lse2 if lines is None else lines)
 
 
 @triton.jit
@@ -168,7 +165,7 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
 
 
 @triton.jit
-def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, delta, pairs, sheet, F: tl.constexpr):
+def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lines, pairs, sheet, F: tl.constexpr):
     """Grid: (blocks · heads_k · batch). Computes dK if ``F.dk``, dV if ``F.dv``."""
     sizes = plain_sizes(sizes)
     begin(F)
@@ -184,7 +181,7 @@ def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lse2, 
     group = sizes.heads_q // sizes.heads_k
     for g in range(group):
         h = head_k * group + g
-        rows = query_rows(tensors, sizes, at, h, (q_view, q_rest), (do_view, do_rest), lse2, delta, F)
+        rows = query_rows(tensors, sizes, at, h, (q_view, q_rest), (do_view, do_rest), lines, F)
         if F.lists:
             partial, partials, full, fulls, ahead = listed(tensors, sizes, at.b, h, at.block, F)
             for t in range(fulls):
@@ -237,12 +234,15 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
     do = load_streamed(rows.do, m0, left, None, F.tile_m, True, partial, F)
     if (F.whole or (F.tma and not partial)) and not F.packed:
         line = (rows.at_line + m0).to(tl.int32)
-        lse2 = rows.lse2.load([line])
-        delta = rows.delta.load([line]) if F.dk else lse2
+        if F.dk:  # one load for both: each has a barrier of the whole program
+            lse2, delta = tl.split(tl.trans(rows.lines.load([0, line])))
+        else:
+            lse2 = rows.lines.load([0, line]).reshape(F.tile_m)
+            delta = lse2
     else:
         lse2, delta = statistics(tensors, rows.at_line, i, at.seqlen_q, False)
     s = inner(k, q, F)
-    at = with_pairs(at, keys.pairs, rows.h, m0, n0, F)
+    at = with_pairs(at, keys.pairs, rows.h, m0, n0, True, F)
     s2 = scored(s, rows.h, i[None, :], j[:, None], scales, at, F)
     p = power(s2 - lse2[None, :], F)
     inside = (j[:, None] < at.seqlen_k) & (i[None, :] < at.seqlen_q)
@@ -311,7 +311,7 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.cons
     begin(F)
     slot, h, b = program(sizes.heads_q // sizes.heads_k, sizes)
     at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
-    rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
+    rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, F)
     head_k = h // (sizes.heads_q // sizes.heads_k)
     k, v = key_sources(tensors, sizes, at, head_k, (k_view, k_rest), (v_view, v_rest), F)
     query = load_query(at.block * F.tile_m, rows, tensors, at, F)
@@ -543,7 +543,7 @@ def visited(m0, n0, h, at, F: tl.constexpr):
 @triton.jit
 def pair_tile(m0, i, j, n0, h, at, tensors, sizes, scales, F: tl.constexpr):
     """dZ times the leaf's slope of one tile."""
-    rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, None, F)
+    rows = query_rows(tensors, sizes, at, h, (None, None), (None, None), None, F)
     k, v = key_sources(tensors, sizes, at, h // (sizes.heads_q // sizes.heads_k), (None, None), (None, None), F)
     _, k, v, _, _ = load_keys(k, v, n0, tensors.q, tensors.q, at, F)
     query = load_query(m0, rows, tensors, at, F)

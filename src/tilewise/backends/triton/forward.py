@@ -45,12 +45,14 @@ from tilewise.backends.triton.tile import (
     source,
     store_rows,
     tile_listed,
+    with_pairs,
     zeros,
 )
 
 
 class Query(NamedTuple):
-    """A query tile: its position and head, q, tiles of (tile_m, D), its rows' key intervals, and the sources of k and v."""
+    """A query tile: its position and head, q, tiles of (tile_m, D), its rows' key intervals, the sources of k and v, and the descriptor
+    of a tensor that the score reads for every pair (a pointer, unused, where there is none)."""
 
     m0: Any
     h: Any
@@ -59,15 +61,17 @@ class Query(NamedTuple):
     hi: Any
     k: Any
     v: Any
+    pairs: Any
 
 
 @triton.jit
-def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl.constexpr):
+def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs, F: tl.constexpr):
     """Grid: (blocks · heads_q · batch, chunks); the last tiles first, which are the longest under a causal mask."""
     sizes = plain_sizes(sizes)
     slot, h, b = program(sizes.heads_q // sizes.heads_k, sizes)
     at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
-    query = load_query(tensors, sizes, at, h, (k_view, k_rest), (v_view, v_rest), F)
+    pairs = tensors.q if pairs is None else pairs
+    query = load_query(tensors, sizes, at, h, (k_view, k_rest), (v_view, v_rest), pairs, F)
     m = tl.full([F.tile_m], 0.0 if F.bounded else float("-inf"), tl.float32)
     l = tl.full([F.tile_m], 0.0, tl.float32)
     acc = zeros(F.tile_m, True, F)
@@ -105,7 +109,7 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, F: tl
 
 
 @triton.jit
-def load_query(tensors, sizes, at, h, k_views, v_views, F: tl.constexpr):
+def load_query(tensors, sizes, at, h, k_views, v_views, pairs, F: tl.constexpr):
     m0 = at.block * F.tile_m
     q = source(tensors.q, (None, None), sizes.q, at, at.start_q, h, F)
     q = load_rows(q, m0, at.seqlen_q - m0, None, F.tile_m, False, True, F)
@@ -114,7 +118,7 @@ def load_query(tensors, sizes, at, h, k_views, v_views, F: tl.constexpr):
     head_k = h // (sizes.heads_q // sizes.heads_k)
     k = source(tensors.k, k_views, sizes.k, at, at.start_k, head_k, F)
     v = source(tensors.v, v_views, sizes.v, at, at.start_k, head_k, F)
-    return Query(m0, h, q, lo, hi, k, v)
+    return Query(m0, h, q, lo, hi, k, v, pairs)
 
 
 @triton.jit
@@ -122,7 +126,8 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
     """Takes one key tile in (6). ``partial``: some row does not see some key of it; known when compiled unless F.whole."""
     j = n0 + tl.arange(0, F.tile_n)
     left = at.seqlen_k - n0
-    k = load_streamed(query.k, n0, left, None, F.tile_n, False, partial, F)
+    at = with_pairs(at, query.pairs, query.h, query.m0, n0, False, F)
+    k, v = load_keys(query, n0, left, partial, F)
     s = inner(query.q, k, F)  # fp32 (tile_m, tile_n)
     if F.general:
         s = scored(s, query, j, scales, at, F)
@@ -141,10 +146,21 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
         alive = shown[1]
     if F.dropout:
         p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
-    # A key that no row here sees has P = 0, and its row of V is not read: it may hold NaN.
-    v = load_streamed(query.v, n0, left, alive, F.tile_n, True, partial, F)
+    if len(v) == 0:  # a key that no row here sees has P = 0, and its row of V is not read: it may hold NaN
+        v = load_rows(query.v, n0, left, alive, F.tile_n, True, partial, F)
     acc = accumulate(p.to(v[0].dtype), v, acc, F)
     return m_new, l, acc
+
+
+@triton.jit
+def load_keys(query, n0, left, partial, F: tl.constexpr):
+    """Tiles of k and v; of v none yet where it comes by pointers, which may have to leave out rows of it. By descriptors both come at
+    once, so that one barrier is waited for."""
+    k = load_streamed(query.k, n0, left, None, F.tile_n, False, partial, F)
+    v = ()
+    if F.whole or (F.tma and not partial):
+        v = load_streamed(query.v, n0, left, None, F.tile_n, True, partial, F)
+    return k, v
 
 
 @triton.jit

@@ -191,6 +191,11 @@ class Plan:
             return None
         return e.args[0][1], (0,) * (5 - len(e.args)) + tuple(x.args[0] for x in e.args[1:-2])
 
+    @property
+    def pair(self) -> int | None:
+        """The slot of ``seen``."""
+        return None if self.seen is None else self.seen[0]
+
     @cached_property
     def whole(self) -> bool:
         """Whether descriptors may read every tile: they hide rows past a tensor's last, but neither another packed sequence's
@@ -385,15 +390,15 @@ class Call:
             made = self.plan.made[key] = kernels().TensorDescriptor(leaf, shape, strides, block)
         return rebased(made, t.leaves[seen[0]])
 
-    def line_descriptors(self, tiles: Tiles, lse2: Tensor, delta: Tensor, wanted: bool) -> tuple:
-        """Of the rows' statistics: a plain load would cost each thread an address for every number."""
-        if not wanted or self.plan.p.packed:
-            return None, None
-        key = ("lines", tiles.tile_m)
-        line = self.plan.made.get(key)
-        if line is None:
-            line = self.plan.made[key] = kernels().TensorDescriptor(lse2, [lse2.numel()], [1], [tiles.tile_m])
-        return rebased(line, lse2), rebased(line, delta)
+    def line_descriptor(self, tiles: Tiles, lse2: Tensor, count: int):
+        """Of the rows' statistics, lse2 and the delta behind it, or of lse2 alone: a plain load would cost each thread an address for
+        every number."""
+        key = ("lines", tiles.tile_m, count)
+        lines = self.plan.made.get(key)
+        if lines is None:
+            room, block = lse2.numel(), [count, tiles.tile_m]
+            lines = self.plan.made[key] = kernels().TensorDescriptor(lse2, [2, room], [room, 1], block)
+        return rebased(lines, lse2)
 
     def sizes(self, blocks: int, *, chunk: int = 0, lists: TileLists | None = None, part: Part | None = None):
         """The numbers of a launch, the same object again where they are the same and all pointers are aligned."""
@@ -565,13 +570,14 @@ class Again:
     """A forward that was launched before: everything of it but the tensors.
 
     Attributes:
-        slots: the extras that the kernel reads; merge: of ``chunks`` partial states, where keys are split.
+        slots: the extras that the kernel reads; merge: of ``chunks`` partial states, where keys are split; pair: the slot of ``seen``.
     """
 
     main: Launched
     slots: tuple[int, ...]
     merge: Launched | None
     chunks: int
+    pair: int | None
 
     @classmethod
     def of(cls, call: Call, launched: list[Launched], chunks: int = 0) -> Again | None:
@@ -579,7 +585,7 @@ class Again:
         if not repeatable(call, launched):
             return None
         merge = launched[1] if chunks else None
-        return cls(launched[0], call.plan.emitted.slots, merge, chunks)
+        return cls(launched[0], call.plan.emitted.slots, merge, chunks, call.plan.pair)
 
     def launch(self, t: Inputs, out: Output) -> bool:
         """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
@@ -589,7 +595,8 @@ class Again:
         if (q | k | v | o | lse) % 16 or rest is None:
             return False
         none = (0,) * 7
-        self.main((q, k, v, o, lse, *none, *rest), {"k": t.k, "v": t.v})
+        named = {"k": t.k, "v": t.v} | ({} if self.pair is None else {"p": t.leaves[self.pair]})
+        self.main((q, k, v, o, lse, *none, *rest), named)
         if self.merge is not None:
             self.merge((q, k, v, out.o.data_ptr(), out.lse.data_ptr(), *none, *rest), {}, to.o, to.lse)
         return True
@@ -637,16 +644,18 @@ def _states(
     """Runs the forward kernel, over chunks of ``chunk`` key tiles where there are some."""
     plan, p, tiles = call.plan, call.plan.p, call.plan.config.forward
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
-    sink = {"split": True, "sink": False} if chunk else {}
     tma = descriptors[0] is not None
-    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **sink)
+    pair = call.pair_descriptor(tiles)
+    parts = {} if pair is None else {"pair": plan.seen[1]}
+    parts |= {"split": True, "sink": False} if chunk else {}
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
     grid = (slots * p.heads_q * (1 if p.packed else p.batch), chunks)
     tensors, sizes = (
         call.tensors(o=to.o, lse=to.lse, lists=pointers(lists)),
         call.sizes(slots, chunk=chunk, lists=lists),
     )
-    args = (tensors, sizes, call.scales(), *descriptors, facts)
-    return Launched.of(plan.start(kernels().forward, grid, tiles, *args), grid, args, "kkvv")
+    args = (tensors, sizes, call.scales(), *descriptors, pair, facts)
+    return Launched.of(plan.start(kernels().forward, grid, tiles, *args), grid, args, "kkvvp")
 
 
 MERGING = Tiles(16, 16, 4, 1, padded=True)
@@ -755,12 +764,10 @@ class AgainBackward:
 
     plan: Plan
     passes: list[Launched]
-    pair: int | None
 
     @classmethod
     def of(cls, call: Call, do: Tensor, passes: list[Launched]) -> AgainBackward | None:
-        pair = None if call.plan.seen is None else call.plan.seen[0]
-        return cls(call.plan, passes, pair) if call.do is do and repeatable(call, passes) else None
+        return cls(call.plan, passes) if call.do is do and repeatable(call, passes) else None
 
     def launch(self, t: Inputs, out: Output, do: Tensor, dlse: Tensor, sums: Sums) -> dict[int, Tensor] | None:
         """The leaves' gradients; None, and nothing launched, where a tensor is not aligned as those of the first call were."""
@@ -777,8 +784,8 @@ class AgainBackward:
             sums.dq.data_ptr(), sums.dk.data_ptr(), sums.dv.data_ptr(), *rest,
             *[x.data_ptr() for x in leaves.buffers],
         )  # fmt: skip
-        named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "s": delta, "-": sheet}
-        named |= {} if self.pair is None else {"p": t.leaves[self.pair]}
+        named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "-": sheet}
+        named |= {} if self.plan.pair is None else {"p": t.leaves[self.plan.pair]}
         for each in self.passes:
             each(pointers, named)
         return leaves.totals()
@@ -830,13 +837,14 @@ def _pass(
     if over_keys:
         pair = call.pair_descriptor(tiles)
         parts |= {} if pair is None else {"pair": plan.seen[1]}
-        lines = call.line_descriptors(tiles, bundle.lse2, bundle.delta, tma)
+        described = tma and not p.packed
+        lines = call.line_descriptor(tiles, bundle.lse2, 2 if parts["dk"] else 1) if described else None
         sheet = None
         if part and tma and tiles.tile_m <= SHEET_STRIP:
             x, block = bundle.sheet, [1, 1, 1, tiles.tile_n, tiles.tile_m]
             sheet = kernels().TensorDescriptor(x, list(x.shape), list(x.stride()), block)
             parts |= {"strips": SHEET_STRIP}
-        descriptors, letters = (*descriptors, *lines, pair, sheet), "qqddlsp-"
+        descriptors, letters = (*descriptors, lines, pair, sheet), "qqddlp-"
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
     sizes = call.sizes(slots, lists=lists, part=part)
     grid = (slots * heads * (1 if p.packed else p.batch),)

@@ -212,9 +212,9 @@ def rows_of(pointer, strides, at, start, h, F: tl.constexpr):
 
 
 @triton.jit
-def with_pairs(at, view, h, m0, n0, F: tl.constexpr):
-    """``at`` with the tile at (m0, n0), as (keys, queries), of what ``view`` sees: a descriptor of four axes, the first two by
-    ``F.pair``: each the batch element, the head, or a number."""
+def with_pairs(at, view, h, m0, n0, OVER_KEYS: tl.constexpr, F: tl.constexpr):
+    """``at`` with the tile at (m0, n0), as (keys, queries) if OVER_KEYS, of what ``view`` sees: a descriptor of four axes, the first
+    two by ``F.pair``: each the batch element, the head, or a number."""
     if F.pair is None:
         return at
     else:
@@ -231,7 +231,7 @@ def with_pairs(at, view, h, m0, n0, F: tl.constexpr):
             grads=at.grads,
             grad_extents=at.grad_extents,
             numbers=at.numbers,
-            pair=tl.trans(pair),
+            pair=tl.trans(pair) if OVER_KEYS else pair,
         )
 
 

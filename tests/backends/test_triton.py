@@ -450,7 +450,7 @@ def test_a_second_backward_is_the_first_with_new_addresses(launches):
     ("feature", "roles"),
     [
         ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
-        ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "dq_sheet": None, "sheet_sum": None}),
+        ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "sheet": None}),
         ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv"))),
     ],
 )
@@ -472,18 +472,18 @@ def test_a_second_backward_leaves_ds_and_sums_a_bias_where_it_says(launches):
     out = launch.forward(plan, c.t)
     launch.backward(plan, c.t, out, c.do, c.dlse)
     grads = launch.backward(plan, new.t, out, new.do, new.dlse)
-    first, second = launches[1:5], launches[5:9]
+    first, second = launches[1:4], launches[4:7]
     assert [grid for grid, _ in second] == [(*grid, 1, 1)[:3] for grid, _ in first]
-    over_keys, dq, total = (args for _, args in second[1:])
+    over_keys, of_sheet = (args for _, args in second[1:])
     slot = plan.emitted.reads[0].slot
-    for tensors in (over_keys[0], dq[0], total[0]):
+    for tensors in (over_keys[0], of_sheet[0]):
         assert tensors.sheet == over_keys[-2].base.data_ptr()
         assert tensors.leaves == (new.t.leaves[slot].data_ptr(),)
         assert tensors.grads == (grads.leaves[slot].data_ptr(),)
     assert over_keys[-3].base is new.t.leaves[slot]
-    assert dq[3].base is new.t.k
-    assert dq[0].dq == grads.dq.data_ptr()
-    assert total[3:] == first[3][1][3:]
+    assert of_sheet[3].base is new.t.k
+    assert of_sheet[0].dq == grads.dq.data_ptr()
+    assert of_sheet[4:] == first[2][1][4:]
 
 
 @pytest.mark.parametrize("layout", ["bnhd", "bhnd"])

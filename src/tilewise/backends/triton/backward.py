@@ -6,8 +6,7 @@
     dQ = scale · dS K                         query tiles outside, keys inside        (15)  `dq_kernel`
 
 These passes read nothing of each other, so each begins where the one before leaves multiprocessors idle (launch.Role), dQ first.
-For a bias that all batch elements share, dS is kept, and dQ and the bias's gradient are made from it (`dq_sheet_kernel`,
-`sheet_sum_kernel`), one kernel after the other.
+For a bias that all batch elements share, dS is kept, and dQ and the bias's gradient are made from it (`sheet_kernel`).
 
 Where the registers do not hold dK and dV at once (head dims above 128), dV has a pass of its own (`F.dv` without `F.dk`)
 and the other computes dK alone: 8 products of a tile instead of 7. These passes work on transposed tiles, (keys, queries),
@@ -194,7 +193,7 @@ def dkdv_kernel(tensors, sizes, scales, q_view, q_rest, do_view, do_rest, lines,
         else:
             first, full, full_end, last = queries_to_visit(n0, h, at, F)
             if F.sheet:  # the next pass reads as many rows at a time
-                UNIT: tl.constexpr = F.sheet // F.tile_m
+                UNIT: tl.constexpr = max(F.sheet // F.tile_m, 1)
                 first, last = first // UNIT * UNIT, (last + UNIT - 1) // UNIT * UNIT
             if F.whole:
                 for n in range(first, last):
@@ -431,9 +430,24 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
 
 
 @triton.jit
-def dq_sheet_kernel(tensors, sizes, scales, k_view, k_rest, F: tl.constexpr):
-    """``dQ = scale · dS K``, one product of a tile; grid as in :func:`dq_kernel`. Every key is seen by some query, so rows and columns
-    of the mask agree on which tiles there are."""
+def sheet_kernel(
+    tensors,
+    sizes,
+    scales,
+    k_view,
+    k_rest,
+    GRAD: tl.constexpr,
+    LOOP_B: tl.constexpr,
+    LOOP_H: tl.constexpr,
+    MORE: tl.constexpr,
+    F: tl.constexpr,
+):
+    """``dQ = scale · dS K``, one product of a tile, and the gradient of a pair bias, which is dS added up over what the bias is broadcast
+    over; grid as in :func:`dq_kernel`, GRAD, LOOP_B and LOOP_H as in :func:`tile_kernel`. MORE: on top of earlier heads' sum.
+
+    Programs whose tiles are added up to one take turns at it, key tile by key tile: each reads the others' dS just when they do, so
+    that it comes from memory once. Every key is seen by some query, so rows and columns of the mask agree on which tiles there are.
+    """
     sizes = plain_sizes(sizes)
     group = sizes.heads_q // sizes.heads_k
     slot, h, b = program(group, sizes)
@@ -441,46 +455,35 @@ def dq_sheet_kernel(tensors, sizes, scales, k_view, k_rest, F: tl.constexpr):
     m0 = at.block * F.tile_m
     k = source(tensors.k, (k_view, k_rest), sizes.k, at, at.start_k, h // group, F)
     dq = zeros(F.tile_m, False, F)
+
+    to_b, batches = (b * 0, sizes.batch) if LOOP_B else (b, b * 0 + 1)
+    to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (h, h * 0 + 1)
+    turn, turns = (b - to_b) * heads + (h - to_h), batches * heads
     first, _full, _full_end, last = keys_to_visit(m0, h, at, F)
     for n in range(first, last):
         n0 = n * F.tile_n
-        ds = tl.load(sheet_tile(tensors, sizes, at.b, h, m0, n0, F))
+        ds = tl.load(sheet_tile(tensors, sizes, b, h, m0, n0, F))
         tile = load_streamed(k, n0, at.seqlen_k - n0, None, F.tile_n, False, True, F)
         dq = accumulate(tl.trans(ds), tile, dq, F)
-    token = tl.cast(at.b, tl.int64) * sizes.seqlen_q
+        if n % turns == turn:
+            add_up(m0, n0, to_b, to_h, turns, heads, tensors, sizes, at, GRAD, MORE, F)
+    for t in range(first + tl.cdiv(sizes.seqlen_k, F.tile_n) - last):  # tiles of zeros
+        n = tl.where(t < first, t, last + t - first)
+        if n % turns == turn:
+            add_up(m0, n * F.tile_n, to_b, to_h, 0, heads, tensors, sizes, at, GRAD, MORE, F)
+
+    token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * F.head_dim
     base = tensors.dq + token * row + h * F.head_dim
     store_rows(base, row, m0, at.seqlen_q - m0, dq, scales.softmax, F.tile_m, False, F)
 
 
 @triton.jit
-def sheet_sum_kernel(
-    tensors,
-    sizes,
-    scales,
-    GRAD: tl.constexpr,
-    LOOP_B: tl.constexpr,
-    LOOP_H: tl.constexpr,
-    MORE: tl.constexpr,
-    F: tl.constexpr,
-):
-    """The gradient of a pair bias, which is dS added up over what the bias is broadcast over, in order; grid and arguments as in
-    :func:`tile_kernel`. MORE: on top of earlier heads' sum."""
-    sizes = plain_sizes(sizes)
-    m0 = tl.program_id(0) * F.tile_m
-    n0 = tl.program_id(1) * F.tile_n
-    outer = tl.program_id(2)
-    group = sizes.heads_q // sizes.heads_k
-    first, launched = sizes.heads
-    batches = sizes.batch if LOOP_B else sizes.batch * 0 + 1
-    heads = launched * group if LOOP_H else launched * 0 + 1
-    kept_heads = launched * group // heads
-    b, h = outer // kept_heads, first * group + outer % kept_heads
-    at = place(outer * 0, b, tensors, sizes, scales, False, F)
+def add_up(m0, n0, b, h, count, heads, tensors, sizes, at, GRAD: tl.constexpr, MORE: tl.constexpr, F: tl.constexpr):
+    """Writes the sum of ``count`` tiles of dS, in order: of batch element b and the ``heads`` from h on, then of the next element."""
     i = m0 + tl.arange(0, F.tile_m)
     j = n0 + tl.arange(0, F.tile_n)
     total = tl.full([F.tile_n, F.tile_m], 0.0, tl.float32)
-    count = tl.where(visited(m0, n0, h, at, F), batches * heads, 0)
     for bh in tl.range(count, loop_unroll_factor=4):  # so that four tiles are on their way at once
         total += tl.load(sheet_tile(tensors, sizes, b + bh // heads, h + bh % heads, m0, n0, F)).to(tl.float32)
     lo, hi = key_interval(i, h, at, F)

@@ -145,11 +145,10 @@ def shared_memory(
         "delta": 0,
         "merge": 0,
         "tile": stages * (m + n) * (w + wv),
-        "dq_sheet": stages * n * (m + w),
-        "sheet_sum": 2 * m * n,
+        "sheet": stages * n * (m + w) + 2 * m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
-    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge") else 0
+    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "sheet") else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
     pairs += m * n * itemsize if bytes_ and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet
@@ -435,13 +434,11 @@ def sheet_heads(p: Problem, together: int, gradient: int) -> int:
     )
 
 
-def of_sheets(p: Problem, config: Config) -> dict[str, Tiles]:
-    """For dQ from a sheet of dS, and for its sum over what a bias is broadcast over."""
-    fast = p.device.type != "cpu" and p.dtype.itemsize == 2 and architecture(p.device) == "sm90"
-    wide = max(p.head_dim, p.head_dim_v) > 128
-    dq = config.dq if not fast or wide else Tiles(128, 64, 8, 3, True)
-    dq = replace(dq, tile_m=min(dq.tile_m, SHEET_UNIT), tile_n=min(dq.tile_n, config.dkdv.tile_n))
-    return {"dq_sheet": dq, "sheet_sum": Tiles(64, 64, 4, 1)}
+def of_sheet(p: Problem, config: Config) -> Tiles:
+    """For dQ from a sheet of dS, and the sum of that over what a bias is broadcast over."""
+    stages = 3 if max(p.head_dim, p.head_dim_v) <= 128 else 2
+    tiles = Tiles(64, 64, 4, stages, True) if config.dkdv.tma else config.dq
+    return replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
 
 
 def of_pairs(p: Problem, tiles: Tiles) -> Tiles:

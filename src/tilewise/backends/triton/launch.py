@@ -24,7 +24,7 @@ from tilewise.backends.triton.config import (
     columns,
     decoding,
     of_pairs,
-    of_sheets,
+    of_sheet,
     pieces,
     sheet_heads,
 )
@@ -63,8 +63,7 @@ def kernels():
         dkdv=backward.dkdv_kernel,
         dq=backward.dq_kernel,
         tile=backward.tile_kernel,
-        dq_sheet=backward.dq_sheet_kernel,
-        sheet_sum=backward.sheet_sum_kernel,
+        sheet=backward.sheet_kernel,
         Tensors=tile.Tensors,
         Sizes=tile.Sizes,
         Scales=tile.Scales,
@@ -832,7 +831,7 @@ def _pass(
     descriptors, letters = call.descriptors(tiles, "qd" if over_keys else "kv"), "kkvv"
     tma = descriptors[0] is not None
     parts = {"dk": name != "dv", "dv": name != "dk", "again": True, **plan.overlap(role)}
-    parts |= {"sheet": SHEET_UNIT} if part else {}
+    parts |= {"sheet": SHEET_STRIP} if part else {}
     heads = part.heads if part else heads
     if over_keys:
         pair = call.pair_descriptor(tiles)
@@ -856,21 +855,13 @@ def _by_sheets(call: Call, bundle: object, read: Read) -> list[Launched]:
     """The passes over key tiles leave dS behind, of some heads at a time; from it come dQ and the gradient of a pair bias, which then
     take one product of a tile, not five."""
     plan, p, config = call.plan, call.plan.p, call.plan.config
-    tiles, heads = of_sheets(p, config), plan.sheet_heads
+    heads = plan.sheet_heads
     bundle = bundle._replace(sheet=new_sheet(plan, call.q))
-    loops = ("b" in read.loops, "h" in read.loops)
     launched = [] if config.dv is None else [_pass(call, "dv", config.dv, bundle)]
     for first in range(0, p.heads_k, heads):
         part = Part(first, heads, tuple(bundle.sheet.shape[2:4]))
         launched.append(_pass(call, "dkdv" if config.dv is None else "dk", config.dkdv, bundle, part))
-        launched.append(_dq_of_sheet(call, tiles["dq_sheet"], bundle, part))
-        small = tiles["sheet_sum"]
-        outer = (1 if loops[0] else p.batch) * (1 if loops[1] else heads * p.group)
-        grid = (-(-p.seqlen_q // small.tile_m), -(-p.seqlen_k // small.tile_n), outer)
-        unit = math.gcd(p.seqlen_k, 16 // p.dtype.itemsize)
-        facts, sizes = plan.facts(small, call.align, read=0, unit=unit), call.sizes(1, part=part)
-        args = (bundle, sizes, call.scales(), 0, *loops, loops[1] and first > 0, facts)
-        launched.append(Launched.of(plan.start(kernels().sheet_sum, grid, small, *args), grid, args))
+        launched.append(_of_sheet(call, of_sheet(p, config), bundle, read, part))
     return launched
 
 
@@ -883,15 +874,17 @@ def new_sheet(plan: Plan, q: Tensor) -> Tensor | None:
     return q.new_empty((p.batch, plan.sheet_heads * p.group, strips, rows, SHEET_STRIP))
 
 
-def _dq_of_sheet(call: Call, tiles: Tiles, bundle: object, part: Part) -> Launched:
+def _of_sheet(call: Call, tiles: Tiles, bundle: object, read: Read, part: Part) -> Launched:
     plan, p = call.plan, call.plan.p
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     descriptors = call.descriptors(tiles, "k")
     tma = descriptors[0] is not None
-    facts, sizes = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole), call.sizes(slots, part=part)
+    unit = math.gcd(p.seqlen_k, 16 // p.dtype.itemsize)
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit)
     grid = (slots * part.heads * p.group * p.batch,)
-    args = (bundle, sizes, call.scales(), *descriptors, facts)
-    return Launched.of(plan.start(kernels().dq_sheet, grid, tiles, *args), grid, args, "kk")
+    loops = ("b" in read.loops, "h" in read.loops, "h" in read.loops and part.first > 0)
+    args = (bundle, call.sizes(slots, part=part), call.scales(), *descriptors, 0, *loops, facts)
+    return Launched.of(plan.start(kernels().sheet, grid, tiles, *args), grid, args, "kk")
 
 
 def line_length(p: Problem) -> int:

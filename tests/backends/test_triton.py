@@ -106,7 +106,7 @@ SMALL = Tiles(32, 32, 4, 1)
 OTHER_TILES = {
     "small": Config(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
     "wide": Config(Tiles(32, 128, 4, 1), Tiles(32, 128, 4, 1), Tiles(128, 32, 4, 1)),
-    "tma": Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3),
+    "tma": Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3),
     "three-passes": Config(*[Tiles(32, 32, 4, 1, tma=True)] * 4),
 }
 
@@ -293,6 +293,15 @@ def test_ds_of_16_bits_is_kept_for_a_bias_in_fp32_where_its_range_is_fp32s(dtype
     c = call(*qkv(nq=48, nk=72, dtype=dtype), causal=True, score=tw.bias(normal(48, 72).requires_grad_()))
     assert (launch.Plan(c.p, INTERPRETED).sheet_heads > 0) == kept
     agree(Triton(), c)
+
+
+def test_scattered_sums_of_fp32_are_taken_in_float64():
+    table = normal(4, 32).requires_grad_()
+    score = tw.score(lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(0, 31)])
+    c = call(*qkv(), score=score)
+    sums = launch._LeafSums(launch.Plan(c.p, INTERPRETED), c.t)
+    assert [x.dtype for x in sums.buffers] == [torch.float64]
+    assert [x.dtype for x in sums.totals().values()] == [torch.float32]
 
 
 def test_nan_in_a_visible_key_is_not_swallowed_by_a_softcap():

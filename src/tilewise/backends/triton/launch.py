@@ -29,7 +29,7 @@ from tilewise.backends.triton.config import (
     sheet_heads,
 )
 from tilewise.backends.triton.driver import Prepared, address
-from tilewise.backends.triton.emit import COLUMNS, ROWS, STORE, TILES, Emitted, Pairs, Read, emit, seen_lookup
+from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, Emitted, Pairs, Read, emit, seen_lookup
 from tilewise.backends.triton.facts import Facts
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check
@@ -644,7 +644,9 @@ def _states(
     plan, p, tiles = call.plan, call.plan.p, call.plan.config.forward
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     tma = descriptors[0] is not None
-    pair = call.pair_descriptor(tiles)
+    pair = (
+        call.pair_descriptor(tiles) if tiles.num_stages > 2 else None
+    )  # else waited for: by pointers it comes under Q Kᵀ
     parts = {} if pair is None else {"pair": plan.seen[1]}
     parts |= {"split": True, "sink": False} if chunk else {}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
@@ -916,12 +918,14 @@ class _LeafSums:
         self.plan, self.t = plan, t
         p, self.reads = plan.p, plan.emitted.reads
         self.grads: dict[int, Tensor] = {}
+        # Thousands of numbers may be scattered to one address, in any order: of fp32 such a chain rounds more than eager's sums.
+        exact = {read.slot for read in self.reads if read.how == SCATTER and p.dtype == torch.float32}
         for read in self.reads:
             leaf = t.leaves[read.slot]
             parts = 0 < plan.sheet_heads < p.heads_k and "h" in read.loops
             alone = read.how in (STORE, TILES) and not parts
             new = torch.empty if read.how == TILES and _all_of(leaf, read) else torch.zeros
-            dtype = leaf.dtype if alone else torch.float32
+            dtype = leaf.dtype if alone else torch.float64 if read.slot in exact else torch.float32
             self.grads.setdefault(read.slot, new(leaf.shape, dtype=dtype, device=leaf.device))
         lead = (p.heads_q,) if p.packed else (p.batch, p.heads_q)
         lines = {ROWS: p.seqlen_q, COLUMNS: p.seqlen_k}

@@ -263,6 +263,28 @@ def test_a_bias_by_descriptor_beside_loops_of_two_kinds(mask):
     agree(Triton(OTHER_TILES["tma"]), call(q, k, v, mask=mask, score=tw.bias(normal(4, 66, 72).requires_grad_())))
 
 
+def test_a_bias_by_descriptor_with_split_keys():
+    t = normal(4, 9, 152).requires_grad_()
+    c = call(*qkv(batch=1, nq=9, nk=152), causal=True, score=tw.bias(t), sink=normal(4))
+    agree(Triton(replace(OTHER_TILES["tma"], split=64)), c)
+
+
+def test_a_bias_by_descriptor_of_packed_sequences():
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 30, 30, 55, 62], [0, 40, 45, 69, 69]))
+    t = normal(4, 4, 32, 40).requires_grad_()
+    score = tw.score(lambda s, b, h, i, j: s + t[b, h, i, j])
+    q, k, v = normal(62, 4, 16), normal(69, 2, 16), normal(69, 2, 16)
+    agree(Triton(OTHER_TILES["tma"]), call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, score=score))
+
+
+@pytest.mark.parametrize("shape", [(4, 70, 72), (70, 72), (3, 1, 70, 72)], ids=["batch", "both", "heads"])
+@pytest.mark.parametrize("tiles", ["tma", "wide"])
+def test_programs_take_turns_at_a_sum_that_three_or_four_or_all_share(shape, tiles):
+    c = call(*qkv(batch=3, nq=70, nk=72), mask=tw.window(20, 5), score=tw.bias(normal(*shape).requires_grad_()))
+    assert launch.Plan(c.p, OTHER_TILES[tiles]).sheet_heads
+    agree(Triton(OTHER_TILES[tiles]), c)
+
+
 @pytest.mark.parametrize(
     ("shape", "override"),
     [((3, 48, 72), Config(*[Tiles(32, 64, 4, 1)] * 3)), ((48, 72), Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3))],

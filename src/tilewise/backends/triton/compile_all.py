@@ -118,7 +118,8 @@ def recorded(item: Launch) -> Iterator[tuple]:
     rows = config.table(item.arch, item.dtype.itemsize)
     tiles = config.of_width(rows, p) or config.LATENT[item.arch]
     passes = config.Config(*tiles).passes
-    passes |= {name: x for name, x in config.paired(item.arch, p, pair_bytes(item)).items() if name in passes}
+    beside = config.paired(item.arch, p, pair_bytes(item), TARGETS[item.arch].shared)
+    passes |= {name: x for name, x in beside.items() if name in passes}
     found = []
 
     def record(kernel, grid, tiles, *args):

@@ -350,7 +350,8 @@ def choose(
     arch = architecture(p.device)
     row = of_width(table(arch, p.dtype.itemsize), p) or LATENT[arch]
     passes = Config(*row).passes
-    passes |= {name: x for name, x in paired(arch, p, pair_bytes).items() if name in passes}
+    limit = devices.of(p.device).shared_memory or 1 << 30
+    passes |= {name: x for name, x in paired(arch, p, pair_bytes, limit).items() if name in passes}
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
     fitted = fit_all(p, passes, pair_bytes)
     split = _split(p, fitted["forward"].tile_m, devices.of(p.device).cores)
@@ -390,25 +391,26 @@ def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
     }
 
 
-# In place of the table's rows up to a head dim where a tensor is read for every pair: beside its tiles eight warps have no room for
-# a third stage. "dkdv": where its elements are wider than q's, beside which two programs of 64 x 64 do not fit; "tile": of the
-# gradient that is summed over what such a tensor is broadcast over.
+# In place of the table's rows up to a head dim where a tensor is read for every pair, the first that fits: beside its tiles eight warps
+# have no room for a third stage. "dkdv": where its elements are wider than q's, beside which two programs of 64 x 64 do not fit; "tile":
+# of the gradient that is summed over what such a tensor is broadcast over.
 PAIRED = {
     "sm90": {
-        "forward": {64: Tiles(64, 128, 4, 2, True), 128: Tiles(128, 64, 8, 3, True)},
-        "dkdv": {64: Tiles(64, 64, 4, 3, True), 128: Tiles(32, 64, 4, 3, True)},
-        "dq": {128: Tiles(64, 64, 4, 3, True)},
-        "tile": {128: Tiles(128, 64, 8, 2)},
+        "forward": {128: _tma((64, 64, 4, 3), (128, 64, 8, 3))},
+        "dkdv": {64: _tma((64, 64, 4, 3)), 128: _tma((32, 64, 4, 3))},
+        "dq": {128: _tma((64, 64, 4, 3))},
+        "tile": {128: (Tiles(128, 64, 8, 2),)},
     }
 }
 
 
-def paired(arch: str, p: Problem, pair_bytes: int) -> dict[str, Tiles]:
-    """PAIRED's rows of p beside tensors of so many bytes a pair, by kernel."""
+def paired(arch: str, p: Problem, pair_bytes: int, limit: int) -> dict[str, Tiles]:
+    """PAIRED's rows of p beside tensors of so many bytes a pair, by kernel; ``limit``: bytes of shared memory of a multiprocessor."""
     size = p.dtype.itemsize
     rows = PAIRED.get(arch, {}) if p.device.type != "cpu" and size == 2 and pair_bytes else {}
-    found = {name: of_width({limit: (x,) for limit, x in row.items()}, p) for name, row in rows.items()}
-    return {name: x[0] for name, x in found.items() if x and (name != "dkdv" or pair_bytes > size)}
+    found = {name: of_width(row, p) for name, row in rows.items() if name != "dkdv" or pair_bytes > size}
+    fits = lambda name, x: needed(p, name, x, pair_bytes, arch) <= room(x, limit, arch)  # noqa: E731
+    return {name: next((x for x in some if fits(name, x)), some[-1]) for name, some in found.items() if some}
 
 
 SHEET_STRIP = 64  # queries that lie side by side in it
@@ -444,27 +446,24 @@ def of_sheet(p: Problem, config: Config) -> Tiles:
 def of_pairs(p: Problem, tiles: Tiles) -> Tiles:
     """For the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``, with the stages
     that fit."""
-    tiles = paired(architecture(p.device), p, 1).get("tile", tiles)
-    limit, widths = (
-        devices.of(p.device).shared_memory or 227 << 10,
-        (columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)),
-    )
-    need = lambda tiles: shared_memory("tile", tiles, widths, p.dtype.itemsize)  # noqa: E731
-    while need(tiles) > limit and tiles.num_stages > 1:
+    arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 227 << 10
+    tiles = paired(arch, p, 1, limit).get("tile", tiles)
+    while needed(p, "tile", tiles, arch=arch) > limit and tiles.num_stages > 1:
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     return tiles
+
+
+def needed(p: Problem, kernel: str, tiles: Tiles, pair_bytes: int = 0, arch: str = "sm90") -> int:
+    """:func:`shared_memory` of a kernel of p."""
+    plain = not p.spec.dropout_p and p.spec.region.predicate is None
+    widths = columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)
+    return shared_memory(kernel, tiles, widths, p.dtype.itemsize, Streams(pair_bytes, plain), arch)
 
 
 def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:
     """Each pass's tiles as :func:`fit` leaves them on p's device."""
     arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 1 << 30
-    plain = not p.spec.dropout_p and p.spec.region.predicate is None
-    streams = Streams(pair_bytes, plain)
-
-    def need(kernel: str, tiles: Tiles) -> int:
-        widths = columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)
-        return shared_memory(kernel, tiles, widths, p.dtype.itemsize, streams, arch)
-
+    need = partial(needed, p, pair_bytes=pair_bytes, arch=arch)
     return {k: fit(k, tiles, partial(need, k), room(tiles, limit, arch)) for k, tiles in passes.items()}
 
 

@@ -147,18 +147,18 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
     if F.dropout:
         p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
     if len(v) == 0:  # a key that no row here sees has P = 0, and its row of V is not read: it may hold NaN
-        v = load_rows(query.v, n0, left, alive, F.tile_n, True, partial, F)
+        v = load_streamed(query.v, n0, left, alive, F.tile_n, True, partial, F)
     acc = accumulate(p.to(v[0].dtype), v, acc, F)
     return m_new, l, acc
 
 
 @triton.jit
 def load_keys(query, n0, left, partial, F: tl.constexpr):
-    """Tiles of k and v; of v none yet where it comes by pointers, which may have to leave out rows of it. By descriptors both come at
-    once, so that one barrier is waited for."""
+    """Tiles of k and v; of v none yet where it comes by pointers, which may have to leave out rows of it, or later than k
+    (``F.together``). By descriptors both come at once, so that one barrier is waited for."""
     k = load_streamed(query.k, n0, left, None, F.tile_n, False, partial, F)
     v = ()
-    if F.whole or (F.tma and not partial):
+    if F.together and (F.whole or (F.tma and not partial)):
         v = load_streamed(query.v, n0, left, None, F.tile_n, True, partial, F)
     return k, v
 

@@ -255,6 +255,7 @@ class Plan:
                 "dk": True,
                 "dv": True,
                 "tma": False,
+                "together": tiles.num_stages > 2,  # of two stages V is on its way while Q Kᵀ needs K alone
                 "pair": None,
                 "whole": False,
                 "sheet": 0,

@@ -12,8 +12,8 @@ Where the registers do not hold dK and dV at once (head dims above 128), dV has 
 and the other computes dK alone: 8 products of a tile instead of 7. These passes work on transposed tiles, (keys, queries),
 and read the mask by columns; they sum the query heads of a group in order. Leaves that are not read at j get their sums in
 the pass over query tiles, those read at j alone in the pass over key tiles (section 7); `tile_kernel` adds up a pair bias
-over the batch and heads it was broadcast over. The pass over key tiles gets the bias's tiles by descriptor, where there can be
-one: turned, by pointers, they took as long as all else.
+over the batch and heads it was broadcast over. The pass over key tiles gets the bias's tiles by descriptor, as the forward does, where
+there can be one: turned, by pointers, they took as long as all else.
 """
 
 # ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's

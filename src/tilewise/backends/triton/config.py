@@ -36,6 +36,11 @@ class Tiles:
     specialized: bool = False
     padded: bool = False
 
+    @property
+    def ahead(self) -> bool:
+        """Whether loads are more than a tile ahead of their use: with fewer stages, what comes early is waited for early."""
+        return self.num_stages > 2
+
     def describe(self) -> str:
         how = (", tma" if self.tma else "") + (", specialised" if self.specialized else "")
         how += ", padded" if self.padded else ""
@@ -391,9 +396,9 @@ def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
     }
 
 
-# In place of the table's rows up to a head dim where a tensor is read for every pair, the first that fits: beside its tiles eight warps
-# have no room for a third stage. "dkdv": where its elements are wider than q's, beside which two programs of 64 x 64 do not fit; "tile":
-# of the gradient that is summed over what such a tensor is broadcast over.
+# In place of the table's rows up to a head dim where a tensor is read for every pair, the first that fits: beside its tiles dQ's eight
+# warps have no room for a third stage. "dkdv": where its elements are wider than q's, beside which two programs of 64 x 64 do not fit;
+# "tile": of the gradient that is summed over what such a tensor is broadcast over.
 PAIRED = {
     "sm90": {
         "forward": {128: _tma((64, 64, 4, 3), (128, 64, 8, 3))},
@@ -409,7 +414,7 @@ def paired(arch: str, p: Problem, pair_bytes: int, limit: int) -> dict[str, Tile
     size = p.dtype.itemsize
     rows = PAIRED.get(arch, {}) if p.device.type != "cpu" and size == 2 and pair_bytes else {}
     found = {name: of_width(row, p) for name, row in rows.items() if name != "dkdv" or pair_bytes > size}
-    fits = lambda name, x: needed(p, name, x, pair_bytes, arch) <= room(x, limit, arch)  # noqa: E731
+    fits = lambda name, x: needed(p, name, x, arch, pair_bytes) <= room(x, limit, arch)  # noqa: E731
     return {name: next((x for x in some if fits(name, x)), some[-1]) for name, some in found.items() if some}
 
 
@@ -448,13 +453,13 @@ def of_pairs(p: Problem, tiles: Tiles) -> Tiles:
     that fit."""
     arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 227 << 10
     tiles = paired(arch, p, 1, limit).get("tile", tiles)
-    while needed(p, "tile", tiles, arch=arch) > limit and tiles.num_stages > 1:
+    while needed(p, "tile", tiles, arch) > limit and tiles.num_stages > 1:
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     return tiles
 
 
-def needed(p: Problem, kernel: str, tiles: Tiles, pair_bytes: int = 0, arch: str = "sm90") -> int:
-    """:func:`shared_memory` of a kernel of p."""
+def needed(p: Problem, kernel: str, tiles: Tiles, arch: str, pair_bytes: int = 0) -> int:
+    """:func:`shared_memory` of a kernel of p, beside tensors of so many bytes a pair."""
     plain = not p.spec.dropout_p and p.spec.region.predicate is None
     widths = columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)
     return shared_memory(kernel, tiles, widths, p.dtype.itemsize, Streams(pair_bytes, plain), arch)

@@ -154,8 +154,8 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
 
 @triton.jit
 def load_keys(query, n0, left, partial, F: tl.constexpr):
-    """Tiles of k and v; of v none yet where it comes by pointers, which may have to leave out rows of it, or later than k
-    (``F.together``). By descriptors both come at once, so that one barrier is waited for."""
+    """Tiles of k and v; of v none yet where it comes by pointers, which may have to leave out rows of it. By descriptors both come at
+    once, so that one barrier is waited for, unless the products of q and k would then wait for v (not ``F.together``)."""
     k = load_streamed(query.k, n0, left, None, F.tile_n, False, partial, F)
     v = ()
     if F.together and (F.whole or (F.tma and not partial)):

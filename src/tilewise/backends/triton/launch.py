@@ -190,10 +190,9 @@ class Plan:
             return None
         return e.args[0][1], (0,) * (5 - len(e.args)) + tuple(x.args[0] for x in e.args[1:-2])
 
-    @property
-    def pair(self) -> int | None:
-        """The slot of ``seen``."""
-        return None if self.seen is None else self.seen[0]
+    def pairs(self, t: Inputs) -> dict[str, Tensor]:
+        """What the descriptor with the letter p sees, where there may be one."""
+        return {} if self.seen is None else {"p": t.leaves[self.seen[0]]}
 
     @cached_property
     def whole(self) -> bool:
@@ -255,7 +254,7 @@ class Plan:
                 "dk": True,
                 "dv": True,
                 "tma": False,
-                "together": tiles.num_stages > 2,  # of two stages V is on its way while Q Kᵀ needs K alone
+                "together": tiles.ahead,
                 "pair": None,
                 "whole": False,
                 "sheet": 0,
@@ -570,14 +569,13 @@ class Again:
     """A forward that was launched before: everything of it but the tensors.
 
     Attributes:
-        slots: the extras that the kernel reads; merge: of ``chunks`` partial states, where keys are split; pair: the slot of ``seen``.
+        merge: of ``chunks`` partial states, where keys are split.
     """
 
+    plan: Plan
     main: Launched
-    slots: tuple[int, ...]
     merge: Launched | None
     chunks: int
-    pair: int | None
 
     @classmethod
     def of(cls, call: Call, launched: list[Launched], chunks: int = 0) -> Again | None:
@@ -585,18 +583,17 @@ class Again:
         if not repeatable(call, launched):
             return None
         merge = launched[1] if chunks else None
-        return cls(launched[0], call.plan.emitted.slots, merge, chunks, call.plan.pair)
+        return cls(call.plan, launched[0], merge, chunks)
 
     def launch(self, t: Inputs, out: Output) -> bool:
         """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
         to = out if self.merge is None else partial_states(out, self.chunks)
         q, k, v, o, lse = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), to.o.data_ptr(), to.lse.data_ptr()
-        rest = others(t, self.slots)
+        rest = others(t, self.plan.emitted.slots)
         if (q | k | v | o | lse) % 16 or rest is None:
             return False
         none = (0,) * 7
-        named = {"k": t.k, "v": t.v} | ({} if self.pair is None else {"p": t.leaves[self.pair]})
-        self.main((q, k, v, o, lse, *none, *rest), named)
+        self.main((q, k, v, o, lse, *none, *rest), {"k": t.k, "v": t.v, **self.plan.pairs(t)})
         if self.merge is not None:
             self.merge((q, k, v, out.o.data_ptr(), out.lse.data_ptr(), *none, *rest), {}, to.o, to.lse)
         return True
@@ -645,9 +642,7 @@ def _states(
     plan, p, tiles = call.plan, call.plan.p, call.plan.config.forward
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     tma = descriptors[0] is not None
-    pair = (
-        call.pair_descriptor(tiles) if tiles.num_stages > 2 else None
-    )  # else waited for: by pointers it comes under Q Kᵀ
+    pair = call.pair_descriptor(tiles) if tiles.ahead else None  # by pointers it comes under Q Kᵀ
     parts = {} if pair is None else {"pair": plan.seen[1]}
     parts |= {"split": True, "sink": False} if chunk else {}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
@@ -786,8 +781,7 @@ class AgainBackward:
             sums.dq.data_ptr(), sums.dk.data_ptr(), sums.dv.data_ptr(), *rest,
             *[x.data_ptr() for x in leaves.buffers],
         )  # fmt: skip
-        named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "-": sheet}
-        named |= {} if self.plan.pair is None else {"p": t.leaves[self.plan.pair]}
+        named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "-": sheet, **self.plan.pairs(t)}
         for each in self.passes:
             each(pointers, named)
         return leaves.totals()
@@ -864,7 +858,7 @@ def _by_sheets(call: Call, bundle: object, read: Read) -> list[Launched]:
     for first in range(0, p.heads_k, heads):
         part = Part(first, heads, tuple(bundle.sheet.shape[2:4]))
         launched.append(_pass(call, "dkdv" if config.dv is None else "dk", config.dkdv, bundle, part))
-        launched.append(_of_sheet(call, of_sheet(p, config), bundle, read, part))
+        launched.append(_of_sheet(call, bundle, read, part))
     return launched
 
 
@@ -877,8 +871,8 @@ def new_sheet(plan: Plan, q: Tensor) -> Tensor | None:
     return q.new_empty((p.batch, plan.sheet_heads * p.group, strips, rows, SHEET_STRIP))
 
 
-def _of_sheet(call: Call, tiles: Tiles, bundle: object, read: Read, part: Part) -> Launched:
-    plan, p = call.plan, call.plan.p
+def _of_sheet(call: Call, bundle: object, read: Read, part: Part) -> Launched:
+    plan, p, tiles = call.plan, call.plan.p, of_sheet(call.plan.p, call.plan.config)
     slots = blocks(p, p.seqlen_q, tiles.tile_m)
     descriptors = call.descriptors(tiles, "k")
     tma = descriptors[0] is not None

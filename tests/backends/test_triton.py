@@ -108,6 +108,8 @@ OTHER_TILES = {
     "wide": Config(Tiles(32, 128, 4, 1), Tiles(32, 128, 4, 1), Tiles(128, 32, 4, 1)),
     "tma": Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3),
     "three-passes": Config(*[Tiles(32, 32, 4, 1, tma=True)] * 4),
+    "parts": replace(INTERPRETED, products="bf16x6"),
+    "parts-tma": Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3, products="bf16x6"),
 }
 
 
@@ -122,6 +124,10 @@ OTHER_TILES = {
         ("tma", "gqa-causal"),
         ("tma", "packed-causal-cross"),
         ("three-passes", "dropout-causal-alibi-sink"),
+        ("parts", "dropout-causal-alibi-sink"),
+        ("parts", "packed-causal-cross"),
+        ("parts-tma", "gqa-causal"),
+        ("parts-tma", "window-both-cross"),
     ],
 )
 def test_tiles_do_not_change_the_result(tiles, name):
@@ -324,6 +330,59 @@ def test_scattered_sums_of_fp32_are_taken_in_float64():
     sums = launch._LeafSums(launch.Plan(c.p, INTERPRETED), c.t)
     assert [x.dtype for x in sums.buffers] == [torch.float64]
     assert [x.dtype for x in sums.totals().values()] == [torch.float32]
+
+
+PARTS = OTHER_TILES["parts"]
+
+
+def test_three_parts_hold_all_of_fp32():
+    c = call(*qkv(nq=70, d=24))
+    x = torch.randn(2, 70, 3, 24) * torch.exp2(torch.randint(-100, 120, (2, 70, 3, 24)))
+    x[0, 0, 0, :4] = torch.tensor([torch.inf, -torch.inf, 0.0, 3.0e38])
+    parts = launch.in_parts(launch.Plan(c.p, PARTS), x).float().unflatten(-1, (3, 24))
+    assert torch.equal(parts.sum(-2), x)
+    assert (parts[..., 1, :].abs() <= x.abs() * 2.0**-7).all()  # the interpreter rounds towards zero
+    assert (parts[..., 2, :].abs() <= x.abs() * 2.0**-14).all()
+    assert launch.in_parts(launch.Plan(c.p, PARTS), x * torch.nan).isnan().any()
+
+
+def test_a_bias_beside_parts_gets_its_gradient_of_fp32s_ds():
+    c = call(*qkv(nq=48, nk=72, d=80, dv=96), causal=True, score=tw.bias(normal(48, 72).requires_grad_()))
+    assert launch.Plan(c.p, PARTS).sheet_heads
+    agree(Triton(PARTS), c)
+
+
+def test_nan_in_keys_that_no_query_sees_stays_out_of_parts():
+    q, k, v = qkv(nk=70)
+    hidden = torch.arange(70).view(1, 70, 1, 1) >= 40
+    clean, dirty = (
+        run(Triton(PARTS), call(q, k.masked_fill(hidden, x), v.masked_fill(hidden, x), mask=tw.key_range(0, 40)))
+        for x in (0.0, torch.nan)
+    )
+    assert all(torch.equal(x, clean[name]) for name, x in dirty.items())
+
+
+@pytest.fixture
+def tf32():
+    before = torch.backends.cuda.matmul.allow_tf32
+
+    def allow(on: bool) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = on
+
+    yield allow
+    allow(before)
+
+
+def test_products_of_fp32_follow_pytorchs_setting(tf32):
+    tf32(False)
+    assert [config.float_products(n) for n in (64, 256, 257, 512)] == ["bf16x6", "bf16x6", "ieee", "ieee"]
+    backend, p = Triton(), call(*qkv()).p
+    plan = backend._plan_of(p)
+    tf32(True)
+    assert config.float_products(64) == "tf32"
+    assert backend._plan_of(p) is not plan
+    half = call(*qkv(dtype=torch.float16)).p
+    assert backend._plan_of(half) is backend._plans.of(half)
 
 
 def test_nan_in_a_visible_key_is_not_swallowed_by_a_softcap():
@@ -593,9 +652,15 @@ def test_tiles_shrink_until_a_bias_fits_beside_them():
     assert (tiles.tile_m, tiles.tile_n, tiles.num_stages) == (128, 64, 3)  # fewer keys rather than loads nothing hides
 
 
+def test_sixteen_queries_at_a_time_come_by_pointers():
+    need = lambda tiles: tiles.tile_m  # noqa: E731
+    assert fit("dkdv", Tiles(32, 64, 4, 3, True), need, 16) == Tiles(16, 64, 4, 1, False)
+    assert fit("dkdv", Tiles(32, 64, 4, 3, True), need, 32) == Tiles(32, 64, 4, 3, True)
+
+
 def test_tiles_of_four_warps_leave_room_for_two_programs():
     tiles = TABLE["sm90"][128][0]
-    half = room(tiles, 227 << 10, "sm90")
+    half = room(tiles, 227 << 10, "sm90", 2)
     assert tiles.num_warps == 4
     assert 2 * half <= 228 << 10
     for pair_bytes, stages in ((0, 3), (2, 2)):

@@ -54,7 +54,7 @@ class Triton:
 
     def __init__(self, override: Config | None = None):
         self.override = override
-        self._plans = PerProblem(self._plan)
+        self._plans, self._tf32_plans = PerProblem(self._plan), PerProblem(self._plan)
 
     def unsupported(self, p: Problem) -> list[str]:
         if not installed():
@@ -79,13 +79,18 @@ class Triton:
         from tilewise.backends.triton import launch
 
         with on_device(t.q):
-            return launch.forward(self._plans.of(p), t)
+            return launch.forward(self._plan_of(p), t)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         from tilewise.backends.triton import launch
 
         with on_device(t.q):
-            return launch.backward(self._plans.of(p), t, out, do, dlse)
+            return launch.backward(self._plan_of(p), t, out, do, dlse)
+
+    def _plan_of(self, p: Problem):
+        """PyTorch's setting may change between two calls of a problem."""
+        tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+        return (self._tf32_plans if tf32 else self._plans).of(p)
 
     def _plan(self, p: Problem):
         from tilewise.backends.triton.launch import Plan

@@ -147,13 +147,16 @@ def delta_kernel(tensors, sizes, scales, F: tl.constexpr):
     o = load_piece(tensors.o + token * row + h * F.head_dim_v, row, m0, left, None, F.tile_m, True, 0, True, F)
     do_row = sizes.do[1] * F.align
     base = (tl.cast(sizes.do[2], tl.int64) * h + tl.cast(sizes.do[0], tl.int64) * b) * F.align
-    do = load_piece(tensors.do + base, do_row, m0, left, None, F.tile_m, True, 0, True, F)
+    do = load_piece(tensors.do + base, do_row, m0, left, None, F.tile_m, True, 0, True, F).to(tl.float32)
+    PARTS: tl.constexpr = F.parts
+    for part in tl.static_range(1, PARTS):
+        do += load_piece(tensors.do + base, do_row, m0, left, None, F.tile_m, True, part, True, F).to(tl.float32)
     i = m0 + tl.arange(0, F.tile_m)
     line = (tl.cast(b, tl.int64) * sizes.heads_q + h) * sizes.seqlen_q + i
     ok = i < sizes.seqlen_q
     lse = tl.load(tensors.lse + line, mask=ok, other=0.0)
     dlse = tl.load(tensors.dlse + line, mask=ok, other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) - dlse
+    delta = tl.sum(o.to(tl.float32) * do, 1) - dlse
     empty = lse == float("-inf")
     line = (tl.cast(b, tl.int64) * sizes.heads_q + h) * sizes.line + i
     tl.store(tensors.delta + line, tl.where(empty, 0.0, delta), mask=ok)
@@ -263,7 +266,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
 
     if F.dv:
         dropped = tl.where(z, p, 0.0) if F.dropout else p
-        dv = accumulate(dropped.to(do[0].dtype), do, dv, F)
+        dv = accumulate(dropped, do, dv, F)
     if F.dk:
         ds = p * d
         if F.score is not None and not F.whole:  # elsewhere all that P's zeros are multiplied by is finite
@@ -271,10 +274,11 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
         if F.sheet:
             if F.strips:
                 head = rows.h - sizes.heads[0] * (sizes.heads_q // sizes.heads_k)
-                strip = ds.to(q[0].dtype).reshape(1, 1, 1, F.tile_n, F.tile_m)
+                strip = ds.to(tensors.sheet.dtype.element_ty).reshape(1, 1, 1, F.tile_n, F.tile_m)
                 keys.sheet.store([at.b, head, m0 // F.strips, n0, m0 % F.strips], strip)
             else:
-                tl.store(sheet_tile(tensors, sizes, at.b, rows.h, m0, n0, F), ds.to(q[0].dtype))
+                to = sheet_tile(tensors, sizes, at.b, rows.h, m0, n0, F)
+                tl.store(to, ds.to(tensors.sheet.dtype.element_ty))
         if F.columns is not None:
             line = tl.cast(rows.h, tl.int64) * sizes.seqlen_k + at.start_k + j
             if not F.packed:
@@ -284,7 +288,7 @@ def query_block(m0, dk, dv, keys, rows, tensors, sizes, scales, at, partial, F: 
             ds = ds * F.slope(s, at.b, rows.h, i[None, :], j[:, None], at)
             if F.hides or not F.whole:
                 ds = tl.where(p == 0.0, 0.0, ds)
-        dk = accumulate(ds.to(q[0].dtype), q, dk, F)
+        dk = accumulate(ds, q, dk, F)
     return dk, dv
 
 
@@ -423,7 +427,7 @@ def key_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, at, parti
         ds = ds * F.slope(s, at.b, rows.h, i[:, None], j[None, :], at)
         if F.hides or not F.whole:
             ds = tl.where(p == 0.0, 0.0, ds)
-    return accumulate(ds.to(k[0].dtype), k, dq, F), sums
+    return accumulate(ds, k, dq, F), sums
 
 
 # -- From a sheet of dS, which the pass over key tiles left -----------------------------------------------------------

@@ -82,6 +82,7 @@ class Launch:
     dtype: torch.dtype
     head_dim: int
     feature: str
+    products: str = "ieee"
 
     @property
     def head_dim_v(self) -> int:
@@ -100,7 +101,7 @@ def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
         name,
         tiles,
         (config.columns(item.head_dim, tiles), config.columns(item.head_dim_v, tiles)),
-        item.dtype.itemsize,
+        config.operand_bytes(item.dtype.itemsize, item.products),
         streams,
         item.arch,
     )
@@ -115,7 +116,7 @@ def recorded(item: Launch) -> Iterator[tuple]:
     )
     extras, seed, text = assemble(q, k, v, Options(**_options(item.feature, q)))
     p = check(q, k, v, extras, seed, parse_spec(text))
-    rows = config.table(item.arch, item.dtype.itemsize)
+    rows = config.table(item.arch, item.dtype.itemsize, item.products)
     tiles = config.of_width(rows, p) or config.LATENT[item.arch]
     passes = config.Config(*tiles).passes
     beside = config.paired(item.arch, p, pair_bytes(item), TARGETS[item.arch].shared)
@@ -130,12 +131,13 @@ def recorded(item: Launch) -> Iterator[tuple]:
             name,
             x,
             lambda x, name=name: shared_memory(item, name, x),
-            config.room(x, TARGETS[item.arch].shared, item.arch),
+            config.room(x, TARGETS[item.arch].shared, item.arch, item.dtype.itemsize),
         )
         for name, x in passes.items()
     }
     chosen = config.Config.of(fitted, 1024 if item.feature == "split" else None)
-    plan = launch.Plan(p, replace(chosen, overlapping=item.arch in config.OVERLAPPING), record)
+    chosen = replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
+    plan = launch.Plan(p, chosen, record)
     with torch.no_grad():
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(p, q, v)
@@ -172,7 +174,8 @@ def compile_item(item: Launch) -> list[str]:
     from triton.compiler import ASTSource
 
     target, lines = TARGETS[item.arch], []
-    head = f"{item.arch:6}{str(item.dtype).removeprefix('torch.'):9} D {item.head_dim:<4}{item.feature:7}"
+    dtype = str(item.dtype).removeprefix("torch.") if item.products == "ieee" else item.products
+    head = f"{item.arch:6}{dtype:9} D {item.head_dim:<4}{item.feature:7}"
     for name, kernel, tiles, args in recorded(item):
         constants, aligned = {}, {}
         types = {}
@@ -239,13 +242,17 @@ def items() -> list[Launch]:
     for arch in TARGETS:
         for dtype in DTYPES:
             for limit in sorted({*config.table(arch, dtype.itemsize), 72, 80, 96, 160, 192}):
+                products = config.float_products(limit) if dtype == torch.float32 else "ieee"
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
                     features += ["rich", "sparse"]
                     features += (
                         ["dense", "full", "window", "split", "softcap", "bias", "bias32"] if arch == "sm90" else []
                     )
-                found += [Launch(arch, dtype, limit, feature) for feature in features]
+                if dtype == torch.float32 and limit in (64, 128) and arch == "sm90":
+                    features += ["rich", "bias"]
+                found += [Launch(arch, dtype, limit, feature, products) for feature in features]
+        found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
     return found
 

@@ -17,6 +17,12 @@ MIN_WIDTH = 16  # of a side of tl.dot
 OVERLAPPING = ("sm90", "sm100")  # what has programmatic dependent launch
 OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 
+# Matrix units multiply no fp32. Three bf16 hold what it holds, and six of the nine products of two such sums all that fp32's product
+# keeps: what is left out is below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial Intelligence Datatype For
+# Higher-Precision Computations, 2019). The smallest first, as (part of the left factor, of the right one).
+PARTS = 3
+PARTIAL_PRODUCTS = ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0))
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -55,6 +61,7 @@ class Config:
         dv: of a pass of its own for dV; ``dkdv`` is then dK's alone.
         beside: batch elements and heads whose programs of one tile run side by side.
         overlapping: whether a kernel may begin while the one before it in the stream has yet to end (:class:`launch.Role`).
+        products: of fp32: "ieee", as its arithmetic units compute them, "tf32", or "bf16x6", those of PARTS.
     """
 
     forward: Tiles
@@ -64,6 +71,7 @@ class Config:
     split: int | None = None
     beside: tuple[int, int] = (1, 1)
     overlapping: bool = False
+    products: str = "ieee"
 
     @property
     def passes(self) -> dict[str, Tiles]:
@@ -80,6 +88,7 @@ class Config:
     def describe(self) -> str:
         titles = {"forward": "forward", "dkdv": "dK dV", "dk": "dK", "dv": "dV", "dq": "dQ"}
         split = f"; keys split by {self.split}" if self.split else ""
+        split += "" if self.products == "ieee" else f"; fp32 products {self.products}"
         return "; ".join(f"{titles[name]} {tiles.describe()}" for name, tiles in self.passes.items()) + split
 
     def traffic(self, p: Problem) -> int:
@@ -141,6 +150,7 @@ def shared_memory(
     # With fewer than 64 keys a warp group the products are not wgmma's alone: operands are converted through shared memory.
     passed = 0 if arch == "sm90" and streams.plain and n >= 16 * tiles.num_warps else m * n
     over_keys = stages * m * (w + wv) + passed + (max(m, n) * max(w, wv) if n < 64 else 0)
+    over_keys += m * (w + wv) if arch == "sm90" and itemsize == 4 else 0  # turned: wgmma takes tf32 by rows alone
     rows = {
         "forward": m * w + stages * n * (w + wv),
         "dkdv": n * (w + wv) + over_keys,
@@ -149,11 +159,12 @@ def shared_memory(
         "dq": m * (w + wv) + stages * n * (w + wv),
         "delta": 0,
         "merge": 0,
+        "parts": 0,
         "tile": stages * (m + n) * (w + wv),
         "sheet": stages * n * (m + w) + 2 * m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
-    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "sheet") else 0
+    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "parts", "sheet") else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
     pairs += m * n * itemsize if bytes_ and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet
@@ -162,10 +173,10 @@ def shared_memory(
     return itemsize * rows[kernel] + statistics + pairs + scratch
 
 
-def room(tiles: Tiles, limit: int, arch: str) -> int:
+def room(tiles: Tiles, limit: int, arch: str, itemsize: int) -> int:
     """Bytes that a program may take of a multiprocessor's ``limit``: of four warps, two should run at a time, so that one computes
-    while the other waits for its products (measured on an H200). The kilobyte that each costs besides is in the scratch."""
-    return (limit + 1024) // 2 if arch == "sm90" and tiles.tma and tiles.num_warps <= 4 else limit
+    while the other waits for its products (measured on an H200, for 16 bits). The kilobyte that each costs besides is in the scratch."""
+    return (limit + 1024) // 2 if arch == "sm90" and tiles.tma and tiles.num_warps <= 4 and itemsize == 2 else limit
 
 
 def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> Tiles:
@@ -177,7 +188,12 @@ def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> 
             tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
         if need(tiles) > limit and stages is not None and tiles.num_stages > stages:
             tiles = replace(tiles, num_stages=stages)
-    return tiles
+    # By descriptor, passes over keys with 16 rows and three stages read what is not aligned (Triton 3.6, seen on an H200).
+    return replace(tiles, tma=tiles.tma and (streamed == "tile_n" or tiles.tile_m > MIN_WIDTH))
+
+
+def _padded(*row: int) -> Tiles:
+    return Tiles(*row, padded=True)
 
 
 # (largest head dim) -> tiles of (forward, dkdv, dq), or of (forward, dk, dq, dv). The first row that holds the head dim
@@ -216,9 +232,9 @@ _HALF_AMD = {
     512: (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
 _FLOAT = {
-    64: (Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    128: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    256: (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    64: (_padded(64, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
+    128: (_padded(32, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
+    256: (_padded(32, 16, 4, 1), _padded(16, 16, 4, 1), _padded(16, 16, 4, 1)),
     512: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
 # The interpreter takes about 5 ms a step, whatever the tile; small problems should still have several tiles.
@@ -229,27 +245,23 @@ def _tma(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
     return tuple(Tiles(*row, tma=True) for row in rows)
 
 
-def _padded(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
-    return tuple(Tiles(*row, padded=True) for row in rows)
-
-
 # What `tilewise tune` and bench/gpu_triton.py measure, by architecture, pass and largest head dim; half precision. Rows that
 # lost on an H200 are in docs/measured.md, not here.
 CANDIDATES = {
     "sm90": {
         "forward": {
             64: _tma((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)),
-            80: (*_tma((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), *_padded((128, 128, 8, 2))),
-            96: (*_tma((128, 128, 8, 3), (64, 128, 4, 2)), *_padded((128, 128, 8, 2))),
+            80: (*_tma((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), _padded(128, 128, 8, 2)),
+            96: (*_tma((128, 128, 8, 3), (64, 128, 4, 2)), _padded(128, 128, 8, 2)),
             128: _tma((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
-            160: (*_tma((128, 128, 8, 2), (128, 64, 8, 3)), *_padded((128, 64, 8, 2))),
-            192: (*_tma((128, 128, 8, 2), (128, 64, 8, 3)), *_padded((128, 64, 8, 2))),
+            160: (*_tma((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
+            192: (*_tma((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
             256: _tma((128, 64, 8, 2), (64, 64, 4, 2)),
         },
         "dkdv": {
             64: _tma((64, 64, 4, 3), (64, 128, 8, 3), (32, 128, 4, 3), (32, 64, 4, 4)),
-            80: (*_tma((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), *_padded((32, 64, 4, 3))),
-            96: (*_tma((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), *_padded((32, 64, 4, 3))),
+            80: (*_tma((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), _padded(32, 64, 4, 3)),
+            96: (*_tma((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), _padded(32, 64, 4, 3)),
             128: _tma(
                 (32, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)
             ),
@@ -262,8 +274,8 @@ CANDIDATES = {
             80: _tma((64, 64, 4, 3)),
             96: _tma((64, 128, 8, 3)),
             128: _tma((64, 128, 8, 3), (64, 64, 4, 3)),
-            160: (*_tma((64, 128, 8, 3), (32, 128, 8, 3)), *_padded((32, 128, 8, 3))),
-            192: (*_tma((64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3)), *_padded((32, 128, 8, 3))),
+            160: (*_tma((64, 128, 8, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
+            192: (*_tma((64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
             256: _tma((32, 128, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3)),
         },
         "dv": {
@@ -271,17 +283,17 @@ CANDIDATES = {
             80: _tma((64, 64, 4, 3)),
             96: _tma((64, 128, 8, 3)),
             128: _tma((64, 128, 8, 3), (64, 64, 4, 3)),
-            160: (*_tma((64, 128, 8, 3), (64, 64, 4, 3)), *_padded((64, 128, 8, 2))),
-            192: (*_tma((64, 128, 8, 3), (64, 64, 4, 3)), *_padded((64, 128, 8, 2))),
+            160: (*_tma((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
+            192: (*_tma((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
             256: _tma((32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
         },
         "dq": {
             64: _tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
-            80: (*_tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)), *_padded((128, 64, 8, 3))),
-            96: (*_tma((128, 64, 8, 3), (64, 64, 4, 3)), *_padded((128, 64, 8, 3))),
+            80: (*_tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)), _padded(128, 64, 8, 3)),
+            96: (*_tma((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 64, 8, 3)),
             128: _tma((128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 2)),
-            160: (*_tma((128, 64, 8, 3), (64, 64, 4, 3)), *_padded((128, 32, 8, 3))),
-            192: (*_tma((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)), *_padded((128, 32, 8, 3))),
+            160: (*_tma((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 32, 8, 3)),
+            192: (*_tma((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)), _padded(128, 32, 8, 3)),
             256: _tma((128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
         },
     },
@@ -298,8 +310,47 @@ LATENT = {
 TABLE = {"sm80": _HALF_SM80, "sm90": _HALF_SM90, "sm100": _HALF_SM80, "amd": _HALF_AMD}
 
 
-def table(arch: str, itemsize: int) -> dict[int, tuple[Tiles, ...]]:
-    return _FLOAT if itemsize == 4 else TABLE[arch]
+# Products of fp32 on Hopper's matrix units, by how they are computed.
+_FLOAT_SM90 = {
+    "bf16x6": {
+        64: (Tiles(128, 32, 8, 2, True), Tiles(32, 64, 4, 2, True), Tiles(64, 32, 4, 2, True)),
+        128: (Tiles(64, 64, 4, 1, True), Tiles(32, 64, 4, 2, True), Tiles(64, 32, 4, 2, True)),
+        256: (Tiles(64, 32, 4, 1, True), *[_padded(32, 32, 4, 1)] * 3),
+    },
+    "tf32": _FLOAT
+    | {
+        64: (Tiles(128, 32, 8, 2, True), Tiles(64, 64, 4, 2, True), Tiles(128, 32, 8, 2, True)),
+        128: (Tiles(128, 64, 8, 2, True), Tiles(32, 128, 8, 1, True), Tiles(128, 32, 8, 2, True)),
+    },
+}
+
+
+def table(arch: str, itemsize: int, products: str = "ieee") -> dict[int, tuple[Tiles, ...]]:
+    if itemsize == 4:
+        return _FLOAT_SM90.get(products, _FLOAT) if arch == "sm90" else _FLOAT
+    return TABLE[arch]
+
+
+PARTS_HEAD_DIM = 256  # up to it tiles in three parts fit
+
+
+def float_products(head_dim: int) -> str:
+    """:attr:`Config.products` of fp32 on a GPU, as PyTorch's setting allows them."""
+    if torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "bf16x6" if head_dim <= PARTS_HEAD_DIM else "ieee"
+
+
+def products(p: Problem) -> str:
+    """:attr:`Config.products` of p, as PyTorch's setting is now."""
+    if p.dtype != torch.float32 or p.device.type == "cpu":
+        return "ieee"
+    return float_products(max(p.head_dim, p.head_dim_v))
+
+
+def operand_bytes(itemsize: int, products: str) -> int:
+    """Of an element as kernels read it."""
+    return 2 * PARTS if itemsize == 4 and products == "bf16x6" else itemsize
 
 
 def architecture(device: torch.device) -> str:
@@ -353,14 +404,14 @@ def choose(
     if p.device.type == "cpu":
         return replace(Config.of(preceded(INTERPRETED.passes, measured or {})), beside=together)
     arch = architecture(p.device)
-    row = of_width(table(arch, p.dtype.itemsize), p) or LATENT[arch]
+    row = of_width(table(arch, p.dtype.itemsize, products(p)), p) or LATENT[arch]
     passes = Config(*row).passes
     limit = devices.of(p.device).shared_memory or 1 << 30
     passes |= {name: x for name, x in paired(arch, p, pair_bytes, limit).items() if name in passes}
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
     fitted = fit_all(p, passes, pair_bytes)
     split = _split(p, fitted["forward"].tile_m, devices.of(p.device).cores)
-    return replace(Config.of(fitted, split), beside=together, overlapping=arch in OVERLAPPING)
+    return replace(Config.of(fitted, split), beside=together, overlapping=arch in OVERLAPPING, products=products(p))
 
 
 # Of a tile that a program owns, of one that it streams: smaller ones take other instructions.
@@ -414,7 +465,7 @@ def paired(arch: str, p: Problem, pair_bytes: int, limit: int) -> dict[str, Tile
     size = p.dtype.itemsize
     rows = PAIRED.get(arch, {}) if p.device.type != "cpu" and size == 2 and pair_bytes else {}
     found = {name: of_width(row, p) for name, row in rows.items() if name != "dkdv" or pair_bytes > size}
-    fits = lambda name, x: needed(p, name, x, arch, pair_bytes) <= room(x, limit, arch)  # noqa: E731
+    fits = lambda name, x: needed(p, name, x, arch, pair_bytes) <= room(x, limit, arch, size)  # noqa: E731
     return {name: next((x for x in some if fits(name, x)), some[-1]) for name, some in found.items() if some}
 
 
@@ -445,15 +496,20 @@ def of_sheet(p: Problem, config: Config) -> Tiles:
     """For dQ from a sheet of dS, and the sum of that over what a bias is broadcast over."""
     stages = 3 if max(p.head_dim, p.head_dim_v) <= 128 else 2
     tiles = Tiles(64, 64, 4, stages, True) if config.dkdv.tma else config.dq
-    return replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
+    tiles = replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
+    return with_stages(p, "sheet", tiles)
 
 
 def of_pairs(p: Problem, tiles: Tiles) -> Tiles:
-    """For the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``, with the stages
-    that fit."""
+    """For the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``."""
+    limit = devices.of(p.device).shared_memory or 227 << 10
+    return with_stages(p, "tile", paired(architecture(p.device), p, 1, limit).get("tile", tiles))
+
+
+def with_stages(p: Problem, kernel: str, tiles: Tiles) -> Tiles:
+    """``tiles`` with the stages that fit."""
     arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 227 << 10
-    tiles = paired(arch, p, 1, limit).get("tile", tiles)
-    while needed(p, "tile", tiles, arch) > limit and tiles.num_stages > 1:
+    while needed(p, kernel, tiles, arch) > limit and tiles.num_stages > 1:
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     return tiles
 
@@ -462,14 +518,16 @@ def needed(p: Problem, kernel: str, tiles: Tiles, arch: str, pair_bytes: int = 0
     """:func:`shared_memory` of a kernel of p, beside tensors of so many bytes a pair."""
     plain = not p.spec.dropout_p and p.spec.region.predicate is None
     widths = columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)
-    return shared_memory(kernel, tiles, widths, p.dtype.itemsize, Streams(pair_bytes, plain), arch)
+    itemsize = operand_bytes(p.dtype.itemsize, products(p))
+    return shared_memory(kernel, tiles, widths, itemsize, Streams(pair_bytes, plain), arch)
 
 
 def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:
     """Each pass's tiles as :func:`fit` leaves them on p's device."""
     arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 1 << 30
     need = partial(needed, p, pair_bytes=pair_bytes, arch=arch)
-    return {k: fit(k, tiles, partial(need, k), room(tiles, limit, arch)) for k, tiles in passes.items()}
+    size = p.dtype.itemsize
+    return {k: fit(k, tiles, partial(need, k), room(tiles, limit, arch, size)) for k, tiles in passes.items()}
 
 
 # Where one query's heads share a tile: few rows, and as many loads in flight as fit.

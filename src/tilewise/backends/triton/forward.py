@@ -148,7 +148,7 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
         p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
     if len(v) == 0:  # a key that no row here sees has P = 0, and its row of V is not read: it may hold NaN
         v = load_streamed(query.v, n0, left, alive, F.tile_n, True, partial, F)
-    acc = accumulate(p.to(v[0].dtype), v, acc, F)
+    acc = accumulate(p, v, acc, F)
     return m_new, l, acc
 
 

@@ -17,6 +17,8 @@ from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, PerTensors, empty_output, unit_last
 from tilewise.backends.triton.config import (
     OVER_KEYS,
+    PARTIAL_PRODUCTS,
+    PARTS,
     SHEET_STRIP,
     SHEET_UNIT,
     Config,
@@ -64,6 +66,7 @@ def kernels():
         dq=backward.dq_kernel,
         tile=backward.tile_kernel,
         sheet=backward.sheet_kernel,
+        parts=tile.parts_kernel,
         Tensors=tile.Tensors,
         Sizes=tile.Sizes,
         Scales=tile.Scales,
@@ -194,6 +197,11 @@ class Plan:
         """What the descriptor with the letter p sees, where there may be one."""
         return {} if self.seen is None else {"p": t.leaves[self.seen[0]]}
 
+    @property
+    def parts(self) -> int:
+        """bf16 numbers that each element of q, k, v and dO is to the kernels."""
+        return PARTS if self.config.products == "bf16x6" else 1
+
     @cached_property
     def whole(self) -> bool:
         """Whether descriptors may read every tile: they hide rows past a tensor's last, but neither another packed sequence's
@@ -228,8 +236,7 @@ class Plan:
         ``emitted.reads[read]``; ``pair``: the leading indices of ``seen``, whose tiles a descriptor brings."""
         p, emitted = self.p, self.emitted if extra.get("pair") is None else self.emitted_seen
         ends = [e for e in p.spec.region.ends if e is not None]
-        tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-        key = (tiles, align, tf32, *extra.items())
+        key = (tiles, align, *extra.items())
         found = self.made.get(key)
         if found is None:
             names = ("lo", "hi", "first", "last", "keep", "score", "slope", "rows", "leaves", "columns")
@@ -249,7 +256,9 @@ class Plan:
                 "masked": not p.spec.region.everything,
                 "sink": p.spec.sink_slot is not None,
                 "dropout": p.spec.dropout_p > 0,
-                "precision": "tf32" if tf32 else "ieee",
+                "precision": "tf32" if self.config.products == "tf32" else "ieee",
+                "parts": self.parts,
+                "products": PARTIAL_PRODUCTS if self.parts > 1 else ((0, 0),),
                 "split": False,
                 "dk": True,
                 "dv": True,
@@ -261,7 +270,7 @@ class Plan:
                 "strips": 0,
                 "overlap": None,
                 "specialized": tiles.specialized,
-                "upcast": p.dtype == torch.bfloat16 and p.device.type == "cpu",
+                "upcast": (p.dtype == torch.bfloat16 or self.parts > 1) and p.device.type == "cpu",
                 "row_grads": tuple(n for n, read in enumerate(self.emitted.reads) if read.how == ROWS),
                 "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),
                 "hides": self.emitted.hides,
@@ -280,6 +289,23 @@ class Plan:
 def strides_of(p: Problem, x: Tensor) -> tuple[int, int, int]:
     """``(batch, row, head)`` strides of a tensor laid out as q, in elements."""
     return (0, x.stride(0), x.stride(1)) if p.packed else (x.stride(0), x.stride(1), x.stride(2))
+
+
+PARTS_ROWS = 16  # of a program that makes them or adds them up
+
+
+def in_parts(plan: Plan, x: Tensor) -> Tensor:
+    """fp32 (..., heads, D) as bf16 (..., heads, 3 D): the parts of config.PARTS, side by side."""
+    tiles, p = Tiles(PARTS_ROWS, PARTS_ROWS, 4, 1, padded=True), plan.p
+    new = x.new_empty((*x.shape[:-1], PARTS * x.shape[-1]), dtype=torch.bfloat16)
+    key = ("parts", x.shape, x.stride(), aligned(x))
+    sizes = plan.made.get(key)
+    if sizes is None:
+        sizes = plan.made[key] = opaque((*x.shape[-3:-1], *strides_of(p, x)))
+        plan.kept |= {id(sizes)} if aligned(x) else set()
+    grid = (-(-x.shape[-3] // PARTS_ROWS) * x.shape[-2] * (1 if p.packed else p.batch),)
+    plan.start(kernels().parts, grid, tiles, x, sizes, new, plan.facts(tiles, 1, pieces=pieces(x.shape[-1], tiles)))
+    return new
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -324,6 +350,8 @@ class Call:
     @classmethod
     def of(cls, plan: Plan, t: Inputs, do: Tensor | None = None) -> Call:
         tensors = [unit_last(x) for x in ((t.q, t.k, t.v) if do is None else (t.q, t.k, t.v, do))]
+        if plan.parts > 1:
+            tensors = [in_parts(plan, x) for x in tensors]
         key = ("strides", None if do is None else tensors[3].stride())
         found = plan.made.get(key)
         if found is None:
@@ -362,11 +390,12 @@ class Call:
             index = "qkvd".index(name)
             x = (self.q, self.k, self.v, self.do)[index]
             heads, rows = (p.heads_q, tiles.tile_m) if name in "qd" else (p.heads_k, tiles.tile_n)
+            width = p.head_dim if name in "qk" else p.head_dim_v
             key = (name, rows, tiles.padded, self.strides[index])
             if key not in self.plan.made:
                 strides = tuple(s * self.align for s in self.strides[index])
                 made, empty = views(x, strides, heads, 1 if p.packed else p.batch), torch.empty(0, dtype=x.dtype)
-                blocks = tuple([1, 1, rows, piece] for _, _, piece in pieces(x.shape[-1], tiles))
+                blocks = tuple([1, 1, rows, piece] for _, _, piece in pieces(width, tiles))
                 self.plan.made[key] = made and [kernels().TensorDescriptor(empty, *made, block) for block in blocks]
             made = self.plan.made[key]
             if made is None:
@@ -553,8 +582,8 @@ def bundle(pointers: tuple[int, ...], leaves: int, grads: int):
 
 
 def repeatable(call: Call, launched: list[Launched]) -> bool:
-    """Whether another call may launch them again, for which they are prepared. Not so: unaligned or copied tensors, lists of tiles, tf32,
-    which may be allowed or not."""
+    """Whether another call may launch them again, for which they are prepared. Not so: unaligned or copied tensors, lists of tiles,
+    fp32."""
     copied = call.q is not call.t.q or call.k is not call.t.k or call.v is not call.t.v
     unknown = any(x.compiled is None for x in launched)
     if unknown or copied or call.plan.lists or call.plan.p.dtype.itemsize == 4:
@@ -868,7 +897,7 @@ def new_sheet(plan: Plan, q: Tensor) -> Tensor | None:
     if not plan.sheet_heads:
         return None
     rows, strips = (-(-n // SHEET_UNIT) * SHEET_UNIT // x for n, x in ((p.seqlen_k, 1), (p.seqlen_q, SHEET_STRIP)))
-    return q.new_empty((p.batch, plan.sheet_heads * p.group, strips, rows, SHEET_STRIP))
+    return q.new_empty((p.batch, plan.sheet_heads * p.group, strips, rows, SHEET_STRIP), dtype=p.dtype)
 
 
 def _of_sheet(call: Call, bundle: object, read: Read, part: Part) -> Launched:
@@ -894,7 +923,7 @@ PADDING = 256  # rows that the pass over key tiles may read past the last one: a
 
 def _statistics(call: Call, out: Output, dlse: Tensor, sums: Sums) -> Launched:
     """Computes ``sums.statistics``."""
-    p, tiles = call.plan.p, Tiles(64, 64, 4, 1, padded=True)
+    p, tiles = call.plan.p, Tiles(64 if call.plan.parts == 1 else PARTS_ROWS, 64, 4, 1, padded=True)
     slots = -(-p.seqlen_q // tiles.tile_m)
     grid = (slots * p.heads_q * (1 if p.packed else p.batch),)
     dlse = dlse.contiguous()

@@ -287,7 +287,8 @@ def sheet_tile(tensors, sizes, b, h, m0, n0, F: tl.constexpr):
 
 # -- Tiles of rows: a tuple, of one tile for each piece of the head dim (config.pieces) ----------------------------
 #
-# OF_V says which head dim it is, that of v, o and dO, or that of q and k.
+# OF_V says which head dim it is, that of v, o and dO, or that of q and k. What products read of fp32 may come in three parts
+# (config.PARTS), side by side in a row: the pieces of the first, then those of the second, then of the third.
 
 
 @triton.jit
@@ -307,11 +308,13 @@ def load_piece(
 
     Args:
         alive: bool (TILE,) or None.
+        PIECE: counted on from part to part.
     """
     PIECES: tl.constexpr = F.pieces_v if OF_V else F.pieces
-    START: tl.constexpr = PIECES[PIECE][0]
-    DIM: tl.constexpr = PIECES[PIECE][1]
-    WIDTH: tl.constexpr = PIECES[PIECE][2]
+    N: tl.constexpr = PIECE % len(PIECES)
+    START: tl.constexpr = PIECES[N][0] + PIECE // len(PIECES) * (F.head_dim_v if OF_V else F.head_dim)
+    DIM: tl.constexpr = PIECES[N][1]
+    WIDTH: tl.constexpr = PIECES[N][2]
     r = tl.arange(0, TILE)
     c = tl.arange(0, WIDTH)
     pointers = pointer + tl.cast(first, tl.int64) * row + (r[:, None] * row + (START + c)[None, :])
@@ -333,8 +336,9 @@ def load_piece(
 def load_rows(x, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr, MASKED: tl.constexpr, F: tl.constexpr):
     """A tile of a :class:`Source` by pointers, as :func:`load_piece` does."""
     PIECES: tl.constexpr = F.pieces_v if OF_V else F.pieces
+    COUNT: tl.constexpr = F.parts * len(PIECES)
     tiles = ()
-    for n in tl.static_range(len(PIECES)):
+    for n in tl.static_range(COUNT):
         tiles = tiles + (load_piece(x.pointer, x.row, first, left, alive, TILE, OF_V, n, MASKED, F),)
     return tiles
 
@@ -345,10 +349,13 @@ def load_streamed(x, first, left, alive, TILE: tl.constexpr, OF_V: tl.constexpr,
     :func:`load_rows` does."""
     if F.whole or (F.tma and not partial):
         PIECES: tl.constexpr = F.pieces_v if OF_V else F.pieces
+        DIM: tl.constexpr = F.head_dim_v if OF_V else F.head_dim
+        PARTS: tl.constexpr = F.parts
         tiles = ()
-        for n in tl.static_range(len(PIECES)):
-            tile = x.descriptors[n].load([x.b, x.h, (x.start + first).to(tl.int32), PIECES[n][0]])
-            tiles = tiles + (tile.reshape(TILE, PIECES[n][2]),)
+        for part in tl.static_range(PARTS):
+            for n in tl.static_range(len(PIECES)):
+                at = [x.b, x.h, (x.start + first).to(tl.int32), part * DIM + PIECES[n][0]]
+                tiles = tiles + (x.descriptors[n].load(at).reshape(TILE, PIECES[n][2]),)
         return tiles
     else:
         return load_rows(x, first, left, alive, TILE, OF_V, partial, F)
@@ -391,33 +398,72 @@ def rescaled(x, factor):
 @triton.jit
 def inner(a, b, F: tl.constexpr):
     """``a bᵀ``, summed over the head dim: (rows of a, rows of b)."""
-    s = dot(a[0], tl.trans(b[0]), None, F)
-    for n in tl.static_range(1, len(a)):
-        s = dot(a[n], tl.trans(b[n]), s, F)
+    PIECES: tl.constexpr = len(a) // F.parts
+    COUNT: tl.constexpr = len(F.products)
+    s = None
+    for n in tl.static_range(COUNT):
+        for piece in tl.static_range(PIECES):
+            right = tl.trans(b[F.products[n][1] * PIECES + piece])
+            s = dot(a[F.products[n][0] * PIECES + piece], right, s, F)
     return s
 
 
 @triton.jit
 def accumulate(p, x, acc, F: tl.constexpr):
-    """``p x + acc``, tuples of tiles both; p (rows of acc, rows of x)."""
+    """``p x + acc``, x and acc tuples of tiles; p fp32 (rows of acc, rows of x), rounded to x's dtype where that is not in parts.
+
+    Of fp32 inputs each tile's sum starts from zero: one chain of additions over all tiles would round more than eager does.
+    """
+    COUNT: tl.constexpr = len(F.products)
+    p = in_parts(p) if F.parts > 1 else (p.to(x[0].dtype),)
     tiles = ()
-    for n in tl.static_range(len(x)):
-        tiles = tiles + (dot(p, x[n], acc[n], F),)
+    for piece in tl.static_range(len(acc)):
+        total = None if F.natural else acc[piece]
+        for n in tl.static_range(COUNT):
+            total = dot(p[F.products[n][0]], x[F.products[n][1] * len(acc) + piece], total, F)
+        tiles = tiles + (acc[piece] + total if F.natural else total,)
     return tiles
 
 
 @triton.jit
 def dot(a, b, acc, F: tl.constexpr):
-    """``a b + acc`` in fp32. The interpreter knows no bf16 products: it gets the same numbers as fp32.
-
-    Of fp32 inputs each tile's sum starts from zero: one chain of additions over all tiles would round more than eager does.
-    """
+    """``a b + acc`` in fp32. The interpreter knows no bf16 products: it gets the same numbers as fp32."""
     if F.upcast:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=F.precision)
-    elif F.natural and acc is not None:
-        return acc + tl.dot(a, b, input_precision=F.precision)
     else:
         return tl.dot(a, b, acc, input_precision=F.precision)
+
+
+@triton.jit
+def in_parts(x):
+    """fp32 as a sum of three bf16, each of what the ones before leave: all of its 24 bits, and its range."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def parts_kernel(x, sizes, parts, F: tl.constexpr):
+    """Rows of fp32 ``x`` as rows of three bf16 ``parts``, contiguous: grid (blocks · heads · batch); ``sizes``: rows, heads and the
+    strides of batch, row and head in x."""
+    rows, heads, by_batch, by_row, by_head = sizes
+    rows, heads = plain(rows), plain(heads)
+    pid = tl.program_id(0)
+    h, pid = pid % heads, pid // heads
+    blocks = tl.cdiv(rows, F.tile_m)
+    m0, b = pid % blocks * F.tile_m, tl.cast(pid // blocks, tl.int64)
+    DIM: tl.constexpr = F.pieces[0][1]
+    m, c = m0 + tl.arange(0, F.tile_m), tl.arange(0, F.pieces[0][2])
+    ok = (m < rows)[:, None] & (c < DIM)[None, :]
+    base = x + (b * plain(by_batch) + tl.cast(h, tl.int64) * plain(by_head))
+    tile = tl.load(base + m.to(tl.int64)[:, None] * plain(by_row) + c[None, :], mask=ok, other=0.0)
+    high, middle, low = in_parts(tile)
+    finite = tl.abs(tile) < float("inf")  # else nothing is left of it
+    to = parts + ((b * rows + m)[:, None] * heads + h) * (3 * DIM) + c[None, :]
+    tl.store(to, high, mask=ok)
+    tl.store(to + DIM, tl.where(finite, middle, 0.0), mask=ok)
+    tl.store(to + 2 * DIM, tl.where(finite, low, 0.0), mask=ok)
 
 
 @triton.jit

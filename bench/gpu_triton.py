@@ -80,6 +80,8 @@ def _goals() -> dict[str, tuple[str, ...]]:
         found[f"cuda-{name}"] = ("triton", "flex")
     for name in ("full-n32768", "gqa8-n4096-causal", "packed-16k", "decode-32k"):
         found[f"cuda-{name}"] = ("triton",)
+    for name in ("d64-n4096-full", "d64-n4096-causal", "d128-n4096-full", "d128-n4096-causal"):
+        found[f"cuda-fp32-{name}"] = ("triton", "sdpa")
     return found
 
 
@@ -91,7 +93,8 @@ def _short_goals() -> dict[str, tuple[str, ...]]:
     first = [n for n in squares if "n4096" in n and "d256" not in n]
     names = ("softcap-30-n4096", "bias-n4096", "bias-16-n4096", "one-head-n4096", "window1024-n32768", "full-n32768", "gqa8-n4096-causal",
              "packed-16k", "decode-32k", "alibi-n4096", "documents-n32768")  # fmt: skip
-    order = [*first, *(f"cuda-{n}" for n in names), *squares, "cuda-sparse90-n16384"]
+    fp32 = [n for n in every if "fp32" in n]
+    order = [*first, *(f"cuda-{n}" for n in names), *fp32, *squares, "cuda-sparse90-n16384"]
     return {n: every[n] for n in order}
 
 

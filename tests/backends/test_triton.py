@@ -337,13 +337,16 @@ PARTS = OTHER_TILES["parts"]
 
 def test_three_parts_hold_all_of_fp32():
     c = call(*qkv(nq=70, d=24))
-    x = torch.randn(2, 70, 3, 24) * torch.exp2(torch.randint(-100, 120, (2, 70, 3, 24)))
+    exponent = (
+        normal(2, 70, 3, 24, seed=1).mul(30).clamp(-80, 110).round()
+    )  # the last part of 2^-110 is below what bf16 holds
+    x = normal(2, 70, 3, 24) * torch.exp2(exponent)
     x[0, 0, 0, :4] = torch.tensor([torch.inf, -torch.inf, 0.0, 3.0e38])
-    parts = launch.in_parts(launch.Plan(c.p, PARTS), x).float().unflatten(-1, (3, 24))
+    parts = launch.in_parts(launch.Plan(c.p, PARTS), x)[0].float().unflatten(-1, (3, 24))
     assert torch.equal(parts.sum(-2), x)
     assert (parts[..., 1, :].abs() <= x.abs() * 2.0**-7).all()  # the interpreter rounds towards zero
     assert (parts[..., 2, :].abs() <= x.abs() * 2.0**-14).all()
-    assert launch.in_parts(launch.Plan(c.p, PARTS), x * torch.nan).isnan().any()
+    assert launch.in_parts(launch.Plan(c.p, PARTS), x * torch.nan)[0].isnan().any()
 
 
 def test_a_bias_beside_parts_gets_its_gradient_of_fp32s_ds():
@@ -502,6 +505,24 @@ def test_a_second_forward_is_the_first_with_new_addresses(launches):
     new.t.q = _moved(new.t.q)
     launch.forward(plan, new.t)
     assert launches[2][1][0].q is new.t.q
+
+
+def test_a_second_call_makes_its_own_parts(launches):
+    c, new = (call(*qkv(nk=70, d=64, dv=64), causal=True) for _ in range(2))
+    plan = launch.Plan(c.p, OTHER_TILES["parts-tma"], launch.run)
+    out = launch.forward(plan, c.t)
+    launch.forward(plan, new.t)
+    *parts, (_, main) = launches[4:]
+    assert [args[0].q for _, args in parts] == [x.data_ptr() for x in (new.t.q, new.t.k, new.t.v)]
+    assert [args[0].o for _, args in parts] == [main[0].q, main[0].k, main[0].v]
+    assert [main[3].base.data_ptr(), main[5].base.data_ptr()] == [main[0].k, main[0].v]
+    launches.clear()
+    launch.backward(plan, c.t, out, c.do, c.dlse)
+    launch.backward(plan, new.t, out, new.do, new.dlse)
+    *parts, (_, delta), (_, _dq), (_, dkdv) = launches[7:]
+    assert [args[0].q for _, args in parts] == [x.data_ptr() for x in (new.t.q, new.t.k, new.t.v, new.do)]
+    assert [args[0].o for _, args in parts] == [dkdv[0].q, dkdv[0].k, dkdv[0].v, delta[0].do]
+    assert [dkdv[3].base.data_ptr(), dkdv[5].base.data_ptr()] == [dkdv[0].q, dkdv[0].do]
 
 
 def test_a_second_forward_reads_its_own_bias(launches):

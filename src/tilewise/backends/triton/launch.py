@@ -197,6 +197,12 @@ class Plan:
         """What the descriptor with the letter p sees, where there may be one."""
         return {} if self.seen is None else {"p": t.leaves[self.seen[0]]}
 
+    @cached_property
+    def scales(self):
+        p = self.p
+        keep = dropout.keep_scale(p.spec.dropout_p) if p.spec.dropout_p else 1.0
+        return kernels().Scales(float(p.softmax_scale), keep, opaque(self.emitted.numbers))
+
     @property
     def parts(self) -> int:
         """bf16 numbers that each element of q, k, v and dO is to the kernels."""
@@ -291,23 +297,6 @@ def strides_of(p: Problem, x: Tensor) -> tuple[int, int, int]:
     return (0, x.stride(0), x.stride(1)) if p.packed else (x.stride(0), x.stride(1), x.stride(2))
 
 
-PARTS_ROWS = 16  # of a program that makes them or adds them up
-
-
-def in_parts(plan: Plan, x: Tensor) -> Tensor:
-    """fp32 (..., heads, D) as bf16 (..., heads, 3 D): the parts of config.PARTS, side by side."""
-    tiles, p = Tiles(PARTS_ROWS, PARTS_ROWS, 4, 1, padded=True), plan.p
-    new = x.new_empty((*x.shape[:-1], PARTS * x.shape[-1]), dtype=torch.bfloat16)
-    key = ("parts", x.shape, x.stride(), aligned(x))
-    sizes = plan.made.get(key)
-    if sizes is None:
-        sizes = plan.made[key] = opaque((*x.shape[-3:-1], *strides_of(p, x)))
-        plan.kept |= {id(sizes)} if aligned(x) else set()
-    grid = (-(-x.shape[-3] // PARTS_ROWS) * x.shape[-2] * (1 if p.packed else p.batch),)
-    plan.start(kernels().parts, grid, tiles, x, sizes, new, plan.facts(tiles, 1, pieces=pieces(x.shape[-1], tiles)))
-    return new
-
-
 def aligned(*tensors: Tensor) -> bool:
     """Whether all start at a multiple of 16 bytes."""
     return not sum(x.data_ptr() % 16 for x in tensors)
@@ -335,7 +324,12 @@ class Part:
 
 @dataclass
 class Call:
-    """A plan and the tensors of one call, in the forms that kernels read. ``steady``: every pointer is aligned."""
+    """A plan and the tensors of one call, in the forms that kernels read.
+
+    Attributes:
+        steady: every pointer is aligned. copied: some tensor's last stride was not 1.
+        parts: what made the parts of q, k, v and do, where kernels read these.
+    """
 
     plan: Plan
     t: Inputs
@@ -346,12 +340,17 @@ class Call:
     strides: list[tuple[int, int, int]]
     align: int
     steady: bool
+    copied: bool
+    parts: list[Launched]
 
     @classmethod
     def of(cls, plan: Plan, t: Inputs, do: Tensor | None = None) -> Call:
-        tensors = [unit_last(x) for x in ((t.q, t.k, t.v) if do is None else (t.q, t.k, t.v, do))]
+        given = (t.q, t.k, t.v) if do is None else (t.q, t.k, t.v, do)
+        tensors = [unit_last(x) for x in given]
+        copied, parts = any(x is not y for x, y in zip(tensors, given, strict=True)), []
         if plan.parts > 1:
-            tensors = [in_parts(plan, x) for x in tensors]
+            made = [in_parts(plan, x) for x in tensors]
+            tensors, parts = [x for x, _ in made], [launched for _, launched in made]
         key = ("strides", None if do is None else tensors[3].stride())
         found = plan.made.get(key)
         if found is None:
@@ -368,7 +367,7 @@ class Call:
         align = elements if divisible and aligned(*tensors) else 1
         strides = divided if align > 1 else strides
         steady = align > 1 and aligned(*t.leaves) and (t.seed is None or aligned(t.seed))
-        return cls(plan, t, *tensors[:3], None if do is None else tensors[3], strides, align, steady)
+        return cls(plan, t, *tensors[:3], None if do is None else tensors[3], strides, align, steady, copied, parts)
 
     def tensors(self, **named: object):
         t = self.t
@@ -464,17 +463,6 @@ class Call:
             grad_extents=self.plan.grad_extents,
         )
         return opaque(sizes)
-
-    def scales(self):
-        found = self.plan.made.get("scales")
-        if found is not None:
-            return found
-        p = self.plan.p
-        keep = dropout.keep_scale(p.spec.dropout_p) if p.spec.dropout_p else 1.0
-        found = self.plan.made["scales"] = kernels().Scales(
-            float(p.softmax_scale), keep, opaque(self.plan.emitted.numbers)
-        )
-        return found
 
     def tile_lists(self, tiles: Tiles, by_columns: bool) -> TileLists | None:
         """The lists of a predicate's tiles; the same again while the mask's tensors are the same, unchanged."""
@@ -582,15 +570,51 @@ def bundle(pointers: tuple[int, ...], leaves: int, grads: int):
 
 
 def repeatable(call: Call, launched: list[Launched]) -> bool:
-    """Whether another call may launch them again, for which they are prepared. Not so: unaligned or copied tensors, lists of tiles,
-    fp32."""
-    copied = call.q is not call.t.q or call.k is not call.t.k or call.v is not call.t.v
-    unknown = any(x.compiled is None for x in launched)
-    if unknown or copied or call.plan.lists or call.plan.p.dtype.itemsize == 4:
+    """Whether another call may launch them again, for which they are prepared. Not so: unaligned or copied tensors, lists of tiles."""
+    if call.copied or call.plan.lists or any(x.compiled is None for x in (*call.parts, *launched)):
         return False
-    for each in launched:
+    for each in (*call.parts, *launched):
         each.prepare()
     return True
+
+
+# -- Parts of fp32 -------------------------------------------------------------------------------------------------
+
+PARTS_ROWS = 16  # of a program that makes them or adds them up
+
+
+def room_for_parts(x: Tensor) -> Tensor:
+    """For fp32 (..., heads, D) as bf16 (..., heads, 3 D): the parts of config.PARTS, side by side."""
+    return x.new_empty((*x.shape[:-1], PARTS * x.shape[-1]), dtype=torch.bfloat16)
+
+
+def in_parts(plan: Plan, x: Tensor) -> tuple[Tensor, Launched]:
+    """The parts, and what made them."""
+    tiles, p, new = Tiles(PARTS_ROWS, PARTS_ROWS, 4, 1, padded=True), plan.p, room_for_parts(x)
+    blocks, batch = -(-x.shape[-3] // PARTS_ROWS), 1 if p.packed else p.batch
+    key = ("parts", x.shape, x.stride(), aligned(x))
+    sizes = plan.made.get(key)
+    if sizes is None:
+        own = {"batch": batch, "heads_q": x.shape[-2], "seqlen_q": x.shape[-3], "blocks": blocks, "q": strides_of(p, x)}
+        sizes = plan.made[key] = opaque(kernels().Sizes(**own))
+        if aligned(x):
+            plan.kept.add(id(sizes))
+    facts = plan.facts(tiles, 1, pieces=pieces(x.shape[-1], tiles))
+    grid, args = (blocks * x.shape[-2] * batch,), (kernels().Tensors(q=x, o=new), sizes, plan.scales, facts)
+    return new, Launched.of(plan.start(kernels().parts, grid, tiles, *args), grid, args)
+
+
+def as_read(parts: list[Launched], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors as kernels read them: themselves, or their parts, made again by what made them first."""
+    if not parts:
+        return tensors
+    made = tuple(map(room_for_parts, tensors))
+    for launch, x, new in zip(parts, tensors, made, strict=True):
+        launch((x.data_ptr(), 0, 0, new.data_ptr(), *(0,) * (LEAVES - 4)), {})
+    return made
+
+
+# -- Calls again ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -598,10 +622,11 @@ class Again:
     """A forward that was launched before: everything of it but the tensors.
 
     Attributes:
-        merge: of ``chunks`` partial states, where keys are split.
+        merge: of ``chunks`` partial states, where keys are split. parts: as in :class:`Call`.
     """
 
     plan: Plan
+    parts: list[Launched]
     main: Launched
     merge: Launched | None
     chunks: int
@@ -612,19 +637,19 @@ class Again:
         if not repeatable(call, launched):
             return None
         merge = launched[1] if chunks else None
-        return cls(call.plan, launched[0], merge, chunks)
+        return cls(call.plan, call.parts, launched[0], merge, chunks)
 
     def launch(self, t: Inputs, out: Output) -> bool:
         """False, and nothing launched, where a tensor is not aligned as those of the first call were."""
         to = out if self.merge is None else partial_states(out, self.chunks)
-        q, k, v, o, lse = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), to.o.data_ptr(), to.lse.data_ptr()
-        rest = others(t, self.plan.emitted.slots)
-        if (q | k | v | o | lse) % 16 or rest is None:
+        o, lse, rest = to.o.data_ptr(), to.lse.data_ptr(), others(t, self.plan.emitted.slots)
+        if (t.q.data_ptr() | t.k.data_ptr() | t.v.data_ptr() | o | lse) % 16 or rest is None:
             return False
-        none = (0,) * 7
-        self.main((q, k, v, o, lse, *none, *rest), {"k": t.k, "v": t.v, **self.plan.pairs(t)})
+        q, k, v = as_read(self.parts, (t.q, t.k, t.v))
+        read, none = (q.data_ptr(), k.data_ptr(), v.data_ptr()), (0,) * 7
+        self.main((*read, o, lse, *none, *rest), {"k": k, "v": v, **self.plan.pairs(t)})
         if self.merge is not None:
-            self.merge((q, k, v, out.o.data_ptr(), out.lse.data_ptr(), *none, *rest), {}, to.o, to.lse)
+            self.merge((*read, out.o.data_ptr(), out.lse.data_ptr(), *none, *rest), {}, to.o, to.lse)
         return True
 
 
@@ -680,7 +705,7 @@ def _states(
         call.tensors(o=to.o, lse=to.lse, lists=pointers(lists)),
         call.sizes(slots, chunk=chunk, lists=lists),
     )
-    args = (tensors, sizes, call.scales(), *descriptors, pair, facts)
+    args = (tensors, sizes, call.plan.scales, *descriptors, pair, facts)
     return Launched.of(plan.start(kernels().forward, grid, tiles, *args), grid, args, "kkvvp")
 
 
@@ -699,7 +724,7 @@ def _merge(call: Call, out: Output, parts: Output, chunks: int) -> Launched:
     facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
     tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, chunk=chunks)
     grid = (slots * p.heads_q * p.batch, 1)
-    args = (tensors, sizes, call.scales(), parts.o, parts.lse, facts)
+    args = (tensors, sizes, call.plan.scales, parts.o, parts.lse, facts)
     return Launched.of(plan.start(kernels().merge, grid, MERGING, *args), grid, args)
 
 
@@ -789,11 +814,12 @@ class AgainBackward:
     """A backward that was launched before, as :class:`Again`."""
 
     plan: Plan
+    parts: list[Launched]
     passes: list[Launched]
 
     @classmethod
-    def of(cls, call: Call, do: Tensor, passes: list[Launched]) -> AgainBackward | None:
-        return cls(call.plan, passes) if call.do is do and repeatable(call, passes) else None
+    def of(cls, call: Call, passes: list[Launched]) -> AgainBackward | None:
+        return cls(call.plan, call.parts, passes) if repeatable(call, passes) else None
 
     def launch(self, t: Inputs, out: Output, do: Tensor, dlse: Tensor, sums: Sums) -> dict[int, Tensor] | None:
         """The leaves' gradients; None, and nothing launched, where a tensor is not aligned as those of the first call were."""
@@ -803,14 +829,15 @@ class AgainBackward:
         if functools.reduce(operator.or_, read) % 16 or rest is None or not dlse.is_contiguous():
             return None
         leaves = _LeafSums(self.plan, t)
-        q, k, v, do_, o, lse, dlse_ = read
+        o, lse, dlse_ = read[4:]
+        q, k, v, do = as_read(self.parts, (t.q, t.k, t.v, do))
         lse2, delta = sums.statistics.unbind()
         pointers = (  # one for all kernels: those that were compiled without a tensor do not look at it
-            q, k, v, o, lse, do_, lse2.data_ptr(), delta.data_ptr(), dlse_,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), o, lse, do.data_ptr(), lse2.data_ptr(), delta.data_ptr(), dlse_,
             sums.dq.data_ptr(), sums.dk.data_ptr(), sums.dv.data_ptr(), *rest,
             *[x.data_ptr() for x in leaves.buffers],
         )  # fmt: skip
-        named = {"q": t.q, "k": t.k, "v": t.v, "d": do, "l": lse2, "-": sheet, **self.plan.pairs(t)}
+        named = {"q": q, "k": k, "v": v, "d": do, "l": lse2, "-": sheet, **self.plan.pairs(t)}
         for each in self.passes:
             each(pointers, named)
         return leaves.totals()
@@ -835,7 +862,7 @@ def backward(plan: Plan, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Gr
             passes = [_pass(call, name, plan.config.passes[name], bundle, role=role) for name, role in roles.items()]
             passes += read.pair_tiles(call, bundle)
         leaves = read.totals()
-        plan.made[key] = AgainBackward.of(call, do, [rows, *passes])
+        plan.made[key] = AgainBackward.of(call, [rows, *passes])
     dsink = None
     if t.sink is not None:
         dsink = state.sink_gradient(t.sink.float().view(-1, 1), out.lse, sums.delta(p))
@@ -873,7 +900,7 @@ def _pass(
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **parts)
     sizes = call.sizes(slots, lists=lists, part=part)
     grid = (slots * heads * (1 if p.packed else p.batch),)
-    args = (tensors, sizes, call.scales(), *descriptors, facts)
+    args = (tensors, sizes, call.plan.scales, *descriptors, facts)
     return Launched.of(plan.start(kernel, grid, tiles, *args), grid, args, letters)
 
 
@@ -909,7 +936,7 @@ def _of_sheet(call: Call, bundle: object, read: Read, part: Part) -> Launched:
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit)
     grid = (slots * part.heads * p.group * p.batch,)
     loops = ("b" in read.loops, "h" in read.loops, "h" in read.loops and part.first > 0)
-    args = (bundle, call.sizes(slots, part=part), call.scales(), *descriptors, 0, *loops, facts)
+    args = (bundle, call.sizes(slots, part=part), call.plan.scales, *descriptors, 0, *loops, facts)
     return Launched.of(plan.start(kernels().sheet, grid, tiles, *args), grid, args, "kk")
 
 
@@ -931,7 +958,7 @@ def _statistics(call: Call, out: Output, dlse: Tensor, sums: Sums) -> Launched:
     lse2, delta = sums.statistics.unbind()
     tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
     sizes, facts = call.sizes(slots), call.plan.facts(tiles, call.align, **call.plan.overlap("leads"))
-    args = (tensors, sizes, call.scales(), facts)
+    args = (tensors, sizes, call.plan.scales, facts)
     return Launched.of(call.plan.start(kernels().delta, grid, tiles, *args), grid, args)
 
 
@@ -969,7 +996,7 @@ class _LeafSums:
             grid = (-(-p.seqlen_q // tiles.tile_m), -(-p.seqlen_k // tiles.tile_n), outer)
             facts = plan.facts(tiles, call.align, lists=False, again=True, read=n)
             loops = ("b" in read.loops, "h" in read.loops)
-            args = (tensors, call.sizes(1), call.scales(), n, *loops, facts)
+            args = (tensors, call.sizes(1), call.plan.scales, n, *loops, facts)
             launched.append(Launched.of(plan.start(kernels().tile, grid, tiles, *args), grid, args))
         return launched
 

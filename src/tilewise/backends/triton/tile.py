@@ -61,25 +61,25 @@ class Sizes(NamedTuple):
     stride of each axis, for each leaf; ``grad_extents`` those of its gradient.
     """
 
-    batch: int
-    heads_q: int
-    heads_k: int
-    seqlen_q: int
-    seqlen_k: int
-    blocks: int
-    q: tuple
-    k: tuple
-    v: tuple
-    do: tuple
-    line: int
-    chunk: int
-    threshold: int
-    beside: tuple
-    heads: tuple
-    sheet: tuple
-    lists: tuple
-    extents: tuple
-    grad_extents: tuple
+    batch: int = 0
+    heads_q: int = 0
+    heads_k: int = 0
+    seqlen_q: int = 0
+    seqlen_k: int = 0
+    blocks: int = 0
+    q: tuple = (0, 0, 0)
+    k: tuple = (0, 0, 0)
+    v: tuple = (0, 0, 0)
+    do: tuple = (0, 0, 0)
+    line: int = 0
+    chunk: int = 0
+    threshold: int = 0
+    beside: tuple = (1, 1)
+    heads: tuple = (0, 0)
+    sheet: tuple = (0, 0)
+    lists: tuple = (0, 0, 0, 0, 0)
+    extents: tuple = ()
+    grad_extents: tuple = ()
 
 
 class Scales(NamedTuple):
@@ -444,23 +444,22 @@ def in_parts(x):
 
 
 @triton.jit
-def parts_kernel(x, sizes, parts, F: tl.constexpr):
-    """Rows of fp32 ``x`` as rows of three bf16 ``parts``, contiguous: grid (blocks · heads · batch); ``sizes``: rows, heads and the
-    strides of batch, row and head in x."""
-    rows, heads, by_batch, by_row, by_head = sizes
-    rows, heads = plain(rows), plain(heads)
+def parts_kernel(tensors, sizes, scales, F: tl.constexpr):
+    """Rows of fp32 ``tensors.q`` as rows of three bf16 parts in ``tensors.o``, contiguous: grid (blocks · heads · batch)."""
+    sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
-    h, pid = pid % heads, pid // heads
-    blocks = tl.cdiv(rows, F.tile_m)
-    m0, b = pid % blocks * F.tile_m, tl.cast(pid // blocks, tl.int64)
+    m0 = (pid % sizes.blocks) * F.tile_m
+    h = (pid // sizes.blocks) % sizes.heads_q
+    b = tl.cast(pid // sizes.blocks // sizes.heads_q, tl.int64)
+    by_batch, by_row, by_head = sizes.q
     DIM: tl.constexpr = F.pieces[0][1]
     m, c = m0 + tl.arange(0, F.tile_m), tl.arange(0, F.pieces[0][2])
-    ok = (m < rows)[:, None] & (c < DIM)[None, :]
-    base = x + (b * plain(by_batch) + tl.cast(h, tl.int64) * plain(by_head))
-    tile = tl.load(base + m.to(tl.int64)[:, None] * plain(by_row) + c[None, :], mask=ok, other=0.0)
-    high, middle, low = in_parts(tile)
-    finite = tl.abs(tile) < float("inf")  # else nothing is left of it
-    to = parts + ((b * rows + m)[:, None] * heads + h) * (3 * DIM) + c[None, :]
+    ok = (m < sizes.seqlen_q)[:, None] & (c < DIM)[None, :]
+    base = tensors.q + (b * by_batch + tl.cast(h, tl.int64) * by_head)
+    x = tl.load(base + m.to(tl.int64)[:, None] * by_row + c[None, :], mask=ok, other=0.0)
+    high, middle, low = in_parts(x)
+    finite = tl.abs(x) < float("inf")  # else nothing is left of it
+    to = tensors.o + ((b * sizes.seqlen_q + m)[:, None] * sizes.heads_q + h) * (3 * DIM) + c[None, :]
     tl.store(to, high, mask=ok)
     tl.store(to + DIM, tl.where(finite, middle, 0.0), mask=ok)
     tl.store(to + 2 * DIM, tl.where(finite, low, 0.0), mask=ok)

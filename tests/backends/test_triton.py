@@ -365,15 +365,18 @@ def test_nan_in_keys_that_no_query_sees_stays_out_of_parts():
     assert all(torch.equal(x, clean[name]) for name, x in dirty.items())
 
 
-@pytest.fixture
-def tf32():
-    before = torch.backends.cuda.matmul.allow_tf32
-
-    def allow(on: bool) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = on
-
-    yield allow
-    allow(before)
+@pytest.fixture(params=["allow_tf32", "fp32_precision"])
+def tf32(request):
+    """Allows tf32 or not, by PyTorch's older name for it or by its newer one, which 2.9 brought."""
+    matmul = torch.backends.cuda.matmul
+    if request.param == "allow_tf32":
+        yield lambda on: setattr(matmul, "allow_tf32", on)
+        matmul.allow_tf32 = False
+    else:
+        if not hasattr(matmul, "fp32_precision"):
+            pytest.skip("this PyTorch has one name for it")
+        yield lambda on: setattr(matmul, "fp32_precision", "tf32" if on else "ieee")
+        matmul.fp32_precision = "none"
 
 
 def test_products_of_fp32_follow_pytorchs_setting(tf32):

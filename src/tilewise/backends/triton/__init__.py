@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output, PerProblem
 from tilewise.backends.triton import tuned
-from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose
+from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
 from tilewise.backends.triton.emit import SCATTER, Pairs, blocks, classify, seen_lookup
 from tilewise.problem import Problem
 
@@ -89,7 +89,7 @@ class Triton:
 
     def _plan_of(self, p: Problem):
         """PyTorch's setting may change between two calls of a problem."""
-        tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+        tf32 = p.dtype == torch.float32 and tf32_allowed()
         return (self._tf32_plans if tf32 else self._plans).of(p)
 
     def _plan(self, p: Problem):

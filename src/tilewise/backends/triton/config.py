@@ -334,9 +334,16 @@ def table(arch: str, itemsize: int, products: str = "ieee") -> dict[int, tuple[T
 PARTS_HEAD_DIM = 256  # up to it tiles in three parts fit
 
 
+def tf32_allowed() -> bool:
+    """As PyTorch is set: since 2.9 by another name, beside which reading the older one may raise."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    return matmul.allow_tf32 if precision is None else precision == "tf32"
+
+
 def float_products(head_dim: int) -> str:
     """:attr:`Config.products` of fp32 on a GPU, as PyTorch's setting allows them."""
-    if torch.backends.cuda.matmul.allow_tf32:
+    if tf32_allowed():
         return "tf32"
     return "bf16x6" if head_dim <= PARTS_HEAD_DIM else "ieee"
 

@@ -440,13 +440,12 @@ def _cuda() -> Iterable[Case]:
         shape = (4, 4096, 4096, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
         for label, mask in (("full", None), ("causal", "causal")):
             yield row(f"d{head_dim}-n4096-{label}", shape, "dims", mask=mask)
-    for dtype, head_dims in (("fp16", (64, 128, 256)), ("fp32", (64, 128))):
+    for short, dtype, head_dims in (("fp16", "float16", (64, 128, 256)), ("fp32", "float32", (64, 128))):
         for head_dim in head_dims:
             shape = (4, 4096, 4096, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
-            options = {"dtype": {"fp16": "float16", "fp32": "float32"}[dtype]}
             for label, mask in (("full", None), ("causal", "causal")):
-                name = f"cuda-{dtype}-d{head_dim}-n4096-{label}"
-                yield _case(name, "H200, other dtypes", shape, f"cuda {dtype}", mask=mask, **options)
+                name = f"cuda-{short}-d{head_dim}-n4096-{label}"
+                yield _case(name, "H200, other dtypes", shape, f"cuda {short}", dtype=dtype, mask=mask)
     yield row("gqa8-n4096-causal", (4, 4096, 4096, 16, 2, 128, 128), "gqa", mask="causal")
     yield row("decode-32k", (8, 1, 32768, 32, 4, 128, 128), "decode", backward=False)
     lengths = tuple((n, n) for n in (4096, 512, 1024, 2560, 3072, 128, 1920, 3072))

@@ -337,9 +337,8 @@ PARTS = OTHER_TILES["parts"]
 
 def test_three_parts_hold_all_of_fp32():
     c = call(*qkv(nq=70, d=24))
-    exponent = (
-        normal(2, 70, 3, 24, seed=1).mul(30).clamp(-80, 110).round()
-    )  # the last part of 2^-110 is below what bf16 holds
+    # The last part of 2^-110 is below what bf16 holds.
+    exponent = normal(2, 70, 3, 24, seed=1).mul(30).clamp(-80, 110).round()
     x = normal(2, 70, 3, 24) * torch.exp2(exponent)
     x[0, 0, 0, :4] = torch.tensor([torch.inf, -torch.inf, 0.0, 3.0e38])
     parts = launch.in_parts(launch.Plan(c.p, PARTS), x)[0].float().unflatten(-1, (3, 24))

@@ -410,7 +410,7 @@ def inner(a, b, F: tl.constexpr):
 
 @triton.jit
 def accumulate(p, x, acc, F: tl.constexpr):
-    """``p x + acc``, x and acc tuples of tiles; p fp32 (rows of acc, rows of x), rounded to x's dtype where that is not in parts.
+    """``p x + acc``, x and acc tuples of tiles; p (rows of acc, rows of x) is rounded to x's dtype, or where x is in parts, fp32.
 
     Of fp32 inputs each tile's sum starts from zero: one chain of additions over all tiles would round more than eager does.
     """
@@ -459,7 +459,7 @@ def parts_kernel(tensors, sizes, scales, F: tl.constexpr):
     x = tl.load(base + m.to(tl.int64)[:, None] * by_row + c[None, :], mask=ok, other=0.0)
     high, middle, low = in_parts(x)
     finite = tl.abs(x) < float("inf")  # else nothing is left of it
-    to = tensors.o + ((b * sizes.seqlen_q + m)[:, None] * sizes.heads_q + h) * (3 * DIM) + c[None, :]
+    to = tensors.o + ((b * sizes.seqlen_q + m)[:, None] * sizes.heads_q + h) * (F.parts * DIM) + c[None, :]
     tl.store(to, high, mask=ok)
     tl.store(to + DIM, tl.where(finite, middle, 0.0), mask=ok)
     tl.store(to + 2 * DIM, tl.where(finite, low, 0.0), mask=ok)

@@ -336,16 +336,21 @@ PARTS = OTHER_TILES["parts"]
 
 
 def test_three_parts_hold_all_of_fp32():
-    c = call(*qkv(nq=70, d=24))
+    c = call(*qkv(nq=70, nk=33, hq=4, hk=2, d=24, dv=40))
     # The last part of 2^-110 is below what bf16 holds.
-    exponent = normal(2, 70, 3, 24, seed=1).mul(30).clamp(-80, 110).round()
-    x = normal(2, 70, 3, 24) * torch.exp2(exponent)
-    x[0, 0, 0, :4] = torch.tensor([torch.inf, -torch.inf, 0.0, 3.0e38])
-    parts = launch.in_parts(launch.Plan(c.p, PARTS), x)[0].float().unflatten(-1, (3, 24))
-    assert torch.equal(parts.sum(-2), x)
-    assert (parts[..., 1, :].abs() <= x.abs() * 2.0**-7).all()  # the interpreter rounds towards zero
-    assert (parts[..., 2, :].abs() <= x.abs() * 2.0**-14).all()
-    assert launch.in_parts(launch.Plan(c.p, PARTS), x * torch.nan)[0].isnan().any()
+    wide = [
+        normal(*x.shape) * torch.exp2(normal(*x.shape, seed=1).mul(30).clamp(-80, 110).round())
+        for x in (c.t.q, c.t.k, c.t.v, c.do)
+    ]
+    for x in wide:
+        x[0, 0, 0, :4] = torch.tensor([torch.inf, -torch.inf, 0.0, 3.0e38])
+    for x, parts in zip(wide, launch.in_parts(launch.Plan(c.p, PARTS), wide)[0], strict=True):
+        high, middle, low = parts.float().unflatten(-1, (3, x.shape[-1])).unbind(-2)
+        assert torch.equal(high + middle + low, x)
+        assert (middle.abs() <= x.abs() * 2.0**-7).all()  # the interpreter rounds towards zero
+        assert (low.abs() <= x.abs() * 2.0**-14).all()
+    hidden = [x * torch.nan for x in wide]
+    assert all(parts.isnan().any() for parts in launch.in_parts(launch.Plan(c.p, PARTS), hidden)[0])
 
 
 def test_a_bias_beside_parts_gets_its_gradient_of_fp32s_ds():
@@ -514,16 +519,16 @@ def test_a_second_call_makes_its_own_parts(launches):
     plan = launch.Plan(c.p, OTHER_TILES["parts-tma"], launch.run)
     out = launch.forward(plan, c.t)
     launch.forward(plan, new.t)
-    *parts, (_, main) = launches[4:]
-    assert [args[0].q for _, args in parts] == [x.data_ptr() for x in (new.t.q, new.t.k, new.t.v)]
-    assert [args[0].o for _, args in parts] == [main[0].q, main[0].k, main[0].v]
+    (_, parts), (_, main) = launches[2:]
+    assert parts[0][:3] == tuple(x.data_ptr() for x in (new.t.q, new.t.k, new.t.v))
+    assert (parts[0].dq, parts[0].dk, parts[0].dv) == main[0][:3]
     assert [main[3].base.data_ptr(), main[5].base.data_ptr()] == [main[0].k, main[0].v]
     launches.clear()
     launch.backward(plan, c.t, out, c.do, c.dlse)
     launch.backward(plan, new.t, out, new.do, new.dlse)
-    *parts, (_, delta), (_, _dq), (_, dkdv) = launches[7:]
-    assert [args[0].q for _, args in parts] == [x.data_ptr() for x in (new.t.q, new.t.k, new.t.v, new.do)]
-    assert [args[0].o for _, args in parts] == [dkdv[0].q, dkdv[0].k, dkdv[0].v, delta[0].do]
+    (_, parts), (_, delta), (_, _dq), (_, dkdv) = launches[4:]
+    assert (*parts[0][:3], parts[0].do) == tuple(x.data_ptr() for x in (new.t.q, new.t.k, new.t.v, new.do))
+    assert (parts[0].dq, parts[0].dk, parts[0].dv, parts[0].o) == (*dkdv[0][:3], delta[0].do)
     assert [dkdv[3].base.data_ptr(), dkdv[5].base.data_ptr()] == [dkdv[0].q, dkdv[0].do]
 
 

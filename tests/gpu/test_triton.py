@@ -46,9 +46,10 @@ def test_a_graph_is_captured_and_replayed_with_other_lengths():
         assert all(torch.equal(x, y) for x, y in zip(captured, step(), strict=True)), lengths
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("score", [None, tw.softcap(30.0)], ids=["plain", "softcap"])
-def test_later_calls_with_other_addresses_give_the_bits_of_the_first(score):
-    c = call(*(x.cuda() for x in qkv(nq=300, nk=300, d=64, dv=64, dtype=torch.bfloat16)), causal=True, score=score)
+def test_later_calls_with_other_addresses_give_the_bits_of_the_first(score, dtype):
+    c = call(*(x.cuda() for x in qkv(nq=300, nk=300, d=64, dv=64, dtype=dtype)), causal=True, score=score)
     backend = Triton()
 
     def results(t, do):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -341,16 +341,15 @@ class Call:
     align: int
     steady: bool
     copied: bool
-    parts: list[Launched]
+    parts: Launched | None
 
     @classmethod
     def of(cls, plan: Plan, t: Inputs, do: Tensor | None = None) -> Call:
         given = (t.q, t.k, t.v) if do is None else (t.q, t.k, t.v, do)
         tensors = [unit_last(x) for x in given]
-        copied, parts = any(x is not y for x, y in zip(tensors, given, strict=True)), []
+        copied, parts = any(x is not y for x, y in zip(tensors, given, strict=True)), None
         if plan.parts > 1:
-            made = [in_parts(plan, x) for x in tensors]
-            tensors, parts = [x for x, _ in made], [launched for _, launched in made]
+            tensors, parts = in_parts(plan, tensors)
         key = ("strides", None if do is None else tensors[3].stride())
         found = plan.made.get(key)
         if found is None:
@@ -571,9 +570,10 @@ def bundle(pointers: tuple[int, ...], leaves: int, grads: int):
 
 def repeatable(call: Call, launched: list[Launched]) -> bool:
     """Whether another call may launch them again, for which they are prepared. Not so: unaligned or copied tensors, lists of tiles."""
-    if call.copied or call.plan.lists or any(x.compiled is None for x in (*call.parts, *launched)):
+    launched = launched if call.parts is None else [call.parts, *launched]
+    if call.copied or call.plan.lists or any(x.compiled is None for x in launched):
         return False
-    for each in (*call.parts, *launched):
+    for each in launched:
         each.prepare()
     return True
 
@@ -588,29 +588,37 @@ def room_for_parts(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], PARTS * x.shape[-1]), dtype=torch.bfloat16)
 
 
-def in_parts(plan: Plan, x: Tensor) -> tuple[Tensor, Launched]:
-    """The parts, and what made them."""
-    tiles, p, new = Tiles(PARTS_ROWS, PARTS_ROWS, 4, 1, padded=True), plan.p, room_for_parts(x)
-    blocks, batch = -(-x.shape[-3] // PARTS_ROWS), 1 if p.packed else p.batch
-    key = ("parts", x.shape, x.stride(), aligned(x))
+def in_parts(plan: Plan, tensors: list[Tensor]) -> tuple[list[Tensor], Launched]:
+    """The parts of q, k, v and, where it is given, do; and what made them."""
+    tiles, p, made = Tiles(PARTS_ROWS, PARTS_ROWS, 4, 1, padded=True), plan.p, list(map(room_for_parts, tensors))
+    batch, steady = 1 if p.packed else p.batch, aligned(*tensors)
+    key = ("parts", *[x.stride() for x in tensors], steady)
     sizes = plan.made.get(key)
     if sizes is None:
-        own = {"batch": batch, "heads_q": x.shape[-2], "seqlen_q": x.shape[-3], "blocks": blocks, "q": strides_of(p, x)}
-        sizes = plan.made[key] = opaque(kernels().Sizes(**own))
-        if aligned(x):
+        shape = {name: getattr(p, name) for name in ("heads_q", "heads_k", "seqlen_q", "seqlen_k")}
+        strides = {name: strides_of(p, x) for name, x in zip(("q", "k", "v", "do"), tensors, strict=False)}
+        sizes = plan.made[key] = opaque(kernels().Sizes(batch=batch, **shape, **strides))
+        if steady:
             plan.kept.add(id(sizes))
-    facts = plan.facts(tiles, 1, pieces=pieces(x.shape[-1], tiles))
-    grid, args = (blocks * x.shape[-2] * batch,), (kernels().Tensors(q=x, o=new), sizes, plan.scales, facts)
-    return new, Launched.of(plan.start(kernels().parts, grid, tiles, *args), grid, args)
+    programs = max(-(-x.shape[-3] // PARTS_ROWS) * x.shape[-2] for x in tensors) * batch
+    grid, pointers = (programs, len(tensors)), parts_pointers(tensors, made, None)
+    args = (kernels().Tensors(*pointers), sizes, plan.scales, plan.facts(tiles, 1))
+    return made, Launched.of(plan.start(kernels().parts, grid, tiles, *args), grid, args)
 
 
-def as_read(parts: list[Launched], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def parts_pointers(tensors: Sequence, made: Sequence, none: int | None) -> tuple:
+    """What the kernel that makes parts reads and writes, in the order of Tensors; ``none``: in place of what there is not."""
+    (q, k, v, *do), (q_parts, k_parts, v_parts, *do_parts) = tensors, made
+    do, do_parts = do or [none], do_parts or [none]
+    return (q, k, v, *do_parts, none, *do, none, none, none, q_parts, k_parts, v_parts, *(none,) * (LEAVES - 12))
+
+
+def as_read(parts: Launched | None, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
     """The tensors as kernels read them: themselves, or their parts, made again by what made them first."""
-    if not parts:
+    if parts is None:
         return tensors
-    made = tuple(map(room_for_parts, tensors))
-    for launch, x, new in zip(parts, tensors, made, strict=True):
-        launch((x.data_ptr(), 0, 0, new.data_ptr(), *(0,) * (LEAVES - 4)), {})
+    made = list(map(room_for_parts, tensors))
+    parts(parts_pointers([x.data_ptr() for x in tensors], [x.data_ptr() for x in made], 0), {})
     return made
 
 
@@ -626,7 +634,7 @@ class Again:
     """
 
     plan: Plan
-    parts: list[Launched]
+    parts: Launched | None
     main: Launched
     merge: Launched | None
     chunks: int
@@ -814,7 +822,7 @@ class AgainBackward:
     """A backward that was launched before, as :class:`Again`."""
 
     plan: Plan
-    parts: list[Launched]
+    parts: Launched | None
     passes: list[Launched]
 
     @classmethod

@@ -445,21 +445,35 @@ def in_parts(x):
 
 @triton.jit
 def parts_kernel(tensors, sizes, scales, F: tl.constexpr):
-    """Rows of fp32 ``tensors.q`` as rows of three bf16 parts in ``tensors.o``, contiguous: grid (blocks · heads · batch)."""
+    """Rows of fp32 q, k, v, and do where it is given, as rows of three bf16 parts in dq, dk, dv and o, contiguous: grid (programs of the
+    tensor that needs most, tensors). Strides are in elements."""
     sizes = plain_sizes(sizes)
-    pid = tl.program_id(0)
-    m0 = (pid % sizes.blocks) * F.tile_m
-    h = (pid // sizes.blocks) % sizes.heads_q
-    b = tl.cast(pid // sizes.blocks // sizes.heads_q, tl.int64)
-    by_batch, by_row, by_head = sizes.q
-    DIM: tl.constexpr = F.pieces[0][1]
-    m, c = m0 + tl.arange(0, F.tile_m), tl.arange(0, F.pieces[0][2])
-    ok = (m < sizes.seqlen_q)[:, None] & (c < DIM)[None, :]
-    base = tensors.q + (b * by_batch + tl.cast(h, tl.int64) * by_head)
+    which = tl.program_id(1)
+    if which == 0:
+        rows_in_parts(tensors.q, tensors.dq, sizes.q, sizes.seqlen_q, sizes.heads_q, sizes, False, F)
+    elif which == 1:
+        rows_in_parts(tensors.k, tensors.dk, sizes.k, sizes.seqlen_k, sizes.heads_k, sizes, False, F)
+    elif which == 2:
+        rows_in_parts(tensors.v, tensors.dv, sizes.v, sizes.seqlen_k, sizes.heads_k, sizes, True, F)
+    elif tensors.do is not None:
+        rows_in_parts(tensors.do, tensors.o, sizes.do, sizes.seqlen_q, sizes.heads_q, sizes, True, F)
+
+
+@triton.jit
+def rows_in_parts(x, to, strides, length, heads, sizes, OF_V: tl.constexpr, F: tl.constexpr):
+    """What program_id(0) does of one tensor: nothing where that needs fewer programs."""
+    DIM: tl.constexpr = F.head_dim_v if OF_V else F.head_dim
+    WIDTH: tl.constexpr = F.pieces_v[0][2] if OF_V else F.pieces[0][2]
+    pid, blocks = tl.program_id(0), tl.maximum(tl.cdiv(length, F.tile_m), 1)  # of an empty tensor: not to divide by 0
+    b, h = pid // (blocks * heads), (pid // blocks) % heads
+    by_batch, by_row, by_head = strides
+    m, c = (pid % blocks) * F.tile_m + tl.arange(0, F.tile_m), tl.arange(0, WIDTH)
+    ok = (m < length)[:, None] & (c < DIM)[None, :] & (b < sizes.batch)
+    base = x + (tl.cast(b, tl.int64) * by_batch + tl.cast(h, tl.int64) * by_head)
     x = tl.load(base + m.to(tl.int64)[:, None] * by_row + c[None, :], mask=ok, other=0.0)
     high, middle, low = in_parts(x)
     finite = tl.abs(x) < float("inf")  # else nothing is left of it
-    to = tensors.o + ((b * sizes.seqlen_q + m)[:, None] * sizes.heads_q + h) * (F.parts * DIM) + c[None, :]
+    to += ((tl.cast(b, tl.int64) * length + m)[:, None] * heads + h) * (F.parts * DIM) + c[None, :]
     tl.store(to, high, mask=ok)
     tl.store(to + DIM, tl.where(finite, middle, 0.0), mask=ok)
     tl.store(to + 2 * DIM, tl.where(finite, low, 0.0), mask=ok)

@@ -422,17 +422,18 @@ def host_worker(worker: Worker) -> None:
     """Microseconds of host time a call, and how many kernels 100 lengths compile."""
     import tilewise as tw
 
-    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
-    c, backend = call(q, q.clone(), q.clone(), causal=True), Triton()
-    out = backend.forward(c.p, c.t)
-    x = q.clone().requires_grad_()
-    calls = {
-        "backend.forward": lambda: backend.forward(c.p, c.t),
-        "backend.backward": lambda: backend.backward(c.p, c.t, out, c.do, c.dlse),
-        "tw.attention": lambda: tw.attention(q, q, q, causal=True, backend="triton"),
-        "tw.attention with gradients": lambda: tw.attention(x, x, x, causal=True, backend="triton"),
-        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3),
-    }
+    backend, calls = Triton(), {}
+    for dtype, name in ((torch.bfloat16, ""), (torch.float32, ", float32")):
+        q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype)
+        c, x = call(q, q.clone(), q.clone(), causal=True), q.clone().requires_grad_()
+        attention = partial(tw.attention, causal=True, backend="triton")
+        calls |= {
+            f"backend.forward{name}": partial(backend.forward, c.p, c.t),
+            f"backend.backward{name}": partial(backend.backward, c.p, c.t, backend.forward(c.p, c.t), c.do, c.dlse),
+            f"tw.attention{name}": partial(attention, q, q, q),
+            f"tw.attention with gradients{name}": partial(attention, x, x, x),
+            f"sdpa{name}": partial(torch.nn.functional.scaled_dot_product_attention, *[q.transpose(1, 2)] * 3),
+        }
     timed = lambda fn: {"state": "ok", "us": round(host_microseconds(fn), 1)}  # noqa: E731
     worker.each({name: partial(timed, fn) for name, fn in calls.items()} | {"100 lengths": lambda: lengths(backend)})
 

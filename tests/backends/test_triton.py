@@ -1,10 +1,13 @@
 """The Triton backend through Triton's interpreter, on CPU tensors; on a GPU the same contract runs in tests/gpu."""
 
 import math
+import re
+import struct
 import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -216,6 +219,66 @@ def test_the_logarithm_of_a_rows_sum_is_right_to_one_ulp():
     assert ((computed(maths.log, x).double() - exact).abs() <= 2**-23 * exact.abs()).all()
     special = torch.tensor([0.0, torch.inf, torch.nan, -1.0])
     torch.testing.assert_close(computed(maths.log, special), special.log(), equal_nan=True)
+
+
+def executed(ptx: str, registers: dict[str, float | int]) -> tuple[dict[str, float | int], set[str]]:
+    """The registers after a piece of PTX of one thread, and its instructions' names."""
+    f32, bits = np.float32, lambda x: struct.unpack("i", struct.pack("f", x))[0]
+    operations = {
+        "mov.f32": lambda a: a,
+        "mov.b32": bits,
+        "mul.f32": lambda a, b: f32(a * b),
+        "fma.rn.f32": lambda a, b, c: f32(float(a) * float(b) + float(c)),
+        "max.s32": max,
+        "max.NaN.f32": np.maximum,
+        "min.NaN.f32": np.minimum,
+        "setp.gt.s32": lambda a, b: a > b,
+        "vote.sync.any.pred": lambda a, mask: a,
+        "rcp.approx.ftz.f32": lambda a: f32(1) / a,
+        "ex2.approx.ftz.f32": np.exp2,
+    }
+    lines = [x.strip() for x in re.split(r"[;\n]", ptx.strip("{}")) if x.strip() and ".reg" not in x]
+    at, seen, registers = 0, set(), dict(registers)
+
+    def read(name: str) -> float | int:
+        if name.startswith("0f"):
+            return f32(struct.unpack(">f", bytes.fromhex(name[2:]))[0])
+        return int(name, 16) if name.startswith("0x") else registers[name]
+
+    while at < len(lines):
+        line, at = lines[at], at + 1
+        if line.endswith(":"):
+            continue
+        if "bra.uni" in line:
+            *guard, _, label = line.split()
+            if not guard or registers[guard[0].removeprefix("@")]:
+                at = lines.index(f"{label}:")
+            continue
+        name, to, *operands = re.split(r",?\s+", line)
+        registers[to] = operations[name](*map(read, operands))
+        seen.add(name)
+    return registers, seen
+
+
+@pytest.mark.parametrize("c", [40.0, -3.0])
+@pytest.mark.parametrize("furthest", [0.01, 0.7, 0.72, 3.0, 30.0, math.inf])
+def test_the_power_of_a_tanh_is_right_near_zero_and_far_from_it(furthest, c):
+    x = np.float32([-furthest, 0.6, -0.3, 1e-6, -1e-30, 0.0]).clip(-furthest, furthest)
+    given = {f"${6 + n}": value for n, value in enumerate([*x, np.float32(c)])}
+    registers, seen = executed(maths.powers_of_tanh(6), given)
+    found = np.array([registers[f"${n}"] for n in range(6)], dtype=np.float64)
+    tanh = np.tanh(x.astype(np.float64))
+    allowed = 2**-22 + 3 * 2**-24 * abs(c) * math.log(2) * abs(tanh)  # 3 ulp of tanh
+    assert (abs(found / np.exp2(c * tanh) - 1) <= allowed).all()
+    assert ("rcp.approx.ftz.f32" in seen) == (furthest**2 > maths.NEAR)
+
+
+def test_nan_is_far_from_zero_and_stays():
+    registers, _ = executed(
+        maths.powers_of_tanh(5), {f"${5 + n}": np.float32(x) for n, x in enumerate((0, 0, 0, 0, np.nan, 2))}
+    )
+    assert np.isnan(registers["$4"])
+    assert registers["$0"] == 1.0
 
 
 LEAVES = {
@@ -508,7 +571,7 @@ def test_a_second_forward_is_the_first_with_new_addresses(launches):
     assert again == (*grid, 1)
     assert (second[0].q, second[0].v, second[0].lse) == (new.t.q.data_ptr(), new.t.v.data_ptr(), out.lse.data_ptr())
     assert all(x is y for x, y in zip(first[1:3] + first[7:], second[1:3] + second[7:], strict=True))
-    assert [second[3].base, second[5].base] == [new.t.k, new.t.v]
+    assert [second[3].base, second[5].base] == [new.t.k.data_ptr(), new.t.v.data_ptr()]
     new.t.q = _moved(new.t.q)
     launch.forward(plan, new.t)
     assert launches[2][1][0].q is new.t.q
@@ -540,7 +603,7 @@ def test_a_second_forward_reads_its_own_bias(launches):
     launch.forward(plan, new.t)
     (_, first), (_, second) = launches
     assert first[-2].base is c.t.leaves[plan.seen[0]]
-    assert second[-2].base is new.t.leaves[plan.seen[0]]
+    assert second[-2].base == new.t.leaves[plan.seen[0]].data_ptr()
 
 
 def test_a_second_backward_is_the_first_with_new_addresses(launches):
@@ -558,8 +621,8 @@ def test_a_second_backward_is_the_first_with_new_addresses(launches):
         assert all(y is not None for _, _, y in given)
         tensors = {"q": new.t.q, "k": new.t.k, "do": new.do, "o": out.o, "dq": grads.dq, "dv": grads.dv}
         assert all(y == tensors[name].data_ptr() for name, _, y in given if name in tensors)
-    assert [second[2][1][n].base for n in (3, 5)] == [new.t.q, new.do]
-    assert [second[1][1][n].base for n in (3, 5)] == [new.t.k, new.t.v]
+    assert [second[2][1][n].base for n in (3, 5)] == [new.t.q.data_ptr(), new.do.data_ptr()]
+    assert [second[1][1][n].base for n in (3, 5)] == [new.t.k.data_ptr(), new.t.v.data_ptr()]
     launch.backward(plan, new.t, out, _moved(new.do), new.dlse)
     assert isinstance(launches[8][1][0].q, torch.Tensor)
 
@@ -595,11 +658,11 @@ def test_a_second_backward_leaves_ds_and_sums_a_bias_where_it_says(launches):
     over_keys, of_sheet = (args for _, args in second[1:])
     slot = plan.emitted.reads[0].slot
     for tensors in (over_keys[0], of_sheet[0]):
-        assert tensors.sheet == over_keys[-2].base.data_ptr()
+        assert tensors.sheet == over_keys[-2].base
         assert tensors.leaves == (new.t.leaves[slot].data_ptr(),)
         assert tensors.grads == (grads.leaves[slot].data_ptr(),)
-    assert over_keys[-3].base is new.t.leaves[slot]
-    assert of_sheet[3].base is new.t.k
+    assert over_keys[-3].base == new.t.leaves[slot].data_ptr()
+    assert of_sheet[3].base == new.t.k.data_ptr()
     assert of_sheet[0].dq == grads.dq.data_ptr()
     assert of_sheet[4:] == first[2][1][4:]
 

@@ -136,6 +136,20 @@ def test_split_keys_and_grouped_heads_agree_with_the_oracle(nq, nk, hq, hk):
     agree(Triton(), c)
 
 
+@pytest.mark.parametrize("furthest", [6.0, 30.0, 300.0], ids=["near zero", "mixed", "far"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_softcap_of_small_and_of_large_scores_agrees_with_the_oracle(d, furthest):
+    q, k, v = (x.cuda() for x in qkv(nq=200, nk=300, d=d, dv=d, dtype=torch.bfloat16))
+    grown = torch.linspace(0.1, 1.0, 200, device="cuda").view(1, -1, 1, 1) * (
+        furthest / 4
+    )  # products are within 4 or so
+    q = (q * grown).bfloat16()
+    agree(Triton(), call(q, k, v, causal=True, score=tw.softcap(20.0)))
+    q[0, 50, 1, 3] = torch.nan
+    o = tw.attention(q, k, v, causal=True, score=tw.softcap(20.0), backend="triton")
+    assert o.isnan().any(-1).nonzero().tolist() == [[0, 50, 1]]
+
+
 def test_a_hundred_lengths_compile_no_kernel_more():
     compiled = lambda: sum(len(cache[0]) for cache in launch.kernels().forward.device_caches.values())  # noqa: E731
     first = None

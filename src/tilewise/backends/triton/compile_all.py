@@ -245,10 +245,8 @@ def items() -> list[Launch]:
                 products = config.float_products(limit) if dtype == torch.float32 else "ieee"
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
-                    features += ["rich", "sparse"]
-                    features += (
-                        ["dense", "full", "window", "split", "softcap", "bias", "bias32"] if arch == "sm90" else []
-                    )
+                    features += ["rich", "sparse", "softcap"]
+                    features += ["dense", "full", "window", "split", "bias", "bias32"] if arch == "sm90" else []
                 if dtype == torch.float32 and limit in (64, 128) and arch == "sm90":
                     features += ["rich", "bias"]
                 found += [Launch(arch, dtype, limit, feature, products) for feature in features]

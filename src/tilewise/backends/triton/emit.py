@@ -312,16 +312,14 @@ class _Writer:
             rough = self.rough and e.op == "tanh" and "s" in expr.depends_on(e)
             call = f"{'maths.rough_tanh' if rough else _CALLS[e.op]}({', '.join(args)})"
             return f"{call}.to(tl.int32)" if e.op == "pow" and result != "float" else call
-        if (
-            e.op == "mul"
-            and e.args[0].op == "tanh"
-            and e.args[1].op == "param"
-            and result == "float"
-            and not self.rough
-        ):
+        if _is_scaled_tanh(e) and not self.rough:
             return f"maths.scaled_tanh({self.floating(e.args[0].args[0])}, {args[1]})"
         infix = _OF_BOOLS.get(e.op, operation.infix) if result == "bool" else operation.infix
         return f"{args[0]} {infix} {args[1]}"
+
+
+def _is_scaled_tanh(e: Expr) -> bool:
+    return e.op == "mul" and e.args[0].op == "tanh" and e.args[1].op == "param" and expr.kind(e) == "float"
 
 
 # -- A problem's module --------------------------------------------------------------------------------------------
@@ -383,6 +381,8 @@ def emit(p: Problem, wide: frozenset[int], seen: int | None = None) -> Emitted:
         root = products.binary(root) if binary else root
         made = lambda rough: _Writer(leaf, of_tiles, wide, small, rough=rough, seen=seen)  # noqa: E731
         source.append(_returning(made(False), "score", "s, b, h, i, j, at", root))
+        if binary and _is_scaled_tanh(root):
+            source.append(_weights(made(False), root))
         rough = partial(made, half)
         source.append(_returning(rough(), "again", "s, b, h, i, j, at", root))
         source += _gradients(rough, score, reads, leaf, products)
@@ -476,6 +476,14 @@ def _function(name: str, arguments: str, lines: list[str]) -> str:
 def _returning(writer: _Writer, name: str, arguments: str, e: Expr) -> str:
     result = writer.value(e)
     return _function(name, arguments, [*writer.lines, f"return {result}"])
+
+
+def _weights(w: _Writer, root: Expr) -> str:
+    """``weights``: 2 to the power of a score of which there is a shorter way there."""
+    x, c = root.args[0].args[0], root.args[1]
+    w.value(x)
+    result = f"maths.power_of_tanh({w.floating(x)}, {w.value(c)})"
+    return _function("weights", "s, b, h, i, j, at", [*w.lines, f"return {result}"])
 
 
 def _gradients(writer, score: Expr, reads: tuple[Read, ...], leaf: dict[int, int], products: _Products) -> list[str]:

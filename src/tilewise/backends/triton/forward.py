@@ -129,14 +129,14 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.c
     at = with_pairs(at, query.pairs, query.h, query.m0, n0, False, F)
     k, v = load_keys(query, n0, left, partial, F)
     s = inner(query.q, k, F)  # fp32 (tile_m, tile_n)
-    if F.general:
-        s = scored(s, query, j, scales, at, F)
     if F.bounded:  # any m is as exact as the maximum that nothing overflows with
         m_new = m
-        shown = masked(tl.exp2(s), 0.0, j, query, at, partial, F)
+        shown = masked(weights(s, query, j, scales, at, F), 0.0, j, query, at, partial, F)
         p = shown[0]
         l += tl.sum(p, 1)
     else:
+        if F.general:
+            s = scored(s, query, j, scales, at, F)
         shown = masked(s, float("-inf"), j, query, at, partial, F)
         m_new, p, rescale = exponentials(shown[0], m, scales, partial, F)
         l = l * rescale + tl.sum(p, 1)
@@ -209,6 +209,17 @@ def scored(s, query, j, scales, at, F: tl.constexpr):
     else:
         s = s * scales.softmax
     return s
+
+
+@triton.jit
+def weights(s, query, j, scales, at, F: tl.constexpr):
+    """2 to the power of the score of a tile of products."""
+    if F.weights is not None:
+        i = query.m0 + tl.arange(0, F.tile_m)
+        p = F.weights(s, at.b, query.h, i[:, None], j[None, :], at)
+    else:
+        p = tl.exp2(scored(s, query, j, scales, at, F))
+    return p
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -74,7 +75,14 @@ def kernels():
     )
 
 
-def rebased(descriptor, base: Tensor):
+class Address(int):
+    """Where a tensor begins, asked for as a tensor is."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def rebased(descriptor, base: Tensor | Address):
     """A tensor descriptor with another base, unchecked: its checks take as long as its making."""
     new = object.__new__(type(descriptor))
     new.__dict__.update(descriptor.__dict__)
@@ -193,9 +201,9 @@ class Plan:
             return None
         return e.args[0][1], (0,) * (5 - len(e.args)) + tuple(x.args[0] for x in e.args[1:-2])
 
-    def pairs(self, t: Inputs) -> dict[str, Tensor]:
-        """What the descriptor with the letter p sees, where there may be one."""
-        return {} if self.seen is None else {"p": t.leaves[self.seen[0]]}
+    def pairs(self, t: Inputs) -> dict[str, int]:
+        """Where what the descriptor with the letter p sees begins, if there may be one."""
+        return {} if self.seen is None else {"p": t.leaves[self.seen[0]].data_ptr()}
 
     @cached_property
     def scales(self):
@@ -245,7 +253,7 @@ class Plan:
         key = (tiles, align, *extra.items())
         found = self.made.get(key)
         if found is None:
-            names = ("lo", "hi", "first", "last", "keep", "score", "slope", "rows", "leaves", "columns")
+            names = ("lo", "hi", "first", "last", "keep", "score", "weights", "slope", "rows", "leaves", "columns")
             fields = {name: emitted.functions.get(name) for name in names} | {
                 "tile_m": tiles.tile_m,
                 "tile_n": tiles.tile_n,
@@ -546,14 +554,14 @@ class Launched:
         self.descriptors = tuple(x and rebased(x, torch.empty(0, dtype=x.base.dtype)) for x in self.descriptors)
         self.args = ()
 
-    def __call__(self, pointers: tuple[int, ...], named: dict[str, Tensor], *later: Tensor) -> None:
-        """``pointers``: of Tensors, as :func:`bundle` takes them; ``named``: what the descriptors see."""
+    def __call__(self, pointers: tuple[int, ...], named: dict[str, int], *later: Tensor) -> None:
+        """``pointers``: of Tensors, as :func:`bundle` takes them; ``named``: where what the descriptors see begins."""
         if self.prepared is not None and not listening():
             addresses = (*pointers, *[x.data_ptr() for x in later]) if later else pointers
-            if self.prepared(addresses, [named[letter].data_ptr() for letter in self.seen]):
+            if self.prepared(addresses, [named[letter] for letter in self.seen]):
                 return
         pairs = zip(self.descriptors, self.letters, strict=True)
-        between = [*(x and rebased(x, named[letter]) for x, letter in pairs), *self.constants, *later]
+        between = [*(x and rebased(x, Address(named[letter])) for x, letter in pairs), *self.constants, *later]
         tensors = bundle(pointers, *self.counts)
         relaunch(self.compiled, self.grid, tensors, self.sizes, self.scales, *between, self.facts)
 
@@ -583,14 +591,11 @@ def repeatable(call: Call, launched: list[Launched]) -> bool:
 PARTS_ROWS = 16  # of a program that makes them or adds them up
 
 
-def room_for_parts(x: Tensor) -> Tensor:
-    """For fp32 (..., heads, D) as bf16 (..., heads, 3 D): the parts of config.PARTS, side by side."""
-    return x.new_empty((*x.shape[:-1], PARTS * x.shape[-1]), dtype=torch.bfloat16)
-
-
 def in_parts(plan: Plan, tensors: list[Tensor]) -> tuple[list[Tensor], Launched]:
-    """The parts of q, k, v and, where it is given, do; and what made them."""
-    tiles, p, made = Tiles(PARTS_ROWS, PARTS_ROWS, 4, 1, padded=True), plan.p, list(map(room_for_parts, tensors))
+    """The parts of q, k, v and, where it is given, do: of fp32 (..., heads, D) bf16 (..., heads, 3 D), those of config.PARTS side by side;
+    and what made them."""
+    tiles, p = Tiles(PARTS_ROWS, PARTS_ROWS, 4, 1, padded=True), plan.p
+    made = [x.new_empty((*x.shape[:-1], PARTS * x.shape[-1]), dtype=torch.bfloat16) for x in tensors]
     batch, steady = 1 if p.packed else p.batch, aligned(*tensors)
     key = ("parts", *[x.stride() for x in tensors], steady)
     sizes = plan.made.get(key)
@@ -613,13 +618,17 @@ def parts_pointers(tensors: Sequence, made: Sequence, none: int | None) -> tuple
     return (q, k, v, *do_parts, none, *do, none, none, none, q_parts, k_parts, v_parts, *(none,) * (LEAVES - 12))
 
 
-def as_read(parts: Launched | None, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """The tensors as kernels read them: themselves, or their parts, made again by what made them first."""
+def as_read(parts: Launched | None, tensors: tuple[Tensor, ...]) -> tuple[list[int], Tensor | None]:
+    """Where the tensors begin as kernels read them: themselves, or their parts, made again by what made them first, in the buffer that is
+    returned, one for all."""
+    given = [x.data_ptr() for x in tensors]
     if parts is None:
-        return tensors
-    made = list(map(room_for_parts, tensors))
-    parts(parts_pointers([x.data_ptr() for x in tensors], [x.data_ptr() for x in made], 0), {})
-    return made
+        return given, None
+    sizes = [-(-PARTS * x.numel() // 8) * 8 for x in tensors]  # each begins at a multiple of 16 bytes
+    buffer = tensors[0].new_empty(sum(sizes), dtype=torch.bfloat16)
+    made = [buffer.data_ptr() + buffer.element_size() * start for start in accumulate(sizes[:-1], initial=0)]
+    parts(parts_pointers(given, made, 0), {})
+    return made, buffer
 
 
 # -- Forward -------------------------------------------------------------------------------------------------------
@@ -653,9 +662,9 @@ class Again:
         o, lse, rest = to.o.data_ptr(), to.lse.data_ptr(), others(t, self.plan.emitted.slots)
         if (t.q.data_ptr() | t.k.data_ptr() | t.v.data_ptr() | o | lse) % 16 or rest is None:
             return False
-        q, k, v = as_read(self.parts, (t.q, t.k, t.v))
-        read, none = (q.data_ptr(), k.data_ptr(), v.data_ptr()), (0,) * 7
-        self.main((*read, o, lse, *none, *rest), {"k": k, "v": v, **self.plan.pairs(t)})
+        read, _buffer = as_read(self.parts, (t.q, t.k, t.v))
+        none = (0,) * 7
+        self.main((*read, o, lse, *none, *rest), {"k": read[1], "v": read[2], **self.plan.pairs(t)})
         if self.merge is not None:
             self.merge((*read, out.o.data_ptr(), out.lse.data_ptr(), *none, *rest), {}, to.o, to.lse)
         return True
@@ -838,14 +847,14 @@ class AgainBackward:
             return None
         leaves = _LeafSums(self.plan, t)
         o, lse, dlse_ = read[4:]
-        q, k, v, do = as_read(self.parts, (t.q, t.k, t.v, do))
-        lse2, delta = sums.statistics.unbind()
+        (q, k, v, do), _buffer = as_read(self.parts, (t.q, t.k, t.v, do))
+        lse2, delta = (x.data_ptr() for x in sums.statistics.unbind())
         pointers = (  # one for all kernels: those that were compiled without a tensor do not look at it
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), o, lse, do.data_ptr(), lse2.data_ptr(), delta.data_ptr(), dlse_,
+            q, k, v, o, lse, do, lse2, delta, dlse_,
             sums.dq.data_ptr(), sums.dk.data_ptr(), sums.dv.data_ptr(), *rest,
             *[x.data_ptr() for x in leaves.buffers],
         )  # fmt: skip
-        named = {"q": q, "k": k, "v": v, "d": do, "l": lse2, "-": sheet, **self.plan.pairs(t)}
+        named = {"q": q, "k": k, "v": v, "d": do, "l": lse2, "-": address(sheet), **self.plan.pairs(t)}
         for each in self.passes:
             each(pointers, named)
         return leaves.totals()

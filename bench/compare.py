@@ -87,8 +87,8 @@ def load_goals(path: Path = GOALS) -> list[Goal]:
 def asked(goals: Iterable[Goal]) -> list[list[Asked]]:
     """Every case that goals name, in their order, with the contestants and peers that they ask for; cases that a goal
     compares with one another as one group."""
+    goals = list(goals)
     timed: dict[str, dict[str, bool]] = {}
-    groups: dict[str, list[str]] = {}  # of every case, shared by those of a group
 
     def ask(case: str, name: str, for_time: bool) -> None:
         names = timed.setdefault(case, {})
@@ -99,18 +99,22 @@ def asked(goals: Iterable[Goal]) -> list[list[Asked]]:
             ask(case, goal.contestant, goal.peer is not None)
             if goal.peer:
                 ask(goal.peer_case or case, goal.peer, True)
-            _join(groups, case, goal.peer_case or case)
     rows = {case: Asked(case, tuple(who), frozenset(n for n in who if not who[n])) for case, who in timed.items()}
-    distinct = {id(group): group for group in groups.values()}
-    return [[rows[case] for case in group] for group in distinct.values()]
+    return [[rows[case] for case in group] for group in compared(goals)]
 
 
-def _join(groups: dict[str, list[str]], case: str, other: str) -> None:
-    together = groups.setdefault(case, [case])
-    for name in groups.get(other, [other]):
-        if name not in together:
-            together.append(name)
-        groups[name] = together
+def compared(goals: Iterable[Goal]) -> list[list[str]]:
+    """The goals' cases in their order, those that a goal compares with one another as one group."""
+    groups: dict[str, list[str]] = {}  # of every case, shared by those of a group
+    for goal in goals:
+        for case in goal.cases:
+            other = goal.peer_case or case
+            together = groups.setdefault(case, [case])
+            for name in groups.get(other, [other]):
+                if name not in together:
+                    together.append(name)
+                groups[name] = together
+    return list({id(group): group for group in groups.values()}.values())
 
 
 def read_results(path: Path) -> list[dict]:

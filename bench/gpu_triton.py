@@ -540,30 +540,39 @@ def goals_worker(worker: Worker) -> None:
     run.write_lines([run.run_record(plan)], path)
     known = peers.all_contestants() | {"unsplit": replayed(False)}
 
-    def measured(name: str, names: tuple[str, ...]) -> dict:
-        case = cases.named(name)
-        if "unsplit" in names:
-            case = replace(case, backward=False)
-        who = [replayed(True) if n == "triton" and "unsplit" in names else known[n] for n in names]
-        records = run.write_lines(run.run_case(run.Lineup(case, who), plan), path)
+    def lineup(name: str) -> run.Lineup:
+        case, names = cases.named(name), setting.goals[name]
+        if "unsplit" not in names:
+            return run.Lineup(case, [known[n] for n in names])
+        return run.Lineup(replace(case, backward=False), [replayed(n == "triton") for n in names])
+
+    def measured(group: list[str]) -> dict:
+        records = run.write_lines(run.run_group([lineup(name) for name in group], plan), path)
         if setting.device == "cuda":
             torch.cuda.empty_cache()
-        states = {r["contestant"]: r["status"] for r in records}
         failed = [
-            f"{r['contestant']}: {r.get('failed') or r.get('errors')}"
+            f"{r['case']} {r['contestant']}: {r.get('failed') or r.get('errors')}"
             for r in records
             if r["status"] in ("red", "failed")
         ]
-        speeds = {
-            direction: {
-                r["contestant"]: [r[direction]["median_ms"], r[direction]["gflops"]] for r in records if direction in r
-            }
-            for direction in ("forward", "backward")
-        }
-        bad = states["triton"] != "green"
-        return {"state": "wrong" if bad else "ok", "states": states, "detail": "; ".join(failed)[:600]} | speeds
+        speeds: dict[str, dict] = {"forward": {}, "backward": {}}
+        for r in records:
+            for direction in speeds.keys() & r.keys():
+                found = speeds[direction].setdefault(r["case"], {})
+                found[r["contestant"]] = [r[direction]["median_ms"], r[direction]["gflops"]]
+        bad = any(r["status"] != "green" for r in records if r["contestant"] == "triton")
+        return {"state": "wrong" if bad else "ok", "detail": "; ".join(failed)[:600]} | speeds
 
-    worker.each({name: partial(measured, name, names) for name, names in setting.goals.items()})
+    worker.each({group[0]: partial(measured, group) for group in timed_together(setting.goals)})
+
+
+def timed_together(names: Iterable[str]) -> list[list[str]]:
+    """Names of cases in their order, those that a goal compares as one group: a GPU's pace falls by an eighth under load."""
+    group_of = {name: group for group in compare.compared(compare.load_goals()) for name in group}
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        groups.setdefault(id(group_of.get(name, name)), []).append(name)
+    return list(groups.values())
 
 
 def replayed(split: bool) -> peers.Contestant:
@@ -654,9 +663,9 @@ def summary(r: Run) -> list[str]:
             elif "kept" in row or "tflops" in row:
                 lines.append(f"  {row['item']}: {row.get('kept') or row['tflops']}")
             for direction in ("forward", "backward"):
-                if row.get(direction):
-                    speeds = "  ".join(f"{n} {x[0]:.3f} ms {x[1] / 1e3:.0f}" for n, x in row[direction].items())
-                    lines.append(f"  {direction:9}{row['item']:26}{speeds}")
+                for case, found in row.get(direction, {}).items():
+                    speeds = "  ".join(f"{n} {x[0]:.3f} ms {x[1] / 1e3:.0f}" for n, x in found.items())
+                    lines.append(f"  {direction:9}{case:26}{speeds}")
     seeds = [row["ratios"] for row in last.values() if "ratios" in row]
     for name in seeds[0] if seeds else ():
         rms, largest = (max(ratios[name][n] for ratios in seeds) for n in (0, 1))

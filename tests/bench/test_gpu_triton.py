@@ -84,6 +84,15 @@ def test_every_goal_of_triton_has_its_contestants_in_the_run():
             assert goal.peer in runs[goal.peer_case or goal.case], goal.name
 
 
+def test_cases_that_a_goal_compares_are_timed_together():
+    groups = gpu_triton.timed_together(gpu_triton.SETTINGS["short"].goals)
+    assert sorted(name for group in groups for name in group) == sorted(gpu_triton.SETTINGS["short"].goals)
+    place = {name: n for n, group in enumerate(groups) for name in group}
+    for goal in gpu_triton.compare.load_goals():
+        if goal.contestant == "triton" and goal.peer_case:
+            assert place[goal.case] == place[goal.peer_case], goal.name
+
+
 def test_the_fastest_tiles_count_only_where_every_problem_was_timed(tmp_path, monkeypatch):
     stored = []
     monkeypatch.setattr(gpu_triton.tuned, "store", stored.extend)

@@ -536,7 +536,7 @@ def kept(worker: Worker, c) -> dict:
 
 def goals_worker(worker: Worker) -> None:
     setting, path = worker.setting, worker.run.folder / "goals.jsonl"
-    plan = run.Plan(setting.device, budget=0.4, min_rounds=5, max_rounds=15)
+    plan = run.Plan(setting.device, budget=0.8, min_rounds=5, max_rounds=15)
     run.write_lines([run.run_record(plan)], path)
     known = peers.all_contestants() | {"unsplit": replayed(False)}
 

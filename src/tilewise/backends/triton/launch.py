@@ -349,7 +349,7 @@ class Call:
     align: int
     steady: bool
     copied: bool
-    parts: Launched | None
+    parts: Parts | None
 
     @classmethod
     def of(cls, plan: Plan, t: Inputs, do: Tensor | None = None) -> Call:
@@ -578,7 +578,7 @@ def bundle(pointers: tuple[int, ...], leaves: int, grads: int):
 
 def repeatable(call: Call, launched: list[Launched]) -> bool:
     """Whether another call may launch them again, for which they are prepared. Not so: unaligned or copied tensors, lists of tiles."""
-    launched = launched if call.parts is None else [call.parts, *launched]
+    launched = launched if call.parts is None else [call.parts.launched, *launched]
     if call.copied or call.plan.lists or any(x.compiled is None for x in launched):
         return False
     for each in launched:
@@ -591,9 +591,30 @@ def repeatable(call: Call, launched: list[Launched]) -> bool:
 PARTS_ROWS = 16  # of a program that makes them or adds them up
 
 
-def in_parts(plan: Plan, tensors: list[Tensor]) -> tuple[list[Tensor], Launched]:
-    """The parts of q, k, v and, where it is given, do: of fp32 (..., heads, D) bf16 (..., heads, 3 D), those of config.PARTS side by side;
-    and what made them."""
+@dataclass
+class Parts:
+    """What makes the parts of q, k, v and, in a backward, do: of fp32 (..., heads, D) bf16 (..., heads, 3 D), those of config.PARTS side
+    by side.
+
+    Attributes:
+        starts: of each in a buffer for all, in bytes, multiples of 16; room: elements of the buffer.
+    """
+
+    launched: Launched
+    starts: tuple[int, ...]
+    room: int
+
+    def again(self, given: list[int], like: Tensor) -> tuple[list[int], Tensor]:
+        """Where the parts begin of tensors at these addresses, and the buffer."""
+        buffer = like.new_empty(self.room, dtype=torch.bfloat16)
+        begin = buffer.data_ptr()
+        made = [begin + start for start in self.starts]
+        self.launched(parts_pointers(given, made, 0), {})
+        return made, buffer
+
+
+def in_parts(plan: Plan, tensors: list[Tensor]) -> tuple[list[Tensor], Parts]:
+    """The parts, and what made them."""
     tiles, p = Tiles(PARTS_ROWS, PARTS_ROWS, 4, 1, padded=True), plan.p
     made = [x.new_empty((*x.shape[:-1], PARTS * x.shape[-1]), dtype=torch.bfloat16) for x in tensors]
     batch, steady = 1 if p.packed else p.batch, aligned(*tensors)
@@ -608,7 +629,9 @@ def in_parts(plan: Plan, tensors: list[Tensor]) -> tuple[list[Tensor], Launched]
     programs = max(-(-x.shape[-3] // PARTS_ROWS) * x.shape[-2] for x in tensors) * batch
     grid, pointers = (programs, len(tensors)), parts_pointers(tensors, made, None)
     args = (kernels().Tensors(*pointers), sizes, plan.scales, plan.facts(tiles, 1))
-    return made, Launched.of(plan.start(kernels().parts, grid, tiles, *args), grid, args)
+    launched = Launched.of(plan.start(kernels().parts, grid, tiles, *args), grid, args)
+    *starts, room = accumulate([-(-x.numel() // 8) * 8 for x in made], initial=0)
+    return made, Parts(launched, tuple(made[0].element_size() * start for start in starts), room)
 
 
 def parts_pointers(tensors: Sequence, made: Sequence, none: int | None) -> tuple:
@@ -618,17 +641,10 @@ def parts_pointers(tensors: Sequence, made: Sequence, none: int | None) -> tuple
     return (q, k, v, *do_parts, none, *do, none, none, none, q_parts, k_parts, v_parts, *(none,) * (LEAVES - 12))
 
 
-def as_read(parts: Launched | None, tensors: tuple[Tensor, ...]) -> tuple[list[int], Tensor | None]:
-    """Where the tensors begin as kernels read them: themselves, or their parts, made again by what made them first, in the buffer that is
-    returned, one for all."""
+def as_read(parts: Parts | None, tensors: tuple[Tensor, ...]) -> tuple[list[int], Tensor | None]:
+    """Where the tensors begin as kernels read them: themselves, or their parts, made again, in the buffer that is returned."""
     given = [x.data_ptr() for x in tensors]
-    if parts is None:
-        return given, None
-    sizes = [-(-PARTS * x.numel() // 8) * 8 for x in tensors]  # each begins at a multiple of 16 bytes
-    buffer = tensors[0].new_empty(sum(sizes), dtype=torch.bfloat16)
-    made = [buffer.data_ptr() + buffer.element_size() * start for start in accumulate(sizes[:-1], initial=0)]
-    parts(parts_pointers(given, made, 0), {})
-    return made, buffer
+    return (given, None) if parts is None else parts.again(given, tensors[0])
 
 
 # -- Forward -------------------------------------------------------------------------------------------------------
@@ -643,7 +659,7 @@ class Again:
     """
 
     plan: Plan
-    parts: Launched | None
+    parts: Parts | None
     main: Launched
     merge: Launched | None
     chunks: int
@@ -831,7 +847,7 @@ class AgainBackward:
     """A backward that was launched before, as :class:`Again`."""
 
     plan: Plan
-    parts: Launched | None
+    parts: Parts | None
     passes: list[Launched]
 
     @classmethod

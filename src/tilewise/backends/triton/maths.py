@@ -99,13 +99,11 @@ def power_of_tanh(x, c):
     """``2^(c tanh(x))``, which is what a softcap leaves of a softmax. Of a tile that gives each thread PACK elements, a warp takes the
     shorter polynomial where that holds for all of its own. On an H200 a forward takes 7 to 16 % less so, and up to 17 % more where
     no warp can (docs/measured.md)."""
-    if on_nvidia():
-        if x.numel % (PACK * num_threads()) == 0:
-            return tl.inline_asm_elementwise(POWERS, PLACES, [x, c], dtype=tl.float32, is_pure=True, pack=PACK)
-        else:
-            return tl.exp2(scaled_tanh(x, c))
+    if on_nvidia() and x.numel % (PACK * num_threads()) == 0:
+        p = tl.inline_asm_elementwise(POWERS, PLACES, [x, c], dtype=tl.float32, is_pure=True, pack=PACK)
     else:
-        return tl.exp2(scaled_tanh(x, c))
+        p = tl.exp2(scaled_tanh(x, c))
+    return p
 
 
 def powers_of_tanh(count: int) -> str:

@@ -7,7 +7,7 @@
     host      microseconds of host time a call, and how many kernels 100 lengths compile
     tiles     times the candidates of backends/triton/config.py kernel by kernel; the fastest go into DIR/cache, which the
               parts below use
-    goals     bench/run.py on the cases of bench/goals.toml, peers in the same process
+    goals     bench/run.py on the cases of bench/goals.toml, peers in the same process, cases that a goal compares in the same rounds
     sanitize  compute-sanitizer, with what is left of the time
 
 Every job is a process with a time limit. A job that dies is started again and goes on after the item it died in, so that no
@@ -569,9 +569,9 @@ def goals_worker(worker: Worker) -> None:
 def timed_together(names: Iterable[str]) -> list[list[str]]:
     """Names of cases in their order, those that a goal compares as one group: a GPU's pace falls by an eighth under load."""
     group_of = {name: group for group in compare.compared(compare.load_goals()) for name in group}
-    groups: dict[int, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(id(group_of.get(name, name)), []).append(name)
+        groups.setdefault(group_of.get(name, [name])[0], []).append(name)
     return list(groups.values())
 
 

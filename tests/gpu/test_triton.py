@@ -140,10 +140,8 @@ def test_split_keys_and_grouped_heads_agree_with_the_oracle(nq, nk, hq, hk):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_a_softcap_of_small_and_of_large_scores_agrees_with_the_oracle(d, furthest):
     q, k, v = (x.cuda() for x in qkv(nq=200, nk=300, d=d, dv=d, dtype=torch.bfloat16))
-    grown = torch.linspace(0.1, 1.0, 200, device="cuda").view(1, -1, 1, 1) * (
-        furthest / 4
-    )  # products are within 4 or so
-    q = (q * grown).bfloat16()
+    grown = torch.linspace(0.1, 1.0, 200, device="cuda").view(1, -1, 1, 1)
+    q = (q * grown * furthest / 4).bfloat16()  # products were within 4 or so
     agree(Triton(), call(q, k, v, causal=True, score=tw.softcap(20.0)))
     q[0, 50, 1, 3] = torch.nan
     o = tw.attention(q, k, v, causal=True, score=tw.softcap(20.0), backend="triton")

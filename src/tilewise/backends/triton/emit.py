@@ -16,6 +16,8 @@ import types
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+import torch
+
 from tilewise import expr
 from tilewise.expr import Expr
 from tilewise.problem import Problem
@@ -332,7 +334,7 @@ class Emitted:
     Attributes:
         numbers: values of ``at.numbers``; slots: the extras that ``at.leaves`` holds, in order.
         hides: the score may be -inf, or its slope not finite, where s is finite.
-        binary: the score is in units of log2; bound: of its size, in units of log2 too.
+        binary: the score is in units of log2; bounded: and at most BOUND of them, of inputs in bf16.
         digest: of the source, so that compiled kernels are told apart.
     """
 
@@ -342,10 +344,11 @@ class Emitted:
     reads: tuple[Read, ...]
     hides: bool
     binary: bool
-    bound: float
+    bounded: bool
     digest: str
 
 
+BOUND = 80.0  # up to it bf16 holds every power of 2, and fp32 the sums of a million of them times values up to 2**27
 _ENDS = (("lo", "i"), ("hi", "i"), ("first", "j"), ("last", "j"))
 
 
@@ -372,24 +375,24 @@ def emit(p: Problem, wide: frozenset[int], seen: int | None = None) -> Emitted:
             source.append(_returning(ends, name, f"b, h, {index}, at", abstract(e)))
     if region.predicate is not None:
         source.append(_returning(writer(), "keep", "b, h, i, j, at", abstract(region.predicate)))
-    reads, binary, half = classify(p), False, p.dtype.itemsize == 2
+    reads, binary, bounded, half = classify(p), False, False, p.dtype.itemsize == 2
     if spec.score is not None:
         score = abstract(spec.score)
         products = _Products(numbers, p.softmax_scale)
         root = products.of(score)
         binary = half and products.binary(root) is not None
+        bounded = binary and p.dtype == torch.bfloat16 and LOG2E * _bound(spec.score) <= BOUND
         root = products.binary(root) if binary else root
         made = lambda rough: _Writer(leaf, of_tiles, wide, small, rough=rough, seen=seen)  # noqa: E731
         source.append(_returning(made(False), "score", "s, b, h, i, j, at", root))
-        if binary and _is_scaled_tanh(root):
+        if bounded and _is_scaled_tanh(root):
             source.append(_weights(made(False), root))
         rough = partial(made, half)
         source.append(_returning(rough(), "again", "s, b, h, i, j, at", root))
         source += _gradients(rough, score, reads, leaf, products)
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
     hides = spec.score is not None and _hides(spec.score)
-    bound = LOG2E * _bound(spec.score) if spec.score is not None else math.inf
-    return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bound, digest)
+    return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest)
 
 
 class _Products:

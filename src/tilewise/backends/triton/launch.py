@@ -39,10 +39,6 @@ from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
 
-BOUND = (
-    80.0  # log2: up to it bf16 holds every exponential, and fp32 the sums of a million of them times values up to 2**27
-)
-
 
 def _wide(t) -> bool:
     """Whether an element may lie 2**31 elements from the first."""
@@ -289,7 +285,7 @@ class Plan:
                 "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),
                 "hides": self.emitted.hides,
                 "binary": self.emitted.binary,
-                "bounded": self.emitted.binary and p.dtype == torch.bfloat16 and self.emitted.bound <= BOUND,
+                "bounded": self.emitted.bounded,
                 "digest": emitted.digest,
             }
             if extra.get("again"):
@@ -609,7 +605,7 @@ class Parts:
         buffer = like.new_empty(self.room, dtype=torch.bfloat16)
         begin = buffer.data_ptr()
         made = [begin + start for start in self.starts]
-        self.launched(parts_pointers(given, made, 0), {})
+        self.launched(parts_tensors(given, made), {})
         return made, buffer
 
 
@@ -627,18 +623,17 @@ def in_parts(plan: Plan, tensors: list[Tensor]) -> tuple[list[Tensor], Parts]:
         if steady:
             plan.kept.add(id(sizes))
     programs = max(-(-x.shape[-3] // PARTS_ROWS) * x.shape[-2] for x in tensors) * batch
-    grid, pointers = (programs, len(tensors)), parts_pointers(tensors, made, None)
-    args = (kernels().Tensors(*pointers), sizes, plan.scales, plan.facts(tiles, 1))
+    grid, args = (programs, len(tensors)), (parts_tensors(tensors, made), sizes, plan.scales, plan.facts(tiles, 1))
     launched = Launched.of(plan.start(kernels().parts, grid, tiles, *args), grid, args)
     *starts, room = accumulate([-(-x.numel() // 8) * 8 for x in made], initial=0)
     return made, Parts(launched, tuple(made[0].element_size() * start for start in starts), room)
 
 
-def parts_pointers(tensors: Sequence, made: Sequence, none: int | None) -> tuple:
-    """What the kernel that makes parts reads and writes, in the order of Tensors; ``none``: in place of what there is not."""
-    (q, k, v, *do), (q_parts, k_parts, v_parts, *do_parts) = tensors, made
-    do, do_parts = do or [none], do_parts or [none]
-    return (q, k, v, *do_parts, none, *do, none, none, none, q_parts, k_parts, v_parts, *(none,) * (LEAVES - 12))
+def parts_tensors(given: Sequence, made: Sequence):
+    """Tensors, or their addresses, as the kernel that makes parts reads and writes them."""
+    (q, k, v), (dq, dk, dv) = given[:3], made[:3]
+    do, o = (given[3], made[3]) if len(given) > 3 else (None, None)
+    return kernels().Tensors(q=q, k=k, v=v, do=do, dq=dq, dk=dk, dv=dv, o=o)
 
 
 def as_read(parts: Parts | None, tensors: tuple[Tensor, ...]) -> tuple[list[int], Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tilewise import expr
 from tilewise.problem import Problem
 
 
@@ -121,6 +122,15 @@ class PerTensors:
         if not capturing and not any(t.is_inference() for t in tensors):
             self._found[key] = made, [(weakref.ref(t), t._version) for t in tensors]
         return made
+
+
+def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:
+    """The reason to refuse a problem whose mask, score or derivatives use operations other than the ``known`` ones; else empty."""
+    spec = problem.spec
+    roots = [*spec.region.parts, *(() if spec.score is None else (spec.score, *spec.score_slopes))]
+    used = {e.op for e in expr.nodes(*roots) if e.op in expr.OPERATIONS}
+    unknown = sorted(name for name in used if name not in known)
+    return [f"a mask or score uses {', '.join(unknown)}, which its kernels do not have"] if unknown else []
 
 
 NOT_BUILT = Path(__file__).with_name("not_built.txt")

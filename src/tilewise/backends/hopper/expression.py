@@ -272,6 +272,8 @@ TRUTHS: dict[str, Callable] = {
     "bool": lambda a: a != 0,
 }
 SAME = {"clamp_min": "maximum", "clamp_max": "minimum"}
+OPERATIONS = frozenset({*FLOATS, *WHOLES, *TRUTHS, *SAME, "where"})
+"""The operations that a kernel can be traced with; ``operations.py`` knows them where the DSL is not installed."""
 
 
 def operation(e: Expr, args: list):

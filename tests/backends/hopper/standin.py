@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import driver
+from tilewise.backends.hopper.host import driver
 
 CUDA = torch.device("cuda", 0)
 HERE = Path(__file__).parent

@@ -27,7 +27,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "spec": ("mask", "score", "expr", "dropout", "caching"),
     "tiles": ("mask", "expr"),
     "problem": ("spec", "mask", "expr", "dropout", "caching"),
-    "backends.base": ("problem",),
+    "backends.base": ("problem", "expr"),
     "reference": ("backends.base", "problem", "spec", "tiles", "state", "dropout", "expr", "caching"),
     "backends.hopper.config": ("problem", "device", "expr"),  # a kernel's key holds the expressions traced into it
     "backends.hopper.backward.config": ("backends.hopper.config", "problem", "device"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tilewise as tw
 from bench import cases
-from tilewise import accuracy, problem
+from tilewise import accuracy, expr, problem
 from tilewise.backends.base import Backend, Grads, Inputs, Output
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -141,6 +141,13 @@ HIDING = {
 }
 
 
+ATAN = expr.Operation(torch.atan, "float", None, (lambda x, r: expr.ONE / (x * x + expr.ONE),), float_args=True)
+NEW_OPERATION = {
+    "mask": lambda f: lambda b, h, i, j: f(0.1 * (i - j)) < 0.5,
+    "score": lambda f: lambda s, b, h, i, j: 3.0 * f(s / 3.0),
+}
+
+
 class Contract:
     """Subclasses set ``backend`` and may set ``device``."""
 
@@ -235,6 +242,17 @@ class Contract:
         whole.dlse, alone.dlse = torch.zeros_like(whole.dlse), torch.zeros_like(alone.dlse)
         results, expected = run(self.backend, whole), run(self.backend, alone)
         assert all(torch.equal(results[name][1:2], expected[name]) for name in expected)
+
+    @pytest.mark.parametrize("part", ["mask", "score"])
+    def test_a_new_operation_is_refused_by_name_or_right(self, part, monkeypatch):
+        known = self.call(*qkv(), **{part: NEW_OPERATION[part](torch.tanh)})
+        if not self.backend.unsupported(known.p):  # else it refuses every such mask or score
+            monkeypatch.setitem(expr.OPERATIONS, "atan", ATAN)
+            new = self.call(*qkv(), **{part: NEW_OPERATION[part](torch.atan)})
+            reasons = self.backend.unsupported(new.p)
+            assert all("atan" in reason for reason in reasons)
+            if not reasons:
+                agree(self.backend, new)
 
     def test_repeated_runs_are_bitwise_equal_when_deterministic(self):
         c = self.call(*qkv(), causal=True, score=tw.bias(normal(1, 4, 70, 70).requires_grad_()), deterministic=True)

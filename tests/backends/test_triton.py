@@ -20,6 +20,7 @@ import tilewise as tw
 from bench import cases
 from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
+from tilewise import expr
 from tilewise.backends.triton import Triton, compile_all, config, interpreting, launch, maths
 from tilewise.backends.triton import emit as emitting
 from tilewise.backends.triton.config import (
@@ -97,6 +98,10 @@ class TestTriton(Contract):
         dirty = call(q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan), mask=HIDING[hiding]())
         for name, x in run(self.backend, dirty).items():
             assert torch.equal(x, clean[name]), name
+
+
+def test_every_operation_of_the_language_can_be_written():
+    assert set(expr.OPERATIONS) == emitting.OPERATIONS
 
 
 # What the contract's cases do not read: a table at quotients and remainders of i and j, a clamped distance, v inside k.

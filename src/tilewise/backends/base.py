@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tilewise import expr
 from tilewise.problem import Problem
 
 
@@ -123,6 +124,15 @@ class PerTensors:
         return made
 
 
+def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:
+    """The reason to refuse a problem whose mask, score or derivatives use operations other than the ``known`` ones; else empty."""
+    spec = problem.spec
+    roots = [*spec.region.parts, *(() if spec.score is None else (spec.score, *spec.score_slopes))]
+    used = {e.op for e in expr.nodes(*roots) if e.op in expr.OPERATIONS}
+    unknown = sorted(name for name in used if name not in known)
+    return [f"a mask or score uses {', '.join(unknown)}, which its kernels do not have"] if unknown else []
+
+
 NOT_BUILT = Path(__file__).with_name("not_built.txt")
 """What an installation leaves whose native build failed (pyproject.toml)."""
 
@@ -146,7 +156,7 @@ def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
 
 
 def without_memory(x: Tensor) -> Tensor:
-    """``x`` with its memory given back: to be made like it, a tensor takes less time than with a shape (docs/measured.md)."""
+    """``x`` with its memory given back: `empty_like` takes less time than a shape (docs/decisions.md#outputs-like-kept-tensors)."""
     x.untyped_storage().resize_(0)
     return x
 

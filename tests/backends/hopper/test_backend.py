@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.backends.contract import call, normal
-from tilewise import dispatch
+from tests.backends.contract import ATAN, NEW_OPERATION, call, normal
+from tilewise import dispatch, expr
 from tilewise.backends.hopper import Hopper, config
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.host import aot, driver, library, sass
@@ -41,6 +41,14 @@ def test_it_comes_first_on_a_gpu_and_refuses_tensors_elsewhere():
 def test_explain_gives_its_reason():
     assert "hopper" in tw.explain(*qkv()).refused
     assert "not       hopper: " in str(tw.explain(*qkv()))
+
+
+@pytest.mark.parametrize("part", ["mask", "score"])
+def test_an_operation_that_its_kernels_do_not_have_is_refused_by_name(part, monkeypatch):
+    assert Hopper().refused(call(*qkv(), **{part: NEW_OPERATION[part](torch.tanh)}).p) == []
+    monkeypatch.setitem(expr.OPERATIONS, "atan", ATAN)
+    (reason,) = Hopper().refused(call(*qkv(), **{part: NEW_OPERATION[part](torch.atan)}).p)
+    assert "atan" in reason
 
 
 def without(monkeypatch, *packages):

@@ -98,7 +98,7 @@ HALVES = tw.documents(torch.arange(4096) // 2048)
 
 @pytest.mark.parametrize(
     ("d", "seqlen", "mask", "ordered"),
-    [  # as measured (docs/measured.md)
+    [  # docs/decisions.md#hopper-ordered-dq
         (64, 2048, None, True),
         (64, 1024, None, False),
         (128, 1024, None, True),
@@ -125,7 +125,7 @@ def test_whether_dq_is_added_in_order_is_decided_by_one_sequence(heads, mask):
 
 @pytest.mark.parametrize(
     ("d", "seqlen", "options", "summed"),
-    [  # as measured (docs/measured.md)
+    [  # docs/decisions.md#hopper-two-or-one-pass, #hopper-d256-pairs
         (256, 512, {}, False),
         (256, 1024, {}, True),
         (256, 1024, {"causal": True}, False),

@@ -8,6 +8,7 @@ import torch
 
 from tests.backends.hopper import emulated
 from tilewise import expr
+from tilewise.backends.hopper import operations
 from tilewise.expr import OPERATIONS, Expr, apply, symbol
 
 EXPRESSION = emulated.load_kernel()[0].expression
@@ -46,6 +47,10 @@ def cases() -> dict[str, Expr]:
 
 
 CASES = cases()
+
+
+def test_the_operations_are_known_without_the_dsl():
+    assert operations.traceable() == EXPRESSION.OPERATIONS == set(OPERATIONS)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem, empty_output, unit_last
+from tilewise.backends.base import Grads, Inputs, Output, PerProblem, empty_output, unit_last, unknown_operations
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.call import Bound, LeafSums, Prepared
 from tilewise.backends.cpu.config import Config, choose
@@ -38,10 +38,7 @@ class Cpu:
         if isinstance(loaded, str):
             reasons.append(loaded)
         else:
-            unknown = program.unknown_operations(p.spec, loaded.operations)
-            reasons += (
-                [f"a mask or score uses {', '.join(unknown)}, which its library does not have"] if unknown else []
-            )
+            reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
         if program.too_many_dimensions(p.spec):
             reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")
         slots = (*p.spec.mask_slots, *p.spec.score_slots)

@@ -6,7 +6,7 @@ Registers of the last kind are used again after their last reader.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -164,8 +164,7 @@ class _Compiler:
     def _operation(self, e: Expr, args: list[Value], floats: int) -> Value:
         kinds, op = [expr.kind(a) for a in e.args], e.op
         integral = all(k != "float" for k in kinds)
-        if op in ("clamp_min", "clamp_max"):
-            op = "maximum" if op == "clamp_min" else "minimum"
+        op = _CLAMPS.get(op, op)
         if op == "where":
             chosen = self._promoted(args[1:], kinds[1:], floats)
             truth = args[0] if args[0].type == I64 else self._emit("to_bool", args[0].type, I64, args[:1])
@@ -189,11 +188,15 @@ class _Compiler:
         return [self._convert(a, floats) for a in args] if "float" in kinds else list(args)
 
 
+_CLAMPS = {"clamp_min": "maximum", "clamp_max": "minimum"}
+_RENAMED = {"and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not"}
+
+
 def _named(op: str, kinds: Sequence[str]) -> str:
     """The native name of an operation. Truth values add and multiply as torch has it: or, and."""
     if all(k == "bool" for k in kinds) and op in ("add", "mul", "not"):
         return {"add": "bit_or", "mul": "bit_and", "not": "bool_not"}[op]
-    return {"and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not"}.get(op, op)
+    return _RENAMED.get(op, op)
 
 
 def _modes(indices: Sequence[Expr], values: Sequence[Value]) -> tuple[int, ...]:
@@ -230,14 +233,8 @@ def _give_registers(code: Code) -> None:
         free += [a.register for a in done.values() if a is not code.raw]
 
 
-_LOWERED = {"and", "or", "xor", "not", "clamp_min", "clamp_max", "bool", "float", "int"}  # written as other operations
-
-
-def unknown_operations(spec: Spec, known: Container[str]) -> list[str]:
-    """The operations of mask, score and derivatives that the library does not have."""
-    roots = [*spec.region.parts, *(() if spec.score is None else (spec.score, *spec.score_slopes))]
-    used = {e.op for e in expr.nodes(*roots) if e.op in expr.OPERATIONS}
-    return sorted(op for op in used if op not in known and op not in _LOWERED)
+LOWERED = frozenset({*_RENAMED, *_CLAMPS, "bool", "float", "int"})
+"""The operations that become others of the library: with :data:`tilewise.backends.cpu.library.Library.operations`, all it can emit."""
 
 
 def too_many_dimensions(spec: Spec) -> bool:

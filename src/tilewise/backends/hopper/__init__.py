@@ -8,8 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem
+from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_operations
 from tilewise.backends.hopper import config as sizes
+from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config
@@ -36,7 +37,8 @@ class Hopper:
 
     def refused(self, p: Problem) -> list[str]:
         """What is wrong with the problem on every machine."""
-        return sizes.reasons(p) + (backward_config.reasons(p) if p.spec.needs_grad else [])
+        reasons = sizes.reasons(p) + unknown_operations(p, operations.traceable())
+        return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def config(self, p: Problem) -> Config:
         return self.override or sizes.choose(p)

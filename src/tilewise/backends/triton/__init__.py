@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem
+from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_operations
 from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
-from tilewise.backends.triton.emit import SCATTER, Pairs, blocks, classify, seen_lookup
+from tilewise.backends.triton.emit import OPERATIONS, SCATTER, Pairs, blocks, classify, seen_lookup
 from tilewise.problem import Problem
 
 
@@ -63,12 +63,13 @@ class Triton:
         if p.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(p)
+        reasons += unknown_operations(p, OPERATIONS)
         if p.spec.deterministic and p.spec.grad_slots:
             reasons += _scattered(p)
         return reasons
 
     def preferred(self, p: Problem) -> str:
-        """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/measured.md)."""
+        """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/decisions.md#triton-for-pair-bias)."""
         return "" if seen_lookup(p) is None else "brings the tensor that the score reads tile by tile"
 
     def config(self, p: Problem) -> Config:

@@ -43,12 +43,16 @@ _CALLS = {
     "clamp_min": "tl.maximum",
     "clamp_max": "tl.minimum",
 }
+_INFIXES = ("add", "sub", "mul", "div", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne")
+_INFIX = {name: expr.OPERATIONS[name].infix for name in _INFIXES}
 _ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "round": "maths.round_even", "trunc": "maths.trunc"}
 _OF_POSITIONS = {"symbol": "", "add": "", "sub": "", "mul": "", "neg": "-", "abs": "tl.abs"}
 LOG2E = math.log2(math.e)
 SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp32 holds exactly
 _OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth values
 _TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
+OPERATIONS = frozenset({*_CALLS, *_INFIX, *_ROUNDING, *_TYPES, "where", "relu", "neg", "not"})
+"""The operations that this module can write; the last four have branches of their own in ``_Writer._operation``."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +320,7 @@ class _Writer:
             return f"{call}.to(tl.int32)" if e.op == "pow" and result != "float" else call
         if _is_scaled_tanh(e) and not self.rough:
             return f"maths.scaled_tanh({self.floating(e.args[0].args[0])}, {args[1]})"
-        infix = _OF_BOOLS.get(e.op, operation.infix) if result == "bool" else operation.infix
+        infix = _OF_BOOLS.get(e.op, _INFIX[e.op]) if result == "bool" else _INFIX[e.op]
         return f"{args[0]} {infix} {args[1]}"
 
 

@@ -44,11 +44,11 @@ class KeyTiles:
         width, width_v: head dims that it is compiled for; smaller ones are filled with zeros as they are loaded.
         slots: of the ring; one holds a block of Q or of dO, and its rows' lse or delta.
         split: one warpgroup makes S, P and dV, the other dP, dS and dK, both of the same 64 keys: only so do dK and dV of
-            wide heads fit into registers. Else each makes all of its own 64 keys.
+            wide heads fit into registers (docs/decisions.md#hopper-d256-roles). Else each makes all of its own 64 keys.
         summed: dQ too, added up in memory.
         ordered: that in the order of the key tiles, so that its bits repeat, and do not depend on what else a launch has.
-        part_first: a block's dQ is put while dK's product runs.
-        ahead: a tile's K and V come to L2 while the tile before is at work.
+        part_first: a block's dQ is put while dK's product runs (docs/decisions.md#hopper-d128-queries).
+        ahead: a tile's K and V come to L2 while the tile before is at work (docs/decisions.md#hopper-ahead).
     """
 
     width: int
@@ -182,7 +182,7 @@ class QueryTiles:
 
     Attributes:
         makes_rows: the rows' statistics too, of blocks of O that come through the ring, and is the first pass then; else a kernel
-            makes them before.
+            makes them before (docs/decisions.md#hopper-queries-first).
         ahead: a tile's Q and dO come to L2 while the tile before is at work.
     """
 
@@ -290,7 +290,8 @@ class Backward(Formed):
     @property
     def flagged(self) -> bool:
         """Whether the pass over keys begins on multiprocessors that the one over queries has left, before all have: its first tiles then
-        wait for the statistics of their heads. Tiles of other forms go by length, and all multiprocessors end with them at about the
+        wait for the statistics of their heads
+        (docs/decisions.md#hopper-flags). Tiles of other forms go by length, and all multiprocessors end with them at about the
         same time; packed, only the device knows which tiles there are."""
         return self.queries_first and self.form == "full" and not self.packed
 
@@ -327,7 +328,7 @@ class Backward(Formed):
 
     def waiting(self, tiles: int) -> int:
         """How many of a head's ``tiles`` that add to dQ in order run at once: the last one waits for all others, but of few heads L2
-        holds more (docs/measured.md)."""
+        holds more (docs/decisions.md#hopper-ordered-dq)."""
         return 2 * config.SHARING if self.form == "full" and tiles >= 4 * config.SHARING else config.SHARING
 
 
@@ -342,18 +343,18 @@ TABLE = {
 }
 
 
-# Where dQ is summed.
+# Where dQ is summed; at 256 by pairs of CTAs (docs/decisions.md#hopper-d256-pairs).
 SUMMED = {
     (64, 64): KeyTiles(64, 64, 128, 5, summed=True, ahead=True),
     (128, 128): KeyTiles(128, 128, 80, 4, summed=True, part_first=True),
     (256, 256): PairTiles(256, 256, 64, 7),
 }
 # And where a run must repeat bit by bit: each tile knows from the band which others add to a block before it. ``ahead`` has not been
-# tried there; pairs lost to two passes (docs/measured.md).
+# tried there; pairs lost to two passes (docs/decisions.md#hopper-ordered-dq).
 ORDERED = {dims: replace(keys, ordered=True, ahead=False) for dims, keys in SUMMED.items() if not keys.paired}
 BANDS = ("full", "upper", "band")
 # How many keys a query must see on average for that to pay: fp32 sums are zeroed, read and rounded (10 bytes a number of Q)
-# for two products a pair (docs/measured.md).
+# for two products a pair (docs/decisions.md#hopper-two-or-one-pass).
 SUMMED_FROM = {(64, 64): 1100, (128, 128): 560, (256, 256): 900}
 # In order, where tiles are not equally long, as each waits for a longer one; and how many rounds of tiles a sequence alone must
 # have, as its first tiles wait for each other.
@@ -368,7 +369,7 @@ SOFTCAP = {
 SOFTCAP_BAND = SOFTCAP | {(256, 256): (KeyTiles(256, 256, 48, 4, split=True), TABLE[256, 256][1])}
 
 
-# With a traced predicate, and whatever is beside it.
+# With a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
 HIDING = {
     (64, 64): (KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
     (128, 128): (KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),

@@ -257,7 +257,7 @@ def wait_for_turn(turns: cute.Tensor, n, rank, found):
 
 @cute.jit
 def pass_turn(turns: cute.Tensor, n, rank):
-    """When what is on its way has arrived."""
+    """When what is on its way has arrived; why with release: docs/decisions.md#hopper-turn-fence."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
     with cute.arch.elect_one():
         cute.arch.store(turns.iterator + n, rank, sem="release", scope="gpu")

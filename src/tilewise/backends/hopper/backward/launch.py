@@ -6,6 +6,7 @@ keys      dK and dV over key tiles          (16)  :mod:`tilewise.backends.hopper
 queries   dQ over query tiles               (15)  :mod:`tilewise.backends.hopper.backward.queries`
 
 Some tiles of the pass over queries make the rows' statistics themselves: then it is the first, the one over keys the second, and all.
+Each kernel lets the next one's launch begin (docs/decisions.md#hopper-overlapped-launch).
 """
 
 from __future__ import annotations

@@ -451,7 +451,8 @@ def make_statistics(
         slot, phase = schedule.after(turn.slot, turn.phase, c.slots, step=(w + n) % c.warpgroups)
         cute.arch.mbarrier_wait(room.full + slot, phase)
         if n == 0:
-            # Summed up before the slot is given back: loads that are on their way would find what the copy engine brings next.
+            # Summed up before the slot is given back: loads that are on their way would find what the copy engine brings next
+            # (docs/decisions.md#hopper-slot-release).
             totals = [product_of(room, slot, w, tile.row_of(thread, r), x) for r in range(2)]
             totals = [tile.over_quad(total, lambda a, b: a + b) for total in totals]
             cute.arch.fence_view_async_shared()

@@ -84,7 +84,8 @@ class Values:
     def begin(self, c: int, s: cute.Tensor) -> None:
         """Before column c: now and then no sooner than the scores before it are there.
 
-        Most of an expression needs no score: the compiler would compute it for all columns ahead, and run out of registers.
+        Most of an expression needs no score: the compiler would compute it for all columns ahead, and run out of registers
+        (docs/decisions.md#hopper-held-expressions).
         """
         if c % GROUP == 0:
             after = s[1, max(c - 1, 0)]
@@ -271,6 +272,8 @@ TRUTHS: dict[str, Callable] = {
     "bool": lambda a: a != 0,
 }
 SAME = {"clamp_min": "maximum", "clamp_max": "minimum"}
+OPERATIONS = frozenset({*FLOATS, *WHOLES, *TRUTHS, *SAME, "where"})
+"""The operations that a kernel can be traced with; ``operations.py`` knows them where the DSL is not installed."""
 
 
 def operation(e: Expr, args: list):

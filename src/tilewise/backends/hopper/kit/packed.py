@@ -96,7 +96,7 @@ def find(m, tiles_of: cutlass.Constexpr, count):
 
 @cute.jit
 def take(queue: cute.Tensor):
-    """The next tile of all that no CTA has: CTAs begin with the first ones."""
+    """The next tile of all that no CTA has: CTAs begin with the first ones (docs/decisions.md#hopper-packed-queue)."""
     n = I32(0)
     if cute.arch.thread_idx()[0] % 32 == 0:
         n = cute.arch.atomic_add(queue.iterator, I32(1), sem="relaxed", scope="gpu") + cute.arch.grid_dim()[0]

@@ -156,7 +156,7 @@ def soften(s: cute.Tensor, cap2) -> None:
 
     A quotient of polynomials: one instruction of the special function unit, of which the softmax needs one too, and 14 others.
     ``1 - 2 / (1 + 2**(s cap2))`` has two and 3 others, but its error of 6e-8, times a cap of 30, shows in lse. ``tanh.approx``
-    errs by 5e-4.
+    errs by 5e-4 (docs/decisions.md#hopper-softcap).
     """
     scale = cap2 * (LN_2 / 2)
     for c in range(cute.size(s, mode=[1])):
@@ -246,7 +246,8 @@ def all_agree(condition, barrier_id):
 
 def pin(word, rows: Rows) -> None:
     """Holds every exponential above the wait that follows: ptxas moves the wait up, over whatever no memory depends on,
-    and P V would then not run under the softmax. A store that depends on all of them stays where it is; nobody reads it.
+    and P V would then not run under the softmax. A store that depends on all of them stays where it is; nobody reads it
+    (docs/decisions.md#hopper-held-exponentials).
     """
     total = rows.l[0] + rows.l[1]
     cute.arch.inline_ptx("st.volatile.shared.f32 [{$r0}], {$r1};", read_only_args=[word.toint(), total])

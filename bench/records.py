@@ -1,0 +1,180 @@
+"""The one form of every result: JSON lines, first the record of a run, then its results. bench/results/README.md describes it.
+
+A benchmark works with an *entry*: all that one contestant did on one case, as bench/run.py makes it. A file holds *results*: a
+number each. :func:`lines` takes entries apart, :func:`entries` puts them together again.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS = {
+    "time": "ms",
+    "rate": "TFLOP/s",
+    "bandwidth": "GB/s",
+    "host": "us",
+    "plan": "ms",
+    "memory": "MiB",
+    "error": "of what is allowed",
+    "right": "calls",
+    "loss": "nats/byte",
+}
+"""Each metric has one unit. README.md of the results says what each metric measures."""
+
+PASSES = ("forward", "backward", "both", "step", "exchange")
+STATUSES = ("green", "loose", "red", "refused", "failed", "limit")
+TIMED = ("forward", "backward", "both")
+
+RUN = ("run", "when", "command", "device", "versions", "peers", "sm_clock_mhz", "commit")
+RESULT = ("run", "case", "contestant", "pass", "metric", "unit", "value")
+MIB = 2**20
+
+
+class Refused(ValueError):
+    """A file that cannot be read or judged: it holds no results, or they were not measured side by side."""
+
+
+def faults(record: object) -> list[str]:
+    """What keeps a line from being a record of this form; empty: nothing does."""
+    kind = record.get("record") if isinstance(record, dict) else None
+    if kind not in ("run", "result"):
+        return ["no record of a run or a result; `tilewise bench` writes such files"]
+    found = [f"{name} is missing" for name in (RUN if kind == "run" else RESULT) if name not in record]
+    if kind == "run" or found:
+        return found
+    if record["unit"] != METRICS.get(record["metric"]):
+        found.append(f"{record['unit']!r} is not the unit of the metric {record['metric']!r}")
+    if record["pass"] not in PASSES:
+        found.append(f"pass is {record['pass']!r}, not one of {', '.join(PASSES)}")
+    if record["value"] is None and not record.get("why"):
+        found.append("a result without a value says why")
+    if record["metric"] == "error" and record.get("status") not in STATUSES:
+        found.append(f"an error's status is one of {', '.join(STATUSES)}")
+    return found
+
+
+def read(path: Path) -> list[dict]:
+    """The records of a file. Raises Refused, naming the line, for a file that holds anything else."""
+    try:
+        text = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from error
+    records = [_record(path, number, line) for number, line in enumerate(text, 1) if line.strip()]
+    if not records:
+        raise Refused(f"{path} is empty")
+    runs = {r["run"] for r in records if r["record"] == "run"}
+    if not runs or {r["run"] for r in records} - runs:
+        raise Refused(f"{path} has results without the record of their run: machine, versions and commit are unknown")
+    return records
+
+
+def _record(path: Path, number: int, line: str) -> dict:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise Refused(f"{path}, line {number}: no JSON ({error.msg})") from error
+    wrong = faults(record)
+    if wrong:
+        raise Refused(f"{path}, line {number}: {'; '.join(wrong)}")
+    return record
+
+
+def result(run: str, case: str, contestant: str, direction: str, metric: str, value: Any, **more: Any) -> dict:
+    """One result; its unit follows from the metric."""
+    head = {"record": "result", "run": run, "case": case, "contestant": contestant, "pass": direction}
+    return head | {"metric": metric, "unit": METRICS[metric], "value": value} | more
+
+
+def append(records: Iterable[dict], path: Path) -> list[dict]:
+    """Appends runs and entries to a file as they come, so that an interrupted run keeps what it measured. Returns them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept, bounded = [], set()
+    with path.open("a", encoding="utf-8") as file:
+        for item in records:
+            parts = lines(item) if item["record"] == "entry" else [item]
+            if item["record"] == "entry" and (item["run"], item["case"]) not in bounded:
+                bounded.add((item["run"], item["case"]))
+                parts += bounds(item)
+            for part in parts:
+                file.write(json.dumps(part) + "\n")
+            file.flush()
+            kept.append(item)
+    return kept
+
+
+# ---- entries and results --------------------------------------------------------------------------------------------
+
+
+def lines(entry: dict) -> list[dict]:
+    """An entry as results: how right it was, its memory, and each direction that was timed."""
+
+    def made(direction: str, metric: str, value: Any, **more: Any) -> dict:
+        return result(entry["run"], entry["case"], entry["contestant"], direction, metric, value, **more)
+
+    directions = [name for name in TIMED if name in entry]
+    whole = "both" if entry.get("shape", {}).get("backward", "backward" in entry) else "forward"
+    checked = {name: entry[name] for name in ("why", "checked") if entry.get(name)}
+    if entry.get("share") is None and "why" not in checked:
+        checked["why"] = ["a limit of the machine: nothing is checked"]
+    found = [made(whole, "error", entry.get("share"), status=entry["status"], **checked)]
+    if entry.get("memory"):
+        found.append(made(whole, "memory", entry["memory"]["extra_bytes"] / MIB))
+    for name in directions:
+        timing = dict(entry[name])
+        ms = {short: timing.pop(f"{short}_ms") for short in ("median", "low", "high")}
+        tflops = timing.pop("gflops") / 1e3
+        clock = {"sm_clock_mhz": entry["sm_clock_mhz"]} if entry.get("sm_clock_mhz") else {}
+        spread = {"low": ms["low"], "high": ms["high"], "tflops": round(tflops, 4)}
+        found.append(made(name, "time", ms["median"], **spread, **timing, **clock))
+    return found
+
+
+def bounds(entry: dict) -> list[dict]:
+    """The times below which the machine's own paces do not let a case, as those of the contestant "bound"."""
+    found = entry.get("bound_ms", {})
+    return [result(entry["run"], entry["case"], "bound", name, "time", ms) for name, ms in found.items()]
+
+
+def entries(records: Iterable[dict]) -> list[dict]:
+    """What each contestant did on each case in each run, in the file's order; the opposite of :func:`lines`."""
+    found: dict[tuple, dict] = {}
+    for r in records:
+        if r["record"] == "run" or r["contestant"] == "bound":
+            continue
+        key = (r["run"], r["case"], r["contestant"])
+        names = ("run", "case", "contestant")
+        entry = found.setdefault(key, {"record": "entry", "status": "green"} | {name: r[name] for name in names})
+        _add(entry, r)
+    return list(found.values())
+
+
+def _add(entry: dict, r: dict) -> None:
+    if r["metric"] == "error":
+        entry |= {"status": r["status"], "share": r["value"], "why": r.get("why", [])}
+    elif r["metric"] == "memory":
+        entry["memory"] = {"extra_bytes": r["value"] * MIB}
+    elif r["metric"] == "time":
+        entry[r["pass"]] = {"median_ms": r["value"]} | {n: r[n] for n in ("noise", "tflops") if n in r}
+
+
+# ---- reading for pages and plots --------------------------------------------------------------------------------------
+
+
+def runs(records: Iterable[dict]) -> dict[str, dict]:
+    """The record of each run, by its name."""
+    return {r["run"]: r for r in records if r["record"] == "run"}
+
+
+def select(records: Iterable[dict], **wanted: Any) -> Iterator[dict]:
+    """The results whose fields have these values; ``direction`` stands for the field ``pass``."""
+    if "direction" in wanted:
+        wanted["pass"] = wanted.pop("direction")
+    for r in records:
+        if r["record"] == "result" and all(r.get(name) == value for name, value in wanted.items()):
+            yield r
+
+
+def rate(r: dict) -> float | None:
+    """TFLOP/s of a result that is a rate, or a time beside which one was written."""
+    return r["value"] if r["metric"] == "rate" else r.get("tflops")

@@ -39,10 +39,11 @@ from bench.measure import host_microseconds, in_turns
 from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Output, empty_output
-from tilewise.backends.hopper import Hopper, library
-from tilewise.backends.hopper.backward_config import Backward
-from tilewise.backends.hopper.call import Plan
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config, candidates, shipped
+from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host.forward_call import Plan
 from tilewise.backends.triton import Triton
 from tilewise.problem import TensorFacts
 from tilewise.reference import Reference

@@ -36,3 +36,10 @@ def test_what_was_tried_is_one_table_of_short_rows_by_backend():
     assert {len(row) for row in cells} == {5}
     backends = [row[1] for row in cells]
     assert backends == sorted(backends, key=("portable", "cpu", "triton", "hopper").index)
+
+
+def test_the_index_names_every_page_and_is_short():
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 40
+    named = {target for target, _ in LINK.findall(text)}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= named

@@ -32,12 +32,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "leaf_gradients": ("problem", "expr"),
     "backends.base": ("problem", "expr"),
     "reference": ("backends.base", "problem", "spec", "leaf_gradients", "tiles", "state", "dropout", "expr", "caching"),
-    "backends.hopper.config": (
-        "problem",
-        "masks.facts",
-        "device",
-        "expr",
-    ),  # a kernel's key holds the expressions traced into it
+    # A kernel's key holds the expressions traced into it.
+    "backends.hopper.config": ("problem", "masks.facts", "device", "expr"),
+    "backends.hopper.backward.config": ("backends.hopper.config", "problem", "device"),
     "backends.*.config": ("problem", "device"),
     "backends.*.compile_all": ("own", "backends.base", "problem", "spec", "mask", "score"),  # a program of its own
     "backends.*": (

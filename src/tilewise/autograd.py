@@ -18,6 +18,7 @@ from tilewise.backends.base import Output, empty_gradients, empty_output, unit_l
 from tilewise.problem import check
 from tilewise.spec import parse_spec
 
+# The cheapest way through the dispatcher: docs/decisions.md#operator-at-autograd-key.
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor? seed, str spec) -> (Tensor o, Tensor lse)",

@@ -156,7 +156,7 @@ def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
 
 
 def without_memory(x: Tensor) -> Tensor:
-    """``x`` with its memory given back: to be made like it, a tensor takes less time than with a shape (docs/measured.md)."""
+    """``x`` with its memory given back: `empty_like` takes less time than a shape (docs/decisions.md#outputs-like-kept-tensors)."""
     x.untyped_storage().resize_(0)
     return x
 

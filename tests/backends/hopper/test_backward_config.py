@@ -12,9 +12,10 @@ import torch
 import tilewise as tw
 from tests.backends.contract import Call, call, normal
 from tilewise.backends.base import Output
-from tilewise.backends.hopper import Hopper, backward_config, library, schedule
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as sizes
-from tilewise.backends.hopper.backward_config import (
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import (
     HIDING,
     KEY_GROUPS,
     LINES,
@@ -25,6 +26,8 @@ from tilewise.backends.hopper.backward_config import (
     shipped,
 )
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
+from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.kit import schedule
 from tilewise.reference import Reference
 
 ROWS = [row for table in (TABLE, SOFTCAP, HIDING, PAIRED) for row in table.values()]
@@ -95,7 +98,7 @@ HALVES = tw.documents(torch.arange(4096) // 2048)
 
 @pytest.mark.parametrize(
     ("d", "seqlen", "mask", "ordered"),
-    [  # as measured (docs/measured.md)
+    [  # docs/decisions.md#hopper-ordered-dq
         (64, 2048, None, True),
         (64, 1024, None, False),
         (128, 1024, None, True),
@@ -122,7 +125,7 @@ def test_whether_dq_is_added_in_order_is_decided_by_one_sequence(heads, mask):
 
 @pytest.mark.parametrize(
     ("d", "seqlen", "options", "summed"),
-    [  # as measured (docs/measured.md)
+    [  # docs/decisions.md#hopper-two-or-one-pass, #hopper-d256-pairs
         (256, 512, {}, False),
         (256, 1024, {}, True),
         (256, 1024, {"causal": True}, False),

@@ -8,13 +8,15 @@ import torch
 
 from tilewise.problem import Problem
 
-SPLIT_KEYS = (1024, 4096)  # the smallest chunk and the largest, where few queries meet many keys
+# The smallest chunk and the largest, and how many chunks, where few queries meet many keys: docs/decisions.md#cpu-decode-chunks.
+SPLIT_KEYS = (1024, 4096)
 SPLIT_PARTS = 16
 PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
 AMX = ("amxbf16", "amxbf16_emulated")
 NOTES = {"amxbf16_emulated": "AMX in software, for tests"}
 ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, every tile of keys is a unit of its own
-BUSY = 0.875  # the share of the threads' time below which it pays that they take turns at the heads
+# The share of the threads' time below which it pays that they take turns at the heads: docs/decisions.md#cpu-idle-threads.
+BUSY = 0.875
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Config:
 def choose(p: Problem, isa: str) -> Config:
     """By shape alone, never by threads, so that bits do not depend on them; deterministic, not by the batch either.
 
-    The tiles are those that won on 1 MiB of L2 (docs/measured.md, "CPU").
+    The tiles are those that won on 1 MiB of L2 (docs/decisions.md#cpu-tiles).
     """
     block = 32 if isa in AMX and p.dtype == torch.bfloat16 else 6
     tile_n, tile_m = _tile_n(p), _tile_m(p, block)

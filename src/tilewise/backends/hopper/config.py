@@ -48,11 +48,14 @@ class Tiles:
         width, width_v: head dims that it is compiled for; smaller ones are filled with zeros as they are loaded.
         slots: of the ring; one holds a block of K or of V.
         q_stages: tiles of Q that a warpgroup has; with two the next is loaded while O of one leaves by the other's room, with
-            one O leaves from registers and the next is loaded as soon as the last scores are there.
+            one O leaves from registers and the next is loaded as soon as the last scores are there
+            (docs/decisions.md#hopper-o-from-registers).
         registers, registers_load: of a thread that computes, and of one that loads or stores.
-        lazy: O is rescaled only where a row's maximum has grown by more than ``tile.LAZY``.
-        turns: the warpgroups begin their products one after the other, so that one's softmax runs under another's.
-        steady: whole blocks but the first take a row's maximum as it is, and their own where their sums say that it fell behind.
+        lazy: O is rescaled only where a row's maximum has grown by more than ``tile.LAZY`` (docs/decisions.md#hopper-lazy-rescale).
+        turns: the warpgroups begin their products one after the other, so that one's softmax runs under another's
+            (docs/decisions.md#hopper-turns).
+        steady: whole blocks but the first take a row's maximum as it is, and their own where their sums say that it fell behind
+            (docs/decisions.md#hopper-steady-maxima).
     """
 
     width: int
@@ -203,7 +206,7 @@ class Config(Formed):
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """What a launch gets beside tensors and numbers: fields of :class:`tilewise.backends.hopper.forward.Extra`."""
+        """What a launch gets beside tensors and numbers: fields of :class:`tilewise.backends.hopper.forward.kernel.Extra`."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
         found += ("blocks", "counts") if self.form == "lists" else ()
@@ -222,7 +225,8 @@ class Config(Formed):
 
     @property
     def skips(self) -> bool:
-        """Whether some warpgroup of a tile may see nothing of blocks that another sees: rows end one after the other."""
+        """Whether some warpgroup of a tile may see nothing of blocks that another sees: rows end one after the other
+        (docs/decisions.md#hopper-skipped-blocks)."""
         return (
             self.has_upper
             and self.form != "lists"
@@ -257,6 +261,7 @@ class Config(Formed):
 # (head dim of q and k, of v) -> tiles for "full"; for the forms with an end; where a thread has more to remember beside its
 # scores; where it reads more than one tensor for each of them, or goes by lists of key blocks: a pattern's blocks of 64 or 128
 # are whole ones then, where wider ones would cover two and be visited for either. The first row that holds both dims is taken.
+# docs/decisions.md#hopper-forward-tiles, #hopper-list-tiles
 TABLE = {
     (64, 64): (
         Tiles(64, 64, 3, 128, 8, 2, 160, turns=True, steady=True),
@@ -297,8 +302,8 @@ TABLE = {
 }
 # Rows that are shipped with a softcap too; smaller head dims take the next.
 SOFTCAP = ((64, 64), (128, 128), (256, 256))
-# How many heads of a group a tile may hold where queries are few, and the tiles that then do, by head dims: the first row
-# that holds both.
+# How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles), and the tiles that
+# then do, by head dims: the first row that holds both.
 HEADS = (8, 64)
 SHORT = {
     (64, 64): Tiles(64, 64, 1, 128, 8, 2, 256),
@@ -494,7 +499,8 @@ def rows_of(p: Problem) -> int:
     return -(-p.seqlen_q // max(p.batch, 1)) if p.packed else p.seqlen_q
 
 
-# Chunks of a sequence's keys at most: where its queries fill several tiles, and where one tile holds them.
+# Chunks of a sequence's keys at most: where its queries fill several tiles, and where one tile holds them
+# (docs/decisions.md#hopper-split-keys).
 PARTS = (4, 32)
 CHUNK = 256  # keys, at least
 
@@ -507,7 +513,7 @@ def chunks(config: Config, seqlen_q: int, seqlen_k: int) -> int:
     return -(-blocks // size)
 
 
-# Clocks, of a resource model that was fitted to published kernels on this chip (docs/measured.md); not of these kernels.
+# Clocks, of a resource model that was fitted to published kernels on this chip: docs/decisions.md#hopper-tile-model.
 HIDDEN = 0.71  # of a key block's products and instructions: the share that stays visible
 SYNC = 633  # of a key block, whatever its size
 OPEN = 3584  # of a tile's beginning and end; half of it where the next tile's Q is loaded meanwhile
@@ -564,7 +570,7 @@ def reasons(p: Problem) -> list[str]:
 @dataclass(frozen=True)
 class Grid:
     """How a launch is spread: over ``tiles``, ``ctas`` that stay, ``section`` as in
-    :class:`tilewise.backends.hopper.schedule.Order`, and ``chunks`` of keys."""
+    :class:`tilewise.backends.hopper.kit.schedule.Order`, and ``chunks`` of keys."""
 
     tiles: int
     ctas: int
@@ -572,7 +578,7 @@ class Grid:
     chunks: int = 1
 
 
-SHARING = 4  # CTAs that read one head's keys at a time, where there are heads enough: so K and V come from L2
+SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
 
 
 def spread(p: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:

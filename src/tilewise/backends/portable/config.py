@@ -8,7 +8,7 @@ import torch
 
 from tilewise.problem import Problem
 
-TILE_ELEMENTS = 1 << 16  # scores of one key head in a step: 256 KiB of fp32, well within a core's L2
+TILE_ELEMENTS = 1 << 16  # scores of one key head in a step, 256 KiB of fp32: docs/decisions.md#portable-tiles
 STEP_ELEMENTS = {"cpu": 1 << 20}  # scores of a step; on an accelerator as many as fill the machine:
 ACCELERATOR_ELEMENTS = 1 << 25
 STEP_ROWS_BYTES = 1 << 24  # accumulators of a step, so that memory does not grow with the heads

@@ -70,7 +70,7 @@ class Triton:
         return reasons
 
     def preferred(self, p: Problem) -> str:
-        """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/measured.md)."""
+        """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/decisions.md#triton-for-pair-bias)."""
         return "" if seen_lookup(p) is None else "brings the tensor that the score reads tile by tile"
 
     def config(self, p: Problem) -> Config:

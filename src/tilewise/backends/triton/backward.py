@@ -5,11 +5,13 @@
     dV = (P ∘ Z)ᵀ dO    dK = scale · dSᵀ Q    key tiles outside, queries inside       (16)  `dkdv_kernel`
     dQ = scale · dS K                         query tiles outside, keys inside        (15)  `dq_kernel`
 
-These passes read nothing of each other, so each begins where the one before leaves multiprocessors idle (launch.Role), dQ first.
+These passes read nothing of each other, so each begins where the one before leaves multiprocessors idle (launch.Role), dQ first
+(docs/decisions.md#triton-overlap).
 For a bias that all batch elements share, dS is kept, and dQ and the bias's gradient are made from it (`sheet_kernel`).
 
 Where the registers do not hold dK and dV at once (head dims above 128), dV has a pass of its own (`F.dv` without `F.dk`)
-and the other computes dK alone: 8 products of a tile instead of 7. These passes work on transposed tiles, (keys, queries),
+and the other computes dK alone: 8 products of a tile instead of 7
+(docs/decisions.md#triton-two-passes). These passes work on transposed tiles, (keys, queries),
 and read the mask by columns; they sum the query heads of a group in order. Leaves that are not read at j get their sums in
 the pass over query tiles, those read at j alone in the pass over key tiles (section 7); `tile_kernel` adds up a pair bias
 over the batch and heads it was broadcast over. The pass over key tiles gets the bias's tiles by descriptor, as the forward does, where

@@ -20,6 +20,7 @@ OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 # Matrix units multiply no fp32. Three bf16 hold what it holds, and six of the nine products of two such sums all that fp32's product
 # keeps: what is left out is below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial Intelligence Datatype For
 # Higher-Precision Computations, 2019). The smallest first, as (part of the left factor, of the right one).
+# docs/decisions.md#triton-bf16x6
 PARTS = 3
 PARTIAL_PRODUCTS = ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0))
 
@@ -44,7 +45,8 @@ class Tiles:
 
     @property
     def ahead(self) -> bool:
-        """Whether loads are more than a tile ahead of their use: with fewer stages, what comes early is waited for early."""
+        """Whether loads are more than a tile ahead of their use: with fewer stages, what comes early is waited for early
+        (docs/decisions.md#triton-v-beside-k)."""
         return self.num_stages > 2
 
     def describe(self) -> str:
@@ -109,7 +111,7 @@ def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
     """``(first column, columns, width)`` of each tile that holds a head dim.
 
     Unless ``tiles.padded``, these are the largest power of two in it and the rest, padded, where that takes fewer columns than
-    padding the whole: 96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128.
+    padding the whole: 96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128 (docs/decisions.md#triton-pieces).
     """
     first = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - first
@@ -175,7 +177,8 @@ def shared_memory(
 
 def room(tiles: Tiles, limit: int, arch: str, itemsize: int) -> int:
     """Bytes that a program may take of a multiprocessor's ``limit``: of four warps, two should run at a time, so that one computes
-    while the other waits for its products (measured on an H200, for 16 bits). The kilobyte that each costs besides is in the scratch."""
+    while the other waits for its products (docs/decisions.md#triton-two-programs).
+    The kilobyte that each costs besides is in the scratch."""
     return (limit + 1024) // 2 if arch == "sm90" and tiles.tma and tiles.num_warps <= 4 and itemsize == 2 else limit
 
 
@@ -188,7 +191,7 @@ def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> 
             tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
         if need(tiles) > limit and stages is not None and tiles.num_stages > stages:
             tiles = replace(tiles, num_stages=stages)
-    # By descriptor, passes over keys with 16 rows and three stages read what is not aligned (Triton 3.6, seen on an H200).
+    # By descriptor, passes over keys with 16 rows and three stages read what is not aligned (docs/decisions.md#triton-descriptors).
     return replace(tiles, tma=tiles.tma and (streamed == "tile_n" or tiles.tile_m > MIN_WIDTH))
 
 
@@ -246,7 +249,7 @@ def _tma(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
 
 
 # What `tilewise tune` and bench/gpu_triton.py measure, by architecture, pass and largest head dim; half precision. Rows that
-# lost on an H200 are in docs/measured.md, not here.
+# lost on an H200 are in docs/tried.md, not here.
 CANDIDATES = {
     "sm90": {
         "forward": {
@@ -367,7 +370,7 @@ def architecture(device: torch.device) -> str:
     return "sm90" if major == 9 else "sm100" if major >= 10 else "sm80"
 
 
-SPLIT_KEYS = 1024  # a chunk's size may depend on nothing but seqlen_k
+SPLIT_KEYS = 1024  # a chunk's size may depend on nothing but seqlen_k: docs/decisions.md#triton-split
 MERGE_KEYS = (
     512  # a second launch and the merge take as long as about so many keys of a query tile; predicted, not measured
 )
@@ -384,7 +387,7 @@ def preceded(passes: dict[str, Tiles], measured: dict[str, Tiles]) -> dict[str, 
     return {name: x for name, x in passes.items() if not over_keys or name not in OVER_KEYS} | measured
 
 
-BESIDE = 4  # programs that read one tile of a pair tensor while it is in the L2
+BESIDE = 4  # programs that read one tile of a pair tensor while it is in the L2: docs/decisions.md#triton-beside
 
 
 def beside(p: Problem, shared: frozenset[str]) -> tuple[int, int]:
@@ -427,7 +430,7 @@ WHOLE_OWNED, WHOLE_STREAMED = 64, 32
 
 def within_blocks(kernel: str, tiles: Tiles, blocks: tuple[int, int]) -> Tiles:
     """``tiles``, none larger than the blocks, (rows, keys), on which a predicate is constant, where these are large enough: a tile that
-    lies in more than one is partial, and takes eight times as long as a full one. 0: any size."""
+    lies in more than one is partial, and takes eight times as long as a full one (docs/decisions.md#triton-block-tiles). 0: any size."""
     i, j = (n & -n or 1 << 30 for n in blocks)
     own, streamed = (("tile_n", j), ("tile_m", i)) if kernel in OVER_KEYS else (("tile_m", i), ("tile_n", j))
     if own[1] < WHOLE_OWNED or streamed[1] < WHOLE_STREAMED:
@@ -456,7 +459,7 @@ def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
 
 # In place of the table's rows up to a head dim where a tensor is read for every pair, the first that fits: beside its tiles dQ's eight
 # warps have no room for a third stage. "dkdv": where its elements are wider than q's, beside which two programs of 64 x 64 do not fit;
-# "tile": of the gradient that is summed over what such a tensor is broadcast over.
+# "tile": of the gradient that is summed over what such a tensor is broadcast over. docs/decisions.md#triton-pair-tiles
 PAIRED = {
     "sm90": {
         "forward": {128: _tma((64, 64, 4, 3), (128, 64, 8, 3))},
@@ -476,7 +479,7 @@ def paired(arch: str, p: Problem, pair_bytes: int, limit: int) -> dict[str, Tile
     return {name: next((x for x in some if fits(name, x)), some[-1]) for name, some in found.items() if some}
 
 
-SHEET_STRIP = 64  # queries that lie side by side in it
+SHEET_STRIP = 64  # queries that lie side by side in a sheet of dS: docs/decisions.md#triton-kept-ds
 SHEET_UNIT = 128  # its rows and columns are whole tiles of so many
 
 

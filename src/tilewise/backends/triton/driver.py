@@ -1,8 +1,8 @@
 """Launches of compiled kernels on NVIDIA's driver, their arguments laid out once.
 
-Triton's launcher asks each tensor and each of some hundred numbers what it is, and makes each tensor map anew, at every launch: 10 to 30
-us of host time. Here the arguments of a first launch are kept as the bytes that the driver reads; a later one writes the
-addresses that changed and goes. What is laid out is checked against what the driver says of the kernel's parameters; where
+Triton's launcher asks each tensor and each of some hundred numbers what it is, and makes each tensor map anew, at every launch
+(docs/decisions.md#triton-relaunch). Here the arguments of a first launch are kept as the bytes that the driver reads; a later one
+writes the addresses that changed and goes. What is laid out is checked against what the driver says of the kernel's parameters; where
 the two differ, on other GPUs and while somebody listens to Triton's launches, its own launcher is used.
 """
 

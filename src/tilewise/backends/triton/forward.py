@@ -2,13 +2,15 @@
 
     S = scale · Q Kᵀ    m' = max(m, rowmax S)    P = exp2(S - m')    l = l·α + rowsum P    acc = acc·α + P V    (6)
 and once at the end O = acc / l, lse = m + log l (7). m is in units of log2, for fp32 inputs natural (tile.power); where scores are
-bounded, as a softcap bounds them, it stays 0, so that there is neither a maximum nor a rescaling.
+bounded, as a softcap bounds them, it stays 0, so that there is neither a maximum nor a rescaling
+(docs/decisions.md#triton-bounded-scores).
 
 One program computes a tile of ``tile_m`` queries of one head. Which key tiles are partial and which full follows from the
 interval of its first and its last row. Where descriptors may read every tile (``F.whole``) they are one loop, with the mask under
 a branch that the whole program takes or not. Elsewhere the full ones are one loop, then the partial ones, at both ends, are
-another: with the partial loop first, ptxas makes every matrix product of the full one wait for itself (10 to 25 % on an H200), and a
-loop for each end would cost registers. A predicate's tiles come as two lists, full ones first too::
+another: with the partial loop first, ptxas makes every matrix product of the full one wait for itself
+(docs/decisions.md#triton-one-loop), and a loop for each end would cost registers. A predicate's tiles come as two lists, full ones
+first too::
 
     first   full          full_end  last
       | partial | full full full | partial |          keys

@@ -974,7 +974,8 @@ class _LeafSums:
         self.plan, self.t = plan, t
         p, self.reads = plan.p, plan.emitted.reads
         self.grads: dict[int, Tensor] = {}
-        # Thousands of numbers may be scattered to one address, in any order: of fp32 such a chain rounds more than eager's sums.
+        # Thousands of numbers may be scattered to one address, in any order: of fp32 such a chain rounds more than eager's sums
+        # (docs/decisions.md#triton-float64-scatter).
         exact = {read.slot for read in self.reads if read.how == SCATTER and p.dtype == torch.float32}
         for read in self.reads:
             leaf = t.leaves[read.slot]

@@ -18,7 +18,7 @@ POLYNOMIAL = (0.9999999847, -0.33333111247, 0.13328055876, -0.053502928255, 0.01
 
 @triton.jit
 def plain(x):
-    """A whole number as it was before :func:`launch.opaque`."""
+    """A whole number as it was before :func:`launch.opaque` (docs/decisions.md#triton-opaque-sizes)."""
     return (x - 3) >> 1
 
 
@@ -97,8 +97,7 @@ def scaled_tanh(x, c):
 @triton.jit
 def power_of_tanh(x, c):
     """``2^(c tanh(x))``, which is what a softcap leaves of a softmax. Of a tile that gives each thread PACK elements, a warp takes the
-    shorter polynomial where that holds for all of its own. On an H200 a forward takes 7 to 16 % less so, and up to 17 % more where
-    no warp can (docs/measured.md)."""
+    shorter polynomial where that holds for all of its own (docs/decisions.md#triton-softcap)."""
     if on_nvidia() and x.numel % (PACK * num_threads()) == 0:
         p = tl.inline_asm_elementwise(POWERS, PLACES, [x, c], dtype=tl.float32, is_pure=True, pack=PACK)
     else:

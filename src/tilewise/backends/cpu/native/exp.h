@@ -65,6 +65,7 @@ TW_INLINE Vec<T> exp2(Vec<T> x) {
 
 #ifdef __AVX512F__
 // 2^f on [0, 1), f = x - floor(x) by one instruction; scalef floors x again. For -inf f is 0 and the result 0.
+// Why so: docs/decisions.md#cpu-exp2.
 template <>
 TW_INLINE Vec<float> exp2<float>(Vec<float> x) {
   constexpr float coefficients[] = {0x1.c54174p-13f, 0x1.46d64ep-10f, 0x1.3d0b92p-7f, 0x1.c68912p-5f,

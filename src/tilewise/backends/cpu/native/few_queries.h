@@ -354,7 +354,7 @@ class FewQueries {
 #endif
 
   // The hardware's own prefetcher stops at each page. V comes while S is computed, the next step's K while V is in use, so
-  // that memory never waits.
+  // that memory never waits (docs/decisions.md#cpu-decode-prefetch).
   template <int columns>
   TW_INLINE void prefetch_keys(const E *keys, int64_t begin, int count, int64_t d) const {
     for (int64_t n = begin; n < begin + count; ++n)

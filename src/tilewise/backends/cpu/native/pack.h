@@ -17,7 +17,7 @@ struct Rows {
 };
 
 // Rows [begin, end) of a tile that is packed next, brought closer while another is in use: the hardware's own prefetcher
-// stops at each page, and two rows of 8 heads fill one.
+// stops at each page, and two rows of 8 heads fill one (docs/decisions.md#cpu-prefetch-next-tile).
 template <class E>
 TW_INLINE void prefetch_rows(const Rows<E> &in, int64_t begin, int64_t end, int64_t width) {
   for (int64_t n = begin; n < end; ++n)

@@ -3,7 +3,7 @@
 // no more threads to give, there are fewer.
 //
 // Where the process already computes on OpenMP threads (torch does), they do the work: they spin for milliseconds after
-// their last one, and threads of our own would have to fight them for the cores (docs/measured.md, "CPU").
+// their last one, and threads of our own would have to fight them for the cores (docs/decisions.md#cpu-torch-threads).
 #pragma once
 #include <cstdint>
 #include <functional>

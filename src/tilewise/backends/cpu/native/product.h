@@ -1,7 +1,8 @@
 // Products of packed tiles: C (=|+=) A B with the block of C held in registers.
 //
 // An element X of A and B is one number, or a Pair: two bf16 of neighbouring depth, which one instruction multiplies
-// and adds to a float. The shapes below count elements, so that a product of pairs is half as deep.
+// and adds to a float (docs/decisions.md#cpu-bf16-pairs). The shapes below count elements, so that a product of pairs is
+// half as deep.
 //
 //            B: panels of up to kPanel vectors, each [depth][width]
 //   A        +-----------+
@@ -24,7 +25,8 @@ TW_INLINE Vec<Sum<X>> multiply_add(Vec<Sum<X>> sum, Vec<X> x, Vec<X> y) {
     return sum + x * y;
 }
 
-// The most terms of one sum in registers; its total then joins C. Two short chains of additions round less than a long one.
+// The most terms of one sum in registers; its total then joins C. Two short chains of additions round less than a long one
+// (docs/decisions.md#cpu-short-sums).
 constexpr int64_t kChain = 256;
 
 template <class X, int MR, int NV, Form form, bool accumulate>

@@ -1,5 +1,6 @@
 // product.h's products of pairs in tile registers: a block of C is 32 x 32 in four of them, and each step of 16 pairs loads
 // two tiles of A and two of B for four products. C's sums start from what is there, so that a chain has a term for 32.
+// Why 2 x 2 tiles: docs/decisions.md#cpu-amx-tiles.
 //
 //              B: tmm6   tmm7       [pair][column], as pack.h's panels hold it
 //   A: tmm4   C: tmm0   tmm1        rows of A as they lie, or, where a tile is cut off or transposed, from a strip of 32 rows

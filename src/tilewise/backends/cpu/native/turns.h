@@ -1,5 +1,6 @@
 // The order in which parts of the keys add to one dq, where threads share a head: a part adds to a tile of queries once all
-// parts before it have. So its sums have one order, whatever the threads, and the parts need no dq of their own.
+// parts before it have. So its sums have one order, whatever the threads, and the parts need no dq of their own
+// (docs/decisions.md#cpu-dq-in-turns).
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -61,7 +61,8 @@ TW_INLINE Vec<T> larger(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
 
-// One number from all lanes, through memory: faster than by the shuffles that the compiler makes of a loop.
+// One number from all lanes, through memory: faster than by the shuffles that the compiler makes of a loop
+// (docs/decisions.md#cpu-lane-sums).
 template <class T>
 TW_INLINE T sum_lanes(Vec<T> v) {
   T lanes[kLanes<T>];

@@ -1,0 +1,142 @@
+"""Packed sequences: which of them a query tile is of, and their rows in global memory.
+
+The copy engine drops what lies outside a tensor, not what lies outside a sequence. So a packed tensor is shown to it with two
+more dimensions, which let a dimension of rows end where a sequence ends (the ragged tensors of Triton's tools/ragged_tma.py,
+in use on this chip): with a stride of s elements between rows, and coordinates in brackets, ::
+
+    rows   [LONG - size + i]  x  s                     outside from i = size on
+    ends   [end]              x  s
+    wrap   [LONG]             x  (2**34 - s)           sum: (end - size + i) s + 2**64 elements, which addresses drop
+
+A load beyond a sequence's end so brings zeros, and a store writes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+I32 = cutlass.Int32
+LONG = 1 << 30  # rows that a tensor has less than
+MANY = 0x7FFF0000  # an extent that no coordinate reaches
+WRAP = 1 << 34  # times LONG: 2**64
+
+
+class Span(NamedTuple):
+    """Rows ``[end - size, end)`` of a packed tensor."""
+
+    end: I32
+    size: I32
+
+    @property
+    def start(self):
+        return self.end - self.size
+
+
+class Own(NamedTuple):
+    """A sequence's rows of q and o, its keys that some row sees, and the band's ends, counted from these."""
+
+    q: Span
+    k: Span
+    lo: I32 | None
+    hi: I32 | None
+
+
+class Tile(NamedTuple):
+    """A query tile: its sequence, its first row there, and its head."""
+
+    sequence: I32
+    row: I32
+    head: I32
+
+
+def ragged(t: cute.Tensor, columns_first: bool = False) -> cute.Tensor:
+    """(1, row, head, column) as (row, column, head, end, wrap), or with columns first."""
+    (_, _, heads, columns), (_, by_row, by_head, by_column) = t.shape, t.stride
+    shape, stride = [LONG, columns], [by_row, by_column]
+    order = slice(None, None, -1 if columns_first else 1)
+    layout = cute.make_layout(
+        (*shape[order], heads, MANY, MANY), stride=(*stride[order], by_head, by_row, WRAP - by_row)
+    )
+    return cute.make_tensor(t.iterator, layout)
+
+
+def matrix(t: cute.Tensor, head, span: Span, columns_first: bool) -> cute.Tensor:
+    """A head's rows of one sequence, of :func:`ragged`'s coordinates."""
+    first = LONG - span.size
+    return cute.domain_offset((0, first) if columns_first else (first, 0), t[None, None, head, span.end, LONG])
+
+
+@cute.jit
+def find(m, tiles_of: cutlass.Constexpr, count):
+    """``(sequence, tile, tiles)``: the sequence that the m-th tile is of, which of the sequence's tiles it is, and how many tiles
+    there are in all, where the n-th of ``count`` sequences has ``tiles_of(n)``. The rows past the last one count as one more.
+
+    A warp counts the tiles of 32 sequences at a time: no host knows them, and a lookup costs no chain of loads.
+    """
+    lane = cute.arch.thread_idx()[0] % 32
+    before, sequence, block = I32(0), I32(0), I32(0)
+    for first in cutlass.range(0, count, 32, unroll=1):
+        tiles = tiles_of(cutlass.min(first + lane, count - 1))
+        own = I32(cutlass.select_(first + lane < count, I32(tiles), I32(0)))
+        upto = own  # of this and the lanes before
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync(upto, lane - (1 << step))
+            upto = upto + I32(cutlass.select_(lane >= 1 << step, I32(other), I32(0)))
+        whole = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= m - before))  # sequences that end before the tile
+        earlier = cute.arch.shuffle_sync(upto - own, cutlass.min(whole, 31))
+        here = cutlass.min(m - before, 31 - whole) >= 0
+        sequence = I32(cutlass.select_(here, I32(first + whole), sequence))
+        block = I32(cutlass.select_(here, I32(m - before - earlier), block))
+        before = before + cute.arch.shuffle_sync(upto, 31)
+    return tuple(cute.arch.make_warp_uniform(x) for x in (sequence, block, before))
+
+
+@cute.jit
+def take(queue: cute.Tensor):
+    """The next tile of all that no CTA has: CTAs begin with the first ones (docs/decisions.md#hopper-packed-queue)."""
+    n = I32(0)
+    if cute.arch.thread_idx()[0] % 32 == 0:
+        n = cute.arch.atomic_add(queue.iterator, I32(1), sem="relaxed", scope="gpu") + cute.arch.grid_dim()[0]
+    return cute.arch.make_warp_uniform(n)
+
+
+@cute.jit
+def holder(place, start_of: cutlass.Constexpr, count):
+    """The last of ``count`` sequences whose ``start_of(n)`` is not past the place; the starts grow, from 0 on.
+
+    A warp tries 32 sequences at a time, first far apart, then between two of those.
+    """
+    lane, low, left = cute.arch.thread_idx()[0] % 32, I32(0), I32(count)
+    while left > 1:
+        step = (left + 31) // 32
+        n = cutlass.min(low + lane * step, count - 1)
+        # As numbers: both are below 1 where the sequence is one of those left and starts no later.
+        late = cutlass.max(start_of(n) - place, lane * step - left + 1)
+        found = cute.arch.popc(cute.arch.vote_ballot_sync(late <= 0)) - 1
+        low = I32(low + found * step)
+        left = I32(cutlass.min(step, left - found * step))
+    return cute.arch.make_warp_uniform(low)
+
+
+def spaced(sequence, cu: cute.Tensor, total, between: int, step: int):
+    """Where a sequence begins in a buffer that has more room for each than its rows, as a multiple of ``step``: no two overlap,
+    if its rows and ``between - step`` others are enough."""
+    return (cutlass.min(cu[sequence], total) + sequence * between) // step
+
+
+def in_tiles(span: Span, rows: int):
+    """How many tiles of ``rows`` rows."""
+    return (span.size + rows - 1) // rows
+
+
+def rows_of(sequence, cu: cute.Tensor, total, rest: bool) -> Span:
+    """A sequence's rows; of those past the last, the rows that are left if ``rest``, else none."""
+    last = cute.size(cu) - 1
+    start = cutlass.min(cu[sequence], total)
+    stop = cutlass.min(cu[cutlass.min(sequence + 1, last)], total)
+    if rest:
+        stop = I32(cutlass.select_(sequence == last, I32(total), I32(stop)))
+    return Span(stop, stop - start)

@@ -32,8 +32,8 @@ from tilewise.backends.triton.config import (
     sheet_heads,
 )
 from tilewise.backends.triton.driver import Prepared, address
-from tilewise.backends.triton.emit import Emitted, Pairs, emit, seen_lookup
 from tilewise.backends.triton.facts import Facts
+from tilewise.backends.triton.kernels.emit import Emitted, Pairs, emit, seen_lookup
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, read_adjoint
 from tilewise.masks.facts import every_key_seen, every_pair_kept
@@ -53,7 +53,7 @@ def kernels():
     from types import SimpleNamespace
 
     import triton
-    from tilewise.backends.triton import backward, forward, tile
+    from tilewise.backends.triton.kernels import backward, forward, tile
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(

@@ -36,7 +36,6 @@ import tilewise as tw
 from bench import cases, compare, peers, records, run
 from bench import check as checks
 from bench.measure import host_microseconds, in_turns
-from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Output, empty_output
 from tilewise.backends.hopper import Hopper, library
@@ -46,6 +45,7 @@ from tilewise.backends.hopper.config import Config, candidates, shipped
 from tilewise.backends.triton import Triton
 from tilewise.problem import TensorFacts
 from tilewise.reference import Reference
+from tilewise.testing import Call, call, of_case, poisoned
 
 DEVICE = "cuda"
 CHECK_LIMIT, TIME_LIMIT = 400, 100  # seconds of one process

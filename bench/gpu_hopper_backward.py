@@ -39,13 +39,13 @@ from bench.gpu_hopper import (
     small_parts,
 )
 from bench.measure import host_microseconds, in_turns
-from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.hopper import Hopper, library
 from tilewise.backends.hopper.backward_config import Backward, candidates, shipped, table_of
 from tilewise.backends.triton import Triton
 from tilewise.reference import Reference
+from tilewise.testing import Call, call, of_case, poisoned
 
 # TFLOP/s by a resource model of the chip, before anything ran (docs/measured.md): N 512, 1024, .. 16384.
 PREDICTED = {

@@ -38,10 +38,11 @@ from bench import check as checks
 from bench.measure import host_microseconds, in_turns
 from tilewise import accuracy
 from tilewise.backends.base import Output, empty_output
-from tilewise.backends.hopper import Hopper, library
-from tilewise.backends.hopper.backward_config import Backward
-from tilewise.backends.hopper.call import Plan
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config, candidates, shipped
+from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host.forward_call import Plan
 from tilewise.backends.triton import Triton
 from tilewise.problem import TensorFacts
 from tilewise.reference import Reference
@@ -65,7 +66,7 @@ PREFIX = {
 }
 DONE = "all"  # the case of the row that says that a kernel has been through all others
 RESERVE = 170  # seconds that checking leaves for what comes after
-PROVEN = Path(library.__file__).with_name("proven.txt")  # bits, how many calls were right, kernel
+PROVEN = Path(tw.__file__).parent / "backends" / "hopper" / "proven.txt"  # bits, how many calls were right, kernel
 
 
 class Results:

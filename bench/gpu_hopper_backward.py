@@ -41,8 +41,9 @@ from bench.gpu_hopper import (
 from bench.measure import host_microseconds, in_turns
 from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
-from tilewise.backends.hopper import Hopper, library
-from tilewise.backends.hopper.backward_config import Backward, candidates, shipped, table_of
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward.config import Backward, candidates, shipped, table_of
+from tilewise.backends.hopper.host import library
 from tilewise.backends.triton import Triton
 from tilewise.reference import Reference
 from tilewise.testing import Call, call, of_case, poisoned

@@ -69,7 +69,8 @@ def triton() -> None:
 def hopper() -> None:
     """From the backend's forward (goal: below 12), and from the public call (30, with gradients 45), to the driver's launch."""
     from tests.backends.hopper import standin
-    from tilewise.backends.hopper import Hopper, library
+    from tilewise.backends.hopper import Hopper
+    from tilewise.backends.hopper.host import library
     from tilewise.testing import call
 
     q = torch.randn(1, 4096, 2, 64, dtype=torch.bfloat16)

@@ -131,7 +131,7 @@ class KeyTiles:
 
 @dataclass(frozen=True)
 class PairTiles(KeyTiles):
-    """Sizes where the two CTAs of a cluster share a tile of 128 keys (:mod:`tilewise.backends.hopper.backward_cluster`), each with
+    """Sizes where the two CTAs of a cluster share a tile of 128 keys (:mod:`tilewise.backends.hopper.backward.cluster`), each with
     64 of them and half of dQ's columns. ``slots``: of the ring, of which one holds 64 x HALF of Q or dO.
 
     Attributes:
@@ -267,7 +267,7 @@ class Backward(Formed):
     @property
     def extra(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Tensors that the pass over keys and that over queries have of their own: fields of
-        :class:`tilewise.backends.hopper.forward.Extra`."""
+        :class:`tilewise.backends.hopper.forward.kernel.Extra`."""
         each = (("lo", "hi") if self.by_rows else ()) + (("blocks", "counts") if self.form == "lists" else ())
         return each, each if self.queries else ()
 

@@ -1,7 +1,7 @@
 """What a launch hands to the driver, as data: sums and shifts of sizes, strides and numbers, and where addresses go.
 
 The compiler turns the host side of a kernel (tensor maps, lengths, the grid) into straight code.
-:mod:`tilewise.backends.hopper.hostcode` writes that code down as a :class:`Recipe`, which lies beside the cubin. For one set
+:mod:`tilewise.backends.hopper.host.hostcode` writes that code down as a :class:`Recipe`, which lies beside the cubin. For one set
 of sizes it is worked out once (:func:`Recipe.made`); what then changes from call to call is addresses alone.
 """
 

@@ -1,9 +1,9 @@
 """dQ, dK, dV on Hopper (sm_90a): one launch of a kernel for every pass; docs/algorithm.md, section 6.
 
-rows      lse2 and delta of every query     (13)  :mod:`tilewise.backends.hopper.backward_rows`
-keys      dK and dV over key tiles          (16)  :mod:`tilewise.backends.hopper.backward_keys`
-          or dQ's sums too, two CTAs a tile       :mod:`tilewise.backends.hopper.backward_cluster`
-queries   dQ over query tiles               (15)  :mod:`tilewise.backends.hopper.backward_queries`
+rows      lse2 and delta of every query     (13)  :mod:`tilewise.backends.hopper.backward.rows`
+keys      dK and dV over key tiles          (16)  :mod:`tilewise.backends.hopper.backward.keys`
+          or dQ's sums too, two CTAs a tile       :mod:`tilewise.backends.hopper.backward.cluster`
+queries   dQ over query tiles               (15)  :mod:`tilewise.backends.hopper.backward.queries`
 
 Some tiles of the pass over queries make the rows' statistics themselves: then it is the first, the one over keys the second, and all.
 Each kernel lets the next one's launch begin (docs/decisions.md#hopper-overlapped-launch).
@@ -15,11 +15,15 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper import backward_cluster, backward_keys, backward_queries, backward_rows, backward_sum
-from tilewise.backends.hopper.backward_config import Backward
-from tilewise.backends.hopper.backward_tile import Starts, Work
+from tilewise.backends.hopper.backward import cluster as backward_cluster
+from tilewise.backends.hopper.backward import dq_sum as backward_sum
+from tilewise.backends.hopper.backward import keys as backward_keys
+from tilewise.backends.hopper.backward import queries as backward_queries
+from tilewise.backends.hopper.backward import rows as backward_rows
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.tile import Starts, Work
 from tilewise.backends.hopper.config import PLAIN
-from tilewise.backends.hopper.forward import Extra
+from tilewise.backends.hopper.forward.kernel import Extra
 
 
 def extras_of(tensors: list, numbers: list, x: Backward) -> tuple[Extra, Extra]:

@@ -1,7 +1,7 @@
 """The compiled kernels: where they lie, which there are, and what launches them. Nothing is loaded before it is called.
 
-Kernels that were built ahead of time (:mod:`tilewise.backends.hopper.aot`) lie in :func:`folder`, each in a file of its own: a
-zip of the cubin and of the :class:`tilewise.backends.hopper.recipe.Recipe` of its launch. One that is not there is built at its
+Kernels that were built ahead of time (:mod:`tilewise.backends.hopper.host.aot`) lie in :func:`folder`, each in a file of its own: a
+zip of the cubin and of the :class:`tilewise.backends.hopper.host.recipe.Recipe` of its launch. One that is not there is built at its
 first call where the DSL is installed, and kept for other processes in :func:`cache`.
 """
 
@@ -17,17 +17,16 @@ from functools import lru_cache
 from pathlib import Path
 
 from tilewise import settings
-from tilewise.backends.hopper import driver, recipe
-from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.host import driver, recipe
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 TABLE = _HERE / "kernels.txt"  # figures of the shipped kernels, so that a diff shows a spill
+# What a kernel is made from, as patterns below _HERE.
 SOURCES = (
-    "config.py", "schedule.py", "tile.py", "forward.py", "combine.py", "packed.py", "expression.py", "dropping.py", "aot.py",
-    "hostcode.py", "recipe.py", "../../expr.py", "../../dropout.py",
-    "backward_config.py", "backward_tile.py", "backward_walk.py", "backward_rows.py", "backward_keys.py", "backward_queries.py",
-    "backward_sum.py", "backward_cluster.py", "backward.py", "backward_aot.py",
+    "config.py", "kit/*.py", "forward/*.py", "backward/*.py", "host/*aot.py", "host/hostcode.py", "host/recipe.py",
+    "../../expr.py", "../../expr/*.py", "../../dropout.py",
 )  # fmt: skip
 
 
@@ -43,12 +42,13 @@ def cache() -> Path:
 @lru_cache(maxsize=1)
 def source_hash() -> str:
     """Of all that a kernel is made from: kernels of other sources are not run."""
-    return hashlib.sha256(b"".join((_HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+    files = [file for pattern in SOURCES for file in sorted(_HERE.glob(pattern))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)
 def index() -> dict[str, dict]:
-    """By a Config's name, what :mod:`tilewise.backends.hopper.aot` wrote of it."""
+    """By a Config's name, what :mod:`tilewise.backends.hopper.host.aot` wrote of it."""
     file = folder() / "index.json"
     if not file.exists():
         return {}
@@ -78,7 +78,7 @@ _functions: dict[Config | Backward, driver.Kernels] = {}
 
 
 def function(config: Config | Backward) -> driver.Kernels:
-    """The launcher of a kernel: positional arguments as :func:`tilewise.backends.hopper.forward.launch` has them."""
+    """The launcher of a kernel: positional arguments as :func:`tilewise.backends.hopper.forward.kernel.launch` has them."""
     found = _functions.get(config)
     if found is None:  # of two threads that make it at once, the first one's stays; nothing of it is on a GPU yet
         found = _functions.setdefault(config, driver.Kernels(*read(file_of(config))))
@@ -107,7 +107,7 @@ def file_of(config: Config | Backward) -> Path:
 
 
 def _build(config: Config | Backward) -> None:
-    from tilewise.backends.hopper import aot
+    from tilewise.backends.hopper.host import aot
 
     print(f"tilewise: compiling {config.name}, once for this machine", flush=True)
     faults = aot.build(config, cache())["faults"]

@@ -8,7 +8,7 @@ persistent over key tiles, which sum the query heads of a group::
     warp 1       load_queries   Q0 dO0 Q1 dO1 .., with the lse of Q's rows and the delta of dO's, for each query head
     warps 2, 3   store          dK and dV from the rooms
     warpgroups   compute        S P dP dV dS dK, 64 keys each (128 keys a tile), one block after the other
-    or, summed   compute_and_sum  dQ too (:mod:`tilewise.backends.hopper.backward_sum`), which the storing warps add up
+    or, summed   compute_and_sum  dQ too (:mod:`tilewise.backends.hopper.backward.dq_sum`), which the storing warps add up
     or, split    make_values    S P dV: hands P to the other         make_keys   dP dS dK, of the same 64 keys
 
 mbarriers (arrivals in brackets), each waited for by the other side: ``full[slot]`` (1 + bytes) load_queries -> warpgroups,
@@ -27,9 +27,10 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import backward_sum, backward_walk, packed, schedule, tile
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, LINES, PAIR, Backward
-from tilewise.backends.hopper.backward_tile import (
+from tilewise.backends.hopper.backward import dq_sum as backward_sum
+from tilewise.backends.hopper.backward import walk as backward_walk
+from tilewise.backends.hopper.backward.config import KEY_GROUPS, LINES, PAIR, Backward
+from tilewise.backends.hopper.backward.tile import (
     Block,
     Limits,
     Work,
@@ -55,9 +56,10 @@ from tilewise.backends.hopper.backward_tile import (
     turned,
     words,
 )
-from tilewise.backends.hopper.backward_walk import Sequence, each_tile, take_tiles
+from tilewise.backends.hopper.backward.walk import Sequence, each_tile, take_tiles
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
-from tilewise.backends.hopper.forward import ELEMENT, F32, I32, PICK, cut, fetch, staged
+from tilewise.backends.hopper.forward.kernel import ELEMENT, F32, I32, PICK, cut, fetch, staged
+from tilewise.backends.hopper.kit import packed, schedule, tile
 
 
 class Tmas(NamedTuple):

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise import expr
-from tilewise.backends.hopper import tile
+from tilewise.backends.hopper.kit import tile
 from tilewise.expr import Expr
 
 GROUP = 4  # columns of a thread

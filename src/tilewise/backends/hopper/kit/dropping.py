@@ -11,7 +11,7 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper import tile
+from tilewise.backends.hopper.kit import tile
 from tilewise.dropout import ROUNDS
 
 I32, U32, U64 = cutlass.Int32, cutlass.Uint32, cutlass.Uint64
@@ -55,7 +55,7 @@ def drop(p: cute.Tensor, line, first_key, work) -> None:
 def kept(pairs, columns: int, work) -> Callable:
     """Whether dropout keeps the pair at a thread's row r and column c: a condition. One bit of a pair is all that is held.
 
-    ``pairs`` of :class:`tilewise.backends.hopper.expression.Pairs`; their block begins at a multiple of 16.
+    ``pairs`` of :class:`tilewise.backends.hopper.kit.expression.Pairs`; their block begins at a multiple of 16.
     """
     key, pair = key_of(work), U32(pairs.common["b"] * work.heads_q + pairs.common["h"])
     values_of = by_rows if pairs.names == ("i", "j") else by_columns

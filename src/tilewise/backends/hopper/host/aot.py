@@ -1,4 +1,4 @@
-"""Compiles the kernels ahead of time, on a machine with or without a GPU: ``python -m tilewise.backends.hopper.aot``.
+"""Compiles the kernels ahead of time, on a machine with or without a GPU: ``python -m tilewise.backends.hopper.host.aot``.
 
     aot [--only TEXT] [--jobs N] [--table FILE] [--candidates]
 
@@ -21,10 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tilewise.backends.hopper import backward_aot, backward_config, hostcode, library, sass
-from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import SHARED_LIMIT, Config, candidates, shipped
-from tilewise.backends.hopper.recipe import Recipe
+from tilewise.backends.hopper.host import backward_aot, hostcode, library, sass
+from tilewise.backends.hopper.host.recipe import Recipe
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
 
@@ -36,7 +37,7 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from tilewise.backends.hopper import forward
+    from tilewise.backends.hopper.forward import kernel as forward
 
     batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
     dim, dim_v = (cute.sym_int(divisibility=8) for _ in range(2))
@@ -81,7 +82,7 @@ def compiled(config: Config, scratch: Path, options: str = OPTIONS) -> tuple[Any
 
 
 def leaf(cute, dtype: str, rank: int):
-    """A tensor that an expression reads, as :func:`tilewise.backends.hopper.call.leaf` has it."""
+    """A tensor that an expression reads, as :func:`tilewise.backends.hopper.host.forward_call.leaf` has it."""
     import cutlass
 
     element = getattr(cutlass, {"bool": "Uint8", "bfloat16": "BFloat16"}.get(dtype, dtype.capitalize()))

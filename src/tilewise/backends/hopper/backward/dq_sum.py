@@ -1,11 +1,11 @@
 """dQ = scale · dS K added up over key tiles, on Hopper (sm_90a): what the pass over key tiles needs for it, and what follows.
 
-Both warpgroups of :mod:`tilewise.backends.hopper.backward_keys` put their dSᵀ, rounded, into shared memory, where the copy engine's
+Both warpgroups of :mod:`tilewise.backends.hopper.backward.keys` put their dSᵀ, rounded, into shared memory, where the copy engine's
 neighbours read it as dS: with the 128 keys of the tile each makes a part of dQ's block, which the copy engine adds to
 an fp32 accumulator in global memory (16 bytes a clock and SM, whatever their order). At head dim 128 a part is half of the
 columns, transposed, 64 x tile_m; at 64, half of the 128 queries, 64 x 64. It lies in memory as it lay in registers:
 fours of each thread's numbers, one after the other. :func:`kernel` puts them in place, scaled and rounded, and so it does what
-:mod:`tilewise.backends.hopper.backward_cluster` has added up: parts of 64 queries x half of the columns. Where bits must repeat,
+:mod:`tilewise.backends.hopper.backward.cluster` has added up: parts of 64 queries x half of the columns. Where bits must repeat,
 key tiles add to a block one after the other: a counter of each part says whose turn it is, and only the adding warp waits.
 
 mbarriers (arrivals in brackets): ``ds_full[block % 2]`` and ``ds_empty[block % 2]`` (256) between the warpgroups: two blocks of dS, so
@@ -22,9 +22,9 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import backward_walk, packed, schedule
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward, KeyTiles
-from tilewise.backends.hopper.backward_tile import (
+from tilewise.backends.hopper.backward import walk as backward_walk
+from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward.tile import (
     Work,
     at_slot,
     band,
@@ -36,7 +36,8 @@ from tilewise.backends.hopper.backward_tile import (
     turned,
 )
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
-from tilewise.backends.hopper.forward import ELEMENT, F32, I32, PICK, cut, staged
+from tilewise.backends.hopper.forward.kernel import ELEMENT, F32, I32, PICK, cut, staged
+from tilewise.backends.hopper.kit import packed, schedule
 
 
 def fours(c: KeyTiles) -> int:

@@ -13,7 +13,7 @@ the place of the tile of Q that it came from.
 
 With one tile of Q, and with split keys, nobody stores: compute writes O to global memory itself, and ``q_empty`` (one of every warp
 of the warpgroup) is compute -> load, as soon as the last scores are there, so that the next Q comes under the end of a tile. A tile
-of split keys has a chunk of its keys alone, and leaves a state in fp32, which :mod:`tilewise.backends.hopper.combine` merges. Of
+of split keys has a chunk of its keys alone, and leaves a state in fp32, which :mod:`tilewise.backends.hopper.forward.combine` merges. Of
 packed sequences only load knows which tile is next: ``q_full`` and ``o_full`` come with it, and at last with none.
 """
 
@@ -29,8 +29,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import combine, dropping, expression, packed, schedule, tile
 from tilewise.backends.hopper.config import ALIGNMENT, PLAIN, ROWS, Config
+from tilewise.backends.hopper.forward import combine
+from tilewise.backends.hopper.kit import dropping, expression, packed, schedule, tile
 
 F32, I32 = cutlass.Float32, cutlass.Int32
 ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}

@@ -23,9 +23,10 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import backward_rows, backward_walk, packed, schedule, tile
-from tilewise.backends.hopper.backward_config import Backward
-from tilewise.backends.hopper.backward_tile import (
+from tilewise.backends.hopper.backward import rows as backward_rows
+from tilewise.backends.hopper.backward import walk as backward_walk
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.tile import (
     Block,
     Limits,
     Work,
@@ -48,9 +49,9 @@ from tilewise.backends.hopper.backward_tile import (
     to_operand,
     turned,
 )
-from tilewise.backends.hopper.backward_walk import Sequence, each_tile, take_tiles
+from tilewise.backends.hopper.backward.walk import Sequence, each_tile, take_tiles
 from tilewise.backends.hopper.config import ROWS
-from tilewise.backends.hopper.forward import (
+from tilewise.backends.hopper.forward.kernel import (
     ELEMENT,
     F32,
     I32,
@@ -61,6 +62,7 @@ from tilewise.backends.hopper.forward import (
     release,
     staged,
 )
+from tilewise.backends.hopper.kit import packed, schedule, tile
 
 PIECE = 8  # elements that a thread reads at a time
 

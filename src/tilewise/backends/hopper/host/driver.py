@@ -14,10 +14,10 @@ import torch
 
 from tilewise import settings
 from tilewise.backends.base import why_not_built
-from tilewise.backends.hopper.recipe import Made, Recipe, TensorArgument, flat
+from tilewise.backends.hopper.host.recipe import Made, Recipe, TensorArgument, flat
 
 VERSION = 1
-_FILE = Path(__file__).with_name("libtilewise_launcher.so")
+_FILE = Path(__file__).parents[1] / "libtilewise_launcher.so"
 
 
 class Patch(Structure):

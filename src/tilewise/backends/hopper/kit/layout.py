@@ -1,6 +1,7 @@
-"""Where the DSL says that a wgmma's numbers lie against where the kernels take them to lie: ``python -m tilewise.backends.hopper.layout``.
+"""Holds where the DSL says that a wgmma's numbers lie against where the kernels take them to lie.
 
-The masks and lse rely on :func:`tilewise.backends.hopper.tile.row_of` and ``column_of``, and P on being S's registers in order.
+``python -m tilewise.backends.hopper.kit.layout``. The masks and lse rely on :func:`tilewise.backends.hopper.kit.tile.row_of` and
+``column_of``, and P on being S's registers in order.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from tilewise.backends.hopper import tile
 from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.kit import tile
 
 KEYS, WIDTH = 112, 64  # any
 VALUES = ROWS * KEYS // 128  # of a thread

@@ -12,11 +12,11 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, PerTensors
-from tilewise.backends.hopper import library, masks
-from tilewise.backends.hopper.backward_config import KEY_GROUPS, Backward
-from tilewise.backends.hopper.call import FAR, LOG2_E, addressable, addressed, leaf, strides_addressable
+from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.config import Band, Expressions, band_of, cap_of, keys_of
-from tilewise.backends.hopper.driver import PerStrides
+from tilewise.backends.hopper.host import library, masks
+from tilewise.backends.hopper.host.driver import PerStrides
+from tilewise.backends.hopper.host.forward_call import FAR, LOG2_E, addressable, addressed, leaf, strides_addressable
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 from tilewise.problem import Problem
@@ -79,7 +79,7 @@ class Plan:
 
     @cached_property
     def numbers(self) -> tuple:
-        """As :func:`tilewise.backends.hopper.backward.launch` takes them; the band's ends count from the first key."""
+        """As :func:`tilewise.backends.hopper.backward.launch.launch` takes them; the band's ends count from the first key."""
         p, band, cap = self.p, self.band, cap_of(self.p)
         lo, hi = (far if end is None else end - self.keys.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         grids = self.config.grids(p, self.keys.stop - self.keys.start, devices.of(p.device).cores)
@@ -110,7 +110,7 @@ class Plan:
         return Expressions.of(self.p)
 
     def extra(self, t: Inputs) -> list[Tensor]:
-        """What :func:`tilewise.backends.hopper.backward.extras_of` takes: what is each pass's own, then what both have."""
+        """What :func:`tilewise.backends.hopper.backward.launch.extras_of` takes: what is each pass's own, then what both have."""
         x, found = self.config, []
         if x.packed:
             return found

@@ -1,4 +1,4 @@
-"""From the compiled host function of a launch to its :class:`tilewise.backends.hopper.recipe.Recipe`.
+"""From the compiled host function of a launch to its :class:`tilewise.backends.hopper.host.recipe.Recipe`.
 
 The compiler leaves the host side of ``@cute.jit`` in MLIR's dialect of LLVM: it takes sizes out of tensors, packs tensor
 maps, and fills the launch's configuration and parameters in local memory. Here that function is run once on symbols: what
@@ -13,8 +13,8 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tilewise.backends.hopper import recipe as recipes
-from tilewise.backends.hopper.recipe import Argument, Extent, Field, Launch, Patch, Recipe, Row, TensorArgument
+from tilewise.backends.hopper.host import recipe as recipes
+from tilewise.backends.hopper.host.recipe import Argument, Extent, Field, Launch, Patch, Recipe, Row, TensorArgument
 
 _PREDICATES = ("eq", "ne", "slt", "sle", "sgt", "sge", "ult", "ule", "ugt", "uge")  # by LLVM's number
 _DYNAMIC = -(1 << 31)  # in a getelementptr's constant indices: take the next operand

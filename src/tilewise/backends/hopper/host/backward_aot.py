@@ -1,4 +1,4 @@
-"""Compiles a backward's kernels at once, and holds each against what it must be; :mod:`tilewise.backends.hopper.aot` calls it."""
+"""Compiles a backward's kernels at once, and holds each against what it must be; :mod:`tilewise.backends.hopper.host.aot` calls it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilewise.backends.hopper import backward_config, sass
-from tilewise.backends.hopper.backward_config import Backward, KeyTiles
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import Backward, KeyTiles
 from tilewise.backends.hopper.config import SHARED_LIMIT
-from tilewise.backends.hopper.recipe import Recipe
+from tilewise.backends.hopper.host import sass
+from tilewise.backends.hopper.host.recipe import Recipe
 
 
 def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
-    """As :func:`tilewise.backends.hopper.aot.compiled`."""
+    """As :func:`tilewise.backends.hopper.host.aot.compiled`."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from tilewise.backends.hopper import aot, backward, forward
+    from tilewise.backends.hopper.backward import launch as backward
+    from tilewise.backends.hopper.forward import kernel as forward
+    from tilewise.backends.hopper.host import aot
 
     batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
     dim, dim_v, lines = (cute.sym_int(divisibility=n) for n in (8, 8, 16))

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper import packed, schedule, tile
-from tilewise.backends.hopper.backward_config import LINES, Backward
-from tilewise.backends.hopper.backward_tile import Work
-from tilewise.backends.hopper.forward import I32, PICK
+from tilewise.backends.hopper.backward.config import LINES, Backward
+from tilewise.backends.hopper.backward.tile import Work
+from tilewise.backends.hopper.forward.kernel import I32, PICK
+from tilewise.backends.hopper.kit import packed, schedule, tile
 
 SHORT = 16  # blocks of a tile whose beginning is worth hiding
 WORDS = 2  # of 8 bytes: of a box

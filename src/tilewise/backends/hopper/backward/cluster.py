@@ -33,9 +33,8 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper import schedule
-from tilewise.backends.hopper.backward_config import HALF, PAIR, PIECE, PIECES, Backward
-from tilewise.backends.hopper.backward_keys import (
+from tilewise.backends.hopper.backward.config import HALF, PAIR, PIECE, PIECES, Backward
+from tilewise.backends.hopper.backward.keys import (
     WALK,
     Line,
     Lines,
@@ -49,7 +48,7 @@ from tilewise.backends.hopper.backward_keys import (
     new_turn,
     spans_of,
 )
-from tilewise.backends.hopper.backward_tile import (
+from tilewise.backends.hopper.backward.tile import (
     Block,
     Work,
     allocated,
@@ -69,9 +68,10 @@ from tilewise.backends.hopper.backward_tile import (
     turned,
     words,
 )
-from tilewise.backends.hopper.backward_walk import each_tile
+from tilewise.backends.hopper.backward.walk import each_tile
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
-from tilewise.backends.hopper.forward import ELEMENT, F32, I32, cut, fetch, staged
+from tilewise.backends.hopper.forward.kernel import ELEMENT, F32, I32, cut, fetch, staged
+from tilewise.backends.hopper.kit import schedule
 
 STRIP = 16  # queries of a block that are in registers at a time beside accumulators
 HALVES = 2  # of a CTA's columns of dQ: one is added up while the other's product runs

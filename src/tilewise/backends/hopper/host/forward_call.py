@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, PerTensors, empty_output, without_memory
-from tilewise.backends.hopper import library, masks
 from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Config, Expressions, Grid, cap_of, keys_of, spread
-from tilewise.backends.hopper.driver import Bound, PerStrides
+from tilewise.backends.hopper.host import library, masks
+from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 from tilewise.problem import Problem, TensorFacts
@@ -63,7 +63,7 @@ class Plan:
 
     @cached_property
     def numbers(self) -> tuple[int, int, int, int, int, float, float]:
-        """As :func:`tilewise.backends.hopper.forward.launch` takes them; the band's ends count from the first key that it gets."""
+        """As :func:`tilewise.backends.hopper.forward.kernel.launch` takes them; the band's ends count from the first key that it gets."""
         p, band, cap = self.p, self.band, cap_of(self.p)
         start = band.start if self.cut else 0
         lo, hi = (far if end is None else end - start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
@@ -76,7 +76,7 @@ class Plan:
         return lo, hi, grid.section, grid.ctas, int(p.spec.sink_slot is not None), scale2, cap2
 
     def extra(self, t: Inputs) -> tuple[Tensor | int | float, ...]:
-        """What ``config.extra`` names, and what expressions read: as :func:`tilewise.backends.hopper.forward.extra_of` takes it."""
+        """What ``config.extra`` names, and what expressions read: as :func:`tilewise.backends.hopper.forward.kernel.extra_of` takes it."""
         if not self.config.extra and self.config.traced == PLAIN:
             return ()
         found = {}

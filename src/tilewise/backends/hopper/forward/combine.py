@@ -12,7 +12,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper import tile
+from tilewise.backends.hopper.kit import tile
 
 F32, I32 = cutlass.Float32, cutlass.Int32
 ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}

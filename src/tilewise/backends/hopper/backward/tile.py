@@ -1,6 +1,6 @@
 """What one warpgroup does with one block of scores and its gradient, in registers; and the numbers of a launch.
 
-Blocks are read as rows and columns (:mod:`tilewise.backends.hopper.tile`). Over key tiles they are transposed, Sᵀ = K Qᵀ:
+Blocks are read as rows and columns (:mod:`tilewise.backends.hopper.kit.tile`). Over key tiles they are transposed, Sᵀ = K Qᵀ:
 rows are keys and columns queries, and lse and delta belong to columns. Over query tiles they belong to rows.
 """
 
@@ -15,10 +15,10 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise import expr
-from tilewise.backends.hopper import dropping, expression, packed, schedule, tile
-from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import ALIGNMENT, PLAIN
-from tilewise.backends.hopper.forward import ELEMENT, F32, I32, PICK, Extra, release
+from tilewise.backends.hopper.forward.kernel import ELEMENT, F32, I32, PICK, Extra, release
+from tilewise.backends.hopper.kit import dropping, expression, packed, schedule, tile
 
 
 class Starts(NamedTuple):

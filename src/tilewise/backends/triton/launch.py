@@ -32,8 +32,19 @@ from tilewise.backends.triton.config import (
     sheet_heads,
 )
 from tilewise.backends.triton.driver import Prepared, address
-from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, Emitted, Pairs, Read, emit, seen_lookup
 from tilewise.backends.triton.facts import Facts
+from tilewise.backends.triton.kernels.emit import (
+    COLUMNS,
+    ROWS,
+    SCATTER,
+    STORE,
+    TILES,
+    Emitted,
+    Pairs,
+    Read,
+    emit,
+    seen_lookup,
+)
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
@@ -51,7 +62,7 @@ def kernels():
     from types import SimpleNamespace
 
     import triton
-    from tilewise.backends.triton import backward, forward, tile
+    from tilewise.backends.triton.kernels import backward, forward, tile
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(

@@ -576,7 +576,7 @@ def _place(w: _Writer, e: Expr) -> list[str]:
     return [*w.lines, f"return {offset}"]
 
 
-_HEADER = "import triton\nimport triton.language as tl\n\nfrom tilewise.backends.triton import maths\n\n\n"
+_HEADER = "import triton\nimport triton.language as tl\n\nfrom tilewise.backends.triton.kernels import maths\n\n\n"
 
 
 @lru_cache(maxsize=1024)

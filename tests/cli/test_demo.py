@@ -88,3 +88,16 @@ def test_the_figure_survives_a_contestant_that_never_ran(tmp_path):
     record = {"machine": machine, "scaling": {"shape": "", "points": points}, "training": training}
     figure.draw(record, tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("load", "environment", "said"),
+    [
+        (0.4, {}, False),
+        (1.0, {}, True),
+        (3.0, {"GOMP_SPINCOUNT": "0"}, False),
+        (3.0, {"OMP_WAIT_POLICY": "passive"}, False),
+    ],
+)
+def test_a_busy_machine_is_told_what_helps_unless_it_is_set(load, environment, said):
+    assert ("GOMP_SPINCOUNT" in demo.busy_hint(load, 2, environment)) == said

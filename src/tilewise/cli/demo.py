@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -71,6 +72,8 @@ def demo(options: DemoOptions) -> int:
         f"[bold]tilewise demo[/] on {machine['device']}, {machine['threads']} threads, torch {torch.__version__}",
         highlight=False,
     )
+    if place.device == "cpu" and (hint := busy_hint(load(), machine["threads"], os.environ)):
+        note(hint)
     console().print()
     exact = exactness(place)
     counted(place)
@@ -89,6 +92,18 @@ def demo(options: DemoOptions) -> int:
 
 
 # ---- 1. exactness -------------------------------------------------------------------------------------------------
+
+
+def load() -> float:
+    """The mean number of running processes in the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def busy_hint(load: float, threads: int, environment: Mapping[str, str]) -> str:
+    """What helps where other processes use the cores, or nothing; ``load`` is the mean number of running processes."""
+    if load < threads / 2 or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
+        return ""
+    return f"This machine is busy (load {load:.1f} on {threads} threads). GOMP_SPINCOUNT=1000 tilewise demo loses less by it."
 
 
 def exactness(place: Place) -> list[dict]:

@@ -190,6 +190,8 @@ def counted(place: Place) -> None:
 
 def measured_apart(place: Place, case: str) -> dict[str, dict]:
     """One case measured by bench in a fresh process: the results by contestant. Raises ValueError if the process dies."""
+    from bench import records
+
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place.checkout), *sys.path])}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.jsonl"
@@ -198,12 +200,10 @@ def measured_apart(place: Place, case: str) -> dict[str, dict]:
         for name in NAMES:
             command += ["--contestant", name]
         done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
-        lines = file.read_text().splitlines() if file.exists() else []
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ValueError(f"measuring {case} stopped: {last}")
-    records = [json.loads(line) for line in lines]
-    return {r["contestant"]: r for r in records if r["record"] == "result"}
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise ValueError(f"measuring {case} stopped: {last}")
+        return {entry["contestant"]: entry for entry in records.entries(records.read(file))}
 
 
 def _print_scaling(found: dict) -> None:
@@ -214,15 +214,15 @@ def _print_scaling(found: dict) -> None:
         for name in NAMES:
             result = point["results"][name]
             if "both" in result:
-                cells += [f"{result['both']['median_ms']:,.0f}", f"{result['memory']['peak_bytes'] / 2**20:,.0f}"]
+                cells += [f"{result['both']['median_ms']:,.0f}", f"{result['memory']['extra_bytes'] / 2**20:,.0f}"]
             else:
-                reason = (result.get("refused") or [result.get("failed", "its check is red")])[0]
+                reason = (result.get("why") or ["its check is red"])[0]
                 cells += ["–", "–"]
                 notes.append(f"{NAMES[name]} at N = {point['seqlen']:,} was not run: {reason}")
         page.add_row(f"{point['seqlen']:,}", *cells)
     heading("3. Time and peak memory, forward and backward", found["shape"])
     console().print(page)
-    for line in (*notes, "MiB: the peak above the inputs; the outputs and gradients are part of it"):
+    for line in (*notes, "MiB: the peak beyond inputs, outputs and gradients"):
         note(line)
     console().print()
 

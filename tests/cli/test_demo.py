@@ -15,7 +15,7 @@ def place(tmp_path):
 
 
 def point(seqlen, standard=True):
-    timed = {"both": {"median_ms": seqlen / 100}, "memory": {"extra_bytes": seqlen << 10}}
+    timed = {"both": {"median_ms": seqlen / 100}, "memory": {"peak_bytes": seqlen << 10}}
     refused = {"why": ["its N × N matrices would take 12.0 GiB, more than half of the free 16.0 GiB"]}
     results = {"tilewise": timed, "sdpa": timed, "eager": timed if standard else refused}
     return {"seqlen": seqlen, "standard_bytes": 12 << 30, "results": results}

@@ -214,7 +214,7 @@ def _print_scaling(found: dict) -> None:
         for name in NAMES:
             result = point["results"][name]
             if "both" in result:
-                cells += [f"{result['both']['median_ms']:,.0f}", f"{result['memory']['extra_bytes'] / 2**20:,.0f}"]
+                cells += [f"{result['both']['median_ms']:,.0f}", f"{result['memory']['peak_bytes'] / 2**20:,.0f}"]
             else:
                 reason = (result.get("why") or ["its check is red"])[0]
                 cells += ["–", "–"]
@@ -222,7 +222,7 @@ def _print_scaling(found: dict) -> None:
         page.add_row(f"{point['seqlen']:,}", *cells)
     heading("3. Time and peak memory, forward and backward", found["shape"])
     console().print(page)
-    for line in (*notes, "MiB: the peak beyond inputs, outputs and gradients"):
+    for line in (*notes, "MiB: the peak above the inputs; the outputs and gradients are part of it"):
         note(line)
     console().print()
 

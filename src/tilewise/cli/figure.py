@@ -14,7 +14,7 @@ def draw(record: dict, path: Path) -> None:
     points = record["scaling"]["points"]
     _against_n(left, points, lambda r: r["both"]["median_ms"] / 1e3, "seconds, forward + backward")
     left.set_title("Time")
-    _against_n(middle, points, lambda r: r["memory"]["extra_bytes"] / 2**20, "MiB at the peak, beyond inputs and outputs")
+    _against_n(middle, points, lambda r: r["memory"]["peak_bytes"] / 2**20, "MiB at the peak, beyond the inputs")
     middle.set_title("Memory")
     _losses(right, record["training"])
     machine = record["machine"]

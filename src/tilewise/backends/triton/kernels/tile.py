@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tilewise.backends.triton.config import SHEET_STRIP
-from tilewise.backends.triton.maths import exp, plain
+from tilewise.backends.triton.kernels.maths import exp, plain
 from tilewise.dropout import ROUNDS
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.maths import here, multiple
-from tilewise.backends.triton.tile import (
+from tilewise.backends.triton.kernels.maths import here, multiple
+from tilewise.backends.triton.kernels.tile import (
     LOG2E,
     accumulate,
     begin,

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.maths import exp, here, log
-from tilewise.backends.triton.tile import (
+from tilewise.backends.triton.kernels.maths import exp, here, log
+from tilewise.backends.triton.kernels.tile import (
     LN2,
     LOG2E,
     accumulate,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise import dropout, expr, state
-from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.backends.base import Backend, Grads, Inputs, Output, empty_output
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import read_adjoint
 from tilewise.problem import Problem, check
@@ -300,7 +300,7 @@ def attention(
         return a.o.transpose(1, 2).contiguous(), a.lse, a.probability
 
 
-class Reference:
+class Reference(Backend):
     """The reference as a backend: runs only when named, in fp32 (fp64 for fp64), up to 2 GiB of scores."""
 
     name = "reference"

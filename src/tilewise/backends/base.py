@@ -69,8 +69,7 @@ class Config(Protocol):
 
 
 class Backend(Protocol):
-    """One that does a problem better than those of earlier rows of ``dispatch.BACKENDS`` may say so by a ``preferred(p) -> str``, which
-    gives the reason: it is then tried before them."""
+    """What dispatch asks of a backend; the backends derive from it."""
 
     name: str
 
@@ -78,7 +77,11 @@ class Backend(Protocol):
         """Every reason why this problem cannot run here; empty: its forward runs and, if it needs one, its backward."""
         ...
 
-    def config(self, p: Problem) -> Any: ...
+    def preferred(self, p: Problem) -> str:
+        """Why this backend is tried before those of earlier rows of ``dispatch.BACKENDS``; empty: it is not."""
+        return ""
+
+    def config(self, p: Problem) -> Config: ...
 
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 

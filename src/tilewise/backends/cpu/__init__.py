@@ -9,14 +9,23 @@ import torch
 from torch import Tensor
 
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem, empty_output, unit_last, unknown_operations
+from tilewise.backends.base import (
+    Backend,
+    Grads,
+    Inputs,
+    Output,
+    PerProblem,
+    empty_output,
+    unit_last,
+    unknown_operations,
+)
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.call import Bound, LeafSums, Prepared
 from tilewise.backends.cpu.config import Config, choose
 from tilewise.problem import Problem
 
 
-class Cpu:
+class Cpu(Backend):
     """The backend.
 
     Args:

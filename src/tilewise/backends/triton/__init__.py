@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_operations
+from tilewise.backends.base import Backend, Grads, Inputs, Output, PerProblem, unknown_operations
 from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
 from tilewise.backends.triton.kernels.emit import OPERATIONS, Pairs, blocks, seen_lookup
@@ -44,7 +44,7 @@ def on_device(x: Tensor):
     return torch.cuda.device(x.device)
 
 
-class Triton:
+class Triton(Backend):
     """The backend.
 
     Args:

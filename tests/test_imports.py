@@ -59,7 +59,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "dispatch": ("backends.base", "problem", "spec", "device", "settings"),
     "autograd": ("dispatch", "backends.base", "problem", "spec"),
-    "api": ("autograd", "dispatch", "problem", "spec", "score", "mask", "tiles", "dropout"),
+    "api": ("autograd", "dispatch", "problem", "spec", "score", "mask", "tiles", "dropout", "state"),
     "accuracy": ("reference", "backends.base", "problem"),
     "testing": ("accuracy", "backends.base", "problem", "spec"),
     "selfcheck": ("accuracy", "dispatch", "backends.base", "problem", "spec", "mask", "score", "device"),

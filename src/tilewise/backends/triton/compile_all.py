@@ -21,9 +21,9 @@ import torch
 from tilewise.backends.base import Inputs, Output, empty_output
 from tilewise.backends.triton import config, launch
 from tilewise.backends.triton.facts import Facts
-from tilewise.mask import block_sparse, causal, dense, window
+from tilewise.masks.catalogue import block_sparse, causal, dense, window
 from tilewise.problem import check
-from tilewise.score import alibi, bias, softcap
+from tilewise.scores.catalogue import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
 
 
@@ -208,7 +208,7 @@ def compile_item(item: Launch) -> list[str]:
 
 
 def serialised(compiled, arch: str) -> bool:
-    """Whether ptxas made every wgmma wait for the one before: a fifth of the speed was lost so, for an order of two loops."""
+    """Whether ptxas made every wgmma wait for the one before (docs/decisions.md#triton-one-loop)."""
     if arch != "sm90":
         return False
     text = _cuobjdump(compiled, "-sass")

@@ -65,7 +65,6 @@ class Problem:
     Attributes:
         q, k, v: facts of the inputs; ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``.
         extras: facts of sink, cu_seqlens and leaves, by slot.
-        origin: ``(b, h, i, j)`` of the first pair in the whole attention, of which this may be a part.
     """
 
     q: TensorFacts
@@ -74,7 +73,6 @@ class Problem:
     extras: tuple[TensorFacts, ...]
     device: torch.device
     spec: Spec
-    origin: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
     def packed(self) -> bool:
@@ -130,6 +128,18 @@ class Problem:
         return (*lengths, heads, self.head_dim_v), (*batch, heads, seqlen)
 
     @property
+    def starts(self) -> tuple[int, int]:
+        """The first query and the first key in the whole attention, of which this may be a piece."""
+        piece = self.spec.piece
+        return (0, 0) if piece is None else (piece.q_start, piece.k_start)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """How many queries and keys the whole attention has; packed, the totals of all sequences."""
+        piece = self.spec.piece
+        return (self.seqlen_q, self.seqlen_k) if piece is None else (piece.total_q, piece.total_k)
+
+    @property
     def softmax_scale(self) -> float:
         scale = self.spec.softmax_scale
         return 1 / math.sqrt(max(self.head_dim, 1)) if scale is None else scale
@@ -171,6 +181,7 @@ class Problem:
         parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
         parts += ["sink"] if spec.sink_slot is not None else []
         parts += [f"packed, {self.batch} sequences"] if self.packed else []
+        parts += [f"{spec.piece}"] if spec.piece else []
         parts += ["deterministic"] if spec.deterministic else []
         return "    ".join(parts)
 
@@ -185,6 +196,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tenso
         ValueError: for a wrong call, with every reason.
     """
     reasons = _qkv_reasons(q, k, v, spec.packed)
+    reasons += spec.piece.reasons(q.shape[-3], k.shape[-3]) if spec.piece and not reasons else []
     if not reasons:
         reasons = _extras_reasons(q, k, extras, spec) + _option_reasons(q, seed, spec)
     if reasons:
@@ -272,16 +284,22 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
 def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
     """Whether leaves have the sizes of the indices that they are read at."""
     sizes = {"b": extras[spec.cu_slots[0]].shape[0] - 1 if spec.packed else q.shape[0], "h": q.shape[-2]}
-    sizes |= {} if spec.packed else {"i": q.shape[1], "j": k.shape[1]}
+    lengths = (q.shape[-3], k.shape[-3]) if spec.piece is None else (spec.piece.total_q, spec.piece.total_k)
+    sizes |= {} if spec.packed else dict(zip("ij", lengths, strict=True))
+    region, score = spec.whole_region, spec.whole_score
     shapes = [tuple(x.shape) for x in extras]
     reasons = []
     if q.numel() and k.numel():
-        roots = [*spec.region.parts, *([] if spec.score is None else [spec.score])]
+        roots = [*region.parts, *([] if score is None else [score])]
         empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
         reasons = [f"a mask or score tensor {shape} is empty and cannot be read" for shape in empty]
-    reasons = reasons or read_reasons(spec.region, spec.score, shapes, sizes)
-    if spec.region.prepared is not None:
-        reasons += _prepared_reasons(q, k, spec.region)
+    reasons = reasons or read_reasons(region, score, shapes, sizes)
+    if region.prepared is not None and spec.piece is not None:
+        reasons.append(
+            "a prepared mask serves a whole attention, not a piece of one; pass the mask as it was before prepare"
+        )
+    elif region.prepared is not None:
+        reasons += _prepared_reasons(q, k, region)
     return list(dict.fromkeys(reasons))
 
 

@@ -127,6 +127,14 @@ class PerTensors:
         return made
 
 
+def piece_reasons(problem: Problem, dropout: bool = False) -> list[str]:
+    """What a backend refuses of a piece of a larger attention; ``dropout``: whether it can draw from the whole's counters."""
+    if problem.spec.piece is None:
+        return []
+    reasons = ["a piece of packed sequences"] if problem.packed else []
+    return reasons + (["dropout in a piece of an attention"] if problem.spec.dropout_p and not dropout else [])
+
+
 def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:
     """The reason to refuse a problem whose mask, score or derivatives use operations other than the ``known`` ones; else empty."""
     spec = problem.spec

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Backend, Grads, Inputs, Output, PerProblem, unknown_operations
+from tilewise.backends.base import Backend, Grads, Inputs, Output, PerProblem, piece_reasons, unknown_operations
 from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
 from tilewise.backends.triton.kernels.emit import OPERATIONS, Pairs, blocks, seen_lookup
@@ -64,7 +64,7 @@ class Triton(Backend):
         if p.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(p)
-        reasons += unknown_operations(p, OPERATIONS)
+        reasons += unknown_operations(p, OPERATIONS) + piece_reasons(p)
         if p.spec.deterministic and p.spec.grad_slots:
             reasons += _scattered(p)
         return reasons

@@ -114,7 +114,8 @@ it is {paper_difference:.1f} GFLOPs there, and computing S once more costs {one_
 element. So the products may have been counted for 1/16 of the heads, or in units of 16 FLOPs; we do not know which, if either.
 
 **Time: measured there, a bound here.** Standard attention took {paper_standard_ms} ms there and its bound is {standard_ms:.1f} ms: if its
-kernels were these, they ran at {standard_share:.0%} of the bound. FlashAttention took {paper_flash_ms} ms, its bound is {flash_ms:.1f} ms: {flash_share:.0%}.
+kernels were these, they ran at {standard_share:.0%} of the bound. FlashAttention took
+{paper_flash_ms} ms, its bound is {flash_ms:.1f} ms: {flash_share:.0%}.
 
 ## Inside a core: registers below SRAM
 

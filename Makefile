@@ -89,7 +89,7 @@ kernels-hopper: setup $(VENV)/ready-kernels-$(TORCH)
 kernels-hopper-sample: setup $(VENV)/ready-kernels-$(TORCH)
 	@$(COMPILE_HOPPER) --sample
 
-# Eight processes; Hopper's tests skip what `make kernels-hopper` and, for what is not shipped, `bench/gpu_hopper_features.py --build`
+# Eight processes; Hopper's tests skip what `make kernels-hopper` and, for what is not shipped, `python -m bench.gpu build --backend hopper`
 # have not left in src/tilewise/backends/hopper/kernels.
 gpu-test: setup
 	@$(BIN)/python -m pytest -m gpu -n 8 --maxschedchunk 1 tests/gpu

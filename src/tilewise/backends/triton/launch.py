@@ -62,7 +62,7 @@ def kernels():
     from types import SimpleNamespace
 
     import triton
-    from tilewise.backends.triton.kernels import backward, forward, tile
+    from tilewise.backends.triton.kernels import arguments, backward, forward, pair_bias, terms
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(
@@ -72,12 +72,12 @@ def kernels():
         delta=backward.delta_kernel,
         dkdv=backward.dkdv_kernel,
         dq=backward.dq_kernel,
-        tile=backward.tile_kernel,
-        sheet=backward.sheet_kernel,
-        parts=tile.parts_kernel,
-        Tensors=tile.Tensors,
-        Sizes=tile.Sizes,
-        Scales=tile.Scales,
+        tile=pair_bias.tile_kernel,
+        sheet=pair_bias.sheet_kernel,
+        parts=terms.terms_kernel,
+        Tensors=arguments.Tensors,
+        Sizes=arguments.Sizes,
+        Scales=arguments.Scales,
         TensorDescriptor=TensorDescriptor,
     )
 
@@ -514,7 +514,7 @@ def pointers(lists: TileLists | None) -> tuple[Tensor, ...] | None:
 
 
 def blocks(p: Problem, length: int, tile: int) -> int:
-    """Tiles of a head; packed, slots enough for every sequence and the rows past the last (tile.place)."""
+    """Tiles of a head; packed, slots enough for every sequence and the rows past the last (arguments.work_tile)."""
     return length // tile + p.batch + 1 if p.packed else -(-length // tile)
 
 
@@ -958,7 +958,7 @@ def _by_sheets(call: Call, bundle: object, read: Read) -> list[Launched]:
 
 
 def new_sheet(plan: Plan, q: Tensor) -> Tensor | None:
-    """Room for dS of as many heads as are kept at a time (tile.sheet_tile), None where none are."""
+    """Room for dS of as many heads as are kept at a time (tile.sheet_pointers), None where none are."""
     p = plan.p
     if not plan.sheet_heads:
         return None

@@ -25,11 +25,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "mask": ("expr",),
     "score": ("expr", "mask"),
     "spec": ("mask", "score", "expr", "dropout", "caching"),
-    "tiles": ("mask", "expr"),
+    "masks": (),
+    "masks.facts": ("mask", "expr"),
+    "tiles": ("mask", "masks.facts", "expr"),
     "problem": ("spec", "mask", "expr", "dropout", "caching"),
+    "leaf_gradients": ("problem", "expr"),
     "backends.base": ("problem", "expr"),
-    "reference": ("backends.base", "problem", "spec", "tiles", "state", "dropout", "expr", "caching"),
-    "backends.hopper.config": ("problem", "device", "expr"),  # a kernel's key holds the expressions traced into it
+    "reference": ("backends.base", "problem", "spec", "leaf_gradients", "tiles", "state", "dropout", "expr", "caching"),
+    # A kernel's key holds the expressions traced into it.
+    "backends.hopper.config": ("problem", "masks.facts", "device", "expr"),
     "backends.hopper.backward.config": ("backends.hopper.config", "problem", "device"),
     "backends.*.config": ("problem", "device"),
     "backends.*.compile_all": ("own", "backends.base", "problem", "spec", "mask", "score"),  # a program of its own
@@ -38,6 +42,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "backends.base",
         "problem",
         "spec",
+        "leaf_gradients",
+        "masks.facts",
         "tiles",
         "state",
         "dropout",
@@ -50,6 +56,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "autograd": ("dispatch", "backends.base", "problem", "spec"),
     "api": ("autograd", "dispatch", "problem", "spec", "score", "mask", "tiles", "dropout"),
     "accuracy": ("reference", "backends.base", "problem"),
+    "testing": ("accuracy", "backends.base", "problem", "spec"),
     "selfcheck": ("accuracy", "dispatch", "backends.base", "problem", "spec", "mask", "score", "device"),
     "parallel*": ("own", "api", "state"),
     "compat*": ("own", "api", "mask", "score", "expr", ""),
@@ -329,7 +336,7 @@ import tilewise
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - {"tilewise"} - sys.stdlib_module_names))
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))))
-not_needed = ("cli", "compat", "iomodel", "selfcheck", "accuracy")
+not_needed = ("cli", "compat", "iomodel", "selfcheck", "accuracy", "testing")
 print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in not_needed))
 """
     assert run_python(code) == "[]\n[]\n[]"

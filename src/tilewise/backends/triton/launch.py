@@ -33,19 +33,10 @@ from tilewise.backends.triton.config import (
 )
 from tilewise.backends.triton.driver import Prepared, address
 from tilewise.backends.triton.facts import Facts
-from tilewise.backends.triton.kernels.emit import (
-    COLUMNS,
-    ROWS,
-    SCATTER,
-    STORE,
-    TILES,
-    Emitted,
-    Pairs,
-    Read,
-    emit,
-    seen_lookup,
-)
+from tilewise.backends.triton.kernels.emit import Emitted, Pairs, emit, seen_lookup
 from tilewise.caching import cached_property
+from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, read_adjoint
+from tilewise.masks.facts import every_key_seen, every_pair_kept
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
@@ -227,7 +218,7 @@ class Plan:
     def whole(self) -> bool:
         """Whether descriptors may read every tile: they hide rows past a tensor's last, but neither another packed sequence's
         nor keys that no query sees, which may hold NaN."""
-        return not self.p.packed and _every_key_is_seen(self.p)
+        return not self.p.packed and every_key_seen(self.p.spec.region, self.p.seqlen_q, self.p.seqlen_k)
 
     @cached_property
     def sheet_heads(self) -> int:
@@ -774,43 +765,18 @@ def grouped(plan: Plan, t: Inputs) -> Plan | None:
     """The plan of the same attention with ``group`` queries and heads_k heads; None where a head or a key is not like another:
     scores, dropout, sinks, and masks that hide a key."""
     p, spec = plan.p, plan.p.spec
-    if spec.score is not None or spec.dropout_p or spec.sink_slot is not None or not _sees_all(p):
+    if (
+        spec.score is not None
+        or spec.dropout_p
+        or spec.sink_slot is not None
+        or not every_pair_kept(spec.region, 1, p.seqlen_k)
+    ):
         return None
     q = one_tile(p, t.q)
     options = Options(softmax_scale=p.softmax_scale, deterministic=spec.deterministic)
     extras, seed, text = assemble(q, t.k, t.v, options)
     inner = check(q, t.k, t.v, extras, seed, parse_spec(text))
     return Plan(inner, decoding(inner, plan.config), plan.run)
-
-
-def _sees_all(p: Problem) -> bool:
-    """Whether the one query of p sees every key."""
-    interval = _interval(p, "i", 1)
-    return interval is not None and interval[0] <= 0 and interval[1] >= p.seqlen_k
-
-
-def _every_key_is_seen(p: Problem) -> bool:
-    """Whether some query sees key j, whichever j; False where that would take the mask's tensors to know."""
-    interval = _interval(p, "j", p.seqlen_k)
-    return interval is not None and bool((interval[0].clamp(min=0) < interval[1].clamp(max=p.seqlen_q)).all())
-
-
-def _interval(p: Problem, index: str, length: int) -> tuple[Tensor, Tensor] | None:
-    """The keys ``[lo, hi)`` of every i, or the queries ``[first, last)`` of every j, below ``length``, worked out on the host;
-    None where they differ between heads, or a predicate or the mask's tensors have a say."""
-    region = p.spec.region
-    start, end = region.ends[:2] if index == "i" else region.ends[2:]
-    ends = [e for e in (start, end) if e is not None]
-    if region.predicate is not None or expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}:
-        return None
-    line = torch.arange(length, device="cpu")  # whatever device is the default
-    env = {name: torch.tensor(getattr(p, name), device="cpu") for name in ("seqlen_q", "seqlen_k")}
-    env |= {index: line, "off": env["seqlen_k"] - env["seqlen_q"]}
-    values = expr.evaluate(ends, env, [], torch.float32)
-    found = dict(zip(map(id, ends), values, strict=True))
-    other = p.seqlen_k if index == "i" else p.seqlen_q
-    whole = torch.zeros_like(line), torch.full_like(line, other)
-    return tuple(x if e is None else found[id(e)].expand_as(line) for e, x in zip((start, end), whole, strict=True))
 
 
 def one_tile(p: Problem, q: Tensor) -> Tensor:
@@ -1050,7 +1016,7 @@ class _LeafSums:
                     grad += (buffer.sum(rest) if rest else buffer).permute(order)
                     continue
                 env, g = self._lines(read.how, buffer)
-                expr.read_adjoint(grad, read.expr, env, self.t.leaves, g)
+                read_adjoint(grad, read.expr, env, self.t.leaves, g)
         return {slot: grad.to(self.t.leaves[slot].dtype) for slot, grad in self.grads.items()}
 
     def _lines(self, how: str, buffer: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -33,7 +33,8 @@ from tilewise.backends.triton.config import (
 )
 from tilewise.backends.triton.driver import Prepared, address
 from tilewise.backends.triton.facts import Facts
-from tilewise.backends.triton.kernels.emit import Emitted, Pairs, emit, seen_lookup
+from tilewise.backends.triton.kernels.emit import Emitted, emit
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, read_adjoint
 from tilewise.masks.facts import every_key_seen, every_pair_kept
@@ -194,7 +195,7 @@ class Plan:
     @cached_property
     def seen(self) -> tuple[int, tuple] | None:
         """``(slot, leading indices)`` of the tensor whose tiles a descriptor may bring to the score: two names or numbers."""
-        e = seen_lookup(self.p)
+        e = described_lookup(self.p)
         if e is None:
             return None
         return e.args[0][1], (0,) * (5 - len(e.args)) + tuple(x.args[0] for x in e.args[1:-2])
@@ -255,7 +256,7 @@ class Plan:
             fields = {name: emitted.functions.get(name) for name in names} | {
                 "tile_m": tiles.tile_m,
                 "tile_n": tiles.tile_n,
-                "partial_stages": 2 if Pairs.of(p).bytes else 1,
+                "partial_stages": 2 if PairReads.of(p).bytes else 1,
                 "head_dim": p.head_dim,
                 "head_dim_v": p.head_dim_v,
                 "pieces": pieces(p.head_dim, tiles),

@@ -3,7 +3,7 @@
 Arguments come in bundles: to Triton a NamedTuple is one argument. Pointers and whole numbers lie in different bundles, because
 Triton may specialise a kernel on a pointer's alignment and must not specialise it on a length. It would compile a kernel anew
 for each number that is 1 or a multiple of 16 (``do_not_specialize`` does not reach into tuples), so the host passes a whole
-number x as the odd number ``2 x + 3`` (``opaque`` on the host's side); :func:`plain_sizes` and the emitted functions undo that.
+number x as the odd number ``2 x + 3`` (docs/decisions.md#triton-opaque-sizes); :func:`plain_sizes` and the emitted functions undo that.
 Strides are in units of ``FACTS.align`` elements, so that the compiler knows that rows start at multiples of 16 bytes.
 
 ``FACTS`` is the compile-time part of a launch (``Facts`` on the host's side) and the last parameter of every kernel.

@@ -6,11 +6,12 @@
     dQ = scale · dS K                         query tiles outside, keys inside        (15)  `dq_kernel`
 
 The passes of dQ, dK and dV read nothing of each other, so each begins where the one before leaves multiprocessors idle
-(:func:`arguments.begin_overlap`), dQ first.
+(:func:`arguments.begin_overlap`), dQ first (docs/decisions.md#triton-overlap).
 
 Where the registers do not hold dK and dV at once (head dims above 128), dV has a pass of its own (``FACTS.dv`` without
-``FACTS.dk``) and another pass computes dK alone: 8 products of a tile instead of 7. The passes over key tiles work on transposed
-tiles, (tile_n, tile_m), read the mask by columns, and sum the query heads of a group in order.
+``FACTS.dk``) and another pass computes dK alone: 8 products of a tile instead of 7. A pass for dQ and one for dK and dV cost two
+products more than one pass would, which would need atomics (docs/decisions.md#triton-two-passes). The passes over key tiles work on
+transposed tiles, (tile_n, tile_m), read the mask by columns, and sum the query heads of a group in order.
 
 Gradients of the tensors that a score reads (section 7): a leaf that is not read at j gets its sums in the pass over query tiles, a
 leaf that is read at j alone gets them in the pass over key tiles; :mod:`pair_bias` sums a bias that is broadcast. Where many

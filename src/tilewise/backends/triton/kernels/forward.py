@@ -4,7 +4,7 @@
 
 and once at the end ``O = acc / l``, ``lse = m + log l`` (7). m is in units of log2, for fp32 inputs natural
 (:func:`tile.exponential`). Where scores are bounded, as a softcap bounds them, m stays 0: there is neither a maximum nor a
-rescaling.
+rescaling (docs/decisions.md#triton-bounded-scores).
 
 Tensors: q, k, v as in the public call; o contiguous (batch, seqlen_q, heads_q, head_dim_v); lse fp32 (batch, heads_q, seqlen_q).
 Packed, the batch axis is missing.
@@ -17,8 +17,9 @@ interval of its first and its last row::
 
 Where descriptors may read every tile (``FACTS.whole``), all tiles are one loop, with the mask under a branch that a whole program
 takes or does not take. Elsewhere the full tiles are one loop and the partial ones, at both ends, another. The full loop comes
-first: with the partial loop first, ptxas makes every matrix product of the full one wait for itself (10 to 25 % on an H200). One
-loop for each end would cost registers. A predicate's tiles come as two lists, the full ones first too.
+first: with the partial loop first, ptxas makes every matrix product of the full one wait for itself
+(docs/decisions.md#triton-one-loop). One loop for each end would cost registers. A predicate's tiles come as two lists, the full
+ones first too.
 
 With split keys, program_id(1) is the split; o and lse are then fp32 partial states, which `merge_kernel` merges.
 """
@@ -153,7 +154,8 @@ def load_key_value(query, n0, left, partial, FACTS: tl.constexpr):
     """The tiles of k and v at ``n0``; v is () where :func:`key_block` loads it later.
 
     By pointers v comes later, as rows of it may have to be left out. By descriptors both come at once, so that there is one
-    barrier to wait for, unless the product of q and k would then wait for v (not ``FACTS.together``).
+    barrier to wait for, unless the product of q and k would then wait for v (not ``FACTS.together``;
+    docs/decisions.md#triton-v-beside-k).
     """
     k = load_streamed(query.k, n0, left, None, FACTS.tile_n, False, partial, FACTS)
     v = ()

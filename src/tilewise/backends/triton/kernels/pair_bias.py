@@ -2,9 +2,10 @@
 
     dbias[.., i, j] = Σ dZ[b, h, i, j] · slope    over the batch elements b and the heads h that share a number of the bias
 
-There are two ways. Where the bias is all that a score reads, and dS is its gradient, the pass over key tiles leaves dS of some heads
-behind in a *sheet*, and `sheet_kernel` makes dQ and the bias's gradient from it, with one product of a tile. Elsewhere
-`tile_kernel` computes dZ of a tile again, for each batch element and head in turn. Either adds in a fixed order, without atomics.
+There are two ways. Where the bias is all that a score reads, and dS is its gradient, the pass over key tiles leaves dS of some
+heads behind in a *sheet*, and `sheet_kernel` makes dQ and the bias's gradient from it, with one product of a tile
+(docs/decisions.md#triton-kept-ds). Elsewhere `tile_kernel` computes dZ of a tile again, for each batch element and head in
+turn. Either adds in a fixed order, without atomics.
 """
 
 import triton

@@ -3,8 +3,8 @@
     x = high + middle + low    with    high = bf16(x),  middle = bf16(x - high),  low = bf16(x - high - middle)
 
 Three terms hold all 24 bits of an fp32 number, and bf16 has its range. A product of two operands is the sum of the products of
-their terms that are large enough to matter (``FACTS.products``). The operands of a call are split once, by a kernel of their
-own; P and dS are split in registers.
+their terms that are large enough to matter (``FACTS.products``; docs/decisions.md#triton-bf16x6). The operands of a call are
+split once, by a kernel of their own; P and dS are split in registers.
 """
 
 import triton

@@ -1,9 +1,10 @@
 """Tiles of rows: how kernels load, multiply and store them.
 
 A tile of q, k, v, do or of a sum is a tuple with one block for each piece of the head dim (``pieces`` in the configuration):
-Triton's blocks have powers of two as sizes, so a head dim of 192 is a piece of 128 and one of 64. ``OF_V`` says which head dim
-it is: that of v, o and dO, or that of q and k. Where products read fp32 as bf16 terms (:mod:`terms`), the terms lie side by side
-in a row, and a tile holds the pieces of the first term, then those of the second, then those of the third.
+Triton's blocks have powers of two as sizes, so a head dim of 192 is a piece of 128 and one of 64
+(docs/decisions.md#triton-pieces). ``OF_V`` says which head dim it is: that of v, o and dO, or that of q and k. Where products
+read fp32 as bf16 terms (:mod:`terms`), the terms lie side by side in a row, and a tile holds the pieces of the first term, then
+those of the second, then those of the third.
 """
 
 # ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's

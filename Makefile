@@ -50,8 +50,9 @@ $(EMULATED): $(LIBRARY)
 	@$(CMAKE) --build build/native --parallel --target tilewise_cpu_emulated tiles > build/emulated.log 2>&1 && touch $@ || \
 	  echo "test: no emulated AMX (see build/emulated.log)"
 
+# Beside other busy processes OpenMP's spinning threads hold each other up (docs/shared_machines.md).
 demo: setup
-	@$(BIN)/tilewise demo
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-1000} $(BIN)/tilewise demo
 
 test: lint $(EMULATED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
@@ -78,7 +79,7 @@ kernels-hopper: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/backends/hopper/test_hostcode.py
 	@$(BIN)/python -m tilewise.backends.hopper.host.aot --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
 
-# Eight processes; Hopper's tests skip what `make kernels-hopper` and, for what is not shipped, `bench/gpu_hopper_features.py --build`
+# Eight processes; Hopper's tests skip what `make kernels-hopper` and, for what is not shipped, `python -m bench.gpu build --backend hopper`
 # have not left in src/tilewise/backends/hopper/kernels.
 gpu-test: setup
 	@$(BIN)/python -m pytest -m gpu -n 8 --maxschedchunk 1 tests/gpu

@@ -1,24 +1,22 @@
 """Exact attention, tile by tile: ``softmax(q kᵀ) v`` and its gradients on every device."""
 
-from tilewise.api import attention, attention_varlen, attention_with_lse, dropout_mask, explain, show_mask
+from tilewise.api import attention, attention_varlen, attention_with_lse, dropout_mask, explain, merge, show_mask
 from tilewise.expr import lookup
-from tilewise.mask import (
+from tilewise.masks.catalogue import (
     Mask,
     block_sparse,
-    butterfly,
     causal,
     dense,
     documents,
     keep,
     key_lengths,
     key_range,
-    local_global,
     prefix,
-    strided,
     window,
 )
-from tilewise.score import OFF as offset
-from tilewise.score import Score, alibi, bias, score, softcap
+from tilewise.masks.patterns import butterfly, local_global, strided
+from tilewise.scores.catalogue import OFF as offset
+from tilewise.scores.catalogue import Score, alibi, bias, score, softcap
 
 
 def verify(device=None, dtypes=None):
@@ -49,6 +47,7 @@ __all__ = [
     "key_range",
     "local_global",
     "lookup",
+    "merge",
     "offset",
     "prefix",
     "score",

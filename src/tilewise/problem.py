@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.caching import cached_property
-from tilewise.mask import Region
+from tilewise.masks import Region
 from tilewise.spec import Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

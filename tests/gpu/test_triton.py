@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.backends.contract import agree, call, normal, qkv
+from tests.backends.contract import agree
 from tilewise.backends.triton import Triton, launch
+from tilewise.testing import call, normal, qkv
 
 pytestmark = [
     pytest.mark.gpu,

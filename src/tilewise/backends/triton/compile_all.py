@@ -21,9 +21,9 @@ import torch
 from tilewise.backends.base import Inputs, Output, empty_output
 from tilewise.backends.triton import config, launch
 from tilewise.backends.triton.facts import Facts
-from tilewise.mask import block_sparse, causal, dense, window
+from tilewise.masks.catalogue import block_sparse, causal, dense, window
 from tilewise.problem import check
-from tilewise.score import alibi, bias, softcap
+from tilewise.scores.catalogue import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
 
 

@@ -30,7 +30,7 @@ _OF_POSITIONS = {"symbol": "", "add": "", "sub": "", "mul": "", "neg": "-", "abs
 _OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth values
 _TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
 OPERATIONS = frozenset({*_CALLS, *_INFIX, *_ROUNDING, *_TYPES, "where", "relu", "neg", "not"})
-"""The operations that can be written; the last four have branches of their own in ``Writer._operation``."""
+"""The operations that can be written; the last four have branches of their own in ``_operation``."""
 
 
 class Writer:
@@ -93,7 +93,7 @@ class Writer:
             masked = f", mask={inside}, other=0" if inside else ""
             text = f"tl.load(work.leaves[{position}] + ({self.offset(node, 'extents')}){masked})"
             return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
-        return self._operation(node, [self.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
+        return _operation(self, node, [self.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
 
     def offset(self, lookup: Expr, extents: str) -> str:
         """The offset of a lookup's element in its tensor, in elements; ``extents`` is the field of ``work`` with its sizes and strides.
@@ -148,37 +148,38 @@ class Writer:
             self.floats[id(node)] = f"f{len(self.lines) - 1}"
         return self.floats[id(node)]
 
-    def _operation(self, node: Expr, args: list[str], kinds: list[str]) -> str:
-        """One operation, with arguments of these names and kinds."""
-        operation, result = expr.OPERATIONS[node.op], expr.kind(node)
-        if operation.float_args or (result == "float" and (node.op == "pow" or operation.infix)):
-            args = [self.floating(x) for x in node.args]
-        elif node.op != "where" and result != "bool" and node.op not in ("int", "bool"):
-            args = [f"{x}.to(tl.int32)" if kind == "bool" else x for x, kind in zip(args, kinds, strict=True)]
-        if node.op in ("float", "int", "bool"):
-            to_bool = node.op == "bool" and kinds[0] != "bool"
-            return f"({args[0]} != 0)" if to_bool else f"{args[0]}.to({_TYPES[node.op]})"
-        if node.op == "where":
-            if result == "float":
-                pairs = zip(args[1:], kinds[1:], strict=True)
-                args[1:] = [x if kind == "float" else f"{x}.to(tl.float32)" for x, kind in pairs]
-            return f"tl.where({', '.join(args)})"
-        if node.op in _ROUNDING:
-            return f"{_ROUNDING[node.op]}({args[0]})" if kinds[0] == "float" else args[0]
-        if node.op == "relu":
-            return f"tl.maximum({args[0]}, 0)"
-        if node.op == "neg":
-            return f"-{args[0]}"
-        if node.op == "not":
-            return f"{args[0]} == 0" if result == "bool" else f"{args[0]} ^ -1"
-        if node.op in _CALLS:
-            rough = self.rough and node.op == "tanh" and "s" in expr.depends_on(node)
-            call = f"{'maths.rough_tanh' if rough else _CALLS[node.op]}({', '.join(args)})"
-            return f"{call}.to(tl.int32)" if node.op == "pow" and result != "float" else call
-        if is_scaled_tanh(node) and not self.rough:
-            return f"maths.scaled_tanh({self.floating(node.args[0].args[0])}, {args[1]})"
-        infix = _OF_BOOLS.get(node.op, _INFIX[node.op]) if result == "bool" else _INFIX[node.op]
-        return f"{args[0]} {infix} {args[1]}"
+
+def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) -> str:
+    """The text of one operation, whose arguments have these names and kinds."""
+    operation, result = expr.OPERATIONS[node.op], expr.kind(node)
+    if operation.float_args or (result == "float" and (node.op == "pow" or operation.infix)):
+        args = [writer.floating(x) for x in node.args]
+    elif node.op != "where" and result != "bool" and node.op not in ("int", "bool"):
+        args = [f"{x}.to(tl.int32)" if kind == "bool" else x for x, kind in zip(args, kinds, strict=True)]
+    if node.op in ("float", "int", "bool"):
+        to_bool = node.op == "bool" and kinds[0] != "bool"
+        return f"({args[0]} != 0)" if to_bool else f"{args[0]}.to({_TYPES[node.op]})"
+    if node.op == "where":
+        if result == "float":
+            pairs = zip(args[1:], kinds[1:], strict=True)
+            args[1:] = [x if kind == "float" else f"{x}.to(tl.float32)" for x, kind in pairs]
+        return f"tl.where({', '.join(args)})"
+    if node.op in _ROUNDING:
+        return f"{_ROUNDING[node.op]}({args[0]})" if kinds[0] == "float" else args[0]
+    if node.op == "relu":
+        return f"tl.maximum({args[0]}, 0)"
+    if node.op == "neg":
+        return f"-{args[0]}"
+    if node.op == "not":
+        return f"{args[0]} == 0" if result == "bool" else f"{args[0]} ^ -1"
+    if node.op in _CALLS:
+        rough = writer.rough and node.op == "tanh" and "s" in expr.depends_on(node)
+        call = f"{'maths.rough_tanh' if rough else _CALLS[node.op]}({', '.join(args)})"
+        return f"{call}.to(tl.int32)" if node.op == "pow" and result != "float" else call
+    if is_scaled_tanh(node) and not writer.rough:
+        return f"maths.scaled_tanh({writer.floating(node.args[0].args[0])}, {args[1]})"
+    infix = _OF_BOOLS.get(node.op, _INFIX[node.op]) if result == "bool" else _INFIX[node.op]
+    return f"{args[0]} {infix} {args[1]}"
 
 
 def is_scaled_tanh(node: Expr) -> bool:

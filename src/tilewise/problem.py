@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -160,6 +160,21 @@ class Problem:
             dropout=spec.dropout_p > 0,
             deterministic=spec.deterministic,
         )
+
+    def regrouped(self) -> Problem:
+        """The attention of a single query with the query heads of each key head as its queries: (batch, group, heads_k, head_dim).
+
+        It is the same attention where the heads of a group differ in their queries alone: without score, sink and dropout, and under a
+        mask that hides no key. The queries are those of :meth:`regrouped_queries`.
+        """
+        (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = self.q.shape, self.q.stride
+        shape, stride = (batch, self.group, self.heads_k, head_dim), (by_batch, by_head, self.group * by_head, by_column)
+        spec = Spec(softmax_scale=self.spec.softmax_scale, deterministic=self.spec.deterministic)
+        return replace(self, q=TensorFacts(shape, stride, self.dtype), extras=(), spec=spec)
+
+    def regrouped_queries(self, q: Tensor) -> Tensor:
+        """The queries of :meth:`regrouped`: q (batch, 1, heads_q, head_dim) as (batch, group, heads_k, head_dim), a view."""
+        return q[:, 0].unflatten(1, (self.heads_k, self.group)).transpose(1, 2)
 
     def describe(self) -> str:
         """The call in one or two lines, as error messages and ``explain`` show it."""

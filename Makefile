@@ -66,7 +66,7 @@ format: setup
 kernels: setup
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet $(CONSTRAINTS) triton
 	@$(BIN)/python -m tilewise.backends.triton.compile_all
-	@$(BIN)/python -m tilewise.backends.hopper.aot
+	@$(BIN)/python -m tilewise.backends.hopper.host.aot
 
 # Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, and their figures written down. The
 # compiler is 450 MB to install, so CI does not: there `make kernels` says that they were skipped. `python -m
@@ -74,9 +74,9 @@ kernels: setup
 kernels-hopper: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) \
 	  --config-settings=wheel.cmake=false --editable '.[test,kernels]' apache-tvm-ffi==0.1.15.post2
-	@$(BIN)/python -m tilewise.backends.hopper.layout
+	@$(BIN)/python -m tilewise.backends.hopper.kit.layout
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/backends/hopper/test_hostcode.py
-	@$(BIN)/python -m tilewise.backends.hopper.aot --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
+	@$(BIN)/python -m tilewise.backends.hopper.host.aot --table src/tilewise/backends/hopper/kernels.txt $(if $(CANDIDATES),--candidates)
 
 # Eight processes; Hopper's tests skip what `make kernels-hopper` and, for what is not shipped, `bench/gpu_hopper_features.py --build`
 # have not left in src/tilewise/backends/hopper/kernels.

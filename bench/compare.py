@@ -1,20 +1,17 @@
 """The judge: goals.toml against a file of results. It reads, it does not measure."""
 
-import json
 import math
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import records
 from bench.cases import named, tagged
+from bench.records import Refused
 
 GOALS = Path(__file__).with_name("goals.toml")
 DIRECTIONS = ("forward", "backward", "both", "memory")
-
-
-class Refused(ValueError):
-    """A file that cannot be judged: its results were not measured side by side, or it is no file of results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,37 +115,12 @@ def compared(goals: Iterable[Goal]) -> list[list[str]]:
 
 
 def read_results(path: Path) -> list[dict]:
-    """The records of a JSON-lines file. Raises Refused, naming the line, for a file that holds anything else."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from error
-    records = [_record(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not records:
-        raise Refused(f"{path} is empty")
-    runs = {r["process"] for r in records if r["record"] == "run"}
-    orphans = {r["process"] for r in records if r["record"] == "result"} - runs
-    if not runs or orphans:
-        raise Refused(f"{path} has results without the record of their run: machine, versions and commit are unknown")
-    return records
+    """What each contestant did, from a file of results. Raises Refused for any other file."""
+    return records.entries(records.read(path))
 
 
-def _record(path: Path, number: int, line: str) -> dict:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise Refused(f"{path}, line {number}: no JSON ({error.msg})") from error
-    needs = {"run": ("process",), "result": ("process", "case", "contestant", "status")}
-    kind = record.get("record") if isinstance(record, dict) else None
-    missing = [name for name in needs.get(kind, ("record",)) if name not in record]
-    if kind not in needs or missing:
-        raise Refused(f"{path}, line {number}: no record of a run or a result; `tilewise bench` writes such files")
-    return record
-
-
-def judge(goals: Iterable[Goal], records: list[dict]) -> list[Verdict]:
+def judge(goals: Iterable[Goal], results: list[dict]) -> list[Verdict]:
     """A verdict for each goal. Raises Refused where a contestant and its peer never ran in the same process."""
-    results = [r for r in records if r["record"] == "result"]
     return [_judge(goal, results) for goal in goals]
 
 
@@ -174,25 +146,28 @@ def _judge(goal: Goal, results: list[dict]) -> Verdict:
 
 
 def _reason(result: dict) -> str:
-    detail = {"red": "its check is red, so it was not timed", "refused": "; ".join(result.get("refused", []))}
-    return detail.get(result["status"], result.get("failed", f"status {result['status']}"))
+    if result["status"] == "red":
+        return "its check is red, so it was not timed"
+    return "; ".join(result.get("why", [])) or f"status {result['status']}"
 
 
 def _pair(goal: Goal, case: str, results: list[dict]) -> tuple[dict, dict | None] | None:
-    """The newest results of the contestant and its peer that share a process; None where one was not measured."""
+    """The newest results of the contestant and its peer that share a process, and were asked for this direction where there are
+    such; None where one was not measured."""
     mine = _find(results, case, goal.contestant)
     if goal.peer is None:
         return (mine[-1], None) if mine else None
     peers = _find(results, goal.peer_case or case, goal.peer)
     if not mine or not peers:
         return None
-    together = [(m, p) for m in mine for p in peers if m["process"] == p["process"]]
+    together = [(m, p) for m in mine for p in peers if m["run"] == p["run"]]
     if not together:
         raise Refused(
             f"{goal.name}: {goal.contestant} and {goal.peer} did not run in the same process; "
             "times of different processes are not compared"
         )
-    return together[-1]
+    asked = [(m, p) for m, p in together if m["status"] != "green" or goal.direction in m]
+    return (asked or together)[-1]
 
 
 def _find(results: list[dict], case: str, contestant: str) -> list[dict]:

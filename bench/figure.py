@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-from bench.compare import Verdict, judge, load_goals, read_results
+from bench import records
+from bench.compare import Verdict, judge, load_goals
 
 COLOURS = {"forward": "#0b6e8f", "backward": "#c8553d"}
 PEERS = {
@@ -54,18 +55,12 @@ def _bars(panel, verdicts: list[Verdict]) -> None:
 
 def main() -> None:
     source, target = (Path(name) for name in sys.argv[1:3])
-    results = read_results(source)
+    found = records.read(source)
     goals = [g for g in load_goals() if g.contestant == "cpu" and g.peer]
-    measured = [v for v in judge(goals, results) if v.measured is not None]
-    run = next(r for r in map(_record, source.read_text().splitlines()) if r["record"] == "run")
+    measured = [v for v in judge(goals, records.entries(found)) if v.measured is not None]
+    run = next(iter(records.runs(found).values()))
     where = f"{run['device']}, {run['threads']} threads, torch {run['versions']['torch']}   ·   black: the goal"
     draw(measured, where, target)
-
-
-def _record(line: str) -> dict:
-    import json
-
-    return json.loads(line)
 
 
 if __name__ == "__main__":

@@ -33,16 +33,17 @@ import torch
 import torch.nn.functional as F
 
 import tilewise as tw
-from bench import cases, compare, peers, run
+from bench import cases, compare, peers, records, run
 from bench import check as checks
 from bench.measure import host_microseconds, in_turns
 from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Output, empty_output
-from tilewise.backends.hopper import Hopper, library
-from tilewise.backends.hopper.backward_config import Backward
-from tilewise.backends.hopper.call import Plan
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config, candidates, shipped
+from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host.forward_call import Plan
 from tilewise.backends.triton import Triton
 from tilewise.problem import TensorFacts
 from tilewise.reference import Reference
@@ -65,7 +66,7 @@ PREFIX = {
 }
 DONE = "all"  # the case of the row that says that a kernel has been through all others
 RESERVE = 170  # seconds that checking leaves for what comes after
-PROVEN = Path(__file__).with_name("results") / "h200-hopper-proven.txt"  # bits, how many calls were right, kernel
+PROVEN = Path(library.__file__).with_name("proven.txt")  # bits, how many calls were right, kernel
 
 
 class Results:
@@ -535,13 +536,13 @@ def goals_worker(folder: str) -> None:
     wanted = {name for g in goals for name in (g.case, g.peer_case or g.case)}
     contestants, path = run.pick(["hopper", "cudnn"]), Path(folder) / "goals.jsonl"
     plan = run.Plan(DEVICE, budget=0.2, min_rounds=5, max_rounds=15)
-    run.write_lines([run.run_record(plan)], path)
+    records.append([run.run_record(plan, contestants)], path)
     for case in (c for c in cases.CASES.values() if c.name in wanted):
         who = [peers.replayed(x) for x in contestants] if "split" in case.tags else contestants
         case = replace(case, backward=False)
-        records = run.write_lines(run.run_case(run.Lineup(case, who), plan), path)
-        emit(part="goals", case=case.name, ms={r["contestant"]: r["forward"]["median_ms"] for r in records if "forward" in r},
-             states={r["contestant"]: r["status"] for r in records})  # fmt: skip
+        entries = records.append(run.run_case(run.Lineup(case, who), plan), path)
+        emit(part="goals", case=case.name, ms={r["contestant"]: r["forward"]["median_ms"] for r in entries if "forward" in r},
+             states={r["contestant"]: r["status"] for r in entries})  # fmt: skip
         torch.cuda.empty_cache()
 
 

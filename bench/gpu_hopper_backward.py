@@ -42,8 +42,9 @@ from bench.measure import host_microseconds, in_turns
 from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
-from tilewise.backends.hopper import Hopper, library
-from tilewise.backends.hopper.backward_config import Backward, candidates, shipped, table_of
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward.config import Backward, candidates, shipped, table_of
+from tilewise.backends.hopper.host import library
 from tilewise.backends.triton import Triton
 from tilewise.reference import Reference
 

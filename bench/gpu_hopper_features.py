@@ -21,8 +21,9 @@ from bench.gpu_hopper_backward import named, two_passes
 from bench.measure import in_turns
 from tests.backends.contract import HIDING, Call, call, poisoned, qkv
 from tilewise import accuracy
-from tilewise.backends.hopper import Hopper, aot, library
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.config import PLAIN
+from tilewise.backends.hopper.host import aot, library
 from tilewise.backends.triton import Triton
 
 SHAPE, LONG = (2, 700, 900, 4, 2), (2, 4096, 4096, 8, 8)  # batch, seqlen_q, seqlen_k, heads_q, heads_k

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-from bench import cases, compare, peers, run
+from bench import cases, compare, peers, records, run
 from bench.measure import host_microseconds, in_turns
 from tests.backends.contract import call
 from tilewise import accuracy
@@ -537,7 +537,7 @@ def kept(worker: Worker, c) -> dict:
 def goals_worker(worker: Worker) -> None:
     setting, path = worker.setting, worker.run.folder / "goals.jsonl"
     plan = run.Plan(setting.device, budget=0.8, min_rounds=5, max_rounds=15)
-    run.write_lines([run.run_record(plan)], path)
+    records.append([run.run_record(plan, peers.all_contestants().values())], path)
     known = peers.all_contestants() | {"unsplit": replayed(False)}
 
     def lineup(name: str) -> run.Lineup:
@@ -547,20 +547,18 @@ def goals_worker(worker: Worker) -> None:
         return run.Lineup(replace(case, backward=False), [replayed(n == "triton") for n in names])
 
     def measured(group: list[str]) -> dict:
-        records = run.write_lines(run.run_group([lineup(name) for name in group], plan), path)
+        found_records = records.append(run.run_group([lineup(name) for name in group], plan), path)
         if setting.device == "cuda":
             torch.cuda.empty_cache()
         failed = [
-            f"{r['case']} {r['contestant']}: {r.get('failed') or r.get('errors')}"
-            for r in records
-            if r["status"] in ("red", "failed")
+            f"{r['case']} {r['contestant']}: {r.get('why')}" for r in found_records if r["status"] in ("red", "failed")
         ]
         speeds: dict[str, dict] = {"forward": {}, "backward": {}}
-        for r in records:
+        for r in found_records:
             for direction in speeds.keys() & r.keys():
                 found = speeds[direction].setdefault(r["case"], {})
                 found[r["contestant"]] = [r[direction]["median_ms"], r[direction]["gflops"]]
-        bad = any(r["status"] != "green" for r in records if r["contestant"] == "triton")
+        bad = any(r["status"] != "green" for r in found_records if r["contestant"] == "triton")
         return {"state": "wrong" if bad else "ok", "detail": "; ".join(failed)[:600]} | speeds
 
     worker.each({group[0]: partial(measured, group) for group in timed_together(setting.goals)})
@@ -700,7 +698,7 @@ def main() -> None:
     r = Run(arguments.out, arguments.minutes, arguments.device)
     if arguments.worker:
         return WORKERS[arguments.worker.partition(":")[0]](Worker(r, arguments.worker))
-    r.add(part="machine", **run.run_record(run.Plan(SETTINGS[arguments.device].device)))
+    r.add(part="machine", **run.run_record(run.Plan(SETTINGS[arguments.device].device), []))
     for part in arguments.parts.split(","):
         started = time.monotonic()
         try:

@@ -1,6 +1,6 @@
 """A Hugging Face model end to end on this machine: eager, sdpa and tilewise, time and memory.
 
-    python -m bench.huggingface --attention tilewise     one contestant in this process; its record is appended
+    python -m bench.huggingface --attention tilewise     one contestant in this process; its results are appended
     python -m bench.huggingface --write                  docs/huggingface.md's table from the records
 
 The model is Llama's architecture at 62 M parameters, 6 layers of 12 query and 4 key heads of 64, fp32, with random weights:
@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from bench import measure
+from bench import measure, records
 
-RESULTS = measure.ROOT / "bench" / "results" / "huggingface-cpu.jsonl"
+RESULTS = measure.ROOT / "bench" / "results" / "cpu-calls.jsonl"
 PAGE = measure.ROOT / "docs" / "huggingface.md"
 CONTESTANTS = ("eager", "sdpa", "tilewise")
 N, SHORT, NEW, WINDOW = 4096, 1024, 16, 512
@@ -127,13 +126,16 @@ def generation(model: torch.nn.Module) -> dict[str, dict]:
     }
 
 
-def run(attention: str) -> dict:
-    """One contestant's record."""
+def run(attention: str) -> list[dict]:
+    """One contestant's run and its results: a task's time and peak of memory, and the time inside its attention."""
     import transformers
 
     made, watch = models(attention)
-    record = {"attention": attention, "transformers": transformers.__version__, "machine": measure.machine("cpu")}
-    record["parameters"] = sum(p.numel() for p in made["Llama"].parameters())
+    parameters = sum(p.numel() for p in made["Llama"].parameters())
+    command = f"python -m bench.huggingface --attention {attention}"
+    peers = {attention: "the attention that transformers calls"}
+    head = records.run(command, "cpu", peers, parameters=parameters)
+    head["versions"]["transformers"] = transformers.__version__
     found: dict[str, dict] = {}
     for name, task in tasks(made).items():
         task(64)
@@ -144,20 +146,35 @@ def run(attention: str) -> dict:
         found[name] = {"seconds": time.perf_counter() - began, "peak_bytes": peak.bytes}
         if name != "train":  # the backward passes the watch by
             found[name]["attention_seconds"] = watch.seconds
-    return record | {"tasks": found | generation(made["Llama"])}
+    return [head, *results(head["run"], attention, found | generation(made["Llama"]))]
+
+
+def results(run: str, attention: str, tasks: dict[str, dict]) -> Iterator[dict]:
+    """A contestant's tasks as results."""
+    for task, measured in tasks.items():
+        case, shape = f"llama-{task}", {"model": "llama-62m", "task": task}
+        yield records.result(run, case, attention, "step", "time", measured["seconds"] * 1e3, shape=shape)
+        yield records.result(run, case, attention, "step", "memory", measured["peak_bytes"] / records.MIB, shape=shape)
+        if "attention_seconds" in measured:
+            inside = measured["attention_seconds"] * 1e3
+            yield records.result(run, f"{case}-attention", attention, "step", "time", inside, shape=shape)
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------
 
 
-def records() -> dict[str, dict[str, dict]]:
+def fastest() -> dict[str, dict[str, dict]]:
     """Each contestant's fastest run of each task, and its least peak of memory: kept memory is time's gain and peak's loss."""
-    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    lines = records.read(RESULTS)
+
+    def values(case: str, name: str, metric: str) -> dict[str, float]:
+        return {r["run"]: r["value"] for r in records.select(lines, case=case, contestant=name, metric=metric)}
 
     def best(name: str, task: str) -> dict:
-        runs = [line["tasks"][task] for line in lines if line["attention"] == name]
-        least = min(run["peak_bytes"] for run in runs)
-        return min(runs, key=lambda run: run["seconds"]) | {"peak_bytes": least}
+        times, inside = (values(case, name, "time") for case in (f"llama-{task}", f"llama-{task}-attention"))
+        run = min(times, key=times.get)
+        found = {"seconds": times[run] / 1e3, "gib": min(values(f"llama-{task}", name, "memory").values()) / 1024}
+        return found | ({"attention_seconds": inside[run] / 1e3} if run in inside else {})
 
     return {name: {task: best(name, task) for task in TASKS} for name in CONTESTANTS}
 
@@ -173,7 +190,7 @@ def table(found: dict[str, dict[str, dict]]) -> str:
     for task, title in TASKS.items():
         seconds = {name: found[name][task]["seconds"] for name in CONTESTANTS}
         cells = [f"{seconds[name]:#.3g}" for name in CONTESTANTS]
-        cells += [f"{found[name][task]['peak_bytes'] / 2**30:.2f}" for name in CONTESTANTS]
+        cells += [f"{found[name][task]['gib']:.2f}" for name in CONTESTANTS]
         lines.append([title, *cells, *[f"{seconds[name] / seconds['tilewise']:.2f}" for name in ("eager", "sdpa")]])
     return markdown(lines)
 
@@ -203,12 +220,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the page's tables from the records")
     options = parser.parse_args()
     if options.attention:
-        record = run(options.attention)
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        print(options.attention, {name: round(task["seconds"], 3) for name, task in record["tasks"].items()})
+        found = records.append(run(options.attention), options.out)
+        print(options.attention, {r["case"]: round(r["value"] / 1e3, 3) for r in records.select(found, metric="time")})
     if options.write:
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), records()), encoding="utf-8")
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), fastest()), encoding="utf-8")
 
 
 if __name__ == "__main__":

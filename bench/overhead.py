@@ -70,7 +70,8 @@ def hopper() -> None:
     """From the backend's forward (goal: below 12), and from the public call (30, with gradients 45), to the driver's launch."""
     from tests.backends.contract import call
     from tests.backends.hopper import standin
-    from tilewise.backends.hopper import Hopper, library
+    from tilewise.backends.hopper import Hopper
+    from tilewise.backends.hopper.host import library
 
     q = torch.randn(1, 4096, 2, 64, dtype=torch.bfloat16)
     backend = Hopper()

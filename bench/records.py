@@ -5,9 +5,13 @@ number each. :func:`lines` takes entries apart, :func:`entries` puts them togeth
 """
 
 import json
+import uuid
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from bench import measure
 
 METRICS = {
     "time": "ms",
@@ -84,6 +88,13 @@ def result(run: str, case: str, contestant: str, direction: str, metric: str, va
     """One result; its unit follows from the metric."""
     head = {"record": "result", "run": run, "case": case, "contestant": contestant, "pass": direction}
     return head | {"metric": metric, "unit": METRICS[metric], "value": value} | more
+
+
+def run(command: str, device: str, peers: dict[str, str], **more: Any) -> dict:
+    """The record of a run that begins now on this machine, under a name of its own."""
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    head = {"record": "run", "run": uuid.uuid4().hex[:12], "when": when, "command": command}
+    return head | {"peers": peers, "sm_clock_mhz": None} | measure.machine(device) | more
 
 
 def append(records: Iterable[dict], path: Path) -> list[dict]:

@@ -9,24 +9,22 @@ round. The first contestant runs a second time: the difference of its two median
 """
 
 import argparse
-import json
 import math
 import random
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from bench import check, measure
+from bench import check, measure, records
 from bench.cases import Case, Inputs, draw, named
 from bench.peers import Call, Contestant, all_contestants
 
 PROCESS = uuid.uuid4().hex[:12]
-"""Names this process in every record: two results can be compared only where it is the same."""
+"""The run that this process's records name: two results can be compared only where it is the same."""
 
 LONG = 0.5
 """Seconds of a call on a CPU from which on its first one is taken at its word."""
@@ -266,21 +264,21 @@ def from_root(text: str) -> str:
 
 
 def record(entry: Entry, case: Case, plan: Plan, again: Entry | None) -> dict:
-    """The JSON object of one contestant."""
+    """All that one contestant did on a case, as an entry of bench/records.py."""
     found = {
-        "record": "result",
-        "process": PROCESS,
+        "record": "entry",
+        "run": PROCESS,
         "contestant": entry.contestant.name,
         "version": entry.contestant.version,
         "status": entry.status,
         "shape": describe(case),
     }
-    if entry.refused:
-        return found | {"refused": [from_root(line) for line in entry.refused]}
-    if entry.failed:
-        return found | {"failed": from_root(entry.failed)}
+    if entry.refused or entry.failed:
+        return found | {"why": [from_root(line) for line in entry.refused or [entry.failed]]}
     if not entry.contestant.limit:
         found["errors"] = [asdict(e) | {"green": e.ok} for e in entry.errors]
+        found["share"] = max((check.share(e) for e in entry.errors), default=None)
+        found["why"] = [str(e) for e in entry.errors if not e.ok]
         found["memory"] = entry.memory
     if not entry.timed:
         return found
@@ -298,17 +296,18 @@ def describe(case: Case) -> dict:
     return {name: value for name, value in asdict(case).items() if name not in ("tags", "source", "name")}
 
 
-def run_record(plan: Plan) -> dict:
-    """The first line of a file: the machine, when, and how the run was made."""
-    when = datetime.now(UTC).isoformat(timespec="seconds")
+def run_record(plan: Plan, contestants: Iterable[Contestant]) -> dict:
+    """The first line of a file: the machine, when, who runs, and how the run was made."""
     plan_record = {name: value for name, value in asdict(plan).items() if name != "device"}
-    head = {"record": "run", "process": PROCESS, "when": when, "device_kind": plan.device, "plan": plan_record}
-    return head | measure.machine(plan.device)
+    command = " ".join(Path(word).name for word in sys.argv)
+    versions = {c.name: c.version for c in contestants}
+    return records.run(command, plan.device, versions, plan=plan_record) | {"run": PROCESS}
 
 
 def run(groups: Iterable[Sequence[Lineup]], plan: Plan, say: Report = lambda _: None) -> Iterator[dict]:
-    """The run's record, then the records of every group of cases as soon as it is measured."""
-    yield run_record(plan)
+    """The run's record, then the entries of every group of cases as soon as it is measured."""
+    groups = list(groups)
+    yield run_record(plan, [c for group in groups for lineup in group for c in lineup.contestants])
     for group in groups:
         yield from run_group(group, plan, say)
         if plan.device.startswith("cuda"):
@@ -351,18 +350,6 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def write_lines(records: Iterable[dict], path: Path) -> list[dict]:
-    """Appends each record to a file as it comes, so that an interrupted run keeps what it measured."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
-    with path.open("a") as file:
-        for item in records:
-            file.write(json.dumps(item) + "\n")
-            file.flush()
-            kept.append(item)
-    return kept
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measures named cases into a file; `tilewise bench` is the same with tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.splitlines()[0])
@@ -381,7 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        write_lines(run([[Lineup(case, contestants)] for case in cases], plan), options.out)
+        records.append(run([[Lineup(case, contestants)] for case in cases], plan), options.out)
     except KeyboardInterrupt:
         return 130
     return 0

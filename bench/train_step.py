@@ -1,11 +1,10 @@
 """A training step of a small GPT with tilewise and with SDPA, in turn: `python -m bench.train_step --out FILE`.
 
-4 layers, width 256, 4 heads of 64, context 1024, batch 4, fp32: forward, backward and AdamW. A record a call is appended; threads
+4 layers, width 256, 4 heads of 64, context 1024, batch 4, fp32: forward, backward and AdamW. A run is appended; threads
 follow OMP_NUM_THREADS, and TILEWISE_CPU_POOL says whose they are.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.measure import in_turns, machine
+from bench import records
+from bench.measure import in_turns
 from examples.gpt.model import ATTENTIONS, GPT, GPTConfig
 from examples.gpt.train import TrainConfig, make_optimizer
 from tilewise import settings
@@ -43,10 +43,13 @@ def main() -> None:
     models = {name: GPT(SIZES, ATTENTIONS[name]) for name in ("tilewise", "sdpa")}
     steps = {name: step(model, SIZES.context, BATCH) for name, model in models.items()}
     ms = in_turns(steps, "cpu", options.rounds)
-    record = {"ms": ms, "ratio": ms["sdpa"] / ms["tilewise"], "pool": settings.cpu_pool(), "machine": machine("cpu")}
-    with options.out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-    print(f"tilewise {ms['tilewise']:.0f} ms, SDPA {ms['sdpa']:.0f} ms: {record['ratio']:.2f} x")
+    peers = {"tilewise": "the public call", "sdpa": "F.scaled_dot_product_attention"}
+    run = records.run("python -m bench.train_step", "cpu", peers, pool=settings.cpu_pool())
+    shape = {"layers": SIZES.layers, "d_model": SIZES.d_model, "heads": SIZES.heads_q, "context": SIZES.context}
+    shape |= {"batch": BATCH, "dtype": "float32", "threads": run["threads"]}
+    steps = [records.result(run["run"], "gpt-step-cpu", who, "step", "time", t, shape=shape) for who, t in ms.items()]
+    records.append([run, *steps], options.out)
+    print(f"tilewise {ms['tilewise']:.0f} ms, SDPA {ms['sdpa']:.0f} ms: {ms['sdpa'] / ms['tilewise']:.2f} x")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Random calls of a backend, forward and backward, judged against float64 by the project's rule (tilewise.accuracy).
 
-    python -m tests.fuzz --seconds 600 --seed 0 --backend cpu --out bench/results/fuzz-cpu.json
+    python -m tests.fuzz --seconds 600 --seed 0 --backend cpu --out out/fuzz-cpu.json
 
 Case n is drawn from the number seed + n alone: shapes, strides, offsets, dtypes, masks, scores, sinks, dropout, packing,
 threads, and for cpu the instruction set and the tiles. What lies between the elements of a strided input is NaN, and so is

@@ -30,6 +30,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.base": ("problem", "expr"),
     "reference": ("backends.base", "problem", "spec", "tiles", "state", "dropout", "expr", "caching"),
     "backends.hopper.config": ("problem", "device", "expr"),  # a kernel's key holds the expressions traced into it
+    "backends.hopper.backward.config": ("backends.hopper.config", "problem", "device"),
     "backends.*.config": ("problem", "device"),
     "backends.*.compile_all": ("own", "backends.base", "problem", "spec", "mask", "score"),  # a program of its own
     "backends.*": (

@@ -47,7 +47,9 @@ class Function:
 def is_kernel(file: str) -> bool:
     """Files of a GPU backend that hold kernels; its config and its launch table are host code."""
     folder, _, name = file.rpartition("/")
-    return folder in ("backends/triton", "backends/hopper") and name not in ("__init__.py", "config.py", "aot.py")
+    hopper = (f"backends/hopper/{room}" for room in ("kit", "forward", "backward"))
+    rooms = ("backends/triton", "backends/triton/kernels", *hopper)
+    return folder in rooms and name not in ("__init__.py", "config.py")
 
 
 def functions_of(source: str, file: str) -> Iterator[Function]:
@@ -158,10 +160,10 @@ def function_of(lines: int = 2, parameters: int = 0, keywords: int = 0) -> str:
         (function_of(lines=61), "tiles.py", False),
         (function_of(parameters=5, keywords=3), "tiles.py", True),
         (function_of(parameters=5, keywords=4), "tiles.py", False),
-        (function_of(lines=120), "backends/triton/forward.py", True),
-        (function_of(lines=121), "backends/hopper/backward.py", False),
-        (function_of(parameters=12), "backends/hopper/tile.py", True),
-        (function_of(parameters=13), "backends/hopper/tile.py", False),
+        (function_of(lines=120), "backends/triton/kernels/forward.py", True),
+        (function_of(lines=121), "backends/hopper/backward/keys.py", False),
+        (function_of(parameters=12), "backends/hopper/kit/tile.py", True),
+        (function_of(parameters=13), "backends/hopper/kit/tile.py", False),
         (function_of(lines=61), "backends/hopper/config.py", False),
         (function_of(parameters=9), "backends/portable/forward.py", False),
         (function_of(keywords=15).replace("f(", "attention("), "api.py", True),

@@ -21,8 +21,7 @@ from bench import cases
 from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
 from tilewise import expr
-from tilewise.backends.triton import Triton, compile_all, config, interpreting, launch, maths
-from tilewise.backends.triton import emit as emitting
+from tilewise.backends.triton import Triton, compile_all, config, interpreting, launch
 from tilewise.backends.triton.config import (
     INTERPRETED,
     TABLE,
@@ -36,7 +35,9 @@ from tilewise.backends.triton.config import (
     shared_memory,
     width,
 )
-from tilewise.backends.triton.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify, emit, spans
+from tilewise.backends.triton.kernels import emit as emitting
+from tilewise.backends.triton.kernels import maths
+from tilewise.backends.triton.kernels.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify, emit, spans
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
 

@@ -1,7 +1,5 @@
 """The judge: meets, falls short, not measured, refuses."""
 
-import json
-
 import pytest
 
 from bench import compare
@@ -10,10 +8,10 @@ from bench.cases import tagged
 CASE, OTHER = "cpu-fp32-d64-n4096-full", "cpu-fp32-d64-n4096-causal"
 
 
-def result(contestant, ms, *, case=CASE, process="p1", status="green", **more):
+def result(contestant, ms, *, case=CASE, run="r1", status="green", **more):
     timing = {"median_ms": ms, "noise": 0.01} if contestant == "portable" else {"median_ms": ms}
     timed = {"forward": timing, "both": timing} if status in ("green", "loose") else {}
-    head = {"record": "result", "process": process, "case": case, "contestant": contestant, "status": status}
+    head = {"record": "entry", "run": run, "case": case, "contestant": contestant, "status": status}
     return head | {"memory": {"extra_bytes": 10 << 20}} | timed | more
 
 
@@ -46,13 +44,13 @@ def test_those_asked_are_all_that_the_goals_compare():
 
 def test_refuses_when_the_peer_ran_in_another_process():
     with pytest.raises(compare.Refused, match="did not run in the same process"):
-        judged(goal(), result("portable", 1.0), result("sdpa", 1.0, process="p2"))
+        judged(goal(), result("portable", 1.0), result("sdpa", 1.0, run="r2"))
 
 
 def test_the_newest_run_that_has_both_is_judged():
     old = [result("portable", 9.0), result("sdpa", 1.0)]
-    new = [result("portable", 1.0, process="p2"), result("sdpa", 1.0, process="p2")]
-    alone = [result("portable", 9.0, process="p3")]
+    new = [result("portable", 1.0, run="r2"), result("sdpa", 1.0, run="r2")]
+    alone = [result("portable", 9.0, run="r3")]
     assert judged(goal(), *old, *new, *alone).measured == 1.0
 
 
@@ -65,7 +63,7 @@ def test_a_red_contestant_falls_short_and_a_red_peer_is_no_measure():
 
 
 def test_a_refused_contestant_falls_short_with_its_reasons():
-    refused = result("portable", 0, status="refused", refused=["head_dim 640 is above 512"])
+    refused = result("portable", 0, status="refused", why=["head_dim 640 is above 512"])
     verdict = judged(goal(), refused, result("sdpa", 1.0))
     assert verdict.says == "falls short"
     assert "head_dim 640" in verdict.why
@@ -82,7 +80,7 @@ def test_a_peer_case_compares_two_cases_of_one_process():
     assert judged(a_goal, full, causal).says == "meets"
     assert judged(a_goal, full, result("portable", 6.1, case=OTHER)).says == "falls short"
     with pytest.raises(compare.Refused):
-        judged(a_goal, full, result("portable", 5.9, case=OTHER, process="p2"))
+        judged(a_goal, full, result("portable", 5.9, case=OTHER, run="r2"))
 
 
 def test_a_tag_is_judged_by_the_geometric_mean_of_all_its_cases():
@@ -109,25 +107,3 @@ def test_goals_that_make_no_sense_are_refused_with_every_reason():
 def test_the_goals_of_the_repository_name_cases_of_the_table():
     goals = compare.load_goals()
     assert {g.direction for g in goals} >= {"forward", "both", "memory"}
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{not json", "line 1: no JSON"),
-        ("[1, 2]", "line 1: no record"),
-        ('{"record": "result", "process": "p1"}', "line 1: no record"),
-        (json.dumps(result("sdpa", 1.0)), "without the record of their run"),
-        ("", "is empty"),
-    ],
-)
-def test_a_file_that_is_no_file_of_results_is_refused(tmp_path, text, says):
-    path = tmp_path / "x.jsonl"
-    path.write_text(text)
-    with pytest.raises(compare.Refused, match=says):
-        compare.read_results(path)
-
-
-def test_a_missing_file_is_refused_by_name(tmp_path):
-    with pytest.raises(compare.Refused, match=r"gone\.jsonl cannot be read"):
-        compare.read_results(tmp_path / "gone.jsonl")

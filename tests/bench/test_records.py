@@ -9,7 +9,7 @@ from bench import records
 from bench.cases import CASES
 
 RESULTS = Path(records.__file__).with_name("results")
-FILES = [RESULTS / "h200-peers.jsonl"]
+FILES = sorted(RESULTS.glob("*.jsonl"))
 REPORTS = {"context-cpu.json", "pathfinder-cpu.json"}
 
 
@@ -28,6 +28,14 @@ def test_a_run_measures_a_case_by_one_metric_once(path):
     named = ("run", "case", "contestant", "pass", "metric")
     keys = [tuple(r[n] for n in named) for r in records.read(path) if r["record"] == "result"]
     assert len(set(keys)) == len(keys)
+
+
+def test_the_results_are_at_most_ten_files_that_their_readme_names():
+    names = {path.name for path in RESULTS.iterdir()} - {"README.md"}
+    assert len(names) < 10
+    assert names == {path.name for path in FILES} | REPORTS
+    said = (RESULTS / "README.md").read_text()
+    assert all(f"`{name}`" in said for name in names)
 
 
 RUN = {"record": "run", "run": "r1", "when": "2026-11-21", "command": "c", "device": "d"}

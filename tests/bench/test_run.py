@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import measure, run
+from bench import measure, records, run
 from bench.cases import draw, named
 from bench.peers import Contestant, eager_call
 
@@ -84,9 +84,9 @@ def test_refusals_and_failures_are_recorded_and_do_not_stop_the_others():
     declared, raised, broke, right = run.run_case(
         run.Lineup(named("contract-n63-causal"), [*crowd, contestant()]), PLAN
     )
-    assert (declared["status"], declared["refused"]) == ("refused", ["no causal"])
-    assert (raised["status"], raised["refused"]) == ("refused", ["cannot run this", "head_dim 16 is odd"])
-    assert (broke["status"], broke["failed"]) == ("failed", "RuntimeError: out of luck")
+    assert (declared["status"], declared["why"]) == ("refused", ["no causal"])
+    assert (raised["status"], raised["why"]) == ("refused", ["cannot run this", "head_dim 16 is odd"])
+    assert (broke["status"], broke["why"]) == ("failed", ["RuntimeError: out of luck"])
     assert right["status"] == "green"
 
 
@@ -94,7 +94,7 @@ def test_a_result_says_nothing_of_where_the_checkout_was():
     refuses = [f"no kernels in {measure.ROOT}/src/tilewise"]
     entry = run.Entry(contestant(), draw(named("contract-one-full")), refused=refuses)
     row = run.record(entry, named("contract-one-full"), run.Plan("cpu"), None)
-    assert row["refused"] == ["no kernels in src/tilewise"]
+    assert row["why"] == ["no kernels in src/tilewise"]
 
 
 def test_contestants_take_turns_and_the_order_turns_with_the_rounds(monkeypatch):
@@ -133,7 +133,7 @@ def test_a_very_long_case_stops_after_one_round():
 
 def test_record_has_timings_noise_memory_bounds_and_what_was_checked():
     (found,) = run.run_case(run.Lineup(named("contract-gqa-causal"), [contestant()]), PLAN)
-    assert {"process", "contestant", "version", "shape", "errors", "memory", "bound_ms", "checked"} <= set(found)
+    assert {"run", "contestant", "version", "shape", "errors", "memory", "bound_ms", "checked"} <= set(found)
     for direction in ("forward", "backward", "both"):
         assert {"median_ms", "low_ms", "high_ms", "rounds", "calls", "gflops", "noise"} <= set(found[direction])
     assert found["memory"]["output_bytes"] == 4 * 65 * 2 * 16 * (6 + 6 + 2 + 2)
@@ -186,12 +186,12 @@ def test_the_time_said_beforehand_grows_with_the_work_and_whoever_does_it():
 
 def test_a_file_begins_with_its_run_and_every_result_names_the_process(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
-    run.write_lines(run.run([[run.Lineup(named("contract-one-full"), [contestant()])]], PLAN), path)
-    head, *results = [json.loads(line) for line in path.read_text().splitlines()]
+    records.append(run.run([[run.Lineup(named("contract-one-full"), [contestant()])]], PLAN), path)
+    head, *results = records.read(path)
     assert head["record"] == "run"
-    assert {"when", "device", "threads", "versions", "commit", "plan"} <= set(head)
+    assert {"when", "device", "threads", "versions", "peers", "commit", "plan"} <= set(head)
     assert results
-    assert {r["process"] for r in results} == {head["process"]}
+    assert {r["run"] for r in results} == {head["run"]}
 
 
 def test_unknown_contestants_are_refused_with_the_known(monkeypatch):

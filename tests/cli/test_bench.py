@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from bench import compare
+from bench import compare, records
 from tilewise import cli
 
 CASE = "cpu-fp32-d64-n4096-full"
+RUN = {"record": "run"} | dict.fromkeys(records.RUN)
 
 
 @pytest.fixture
@@ -15,14 +16,11 @@ def results_file(tmp_path):
     """Writes results of one run in which portable took `ms` and SDPA 1 ms."""
 
     def write(ms, peer_process="p1"):
-        run = {"record": "run", "process": "p1"}
-        other = {"record": "run", "process": "p2"}
-        mine = {"record": "result", "process": "p1", "case": CASE, "contestant": "portable", "status": "green"}
-        mine |= {"forward": {"median_ms": ms}, "both": {"median_ms": ms}}
-        peer = mine | {"contestant": "sdpa", "process": peer_process}
-        peer |= {"forward": {"median_ms": 1.0}, "both": {"median_ms": 1.0}}
+        found = [RUN | {"run": "p1"}, RUN | {"run": "p2"}]
+        for run, who, time in (("p1", "portable", ms), (peer_process, "sdpa", 1.0)):
+            found += [records.result(run, CASE, who, direction, "time", time) for direction in ("forward", "both")]
         path = tmp_path / "results.jsonl"
-        path.write_text("".join(json.dumps(r) + "\n" for r in (run, other, mine, peer)))
+        path.write_text("".join(json.dumps(r) + "\n" for r in found))
         return str(path)
 
     return write
@@ -39,7 +37,11 @@ def test_a_case_is_measured_into_json_and_a_file(capsys, tmp_path):
     assert {"forward", "backward", "both", "memory", "errors", "bound_ms"} <= set(portable)
     assert eager["contestant"] == "eager"
     assert flex["status"] == "refused"
-    assert [json.loads(line) for line in out.read_text().splitlines()] == [head, portable, eager, flex]
+    written = records.read(out)
+    assert written[0] == head
+    told = [(e["contestant"], e["status"], set(e)) for e in records.entries(written)]
+    assert [t[:2] for t in told] == [("portable", "green"), ("eager", eager["status"]), ("flex", "refused")]
+    assert {"forward", "backward", "both", "memory"} <= told[0][2]
 
 
 def test_a_case_is_printed_as_a_table(capsys, tmp_path):
@@ -74,7 +76,7 @@ def test_check_json_has_a_verdict_for_every_goal(capsys, results_file):
 
 def test_check_refuses_a_file_that_no_goal_asks_about(capsys, tmp_path):
     path = tmp_path / "empty.jsonl"
-    path.write_text(json.dumps({"record": "run", "process": "p1"}) + "\n")
+    path.write_text(json.dumps(RUN | {"run": "p1"}) + "\n")
     assert cli.main(["bench", "--check", str(path)]) == 2
     assert "holds no result that a goal" in capsys.readouterr().err
 

@@ -15,9 +15,11 @@ from bench.gpu_hopper import Kind
 from tests.backends.contract import Call, poisoned, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Output
-from tilewise.backends.hopper import Hopper, backward_config, library
-from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config, shipped
+from tilewise.backends.hopper.host import library
 
 pytestmark = [
     pytest.mark.gpu,

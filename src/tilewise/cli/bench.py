@@ -83,7 +83,7 @@ def _groups(options: BenchOptions, device: str) -> list[list]:
 
 
 def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) -> list[dict]:
-    from bench import run
+    from bench import records, run
 
     plan = run.Plan(device=device, budget=options.budget)
     if not options.as_json and not device.startswith("cuda"):
@@ -94,7 +94,7 @@ def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) 
     with progress() as bar:
         task = bar.add_task("starting", total=None)
         say = lambda text: bar.update(task, description=text)  # noqa: E731
-        return run.write_lines(run.run(groups, plan, say), out)
+        return records.append(run.run(groups, plan, say), out)
 
 
 def _who_can_run(cases: list, device: str) -> list:
@@ -109,7 +109,7 @@ def _print_records(records: list[dict]) -> None:
     """A table a case: milliseconds with their quartiles, GFLOP/s, memory beyond inputs and outputs, and the bound."""
     by_case: dict[str, list[dict]] = {}
     for record in records:
-        if record["record"] == "result":
+        if record["record"] == "entry":
             by_case.setdefault(record["case"], []).append(record)
     for case, results in by_case.items():
         heading(case, "bound: " + "  ".join(f"{name} {ms:.3g} ms" for name, ms in results[0]["bound_ms"].items()))
@@ -130,7 +130,7 @@ def _print_records(records: list[dict]) -> None:
         console().print(page)
         for r in results:
             if r["status"] in ("refused", "failed"):
-                note(f"{r['contestant']} {r['status']}: {'; '.join(r.get('refused') or [r.get('failed', '')])}")
+                note(f"{r['contestant']} {r['status']}: {'; '.join(r['why'])}")
         note(f"checked: {results[0]['checked']}")
         console().print()
 

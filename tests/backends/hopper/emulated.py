@@ -22,6 +22,7 @@ import torch
 
 from tilewise.backends.hopper.config import ROWS, Config
 
+HOPPER = "tilewise.backends.hopper"
 THREADS = np.arange(128)
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LIMIT = 60.0  # seconds that a role may wait: then it is a deadlock
@@ -296,27 +297,30 @@ def wait_group(left: int) -> None:
 
 def load_kernel():
     """``(forward, tile)``, imported with the stand-in."""
-    forward, tile, *_ = imported("forward", "tile", "combine", "packed", "expression", "dropping")
+    forward, tile, *_ = imported(
+        "forward.kernel", "kit.tile", "forward.combine", "kit.packed", "kit.expression", "kit.dropping"
+    )
     _stand_in(forward, tile)
     return forward, tile
 
 
 def imported(*kernels: str) -> list[types.ModuleType]:
-    """The kernels' modules, imported with ``cutlass`` stood in for; other modules keep what they have."""
-    package, fakes = importlib.import_module("tilewise.backends.hopper"), modules()
-    names = [f"{package.__name__}.{name}" for name in kernels]
+    """The kernels' modules ("kit.tile"), imported with ``cutlass`` stood in for; other modules keep what they have."""
+    fakes, names = modules(), [f"{HOPPER}.{kernel}" for kernel in kernels]
     hidden = {n: sys.modules.pop(n) for n in [*fakes, *names] if n in sys.modules}
-    known = {n: vars(package).pop(n) for n in kernels if n in vars(package)}
+    rooms = [(vars(importlib.import_module(room)), name) for room, _, name in (n.rpartition(".") for n in names)]
+    known = [(room, name, room.pop(name)) for room, name in rooms if name in room]
     sys.modules.update(fakes)
     try:
         found = [importlib.import_module(name) for name in names]
     finally:
         for n in [*fakes, *names]:
             sys.modules.pop(n, None)
-        for n in kernels:
-            vars(package).pop(n, None)
+        for room, name in rooms:
+            room.pop(name, None)
         sys.modules.update(hidden)
-        vars(package).update(known)
+        for room, name, module in known:
+            room[name] = module
     for module in found:
         if module.__name__.endswith(".tile"):
             module.once = lambda x, score: x

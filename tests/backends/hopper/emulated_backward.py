@@ -29,7 +29,7 @@ from tests.backends.hopper.emulated import (
     rounded,
     stand_in_for_queues,
 )
-from tilewise.backends.hopper.backward_config import HALF, KEY_GROUPS, PAIR, Backward, KeyTiles
+from tilewise.backends.hopper.backward.config import HALF, KEY_GROUPS, PAIR, Backward, KeyTiles
 from tilewise.backends.hopper.config import ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -62,13 +62,16 @@ class Words:
             self.values[n % 2, n - n % 2 + m] = pair[m]
 
 
-OTHERS = ("backward_sum", "backward_walk", "packed", "forward", "combine", "expression", "dropping", "backward_rows")
+OTHERS = (
+    "backward.dq_sum", "backward.walk", "kit.packed", "forward.kernel", "forward.combine", "kit.expression", "kit.dropping",
+    "backward.rows",
+)  # fmt: skip
 
 
 def load(name: str):
     """A pass's module with everything stood in for."""
-    more = ("backward_keys",) if name == "cluster" else ()
-    kernel, part, tile, sums, _, packed, *_ = imported(f"backward_{name}", "backward_tile", "tile", *OTHERS, *more)
+    more = ("backward.keys",) if name == "cluster" else ()
+    kernel, part, tile, sums, _, packed, *_ = imported(f"backward.{name}", "backward.tile", "kit.tile", *OTHERS, *more)
     places = Places(tile)
 
     def products(mma, acc, pairs, overwrite: bool) -> None:
@@ -275,7 +278,7 @@ class Part(np.ndarray):
 def run_rows(x: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.ndarray, np.ndarray]:
     """``(lse2, delta)`` by the kernel of the rows, one CTA after the other; a CTA's threads are one NumPy axis. ``cu``: where packed
     sequences begin."""
-    kernel, *_ = imported("backward_rows", "backward_tile", "tile", *OTHERS)
+    kernel, *_ = imported("backward.rows", "backward.tile", "kit.tile", *OTHERS)
     threads, at = np.arange(kernel.THREADS), [0, 0, 0]
     kernel.cute.ReductionOp = SimpleNamespace(ADD=None)
     kernel.cute.ceil_div = lambda a, b: -(-a // b)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.backends.hopper import driver
+from tilewise.backends.hopper.host import driver
 
 CUDA = torch.device("cuda", 0)
 HERE = Path(__file__).parent
-LAUNCHER = Path(driver.__file__).with_name("native") / "launcher.cpp"
+LAUNCHER = Path(driver.__file__).parents[1] / "native" / "launcher.cpp"
 CXX = ["g++", "-std=c++20", "-O2", "-Wall", "-Wextra", "-fPIC", "-shared"]
 
 

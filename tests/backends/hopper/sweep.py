@@ -16,8 +16,9 @@ from tests.backends.contract import Call
 from tests.backends.hopper.test_backward import emulate_kernels, wrong
 from tests.backends.hopper.test_forward import emulate_kernel
 from tilewise import accuracy
-from tilewise.backends.hopper import backward_config, config
-from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper import config
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config
 
 EMULATED = Sizes(

@@ -16,11 +16,12 @@ from tests.backends.hopper.test_forward import CASES as FORWARD
 from tests.backends.hopper.test_forward import PACKED, array, packed_call, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Grads
-from tilewise.backends.hopper import backward_call, backward_config
-from tilewise.backends.hopper.backward_config import KeyTiles, PairTiles, QueryTiles
-from tilewise.backends.hopper.call import LOG2_E
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import KeyTiles, PairTiles, QueryTiles
 from tilewise.backends.hopper.config import PLAIN
-from tilewise.backends.hopper.masks import grid_of
+from tilewise.backends.hopper.host import backward_call
+from tilewise.backends.hopper.host.forward_call import LOG2_E
+from tilewise.backends.hopper.host.masks import grid_of
 from tilewise.reference import Reference
 from tilewise.tiles import seen_keys
 

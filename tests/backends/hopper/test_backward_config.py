@@ -12,9 +12,10 @@ import torch
 import tilewise as tw
 from tests.backends.contract import Call, call, normal
 from tilewise.backends.base import Output
-from tilewise.backends.hopper import Hopper, backward_config, library, schedule
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as sizes
-from tilewise.backends.hopper.backward_config import (
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import (
     HIDING,
     KEY_GROUPS,
     LINES,
@@ -25,6 +26,8 @@ from tilewise.backends.hopper.backward_config import (
     shipped,
 )
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
+from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.kit import schedule
 from tilewise.reference import Reference
 
 ROWS = [row for table in (TABLE, SOFTCAP, HIDING, PAIRED) for row in table.values()]

@@ -15,9 +15,9 @@ from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated
 from tilewise import accuracy
 from tilewise.backends.base import Output
-from tilewise.backends.hopper import call as hopper
 from tilewise.backends.hopper import config
 from tilewise.backends.hopper.config import Tiles
+from tilewise.backends.hopper.host import forward_call as hopper
 from tilewise.tiles import Grid, seen_keys
 
 SMALL = Tiles(64, 64, 2, 64, 3, 1, 240)  # many key blocks of few keys, the smallest ring

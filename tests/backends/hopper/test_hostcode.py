@@ -16,15 +16,16 @@ import torch
 
 from tests.backends.hopper import standin
 from tests.backends.hopper.standin import Nowhere
-from tilewise.backends.hopper import aot, backward_aot, backward_config, driver, hostcode, library
-from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config, Traced, shipped
-from tilewise.backends.hopper.recipe import Argument, Extent, Launch, Recipe, TensorArgument, offsets
+from tilewise.backends.hopper.host import aot, backward_aot, driver, hostcode, library
+from tilewise.backends.hopper.host.recipe import Argument, Extent, Launch, Recipe, TensorArgument, offsets
 
 for package in ("cutlass", "tvm_ffi"):
     pytest.importorskip(package, reason=f"the package {package} is not installed; make kernels-hopper installs it")
 
-packed = importlib.import_module("tilewise.backends.hopper.packed")
+packed = importlib.import_module("tilewise.backends.hopper.kit.packed")
 
 TRACED = Traced(
     keep="(bool0[b, h, i, j] & (int1[j] < int_0)) | (float2[()] > float_1)",

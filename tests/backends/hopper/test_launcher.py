@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from tests.backends.hopper import standin
 from tests.backends.hopper.standin import Nowhere
-from tilewise.backends.hopper import aot, config, driver, library, recipe
-from tilewise.backends.hopper.recipe import Extent, Field, Launch, Patch, Recipe, Row, TensorArgument
+from tilewise.backends.hopper import config
+from tilewise.backends.hopper.host import aot, driver, library, recipe
+from tilewise.backends.hopper.host.recipe import Extent, Field, Launch, Patch, Recipe, Row, TensorArgument
 
 CUBIN = b"\x7fELF and no more"
 ROWS, COLUMNS = Extent(0, 1), Extent(1, 8)

@@ -7,7 +7,7 @@ import torch
 
 import tilewise as tw
 from tests.backends.contract import call, normal
-from tilewise.backends.hopper import masks
+from tilewise.backends.hopper.host import masks
 from tilewise.tiles import Grid
 
 IDS = torch.tensor([0] * 9 + [4] + [2] * 20 + [3] * 40)

@@ -12,7 +12,7 @@ from tests.backends.hopper import emulated
 
 @pytest.fixture
 def packed():
-    (module,) = emulated.imported("packed")
+    (module,) = emulated.imported("kit.packed")
     emulated.role.threads = 128
     return module
 

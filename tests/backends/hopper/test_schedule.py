@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.backends.hopper import schedule
 from tilewise.backends.hopper.config import SHORT, TABLE
-from tilewise.backends.hopper.schedule import Band, Order
+from tilewise.backends.hopper.kit import schedule
+from tilewise.backends.hopper.kit.schedule import Band, Order
 
 BANDS = st.builds(
     lambda lo, width, seqlen_k, ends: Band(lo if ends[0] else None, lo + width if ends[1] else None, seqlen_k),

@@ -1,4 +1,4 @@
-"""Attention on Hopper GPUs (sm_90a): kernels in CuTe DSL, compiled ahead of time (:mod:`tilewise.backends.hopper.aot`).
+"""Attention on Hopper GPUs (sm_90a): kernels in CuTe DSL, compiled ahead of time (:mod:`tilewise.backends.hopper.host.aot`).
 
 Importing this imports no DSL.
 """
@@ -9,10 +9,12 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_operations
-from tilewise.backends.hopper import backward_config, library, operations
 from tilewise.backends.hopper import config as sizes
-from tilewise.backends.hopper.backward_config import Backward
+from tilewise.backends.hopper import operations
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.host import library
 from tilewise.problem import Problem
 
 
@@ -53,17 +55,17 @@ class Hopper:
         return plan.forward(t)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        from tilewise.backends.hopper import backward_call
+        from tilewise.backends.hopper.host import backward_call
 
         return backward_call.backward(self._backward_plans.of(p), t, out, do, dlse)
 
     def _plan(self, p: Problem):
-        from tilewise.backends.hopper.call import Plan
+        from tilewise.backends.hopper.host.forward_call import Plan
 
         return Plan(p, self.config(p))
 
     def _backward_plan(self, p: Problem):
-        from tilewise.backends.hopper.backward_call import Plan
+        from tilewise.backends.hopper.host.backward_call import Plan
 
         return Plan(p, self.backward_config(p))
 

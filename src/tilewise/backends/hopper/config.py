@@ -205,7 +205,7 @@ class Config(Formed):
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """What a launch gets beside tensors and numbers: fields of :class:`tilewise.backends.hopper.forward.Extra`."""
+        """What a launch gets beside tensors and numbers: fields of :class:`tilewise.backends.hopper.forward.kernel.Extra`."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
         found += ("blocks", "counts") if self.form == "lists" else ()
@@ -620,7 +620,7 @@ def reasons(p: Problem) -> list[str]:
 @dataclass(frozen=True)
 class Grid:
     """How a launch is spread: over ``tiles``, ``ctas`` that stay, ``section`` as in
-    :class:`tilewise.backends.hopper.schedule.Order`, and ``chunks`` of keys."""
+    :class:`tilewise.backends.hopper.kit.schedule.Order`, and ``chunks`` of keys."""
 
     tiles: int
     ctas: int

@@ -6,7 +6,7 @@ import ast
 from functools import lru_cache
 from pathlib import Path
 
-TABLES = Path(__file__).with_name("expression.py")
+TABLES = Path(__file__).parent / "kit" / "expression.py"
 
 
 @lru_cache(maxsize=1)

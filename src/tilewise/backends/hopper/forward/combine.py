@@ -1,0 +1,128 @@
+"""The states of chunks of keys, merged (docs/algorithm.md, equations 8 and 18): one warp a row.
+
+``m = max(max_c lse_c, sink)``, ``w_c = exp(lse_c - m)``, ``o = sum_c w_c o_c / l`` and ``lse = m + log l`` with
+``l = sum_c w_c + exp(sink - m)``; a chunk without keys has ``lse_c = -inf`` and weighs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.kit import tile
+
+F32, I32 = cutlass.Float32, cutlass.Int32
+ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+WARPS = 4  # of a CTA
+STEP = 32  # columns that a warp takes at once: one a lane
+AHEAD = {
+    True: 8,
+    False: 4,
+}  # chunks whose loads are on their way together: where one tile holds the queries, and where several do
+
+
+class Merge(NamedTuple):
+    """``part_o`` (chunk, batch, head, row, width_v), ``part_lse`` (chunk, batch, head, row), ``o`` (batch, row, head, D),
+    ``lse`` (batch, head, row); ``sinks``: whether ``sink`` (head,) counts, else it is not read."""
+
+    part_o: cute.Tensor
+    part_lse: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+    sink: cute.Tensor
+    sinks: I32
+
+
+def over_warp(x, combine):
+    for offset in (16, 8, 4, 2, 1):
+        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+    return x
+
+
+def exponential(x):
+    return cute.math.exp2(x * tile.LOG2_E, fastmath=True)
+
+
+def weights(part_lse: cute.Tensor, sink, lane):
+    """``(w, l, m)`` of a row, without the sink's part of l, and w of the chunk that is the lane's: there are at most 32. ``m`` is
+    0 where nothing counts. In base e as its terms: what is subtracted before a product with log2 e, and added after one
+    with ln 2, keeps lse within a rounding."""
+    count = cute.size(part_lse)
+    lse = tile.choose(lane < count, part_lse[cutlass.min(lane, count - 1)], -tile.INF)
+    m = cute.arch.fmax(over_warp(lse, cute.arch.fmax), sink)
+    m = tile.choose(m == -tile.INF, 0.0, m)
+    weight = exponential(lse - m)
+    return weight, over_warp(weight, lambda x, y: x + y), m
+
+
+def ahead(part_o: cute.Tensor, first, columns: list, together: int) -> list:
+    """o of some chunks, whose loads so are on their way together; of chunks past the last, the last one's."""
+    count = cute.size(part_o, mode=[0])
+    return [[part_o[cutlass.min(first + n, count - 1), column] for column in columns] for n in range(together)]
+
+
+def add(sums: cute.Tensor, chunks: list, weight, first) -> None:
+    """Chunks from the ``first`` on; past the last, where a lane has none, a weight is 0."""
+    for n, o in enumerate(chunks):
+        w = cute.arch.shuffle_sync(weight, first + n)
+        for c, value in enumerate(o):
+            sums[c] = sums[c] + w * value
+
+
+@cute.jit
+def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, x: cutlass.Constexpr):
+    """A lane's columns ``column + STEP n``, and the row's lse."""
+    together, columns = AHEAD[x.tiles.warpgroups == 1], [column + STEP * n for n in range(x.tiles.width_v // STEP)]
+    sums = cute.make_rmem_tensor((len(columns),), F32)
+    sums.fill(0.0)
+    chunks = ahead(part_o, 0, columns, together)  # on their way while the weights are made
+    weight, total, m = weights(part_lse, sink, column)
+    add(sums, chunks, weight, 0)
+    for first in cutlass.range(together, cute.size(part_lse), together, unroll=1):
+        add(sums, ahead(part_o, first, columns, together), weight, first)
+    keyless, total = total == 0.0, total + exponential(sink - m)
+    factor = tile.choose(total == 0.0, 0.0, cute.arch.rcp_approx(total))
+    for n in cutlass.range_constexpr(cute.size(sums)):
+        sums[n] = sums[n] * factor
+    return sums, tile.choose(keyless, sink, m + cute.math.log2(total, fastmath=True) * tile.LN_2)
+
+
+@cute.jit
+def put(o: cute.Tensor, lse: cute.Tensor, sums: cute.Tensor, statistic, column):
+    """A row's lse by one lane, and each lane's columns of O as far as there are such."""
+    if column == 0:
+        lse[0] = statistic
+    for n in cutlass.range_constexpr(cute.size(sums)):
+        if column + STEP * n < cute.size(o):
+            o[column + STEP * n] = sums[n].to(o.element_type)
+
+
+@cute.kernel
+def kernel(t: Merge, x: cutlass.Constexpr):
+    cute.arch.griddepcontrol_wait()  # the states are there when the kernel before has ended
+    thread = cute.arch.thread_idx()[0]
+    n = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    batch, heads, rows = t.lse.shape
+    if n < batch * heads * rows:
+        i, head, b = n % rows, n // rows % heads, n // rows // heads
+        sink = tile.choose(t.sinks != 0, t.sink[head], -tile.INF)
+        column = thread % 32
+        part_o, part_lse = t.part_o[None, b, head, i, None], t.part_lse[None, b, head, i]
+        sums, statistic = merge(part_o, part_lse, sink, column, x)
+        put(t.o[b, i, head, None], cute.domain_offset((i,), t.lse[b, head, None]), sums, statistic, column)
+
+
+@cute.jit
+def launch(
+    part_o: cute.Tensor, part_lse: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor, sinks,
+    stream: cuda.CUstream, x: cutlass.Constexpr,
+):  # fmt: skip
+    """After the kernel that writes the states, in the same stream; it may begin while that one ends."""
+    kernel.set_name_prefix(f"{x.name}_combine", remove_cutlass_symbol=True, keep_mangled_name=False)
+    rows = cute.size(lse)
+    kernel(Merge(part_o, part_lse, o, lse, sink, sinks), x).launch(
+        grid=[(rows + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=True
+    )

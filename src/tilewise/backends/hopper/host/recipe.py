@@ -1,0 +1,314 @@
+"""What a launch hands to the driver, as data: sums and shifts of sizes, strides and numbers, and where addresses go.
+
+The compiler turns the host side of a kernel (tensor maps, lengths, the grid) into straight code.
+:mod:`tilewise.backends.hopper.host.hostcode` writes that code down as a :class:`Recipe`, which lies beside the cubin. For one set
+of sizes it is worked out once (:func:`Recipe.made`); what then changes from call to call is addresses alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# A value is a row [operation, bits, operand ..]. Leaves: constant, number (an argument that is one), size and stride (of a
+# tensor's dimension), address. Operands of the others are rows before theirs. Values are kept as they are without a sign.
+LEAVES = ("constant", "number", "size", "stride", "address")
+_BITS = {"i32": 32, "i64": 64, "f32": 32}
+
+
+def signed(n: int, bits: int) -> int:
+    return n - (1 << bits) if n >> (bits - 1) else n
+
+
+def _quotient(a: int, b: int) -> int:
+    """Rounded towards zero."""
+    return abs(a) // abs(b) * (-1 if (a < 0) != (b < 0) else 1)
+
+
+# Of operands and their width, where the sign or the width matters.
+OPERATIONS: dict[str, Callable[..., int]] = {
+    "add": lambda w, a, b: a + b,
+    "sub": lambda w, a, b: a - b,
+    "mul": lambda w, a, b: a * b,
+    "and": lambda w, a, b: a & b,
+    "or": lambda w, a, b: a | b,
+    "xor": lambda w, a, b: a ^ b,
+    "shl": lambda w, a, b: a << b if b < w else 0,
+    "lshr": lambda w, a, b: a >> b,
+    "ashr": lambda w, a, b: signed(a, w) >> b,
+    "udiv": lambda w, a, b: a // b,
+    "urem": lambda w, a, b: a % b,
+    "sdiv": lambda w, a, b: _quotient(signed(a, w), signed(b, w)),
+    "srem": lambda w, a, b: signed(a, w) - signed(b, w) * _quotient(signed(a, w), signed(b, w)),
+    "zext": lambda w, a: a,
+    "trunc": lambda w, a: a,
+    "sext": lambda w, a: signed(a, w),
+    "select": lambda w, c, a, b: a if c else b,
+    "umin": lambda w, a, b: min(a, b),
+    "umax": lambda w, a, b: max(a, b),
+    "smin": lambda w, a, b: min(signed(a, w), signed(b, w)),
+    "smax": lambda w, a, b: max(signed(a, w), signed(b, w)),
+    "eq": lambda w, a, b: a == b,
+    "ne": lambda w, a, b: a != b,
+    "slt": lambda w, a, b: signed(a, w) < signed(b, w),
+    "sle": lambda w, a, b: signed(a, w) <= signed(b, w),
+    "sgt": lambda w, a, b: signed(a, w) > signed(b, w),
+    "sge": lambda w, a, b: signed(a, w) >= signed(b, w),
+    "ult": lambda w, a, b: a < b,
+    "ule": lambda w, a, b: a <= b,
+    "ugt": lambda w, a, b: a > b,
+    "uge": lambda w, a, b: a >= b,
+}
+
+
+def apply(operation: str, bits: int, width: int, *operands: int) -> int:
+    """The value of an operation on operands of ``width`` bits, cut to ``bits``."""
+    return int(OPERATIONS[operation](width, *operands)) & ((1 << bits) - 1)
+
+
+class Row(NamedTuple):
+    """``width``: of the last operand, which is that of all but a select's condition."""
+
+    operation: str
+    bits: int
+    operands: tuple[int, ...]
+    width: int = 0
+
+
+class Extent(NamedTuple):
+    """A size or a stride that a launch brings: those of one symbol are equal, and multiples of ``divisor``."""
+
+    symbol: int
+    divisor: int
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """``dtype``: torch's name. ``align``: of its address, in bytes. Sizes and strides are numbers or :class:`Extent`."""
+
+    dtype: str
+    shape: tuple[int | Extent, ...]
+    stride: tuple[int | Extent, ...]
+    align: int
+
+    def faults(self, x: Any, seen: dict[int, int]) -> list[str]:
+        """What keeps a tensor from being this argument; ``seen``: the symbols of the arguments before."""
+        if str(x.dtype) != f"torch.{self.dtype}" or len(x.shape) != len(self.shape):
+            return [f"{x.dtype} of {len(x.shape)} dimensions, not torch.{self.dtype} of {len(self.shape)}"]
+        found = []
+        for kind, wanted, given in (("size", self.shape, x.shape), ("stride", self.stride, x.stride())):
+            for dim, (want, got) in enumerate(zip(wanted, given, strict=True)):
+                if kind == "stride" and x.shape[dim] == 1:
+                    continue  # such a stride leads nowhere
+                if isinstance(want, int):
+                    found += [] if got == want else [f"{kind} {got} of dimension {dim} is not {want}"]
+                    continue
+                if seen.setdefault(want.symbol, got) != got:
+                    found.append(f"{kind} {got} of dimension {dim} is not {seen[want.symbol]}, as elsewhere")
+                if got % want.divisor:
+                    found.append(f"{kind} {got} of dimension {dim} is no multiple of {want.divisor}")
+        return found
+
+
+Argument = TensorArgument | str  # or the kind of a number: i32, i64, f32
+
+
+class Field(NamedTuple):
+    """``bytes`` at ``offset``: the value of a row."""
+
+    offset: int
+    bytes: int
+    value: int
+
+
+class Patch(NamedTuple):
+    """Eight bytes at ``offset``: the address of a tensor."""
+
+    offset: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a recipe.
+
+    Attributes:
+        grid, block: rows of their values. shared: bytes.
+        sizes: bytes of each parameter; they lie one after the other, each at a multiple of 8.
+        attributes: of the launch: the driver's number, and the fields of its value of 64 bytes.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    sizes: tuple[int, ...]
+    fields: tuple[Field, ...]
+    patches: tuple[Patch, ...]
+    attributes: tuple[tuple[int, tuple[Field, ...]], ...]
+
+
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each parameter starts, and, last, where they end."""
+    found = [0]
+    for size in sizes:
+        found.append(found[-1] + -(-size // 8) * 8)
+    return found
+
+
+class Made(NamedTuple):
+    """One launch for one set of sizes: all but addresses, the device and the stream."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    parameters: bytes
+    offsets: tuple[int, ...]
+    patches: tuple[Patch, ...]
+    attributes: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``arguments`` of the host function, flat and in order, and the launches that it makes of them, in order."""
+
+    arguments: tuple[Argument, ...]
+    rows: tuple[Row, ...]
+    launches: tuple[Launch, ...]
+
+    @property
+    def tied(self) -> list[int]:
+        """Arguments of which two strides are one symbol: only tensors of equal strides would do."""
+        of = lambda x: [e.symbol for e in x.stride if isinstance(e, Extent)]  # noqa: E731
+        symbols = {n: of(x) for n, x in enumerate(self.arguments) if isinstance(x, TensorArgument)}
+        return [n for n, found in symbols.items() if len(set(found)) < len(found)]
+
+    def values(self, given: Sequence[Any]) -> list[int]:
+        """Of all rows, for flat arguments; addresses are 0."""
+        found: list[int] = []
+        for operation, bits, operands, width in self.rows:
+            if operation in LEAVES:
+                found.append(self._leaf(operation, bits, operands, given) & ((1 << bits) - 1))
+            else:
+                found.append(apply(operation, bits, width, *[found[n] for n in operands]))
+        return found
+
+    def _leaf(self, operation: str, bits: int, operands: tuple[int, ...], given: Sequence[Any]) -> int:
+        if operation == "constant":
+            return operands[0]
+        if operation == "number":
+            return number_bits(self.arguments[operands[0]], given[operands[0]])
+        if operation == "address":
+            return 0
+        tensor, dim = operands
+        found = given[tensor].shape[dim] if operation == "size" else given[tensor].stride()[dim]
+        if not 0 <= found < 1 << (bits - 1):
+            raise ValueError(f"{operation} {found} of dimension {dim} of argument {tensor} does not fit in {bits} bits")
+        return found
+
+    def check(self, given: Sequence[Any]) -> None:
+        """Raises ValueError with all that is wrong with flat arguments; strides of tensors of one element are free."""
+        if len(given) != len(self.arguments):
+            raise ValueError(f"the kernel takes {len(self.arguments)} arguments, not {len(given)}")
+        found, seen, devices = [], {}, set()
+        for n, (argument, x) in enumerate(zip(self.arguments, given, strict=True)):
+            if isinstance(argument, str):
+                continue
+            devices.add(x.device)
+            found += [f"argument {n}: {fault}" for fault in argument.faults(x, seen)]
+        found += [f"tensors on {', '.join(sorted(map(str, devices)))}"] if len(devices) > 1 else []
+        if found:
+            raise ValueError("not what the kernel was compiled for: " + "; ".join(found))
+
+    def made(self, given: Sequence[Any]) -> list[Made]:
+        """The launches for the sizes, strides and numbers of flat arguments."""
+        self.check(given)
+        values = self.values(given)
+        return [_made(launch, values) for launch in self.launches]
+
+
+def number_bits(kind: str, x: int | float) -> int:
+    """How a number lies in a parameter.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if kind == "f32":
+        return struct.unpack("<I", struct.pack("<f", x))[0]
+    bits = _BITS[kind]
+    if not isinstance(x, int) or not -(1 << (bits - 1)) <= x < 1 << (bits - 1):
+        raise ValueError(f"{x!r} is no {kind}")
+    return x & ((1 << bits) - 1)
+
+
+def filled(fields: Sequence[Field], size: int, values: Sequence[int]) -> bytes:
+    room = bytearray(size)
+    for offset, count, value in fields:
+        room[offset : offset + count] = values[value].to_bytes(count, "little")
+    return bytes(room)
+
+
+def _made(launch: Launch, values: Sequence[int]) -> Made:
+    starts = offsets(launch.sizes)
+    of = lambda rows: tuple(values[n] for n in rows)  # noqa: E731
+    return Made(
+        launch.kernel,
+        of(launch.grid),
+        of(launch.block),
+        launch.shared,
+        filled(launch.fields, starts[-1], values),
+        tuple(starts[:-1]),
+        launch.patches,
+        tuple((number, filled(fields, 64, values)) for number, fields in launch.attributes),
+    )
+
+
+def flat(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments of a host function in order, tuples taken apart; a None that it was compiled for is no argument."""
+    found: list[Any] = []
+    for x in arguments:
+        if isinstance(x, tuple):
+            found += flat(x)
+        elif x is not None:
+            found.append(x)
+    return found
+
+
+# -- As text -------------------------------------------------------------------------------------------------------
+
+
+def to_json(recipe: Recipe) -> dict:
+    """For ``json.dumps``."""
+    launches = [vars(x) for x in recipe.launches]
+    arguments = [a if isinstance(a, str) else vars(a) for a in recipe.arguments]
+    return {"arguments": arguments, "rows": recipe.rows, "launches": launches}
+
+
+def from_json(data: dict) -> Recipe:
+    return Recipe(
+        tuple(a if isinstance(a, str) else _tensor(a) for a in data["arguments"]),
+        tuple(Row(operation, bits, tuple(operands), width) for operation, bits, operands, width in data["rows"]),
+        tuple(_launch(x) for x in data["launches"]),
+    )
+
+
+def _tensor(data: dict) -> TensorArgument:
+    sides = ([e if isinstance(e, int) else Extent(*e) for e in data[side]] for side in ("shape", "stride"))
+    return TensorArgument(data["dtype"], *map(tuple, sides), data["align"])
+
+
+def _launch(data: dict) -> Launch:
+    fields = lambda rows: tuple(Field(*row) for row in rows)  # noqa: E731
+    return Launch(
+        data["kernel"],
+        tuple(data["grid"]),
+        tuple(data["block"]),
+        data["shared"],
+        tuple(data["sizes"]),
+        fields(data["fields"]),
+        tuple(Patch(*row) for row in data["patches"]),
+        tuple((number, fields(rows)) for number, rows in data["attributes"]),
+    )

@@ -25,11 +25,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "mask": ("expr",),
     "score": ("expr", "mask"),
     "spec": ("mask", "score", "expr", "dropout", "caching"),
-    "tiles": ("mask", "expr"),
+    "masks": (),
+    "masks.facts": ("mask", "expr"),
+    "tiles": ("mask", "masks.facts", "expr"),
     "problem": ("spec", "mask", "expr", "dropout", "caching"),
+    "leaf_gradients": ("problem", "expr"),
     "backends.base": ("problem", "expr"),
-    "reference": ("backends.base", "problem", "spec", "tiles", "state", "dropout", "expr", "caching"),
-    "backends.hopper.config": ("problem", "device", "expr"),  # a kernel's key holds the expressions traced into it
+    "reference": ("backends.base", "problem", "spec", "leaf_gradients", "tiles", "state", "dropout", "expr", "caching"),
+    # A kernel's key holds the expressions traced into it.
+    "backends.hopper.config": ("problem", "masks.facts", "device", "expr"),
     "backends.hopper.backward.config": ("backends.hopper.config", "problem", "device"),
     "backends.*.config": ("problem", "device"),
     "backends.*.compile_all": ("own", "backends.base", "problem", "spec", "mask", "score"),  # a program of its own
@@ -38,6 +42,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "backends.base",
         "problem",
         "spec",
+        "leaf_gradients",
+        "masks.facts",
         "tiles",
         "state",
         "dropout",

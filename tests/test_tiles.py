@@ -10,7 +10,6 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import tiles
-from tilewise.expr import parse
 from tilewise.mask import Mask, region
 from tilewise.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap, seen_keys
 
@@ -231,27 +230,6 @@ def test_chunks_of_keys_have_the_tiles_and_seen_keys_of_their_columns(name):
 
 
 # -- How it is found -----------------------------------------------------------------------------------------------
-
-
-GRANULARITY = {
-    "(i // 16) == (j // 16)": (16, 16),
-    "(i // 16) == (i // 24)": (8, None),
-    "((i // 16) + i) > j": (1, 1),
-    "(i // 2.5) == 1.0": (1, None),
-    "(i // (-4)) < j": (1, 1),
-    "(16 // (i + 1)) > (j // 8)": (1, 8),
-    "bool0[i // 32, j // 48]": (32, 48),
-    "bool0[i, j // 48]": (1, 48),
-    "((i // 8) // 2) == h": (8, None),
-    "((i + off) // 8) == (j // (b + 1))": (1, 1),
-    "(b + h) > 0": (None, None),
-}
-
-
-@pytest.mark.parametrize(("text", "expected"), GRANULARITY.items(), ids=GRANULARITY)
-def test_granularity_is_the_block_on_which_a_predicate_is_constant(text, expected):
-    e = parse(text)
-    assert (tiles.granularity(e, "i"), tiles.granularity(e, "j")) == expected
 
 
 def count_evaluated(monkeypatch, grid: Grid, tile: int) -> int:

@@ -792,39 +792,6 @@ def read(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> torch.Tensor:
     return leaf[tuple(clamp_index(leaf, index))] if index else leaf
 
 
-def read_adjoint(
-    grad: torch.Tensor, e: Expr, env: Mapping[str, torch.Tensor], leaves: Sequence, g: torch.Tensor
-) -> None:
-    """Adds to ``grad``, the gradient of the leaf that lookup ``e`` reads, what ``g`` (one value per pair) gives it.
-
-    Sums first over what the index does not depend on; where it is plain symbols, the rest is one slice.
-    """
-    if not e.args[1:]:
-        grad += g.sum()
-        return
-    index = clamp_index(grad, evaluate(e.args[1:], env, leaves, torch.float32))
-    index = [x.view((1,) * (g.ndim - x.ndim) + tuple(x.shape)) for x in index]
-    free = [axis for axis in range(g.ndim) if all(x.shape[axis] == 1 for x in index)]
-    g = g.sum(free, keepdim=True) if free else g
-    names = [a.args[0] for a in e.args[1:] if a.op == "symbol"]
-    plain = all(a.op in ("symbol", "number") for a in e.args[1:]) and len(set(names)) == len(names)
-    if plain and grad.device.type == "cpu" and g.numel():
-        bounds = [(int(x.flatten()[0]), int(x.flatten()[-1])) for x in index]
-        if all(high - low + 1 == x.numel() for (low, high), x in zip(bounds, index, strict=True)):
-            axes = [next((axis for axis in range(g.ndim) if x.shape[axis] > 1), None) for x in index]
-            order = [axis for axis in axes if axis is not None]
-            rest = [axis for axis in range(g.ndim) if axis not in order]
-            sizes = [high - low + 1 for low, high in bounds]
-            grad[tuple(slice(low, high + 1) for low, high in bounds)] += g.permute(*order, *rest).reshape(sizes)
-            return
-    g = g.expand(torch.broadcast_shapes(*[x.shape for x in index]))
-    if grad.device.type == "cpu":  # one thread, in order; index_put_ adds from several in any order
-        flat = sum(x * stride for x, stride in zip(index, grad.stride(), strict=True))
-        grad.view(-1).index_add_(0, flat.expand(g.shape).reshape(-1), g.reshape(-1))
-    else:
-        grad.index_put_(tuple(index), g, accumulate=True)
-
-
 def derivative(root: Expr, wrt: Expr) -> Expr | None:
     """``d root / d wrt`` for a symbol or one lookup node; ``None`` where it is zero everywhere. Ties as in torch."""
     same = (lambda e: e.op == "symbol" and e.args == wrt.args) if wrt.op == "symbol" else (lambda e: e is wrt)

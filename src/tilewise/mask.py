@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -306,6 +306,7 @@ class Region:
         first, last: query interval of column ``j``: expressions of ``b, h, j`` and the lengths.
         predicate: bool expression of ``b, h, i, j``.
         prepared: what ``Mask.prepare`` made, and for which shapes.
+        diagonal: for certain, whatever the mask's tensors hold, every query sees the key at its own position ``i + off``.
     """
 
     lo: Expr | None = None
@@ -314,10 +315,15 @@ class Region:
     last: Expr | None = None
     predicate: Expr | None = None
     prepared: Prepared | None = None
+    diagonal: bool = False
 
     @property
     def everything(self) -> bool:
         return not self.parts
+
+    @property
+    def keeps_diagonal(self) -> bool:
+        return self.diagonal or self.everything
 
     @property
     def ends(self) -> tuple[Expr | None, ...]:
@@ -369,6 +375,7 @@ def _intersect(a: Region, b: Region) -> Region:
         _tighter("maximum", a.first, b.first),
         _tighter("minimum", a.last, b.last),
         _all([p for p in (a.predicate, b.predicate) if p is not None]),
+        diagonal=a.keeps_diagonal and b.keeps_diagonal,
     )
 
 
@@ -382,6 +389,7 @@ def _unite(a: Region, b: Region) -> Region:
         bound("minimum", a.first, b.first),
         bound("maximum", a.last, b.last),
         None if inside[0] is None or inside[1] is None else inside[0] | inside[1],
+        diagonal=a.keeps_diagonal or b.keeps_diagonal,
     )
 
 
@@ -392,11 +400,13 @@ def _window_region(left: Expr | None, right: Expr | None) -> Region:
         hi=None if right is None else _add_number(at_row, right.args[0] + 1),
         first=None if right is None else _add_number(at_column, -right.args[0]),
         last=None if left is None else _add_number(at_column, left.args[0] + 1),
+        diagonal=True,
     )
 
 
 def _prefix_region(n: Expr) -> Region:
-    return Region(hi=apply("maximum", _add_number(I + OFF, 1), n), first=apply("where", J < n, number(0), J - OFF))
+    hi, first = apply("maximum", _add_number(I + OFF, 1), n), apply("where", J < n, number(0), J - OFF)
+    return Region(hi=hi, first=first, diagonal=True)
 
 
 def _key_range_region(start: Expr, end: Expr) -> Region:
@@ -415,6 +425,7 @@ def _documents_region(row_start: Expr, row_end: Expr, column_start: Expr, column
         hi=apply("where", placed, row_end, number(0)),
         first=column_start - OFF,
         last=column_end - OFF,
+        diagonal=True,
     )
 
 
@@ -456,7 +467,7 @@ class _Reader:
             case ast.Call(func=ast.Name(id="prepared"), args=[inner, block, *shape]):
                 kept = self.read(inner)
                 prepared = Prepared(block.value, self.slots[-2], self.slots[-1], tuple(n.value for n in shape))
-                return Region(*kept.ends, kept.predicate, prepared)
+                return replace(kept, prepared=prepared)
             case ast.Call(func=ast.Name(id=name), args=args):
                 return ATOMS[name](*self._arguments(args))
         raise ValueError(f"not a mask: {ast.unparse(node)}")

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from tilewise import dropout, expr, state
 from tilewise.backends.base import Grads, Inputs, Output, empty_output
 from tilewise.caching import cached_property
+from tilewise.leaf_gradients import read_adjoint
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import Grid
@@ -205,7 +206,7 @@ class _Attention:
                 slot = e.args[0][1]
                 leaf = self.t.leaves[slot]
                 grad = leaves.setdefault(slot, torch.zeros(leaf.shape, dtype=self.dtype, device=leaf.device))
-                expr.read_adjoint(grad, e, self.env, self.t.leaves, torch.where(hit, ds * leaf_slope, 0))
+                read_adjoint(grad, e, self.env, self.t.leaves, torch.where(hit, ds * leaf_slope, 0))
             ds = torch.where(hit, ds * slope, 0)
         dq, dk = self.matmul(ds, self.k), self._over_queries(ds, self.q)
         return dq * p.softmax_scale, dk * p.softmax_scale, dv, delta, leaves

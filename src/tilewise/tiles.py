@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.expr import Expr
 from tilewise.mask import Mask, Region, region
+from tilewise.masks.facts import granularity
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 PREPARED_BLOCK = 64
@@ -170,18 +171,6 @@ def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> 
     whole = (tile_start >= column(lo_max)) & (tile_stop <= column(hi_min))
     status = visited.to(torch.uint8) + (visited & whole).to(torch.uint8)
     return status.mT if by_columns else status
-
-
-def granularity(e: Expr, name: str) -> int | None:
-    """The largest g such that ``e`` depends on symbol ``name`` through ``name // g`` alone; None: not at all."""
-    divisor = None
-    for node in expr.nodes(e):
-        for position, child in enumerate(expr.children(node)):
-            if child.op == "symbol" and child.args[0] == name:
-                by = node.args[1].args[0] if node.op == "floordiv" and node.args[1].op == "number" else None
-                g = by if position == 0 and isinstance(by, int) and by > 0 else 1
-                divisor = g if divisor is None else math.gcd(divisor, g)
-    return 1 if e.op == "symbol" else divisor
 
 
 def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,8 @@ from tilewise.backends.triton.config import (
 )
 from tilewise.backends.triton.kernels import emit as emitting
 from tilewise.backends.triton.kernels import maths
-from tilewise.backends.triton.kernels.emit import COLUMNS, ROWS, SCATTER, STORE, TILES, classify, emit, spans
+from tilewise.backends.triton.kernels.emit import emit, spans
+from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, classify
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -824,11 +825,3 @@ def shaped(batch: int, nq: int, nk: int, hq: int, hk: int) -> object:
 )
 def test_keys_are_split_where_whole_rows_leave_the_machine_idle(shape, splits):
     assert (config._split(shaped(*shape), 128, 132) is not None) == splits
-
-
-def test_heads_of_one_query_share_a_tile_only_where_every_key_is_seen():
-    q, k, v = qkv(nq=1, nk=50, hq=4, hk=2)
-    masks = {"all": None, "causal": tw.causal(), "window": tw.window(49, 0), "short": tw.window(48, 0)}
-    masks["lengths"] = tw.key_lengths(torch.tensor([50, 50]))
-    seen = {name: launch._sees_all(call(q, k, v, mask=mask).p) for name, mask in masks.items()}
-    assert seen == {"all": True, "causal": True, "window": True, "short": False, "lengths": False}

@@ -53,8 +53,8 @@ def test_seen_keys_are_those_that_some_query_of_the_group_keeps(name, lengths):
     )
 
 
-def test_that_every_key_is_seen_is_known_of_common_masks():
+def test_masks_that_are_known_to_show_every_key_list_no_seen_keys():
     known = [tw.causal(), tw.documents(IDS) & tw.causal(), tw.prefix(9), tw.window(3, 0) | tw.key_range(5, 9)]
-    assert all(masks.all_seen(a_call(mask).p) for mask in known)
-    assert not masks.all_seen(a_call(tw.key_lengths(70)).p)
-    assert not masks.all_seen(a_call(tw.causal(), 40).p)
+    assert all(masks.seen(c.p, c.t) is None for c in map(a_call, known))
+    c = a_call(tw.key_lengths(torch.tensor([70, 70])))
+    assert masks.seen(c.p, c.t) is not None

@@ -20,6 +20,8 @@ from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
 from tilewise.caching import cached_property
+from tilewise.leaf_gradients import classify
+from tilewise.masks.facts import every_key_seen, granularity
 from tilewise.problem import Problem
 from tilewise.tiles import Grid, TileMap, seen_keys
 
@@ -129,11 +131,7 @@ class Prepared:
 
 def _by_pair(predicate: expr.Expr | None) -> bool:
     """Whether it differs from pair to pair; one that reads ``i // 64`` and ``j // 64`` alone does not."""
-    pair = lambda e: e.op == "symbol" and e.args[0] in ("i", "j")  # noqa: E731
-    blocks = lambda e: e.op == "floordiv" and e.args[1].op == "number"  # noqa: E731
-    return predicate is not None and any(
-        pair(child) for e in expr.nodes(predicate) if not blocks(e) for child in expr.children(e)
-    )
+    return predicate is not None and 1 in (granularity(predicate, "i"), granularity(predicate, "j"))
 
 
 @dataclass
@@ -156,7 +154,8 @@ def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, na
     status = None
     if grid.region.predicate is not None:
         status = TileMap.build(grid, *tile, by_columns=backward).status
-    seen = seen_keys(grid, p.group)
+    every = not p.packed and every_key_seen(grid.region, grid.seqlen_q, grid.seqlen_k)
+    seen = None if every else seen_keys(grid, p.group)
     return _Part(ends, status, seen)
 
 
@@ -313,8 +312,7 @@ class LeafSums:
         slots = sorted({read.slot for read in code.reads})
         groups = p.batch * p.heads_k * chunks
         large = [n for n in slots if leaves[n].numel() * max(groups, 1) > PRIVATE_ELEMENTS]
-        plain = [read.plain for read in code.reads if read.slot in large]
-        apart = frozenset("bhj").intersection(*plain) if plain else frozenset("bhj")
+        apart = frozenset("bhj").intersection(*[read.apart for read in classify(p) if read.slot in large])
         serial_batch, serial_head = "b" not in apart and p.batch > 1, "h" not in apart and p.heads_k > 1
         chunks = chunks if "j" in apart else 1
         groups = (1 if serial_batch else p.batch) * (1 if serial_head else p.heads_k) * chunks

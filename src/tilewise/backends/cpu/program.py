@@ -62,7 +62,6 @@ class Read:
     slope: Value
     index: tuple[Value, ...]
     modes: tuple[int, ...]
-    plain: frozenset[str]  # symbols that are an index by themselves
 
 
 @dataclass
@@ -127,8 +126,7 @@ class _Compiler:
     def read(self, e: Expr, slope: Expr) -> Read:
         indices = e.args[1:]
         values = tuple(self.value(x, "index") for x in indices)
-        plain = frozenset(x.args[0] for x in indices if x.op == "symbol")
-        return Read(e.args[0][1], self.as_float(self.value(slope)), values, _modes(indices, values), plain)
+        return Read(e.args[0][1], self.as_float(self.value(slope)), values, _modes(indices, values))
 
     def _emit(self, op: str, type_: int, out_type: int, args: Sequence[Value] = (), **more) -> Value:
         symbols = more.pop("symbols", frozenset()).union(*[a.symbols for a in args])

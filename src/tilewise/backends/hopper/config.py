@@ -10,6 +10,7 @@ from functools import lru_cache
 from tilewise import device as devices
 from tilewise import expr
 from tilewise.expr import Expr
+from tilewise.masks.facts import Band, as_band
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes that one CTA may have
@@ -375,43 +376,9 @@ def candidates() -> list[Config]:
     return [c for c in found if c.name not in known]
 
 
-@dataclass(frozen=True)
-class Band:
-    """The kept keys of row i: ``i + lo <= j < i + hi`` and ``start <= j < stop``; a moving end that is None is unbounded."""
-
-    lo: int | None
-    hi: int | None
-    start: int
-    stop: int
-
-    @property
-    def form(self) -> str:
-        return "full" if self.lo is None and self.hi is None else "upper" if self.lo is None else "band"
-
-    def cut(self, seqlen_q: int) -> Band:
-        """With ``start`` and ``stop`` such that some row sees the first and some row sees the last key between them.
-
-        The kernel gets K and V from ``start`` to ``stop`` alone: what no query sees never reaches it. A moving end that
-        cuts no row any more is dropped: a single query has none.
-        """
-        start = self.start if self.lo is None else max(self.start, self.lo)
-        stop = self.stop if self.hi is None else min(self.stop, seqlen_q - 1 + self.hi)
-        lo = None if self.lo is None or seqlen_q - 1 + self.lo <= start else self.lo
-        hi = None if self.hi is None or self.hi >= stop else self.hi
-        return Band(lo, hi, start, max(start, stop))
-
-
 def band_of(p: Problem) -> Band | None:
     """The mask of a problem as a band, that of packed sequences without the offset of each; None where it is none."""
-    region = p.spec.region
-    lo, hi = _end(region.lo, "maximum"), _end(region.hi, "minimum")
-    if region.predicate is not None or lo is None or hi is None:
-        return None
-    off = 0 if p.packed else p.seqlen_k - p.seqlen_q
-    moved = [None if move is None else move + off for move, _ in (lo, hi)]
-    start = max(0, 0 if lo[1] is None else lo[1])
-    stop = min(p.seqlen_k, p.seqlen_k if hi[1] is None else hi[1])
-    return Band(*moved, start, max(start, stop))
+    return as_band(p.spec.region, 0 if p.packed else p.seqlen_k - p.seqlen_q, p.seqlen_k)
 
 
 def keys_of(p: Problem) -> tuple[str, Band]:
@@ -429,23 +396,6 @@ def keys_of(p: Problem) -> tuple[str, Band]:
     band = band.cut(p.seqlen_q)
     whole = (band.start, band.stop) == (0, p.seqlen_k)
     return (band.form, band) if whole or not (is_traced(p) or p.spec.dropout_p) else ("rows", every)
-
-
-def _end(e, op: str) -> tuple[int | None, int | None] | None:
-    """``(m, n)`` of an end that is the ``op`` of ``i + off + m`` and ``n``, either of them absent; None: it is none such."""
-    if e is None:
-        return None, None
-    if e.op == op:
-        parts = [_end(x, op) for x in e.args]
-        if None in parts:
-            return None
-        pick = max if op == "maximum" else min
-        both = [[x for x in pair if x is not None] for pair in zip(*parts, strict=True)]
-        return tuple(pick(found) if found else None for found in both)
-    if e.op == "number":
-        return None, e.args[0]
-    base, shift = (e.args[0], e.args[1].args[0]) if e.op == "add" and e.args[1].op == "number" else (e, 0)
-    return (shift, None) if str(base) == "i + off" else None
 
 
 def cap_of(p: Problem) -> float | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise import expr
 from tilewise.backends.portable.step import Step, tiles
+from tilewise.leaf_gradients import read_adjoint
 from tilewise.tiles import EMPTY, FULL
 
 
@@ -96,5 +97,5 @@ def _through_score(
     slope, *leaf_slopes = expr.evaluate(spec.score_slopes, env, step.t.leaves, raw.dtype)
     ds, hidden = step.by_head(ds, rows), step.by_head(hidden, rows)
     for e, leaf_slope in zip(spec.lookups, leaf_slopes, strict=True):
-        expr.read_adjoint(leaves[e.args[0][1]], e, env, step.t.leaves, (ds * leaf_slope).masked_fill_(hidden, 0))
+        read_adjoint(leaves[e.args[0][1]], e, env, step.t.leaves, (ds * leaf_slope).masked_fill_(hidden, 0))
     return (ds * slope).masked_fill_(hidden, 0).view(raw.shape)

@@ -16,7 +16,8 @@ from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_operations
 from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
-from tilewise.backends.triton.kernels.emit import OPERATIONS, SCATTER, Pairs, blocks, classify, seen_lookup
+from tilewise.backends.triton.kernels.emit import OPERATIONS, Pairs, blocks, seen_lookup
+from tilewise.leaf_gradients import SCATTER, classify
 from tilewise.problem import Problem
 
 

@@ -3,14 +3,13 @@ somebody sees; made on the device."""
 
 from __future__ import annotations
 
-import ast
-from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
+from tilewise.masks.facts import every_key_seen
 from tilewise.problem import Problem
 from tilewise.tiles import PARTIAL, Grid, TileMap, seen_keys
 
@@ -50,28 +49,6 @@ def visits(p: Problem, t: Inputs, tiles: Sized, by_columns: bool = False) -> tup
 
 def seen(p: Problem, t: Inputs) -> Tensor | None:
     """The keys that some query of their batch and head group sees: bool (batch|1, seqlen_k, heads_k|1, 1); None: all."""
-    found = None if all_seen(p) else seen_keys(grid_of(p, t), p.group)
+    known = every_key_seen(p.spec.region, p.seqlen_q, p.seqlen_k)
+    found = None if known else seen_keys(grid_of(p, t), p.group)
     return None if found is None else found.mT.unsqueeze(-1)
-
-
-def all_seen(p: Problem) -> bool:
-    """Whether it is certain that every key has a query that sees it: the one at its own position, if there is one."""
-    return p.seqlen_q >= p.seqlen_k and _keeps_diagonal(p.spec.mask_text)
-
-
-@lru_cache(maxsize=4096)
-def _keeps_diagonal(text: str) -> bool:
-    return not text or _diagonal(ast.parse(text, mode="eval").body)
-
-
-def _diagonal(node: ast.AST) -> bool:
-    """Whether a mask's tree keeps every pair with ``j = i + off``; False where that is not known."""
-    match node:
-        case ast.BinOp(left=a, op=op, right=b):
-            both = _diagonal(a), _diagonal(b)
-            return all(both) if isinstance(op, ast.BitAnd) else any(both)
-        case ast.Call(func=ast.Name(id="prepared"), args=[inner, *_]):
-            return _diagonal(inner)
-        case ast.Call(func=ast.Name(id=name)):
-            return name in ("causal", "window", "prefix", "documents")
-    return False

@@ -4,7 +4,7 @@ A module has ``lo hi first last keep score`` and, for the backward, ``again`` (t
 ``rows``, ``leaves`` and ``columns``; kernels get them as fields of their compile-time facts. The ``s`` that they take is what q and
 k multiply to: the softmax scale is one of their factors. Numbers are run-time arguments (``at.numbers``), so 30 and 50 share
 a module; modules are made once per source. What the gradient of a leaf costs follows from where it is read (docs/algorithm.md,
-section 7), which :func:`classify` says.
+section 7), which :func:`tilewise.leaf_gradients.classify` says.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import torch
 
 from tilewise import expr
 from tilewise.expr import Expr
+from tilewise.leaf_gradients import COLUMNS, ROWS, STORE, TILES, Read, classify
+from tilewise.masks.facts import constant_on_blocks, granularity
 from tilewise.problem import Problem
-from tilewise.tiles import granularity
-
-# How the gradient of one read of a leaf is summed.
-ROWS, COLUMNS, STORE, TILES, SCATTER = "rows", "columns", "store", "tiles", "scatter"
 
 _FLOAT_CALLS = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos")}
 _CALLS = {
@@ -53,43 +51,6 @@ _OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth value
 _TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
 OPERATIONS = frozenset({*_CALLS, *_INFIX, *_ROUNDING, *_TYPES, "where", "relu", "neg", "not"})
 """The operations that this module can write; the last four have branches of their own in ``_Writer._operation``."""
-
-
-@dataclass(frozen=True)
-class Read:
-    """One read of a leaf that wants a gradient.
-
-    Attributes:
-        expr: the lookup; ``how`` one of the five ways above; ``loops`` for TILES: the broadcast indices among b, h.
-    """
-
-    expr: Expr
-    how: str
-    loops: tuple[str, ...] = ()
-
-    @property
-    def slot(self) -> int:
-        return self.expr.args[0][1]
-
-
-def classify(p: Problem) -> tuple[Read, ...]:
-    """How each of ``spec.lookups`` is summed."""
-    slots = [e.args[0][1] for e in p.spec.lookups]
-    return tuple(_classify(p, e, slots.count(e.args[0][1]) == 1) for e in p.spec.lookups)
-
-
-def _classify(p: Problem, e: Expr, alone: bool) -> Read:
-    used = expr.depends_on(*e.args[1:])
-    if "j" not in used:
-        return Read(e, ROWS)
-    if "i" not in used:
-        return Read(e, COLUMNS)
-    plain = all(x.op in ("symbol", "number") for x in e.args[1:])
-    names = [x.args[0] for x in e.args[1:] if x.op == "symbol"]
-    if not (plain and alone and len(set(names)) == len(names) and used <= set("bhij")) or p.packed:
-        return Read(e, SCATTER)
-    loops = tuple(name for name, size in (("b", p.batch), ("h", p.heads_q)) if name not in used and size > 1)
-    return Read(e, TILES if loops else STORE, loops)
 
 
 def seen_lookup(p: Problem) -> Expr | None:
@@ -130,7 +91,8 @@ class Pairs:
     @classmethod
     def of(cls, p: Problem) -> Pairs:
         roots = [e for e in (p.spec.region.predicate, p.spec.score) if e is not None]
-        reads = [e for e in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*e.args[1:]) and not _by_blocks(e)]
+        at_pairs = [e for e in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*e.args[1:])]
+        reads = [e for e in at_pairs if not constant_on_blocks(e)]
         if not reads:
             return cls()
         at = expr.depends_on(*[index for e in reads for index in e.args[1:]])
@@ -144,11 +106,6 @@ def blocks(p: Problem) -> tuple[int, int]:
     if predicate is None or p.packed:
         return 0, 0
     return tuple(granularity(predicate, index) or 0 for index in ("i", "j"))
-
-
-def _by_blocks(read: Expr) -> bool:
-    """Whether it is at quotients of i and j alone."""
-    return all(x.op == "floordiv" for x in read.args[1:] if {"i", "j"} & expr.depends_on(x))
 
 
 # -- One expression as lines of source -----------------------------------------------------------------------------

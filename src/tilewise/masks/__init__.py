@@ -1,0 +1,1 @@
+"""What kernels ask about masks: :mod:`tilewise.masks.facts`."""

@@ -1,0 +1,116 @@
+"""What is known of masks without their tensors, against the matrix of pairs that they keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.contract import call, normal
+from tilewise.expr import Expr, apply, number, parse, symbol
+from tilewise.mask import ATOMS, OFF, I, J, Mask, Region, _atom
+from tilewise.masks.facts import as_band, constant_on_blocks, every_key_seen, every_pair_kept, granularity
+
+IDS = torch.tensor([0] * 9 + [4] + [2] * 20 + [3] * 40)
+
+
+def chunks_region(size: Expr) -> Region:
+    """The mask that docs/adding.md adds."""
+    row, column = (I + OFF) // size * size, J // size * size - OFF
+    return Region(lo=row, hi=row + size, first=column, last=column + size)
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch):
+    monkeypatch.setitem(ATOMS, "chunks", chunks_region)
+
+
+# The mask, and whether it is known that every key is seen at (70, 70), (75, 70) and (40, 70) queries and keys.
+SEEN = {
+    "full": (lambda: Mask(""), (True, True, True)),
+    "causal": (tw.causal, (True, True, True)),
+    "window": (lambda: tw.window(9, 0), (True, True, False)),
+    "prefix": (lambda: tw.prefix(9), (True, True, True)),
+    "prefixes": (lambda: tw.prefix(torch.tensor([9, 3])), (True, True, False)),
+    "documents": (lambda: tw.documents(IDS) & tw.causal(), (True, True, False)),
+    "chunks": (lambda: _atom("chunks", number(8)), (True, True, False)),
+    "chunks-causal": (lambda: tw.causal() & _atom("chunks", number(8)), (True, True, False)),
+    "all-keys": (lambda: tw.key_range(0, 100), (True, True, True)),
+    "key-range": (lambda: tw.key_range(0, 60), (False, False, False)),
+    "lengths": (lambda: tw.key_lengths(torch.tensor([70, 70])), (False, False, False)),
+    "either": (lambda: tw.window(3, 0) | tw.key_range(5, 9), (True, True, False)),
+    "keep-diagonal": (lambda: tw.keep(lambda b, h, i, j: (i - j) % 5 == 0), (True, True, False)),
+    "keep-others": (lambda: tw.keep(lambda b, h, i, j: i != j), (False, True, False)),
+    "keep-by-head": (lambda: tw.keep(lambda b, h, i, j: i >= j - h), (False, False, False)),
+    "dense": (lambda: tw.dense(normal(70, 70) > 0), (False, False, False)),
+}
+LENGTHS = ((70, 70), (75, 70), (40, 70))
+
+
+def region_of(mask: Mask, nq: int, nk: int) -> Region:
+    k = torch.zeros(2, nk, 1, 8)
+    return call(torch.zeros(2, nq, 2, 8), k, k, mask=mask).p.spec.region
+
+
+def kept(mask: Mask, nq: int, nk: int) -> torch.Tensor:
+    rows = [tw.show_mask(mask, nq, nk, head=h).split("\n") for h in (0, 1)]
+    return torch.tensor([[[c == "1" for c in row.split(" ")] for row in head] for head in rows])
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_every_key_counts_as_seen_only_where_it_is(name):
+    build, expected = SEEN[name]
+    for (nq, nk), known in zip(LENGTHS, expected, strict=True):
+        if name == "dense" and (nq, nk) != (70, 70):
+            continue
+        assert every_key_seen(region_of(build(), nq, nk), nq, nk) == known
+        assert not known or bool(kept(build(), nq, nk).any(1).all())
+
+
+def test_a_mask_that_is_added_has_the_facts_of_a_built_in_one():
+    added, built_in = (region_of(mask, 70, 70) for mask in (_atom("chunks", number(70)), tw.causal()))
+    assert every_key_seen(added, 70, 70)
+    assert every_key_seen(built_in, 70, 70)
+    assert every_pair_kept(added, 70, 70)
+    assert not every_pair_kept(region_of(_atom("chunks", number(69)), 70, 70), 70, 70)
+
+
+def test_every_pair_counts_as_kept_only_where_it_is():
+    masks = {"all": Mask(""), "causal": tw.causal(), "window": tw.window(49, 0), "short": tw.window(48, 0)}
+    masks["lengths"] = tw.key_lengths(torch.tensor([50, 50]))
+    masks["chunks"] = _atom("chunks", number(50))
+    known = {name: every_pair_kept(region_of(mask, 1, 50), 1, 50) for name, mask in masks.items()}
+    assert known == {"all": True, "causal": True, "window": True, "short": False, "lengths": False, "chunks": True}
+
+
+@pytest.mark.parametrize("mask", [tw.prefix(3), tw.documents(IDS), tw.keep(lambda b, h, i, j: i >= j)], ids=str)
+def test_a_mask_with_other_ends_than_numbers_is_no_band(mask):
+    assert as_band(region_of(mask, 70, 70), 0, 70) is None
+
+
+GRANULARITY = {
+    "(i // 16) == (j // 16)": (16, 16),
+    "(i // 16) == (i // 24)": (8, None),
+    "((i // 16) + i) > j": (1, 1),
+    "(i // 2.5) == 1.0": (1, None),
+    "(i // (-4)) < j": (1, 1),
+    "(16 // (i + 1)) > (j // 8)": (1, 8),
+    "bool0[i // 32, j // 48]": (32, 48),
+    "bool0[i, j // 48]": (1, 48),
+    "((i // 8) // 2) == h": (8, None),
+    "((i + off) // 8) == (j // (b + 1))": (1, 1),
+    "(b + h) > 0": (None, None),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), GRANULARITY.items(), ids=GRANULARITY)
+def test_granularity_is_the_block_on_which_a_predicate_is_constant(text, expected):
+    e = parse(text)
+    assert (granularity(e, "i"), granularity(e, "j")) == expected
+
+
+def test_a_pattern_of_blocks_is_constant_on_blocks():
+    assert constant_on_blocks(parse("bool0[i // 32, j // 48]"))
+    assert not constant_on_blocks(parse("bool0[i // 32, j]"))
+    assert not constant_on_blocks(symbol("i"))
+    assert constant_on_blocks(apply("gt", symbol("h"), number(0)))

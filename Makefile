@@ -65,7 +65,7 @@ format: setup
 # Triton's kernels for GPUs that need not be here: shared memory and spills against config's figures.
 kernels: setup
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet $(CONSTRAINTS) triton
-	@$(BIN)/python -m tilewise.backends.triton.compile_all
+	@$(BIN)/python -m tilewise.backends.triton.host.compile_all
 	@$(BIN)/python -m tilewise.backends.hopper.host.aot
 
 # Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, and their figures written down. The

@@ -69,6 +69,10 @@ class Case:
             return (self,)
         return tuple(replace(self, batch=1, seqlen_q=nq, seqlen_k=nk, lengths=()) for nq, nk in self.lengths)
 
+    def draw(self, device: str = "cpu", seed: int = 0) -> "Inputs":
+        """This case's tensors; see :func:`draw`."""
+        return draw(self, device, seed)
+
     def kept_pairs(self, device: str = "cpu") -> int:
         """Pairs (i, j) of one query head that the mask keeps, summed over the batch: what the work is counted by."""
         if self.mask is None:
@@ -106,6 +110,19 @@ class Inputs:
     @property
     def off(self) -> int:
         return self.case.off
+
+    def options(self) -> dict[str, Any]:
+        """The keywords of ``tw.attention`` for this case; a packed one's also hold cu_seqlens_q and cu_seqlens_k."""
+        found = {
+            "mask": MASKS[self.case.mask].build(self) if self.case.mask else None,
+            "score": SCORES[self.case.score].build(self) if self.case.score else None,
+            "sink": self.sink,
+            "dropout_p": self.case.dropout_p,
+            "dropout_seed": self.dropout_seed,
+        }
+        if not self.case.lengths:
+            return found
+        return found | {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_k": self.cu_seqlens_k}
 
     @property
     def wanted(self) -> dict[str, Tensor]:

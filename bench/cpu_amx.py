@@ -24,8 +24,9 @@ import torch.nn.functional as F
 
 from bench import cases
 from bench.measure import ROOT, in_turns, limits, machine
-from tests.backends.contract import Call, call, of_case, run
+from tilewise import testing
 from tilewise.backends.cpu import Cpu, library
+from tilewise.testing import Call, call, of_case
 
 AMX, EMULATED, DOTS = "amxbf16", "amxbf16_emulated", "avx512bf16"
 BUILD = ROOT / "build/native"
@@ -106,7 +107,7 @@ def bits(results: Results) -> None:
     differ, named = [], [x for x in cases.tagged("contract") if x.dtype in ("float32", "bfloat16")]
     for case in named:
         c = of_case(replace(case, dtype="bfloat16"))
-        found = run(Cpu(isa=AMX), c)
+        found = testing.results(Cpu(isa=AMX), c)
         expected = with_library(other, c)
         differ += [f"{case.name} {name}" for name in found if not torch.equal(found[name], expected[name])]
     return results.add(
@@ -118,7 +119,7 @@ def bits(results: Results) -> None:
 def with_library(loaded: library.Library, c: Call) -> dict[str, torch.Tensor]:
     before, library.load = library.load, lambda: loaded
     try:
-        return run(Cpu(isa=EMULATED), c)
+        return testing.results(Cpu(isa=EMULATED), c)
     finally:
         library.load = before
 

@@ -36,7 +36,6 @@ import tilewise as tw
 from bench import cases, compare, peers, records, run
 from bench import check as checks
 from bench.measure import host_microseconds, in_turns
-from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Output, empty_output
 from tilewise.backends.hopper import Hopper
@@ -47,6 +46,7 @@ from tilewise.backends.hopper.host.forward_call import Plan
 from tilewise.backends.triton import Triton
 from tilewise.problem import TensorFacts
 from tilewise.reference import Reference
+from tilewise.testing import Call, call, of_case, poisoned
 
 DEVICE = "cuda"
 CHECK_LIMIT, TIME_LIMIT = 400, 100  # seconds of one process
@@ -66,7 +66,7 @@ PREFIX = {
 }
 DONE = "all"  # the case of the row that says that a kernel has been through all others
 RESERVE = 170  # seconds that checking leaves for what comes after
-PROVEN = Path(library.__file__).with_name("proven.txt")  # bits, how many calls were right, kernel
+PROVEN = Path(tw.__file__).parent / "backends" / "hopper" / "proven.txt"  # bits, how many calls were right, kernel
 
 
 class Results:

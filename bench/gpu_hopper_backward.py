@@ -39,7 +39,6 @@ from bench.gpu_hopper import (
     small_parts,
 )
 from bench.measure import host_microseconds, in_turns
-from tests.backends.contract import Call, call, of_case, poisoned
 from tilewise import accuracy
 from tilewise.backends.base import Grads, Output
 from tilewise.backends.hopper import Hopper
@@ -47,6 +46,7 @@ from tilewise.backends.hopper.backward.config import Backward, candidates, shipp
 from tilewise.backends.hopper.host import library
 from tilewise.backends.triton import Triton
 from tilewise.reference import Reference
+from tilewise.testing import Call, call, of_case, poisoned
 
 # TFLOP/s by a resource model of the chip, before anything ran (docs/measured.md): N 512, 1024, .. 16384.
 PREDICTED = {

@@ -35,10 +35,10 @@ import torch
 
 from bench import cases, compare, peers, records, run
 from bench.measure import host_microseconds, in_turns
-from tests.backends.contract import call
 from tilewise import accuracy
 from tilewise.backends.triton import Triton, launch, tuned
 from tilewise.backends.triton.config import CANDIDATES, Config, Tiles, choose, preceded
+from tilewise.testing import call
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCTS = {"forward": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}  # of a tile

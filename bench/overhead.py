@@ -52,8 +52,8 @@ def microseconds(call: Callable[[], object], calls: int = 3000, repeats: int = 7
 
 def triton() -> None:
     """The host's side of a launch; Triton needs a GPU for the rest."""
-    from tests.backends.contract import call
     from tilewise.backends.triton import config, launch
+    from tilewise.testing import call
 
     q = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16)
     c = call(q, q.clone(), q.clone(), causal=True)
@@ -68,10 +68,10 @@ def triton() -> None:
 
 def hopper() -> None:
     """From the backend's forward (goal: below 12), and from the public call (30, with gradients 45), to the driver's launch."""
-    from tests.backends.contract import call
     from tests.backends.hopper import standin
     from tilewise.backends.hopper import Hopper
     from tilewise.backends.hopper.host import library
+    from tilewise.testing import call
 
     q = torch.randn(1, 4096, 2, 64, dtype=torch.bfloat16)
     backend = Hopper()

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -207,17 +208,8 @@ def tilewise(backend: str | None = None) -> Contestant:
     def prepare(x: Inputs) -> Call:
         import tilewise as tw
 
-        options = {
-            "mask": MASKS[x.case.mask].build(x) if x.case.mask else None,
-            "score": SCORES[x.case.score].build(x) if x.case.score else None,
-            "sink": x.sink,
-            "dropout_p": x.case.dropout_p,
-            "dropout_seed": x.dropout_seed,
-            "backend": backend,
-        }
-        if x.case.lengths:
-            return lambda: tw.attention_varlen(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k, **options)
-        return lambda: tw.attention(x.q, x.k, x.v, **options)
+        attention = tw.attention_varlen if x.case.lengths else tw.attention
+        return partial(attention, x.q, x.k, x.v, **x.options(), backend=backend)
 
     try:
         number = version("tilewise")

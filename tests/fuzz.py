@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.backends.contract import Call, call, poisoned
 from tilewise import accuracy, dispatch
 from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import Config
+from tilewise.testing import Call, call, poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 129, 200, 257)

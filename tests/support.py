@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from bench import cases
-from tests.backends.contract import of_case
 from tilewise import dispatch, problem
 from tilewise.cli import checkout
 from tilewise.spec import parse_spec
+from tilewise.testing import of_case
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "tests" / "support.json"

@@ -56,6 +56,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "autograd": ("dispatch", "backends.base", "problem", "spec"),
     "api": ("autograd", "dispatch", "problem", "spec", "score", "mask", "tiles", "dropout"),
     "accuracy": ("reference", "backends.base", "problem"),
+    "testing": ("accuracy", "backends.base", "problem", "spec"),
     "selfcheck": ("accuracy", "dispatch", "backends.base", "problem", "spec", "mask", "score", "device"),
     "parallel*": ("own", "api", "state"),
     "compat*": ("own", "api", "mask", "score", "expr", ""),
@@ -335,7 +336,7 @@ import tilewise
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - {"tilewise"} - sys.stdlib_module_names))
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))))
-not_needed = ("cli", "compat", "iomodel", "selfcheck", "accuracy")
+not_needed = ("cli", "compat", "iomodel", "selfcheck", "accuracy", "testing")
 print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in not_needed))
 """
     assert run_python(code) == "[]\n[]\n[]"

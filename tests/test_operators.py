@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tests.backends.contract import normal, qkv
+from tilewise.testing import normal, qkv
 
 F64 = torch.float64
 

@@ -6,85 +6,15 @@ class TestPortable(Contract):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 
 import tilewise as tw
 from bench import cases
-from tilewise import accuracy, expr, problem
-from tilewise.backends.base import Backend, Grads, Inputs, Output
-from tilewise.spec import Options, assemble, parse_spec
-
-
-@dataclass
-class Call:
-    """A checked call and its output gradients."""
-
-    p: problem.Problem
-    t: Inputs
-    do: Tensor
-    dlse: Tensor
-
-
-def call(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, device: str | None = None, **options: object
-) -> Call:
-    """A call that wants every gradient; its tensors, those of masks and scores too, are moved to ``device``, by default q's."""
-    device = device or q.device.type
-    extras, seed, text = assemble(q.detach().requires_grad_(), k, v, Options(**options))
-    q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
-    seed, do = (None if x is None else x.to(device) for x in (seed, do))
-    p = problem.check(q, k, v, extras, seed, parse_spec(text))
-    generator = torch.Generator(q.device).manual_seed(7)
-    draw = lambda shape, dtype: torch.randn(shape, generator=generator, device=q.device).to(dtype)  # noqa: E731
-    do = draw((*q.shape[:-1], v.shape[-1]), q.dtype) if do is None else do
-    lse_shape = (q.shape[1], q.shape[0]) if p.packed else (q.shape[0], q.shape[2], q.shape[1])
-    return Call(p, Inputs.of(p, q, k, v, extras, seed), do, draw(lse_shape, p.compute_dtype))
-
-
-def _moved(x: Tensor, device: str) -> Tensor:
-    """On ``device`` with the strides that it had, expanded dimensions too."""
-    x = x.detach()
-    if x.device.type == device:
-        return x
-    base = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
-    order = sorted(range(x.ndim), key=lambda axis: -base.stride(axis))
-    moved = base.permute(order).contiguous().to(device)
-    return moved.permute([order.index(axis) for axis in range(x.ndim)]).expand(x.shape)
-
-
-def of_case(case: cases.Case, device: str = "cpu") -> Call:
-    x = cases.draw(case)
-    mask = cases.MASKS[case.mask].build(x) if case.mask else None
-    score = cases.SCORES[case.score].build(x) if case.score else None
-    options = {
-        "mask": mask,
-        "score": score,
-        "sink": x.sink,
-        "dropout_p": case.dropout_p,
-        "dropout_seed": x.dropout_seed,
-    }
-    if case.lengths:
-        options |= {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-    return call(x.q, x.k, x.v, x.do, device, **options)
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN, so that what is not written shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+from tilewise import accuracy, expr
+from tilewise.backends.base import Backend, Grads, Output
+from tilewise.testing import Call, call, normal, of_case, poisoned, qkv
 
 
 def run(backend: Backend, c: Call) -> dict[str, Tensor]:
@@ -118,15 +48,6 @@ def agree(backend: Backend, c: Call) -> None:
     errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge(results)
     wrong = [str(e) for e in errors if not e.ok]
     assert not wrong, "; ".join(wrong)
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def qkv(batch=2, nq=70, nk=70, hq=4, hk=2, d=16, dv=16, dtype=torch.float32) -> tuple[Tensor, ...]:
-    shapes = (batch, nq, hq, d), (batch, nk, hk, d), (batch, nk, hk, dv)
-    return tuple(normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes, 1))
 
 
 HIDING = {

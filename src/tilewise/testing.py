@@ -1,0 +1,148 @@
+"""What tests and benchmarks share: a checked call with its tensors, outputs full of NaN, and the judgement of a backend's results.
+
+    c = call(q, k, v, causal=True)
+    assert not wrong(Portable(), c)
+
+Nothing that users need; nothing else in the package imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise import accuracy, problem
+from tilewise.backends.base import Backend, Inputs
+from tilewise.spec import Options, assemble, parse_spec
+
+# ---- calls ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A checked problem ``p``, its tensors ``t``, and the gradients ``do`` and ``dlse`` of its outputs."""
+
+    p: problem.Problem
+    t: Inputs
+    do: Tensor
+    dlse: Tensor
+
+    def forward_only(self) -> Call:
+        """The same call where nothing wants a gradient."""
+        return self._with_spec(needs_grad=False)
+
+    def with_constant_scores(self) -> Call:
+        """The same call where the tensors that a score reads want no gradient."""
+        spec = self.p.spec
+        return self._with_spec(grad_slots=tuple(n for n in spec.grad_slots if n == spec.sink_slot))
+
+    def _with_spec(self, **changes: Any) -> Call:
+        return replace(self, p=replace(self.p, spec=replace(self.p.spec, **changes)))
+
+    def expected(self) -> accuracy.Expected:
+        """The oracle's and eager's results; its gradients are left out where the call wants none."""
+        given = (self.do, self.dlse) if self.p.spec.needs_grad else ()
+        return accuracy.Expected.of(self.p, self.t, *given)
+
+
+def call(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, device: str | None = None, **options: object
+) -> Call:
+    """A call that wants every gradient; its tensors, those of masks and scores too, are moved to ``device``, by default q's."""
+    device = device or q.device.type
+    extras, seed, text = assemble(q.detach().requires_grad_(), k, v, Options(**options))
+    q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
+    seed, do = (None if x is None else x.to(device) for x in (seed, do))
+    p = problem.check(q, k, v, extras, seed, parse_spec(text))
+    generator = torch.Generator(q.device).manual_seed(7)
+
+    def draw(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=q.device).to(dtype)
+
+    do = draw((*q.shape[:-1], v.shape[-1]), q.dtype) if do is None else do
+    lse_shape = (q.shape[1], q.shape[0]) if p.packed else (q.shape[0], q.shape[2], q.shape[1])
+    return Call(p, Inputs.of(p, q, k, v, extras, seed), do, draw(lse_shape, p.compute_dtype))
+
+
+def _moved(x: Tensor, device: str) -> Tensor:
+    """A tensor on ``device`` with the strides that it had, expanded dimensions too."""
+    x = x.detach()
+    if x.device.type == device:
+        return x
+    base = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+    order = sorted(range(x.ndim), key=lambda axis: -base.stride(axis))
+    moved = base.permute(order).contiguous().to(device)
+    return moved.permute([order.index(axis) for axis in range(x.ndim)]).expand(x.shape)
+
+
+class Row(Protocol):
+    """A row of a table of cases, as those of bench/cases.py."""
+
+    def draw(self, device: str = "cpu", seed: int = 0) -> Any: ...
+
+
+def of_case(case: Row, device: str = "cpu", seed: int = 0) -> Call:
+    """A case as a checked call. Its numbers are drawn on the CPU, so that they are the same on every device."""
+    x = case.draw(seed=seed)
+    return call(x.q, x.k, x.v, x.do, device, **x.options())
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normal numbers that the seed and the shape decide."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(batch=2, nq=70, nk=70, hq=4, hk=2, d=16, dv=16, dtype=torch.float32) -> tuple[Tensor, ...]:
+    """q (batch, nq, hq, d), k (batch, nk, hk, d) and v (batch, nk, hk, dv)."""
+    shapes = (batch, nq, hq, d), (batch, nk, hk, d), (batch, nk, hk, dv)
+    return tuple(normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes, 1))
+
+
+# ---- results ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """A context in which torch.empty gives NaN, so that what is not written shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def results(backend: Backend, c: Call) -> dict[str, Tensor]:
+    """A backend's outputs, and its gradients where the call wants any, by name; what it does not write is NaN."""
+    with poisoned():
+        out = backend.forward(c.p, c.t)
+        grads = backend.backward(c.p, c.t, out, c.do, c.dlse) if c.p.spec.needs_grad else None
+    return accuracy.tensors(out, grads)
+
+
+def wrong(backend: Backend, c: Call) -> list[str]:
+    """What is beyond the error rule in a backend's results; empty: nothing is."""
+    return [str(e) for e in c.expected().judge(results(backend, c)) if not e.ok]
+
+
+def other_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    """The names of the tensors that differ in a bit between two runs."""
+    return [name for name, x in first.items() if not torch.equal(_bits(x), _bits(second[name]))]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """A tensor's bits as integers: NaN then equals itself."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def far_off(x: Tensor, oracle: Tensor) -> str:
+    """How many elements are far off, and where the first stand: whole tiles, a warp's rows and single columns look different."""
+    bad = ((x.float() - oracle.float()).abs() > 0.05 * oracle.float().abs().max()) | x.isnan()
+    return f"{bad.sum().item()} of {bad.numel()} elements far off, the first at {bad.nonzero()[:4].tolist()}"

@@ -36,8 +36,10 @@ import torch
 from bench import cases, compare, peers, records, run
 from bench.measure import host_microseconds, in_turns
 from tilewise import accuracy
-from tilewise.backends.triton import Triton, launch, tuned
+from tilewise.backends.triton import Triton
 from tilewise.backends.triton.config import CANDIDATES, Config, Tiles, choose, preceded
+from tilewise.backends.triton.host import launch, runtime, tuned
+from tilewise.backends.triton.host.plan import Plan
 from tilewise.testing import call
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -439,7 +441,7 @@ def host_worker(worker: Worker) -> None:
 
 
 def lengths(backend: Triton) -> dict:
-    compiled = lambda: sum(len(cache[0]) for cache in launch.kernels().forward.device_caches.values())  # noqa: E731
+    compiled = lambda: sum(len(cache[0]) for cache in runtime.kernels().forward.device_caches.values())  # noqa: E731
     before = None
     for n in range(1, 101):
         x = torch.randn(1, 7 * n, 2, 64, device="cuda", dtype=torch.bfloat16)
@@ -460,18 +462,18 @@ def launches(kernel: str, c, tiles: Tiles) -> Callable[[], object]:
     found: dict[str, tuple] = {}
 
     def record(fn, grid, tiles, *args):
-        name = launch.name_of(fn, args[-1])
+        name = runtime.pass_name(fn, args[-1])
         found[name] = (fn, grid, tiles, args)
         if name == "delta":
-            launch.run(fn, grid, tiles, *args)
+            runtime.run(fn, grid, tiles, *args)
 
-    plan = launch.Plan(c.p, config, record)
+    plan = Plan(c.p, config, record)
     out = Triton().forward(c.p, c.t)
     if kernel == "forward":
         launch.forward(plan, c.t)
     else:
         launch.backward(plan, c.t, out, c.do, c.dlse)
-    return lambda: launch.run(*found[kernel][:3], *found[kernel][3])
+    return lambda: runtime.run(*found[kernel][:3], *found[kernel][3])
 
 
 def tiles_worker(worker: Worker) -> None:

@@ -168,7 +168,10 @@ class Problem:
         mask that hides no key. The queries are those of :meth:`regrouped_queries`.
         """
         (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = self.q.shape, self.q.stride
-        shape, stride = (batch, self.group, self.heads_k, head_dim), (by_batch, by_head, self.group * by_head, by_column)
+        shape, stride = (
+            (batch, self.group, self.heads_k, head_dim),
+            (by_batch, by_head, self.group * by_head, by_column),
+        )
         spec = Spec(softmax_scale=self.spec.softmax_scale, deterministic=self.spec.deterministic)
         return replace(self, q=TensorFacts(shape, stride, self.dtype), extras=(), spec=spec)
 

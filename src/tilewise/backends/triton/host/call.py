@@ -115,7 +115,14 @@ class Call:
         return runtime.opaque(sizes)
 
     def launch(
-        self, kernel, grid: tuple[int, ...], tiles: Tiles, tensors: object, sizes: object, facts: Facts, *between: object
+        self,
+        kernel,
+        grid: tuple[int, ...],
+        tiles: Tiles,
+        tensors: object,
+        sizes: object,
+        facts: Facts,
+        *between: object,
     ) -> Launched:
         """Launches a kernel.
 

@@ -52,9 +52,7 @@ def _of_nothing(like: Tensor, shape: list[int], strides: list[int], block: list[
     return runtime.kernels().TensorDescriptor(torch.empty(0, dtype=like.dtype), shape, strides, block)
 
 
-def four_axes(
-    x: Tensor, strides: tuple[int, int, int], heads: int, batch: int
-) -> tuple[list[int], list[int]] | None:
+def four_axes(x: Tensor, strides: tuple[int, int, int], heads: int, batch: int) -> tuple[list[int], list[int]] | None:
     """Shape and strides of a descriptor, (batch, heads, rows, columns), of a tensor with ``(batch, row, head)`` strides.
 
     None where there is none: a descriptor takes neither an empty tensor nor a stride of 0.

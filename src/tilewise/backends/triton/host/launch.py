@@ -130,9 +130,7 @@ def _first_backward(
     sums = LeafSums(plan, inputs)  # may launch kernels; what overlaps follows one another in the stream
     statistics = _statistics(call, out, dlse, buffers)
     lse2, delta = buffers.statistics.unbind()
-    tensors = call.tensors(
-        lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv, grads=sums.buffers
-    )
+    tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv, grads=sums.buffers)
     if plan.sheet_heads:
         passes = _passes_over_sheets(call, tensors, sums.reads[0])
     else:

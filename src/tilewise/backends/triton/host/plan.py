@@ -242,7 +242,9 @@ def _extents(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]
 
 def _is_wide(leaf: TensorFacts) -> bool:
     """Whether an element may lie 2**31 elements from the first."""
-    return sum((size - 1) * abs(stride) for size, stride in zip(leaf.shape, leaf.stride, strict=True) if size) >= 1 << 31
+    return (
+        sum((size - 1) * abs(stride) for size, stride in zip(leaf.shape, leaf.stride, strict=True) if size) >= 1 << 31
+    )
 
 
 def kept_sheet_heads(plan: Plan) -> int:
@@ -251,7 +253,11 @@ def kept_sheet_heads(plan: Plan) -> int:
     It keeps none, which is 0, unless that bias is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold it.
     """
     problem, emitted = plan.problem, plan.emitted
-    if [read.how for read in emitted.reads] != [TILES] or not plan.whole or {"slope", "tile_0"} & set(emitted.functions):
+    if (
+        [read.how for read in emitted.reads] != [TILES]
+        or not plan.whole
+        or {"slope", "tile_0"} & set(emitted.functions)
+    ):
         return 0
     leaf = problem.extras[emitted.reads[0].slot]
     # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.

@@ -5,7 +5,7 @@ spells it, and as a plain function of (b, h, i, j) that eager attention and Flex
 sequence, and `off = seqlen_k - seqlen_q` aligns the last query with the last key.
 
 Tags: `contract` tiny shapes for tests · `cpu` / `cuda` where the case is meant to be timed · `demo` · `exact` · `h200` the 36 rows
-whose peers are in docs/measured.md · `decode`, `window`, `packed`, `sparse`, `score`, `split`, `memory` what they probe.
+whose peers are in docs/performance.md · `decode`, `window`, `packed`, `sparse`, `score`, `split`, `memory` what they probe.
 """
 
 from collections.abc import Callable, Iterable

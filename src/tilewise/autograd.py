@@ -105,7 +105,7 @@ def _nobody_watches(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -
     """No tracing mode, no tensor subclass, no view marked as the negative of its memory (``z.conj().imag``), which the
     dispatcher resolves: below autograd it would only come back to ``_forward`` or ``_backward``.
 
-    Calling these directly saves 4 of 20 µs a call (bench/overhead.py), and 9 of 60 with its gradients.
+    Why it is asked: docs/decisions.md#operator-at-autograd-key.
     """
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not q.is_meta
     negative = q.is_neg() or k.is_neg() or v.is_neg() or any(x.is_neg() or type(x) not in _PLAIN for x in extras)

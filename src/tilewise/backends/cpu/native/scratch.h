@@ -1,4 +1,4 @@
-// A thread's memory for tiles, kept from call to call: fresh pages would cost a short call a tenth of its time.
+// A thread's memory for tiles, kept from call to call: docs/decisions.md#cpu-kept-scratch.
 #pragma once
 #include <cstdint>
 

@@ -42,6 +42,7 @@ struct GradientUnit {
 
 // Of 16-bit inputs dq is summed in fp32, in so much memory at most: a head group whose queries need more has a pass of its
 // own for the dq of the others, which computes S and dP again (7 products for 5) in blocks of kPassBytes.
+// docs/decisions.md#cpu-dq-in-turns
 constexpr int64_t kHeldBytes = 8 << 20, kPassBytes = 1 << 20;
 
 inline bool sixteen_bit(const TwCall &c) { return c.type == TW_BF16 || c.type == TW_F16; }

@@ -102,7 +102,8 @@ def pack(low, high, dtype: str):
     """Two numbers rounded to ``dtype`` in one register.
 
     In PTX, since the compiler would move plain conversions across the loop's end and keep the fp32 scores alive beside
-    those of the next block: too many registers, and every wgmma then waits for the one before.
+    those of the next block: too many registers, and every wgmma then waits for the one before
+    (docs/decisions.md#hopper-held-exponentials).
     """
     kind = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
     code = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};"

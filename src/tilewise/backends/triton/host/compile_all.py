@@ -210,7 +210,7 @@ def compile_item(item: Launch) -> list[str]:
 
 
 def serialised(compiled, arch: str) -> bool:
-    """Whether ptxas made every wgmma wait for the one before: a fifth of the speed was lost so, for an order of two loops."""
+    """Whether ptxas made every wgmma wait for the one before (docs/decisions.md#triton-one-loop)."""
     if arch != "sm90":
         return False
     text = _cuobjdump(compiled, "-sass")

@@ -1,0 +1,459 @@
+"""docs/performance.md, and the sentences on speed of other pages, written from bench/results: ``python -m bench.page --write``.
+
+tests/bench/test_page.py holds the pages equal to the results.
+"""
+
+import argparse
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from bench.records import read
+
+RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
+"""Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
+WIDTH = 160
+DIMS = (64, 128, 256)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+PASSES = ("forward", "backward")
+PEERS = ("fa2", "fa3", "fa4", "cudnn")
+MASKS = ("full", "causal")
+MASK_PEERS = ("tilewise", "triton", "cudnn-flex", "flex")
+LEVEL = 0.995  # of a peer's speed: below it a contestant counts as behind
+NONE = "—"
+INTRO = (
+    "How fast tilewise is, from `bench/results`. `python -m bench.page --write` writes this page: change those files, not this one. "
+    "A contestant whose result is wrong is not timed. N is the sequence length, D the head dim, and *16/4* are 16 query heads on 4 key "
+    "heads. Inputs are bf16 unless a table says otherwise. A causal mask counts half of the operations, other masks count the pairs that "
+    "they keep, and a backward counts 2.5 times its forward. [decisions.md](decisions.md) says why the kernels are as they are, "
+    "[tried.md](tried.md) what lost."
+)
+
+
+class Results:
+    """The results of one file of bench/results.
+
+    Attributes:
+        runs: the record of each run by its name. found: the records of results by run, case, contestant, pass and metric.
+    """
+
+    def __init__(self, name: str):
+        records = read(RESULTS / f"{name}.jsonl")
+        self.runs = {r["run"]: r for r in records if r["record"] == "run"}
+        self.found = {_key(r): r for r in records if r["record"] == "result"}
+
+    def value(self, run: str, case: str, who: str, direction: str, metric: str) -> float | None:
+        """The number that was measured, or None."""
+        return self.found.get((run, case, who, direction, metric), {}).get("value")
+
+    def cases(self, *runs: str) -> dict[str, dict]:
+        """The shape of each case of the runs by its name, in the file's order."""
+        return {r["case"]: r.get("shape", {}) for key, r in self.found.items() if key[0] in runs}
+
+    def newest(self, case: str, contestants: tuple[str, ...], direction: str) -> list[float]:
+        """The times of contestants in the newest run that timed all of them on the case; none where no run did."""
+        for run in sorted(self.runs, key=lambda name: self.runs[name]["when"], reverse=True):
+            times = [self.value(run, case, who, direction, "time") for who in contestants]
+            if None not in times:
+                return times
+        return []
+
+    def source(self, *runs: str) -> str:
+        """The machine, the date, the versions and the command of runs, as a sentence."""
+        first = self.runs[runs[0]]
+        dates = sorted({self.runs[run]["when"][:10] for run in runs})
+        commits = sorted({str(self.runs[run]["commit"]).rstrip("+") for run in runs} - {"None"})
+        commit = f", commit {commits[-1]}" if len(commits) == 1 else ""
+        command = (
+            first["command"] if "`" in first["command"] or " outside " in first["command"] else f"`{first['command']}`"
+        )
+        return f"{machine(first)}, {' and '.join(dates)}, torch {first['versions']['torch']}{commit}; measured by {command}."
+
+
+def _key(record: dict) -> tuple:
+    return tuple(record[name] for name in ("run", "case", "contestant", "pass", "metric"))
+
+
+def machine(run: dict) -> str:
+    """The processor of a run, with its threads where it is a CPU."""
+    threads = f", {run['threads']} threads" if "NVIDIA" not in run["device"] and run.get("threads") else ""
+    return run["device"].replace("(R)", "") + threads
+
+
+@cache
+def load(name: str) -> Results:
+    """The results of bench/results/NAME.jsonl."""
+    return Results(name)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The geometric mean of positive numbers."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
+    """A markdown table, the first column aligned left and the others right."""
+    return [_row(header), _row(["---", *["---:"] * (len(header) - 1)]), *map(_row, rows)]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def wrapped(text: str) -> list[str]:
+    """The lines of a paragraph."""
+    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def section(title: str, text: str, *tables: list[str]) -> list[str]:
+    """A heading, its paragraph, and what follows it: tables or a plot."""
+    lines = ["", f"## {title}", *wrapped(text)]
+    for each in tables:
+        lines += ["", *each]
+    return lines
+
+
+def number(value: float | None, digits: int | None = None) -> str:
+    """The number as text, to a whole one from 10 on unless ``digits`` are given, or a dash where there is none."""
+    if value is None:
+        return NONE
+    return f"{value:,.{int(value < 10) if digits is None else digits}f}"
+
+
+def pair(values: Iterable[float | None], digits: int | None = None) -> str:
+    """Two numbers, of the forward and the backward or of full and causal, as text."""
+    texts = [number(value, digits) for value in values]
+    return NONE if set(texts) == {NONE} else " / ".join(texts)
+
+
+# ---- H200 -------------------------------------------------------------------------------------------------------------
+
+
+def over_cudnn(who: str, case: str, direction: str) -> float:
+    """How many times as fast as cuDNN a contestant is on a case of the squares."""
+    return load("h200-peers").found["h200-squares", case, who, direction, "rate"]["over_cudnn"]
+
+
+def over_best(case: str, direction: str) -> float:
+    """How many times as fast as its best peer tilewise is on a case of the squares."""
+    return over_cudnn("tilewise", case, direction) / max(over_cudnn(peer, case, direction) for peer in PEERS)
+
+
+def square(head_dim: int, seqlen: int, mask: str) -> str:
+    """The name of a case of the squares: 16,384 tokens, hidden size 2048."""
+    return f"h200-d{head_dim}-n{seqlen}-{mask}"
+
+
+def squares() -> list[str]:
+    """Forward and backward beside cuDNN and three FlashAttentions, by head dim, mask and length."""
+    found = load("h200-peers")
+    rows, means, all_rows = [], [], []
+    for direction in PASSES:
+        for d in DIMS:
+            for mask in MASKS:
+                cases = [square(d, n, mask) for n in LENGTHS]
+                rate = [found.value("h200-squares", case, "tilewise", direction, "rate") for case in cases]
+                best = [over_best(case, direction) for case in cases]
+                rows.append(
+                    [f"{direction}, D {d}, {mask}", *[f"{r:.0f}, {b:.2f}" for r, b in zip(rate, best, strict=True)]]
+                )
+                all_rows += [(b, f"{direction}, D {d}, N {n}, {mask}") for b, n in zip(best, LENGTHS, strict=True)]
+    for direction in PASSES:
+        for title, some in [*[(f"D {d}", (d,)) for d in DIMS], ("all 36 rows", DIMS)]:
+            cases = [square(d, n, mask) for d in some for n in LENGTHS for mask in MASKS]
+            mean = [
+                geometric_mean(over_cudnn(who, case, direction) for case in cases) for who in (*PEERS[:3], "tilewise")
+            ]
+            mean.append(geometric_mean(over_best(case, direction) for case in cases))
+            means.append([f"{direction}, {title}", *[f"{value:.3f}" for value in mean]])
+    behind = sorted(row for row in all_rows if row[0] < LEVEL)
+    text = (
+        "16,384 tokens, hidden size 2048. The first table has TFLOP/s of tilewise, and how many times as fast as the best of cuDNN, FA2, "
+        f"FA3 and FA4 it is. Of {len(all_rows)} rows tilewise is behind that best in {len(behind)}, at worst at {behind[0][0]:.2f} × "
+        f"({behind[0][1]}). {found.source('h200-squares')} {found.runs['h200-squares']['statistic']}"
+    )
+    first = table(["", *[f"N {n}" for n in LENGTHS]], rows)
+    ratios = table(
+        ["geometric means over cuDNN", "FA2", "FA3", "FA4", "tilewise", "tilewise over its best peer"], means
+    )
+    plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
+    return section("Forward and backward on an H200", text, plot, first, ratios)
+
+
+def grouped() -> list[str]:
+    """Grouped queries, from the same runs as the squares."""
+    found, rows = load("h200-peers"), []
+    for direction in PASSES:
+        for n in LENGTHS:
+            cases = [f"h200-gqa4-d128-n{n}-{mask}" for mask in MASKS]
+            rates = [
+                [found.value("h200-squares", case, who, direction, "rate") for case in cases]
+                for who in ("tilewise", "fa3", "cudnn")
+            ]
+            if None not in rates[0]:
+                rows.append([f"{direction}, N {n}", *map(pair, rates)])
+    text = "16 query heads on 4 key heads, D 128, otherwise as above: TFLOP/s, full / causal."
+    return section("Grouped queries on an H200", text, table(["", "tilewise", "FA3", "cuDNN"], rows))
+
+
+def masks() -> list[str]:
+    """Masks and scores beside cudnn.flex_attention and compiled FlexAttention."""
+    found, run, rows, behind = load("h200-peers"), "h200-masks", [], dict.fromkeys(PASSES, 0)
+    cases = found.cases(run)
+    for case, shape in cases.items():
+        rates = {who: [found.value(run, case, who, d, "rate") for d in PASSES] for who in MASK_PEERS}
+        for n, direction in enumerate(PASSES):
+            behind[direction] += rates["tilewise"][n] < LEVEL * max(rate[n] or 0 for rate in rates.values())
+        cells = [pair(rate) for rate in rates.values()]
+        for column, who in ((0, "tilewise-varlen"), (2, "cudnn-flex-varlen")):
+            packed = pair(found.value(run, case, who, d, "rate") for d in PASSES)
+            cells[column] += "" if packed == NONE else f" ({packed})"
+        plans = [found.value(run, case, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
+        length = f", N {shape['seqlen']}" if "seqlen" in shape else ""
+        length += f", batch {shape['batch']}" if shape.get("batch", 1) > 1 else ""
+        title = f"{shape['what']}{length}, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}"
+        rows.append([title, *cells, " / ".join(number(ms, 2) for ms in plans)])
+    text = (
+        "TFLOP/s, forward / backward, in brackets of the same mask as a packed call; a dash where a contestant cannot run the case or "
+        f"failed. Another of the four is faster than tilewise in {behind['forward']} of {len(cases)} forwards and {behind['backward']} "
+        f"backwards. {found.source(run)} {found.runs[run]['statistic']}"
+    )
+    header = [
+        "mask and score",
+        "tilewise",
+        "its Triton",
+        "cudnn.flex",
+        "FlexAttention",
+        "plan, ms: tilewise / cudnn.flex / Flex",
+    ]
+    return section("Masks and scores on an H200", text, table(header, rows))
+
+
+def decoding() -> list[str]:
+    """One query over a dense cache."""
+    found, run, rows = load("h200-peers"), "h200-decode", []
+    who = ("hopper", "triton", "cudnn", "fa2")
+    for case, shape in found.cases(run).items():
+        cells = []
+        for name in who:
+            ms, rate = (found.value(run, case, name, "forward", metric) for metric in ("time", "bandwidth"))
+            parts = [f"{1e3 * ms:.1f} µs"] if ms else []
+            parts += [f"{rate / 1e3:.2f} TB/s"] if rate else []
+            cells.append(", ".join(parts) or NONE)
+        title = f"B {shape['batch']}, {shape['seqlen_k']:,} keys, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}"
+        rows.append([title, *cells])
+    copy = max(found.runs[run]["limits"]["copy_gb_per_s"]) / 1e3
+    text = f"A copy runs at {copy:.2f} TB/s. {found.source(run)} {found.runs[run]['statistic']}"
+    return section("Decoding on an H200", text, table(["call", "tilewise", "its Triton", "cuDNN", "FA2"], rows))
+
+
+def single_precision() -> list[str]:
+    """Products of fp32 beside PyTorch's memory-efficient attention."""
+    found, run, rows = load("triton-calls"), "h200-triton-fp32", []
+    for case, shape in found.cases(run).items():
+        if shape["tf32"]:
+            continue
+        cells = []
+        for name, who in ((case, "tilewise"), (case, "efficient"), (case.replace("exact", "tf32"), "tilewise")):
+            cells.append(pair((found.value(run, name, who, d, "time") for d in PASSES), 2))
+        length = (
+            f"N {shape['seqlen_q']}" if shape["seqlen_q"] == shape["seqlen_k"] else f"1 query, {shape['seqlen_k']} keys"
+        )
+        title = f"B {shape['batch']}, H {shape['heads']}, {length}, D {shape['head_dim']}, {shape['mask'] or 'full'}"
+        rows.append([title, *cells])
+    text = f"Milliseconds, forward / backward, by the Triton backend. {found.source(run)}"
+    header = ["fp32", "tilewise", "SDPA, memory-efficient", "tilewise where tf32 is allowed"]
+    return section("fp32 on an H200", text, table(header, rows))
+
+
+def host() -> list[str]:
+    """What a call costs the host, by backend."""
+    rows = []
+    for backend, file in (("hopper", "hopper-calls"), ("triton", "triton-calls")):
+        found = load(file)
+        runs = [run for run in found.runs if "-host-" in run]
+        for case in found.cases(*runs):
+            cells = []
+            for who, direction in HOST:
+                values = [found.value(run, case, who, direction, "host") for run in runs]
+                known = sorted(value for value in values if value is not None)
+                cells.append(
+                    NONE
+                    if not known
+                    else f"{known[0]:.0f} to {known[-1]:.0f}"
+                    if f"{known[0]:.0f}" < f"{known[-1]:.0f}"
+                    else f"{known[0]:.0f}"
+                )
+            rows.append([f"{backend}, {case.removeprefix('host-')}", *cells])
+    text = (
+        "Microseconds a call on the host of an H200, the range over processes. A call has 2 heads of 64 queries, so that the kernels are "
+        f"short. {found.source(*runs)}"
+    )
+    header = ["", "backend forward", "backend backward", "`tw.attention`", "with a graph for gradients", "SDPA"]
+    return section("Host time", text, table(header, rows))
+
+
+HOST = (
+    ("backend", "forward"),
+    ("backend", "backward"),
+    ("tilewise", "forward"),
+    ("tilewise-grad", "forward"),
+    ("sdpa", "forward"),
+)
+"""Columns of the host's table: contestant and pass."""
+
+
+# ---- CPU --------------------------------------------------------------------------------------------------------------
+
+
+CPU_KINDS = [(dtype, d) for dtype in ("fp32", "bf16") for d in (64, 128)]
+AMX_RUN = "xeon-amx-2"
+CPU_SHAPES = (*[f"n{n}-{mask}" for n in (2048, 8192) for mask in MASKS], "n128-b16", "n256-b16")
+
+
+def over_sdpa(dtype: str, head_dim: int, shape: str) -> list[float | None]:
+    """How many times as fast as SDPA the CPU backend is, forward and backward; None where it was not timed."""
+    times = [
+        load("cpu-goals").newest(f"cpu-{dtype}-d{head_dim}-{shape}", ("sdpa", "cpu"), direction) for direction in PASSES
+    ]
+    return [each[0] / each[1] if each else None for each in times]
+
+
+def over_sdpa_by_amx(head_dim: int, shape: str) -> list[float | None]:
+    """How many times as fast as SDPA the CPU backend is with AMX, in bf16; None where it was not timed."""
+    length, mask = shape.split("-")
+    case = f"amx-t16-b1-h8-{length}-d{head_dim}-{mask}"
+    times = [[load("cpu-calls").value(AMX_RUN, case, who, d, "time") for who in ("sdpa", "amxbf16")] for d in PASSES]
+    return [None if None in each else each[0] / each[1] for each in times]
+
+
+def cpu() -> list[str]:
+    """The CPU backend beside PyTorch's SDPA, and beside the machine's limits."""
+    found, rows = load("cpu-goals"), []
+    for shape in CPU_SHAPES:
+        ratios = [over_sdpa(*kind, shape) for kind in CPU_KINDS] + [over_sdpa_by_amx(d, shape) for d in (64, 128)]
+        rows.append([shape_title(shape), *[pair(each, 2) for each in ratios]])
+    runs = [run for run, record in found.runs.items() if "sdpa" in record["peers"]]
+    text = (
+        "How many times as fast as PyTorch's SDPA, forward / backward, 8 heads; the last two columns are bf16 by AMX, which SDPA uses "
+        f"too. {found.source(*runs)} AMX: {load('cpu-calls').source(AMX_RUN)} {sparse_on_cpu()} "
+        f"Decoding reads K and V at {decode_on_cpu('-b')} from memory and {decode_on_cpu('k')} from the L3, of the pace of a plain sum."
+    )
+    header = ["", *[f"{dtype}, D {d}" for dtype, d in CPU_KINDS], "AMX, D 64", "AMX, D 128"]
+    plot = ["![Ratio to SDPA by case, forward and backward](img/cpu-goals.png)"]
+    return section("CPU", text, plot, table(header, rows))
+
+
+def shape_title(shape: str) -> str:
+    """The title of a CPU shape's row: n2048-full is N 2048, full."""
+    length, rest = shape.split("-")
+    return f"N {length[1:]}, {rest.replace('b16', 'batch 16')}"
+
+
+def decode_on_cpu(end: str) -> str:
+    """The range of decoding's pace over that of reading K and V, of the cases whose names end so but for digits."""
+    found = load("cpu-goals")
+    cases = [
+        case for case in found.cases(*found.runs) if "-decode-" in case and case.rstrip("0123456789").endswith(end)
+    ]
+    times = [found.newest(case, ("read", "cpu"), "forward") for case in cases]
+    shares = sorted(read_ms / mine for read_ms, mine in times)
+    return f"{shares[0]:.2f} to {shares[-1]:.2f}"
+
+
+def sparse_on_cpu() -> str:
+    """A sentence: what a window and a block pattern save of the full attention."""
+    found, gains = load("cpu-goals"), []
+    for name in ("window512", "sparse90"):
+        cases = [f"cpu-fp32-d64-n16384-{shape}" for shape in ("full", name)]
+        run = next(run for run in found.runs if cases[1] in found.cases(run))
+        full, mine = ([found.value(run, case, "cpu", d, "time") for d in PASSES] for case in cases)
+        gains.append(pair((a / b for a, b in zip(full, mine, strict=True)), 1))
+    return (
+        f"At N 16384 in fp32 a window of 512 makes full attention {gains[0]} times as fast, and a pattern that keeps 10.5 % of the blocks "
+        f"of 128 makes it {gains[1]} times as fast."
+    )
+
+
+# ---- Training ---------------------------------------------------------------------------------------------------------
+
+
+def training() -> list[str]:
+    """A training step of a small GPT, on an H200 and on a CPU."""
+    gpu, on_cpu, rows = load("hopper-calls"), load("cpu-calls"), []
+    for case, shape in gpu.cases("h200-training").items():
+        if case.startswith("gpt-step"):
+            ms = [gpu.value("h200-training", case, who, "step", "time") for who in ("hopper", "triton", "sdpa")]
+            rows.append([f"H200, context {shape['context']} × {shape['batch']} rows", *[number(x, 1) for x in ms]])
+    runs = [run for run, record in on_cpu.runs.items() if run.startswith("train-step") and record["pool"] == "torch"]
+    for run in runs:
+        ms = [on_cpu.value(run, "gpt-step-cpu", who, "step", "time") for who in ("tilewise", "sdpa")]
+        threads = on_cpu.runs[run]["threads"]
+        rows.append(
+            [f"CPU, context 1024 × 4 rows, {threads} thread{'s'[: threads > 1]}", number(ms[0]), NONE, number(ms[1])]
+        )
+    text = (
+        "Milliseconds of one step of a small GPT: forward, backward and AdamW; [training.md](training.md) shows losses. "
+        f"{gpu.source('h200-training')} {on_cpu.source(*runs)}"
+    )
+    return section("A training step", text, table(["", "tilewise", "its Triton", "SDPA"], rows))
+
+
+# ---- The pages --------------------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """The whole of docs/performance.md."""
+    parts = (squares, grouped, masks, decoding, single_precision, cpu, host, training)
+    return "\n".join(["# Performance", "", *wrapped(INTRO), *[line for part in parts for line in part()], ""])
+
+
+def summary() -> str:
+    """A paragraph on the speed beside cuDNN, the FlashAttentions and SDPA, which other pages quote."""
+    speeds = []
+    for direction in PASSES:
+        cases = [square(d, n, mask) for d in DIMS for n in LENGTHS for mask in MASKS]
+        speeds.append([over_cudnn("tilewise", case, direction) for case in cases])
+        speeds.append([over_best(case, direction) for case in cases])
+    forward, forward_best, backward, backward_best = (
+        f"{geometric_mean(some):.2f} times ({min(some):.2f} to {max(some):.2f} by shape)" for some in speeds
+    )
+    pairs = [over_sdpa(*kind, shape) for kind in CPU_KINDS for shape in CPU_SHAPES]
+    on_cpu = [sorted(each[n] for each in pairs if each[n]) for n in range(2)]
+    cpu_forward, cpu_backward = (f"{some[0]:.1f} to {some[-1]:.1f} times" for some in on_cpu)
+    return (
+        f"On one H200, in bf16 and over 36 shapes, the forward runs at {forward} the speed of cuDNN's attention and at {forward_best} "
+        f"that of the best of cuDNN and FlashAttention-2, 3 and 4; the backward at {backward} and {backward_best}. On two CPU cores the "
+        f"forward runs at {cpu_forward} the speed of PyTorch's SDPA, the backward at {cpu_backward}."
+    )
+
+
+def quoted(text: str) -> str:
+    """The text of a page with its quotation of :func:`summary` as the results have it now."""
+    lines = "\n".join(wrapped(summary()))
+    return re.sub(r"(?s)(<!-- speed -->\n).*?(<!-- /speed -->)", lambda found: f"{found[1]}{lines}\n{found[2]}", text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints docs/performance.md, or writes it and the quotations."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the pages instead of printing the first one")
+    if not parser.parse_args(arguments).write:
+        sys.stdout.write(page())
+        return 0
+    PAGE.write_text(page(), encoding="utf-8")
+    for path in QUOTING:
+        path.write_text(quoted(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

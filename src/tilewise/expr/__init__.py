@@ -1,0 +1,61 @@
+"""Scalar expressions over the indices of attention: the one language of masks, scores and their derivatives.
+
+An expression is a tree over the symbols ``s`` (the score), ``b h i j`` (batch, query head, query, key; within the
+sequence), ``off`` (``seqlen_k - seqlen_q``), ``seqlen_q`` and ``seqlen_k``, over numbers, and over *leaves*: tensors
+read at an index. It can
+
+- be traced from a Python function (:mod:`tilewise.expr.tracing`),
+- print itself as text and be read back (:mod:`tilewise.expr.text`), so that an operator can carry it as a string,
+- be walked over, and give up its numbers so that one kernel serves every value of them (:mod:`tilewise.expr.walk`),
+- be evaluated on tensors of indices, and differentiated with respect to the score or to one leaf
+  (:mod:`tilewise.expr.meaning`).
+
+What a node may be is in :mod:`tilewise.expr.operations`. The other modules of tilewise use the names below.
+"""
+
+from tilewise.expr.meaning import clamp_index, derivative, evaluate
+from tilewise.expr.operations import (
+    ONE,
+    OPERATIONS,
+    ZERO,
+    Expr,
+    Operation,
+    apply,
+    is_number,
+    kind,
+    lookup,
+    number,
+    symbol,
+    tensor_kind,
+)
+from tilewise.expr.text import from_ast, parse, to_text
+from tilewise.expr.tracing import trace
+from tilewise.expr.walk import abstract, children, depends_on, lookups, nodes, substitute
+
+__all__ = [
+    "ONE",
+    "OPERATIONS",
+    "ZERO",
+    "Expr",
+    "Operation",
+    "abstract",
+    "apply",
+    "children",
+    "clamp_index",
+    "depends_on",
+    "derivative",
+    "evaluate",
+    "from_ast",
+    "is_number",
+    "kind",
+    "lookup",
+    "lookups",
+    "nodes",
+    "number",
+    "parse",
+    "substitute",
+    "symbol",
+    "tensor_kind",
+    "to_text",
+    "trace",
+]

@@ -1,0 +1,90 @@
+"""What expressions are worth: their values on tensors of indices, and their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tilewise.expr.operations import ONE, OPERATIONS, ZERO, Expr, apply, is_number
+from tilewise.expr.walk import nodes
+
+
+def evaluate(
+    roots: Sequence[Expr],
+    env: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    numbers: Sequence[float] = (),
+) -> list[torch.Tensor]:
+    """The values of ``roots``, broadcast from the shapes of the symbols that each depends on.
+
+    Args:
+        env: a tensor for every symbol used, integer but for ``s``; shapes that broadcast against each other.
+        leaves: the tensors that lookups read, by slot.
+        dtype: in which floating values are computed; floating leaves are converted element by element. Indices of
+            leaves are computed in fp32 always.
+        numbers: the values of parameters, by slot.
+    """
+    device = next((t.device for t in env.values()), torch.device("cpu"))
+    values: dict[int, torch.Tensor] = {}
+    for e in nodes(*roots):
+        if e.op in ("number", "param"):
+            value = e.args[0] if e.op == "number" else numbers[e.args[0]]
+            values[id(e)] = torch.tensor(value, dtype=dtype if isinstance(value, float) else None, device=device)
+        elif e.op == "symbol":
+            values[id(e)] = env[e.args[0]]
+        elif e.op == "lookup":
+            index = [values[id(a)] for a in e.args[1:]]
+            if dtype != torch.float32 and any(x.op not in ("symbol", "number") for x in e.args[1:]):
+                index = evaluate(e.args[1:], env, leaves, torch.float32, numbers)  # the same element in every dtype
+            value = read(leaves[e.args[0][1]], index)
+            values[id(e)] = value.to(dtype) if value.is_floating_point() else value
+        else:
+            operation = OPERATIONS[e.op]
+            args = [values[id(a)] for a in e.args]
+            if operation.float_args:
+                args = [a if a.is_floating_point() else a.to(dtype) for a in args]
+            values[id(e)] = operation.torch(*args)
+    return [values[id(root)] for root in roots]
+
+
+def clamp_index(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Indices into ``leaf``, each kept within its dimension."""
+    return [x.long().clamp(0, size - 1) for x, size in zip(index, leaf.shape, strict=True)]
+
+
+def read(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not leaf.numel():  # of a sequence without keys; the checks admit no other
+        return leaf.new_zeros(torch.broadcast_shapes(*[x.shape for x in index]))
+    return leaf[tuple(clamp_index(leaf, index))] if index else leaf
+
+
+def derivative(root: Expr, wrt: Expr) -> Expr | None:
+    """``d root / d wrt`` for a symbol or one lookup node; ``None`` where it is zero everywhere. Ties as in torch."""
+    same = (lambda e: e.op == "symbol" and e.args == wrt.args) if wrt.op == "symbol" else (lambda e: e is wrt)
+    slopes: dict[int, Expr | None] = {}
+    for e in nodes(root):
+        if same(e):
+            slopes[id(e)] = ONE
+        elif e.op in ("number", "symbol", "param", "lookup"):
+            slopes[id(e)] = None
+        else:
+            slopes[id(e)] = _chain(e, [slopes[id(a)] for a in e.args])
+    return slopes[id(root)]
+
+
+def _chain(e: Expr, inner: list[Expr | None]) -> Expr | None:
+    """Sum over the arguments of partial times inner slope, leaving out zeros and ones."""
+    if e.op == "where":  # a select, not a product: the branch not taken may be NaN
+        if inner[1] is None and inner[2] is None:
+            return None
+        return apply("where", e.args[0], *[ZERO if slope is None else slope for slope in inner[1:]])
+    total = None
+    for partial, slope in zip(OPERATIONS[e.op].partials, inner, strict=False):
+        if partial is None or slope is None:
+            continue
+        outer = partial(*e.args, e)
+        term = outer if is_number(slope, 1) else slope if is_number(outer, 1) else outer * slope
+        total = term if total is None else total + term
+    return total

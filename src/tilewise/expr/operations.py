@@ -1,0 +1,333 @@
+"""The nodes of expressions, and the operations that they may be: one row of :data:`OPERATIONS` each.
+
+:class:`Expr` is what a traced function computes with, so Python's operators and torch's functions on one make another. What
+torch's functions mean is in :mod:`tilewise.expr.tracing`, which is imported when the first of them is called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SYMBOLS = {
+    "s": "float",
+    "b": "int",
+    "h": "int",
+    "i": "int",
+    "j": "int",
+    "off": "int",
+    "seqlen_q": "int",
+    "seqlen_k": "int",
+}
+
+
+class Expr:
+    """One node: an operation of :data:`OPERATIONS` on ``args``, or one of four terminals.
+
+    Terminals: ``number (value,)``, ``symbol (name,)``, ``param (slot, kind)`` and ``lookup (leaf, *indices)``. A leaf
+    is a tensor while a function is being traced and ``(kind, number)`` once the expression was printed and parsed.
+    """
+
+    __slots__ = ("args", "op")
+
+    def __init__(self, op: str, args: tuple):
+        self.op = op
+        self.args = args
+
+    def __repr__(self) -> str:
+        from tilewise.expr.text import to_text
+
+        return to_text(self)[0]
+
+    # Python calls these on `if`, `int()`, `for`: what a traced scalar cannot answer.
+    def __bool__(self):
+        raise untraceable("`if`, `and`, `or`, `not` on a traced value", "use torch.where, &, | and ~")
+
+    def __int__(self):
+        raise untraceable("`int()` of a traced value", "use .int() or //")
+
+    def __float__(self):
+        raise untraceable("`float()` of a traced value", "use .float()")
+
+    def __index__(self):
+        raise untraceable("a traced value as a Python index", "index a tensor with it: tensor[h, i, j]")
+
+    def __iter__(self):
+        raise untraceable("iteration over a traced value", "each of s, b, h, i, j is one scalar")
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        from tilewise.expr.tracing import method
+
+        return method(self, name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What ``s.dtype`` asks for while tracing; the call computes floating values in its own precision."""
+        return {"float": torch.float32, "int": torch.int64, "bool": torch.bool}[kind(self)]
+
+    @property
+    def device(self) -> None:
+        """Not known while tracing: ``None``, which torch's factory functions take for their default."""
+        return None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        from tilewise.expr.tracing import torch_function
+
+        return torch_function(func, args, kwargs or {})
+
+    def __hash__(self):
+        return id(self)
+
+    # fmt: off
+    def __add__(self, x): return apply("add", self, x)
+    def __radd__(self, x): return apply("add", x, self)
+    def __sub__(self, x): return apply("sub", self, x)
+    def __rsub__(self, x): return apply("sub", x, self)
+    def __mul__(self, x): return apply("mul", self, x)
+    def __rmul__(self, x): return apply("mul", x, self)
+    def __truediv__(self, x): return apply("div", self, x)
+    def __rtruediv__(self, x): return apply("div", x, self)
+    def __floordiv__(self, x): return apply("floordiv", self, x)
+    def __rfloordiv__(self, x): return apply("floordiv", x, self)
+    def __mod__(self, x): return apply("mod", self, x)
+    def __rmod__(self, x): return apply("mod", x, self)
+    def __pow__(self, x): return apply("pow", self, x)
+    def __rpow__(self, x): return apply("pow", x, self)
+    def __and__(self, x): return apply("and", self, x)
+    def __rand__(self, x): return apply("and", x, self)
+    def __or__(self, x): return apply("or", self, x)
+    def __ror__(self, x): return apply("or", x, self)
+    def __xor__(self, x): return apply("xor", self, x)
+    def __rxor__(self, x): return apply("xor", x, self)
+    def __lt__(self, x): return apply("lt", self, x)
+    def __le__(self, x): return apply("le", self, x)
+    def __gt__(self, x): return apply("gt", self, x)
+    def __ge__(self, x): return apply("ge", self, x)
+    def __eq__(self, x): return apply("eq", self, x)
+    def __ne__(self, x): return apply("ne", self, x)
+    def __neg__(self): return apply("neg", self)
+    def __abs__(self): return apply("abs", self)
+    def __invert__(self): return apply("not", self)
+    def __pos__(self): return self
+    def __round__(self): return apply("round", self)
+    def __floor__(self): return apply("floor", self)
+    def __ceil__(self): return apply("ceil", self)
+    def __trunc__(self): return apply("trunc", self)
+    def __lshift__(self, x): return shift("mul", self, x)
+    def __rlshift__(self, x): return shift("mul", x, self)
+    def __rshift__(self, x): return shift("floordiv", self, x)
+    def __rrshift__(self, x): return shift("floordiv", x, self)
+    # fmt: on
+
+
+def untraceable(what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"a traced mask or score function used {what}; {instead}")
+
+
+def number(value: bool | int | float) -> Expr:
+    return Expr("number", (value,))
+
+
+def symbol(name: str) -> Expr:
+    return Expr("symbol", (name,))
+
+
+ZERO, ONE = number(0), number(1)
+
+
+def is_number(e: Expr, value: float) -> bool:
+    return e.op == "number" and not isinstance(e.args[0], bool) and e.args[0] == value
+
+
+def as_expr(x: Any) -> Expr:
+    """A Python number, a 0-dim tensor or an expression, as an expression."""
+    if isinstance(x, Expr):
+        return x
+    if isinstance(x, torch.Tensor):
+        if x.ndim:
+            raise NotImplementedError(
+                f"a traced mask or score function used a tensor of shape {tuple(x.shape)} as a value; "
+                "read one element of it: tensor[h, i, j], or tw.lookup(tensor, h, i, j)"
+            )
+        return lookup(x)
+    if hasattr(type(x), "refuse"):  # a tensor that was read with too few indices says so itself
+        x.refuse()
+    if isinstance(x, bool):
+        return number(x)
+    if isinstance(x, (int, float)):  # int() and float(): of a symbol of torch.compile they make a number
+        return number(int(x) if isinstance(x, int) else float(x))
+    raise NotImplementedError(f"a traced mask or score function used a {type(x).__name__} as a value")
+
+
+def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
+    """``tensor[index]`` as an expression; an index out of range is clamped. What traced functions write as
+    ``tensor[h, i, j]``; inside ``torch.compile`` this call is needed.
+
+    Args:
+        tensor: any floating, integer or bool tensor. Floating leaves of a score get gradients.
+        index: one integer expression (``b, h, i, j`` or arithmetic on them) or int per dimension of ``tensor``.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"lookup reads a tensor, got {type(tensor).__name__}: torch.tensor(...) makes one")
+    if len(index) != tensor.ndim:
+        raise ValueError(
+            f"lookup in a tensor of shape {tuple(tensor.shape)} needs {tensor.ndim} indices, got {len(index)}"
+        )
+    return Expr("lookup", (tensor, *[_index_expr(x, size) for x, size in zip(index, tensor.shape, strict=True)]))
+
+
+def _index_expr(x: Any, size: int) -> Expr:
+    """An index as an expression; a literal one counts from the end where it is negative, as in torch."""
+    e = as_expr(x)
+    if kind(e) != "int":
+        raise untraceable(f"a {kind(e)} as an index ({e})", "indices are integers: use // or .int()")
+    if e.op != "number":
+        return e
+    n = e.args[0]
+    if not -size <= n < size:
+        raise ValueError(f"index {n} is out of range for a dimension of size {size}")
+    return number(n + size) if n < 0 else e
+
+
+def tensor_kind(tensor: torch.Tensor) -> str:
+    if tensor.dtype == torch.bool:
+        return "bool"
+    return "float" if tensor.dtype.is_floating_point else "int"
+
+
+def kind(e: Expr) -> str:
+    """``"float"``, ``"int"`` or ``"bool"``."""
+    if e.op == "number":
+        return type(e.args[0]).__name__
+    if e.op == "symbol":
+        return SYMBOLS[e.args[0]]
+    if e.op == "param":
+        return e.args[1]
+    if e.op == "lookup":
+        leaf = e.args[0]
+        return leaf[0] if isinstance(leaf, tuple) else tensor_kind(leaf)
+    result = OPERATIONS[e.op].kind
+    if result != "same":
+        return result
+    kinds = [kind(a) for a in (e.args[1:] if e.op == "where" else e.args)]
+    return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
+
+
+# -- The operations: one row each ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What an operation is in torch, how it prints, and its partial derivatives as functions of (args, result)."""
+
+    torch: Callable[..., torch.Tensor]
+    kind: str = "same"  # of the result; "same": promoted from the arguments
+    infix: str | None = None
+    partials: tuple[Callable[..., Expr] | None, ...] = ()  # one per argument; None, or missing: zero everywhere
+    float_args: bool = False  # integer arguments are converted first
+    arity: int = 0  # 0: two where there is an infix, else one
+
+    @property
+    def arguments(self) -> int:
+        return self.arity or (2 if self.infix else 1)
+
+
+def _select(condition: Expr, value: Expr | float) -> Expr:
+    return apply("where", condition, value, ZERO)
+
+
+def _tie(chosen: str) -> tuple:
+    """Partials of maximum and minimum: at a tie each argument gets half, as in torch."""
+
+    def partial(mine: int):
+        def rule(x, y, r):
+            a, b = (x, y) if mine == 0 else (y, x)
+            return apply("where", apply("eq", a, b), number(0.5), apply("where", apply(chosen, a, b), ONE, ZERO))
+
+        return rule
+
+    return partial(0), partial(1)
+
+
+def _pow_base(x, c, r):
+    return apply("where", apply("eq", c, ZERO), ZERO, c * apply("pow", x, c - ONE))
+
+
+def _pow_exponent(x, c, r):
+    return apply("where", (apply("eq", x, ZERO)) & (apply("ge", c, ZERO)), ZERO, r * apply("log", x))
+
+
+_one = lambda *_: ONE  # noqa: E731
+_minus_one = lambda *_: number(-1)  # noqa: E731
+_LN2 = math.log(2.0)
+
+# fmt: off
+OPERATIONS: dict[str, Operation] = {
+    "add": Operation(torch.add, infix="+", partials=(_one, _one)),
+    "sub": Operation(torch.sub, infix="-", partials=(_one, _minus_one)),
+    "mul": Operation(torch.mul, infix="*", partials=(lambda x, y, r: y, lambda x, y, r: x)),
+    "div": Operation(torch.true_divide, "float", "/", (lambda x, y, r: ONE / y, lambda x, y, r: -(r / y)), float_args=True),
+    "floordiv": Operation(torch.floor_divide, infix="//"),
+    "mod": Operation(torch.remainder, infix="%", partials=(_one, lambda x, y, r: -apply("floor", x / y))),
+    "pow": Operation(torch.pow, infix="**", partials=(_pow_base, _pow_exponent)),
+    "and": Operation(torch.bitwise_and, infix="&"),
+    "or": Operation(torch.bitwise_or, infix="|"),
+    "xor": Operation(torch.bitwise_xor, infix="^"),
+    "lt": Operation(torch.lt, "bool", "<"),
+    "le": Operation(torch.le, "bool", "<="),
+    "gt": Operation(torch.gt, "bool", ">"),
+    "ge": Operation(torch.ge, "bool", ">="),
+    "eq": Operation(torch.eq, "bool", "=="),
+    "ne": Operation(torch.ne, "bool", "!="),
+    "not": Operation(torch.bitwise_not, partials=()),
+    "neg": Operation(torch.neg, partials=(_minus_one,)),
+    "abs": Operation(torch.abs, partials=(lambda x, r: apply("sign", x),)),
+    "sign": Operation(torch.sign, partials=()),
+    "floor": Operation(torch.floor, partials=()),
+    "ceil": Operation(torch.ceil, partials=()),
+    "round": Operation(torch.round, partials=()),
+    "trunc": Operation(torch.trunc, partials=()),
+    "maximum": Operation(torch.maximum, arity=2, partials=_tie("gt")),
+    "minimum": Operation(torch.minimum, arity=2, partials=_tie("lt")),
+    "clamp_min": Operation(torch.maximum, arity=2, partials=(lambda x, c, r: _select(x >= c, ONE), lambda x, c, r: _select(x < c, ONE))),
+    "clamp_max": Operation(torch.minimum, arity=2, partials=(lambda x, c, r: _select(x <= c, ONE), lambda x, c, r: _select(x > c, ONE))),
+    "where": Operation(torch.where, arity=3),
+    "exp": Operation(torch.exp, "float", None, (lambda x, r: r,), float_args=True),
+    "exp2": Operation(torch.exp2, "float", None, (lambda x, r: r * number(_LN2),), float_args=True),
+    "expm1": Operation(torch.expm1, "float", None, (lambda x, r: r + ONE,), float_args=True),
+    "log": Operation(torch.log, "float", None, (lambda x, r: ONE / x,), float_args=True),
+    "log2": Operation(torch.log2, "float", None, (lambda x, r: ONE / (x * number(_LN2)),), float_args=True),
+    "log1p": Operation(torch.log1p, "float", None, (lambda x, r: ONE / (x + ONE),), float_args=True),
+    "sqrt": Operation(torch.sqrt, "float", None, (lambda x, r: number(0.5) / r,), float_args=True),
+    "rsqrt": Operation(torch.rsqrt, "float", None, (lambda x, r: number(-0.5) * r / x,), float_args=True),
+    "tanh": Operation(torch.tanh, "float", None, (lambda x, r: ONE - r * r,), float_args=True),
+    "sigmoid": Operation(torch.sigmoid, "float", None, (lambda x, r: r * (ONE - r),), float_args=True),
+    "erf": Operation(torch.erf, "float", None, (lambda x, r: number(2 / math.sqrt(math.pi)) * apply("exp", -(x * x)),), float_args=True),
+    "sin": Operation(torch.sin, "float", None, (lambda x, r: apply("cos", x),), float_args=True),
+    "cos": Operation(torch.cos, "float", None, (lambda x, r: -apply("sin", x),), float_args=True),
+    "relu": Operation(torch.relu, "same", None, (lambda x, r: _select(x > ZERO, ONE),)),
+    "float": Operation(lambda x: x, "float", None, (_one,), float_args=True),
+    "int": Operation(lambda x: x.to(torch.int64), "int"),
+    "bool": Operation(lambda x: x.to(torch.bool), "bool"),
+}
+# fmt: on
+
+
+def apply(op: str, *args: Any) -> Expr:
+    """The node of one operation; Python numbers and 0-dim tensors among ``args`` are wrapped."""
+    return Expr(op, tuple(as_expr(x) for x in args))
+
+
+def shift(op, x, n):
+    """``x << n`` and ``x >> n`` of integers, as ``x * 2**n`` and ``x // 2**n``."""
+    x, n = as_expr(x), as_expr(n)
+    if "float" in (kind(x), kind(n)):
+        raise untraceable("a shift of a float", "multiply by a power of two")
+    return apply(op, x, number(2 ** n.args[0]) if n.op == "number" else apply("pow", 2, n))

@@ -1,0 +1,260 @@
+"""From a Python function to an expression: what torch's functions and tensors' methods make of traced values."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tilewise.expr.operations import (
+    ONE,
+    OPERATIONS,
+    Expr,
+    apply,
+    as_expr,
+    kind,
+    lookup,
+    number,
+    shift,
+    symbol,
+    untraceable,
+)
+
+# fmt: off
+# What torch and Python call them.
+ALIASES = {
+    "absolute": "abs", "negative": "neg", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
+    "truediv": "div", "floor_divide": "floordiv", "remainder": "mod", "max": "maximum", "min": "minimum", "fmax": "maximum",
+    "fmin": "minimum", "logical_and": "and", "logical_or": "or", "logical_not": "not", "logical_xor": "xor", "invert": "not",
+    "bitwise_and": "and", "bitwise_or": "or", "bitwise_not": "not", "bitwise_xor": "xor", "less": "lt", "less_equal": "le",
+    "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "long": "int", "double": "float", "half": "float",
+    "bfloat16": "float", "expit": "sigmoid", "sgn": "sign",
+}
+# fmt: on
+
+_ALLOWED = "allowed are elementwise arithmetic, comparisons, & | ~, torch.where and " + ", ".join(
+    sorted(name for name, operation in OPERATIONS.items() if operation.infix is None and name != "not")
+)
+
+
+def method(value: Expr, name: str) -> Callable[..., Any]:
+    """The method ``name`` of a traced value.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    if name == "where":  # the method is value.where(condition, other)
+        return lambda condition, other: call("where", (condition, value, other), {})
+    if ALIASES.get(name, name) not in {*OPERATIONS, *_COMPOSED}:
+        raise untraceable(f"`{name}`", _ALLOWED)
+    return lambda *args, **kwargs: call(name, (value, *args), kwargs)
+
+
+def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """A torch function of which an argument is a traced value."""
+    if func is torch.Tensor.where:
+        args = (args[1], args[0], *args[2:])
+    return call(func.__name__, args, kwargs)
+
+
+def call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """A torch function or tensor method, by its name, called on traced values."""
+    if name.endswith("_") and not name.startswith("__"):
+        raise untraceable(f"`{name}`, which works in place", "use the form that returns its result")
+    name = name.strip("_")
+    if kwargs.get("inplace") is False:  # torch.nn.functional passes it along
+        kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+    if name in _COMPOSED:
+        return _COMPOSED[name](*args, **kwargs)
+    if name.startswith("r") and name[1:] in _REFLECTED:
+        name, args = name[1:], args[::-1]
+    reduces = name in ("max", "min") and not all(isinstance(x, (Expr, torch.Tensor)) for x in args)
+    logical = name.startswith("logical_")
+    op = ALIASES.get(name, name)
+    if op not in OPERATIONS or kwargs or reduces or len(args) != OPERATIONS[op].arguments:
+        given = f" with {', '.join(kwargs)}=" if kwargs else f" of {len(args)} arguments" if op in OPERATIONS else ""
+        raise untraceable(f"`{name}`{given}", _ALLOWED)
+    if op == "where" and kind(as_expr(args[0])) != "bool":
+        raise untraceable("`where` with a condition that is no truth value", "compare it: x != 0")
+    return apply(op, *[_truth(x) for x in args] if logical else args)
+
+
+def _truth(x: Any) -> Expr:
+    x = as_expr(x)
+    return x if kind(x) == "bool" else apply("bool", x)
+
+
+def _clamp(x, min=None, max=None):
+    if min is not None:
+        x = apply("clamp_min", x, min)
+    return x if max is None else apply("clamp_max", x, max)
+
+
+def _to(x, dtype=None, **kwargs):
+    if not isinstance(dtype, torch.dtype) or kwargs:
+        raise untraceable("`.to` with something that is no dtype", "use .to(torch.float32)")
+    return apply("bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int", x)
+
+
+def _constant(value):
+    """Factory functions of one scalar like another: ``b.new_ones((), dtype=torch.bool)``, ``torch.zeros_like(s)``."""
+
+    def made(x, size=(), *, dtype=None, device=None):
+        if size != () and size != []:
+            raise untraceable(f"a constant of shape {size}", "each of s, b, h, i, j is one scalar")
+        dtype = x.dtype if dtype is None else dtype
+        return number(bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value))
+
+    return made
+
+
+def _new_full(x, size, fill_value, *, dtype=None, device=None):
+    return _constant(fill_value)(x, size, dtype=dtype)
+
+
+def _full_like(x, fill_value, *, dtype=None, device=None):
+    return _constant(fill_value)(x, dtype=dtype)
+
+
+def _gelu(x, approximate="none"):
+    if approximate == "none":
+        return 0.5 * x * (1 + apply("erf", x * math.sqrt(0.5)))
+    return 0.5 * x * (1 + apply("tanh", math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def _softplus(x, beta=1, threshold=20):
+    scaled = x if beta == 1 else x * beta
+    soft = apply("relu", scaled) + apply("log1p", apply("exp", -apply("abs", scaled)))
+    return apply("where", scaled > threshold, x, soft if beta == 1 else soft / beta)
+
+
+_REFLECTED = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "truediv",
+    "floordiv",
+    "floor_divide",
+    "mod",
+    "remainder",
+    "pow",
+    "and",
+    "or",
+    "xor",
+)
+_COMPOSED = {
+    "getitem": lambda tensor, index: _index(tensor, index),
+    "clamp": _clamp,
+    "clip": _clamp,
+    "square": lambda x: x * x,
+    "reciprocal": lambda x: ONE / x,
+    "to": _to,
+    "type": _to,
+    "type_as": lambda x, other: _to(x, other.dtype),
+    "lshift": lambda x, n: shift("mul", x, n),
+    "rshift": lambda x, n: shift("floordiv", x, n),
+    "bitwise_left_shift": lambda x, n: shift("mul", x, n),
+    "bitwise_right_shift": lambda x, n: shift("floordiv", x, n),
+    "masked_fill": lambda x, hidden, value: apply("where", hidden, value, x),
+    "ones_like": _constant(1),
+    "new_ones": _constant(1),
+    "zeros_like": _constant(0),
+    "new_zeros": _constant(0),
+    "full_like": _full_like,
+    "new_full": _new_full,
+    "gelu": _gelu,
+    "silu": lambda x, inplace=False: x * apply("sigmoid", x),
+    "softplus": _softplus,
+    "log_sigmoid": lambda x: -_softplus(-x),
+}
+
+
+class PartialIndex:
+    """``tensor[b]`` while further indices follow: ``tensor[b][i, j]``."""
+
+    def __init__(self, tensor, index):
+        self.tensor, self.index = tensor, index
+
+    def __getitem__(self, index):
+        return _index(self.tensor, (*self.index, *(index if isinstance(index, tuple) else (index,))))
+
+    def refuse(self, *_):
+        raise NotImplementedError(
+            f"a tensor of shape {tuple(self.tensor.shape)} was read with {len(self.index)} of {self.tensor.ndim} indices; "
+            "give one per dimension. A product of two rows belongs into head_dim: append them to q and k"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)).refuse()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
+    __bool__ = __neg__ = __pos__ = __abs__ = __invert__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
+    __eq__ = __ne__ = __and__ = __or__ = __pow__ = __floordiv__ = __mod__ = __float__ = __int__ = refuse
+    __hash__ = object.__hash__
+
+
+def _index(tensor: torch.Tensor, index: Any):
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(x, (Expr, int)) for x in index):
+        raise untraceable("a slice, `None` or a tensor as an index", "give one integer expression per dimension")
+    return PartialIndex(tensor, index) if len(index) < tensor.ndim else lookup(tensor, *index)
+
+
+class _IndexMode(TorchFunctionMode):
+    """While tracing: ``tensor[h, i, j]`` with traced indices becomes a lookup; all else is torch's own."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(x, Expr) for x in index):
+                return _index(args[0], index)
+        return func(*args, **(kwargs or {}))
+
+
+def trace(fn: Callable, names: Sequence[str]) -> Expr:
+    """The expression that ``fn`` computes of the symbols ``names``; ``fn`` is called once."""
+    arguments = [symbol(name) for name in names]
+    if not callable(fn):
+        raise ValueError(f"a function of ({', '.join(names)}) is needed, got {type(fn).__name__}")
+    if torch.compiler.is_dynamo_compiling():  # a function mode cannot be entered there: lookups are spelt tw.lookup
+        return as_expr(fn(*arguments))
+    try:
+        with _IndexMode():
+            result = fn(*arguments)
+    except TypeError:
+        _check_parameters(fn, names)
+        raise
+    if isinstance(result, PartialIndex):
+        result.refuse()
+    if result is None:
+        raise ValueError(f"a function of ({', '.join(names)}) returned None; is its `return` missing?")
+    return as_expr(result)
+
+
+def _check_parameters(fn: Callable, names: Sequence[str]) -> None:
+    """Raises ValueError if ``fn`` does not take that many arguments: also the catalogue's own, where it was not called."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        called = (
+            f"; {name} is to be called: tw.{name}(...)"
+            if str(getattr(fn, "__module__", "")).startswith("tilewise.")
+            else ""
+        )
+        raise ValueError(f"a function of ({', '.join(names)}) is needed, got {name}{signature}{called}") from None

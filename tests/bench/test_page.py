@@ -1,0 +1,51 @@
+"""docs/performance.md and the quotations of it say what bench/results say."""
+
+import re
+
+import pytest
+
+from bench import page
+
+WRITE = "python -m bench.page --write"
+
+
+def sections() -> list[str]:
+    return re.split(r"^## ", page.page(), flags=re.MULTILINE)[1:]
+
+
+def test_the_page_is_what_the_results_say():
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), f"run {WRITE}"
+
+
+@pytest.mark.parametrize("path", page.QUOTING, ids=lambda path: path.name)
+def test_a_quotation_is_what_the_results_say(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("<!-- speed -->") == 1
+    assert text == page.quoted(text), f"run {WRITE}"
+
+
+def test_the_page_is_short():
+    lines = page.page().splitlines()
+    assert len(lines) <= 150
+    assert max(len(line) for line in lines if line[:1] != "|") <= page.WIDTH
+
+
+@pytest.mark.parametrize("text", sections(), ids=lambda text: text.partition("\n")[0])
+def test_a_section_says_machine_date_and_command(text):
+    said = " ".join(text.split())
+    assert "otherwise as above" in said or re.search(
+        r"(NVIDIA|AMD|Intel) .*, 20\d\d-\d\d-\d\d, torch .*; measured by ", said
+    )
+
+
+def test_means_and_numbers():
+    assert page.geometric_mean([2, 8]) == pytest.approx(4)
+    assert [page.number(x) for x in (None, 0.84, 12.6, 1234.5)] == ["—", "0.8", "13", "1,234"]
+    assert page.number(0.5, 2) == "0.50"
+    assert [page.pair(x) for x in ([None, None], [12, None])] == ["—", "12 / —"]
+
+
+def test_a_peer_is_behind_or_ahead_by_its_own_row():
+    case = page.square(64, 512, "full")
+    best = max(page.over_cudnn(peer, case, "forward") for peer in page.PEERS)
+    assert page.over_best(case, "forward") == pytest.approx(page.over_cudnn("tilewise", case, "forward") / best)

@@ -1,0 +1,45 @@
+"""The pages of docs hold together: every link leads somewhere, and tables have the form that their pages promise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a page's headings have on GitHub."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    broken = []
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        path = page.parent / target if target else page
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in headings(path)):
+            broken.append(f"{target}#{anchor}")
+    assert not broken
+
+
+def test_what_was_tried_is_one_table_of_short_rows_by_backend():
+    rows = [line for line in (ROOT / "docs" / "tried.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    assert rows[0] == "| tried | backend | predicted | seen | verdict |"
+    assert max(map(len, rows)) <= 200
+    cells = [row.strip("| ").split(" | ") for row in rows[2:]]
+    assert {len(row) for row in cells} == {5}
+    backends = [row[1] for row in cells]
+    assert backends == sorted(backends, key=("portable", "cpu", "triton", "hopper").index)
+
+
+def test_the_index_names_every_page_and_is_short():
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 40
+    named = {target for target, _ in LINK.findall(text)}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= named

@@ -50,8 +50,9 @@ $(EMULATED): $(LIBRARY)
 	@$(CMAKE) --build build/native --parallel --target tilewise_cpu_emulated tiles > build/emulated.log 2>&1 && touch $@ || \
 	  echo "test: no emulated AMX (see build/emulated.log)"
 
+# Beside other busy processes OpenMP's spinning threads hold each other up (docs/shared_machines.md).
 demo: setup
-	@$(BIN)/tilewise demo
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-1000} $(BIN)/tilewise demo
 
 test: lint $(EMULATED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto

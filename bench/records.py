@@ -130,7 +130,8 @@ def lines(entry: dict) -> list[dict]:
         checked["why"] = ["a limit of the machine: nothing is checked"]
     found = [made(whole, "error", entry.get("share"), status=entry["status"], **checked)]
     if entry.get("memory"):
-        found.append(made(whole, "memory", entry["memory"]["extra_bytes"] / MIB))
+        memory = entry["memory"]
+        found.append(made(whole, "memory", memory["extra_bytes"] / MIB, peak=memory["peak_bytes"] / MIB))
     for name in directions:
         timing = dict(entry[name])
         ms = {short: timing.pop(f"{short}_ms") for short in ("median", "low", "high")}
@@ -164,7 +165,7 @@ def _add(entry: dict, r: dict) -> None:
     if r["metric"] == "error":
         entry |= {"status": r["status"], "share": r["value"], "why": r.get("why", [])}
     elif r["metric"] == "memory":
-        entry["memory"] = {"extra_bytes": r["value"] * MIB}
+        entry["memory"] = {"extra_bytes": r["value"] * MIB} | ({"peak_bytes": r["peak"] * MIB} if "peak" in r else {})
     elif r["metric"] == "time":
         entry[r["pass"]] = {"median_ms": r["value"]} | {n: r[n] for n in ("noise", "tflops") if n in r}
 

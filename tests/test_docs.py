@@ -104,7 +104,9 @@ def test_the_examples_of_adding_run_on_the_changed_sources(changed):
 
 
 def test_the_added_mask_passes_the_laws_of_masks(changed):
-    said = python(changed, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_mask.py", "-k", "chunks or row_form")
+    said = python(
+        changed, "-m", "pytest", "-p", "no:cacheprovider", "tests/masks/test_catalogue.py", "-k", "chunks or row_form"
+    )
     assert int(re.search(r"(\d+) passed", said)[1]) >= 6
 
 

@@ -27,13 +27,17 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "state": (),
     "dropout": (),
     "caching": (),
-    "mask": ("expr",),
-    "score": ("expr", "mask"),
-    "spec": ("mask", "score", "expr", "dropout", "caching"),
-    "masks": (),
-    "masks.facts": ("mask", "expr"),
-    "tiles": ("mask", "masks.facts", "expr"),
-    "problem": ("spec", "mask", "expr", "dropout", "caching"),
+    "masks": ("masks.catalogue", "masks.regions"),
+    "masks.patterns": (),
+    "masks.catalogue": ("masks.patterns", "expr"),
+    "masks.regions": ("expr",),
+    "masks.facts": ("masks.regions", "expr"),
+    "scores": ("scores.catalogue", "scores.reading"),
+    "scores.catalogue": ("masks", "expr"),
+    "scores.reading": ("scores.catalogue", "expr"),
+    "spec": ("masks", "scores", "expr", "dropout", "caching"),
+    "tiles": ("masks", "masks.facts", "expr"),
+    "problem": ("spec", "masks", "expr", "dropout", "caching"),
     "leaf_gradients": ("problem", "expr"),
     "backends.base": ("problem", "expr"),
     "reference": ("backends.base", "problem", "spec", "leaf_gradients", "tiles", "state", "dropout", "expr", "caching"),
@@ -41,7 +45,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.hopper.config": ("problem", "masks.facts", "device", "expr"),
     "backends.hopper.backward.config": ("backends.hopper.config", "problem", "device"),
     "backends.*.config": ("problem", "device"),
-    "backends.*.compile_all": ("own", "backends.base", "problem", "spec", "mask", "score"),  # a program of its own
+    # A program of its own.
+    "backends.*.compile_all": (
+        "own",
+        "backends.base",
+        "problem",
+        "spec",
+        "masks.catalogue",
+        "scores.catalogue",
+    ),
     "backends.*": (
         "own",
         "backends.base",
@@ -59,18 +71,32 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "dispatch": ("backends.base", "problem", "spec", "device", "settings"),
     "autograd": ("dispatch", "backends.base", "problem", "spec"),
-    "api": ("autograd", "dispatch", "problem", "spec", "score", "mask", "tiles", "dropout"),
+    "api": ("autograd", "dispatch", "problem", "spec", "scores", "masks", "tiles", "dropout"),
     "accuracy": ("reference", "backends.base", "problem"),
     "testing": ("accuracy", "backends.base", "problem", "spec"),
-    "selfcheck": ("accuracy", "dispatch", "backends.base", "problem", "spec", "mask", "score", "device"),
+    "selfcheck": (
+        "accuracy",
+        "dispatch",
+        "backends.base",
+        "problem",
+        "spec",
+        "masks.catalogue",
+        "scores.catalogue",
+        "device",
+    ),
     "parallel*": ("own", "api", "state"),
-    "compat*": ("own", "api", "mask", "score", "expr", ""),
+    "compat*": ("own", "api", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
     "cli*": ("*",),
-    "": ("api", "expr", "mask", "score"),
+    "": ("api", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
 }
 # Inside a function, where the arrow would make a circle or cost every import: a convenience that looks the other way.
-LAZY = {("expr.operations", "expr.text"), ("expr.operations", "expr.tracing"), ("mask", "tiles"), ("", "selfcheck")}
+LAZY = {
+    ("expr.operations", "expr.text"),
+    ("expr.operations", "expr.tracing"),
+    ("masks.catalogue", "tiles"),
+    ("", "selfcheck"),
+}
 
 # Packages from outside the standard library; the first match decides.
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -95,7 +121,7 @@ class Import:
 
 
 def module_name(path: Path, root: Path) -> str:
-    """``tilewise.mask`` as ``mask``, the package itself as the empty name."""
+    """``tilewise.tiles`` as ``tiles``, the package itself as the empty name."""
     parts = path.relative_to(root / "tilewise").with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -238,10 +264,10 @@ def test_cached_properties_are_those_that_survive_a_fork():
 # -- The walk itself -----------------------------------------------------------------------------------------------
 
 FORBIDDEN = {
-    "expr-reads-masks": ("expr/walk.py", "from tilewise.mask import Mask"),
+    "expr-reads-masks": ("expr/walk.py", "from tilewise.masks import Mask"),
     "state-reads-problems": ("state.py", "import tilewise.problem"),
-    "mask-reads-scores": ("mask.py", "from tilewise import score"),
-    "mask-reads-tiles-at-the-top": ("mask.py", "from tilewise import tiles"),
+    "masks-read-scores": ("masks/catalogue.py", "from tilewise import scores"),
+    "masks-read-tiles-at-the-top": ("masks/catalogue.py", "from tilewise import tiles"),
     "backend-reads-backend": ("backends/cpu/forward.py", "from tilewise.backends.portable.step import tiles"),
     "backend-reads-reference": ("backends/cpu/forward.py", "from tilewise import reference"),
     "backend-reads-dispatch": ("backends/cpu/__init__.py", "from tilewise.dispatch import plan"),
@@ -251,7 +277,7 @@ FORBIDDEN = {
     "api-reads-iomodel": ("api.py", "def f():\n    from tilewise.iomodel import machine"),
     "api-reads-cli": ("api.py", "from tilewise.cli.page import table"),
     "api-reads-bench": ("api.py", "from bench import cases"),
-    "mask-reads-tests": ("mask.py", "import tests.test_mask"),
+    "masks-read-tests": ("masks/catalogue.py", "import tests.masks.test_catalogue"),
     "package-reads-matplotlib": ("__init__.py", "import matplotlib.pyplot"),
     "relative": ("state.py", "from . import problem"),
     "relative-in-a-folder": ("backends/cpu/forward.py", "from ..portable import step"),
@@ -288,7 +314,7 @@ def test_an_import_against_the_arrows_is_found(name, tmp_path):
 def test_imports_along_the_arrows_are_allowed(tmp_path):
     files = {
         "backends/cpu/config.py": "from tilewise.problem import Problem",
-        "mask.py": "from tilewise import expr\ndef prepare():\n    from tilewise import tiles",
+        "masks/catalogue.py": "from tilewise import expr\ndef prepare():\n    from tilewise import tiles",
         "backends/cpu/forward.py": "import math\nimport torch\nfrom tilewise.backends.cpu.config import Config\nfrom . import config",
         "backends/hopper/forward.py": "import cutlass\nfrom tilewise.backends.base import Inputs",
         "cli/io.py": "from tilewise.iomodel import machine\nfrom rich.table import Table",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import tiles
-from tilewise.mask import Mask, region
+from tilewise.masks import Mask, region
 from tilewise.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap, seen_keys
 
 BATCH, HEADS = 2, 4

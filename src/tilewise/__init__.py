@@ -2,23 +2,21 @@
 
 from tilewise.api import attention, attention_varlen, attention_with_lse, dropout_mask, explain, show_mask
 from tilewise.expr import lookup
-from tilewise.mask import (
+from tilewise.masks.catalogue import (
     Mask,
     block_sparse,
-    butterfly,
     causal,
     dense,
     documents,
     keep,
     key_lengths,
     key_range,
-    local_global,
     prefix,
-    strided,
     window,
 )
-from tilewise.score import OFF as offset
-from tilewise.score import Score, alibi, bias, score, softcap
+from tilewise.masks.patterns import butterfly, local_global, strided
+from tilewise.scores.catalogue import OFF as offset
+from tilewise.scores.catalogue import Score, alibi, bias, score, softcap
 
 
 def verify(device=None, dtypes=None):

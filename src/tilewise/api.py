@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, dispatch, dropout  # noqa: F401  (autograd registers the operators)
-from tilewise.mask import Mask, as_mask, region
+from tilewise.masks import Mask, as_mask, region
 from tilewise.problem import show_reasons
-from tilewise.score import Score
+from tilewise.scores import Score
 from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 

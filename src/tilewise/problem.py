@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.caching import cached_property
-from tilewise.mask import Region
+from tilewise.masks import Region
 from tilewise.spec import Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -161,24 +161,6 @@ class Problem:
             deterministic=spec.deterministic,
         )
 
-    def regrouped(self) -> Problem:
-        """The attention of a single query with the query heads of each key head as its queries: (batch, group, heads_k, head_dim).
-
-        It is the same attention where the heads of a group differ in their queries alone: without score, sink and dropout, and under a
-        mask that hides no key. The queries are those of :meth:`regrouped_queries`.
-        """
-        (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = self.q.shape, self.q.stride
-        shape, stride = (
-            (batch, self.group, self.heads_k, head_dim),
-            (by_batch, by_head, self.group * by_head, by_column),
-        )
-        spec = Spec(softmax_scale=self.spec.softmax_scale, deterministic=self.spec.deterministic)
-        return replace(self, q=TensorFacts(shape, stride, self.dtype), extras=(), spec=spec)
-
-    def regrouped_queries(self, q: Tensor) -> Tensor:
-        """The queries of :meth:`regrouped`: q (batch, 1, heads_q, head_dim) as (batch, group, heads_k, head_dim), a view."""
-        return q[:, 0].unflatten(1, (self.heads_k, self.group)).transpose(1, 2)
-
     def describe(self) -> str:
         """The call in one or two lines, as error messages and ``explain`` show it."""
         show = lambda name, t: f"{name} {t.shape} {str(t.dtype).removeprefix('torch.')}"  # noqa: E731
@@ -191,6 +173,24 @@ class Problem:
         parts += [f"packed, {self.batch} sequences"] if self.packed else []
         parts += ["deterministic"] if spec.deterministic else []
         return "    ".join(parts)
+
+
+def regrouped_problem(problem: Problem) -> Problem:
+    """The attention of a single query with the query heads of each key head as its queries: (batch, group, heads_k, head_dim).
+
+    It is the same attention where the heads of a group differ in their queries alone: without score, sink and dropout, and under a mask
+    that hides no key. Its queries are :func:`regrouped_queries`.
+    """
+    (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = problem.q.shape, problem.q.stride
+    shape = (batch, problem.group, problem.heads_k, head_dim)
+    q = TensorFacts(shape, (by_batch, by_head, problem.group * by_head, by_column), problem.dtype)
+    spec = Spec(softmax_scale=problem.spec.softmax_scale, deterministic=problem.spec.deterministic)
+    return replace(problem, q=q, extras=(), spec=spec)
+
+
+def regrouped_queries(problem: Problem, q: Tensor) -> Tensor:
+    """The queries of :func:`regrouped_problem`: q (batch, 1, heads_q, head_dim) as (batch, group, heads_k, head_dim), a view."""
+    return q[:, 0].unflatten(1, (problem.heads_k, problem.group)).transpose(1, 2)
 
 
 # -- The checks ----------------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from tilewise import accuracy, dispatch, mask
+from tilewise import accuracy, dispatch
 from tilewise.backends.base import Inputs
 from tilewise.device import of
+from tilewise.masks.catalogue import keep, key_lengths, window
 from tilewise.problem import DTYPES, check
-from tilewise.score import alibi, bias, softcap
+from tilewise.scores.catalogue import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
 
 _SHAPE = (2, 193, 4, 2, 64)  # batch, seqlen, heads_q, heads_k, head_dim
@@ -26,9 +27,9 @@ def _features(device: torch.device) -> dict[str, Callable[[], dict]]:
     return {
         "full": dict,
         "causal": lambda: {"causal": True},
-        "window": lambda: {"mask": mask.window(left=40, right=0)},
-        "padding": lambda: {"mask": mask.key_lengths(torch.tensor([seqlen, seqlen // 3], device=device))},
-        "keep": lambda: {"mask": mask.keep(every_third)},
+        "window": lambda: {"mask": window(left=40, right=0)},
+        "padding": lambda: {"mask": key_lengths(torch.tensor([seqlen, seqlen // 3], device=device))},
+        "keep": lambda: {"mask": keep(every_third)},
         "softcap": lambda: {"causal": True, "score": softcap(5.0)},
         "alibi": lambda: {"causal": True, "score": alibi(new(heads))},
         "bias": lambda: {"score": bias(new(1, heads, seqlen, seqlen))},

@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tilewise import expr, mask
+from tilewise import expr, masks
 from tilewise.caching import cached_property
 from tilewise.dropout import seed_tensor
-from tilewise.mask import Mask, Region
-from tilewise.score import Score, as_score, expression
+from tilewise.masks import Mask, Region
+from tilewise.scores import Score, as_score, expression
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Spec:
     """All of a call that is no tensor. ``slots`` are positions among the operator's ``extras``.
 
     Attributes:
-        mask_text, score_text: the two trees, leaves numbered in order (:mod:`tilewise.mask`, :mod:`tilewise.score`).
+        mask_text, score_text: the two trees, leaves numbered in order (:mod:`tilewise.masks`, :mod:`tilewise.scores`).
         softmax_scale: ``None`` is ``1 / sqrt(head_dim)``.
         dropout_p: probability of dropping a pair.
         deterministic: results repeat bit for bit and do not depend on the rest of the batch.
@@ -65,7 +65,7 @@ class Spec:
 
     @cached_property
     def region(self) -> Region:
-        return mask.region(self.mask_text, self.mask_slots)
+        return masks.region(self.mask_text, self.mask_slots)
 
     @cached_property
     def score(self) -> expr.Expr | None:
@@ -158,7 +158,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     reasons = _type_reasons(q, k, v, o)
     if reasons:
         raise ValueError("attention was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
-    kept: Mask = mask.as_mask(o.mask, o.causal)
+    kept: Mask = masks.as_mask(o.mask, o.causal)
     scored: Score = as_score(o.score)
     extras = Extras()
     sink_slot = None if o.sink is None else extras.slot(o.sink)
@@ -209,7 +209,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
 def _plain_text(
     causal: bool, softmax_scale: float | None, deterministic: bool, needs_grad: bool, backend: str | None
 ) -> str:
-    kept = mask.as_mask(None, causal).text
+    kept = masks.as_mask(None, causal).text
     return _text(
         mask_text=kept,
         softmax_scale=softmax_scale,

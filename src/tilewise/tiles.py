@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise import expr
 from tilewise.expr import Expr
-from tilewise.mask import Mask, Region, region
+from tilewise.masks import Mask, Region, region, with_lists
 from tilewise.masks.facts import granularity
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -274,8 +274,9 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
     return seen if seen.shape[1] == 1 else seen.unflatten(1, (-1, group)).any(2)
 
 
-def prepare(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """``(status, seen)`` of a mask's predicate on blocks of ``PREPARED_BLOCK``, for ``Mask.prepare``."""
+def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
+    """The mask with the status of its predicate on blocks of ``PREPARED_BLOCK`` and the keys that some query sees, for the shapes of
+    ``q`` and ``k``, (batch, seqlen, heads, head_dim)."""
     leaves = list(mask.leaves)
     kept = region(mask.text, tuple(range(len(leaves))))
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -283,5 +284,6 @@ def prepare(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     if kept.predicate is None:
         blocks = (-(-shape[2] // PREPARED_BLOCK), -(-shape[3] // PREPARED_BLOCK))
         first, last = grid.query_interval(torch.arange(grid.keys, device=q.device))
-        return torch.full((1, 1, *blocks), FULL, dtype=torch.uint8, device=q.device), first < last
-    return _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)
+        status = torch.full((1, 1, *blocks), FULL, dtype=torch.uint8, device=q.device)
+        return with_lists(mask, PREPARED_BLOCK, shape, status, first < last)
+    return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))

@@ -56,7 +56,12 @@ def test_faults_name_what_is_missing_or_wrong():
 def test_an_entry_is_the_same_after_it_was_taken_apart_and_put_together(tmp_path):
     timing = {"median_ms": 1.0, "low_ms": 0.9, "high_ms": 1.1, "rounds": 3, "calls": 2, "gflops": 250.0, "noise": 0.01}
     entry = {"record": "entry", "run": "r1", "case": RESULT["case"], "contestant": "cpu", "status": "green"}
-    entry |= {"share": 0.5, "memory": {"extra_bytes": 3 << 20}, "forward": timing, "bound_ms": {"forward": 0.5}}
+    entry |= {
+        "share": 0.5,
+        "memory": {"extra_bytes": 3 << 20, "peak_bytes": 5 << 20},
+        "forward": timing,
+        "bound_ms": {"forward": 0.5},
+    }
     refused = entry | {"contestant": "sdpa", "status": "refused", "share": None, "why": ["no sinks"]}
     refused = {n: x for n, x in refused.items() if n not in ("memory", "forward")}
     path = tmp_path / "new" / "x.jsonl"
@@ -64,7 +69,7 @@ def test_an_entry_is_the_same_after_it_was_taken_apart_and_put_together(tmp_path
     found = records.read(path)
     mine, other = records.entries(found)
     assert mine["forward"] == {"median_ms": 1.0, "noise": 0.01, "tflops": 0.25}
-    assert (mine["status"], mine["share"], mine["memory"]["extra_bytes"]) == ("green", 0.5, 3 << 20)
+    assert (mine["status"], mine["share"], mine["memory"]) == ("green", 0.5, entry["memory"])
     assert (other["status"], other["why"]) == ("refused", ["no sinks"])
     assert [r["value"] for r in records.select(found, contestant="bound", direction="forward")] == [0.5]
     assert [records.rate(r) for r in records.select(found, metric="time", contestant="cpu")] == [0.25]

@@ -16,7 +16,7 @@ def place(tmp_path):
 
 def point(seqlen, standard=True):
     timed = {"both": {"median_ms": seqlen / 100}, "memory": {"peak_bytes": seqlen << 10}}
-    refused = {"refused": ["its N × N matrices would take 12.0 GiB, more than half of the free 16.0 GiB"]}
+    refused = {"why": ["its N × N matrices would take 12.0 GiB, more than half of the free 16.0 GiB"]}
     results = {"tilewise": timed, "sdpa": timed, "eager": timed if standard else refused}
     return {"seqlen": seqlen, "standard_bytes": 12 << 30, "results": results}
 
@@ -88,3 +88,16 @@ def test_the_figure_survives_a_contestant_that_never_ran(tmp_path):
     record = {"machine": machine, "scaling": {"shape": "", "points": points}, "training": training}
     figure.draw(record, tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("load", "environment", "said"),
+    [
+        (0.4, {}, False),
+        (1.0, {}, True),
+        (3.0, {"GOMP_SPINCOUNT": "0"}, False),
+        (3.0, {"OMP_WAIT_POLICY": "passive"}, False),
+    ],
+)
+def test_a_busy_machine_is_told_what_helps_unless_it_is_set(load, environment, said):
+    assert ("GOMP_SPINCOUNT" in demo.busy_hint(load, 2, environment)) == said

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -71,6 +72,8 @@ def demo(options: DemoOptions) -> int:
         f"[bold]tilewise demo[/] on {machine['device']}, {machine['threads']} threads, torch {torch.__version__}",
         highlight=False,
     )
+    if place.device == "cpu" and (hint := busy_hint(load(), machine["threads"], os.environ)):
+        note(hint)
     console().print()
     exact = exactness(place)
     counted(place)
@@ -89,6 +92,18 @@ def demo(options: DemoOptions) -> int:
 
 
 # ---- 1. exactness -------------------------------------------------------------------------------------------------
+
+
+def load() -> float:
+    """The mean number of running processes in the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def busy_hint(load: float, threads: int, environment: Mapping[str, str]) -> str:
+    """What helps where other processes use the cores, or nothing; ``load`` is the mean number of running processes."""
+    if load < threads / 2 or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
+        return ""
+    return f"This machine is busy (load {load:.1f} on {threads} threads). GOMP_SPINCOUNT=1000 tilewise demo loses less by it."
 
 
 def exactness(place: Place) -> list[dict]:
@@ -175,6 +190,8 @@ def counted(place: Place) -> None:
 
 def measured_apart(place: Place, case: str) -> dict[str, dict]:
     """One case measured by bench in a fresh process: the results by contestant. Raises ValueError if the process dies."""
+    from bench import records
+
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place.checkout), *sys.path])}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.jsonl"
@@ -183,12 +200,10 @@ def measured_apart(place: Place, case: str) -> dict[str, dict]:
         for name in NAMES:
             command += ["--contestant", name]
         done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
-        lines = file.read_text().splitlines() if file.exists() else []
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ValueError(f"measuring {case} stopped: {last}")
-    records = [json.loads(line) for line in lines]
-    return {r["contestant"]: r for r in records if r["record"] == "result"}
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise ValueError(f"measuring {case} stopped: {last}")
+        return {entry["contestant"]: entry for entry in records.entries(records.read(file))}
 
 
 def _print_scaling(found: dict) -> None:
@@ -201,7 +216,7 @@ def _print_scaling(found: dict) -> None:
             if "both" in result:
                 cells += [f"{result['both']['median_ms']:,.0f}", f"{result['memory']['peak_bytes'] / 2**20:,.0f}"]
             else:
-                reason = (result.get("refused") or [result.get("failed", "its check is red")])[0]
+                reason = (result.get("why") or ["its check is red"])[0]
                 cells += ["–", "–"]
                 notes.append(f"{NAMES[name]} at N = {point['seqlen']:,} was not run: {reason}")
         page.add_row(f"{point['seqlen']:,}", *cells)

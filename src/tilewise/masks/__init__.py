@@ -1,1 +1,10 @@
-"""What kernels ask about masks: :mod:`tilewise.masks.facts`."""
+"""Masks: which pairs are kept (:mod:`tilewise.masks.catalogue`), what that means as intervals and a predicate
+(:mod:`tilewise.masks.regions`), and what kernels ask about it (:mod:`tilewise.masks.facts`).
+
+The names below are those that the rest of tilewise uses beside the facts.
+"""
+
+from tilewise.masks.catalogue import Mask, as_mask, broadcast_lookup, with_lists
+from tilewise.masks.regions import Region, region
+
+__all__ = ["Mask", "Region", "as_mask", "broadcast_lookup", "region", "with_lists"]

@@ -1,6 +1,6 @@
 """Facts about a mask that kernels ask for, decided once for all backends.
 
-Each is worked out on the host, from the mask's :class:`tilewise.mask.Region` and the lengths of the sequences: none reads a
+Each is worked out on the host, from the mask's :class:`tilewise.masks.regions.Region` and the lengths of the sequences: none reads a
 tensor. A fact that would take a tensor's values to know counts as unknown, which is always safe.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise import expr
 from tilewise.expr import Expr
-from tilewise.mask import Region
+from tilewise.masks.regions import Region
 
 # -- Which keys are seen -------------------------------------------------------------------------------------------
 

@@ -9,12 +9,14 @@ descriptors, and instructions; all else is ``forward.py``, ``tile.py`` and ``sch
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import threading
 import types
 from contextlib import contextmanager
 from functools import partial
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -295,24 +297,26 @@ def wait_group(left: int) -> None:
         role.products.pop(0)()
 
 
-def load_kernel():
-    """``(forward, tile)``, imported with the stand-in."""
-    forward, tile, *_ = imported(
-        "forward.kernel", "kit.tile", "forward.combine", "kit.packed", "kit.expression", "kit.dropping"
-    )
-    _stand_in(forward, tile)
-    return forward, tile
+def kernel_modules() -> list[str]:
+    """The modules that are traced into kernels: all of the kit's and both passes' but the configs, which need no DSL."""
+    folder = Path(importlib.util.find_spec(HOPPER).submodule_search_locations[0])
+    files = (file for room in ("kit", "forward", "backward") for file in sorted((folder / room).glob("*.py")))
+    return [f"{HOPPER}.{file.parent.name}.{file.stem}" for file in files if file.stem not in ("__init__", "config")]
 
 
 def imported(*kernels: str) -> list[types.ModuleType]:
-    """The kernels' modules ("kit.tile"), imported with ``cutlass`` stood in for; other modules keep what they have."""
-    fakes, names = modules(), [f"{HOPPER}.{kernel}" for kernel in kernels]
+    """The kernels' modules ("kit.tiles"), imported with ``cutlass`` stood in for; other modules keep what they have.
+
+    Every module has ``emulated``, the list of all that were imported with it.
+    """
+    fakes, names = modules(), kernel_modules()
     hidden = {n: sys.modules.pop(n) for n in [*fakes, *names] if n in sys.modules}
     rooms = [(vars(importlib.import_module(room)), name) for room, _, name in (n.rpartition(".") for n in names)]
     known = [(room, name, room.pop(name)) for room, name in rooms if name in room]
     sys.modules.update(fakes)
     try:
-        found = [importlib.import_module(name) for name in names]
+        found = [importlib.import_module(f"{HOPPER}.{kernel}") for kernel in kernels]
+        loaded = [sys.modules[name] for name in names if name in sys.modules]
     finally:
         for n in [*fakes, *names]:
             sys.modules.pop(n, None)
@@ -321,11 +325,27 @@ def imported(*kernels: str) -> list[types.ModuleType]:
         sys.modules.update(hidden)
         for room, name, module in known:
             room[name] = module
-    for module in found:
-        if module.__name__.endswith(".tile"):
-            module.once = lambda x, score: x
-            module.clamp = lambda x, limit: np.clip(x, -limit, limit)
+    for module in loaded:
+        module.emulated = loaded
+        if module.__name__ == f"{HOPPER}.kit.instructions":
+            stand_in(module, after=lambda x, score: x, clamp=lambda x, limit: np.clip(x, -limit, limit))
     return found
+
+
+def stand_in(module: types.ModuleType, **functions: object) -> None:
+    """Puts functions in the place of a module's of the same names, in every module that was imported with it."""
+    for name, function in functions.items():
+        original = getattr(module, name)
+        for other in module.emulated:
+            for key in [key for key, value in vars(other).items() if value is original]:
+                setattr(other, key, function)
+
+
+def load_kernel():
+    """``(forward, tiles)``, imported with the stand-in."""
+    forward, tiles, instructions, softmax = imported("forward.kernel", "kit.tiles", "kit.instructions", "kit.softmax")
+    _stand_in(forward, tiles, instructions, softmax)
+    return forward, tiles
 
 
 class Places:
@@ -359,7 +379,7 @@ def cut(info, shape, origin, head, batch, room):
     return Matrix(values[:, head : head + 1], (rows, 1), width), room
 
 
-def _stand_in(forward, tile) -> None:
+def _stand_in(forward, tile, instructions, softmax) -> None:
     places = Places(tile)
     matrix_of = places.matrix
 
@@ -380,7 +400,7 @@ def _stand_in(forward, tile) -> None:
         t = x.tiles
         rooms = room.q, room.k, room.v
         return forward.Operands(
-            "qk", "pv", *rooms, Registers(t.tile_n), Registers(t.width_v), Registers(t.tile_n), tile.empty_rows()
+            "qk", "pv", *rooms, Registers(t.tile_n), Registers(t.width_v), Registers(t.tile_n), softmax.new_state()
         )
 
     def to_p(t, x) -> None:
@@ -415,19 +435,27 @@ def _stand_in(forward, tile) -> None:
     def put_tile(t, room, q_tile, x) -> None:
         room.o.tiles[q_tile] = rounded(matrix_of(t.o.values), x.dtype)
 
-    for stand_in in (operands, to_p, put_lse, put_row, put_columns, put_tile, cut):
-        setattr(forward, stand_in.__name__, stand_in)
+    stand_in(
+        forward, operands=operands, to_p=to_p, put_lse=put_lse, put_row=put_row, put_columns=put_columns, put_tile=put_tile,
+        begin_product=begin, rows_columns=lambda acc: acc.values, tma_tiles=cut,
+    )  # fmt: skip
     forward.combine.put = put_merged
-    stand_in_for_queues(tile, forward.packed)
-    tile.pack = lambda low, high, dtype: rounded(low, dtype) + 1j * rounded(high, dtype)  # two numbers as one word
-    tile.all_agree = lambda condition, barrier_id: int(np.all(condition))
-    tile.begin, tile.pin, tile.rows_columns = begin, lambda word, rows: None, lambda acc: acc.values
+    stand_in_for_queues(instructions, forward.packed)
+    stand_in(
+        instructions,
+        pack=lambda low, high, dtype: rounded(low, dtype) + 1j * rounded(high, dtype),  # two numbers as one word
+        all_agree=lambda condition, barrier_id: int(np.all(condition)),
+        keep_above=lambda word, value: None,
+    )
 
 
-def stand_in_for_queues(tile, packed) -> None:
+def stand_in_for_queues(instructions, packed) -> None:
     """What packed sequences' tiles are handed on by."""
-    tile.put_words = lambda pointer, numbers: pointer.barriers.__setitem__(pointer.at, numbers)
-    tile.get_words = lambda pointer, count: pointer.barriers[pointer.at]
+    stand_in(
+        instructions,
+        put_words=lambda pointer, numbers: pointer.barriers.__setitem__(pointer.at, numbers),
+        get_words=lambda pointer, count: pointer.barriers[pointer.at],
+    )
     packed.take = take
 
 

@@ -63,7 +63,7 @@ class Words:
 
 
 OTHERS = (
-    "backward.dq_sum", "backward.walk", "kit.packed", "forward.kernel", "forward.combine", "kit.expression", "kit.dropping",
+    "backward.dq_sum", "backward.walk", "kit.packed", "forward.kernel", "forward.combine", "kit.expression", "kit.dropout",
     "backward.rows",
 )  # fmt: skip
 

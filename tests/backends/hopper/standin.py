@@ -15,6 +15,7 @@ import torch
 from tilewise.backends.hopper.host import driver
 
 CUDA = torch.device("cuda", 0)
+STREAM = 0x5000  # the stream of device 0; a device's number is added
 HERE = Path(__file__).parent
 LAUNCHER = Path(driver.__file__).parents[1] / "native" / "launcher.cpp"
 CXX = ["g++", "-std=c++20", "-O2", "-Wall", "-Wextra", "-fPIC", "-shared"]
@@ -34,14 +35,21 @@ def build(folder: Path) -> Path:
 
 
 class StandIn:
-    """The driver of this process from here on: the launcher finds it by its name."""
+    """The driver of this process from here on: the launcher finds it by its name.
+
+    Raises:
+        RuntimeError: the process has another driver already, which launches would go to.
+    """
 
     def __init__(self, folder: Path):
         c = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+        if ctypes.CDLL("libcuda.so.1")._handle != c._handle:
+            raise RuntimeError(f"this process has another driver than the stand-in in {folder}")
         c.standin_record.restype = ctypes.c_char_p
         self.c = c
 
     def reset(self) -> None:
+        """Forgets the record, failures to come, a capture and the current context; parameters' sizes stay known."""
         self.c.standin_reset()
         self.c.standin_current(-1)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.backends.hopper import standin
-from tests.backends.hopper.standin import Nowhere
+from tests.backends.hopper.standin import STREAM, Nowhere
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config, Traced, shipped
@@ -49,7 +49,6 @@ BACKWARD = {
     "paired": Backward(backward_config.SUMMED[256, 256], None, "bf16", "upper"),
     "summed-packed": Backward(backward_config.SUMMED[128, 128], None, "fp16", "upper", packed=True),
 }
-STREAM = 0x5EED0
 APART = 256, 1 << 20, 1 << 38  # strides, about
 BITS = {
     "bfloat16": (4, 16),
@@ -94,7 +93,9 @@ class Exported:
 
 
 class Both:
-    """One kernel, compiled once: the DSL's launch of it, linked with the DSL's runtime, and ours."""
+    """One kernel, compiled once: the DSL's launch of it, linked with the DSL's runtime, and ours, which :meth:`load` makes."""
+
+    ours: driver.Kernels
 
     def __init__(self, config: Config | Backward, folder: Path):
         import tvm_ffi
@@ -112,7 +113,10 @@ class Both:
         plain, arguments = compiled(config, folder, aot.OPTIONS)
         assert plain.__cubin__ == made.__cubin__
         assert hostcode.read(plain.ir_module, plain.function_name, arguments, plain.__cubin__) == self.recipe
-        self.ours = driver.Kernels(*library.read(library.write(folder / "k.kernel", self.cubin, self.recipe)))
+        self.file = library.write(folder / "k.kernel", self.cubin, self.recipe)
+
+    def load(self) -> None:
+        self.ours = driver.Kernels(*library.read(self.file))
 
     def call_theirs(self, given: list) -> None:
         import tvm_ffi
@@ -131,29 +135,24 @@ def nested(traced: tuple, given: Iterator) -> tuple:
     return tuple(nested(x, given) if isinstance(x, tuple) else next(given) for x in parts)
 
 
-@pytest.fixture(scope="module")
-def cuda(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("standin")
-    standin.build(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TILEWISE_LAUNCHER", str(folder / "launcher.so"))
-        patch.setattr(driver, "stream_of", lambda device: STREAM + device)
-        driver.load.cache_clear()
-        yield standin.StandIn(folder)
-    driver.load.cache_clear()
-
-
 @pytest.fixture(scope="module", params=[*CASES, *BACKWARD])
-def both(request, cuda, tmp_path_factory):
+def compiled(request, standin_folder, tmp_path_factory) -> Both:
+    standin.StandIn(standin_folder)  # before the DSL's launch is linked to a driver and a runtime
     if request.param in BACKWARD:
         config = BACKWARD[request.param]
     else:
         dims, more = CASES[request.param]
         config = replace(next(c for c in shipped() if (c.tiles.width, c.tiles.width_v) == dims), **more)
-    found = Both(config, tmp_path_factory.mktemp("kernel"))
-    for launch in found.recipe.launches:
+    return Both(config, tmp_path_factory.mktemp("kernel"))
+
+
+@pytest.fixture
+def both(compiled, cuda) -> Both:
+    """The kernel on the stand-in of this test."""
+    for launch in compiled.recipe.launches:
         cuda.sizes(launch.kernel, launch.sizes)
-    return found
+    compiled.load()
+    return compiled
 
 
 def drawn(argument: TensorArgument, sizes: dict[int, int], r: random.Random, device: int, apart=APART) -> Nowhere:
@@ -223,7 +222,8 @@ def test_launches_are_those_of_the_dsl_byte_for_byte(both, cuda):
 def test_a_kernel_may_have_the_shared_memory_that_it_is_launched_with(both, cuda):
     driver.Kernels(both.cubin, both.recipe)(*drawn_call(both.recipe.arguments, random.Random(0)))
     asked = [x for x in both.recipe.launches if x.shared]
-    assert [f"set {x.kernel} 8 {x.shared}" for x in asked] == cuda.lines("set")
+    # Kernels are loaded by name, whatever the order in which they are launched.
+    assert sorted(f"set {x.kernel} 8 {x.shared}" for x in asked) == sorted(cuda.lines("set"))
 
 
 # -- What the copy engine makes of a tensor map --------------------------------------------------------------------
@@ -248,7 +248,7 @@ def tensor_maps(found: Both, cuda, given: list) -> list[bytes]:
     return [bytes.fromhex(x) for x in parameters if len(x) == 2 * 128]
 
 
-@pytest.mark.parametrize("both", ["packed"], indirect=True)
+@pytest.mark.parametrize("compiled", ["packed"], indirect=True)
 def test_rows_of_a_packed_tensor_end_where_its_sequence_ends(both, cuda):
     r = random.Random(1)
     for _ in range(50):
@@ -265,7 +265,7 @@ def test_rows_of_a_packed_tensor_end_where_its_sequence_ends(both, cuda):
                 assert found == (wanted if i < size else None)
 
 
-@pytest.mark.parametrize("both", ["heads"], indirect=True)
+@pytest.mark.parametrize("compiled", ["heads"], indirect=True)
 def test_a_row_of_a_tile_is_a_head_of_its_group(both, cuda):
     r = random.Random(1)
     for _ in range(50):

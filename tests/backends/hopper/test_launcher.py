@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backends.hopper import standin
-from tests.backends.hopper.standin import Nowhere
+from tests.backends.hopper.standin import STREAM, Nowhere
 from tilewise.backends.hopper import config
 from tilewise.backends.hopper.host import aot, driver, library, recipe
 from tilewise.backends.hopper.host.recipe import Extent, Field, Launch, Patch, Recipe, Row, TensorArgument
@@ -57,26 +58,12 @@ def y(rows=5, address=0x7F00_0000_0204, **more):
     return Nowhere((rows,), (1,), address, **{"dtype": torch.float32, **more})
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    found = tmp_path_factory.mktemp("standin")
-    standin.build(found)
-    return found
-
-
 @pytest.fixture
-def cuda(folder, monkeypatch):
-    """The stand-in, with nothing written down yet."""
-    monkeypatch.setenv("TILEWISE_LAUNCHER", str(folder / "launcher.so"))
-    monkeypatch.setattr(driver, "stream_of", lambda device: 0x5000 + device)
-    driver.load.cache_clear()
-    found = standin.StandIn(folder)
-    found.reset()
+def cuda(cuda):
+    """The stand-in, which also knows the parameters of this file's kernels."""
     for one in RECIPE.launches:
-        found.sizes(one.kernel, one.sizes)
-    yield found
-    found.reset()
-    driver.load.cache_clear()
+        cuda.sizes(one.kernel, one.sizes)
+    return cuda
 
 
 def kernels() -> driver.Kernels:
@@ -106,7 +93,7 @@ def test_a_launch_hands_over_what_its_recipe_says(cuda):
         cuda.c.standin_reset()
         tensors = x(rows, stride=stride, address=address), y(rows)
         run(tensors[0], (number, (tensors[1],)))  # tuples are taken apart
-        assert cuda.lines("launch") == expected(*tensors, number, 0x5000)
+        assert cuda.lines("launch") == expected(*tensors, number, STREAM)
 
 
 def test_a_bound_launch_takes_other_addresses_and_the_stream_of_the_moment(cuda, monkeypatch):
@@ -126,7 +113,7 @@ def test_what_a_problem_does_not_fix_makes_another_launch(cuda):
             cuda.c.standin_reset()
             run((a, b), lambda a=a, b=b, asked=asked: asked.append(1) or (a, 1.0, b))
             if rows == 5 or fixed == 0:
-                assert cuda.lines("launch") == expected(a, b, 1.0, 0x5000)
+                assert cuda.lines("launch") == expected(a, b, 1.0, STREAM)
         assert len(asked) == launches
 
 
@@ -277,18 +264,24 @@ CHILDREN = """
 """
 
 
-def test_a_process_without_a_driver_is_told_so_and_so_is_a_child_of_one_that_used_it(folder):
+def test_a_process_without_a_driver_is_told_so_and_so_is_a_child_of_one_that_used_it(standin_folder):
     environment = {
         **os.environ,
-        "TILEWISE_LAUNCHER": str(folder / "launcher.so"),
+        "TILEWISE_LAUNCHER": str(standin_folder / "launcher.so"),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, "-c", textwrap.dedent(CHILDREN), folder]
+    command = [sys.executable, "-c", textwrap.dedent(CHILDREN), standin_folder]
     lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[0].startswith("early the hopper backend failed: there is no CUDA driver: libcuda.so.1")
     assert lines[1:3] == ["first launched", "parent launched"]
     assert lines[3].startswith("late the hopper backend failed: CUDA was used before this process was forked")
     assert len(lines) == 4
+
+
+def test_a_second_driver_of_one_process_is_refused(cuda, standin_folder, tmp_path):
+    shutil.copy(standin_folder / "libcuda.so.1", tmp_path)
+    with pytest.raises(RuntimeError, match="another driver"):
+        standin.StandIn(tmp_path)
 
 
 def want_a_kernel(folder: Path, seconds: float) -> None:

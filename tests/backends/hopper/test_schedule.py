@@ -249,7 +249,7 @@ def test_a_place_in_the_ring_is_a_count_modulo_its_size(slots, steps):
     place, phase = 0, 0
     for n in range(steps):
         assert (place, phase) == (n % slots, n // slots % 2)
-        place, phase = schedule.after(place, phase, slots)
+        place, phase = schedule.advance(place, phase, slots)
 
 
 class Barrier:
@@ -310,13 +310,13 @@ class Machine:
             for step, what in enumerate(schedule.loads(blocks)):
                 yield self.empty[slot], phase
                 self.copy("ring", slot, (tile, *what), self.full[slot])
-                slot, phase = schedule.after(slot, phase, self.t.slots)
+                slot, phase = schedule.advance(slot, phase, self.t.slots)
                 if step == 0:
                     for w in range(self.t.warpgroups):
                         n = w * self.t.q_stages + stage
                         yield self.q_empty[n], q_phase
                         self.copy("q", n, ("Q", tile, w), self.q_full[n])
-                    stage, q_phase = schedule.after(stage, q_phase, self.t.q_stages)
+                    stage, q_phase = schedule.advance(stage, q_phase, self.t.q_stages)
         yield from self.hand_on(len(self.blocks), stage, q_phase)
         for w in range(self.t.warpgroups if self.queued else 0):
             self.q_full[w * self.t.q_stages + stage].change(1, 0)
@@ -336,7 +336,7 @@ class Machine:
                 yield None, ready[n], phase
                 assert self.number[n] == tile
             yield (tile if tile < len(self.blocks) else -1), n, phase
-            stage, phase = schedule.after(stage, phase, self.t.q_stages)
+            stage, phase = schedule.advance(stage, phase, self.t.q_stages)
 
     def compute(self, w: int, warp: int) -> Iterator:
         slot, phase = 0, 0
@@ -362,7 +362,7 @@ class Machine:
                 yield None
                 self.users["ring", slot] -= 1
                 self.empty[slot].change(1, 0)
-                slot, phase = schedule.after(slot, phase, self.t.slots)
+                slot, phase = schedule.advance(slot, phase, self.t.slots)
             self.together[w].change(1, 0)
             yield self.together[w], tile % 2
             if not self.stores:

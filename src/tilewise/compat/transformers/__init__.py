@@ -30,8 +30,8 @@ except ImportError as missing:
 from tilewise.api import attention as tilewise_attention
 from tilewise.api import attention_varlen
 from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, padding, read
-from tilewise.mask import Mask, causal, dense, window
-from tilewise.score import Score, bias, softcap
+from tilewise.masks.catalogue import Mask, causal, dense, window
+from tilewise.scores.catalogue import Score, bias, softcap
 
 NAME = "tilewise"
 OLDEST = (5, 17)

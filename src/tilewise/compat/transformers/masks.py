@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from tilewise.expr import Expr, lookup
-from tilewise.mask import Mask, causal, documents, keep, key_range, window
+from tilewise.masks.catalogue import Mask, causal, documents, keep, key_range, window
 
 # What says how a dense mask is made, or when it may be left out: nothing that changes which pairs are kept.
 WITHOUT_MEANING = {

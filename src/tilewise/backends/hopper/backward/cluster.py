@@ -68,10 +68,13 @@ from tilewise.backends.hopper.backward.tile import (
     turned,
     words,
 )
-from tilewise.backends.hopper.backward.walk import each_tile
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
-from tilewise.backends.hopper.forward.kernel import ELEMENT, F32, I32, cut, fetch, staged
 from tilewise.backends.hopper.kit import schedule
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.ring import fetch
+from tilewise.backends.hopper.kit.scheduler import each_tile
+from tilewise.backends.hopper.kit.tiles import staged_layout as staged
+from tilewise.backends.hopper.kit.tiles import tma_tiles as cut
 
 STRIP = 16  # queries of a block that are in registers at a time beside accumulators
 HALVES = 2  # of a CTA's columns of dQ: one is added up while the other's product runs

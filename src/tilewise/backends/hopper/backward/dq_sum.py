@@ -36,8 +36,11 @@ from tilewise.backends.hopper.backward.tile import (
     turned,
 )
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
-from tilewise.backends.hopper.forward.kernel import ELEMENT, F32, I32, PICK, cut, staged
 from tilewise.backends.hopper.kit import packed, schedule
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.tiles import staged_layout as staged
+from tilewise.backends.hopper.kit.tiles import tma_tiles as cut
 
 
 def fours(c: KeyTiles) -> int:

@@ -56,10 +56,14 @@ from tilewise.backends.hopper.backward.tile import (
     turned,
     words,
 )
-from tilewise.backends.hopper.backward.walk import Sequence, each_tile, take_tiles
+from tilewise.backends.hopper.backward.walk import Sequence
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
-from tilewise.backends.hopper.forward.kernel import ELEMENT, F32, I32, PICK, cut, fetch, staged
 from tilewise.backends.hopper.kit import packed, schedule, tile
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.ring import fetch
+from tilewise.backends.hopper.kit.scheduler import PICK, each_tile, take_tiles
+from tilewise.backends.hopper.kit.tiles import staged_layout as staged
+from tilewise.backends.hopper.kit.tiles import tma_tiles as cut
 
 
 class Tmas(NamedTuple):

@@ -23,7 +23,7 @@ from tilewise.backends.hopper.backward import rows as backward_rows
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.tile import Starts, Work
 from tilewise.backends.hopper.config import PLAIN
-from tilewise.backends.hopper.forward.kernel import Extra
+from tilewise.backends.hopper.kit.params import OptionalParams as Extra
 
 
 def extras_of(tensors: list, numbers: list, x: Backward) -> tuple[Extra, Extra]:

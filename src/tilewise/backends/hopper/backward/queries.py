@@ -49,20 +49,15 @@ from tilewise.backends.hopper.backward.tile import (
     to_operand,
     turned,
 )
-from tilewise.backends.hopper.backward.walk import Sequence, each_tile, take_tiles
+from tilewise.backends.hopper.backward.walk import Sequence
 from tilewise.backends.hopper.config import ROWS
-from tilewise.backends.hopper.forward.kernel import (
-    ELEMENT,
-    F32,
-    I32,
-    PICK,
-    Place,
-    cut,
-    fetch,
-    release,
-    staged,
-)
 from tilewise.backends.hopper.kit import packed, schedule, tile
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.ring import fetch, release
+from tilewise.backends.hopper.kit.scheduler import PICK, each_tile, take_tiles
+from tilewise.backends.hopper.kit.tiles import QueryTile as Place
+from tilewise.backends.hopper.kit.tiles import staged_layout as staged
+from tilewise.backends.hopper.kit.tiles import tma_tiles as cut
 
 PIECE = 8  # elements that a thread reads at a time
 
@@ -163,7 +158,7 @@ def packed_place(of: packed.Tile, work: Work, x: Backward) -> tuple[Place, Work]
     start, stop = schedule.key_blocks(row, c.tile_m, c.tile_n, band(own, x), PICK)
     stop = I32(cutlass.select_(own.seqlen_k > 0, I32(stop), I32(start)))
     at = backward_walk.own_of(of.sequence, sequence.q, sequence.seen, work, x)
-    return Place(row, of.head, of.sequence, I32(start), stop, own=at), own
+    return Place(row, of.head, of.sequence, I32(start), stop, seqlen=at), own
 
 
 WALK = backward_walk.Walk(rounds_of, place_of, packed_tile, packed_place)

@@ -16,8 +16,8 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward import walk as backward_walk
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, LINES, Backward
-from tilewise.backends.hopper.forward.kernel import ELEMENT, F32
 from tilewise.backends.hopper.kit import packed, tile
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
 
 VECTOR = 8  # elements that a thread reads at a time
 THREADS = 256

@@ -17,8 +17,12 @@ from cutlass.cute.nvgpu import warpgroup
 from tilewise import expr
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import ALIGNMENT, PLAIN
-from tilewise.backends.hopper.forward.kernel import ELEMENT, F32, I32, PICK, Extra, release
-from tilewise.backends.hopper.kit import dropping, expression, packed, schedule, tile
+from tilewise.backends.hopper.kit import dropout as dropping
+from tilewise.backends.hopper.kit import expression, packed, schedule, tile
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.params import OptionalParams as Extra
+from tilewise.backends.hopper.kit.ring import release
+from tilewise.backends.hopper.kit.scheduler import PICK
 
 
 class Starts(NamedTuple):
@@ -55,6 +59,11 @@ class Work(NamedTuple):
     @property
     def heads_q(self):
         return self.heads * self.group
+
+    @property
+    def queue(self) -> cute.Tensor:
+        """The queue of packed tiles, as the tile scheduler reads it."""
+        return self.starts.queue
 
 
 def band(work: Work, x: Backward) -> schedule.Band:

@@ -12,10 +12,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.kit import tile
+from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.instructions import choose
+from tilewise.backends.hopper.kit.softmax import INF, LN_2, LOG2_E
 
-F32, I32 = cutlass.Float32, cutlass.Int32
-ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 WARPS = 4  # of a CTA
 STEP = 32  # columns that a warp takes at once: one a lane
 AHEAD = {
@@ -43,7 +43,7 @@ def over_warp(x, combine):
 
 
 def exponential(x):
-    return cute.math.exp2(x * tile.LOG2_E, fastmath=True)
+    return cute.math.exp2(x * LOG2_E, fastmath=True)
 
 
 def weights(part_lse: cute.Tensor, sink, lane):
@@ -51,9 +51,9 @@ def weights(part_lse: cute.Tensor, sink, lane):
     0 where nothing counts. In base e as its terms: what is subtracted before a product with log2 e, and added after one
     with ln 2, keeps lse within a rounding."""
     count = cute.size(part_lse)
-    lse = tile.choose(lane < count, part_lse[cutlass.min(lane, count - 1)], -tile.INF)
+    lse = choose(lane < count, part_lse[cutlass.min(lane, count - 1)], -INF)
     m = cute.arch.fmax(over_warp(lse, cute.arch.fmax), sink)
-    m = tile.choose(m == -tile.INF, 0.0, m)
+    m = choose(m == -INF, 0.0, m)
     weight = exponential(lse - m)
     return weight, over_warp(weight, lambda x, y: x + y), m
 
@@ -84,10 +84,10 @@ def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, x: cutlass.C
     for first in cutlass.range(together, cute.size(part_lse), together, unroll=1):
         add(sums, ahead(part_o, first, columns, together), weight, first)
     keyless, total = total == 0.0, total + exponential(sink - m)
-    factor = tile.choose(total == 0.0, 0.0, cute.arch.rcp_approx(total))
+    factor = choose(total == 0.0, 0.0, cute.arch.rcp_approx(total))
     for n in cutlass.range_constexpr(cute.size(sums)):
         sums[n] = sums[n] * factor
-    return sums, tile.choose(keyless, sink, m + cute.math.log2(total, fastmath=True) * tile.LN_2)
+    return sums, choose(keyless, sink, m + cute.math.log2(total, fastmath=True) * LN_2)
 
 
 @cute.jit
@@ -108,7 +108,7 @@ def kernel(t: Merge, x: cutlass.Constexpr):
     batch, heads, rows = t.lse.shape
     if n < batch * heads * rows:
         i, head, b = n % rows, n // rows % heads, n // rows // heads
-        sink = tile.choose(t.sinks != 0, t.sink[head], -tile.INF)
+        sink = choose(t.sinks != 0, t.sink[head], -INF)
         column = thread % 32
         part_o, part_lse = t.part_o[None, b, head, i, None], t.part_lse[None, b, head, i]
         sums, statistic = merge(part_o, part_lse, sink, column, x)

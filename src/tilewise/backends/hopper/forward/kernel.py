@@ -31,49 +31,37 @@ from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper.config import ALIGNMENT, PLAIN, ROWS, Config
 from tilewise.backends.hopper.forward import combine
-from tilewise.backends.hopper.kit import dropping, expression, packed, schedule, tile
-
-F32, I32 = cutlass.Float32, cutlass.Int32
-ELEMENT = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-PICK = schedule.Pick(cutlass.min, cutlass.max)
-
-
-class Extra(NamedTuple):
-    """What only some kernels have, None elsewhere.
-
-    ``o`` (batch, row, head, column), where nobody stores.
-    ``part_o`` (chunk, batch, head, row, width_v) and ``part_lse`` (chunk, batch, head, row), fp32: states of chunks of keys.
-    ``lo``, ``hi`` (batch, head, row), int32: the ends of every row.
-    ``blocks`` (batch, head, query tile, step), ``counts`` (batch, head, query tile, 2), int32: the key blocks to visit, those
-    first that need the predicate, and how many these and all are.
-    ``cu_q``, ``cu_k`` (sequence + 1,), int32: where packed sequences begin; ``first``, ``last``: no other keys of each count;
-    ``queue`` (1,), int32: how many tiles were taken after each CTA's first.
-    ``seed`` (1,), int64, ``threshold``, ``keep``: of dropout, what kept values lie below and are scaled by.
-    ``leaves``, ``numbers``: what expressions read.
-    """
-
-    o: cute.Tensor | None = None
-    part_o: cute.Tensor | None = None
-    part_lse: cute.Tensor | None = None
-    lo: cute.Tensor | None = None
-    hi: cute.Tensor | None = None
-    blocks: cute.Tensor | None = None
-    counts: cute.Tensor | None = None
-    cu_q: cute.Tensor | None = None
-    cu_k: cute.Tensor | None = None
-    first: I32 | None = None
-    last: I32 | None = None
-    queue: cute.Tensor | None = None
-    seed: cute.Tensor | None = None
-    threshold: I32 | None = None
-    keep: F32 | None = None
-    leaves: tuple | None = None
-    numbers: tuple | None = None
+from tilewise.backends.hopper.kit import dropout, expression, packed, schedule, softmax
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.instructions import (
+    all_agree,
+    both,
+    choose,
+    get_words,
+    pack,
+    put_pair,
+    put_words,
+    put_words_if,
+)
+from tilewise.backends.hopper.kit.params import OptionalParams
+from tilewise.backends.hopper.kit.ring import fetch, release
+from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.tiles import (
+    QueryTile,
+    begin_product,
+    column_of,
+    constant_column,
+    row_of,
+    rows_columns,
+    staged_layout,
+    tma_tiles,
+    transpose_quad,
+)
 
 
 class Work(NamedTuple):
     """Numbers of a launch. ``lo``, ``hi``: the band's ends. ``scale2``: softmax_scale · log2(e); with a softcap,
-    cap · log2(e), and ``cap2`` as in :func:`tile.soften`; with a traced score log2(e), and ``cap2`` is softmax_scale.
+    cap · log2(e), and ``cap2`` as in :func:`softmax.softcap`; with a traced score log2(e), and ``cap2`` is softmax_scale.
     ``sinks``: whether there are any. ``extra``: more than numbers."""
 
     seqlen_q: I32
@@ -87,7 +75,7 @@ class Work(NamedTuple):
     sinks: I32
     scale2: F32
     cap2: F32
-    extra: Extra = Extra()
+    extra: OptionalParams = OptionalParams()
 
 
 class Tmas(NamedTuple):
@@ -118,30 +106,6 @@ class Room(NamedTuple):
     tiles: cute.Pointer
 
 
-class Place(NamedTuple):
-    """A query tile: its first query, its (first) head and batch index, its key blocks ``[start, stop)``, which chunk they are
-    of, and what is its packed sequence's own. With lists of blocks these are steps, of which the first ``partial`` ones need
-    the predicate."""
-
-    row: I32
-    head: I32
-    batch: I32
-    start: I32
-    stop: I32
-    chunk: I32 | None = None
-    own: packed.Own | None = None
-    partial: I32 | None = None
-
-    @property
-    def rows(self):
-        """Where the tile's rows of q and o are: as :func:`cut` takes it."""
-        return self.batch if self.own is None else self.own.q
-
-    @property
-    def keys(self):
-        return self.batch if self.own is None else self.own.k
-
-
 def band(batch, head, work: Work, x: Config) -> schedule.Band:
     """Of one head. Rows past the last have the last's ends."""
     if x.by_rows:
@@ -150,8 +114,8 @@ def band(batch, head, work: Work, x: Config) -> schedule.Band:
     return schedule.Band(work.lo if x.has_lower else None, work.hi if x.has_upper else None, work.seqlen_k)
 
 
-def band_at(at: Place, work: Work, x: Config) -> schedule.Band:
-    return schedule.Band(at.own.lo, at.own.hi, at.own.k.size) if x.packed else band(at.batch, at.head, work, x)
+def band_at(at: QueryTile, work: Work, x: Config) -> schedule.Band:
+    return schedule.Band(at.seqlen.lo, at.seqlen.hi, at.seqlen.k.size) if x.packed else band(at.batch, at.head, work, x)
 
 
 def order(work: Work, x: Config) -> schedule.Order:
@@ -173,7 +137,7 @@ def chunks_of(work: Work, x: Config):
     return cute.size(work.extra.part_lse, mode=[0]) if x.split else 1
 
 
-def place_of(round_, work: Work, x: Config) -> Place:
+def place_of(round_, work: Work, x: Config) -> QueryTile:
     """The CTA's tile in a round."""
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     m_block, pair = schedule.tile_at(n, order(work, x), PICK)
@@ -186,15 +150,15 @@ def place_of(round_, work: Work, x: Config) -> Place:
         head = head // blocks * work.group + head % blocks * x.heads
     if x.form == "lists":
         partial, count = (work.extra.counts[batch, head, m_block, n] for n in range(2))
-        return Place(row, head, batch, I32(0), PICK.larger(count, 1), partial=PICK.larger(partial, 1))
+        return QueryTile(row, head, batch, I32(0), PICK.larger(count, 1), partial=PICK.larger(partial, 1))
     start, stop = schedule.key_blocks(row, x.tile_queries, x.tiles.tile_n, band(batch, head, work, x), PICK)
     if x.split:
         size = schedule.chunk_blocks((work.seqlen_k + x.tiles.tile_n - 1) // x.tiles.tile_n, chunks)
         start, stop = schedule.within_chunk((start, stop), chunk, size, PICK)
-    return Place(row, head, batch, I32(start), I32(stop), chunk)
+    return QueryTile(row, head, batch, I32(start), I32(stop), chunk)
 
 
-def packed_tile(n, work: Work, x: Config) -> packed.Tile:
+def packed_tile(n, work: Work, x: Config) -> packed.PackedTile:
     """The n-th tile of packed sequences: all heads of a row of tiles, then the next row, the longest of a sequence first. Of no
     sequence: there is none."""
     rows, cu = x.tile_queries, work.extra.cu_q
@@ -203,10 +167,10 @@ def packed_tile(n, work: Work, x: Config) -> packed.Tile:
     if x.has_upper:
         block = tiles_of(sequence) - 1 - block
     sequence = I32(cutlass.select_(n < count * work.heads_q, sequence, I32(-1)))
-    return packed.Tile(sequence, block * rows, n % work.heads_q)
+    return packed.PackedTile(sequence, block * rows, n % work.heads_q)
 
 
-def packed_place(of: packed.Tile, work: Work, x: Config) -> Place:
+def packed_place(of: packed.PackedTile, work: Work, x: Config) -> QueryTile:
     e, (sequence, row, head) = work.extra, of
     q = packed.rows_of(sequence, e.cu_q, work.seqlen_q, rest=True)
     k = packed.rows_of(sequence, e.cu_k, work.seqlen_k, rest=False)
@@ -214,11 +178,11 @@ def packed_place(of: packed.Tile, work: Work, x: Config) -> Place:
     moving = schedule.Band(work.lo + off if x.has_lower else None, work.hi + off if x.has_upper else None, k.size)
     first, kept = schedule.cut(moving, e.first, e.last, q.size, PICK)
     start, stop = schedule.key_blocks(row, x.tile_queries, x.tiles.tile_n, kept, PICK)
-    own = packed.Own(q, packed.Span(k.start + first + kept.seqlen_k, kept.seqlen_k), kept.lo, kept.hi)
-    return Place(row, head, sequence, I32(start), I32(stop), own=own)
+    seqlen = packed.SeqlenInfo(q, packed.Span(k.start + first + kept.seqlen_k, kept.seqlen_k), kept.lo, kept.hi)
+    return QueryTile(row, head, sequence, I32(start), I32(stop), seqlen=seqlen)
 
 
-def block_at(at: Place, step, work: Work, x: Config):
+def block_at(at: QueryTile, step, work: Work, x: Config):
     """The key block that a tile visits at a step: from the last to the first, or as a list has them."""
     if x.form == "lists":
         return work.extra.blocks[at.batch, at.head, at.row // x.tile_queries, step]
@@ -229,13 +193,13 @@ def rounds_of(work: Work, x: Config):
     return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], order(work, x).tiles)
 
 
-def row_at(at: Place, w, r, work: Work, x: Config):
+def row_at(at: QueryTile, w, r, work: Work, x: Config):
     """Batch, head and row of lse for a thread's r-th row in warpgroup ``w``, and whether there is such: a tile holds queries one
     after the other, or, of each in turn, several heads of a group."""
-    row = tile.row_of(cute.arch.thread_idx()[0] % 128, r)
+    row = row_of(cute.arch.thread_idx()[0] % 128, r)
     i = at.row + w * x.queries + row // x.heads
     if x.packed:
-        return (0, at.head, at.own.q.start + i), i < at.own.q.size
+        return (0, at.head, at.seqlen.q.start + i), i < at.seqlen.q.size
     if x.heads == 1:
         return (at.batch, at.head, i), i < work.seqlen_q
     head, last = at.head + row % x.heads, at.head // work.group * work.group + work.group - 1
@@ -277,42 +241,15 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
     cute.arch.sync_threads()
 
 
-def cut(info: cpasync.TmaInfo, shape, origin, head, where, room: cute.Tensor):
-    """A head's matrix in tiles, and the room for them, as the copy engine wants both: (box, tile), (box, slot).
-
-    ``where``: the batch index, or the rows of a packed sequence.
-    """
-    if isinstance(where, packed.Span):
-        g = packed.matrix(info.tma_tensor, head, where, columns_first=origin[0] is not None)
-    else:
-        g = info.tma_tensor[None, None, head, where]
-    g = cute.local_tile(g, shape, origin)
-    s, g = cpasync.tma_partition(
-        info.atom, 0, cute.make_layout(1), cute.group_modes(room, 0, 2), cute.group_modes(g, 0, 2)
-    )
-    return g, s
-
-
-def cut_queries(info: cpasync.TmaInfo, width: int, at: Place, work: Work, x: Config, room: cute.Tensor):
-    """Q's or O's rows for a warpgroup, as :func:`cut`; the tile is at.row // x.queries + w."""
+def cut_queries(info: cpasync.TmaInfo, width: int, at: QueryTile, work: Work, x: Config, room: cute.Tensor):
+    """Q's or O's rows for a warpgroup, as :func:`tma_tiles`; the tile is at.row // x.queries + w."""
     if x.heads == 1:
-        return cut(info, (ROWS, width), (None, 0), at.head, at.rows, room)
+        return tma_tiles(info, (ROWS, width), (None, 0), at.head, at.rows, room)
     shape, block = ((x.heads, x.queries), width), at.head % work.group // x.heads
-    return cut(info, shape, ((block, None), 0), at.head // work.group, at.batch, room)
+    return tma_tiles(info, shape, ((block, None), 0), at.head // work.group, at.batch, room)
 
 
 # -- Load ----------------------------------------------------------------------------------------------------------
-
-
-def fetch(info: cpasync.TmaInfo, g, s, size: int, full, empty, phase) -> None:
-    """Waits until the room is free, then has ``size`` bytes brought there; ``full`` turns when all have come.
-
-    A box is always whole: what lies outside the tensor arrives as zeros, and counts.
-    """
-    cute.arch.mbarrier_wait(empty, phase)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-    cute.copy(info.atom, g, s, tma_bar_ptr=full)
 
 
 @cute.jit
@@ -328,7 +265,7 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
         while of.sequence >= 0:
             following, at = packed.take(work.extra.queue), packed_place(of, work, x)
             slot, phase = load_tile(tmas, room, at, (slot, phase), (q_stage, q_phase), work, x)
-            q_stage, q_phase = schedule.after(q_stage, q_phase, x.tiles.q_stages)
+            q_stage, q_phase = schedule.advance(q_stage, q_phase, x.tiles.q_stages)
             of = packed_tile(following, work, x)
         hand_on(of, room, q_stage, q_phase, x)
         for w in cutlass.range_constexpr(x.tiles.warpgroups):
@@ -338,40 +275,40 @@ def load(tmas: Tmas, room: Room, work: Work, x: cutlass.Constexpr):
         for round_ in cutlass.range(rounds_of(work, x), unroll=1):
             at = place_of(round_, work, x)
             slot, phase = load_tile(tmas, room, at, (slot, phase), (q_stage, q_phase), work, x)
-            q_stage, q_phase = schedule.after(q_stage, q_phase, x.tiles.q_stages)
+            q_stage, q_phase = schedule.advance(q_stage, q_phase, x.tiles.q_stages)
 
 
-def hand_on(of: packed.Tile, room: Room, q_stage, q_phase, x: Config) -> None:
+def hand_on(of: packed.PackedTile, room: Room, q_stage, q_phase, x: Config) -> None:
     """A tile to the roles that wait for its Q."""
     for w in range(x.tiles.warpgroups):
         n_q = w * x.tiles.q_stages + q_stage
         cute.arch.mbarrier_wait(room.q_empty + n_q, q_phase)
         with cute.arch.elect_one():
-            tile.put_words(room.tiles + 2 * n_q, of)
+            put_words(room.tiles + 2 * n_q, of)
     cute.arch.sync_warp()  # before whoever is elected to arrive
 
 
-def handed_on(n_q, ready, phase, room: Room) -> packed.Tile:
+def handed_on(n_q, ready, phase, room: Room) -> packed.PackedTile:
     """The tile that a tile of Q or O is of, once that is there."""
     cute.arch.mbarrier_wait(ready + n_q, phase)
-    return packed.Tile(*(cute.arch.make_warp_uniform(n) for n in tile.get_words(room.tiles + 2 * n_q, 3)))
+    return packed.PackedTile(*(cute.arch.make_warp_uniform(n) for n in get_words(room.tiles + 2 * n_q, 3)))
 
 
 @cute.jit
-def load_tile(tmas: Tmas, room: Room, at: Place, ring: tuple, q_ring: tuple, work: Work, x: cutlass.Constexpr):
+def load_tile(tmas: Tmas, room: Room, at: QueryTile, ring: tuple, q_ring: tuple, work: Work, x: cutlass.Constexpr):
     """A tile's Q, and its key blocks in the order of :func:`schedule.loads`. Returns the ring, where it is then."""
     c = x.tiles
     k_bytes, v_bytes, q_bytes = 2 * c.tile_n * c.width, 2 * c.tile_n * c.width_v, 2 * ROWS * c.width
     (slot, phase), (q_stage, q_phase), head_k = ring, q_ring, at.head // work.group
     gQ, sQ = cut_queries(tmas.q, c.width, at, work, x, room.q)
-    gK, sK = cut(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.keys, room.k)
-    gV, sV = cut(tmas.v, (c.width_v, c.tile_n), (0, None), head_k, at.keys, room.v)
+    gK, sK = tma_tiles(tmas.k, (c.tile_n, c.width), (None, 0), head_k, at.keys, room.k)
+    gV, sV = tma_tiles(tmas.v, (c.width_v, c.tile_n), (0, None), head_k, at.keys, room.v)
 
     n = block_at(at, 0, work, x)
     fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
-    slot, phase = schedule.after(slot, phase, c.slots)
+    slot, phase = schedule.advance(slot, phase, c.slots)
     if cutlass.const_expr(x.packed):
-        hand_on(packed.Tile(at.batch, at.row, at.head), room, q_stage, q_phase, x)
+        hand_on(packed.PackedTile(at.batch, at.row, at.head), room, q_stage, q_phase, x)
     for w in cutlass.range_constexpr(c.warpgroups):
         n_q = w * c.q_stages + q_stage
         g, s = gQ[None, at.row // x.queries + w], sQ[None, n_q]
@@ -379,12 +316,12 @@ def load_tile(tmas: Tmas, room: Room, at: Place, ring: tuple, q_ring: tuple, wor
     for step in cutlass.range(at.stop - at.start - 1, unroll=1):
         n, before = block_at(at, step + 1, work, x), block_at(at, step, work, x)
         fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
-        slot, phase = schedule.after(slot, phase, c.slots)
+        slot, phase = schedule.advance(slot, phase, c.slots)
         fetch(tmas.v, gV[None, before], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
-        slot, phase = schedule.after(slot, phase, c.slots)
+        slot, phase = schedule.advance(slot, phase, c.slots)
     n = block_at(at, at.stop - at.start - 1, work, x)
     fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
-    return schedule.after(slot, phase, c.slots)
+    return schedule.advance(slot, phase, c.slots)
 
 
 # -- Store ---------------------------------------------------------------------------------------------------------
@@ -399,15 +336,15 @@ def store(tmas: Tmas, room: Room, w, work: Work, x: cutlass.Constexpr):
         of = handed_on(w * q_stages, room.o_full, phase, room)
         while of.sequence >= 0:
             store_tile(tmas, room, packed_place(of, work, x), w, stage, phase, work, x)
-            stage, phase = schedule.after(stage, phase, q_stages)
+            stage, phase = schedule.advance(stage, phase, q_stages)
             of = handed_on(w * q_stages + stage, room.o_full, phase, room)
     else:
         for round_ in cutlass.range(rounds_of(work, x), unroll=1):
             store_tile(tmas, room, place_of(round_, work, x), w, stage, phase, work, x)
-            stage, phase = schedule.after(stage, phase, q_stages)
+            stage, phase = schedule.advance(stage, phase, q_stages)
 
 
-def store_tile(tmas: Tmas, room: Room, at: Place, w, stage, phase, work: Work, x: Config) -> None:
+def store_tile(tmas: Tmas, room: Room, at: QueryTile, w, stage, phase, work: Work, x: Config) -> None:
     gO, sO = cut_queries(tmas.o, x.tiles.width_v, at, work, x, room.o)
     n = w * x.tiles.q_stages + stage
     cute.arch.mbarrier_wait(room.o_full + n, phase)
@@ -435,7 +372,7 @@ class Operands(NamedTuple):
     s: cute.Tensor
     o: cute.Tensor
     p: cute.Tensor
-    rows: tile.Rows
+    rows: softmax.SoftmaxState
 
 
 def operands(qk: cute.TiledMma, pv: cute.TiledMma, room: Room, x: Config) -> Operands:
@@ -448,14 +385,8 @@ def operands(qk: cute.TiledMma, pv: cute.TiledMma, room: Room, x: Config) -> Ope
         cute.make_rmem_tensor(qk.partition_shape_C((ROWS, c.tile_n)), F32),
         cute.make_rmem_tensor(pv.partition_shape_C((ROWS, c.width_v)), F32),
         cute.make_rmem_tensor(pv.partition_shape_A((ROWS, c.tile_n)), ELEMENT[x.dtype]),
-        tile.empty_rows(),
+        softmax.new_state(),
     )  # fmt: skip
-
-
-def release(empty) -> None:
-    """A computing warp is done with a slot."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(empty)
 
 
 def to_p(t: Operands, x: Config) -> None:
@@ -463,7 +394,7 @@ def to_p(t: Operands, x: Config) -> None:
     pairs = cute.recast_tensor(cute.make_tensor(t.p.iterator, cute.make_layout(cute.size(t.p))), I32)
     values = cute.make_tensor(t.s.iterator, cute.make_layout(cute.size(t.s)))
     for n in range(cute.size(pairs)):
-        pairs[n] = tile.pack(values[2 * n], values[2 * n + 1], x.dtype)
+        pairs[n] = pack(values[2 * n], values[2 * n + 1], x.dtype)
 
 
 class Line(NamedTuple):
@@ -486,9 +417,9 @@ class Block(NamedTuple):
     partial: bool
 
 
-def line_of(at: Place, row, thread, kept: schedule.Band, x: Config) -> Line:
+def line_of(at: QueryTile, row, thread, kept: schedule.Band, x: Config) -> Line:
     """Of a thread of the warpgroup whose first query is ``row``."""
-    rows, start = [row + tile.row_of(thread, r) // x.heads for r in range(2)], tile.column_of(thread, 0)
+    rows, start = [row + row_of(thread, r) // x.heads for r in range(2)], column_of(thread, 0)
     upper = [schedule.row_stop(i, kept, PICK) - start for i in rows]
     lower = [schedule.row_start(i, kept, PICK) - start for i in rows] if x.has_lower else None
     return Line(at.batch, at.head, rows, start, lower, upper)
@@ -496,15 +427,15 @@ def line_of(at: Place, row, thread, kept: schedule.Band, x: Config) -> Line:
 
 def scores(t: Operands, block: Block, work: Work, x: Config) -> cute.Tensor:
     """The accumulator as rows and columns, capped or scored, and masked."""
-    s, line, first = tile.rows_columns(t.s), block.line, block.n * x.tiles.tile_n
+    s, line, first = rows_columns(t.s), block.line, block.n * x.tiles.tile_n
     pairs = expression.pairs_of(line, first, work) if x.traced != PLAIN else None
     if x.softcap:
-        tile.soften(s, work.cap2)
+        softmax.softcap(s, work.cap2)
     if x.traced.score:
         expression.scored(s, x.traced.score, work.cap2, pairs)
     if block.partial:
         minus = lambda ends: None if ends is None else [end - first for end in ends]  # noqa: E731
-        tile.hide(s, minus(line.lower), minus(line.upper))
+        softmax.mask_scores(s, minus(line.lower), minus(line.upper))
         if x.traced.keep:
             expression.hide(s, x.traced.keep, pairs)
     return s
@@ -513,7 +444,7 @@ def scores(t: Operands, block: Block, work: Work, x: Config) -> cute.Tensor:
 def drop(p: cute.Tensor, block: Block, work: Work, x: Config) -> None:
     """After the row sums, which dropout leaves alone."""
     if x.dropout:
-        dropping.drop(p, block.line, block.n * x.tiles.tile_n, work)
+        dropout.drop(p, block.line, block.n * x.tiles.tile_n, work)
 
 
 def kept(factor: list, work: Work, x: Config) -> list:
@@ -523,7 +454,7 @@ def kept(factor: list, work: Work, x: Config) -> list:
 
 @cute.jit
 def first_scores(
-    t: Operands, at: Place, q_tile, q_phase, ring: tuple, w, there, room: Room, work: Work, x: cutlass.Constexpr
+    t: Operands, at: QueryTile, q_tile, q_phase, ring: tuple, w, there, room: Room, work: Work, x: cutlass.Constexpr
 ):  # fmt: skip
     """Begins S of a tile's first block; where there is no such tile, of whatever is there. Returns the ring, at its slot."""
     slot, phase = ring
@@ -533,7 +464,7 @@ def first_scores(
             hidden, _, _ = whole_steps(at, at.row + w * x.queries, band_at(at, work, x), x)
             slot, phase = skip(hidden, (slot, phase), w, room, x, True)
         cute.arch.mbarrier_wait(room.full + slot, phase)
-    tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
+    begin_product(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
     return slot, phase
 
 
@@ -543,10 +474,10 @@ def first_block(t: Operands, ring, block: Block, room: Room, work: Work, x: Conf
     warpgroup.wait_group(0)
     release(room.empty + slot)
     s = scores(t, block, work, x)
-    tile.exponentials(s, t.rows, work.scale2, first=True, masked=True, lazy=x.tiles.lazy)
+    softmax.online_softmax(s, t.rows, work.scale2, first=True, masked=True, lazy=x.tiles.lazy)
     drop(s, block, work, x)
     to_p(t, x)
-    return schedule.after(slot, phase, x.tiles.slots)
+    return schedule.advance(slot, phase, x.tiles.slots)
 
 
 def take_turn(w, x: Config) -> None:
@@ -572,12 +503,12 @@ def first_turn(w, x: cutlass.Constexpr):
 def both_products(t: Operands, q_tile, ring, room: Room, x: Config):
     """S of a block, done when this returns, and O += P V of the block before, begun. Returns V's slot and phase."""
     (slot, phase), w = ring, q_tile // x.tiles.q_stages
-    v_slot, v_phase = schedule.after(slot, phase, x.tiles.slots)
+    v_slot, v_phase = schedule.advance(slot, phase, x.tiles.slots)
     cute.arch.mbarrier_wait(room.full + slot, phase)
     take_turn(w, x)
-    tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
+    begin_product(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
     cute.arch.mbarrier_wait(room.full + v_slot, v_phase)
-    tile.begin(t.pv, t.o, t.p, t.v[None, None, None, v_slot], overwrite=False)
+    begin_product(t.pv, t.o, t.p, t.v[None, None, None, v_slot], overwrite=False)
     pass_turn(w, x)
     warpgroup.wait_group(1)
     return v_slot, v_phase
@@ -589,14 +520,14 @@ def key_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x
     v_slot, v_phase = both_products(t, q_tile, ring, room, x)
     release(room.empty + ring[0])
     s = scores(t, block, work, x)
-    tile.exponentials(s, t.rows, work.scale2, first=False, masked=masked, lazy=c.lazy)
+    softmax.online_softmax(s, t.rows, work.scale2, first=False, masked=masked, lazy=c.lazy)
     drop(s, block, work, x)
-    tile.pin(room.pin, t.rows)
+    softmax.hold_exponentials(room.pin, t.rows)
     warpgroup.wait_group(0)
     release(room.empty + v_slot)
-    tile.rescale(t.o, t.rows.factor, c.lazy)
+    softmax.rescale(t.o, t.rows.factor, c.lazy)
     to_p(t, x)
-    return schedule.after(v_slot, v_phase, c.slots)
+    return schedule.advance(v_slot, v_phase, c.slots)
 
 
 def steady_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x: Config):
@@ -605,18 +536,18 @@ def steady_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work
     P V of the block before is done by then, so that this costs S and a softmax that nothing runs under; K stays until it is known.
     """
     v_slot, v_phase = both_products(t, q_tile, ring, room, x)
-    totals = tile.steady_exponentials(scores(t, block, work, x), t.rows, work.scale2)
-    served = tile.both(totals[0] <= tile.MOST, totals[1] <= tile.MOST)
-    # By all four warps, who read S and P together; the exponentials stay above the wait, as with tile.pin.
-    served = tile.all_agree(served, 1 + q_tile // x.tiles.q_stages)
+    totals = softmax.steady_softmax(scores(t, block, work, x), t.rows, work.scale2)
+    served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
+    # By all four warps, who read S and P together; the exponentials stay above the wait, as with softmax.hold_exponentials.
+    served = all_agree(served, 1 + q_tile // x.tiles.q_stages)
     warpgroup.wait_group(0)
     release(room.empty + v_slot)
     for r in range(2):
-        t.rows.l[r] = t.rows.l[r] + tile.choose(served != 0, totals[r], 0.0)
+        t.rows.l[r] = t.rows.l[r] + choose(served != 0, totals[r], 0.0)
     to_p(t, x)
     once_more(served, t, q_tile, ring[0], block, room, work, x)
     release(room.empty + ring[0])
-    return schedule.after(v_slot, v_phase, x.tiles.slots)
+    return schedule.advance(v_slot, v_phase, x.tiles.slots)
 
 
 @cute.jit
@@ -625,11 +556,11 @@ def once_more(
 ):  # fmt: skip
     """P of a block for which the maxima of before were too small."""
     if served == 0:
-        tile.begin(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, k_slot], overwrite=True)
+        begin_product(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, k_slot], overwrite=True)
         warpgroup.wait_group(0)
         s = scores(t, block, work, x)
-        tile.exponentials(s, t.rows, work.scale2, first=False, masked=False, lazy=x.tiles.lazy)
-        tile.rescale(t.o, t.rows.factor, x.tiles.lazy)
+        softmax.online_softmax(s, t.rows, work.scale2, first=False, masked=False, lazy=x.tiles.lazy)
+        softmax.rescale(t.o, t.rows.factor, x.tiles.lazy)
         to_p(t, x)
 
 
@@ -651,17 +582,17 @@ def give_back(ring: tuple, room: Room, x: Config):
     slot, phase = ring
     cute.arch.mbarrier_wait(room.full + slot, phase)
     release(room.empty + slot)
-    return schedule.after(slot, phase, x.tiles.slots)
+    return schedule.advance(slot, phase, x.tiles.slots)
 
 
 def last_product(t: Operands, ring, room: Room, x: Config) -> None:
     """Begins O += P V of a tile's last block."""
     slot, phase = ring
     cute.arch.mbarrier_wait(room.full + slot, phase)
-    tile.begin(t.pv, t.o, t.p, t.v[None, None, None, slot], overwrite=False)
+    begin_product(t.pv, t.o, t.p, t.v[None, None, None, slot], overwrite=False)
 
 
-def whole_steps(at: Place, row, kept: schedule.Band, x: Config):
+def whole_steps(at: QueryTile, row, kept: schedule.Band, x: Config):
     """``(hidden, first, stop)``: whether the warpgroup whose first query is ``row`` leaves out the first step, since it sees nothing
     there, and the steps at which it sees whole blocks; its first is none of these.
 
@@ -694,9 +625,9 @@ def compute(
             slot, phase = compute_tile(t, at, q_tile, (slot, phase), w, room, work, x)
             warpgroup.wait_group(0)
             release(room.empty + slot)
-            slot, phase = schedule.after(slot, phase, c.slots)
+            slot, phase = schedule.advance(slot, phase, c.slots)
             epilogue(t, room, q_tile, w, lse, sink, at, work, x)
-            q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
+            q_stage, q_phase = schedule.advance(q_stage, q_phase, c.q_stages)
             of = handed_on(w * c.q_stages + q_stage, room.q_full, q_phase, room)
         if cutlass.const_expr(x.stores):
             cute.arch.mbarrier_arrive(room.o_full + w * c.q_stages + q_stage)  # for who stores to end, too
@@ -707,8 +638,8 @@ def compute(
             this, q_tile = at, w * c.q_stages + q_stage
             slot, phase = compute_tile(t, at, q_tile, (slot, phase), w, room, work, x)
             v_slot = slot
-            slot, phase = schedule.after(slot, phase, c.slots)
-            q_stage, q_phase = schedule.after(q_stage, q_phase, c.q_stages)
+            slot, phase = schedule.advance(slot, phase, c.slots)
+            q_stage, q_phase = schedule.advance(q_stage, q_phase, c.q_stages)
             n_q = w * c.q_stages + q_stage
             at = place_of(PICK.smaller(round_ + 1, last), work, x)
             slot, phase = first_scores(t, at, n_q, q_phase, (slot, phase), w, round_ < last, room, work, x)
@@ -720,7 +651,7 @@ def compute(
 
 @cute.jit
 def compute_tile(
-    t: Operands, at: Place, q_tile, ring: tuple, w, room: Room, work: Work, x: cutlass.Constexpr
+    t: Operands, at: QueryTile, q_tile, ring: tuple, w, room: Room, work: Work, x: cutlass.Constexpr
 ):  # fmt: skip
     """All key blocks of a tile, S of the first having begun: the rows' state, and O, unnormalised, once the last product is done.
     Returns the ring, at that product's slot."""
@@ -751,7 +682,9 @@ def compute_tile(
     return slot, phase
 
 
-def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: Place, work: Work, x: Config):
+def epilogue(
+    t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Tensor, at: QueryTile, work: Work, x: Config
+):
     """lse to global memory, O / l there too, or to where Q was, from where a storing warp takes it."""
     if x.split:
         put_part(t, at, w, work, x)
@@ -760,11 +693,11 @@ def epilogue(t: Operands, room: Room, q_tile, w, lse: cute.Tensor, sink: cute.Te
     sinks = work.sinks
     if x.packed:  # the rows past the last sequence have none
         sinks = PICK.smaller(sinks, cute.size(work.extra.cu_q) - 1 - at.batch)
-    factor, statistic = tile.finish(t.rows, [tile.choose(sinks != 0, sink[head], -tile.INF) for head in heads])
+    factor, statistic = softmax.finalize(t.rows, [choose(sinks != 0, sink[head], -softmax.INF) for head in heads])
     for r in range(2):
         place, inside = row_at(at, w, r, work, x)  # again: known early, the condition costs the loops instructions
         put_lse(lse, place, statistic[r], inside)
-    tile.scale_rows(tile.rows_columns(t.o), kept(factor, work, x))
+    softmax.scale_rows(rows_columns(t.o), kept(factor, work, x))
     if not x.stores:
         put_rows(t, at, w, work, x)
         return
@@ -781,11 +714,11 @@ def put_lse(lse: cute.Tensor, place: tuple, value, inside):
         lse[place] = value
 
 
-def put_part(t: Operands, at: Place, w, work: Work, x: Config) -> None:
+def put_part(t: Operands, at: QueryTile, w, work: Work, x: Config) -> None:
     """The state of a chunk to global memory; a sink is for the merge."""
-    factor, statistic = tile.finish(t.rows, [-tile.INF] * 2)
-    o = tile.rows_columns(t.o)
-    tile.scale_rows(o, kept(factor, work, x))
+    factor, statistic = softmax.finalize(t.rows, [-softmax.INF] * 2)
+    o = rows_columns(t.o)
+    softmax.scale_rows(o, kept(factor, work, x))
     for r in range(2):
         place, inside = row_at(at, w, r, work, x)
         put_row(o[r, None], work.extra.part_o, (at.chunk, *place), inside)
@@ -797,19 +730,19 @@ def put_row(values: cute.Tensor, part_o: cute.Tensor, place: tuple, inside):
     """A thread's part of a row, in pairs of neighbours."""
     if inside:
         row = part_o[(*place, None)]
-        start = row.iterator + tile.column_of(cute.arch.thread_idx()[0] % 128, 0)
+        start = row.iterator + column_of(cute.arch.thread_idx()[0] % 128, 0)
         for c in cutlass.range_constexpr(0, cute.size(values), 2):
-            tile.put_pair(start + tile.constant_column(c), values[c], values[c + 1])
+            put_pair(start + constant_column(c), values[c], values[c + 1])
 
 
-def put_rows(t: Operands, at: Place, w, work: Work, x: Config) -> None:
+def put_rows(t: Operands, at: QueryTile, w, work: Work, x: Config) -> None:
     """O, rounded, from registers to global memory: 16 bytes of a row a thread and store, of which a quad's lie side by side."""
-    o, column = tile.rows_columns(t.o), 8 * (cute.arch.thread_idx()[0] % 4)
+    o, column = rows_columns(t.o), 8 * (cute.arch.thread_idx()[0] % 4)
     for r in range(2):
         place, inside = row_at(at, w, r, work, x)
         for first in range(0, cute.size(o, mode=[1]), 8):  # four pairs of columns: 32 of the quad
-            pairs = [tile.pack(o[r, first + n], o[r, first + n + 1], x.dtype) for n in range(0, 8, 2)]
-            put_columns(work.extra.o, place, inside, column + tile.constant_column(first), tile.quad_transposed(pairs))
+            pairs = [pack(o[r, first + n], o[r, first + n + 1], x.dtype) for n in range(0, 8, 2)]
+            put_columns(work.extra.o, place, inside, column + constant_column(first), transpose_quad(pairs))
 
 
 def put_columns(o: cute.Tensor, place: tuple, inside, column, words: list) -> None:
@@ -817,7 +750,7 @@ def put_columns(o: cute.Tensor, place: tuple, inside, column, words: list) -> No
     batch, head, i = place
     row = o[batch, i, head, None]
     there = cutlass.select_(inside, I32(cute.size(row)), I32(0)) > column
-    tile.put_words_if(there, row.iterator + column, words)
+    put_words_if(there, row.iterator + column, words)
 
 
 def put_tile(t: Operands, room: Room, q_tile, x: Config) -> None:
@@ -858,11 +791,6 @@ def kernel(
         compute(tmas, room, group - 1, lse, sink, qk, pv, work, x)
 
 
-def staged(layout, stages: int, stride: int):
-    """A tile's layout, ``stages`` times at that distance in elements."""
-    return cute.append(cute.select(layout, [0, 1]), cute.make_layout(stages, stride=stride))
-
-
 def by_group(t: cute.Tensor, group, groups) -> cute.Tensor:
     """(batch, row, head, column) as ((head of a group, row), column, group, batch)."""
     (batch, rows, _, columns), (by_batch, by_row, by_head, by_column) = t.shape, t.stride
@@ -872,13 +800,13 @@ def by_group(t: cute.Tensor, group, groups) -> cute.Tensor:
     )
 
 
-def extra_of(values: list, x: Config) -> Extra:
+def extra_of(values: list, x: Config) -> OptionalParams:
     """Of the values that follow a launch's numbers: what ``x.extra`` names, leaves, and expressions' numbers."""
     named, leaves = len(x.extra), len(x.extra) + len(x.traced.tensors)
     if x.traced == PLAIN:
-        return Extra(**dict(zip(x.extra, values, strict=True)))
+        return OptionalParams(**dict(zip(x.extra, values, strict=True)))
     fields = dict(zip(x.extra, values[:named], strict=True))
-    return Extra(**fields, leaves=tuple(values[named:leaves]), numbers=tuple(values[leaves:]))
+    return OptionalParams(**fields, leaves=tuple(values[named:leaves]), numbers=tuple(values[leaves:]))
 
 
 @cute.jit
@@ -907,10 +835,10 @@ def launch(
         views = (packed.ragged(q), packed.ragged(o), packed.ragged(k), packed.ragged(v, columns_first=True))
     row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q_size, slot = c.q_elements, c.slot_elements
-    layout_q = staged(sm90.make_smem_layout_a(row, (ROWS, c.tile_n, c.width), element, 1), c.q_tiles, q_size)
-    layout_k = staged(sm90.make_smem_layout_b(row, (ROWS, c.tile_n, c.width), element, 1), c.slots, slot)
-    layout_v = staged(sm90.make_smem_layout_b(column, (ROWS, c.width_v, c.tile_n), element, 1), c.slots, slot)
-    layout_o = staged(sm90.make_smem_layout_epi(element, row, (ROWS, c.width_v), 1), c.q_tiles, q_size)
+    layout_q = staged_layout(sm90.make_smem_layout_a(row, (ROWS, c.tile_n, c.width), element, 1), c.q_tiles, q_size)
+    layout_k = staged_layout(sm90.make_smem_layout_b(row, (ROWS, c.tile_n, c.width), element, 1), c.slots, slot)
+    layout_v = staged_layout(sm90.make_smem_layout_b(column, (ROWS, c.width_v, c.tile_n), element, 1), c.slots, slot)
+    layout_o = staged_layout(sm90.make_smem_layout_epi(element, row, (ROWS, c.width_v), 1), c.q_tiles, q_size)
     major = OperandMajorMode
     qk = sm90.make_trivial_tiled_mma(element, element, major.K, major.K, F32, (1, 1, 1), (ROWS, c.tile_n))
     pv = sm90.make_trivial_tiled_mma(

@@ -20,8 +20,8 @@ def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     from tilewise.backends.hopper.backward import launch as backward
-    from tilewise.backends.hopper.forward import kernel as forward
     from tilewise.backends.hopper.host import aot
+    from tilewise.backends.hopper.kit.dtypes import ELEMENT
 
     batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
     dim, dim_v, lines = (cute.sym_int(divisibility=n) for n in (8, 8, 16))
@@ -29,7 +29,7 @@ def compiled(x: Backward, scratch: Path, options: str) -> tuple[Any, tuple]:
 
     def tensor(rows, heads, columns):
         strides = (stride(8), stride(8), stride(8), 1)
-        return make_fake_tensor(forward.ELEMENT[x.dtype], (batch, rows, heads, columns), strides, assumed_align=16)
+        return make_fake_tensor(ELEMENT[x.dtype], (batch, rows, heads, columns), strides, assumed_align=16)
 
     def statistic(rows, divisibility, align):
         strides = (stride(divisibility), stride(divisibility), 1)

@@ -13,7 +13,9 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise import expr
-from tilewise.backends.hopper.kit import tile
+from tilewise.backends.hopper.kit.instructions import after, choose
+from tilewise.backends.hopper.kit.softmax import INF
+from tilewise.backends.hopper.kit.tiles import constant_column
 from tilewise.expr import Expr
 
 GROUP = 4  # columns of a thread
@@ -68,7 +70,7 @@ def hide(s: cute.Tensor, text: str, pairs: Pairs) -> None:
     for c in range(cute.size(s, mode=[1])):
         values.begin(c, s)
         for r in range(2):
-            s[r, c] = tile.choose(values.at(r, c, None)[0], s[r, c], -tile.INF)
+            s[r, c] = choose(values.at(r, c, None)[0], s[r, c], -INF)
 
 
 class Values:
@@ -88,9 +90,9 @@ class Values:
         (docs/decisions.md#hopper-held-expressions).
         """
         if c % GROUP == 0:
-            after = s[1, max(c - 1, 0)]
-            self.rows = [tile.once(n, after) for n in self.pairs.rows]
-            self.column = tile.once(self.pairs.column, after)
+            score = s[1, max(c - 1, 0)]
+            self.rows = [after(n, score) for n in self.pairs.rows]
+            self.column = after(self.pairs.column, score)
             self.known = {}
 
     def at(self, r: int, c: int, s) -> list:
@@ -114,7 +116,7 @@ class Values:
             return self.pairs.numbers[e.args[0]]
         if e.op == "symbol":
             row, column = self.pairs.names
-            of_pair = {"s": s, row: self.rows[r], column: self.column + tile.constant_column(c)}
+            of_pair = {"s": s, row: self.rows[r], column: self.column + constant_column(c)}
             return {**of_pair, **self.pairs.common}[e.args[0]]
         if e.op == "lookup":
             return read(self.pairs.leaves[e.args[0][1]], e, args)
@@ -163,7 +165,7 @@ def divide(a, b):
     inverse = cute.arch.rcp_approx(b)
     first = a * inverse
     better = cute.math.fma(cute.math.fma(-first, b, a), inverse, first)
-    return tile.choose(better == better, better, first)
+    return choose(better == better, better, first)
 
 
 def floor_divide(a, b):
@@ -182,7 +184,7 @@ def floor_divide(a, b):
 
 def square_root(x):
     root = x * cute.math.rsqrt(x, fastmath=True)
-    return tile.choose((x == 0.0) | (x == tile.INF), x, root)
+    return choose((x == 0.0) | (x == INF), x, root)
 
 
 def power(a, b):
@@ -191,7 +193,7 @@ def power(a, b):
 
 def select(condition, a, b, kind: str):
     if kind == "float":
-        return tile.choose(condition, a, b)
+        return choose(condition, a, b)
     if kind == "bool":
         return cutlass.select_(condition, I32(a), I32(b)) != 0
     a, b = whole(a, b)
@@ -208,11 +210,11 @@ FLOATS: dict[str, Callable] = {
     "pow": power,
     "neg": lambda a: -a,
     "abs": lambda a: cute.arch.fmax(a, -a),
-    "sign": lambda a: tile.choose(a > 0.0, 1.0, tile.choose(a < 0.0, -1.0, 0.0)),
+    "sign": lambda a: choose(a > 0.0, 1.0, choose(a < 0.0, -1.0, 0.0)),
     "floor": lambda a: cute.math.floor(a),
     "ceil": lambda a: -cute.math.floor(-a),
     "round": lambda a: cute.math.roundeven(a),
-    "trunc": lambda a: tile.choose(a < 0.0, -cute.math.floor(-a), cute.math.floor(a)),
+    "trunc": lambda a: choose(a < 0.0, -cute.math.floor(-a), cute.math.floor(a)),
     "maximum": lambda a, b: cute.arch.fmax(a, b),
     "minimum": lambda a, b: -cute.arch.fmax(-a, -b),
     "relu": lambda a: cute.arch.fmax(a, F32(0.0)),

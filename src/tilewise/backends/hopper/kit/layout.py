@@ -1,6 +1,6 @@
 """Holds where the DSL says that a wgmma's numbers lie against where the kernels take them to lie.
 
-``python -m tilewise.backends.hopper.kit.layout``. The masks and lse rely on :func:`tilewise.backends.hopper.kit.tile.row_of` and
+``python -m tilewise.backends.hopper.kit.layout``. The masks and lse rely on :func:`tilewise.backends.hopper.kit.tiles.row_of` and
 ``column_of``, and P on being S's registers in order.
 """
 
@@ -14,7 +14,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tilewise.backends.hopper.config import ROWS
-from tilewise.backends.hopper.kit import tile
+from tilewise.backends.hopper.kit import tiles
 
 KEYS, WIDTH = 112, 64  # any
 VALUES = ROWS * KEYS // 128  # of a thread
@@ -46,8 +46,8 @@ def places() -> tuple[dict, dict]:
 def main() -> int:
     s_places, p_places = places()
     taken = {
-        (thread, register): tile.row_of(thread, register // 2 % 2)
-        + ROWS * tile.column_of(thread, register // 4 * 2 + register % 2)
+        (thread, register): tiles.row_of(thread, register // 2 % 2)
+        + ROWS * tiles.column_of(thread, register // 4 * 2 + register % 2)
         for thread in range(128)
         for register in range(VALUES)
     }

@@ -35,8 +35,8 @@ class Span(NamedTuple):
         return self.end - self.size
 
 
-class Own(NamedTuple):
-    """A sequence's rows of q and o, its keys that some row sees, and the band's ends, counted from these."""
+class SeqlenInfo(NamedTuple):
+    """A packed sequence: its rows of q and o, the keys that some row sees, and the band's ends, counted from the first of these."""
 
     q: Span
     k: Span
@@ -44,12 +44,15 @@ class Own(NamedTuple):
     hi: I32 | None
 
 
-class Tile(NamedTuple):
-    """A query tile: its sequence, its first row there, and its head."""
+class PackedTile(NamedTuple):
+    """A tile of packed sequences: its sequence, its first row there, and its head. ``sequence`` -1: there is no such tile."""
 
     sequence: I32
     row: I32
     head: I32
+
+
+Tile = PackedTile  # the backward's name of it
 
 
 def ragged(t: cute.Tensor, columns_first: bool = False) -> cute.Tensor:

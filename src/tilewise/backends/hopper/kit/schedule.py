@@ -181,13 +181,16 @@ def whole_query_blocks(column, columns, tile_m, band: Band, blocks, pick: Pick =
     return first, pick.larger(stop, first)
 
 
-def after(place, phase, slots, step=1):
-    """``(slot, phase)`` ``step`` slots on in a ring, at most a round; the phase turns at each.
+def advance(index, phase, stages, step=1):
+    """The ``(index, phase)`` of a ring of ``stages``, ``step`` stages later, at most a round; the phase turns at each round.
 
     Between two products everything waits for this: a sign bit takes three instructions, a division fifteen.
     """
-    turned = ((slots - 1 - place - step) >> 31) & 1
-    return place + step - turned * slots, phase ^ turned
+    turned = ((stages - 1 - index - step) >> 31) & 1
+    return index + step - turned * stages, phase ^ turned
+
+
+after = advance  # the backward's name of it
 
 
 def loads(blocks: int) -> list[tuple[str, int]]:

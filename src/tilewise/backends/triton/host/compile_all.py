@@ -23,9 +23,9 @@ from tilewise.backends.triton import config
 from tilewise.backends.triton.host import launch, runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import Plan
-from tilewise.mask import block_sparse, causal, dense, window
+from tilewise.masks.catalogue import block_sparse, causal, dense, window
 from tilewise.problem import check
-from tilewise.score import alibi, bias, softcap
+from tilewise.scores.catalogue import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
 
 

@@ -20,7 +20,7 @@ from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
 from tilewise.leaf_gradients import TILES, Read
-from tilewise.problem import Problem
+from tilewise.problem import Problem, regrouped_queries
 
 MERGING = Tiles(16, 16, 4, 1, padded=True)
 
@@ -31,7 +31,7 @@ MERGING = Tiles(16, 16, 4, 1, padded=True)
 def forward(plan: Plan, inputs: Inputs) -> Output:
     if plan.regrouped is not None:
         problem = plan.problem
-        return _ungrouped(problem, forward(plan.regrouped, replace(inputs, q=problem.regrouped_queries(inputs.q))))
+        return _ungrouped(problem, forward(plan.regrouped, replace(inputs, q=regrouped_queries(problem, inputs.q))))
     out = empty_output(plan.problem, inputs.q, inputs.v)
     again = plan.forward_again
     if again is not None and again(inputs, out):
@@ -100,7 +100,7 @@ def _batches(problem: Problem) -> int:
 
 
 def _ungrouped(problem: Problem, out: Output) -> Output:
-    """The outputs of a decoding step, from those of ``problem.regrouped()``."""
+    """The outputs of a decoding step, from those of its :func:`regrouped_problem`."""
     o = out.o.transpose(1, 2).reshape(problem.batch, 1, problem.heads_q, problem.head_dim_v)
     return Output(o, out.lse.view(problem.batch, problem.heads_q, 1))
 

@@ -19,7 +19,7 @@ from tilewise.backends.triton.kernels.emit import Emitted, Pairs, emit, seen_loo
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import ROWS, TILES
 from tilewise.masks.facts import every_key_seen, every_pair_kept
-from tilewise.problem import Problem, TensorFacts
+from tilewise.problem import Problem, TensorFacts, regrouped_problem
 
 Role = Literal["leads", "reads", "joins"]
 """The part of a kernel that may run while its neighbour in the stream does: programmatic dependent launch.
@@ -85,60 +85,11 @@ def operand_strides(problem: Problem, x: Tensor) -> tuple[int, int, int]:
 
 
 @dataclass(eq=False)
-class Plan:
-    """One problem's decisions, each made once, and what its calls have in common.
-
-    Attributes:
-        record: takes every launch in its place, where launches are to be listed and not run.
-        facts_made, layouts, sizes, descriptors, compiled: caches; ``compiled`` holds kernels by the identity of their
-            function, sizes and facts.
-        tile_lists: lists of a predicate's tiles.
-        forward_again: launches a forward once more; False, and nothing launched, where a tensor is not aligned as the first call's.
-        backward_again: by dO's strides, what launches a backward once more, given what it writes, and gives the leaves' gradients; None
-            as above.
-    """
+class Decisions:
+    """What follows from a problem and its configuration, each worked out once."""
 
     problem: Problem
     config: Config
-    record: Callable[..., None] | None = None
-    facts_made: Memo[tuple, Facts] = field(default_factory=Memo)
-    layouts: Memo[tuple[int, ...] | None, Layout] = field(default_factory=Memo)
-    sizes: SizesMemo = field(default_factory=SizesMemo)
-    descriptors: Memo[tuple, Any] = field(default_factory=Memo)
-    compiled: dict[tuple, Any] = field(default_factory=dict)
-    tile_lists: PerTensors = field(default_factory=PerTensors)
-    forward_again: Callable[[Inputs, Output], bool] | None = None
-    backward_again: dict[tuple[int, ...], Callable[..., dict[int, Tensor] | None]] = field(default_factory=dict)
-
-    def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
-        """Launches a kernel; with sizes and facts of an earlier launch, straight through the compiled one.
-
-        Triton's own way there looks at each of some hundred numbers, which takes 60 us of host time. What it looks for cannot change:
-        sizes and facts are the same objects, and sizes are kept only where every pointer is aligned.
-
-        Returns:
-            The compiled kernel; None where a later launch has to go Triton's way again.
-        """
-        if self.record is not None:
-            self.record(kernel, grid, tiles, *arguments)
-            return None
-        sizes, facts = arguments[1], arguments[-1]
-        if sizes not in self.sizes:
-            runtime.run(kernel, grid, tiles, *arguments)
-            return None
-        key = kernel, id(sizes), id(facts)
-        compiled = self.compiled.get(key)
-        if compiled is not None:
-            runtime.run_compiled(compiled, (*grid, 1, 1)[:3], *arguments)
-        else:
-            compiled = runtime.run(kernel, grid, tiles, *arguments)
-            if compiled is not None:
-                self.compiled[key] = compiled
-        return compiled
-
-    def facts(self, tiles: Tiles, align: int, **chosen: object) -> Facts:
-        """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults."""
-        return self.facts_made.of((tiles, align, *chosen.items()), lambda: all_facts(self, tiles, align, chosen))
 
     def overlap(self, role: Role) -> dict[str, str]:
         """The role as an argument of ``facts``; empty where kernels do not overlap.
@@ -221,6 +172,61 @@ class Plan:
         """The key heads whose dS the backward keeps at a time (:func:`kept_sheet_heads`)."""
         return kept_sheet_heads(self)
 
+
+@dataclass(eq=False)
+class Plan(Decisions):
+    """The decisions for one problem, and what its calls have in common.
+
+    Attributes:
+        record: takes every launch in its place, where launches are to be listed and not run.
+        facts_made, layouts, sizes, descriptors, compiled: caches; ``compiled`` holds kernels by the identity of their
+            function, sizes and facts.
+        tile_lists: lists of a predicate's tiles.
+        forward_again: launches a forward once more; False, and nothing launched, where a tensor is not aligned as the first call's.
+        backward_again: by dO's strides, what launches a backward once more, given what it writes, and gives the leaves' gradients; None
+            as above.
+    """
+
+    record: Callable[..., None] | None = None
+    facts_made: Memo[tuple, Facts] = field(default_factory=Memo)
+    layouts: Memo[tuple[int, ...] | None, Layout] = field(default_factory=Memo)
+    sizes: SizesMemo = field(default_factory=SizesMemo)
+    descriptors: Memo[tuple, Any] = field(default_factory=Memo)
+    compiled: dict[tuple, Any] = field(default_factory=dict)
+    tile_lists: PerTensors = field(default_factory=PerTensors)
+    forward_again: Callable[[Inputs, Output], bool] | None = None
+    backward_again: dict[tuple[int, ...], Callable[..., dict[int, Tensor] | None]] = field(default_factory=dict)
+
+    def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
+        """Launches a kernel; with sizes and facts of an earlier launch, straight through the compiled one.
+
+        Triton's own way there looks at each of some hundred numbers, which takes 60 us of host time. What it looks for cannot change:
+        sizes and facts are the same objects, and sizes are kept only where every pointer is aligned.
+
+        Returns:
+            The compiled kernel; None where a later launch has to go Triton's way again.
+        """
+        if self.record is not None:
+            self.record(kernel, grid, tiles, *arguments)
+            return None
+        sizes, facts = arguments[1], arguments[-1]
+        if sizes not in self.sizes:
+            runtime.run(kernel, grid, tiles, *arguments)
+            return None
+        key = kernel, id(sizes), id(facts)
+        compiled = self.compiled.get(key)
+        if compiled is not None:
+            runtime.run_compiled(compiled, (*grid, 1, 1)[:3], *arguments)
+        else:
+            compiled = runtime.run(kernel, grid, tiles, *arguments)
+            if compiled is not None:
+                self.compiled[key] = compiled
+        return compiled
+
+    def facts(self, tiles: Tiles, align: int, **chosen: object) -> Facts:
+        """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults."""
+        return self.facts_made.of((tiles, align, *chosen.items()), lambda: all_facts(self, tiles, align, chosen))
+
     @cached_property
     def regrouped(self) -> Plan | None:
         """The plan of a decoding step with the query heads of each key head as the rows of one tile; None where that is another
@@ -232,7 +238,7 @@ class Plan:
             return None
         if not every_pair_kept(spec.region, 1, problem.seqlen_k):
             return None
-        regrouped = problem.regrouped()
+        regrouped = regrouped_problem(problem)
         return Plan(regrouped, decoding(regrouped, self.config), self.record)
 
 
@@ -247,15 +253,15 @@ def _is_wide(leaf: TensorFacts) -> bool:
     )
 
 
-def kept_sheet_heads(plan: Plan) -> int:
+def kept_sheet_heads(decisions: Decisions) -> int:
     """The key heads whose dS the backward keeps at a time, for dQ and the gradient of a broadcast bias.
 
     It keeps none, which is 0, unless that bias is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold it.
     """
-    problem, emitted = plan.problem, plan.emitted
+    problem, emitted = decisions.problem, decisions.emitted
     if (
         [read.how for read in emitted.reads] != [TILES]
-        or not plan.whole
+        or not decisions.whole
         or {"slope", "tile_0"} & set(emitted.functions)
     ):
         return 0
@@ -263,13 +269,13 @@ def kept_sheet_heads(plan: Plan) -> int:
     # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
     if leaf.dtype != problem.dtype != torch.bfloat16:
         return 0
-    return sheet_heads(problem, plan.config.beside[1], math.prod(leaf.shape) * leaf.dtype.itemsize)
+    return sheet_heads(problem, decisions.config.beside[1], math.prod(leaf.shape) * leaf.dtype.itemsize)
 
 
 _EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "slope", "rows", "leaves", "columns")
 
 
-def all_facts(plan: Plan, tiles: Tiles, align: int, chosen: dict[str, object]) -> Facts:
+def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> Facts:
     """Everything that a kernel is compiled for.
 
     Args:
@@ -277,7 +283,7 @@ def all_facts(plan: Plan, tiles: Tiles, align: int, chosen: dict[str, object]) -
         chosen: facts of this launch, and: ``again``, the score is computed again, for gradients; ``read``, the sum is that of
             ``emitted.reads[read]``. ``pair``: the leading indices of the leaf whose tiles a descriptor brings.
     """
-    emitted = plan.emitted if chosen.get("pair") is None else plan.emitted_for_pairs
+    emitted = decisions.emitted if chosen.get("pair") is None else decisions.emitted_for_pairs
     functions = {name: emitted.functions.get(name) for name in _EMITTED}
     if chosen.get("again"):
         functions["score"] = emitted.functions.get("again")
@@ -286,8 +292,8 @@ def all_facts(plan: Plan, tiles: Tiles, align: int, chosen: dict[str, object]) -
     of_tiles = {
         "tile_m": tiles.tile_m,
         "tile_n": tiles.tile_n,
-        "pieces": pieces(plan.problem.head_dim, tiles),
-        "pieces_v": pieces(plan.problem.head_dim_v, tiles),
+        "pieces": pieces(decisions.problem.head_dim, tiles),
+        "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
         "align": align,
         "together": tiles.ahead,
         "specialized": tiles.specialized,
@@ -303,29 +309,29 @@ def all_facts(plan: Plan, tiles: Tiles, align: int, chosen: dict[str, object]) -
         "strips": 0,
         "overlap": None,
     }
-    return Facts(**(functions | of_tiles | _problem_facts(plan, emitted) | defaults | chosen))
+    return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
 
 
-def _problem_facts(plan: Plan, emitted: Emitted) -> dict[str, object]:
+def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
     """The facts that are the same in every launch of a problem."""
-    problem, spec, region = plan.problem, plan.problem.spec, plan.problem.spec.region
+    problem, spec, region = decisions.problem, decisions.problem.spec, decisions.problem.spec.region
     ends = [e for e in region.ends if e is not None]
     fp32 = problem.dtype == torch.float32
     return {
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "packed": problem.packed,
-        "lists": plan.lists,
+        "lists": decisions.lists,
         "general": spec.score is not None or not problem.softmax_scale > 0 or fp32,
         "natural": fp32,
         "masked": not region.everything,
         "sink": spec.sink_slot is not None,
         "dropout": spec.dropout_p > 0,
-        "precision": "tf32" if plan.config.products == "tf32" else "ieee",
-        "parts": plan.terms,
-        "products": TERM_PRODUCTS if plan.terms > 1 else ((0, 0),),
+        "precision": "tf32" if decisions.config.products == "tf32" else "ieee",
+        "parts": decisions.terms,
+        "products": TERM_PRODUCTS if decisions.terms > 1 else ((0, 0),),
         "partial_stages": 2 if Pairs.of(problem).bytes else 1,
-        "upcast": (problem.dtype == torch.bfloat16 or plan.terms > 1) and problem.device.type == "cpu",
+        "upcast": (problem.dtype == torch.bfloat16 or decisions.terms > 1) and problem.device.type == "cpu",
         "row_grads": tuple(n for n, read in enumerate(emitted.reads) if read.how == ROWS),
         "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),
         "hides": emitted.hides,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import mask as masks
-from tilewise.mask import Mask, as_mask, region
+from tilewise.masks import Mask, as_mask, catalogue, region
 from tilewise.tiles import Grid
 
 BATCH, HEADS = 2, 3
@@ -392,7 +391,7 @@ _EXAMPLE = re.compile(
 EXAMPLES = [
     pytest.param(*example, id=example[0])
     for name in tw.__all__
-    if inspect.getmodule(getattr(tw, name)) is masks
+    if inspect.getmodule(getattr(tw, name)) is catalogue
     for example in _EXAMPLE.findall(inspect.getdoc(getattr(tw, name)) or "")
 ]
 

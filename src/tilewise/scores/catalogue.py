@@ -1,23 +1,22 @@
 """Scores: what happens to ``s = softmax_scale * q·k`` before the mask and the softmax.
 
 A :class:`Score` is text and tensors, as a Mask is: stages joined by ``>>`` ("then"), each an expression of ``s``, the
-indices ``b h i j``, ``off`` and tensor leaves. Floating leaves get gradients.
+indices ``b h i j``, ``off`` and tensor leaves. Floating leaves get gradients. :mod:`tilewise.scores.reading` reads the text.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 
 from tilewise import expr
-from tilewise.expr import Expr, apply, lookup, number, parse, symbol, trace
-from tilewise.mask import broadcast_lookup
+from tilewise.expr import Expr, apply, number, symbol, trace
+from tilewise.masks import broadcast_lookup
 
 S, B, H, I, J, OFF = (symbol(name) for name in ("s", "b", "h", "i", "j", "off"))
-_THEN = " >> "
+THEN = " >> "
 
 
 class Score:
@@ -32,7 +31,7 @@ class Score:
             raise ValueError(
                 f"a score is followed by a score, got {type(other).__name__}; wrap it: tw.score(fn), tw.bias(t)"
             )
-        return Score(f"{self.text}{_THEN}{other.text}", (*self.leaves, *other.leaves))
+        return Score(f"{self.text}{THEN}{other.text}", (*self.leaves, *other.leaves))
 
     def __repr__(self) -> str:
         return f"Score({self.text})"
@@ -104,28 +103,3 @@ def as_score(value: Score | torch.Tensor | Callable | None) -> Score:
             f"score= takes a Score, a float tensor or a function of (s, b, h, i, j), got {type(value).__name__}"
         )
     return score(value)
-
-
-@lru_cache(maxsize=4096)
-def expression(text: str, slots: tuple[int, ...]) -> Expr | None:
-    """The meaning of a score's text as one expression of ``s``; ``None`` where it changes nothing.
-
-    Args:
-        slots: for each of the score's leaves, in order, the slot of the tensor that holds it.
-    """
-    if not text:
-        return None
-    total, base = S, 0
-    for stage in text.split(_THEN):
-        used: set[int] = set()
-
-        def slot(n: int, base: int = base, used: set[int] = used) -> int:
-            used.add(n)
-            return slots[base + n]
-
-        total = expr.substitute(parse(stage, slot), {"s": total})
-        base += len(used)
-    return total
-
-
-__all__ = ["Score", "alibi", "as_score", "bias", "expression", "lookup", "score", "softcap"]

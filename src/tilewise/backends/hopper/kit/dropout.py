@@ -11,7 +11,7 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.kit import tile
+from tilewise.backends.hopper.kit.instructions import after, choose
 from tilewise.dropout import ROUNDS
 
 I32, U32, U64 = cutlass.Int32, cutlass.Uint32, cutlass.Uint64
@@ -44,12 +44,12 @@ def drop(p: cute.Tensor, line, first_key, work) -> None:
     row = U32(i // 16 * 8 + i % 8)
     for c in range(0, cute.size(p, mode=[1]), 4):
         # No sooner than the numbers before: it depends on none of them, and would be computed for all columns at once.
-        call = tile.once(first_key // 4 + line.column // 2 + c, p[1, max(c - 1, 0)])
+        call = after(first_key // 4 + line.column // 2 + c, p[1, max(c - 1, 0)])
         words = philox((U32(call), row, pair, U32(0)), key)
         for n in range(4):
             for r in range(2):
                 value = half(words[2 * (n % 2) + r], n >= 2)
-                p[r, c + n] = tile.choose(value < work.extra.threshold, p[r, c + n], 0.0)
+                p[r, c + n] = choose(value < work.extra.threshold, p[r, c + n], 0.0)
 
 
 def kept(pairs, columns: int, work) -> Callable:

@@ -9,7 +9,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import expr
 from tilewise.expr import evaluate
-from tilewise.score import Score, as_score, expression
+from tilewise.scores import Score, as_score, expression
 from tilewise.spec import Extras
 
 BATCH, HEADS, NQ, NK = 2, 3, 4, 6

@@ -1,0 +1,119 @@
+"""Selections, and instructions that the DSL has no name for."""
+
+from __future__ import annotations
+
+import struct
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.kit.dtypes import F32
+
+# -- Registers -----------------------------------------------------------------------------------------------------
+
+
+def choose(condition, a, b):
+    """The fp32 number ``a`` where the condition holds, else ``b``: one select, no branch."""
+    return F32(cutlass.select_(condition, F32(a), F32(b)))
+
+
+def both(a, b):
+    """Whether two conditions hold."""
+    return cutlass.select_(a, b, a)
+
+
+def after(x, score):
+    """The number ``x``, computed no sooner than a score is known.
+
+    A zero that depends on the score is added to the bits of ``x``. No compiler sees that it is zero: a number has at most 32 bits set.
+    """
+    code = (
+        "{ .reg .b32 t, u; popc.b32 t, {$r1}; shr.u32 t, t, 6; mov.b32 u, {$r0}; add.s32 u, u, t; mov.b32 {$w0}, u; }"
+    )
+    return cute.arch.inline_ptx(code, write_only_types=[type(x)], read_only_args=[x, score])
+
+
+def clamp(x, limit: float):
+    """The fp32 number x, limited to ``[-limit, limit]``; NaN stays NaN."""
+    high, low = (f"0f{struct.pack('>f', n).hex()}" for n in (limit, -limit))
+    code = f"{{ .reg .f32 t; min.NaN.f32 t, {{$r0}}, {high}; max.NaN.f32 {{$w0}}, t, {low}; }}"
+    return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[x])
+
+
+def pack(low, high, dtype: str):
+    """Two fp32 numbers rounded to ``dtype`` in one register.
+
+    PTX is used because the compiler would move plain conversions across the loop's end and keep the fp32 scores alive beside
+    those of the next block. That takes too many registers, and every wgmma would then wait for the one before
+    (docs/decisions.md#hopper-held-exponentials).
+    """
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    code = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[low, high])
+
+
+# -- Threads of a warpgroup ----------------------------------------------------------------------------------------
+
+
+def all_agree(condition, barrier_id):
+    """1 if a condition holds for every thread of the warpgroup, else 0; every thread gets the same answer."""
+    code = "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, 128, p; selp.s32 {$w0}, 1, 0, q; }"
+    mine, kind = cutlass.select_(condition, cutlass.Int32(1), cutlass.Int32(0)), [cutlass.Int32]
+    return cute.arch.inline_ptx(code, write_only_types=kind, read_only_args=[mine, cutlass.Int32(barrier_id)])
+
+
+# -- Shared memory -------------------------------------------------------------------------------------------------
+
+
+def keep_above(word, value) -> None:
+    """Keeps the computation of an fp32 value above the wait that follows.
+
+    ptxas moves a wait up over everything that no memory depends on. A store that depends on the value stays where it is; nobody
+    reads it (docs/decisions.md#hopper-held-exponentials).
+    """
+    cute.arch.inline_ptx("st.volatile.shared.f32 [{$r0}], {$r1};", read_only_args=[word.toint(), value])
+
+
+def put_words(word, numbers) -> None:
+    """Writes 32-bit integers to shared memory, side by side."""
+    for n, number in enumerate(numbers):
+        code = "st.volatile.shared.u32 [{$r0}], {$r1};"
+        cute.arch.inline_ptx(code, read_only_args=[word.toint() + 4 * n, number])
+
+
+def get_words(word, count: int) -> list:
+    """Reads ``count`` 32-bit integers that :func:`put_words` wrote."""
+    kind, code = [cutlass.Int32], "ld.volatile.shared.u32 {$w0}, [{$r0}];"
+    read = lambda at: cute.arch.inline_ptx(code, write_only_types=kind, read_only_args=[at])  # noqa: E731
+    return [read(word.toint() + 4 * n) for n in range(count)]
+
+
+# -- Global memory -------------------------------------------------------------------------------------------------
+
+
+def put_pair(pointer, low, high) -> None:
+    """Writes two fp32 numbers to global memory at a multiple of 8 bytes; four lanes fill a sector of 32."""
+    code = "st.global.v2.f32 [{$r0}], {{$r1},{$r2}};"
+    cute.arch.inline_ptx(code, read_only_args=[pointer.toint(), low, high])
+
+
+def put_words_if(condition, pointer, words: list) -> None:
+    """Writes four words to global memory at a multiple of 16 bytes, where the condition holds."""
+    code = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; @p st.global.v4.b32 [{$r1}], {{$r2},{$r3},{$r4},{$r5}}; }"
+    flag = cutlass.select_(condition, cutlass.Int32(1), cutlass.Int32(0))
+    cute.arch.inline_ptx(code, read_only_args=[flag, pointer.toint(), *words])
+
+
+def count_up(t: cute.Tensor, place: tuple) -> None:
+    """One thread adds 1 to an fp32 count in global memory; whoever sees the new count sees all that this thread wrote before."""
+    cute.arch.atomic_add(cute.domain_offset(place, t).iterator, F32(1.0), sem="release", scope="gpu")
+
+
+@cute.jit
+def await_count(t: cute.Tensor, place: tuple, count: cutlass.Constexpr):
+    """Waits until a count in global memory reaches ``count``; TMA copies that follow see what was written before it was counted."""
+    pointer = cute.domain_offset(place, t).iterator
+    found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
+    while found < count:
+        found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
+    cute.arch.fence_proxy("async.global")

@@ -1,0 +1,45 @@
+"""The launch arguments that only some kernels have; both passes read them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.kit.dtypes import F32, I32
+
+
+class OptionalParams(NamedTuple):
+    """The tensors and numbers that only some kernels have; they are None elsewhere.
+
+    Attributes:
+        o: (batch, row, head, column), where O leaves from registers and no warp stores it.
+        part_o, part_lse: (chunk, batch, head, row, width_v) and (chunk, batch, head, row), fp32: the states of chunks of keys.
+        lo, hi: (batch, head, row), int32: the key interval of every row.
+        blocks: (batch, head, query tile, step), int32: the key blocks to visit, those first that need the predicate.
+        counts: (batch, head, query tile, 2), int32: how many blocks of a tile need the predicate, and how many there are.
+        cu_q, cu_k: (sequence + 1,), int32: where packed sequences begin.
+        first, last: packed sequences only: keys before ``first`` or from ``last`` on are masked in every sequence.
+        queue: (1,), int32: how many tiles were taken after each CTA's first.
+        seed: (1,), int64: the seed of dropout.
+        threshold, keep: a pair is kept where its 16-bit value is below ``threshold``; ``keep`` is the factor of a kept pair.
+        leaves, numbers: the tensors and numbers that expressions read.
+    """
+
+    o: cute.Tensor | None = None
+    part_o: cute.Tensor | None = None
+    part_lse: cute.Tensor | None = None
+    lo: cute.Tensor | None = None
+    hi: cute.Tensor | None = None
+    blocks: cute.Tensor | None = None
+    counts: cute.Tensor | None = None
+    cu_q: cute.Tensor | None = None
+    cu_k: cute.Tensor | None = None
+    first: I32 | None = None
+    last: I32 | None = None
+    queue: cute.Tensor | None = None
+    seed: cute.Tensor | None = None
+    threshold: I32 | None = None
+    keep: F32 | None = None
+    leaves: tuple | None = None
+    numbers: tuple | None = None

@@ -1,0 +1,201 @@
+"""The online softmax of one block of scores, in registers (FlashAttention-2, algorithm 1, lines 8 to 15).
+
+Scores S are a view (2 rows, columns) of an fp32 accumulator of 64 rows (:mod:`tilewise.backends.hopper.kit.tiles`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.kit.dtypes import F32
+from tilewise.backends.hopper.kit.instructions import after, choose, clamp, keep_above
+from tilewise.backends.hopper.kit.tiles import constant_column, reduce_quad, rows_columns
+
+LAZY = 8.0  # in base 2: how far a row's maximum may fall behind before O is rescaled
+MOST = 2.0**15  # the largest sum that a thread's part of a row may reach over a steady block: fp16 ends at 65504
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+INF = float("inf")
+
+
+# -- Scores --------------------------------------------------------------------------------------------------------
+
+
+def mask_scores(s: cute.Tensor, lower, upper) -> None:
+    """Sets scores to -inf outside ``lower[r] <= constant_column(c) < upper[r]``; an end that is None is unbounded."""
+    for r in range(2):
+        for c in range(cute.size(s, mode=[1])):
+            column, kept = constant_column(c), s[r, c]
+            if upper is not None:
+                kept = choose(upper[r] > column, kept, -INF)
+            if lower is not None:
+                kept = choose(lower[r] <= column, kept, -INF)
+            s[r, c] = kept
+
+
+# tanh(x) / x = P(x²) / Q(x²) for |x| <= SATURATED, right to 2e-8 (a least-squares fit with Lawson's weights), lowest power first.
+SATURATED = 9.0
+SOFTCAP_COLUMNS = 4  # of a thread, whose quotients are computed at once
+NUMERATOR = (0.999999979, 0.133810469, 0.00349561289, 2.06094677e-05, 1.33551511e-08)
+DENOMINATOR = (1.0, 0.467143625, 0.0258770777, 0.000328567438, 7.77676821e-07)
+
+
+def polynomial(u, coefficients: tuple):
+    """The polynomial's value at ``u`` by Horner's rule; the lowest power's coefficient is first."""
+    total = coefficients[-1]
+    for c in coefficients[-2::-1]:
+        total = total * u + c
+    return total
+
+
+def softcap(s: cute.Tensor, cap2) -> None:
+    """Turns scores into ``tanh(score / cap)``, with ``cap2 = 2 log2(e) softmax_scale / cap``; the relative error is about 3e-7.
+
+    A quotient of polynomials takes one instruction of the special function unit, which the softmax needs too, and 14 others.
+    ``1 - 2 / (1 + 2**(s cap2))`` takes two and 3 others, but its error of 6e-8, times a cap of 30, shows in lse. ``tanh.approx``
+    errs by 5e-4 (docs/decisions.md#hopper-softcap).
+    """
+    scale = cap2 * (LN_2 / 2)
+    for c in range(cute.size(s, mode=[1])):
+        if c % SOFTCAP_COLUMNS == 0 and c:
+            scale = after(scale, s[1, c - 1])
+        for r in range(2):
+            x = clamp(s[r, c] * scale, SATURATED)
+            u = x * x
+            s[r, c] = x * polynomial(u, NUMERATOR) * cute.arch.rcp_approx(polynomial(u, DENOMINATOR))
+
+
+def softcap_roughly(s: cute.Tensor, cap2) -> None:
+    """Turns scores into ``tanh(score / cap)`` as :func:`softcap` does, in fewer registers.
+
+    The error is 6e-8 whatever the score's size, which is enough for P of a backward.
+    """
+    for r in range(2):
+        for c in range(cute.size(s, mode=[1])):
+            power = cute.math.exp2(s[r, c] * cap2, fastmath=True)
+            s[r, c] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)
+
+
+# -- State of the rows ---------------------------------------------------------------------------------------------
+
+
+class SoftmaxState(NamedTuple):
+    """The softmax state of a thread's two rows, each (2,) fp32.
+
+    ``m2`` is the maximum of the scores in base 2, ``l`` the thread's own part of the row sum, and ``factor`` scales O to the
+    maximum of the last block.
+    """
+
+    m2: cute.Tensor
+    l: cute.Tensor
+    factor: cute.Tensor
+
+
+def new_state() -> SoftmaxState:
+    """A state whose registers hold nothing yet; the first block writes m2 and l."""
+    return SoftmaxState(*(cute.make_rmem_tensor((2,), F32) for _ in range(3)))
+
+
+def row_max(s: cute.Tensor, r: int):
+    """The maximum of a thread's part of row r, in four chains for latency."""
+    columns = cute.size(s, mode=[1])
+    chains = [s[r, n] for n in range(4)]
+    for c in range(4, columns):
+        chains[c % 4] = cute.arch.fmax(chains[c % 4], s[r, c])
+    return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+
+
+def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, masked: bool, lazy: bool) -> None:
+    """Turns a block's scores ``s`` into P, unnormalised, and moves the rows' state on, in base 2.
+
+    ``m' = max(m, max_j s scale2)``, ``P = 2**(s scale2 - m')``, ``factor = 2**(m - m')``, ``l = l factor + sum_j P``
+    (FlashAttention-2, algorithm 1, lines 8 to 10). With ``lazy``, m stays, and the factor is 1, where the maximum grew by no more
+    than LAZY: P is then at most ``2**LAZY``.
+
+    Args:
+        first: whether this is a tile's first block: there is no m yet.
+        masked: whether a row may still be without a key.
+    """
+    for r in range(2):
+        m2 = reduce_quad(row_max(s, r), cute.arch.fmax) * scale2
+        if not first:
+            m2 = cute.arch.fmax(m2, rows.m2[r])
+            if lazy:
+                m2 = choose(m2 - rows.m2[r] > LAZY, m2, rows.m2[r])
+        # A row without a key so far: 0 in place of -inf, and every P is 2**-inf = 0.
+        base = choose(m2 == -INF, 0.0, m2) if masked else m2
+        sums = [F32(0.0), F32(0.0)]
+        for c in range(cute.size(s, mode=[1])):
+            p = cute.math.exp2(s[r, c] * scale2 - base, fastmath=True)
+            s[r, c] = p
+            sums[c % 2] = sums[c % 2] + p
+        total = sums[0] + sums[1]
+        if not first:
+            factor = cute.math.exp2(rows.m2[r] - base, fastmath=True)
+            total = rows.l[r] * factor + total
+            rows.factor[r] = factor
+        rows.l[r], rows.m2[r] = total, m2
+
+
+def steady_softmax(s: cute.Tensor, rows: SoftmaxState, scale2) -> list:
+    """Turns a block's scores into ``P = 2**(s scale2 - m)`` with the maxima m of the blocks before.
+
+    Softmax is the same for any m with which P does not overflow. Without this block's maxima a quarter of the instructions are
+    left out, and nothing waits for them. The sums tell whether m served (MOST).
+
+    Returns:
+        The thread's part of each row's sum.
+    """
+    totals = []
+    for r in range(2):
+        sums = [F32(0.0), F32(0.0)]
+        for c in range(cute.size(s, mode=[1])):
+            p = cute.math.exp2(s[r, c] * scale2 - rows.m2[r], fastmath=True)
+            s[r, c] = p
+            sums[c % 2] = sums[c % 2] + p
+        totals.append(sums[0] + sums[1])
+    return totals
+
+
+def hold_exponentials(word, rows: SoftmaxState) -> None:
+    """Keeps every exponential of a block above the wait that follows, so that P V runs under the softmax."""
+    keep_above(word, rows.l[0] + rows.l[1])
+
+
+def scale_rows(o: cute.Tensor, factor) -> None:
+    """Multiplies O, as (2 rows, columns), by a factor for each of the two rows."""
+    for r in range(2):
+        for c in range(cute.size(o, mode=[1])):
+            o[r, c] = o[r, c] * factor[r]
+
+
+@cute.jit
+def rescale(acc: cute.Tensor, factor: cute.Tensor, lazy: cutlass.Constexpr):
+    """Multiplies the accumulator of O by the rows' factors; with ``lazy``, a warp whose factors are all 1 does nothing."""
+    if cutlass.const_expr(lazy):
+        if cute.arch.vote_any_sync(factor[0] * factor[1] != 1.0):
+            scale_rows(rows_columns(acc), factor)
+    else:
+        scale_rows(rows_columns(acc), factor)
+
+
+def finalize(rows: SoftmaxState, sinks: list) -> tuple[list, list]:
+    """``(factor, lse)`` of the two rows: the factor that normalises O, and the natural log-sum-exp.
+
+    A row's sink, a logit without a value, is one more term of the sum; -inf means that there is none. A row without a key gets
+    factor 0 and its sink as lse.
+    """
+    factors, lses = [], []
+    for r in range(2):
+        sink2 = F32(sinks[r]) * LOG2_E
+        l = reduce_quad(rows.l[r], lambda x, y: x + y)
+        m2 = cute.arch.fmax(rows.m2[r], sink2)
+        base = choose(m2 == -INF, 0.0, m2)
+        scaled = cute.math.exp2(rows.m2[r] - base, fastmath=True)
+        total = l * scaled + cute.math.exp2(sink2 - base, fastmath=True)
+        factors.append(choose(total == 0.0, 0.0, scaled * cute.arch.rcp_approx(total)))
+        lses.append(choose(l == 0.0, F32(sinks[r]), (base + cute.math.log2(total, fastmath=True)) * LN_2))
+    return factors, lses

@@ -1,0 +1,251 @@
+"""Masks: which (query, key) pairs are kept.
+
+A :class:`Mask` is text and tensors, so that it can be built inside ``torch.compile`` and travel through an operator;
+:mod:`tilewise.masks.regions` reads the text. In all of them ``j`` counts from the sequence's first key, and query ``i`` sits
+at key position ``i + off``, ``off = seqlen_k - seqlen_q``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tilewise import expr
+from tilewise.expr import Expr, lookup, number, symbol, trace
+from tilewise.masks.patterns import at_least
+
+B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
+_ENDLESS = 1 << 48  # keys; beyond every sequence, and far from where int64 would wrap
+
+
+class Mask:
+    """The pairs that are kept; made by the functions of this module, combined by ``&`` and ``|``."""
+
+    def __init__(self, text: str, leaves: tuple[torch.Tensor, ...] = ()):
+        self.text = text
+        self.leaves = leaves
+
+    def __and__(self, other: Mask) -> Mask:
+        a, b = _unprepared(self), _unprepared(other)
+        return Mask(f"{a.text} & {b.text}", (*a.leaves, *b.leaves))
+
+    def __or__(self, other: Mask) -> Mask:
+        a, b = _unprepared(self), _unprepared(other)
+        return Mask(f"({a.text} | {b.text})", (*a.leaves, *b.leaves))
+
+    def __rand__(self, other: object) -> Mask:
+        return _unprepared(other)  # which refuses it: only another Mask would have come by __and__
+
+    __ror__ = __rand__
+
+    def __bool__(self) -> bool:
+        raise ValueError("a mask has no truth value; `and`, `or` and `not` would drop one: combine masks with & and |")
+
+    def __repr__(self) -> str:
+        return f"Mask({self.text})"
+
+    def prepare(self, q: torch.Tensor, k: torch.Tensor) -> Mask:
+        """The same mask with its list of tiles computed for the shapes of ``q`` and ``k``, to be shared by all layers.
+
+        Args:
+            q, k: ``(batch, seqlen, heads, head_dim)``; only shapes and device are read.
+        """
+        from tilewise import tiles  # tiles read masks; only this convenience looks the other way
+
+        return tiles.prepare(self, q, k)
+
+
+def with_lists(mask: Mask, block: int, shape: tuple[int, ...], status: torch.Tensor, seen: torch.Tensor) -> Mask:
+    """A mask that brings the status of its blocks and the keys that some query sees, for ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+    sizes = ", ".join([str(int(n)) for n in shape])
+    return Mask(f"prepared({mask.text}, {block}, {sizes})", (*mask.leaves, status, seen))
+
+
+def _unprepared(mask: Mask) -> Mask:
+    """A prepared mask as it was before: the lists of two masks do not make the lists of their combination."""
+    if not isinstance(mask, Mask):
+        raise ValueError(f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t)")
+    if not mask.text.startswith("prepared("):
+        return mask
+    return Mask(mask.text[len("prepared(") :].rsplit(", ", 5)[0], mask.leaves[:-2])
+
+
+# -- The catalogue -------------------------------------------------------------------------------------------------
+
+
+def causal() -> Mask:
+    """Query ``i`` sees keys ``j <= i + off``: the last query sees the last key.
+
+    ``causal()`` of 3 queries and 5 keys::
+
+        1 1 1 . .
+        1 1 1 1 .
+        1 1 1 1 1
+    """
+    return Mask("causal()")
+
+
+def window(left: int | None = None, right: int | None = None) -> Mask:
+    """Query ``i`` sees keys ``i + off - left <= j <= i + off + right``; ``None`` is unbounded.
+
+    ``window(1, 0)`` of 5 queries and keys::
+
+        1 . . . .
+        1 1 . . .
+        . 1 1 . .
+        . . 1 1 .
+        . . . 1 1
+
+    Raises:
+        ValueError: a negative bound (flash-attention's -1 is ``None`` here).
+    """
+    left, right = (None if bound is None else _integer("window", bound) for bound in (left, right))
+    left, right = (None if bound is not None and bound >= _ENDLESS else bound for bound in (left, right))
+    for name, bound in (("left", left), ("right", right)):
+        if bound is not None and bound < 0:
+            raise ValueError(f"window({name}={bound}): a bound is a number of keys >= 0, or None for unbounded")
+    return Mask(f"window({left}, {right})")
+
+
+def prefix(n: int | torch.Tensor) -> Mask:
+    """Causal, and the first ``n`` keys for every query (prefix-LM).
+
+    ``prefix(3)`` of 5 queries and keys::
+
+        1 1 1 . .
+        1 1 1 . .
+        1 1 1 . .
+        1 1 1 1 .
+        1 1 1 1 1
+
+    Args:
+        n: an int, or an integer tensor of shape ``()``, ``(batch,)`` or ``(batch, heads_q)``.
+    """
+    return _atom("prefix", _per_batch("prefix", n))
+
+
+def key_range(start: int | torch.Tensor, end: int | torch.Tensor) -> Mask:
+    """Only keys ``start <= j < end`` are seen: padding on either side. It hides keys and moves nothing else.
+
+    Args:
+        start, end: ints, or integer tensors of shape ``()``, ``(batch,)`` or ``(batch, heads_q)``.
+    """
+    return _atom("key_range", _per_batch("key_range", start), _per_batch("key_range", end))
+
+
+def key_lengths(n: int | torch.Tensor) -> Mask:
+    """``key_range(0, n)``: the first ``n`` keys; with a tensor ``(batch,)``, right padding."""
+    return _atom("key_range", number(0), _per_batch("key_lengths", n))
+
+
+def documents(ids: torch.Tensor) -> Mask:
+    """Query ``i`` sees the keys of its own document: the run of equal ids around key position ``i + off``.
+
+    Args:
+        ids: integers ``(seqlen_k,)`` or ``(batch, seqlen_k)``. A document is a maximal run of equal ids: an id that
+            comes again after another one starts a new document. A query that sits before key 0 sees nothing.
+    """
+    if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
+        raise ValueError("documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k)")
+    seqlen = ids.shape[-1]
+    position = torch.arange(seqlen, device=ids.device).expand(ids.shape)
+    change = ids[..., 1:] != ids[..., :-1]
+    edge = torch.ones_like(ids[..., :1], dtype=torch.bool)
+    start, end = position, position
+    if seqlen:  # cummax knows no empty dimension
+        start = torch.where(torch.cat([edge, change], -1), position, 0).cummax(-1).values
+        end = torch.where(torch.cat([change, edge], -1), position + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
+    index = (lambda x: (x,)) if ids.ndim == 1 else (lambda x: (B, x))
+    return _atom("documents", *[lookup(t.int(), *index(x)) for x in (I + OFF, J) for t in (start, end)])
+
+
+def keep(fn: Callable[[Expr, Expr, Expr, Expr], Expr]) -> Mask:
+    """The pairs for which ``fn(b, h, i, j)`` is true: FlexAttention's ``mask_mod``.
+
+    Args:
+        fn: elementwise in its four integer scalars; may index tensors with them (``allowed[b, i, j]``) and use
+            comparisons, arithmetic, ``&``, ``|``, ``~`` and ``torch.where``: FlexAttention's ``mask_mod``. It is called once.
+
+    Raises:
+        NotImplementedError: for what cannot be traced, by name.
+    """
+    predicate = trace(fn, ("b", "h", "i", "j"))
+    if expr.kind(predicate) != "bool":
+        raise ValueError(f"keep(fn): fn must return a truth value, it returned {expr.kind(predicate)}: {predicate}")
+    return _atom("keep", predicate)
+
+
+def dense(allowed: torch.Tensor) -> Mask:
+    """The pairs that a bool tensor, broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)``, allows (True = kept)."""
+    if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
+        found = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
+        raise ValueError(
+            f"dense(allowed) takes a bool tensor, got {found}; convert zeros and ones: t.bool(), "
+            "and for additive values use score=tw.bias(t)"
+        )
+    return _atom("keep", broadcast_lookup(allowed, (B, H, I, J), "dense(allowed)"))
+
+
+def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
+    """The pairs whose block ``(i // block_q, j // block_k)`` is set in ``pattern``.
+
+    Args:
+        pattern: bool, broadcastable to ``(batch, heads_q, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k))``. Its
+            blocks need not match any kernel's tiles. ``butterfly``, ``strided`` and ``local_global`` make patterns.
+    """
+    if not isinstance(pattern, torch.Tensor) or pattern.dtype != torch.bool:
+        raise ValueError("block_sparse(pattern, ...) takes a bool tensor")
+    at_least(1, "block_sparse", block_q=block_q, block_k=block_k)
+    return _atom("keep", broadcast_lookup(pattern, (B, H, I // block_q, J // block_k), "block_sparse(pattern)"))
+
+
+def as_mask(mask: Mask | torch.Tensor | Callable | None, causal_too: bool = False) -> Mask:
+    """What the ``mask=`` keyword takes, as a Mask: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
+    if isinstance(mask, torch.Tensor):
+        mask = dense(mask)
+    elif mask is not None and not isinstance(mask, Mask):
+        if not callable(mask):
+            hint = "; give its .mask_mod" if hasattr(mask, "mask_mod") else ""  # FlexAttention's BlockMask
+            raise ValueError(
+                f"mask= takes a Mask, a bool tensor or a function of (b, h, i, j), got {type(mask).__name__}{hint}"
+            )
+        mask = keep(mask)
+    if mask is None:
+        return causal() if causal_too else Mask("")
+    return mask & causal() if causal_too else mask
+
+
+# -- Building text -------------------------------------------------------------------------------------------------
+
+
+def _atom(name: str, *args: Expr) -> Mask:
+    """One named mask of expressions; its leaves are numbered from 0 within it."""
+    leaves: list[torch.Tensor] = []
+    texts = [expr.to_text(a, leaves)[0] for a in args]
+    return Mask(f"{name}({', '.join(texts)})", tuple(leaves))
+
+
+def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
+    if isinstance(n, torch.Tensor):
+        if n.ndim > 2 or n.dtype.is_floating_point or n.dtype == torch.bool:
+            raise ValueError(
+                f"{who} takes ints or integer tensors (), (batch,) or (batch, heads_q), got {n.dtype} {tuple(n.shape)}"
+            )
+        return broadcast_lookup(n, (B, H)[: n.ndim], who)
+    return number(_integer(who, n))
+
+
+def _integer(who: str, n: object) -> int:
+    """``n`` as an int; of a length that torch.compile holds as a symbol, int() makes a number of the text."""
+    if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, int) or hasattr(n, "__index__")):
+        raise ValueError(f"{who} takes whole numbers of keys, got {n!r}")
+    return int(n)
+
+
+def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> Expr:
+    """``tensor`` read at the last ``tensor.ndim`` of ``index``, dimensions of size 1 at 0."""
+    if tensor.ndim > len(index):
+        raise ValueError(f"{who} takes at most {len(index)} dimensions, got shape {tuple(tensor.shape)}")
+    index = index[len(index) - tensor.ndim :]
+    return lookup(tensor, *[number(0) if size == 1 else x for size, x in zip(tensor.shape, index, strict=True)])

@@ -1,0 +1,218 @@
+"""What a mask's text means: *interval and predicate*.
+
+A :class:`Region` has one half-open key interval per row, ``lo(i) <= j < hi(i)``, both ends never decreasing in ``i``, the same
+set by columns, ``first(j) <= i < last(j)``, and a predicate for what is no interval. ``&`` of two masks is the maximum of the
+starts, the minimum of the ends and both predicates; ``|`` is the bounding interval with a predicate.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilewise import expr
+from tilewise.expr import Expr, apply, number, symbol
+
+I, J, OFF, SEQLEN_Q = (symbol(name) for name in ("i", "j", "off", "seqlen_q"))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Status on blocks of ``block`` x ``block`` and seen keys, in slots, for ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+
+    block: int
+    status_slot: int
+    seen_slot: int
+    shape: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A mask as kernels read it. An end that is ``None`` is unbounded; a predicate that is ``None`` keeps all.
+
+    Attributes:
+        lo, hi: key interval of row ``i``: expressions of ``b, h, i`` and the lengths.
+        first, last: query interval of column ``j``: expressions of ``b, h, j`` and the lengths.
+        predicate: bool expression of ``b, h, i, j``.
+        prepared: what ``Mask.prepare`` made, and for which shapes.
+        diagonal: for certain, whatever the mask's tensors hold, every query sees the key at its own position ``i + off``.
+    """
+
+    lo: Expr | None = None
+    hi: Expr | None = None
+    first: Expr | None = None
+    last: Expr | None = None
+    predicate: Expr | None = None
+    prepared: Prepared | None = None
+    diagonal: bool = False
+
+    @property
+    def everything(self) -> bool:
+        return not self.parts
+
+    @property
+    def keeps_diagonal(self) -> bool:
+        return self.diagonal or self.everything
+
+    @property
+    def ends(self) -> tuple[Expr | None, ...]:
+        return self.lo, self.hi, self.first, self.last
+
+    @property
+    def parts(self) -> tuple[Expr, ...]:
+        return tuple(e for e in (*self.ends, self.predicate) if e is not None)
+
+    def inside(self) -> Expr | None:
+        """The interval, by rows, and the predicate as one bool expression."""
+        terms = [] if self.lo is None else [apply("ge", J, self.lo)]
+        terms += [] if self.hi is None else [apply("lt", J, self.hi)]
+        terms += [] if self.predicate is None else [self.predicate]
+        return _all(terms)
+
+
+def _all(terms: Sequence[Expr]) -> Expr | None:
+    total = None
+    for term in terms:
+        total = term if total is None else total & term
+    return total
+
+
+def _tighter(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
+    """maximum or minimum of two ends, either of them possibly unbounded; equal ends with two numbers are folded."""
+    if a is None or b is None:
+        return b if a is None else a
+    (x, m), (y, n) = _plus_number(a), _plus_number(b)
+    if str(x) == str(y) and all(e.op != "number" for e in expr.nodes(x)):  # a fold must not depend on numbers
+        return _add_number(x, max(m, n) if op == "maximum" else min(m, n))
+    return apply(op, a, b)
+
+
+def _plus_number(e: Expr) -> tuple[Expr, int]:
+    if e.op == "add" and e.args[1].op == "number":
+        return e.args[0], e.args[1].args[0]
+    return e, 0
+
+
+def _add_number(e: Expr, n: int) -> Expr:
+    return e + number(n)
+
+
+def _intersect(a: Region, b: Region) -> Region:
+    return Region(
+        _tighter("maximum", a.lo, b.lo),
+        _tighter("minimum", a.hi, b.hi),
+        _tighter("maximum", a.first, b.first),
+        _tighter("minimum", a.last, b.last),
+        _all([p for p in (a.predicate, b.predicate) if p is not None]),
+        diagonal=a.keeps_diagonal and b.keeps_diagonal,
+    )
+
+
+def _unite(a: Region, b: Region) -> Region:
+    """The bounding interval, and the pairs of either as a predicate."""
+    bound = lambda op, x, y: None if x is None or y is None else _tighter(op, x, y)  # noqa: E731
+    inside = a.inside(), b.inside()
+    return Region(
+        bound("minimum", a.lo, b.lo),
+        bound("maximum", a.hi, b.hi),
+        bound("minimum", a.first, b.first),
+        bound("maximum", a.last, b.last),
+        None if inside[0] is None or inside[1] is None else inside[0] | inside[1],
+        diagonal=a.keeps_diagonal or b.keeps_diagonal,
+    )
+
+
+def _window_region(left: Expr | None, right: Expr | None) -> Region:
+    at_row, at_column = I + OFF, J - OFF
+    return Region(
+        lo=None if left is None else _add_number(at_row, -left.args[0]),
+        hi=None if right is None else _add_number(at_row, right.args[0] + 1),
+        first=None if right is None else _add_number(at_column, -right.args[0]),
+        last=None if left is None else _add_number(at_column, left.args[0] + 1),
+        diagonal=True,
+    )
+
+
+def _prefix_region(n: Expr) -> Region:
+    hi, first = apply("maximum", _add_number(I + OFF, 1), n), apply("where", J < n, number(0), J - OFF)
+    return Region(hi=hi, first=first, diagonal=True)
+
+
+def _key_range_region(start: Expr, end: Expr) -> Region:
+    return Region(
+        lo=start,
+        hi=end,
+        first=apply("where", J < end, number(0), SEQLEN_Q),
+        last=apply("where", J < start, number(0), SEQLEN_Q),
+    )
+
+
+def _documents_region(row_start: Expr, row_end: Expr, column_start: Expr, column_end: Expr) -> Region:
+    placed = (I + OFF) >= 0  # a query before key 0 belongs to no document
+    return Region(
+        lo=apply("where", placed, row_start, number(0)),
+        hi=apply("where", placed, row_end, number(0)),
+        first=column_start - OFF,
+        last=column_end - OFF,
+        diagonal=True,
+    )
+
+
+ATOMS: dict[str, Callable[..., Region]] = {
+    "causal": lambda: _window_region(None, number(0)),
+    "window": _window_region,
+    "prefix": _prefix_region,
+    "key_range": _key_range_region,
+    "documents": _documents_region,
+    "keep": lambda predicate: Region(predicate=predicate),
+}
+
+
+@lru_cache(maxsize=4096)
+def region(text: str, slots: tuple[int, ...]) -> Region:
+    """The meaning of a mask's text.
+
+    Args:
+        slots: for each of the mask's leaves, in order, the slot of the tensor that holds it.
+    """
+    if not text:
+        return Region()
+    return _Reader(slots).read(ast.parse(text, mode="eval").body)
+
+
+class _Reader:
+    """Reads atoms from left to right; each numbers its leaves from 0, so a running base places them."""
+
+    def __init__(self, slots: tuple[int, ...]):
+        self.slots = slots
+        self.base = 0
+
+    def read(self, node: ast.AST) -> Region:
+        match node:
+            case ast.BinOp(left=a, op=ast.BitAnd(), right=b):
+                return _intersect(self.read(a), self.read(b))
+            case ast.BinOp(left=a, op=ast.BitOr(), right=b):
+                return _unite(self.read(a), self.read(b))
+            case ast.Call(func=ast.Name(id="prepared"), args=[inner, block, *shape]):
+                kept = self.read(inner)
+                prepared = Prepared(block.value, self.slots[-2], self.slots[-1], tuple(n.value for n in shape))
+                return replace(kept, prepared=prepared)
+            case ast.Call(func=ast.Name(id=name), args=args):
+                return ATOMS[name](*self._arguments(args))
+        raise ValueError(f"not a mask: {ast.unparse(node)}")
+
+    def _arguments(self, args: Sequence[ast.expr]) -> list[Expr | None]:
+        highest = -1
+
+        def slot(n: int) -> int:
+            nonlocal highest
+            highest = max(highest, n)
+            return self.slots[self.base + n]
+
+        names: dict[str, Expr] = {}
+        none = lambda a: isinstance(a, ast.Constant) and a.value is None  # noqa: E731
+        values = [None if none(a) else expr.from_ast(a, slot, names) for a in args]
+        self.base += highest + 1
+        return values

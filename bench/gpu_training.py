@@ -1,7 +1,7 @@
 """A small GPT trained in bf16 on a Hopper GPU with tilewise's kernels, and with SDPA from the same and from other weights.
 
-    PYTHONPATH=src:. python3 bench/gpu_training.py --out FILE.jsonl [--steps 2000]
-    python -m bench.gpu_training --out FILE.jsonl --draw docs/img/h200-training.png   # the last record, on any machine
+    python -m bench.gpu_training --out FILE.jsonl [--steps 2000]
+    python -m bench.gpu_training --out FILE.jsonl --draw docs/img/h200-training.png   # the file's last such run, on any machine
 
 Every run reads the same batches. Gradients that were wrong, or merely noisier, would show as losses further from SDPA's than
 SDPA's own from two other seeds' weights are from each other: the largest gap of the means over 50 steps says so. All runs go on at
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import tilewise as tw
-from bench.measure import in_turns, machine
+from bench import records
+from bench.measure import in_turns
 from bench.train_step import step
 from examples.gpt.model import GPT, Attention, GPTConfig, sdpa_attention
 from examples.gpt.train import TrainConfig, load_text, train
@@ -83,27 +84,31 @@ def gap(a: dict, b: dict) -> float:
 COLOURS = {"hopper": "#0b6e8f", "hopper-deterministic": "#5fb3a1", "sdpa": "#c8553d"}
 
 
-def draw(record: dict, path: str) -> None:
+def draw(lines: list[dict], path: str) -> None:
     """The losses, and how far each run is from SDPA's of the same weights."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    found = [r for r in lines if r["record"] == "result" and r["metric"] == "loss"]
+    found = [r for r in found if r["run"] == found[-1]["run"]]
+    device = records.runs(lines)[found[0]["run"]]["device"]
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, (losses, gaps) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    theirs = next(run for run in record["runs"] if (run["attention"], run["seed"]) == ("sdpa", 0))
-    for run in record["runs"]:
-        label = f"{run['attention']}, weights of seed {run['seed']}"
-        style = {"color": COLOURS[run["attention"]], "linestyle": "-" if run["seed"] == 0 else ":", "label": label}
-        steps = [WINDOW * (n + 1) for n in range(len(run["means"]))]
-        losses.plot(steps, run["means"], **style)
-        if run is not theirs:
-            gaps.plot(steps, [abs(a - b) for a, b in zip(run["means"], theirs["means"], strict=True)], **style)
+    theirs = next(r["value"] for r in found if (r["contestant"], r["case"]) == ("sdpa", "gpt-seed0"))
+    for r in found:
+        name, seed = r["contestant"], r["case"].removeprefix("gpt-seed")
+        style = {"color": COLOURS[name], "linestyle": "-" if seed == "0" else ":"}
+        style["label"] = f"{name}, weights of seed {seed}"
+        steps = [r["every"] * (n + 1) for n in range(len(r["value"]))]
+        losses.plot(steps, r["value"], **style)
+        if r["value"] is not theirs:
+            gaps.plot(steps, [abs(a - b) for a, b in zip(r["value"], theirs, strict=True)], **style)
     losses.set(xlabel="step", ylabel="loss, nats a byte", yscale="log")
     gaps.set(xlabel="step", ylabel="distance from SDPA's, seed 0", ylim=(0, None))
     losses.legend(frameon=False)
-    figure.suptitle(f"Means of {WINDOW} steps, bf16, {record['machine']['device']}", fontsize=9, color="#555555")
+    figure.suptitle(f"Means of {WINDOW} steps, bf16, {device}", fontsize=9, color="#555555")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -119,19 +124,33 @@ def main() -> None:
         worker(options.worker[0], int(options.worker[1]), options.steps)
         return
     if options.draw:
-        draw(json.loads(Path(options.out).read_text().splitlines()[-1]), options.draw)
+        draw(records.read(Path(options.out)), options.draw)
         return
     ours, exact, theirs, *others = found = runs(options.steps)
     gaps = {"hopper": gap(ours, theirs), "deterministic": gap(exact, theirs), "sdpa's own seeds": gap(*others)}
     contestants = ("hopper", "sdpa", "triton")
     ms = {
-        f"{n} x {b}": in_turns({name: step(InBf16(name, 0, n), n, b, DEVICE) for name in contestants}, DEVICE)
+        (n, b): in_turns({name: step(InBf16(name, 0, n), n, b, DEVICE) for name in contestants}, DEVICE)
         for n, b in TIMED
     }
-    record = {"gaps": gaps, "runs": found, "step_ms": ms, "machine": machine(DEVICE)}
-    with Path(options.out).open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    records.append(results(found, ms), Path(options.out))
     print(gaps, *(f"{run['attention']} {run['seed']}: {run['means'][::5]}" for run in found), ms, sep="\n")
+
+
+def results(found: list[dict], ms: dict[tuple[int, int], dict[str, float]]) -> list[dict]:
+    """The run, its losses (means of WINDOW steps) and its steps' times as records."""
+    names = {run["attention"] for run in found} | {name for times in ms.values() for name in times}
+    peers = {name: "F.scaled_dot_product_attention" if name == "sdpa" else "tilewise" for name in sorted(names)}
+    head = records.run("python -m bench.gpu_training", DEVICE, peers)
+    sizes = {"layers": SIZES.layers, "d_model": SIZES.d_model, "heads_q": SIZES.heads_q, "heads_k": SIZES.heads_k}
+
+    def made(case: str, who: str, metric: str, value: object, context: int, batch: int, **more: object) -> dict:
+        shape = sizes | {"context": context, "batch": batch}
+        return records.result(head["run"], case, who, "step", metric, value, shape=shape, **more)
+
+    means = [(f"gpt-seed{x['seed']}", x["attention"], "loss", x["means"], SIZES.context, BATCH) for x in found]
+    steps = [(f"gpt-step-n{n}", who, "time", t, n, b) for (n, b), times in ms.items() for who, t in times.items()]
+    return [head, *(made(*x, every=WINDOW) for x in means), *(made(*x) for x in steps)]
 
 
 if __name__ == "__main__":

@@ -96,16 +96,16 @@ def in_turns(
     return {name: statistics.median(values) * 1e3 for name, values in samples.items()}
 
 
-def host_microseconds(call: Callable[[], object], calls: int = 100, repeats: int = 9) -> float:
-    """Of the host's time a call on a GPU, whose work may go on behind it: the median of means, after one that warms up."""
-    means = []
+def host_microseconds(call: Callable[[], object], device: str = "cuda", calls: int = 100, repeats: int = 9) -> float:
+    """The host's time for a call whose work on a GPU may go on behind it: the median of means, after one that warms up."""
+    cuda, means = device.startswith("cuda"), []
     for _ in range(repeats + 1):
-        torch.cuda.synchronize()
+        if cuda:
+            torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(calls):
             call()
         means.append((time.perf_counter() - began) / calls * 1e6)
-    torch.cuda.synchronize()
     return statistics.median(means[1:])
 
 

@@ -35,11 +35,11 @@ architectures = checkout.load_example("architectures.py")
 ARCHITECTURES_HEAD = """# Attention as models call it
 
 Each section is one complete call, from `examples/architectures.py`, with gradients for every floating tensor that it
-takes. `tests/test_architectures.py` runs each at odd sizes on the CPU and compares o and all gradients with the textbook;
-this page is written by `python -m tests.support --write`, from the functions' own sources and from what each backend
-answers at the model's size, in bf16, forward and backward. Layouts are `(batch, seqlen, heads, head_dim)`; every block
-begins with `import math`, `import torch` and `import tilewise as tw`. All compile as they stand, with
-`torch.compile(fullgraph=True)`: that is why tables are read by `tw.lookup(t, h, i)`; without it, `t[h, i]` does as well."""
+takes. `tests/test_architectures.py` runs each call at odd sizes on the CPU and compares o and all gradients with the
+textbook. `python -m tests.support --write` writes this page from the functions' own sources and from what each backend
+answers at the model's size, in bf16, forward and backward. Layouts are `(batch, seqlen, heads, head_dim)`, and every
+block begins with `import math`, `import torch` and `import tilewise as tw`. All functions compile as they stand, with
+`torch.compile(fullgraph=True)`; for that they read tables by `tw.lookup(t, h, i)`, where `t[h, i]` would do otherwise."""
 
 # README's rows: what a user would look for, and the cases that must run for a tick.
 FEATURES = {
@@ -163,7 +163,7 @@ def architectures_page(support: dict[str, dict]) -> str:
 
 def _refusals(support: dict[str, dict], systems: list[str]) -> list[str]:
     """Every reason that a backend gives, the most frequent first."""
-    head = "Of the test suite's cases and the calls above, those that a backend does not run, and every reason that it gives."
+    head = "The list counts the calls that each backend refuses, of the test suite's cases and the calls above, with every reason."
     lines = ["## What is refused", "", head, ""]
     for name in systems:
         answers = support[name].values()
@@ -187,7 +187,7 @@ def _architecture_section(row, answers: dict[str, str | list[str]]) -> list[str]
     pairs = p.heads_q * p.seqlen_q * p.seqlen_k * (1 if p.packed else p.batch)
     source = "\n\n\n".join(inspect.getsource(f).rstrip() for f in (*row.helpers, row.call))
     lines = [f"## {row.title}", "", f"{row.models} ({row.papers}). {_sizes(row.full)}.", "", "```python", source, "```"]
-    lines += ["", f"A naive implementation writes {row.instead}. s and P alone, in bf16: {_bytes(4 * pairs)}.", ""]
+    lines += ["", f"A naive implementation writes {row.instead}. s and P alone take {_bytes(4 * pairs)} in bf16.", ""]
     runs = [f"`{name}`" for name, answer in answers.items() if answer == RUNS]
     alone = [f"`{name}` runs the forward alone." for name, said in answers.items() if said == FORWARD]
     refused = [f"`{name}` refuses it: {'; '.join(said)}." for name, said in answers.items() if isinstance(said, list)]

@@ -71,7 +71,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "dispatch": ("backends.base", "problem", "spec", "device", "settings"),
     "autograd": ("dispatch", "backends.base", "problem", "spec"),
-    "api": ("autograd", "dispatch", "problem", "spec", "scores", "masks", "tiles", "dropout"),
+    "api": ("autograd", "dispatch", "problem", "spec", "scores", "masks", "tiles", "dropout", "state"),
     "accuracy": ("reference", "backends.base", "problem"),
     "testing": ("accuracy", "backends.base", "problem", "spec"),
     "selfcheck": (

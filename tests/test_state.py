@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+import tilewise as tw
 from tilewise import state
 
 ROWS, DIM = 7, 5
@@ -133,3 +134,97 @@ def test_the_weights_of_states_add_up_to_one_however_large_lse_is():
         assert_close(o, ones, rtol=4 * torch.finfo(o.dtype).eps, atol=0)
     half = state.add_sink(torch.full((4, 1), 2.0), lse_b, lse_b)[0]
     assert_close(half, ones, rtol=4 * torch.finfo(half.dtype).eps, atol=0)
+
+
+# -- The public merge, of what attention_with_lse returns ----------------------------------------------------------
+
+
+def tensors(packed: bool = False):
+    g = torch.Generator().manual_seed(1)
+    shapes = ((5, 4, 8), (9, 2, 8), (9, 2, 6)) if packed else ((2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6))
+    return [torch.randn(shape, generator=g, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def pieces(q, k, v, ends):
+    """Attention over each run of keys that ends at one of ``ends``; rows 0 and 1 see nothing of the last."""
+    found, start = [], 0
+    for end in ends:
+        rows = slice(start, end)
+        hidden = tw.keep(lambda b, h, i, j: i >= 2) if end == ends[-1] else None
+        found.append(tw.attention_with_lse(q, k[:, rows], v[:, rows], mask=hidden))
+        start = end
+    return found
+
+
+@pytest.mark.parametrize("ends", [(9,), (4, 9), (1, 2, 9)])
+def test_merged_pieces_are_the_whole_and_so_are_their_gradients(ends):
+    q, k, v = tensors()
+    first = 0 if len(ends) == 1 else ends[-2]
+    whole = tw.attention_with_lse(q, k, v, mask=tw.keep(lambda b, h, i, j: (i >= 2) | (j < first)))
+    merged = tw.merge(pieces(q, k, v, ends))
+    do, dlse = torch.randn_like(whole[0]), torch.randn_like(whole[1])
+    for got, x in zip(merged, whole, strict=True):
+        assert_close(got, x)
+    gradients = [
+        torch.autograd.grad((o * do).sum() + torch.where(lse == -torch.inf, 0.0, lse * dlse).sum(), (q, k, v))
+        for o, lse in (merged, whole)
+    ]
+    for got, x in zip(*gradients, strict=True):
+        assert_close(got, x)
+
+
+def test_merged_pieces_of_packed_sequences_are_the_whole():
+    q, k, v = tensors(packed=True)
+    cu_q, ends = torch.tensor([0, 2, 5]), (torch.tensor([0, 4, 9]), torch.tensor([0, 3, 5]))
+    rows = [torch.cat([torch.arange(0, 3), torch.arange(4, 6)]), torch.tensor([3, 6, 7, 8])]
+    parts = [
+        tw.attention_varlen(q, k[r], v[r], cu_q, cu, return_lse=True)
+        for r, cu in zip(rows, (ends[1], torch.tensor([0, 1, 4])), strict=True)
+    ]
+    for got, x in zip(tw.merge(parts), tw.attention_varlen(q, k, v, cu_q, ends[0], return_lse=True), strict=True):
+        assert_close(got, x)
+
+
+def test_a_part_that_saw_nothing_counts_for_nothing_and_gets_no_gradient():
+    q, k, v = tensors()
+    o, lse = (x.detach().requires_grad_() for x in tw.attention_with_lse(q, k, v))
+    nothing = torch.full_like(o, torch.nan).requires_grad_(), torch.full_like(lse, -torch.inf).requires_grad_()
+    merged = tw.merge([(o, lse), nothing])
+    assert all(torch.equal(got, x) for got, x in zip(merged, (o, lse), strict=True))
+    gradients = torch.autograd.grad(merged[0].sum() + merged[1].sum(), (o, lse, *nothing))
+    assert_close(gradients[0], torch.ones_like(o))
+    assert_close(gradients[1], torch.ones_like(lse))
+    assert all(bool((x == 0).all()) for x in gradients[2:])
+
+
+def test_where_no_part_saw_anything_the_merge_is_the_empty_state():
+    o, lse = torch.zeros(1, 3, 2, 4, requires_grad=True), torch.full((1, 2, 3), -torch.inf, requires_grad=True)
+    merged = tw.merge([(o, lse), (o, lse)])
+    assert all(torch.equal(got, x) for got, x in zip(merged, (o, lse), strict=True))
+    assert all(bool((x == 0).all()) for x in torch.autograd.grad(merged[0].sum(), (o, lse)))
+
+
+def test_sixteen_bit_parts_are_merged_in_fp32():
+    q, k, v = (x.detach().bfloat16() for x in tensors())
+    o, lse = tw.merge(pieces(q, k, v, (4, 9)))
+    assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    exact = tw.merge([(o.double(), lse.double()) for o, lse in pieces(q, k, v, (4, 9))])
+    assert_close(o.double(), exact[0], rtol=2**-8, atol=0)  # one rounding of the exact merge
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda o, lse: [], "at least one"),
+        (lambda o, lse: [o, lse], "pair of tensors"),
+        (lambda o, lse: [(o, lse.mT)], r"lse \(batch, heads, seqlen\)"),
+        (lambda o, lse: [(o, lse), (o[:, :3], lse[..., :3])], "o of part 1 is"),
+        (lambda o, lse: [(o, lse), (o.float(), lse)], "float32.*must be alike"),
+        (lambda o, lse: [(o, lse.half())], "float32 or float64"),
+    ],
+)
+def test_parts_that_are_not_alike_are_refused_in_words(change, said):
+    q, k, v = tensors()
+    o, lse = (x.detach() for x in tw.attention_with_lse(q, k, v))
+    with pytest.raises(ValueError, match=f"merge was called wrongly(.|\n)*{said}"):
+        tw.merge(change(o, lse))

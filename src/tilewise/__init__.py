@@ -1,6 +1,6 @@
 """Exact attention, tile by tile: ``softmax(q kᵀ) v`` and its gradients on every device."""
 
-from tilewise.api import attention, attention_varlen, attention_with_lse, dropout_mask, explain, show_mask
+from tilewise.api import attention, attention_varlen, attention_with_lse, dropout_mask, explain, merge, show_mask
 from tilewise.expr import lookup
 from tilewise.masks.catalogue import (
     Mask,
@@ -47,6 +47,7 @@ __all__ = [
     "key_range",
     "local_global",
     "lookup",
+    "merge",
     "offset",
     "prefix",
     "score",

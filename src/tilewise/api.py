@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, dropout  # noqa: F401  (autograd registers the operators)
+from tilewise import autograd, dispatch, dropout, state  # noqa: F401  (autograd registers the operators)
 from tilewise.masks import Mask, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score
@@ -130,6 +130,29 @@ def attention_varlen(
     # fmt: on
     out = _operator(q, k, v, *assemble(q, k, v, o))
     return out if return_lse else out[0]
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The attention over all keys, from its attentions over disjoint sets of them; differentiable in every part.
+
+    Args:
+        parts: one or more ``(o, lse)`` of the same queries, as :func:`attention_with_lse` and ``attention_varlen(...,
+            return_lse=True)`` return them: o ``(batch, seqlen_q, heads_q, head_dim_v)`` with lse ``(batch, heads_q, seqlen_q)``,
+            natural log; packed ``(total_q, heads_q, head_dim_v)`` with ``(heads_q, total_q)``. A sink belongs to one part alone.
+
+    Returns:
+        ``(o, lse)`` in the same layouts and dtypes. The order of the parts decides rounding and nothing else. Parts in fp32
+        keep what 16-bit parts have rounded away already.
+
+    Raises:
+        ValueError: parts that are not alike, with every reason.
+
+    Source: docs/algorithm.md, (8).
+    """
+    reasons = state.merge_reasons(parts)
+    if reasons:
+        raise ValueError("merge was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    return state.merge_parts(parts)
 
 
 def explain(

@@ -6,8 +6,13 @@ and has the identity ``(0, -inf)``, so split keys, rings over devices, sinks and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+State = tuple[Tensor, Tensor]
+"""``(o, lse)``: the attention over some set of keys."""
 
 
 def _share(lse: Tensor, other: Tensor) -> Tensor:
@@ -54,3 +59,46 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         delta: ``rowsum(dO ∘ O) - dlse``.
     """
     return torch.where(lse == -torch.inf, 0.0, -torch.exp(sink - lse) * delta)  # -inf: rows of no sequence
+
+
+def merge_reasons(parts: Sequence[State]) -> list[str]:
+    """Why these are no states of one attention, in the layouts of :func:`tilewise.attention_with_lse`."""
+    if not isinstance(parts, (list, tuple)) or not parts:
+        return ["parts must be a list of at least one (o, lse)"]
+    if not all(isinstance(p, (list, tuple)) and [isinstance(x, Tensor) for x in p] == [True, True] for p in parts):
+        return ["every part must be a pair of tensors (o, lse); attention_with_lse returns one"]
+    (o, lse), reasons = parts[0], []
+    expected = (*o.shape[:-3], o.shape[-2], o.shape[-3]) if o.ndim in (3, 4) else None
+    if expected is None or tuple(lse.shape) != expected:
+        reasons.append(
+            "o must be (batch, seqlen, heads, head_dim_v) with lse (batch, heads, seqlen), or packed (total, heads, head_dim_v) "
+            f"with (heads, total); got {tuple(o.shape)} and {tuple(lse.shape)}"
+        )
+    if lse.dtype not in (torch.float32, torch.float64) or not o.dtype.is_floating_point:
+        reasons.append(f"lse must be float32 or float64 and o floating, got {lse.dtype} and {o.dtype}")
+    for n, part in enumerate(parts[1:], 1):
+        for name, first, x in zip(("o", "lse"), parts[0], part, strict=True):
+            if (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
+                ours, theirs = (f"{tuple(t.shape)} {t.dtype} {t.device}" for t in (x, first))
+                reasons.append(f"{name} of part {n} is {ours}, that of part 0 is {theirs}; they must be alike")
+    return reasons
+
+
+def merge_parts(parts: Sequence[State]) -> State:
+    """The attention over the union of disjoint sets of keys, differentiable in every o and lse: (8), for any number of states.
+
+    Args:
+        parts: ``o`` ``(..., seqlen, heads, head_dim_v)`` and ``lse`` ``(..., heads, seqlen)``, natural log, all alike.
+
+    A state whose lse is -inf counts for nothing, whatever its o holds. Computed in lse's dtype; o keeps its own.
+    """
+    lse = torch.stack([lse for _, lse in parts])
+    largest = lse.detach().amax(0)
+    base = torch.where(largest == -torch.inf, 0.0, largest)
+    weight = torch.exp(lse - base)
+    total = weight.sum(0)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    share = (weight / total).mT.unsqueeze(-1)  # (parts, ..., seqlen, heads, 1)
+    o = sum(torch.where(w > 0, o.to(lse.dtype), 0.0) * w for (o, _), w in zip(parts, share, strict=True))
+    return o.to(parts[0][0].dtype), torch.where(empty, -torch.inf, base + torch.log(total))

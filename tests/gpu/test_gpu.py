@@ -7,7 +7,6 @@ import torch
 
 import tilewise as tw
 from bench import cases
-from bench.gpu_hopper import with_constant_scores
 from tests.backends.contract import Call, Contract, agree, call, qkv, run
 from tilewise import dispatch
 
@@ -32,7 +31,7 @@ class _In16Bits(_OnGpu):
         return self._allowed(super().of_case(replace(case, dtype="bfloat16") if case.dtype == "float32" else case))
 
     def _allowed(self, c: Call) -> Call:
-        return with_constant_scores(c) if self.backend.unsupported(c.p) else c
+        return c.with_constant_scores() if self.backend.unsupported(c.p) else c
 
 
 for _name in BACKENDS:  # one class a backend, so that ids name it

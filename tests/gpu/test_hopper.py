@@ -10,16 +10,13 @@ import pytest
 import torch
 
 import tilewise as tw
-from bench import gpu_hopper, gpu_hopper_backward
-from bench.gpu_hopper import Kind
-from tests.backends.contract import Call, poisoned, qkv
-from tilewise import accuracy
-from tilewise.backends.base import Output
-from tilewise.backends.hopper import Hopper
+from bench.gpu import check
+from bench.gpu.hopper import Kind, check_calls, kernel_of
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config, shipped
 from tilewise.backends.hopper.host import library
+from tilewise.testing import qkv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,22 +48,12 @@ def test_kernels_of_a_kind_agree_with_the_oracle(kind):
     if reasons:
         pytest.skip("; ".join(reasons))
     wrong = {}
-    for label, c in gpu_hopper.check_calls(KINDS[kind][0]):
-        out, expected = gpu_hopper_backward.outputs(c), gpu_hopper_backward.judge_of(c)
-        for config in KINDS[kind]:
-            state, detail = judged(config, c, out, expected)
-            wrong |= {} if state == "ok" else {f"{config.name} {label}": detail}
+    for label, c in check_calls(KINDS[kind][0]):
+        judged = check.Judged(c)
+        for kernel in map(kernel_of, KINDS[kind]):
+            row = check.checked(kernel, judged)
+            wrong |= {} if row["state"] == "ok" else {f"{kernel.name} {label}": row["detail"]}
     assert not wrong
-
-
-def judged(config: Config | Backward, c: Call, out: Output, expected: accuracy.Expected) -> tuple[str, str]:
-    """``(state, detail)`` of one kernel in one call; ``out``: what a backward takes for the forward's results."""
-    if isinstance(config, Backward):
-        return gpu_hopper_backward.tried(c, out, expected, config)[:2]
-    c, backend = gpu_hopper.forward_only(c), Hopper(config)
-    with poisoned():
-        out = backend.forward(c.p, c.t)
-    return gpu_hopper.judged(c, out, backend, expected)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -108,7 +95,7 @@ def test_a_graph_replays_it_and_another_stream_runs_it():
 FIRST = """
     import sys, threading, torch
     import tilewise as tw
-    from tests.backends.contract import qkv
+    from tilewise.testing import qkv
     q, k, v = (x.cuda() for x in qkv(nq=500, nk=500, d=64, dv=64, dtype=torch.bfloat16))
     run = lambda: tw.attention(q, k, v, causal=True, backend="hopper")
     torch.cuda.synchronize()

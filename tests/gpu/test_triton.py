@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.backends.contract import agree, call, normal, qkv
+from tests.backends.contract import agree
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.host import runtime
+from tilewise.testing import call, normal, qkv
 
 pytestmark = [
     pytest.mark.gpu,

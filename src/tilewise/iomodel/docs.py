@@ -21,8 +21,8 @@ PAGE = """\
 
 Attention is limited by what it moves more often than by what it computes. `tilewise.iomodel` holds the algorithms of the
 papers as short programs (one file each, the papers' line numbers in the margins) that run on a machine whose memories
-count. The numbers are right (every program is tested against the float64 oracle), and so every number that a program needs
-must have been loaded, and paid for, first. Nothing in `tilewise` depends on it; it is there to understand and to predict.
+count. The results are right, since every program is tested against the float64 oracle; so every number that a program needs
+was loaded, and paid for, first. Nothing in `tilewise` depends on this package; it is there to understand and to predict.
 
 ```
 tilewise io                                             # the tables below: GPT-2 medium's attention on an A100
@@ -38,18 +38,19 @@ FlashAttention (Dao et al. 2022); registers below SRAM show FlashAttention-2's p
 allowed. The rules:
 
 - `load` copies a tile one level down, `store` one level up; both are counted, in numbers and in bytes, at the boundary they
-  cross. A matrix entry has the word of the device (2 bytes on a GPU, 4 on a CPU), a row statistic (m, l, lse, delta) 4.
-- Arithmetic happens in the fastest level only. A product of (m, k) and (k, n) is 2·m·n·k FLOPs; of everything else, each
-  elementary operation on one element is one, exp included.
-- A tile takes room in its level until its loop pass ends. If there is none, the machine raises, and names the tile, its
+  cross. A matrix entry takes a word of the device (2 bytes on a GPU, 4 on a CPU), a row statistic (m, l, lse, delta) takes
+  4 bytes.
+- Arithmetic happens in the fastest level only. A product of (m, k) and (k, n) is 2·m·n·k FLOPs; any other elementary
+  operation on one element, exp included, is one.
+- A tile takes room in its level until its loop pass ends. If there is no room, the machine raises and names the tile, its
   bytes, the level, and what is held there. An intermediate result can be used once; to be used twice it has to take room.
 - `launch` is a parallel loop: its passes are the work items, and nothing in fast memory survives from one to the next.
 
 No program knows how much it moves: the counts come from the machine alone. `bounds.py` has the same counts as formulas,
 written from the papers' loop bounds; the tests hold the two equal, to the last number, over a grid of sizes, blocks, masks
 and dropout. Tables and plots here count one head and multiply by batch × heads: heads share no number, so that is exact.
-For these sizes the programs run without their arithmetic, and of loop passes that do equal work one runs and
-counts for all; the tests hold that this changes no count.
+For these sizes the programs run without their arithmetic, and of the loop passes that do equal work only one runs
+and counts for all; the tests hold that this changes no count.
 
 The predicted time is a bound: for each launch the slowest of products, other operations and each boundary at the data
 sheet's rate, one launch after the other. No kernel reaches it. Caches that a program does not control (L2) are not modelled.
@@ -81,15 +82,16 @@ How to read it:
 
 Algorithm 1 sets Bc = ⌈M / 4d⌉ and Br = min(Bc, d): here {paper_blocks}. Q, K, V and O of such a tile leave
 room for S only because Br is smaller than Bc; at d = 128 they would not. The backward (Algorithm 4) holds K, V, dK and dV of
-a block, which is all of M before the first score: as written it needs {paper_peak:,} bytes of the {sram:,} there are. Both are
-run: the paper's blocks on a larger SRAM (marked *), and the largest that fit ({fit_forward} forward, {fit_backward} backward).
+a block, and these fill M before the first score is computed: as written it needs {paper_peak:,} bytes, and there are {sram:,}.
+The tables have both the paper's blocks on a larger SRAM (marked *) and the largest blocks that fit ({fit_forward} forward,
+{fit_backward} backward).
 
 ### Beside the paper's own figures
 
 {paper_table}
 
 **HBM traffic, standard: {paper_standard_gb} GB there, {separate_gb:.2f} GB here** for standard attention with
-mask and dropout as separate kernels. The paper does not list the kernels it counted. This listing lands on its figure.
+mask and dropout as separate kernels. The paper does not list the kernels that it counted. The kernels listed here give its figure.
 Forward: S is written, read and written by the mask, read by the softmax; P is written, read by dropout; P_drop is written
 and read; a byte for each pair records what was dropped. Backward: P_drop is read; dP is written, read and written by
 dropout, which reads those bytes again; the softmax reads P and dP and writes dS, which two products read. (The mask has no
@@ -99,28 +101,28 @@ over an N × d one. Without mask and dropout it is {standard_gb:.1f} GB. The agr
 **HBM traffic, FlashAttention: {paper_flash_gb} GB there, {flash_gb:.2f} GB here** with the paper's blocks. Of these,
 {zeros_gb:.2f} GB write the zeros of dK and dV (line 5 of Algorithm 4) that line 24 overwrites without reading; without
 them it would be {without_zeros_gb:.2f} GB. With the largest blocks that really fit it is {fit_gb:.2f} GB, because the
-backward's blocks shrink. The paper's kernel is neither: it also has registers to hold tiles, and an L2 cache of 40 MB that
-serves some of the loads counted here.
+backward's blocks shrink. The paper's kernel is neither of these: it also has registers that hold tiles, and an L2
+cache of 40 MB that serves some of the loads counted here.
 
 **GFLOPs: {paper_standard_gflop} and {paper_flash_gflop} there, {standard_gflop:.0f} and {flash_gflop:.0f} here.** We cannot
 reproduce the paper's absolute figures. The products alone are 6 · 2N²d for each head of standard attention, forward and
 backward, and 7 · 2N²d for FlashAttention (S is computed twice): for 1,024 heads {products_standard:.1f} and
-{products_flash:.1f} GFLOP. The reported times go with ours: {products_standard:.0f} GFLOP in {paper_standard_ms} ms are
+{products_flash:.1f} GFLOP. The reported times agree with our counts: {products_standard:.0f} GFLOP in {paper_standard_ms} ms are
 {standard_rate:.0f} TFLOP/s, {products_flash:.0f} GFLOP in {paper_flash_ms} ms are {flash_rate:.0f} TFLOP/s, of the A100's
-312. What can be compared is the ratio, {paper_ratio:.2f} there and {our_ratio:.2f} here, and the difference:
-{paper_difference:.1f} GFLOPs there, and {one_product:.2f} is what S costs, computed once more, for 64 heads, one for each
-batch element. So the products may have been counted for 1/16 of the heads, or in units of 16 FLOPs; which, if either, we
-do not know.
+312. The ratios can be compared, {paper_ratio:.2f} there and {our_ratio:.2f} here, and so can the difference:
+it is {paper_difference:.1f} GFLOPs there, and computing S once more costs {one_product:.2f} for 64 heads, one for each batch
+element. So the products may have been counted for 1/16 of the heads, or in units of 16 FLOPs; we do not know which, if either.
 
-**Time: measured there, a bound here.** Standard attention: {paper_standard_ms} ms against {standard_ms:.1f}: if these were
-its kernels, they ran at {standard_share:.0%} of the bound. FlashAttention: {paper_flash_ms} ms against {flash_ms:.1f}, {flash_share:.0%}.
+**Time: measured there, a bound here.** Standard attention took {paper_standard_ms} ms there and its bound is {standard_ms:.1f} ms: if its
+kernels were these, they ran at {standard_share:.0%} of the bound. FlashAttention took
+{paper_flash_ms} ms, its bound is {flash_ms:.1f} ms: {flash_share:.0%}.
 
 ## Inside a core: registers below SRAM
 
 {shared_table}
 
 Four warps share a tile of queries (FlashAttention-2, Figure 3). If each takes a slice of the keys, every warp has a partial
-O for all rows: it goes through shared memory for each key tile, behind two barriers. If each takes a slice of the
+O for all rows, which goes through shared memory for each key tile, behind two barriers. If each takes a slice of the
 queries, nothing is exchanged and no warp waits, but each warp reads all of K and V. The exchange grows with the rows of the
 tile and the extra reads with its columns: with more keys than queries in a tile, splitting the keys moves less.
 Nested tiles are the same algorithm applied again to each tile: the program takes any number of levels.
@@ -131,8 +133,8 @@ Nested tiles are the same algorithm applied again to each tile: the program take
 
 {long_table}
 
-One head is one work item for FlashAttention, and a few for FlashAttention-2. Splitting the keys makes more of them, and pays
-with partial results that are written, read and merged.
+One head is one work item for FlashAttention, and a few for FlashAttention-2. Splitting the keys makes more work items; the price
+is partial results that are written, read and merged.
 
 ## Sweeps
 
@@ -148,8 +150,8 @@ products bind and more does not help. Hatched blocks do not fit the A100's SRAM 
 
 **Sequence length** (the paper's memory figure; `--sweep seqlen`). Peak memory and traffic of standard attention grow with N²;
 the peak of both FlashAttentions grows with N (the curves lie on each other), while their traffic grows with N² too, with
-a smaller constant. From {longest_row:,} tokens on a row of P and one of dP do not fit the SRAM together; standard
-attention was counted on a larger one there.
+a smaller constant. From {longest_row:,} tokens on a row of P and a row of dP do not fit the SRAM together, so standard
+attention was counted on a larger SRAM there.
 
 ![peak memory and traffic over the sequence length](img/io-seqlen.png)
 

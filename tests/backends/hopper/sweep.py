@@ -11,8 +11,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from bench.gpu_hopper import Sizes, check_calls, forward_only
-from tests.backends.contract import Call
+from bench.gpu.hopper import Sizes, check_calls
 from tests.backends.hopper.test_backward import emulate_kernels, wrong
 from tests.backends.hopper.test_forward import emulate_kernel
 from tilewise import accuracy
@@ -20,6 +19,7 @@ from tilewise.backends.hopper import config
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Config
+from tilewise.testing import Call
 
 EMULATED = Sizes(
     shapes=[(2, 150, 400, 4, 2), (1, 300, 130, 3, 1), (1, 333, 333, 2, 2), (1, 5, 700, 8, 1)],
@@ -38,7 +38,7 @@ def form_of(c: Call, x: Config | Backward) -> str:
 def of_the_kernel(x: Config | Backward) -> Iterator[tuple[str, Call]]:
     """Calls, cut to the keys that anyone sees, may turn out to be another form's."""
     for label, c in check_calls(x, EMULATED):
-        c = c if isinstance(x, Backward) else forward_only(c)
+        c = c if isinstance(x, Backward) else c.forward_only()
         if form_of(c, x) == x.form:
             yield label, c
 

@@ -135,7 +135,10 @@ def nested(traced: tuple, given: Iterator) -> tuple:
     return tuple(nested(x, given) if isinstance(x, tuple) else next(given) for x in parts)
 
 
-@pytest.fixture(scope="module", params=[*CASES, *BACKWARD])
+# One process takes a kernel's tests, as each would compile it anew (with --dist loadgroup).
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in (*CASES, *BACKWARD)]
+)
 def compiled(request, standin_folder, tmp_path_factory) -> Both:
     standin.StandIn(standin_folder)  # before the DSL's launch is linked to a driver and a runtime
     if request.param in BACKWARD:
@@ -248,7 +251,7 @@ def tensor_maps(found: Both, cuda, given: list) -> list[bytes]:
     return [bytes.fromhex(x) for x in parameters if len(x) == 2 * 128]
 
 
-@pytest.mark.parametrize("compiled", ["packed"], indirect=True)
+@pytest.mark.parametrize("compiled", [pytest.param("packed", marks=pytest.mark.xdist_group("packed"))], indirect=True)
 def test_rows_of_a_packed_tensor_end_where_its_sequence_ends(both, cuda):
     r = random.Random(1)
     for _ in range(50):
@@ -265,7 +268,7 @@ def test_rows_of_a_packed_tensor_end_where_its_sequence_ends(both, cuda):
                 assert found == (wanted if i < size else None)
 
 
-@pytest.mark.parametrize("compiled", ["heads"], indirect=True)
+@pytest.mark.parametrize("compiled", [pytest.param("heads", marks=pytest.mark.xdist_group("heads"))], indirect=True)
 def test_a_row_of_a_tile_is_a_head_of_its_group(both, cuda):
     r = random.Random(1)
     for _ in range(50):

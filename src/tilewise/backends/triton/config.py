@@ -248,7 +248,7 @@ def _tma(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
     return tuple(Tiles(*row, tma=True) for row in rows)
 
 
-# What `tilewise tune` and bench/gpu_triton.py measure, by architecture, pass and largest head dim; half precision. Rows that
+# What `tilewise tune` measures and bench/gpu checks, by architecture, pass and largest head dim; half precision. Rows that
 # lost on an H200 are in docs/tried.md, not here.
 CANDIDATES = {
     "sm90": {

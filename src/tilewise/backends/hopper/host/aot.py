@@ -1,10 +1,11 @@
 """Compiles the kernels ahead of time, on a machine with or without a GPU: ``python -m tilewise.backends.hopper.host.aot``.
 
-    aot [--only TEXT] [--jobs N] [--table FILE] [--candidates]
+    aot [--only TEXT] [--sample] [--jobs N] [--table FILE] [--candidates]
 
 Each is compiled for sm_90a, held against what it must be (registers, spills, shared memory, wgmma in flight), written down
 with the recipe of its launch, and listed in ``index.json``. What was made from the same sources is kept. Exit code 1 if one
-is not as it must be. ``--table`` writes the figures of all as text.
+is not as it must be, or is to be shipped with bits that no GPU has proven (:mod:`tilewise.backends.hopper.host.proven`).
+``--sample`` compiles a few that stand for all; ``--table`` writes the figures of all as text.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import SHARED_LIMIT, Config, candidates, shipped
-from tilewise.backends.hopper.host import backward_aot, hostcode, library, sass
+from tilewise.backends.hopper.host import backward_aot, hostcode, library, proven, sass
 from tilewise.backends.hopper.host.recipe import Recipe
+from tilewise.backends.hopper.host.sample import sample
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
 
@@ -167,6 +169,7 @@ def build_all(configs: list[Config | Backward], folder: Path, jobs: int) -> dict
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="compiles the Hopper kernels")
     parser.add_argument("--only", default="", help="kernels whose name holds this text")
+    parser.add_argument("--sample", action="store_true", help="a few kernels that stand for all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--candidates", action="store_true", help="also the kernels that are there to be measured")
@@ -177,10 +180,15 @@ def main(arguments: list[str]) -> int:
         )
         return 0
     kept = shipped() + backward_config.shipped()
-    every = kept + (candidates() + backward_config.candidates() if options.candidates else [])
+    every = sample(kept) if options.sample else kept
+    every += candidates() + backward_config.candidates() if options.candidates else []
     configs, started = [c for c in every if options.only in c.name], time.perf_counter()
     rows = build_all(configs, library.folder(), options.jobs)
-    failed = [c.name for c in configs if rows[c.name]["faults"]]
+    failed = {c.name for c in configs if rows[c.name]["faults"]}
+    for config in (c for c in configs if c in kept):
+        for fault in proven.faults(config.name, proven.bits_of(library.folder() / library.file_name(config.name))):
+            failed.add(config.name)
+            print(f"FAIL {config.name}: {fault}")
     size = sum(rows[c.name]["file"] for c in configs)
     seconds = time.perf_counter() - started
     print(f"{len(configs)} kernels, {len(failed)} not as they must be, {size / 2**20:.1f} MiB, {seconds:.0f} s")

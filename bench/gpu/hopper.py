@@ -1,0 +1,271 @@
+"""The Hopper backend's kernels: each one compiled ahead of time, checked by calls of its kind, remembered by its bits."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from bench import cases
+from bench.gpu import calls
+from bench.gpu.subject import Kernel, Named, Scale, Subject, Timed, in_16_bits
+from tilewise.backends import hopper
+from tilewise.backends.hopper import Hopper, config
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.config import PLAIN, Config
+from tilewise.backends.hopper.host import library
+from tilewise.testing import Call, call, of_case
+
+PROVEN = Path(hopper.__file__).with_name("proven.txt")  # a kernel a line: its bits, how many calls were right, its name
+PROBES = (
+    "forward_bf16_d128_upper_128", "forward_bf16_d64_full_192", "forward_bf16_d256_band_128",
+    "forward_bf16_d128_upper_split", "forward_bf16_d128_full_split_heads8", "forward_bf16_d128_upper_packed",
+    "backward_bf16_d128_full", "backward_bf16_d64_upper", "backward_bf16_d256_band", "backward_bf16_d128_upper_packed",
+)  # fmt: skip
+"""How the names of those begin that are checked first, and that compute-sanitizer looks at."""
+
+# ---- the calls that kernels are checked by --------------------------------------------------------------------------
+
+FORM_OPTIONS = {
+    "full": [{}, {"mask": tw.key_range(37, 170)}],
+    "upper": [{"causal": True}, {"mask": tw.window(None, 5)}, {"mask": tw.causal() & tw.key_lengths(150)}],
+    "band": [{"mask": tw.window(100, 0)}, {"mask": tw.window(70, 33)}, {"mask": tw.window(20)}],
+    "rows": [{"mask": "documents"}, {"mask": "lengths"}, {"mask": "prefix"}],
+}
+SHAPES = [  # batch, seqlen_q, seqlen_k, heads_q, heads_k: odd lengths, empty rows, more CTAs than tiles and fewer
+    (1, 1, 1, 1, 1),
+    (2, 63, 129, 2, 1),
+    (1, 1000, 1000, 2, 2),
+    (2, 300, 700, 4, 2),
+    (1, 515, 200, 3, 1),
+    (3, 129, 1, 2, 2),
+    (1, 1, 3000, 8, 2),
+    (4, 192, 640, 40, 8),
+    (2, 1, 3000, 16, 2),  # few queries of many heads
+    (1, 5, 700, 6, 2),
+    (1, 37, 130, 12, 1),
+    (1, 1, 20000, 40, 1),
+    (1, 1, 20000, 8, 1),  # many keys, for chunks
+    (1, 300, 6000, 2, 2),
+    (1, 2000, 4096, 1, 1),
+]
+PACKED = [  # lengths of q and k; rows past the last sequence
+    ([(70, 300), (1, 5), (0, 9), (130, 0), (64, 64)], 37),
+    ([(1000, 1000), (33, 2000), (515, 200)], 0),
+    ([(3, 11)] * 9, 3),
+]
+
+
+class Sizes(NamedTuple):
+    """The sizes of the calls that kernels are checked by, and where these are made."""
+
+    shapes: Sequence[tuple[int, ...]] = SHAPES
+    packed: Sequence[tuple] = PACKED
+    device: str = "cuda"
+
+
+class Kind(NamedTuple):
+    """What kernels that take the same calls have in common."""
+
+    dims: tuple[int, int]
+    dtype: str
+    form: str
+    softcap: bool
+    packed: bool
+
+    @classmethod
+    def of(cls, x: Config | Backward) -> "Kind":
+        t = x.keys if isinstance(x, Backward) else x.tiles
+        return cls((t.width, t.width_v), x.dtype, x.form, x.softcap, x.packed)
+
+
+def options_of(form: str, shape: tuple[int, ...], device: str) -> list[dict]:
+    """The options of a form; masks of tensors are made for the shape."""
+    batch, _, nk = shape[:3]
+    spread = torch.linspace(0, nk, batch, device=device).int()
+    rows = {
+        "documents": lambda: tw.documents(torch.arange(nk, device=device).expand(batch, -1) // 77),
+        "lengths": lambda: tw.key_lengths(spread),
+        "prefix": lambda: tw.prefix(spread),
+    }
+    return [{k: rows[v]() if isinstance(v, str) else v for k, v in options.items()} for options in FORM_OPTIONS[form]]
+
+
+def check_calls(x: Config | Backward, sizes: Sizes | None = None) -> Named:
+    """Named calls of a kernel's kind: its widths, then smaller ones, strides that need a copy, sinks, large scores."""
+    sizes, kind = sizes or Sizes(), Kind.of(x)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind.dtype]
+    score = {"score": tw.softcap(3.0)} if kind.softcap else {}
+    generator = torch.Generator(sizes.device).manual_seed(1)
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=sizes.device).to(dtype)
+
+    yield from (packed_calls if kind.packed else unpacked_calls)(kind, new, score, sizes)
+
+
+def unpacked_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Sizes) -> Named:
+    (width, width_v), device = kind.dims, sizes.device
+
+    def made(shape: tuple[int, ...], d: int, dv: int, **options: object) -> Call:
+        b, nq, nk, hq, hk = shape
+        return call(new(b, nq, hq, d), new(b, nk, hk, d), new(b, nk, hk, dv), **score, **options)
+
+    def first(*shape: int) -> dict:
+        return options_of(kind.form, shape, device)[0]
+
+    for n, shape in enumerate(sizes.shapes):
+        for m, options in enumerate(options_of(kind.form, shape, device)):
+            if m == n % len(FORM_OPTIONS[kind.form]) or n in (2, 3):
+                yield f"{shape}-{m}", made(shape, width, width_v, **options)
+    yield "narrow", made((1, 200, 333, 2, 1), width - 24, max(8, width_v - 40), **first(1, 200, 333))
+    sink = torch.randn(4, device=device)
+    yield "sink", made((2, 200, 333, 4, 2), width, width_v, sink=sink, **first(2, 200, 333))
+    yield "large", made((1, 200, 900, 2, 2), width, width_v, softmax_scale=4.0, **first(1, 200, 900))
+    lengths = ((200, width), (333, width), (333, width_v))
+    q, k, v = (new(1, 2, n, d).transpose(1, 2) for n, d in lengths)
+    yield "strided", call(q, k, v, **score, **first(1, 200, 333))
+    odd = [torch.cat([x, x], -1)[..., 1 : 1 + x.shape[-1]] for x in (q, k, v)]
+    yield "unaligned", call(*odd, **score, **first(1, 200, 333))
+
+
+def packed_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Sizes) -> Named:
+    """Sequences beside others of NaN, and rows of NaN past the last."""
+    (width, width_v), device = kind.dims, sizes.device
+    for n, (lengths, rest) in enumerate(sizes.packed):
+        cu_q, cu_k = (torch.tensor([0, *x], device=device).cumsum(0).int() for x in zip(*lengths, strict=True))
+        last_q, last_k = int(cu_q[-1]), int(cu_k[-1])
+        q, k, v = (new(last_q + rest, 4, width), *(new(last_k + rest, 2, d) for d in (width, width_v)))
+        q[last_q:], k[last_k:], v[last_k:] = (torch.nan,) * 3
+        for m, options in enumerate(FORM_OPTIONS[kind.form]):
+            sink = torch.randn(4, device=device) if m % 2 else None
+            c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **score, **options)
+            c.do[last_q:] = torch.nan
+            yield f"packed-{n}-{m}", c
+
+
+# ---- the kernels ----------------------------------------------------------------------------------------------------
+
+
+def every() -> list[Config | Backward]:
+    """All configurations that are shipped or candidates."""
+    return [*config.shipped(), *config.candidates(), *backward_config.shipped(), *backward_config.candidates()]
+
+
+def kernel_of(x: Config | Backward, bits: str = "") -> Kernel:
+    """A configuration as a kernel to be checked."""
+    back = isinstance(x, Backward)
+    return Kernel(
+        name=x.name,
+        direction="backward" if back else "forward",
+        kind=Kind.of(x),
+        backend=partial(Hopper, backward=x) if back else partial(Hopper, x),
+        calls=partial(check_calls, x),
+        bits=bits,
+        loose=frozenset({"dq"}) if back and x.keys.summed and not x.keys.ordered else frozenset(),
+    )
+
+
+def bits_of(name: str) -> str:
+    """A kernel's file, as a hash."""
+    return hashlib.sha256((library.folder() / library.file_name(name)).read_bytes()).hexdigest()[:24]
+
+
+class HopperSubject(Subject):
+    """Kernels compiled ahead of time; `make kernels-hopper CANDIDATES=1` builds them where there is the DSL."""
+
+    probes = PROBES
+
+    def __init__(self, scale: Scale):
+        super().__init__("hopper", scale)
+
+    def kernels(self) -> list[Kernel]:
+        index = library.index()
+        built = {x.name: x for x in every() if x.name in index}
+        ranked = sorted(
+            built.values(), key=lambda x: (not x.name.startswith(PROBES), isinstance(x, Backward), Kind.of(x))
+        )
+        return [kernel_of(x, bits_of(x.name)) for x in ranked]
+
+    def proven(self) -> dict[str, str]:
+        lines = PROVEN.read_text(encoding="utf-8").splitlines() if PROVEN.exists() else []
+        return {bits: name for bits, _, name in map(str.split, lines)}
+
+    def prove(self, right: dict[str, tuple[str, int]]) -> str:
+        lines = set(PROVEN.read_text(encoding="utf-8").splitlines()) if PROVEN.exists() else set()
+        lines |= {f"{bits} {count:3} {name}" for bits, (name, count) in right.items()}
+        PROVEN.write_text("\n".join(sorted(lines, key=lambda line: line.split()[::-1])) + "\n", encoding="utf-8")
+        return f"{PROVEN.name}: {len(lines)} kernels"
+
+    def contract(self) -> Named:
+        """The contract in 16 bits; the backend has no other."""
+        for case in map(in_16_bits, self.scale.contract):
+            if case.dtype != "float64":
+                c = of_case(case, self.device)
+                yield case.name, next((x for x in _wishes(c) if not Hopper().refused(x.p)), c)
+
+    def timed(self, case: cases.Case, right: set[str] | None) -> Timed:
+        """Shipped kernels and candidates in bf16 for a square case, without what packed, few and long rows want."""
+        form, d = "upper" if case.mask == "causal" else "full", case.head_dim
+        plain = [x for x in every() if Kind.of(x) == Kind((d, d), "bf16", form, False, False)]
+        plain = [x for x in plain if x.name in library.index() and (right is None or x.name in right)]
+        forward = [x for x in plain if isinstance(x, Config) and not x.split and x.heads == 1]
+        backward = [x for x in plain if isinstance(x, Backward)]
+        return Timed({x.name: Hopper(x) for x in forward}, {x.name: Hopper(backward=x) for x in backward})
+
+    def variants(self, c: Call) -> Timed:
+        """A forward that neither splits keys nor shares tiles, and a backward with a pass of its own for dQ."""
+
+        def about(x: Config) -> tuple:
+            return x.tiles.width, x.tiles.width_v, x.dtype, x.form, x.softcap, x.packed
+
+        chosen, found = Hopper().config(c.p), Timed({}, {})
+        alike = [x for x in config.shipped() if about(x) == about(chosen) and not x.split and x.heads == 1]
+        if alike and alike[0] != chosen:
+            found.forward["plain"] = Hopper(alike[0])
+        if c.p.spec.needs_grad:
+            found.backward["two-passes"] = Hopper(backward=two_passes(c))
+        return found
+
+    def build(self) -> int:
+        """Compiles what neither the package nor its folder of kernels has; forwards that split keys too: a GPU has more cores."""
+        from tests.backends.contract import HIDING
+        from tilewise.backends.hopper.host import aot
+        from tilewise.testing import qkv
+
+        needed, scale = {}, self.scale
+        here = [c for _, c in calls.features(scale.shape, scale.head_dims, "cpu")]
+        here += [of_case(in_16_bits(name)) for name in scale.contract]
+        here += [calls.with_feature(name, scale.long, scale.head_dims[0], "cpu") for name in calls.TIMED]
+        here += [call(*(x.bfloat16() for x in qkv()), mask=mask()) for mask in HIDING.values()]
+        for c in (x for wished in map(_wishes, here) for x in wished if not Hopper().refused(x.p)):
+            for problem in (c.p, replace(c.p, spec=replace(c.p.spec, deterministic=True))):
+                needed |= {x.name: x for x in _wanted(problem) if not library.built(x)}
+        rows = aot.build_all(list(needed.values()), library.folder(), 1)
+        return sum(bool(rows[name]["faults"]) for name in needed)
+
+
+def _wishes(c: Call) -> Iterator[Call]:
+    """The call with fewer and fewer gradients."""
+    yield from (c, c.with_constant_scores(), c.forward_only())
+
+
+def _wanted(problem) -> list[Config | Backward]:
+    """The kernels of a problem, and its forward with split keys where that is not shipped."""
+    forward, *rest = Hopper()._configs(problem)
+    own = forward.traced != PLAIN or forward.dropout
+    split = [replace(forward, split=True)] if own and forward.of_numbers and not forward.packed else []
+    return [forward, *split, *rest]
+
+
+def two_passes(c: Call) -> Backward:
+    """The configuration that is chosen, with a pass of its own for dQ."""
+    x = Hopper().backward_config(c.p)
+    keys, queries = backward_config.table_of(x.form, x.softcap, x.traced, x.dropout)[x.keys.width, x.keys.width_v]
+    return replace(x, keys=keys, queries=queries)

@@ -1,0 +1,177 @@
+"""A backend as the benchmark sees it: the kernels that it can be bound to, what it computes otherwise, and at which sizes.
+
+:class:`Subject` is enough for a backend without kernels of its own; bench/gpu/hopper.py and bench/gpu/triton.py say what theirs have.
+A new backend is benchmarked by its name; only one that has kernels to be checked one by one needs a file here.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bench import cases
+from tilewise import dispatch
+from tilewise.backends.base import Backend
+from tilewise.testing import Call, of_case
+
+Named = Iterator[tuple[str, Call]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What runs on a device.
+
+    contract: cases that are checked. squares: cases that are timed, those that decide first. shape: batch, seqlen_q, seqlen_k,
+    heads_q, heads_k of the features' checks, and ``long`` of their times. launches: of the stress. together: processes at once.
+    """
+
+    device: str
+    contract: tuple[str, ...]
+    squares: tuple[str, ...]
+    structures: tuple[str, ...]
+    shape: tuple[int, int, int, int, int]
+    long: tuple[int, int, int, int, int]
+    head_dims: tuple[int, ...]
+    launches: int
+    together: int
+
+
+SQUARES = tuple(
+    f"h200-d{d}-n{n}-{mask}"
+    for n in (4096, 16384, 512, 2048, 1024, 8192)
+    for d in (128, 64, 256)
+    for mask in ("full", "causal")
+)
+# What no grid of squares shows.
+STRUCTURES = (
+    "cuda-one-head-n4096", "cuda-four-heads-n4096", "cuda-decode-32k", "cuda-packed-16k", "cuda-gqa8-n4096-causal",
+    "cuda-window1024-n32768", "cuda-full-n32768", "cuda-d96-n4096-full", "cuda-d192-n4096-full",
+    "cuda-fp16-d128-n4096-full", "cuda-fp16-d128-n4096-causal",
+)  # fmt: skip
+SCALES = {
+    "cuda": Scale(
+        device="cuda",
+        contract=tuple(case.name for case in cases.tagged("contract")),
+        squares=SQUARES,
+        structures=STRUCTURES,
+        shape=(2, 700, 900, 4, 2),
+        long=(2, 4096, 4096, 8, 8),
+        head_dims=(128, 64, 256),
+        launches=10_000,
+        together=15,
+    ),
+    "cpu": Scale(  # a rehearsal: every line of every part, on calls that take no time
+        device="cpu",
+        contract=("contract-gqa-causal", "contract-bfloat16-full"),
+        squares=("contract-n63-causal",),
+        structures=("contract-packed-causal",),
+        shape=(1, 40, 50, 2, 1),
+        long=(1, 40, 50, 2, 1),
+        head_dims=(16,),
+        launches=20,
+        together=1,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A backend bound to one of its configurations: what is checked, and timed, by itself.
+
+    kind: kernels of one kind take the same calls, whose oracle is computed once. bits: a hash of the compiled file, where there is
+    one. loose: the gradients that a second run may give with other bits.
+    """
+
+    name: str
+    direction: str
+    kind: Hashable
+    backend: Callable[[], Backend]
+    calls: Callable[[], Named]
+    bits: str = ""
+    loose: frozenset[str] = frozenset()
+
+
+class Timed(NamedTuple):
+    """Backends that are timed beside the one at hand, by name: bound to kernels, or to other decisions."""
+
+    forward: dict[str, Backend]
+    backward: dict[str, Backend]
+
+
+class Subject:
+    """A backend that has no kernels to be chosen by hand."""
+
+    probes: tuple[str, ...] = ()
+    """How the names of the kernels begin that stand for all."""
+    compiles = False
+    """Whether a call compiles its kernels: most of the time is then compiling, and many processes share it."""
+
+    def __init__(self, name: str, scale: Scale):
+        self.name, self.scale = name, scale
+
+    @property
+    def device(self) -> str:
+        return self.scale.device
+
+    def backend(self) -> Backend:
+        return dispatch.backend(self.name)
+
+    def kernels(self) -> list[Kernel]:
+        """Every kernel that is built, those first whose fault would be everyone's."""
+        return []
+
+    def proven(self) -> dict[str, str]:
+        """Names of kernels that were right before, by their bits."""
+        return {}
+
+    def prove(self, right: dict[str, tuple[str, int]]) -> str:
+        """Remembers kernels that were right, as ``{bits: (name, calls)}``. Returns what it did."""
+        return f"{self.name} keeps no list of proven kernels"
+
+    def build(self) -> int:
+        """Compiles what the checks need and is not shipped. Returns how many kernels have faults."""
+        return 0
+
+    def allowed(self, c: Call) -> Call:
+        """The call with as many gradients as the backend gives: all, those of no score's tensor, or none."""
+        return next((x for x in (c, c.with_constant_scores()) if not self.backend().unsupported(x.p)), c.forward_only())
+
+    def contract(self) -> Named:
+        """The contract's cases, and what is larger or odder than they are."""
+        for name in self.scale.contract:
+            yield name, self.allowed(of_case(cases.named(name), self.device))
+
+    def timed(self, case: cases.Case, right: set[str] | None) -> Timed:
+        """The kernels beside the chosen one that compute a square case; ``right``: only these, None: all."""
+        return Timed({}, {})
+
+    def variants(self, c: Call) -> Timed:
+        """The same backend with other decisions for one call, by what they leave out."""
+        return Timed({}, {})
+
+    def unsplit(self, c: Call) -> Backend:
+        """The backend that does not split keys."""
+        return self.backend()
+
+    def compiled(self) -> int | None:
+        """How many forward kernels this process has compiled; None where a call compiles nothing."""
+        return None
+
+
+def subject(name: str, device: str) -> Subject:
+    """The subject of a backend's name, at the sizes of a device."""
+    scale = SCALES[device]
+    if name == "hopper":
+        from bench.gpu.hopper import HopperSubject
+
+        return HopperSubject(scale)
+    if name == "triton":
+        from bench.gpu.triton import TritonSubject
+
+        return TritonSubject(scale)
+    return Subject(name, scale)
+
+
+def in_16_bits(name: str) -> cases.Case:
+    """A case of the table, in bf16 where it is in fp32."""
+    case = cases.named(name)
+    return replace(case, dtype="bfloat16") if case.dtype == "float32" else case

@@ -1,0 +1,42 @@
+"""Which kernels a GPU has proven right, by their bits, and which wait for a GPU.
+
+A kernel's bits are those of its file, cubin and recipe: the same sources and the same compiler give the same ones on every
+machine. ``bench/gpu_hopper.py --prove`` adds to ``proven.txt`` the kernels that were right in every call. A change of a kernel's
+bits is a decision: its name is put into ``unproven.txt``, and taken out when a GPU has proven the new bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+_HERE = Path(__file__).parents[1]
+PROVEN = _HERE / "proven.txt"  # bits, how many calls were right, kernel
+UNPROVEN = _HERE / "unproven.txt"  # kernels that wait for a GPU, one a line; after a # why
+
+
+def bits_of(file: Path) -> str:
+    """The hash of a kernel's file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:24]
+
+
+def proven() -> dict[str, str]:
+    """Kernels by their bits."""
+    lines = PROVEN.read_text(encoding="utf-8").splitlines() if PROVEN.exists() else []
+    return {bits: kernel for bits, _, kernel in map(str.split, lines)}
+
+
+def waiting() -> set[str]:
+    """The kernels that wait for a GPU."""
+    lines = UNPROVEN.read_text(encoding="utf-8").splitlines() if UNPROVEN.exists() else []
+    return {kernel for line in lines if (kernel := line.partition("#")[0].strip())}
+
+
+def faults(kernel: str, bits: str) -> list[str]:
+    """What is wrong with the bits of a kernel: neither proven nor said to be waiting, or both."""
+    known, waits = proven().get(bits) == kernel, kernel in waiting()
+    if known and waits:
+        return [f"its bits are proven: take it out of {UNPROVEN.name}"]
+    if known or waits:
+        return []
+    return [f"no GPU has proven its bits {bits}: undo what changed them, or put its name into {UNPROVEN.name}"]

@@ -1,0 +1,41 @@
+"""A few kernels that stand for all: what is compiled where there is no time for every kernel (``make kernels-hopper-sample``)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.config import Config
+
+
+def values(record: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """``(field, value)`` of each field of a dataclass, and of each dataclass in it, whose fields are named by their path."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        yield path + field.name, value
+        if is_dataclass(value):
+            yield from values(value, f"{path}{field.name}.")
+
+
+def traits(config: Config | Backward) -> frozenset[Hashable]:
+    """What a kernel shows in a sample: each value of its fields, tiles as a whole and by their parts; and its form together with
+    all its options."""
+    kind, found = type(config).__name__, list(values(config))
+    options = [(name, x) for name, x in found if name != "dtype" and "." not in name and not is_dataclass(x)]
+    return frozenset({*((kind, *each) for each in found), (kind, *options)})
+
+
+def sample(configs: Sequence[Config | Backward]) -> list[Config | Backward]:
+    """Configs that show every trait of all of them: again and again the one that shows most of what is still missing.
+
+    The same configs in the same order give the same sample. It is a few kernels larger than the smallest one.
+    """
+    shown = [(config, traits(config)) for config in configs]
+    missing, found = set().union(*(of_config for _, of_config in shown)), []
+    while missing:
+        config, of_config = max(shown, key=lambda one: len(missing & one[1]))
+        missing -= of_config
+        found.append(config)
+    return found

@@ -1,0 +1,272 @@
+"""The GPU benchmark without a GPU: its processes, what it checks, and a rehearsal of every part."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+
+from bench import compare, records
+from bench.gpu import __main__ as gpu
+from bench.gpu import check, hopper, jobs, stress, triton
+from bench.gpu import time as timing
+from bench.gpu.jobs import Job, Run, Worker
+from bench.gpu.subject import SCALES, Kernel, Subject, subject
+from tilewise.backends.base import Output
+from tilewise.backends.hopper import config
+from tilewise.backends.portable import Portable
+from tilewise.testing import call, qkv
+
+# ---- processes with a time limit ------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from bench.gpu.jobs import Item, Run, Worker
+
+def die(): os._exit(11)
+def fail(): raise RuntimeError("outer") from ValueError("the cause")
+def hang(): time.sleep(60)
+def work(): return {"state": "ok"}
+
+items = {"first": work, "bad": fail, "deadly": die, "stuck": hang, "last": work}
+if sys.argv[-1] == "groups":
+    items = {"a 1": die, "a 2": work, "b 1": work}
+run = Run(Path(sys.argv[1]), 5.0)
+Worker(run, sys.argv[-1]).each(Item(name, done, name[0] if name[1] == " " else "") for name, done in items.items())
+"""
+
+
+@pytest.fixture
+def a_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return Run(tmp_path / "out", 5.0, (str(script), str(tmp_path / "out")))
+
+
+def states(run: Run) -> dict[str, str]:
+    return {row["item"]: row["state"] for row in run.items()}
+
+
+def test_a_job_that_dies_or_hangs_goes_on_after_the_item_it_was_at(a_run):
+    a_run.all([Job("work:0/1", 60, item_limit=2)])
+    assert states(a_run) == {"first": "ok", "bad": "error", "deadly": "begun", "stuck": "begun", "last": "ok"}
+    ends = [row["detail"] for row in a_run.rows() if row["part"] == "job"]
+    assert [end.partition(":")[0] for end in ends] == ["exit code 11", "no end in 2 s of an item", ""]
+    said = "\n".join(gpu.summary(a_run, subject("portable", "cpu"), []))
+    assert "ValueError: the cause" in said
+    assert "deadly: begun" in said
+
+
+def test_of_a_group_in_which_an_item_died_the_rest_is_given_up(a_run):
+    a_run.all([Job("groups", 60)])
+    assert states(a_run) == {"a 1": "begun", "b 1": "ok"}
+
+
+def test_a_job_past_its_limit_is_ended_and_keeps_its_lines(a_run):
+    row = json.dumps({"job": "hang", "item": "quick", "state": "ok"})
+    code = f"import time; open({str(a_run.file)!r}, 'a').write({row + chr(10)!r}); time.sleep(60)"
+    began = time.monotonic()
+    a_run.all([Job("hang", 4, command=("-c", code))])
+    assert time.monotonic() - began < 30
+    assert states(a_run) == {"quick": "ok"}
+    assert a_run.rows()[-1]["detail"].startswith("no end in its time")
+
+
+def test_no_job_starts_in_the_time_of_those_that_come_after(a_run):
+    a_run.all([Job("work", 60)], reserve=299)
+    assert [row.get("detail") for row in a_run.rows()] == ["out of time"]
+
+
+def test_failing_tests_are_named_with_the_end_of_their_traceback(a_run, tmp_path):
+    test = tmp_path / "test_two.py"
+    test.write_text("def test_right(): pass\ndef test_wrong(): assert 1 == 2\n")
+    a_run.all([jobs.pytest_job(a_run, "tests", 60, 1, str(test), "--rootdir", str(tmp_path), "-c", os.devnull)])
+    found = {row["item"].partition("::")[2]: row for row in a_run.rows() if row["part"] == "tests"}
+    assert {name: row["state"] for name, row in found.items()} == {"test_right": "ok", "test_wrong": "wrong"}
+    assert "assert 1 == 2" in found["test_wrong"]["detail"]
+
+
+def test_shares_are_every_item_once(tmp_path):
+    shares = [Worker(Run(tmp_path, 1.0), f"contract:{k}/3").share(list(range(10))) for k in range(3)]
+    assert sorted(item for share in shares for item in share) == list(range(10))
+
+
+# ---- what is checked ------------------------------------------------------------------------------------------------
+
+
+class Off(Portable):
+    """The portable backend, whose o is off by so much, and by more each time."""
+
+    def __init__(self, by: float, growing: float = 0.0):
+        super().__init__()
+        self.by, self.growing = by, growing
+
+    def forward(self, p, t) -> Output:
+        out, self.by = super().forward(p, t), self.by + self.growing
+        return Output(out.o + self.by, out.lse)
+
+
+def row_of(made: Callable[[], Portable], direction: str = "both") -> dict:
+    return check.checked(Kernel("k", direction, None, made, lambda: iter(())), check.Judged(call(*qkv(nq=20, nk=20))))
+
+
+def test_a_kernel_is_right_wrong_or_gives_other_bits():
+    assert (
+        row_of(Portable)["state"]
+        == row_of(Portable, "forward")["state"]
+        == row_of(Portable, "backward")["state"]
+        == "ok"
+    )
+    wrong = row_of(lambda: Off(0.1), "forward")
+    assert wrong["state"] == "wrong"
+    assert "o: rms" in wrong["detail"]
+    assert "elements far off" in wrong["detail"]
+    assert "a later run gave other bits of o" in row_of(lambda: Off(0.0, 1e-6), "forward")["detail"]
+
+
+def test_what_cannot_run_is_refused_with_its_reasons():
+    class Refusing(Portable):
+        def unsupported(self, p) -> list[str]:
+            return ["no", "never"]
+
+    assert row_of(Refusing) == {"state": "refused", "detail": "no; never"}
+
+
+def test_kernels_of_a_kind_share_what_judges_a_call():
+    calls = [("one", call(*qkv(nq=5, nk=5)))]
+    kernels = [Kernel(name, "forward", "same", Portable, lambda: iter(calls)) for name in "ab"]
+    items = list(check.of_kernels(kernels))
+    assert [(item.name, item.group) for item in items] == [("a one", "a"), ("b one", "b")]
+    assert items[0].work.args[1] is items[1].work.args[1]
+
+
+def test_a_kernel_is_proven_where_every_call_was_right(monkeypatch, tmp_path):
+    monkeypatch.setattr(hopper, "PROVEN", tmp_path / "proven.txt")
+    monkeypatch.setattr(hopper.library, "index", dict)
+    made = subject("hopper", "cuda")
+
+    def counted(name: str, bits: str, right: int, of: int) -> dict:
+        return records.result("r1", "check-kernels", name, "forward", "right", right, of=of, bits=bits)
+
+    found = [counted("right", "11", 2, 2), counted("wrong", "22", 1, 2), counted("idle", "44", 0, 0)]
+    check.prove(made, found)
+    check.prove(made, found)
+    assert made.proven() == {"11": "right"}
+    assert hopper.PROVEN.read_text() == "11   2 right\n"
+
+
+def test_a_kernel_whose_bits_were_right_before_is_not_checked_again(monkeypatch):
+    kernels = [
+        Kernel(name, "forward", None, Portable, lambda: iter(()), bits) for name, bits in (("a", "1"), ("b", "2"))
+    ]
+    made = subject("portable", "cpu")
+    monkeypatch.setattr(made, "kernels", lambda: kernels)
+    monkeypatch.setattr(made, "proven", lambda: {"1": "a", "2": "another"})
+    assert [k.name for k in check.left_to_check(made, again=False)] == ["b"]
+    assert [k.name for k in check.left_to_check(made, again=True)] == ["a", "b"]
+
+
+def test_every_kernel_that_is_built_is_checked_those_that_stand_for_all_first(monkeypatch):
+    monkeypatch.setattr(hopper.library, "index", lambda: {x.name: {} for x in hopper.every()})
+    monkeypatch.setattr(hopper, "bits_of", lambda name: f"bits of {name}")
+    kernels = subject("hopper", "cuda").kernels()
+    assert len({k.name for k in kernels}) == len(kernels) > 100
+    first = [k.name.startswith(hopper.PROBES) for k in kernels]
+    assert first == sorted(first, reverse=True)
+    assert any(first)
+    kinds = [(k.kind, k.direction) for k in kernels if not k.name.startswith(hopper.PROBES)]
+    assert len(set(kinds)) == sum(a != b for a, b in zip(kinds, [None, *kinds], strict=False))
+
+
+def test_a_square_is_timed_by_the_kernels_that_are_right(monkeypatch):
+    monkeypatch.setattr(hopper.library, "index", lambda: {x.name: {} for x in hopper.every()})
+    made, case = subject("hopper", "cuda"), compare.named("h200-d128-n4096-causal")
+    every = made.timed(case, None)
+    assert all(name.startswith("forward_bf16_d128_upper") for name in every.forward)
+    assert all(name.startswith("backward_bf16_d128_upper") for name in every.backward)
+    assert len(every.forward) > 1
+    one = next(iter(every.forward))
+    assert list(made.timed(case, {one}).forward) == [one]
+    assert made.timed(case, {one}).backward == {}
+
+
+def test_calls_of_every_form_of_kernel_are_made_on_a_cpu():
+    sizes = hopper.Sizes(shapes=[(1, 9, 12, 2, 1)] * 4, packed=hopper.PACKED[2:], device="cpu")
+    for form in hopper.FORM_OPTIONS:
+        x = next(x for x in config.shipped() if x.form == form)
+        assert len(dict(hopper.check_calls(x, sizes))) >= 1
+
+
+def test_every_candidate_of_tritons_tiles_is_in_a_mixture():
+    kernels = triton.TritonSubject(SCALES["cuda"]).kernels()
+    mixed = [k.backend.args[0].passes for k in kernels]
+    for name in triton.PASSES:
+        for d in SCALES["cuda"].head_dims:
+            tiles = {passes[name] for k, passes in zip(kernels, mixed, strict=True) if k.kind == d and name in passes}
+            assert tiles >= set(triton.rows_of(name, d))
+
+
+# ---- goals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_every_goal_of_a_backend_has_its_contestants_in_the_run(name):
+    made = subject(name, "cuda")
+    groups = timing.groups_of(timing.goals_of(made))
+    place = {asked.case: n for n, group in enumerate(groups) for asked in group}
+    lineups = {x.case: {c.name for c in timing.lineup(made, x).contestants} for group in groups for x in group}
+    for goal in timing.goals_of(made):
+        for case in goal.cases:
+            assert name in lineups[case], goal.name
+            assert goal.peer in lineups[goal.peer_case or case], goal.name
+            assert place[case] == place[goal.peer_case or case], goal.name
+
+
+# ---- a rehearsal ----------------------------------------------------------------------------------------------------
+
+REHEARSED = {
+    "check": "contract,kernels,dropout",
+    "time": "compile,squares,structures,goals",
+    "host": "host,autograd,lengths",
+    "stress": "launches,busy,graph",
+}
+
+
+@pytest.mark.parametrize("command", REHEARSED)
+def test_a_rehearsal_of_every_part_leaves_results_of_the_one_form(command, tmp_path, capsys):
+    out = tmp_path / "results.jsonl"
+    words = [command, "--backend", "cpu", "--device", "cpu", "--inline", "--out", str(out)]
+    assert gpu.main([*words, "--parts", REHEARSED[command]]) == 0
+    head, *found = records.read(out)
+    assert head["command"] == f"python -m bench.gpu {command} --backend cpu"
+    assert {r["contestant"] for r in found} <= set(head["peers"])
+    assert found
+    said = capsys.readouterr().out
+    assert all(f"{part}: " in said for part in REHEARSED[command].split(","))
+    if command == "time":
+        assert "meets" in said
+        assert records.read(tmp_path / "results" / "goals.jsonl")
+
+
+def test_a_part_runs_in_a_process_of_its_own(tmp_path):
+    out = tmp_path / "results.jsonl"
+    words = ["check", "--backend", "portable", "--device", "cpu", "--parts", "contract", "--out", str(out)]
+    assert gpu.main(words) == 0
+    (right,) = records.select(records.read(out), metric="right")
+    assert (right["value"], right["of"], right["contestant"]) == (2, 2, "portable")
+
+
+def test_launches_that_give_other_bits_are_wrong(monkeypatch):
+    made = Subject("portable", SCALES["cpu"])
+    monkeypatch.setattr(made, "backend", lambda: Off(0.0, 1e-4))
+    row = stress.launched(made, 0, compares=False)
+    assert row["state"] == "wrong"
+    assert "other bits of o" in row["detail"]
+
+
+def test_unknown_parts_are_refused_with_the_known(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["time", "--backend", "portable", "--parts", "squares,tilts"])
+    assert "no part is called tilts; there are compile, squares" in capsys.readouterr().err

@@ -40,8 +40,6 @@ EXEMPT: dict[str, str] = {
     "backends/hopper/backward/queries.py": "one kernel whose roles are not yet files of their own",
     "backends/hopper/forward/kernel.py": "one kernel whose roles are not yet files of their own",
     "backends/hopper/host/hostcode.py:Machine": "an interpreter: one short method for each operation it knows",
-    "backends/triton/kernels/emit.py:_Writer": "the emitter of one language: one short method for each construct",
-    "backends/triton/kernels/tile.py": "the tool box of all kernels",
     "iomodel/machine.py:Machine": "a counted machine: one short method for each access of memory",
 }
 

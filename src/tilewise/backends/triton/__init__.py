@@ -17,7 +17,8 @@ from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_op
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
 from tilewise.backends.triton.host import launch, tuned
 from tilewise.backends.triton.host.plan import Plan
-from tilewise.backends.triton.kernels.emit import OPERATIONS, Pairs, blocks, seen_lookup
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
+from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.leaf_gradients import SCATTER, classify
 from tilewise.problem import Problem
 
@@ -72,11 +73,12 @@ class Triton:
 
     def preferred(self, problem: Problem) -> str:
         """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/decisions.md#triton-for-pair-bias)."""
-        return "" if seen_lookup(problem) is None else "brings the tensor that the score reads tile by tile"
+        return "" if described_lookup(problem) is None else "brings the tensor that the score reads tile by tile"
 
     def config(self, problem: Problem) -> Config:
-        pairs = Pairs.of(problem)
-        return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks(problem))
+        pairs = PairReads.of(problem)
+        blocks = predicate_blocks(problem)
+        return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks)
 
     def forward(self, problem: Problem, inputs: Inputs) -> Output:
         with on_device(inputs.q):

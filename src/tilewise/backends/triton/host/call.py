@@ -150,7 +150,7 @@ def is_aligned(*tensors: Tensor) -> bool:
 
 
 def tile_slots(problem: Problem, length: int, tile: int) -> int:
-    """The tiles of a head; packed, enough for every sequence and the rows past the last (kernels' ``place``)."""
+    """The tiles of a head; packed, enough for every sequence and the rows past the last (``kernels.arguments.work_tile``)."""
     return length // tile + problem.batch + 1 if problem.packed else -(-length // tile)
 
 

@@ -15,7 +15,8 @@ from tilewise.backends.base import Inputs, Output, PerTensors
 from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, Tiles, decoding, pieces, sheet_heads
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
-from tilewise.backends.triton.kernels.emit import Emitted, Pairs, emit, seen_lookup
+from tilewise.backends.triton.kernels.emit import Emitted, emit
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import ROWS, TILES
 from tilewise.masks.facts import every_key_seen, every_pair_kept
@@ -153,7 +154,7 @@ class Decisions:
     @cached_property
     def pair_leaf(self) -> tuple[int, tuple] | None:
         """The leaf whose tiles a descriptor may bring to the score: ``(slot, leading indices)``, each index a name or a number."""
-        lookup = seen_lookup(self.problem)
+        lookup = described_lookup(self.problem)
         if lookup is None:
             return None
         return lookup.args[0][1], (0,) * (5 - len(lookup.args)) + tuple(x.args[0] for x in lookup.args[1:-2])
@@ -330,7 +331,7 @@ def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
         "precision": "tf32" if decisions.config.products == "tf32" else "ieee",
         "parts": decisions.terms,
         "products": TERM_PRODUCTS if decisions.terms > 1 else ((0, 0),),
-        "partial_stages": 2 if Pairs.of(problem).bytes else 1,
+        "partial_stages": 2 if PairReads.of(problem).bytes else 1,
         "upcast": (problem.dtype == torch.bfloat16 or decisions.terms > 1) and problem.device.type == "cpu",
         "row_grads": tuple(n for n, read in enumerate(emitted.reads) if read.how == ROWS),
         "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),

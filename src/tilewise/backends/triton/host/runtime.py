@@ -15,7 +15,7 @@ from tilewise.backends.triton.host.facts import Facts
 def kernels() -> SimpleNamespace:
     """The kernels and the bundles of their arguments, by name. Triton is imported here, at the first launch."""
     import triton
-    from tilewise.backends.triton.kernels import backward, forward, tile
+    from tilewise.backends.triton.kernels import arguments, backward, forward, pair_bias, terms
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(
@@ -25,12 +25,12 @@ def kernels() -> SimpleNamespace:
         delta=backward.delta_kernel,
         dkdv=backward.dkdv_kernel,
         dq=backward.dq_kernel,
-        tile=backward.tile_kernel,
-        sheet=backward.sheet_kernel,
-        terms=tile.parts_kernel,
-        Tensors=tile.Tensors,
-        Sizes=tile.Sizes,
-        Scales=tile.Scales,
+        tile=pair_bias.tile_kernel,
+        sheet=pair_bias.sheet_kernel,
+        terms=terms.terms_kernel,
+        Tensors=arguments.Tensors,
+        Sizes=arguments.Sizes,
+        Scales=arguments.Scales,
         TensorDescriptor=TensorDescriptor,
     )
 

@@ -8,7 +8,7 @@ import torch
 from bench import cases
 from bench.gpu.subject import Kernel, Named, Scale, Subject
 from tilewise.backends.base import Backend
-from tilewise.backends.triton import Triton
+from tilewise.backends.triton import Triton, interpreting, launch
 from tilewise.backends.triton.config import CANDIDATES, Config, Tiles
 from tilewise.testing import Call, call, of_case
 
@@ -97,8 +97,6 @@ class TritonSubject(Subject):
         return Triton(replace(Triton().config(c.p), split=None))
 
     def compiled(self) -> int | None:
-        from tilewise.backends.triton import interpreting, launch
-
         if interpreting():
             return None
         return sum(len(cache[0]) for cache in launch.kernels().forward.device_caches.values())

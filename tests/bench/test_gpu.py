@@ -227,8 +227,8 @@ def test_every_goal_of_a_backend_has_its_contestants_in_the_run(name):
 # ---- a rehearsal ----------------------------------------------------------------------------------------------------
 
 REHEARSED = {
-    "check": "contract,kernels,dropout",
-    "time": "compile,squares,structures,goals",
+    "check": "contract,features,kernels,dropout",
+    "time": "compile,squares,structures,features,goals",
     "host": "host,autograd,lengths",
     "stress": "launches,busy,graph",
 }

@@ -209,11 +209,11 @@ class HopperSubject(Subject):
                 c = of_case(case, self.device)
                 yield case.name, next((x for x in _wishes(c) if not Hopper().refused(x.p)), c)
 
-    def timed(self, case: cases.Case, right: set[str] | None) -> Timed:
+    def timed(self, case: cases.Case, right: set[str]) -> Timed:
         """Shipped kernels and candidates in bf16 for a square case, without what packed, few and long rows want."""
         form, d = "upper" if case.mask == "causal" else "full", case.head_dim
         plain = [x for x in every() if Kind.of(x) == Kind((d, d), "bf16", form, False, False)]
-        plain = [x for x in plain if x.name in library.index() and (right is None or x.name in right)]
+        plain = [x for x in plain if x.name in library.index() and x.name in right]
         forward = [x for x in plain if isinstance(x, Config) and not x.split and x.heads == 1]
         backward = [x for x in plain if isinstance(x, Backward)]
         return Timed({x.name: Hopper(x) for x in forward}, {x.name: Hopper(backward=x) for x in backward})

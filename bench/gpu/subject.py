@@ -148,8 +148,8 @@ class Subject:
             for case in map(cases.named, self.scale.features):
                 yield replace(case, name=f"{case.name}-d{d}", head_dim=d, head_dim_v=d, **shape)
 
-    def timed(self, case: cases.Case, right: set[str] | None) -> Timed:
-        """The kernels beside the chosen one that compute a square case; ``right``: only these, None: all."""
+    def timed(self, case: cases.Case, right: set[str]) -> Timed:
+        """The kernels beside the chosen one that compute a square case, of those that are right."""
         return Timed({}, {})
 
     def variants(self, c: Call) -> Timed:

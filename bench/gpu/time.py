@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import cases, compare, peers, records, run
+from bench import cases, check, compare, peers, records, run
 from bench.gpu.jobs import Item, Job, Run, Worker
 from bench.gpu.subject import Subject, Timed
-from bench.measure import in_turns
+from bench.measure import Clock, in_turns
 from tilewise import dispatch
 from tilewise.backends.base import Backend
 from tilewise.testing import Call, call
@@ -60,19 +60,32 @@ def theirs(who: peers.Contestant, x: cases.Inputs, direction: str) -> Timer:
     return forward
 
 
-def peers_of(case: cases.Case, device: str) -> list[peers.Contestant]:
-    known = peers.all_contestants()
-    return [known[name] for name in PEERS[device] if not known[name].unsupported(case, device)]
+def peers_timers(case: cases.Case, x: cases.Inputs, direction: str, device: str) -> dict[str, Timer]:
+    """The peers that can run a case, by name; some say so only when they are called."""
+    known, found = peers.all_contestants(), {}
+    for who in (known[name] for name in PEERS[device]):
+        if who.unsupported(case, device):
+            continue
+        try:
+            timer = theirs(who, x, direction)
+            timer()
+            found[who.name] = timer
+        except RuntimeError as error:
+            print(f"{case.name}: {who.name} refused: {error}")
+    return found
 
 
 def timed(name: str, timers: dict[str, dict[str, Timer]], device: str, flops: dict[str, float]) -> dict:
     """The row of a case: milliseconds of everyone, by direction; ``flops`` of the case."""
     found = []
     for direction, by_name in timers.items():
-        for who, ms in in_turns(by_name, device).items():
+        with Clock(device) as clock:
+            times = in_turns(by_name, device)
+        at = {"sm_clock_mhz": clock.mhz} if clock.mhz else {}
+        for who, ms in times.items():
             work = 2 * PRODUCT[device] ** 3 if who == "product" else flops[direction]
             speed = {"tflops": round(work / ms / 1e9, 4)} if who != "plain" else {}
-            found.append(records.result("", name, who, direction, "time", round(ms, 6), **speed))
+            found.append(records.result("", name, who, direction, "time", round(ms, 6), **speed, **at))
     return {"state": "ok", "results": found}
 
 
@@ -95,7 +108,7 @@ def timed_case(
         everyone = {subject.name: subject.backend(), **getattr(bound, direction)}
         timers[direction] = {who: ours(b, c, direction) for who, b in everyone.items() if not b.unsupported(c.p)}
         timers[direction] |= {"plain": ours(subject.backend(), without, direction)} if plain else {}
-        timers[direction] |= {who.name: theirs(who, x, direction) for who in peers_of(case, device)}
+        timers[direction] |= peers_timers(case, x, direction, device)
         flops[direction] = case.flops(direction, device)
     timers["forward"] |= extra
     return timed(name, timers, device, flops)
@@ -113,7 +126,7 @@ def other_backend(subject: Subject) -> dict[str, Backend]:
     return {name: dispatch.backend(name)} if name else {}
 
 
-def kernels_of(right: set[str] | None, subject: Subject, case: cases.Case, c: Call) -> Timed:
+def kernels_of(right: set[str], subject: Subject, case: cases.Case, c: Call) -> Timed:
     """The kernels that are right, and the other backend."""
     found, other = subject.timed(case, right), other_backend(subject)
     return Timed({**other, **found.forward}, {**other, **found.backward})
@@ -210,6 +223,8 @@ def unsplit(subject: Subject) -> peers.Contestant:
 def goals_worker(worker: Worker, subject: Subject) -> None:
     """Writes into DIR/goals.jsonl as it goes, so that a run that is cut short has goals to judge."""
     plan = run.Plan(subject.device, budget=0.8, min_rounds=5, max_rounds=15)
+    if subject.probes:  # every kernel has been checked by itself: fewer rows are enough, and take less time
+        check.PAIRS_CHECKED["cuda"] = 1 << 24
     path, groups = worker.run.folder / "goals.jsonl", groups_of(goals_of(subject))
     lineups = [[lineup(subject, asked) for asked in group] for group in groups]
     records.append([run.run_record(plan, [c for group in lineups for entry in group for c in entry.contestants])], path)

@@ -69,7 +69,7 @@ def triton() -> None:
 
 
 def hopper() -> None:
-    """From the backend's forward (goal: below 12), and from the public call (30, with gradients 45), to the driver's launch."""
+    """Prints the host's time to the driver's launch: from the backend (goal: below 12), from the public call (30; 45 with gradients)."""
     from tests.backends.hopper import standin
     from tilewise.backends.hopper import Hopper
     from tilewise.backends.hopper.host import library

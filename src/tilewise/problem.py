@@ -34,6 +34,9 @@ class TensorFacts:
     def of(cls, t: Tensor) -> TensorFacts:
         return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
 
+    def shown(self, name: str) -> str:
+        return f"{name} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+
 
 @dataclass(frozen=True)
 class Key:
@@ -56,6 +59,36 @@ class Key:
     sink: bool
     dropout: bool
     deterministic: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> Key:
+        spec, region = problem.spec, problem.spec.region
+        numbers: list[float] = []
+
+        def text(e: expr.Expr | None) -> str:
+            return "" if e is None else str(expr.abstract(e, numbers))
+
+        return cls(
+            dtype=problem.dtype,
+            device=problem.device.type,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            grouped=problem.group > 1,
+            packed=problem.packed,
+            lo=text(region.lo),
+            hi=text(region.hi),
+            first=text(region.first),
+            last=text(region.last),
+            predicate=text(region.predicate),
+            score=text(spec.score),
+            leaves=tuple(
+                (problem.extras[n].dtype, len(problem.extras[n].shape)) for n in (*spec.mask_slots, *spec.score_slots)
+            ),
+            grad_slots=spec.grad_slots,
+            sink=spec.sink_slot is not None,
+            dropout=spec.dropout_p > 0,
+            deterministic=spec.deterministic,
+        )
 
 
 @dataclass(frozen=True)
@@ -146,35 +179,11 @@ class Problem:
 
     @cached_property
     def key(self) -> Key:
-        spec, region = self.spec, self.spec.region
-        numbers: list[float] = []
-        text = lambda e: "" if e is None else str(expr.abstract(e, numbers))  # noqa: E731
-        return Key(
-            dtype=self.dtype,
-            device=self.device.type,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-            grouped=self.group > 1,
-            packed=self.packed,
-            lo=text(region.lo),
-            hi=text(region.hi),
-            first=text(region.first),
-            last=text(region.last),
-            predicate=text(region.predicate),
-            score=text(spec.score),
-            leaves=tuple(
-                (self.extras[n].dtype, len(self.extras[n].shape)) for n in (*spec.mask_slots, *spec.score_slots)
-            ),
-            grad_slots=spec.grad_slots,
-            sink=spec.sink_slot is not None,
-            dropout=spec.dropout_p > 0,
-            deterministic=spec.deterministic,
-        )
+        return Key.of(self)
 
     def describe(self) -> str:
         """The call in one or two lines, as error messages and ``explain`` show it."""
-        show = lambda name, t: f"{name} {t.shape} {str(t.dtype).removeprefix('torch.')}"  # noqa: E731
-        parts = [f"{show('q', self.q)} {self.device}", show("k", self.k), show("v", self.v)]
+        parts = [f"{self.q.shown('q')} {self.device}", self.k.shown("k"), self.v.shown("v")]
         spec = self.spec
         parts += [f"mask {spec.mask_text}"] if spec.mask_text else []
         parts += [f"score {spec.score_text}"] if spec.score_text else []

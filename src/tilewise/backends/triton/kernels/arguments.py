@@ -176,6 +176,7 @@ def scheduled(group, sizes):
     Consecutive programs go first over ``sizes.beside`` batch elements and heads, so that those which read the same tiles of a
     shared bias run side by side and find them in L2; then over the slots of a head; then over the other heads and elements.
     """
+    # pid, from its fastest digit: some of the batch elements, some of the heads, the slot, the other heads, the other elements.
     pid = tl.program_id(0)
     some_b, some_h = sizes.beside
     b, pid = pid % some_b, pid // some_b
@@ -212,6 +213,7 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
             low = tl.where(first_slot <= slot, middle, low)
             high = tl.where(first_slot <= slot, high, middle)
         b = low
+        # Both sides' rows of sequence b; the rest past the last sequence belongs to the side whose tiles these are.
         start_q, seqlen_q = packed_rows(tensors.cu_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
         start_k, seqlen_k = packed_rows(tensors.cu_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
         block = slot - ((start_k if OVER_KEYS else start_q) // TILE + b)

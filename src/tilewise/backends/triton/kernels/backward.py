@@ -63,7 +63,7 @@ from tilewise.backends.triton.kernels.tile import (
 
 
 class QueryHead(NamedTuple):
-    """What the query rows of one head are read through.
+    """The query rows of one head, to be loaded tile by tile.
 
     Attributes:
         head: the query head.
@@ -258,7 +258,7 @@ def dkdv_kernel(
     dv = zeros(FACTS.tile_n, True, FACTS) if FACTS.dv else ()
 
     group = sizes.heads_q // sizes.heads_k
-    for g in range(group):
+    for g in range(group):  # the query heads of the key head, in order: dK and dV are sums over them
         head = head_k * group + g
         rows = query_head(tensors, sizes, work, head, (q_view, q_rest), (do_view, do_rest), statistics, FACTS)
         if FACTS.lists:
@@ -334,7 +334,7 @@ def dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, partial, FA
     s = dot_transposed(k, q, FACTS)  # Sᵀ = K Qᵀ, (tile_n, tile_m) fp32
     work = with_pair_tile(work, keys.pairs, rows.head, m0, n0, True, FACTS)
     s2 = score_exponent(s, rows.head, i[None, :], j[:, None], scales, work, FACTS)
-    p = exponential(s2 - lse2[None, :], FACTS)
+    p = exponential(s2 - lse2[None, :], FACTS)  # (11); normalised, as lse holds the row's sum
     inside = (j[:, None] < work.seqlen_k) & (i[None, :] < work.seqlen_q)
     d = p  # will be dP - delta
     if FACTS.dropout:
@@ -349,7 +349,7 @@ def dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, partial, FA
         kept = (i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]) & inside
         if FACTS.keep is not None:
             kept = kept & FACTS.keep(work.b, rows.head, i[None, :], j[:, None], work)
-        p = tl.where(kept, p, 0.0)
+        p = tl.where(kept, p, 0.0)  # masking selects: a hidden pair's score may be anything
         d = tl.where(kept, d, 0.0)  # d is selected too: past the last row the statistics' buffers may hold NaN
 
     if FACTS.dv:

@@ -69,6 +69,7 @@ def sheet_kernel(
 
     to_b, batches = (b * 0, sizes.batch) if LOOP_B else (b, b * 0 + 1)
     to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
+    # Of the `turns` programs that share a sum, this one stores the tiles n with n % turns == turn.
     turn, turns = (b - to_b) * heads + (head - to_h), batches * heads
     first, _full, _full_end, last = n_block_ranges(m0, head, work, FACTS)
     for n in range(first, last):

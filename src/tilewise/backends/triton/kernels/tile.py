@@ -59,7 +59,7 @@ def source_of(tensor, descriptors, strides, work, start, head, FACTS: tl.constex
         first = tensor
     if rest is None:
         rest = tensor
-    b = work.b * 0 if FACTS.packed else work.b
+    b = work.b * 0 if FACTS.packed else work.b  # a packed tensor's descriptor has a batch of one
     return Source(pointer, row, (first, rest), b, head, start)
 
 
@@ -99,7 +99,7 @@ def load_piece(
     # Global memory to registers, or by cp.async to shared memory in a pipelined loop, in the tensor's dtype.
     if MASKED:
         ok = rows < left
-        if alive is not None:
+        if alive is not None:  # a row that is not read cannot bring its NaN into a product
             ok = ok & alive
         if DIM < WIDTH:
             return tl.load(pointers, mask=ok[:, None] & (columns < DIM)[None, :], other=0.0)
@@ -155,7 +155,7 @@ def store_rows(pointer, row, first, left, tiles, factor, TILE: tl.constexpr, OF_
         within = tl.arange(0, PIECES[n][2])
         columns = (PIECES[n][0] + within)[None, :]
         ok = (rows < left)[:, None]
-        if PIECES[n][1] < PIECES[n][2]:
+        if PIECES[n][1] < PIECES[n][2]:  # the piece is padded: its last columns are another head's
             ok = ok & (within < PIECES[n][1])[None, :]
         pointers = pointer + tl.cast(first, tl.int64) * row + (rows[:, None] * row + columns)
         # Registers to global memory: fp32 (TILE, width), rounded to the tensor's dtype.

@@ -44,6 +44,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # A kernel's key holds the expressions traced into it.
     "backends.hopper.config": ("problem", "masks.facts", "device", "expr"),
     "backends.hopper.backward.config": ("backends.hopper.config", "problem", "device"),
+    "backends.triton.tiles": (),
+    "backends.triton.config": ("backends.triton.tiles", "problem", "device"),
     "backends.*.config": ("problem", "device"),
     # A program of its own.
     "backends.*.compile_all": (

@@ -18,7 +18,7 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import PLAIN, Config
 from tilewise.backends.hopper.host import kernel_files
 from tilewise.backends.hopper.host import proven as proofs
-from tilewise.testing import Call, call, of_case
+from tilewise.testing import HIDING, Call, call, of_case, qkv
 
 PROBES = (
     "forward_bf16_d128_upper_128", "forward_bf16_d64_full_192", "forward_bf16_d256_band_128",
@@ -228,9 +228,7 @@ class HopperSubject(Subject):
 
     def build(self) -> int:
         """Compiles what neither the package nor its folder of kernels has; forwards that split keys too: a GPU has more cores."""
-        from tests.backends.contract import HIDING
         from tilewise.backends.hopper.host import aot
-        from tilewise.testing import qkv
 
         needed, scale = {}, self.scale
         here = [c for _, c in calls.features(scale.shape, scale.head_dims, "cpu")]

@@ -97,8 +97,9 @@ class TritonSubject(Subject):
         return Triton(replace(Triton().config(c.p), split=None))
 
     def compiled(self) -> int | None:
-        from tilewise.backends.triton import interpreting, launch
+        from tilewise.backends.triton import interpreting
+        from tilewise.backends.triton.host import runtime
 
         if interpreting():
             return None
-        return sum(len(cache[0]) for cache in launch.kernels().forward.device_caches.values())
+        return sum(len(cache[0]) for cache in runtime.kernels().forward.device_caches.values())

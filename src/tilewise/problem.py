@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -173,6 +173,24 @@ class Problem:
         parts += [f"packed, {self.batch} sequences"] if self.packed else []
         parts += ["deterministic"] if spec.deterministic else []
         return "    ".join(parts)
+
+
+def regrouped_problem(problem: Problem) -> Problem:
+    """The attention of a single query with the query heads of each key head as its queries: (batch, group, heads_k, head_dim).
+
+    It is the same attention where the heads of a group differ in their queries alone: without score, sink and dropout, and under a mask
+    that hides no key. Its queries are :func:`regrouped_queries`.
+    """
+    (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = problem.q.shape, problem.q.stride
+    shape = (batch, problem.group, problem.heads_k, head_dim)
+    q = TensorFacts(shape, (by_batch, by_head, problem.group * by_head, by_column), problem.dtype)
+    spec = Spec(softmax_scale=problem.spec.softmax_scale, deterministic=problem.spec.deterministic)
+    return replace(problem, q=q, extras=(), spec=spec)
+
+
+def regrouped_queries(problem: Problem, q: Tensor) -> Tensor:
+    """The queries of :func:`regrouped_problem`: q (batch, 1, heads_q, head_dim) as (batch, group, heads_k, head_dim), a view."""
+    return q[:, 0].unflatten(1, (problem.heads_k, problem.group)).transpose(1, 2)
 
 
 # -- The checks ----------------------------------------------------------------------------------------------------

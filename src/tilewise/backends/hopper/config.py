@@ -54,7 +54,7 @@ class Tiles:
         registers, registers_load: of a thread that computes, and of one that loads or stores.
         lazy: O is rescaled only where a row's maximum has grown by more than ``tile.LAZY`` (docs/decisions.md#hopper-lazy-rescale).
         turns: the warpgroups begin their products one after the other, so that one's softmax runs under another's
-            (docs/decisions.md#hopper-turns).
+            (docs/decisions.md#hopper-ping-pong).
         steady: whole blocks but the first take a row's maximum as it is, and their own where their sums say that it fell behind
             (docs/decisions.md#hopper-steady-maxima).
     """

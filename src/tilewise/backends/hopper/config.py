@@ -381,7 +381,7 @@ def candidates() -> list[Config]:
 
 def band_of(p: Problem) -> Band | None:
     """The mask of a problem as a band, that of packed sequences without the offset of each; None where it is none."""
-    return as_band(p.spec.region, 0 if p.packed else p.seqlen_k - p.seqlen_q, p.seqlen_k)
+    return as_band(p.spec.region, None if p.packed else p.seqlen_k - p.seqlen_q, p.seqlen_k)
 
 
 def keys_of(p: Problem) -> tuple[str, Band]:
@@ -566,7 +566,6 @@ def reasons(p: Problem) -> list[str]:
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(p) else []
     found += ["packed sequences with dropout"] if p.packed and p.spec.dropout_p else []
     found += [] if p.softmax_scale > 0 or is_traced(p) else [f"softmax_scale {p.softmax_scale} is not above 0"]
-    found += [f"an origin other than 0: {p.origin}"] if any(p.origin) else []
     return found
 
 

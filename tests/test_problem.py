@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import tilewise as tw
 from tilewise import dispatch, dropout, problem, spec
+from tilewise.backends.base import Backend
 from tilewise.backends.portable import Portable
 from tilewise.problem import Key, Problem
 from tilewise.reference import ReferenceConfig
@@ -375,7 +376,7 @@ def test_an_unknown_backend_is_refused_naming_the_known(name, entry):
         ENTRIES[entry](inputs() | {"backend": name})
 
 
-class Picky:
+class Picky(Backend):
     """A backend that refuses with two reasons."""
 
     name = "picky"
@@ -419,7 +420,7 @@ def test_a_backend_with_a_reason_to_go_first_is_tried_before_earlier_ones_unless
     monkeypatch.setattr(Picky, "unsupported", lambda self, p: [])
     assert tw.explain(**inputs()).chosen == "picky"
     say = lambda self, p: "likes masks" if p.spec.mask_text else ""  # noqa: E731
-    monkeypatch.setattr(Portable, "preferred", say, raising=False)
+    monkeypatch.setattr(Portable, "preferred", say)
     masked = inputs() | {"causal": True}
     explained = tw.explain(**masked)
     assert explained.chosen == "portable"

@@ -87,6 +87,11 @@ class TestTriton(Contract):
     def test_agrees_with_the_oracle(self, case):
         agree(self.backend, of_case(case))
 
+    # A moving end beside a fixed one, a predicate with lists of tiles, and gradients scattered, by rows and by columns.
+    @pytest.mark.parametrize("name", ["prefix", "blocks", "causal-bias", "causal-rows-and-columns"])
+    def test_pieces_of_an_attention_are_the_whole(self, name):
+        super().test_pieces_of_an_attention_are_the_whole(name)
+
     @pytest.mark.parametrize(
         "form", ["expanded", "reversed-do"]
     )  # kernels read any strides alike; these two are copied or 0

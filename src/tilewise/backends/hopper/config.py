@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from tilewise import device as devices
 from tilewise import expr
+from tilewise.backends.hopper.expected import Expected
 from tilewise.expr import Expr
 from tilewise.masks.facts import Band, as_band
 from tilewise.problem import Problem
@@ -53,7 +54,7 @@ class Tiles:
         registers, registers_load: of a thread that computes, and of one that loads or stores.
         lazy: O is rescaled only where a row's maximum has grown by more than ``tile.LAZY`` (docs/decisions.md#hopper-lazy-rescale).
         turns: the warpgroups begin their products one after the other, so that one's softmax runs under another's
-            (docs/decisions.md#hopper-turns).
+            (docs/decisions.md#hopper-ping-pong).
         steady: whole blocks but the first take a row's maximum as it is, and their own where their sums say that it fell behind
             (docs/decisions.md#hopper-steady-maxima).
     """
@@ -214,6 +215,12 @@ class Config(Formed):
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
 
     @property
+    def expected(self) -> tuple[Expected, ...]:
+        """What the kernel must be once it is compiled; the one that merges chunks has no roles."""
+        registers = self.tiles.registers, self.tiles.registers_load
+        return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, self.stores),)
+
+    @property
     def stores(self) -> bool:
         """Whether O goes through shared memory, from where the copy engine stores it."""
         return self.tiles.q_stages > 1 and not self.split
@@ -227,12 +234,8 @@ class Config(Formed):
     def skips(self) -> bool:
         """Whether some warpgroup of a tile may see nothing of blocks that another sees: rows end one after the other
         (docs/decisions.md#hopper-skipped-blocks)."""
-        return (
-            self.has_upper
-            and self.form != "lists"
-            and self.tiles.warpgroups > 1
-            and self.tile_queries > self.tiles.tile_n
-        )
+        ends = self.has_upper and self.form != "lists"
+        return ends and self.tiles.warpgroups > 1 and self.tile_queries > self.tiles.tile_n
 
     @property
     def name(self) -> str:
@@ -378,7 +381,7 @@ def candidates() -> list[Config]:
 
 def band_of(p: Problem) -> Band | None:
     """The mask of a problem as a band, that of packed sequences without the offset of each; None where it is none."""
-    return as_band(p.spec.region, 0 if p.packed else p.seqlen_k - p.seqlen_q, p.seqlen_k)
+    return as_band(p.spec.region, None if p.packed else p.seqlen_k - p.seqlen_q, p.seqlen_k)
 
 
 def keys_of(p: Problem) -> tuple[str, Band]:
@@ -563,7 +566,6 @@ def reasons(p: Problem) -> list[str]:
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(p) else []
     found += ["packed sequences with dropout"] if p.packed and p.spec.dropout_p else []
     found += [] if p.softmax_scale > 0 or is_traced(p) else [f"softmax_scale {p.softmax_scale} is not above 0"]
-    found += [f"an origin other than 0: {p.origin}"] if any(p.origin) else []
     return found
 
 

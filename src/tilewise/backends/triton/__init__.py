@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_operations
+from tilewise.backends.base import Backend, Grads, Inputs, Output, PerProblem, piece_reasons, unknown_operations
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
 from tilewise.backends.triton.host import launch, tuned
 from tilewise.backends.triton.host.plan import Plan
@@ -46,7 +46,7 @@ def on_device(x: Tensor):
     return torch.cuda.device(x.device)
 
 
-class Triton:
+class Triton(Backend):
     """The backend.
 
     Args:
@@ -66,7 +66,7 @@ class Triton:
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
-        reasons += unknown_operations(problem, OPERATIONS)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         return reasons

@@ -60,7 +60,7 @@ def triton() -> None:
     c = call(q, q.clone(), q.clone(), causal=True)
     runtime.run = lambda *_: SimpleNamespace(metadata=True)
     launched.Prepared = SimpleNamespace(of=lambda *_: lambda *_: True)
-    known = plan.Plan(c.p, config.Config(*config.TABLE["sm90"][64]))
+    known = plan.Plan(c.p, config.Config.of(config.TABLE["sm90"]["half"][0].passes))
     out = launch.forward(known, c.t)
     launch.backward(known, c.t, out, c.do, c.dlse)
     forward = microseconds(lambda: launch.forward(known, c.t))

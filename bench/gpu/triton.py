@@ -8,8 +8,10 @@ import torch
 from bench import cases
 from bench.gpu.subject import Kernel, Named, Scale, Subject
 from tilewise.backends.base import Backend
-from tilewise.backends.triton import Triton
-from tilewise.backends.triton.config import CANDIDATES, Config, Tiles
+from tilewise.backends.triton import Triton, interpreting
+from tilewise.backends.triton.config import CANDIDATES, Config
+from tilewise.backends.triton.host import runtime
+from tilewise.backends.triton.tiles import Tiles
 from tilewise.testing import Call, call, of_case
 
 PASSES = ("forward", "dq", "dkdv", "dk", "dv")
@@ -54,8 +56,7 @@ def extra(name: str) -> cases.Case:
 
 def rows_of(kernel: str, head_dim: int) -> tuple[Tiles, ...]:
     """The candidates of one pass for a head dim."""
-    by_width = CANDIDATES["sm90"][kernel]
-    return by_width[min(limit for limit in by_width if limit >= head_dim)]
+    return next(row.kernels[kernel] for row in CANDIDATES["sm90"] if row.head_dim >= head_dim)
 
 
 class TritonSubject(Subject):
@@ -97,8 +98,6 @@ class TritonSubject(Subject):
         return Triton(replace(Triton().config(c.p), split=None))
 
     def compiled(self) -> int | None:
-        from tilewise.backends.triton import interpreting, launch
-
         if interpreting():
             return None
-        return sum(len(cache[0]) for cache in launch.kernels().forward.device_caches.values())
+        return sum(len(cache[0]) for cache in runtime.kernels().forward.device_caches.values())

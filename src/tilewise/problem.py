@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class TensorFacts:
     def of(cls, t: Tensor) -> TensorFacts:
         return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
 
+    def shown(self, name: str) -> str:
+        return f"{name} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+
 
 @dataclass(frozen=True)
 class Key:
@@ -56,6 +59,36 @@ class Key:
     sink: bool
     dropout: bool
     deterministic: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> Key:
+        spec, region = problem.spec, problem.spec.region
+        numbers: list[float] = []
+
+        def text(e: expr.Expr | None) -> str:
+            return "" if e is None else str(expr.abstract(e, numbers))
+
+        return cls(
+            dtype=problem.dtype,
+            device=problem.device.type,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            grouped=problem.group > 1,
+            packed=problem.packed,
+            lo=text(region.lo),
+            hi=text(region.hi),
+            first=text(region.first),
+            last=text(region.last),
+            predicate=text(region.predicate),
+            score=text(spec.score),
+            leaves=tuple(
+                (problem.extras[n].dtype, len(problem.extras[n].shape)) for n in (*spec.mask_slots, *spec.score_slots)
+            ),
+            grad_slots=spec.grad_slots,
+            sink=spec.sink_slot is not None,
+            dropout=spec.dropout_p > 0,
+            deterministic=spec.deterministic,
+        )
 
 
 @dataclass(frozen=True)
@@ -146,35 +179,11 @@ class Problem:
 
     @cached_property
     def key(self) -> Key:
-        spec, region = self.spec, self.spec.region
-        numbers: list[float] = []
-        text = lambda e: "" if e is None else str(expr.abstract(e, numbers))  # noqa: E731
-        return Key(
-            dtype=self.dtype,
-            device=self.device.type,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-            grouped=self.group > 1,
-            packed=self.packed,
-            lo=text(region.lo),
-            hi=text(region.hi),
-            first=text(region.first),
-            last=text(region.last),
-            predicate=text(region.predicate),
-            score=text(spec.score),
-            leaves=tuple(
-                (self.extras[n].dtype, len(self.extras[n].shape)) for n in (*spec.mask_slots, *spec.score_slots)
-            ),
-            grad_slots=spec.grad_slots,
-            sink=spec.sink_slot is not None,
-            dropout=spec.dropout_p > 0,
-            deterministic=spec.deterministic,
-        )
+        return Key.of(self)
 
     def describe(self) -> str:
         """The call in one or two lines, as error messages and ``explain`` show it."""
-        show = lambda name, t: f"{name} {t.shape} {str(t.dtype).removeprefix('torch.')}"  # noqa: E731
-        parts = [f"{show('q', self.q)} {self.device}", show("k", self.k), show("v", self.v)]
+        parts = [f"{self.q.shown('q')} {self.device}", self.k.shown("k"), self.v.shown("v")]
         spec = self.spec
         parts += [f"mask {spec.mask_text}"] if spec.mask_text else []
         parts += [f"score {spec.score_text}"] if spec.score_text else []
@@ -184,6 +193,24 @@ class Problem:
         parts += [f"{spec.piece}"] if spec.piece else []
         parts += ["deterministic"] if spec.deterministic else []
         return "    ".join(parts)
+
+
+def regrouped_problem(problem: Problem) -> Problem:
+    """The attention of a single query with the query heads of each key head as its queries: (batch, group, heads_k, head_dim).
+
+    It is the same attention where the heads of a group differ in their queries alone: without score, sink and dropout, and under a mask
+    that hides no key. Its queries are :func:`regrouped_queries`.
+    """
+    (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = problem.q.shape, problem.q.stride
+    shape = (batch, problem.group, problem.heads_k, head_dim)
+    q = TensorFacts(shape, (by_batch, by_head, problem.group * by_head, by_column), problem.dtype)
+    spec = Spec(softmax_scale=problem.spec.softmax_scale, deterministic=problem.spec.deterministic)
+    return replace(problem, q=q, extras=(), spec=spec)
+
+
+def regrouped_queries(problem: Problem, q: Tensor) -> Tensor:
+    """The queries of :func:`regrouped_problem`: q (batch, 1, heads_q, head_dim) as (batch, group, heads_k, head_dim), a view."""
+    return q[:, 0].unflatten(1, (problem.heads_k, problem.group)).transpose(1, 2)
 
 
 # -- The checks ----------------------------------------------------------------------------------------------------

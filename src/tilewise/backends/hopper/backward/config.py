@@ -23,6 +23,7 @@ from tilewise.backends.hopper.config import (
     band_of,
     keys_of,
 )
+from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
@@ -265,6 +266,18 @@ class Backward(Formed):
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
 
     @property
+    def expected(self) -> tuple[Expected, ...]:
+        """What the kernels of the passes over keys and over queries must be once they are compiled; the others have no roles."""
+        keys, queries = self.keys, self.queries
+        hidden = None if keys.split else keys.tile_m // 2
+        roles = tuple(dict.fromkeys(reversed(keys.by_role)))
+        found = [Expected(f"{self.name}_keys", roles, keys.shared, hidden, idle_loops=True)]
+        if queries:
+            roles = queries.registers, queries.registers_load
+            found.append(Expected(f"{self.name}_queries", roles, queries.shared, queries.tile_n // 2, idle_loops=True))
+        return tuple(found)
+
+    @property
     def extra(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Tensors that the pass over keys and that over queries have of their own: fields of
         :class:`tilewise.backends.hopper.forward.kernel.Extra`."""
@@ -477,7 +490,7 @@ def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
     return section, min(heads * tiles, cores)
 
 
-SHARING_PAIRS = 6  # pairs of CTAs that add to one head's sums at a time: more heads are more than L2 holds
+SHARING_PAIRS = 6  # pairs of CTAs that add to one head's sums at a time (docs/decisions.md#hopper-d256-pairs)
 
 
 def spread_pairs(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:

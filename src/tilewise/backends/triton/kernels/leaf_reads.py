@@ -78,7 +78,7 @@ def predicate_blocks(problem: Problem) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class LeafLayout:
-    """What is known of a leaf's layout when a kernel is compiled.
+    """The part of a leaf's layout that is known when a kernel is compiled.
 
     Attributes:
         whole: of "i" and "j", those that index axes at least as long as their sequence: they need no clamp.

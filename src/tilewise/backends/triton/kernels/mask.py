@@ -1,4 +1,4 @@
-"""Which tiles a program visits, and which pairs of a tile count: the mask's intervals, lists of tiles, and dropout.
+"""The tiles that a program visits, and the pairs of a tile that count: the mask's intervals, lists of tiles, and dropout.
 
 A mask is an interval of keys for each query, ``[lo, hi)``, and the same set as an interval of queries for each key,
 ``[first, last)``; where it has a predicate too, the tiles to visit come as lists (docs/algorithm.md, section 10).
@@ -57,6 +57,7 @@ def block_ranges(start_a, stop_a, start_b, stop_b, TILE: tl.constexpr):
     Returns:
         ``(first, full, full_end, last)``: the blocks [first, full) are partial, [full, full_end) full, [full_end, last) partial.
     """
+    # Ends never decrease, so the first row sees the first key of all rows and the last row the last one.
     first = start_a // TILE
     last = tl.where(stop_b > start_a, (stop_b + TILE - 1) // TILE, first)
     # A full block begins at or after the last row's start, and ends at or before the first row's stop.
@@ -91,8 +92,8 @@ def m_block_ranges(n0, head, work, FACTS: tl.constexpr):
     first_a, last_a = query_interval(n0, head, work, FACTS)
     first_b, last_b = query_interval(end, head, work, FACTS)
     first, full, full_end, last = block_ranges(first_a, last_a, first_b, last_b, FACTS.tile_m)
-    last = tl.where(end >= n0, last, first)
-    if FACTS.keep is not None:
+    last = tl.where(end >= n0, last, first)  # a packed slot may hold no key
+    if FACTS.keep is not None:  # any block may hide a pair
         full_end = tl.minimum(full, last)
     return first, tl.minimum(full, last), tl.minimum(full_end, last), last
 
@@ -104,8 +105,9 @@ def block_lists(tensors, sizes, b, head, block, FACTS: tl.constexpr):
     Returns:
         ``(partial, partial count, full, full count, first)``: pointers to both lists, their lengths, and the first full block.
     """
-    lists = tl.cast(b, tl.int64) * sizes.lists[0] + head * sizes.lists[1] + block * sizes.lists[2]
-    counts = tl.cast(b, tl.int64) * sizes.lists[3] + head * sizes.lists[4] + block
+    # 64-bit offsets; both lists have the same strides, and so have both counts.
+    lists = tl.cast(b, tl.int64) * sizes.list_strides[0] + head * sizes.list_strides[1] + block * sizes.list_strides[2]
+    counts = tl.cast(b, tl.int64) * sizes.list_strides[3] + head * sizes.list_strides[4] + block
     partial, partial_count, full, full_count = tensors.lists
     fulls = tl.load(full_count + counts)
     return partial + lists, tl.load(partial_count + counts), full + lists, fulls, listed_block(full + lists, fulls, 0)

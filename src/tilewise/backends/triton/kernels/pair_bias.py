@@ -62,13 +62,14 @@ def sheet_kernel(
     sizes = plain_sizes(sizes)
     group = sizes.heads_q // sizes.heads_k
     slot, head, b = scheduled(group, sizes)
-    work = work_tile(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
     m0 = work.block * FACTS.tile_m
     k = source_of(tensors.k, (k_view, k_rest), sizes.k, work, work.start_k, head // group, FACTS)
     dq = zeros(FACTS.tile_m, False, FACTS)
 
     to_b, batches = (b * 0, sizes.batch) if LOOP_B else (b, b * 0 + 1)
     to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
+    # Of the `turns` programs that share a sum, this one stores the tiles n with n % turns == turn.
     turn, turns = (b - to_b) * heads + (head - to_h), batches * heads
     first, _full, _full_end, last = n_block_ranges(m0, head, work, FACTS)
     for n in range(first, last):

@@ -188,8 +188,8 @@ class ReorderedTensors(NamedTuple):
     sheet: Any = None
     seed: Any = None
     sink: Any = None
-    cu_k: Any = None
-    cu_q: Any = None
+    cu_seqlens_k: Any = None
+    cu_seqlens_q: Any = None
     dv: Any = None
     dk: Any = None
     dq: Any = None
@@ -228,7 +228,7 @@ def test_a_later_call_gives_each_field_its_own_address_wherever_the_field_stands
         assert {x: getattr(pointers, x) for x in expected} == {x: tensor.data_ptr() for x, tensor in expected.items()}
         assert pointers.leaves == (new.t.leaves[slot].data_ptr(),)
         assert len(pointers.grads) == (name in ("dq", "dkdv"))
-        assert pointers.cu_q is pointers.lists is getattr(pointers, "added", None) is None
+        assert pointers.cu_seqlens_q is pointers.lists is getattr(pointers, "added", None) is None
     assert [view.base for view in launches[0][1][3:7:2]] == [new.t.k.data_ptr(), new.t.v.data_ptr()]
     statistics = launches[1][1][0]
     assert statistics.delta - statistics.lse2 > 4 * 70 * 4 * 2

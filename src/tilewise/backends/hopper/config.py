@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from tilewise import device as devices
 from tilewise import expr
+from tilewise.backends.hopper.expected import Expected
 from tilewise.expr import Expr
 from tilewise.masks.facts import Band, as_band
 from tilewise.problem import Problem
@@ -214,6 +215,12 @@ class Config(Formed):
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
 
     @property
+    def expected(self) -> tuple[Expected, ...]:
+        """What the kernel must be once it is compiled; the one that merges chunks has no roles."""
+        registers = self.tiles.registers, self.tiles.registers_load
+        return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, self.stores),)
+
+    @property
     def stores(self) -> bool:
         """Whether O goes through shared memory, from where the copy engine stores it."""
         return self.tiles.q_stages > 1 and not self.split
@@ -227,12 +234,8 @@ class Config(Formed):
     def skips(self) -> bool:
         """Whether some warpgroup of a tile may see nothing of blocks that another sees: rows end one after the other
         (docs/decisions.md#hopper-skipped-blocks)."""
-        return (
-            self.has_upper
-            and self.form != "lists"
-            and self.tiles.warpgroups > 1
-            and self.tile_queries > self.tiles.tile_n
-        )
+        ends = self.has_upper and self.form != "lists"
+        return ends and self.tiles.warpgroups > 1 and self.tile_queries > self.tiles.tile_n
 
     @property
     def name(self) -> str:

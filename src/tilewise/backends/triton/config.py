@@ -334,7 +334,7 @@ def table(arch: str, itemsize: int, products: str = "ieee") -> dict[int, tuple[T
     return TABLE[arch]
 
 
-TERMS_HEAD_DIM = 256  # up to it tiles in three parts fit
+TERMS_HEAD_DIM = 256  # up to it tiles of three terms fit
 
 
 def tf32_allowed() -> bool:

@@ -22,7 +22,7 @@ def partial_states(out: Output, num_splits: int) -> Output:
     return Output(o, lse)
 
 
-def row_stride(problem: Problem) -> int:
+def seqlen_q_rounded(problem: Problem) -> int:
     """Rows from one head to the next in the statistics: each head begins at a multiple of 16 bytes, as descriptors ask."""
     return problem.seqlen_q if problem.packed else -(-problem.seqlen_q // 4) * 4
 
@@ -43,14 +43,14 @@ class BackwardBuffers:
 
     @classmethod
     def empty(cls, problem: Problem, inputs: Inputs) -> BackwardBuffers:
-        rows = row_stride(problem) * problem.heads_q * (1 if problem.packed else problem.batch)
+        rows = seqlen_q_rounded(problem) * problem.heads_q * (1 if problem.packed else problem.batch)
         padded = -(-(rows + PADDING) // 4) * 4  # delta starts at a multiple of 16 bytes too
         gradients = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
         return cls(*gradients, inputs.q.new_empty((2, padded), dtype=torch.float32))
 
     def delta(self, problem: Problem) -> Tensor:
         """The deltas, in lse's shape."""
-        stride = row_stride(problem)
+        stride = seqlen_q_rounded(problem)
         shape = (problem.heads_q, stride) if problem.packed else (problem.batch, problem.heads_q, stride)
         return self.statistics[1, : math.prod(shape)].view(shape)[..., : problem.seqlen_q]
 

@@ -10,7 +10,7 @@ from tilewise import dropout
 from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.triton.config import Tiles
 from tilewise.backends.triton.host import runtime
-from tilewise.backends.triton.host.buffers import row_stride
+from tilewise.backends.triton.host.buffers import seqlen_q_rounded
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.host.plan import Layout, Plan
@@ -71,8 +71,8 @@ class Call:
         inputs = self.inputs
         return runtime.kernels().Tensors(
             **self.operands,
-            cu_q=inputs.cu_seqlens_q,
-            cu_k=inputs.cu_seqlens_k,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            cu_seqlens_k=inputs.cu_seqlens_k,
             sink=inputs.sink,
             seed=inputs.seed,
             leaves=tuple(inputs.leaves[slot] for slot in self.plan.emitted.slots),
@@ -100,15 +100,15 @@ class Call:
             heads_k=problem.heads_k,
             seqlen_q=problem.seqlen_q,
             seqlen_k=problem.seqlen_k,
-            blocks=slots,
+            slots=slots,
             **self.strides,
-            line=row_stride(problem),
-            chunk=splits,
+            seqlen_q_rounded=seqlen_q_rounded(problem),
+            splits=splits,
             threshold=dropout.threshold(problem.spec.dropout_p) if problem.spec.dropout_p else 0,
             beside=plan.config.beside,
             heads=(heads.first, heads.heads),
             sheet=heads.sheet,
-            lists=list_strides(lists),
+            list_strides=list_strides(lists),
             extents=plan.extents,
             grad_extents=plan.grad_extents,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Facts:
-    """Sizes, flags and emitted functions, read in kernels as ``F.name``.
+    """Sizes, flags and emitted functions, read in kernels as ``FACTS.name``.
 
     Triton keys its caches on ``repr``, so that tells apart all that differs, functions by their source.
     """

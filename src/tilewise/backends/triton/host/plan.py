@@ -329,7 +329,7 @@ def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
         "sink": spec.sink_slot is not None,
         "dropout": spec.dropout_p > 0,
         "precision": "tf32" if decisions.config.products == "tf32" else "ieee",
-        "parts": decisions.terms,
+        "terms": decisions.terms,
         "products": TERM_PRODUCTS if decisions.terms > 1 else ((0, 0),),
         "partial_stages": 2 if PairReads.of(problem).bytes else 1,
         "upcast": (problem.dtype == torch.bfloat16 or decisions.terms > 1) and problem.device.type == "cpu",

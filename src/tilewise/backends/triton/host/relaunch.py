@@ -42,7 +42,7 @@ def shared_addresses(plan: Plan, inputs: Inputs) -> dict[str, int] | None:
     if reduce(operator.or_, leaves, seed) % 16:
         return None
     cu_q, cu_k = address(inputs.cu_seqlens_q), address(inputs.cu_seqlens_k)
-    addresses = {"cu_q": cu_q, "cu_k": cu_k, "sink": address(inputs.sink), "seed": seed}
+    addresses = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "sink": address(inputs.sink), "seed": seed}
     if leaves:
         addresses.update(zip(plan.leaf_names, leaves, strict=True))
     return addresses

@@ -18,7 +18,8 @@ from tilewise.backends import hopper
 from tilewise.backends.hopper import Hopper, config
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import PLAIN, Config
+from tilewise.backends.hopper.config import PLAIN
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
 from tilewise.testing import Call, call, of_case
 

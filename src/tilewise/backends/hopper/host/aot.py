@@ -24,7 +24,8 @@ from typing import Any
 
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import SHARED_LIMIT, Config, candidates, shipped
+from tilewise.backends.hopper.config import SHARED_LIMIT
+from tilewise.backends.hopper.forward.config import Config, candidates, shipped
 from tilewise.backends.hopper.host import backward_aot, hostcode, library, proven, sass
 from tilewise.backends.hopper.host.recipe import Recipe
 from tilewise.backends.hopper.host.sample import sample

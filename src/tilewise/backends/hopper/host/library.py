@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tilewise import settings
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import driver, recipe
 
 _HERE = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-# make demo · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make gpu-test · make bench · make bench-cpu
+# make demo · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make gpu-test · make bench · make bench-cpu
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 SHELL  := /bin/bash
 PYTHON ?= python3
@@ -20,7 +20,7 @@ CMAKE   = PATH="$(BIN):$$PATH" cmake
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 EMULATED := build/native/libtilewise_cpu_emulated.so
 
-.PHONY: demo test kernels kernels-hopper kernels-hopper-sample lint format gpu-test bench bench-cpu asan tsan valgrind clean setup
+.PHONY: demo test kernels kernels-hopper kernels-hopper-sample lint format docs gpu-test bench bench-cpu asan tsan valgrind clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
@@ -93,6 +93,10 @@ kernels-hopper-sample: setup $(VENV)/ready-kernels-$(TORCH)
 # have not left in src/tilewise/backends/hopper/kernels.
 gpu-test: setup
 	@$(BIN)/python -m pytest -m gpu -n 8 --maxschedchunk 1 tests/gpu
+
+# The pages that commands write: what runs where, what the algorithms move, how fast it is (docs/README.md).
+docs: setup
+	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise.iomodel.docs docs && $(BIN)/python -m bench.page --write
 
 bench: setup
 	@$(BIN)/tilewise bench

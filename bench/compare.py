@@ -1,9 +1,11 @@
 """The judge: goals.toml against a file of results. It reads, it does not measure."""
 
 import math
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from bench import records
@@ -16,7 +18,7 @@ DIRECTIONS = ("forward", "backward", "both", "memory")
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A row of goals.toml; the comments at its top say what each field means."""
+    """What one contestant must reach in one direction of a case, or in the mean of a tag's cases."""
 
     direction: str
     contestant: str
@@ -26,7 +28,6 @@ class Goal:
     peer_case: str | None = None
     ratio: float | None = None
     mib: float | None = None
-    note: str = ""
 
     def __post_init__(self):
         wrong = []
@@ -52,6 +53,50 @@ class Goal:
         return [self.case] if self.case else [case.name for case in tagged(self.tag)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A rule of goals.toml: a goal for each of its cases and directions. The comments at its top say what each field means."""
+
+    contestant: str
+    cases: str | list[str] | None = None
+    tag: str | None = None
+    peer: str | None = None
+    peer_case: str | None = None
+    forward: float | list[float] | None = None
+    backward: float | list[float] | None = None
+    both: float | list[float] | None = None
+    mib: float | None = None
+
+    def goals(self) -> Iterator[Goal]:
+        """Its goals, case by case. Raises ValueError where a list is not as long as the cases."""
+        patterns = [self.cases] if isinstance(self.cases, str) else self.cases or []
+        names = [name for pattern in patterns for name in expanded(pattern)] or [None]
+        peers = self._each(expanded(self.peer_case) if self.peer_case else [None], len(names))
+        given = {"forward": self.forward, "backward": self.backward, "both": self.both, "memory": self.mib}
+        asked = {name: x if isinstance(x, list) else [x] for name, x in given.items() if x is not None}
+        if not asked:
+            raise ValueError(f"goals of {self.cases or self.tag}: give forward, backward, both or mib")
+        bounds = {name: self._each(values, len(names)) for name, values in asked.items()}
+        shared = {"contestant": self.contestant, "tag": self.tag, "peer": self.peer}
+        for n, (case, peer_case) in enumerate(zip(names, peers, strict=True)):
+            for name, values in bounds.items():
+                bound = {"mib" if name == "memory" else "ratio": values[n]}
+                yield Goal(direction=name, case=case, peer_case=peer_case, **shared, **bound)
+
+    def _each(self, values: list, count: int) -> list:
+        """One value for each case: as many as there are cases, or one for all."""
+        if len(values) not in (1, count):
+            raise ValueError(f"goals of {self.cases or self.tag}: {len(values)} values for {count} cases")
+        return values if len(values) == count else values * count
+
+
+def expanded(pattern: str) -> list[str]:
+    """The names that a pattern stands for: ``a{b,c}{d,e}`` for abd, abe, acd and ace, in this order."""
+    texts = re.split(r"\{(.*?)\}", pattern)
+    choices = [part.split(",") if n % 2 else [part] for n, part in enumerate(texts)]
+    return ["".join(words) for words in product(*choices)]
+
+
 @dataclass(frozen=True)
 class Asked:
     """Who has to run a case so that goals can be judged, and who of them for his memory alone."""
@@ -73,8 +118,14 @@ class Verdict:
 
 
 def load_goals(path: Path = GOALS) -> list[Goal]:
-    """The rows of a goals file. Raises ValueError for a row that makes no sense or names an unknown case."""
-    goals = [Goal(**row) for row in tomllib.loads(path.read_text())["goal"]]
+    """The goals of a file of rules. Raises ValueError for a rule that makes no sense or names an unknown case."""
+    groups = tomllib.loads(path.read_text())["goals"]
+    rules = [
+        Rule(**{name: x for name, x in group.items() if name != "rules"}, **row)
+        for group in groups
+        for row in group["rules"]
+    ]
+    goals = [goal for rule in rules for goal in rule.goals()]
     for goal in goals:
         for name in (*goal.cases, *([goal.peer_case] if goal.peer_case else [])):
             named(name)

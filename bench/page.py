@@ -20,6 +20,9 @@ PAGE = ROOT / "docs" / "performance.md"
 QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 """Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
 WIDTH = 160
+SQUARES, MASKED, DECODING = "h200-squares", "h200-masks", "h200-decode"
+FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
+"""The runs that the page shows: name a newer one here once it is in bench/results."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "backward")
@@ -134,12 +137,20 @@ def pair(values: Iterable[float | None], digits: int | None = None) -> str:
     return NONE if set(texts) == {NONE} else " / ".join(texts)
 
 
+def spread(values: Iterable[float | None]) -> str:
+    """The range of the numbers that there are, as text."""
+    known = sorted(round(value) for value in values if value is not None)
+    if not known:
+        return NONE
+    return f"{known[0]}" if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
+
+
 # ---- H200 -------------------------------------------------------------------------------------------------------------
 
 
 def over_cudnn(who: str, case: str, direction: str) -> float:
     """How many times as fast as cuDNN a contestant is on a case of the squares."""
-    return load("h200-peers").found["h200-squares", case, who, direction, "rate"]["over_cudnn"]
+    return load("h200-peers").found[SQUARES, case, who, direction, "rate"]["over_cudnn"]
 
 
 def over_best(case: str, direction: str) -> float:
@@ -154,38 +165,40 @@ def square(head_dim: int, seqlen: int, mask: str) -> str:
 
 def squares() -> list[str]:
     """Forward and backward beside cuDNN and three FlashAttentions, by head dim, mask and length."""
-    found = load("h200-peers")
-    rows, means, all_rows = [], [], []
+    found, rows, ratios = load("h200-peers"), [], []
     for direction in PASSES:
         for d in DIMS:
             for mask in MASKS:
-                cases = [square(d, n, mask) for n in LENGTHS]
-                rate = [found.value("h200-squares", case, "tilewise", direction, "rate") for case in cases]
-                best = [over_best(case, direction) for case in cases]
-                rows.append(
-                    [f"{direction}, D {d}, {mask}", *[f"{r:.0f}, {b:.2f}" for r, b in zip(rate, best, strict=True)]]
-                )
-                all_rows += [(b, f"{direction}, D {d}, N {n}, {mask}") for b, n in zip(best, LENGTHS, strict=True)]
-    for direction in PASSES:
-        for title, some in [*[(f"D {d}", (d,)) for d in DIMS], ("all 36 rows", DIMS)]:
-            cases = [square(d, n, mask) for d in some for n in LENGTHS for mask in MASKS]
-            mean = [
-                geometric_mean(over_cudnn(who, case, direction) for case in cases) for who in (*PEERS[:3], "tilewise")
-            ]
-            mean.append(geometric_mean(over_best(case, direction) for case in cases))
-            means.append([f"{direction}, {title}", *[f"{value:.3f}" for value in mean]])
-    behind = sorted(row for row in all_rows if row[0] < LEVEL)
+                cells = []
+                for n in LENGTHS:
+                    case = square(d, n, mask)
+                    rate, best = found.value(SQUARES, case, "tilewise", direction, "rate"), over_best(case, direction)
+                    cells.append(f"{number(rate)}, {best:.2f}")
+                    ratios.append((best, f"{direction}, D {d}, N {n}, {mask}"))
+                rows.append([f"{direction}, D {d}, {mask}", *cells])
+    behind = sorted(row for row in ratios if row[0] < LEVEL)
     text = (
         "16,384 tokens, hidden size 2048. The first table has TFLOP/s of tilewise, and how many times as fast as the best of cuDNN, FA2, "
-        f"FA3 and FA4 it is. Of {len(all_rows)} rows tilewise is behind that best in {len(behind)}, at worst at {behind[0][0]:.2f} × "
-        f"({behind[0][1]}). {found.source('h200-squares')} {found.runs['h200-squares']['statistic']}"
-    )
-    first = table(["", *[f"N {n}" for n in LENGTHS]], rows)
-    ratios = table(
-        ["geometric means over cuDNN", "FA2", "FA3", "FA4", "tilewise", "tilewise over its best peer"], means
+        f"FA3 and FA4 it is. Of {len(ratios)} rows tilewise is behind that best in {len(behind)}, at worst at {behind[0][0]:.2f} × "
+        f"({behind[0][1]}). {found.source(SQUARES)} {found.runs[SQUARES]['statistic']}"
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
-    return section("Forward and backward on an H200", text, plot, first, ratios)
+    return section(
+        "Forward and backward on an H200", text, plot, table(["", *[f"N {n}" for n in LENGTHS]], rows), square_means()
+    )
+
+
+def square_means() -> list[str]:
+    """The table of geometric means over the squares."""
+    rows = []
+    for direction in PASSES:
+        for title, dims in [*[(f"D {d}", (d,)) for d in DIMS], ("all 36 rows", DIMS)]:
+            cases = [square(d, n, mask) for d in dims for n in LENGTHS for mask in MASKS]
+            contestants = ("fa2", "fa3", "fa4", "tilewise")
+            means = [geometric_mean(over_cudnn(who, case, direction) for case in cases) for who in contestants]
+            means.append(geometric_mean(over_best(case, direction) for case in cases))
+            rows.append([f"{direction}, {title}", *[f"{mean:.3f}" for mean in means]])
+    return table(["geometric means over cuDNN", "FA2", "FA3", "FA4", "tilewise", "tilewise over its best peer"], rows)
 
 
 def grouped() -> list[str]:
@@ -195,7 +208,7 @@ def grouped() -> list[str]:
         for n in LENGTHS:
             cases = [f"h200-gqa4-d128-n{n}-{mask}" for mask in MASKS]
             rates = [
-                [found.value("h200-squares", case, who, direction, "rate") for case in cases]
+                [found.value(SQUARES, case, who, direction, "rate") for case in cases]
                 for who in ("tilewise", "fa3", "cudnn")
             ]
             if None not in rates[0]:
@@ -206,7 +219,7 @@ def grouped() -> list[str]:
 
 def masks() -> list[str]:
     """Masks and scores beside cudnn.flex_attention and compiled FlexAttention."""
-    found, run, rows, behind = load("h200-peers"), "h200-masks", [], dict.fromkeys(PASSES, 0)
+    found, run, rows, behind = load("h200-peers"), MASKED, [], dict.fromkeys(PASSES, 0)
     cases = found.cases(run)
     for case, shape in cases.items():
         rates = {who: [found.value(run, case, who, d, "rate") for d in PASSES] for who in MASK_PEERS}
@@ -239,7 +252,7 @@ def masks() -> list[str]:
 
 def decoding() -> list[str]:
     """One query over a dense cache."""
-    found, run, rows = load("h200-peers"), "h200-decode", []
+    found, run, rows = load("h200-peers"), DECODING, []
     who = ("hopper", "triton", "cudnn", "fa2")
     for case, shape in found.cases(run).items():
         cells = []
@@ -257,7 +270,7 @@ def decoding() -> list[str]:
 
 def single_precision() -> list[str]:
     """Products of fp32 beside PyTorch's memory-efficient attention."""
-    found, run, rows = load("triton-calls"), "h200-triton-fp32", []
+    found, run, rows = load("triton-calls"), FP32, []
     for case, shape in found.cases(run).items():
         if shape["tf32"]:
             continue
@@ -283,15 +296,7 @@ def host() -> list[str]:
         for case in found.cases(*runs):
             cells = []
             for who, direction in HOST:
-                values = [found.value(run, case, who, direction, "host") for run in runs]
-                known = sorted(value for value in values if value is not None)
-                cells.append(
-                    NONE
-                    if not known
-                    else f"{known[0]:.0f} to {known[-1]:.0f}"
-                    if f"{known[0]:.0f}" < f"{known[-1]:.0f}"
-                    else f"{known[0]:.0f}"
-                )
+                cells.append(spread(found.value(run, case, who, direction, "host") for run in runs))
             rows.append([f"{backend}, {case.removeprefix('host-')}", *cells])
     text = (
         "Microseconds a call on the host of an H200, the range over processes. A call has 2 heads of 64 queries, so that the kernels are "
@@ -315,7 +320,6 @@ HOST = (
 
 
 CPU_KINDS = [(dtype, d) for dtype in ("fp32", "bf16") for d in (64, 128)]
-AMX_RUN = "xeon-amx-2"
 CPU_SHAPES = (*[f"n{n}-{mask}" for n in (2048, 8192) for mask in MASKS], "n128-b16", "n256-b16")
 
 
@@ -331,7 +335,7 @@ def over_sdpa_by_amx(head_dim: int, shape: str) -> list[float | None]:
     """How many times as fast as SDPA the CPU backend is with AMX, in bf16; None where it was not timed."""
     length, mask = shape.split("-")
     case = f"amx-t16-b1-h8-{length}-d{head_dim}-{mask}"
-    times = [[load("cpu-calls").value(AMX_RUN, case, who, d, "time") for who in ("sdpa", "amxbf16")] for d in PASSES]
+    times = [[load("cpu-calls").value(AMX, case, who, d, "time") for who in ("sdpa", "amxbf16")] for d in PASSES]
     return [None if None in each else each[0] / each[1] for each in times]
 
 
@@ -344,7 +348,7 @@ def cpu() -> list[str]:
     runs = [run for run, record in found.runs.items() if "sdpa" in record["peers"]]
     text = (
         "How many times as fast as PyTorch's SDPA, forward / backward, 8 heads; the last two columns are bf16 by AMX, which SDPA uses "
-        f"too. {found.source(*runs)} AMX: {load('cpu-calls').source(AMX_RUN)} {sparse_on_cpu()} "
+        f"too. {found.source(*runs)} AMX: {load('cpu-calls').source(AMX)} {sparse_on_cpu()} "
         f"Decoding reads K and V at {decode_on_cpu('-b')} from memory and {decode_on_cpu('k')} from the L3, of the pace of a plain sum."
     )
     header = ["", *[f"{dtype}, D {d}" for dtype, d in CPU_KINDS], "AMX, D 64", "AMX, D 128"]
@@ -389,9 +393,9 @@ def sparse_on_cpu() -> str:
 def training() -> list[str]:
     """A training step of a small GPT, on an H200 and on a CPU."""
     gpu, on_cpu, rows = load("hopper-calls"), load("cpu-calls"), []
-    for case, shape in gpu.cases("h200-training").items():
+    for case, shape in gpu.cases(STEPS).items():
         if case.startswith("gpt-step"):
-            ms = [gpu.value("h200-training", case, who, "step", "time") for who in ("hopper", "triton", "sdpa")]
+            ms = [gpu.value(STEPS, case, who, "step", "time") for who in ("hopper", "triton", "sdpa")]
             rows.append([f"H200, context {shape['context']} × {shape['batch']} rows", *[number(x, 1) for x in ms]])
     runs = [run for run, record in on_cpu.runs.items() if run.startswith("train-step") and record["pool"] == "torch"]
     for run in runs:
@@ -402,7 +406,7 @@ def training() -> list[str]:
         )
     text = (
         "Milliseconds of one step of a small GPT: forward, backward and AdamW; [training.md](training.md) shows losses. "
-        f"{gpu.source('h200-training')} {on_cpu.source(*runs)}"
+        f"{gpu.source(STEPS)} {on_cpu.source(*runs)}"
     )
     return section("A training step", text, table(["", "tilewise", "its Triton", "SDPA"], rows))
 

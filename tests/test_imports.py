@@ -74,7 +74,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "autograd": ("dispatch", "backends.base", "problem", "spec"),
     "api": ("autograd", "dispatch", "problem", "spec", "scores", "masks", "tiles", "dropout", "state"),
     "accuracy": ("reference", "backends.base", "problem"),
-    "testing": ("accuracy", "backends.base", "problem", "spec"),
+    "testing": ("", "accuracy", "backends.base", "problem", "spec"),
     "selfcheck": (
         "accuracy",
         "dispatch",

@@ -40,8 +40,6 @@ EXEMPT: dict[str, str] = {
     "backends/hopper/backward/queries.py": "one kernel whose roles are not yet files of their own",
     "backends/hopper/forward/kernel.py": "one kernel whose roles are not yet files of their own",
     "backends/hopper/host/hostcode.py:Machine": "an interpreter: one short method for each operation it knows",
-    "backends/triton/kernels/emit.py:_Writer": "the emitter of one language: one short method for each construct",
-    "backends/triton/kernels/tile.py": "the tool box of all kernels",
     "backends/triton/launch.py": "the plan, the call and the launches of a backend in one file",
     "backends/triton/launch.py:Plan": "every decision that is kept for a problem",
     "backends/triton/launch.py:Call": "every tensor and size that a launch needs",

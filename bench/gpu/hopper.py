@@ -21,7 +21,7 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
-from tilewise.testing import Call, call, of_case
+from tilewise.testing import HIDING, Call, call, of_case, qkv
 
 PROVEN = Path(hopper.__file__).with_name("proven.txt")  # a kernel a line: its bits, how many calls were right, its name
 PROBES = (
@@ -236,9 +236,7 @@ class HopperSubject(Subject):
 
     def build(self) -> int:
         """Compiles what neither the package nor its folder of kernels has; forwards that split keys too: a GPU has more cores."""
-        from tests.backends.contract import HIDING
         from tilewise.backends.hopper.host import aot
-        from tilewise.testing import qkv
 
         needed, scale = {}, self.scale
         here = [c for _, c in calls.features(scale.shape, scale.head_dims, "cpu")]

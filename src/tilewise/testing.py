@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+import tilewise as tw
 from tilewise import accuracy, problem
 from tilewise.backends.base import Backend, Inputs
 from tilewise.spec import Options, assemble, parse_spec
@@ -101,6 +102,19 @@ def qkv(batch=2, nq=70, nk=70, hq=4, hk=2, d=16, dv=16, dtype=torch.float32) -> 
     """q (batch, nq, hq, d), k (batch, nk, hk, d) and v (batch, nk, hk, dv)."""
     shapes = (batch, nq, hq, d), (batch, nk, hk, d), (batch, nk, hk, dv)
     return tuple(normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes, 1))
+
+
+HIDING = {
+    "key-lengths": lambda: tw.key_lengths(torch.tensor([40, 65])),
+    "key-range": lambda: tw.key_range(5, 60),
+    "prefix-of-a-range": lambda: tw.prefix(30) & tw.key_range(10, 50),
+    "keep-even": lambda: tw.keep(lambda b, h, i, j: j % 2 == 0),
+    "dense-per-head": lambda: tw.dense((normal(2, 4, 70, 70) > 0) & (normal(2, 4, 1, 70, seed=4) > 0)),
+    "block-sparse": lambda: tw.block_sparse(
+        torch.eye(5, dtype=torch.bool)[:, [0, 1, 1, 2, 4]] & torch.tensor([True, True, False, True, True]), 16, 16
+    ),
+}
+"""Masks of the calls of :func:`qkv` that hide some keys from every query: such keys never touch a result."""
 
 
 # ---- results ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import tilewise as tw
 from bench import cases
 from tilewise import accuracy, expr
 from tilewise.backends.base import Backend, Grads, Output
-from tilewise.testing import Call, call, normal, of_case, poisoned, qkv
+from tilewise.testing import HIDING, Call, call, normal, of_case, poisoned, qkv
 
 
 def run(backend: Backend, c: Call) -> dict[str, Tensor]:
@@ -48,18 +48,6 @@ def agree(backend: Backend, c: Call) -> None:
     errors = accuracy.Expected.of(c.p, c.t, c.do, c.dlse).judge(results)
     wrong = [str(e) for e in errors if not e.ok]
     assert not wrong, "; ".join(wrong)
-
-
-HIDING = {
-    "key-lengths": lambda: tw.key_lengths(torch.tensor([40, 65])),
-    "key-range": lambda: tw.key_range(5, 60),
-    "prefix-of-a-range": lambda: tw.prefix(30) & tw.key_range(10, 50),
-    "keep-even": lambda: tw.keep(lambda b, h, i, j: j % 2 == 0),
-    "dense-per-head": lambda: tw.dense((normal(2, 4, 70, 70) > 0) & (normal(2, 4, 1, 70, seed=4) > 0)),
-    "block-sparse": lambda: tw.block_sparse(
-        torch.eye(5, dtype=torch.bool)[:, [0, 1, 1, 2, 4]] & torch.tensor([True, True, False, True, True]), 16, 16
-    ),
-}
 
 
 ATAN = expr.Operation(torch.atan, "float", None, (lambda x, r: expr.ONE / (x * x + expr.ONE),), float_args=True)

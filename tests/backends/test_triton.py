@@ -37,7 +37,9 @@ from tilewise.backends.triton.config import (
 )
 from tilewise.backends.triton.kernels import emit as emitting
 from tilewise.backends.triton.kernels import maths
-from tilewise.backends.triton.kernels.emit import emit, spans
+from tilewise.backends.triton.kernels.emit import emit
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, leaf_layouts, predicate_blocks
+from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, classify
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
@@ -103,7 +105,7 @@ class TestTriton(Contract):
 
 
 def test_every_operation_of_the_language_can_be_written():
-    assert set(expr.OPERATIONS) == emitting.OPERATIONS
+    assert set(expr.OPERATIONS) == OPERATIONS
 
 
 # What the contract's cases do not read: a table at quotients and remainders of i and j, a clamped distance, v inside k.
@@ -308,7 +310,7 @@ def test_gradients_of_leaves_are_summed_as_classified(how):
 def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once():
     t = normal(2, 66, 72).requires_grad_()
     c = call(*qkv(batch=1, nq=66, nk=72, hq=2, hk=1), causal=True, score=tw.bias(t))
-    assert [span.unit for span in spans(c.p, tuple(c.p.spec.score_slots), c.p.spec.lookups).values()] == [4]
+    assert [leaf.unit for leaf in leaf_layouts(c.p, tuple(c.p.spec.score_slots), c.p.spec.lookups).values()] == [4]
     agree(Triton(), c)
 
 
@@ -732,15 +734,15 @@ def test_shared_memory_fits_the_smallest_device_of_each_table():
 def test_tiles_are_no_larger_than_a_patterns_blocks_where_those_are_large_enough(block, dq, forward):
     pattern = torch.ones(256 // block, 256 // block, dtype=torch.bool)
     p = call(*qkv(batch=1, nq=256, nk=256, hq=2, hk=2), mask=tw.block_sparse(pattern, block, block)).p
-    assert config.within_blocks("dq", Tiles(128, 64, 8, 3, True), emitting.blocks(p)) == Tiles(*dq, True)
-    assert config.within_blocks("forward", Tiles(64, 128, 4, 2, True), emitting.blocks(p)) == Tiles(*forward, True)
+    assert config.within_blocks("dq", Tiles(128, 64, 8, 3, True), predicate_blocks(p)) == Tiles(*dq, True)
+    assert config.within_blocks("forward", Tiles(64, 128, 4, 2, True), predicate_blocks(p)) == Tiles(*forward, True)
 
 
 def test_a_pattern_of_blocks_takes_no_room_and_a_dense_mask_does():
     q, k, v = qkv(batch=1, nq=64, nk=64, hq=2, hk=2)
     blocks = tw.block_sparse(torch.ones(4, 4, dtype=torch.bool), 16, 16)
     dense = tw.dense(torch.ones(64, 64, dtype=torch.bool))
-    assert [emitting.Pairs.of(call(q, k, v, mask=m).p).bytes for m in (blocks, dense, blocks & dense)] == [0, 1, 1]
+    assert [PairReads.of(call(q, k, v, mask=m).p).bytes for m in (blocks, dense, blocks & dense)] == [0, 1, 1]
 
 
 def test_tiles_shrink_until_a_bias_fits_beside_them():

@@ -107,3 +107,37 @@ def test_goals_that_make_no_sense_are_refused_with_every_reason():
 def test_the_goals_of_the_repository_name_cases_of_the_table():
     goals = compare.load_goals()
     assert {g.direction for g in goals} >= {"forward", "both", "memory"}
+
+
+def test_a_rule_is_a_goal_for_each_case_and_direction():
+    cases = "cpu-{fp32,bf16}-d64-n8192-{full,causal}"
+    rule = compare.Rule(cases=cases, contestant="cpu", peer="sdpa", forward=[1.0, 2.0, 3.0, 4.0], backward=0.5)
+    found = [(g.case, g.direction, g.ratio) for g in rule.goals()]
+    names = [
+        "cpu-fp32-d64-n8192-full",
+        "cpu-fp32-d64-n8192-causal",
+        "cpu-bf16-d64-n8192-full",
+        "cpu-bf16-d64-n8192-causal",
+    ]
+    assert [x for x in found if x[1] == "forward"] == [
+        (n, "forward", r) for n, r in zip(names, (1.0, 2.0, 3.0, 4.0), strict=True)
+    ]
+    assert [x for x in found if x[1] == "backward"] == [(n, "backward", 0.5) for n in names]
+
+
+def test_a_rules_peer_cases_go_with_its_cases_one_by_one():
+    options = {"contestant": "hopper", "peer": "hopper", "forward": 1.0}
+    rule = compare.Rule(cases="cuda-d96-n4096-{full,causal}", peer_case="h200-d64-n4096-{full,causal}", **options)
+    assert [(g.case, g.peer_case) for g in rule.goals()] == [
+        (f"cuda-d96-n4096-{mask}", f"h200-d64-n4096-{mask}") for mask in ("full", "causal")
+    ]
+    (mean,) = compare.Rule(tag="h200", **options).goals()
+    assert (mean.case, mean.tag, len(mean.cases)) == (None, "h200", 36)
+
+
+def test_a_rule_that_makes_no_sense_is_refused():
+    options = {"cases": "cpu-fp32-d64-n8192-{full,causal}", "contestant": "cpu", "peer": "sdpa"}
+    with pytest.raises(ValueError, match="3 values for 2 cases"):
+        list(compare.Rule(forward=[1.0, 2.0, 3.0], **options).goals())
+    with pytest.raises(ValueError, match="give forward, backward, both or mib"):
+        list(compare.Rule(**options).goals())

@@ -43,6 +43,7 @@ def test_means_and_numbers():
     assert [page.number(x) for x in (None, 0.84, 12.6, 1234.5)] == ["—", "0.8", "13", "1,234"]
     assert page.number(0.5, 2) == "0.50"
     assert [page.pair(x) for x in ([None, None], [12, None])] == ["—", "12 / —"]
+    assert [page.spread(x) for x in ([None], [9.6, 10.4], [8.2, None, 12])] == ["—", "10", "8 to 12"]
 
 
 def test_a_peer_is_behind_or_ahead_by_its_own_row():

@@ -16,7 +16,8 @@ from tilewise import device as devices
 from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_operations
 from tilewise.backends.triton import tuned
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
-from tilewise.backends.triton.kernels.emit import OPERATIONS, Pairs, blocks, seen_lookup
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
+from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.leaf_gradients import SCATTER, classify
 from tilewise.problem import Problem
 
@@ -71,11 +72,11 @@ class Triton:
 
     def preferred(self, p: Problem) -> str:
         """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/decisions.md#triton-for-pair-bias)."""
-        return "" if seen_lookup(p) is None else "brings the tensor that the score reads tile by tile"
+        return "" if described_lookup(p) is None else "brings the tensor that the score reads tile by tile"
 
     def config(self, p: Problem) -> Config:
-        pairs = Pairs.of(p)
-        return self.override or choose(p, pairs.bytes, tuned.passes(p), pairs.shared, blocks(p))
+        pairs = PairReads.of(p)
+        return self.override or choose(p, pairs.bytes, tuned.passes(p), pairs.shared, predicate_blocks(p))
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         from tilewise.backends.triton import launch

@@ -161,12 +161,12 @@ def shared_memory(
         "dq": m * (w + wv) + stages * n * (w + wv),
         "delta": 0,
         "merge": 0,
-        "parts": 0,
+        "terms": 0,
         "tile": stages * (m + n) * (w + wv),
         "sheet": stages * n * (m + w) + 2 * m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
-    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "parts", "sheet") else 0
+    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "terms", "sheet") else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
     pairs += m * n * itemsize if bytes_ and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet

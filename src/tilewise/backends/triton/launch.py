@@ -33,7 +33,8 @@ from tilewise.backends.triton.config import (
 )
 from tilewise.backends.triton.driver import Prepared, address
 from tilewise.backends.triton.facts import Facts
-from tilewise.backends.triton.kernels.emit import Emitted, Pairs, emit, seen_lookup
+from tilewise.backends.triton.kernels.emit import Emitted, emit
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, read_adjoint
 from tilewise.masks.facts import every_key_seen, every_pair_kept
@@ -53,7 +54,7 @@ def kernels():
     from types import SimpleNamespace
 
     import triton
-    from tilewise.backends.triton.kernels import backward, forward, tile
+    from tilewise.backends.triton.kernels import arguments, backward, forward, pair_bias, terms
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(
@@ -63,12 +64,12 @@ def kernels():
         delta=backward.delta_kernel,
         dkdv=backward.dkdv_kernel,
         dq=backward.dq_kernel,
-        tile=backward.tile_kernel,
-        sheet=backward.sheet_kernel,
-        parts=tile.parts_kernel,
-        Tensors=tile.Tensors,
-        Sizes=tile.Sizes,
-        Scales=tile.Scales,
+        tile=pair_bias.tile_kernel,
+        sheet=pair_bias.sheet_kernel,
+        parts=terms.terms_kernel,
+        Tensors=arguments.Tensors,
+        Sizes=arguments.Sizes,
+        Scales=arguments.Scales,
         TensorDescriptor=TensorDescriptor,
     )
 
@@ -194,7 +195,7 @@ class Plan:
     @cached_property
     def seen(self) -> tuple[int, tuple] | None:
         """``(slot, leading indices)`` of the tensor whose tiles a descriptor may bring to the score: two names or numbers."""
-        e = seen_lookup(self.p)
+        e = described_lookup(self.p)
         if e is None:
             return None
         return e.args[0][1], (0,) * (5 - len(e.args)) + tuple(x.args[0] for x in e.args[1:-2])
@@ -255,7 +256,7 @@ class Plan:
             fields = {name: emitted.functions.get(name) for name in names} | {
                 "tile_m": tiles.tile_m,
                 "tile_n": tiles.tile_n,
-                "partial_stages": 2 if Pairs.of(p).bytes else 1,
+                "partial_stages": 2 if PairReads.of(p).bytes else 1,
                 "head_dim": p.head_dim,
                 "head_dim_v": p.head_dim_v,
                 "pieces": pieces(p.head_dim, tiles),
@@ -505,7 +506,7 @@ def pointers(lists: TileLists | None) -> tuple[Tensor, ...] | None:
 
 
 def blocks(p: Problem, length: int, tile: int) -> int:
-    """Tiles of a head; packed, slots enough for every sequence and the rows past the last (tile.place)."""
+    """Tiles of a head; packed, slots enough for every sequence and the rows past the last (arguments.work_tile)."""
     return length // tile + p.batch + 1 if p.packed else -(-length // tile)
 
 
@@ -924,7 +925,7 @@ def _by_sheets(call: Call, bundle: object, read: Read) -> list[Launched]:
 
 
 def new_sheet(plan: Plan, q: Tensor) -> Tensor | None:
-    """Room for dS of as many heads as are kept at a time (tile.sheet_tile), None where none are."""
+    """Room for dS of as many heads as are kept at a time (tile.sheet_pointers), None where none are."""
     p = plan.p
     if not plan.sheet_heads:
         return None

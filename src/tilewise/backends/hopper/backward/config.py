@@ -320,6 +320,7 @@ class Backward(Formed):
             keys = p.heads_k * (seqlen_k // self.keys.tile_n + 3 * (p.batch + 1))
             rows = p.heads_q * (p.seqlen_q // self.tile_m + p.batch + 1)
             return 1, min(keys, cores), 1, min(rows, cores)
+        # docs/decisions.md#hopper-open-heads
         tiles, sharing = -(-seqlen_k // self.keys.tile_n), cores if self.form == "full" else config.SHARING
         keys = spread(p.batch * p.heads_k, tiles, self.waiting(tiles) if self.keys.ordered else sharing, cores)
         if self.keys.paired:

@@ -1,5 +1,13 @@
 """Triton's kernels and what they are made of; this package itself imports no Triton.
 
-``forward`` and ``backward`` hold the kernels, ``tile`` the parts that they share, ``maths`` the arithmetic of scores, and ``emit``
-turns a problem's mask and score into functions that the kernels call. Only ``emit`` can be imported without Triton.
+From the bottom up:
+
+- ``maths``: the arithmetic of scores, where torch's differs from Triton's.
+- ``arguments``: the bundles of arguments of all kernels, the tile scheduler, and launches that overlap.
+- ``terms``: fp32 operands as sums of three bf16 terms.
+- ``tile``: tiles of rows, how they are loaded, multiplied and stored.
+- ``mask``: which tiles a program visits and which pairs of a tile count; dropout.
+- ``forward``, ``backward``, ``pair_bias``: the kernels.
+
+``emit`` turns a problem's mask and score into functions that the kernels call; it alone can be imported without Triton.
 """

@@ -1,21 +1,27 @@
 """Forward (docs/algorithm.md, section 4; FlashAttention-2, Algorithm 1): query tiles outside, keys inside.
 
     S = scale · Q Kᵀ    m' = max(m, rowmax S)    P = exp2(S - m')    l = l·α + rowsum P    acc = acc·α + P V    (6)
-and once at the end O = acc / l, lse = m + log l (7). m is in units of log2, for fp32 inputs natural (tile.power); where scores are
-bounded, as a softcap bounds them, it stays 0, so that there is neither a maximum nor a rescaling
-(docs/decisions.md#triton-bounded-scores).
 
-One program computes a tile of ``tile_m`` queries of one head. Which key tiles are partial and which full follows from the
-interval of its first and its last row. Where descriptors may read every tile (``F.whole``) they are one loop, with the mask under
-a branch that the whole program takes or not. Elsewhere the full ones are one loop, then the partial ones, at both ends, are
-another: with the partial loop first, ptxas makes every matrix product of the full one wait for itself
-(docs/decisions.md#triton-one-loop), and a loop for each end would cost registers. A predicate's tiles come as two lists, full ones
-first too::
+and once at the end ``O = acc / l``, ``lse = m + log l`` (7). m is in units of log2, for fp32 inputs natural
+(:func:`tile.exponential`). Where scores are bounded, as a softcap bounds them, m stays 0: there is neither a maximum nor a
+rescaling (docs/decisions.md#triton-bounded-scores).
+
+Tensors: q, k, v as in the public call; o contiguous (batch, seqlen_q, heads_q, head_dim_v); lse fp32 (batch, heads_q, seqlen_q).
+Packed, the batch axis is missing.
+
+One program computes a tile of ``tile_m`` queries of one head. Which key tiles are partial and which are full follows from the
+interval of its first and its last row::
 
     first   full          full_end  last
       | partial | full full full | partial |          keys
 
-With split keys, program_id(1) is a chunk of keys; o and lse are then fp32 partial states, which `merge_kernel` merges.
+Where descriptors may read every tile (``FACTS.whole``), all tiles are one loop, with the mask under a branch that a whole program
+takes or does not take. Elsewhere the full tiles are one loop and the partial ones, at both ends, another. The full loop comes
+first: with the partial loop first, ptxas makes every matrix product of the full one wait for itself
+(docs/decisions.md#triton-one-loop). One loop for each end would cost registers. A predicate's tiles come as two lists, the full
+ones first too.
+
+With split keys, program_id(1) is the split; o and lse are then fp32 partial states, which `merge_kernel` merges.
 """
 
 # ruff: noqa: RUF005 - Triton's tuples are added, not unpacked
@@ -24,40 +30,45 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, with_pair_tile, work_tile
+from tilewise.backends.triton.kernels.mask import (
+    block_lists,
+    dropout_keep,
+    key_interval,
+    listed_block,
+    n_block_ranges,
+    partial_block,
+    query_interval,
+)
 from tilewise.backends.triton.kernels.maths import exp, here, log
 from tilewise.backends.triton.kernels.tile import (
     LN2,
     LOG2E,
     accumulate,
-    dropout_keep,
-    inner,
-    key_interval,
-    keys_to_visit,
-    listed,
+    dot_transposed,
+    exponential,
     load_piece,
     load_rows,
     load_streamed,
-    partial_tile,
-    place,
-    plain_sizes,
-    power,
-    program,
-    query_interval,
     rescaled,
-    source,
+    source_of,
     store_rows,
-    tile_listed,
-    with_pairs,
     zeros,
 )
 
 
-class Query(NamedTuple):
-    """A query tile: its position and head, q, tiles of (tile_m, D), its rows' key intervals, the sources of k and v, and the descriptor
-    of a tensor that the score reads for every pair (a pointer, unused, where there is none)."""
+class QueryTile(NamedTuple):
+    """The query tile of a program, and what its key tiles are read through.
+
+    Attributes:
+        m0, head: its first row and its query head.
+        q: a tile of (tile_m, head_dim). lo, hi: the key interval of each row, int32 (tile_m,).
+        k, v: the sources of the key head.
+        pairs: the descriptor of a leaf that the score reads at i and j; a pointer, unused, where there is none.
+    """
 
     m0: Any
-    h: Any
+    head: Any
     q: Any
     lo: Any
     hi: Any
@@ -67,146 +78,185 @@ class Query(NamedTuple):
 
 
 @triton.jit
-def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs, F: tl.constexpr):
-    """Grid: (blocks · heads_q · batch, chunks); the last tiles first, which are the longest under a causal mask."""
-    sizes = plain_sizes(sizes)
-    slot, h, b = program(sizes.heads_q // sizes.heads_k, sizes)
-    at = place(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, F)
-    pairs = tensors.q if pairs is None else pairs
-    query = load_query(tensors, sizes, at, h, (k_view, k_rest), (v_view, v_rest), pairs, F)
-    m = tl.full([F.tile_m], 0.0 if F.bounded else float("-inf"), tl.float32)
-    l = tl.full([F.tile_m], 0.0, tl.float32)
-    acc = zeros(F.tile_m, True, F)
+def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs, FACTS: tl.constexpr):
+    """The attention of one query tile; with split keys, its state over one split.
 
-    if F.lists:
-        partial, partials, full, fulls, ahead = listed(tensors, sizes, at.b, h, at.block, F)
+    Grid: (blocks · heads_q · batch, splits). The last tiles come first: under a causal mask they are the longest.
+
+    Args:
+        k_view, k_rest, v_view, v_rest: descriptors for the first and the second piece of the head dim, None where there is none.
+        pairs: a descriptor, or None (:class:`QueryTile`).
+    """
+    sizes = plain_sizes(sizes)
+    slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
+    work = work_tile(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    pairs = tensors.q if pairs is None else pairs
+    query = load_query_tile(tensors, sizes, work, head, (k_view, k_rest), (v_view, v_rest), pairs, FACTS)
+    # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
+    m = tl.full([FACTS.tile_m], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
+    l = tl.full([FACTS.tile_m], 0.0, tl.float32)
+    acc = zeros(FACTS.tile_m, True, FACTS)
+
+    if FACTS.lists:
+        partial, partials, full, fulls, ahead = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
         for t in range(fulls):
-            n0 = ahead * F.tile_n
-            ahead = tile_listed(full, fulls, t + 1)
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, False, F)
-        for t in tl.range(partials, num_stages=F.partial_stages):
-            n0 = tl.load(partial + t) * F.tile_n
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, True, F)
+            n0 = ahead * FACTS.tile_n
+            ahead = listed_block(full, fulls, t + 1)
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, False, FACTS)
+        for t in tl.range(partials, num_stages=FACTS.partial_stages):
+            n0 = tl.load(partial + t) * FACTS.tile_n
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, True, FACTS)
     else:
-        first, full, full_end, last = keys_to_visit(query.m0, h, at, F)
-        if F.split:
-            chunk_first = tl.program_id(1) * sizes.chunk
-            chunk_last = chunk_first + sizes.chunk
-            last = tl.minimum(last, chunk_last)
-            first = tl.minimum(tl.maximum(first, chunk_first), last)
+        first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
+        if FACTS.split:  # this program visits the part of each range that lies in its split
+            split_first = tl.program_id(1) * sizes.chunk
+            split_last = split_first + sizes.chunk
+            last = tl.minimum(last, split_last)
+            first = tl.minimum(tl.maximum(first, split_first), last)
             full = tl.minimum(tl.maximum(full, first), last)
             full_end = tl.minimum(tl.maximum(full_end, full), last)
-        if F.whole:
+        if FACTS.whole:
             for n in range(first, last):
                 partial = (n < full) | (n >= full_end)
-                m, l, acc = key_block(n * F.tile_n, m, l, acc, query, tensors, sizes, scales, at, partial, F)
+                m, l, acc = key_block(n * FACTS.tile_n, m, l, acc, query, tensors, sizes, scales, work, partial, FACTS)
         else:
-            if F.keep is None:
+            if FACTS.keep is None:
                 for n in range(full, full_end):
-                    m, l, acc = key_block(n * F.tile_n, m, l, acc, query, tensors, sizes, scales, at, False, F)
+                    m, l, acc = key_block(
+                        n * FACTS.tile_n, m, l, acc, query, tensors, sizes, scales, work, False, FACTS
+                    )
             for t in range((full - first) + (last - full_end)):
-                n0 = partial_tile(t, first, full, full_end) * F.tile_n
-                m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, at, True, F)
-    finish(m, l, acc, query.m0, h, tensors, sizes, scales, at, F)
+                n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
+                m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, True, FACTS)
+    epilogue(m, l, acc, query.m0, head, tensors, sizes, scales, work, FACTS)
+
+
+# -- Load ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_query(tensors, sizes, at, h, k_views, v_views, pairs, F: tl.constexpr):
-    m0 = at.block * F.tile_m
-    q = source(tensors.q, (None, None), sizes.q, at, at.start_q, h, F)
-    q = load_rows(q, m0, at.seqlen_q - m0, None, F.tile_m, False, True, F)
-    i = m0 + tl.arange(0, F.tile_m)
-    lo, hi = key_interval(i, h, at, F)
-    head_k = h // (sizes.heads_q // sizes.heads_k)
-    k = source(tensors.k, k_views, sizes.k, at, at.start_k, head_k, F)
-    v = source(tensors.v, v_views, sizes.v, at, at.start_k, head_k, F)
-    return Query(m0, h, q, lo, hi, k, v, pairs)
+def load_query_tile(tensors, sizes, work, head, k_views, v_views, pairs, FACTS: tl.constexpr):
+    """The :class:`QueryTile` of a head; rows past the sequence's last are zero."""
+    m0 = work.block * FACTS.tile_m
+    q = source_of(tensors.q, (None, None), sizes.q, work, work.start_q, head, FACTS)
+    # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop.
+    q = load_rows(q, m0, work.seqlen_q - m0, None, FACTS.tile_m, False, True, FACTS)
+    i = m0 + tl.arange(0, FACTS.tile_m)
+    lo, hi = key_interval(i, head, work, FACTS)
+    head_k = head // (sizes.heads_q // sizes.heads_k)
+    k = source_of(tensors.k, k_views, sizes.k, work, work.start_k, head_k, FACTS)
+    v = source_of(tensors.v, v_views, sizes.v, work, work.start_k, head_k, FACTS)
+    return QueryTile(m0, head, q, lo, hi, k, v, pairs)
 
 
 @triton.jit
-def key_block(n0, m, l, acc, query, tensors, sizes, scales, at, partial, F: tl.constexpr):
-    """Takes one key tile in (6). ``partial``: some row does not see some key of it; known when compiled unless F.whole."""
-    j = n0 + tl.arange(0, F.tile_n)
-    left = at.seqlen_k - n0
-    at = with_pairs(at, query.pairs, query.h, query.m0, n0, False, F)
-    k, v = load_keys(query, n0, left, partial, F)
-    s = inner(query.q, k, F)  # fp32 (tile_m, tile_n)
-    if F.bounded:  # any m is as exact as the maximum that nothing overflows with
+def load_key_value(query, n0, left, partial, FACTS: tl.constexpr):
+    """The tiles of k and v at ``n0``; v is () where :func:`key_block` loads it later.
+
+    By pointers v comes later, as rows of it may have to be left out. By descriptors both come at once, so that there is one
+    barrier to wait for, unless the product of q and k would then wait for v (not ``FACTS.together``;
+    docs/decisions.md#triton-v-beside-k).
+    """
+    k = load_streamed(query.k, n0, left, None, FACTS.tile_n, False, partial, FACTS)
+    v = ()
+    if FACTS.together and (FACTS.whole or (FACTS.tma and not partial)):
+        v = load_streamed(query.v, n0, left, None, FACTS.tile_n, True, partial, FACTS)
+    return k, v
+
+
+# -- One key block -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial, FACTS: tl.constexpr):
+    """The state (m, l, acc) after the key tile at ``n0``, by (6).
+
+    Args:
+        partial: whether some row may not see some key of the tile; known at compile time unless ``FACTS.whole``.
+    """
+    j = n0 + tl.arange(0, FACTS.tile_n)
+    left = work.seqlen_k - n0
+    work = with_pair_tile(work, query.pairs, query.head, query.m0, n0, False, FACTS)
+    # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
+    k, v = load_key_value(query, n0, left, partial, FACTS)
+    s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+    if FACTS.bounded:  # no exponential overflows, and any m is as exact as the maximum
         m_new = m
-        shown = masked(weights(s, query, j, scales, at, F), 0.0, j, query, at, partial, F)
+        shown = apply_mask(bounded_exponentials(s, query, j, scales, work, FACTS), 0.0, j, query, work, partial, FACTS)
         p = shown[0]
         l += tl.sum(p, 1)
     else:
-        if F.general:
-            s = scored(s, query, j, scales, at, F)
-        shown = masked(s, float("-inf"), j, query, at, partial, F)
-        m_new, p, rescale = exponentials(shown[0], m, scales, partial, F)
+        if FACTS.general:
+            s = apply_score(s, query, j, scales, work, FACTS)
+        shown = apply_mask(s, float("-inf"), j, query, work, partial, FACTS)
+        m_new, p, rescale = online_softmax(shown[0], m, scales, partial, FACTS)
         l = l * rescale + tl.sum(p, 1)
         acc = rescaled(acc, rescale)
     alive = None
     if len(shown) > 1:
         alive = shown[1]
-    if F.dropout:
-        p = tl.where(dropout_keep(query.m0, n0, at.b, query.h, tensors, sizes, F.tile_m, F.tile_n), p, 0.0)
+    if FACTS.dropout:  # l is of all pairs: dropout acts on P after normalisation
+        keep = dropout_keep(query.m0, n0, work.b, query.head, tensors, sizes, FACTS.tile_m, FACTS.tile_n)
+        p = tl.where(keep, p, 0.0)
     if len(v) == 0:  # a key that no row here sees has P = 0, and its row of V is not read: it may hold NaN
-        v = load_streamed(query.v, n0, left, alive, F.tile_n, True, partial, F)
-    acc = accumulate(p, v, acc, F)
+        v = load_streamed(query.v, n0, left, alive, FACTS.tile_n, True, partial, FACTS)
+    acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
     return m_new, l, acc
 
 
 @triton.jit
-def load_keys(query, n0, left, partial, F: tl.constexpr):
-    """Tiles of k and v; of v none yet where it comes by pointers, which may have to leave out rows of it. By descriptors both come at
-    once, so that one barrier is waited for, unless the products of q and k would then wait for v (not ``F.together``)."""
-    k = load_streamed(query.k, n0, left, None, F.tile_n, False, partial, F)
-    v = ()
-    if F.together and (F.whole or (F.tma and not partial)):
-        v = load_streamed(query.v, n0, left, None, F.tile_n, True, partial, F)
-    return k, v
+def apply_mask(x, HIDDEN: tl.constexpr, j, query, work, partial, FACTS: tl.constexpr):
+    """``(x, alive)``, or ``(x,)`` where every key is read.
 
+    Args:
+        x: fp32 (tile_m, tile_n), scores or exponentials; the result is HIDDEN where a row does not see a key.
 
-@triton.jit
-def masked(x, HIDDEN: tl.constexpr, j, query, at, partial, F: tl.constexpr):
-    """``(x, which keys are read)``, or x alone where all are; x is HIDDEN where a row does not see a key."""
+    Returns:
+        alive: bool (tile_n,), whether a key's row of V may be read.
+    """
     alive = ()
     if partial:
-        at_j = here(j, F)
+        at_j = here(j, FACTS)
         kept = (at_j[None, :] >= query.lo[:, None]) & (at_j[None, :] < query.hi[:, None])
-        if F.keep is not None:
-            i = query.m0 + tl.arange(0, F.tile_m)
-            kept = kept & F.keep(at.b, query.h, i[:, None], j[None, :], at)
+        if FACTS.keep is not None:
+            i = query.m0 + tl.arange(0, FACTS.tile_m)
+            kept = kept & FACTS.keep(work.b, query.head, i[:, None], j[None, :], work)
             alive = (tl.max(kept.to(tl.int8), 0) > 0,)
-        elif F.masked and not F.whole:
-            first, last = query_interval(j, query.h, at, F)
+        elif FACTS.masked and not FACTS.whole:
+            first, last = query_interval(j, query.head, work, FACTS)
             alive = (first < last,)
         x = tl.where(kept, x, HIDDEN)
     return (x,) + alive
 
 
 @triton.jit
-def exponentials(s, m, scales, partial, F: tl.constexpr):
-    """``(m', P, α)`` of (6)."""
-    if F.natural:
+def online_softmax(s, m, scales, partial, FACTS: tl.constexpr):
+    """``(m', P, α)`` of (6): fp32 (tile_m,), (tile_m, tile_n) and (tile_m,).
+
+    Args:
+        s: scores; without a score function (not ``FACTS.general``) still the products of q and k.
+    """
+    if FACTS.natural:
         m_new = tl.maximum(m, tl.max(s, 1))
-    else:  # the unit is multiplied in the exponent, where it costs nothing
-        unit = 1.0 if F.binary else LOG2E if F.general else scales.softmax * LOG2E
+    else:  # the unit is multiplied inside the exponent, as part of a fused multiply-add
+        unit = 1.0 if FACTS.binary else LOG2E if FACTS.general else scales.softmax * LOG2E
         m_new = tl.maximum(m, tl.max(s, 1) * unit)
     shift = m_new
-    if F.score is not None or F.whole or partial:
+    if FACTS.score is not None or FACTS.whole or partial:  # a row that has seen no key: -inf - -inf would be NaN
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if F.natural:
-        p = power(s - shift[:, None], F)
+    if FACTS.natural:
+        p = exponential(s - shift[:, None], FACTS)
     else:
         p = tl.exp2(s * unit - shift[:, None])
-    return m_new, p, power(m - shift, F)
+    return m_new, p, exponential(m - shift, FACTS)
 
 
 @triton.jit
-def scored(s, query, j, scales, at, F: tl.constexpr):
-    """The score of a tile of products, in units of log2 if ``F.binary``."""
-    if F.score is not None:
-        i = query.m0 + tl.arange(0, F.tile_m)
-        z = F.score(s, at.b, query.h, i[:, None], j[None, :], at).to(tl.float32)
+def apply_score(s, query, j, scales, work, FACTS: tl.constexpr):
+    """The scores of a tile of products, fp32 (tile_m, tile_n); in units of log2 if ``FACTS.binary``."""
+    if FACTS.score is not None:
+        i = query.m0 + tl.arange(0, FACTS.tile_m)
+        z = FACTS.score(s, work.b, query.head, i[:, None], j[None, :], work).to(tl.float32)
         s = tl.broadcast_to(z, s.shape)
     else:
         s = s * scales.softmax
@@ -214,79 +264,93 @@ def scored(s, query, j, scales, at, F: tl.constexpr):
 
 
 @triton.jit
-def weights(s, query, j, scales, at, F: tl.constexpr):
-    """2 to the power of the score of a tile of products."""
-    if F.weights is not None:
-        i = query.m0 + tl.arange(0, F.tile_m)
-        p = F.weights(s, at.b, query.h, i[:, None], j[None, :], at)
+def bounded_exponentials(s, query, j, scales, work, FACTS: tl.constexpr):
+    """2 to the power of the scores of a tile of products, for scores that are bounded."""
+    if FACTS.weights is not None:
+        i = query.m0 + tl.arange(0, FACTS.tile_m)
+        p = FACTS.weights(s, work.b, query.head, i[:, None], j[None, :], work)
     else:
-        p = tl.exp2(scored(s, query, j, scales, at, F))
+        p = tl.exp2(apply_score(s, query, j, scales, work, FACTS))
     return p
 
 
+# -- Epilogue ------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def finish(m, l, acc, m0, h, tensors, sizes, scales, at, F: tl.constexpr):
-    """Division, sink (18), and both stores."""
-    i = m0 + tl.arange(0, F.tile_m)
-    left = at.seqlen_q - m0
-    lse = tl.where(l == 0, float("-inf"), (m if F.natural else m * LN2) + log(l))
-    weight = 1.0 / tl.where(l == 0, 1.0, l)
-    if F.sink:
-        sink = tl.load(tensors.sink + h).to(tl.float32)
-        if F.packed:
-            sink = tl.where(at.b == sizes.batch, float("-inf"), sink)
+def epilogue(m, l, acc, m0, head, tensors, sizes, scales, work, FACTS: tl.constexpr):
+    """Stores o = acc / l and lse = m + log l, (7), with the sink merged in, (18)."""
+    i = m0 + tl.arange(0, FACTS.tile_m)
+    left = work.seqlen_q - m0
+    lse = tl.where(l == 0, float("-inf"), (m if FACTS.natural else m * LN2) + log(l))
+    weight = 1.0 / tl.where(l == 0, 1.0, l)  # a row that saw no key: o = 0
+    if FACTS.sink:  # the merge with the state (o = 0, lse = sink)
+        sink = tl.load(tensors.sink + head).to(tl.float32)
+        if FACTS.packed:
+            sink = tl.where(work.b == sizes.batch, float("-inf"), sink)  # rows past the last sequence have none
         top = tl.maximum(lse, sink)
         top = tl.where(top == float("-inf"), 0.0, top)
         total = top + log(exp(lse - top) + exp(sink - top))
         total = tl.where(l == 0, sink, tl.where(sink == float("-inf"), lse, total))
         weight = tl.where(l == 0, 0.0, weight * exp(lse - total))
         lse = total
-    if F.dropout:
+    if FACTS.dropout:
         weight = weight * scales.keep
 
-    token = tl.cast(at.start_q, tl.int64)
-    line = tl.cast(h, tl.int64) * sizes.seqlen_q + at.start_q
-    if not F.packed:
-        token += tl.cast(at.b, tl.int64) * sizes.seqlen_q
-        line += tl.cast(at.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
-    if F.split:
+    # 64-bit offsets of the sequence's first row: `token` in o, `line` in lse, whose heads are outside its rows.
+    token = tl.cast(work.start_q, tl.int64)
+    line = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q
+    if not FACTS.packed:
+        token += tl.cast(work.b, tl.int64) * sizes.seqlen_q
+        line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
+    if FACTS.split:  # partial states: the splits are the outermost axis
         tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
         token += tl.program_id(1) * tokens
         line += tl.program_id(1) * tokens * sizes.heads_q
-    row = sizes.heads_q * F.head_dim_v
-    store_rows(tensors.o + (token * row + h * F.head_dim_v), row, m0, left, acc, weight[:, None], F.tile_m, True, F)
-    tl.store(tensors.lse + line + i, lse, mask=i < at.seqlen_q)
+    row = sizes.heads_q * FACTS.head_dim_v
+    o = tensors.o + (token * row + head * FACTS.head_dim_v)
+    # O: (tile_m, head_dim_v) in o's dtype; lse: fp32 (tile_m,).
+    store_rows(o, row, m0, left, acc, weight[:, None], FACTS.tile_m, True, FACTS)
+    tl.store(tensors.lse + line + i, lse, mask=i < work.seqlen_q)
+
+
+# -- The merge of split keys ---------------------------------------------------------------------------------------
 
 
 @triton.jit
-def merge_kernel(tensors, sizes, scales, parts, parts_lse, F: tl.constexpr):
-    """The merge (8) of ``sizes.chunk`` partial states, and the sink: grid (blocks · heads_q · batch). Numbers are natural.
+def merge_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr):
+    """The merge (8) of the partial states of split keys, and the sink; numbers are natural.
 
-    A state is one key with score lse and value o, so this is (6) again.
+    A state is one key with score lse and value o, so this is (6) again. Grid: (blocks · heads_q · batch).
 
     Args:
-        parts: fp32 (chunks, batch, seqlen_q, heads_q, head_dim_v); parts_lse: (chunks, batch, heads_q, seqlen_q).
+        states: fp32 (num_splits, batch, seqlen_q, heads_q, head_dim_v).
+        states_lse: fp32 (num_splits, batch, heads_q, seqlen_q).
     """
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
-    h = (pid // sizes.blocks) % sizes.heads_q
-    at = place(pid % sizes.blocks, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, F)
-    m0 = at.block * F.tile_m
-    i = m0 + tl.arange(0, F.tile_m)
-    m = tl.full([F.tile_m], float("-inf"), tl.float32)
-    l = tl.full([F.tile_m], 0.0, tl.float32)
-    acc = tl.full([F.tile_m, F.pieces_v[0][2]], 0.0, tl.float32)
+    head = (pid // sizes.blocks) % sizes.heads_q
+    work = work_tile(pid % sizes.blocks, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, FACTS)
+    m0 = work.block * FACTS.tile_m
+    i = m0 + tl.arange(0, FACTS.tile_m)
+    m = tl.full([FACTS.tile_m], float("-inf"), tl.float32)
+    l = tl.full([FACTS.tile_m], 0.0, tl.float32)
+    acc = tl.full([FACTS.tile_m, FACTS.pieces_v[0][2]], 0.0, tl.float32)
     tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
-    row = sizes.heads_q * F.head_dim_v
-    for c in tl.range(sizes.chunk, loop_unroll_factor=4):  # so that four chunks are on their way at once
-        line = (c * sizes.batch + at.b) * tl.cast(sizes.heads_q, tl.int64) * sizes.seqlen_q + h * sizes.seqlen_q
-        lse = tl.load(parts_lse + line + i, mask=i < sizes.seqlen_q, other=float("-inf"))
-        base = parts + ((c * tokens + at.b * sizes.seqlen_q) * row + h * F.head_dim_v)
-        o = load_piece(base, row, m0, at.seqlen_q - m0, None, F.tile_m, True, 0, True, F)
+    row = sizes.heads_q * FACTS.head_dim_v
+    num_splits = sizes.chunk
+    for split in tl.range(num_splits, loop_unroll_factor=4):  # so that the loads of four splits are under way at once
+        line = (split * sizes.batch + work.b) * tl.cast(
+            sizes.heads_q, tl.int64
+        ) * sizes.seqlen_q + head * sizes.seqlen_q
+        # One state: lse (tile_m,), o (tile_m, head_dim_v), both fp32; -inf past the last row, as if it had seen no key.
+        lse = tl.load(states_lse + line + i, mask=i < sizes.seqlen_q, other=float("-inf"))
+        base = states + ((split * tokens + work.b * sizes.seqlen_q) * row + head * FACTS.head_dim_v)
+        o = load_piece(base, row, m0, work.seqlen_q - m0, None, FACTS.tile_m, True, 0, True, FACTS)
         m_new = tl.maximum(m, lse)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         rescale, weight = exp(m - shift), exp(lse - shift)
         l = l * rescale + weight
         acc = acc * rescale[:, None] + o * weight[:, None]
         m = m_new
-    finish(m, l, (acc,), m0, h, tensors, sizes, scales, at, F)
+    epilogue(m, l, (acc,), m0, head, tensors, sizes, scales, work, FACTS)

@@ -1,4 +1,7 @@
-"""What the emitted expressions call: torch's arithmetic where Triton's differs, as JIT functions on scalars and tiles."""
+"""The arithmetic that emitted expressions call where torch's differs from Triton's: JIT functions of scalars and of tiles.
+
+Shapes are free: a function takes scalars, rows, columns or tiles, and broadcasts as Triton does.
+"""
 
 # ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
 
@@ -8,29 +11,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import num_threads
 
-# tanh(x) / x as a quotient of polynomials in x², fitted to 2e-8 of its size up to x = 9, where tanh is 1; and as one polynomial up to
-# x² = NEAR, to 1.5e-8.
+# tanh(x) / x as a quotient of polynomials in x²: its relative error is at most 2e-8 up to x = 9, where tanh is 1.
 NUMERATOR = tl.constexpr((0.99999998, 0.13381024, 3.4955867e-3, 2.0609060e-5, 1.3354633e-8))
 DENOMINATOR = tl.constexpr((1.0, 0.46714340, 2.5876977e-2, 3.2856326e-4, 7.7765463e-7))
+# The same as one polynomial in x², with a relative error of at most 1.5e-8 up to x² = NEAR.
 NEAR = 0.5
 POLYNOMIAL = (0.9999999847, -0.33333111247, 0.13328055876, -0.053502928255, 0.019964745232, -5.0348893575e-3)
 
 
 @triton.jit
 def plain(x):
-    """A whole number as it was before :func:`launch.opaque` (docs/decisions.md#triton-opaque-sizes)."""
+    """The whole number x, which the host passes as ``2 x + 3`` (docs/decisions.md#triton-opaque-sizes)."""
     return (x - 3) >> 1
 
 
 @triton.jit
 def multiple(x, unit):
-    """``x``, which is a multiple of ``unit``, in a form that shows it: ``tl.multiple_of`` is lost on the result of a call."""
+    """``x``, a multiple of ``unit``, in a form in which the compiler sees that: ``tl.multiple_of`` is lost on the result of a call."""
     return x // unit * unit
 
 
 @triton.jit
 def floordiv(x, y):
-    """Rounds down for integers too, as Python and torch do; Triton rounds towards zero."""
+    """``x // y`` rounded down for integers too, as Python and torch do; Triton rounds towards zero."""
     if x.dtype.is_floating() or y.dtype.is_floating():
         return tl.floor(x.to(tl.float32) / y.to(tl.float32))
     else:
@@ -41,27 +44,32 @@ def floordiv(x, y):
 
 @triton.jit
 def mod(x, y):
+    """``x % y`` with the sign of y, as Python and torch do."""
     return x - floordiv(x, y) * y
 
 
 if triton.knobs.runtime.interpret:
 
     def on_nvidia():
+        """False: the interpreter has no inline assembly."""
         return False
 
 else:
 
     @tl.core.builtin
     def on_nvidia(_semantic=None):
-        """Whether what is being compiled is for one of NVIDIA's GPUs, wherever it is compiled."""
+        """Whether the kernel is being compiled for one of NVIDIA's GPUs; the machine that compiles it may have none."""
         return tl.constexpr(getattr(_semantic.builder.options, "backend_name", "") == "cuda")
 
 
 @triton.jit
-def here(x, F: tl.constexpr):
-    """Whole numbers ``x``, so that what is computed of them stays in the branch that it is written in, where F.whole makes it one
-    of run time: beside a score LLVM makes selections of a branch without effects, which cost every tile what few need."""
-    if F.whole and F.score is not None and on_nvidia():
+def here(x, FACTS: tl.constexpr):
+    """The int32 positions ``x``, unchanged, but so that the compiler keeps what is computed from them inside a branch.
+
+    It matters where ``FACTS.whole`` makes the mask a branch of run time. Beside a score, LLVM turns a branch without side effects
+    into selections, and then every tile pays for a mask that few tiles need. It cannot move a volatile instruction.
+    """
+    if FACTS.whole and FACTS.score is not None and on_nvidia():
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     else:
         return x
@@ -69,7 +77,7 @@ def here(x, F: tl.constexpr):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x to 1 ulp, of normal numbers: a division costs five instructions more."""
+    """``1 / x`` to 1 ulp for normal numbers; a division costs five instructions more."""
     if on_nvidia():
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -80,12 +88,13 @@ def reciprocal(x):
 
 @triton.jit
 def tanh(x):
+    """``tanh(x)`` to 3 ulp."""
     return scaled_tanh(x, 1.0)
 
 
 @triton.jit
 def scaled_tanh(x, c):
-    """``c tanh(x)``, right to 3 ulp. c is one number, which the numerator takes in."""
+    """``c tanh(x)`` to 3 ulp; the number c becomes part of the numerator's coefficients."""
     x = tl.clamp(x, -9.0, 9.0, propagate_nan=tl.PropagateNan.ALL)
     y = x * x
     p = c * NUMERATOR[1] + y * (c * NUMERATOR[2] + y * (c * NUMERATOR[3] + y * (c * NUMERATOR[4])))
@@ -96,8 +105,11 @@ def scaled_tanh(x, c):
 
 @triton.jit
 def power_of_tanh(x, c):
-    """``2^(c tanh(x))``, which is what a softcap leaves of a softmax. Of a tile that gives each thread PACK elements, a warp takes the
-    shorter polynomial where that holds for all of its own (docs/decisions.md#triton-softcap)."""
+    """``2^(c tanh(x))``, the exponential of a softmax under a softcap.
+
+    Where a tile gives each thread a multiple of PACK elements, a warp takes the shorter polynomial whenever all of its elements are
+    near 0 (docs/decisions.md#triton-softcap).
+    """
     if on_nvidia() and x.numel % (PACK * num_threads()) == 0:
         p = tl.inline_asm_elementwise(POWERS, PLACES, [x, c], dtype=tl.float32, is_pure=True, pack=PACK)
     else:
@@ -106,7 +118,7 @@ def power_of_tanh(x, c):
 
 
 def powers_of_tanh(count: int) -> str:
-    """PTX of :func:`power_of_tanh`: so many results, then as many x, then c, of which the first is read."""
+    """The PTX of :func:`power_of_tanh`. Its operands are ``count`` results, ``count`` x, and ``count`` c of which the first is read."""
     x = [f"${count + n}" for n in range(count)]
 
     def number(value: float) -> str:
@@ -126,7 +138,8 @@ def powers_of_tanh(count: int) -> str:
     below = [number(value) for value in DENOMINATOR.value]
     lines = [f".reg .f32 y<{count}>, c<{len(near)}>, t, p, q;", ".reg .b32 far<4>, bits;", ".reg .pred any;"]
     lines += [f"mul.f32 y{n}, {x[n]}, {x[n]};" for n in range(count)]
-    # Bits of what is not negative are in its order, with NaN above all. Four chains, as one would be waited for.
+    # The largest y: as integers, the bits of numbers that are not negative have their order, and NaN is above all. There are
+    # four chains of maxima, because one chain would wait for itself.
     lines += [f"mov.b32 far{n}, y{n};" for n in range(4)]
     lines += [f"mov.b32 bits, y{n}; max.s32 far{n % 4}, far{n % 4}, bits;" for n in range(4, count)]
     lines += [f"max.s32 far0, far0, far{n};" for n in (1, 2, 3)]
@@ -150,7 +163,7 @@ PLACES = tl.constexpr(",".join(["=f"] * PACK.value + ["f"] * 2 * PACK.value))
 
 @triton.jit
 def rough_tanh(x):
-    """Right to 2^-11 of its size, one instruction: what the rounding of s to 16 bits leaves of it."""
+    """``tanh(x)`` in one instruction, with a relative error of 2^-11: no more than the rounding of s to 16 bits causes."""
     if on_nvidia():
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -159,8 +172,11 @@ def rough_tanh(x):
 
 @triton.jit
 def exp(x):
-    """e^x for fp32's probabilities, right to 1 ulp, 0 below e^-87: the hardware's exp2 errs by 2, and by the rounding of
-    x log2 e. ``e^x = 2^n e^r`` with ``|r| <= ln 2 / 2`` and e^r by the polynomial of Cephes' expf (Moshier)."""
+    """``e^x`` to 1 ulp for the probabilities of fp32 inputs; 0 where x < -87.
+
+    The hardware's exp2 errs by 2 ulp, and by the rounding of x log2 e. Here ``e^x = 2^n e^r`` with ``|r| <= ln 2 / 2``, and e^r is
+    the polynomial of Cephes' expf (Moshier).
+    """
     n = tl.floor(x * 1.4426950408889634 + 0.5)
     r = tl.fma(n, -0.693359375, x)  # ln 2 in two parts, the first of so few bits that the product is exact
     r = tl.fma(n, 2.12194440e-4, r)
@@ -172,10 +188,13 @@ def exp(x):
 
 @triton.jit
 def log(x):
-    """ln x of a row's sum, right to 1 ulp: the hardware's log2 errs by 2^-22 of itself, or at least of 1, which is an
-    error of all probabilities of the row. ``x = 2^n f`` with f about 1, and ln f by the polynomial of Cephes' logf (Moshier)."""
+    """``ln x`` to 1 ulp, for the sum of a row.
+
+    The hardware's log2 errs by 2^-22 of its result or of 1, whichever is larger, and that is an error of all probabilities of the
+    row. Here ``x = 2^n f`` with f near 1, and ln f is the polynomial of Cephes' logf (Moshier).
+    """
     bits = x.to(tl.int32, bitcast=True)
-    n = (bits - 0x3F3504F3) >> 23  # of sqrt(1/2): f is between that and sqrt(2)
+    n = (bits - 0x3F3504F3) >> 23  # 0x3F3504F3 is sqrt(1/2): f lies between that and sqrt(2)
     z = (bits - (n << 23)).to(tl.float32, bitcast=True) - 1.0
     n = n.to(tl.float32)
     p = 1.1676998740e-1 + z * (-1.1514610310e-1 + z * 7.0376836292e-2)
@@ -187,7 +206,7 @@ def log(x):
 
 @triton.jit
 def expm1(x):
-    """Kahan's: the rounding of e^x cancels between numerator and logarithm."""
+    """``e^x - 1`` by Kahan's formula: the rounding of e^x cancels between the numerator and the logarithm."""
     e = tl.exp(x)
     inner = tl.where((e == 1.0) | (e == 0.0) | (e == float("inf")), 2.0, e)
     return tl.where(e == 1.0, x, tl.where((e == 0.0) | (e == float("inf")), e - 1.0, (inner - 1.0) * x / tl.log(inner)))
@@ -195,6 +214,7 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
+    """``ln(1 + x)`` by Kahan's formula: the rounding of 1 + x cancels between the logarithm and the denominator."""
     u = 1.0 + x
     inner = tl.where((u == 1.0) | (u == float("inf")), 2.0, u)
     return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, tl.log(inner) * x / (inner - 1.0)))
@@ -202,25 +222,27 @@ def log1p(x):
 
 @triton.jit
 def round_even(x):
-    """To the nearest whole number; halves to the even one."""
+    """The whole number nearest to x; a half is rounded to the even one."""
     r = tl.floor(x + 0.5)
     r = tl.where((r - x == 0.5) & (r - 2.0 * tl.floor(r * 0.5) != 0), r - 1.0, r)
-    return tl.where(tl.abs(x) < 8388608.0, r, x)
+    return tl.where(tl.abs(x) < 8388608.0, r, x)  # from 2**23 on every fp32 number is whole
 
 
 @triton.jit
 def trunc(x):
+    """x rounded towards zero."""
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
 
 
 @triton.jit
 def sign(x):
+    """-1, 0 or 1 in x's dtype."""
     return tl.where(x > 0, 1, tl.where(x < 0, -1, 0)).to(x.dtype)
 
 
 @triton.jit
 def power(x, c):
-    """``x ** c``: the small whole exponents by products, the rest by exp2 and log2."""
+    """``x ** c`` in fp32: small whole exponents by products, others by exp2 and log2."""
     x, c = x.to(tl.float32), c.to(tl.float32)
     whole = tl.floor(c) == c
     odd = whole & (c - 2.0 * tl.floor(c * 0.5) != 0)

@@ -1,0 +1,310 @@
+"""The arguments of every kernel, and which tile of the attention a program works on.
+
+Arguments come in bundles: to Triton a NamedTuple is one argument. Pointers and whole numbers lie in different bundles, because
+Triton may specialise a kernel on a pointer's alignment and must not specialise it on a length. It would compile a kernel anew
+for each number that is 1 or a multiple of 16 (``do_not_specialize`` does not reach into tuples), so the host passes a whole
+number x as the odd number ``2 x + 3`` (docs/decisions.md#triton-opaque-sizes); :func:`plain_sizes` and the emitted functions undo that.
+Strides are in units of ``FACTS.align`` elements, so that the compiler knows that rows start at multiples of 16 bytes.
+
+``FACTS`` is the compile-time part of a launch (``Facts`` on the host's side) and the last parameter of every kernel.
+"""
+
+# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from tilewise.backends.triton.kernels.maths import plain
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+class Tensors(NamedTuple):
+    """The pointers of a launch; None where a kernel has no use for one.
+
+    Attributes:
+        q, k, v, o, do, dq, dk, dv: as in the public call, packed or not; q, k, v and do with the strides of :class:`Sizes`, the
+            others contiguous.
+        lse, dlse: fp32 (batch, heads_q, seqlen_q), packed (heads_q, seqlen_q).
+        lse2, delta: the rows' statistics that the backward reads, fp32, as lse but with ``Sizes.line`` rows a head.
+        cu_q, cu_k: where the packed sequences begin, (batch + 1,).
+        sink: (heads_q,). seed: int64 (1,).
+        sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
+        lists: the four tensors of ``TileLists``: partial tiles, their counts, full tiles, their counts.
+        leaves: the tensors that the mask and the score read. grads: buffers for the gradients of those that want one.
+    """
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    o: Any = None
+    lse: Any = None
+    do: Any = None
+    lse2: Any = None
+    delta: Any = None
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    cu_q: Any = None
+    cu_k: Any = None
+    sink: Any = None
+    seed: Any = None
+    sheet: Any = None
+    lists: Any = None
+    leaves: Any = ()
+    grads: Any = ()
+
+
+class Sizes(NamedTuple):
+    """The whole numbers of a launch.
+
+    Attributes:
+        seqlen_q, seqlen_k: lengths of the sequences; packed, the totals.
+        blocks: tiles of a head; packed, its slots (:func:`work_tile`).
+        q, k, v, do: ``(batch, row, head)`` strides in units of ``FACTS.align`` elements.
+        line: rows from one head to the next in lse2 and delta.
+        chunk: where keys are split: for the forward the key tiles of each split, for the merge the number of splits.
+        threshold: dropout keeps a pair whose 16-bit value is below it.
+        beside: batch elements and heads whose programs of one tile run side by side (:func:`scheduled`).
+        heads: the first and the number of the key heads that the launch is for.
+        sheet: strips, and rows of a strip, of one head's sheet of dS.
+        lists: ``(batch, head, line)`` strides of a list of tiles, and ``(batch, head)`` strides of its counts.
+        extents: size and stride of each axis, for each leaf. grad_extents: the same for the gradients of the leaves.
+    """
+
+    batch: int = 0
+    heads_q: int = 0
+    heads_k: int = 0
+    seqlen_q: int = 0
+    seqlen_k: int = 0
+    blocks: int = 0
+    q: tuple = (0, 0, 0)
+    k: tuple = (0, 0, 0)
+    v: tuple = (0, 0, 0)
+    do: tuple = (0, 0, 0)
+    line: int = 0
+    chunk: int = 0
+    threshold: int = 0
+    beside: tuple = (1, 1)
+    heads: tuple = (0, 0)
+    sheet: tuple = (0, 0)
+    lists: tuple = (0, 0, 0, 0, 0)
+    extents: tuple = ()
+    grad_extents: tuple = ()
+
+
+class Scales(NamedTuple):
+    """The factors of a launch.
+
+    Attributes:
+        softmax: softmax_scale.
+        keep: dropout multiplies what it keeps by this.
+        numbers: the numbers in the expressions of the mask and the score.
+    """
+
+    softmax: float
+    keep: float
+    numbers: tuple
+
+
+class WorkTile(NamedTuple):
+    """The tile that a program works on, and what the emitted functions read.
+
+    Attributes:
+        b: batch element; packed, the sequence.
+        block: which query tile, or key tile, of the sequence.
+        start_q, start_k: first rows of the sequence in packed tensors, else 0.
+        seqlen_q, seqlen_k: lengths of the sequence.
+        leaves, extents, grads, grad_extents, numbers: as in :class:`Tensors`, :class:`Sizes` and :class:`Scales`.
+        pair: the tile of the leaf that the score reads at i and j, where a descriptor brings it (:func:`with_pair_tile`).
+    """
+
+    b: Any
+    block: Any
+    start_q: Any
+    start_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    leaves: Any
+    extents: Any
+    grads: Any
+    grad_extents: Any
+    numbers: Any
+    pair: Any
+
+
+@triton.jit
+def plain_sizes(sizes):
+    """The sizes of a launch as plain numbers. The extents of leaves stay odd: the emitted functions undo those they read."""
+    return Sizes(
+        batch=plain(sizes.batch),
+        heads_q=plain(sizes.heads_q),
+        heads_k=plain(sizes.heads_k),
+        seqlen_q=plain(sizes.seqlen_q),
+        seqlen_k=plain(sizes.seqlen_k),
+        blocks=plain(sizes.blocks),
+        q=(plain(sizes.q[0]), plain(sizes.q[1]), plain(sizes.q[2])),
+        k=(plain(sizes.k[0]), plain(sizes.k[1]), plain(sizes.k[2])),
+        v=(plain(sizes.v[0]), plain(sizes.v[1]), plain(sizes.v[2])),
+        do=(plain(sizes.do[0]), plain(sizes.do[1]), plain(sizes.do[2])),
+        line=plain(sizes.line),
+        chunk=plain(sizes.chunk),
+        threshold=plain(sizes.threshold),
+        beside=(plain(sizes.beside[0]), plain(sizes.beside[1])),
+        heads=(plain(sizes.heads[0]), plain(sizes.heads[1])),
+        sheet=(plain(sizes.sheet[0]), plain(sizes.sheet[1])),
+        lists=(
+            plain(sizes.lists[0]),
+            plain(sizes.lists[1]),
+            plain(sizes.lists[2]),
+            plain(sizes.lists[3]),
+            plain(sizes.lists[4]),
+        ),
+        extents=sizes.extents,
+        grad_extents=sizes.grad_extents,
+    )
+
+
+# -- The tile scheduler --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scheduled(group, sizes):
+    """The ``(slot, head, batch element)`` of this program, where ``group`` heads of the grid belong to each key head.
+
+    Consecutive programs go first over ``sizes.beside`` batch elements and heads, so that those which read the same tiles of a
+    shared bias run side by side and find them in L2; then over the slots of a head; then over the other heads and elements.
+    """
+    # pid, from its fastest digit: some of the batch elements, some of the heads, the slot, the other heads, the other elements.
+    pid = tl.program_id(0)
+    some_b, some_h = sizes.beside
+    b, pid = pid % some_b, pid // some_b
+    head, pid = pid % some_h, pid // some_h
+    slot, pid = pid % sizes.blocks, pid // sizes.blocks
+    first, heads = sizes.heads
+    others = heads * group // some_h
+    return slot, first * group + pid % others * some_h + head, pid // others * some_b + b
+
+
+@triton.jit
+def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: tl.constexpr):
+    """The :class:`WorkTile` in a slot of batch element ``b``: a key tile if OVER_KEYS, else a query tile.
+
+    Not packed, the slots are the tiles. Packed, a slot says which sequence it belongs to as well: sequence b owns the slots from
+    ``cu[b] // tile + b`` on, which are at least as many as it has tiles. So no host counts tiles, and a binary search in
+    cu_seqlens finds b. The rows past ``cu[batch]`` are sequence ``batch``, whose other side has no rows.
+    """
+    start_q = slot * 0
+    start_k = slot * 0
+    seqlen_q = sizes.seqlen_q
+    seqlen_k = sizes.seqlen_k
+    block = slot
+    if FACTS.packed:
+        TILE: tl.constexpr = FACTS.tile_n if OVER_KEYS else FACTS.tile_m
+        cu_seqlens = tensors.cu_k if OVER_KEYS else tensors.cu_q
+        total = sizes.seqlen_k if OVER_KEYS else sizes.seqlen_q
+        low = slot * 0
+        high = low + sizes.batch + 1
+        # Sequence `low` begins at or before the slot, sequence `high` after it; every program reads about log2(batch) numbers.
+        while high - low > 1:
+            middle = (low + high) // 2
+            first_slot = tl.minimum(tl.load(cu_seqlens + middle).to(tl.int32), total) // TILE + middle
+            low = tl.where(first_slot <= slot, middle, low)
+            high = tl.where(first_slot <= slot, high, middle)
+        b = low
+        # Both sides' rows of sequence b; the rest past the last sequence belongs to the side whose tiles these are.
+        start_q, seqlen_q = packed_rows(tensors.cu_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
+        start_k, seqlen_k = packed_rows(tensors.cu_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
+        block = slot - ((start_k if OVER_KEYS else start_q) // TILE + b)
+    return WorkTile(
+        b=b,
+        block=block,
+        start_q=start_q,
+        start_k=start_k,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        leaves=tensors.leaves,
+        extents=sizes.extents,
+        grads=tensors.grads,
+        grad_extents=sizes.grad_extents,
+        numbers=scales.numbers,
+        pair=b,  # until with_pair_tile puts a tile in its place
+    )
+
+
+@triton.jit
+def packed_rows(cu_seqlens, b, batch, total, REST: tl.constexpr):
+    """The first row and the length of packed sequence ``b``. Sequence ``batch`` has the rest of the rows if REST, else none."""
+    start = tl.minimum(tl.load(cu_seqlens + b).to(tl.int32), total)
+    end = tl.minimum(tl.load(cu_seqlens + tl.minimum(b + 1, batch)).to(tl.int32), total)
+    if REST:
+        end = tl.where(b == batch, total, end)
+    return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
+def with_pair_tile(work, view, head, m0, n0, OVER_KEYS: tl.constexpr, FACTS: tl.constexpr):
+    """The WorkTile with the leaf's tile at (m0, n0) in ``pair``, where a descriptor brings one.
+
+    Args:
+        view: a descriptor of four axes; the first two are indexed by ``FACTS.pair``: each "b", "h" or a number.
+        OVER_KEYS: the tile is turned to (tile_n, tile_m).
+    """
+    if FACTS.pair is None:
+        return work
+    else:
+        # The leaf's tile, (tile_m, tile_n) in its own dtype, from global to shared memory: the load waits on a barrier of its own.
+        first, second = _leading_index(work.b, head, 0, FACTS), _leading_index(work.b, head, 1, FACTS)
+        pair = view.load([first, second, m0, n0]).reshape(FACTS.tile_m, FACTS.tile_n)
+        return WorkTile(
+            b=work.b,
+            block=work.block,
+            start_q=work.start_q,
+            start_k=work.start_k,
+            seqlen_q=work.seqlen_q,
+            seqlen_k=work.seqlen_k,
+            leaves=work.leaves,
+            extents=work.extents,
+            grads=work.grads,
+            grad_extents=work.grad_extents,
+            numbers=work.numbers,
+            pair=tl.trans(pair) if OVER_KEYS else pair,
+        )
+
+
+@triton.jit
+def _leading_index(b, head, AXIS: tl.constexpr, FACTS: tl.constexpr):
+    """The index at which the described leaf is read on one of its first two axes."""
+    INDICES: tl.constexpr = FACTS.pair
+    if INDICES[AXIS] == "b":
+        return b
+    elif INDICES[AXIS] == "h":
+        return head
+    else:
+        return head * 0 + INDICES[AXIS]
+
+
+# -- Kernels that overlap ------------------------------------------------------------------------------------------
+#
+# Programmatic dependent launch: a kernel may begin while its predecessor in the stream still runs. `FACTS.overlap` says how a kernel
+# takes part ("leads", "reads", "joins" or None; `Role` on the host's side).
+
+
+@triton.jit
+def begin_overlap(FACTS: tl.constexpr):
+    """The first statement of a kernel that may overlap with others."""
+    if FACTS.overlap == "reads":
+        # Partner: all programs of the kernel before. Until they end, what they write may not be read.
+        gdc_wait()
+    if FACTS.overlap is not None:
+        # Partner: the kernel after this one, which may begin once every program of this one has come here.
+        gdc_launch_dependents()
+
+
+@triton.jit
+def end_overlap(FACTS: tl.constexpr):
+    """The last statement of a kernel that may overlap with others."""
+    if FACTS.overlap == "joins":
+        # Partner: the kernel before, with which this one ran side by side; whoever waits for this one then waits for both.
+        gdc_wait()

@@ -1,0 +1,111 @@
+"""How a mask and a score read their tensors, the leaves: what kernels gain from it is decided here, on the host."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilewise import expr
+from tilewise.expr import Expr
+from tilewise.masks.facts import constant_on_blocks, granularity
+from tilewise.problem import Problem
+
+
+def described_lookup(problem: Problem) -> Expr | None:
+    """The lookup of the score whose tiles a tensor descriptor can bring.
+
+    Its index is ``[.., i, j]`` with at most two axes before, each b, h or a number, and its tensor is at least as large as that.
+    None where the score has no such lookup, has several at i and j, or reads the same tensor elsewhere too.
+    """
+    if problem.spec.score is None:
+        return None
+    lookups = expr.lookups(problem.spec.score)
+    at_pairs = [x for x in lookups if {"i", "j"} <= expr.depends_on(*x.args[1:])]
+    if len(at_pairs) != 1 or sum(x.args[0][1] == at_pairs[0].args[0][1] for x in lookups) > 1:
+        return None
+    lookup = at_pairs[0]
+    leaf, index = problem.extras[lookup.args[0][1]], lookup.args[1:]
+    lengths = {"b": problem.batch, "h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
+    names = [x.args[0] for x in index if x.op in ("symbol", "number")]
+    if len(names) != len(index) or not 2 <= len(index) <= 4 or names[-2:] != ["i", "j"] or "i" in names[:-2]:
+        return None
+    fits = all(
+        size > name if isinstance(name, int) else size >= lengths.get(name, math.inf)
+        for name, size in zip(names, leaf.shape, strict=True)
+    )
+    # A descriptor wants unit strides along rows and all others at multiples of 16 bytes, none of them 0.
+    unit = 16 // leaf.dtype.itemsize
+    strided = leaf.stride[-1] == 1 and all(x and x % unit == 0 for x in leaf.stride[:-1])
+    return lookup if fits and strided and leaf.dtype.is_floating_point else None
+
+
+@dataclass(frozen=True)
+class PairReads:
+    """The tensors of which a predicate or a score reads a number of its own for every pair (i, j).
+
+    A pattern of blocks is none of them: it gives all pairs of a block the same number.
+
+    Attributes:
+        bytes: what one pair reads of all these tensors.
+        shared: of "b" and "h", those at which none of these tensors is read.
+    """
+
+    bytes: int = 0
+    shared: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, problem: Problem) -> PairReads:
+        """The reads of a problem's mask and score."""
+        roots = [x for x in (problem.spec.region.predicate, problem.spec.score) if x is not None]
+        at_pairs = [x for x in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*x.args[1:])]
+        reads = [x for x in at_pairs if not constant_on_blocks(x)]
+        if not reads:
+            return cls()
+        used = expr.depends_on(*[index for x in reads for index in x.args[1:]])
+        return cls(sum(problem.extras[x.args[0][1]].dtype.itemsize for x in reads), frozenset("bh") - used)
+
+
+def predicate_blocks(problem: Problem) -> tuple[int, int]:
+    """The rows and keys of the blocks on which the mask's predicate is constant, to choose tiles that lie inside them.
+
+    Either is 0 where the predicate does not depend on that index, and both are where kernels walk over no lists of tiles.
+    """
+    predicate = problem.spec.region.predicate
+    if predicate is None or problem.packed:
+        return 0, 0
+    return tuple(granularity(predicate, index) or 0 for index in ("i", "j"))
+
+
+@dataclass(frozen=True)
+class LeafLayout:
+    """The part of a leaf's layout that is known when a kernel is compiled.
+
+    Attributes:
+        whole: of "i" and "j", those that index axes at least as long as their sequence: they need no clamp.
+        unit: the elements of 16 bytes, where the last stride is 1 and the other strides and the last size are multiples of them; else 1.
+    """
+
+    whole: tuple[str, ...] = ()
+    unit: int = 1
+
+    def holds(self, index: Expr) -> bool:
+        """Whether an index lies inside its axis wherever it lies inside its sequence."""
+        return index.op == "symbol" and index.args[0] in self.whole
+
+
+def leaf_layouts(problem: Problem, slots: tuple[int, ...], lookups: list[Expr]) -> dict[int, LeafLayout]:
+    """The layout of the leaf in each slot, read by these lookups."""
+    found = {}
+    for slot in slots:
+        leaf, unit = problem.extras[slot], 16 // problem.extras[slot].dtype.itemsize
+        indices = [pair for x in lookups if x.args[0][1] == slot for pair in enumerate(x.args[1:])]
+        axes = [(axis, x.args[0]) for axis, x in indices if x.op == "symbol"]
+        whole = [
+            name
+            for name, length in (("i", problem.seqlen_q), ("j", problem.seqlen_k))
+            if all(leaf.shape[axis] >= length for axis, index in axes if index == name)
+        ]
+        multiples = (*leaf.stride[:-1], *leaf.shape[-1:])
+        units = bool(leaf.shape) and leaf.stride[-1] == 1 and all(x % unit == 0 for x in multiples)
+        found[slot] = LeafLayout(tuple(whole), unit if units else 1)
+    return found

@@ -1,0 +1,190 @@
+"""The gradient of a pair bias, a leaf that is read at i and j, where the bias is broadcast over the batch or heads.
+
+    dbias[.., i, j] = Σ dZ[b, h, i, j] · slope    over the batch elements b and the heads h that share a number of the bias
+
+There are two ways. Where the bias is all that a score reads, and dS is its gradient, the pass over key tiles leaves dS of some
+heads behind in a *sheet*, and `sheet_kernel` makes dQ and the bias's gradient from it, with one product of a tile
+(docs/decisions.md#triton-kept-ds). Elsewhere `tile_kernel` computes dZ of a tile again, for each batch element and head in
+turn. Either adds in a fixed order, without atomics.
+"""
+
+import triton
+import triton.language as tl
+from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, work_tile
+from tilewise.backends.triton.kernels.backward import (
+    key_sources,
+    load_grad_query_tile,
+    load_key_tile,
+    query_head,
+    score_exponent,
+    visible_pairs,
+)
+from tilewise.backends.triton.kernels.mask import dropout_keep, key_interval, n_block_ranges
+from tilewise.backends.triton.kernels.maths import multiple
+from tilewise.backends.triton.kernels.tile import (
+    accumulate,
+    dot_transposed,
+    exponential,
+    load_streamed,
+    sheet_pointers,
+    source_of,
+    store_rows,
+    zeros,
+)
+
+# -- From a sheet of dS --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sheet_kernel(
+    tensors,
+    sizes,
+    scales,
+    k_view,
+    k_rest,
+    GRAD: tl.constexpr,
+    LOOP_B: tl.constexpr,
+    LOOP_H: tl.constexpr,
+    MORE: tl.constexpr,
+    FACTS: tl.constexpr,
+):
+    """``dQ = scale · dS K`` of one query tile, and the sums of dS that make the gradient of a pair bias.
+
+    Programs whose tiles of dS are added up to one take turns at it, key tile by key tile: each reads the others' dS just when they
+    do, so that it comes from memory once. Every key is seen by some query, so the rows and the columns of the mask agree on
+    which tiles there are. Grid: as in :func:`backward.dq_kernel`.
+
+    Args:
+        k_view, k_rest: descriptors for the first and the second piece of the head dim, None where there is none.
+        GRAD, LOOP_B, LOOP_H: as in :func:`tile_kernel`.
+        MORE: the sum is added to that of earlier heads, which the gradient's buffer holds.
+    """
+    sizes = plain_sizes(sizes)
+    group = sizes.heads_q // sizes.heads_k
+    slot, head, b = scheduled(group, sizes)
+    work = work_tile(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    m0 = work.block * FACTS.tile_m
+    k = source_of(tensors.k, (k_view, k_rest), sizes.k, work, work.start_k, head // group, FACTS)
+    dq = zeros(FACTS.tile_m, False, FACTS)
+
+    to_b, batches = (b * 0, sizes.batch) if LOOP_B else (b, b * 0 + 1)
+    to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
+    # Of the `turns` programs that share a sum, this one stores the tiles n with n % turns == turn.
+    turn, turns = (b - to_b) * heads + (head - to_h), batches * heads
+    first, _full, _full_end, last = n_block_ranges(m0, head, work, FACTS)
+    for n in range(first, last):
+        n0 = n * FACTS.tile_n
+        ds = tl.load(
+            sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS)
+        )  # dSᵀ, (tile_n, tile_m), in the sheet's dtype
+        tile = load_streamed(k, n0, work.seqlen_k - n0, None, FACTS.tile_n, False, True, FACTS)  # K, (tile_n, head_dim)
+        dq = accumulate(tl.trans(ds), tile, dq, FACTS)  # dQ += dS K, (tile_m, head_dim) fp32
+        if n % turns == turn:
+            store_sheet_sum(m0, n0, to_b, to_h, turns, heads, tensors, sizes, work, GRAD, MORE, FACTS)
+    for t in range(first + tl.cdiv(sizes.seqlen_k, FACTS.tile_n) - last):  # tiles that no row sees: zeros
+        n = tl.where(t < first, t, last + t - first)
+        if n % turns == turn:
+            store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, 0, heads, tensors, sizes, work, GRAD, MORE, FACTS)
+
+    token = tl.cast(b, tl.int64) * sizes.seqlen_q
+    row = sizes.heads_q * FACTS.head_dim
+    base = tensors.dq + token * row + head * FACTS.head_dim
+    store_rows(base, row, m0, work.seqlen_q - m0, dq, scales.softmax, FACTS.tile_m, False, FACTS)
+
+
+@triton.jit
+def store_sheet_sum(
+    m0, n0, b, head, count, heads, tensors, sizes, work, GRAD: tl.constexpr, MORE: tl.constexpr, FACTS: tl.constexpr
+):
+    """Stores the sum of ``count`` tiles of dS at (m0, n0), those of batch element b and ``heads`` heads first, then the next element's.
+
+    Args:
+        b, head: the first batch element and the first head of the sum.
+    """
+    i = m0 + tl.arange(0, FACTS.tile_m)
+    j = n0 + tl.arange(0, FACTS.tile_n)
+    total = tl.full([FACTS.tile_n, FACTS.tile_m], 0.0, tl.float32)
+    for bh in tl.range(count, loop_unroll_factor=4):  # so that the loads of four tiles are under way at once
+        tile = tl.load(sheet_pointers(tensors, sizes, b + bh // heads, head + bh % heads, m0, n0, FACTS))
+        total += tile.to(tl.float32)
+    lo, hi = key_interval(i, head, work, FACTS)
+    total = tl.where((j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]), total, 0.0)
+    grad = work.grads[GRAD]
+    pointers = grad + FACTS.place(b, head, i[None, :], j[:, None], work)
+    inside = (i[None, :] < sizes.seqlen_q) & (j[:, None] < multiple(sizes.seqlen_k, FACTS.unit))
+    if MORE:
+        total += tl.load(pointers, mask=inside, other=0.0)
+    # (tile_n, tile_m), rounded to the gradient's dtype; along j its elements lie side by side.
+    tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)
+
+
+# -- From q, k, v and dO again -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_kernel(
+    tensors, sizes, scales, GRAD: tl.constexpr, LOOP_B: tl.constexpr, LOOP_H: tl.constexpr, FACTS: tl.constexpr
+):
+    """One tile of the gradient of a leaf read at i and j. Grid: (query tiles, key tiles, elements of b and h that it is read at).
+
+    Args:
+        GRAD: which of ``work.grads``; ``FACTS.tile`` is the slope of its read and ``FACTS.place`` says where it is read.
+        LOOP_B, LOOP_H: whether the leaf is broadcast over the batch, over the heads; they are walked in order.
+    """
+    sizes = plain_sizes(sizes)
+    m0 = tl.program_id(0) * FACTS.tile_m
+    n0 = tl.program_id(1) * FACTS.tile_n
+    outer = tl.program_id(2)
+    batches = sizes.batch if LOOP_B else sizes.batch * 0 + 1
+    heads = sizes.heads_q if LOOP_H else sizes.heads_q * 0 + 1
+    kept_heads = sizes.heads_q // heads
+    i = m0 + tl.arange(0, FACTS.tile_m)
+    j = n0 + tl.arange(0, FACTS.tile_n)
+    total = tl.full([FACTS.tile_m, FACTS.tile_n], 0.0, tl.float32)
+    work = work_tile(outer * 0, outer // kept_heads, tensors, sizes, scales, False, FACTS)
+    count = batches * heads
+    if not FACTS.varies:  # one answer for all heads: without a branch in the loop its loads overlap
+        count = tl.where(is_visited(m0, n0, outer % kept_heads, work, FACTS), count, 0)
+    for bh in range(count):
+        b = outer // kept_heads + bh // heads
+        head = outer % kept_heads + bh % heads
+        each = work_tile(outer * 0, b, tensors, sizes, scales, False, FACTS)
+        if FACTS.varies:
+            if is_visited(m0, n0, head, each, FACTS):
+                total += pair_gradient(m0, i, j, n0, head, each, tensors, sizes, scales, FACTS)
+        else:
+            total += pair_gradient(m0, i, j, n0, head, each, tensors, sizes, scales, FACTS)
+    offset = FACTS.place(work.b, outer % kept_heads, i[:, None], j[None, :], work)
+    inside = (i[:, None] < sizes.seqlen_q) & (j[None, :] < sizes.seqlen_k)
+    grad = work.grads[GRAD]
+    # (tile_m, tile_n), rounded to the gradient's dtype.
+    tl.store(grad + offset, total.to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def is_visited(m0, n0, head, work, FACTS: tl.constexpr):
+    """Whether some row of the tile at (m0, n0) sees some key of it."""
+    first, _full, _full_end, last = n_block_ranges(m0, head, work, FACTS)
+    return (n0 >= first * FACTS.tile_n) & (n0 < last * FACTS.tile_n)
+
+
+@triton.jit
+def pair_gradient(m0, i, j, n0, head, work, tensors, sizes, scales, FACTS: tl.constexpr):
+    """dZ of a tile times the slope of the leaf's read, fp32 (tile_m, tile_n)."""
+    rows = query_head(tensors, sizes, work, head, (None, None), (None, None), None, FACTS)
+    head_k = head // (sizes.heads_q // sizes.heads_k)
+    k, v = key_sources(tensors, sizes, work, head_k, (None, None), (None, None), FACTS)
+    _, k, v, _, _ = load_key_tile(k, v, n0, tensors.q, tensors.q, work, FACTS)
+    query = load_grad_query_tile(m0, rows, tensors, work, FACTS)
+    s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+    s2 = score_exponent(s, head, i[:, None], j[None, :], scales, work, FACTS)
+    kept = visible_pairs(query, i, j, head, work, FACTS)
+    p = tl.where(kept, exponential(s2 - query.lse2[:, None], FACTS), 0.0)
+    dp = dot_transposed(query.do, v, FACTS)  # dP = dO Vᵀ, (tile_m, tile_n) fp32
+    if FACTS.dropout:
+        z = dropout_keep(m0, n0, work.b, head, tensors, sizes, FACTS.tile_m, FACTS.tile_n)
+        dp = tl.where(z, dp * scales.keep, 0.0)
+    dz = tl.where(p == 0.0, 0.0, p * (dp - query.delta[:, None]))
+    if FACTS.tile is not None:
+        dz = tl.where(p == 0.0, 0.0, dz * FACTS.tile(s, work.b, head, i[:, None], j[None, :], work))
+    return dz

@@ -1,0 +1,189 @@
+"""One expression of a mask or a score as lines of Triton source."""
+
+from __future__ import annotations
+
+from tilewise import expr
+from tilewise.backends.triton.kernels.leaf_reads import LeafLayout
+from tilewise.expr import Expr
+
+_FLOAT_CALLS = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos")}
+_CALLS = {
+    **_FLOAT_CALLS,
+    "tanh": "maths.tanh",
+    "expm1": "maths.expm1",
+    "log1p": "maths.log1p",
+    "sigmoid": "tl.sigmoid",
+    "floordiv": "maths.floordiv",
+    "mod": "maths.mod",
+    "pow": "maths.power",
+    "sign": "maths.sign",
+    "abs": "tl.abs",
+    "maximum": "tl.maximum",
+    "minimum": "tl.minimum",
+    "clamp_min": "tl.maximum",
+    "clamp_max": "tl.minimum",
+}
+_INFIXES = ("add", "sub", "mul", "div", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne")
+_INFIX = {name: expr.OPERATIONS[name].infix for name in _INFIXES}
+_ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "round": "maths.round_even", "trunc": "maths.trunc"}
+_OF_POSITIONS = {"symbol": "", "add": "", "sub": "", "mul": "", "neg": "-", "abs": "tl.abs"}
+_OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth values
+_TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
+OPERATIONS = frozenset({*_CALLS, *_INFIX, *_ROUNDING, *_TYPES, "where", "relu", "neg", "not"})
+"""The operations that can be written; the last four have branches of their own in ``_operation``."""
+
+
+class Writer:
+    """Lines of source that compute expressions of ``s, b, h, i, j`` and a ``WorkTile`` called ``work``; each shared node once.
+
+    Args:
+        position: of each slot among ``work.leaves``.
+        layouts: of the leaves, where i and j are a tile's; empty where they are ends of intervals.
+        wide: the slots whose elements need 64-bit offsets.
+        small: whether every position is below ``emit.SMALL``.
+        rough: whether a tanh of s may err as much as the rounding of s to 16 bits makes it err.
+        described: the slot whose tile a descriptor brings, as ``work.pair``; None where there is none.
+    """
+
+    def __init__(
+        self,
+        position: dict[int, int],
+        layouts: dict[int, LeafLayout],
+        wide: frozenset[int],
+        small: bool,
+        *,
+        rough: bool = False,
+        described: int | None = None,
+    ):
+        self.position, self.layouts, self.wide, self.small = position, layouts, wide, small
+        self.rough, self.described = rough, described
+        self.lines: list[str] = []
+        self.names: dict[int, str] = {}
+        self.floats: dict[int, str] = {}
+
+    def value(self, root: Expr) -> str:
+        """The name of an expression's value, after the lines that compute it."""
+        for node in expr.nodes(root):
+            if id(node) not in self.names:
+                self.names[id(node)] = self._name(node)
+        return self.names[id(root)]
+
+    def _name(self, node: Expr) -> str:
+        if node.op == "symbol":
+            name = node.args[0]
+            if name == "off":
+                return "(work.seqlen_k - work.seqlen_q)"
+            return f"work.{name}" if name.startswith("seqlen") else name
+        text = self._text(node)  # which may add lines of its own
+        self.lines.append(f"v{len(self.lines)} = {text}")
+        return f"v{len(self.lines) - 1}"
+
+    def _text(self, node: Expr) -> str:
+        if node.op == "number":
+            return f"tl.full((), {node.args[0]}, {_TYPES[expr.kind(node)]})"
+        if node.op == "param":
+            number = f"work.numbers[{node.args[0]}]"
+            value = number if node.args[1] == "float" else f"maths.plain({number})"
+            return f"tl.full((), {value}, {_TYPES[node.args[1]]})"
+        if node.op == "lookup" and node.args[0][1] == self.described:
+            return "work.pair.to(tl.float32)"
+        if node.op == "lookup":
+            position = self.position[node.args[0][1]]
+            inside = self.inside(node, "extents")
+            masked = f", mask={inside}, other=0" if inside else ""
+            text = f"tl.load(work.leaves[{position}] + ({self.offset(node, 'extents')}){masked})"
+            return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
+        return _operation(self, node, [self.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
+
+    def offset(self, lookup: Expr, extents: str) -> str:
+        """The offset of a lookup's element in its tensor, in elements; ``extents`` is the field of ``work`` with its sizes and strides.
+
+        Each index is clamped into its axis, or left as it is where :meth:`inside` bounds it: where the compiler can see that
+        elements are consecutive, a thread reads several at once.
+        """
+        slot = lookup.args[0][1]
+        sizes, layout = f"work.{extents}[{self.position[slot]}]", self.layouts.get(slot, LeafLayout())
+        terms = []
+        for axis, index in enumerate(lookup.args[1:]):
+            value, stride = self.value(index), f"maths.plain({sizes}[{2 * axis + 1}])"
+            if not layout.holds(index):
+                value = f"tl.minimum(tl.maximum({value}, 0), maths.plain({sizes}[{2 * axis}]) - 1)"
+            if layout.unit > 1:
+                stride = "1" if axis == len(lookup.args) - 2 else f"maths.multiple({stride}, {layout.unit})"
+            value = f"({value}).to(tl.int64)" if slot in self.wide else value
+            terms.append(value if stride == "1" else f"{value} * {stride}")
+        return " + ".join(terms) or "0"
+
+    def inside(self, lookup: Expr, extents: str) -> str:
+        """Whether a tile's i and j, which are never negative, lie within the axes that they index without a clamp; "" if there are none."""
+        slot = lookup.args[0][1]
+        layout, terms = self.layouts.get(slot, LeafLayout()), []
+        for axis, index in enumerate(lookup.args[1:]):
+            if layout.holds(index):
+                size = f"maths.plain(work.{extents}[{self.position[slot]}][{2 * axis}])"
+                last = axis == len(lookup.args) - 2 and layout.unit > 1
+                terms.append(f"({self.value(index)} < {f'maths.multiple({size}, {layout.unit})' if last else size})")
+        return " & ".join(terms)
+
+    def floating(self, node: Expr) -> str:
+        """The name of a node as fp32; the node has a name already.
+
+        Sums of a few positions are added as fp32, which is exact, so that rows and columns of positions are converted and not a
+        whole tile: a conversion of each element takes as long as four additions.
+        """
+        if expr.kind(node) == "float":
+            return self.names[id(node)]
+        if id(node) not in self.floats:
+            few = [x for x in expr.nodes(node) if not expr.is_number(x, -1)]
+            exact = self.small and all(x.op in _OF_POSITIONS for x in few) and len(few) < 9
+            if exact and node.op == "number":
+                text = "-1.0"
+            elif exact and node.op != "symbol":
+                args = [self.floating(x) for x in node.args]
+                infix = expr.OPERATIONS[node.op].infix
+                text = f" {infix} ".join(args) if len(args) == 2 else f"{_OF_POSITIONS[node.op]}({args[0]})"
+            else:
+                text = f"{self.names[id(node)]}.to(tl.float32)"
+            self.lines.append(f"f{len(self.lines)} = {text}")
+            self.floats[id(node)] = f"f{len(self.lines) - 1}"
+        return self.floats[id(node)]
+
+
+def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) -> str:
+    """The text of one operation, whose arguments have these names and kinds."""
+    operation, result = expr.OPERATIONS[node.op], expr.kind(node)
+    if operation.float_args or (result == "float" and (node.op == "pow" or operation.infix)):
+        args = [writer.floating(x) for x in node.args]
+    elif node.op != "where" and result != "bool" and node.op not in ("int", "bool"):
+        args = [f"{x}.to(tl.int32)" if kind == "bool" else x for x, kind in zip(args, kinds, strict=True)]
+    if node.op in ("float", "int", "bool"):
+        to_bool = node.op == "bool" and kinds[0] != "bool"
+        return f"({args[0]} != 0)" if to_bool else f"{args[0]}.to({_TYPES[node.op]})"
+    if node.op == "where":
+        if result == "float":
+            pairs = zip(args[1:], kinds[1:], strict=True)
+            args[1:] = [x if kind == "float" else f"{x}.to(tl.float32)" for x, kind in pairs]
+        return f"tl.where({', '.join(args)})"
+    if node.op in _ROUNDING:
+        return f"{_ROUNDING[node.op]}({args[0]})" if kinds[0] == "float" else args[0]
+    if node.op == "relu":
+        return f"tl.maximum({args[0]}, 0)"
+    if node.op == "neg":
+        return f"-{args[0]}"
+    if node.op == "not":
+        return f"{args[0]} == 0" if result == "bool" else f"{args[0]} ^ -1"
+    if node.op in _CALLS:
+        rough = writer.rough and node.op == "tanh" and "s" in expr.depends_on(node)
+        call = f"{'maths.rough_tanh' if rough else _CALLS[node.op]}({', '.join(args)})"
+        return f"{call}.to(tl.int32)" if node.op == "pow" and result != "float" else call
+    if is_scaled_tanh(node) and not writer.rough:
+        return f"maths.scaled_tanh({writer.floating(node.args[0].args[0])}, {args[1]})"
+    infix = _OF_BOOLS.get(node.op, _INFIX[node.op]) if result == "bool" else _INFIX[node.op]
+    return f"{args[0]} {infix} {args[1]}"
+
+
+def is_scaled_tanh(node: Expr) -> bool:
+    """Whether an expression is ``tanh(x) · c`` with a number c."""
+    if node.op != "mul" or expr.kind(node) != "float":
+        return False
+    return node.args[0].op == "tanh" and node.args[1].op == "param"

@@ -15,10 +15,11 @@ from bench import cases
 from bench.gpu import calls
 from bench.gpu.subject import Kernel, Named, Scale, Subject, Timed, in_16_bits
 from tilewise.backends import hopper
-from tilewise.backends.hopper import Hopper, config
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import PLAIN
+from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
 from tilewise.testing import HIDING, Call, call, of_case, qkv

@@ -67,7 +67,7 @@ format: setup
 # Triton's kernels for GPUs that need not be here: shared memory and spills against config's figures.
 kernels: setup
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet $(CONSTRAINTS) triton
-	@$(BIN)/python -m tilewise.backends.triton.compile_all
+	@$(BIN)/python -m tilewise.backends.triton.host.compile_all
 
 # The compiler of Hopper's kernels, 450 MB, and what their tests call its launches with.
 $(VENV)/ready-kernels-$(TORCH): $(VENV)/ready-$(TORCH)

@@ -470,6 +470,29 @@ def _cuda() -> Iterable[Case]:
     yield _packed("cuda-packed-16k", wide["source"], (16, 16, 128, 128), "cuda", **options)
 
 
+def _features() -> Iterable[Case]:
+    """A mask, score or dropout each, in bf16, at a size at which its cost shows."""
+    shape, dropout = (2, 4096, 4096, 8, 8, 128, 128), {"dropout_p": 0.2}
+    features = {
+        "lengths": {"mask": "key-lengths"},
+        "documents": {"mask": "documents"},
+        "prefix": {"mask": "prefix"},
+        "range": {"mask": "key-range"},
+        "dropout": dropout,
+        "dropout-causal": {"mask": "causal", **dropout},
+        "dropout-lengths": {"mask": "key-lengths", **dropout},
+        "alibi": {"mask": "causal", "score": "alibi"},
+        "softcap-alibi": {"score": "softcap-alibi"},
+        "bias": {"score": "bias-16"},
+        "relative": {"score": "relative"},
+        "dense": {"mask": "dense"},
+        "sparse": {"mask": "sparse-90"},
+        "sparse-bias-dropout": {"mask": "sparse-90", "score": "bias-16", **dropout},
+    }
+    for name, options in features.items():
+        yield _case(f"cuda-feature-{name}", "H200, features", shape, "cuda feature", dtype="bfloat16", **options)
+
+
 def _demo() -> Iterable[Case]:
     """`tilewise demo`: causal self-attention at growing N, small enough that a laptop's CPU reaches 16,384."""
     for n in (512, 1024, 2048, 4096, 8192, 16384):
@@ -572,7 +595,7 @@ def _contract_packed() -> Iterable[Case]:
 
 
 CASES: dict[str, Case] = {}
-for _row in (*_h200(), *_cpu(), *_cuda(), *_demo(), *_exact(), *_contract()):
+for _row in (*_h200(), *_cpu(), *_cuda(), *_features(), *_demo(), *_exact(), *_contract()):
     if _row.name in CASES:
         raise ValueError(f"bench/cases.py: two cases are called {_row.name}")
     CASES[_row.name] = _row

@@ -52,17 +52,19 @@ def microseconds(call: Callable[[], object], calls: int = 3000, repeats: int = 7
 
 def triton() -> None:
     """The host's side of a launch; Triton needs a GPU for the rest."""
-    from tilewise.backends.triton import config, launch
+    from tilewise.backends.triton import config
+    from tilewise.backends.triton.host import launch, launched, plan, runtime
     from tilewise.testing import call
 
     q = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16)
     c = call(q, q.clone(), q.clone(), causal=True)
-    launch.run = lambda *_: SimpleNamespace(metadata=True)
-    launch.Prepared = SimpleNamespace(of=lambda *_: lambda *_: True)
-    plan = launch.Plan(c.p, config.Config(*config.TABLE["sm90"][64]), launch.run)
-    out = launch.forward(plan, c.t)
-    forward = microseconds(lambda: launch.forward(plan, c.t))
-    backward = microseconds(lambda: launch.backward(plan, c.t, out, c.do, c.dlse))
+    runtime.run = lambda *_: SimpleNamespace(metadata=True)
+    launched.Prepared = SimpleNamespace(of=lambda *_: lambda *_: True)
+    known = plan.Plan(c.p, config.Config(*config.TABLE["sm90"][64]))
+    out = launch.forward(known, c.t)
+    launch.backward(known, c.t, out, c.do, c.dlse)
+    forward = microseconds(lambda: launch.forward(known, c.t))
+    backward = microseconds(lambda: launch.backward(known, c.t, out, c.do, c.dlse))
     print(f"triton without its kernels: forward {forward:.1f} us, backward {backward:.1f} us")
 
 

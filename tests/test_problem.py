@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import tilewise as tw
 from tilewise import dispatch, dropout, problem, spec
+from tilewise.backends.base import Backend
 from tilewise.backends.portable import Portable
 from tilewise.problem import Key, Problem
 from tilewise.reference import ReferenceConfig
@@ -375,7 +376,7 @@ def test_an_unknown_backend_is_refused_naming_the_known(name, entry):
         ENTRIES[entry](inputs() | {"backend": name})
 
 
-class Picky:
+class Picky(Backend):
     """A backend that refuses with two reasons."""
 
     name = "picky"
@@ -419,7 +420,7 @@ def test_a_backend_with_a_reason_to_go_first_is_tried_before_earlier_ones_unless
     monkeypatch.setattr(Picky, "unsupported", lambda self, p: [])
     assert tw.explain(**inputs()).chosen == "picky"
     say = lambda self, p: "likes masks" if p.spec.mask_text else ""  # noqa: E731
-    monkeypatch.setattr(Portable, "preferred", say, raising=False)
+    monkeypatch.setattr(Portable, "preferred", say)
     masked = inputs() | {"causal": True}
     explained = tw.explain(**masked)
     assert explained.chosen == "portable"
@@ -692,3 +693,14 @@ def test_no_gradient_is_asked_for_without_autograd():
     assert parse_spec(assemble(**x, o=Options())[2]).needs_grad
     with torch.no_grad():
         assert not parse_spec(assemble(**x, o=Options())[2]).needs_grad
+
+
+@pytest.mark.parametrize("heads_k", [1, 2, 4])
+def test_a_regrouped_problem_is_that_of_the_regrouped_queries(heads_k):
+    q = torch.randn(2, 3, 4, 8)[:, 1:2].expand(2, 1, 4, 8)
+    k, v = torch.randn(2, 9, heads_k, 8), torch.randn(2, 9, heads_k, 5)
+    decoding = problem_of(q, k, v, causal=True, softmax_scale=0.3, deterministic=True)
+    regrouped = problem.regrouped_queries(decoding, q)
+    assert problem.regrouped_problem(decoding) == problem_of(regrouped, k, v, softmax_scale=0.3, deterministic=True)
+    for head in range(4):
+        assert torch.equal(regrouped[:, head % decoding.group, head // decoding.group], q[:, 0, head])

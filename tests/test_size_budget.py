@@ -40,9 +40,6 @@ EXEMPT: dict[str, str] = {
     "backends/hopper/backward/queries.py": "one kernel whose roles are not yet files of their own",
     "backends/hopper/forward/kernel.py": "one kernel whose roles are not yet files of their own",
     "backends/hopper/host/hostcode.py:Machine": "an interpreter: one short method for each operation it knows",
-    "backends/triton/launch.py": "the plan, the call and the launches of a backend in one file",
-    "backends/triton/launch.py:Plan": "every decision that is kept for a problem",
-    "backends/triton/launch.py:Call": "every tensor and size that a launch needs",
     "iomodel/machine.py:Machine": "a counted machine: one short method for each access of memory",
 }
 

@@ -32,7 +32,8 @@ PEERS = {
     "fa2": "SDPA's flash backend",
     "sdpa": "F.scaled_dot_product_attention",
     "product": "a matrix product by torch",
-    "plain": "the same sizes without the feature, or without split keys",
+    "plain": "the same sizes without the feature",
+    "unsplit": "without split keys and shared tiles",
     "two-passes": "a pass of its own for dQ",
     "backend": "the backend below the public call",
     "outputs": "the allocation of its outputs",
@@ -53,7 +54,7 @@ def main(words: list[str] | None = None) -> int:
     if options.command == "prove":
         print(check.prove(made, [r for file in options.files for r in records.read(file)]))
         return 0
-    run = run_of(options, words)
+    run = run_of(options, words, made)
     module = COMMANDS[options.command]
     if options.inline:
         run.inline = partial(work, run, made, module)
@@ -64,7 +65,8 @@ def main(words: list[str] | None = None) -> int:
         one_part(run, made, module, part)
     written = write_results(run, made, module, options)
     print("\n".join(summary(run, made, written)), flush=True)
-    return int(any(row["state"] in ("wrong", "error", "begun") for row in run.items()))
+    died = any(row["part"] == "job" and row.get("detail", "").startswith("exit code") for row in run.rows())
+    return int(died or any(row["state"] in ("wrong", "error", "begun") for row in run.items()))
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
@@ -79,7 +81,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal on small calls")
     parser.add_argument("--again", action="store_true", help="check kernels whose bits were right before, too")
-    parser.add_argument("--checked", type=Path, nargs="*", help="time only kernels that these results say are right")
+    parser.add_argument("--checked", type=Path, nargs="*", default=[], help="results of check, of kernels to be timed")
     parser.add_argument("--inline", action="store_true", help="no processes: work in this one, for tests and debuggers")
     parser.add_argument("--worker", help="used by the command itself")
     options = parser.parse_args(words)
@@ -92,13 +94,15 @@ def parsed(words: list[str]) -> argparse.Namespace:
     return options
 
 
-def run_of(options: argparse.Namespace, words: list[str]) -> Run:
+def run_of(options: argparse.Namespace, words: list[str], made: Subject) -> Run:
+    """The run; only kernels whose bits were right before, or that --checked says were right, are timed by themselves."""
     run = Run(options.out.with_suffix(""), options.minutes, ("-m", "bench.gpu", *words))
     run.again = options.again
-    if options.checked is not None:
+    if options.command == "time":
         found = [r for file in options.checked for r in records.read(file)]
-        right = {r["contestant"] for r in records.select(found, metric="right") if r["value"] == r["of"]}
-        run.right = right | set(subject(options.backend, options.device).proven().values())
+        run.right = {r["contestant"] for r in records.select(found, metric="right") if r["value"] == r["of"]}
+        known = made.proven()
+        run.right |= {k.name for k in made.kernels() if known.get(k.bits) == k.name}
     return run
 
 

@@ -1,7 +1,7 @@
 """Is every kernel of a backend right? Calls against float64 by the error rule, NaN left of poisoned outputs, the bits of later runs.
 
 contract   the contract's cases and larger ones, by whatever the backend chooses
-features   masks, scores and dropout, one each, at a size of their own
+features   masks, scores and dropout, one each, at several head dims
 kernels    every kernel by itself; one whose bits were right before is not checked again, unless --again says so
 dropout    many seeds of one case
 tests      tests/gpu
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from bench import cases, records
 from bench import check as rule
-from bench.gpu import calls
 from bench.gpu.jobs import Item, Job, Run, Worker, pytest_job
 from bench.gpu.subject import Kernel, Subject
 from tilewise import accuracy, testing
@@ -123,8 +122,7 @@ def contract_worker(worker: Worker, subject: Subject) -> None:
 
 
 def features_worker(worker: Worker, subject: Subject) -> None:
-    scale = subject.scale
-    named = ((n, subject.allowed(c)) for n, c in calls.features(scale.shape, scale.head_dims, scale.device))
+    named = ((case.name, subject.allowed(testing.of_case(case, subject.device))) for case in subject.featured())
     worker.each(of_calls(whole(subject), named))
 
 

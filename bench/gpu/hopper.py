@@ -12,7 +12,6 @@ from torch import Tensor
 
 import tilewise as tw
 from bench import cases
-from bench.gpu import calls
 from bench.gpu.subject import Kernel, Named, Scale, Subject, Timed, in_16_bits
 from tilewise.backends import hopper
 from tilewise.backends.hopper import Hopper
@@ -212,11 +211,11 @@ class HopperSubject(Subject):
                 c = of_case(case, self.device)
                 yield case.name, next((x for x in _wishes(c) if not Hopper().refused(x.p)), c)
 
-    def timed(self, case: cases.Case, right: set[str] | None) -> Timed:
+    def timed(self, case: cases.Case, right: set[str]) -> Timed:
         """Shipped kernels and candidates in bf16 for a square case, without what packed, few and long rows want."""
         form, d = "upper" if case.mask == "causal" else "full", case.head_dim
         plain = [x for x in every() if Kind.of(x) == Kind((d, d), "bf16", form, False, False)]
-        plain = [x for x in plain if x.name in library.index() and (right is None or x.name in right)]
+        plain = [x for x in plain if x.name in library.index() and x.name in right]
         forward = [x for x in plain if isinstance(x, Config) and not x.split and x.heads == 1]
         backward = [x for x in plain if isinstance(x, Backward)]
         return Timed({x.name: Hopper(x) for x in forward}, {x.name: Hopper(backward=x) for x in backward})
@@ -230,7 +229,7 @@ class HopperSubject(Subject):
         chosen, found = Hopper().config(c.p), Timed({}, {})
         alike = [x for x in config.shipped() if about(x) == about(chosen) and not x.split and x.heads == 1]
         if alike and alike[0] != chosen:
-            found.forward["plain"] = Hopper(alike[0])
+            found.forward["unsplit"] = Hopper(alike[0])
         if c.p.spec.needs_grad:
             found.backward["two-passes"] = Hopper(backward=two_passes(c))
         return found
@@ -240,11 +239,11 @@ class HopperSubject(Subject):
         from tilewise.backends.hopper.host import aot
 
         needed, scale = {}, self.scale
-        here = [c for _, c in calls.features(scale.shape, scale.head_dims, "cpu")]
-        here += [of_case(in_16_bits(name)) for name in scale.contract]
-        here += [calls.with_feature(name, scale.long, scale.head_dims[0], "cpu") for name in calls.TIMED]
+        here = [of_case(case) for case in self.featured()]
+        here += [of_case(in_16_bits(name)) for name in (*scale.contract, *scale.features)]
         here += [call(*(x.bfloat16() for x in qkv()), mask=mask()) for mask in HIDING.values()]
-        for c in (x for wished in map(_wishes, here) for x in wished if not Hopper().refused(x.p)):
+        wished = (next((x for x in _wishes(c) if not Hopper().refused(x.p)), None) for c in here)
+        for c in filter(None, wished):
             for problem in (c.p, replace(c.p, spec=replace(c.p.spec, deterministic=True))):
                 needed |= {x.name: x for x in _wanted(problem) if not library.built(x)}
         rows = aot.build_all(list(needed.values()), library.folder(), 1)

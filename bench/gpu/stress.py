@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+import tilewise as tw
 from bench import records
-from bench.gpu.calls import random_call
 from bench.gpu.jobs import Item, Job, Run, Worker
 from bench.gpu.subject import Subject
 from tilewise import accuracy, dispatch
 from tilewise.backends.base import Backend
 from tilewise.problem import TensorFacts
-from tilewise.testing import Call, other_bits
+from tilewise.testing import Call, call, other_bits
 
 PARTS = ("launches", "busy", "graph")
 PER_ITEM = 140  # launches
@@ -54,6 +54,30 @@ def launched(subject: Subject, seed: int, compares: bool) -> dict:
         if compares and made <= len(found):
             wrong += [f"{c.p.describe()}: {said}" for said in against(subject, c, found[0])]
     return {"state": "wrong" if wrong else "ok", "detail": "; ".join(wrong)[:1200], "launches": made}
+
+
+def random_call(chance: random.Random, device: str, longest: int = 3000) -> Call:
+    """A call of random lengths, groups, head dims and masks of numbers; sometimes one query of many keys, sometimes packed."""
+    d, group, heads = chance.choice((64, 96, 128, 192, 256)), chance.choice((1, 2, 4, 8)), chance.randrange(1, 6)
+    window = tw.window(chance.randrange(500), chance.randrange(50))
+    options = chance.choice(({}, {"causal": True}, {"mask": window}))
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    if chance.random() < 0.3:
+        lengths = [(_length(chance, longest), _length(chance, longest)) for _ in range(chance.randrange(1, 50))]
+        cu_q, cu_k = (torch.tensor([0, *x, 1], device=device).cumsum(0).int() for x in zip(*lengths, strict=True))
+        q, k, v = (new(int(cu[-1]), h, d) for cu, h in ((cu_q, heads * group), (cu_k, heads), (cu_k, heads)))
+        return call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, deterministic=True, **options)
+    batch, nq = chance.choice((1, 2)), chance.choice((1, 5, 128, chance.randrange(1, longest)))
+    nk = chance.choice((1, 128, chance.randrange(1, longest), 7 * longest if nq < 6 else longest // 4))
+    sizes = (nq, heads * group), (nk, heads), (nk, heads)
+    return call(*(new(batch, n, h, d) for n, h in sizes), deterministic=True, **options)
+
+
+def _length(chance: random.Random, longest: int) -> int:
+    return chance.choice((0, 1, 17, 128, chance.randrange(1, longest // 2)))
 
 
 def on_two_streams(backend: Backend, c: Call, device: str) -> list[dict[str, Tensor]]:

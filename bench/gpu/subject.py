@@ -20,16 +20,17 @@ Named = Iterator[tuple[str, Call]]
 class Scale:
     """What runs on a device.
 
-    contract: cases that are checked. squares: cases that are timed, those that decide first. shape: batch, seqlen_q, seqlen_k,
-    heads_q, heads_k of the features' checks, and ``long`` of their times. launches: of the stress. together: processes at once.
+    contract: cases that are checked. squares, structures, features: cases that are timed, those that decide first; the features are
+    also checked, at ``shape`` (batch, seqlen_q, seqlen_k, heads_q, heads_k) and ``head_dims``. launches: of the stress. together:
+    processes at once.
     """
 
     device: str
     contract: tuple[str, ...]
     squares: tuple[str, ...]
     structures: tuple[str, ...]
+    features: tuple[str, ...]
     shape: tuple[int, int, int, int, int]
-    long: tuple[int, int, int, int, int]
     head_dims: tuple[int, ...]
     launches: int
     together: int
@@ -53,8 +54,8 @@ SCALES = {
         contract=tuple(case.name for case in cases.tagged("contract")),
         squares=SQUARES,
         structures=STRUCTURES,
+        features=tuple(case.name for case in cases.tagged("feature")),
         shape=(2, 700, 900, 4, 2),
-        long=(2, 4096, 4096, 8, 8),
         head_dims=(128, 64, 256),
         launches=10_000,
         together=15,
@@ -64,8 +65,8 @@ SCALES = {
         contract=("contract-gqa-causal", "contract-bfloat16-full"),
         squares=("contract-n63-causal",),
         structures=("contract-packed-causal",),
+        features=("contract-softcap-alibi", "contract-dropout"),
         shape=(1, 40, 50, 2, 1),
-        long=(1, 40, 50, 2, 1),
         head_dims=(16,),
         launches=20,
         together=1,
@@ -140,8 +141,15 @@ class Subject:
         for name in self.scale.contract:
             yield name, self.allowed(of_case(cases.named(name), self.device))
 
-    def timed(self, case: cases.Case, right: set[str] | None) -> Timed:
-        """The kernels beside the chosen one that compute a square case; ``right``: only these, None: all."""
+    def featured(self) -> Iterator[cases.Case]:
+        """The features at the size and the head dims at which they are checked."""
+        shape = dict(zip(("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k"), self.scale.shape, strict=True))
+        for d in self.scale.head_dims:
+            for case in map(cases.named, self.scale.features):
+                yield replace(case, name=f"{case.name}-d{d}", head_dim=d, head_dim_v=d, **shape)
+
+    def timed(self, case: cases.Case, right: set[str]) -> Timed:
+        """The kernels beside the chosen one that compute a square case, of those that are right."""
         return Timed({}, {})
 
     def variants(self, c: Call) -> Timed:

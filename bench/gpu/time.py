@@ -15,11 +15,10 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import cases, compare, peers, records, run
-from bench.gpu import calls
+from bench import cases, check, compare, peers, records, run
 from bench.gpu.jobs import Item, Job, Run, Worker
 from bench.gpu.subject import Subject, Timed
-from bench.measure import in_turns
+from bench.measure import Clock, in_turns
 from tilewise import dispatch
 from tilewise.backends.base import Backend
 from tilewise.testing import Call, call
@@ -61,37 +60,64 @@ def theirs(who: peers.Contestant, x: cases.Inputs, direction: str) -> Timer:
     return forward
 
 
-def peers_of(case: cases.Case, device: str) -> list[peers.Contestant]:
-    known = peers.all_contestants()
-    return [known[name] for name in PEERS[device] if not known[name].unsupported(case, device)]
+def peers_timers(case: cases.Case, x: cases.Inputs, direction: str, device: str) -> dict[str, Timer]:
+    """The peers that can run a case, by name; some say so only when they are called."""
+    known, found = peers.all_contestants(), {}
+    for who in (known[name] for name in PEERS[device]):
+        if who.unsupported(case, device):
+            continue
+        try:
+            timer = theirs(who, x, direction)
+            timer()
+            found[who.name] = timer
+        except RuntimeError as error:
+            print(f"{case.name}: {who.name} refused: {error}")
+    return found
 
 
-def timed(name: str, timers: dict[str, dict[str, Timer]], device: str, flops: dict[str, float], **more: object) -> dict:
-    """The row of a call: milliseconds of everyone, by direction; ``flops``: of the call, where it is a case."""
+def timed(name: str, timers: dict[str, dict[str, Timer]], device: str, flops: dict[str, float]) -> dict:
+    """The row of a case: milliseconds of everyone, by direction; ``flops`` of the case."""
     found = []
     for direction, by_name in timers.items():
-        for who, ms in in_turns(by_name, device).items():
-            work = 2 * PRODUCT[device] ** 3 if who == "product" else flops.get(direction)
-            speed = {"tflops": round(work / ms / 1e9, 4)} if work else {}
-            found.append(records.result("", name, who, direction, "time", round(ms, 6), **speed, **more))
+        with Clock(device) as clock:
+            times = in_turns(by_name, device)
+        at = {"sm_clock_mhz": clock.mhz} if clock.mhz else {}
+        for who, ms in times.items():
+            work = 2 * PRODUCT[device] ** 3 if who == "product" else flops[direction]
+            speed = {"tflops": round(work / ms / 1e9, 4)} if who != "plain" else {}
+            found.append(records.result("", name, who, direction, "time", round(ms, 6), **speed, **at))
     return {"state": "ok", "results": found}
 
 
 def timed_case(
-    subject: Subject, name: str, others: Callable[[Subject, cases.Case, Call], Timed], **extra: Timer
+    subject: Subject,
+    name: str,
+    others: Callable[[Subject, cases.Case, Call], Timed],
+    plain: bool = False,
+    **extra: Timer,
 ) -> dict:
-    """A case of the table: the backend, others that are bound for it, the peers that can run it, and forwards' ``extra``."""
+    """A case of the table: the backend, others that are bound for it, the peers that can run it, and forwards' ``extra``.
+
+    plain: also the same sizes without the feature that the case is about, as the contestant of that name.
+    """
     case, device = cases.named(name), subject.device
     x, c = drawn(case, device)
     c, timers, flops = subject.allowed(c), {}, {}
-    bound = others(subject, case, c)
+    bound, without = others(subject, case, c), drawn(stripped(case), device)[1] if plain else None
     for direction in ("forward", "backward") if c.p.spec.needs_grad else ("forward",):
         everyone = {subject.name: subject.backend(), **getattr(bound, direction)}
         timers[direction] = {who: ours(b, c, direction) for who, b in everyone.items() if not b.unsupported(c.p)}
-        timers[direction] |= {who.name: theirs(who, x, direction) for who in peers_of(case, device)}
+        timers[direction] |= {"plain": ours(subject.backend(), without, direction)} if plain else {}
+        timers[direction] |= peers_timers(case, x, direction, device)
         flops[direction] = case.flops(direction, device)
     timers["forward"] |= extra
     return timed(name, timers, device, flops)
+
+
+def stripped(case: cases.Case) -> cases.Case:
+    """A case without its feature; causal stays causal."""
+    mask = "causal" if case.mask in ("causal", "documents") else None
+    return replace(case, mask=mask, score=None, dropout_p=0.0, sink=False)
 
 
 def other_backend(subject: Subject) -> dict[str, Backend]:
@@ -100,7 +126,7 @@ def other_backend(subject: Subject) -> dict[str, Backend]:
     return {name: dispatch.backend(name)} if name else {}
 
 
-def kernels_of(right: set[str] | None, subject: Subject, case: cases.Case, c: Call) -> Timed:
+def kernels_of(right: set[str], subject: Subject, case: cases.Case, c: Call) -> Timed:
     """The kernels that are right, and the other backend."""
     found, other = subject.timed(case, right), other_backend(subject)
     return Timed({**other, **found.forward}, {**other, **found.backward})
@@ -128,22 +154,9 @@ def structures_worker(worker: Worker, subject: Subject) -> None:
 
 
 def features_worker(worker: Worker, subject: Subject) -> None:
-    """Each feature at the first head dim, beside the same sizes without it."""
-    scale, d = subject.scale, subject.scale.head_dims[0]
-
-    def feature(name: str) -> dict:
-        c = subject.allowed(calls.with_feature(name, scale.long, d, scale.device))
-        plain = calls.with_feature("", scale.long, d, scale.device, causal=name in calls.CAUSAL)
-        without = subject.variants(plain).backward.get("two-passes", subject.backend())
-        backends = {subject.name: subject.backend(), **other_backend(subject)}
-        timers = {}
-        for direction in ("forward", "backward") if c.p.spec.needs_grad else ("forward",):
-            timers[direction] = {who: ours(b, c, direction) for who, b in backends.items()}
-            timers[direction]["plain"] = ours(without, plain, direction)
-        shape = dict(zip(("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k"), scale.long, strict=True))
-        return timed(f"feature-{name}-d{d}", timers, scale.device, {}, shape=shape | {"head_dim": d, "what": name})
-
-    worker.each(Item(name, partial(feature, name)) for name in calls.TIMED)
+    """Each feature beside the same sizes without it."""
+    timed_one = partial(timed_case, subject, others=variants_of, plain=True)
+    worker.each(Item(name, partial(timed_one, name)) for name in subject.scale.features)
 
 
 def profile_worker(worker: Worker, subject: Subject) -> None:
@@ -210,6 +223,8 @@ def unsplit(subject: Subject) -> peers.Contestant:
 def goals_worker(worker: Worker, subject: Subject) -> None:
     """Writes into DIR/goals.jsonl as it goes, so that a run that is cut short has goals to judge."""
     plan = run.Plan(subject.device, budget=0.8, min_rounds=5, max_rounds=15)
+    if subject.probes:  # every kernel has been checked by itself: fewer rows are enough, and take less time
+        check.PAIRS_CHECKED["cuda"] = 1 << 24
     path, groups = worker.run.folder / "goals.jsonl", groups_of(goals_of(subject))
     lineups = [[lineup(subject, asked) for asked in group] for group in groups]
     records.append([run.run_record(plan, [c for group in lineups for entry in group for c in entry.contestants])], path)

@@ -8,8 +8,9 @@ import torch
 from bench import cases
 from bench.gpu.subject import Kernel, Named, Scale, Subject
 from tilewise.backends.base import Backend
-from tilewise.backends.triton import Triton
+from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import CANDIDATES, Config, Tiles
+from tilewise.backends.triton.host import runtime
 from tilewise.testing import Call, call, of_case
 
 PASSES = ("forward", "dq", "dkdv", "dk", "dv")
@@ -97,8 +98,6 @@ class TritonSubject(Subject):
         return Triton(replace(Triton().config(c.p), split=None))
 
     def compiled(self) -> int | None:
-        from tilewise.backends.triton import interpreting, launch
-
         if interpreting():
             return None
-        return sum(len(cache[0]) for cache in launch.kernels().forward.device_caches.values())
+        return sum(len(cache[0]) for cache in runtime.kernels().forward.device_caches.values())

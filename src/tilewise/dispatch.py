@@ -60,13 +60,7 @@ def candidates(p: Problem) -> list[str]:
     if p.spec.backend is not None:
         return [p.spec.backend]
     names = [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
-    return sorted(names, key=lambda name: not preferred(name, p))
-
-
-def preferred(name: str, p: Problem) -> str:
-    """Why a backend is tried before those of earlier rows; empty: it is not."""
-    say = getattr(backend(name), "preferred", None)
-    return say(p) if say else ""
+    return sorted(names, key=lambda name: not backend(name).preferred(p))
 
 
 def select(p: Problem) -> Backend:
@@ -193,7 +187,7 @@ def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
         return reasons
     if p.spec.backend is not None or chosen is None:
         return [row.only_named or "not asked for"]
-    because = preferred(chosen, p)
+    because = backend(chosen).preferred(p)
     return [row.only_named or f"comes after {chosen}" + (f", which {because}" if because else "")]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class TensorFacts:
     def of(cls, t: Tensor) -> TensorFacts:
         return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
 
+    def shown(self, name: str) -> str:
+        return f"{name} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+
 
 @dataclass(frozen=True)
 class Key:
@@ -57,6 +60,36 @@ class Key:
     dropout: bool
     deterministic: bool
 
+    @classmethod
+    def of(cls, problem: Problem) -> Key:
+        spec, region = problem.spec, problem.spec.region
+        numbers: list[float] = []
+
+        def text(e: expr.Expr | None) -> str:
+            return "" if e is None else str(expr.abstract(e, numbers))
+
+        return cls(
+            dtype=problem.dtype,
+            device=problem.device.type,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            grouped=problem.group > 1,
+            packed=problem.packed,
+            lo=text(region.lo),
+            hi=text(region.hi),
+            first=text(region.first),
+            last=text(region.last),
+            predicate=text(region.predicate),
+            score=text(spec.score),
+            leaves=tuple(
+                (problem.extras[n].dtype, len(problem.extras[n].shape)) for n in (*spec.mask_slots, *spec.score_slots)
+            ),
+            grad_slots=spec.grad_slots,
+            sink=spec.sink_slot is not None,
+            dropout=spec.dropout_p > 0,
+            deterministic=spec.deterministic,
+        )
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -65,7 +98,6 @@ class Problem:
     Attributes:
         q, k, v: facts of the inputs; ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``.
         extras: facts of sink, cu_seqlens and leaves, by slot.
-        origin: ``(b, h, i, j)`` of the first pair in the whole attention, of which this may be a part.
     """
 
     q: TensorFacts
@@ -74,7 +106,6 @@ class Problem:
     extras: tuple[TensorFacts, ...]
     device: torch.device
     spec: Spec
-    origin: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
     def packed(self) -> bool:
@@ -130,49 +161,56 @@ class Problem:
         return (*lengths, heads, self.head_dim_v), (*batch, heads, seqlen)
 
     @property
+    def starts(self) -> tuple[int, int]:
+        """The first query and the first key in the whole attention, of which this may be a piece."""
+        piece = self.spec.piece
+        return (0, 0) if piece is None else (piece.q_start, piece.k_start)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """How many queries and keys the whole attention has; packed, the totals of all sequences."""
+        piece = self.spec.piece
+        return (self.seqlen_q, self.seqlen_k) if piece is None else (piece.total_q, piece.total_k)
+
+    @property
     def softmax_scale(self) -> float:
         scale = self.spec.softmax_scale
         return 1 / math.sqrt(max(self.head_dim, 1)) if scale is None else scale
 
     @cached_property
     def key(self) -> Key:
-        spec, region = self.spec, self.spec.region
-        numbers: list[float] = []
-        text = lambda e: "" if e is None else str(expr.abstract(e, numbers))  # noqa: E731
-        return Key(
-            dtype=self.dtype,
-            device=self.device.type,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-            grouped=self.group > 1,
-            packed=self.packed,
-            lo=text(region.lo),
-            hi=text(region.hi),
-            first=text(region.first),
-            last=text(region.last),
-            predicate=text(region.predicate),
-            score=text(spec.score),
-            leaves=tuple(
-                (self.extras[n].dtype, len(self.extras[n].shape)) for n in (*spec.mask_slots, *spec.score_slots)
-            ),
-            grad_slots=spec.grad_slots,
-            sink=spec.sink_slot is not None,
-            dropout=spec.dropout_p > 0,
-            deterministic=spec.deterministic,
-        )
+        return Key.of(self)
 
     def describe(self) -> str:
         """The call in one or two lines, as error messages and ``explain`` show it."""
-        show = lambda name, t: f"{name} {t.shape} {str(t.dtype).removeprefix('torch.')}"  # noqa: E731
-        parts = [f"{show('q', self.q)} {self.device}", show("k", self.k), show("v", self.v)]
+        parts = [f"{self.q.shown('q')} {self.device}", self.k.shown("k"), self.v.shown("v")]
         spec = self.spec
         parts += [f"mask {spec.mask_text}"] if spec.mask_text else []
         parts += [f"score {spec.score_text}"] if spec.score_text else []
         parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
         parts += ["sink"] if spec.sink_slot is not None else []
         parts += [f"packed, {self.batch} sequences"] if self.packed else []
+        parts += [f"{spec.piece}"] if spec.piece else []
         parts += ["deterministic"] if spec.deterministic else []
         return "    ".join(parts)
+
+
+def regrouped_problem(problem: Problem) -> Problem:
+    """The attention of a single query with the query heads of each key head as its queries: (batch, group, heads_k, head_dim).
+
+    It is the same attention where the heads of a group differ in their queries alone: without score, sink and dropout, and under a mask
+    that hides no key. Its queries are :func:`regrouped_queries`.
+    """
+    (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = problem.q.shape, problem.q.stride
+    shape = (batch, problem.group, problem.heads_k, head_dim)
+    q = TensorFacts(shape, (by_batch, by_head, problem.group * by_head, by_column), problem.dtype)
+    spec = Spec(softmax_scale=problem.spec.softmax_scale, deterministic=problem.spec.deterministic)
+    return replace(problem, q=q, extras=(), spec=spec)
+
+
+def regrouped_queries(problem: Problem, q: Tensor) -> Tensor:
+    """The queries of :func:`regrouped_problem`: q (batch, 1, heads_q, head_dim) as (batch, group, heads_k, head_dim), a view."""
+    return q[:, 0].unflatten(1, (problem.heads_k, problem.group)).transpose(1, 2)
 
 
 # -- The checks ----------------------------------------------------------------------------------------------------
@@ -185,6 +223,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tenso
         ValueError: for a wrong call, with every reason.
     """
     reasons = _qkv_reasons(q, k, v, spec.packed)
+    reasons += spec.piece.reasons(q.shape[-3], k.shape[-3]) if spec.piece and not reasons else []
     if not reasons:
         reasons = _extras_reasons(q, k, extras, spec) + _option_reasons(q, seed, spec)
     if reasons:
@@ -272,16 +311,22 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
 def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
     """Whether leaves have the sizes of the indices that they are read at."""
     sizes = {"b": extras[spec.cu_slots[0]].shape[0] - 1 if spec.packed else q.shape[0], "h": q.shape[-2]}
-    sizes |= {} if spec.packed else {"i": q.shape[1], "j": k.shape[1]}
+    lengths = (q.shape[-3], k.shape[-3]) if spec.piece is None else (spec.piece.total_q, spec.piece.total_k)
+    sizes |= {} if spec.packed else dict(zip("ij", lengths, strict=True))
+    region, score = spec.whole_region, spec.whole_score
     shapes = [tuple(x.shape) for x in extras]
     reasons = []
     if q.numel() and k.numel():
-        roots = [*spec.region.parts, *([] if spec.score is None else [spec.score])]
+        roots = [*region.parts, *([] if score is None else [score])]
         empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
         reasons = [f"a mask or score tensor {shape} is empty and cannot be read" for shape in empty]
-    reasons = reasons or read_reasons(spec.region, spec.score, shapes, sizes)
-    if spec.region.prepared is not None:
-        reasons += _prepared_reasons(q, k, spec.region)
+    reasons = reasons or read_reasons(region, score, shapes, sizes)
+    if region.prepared is not None and spec.piece is not None:
+        reasons.append(
+            "a prepared mask serves a whole attention, not a piece of one; pass the mask as it was before prepare"
+        )
+    elif region.prepared is not None:
+        reasons += _prepared_reasons(q, k, region)
     return list(dict.fromkeys(reasons))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise import dropout, expr, state
-from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.backends.base import Backend, Grads, Inputs, Output, empty_output, piece_reasons
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import read_adjoint
 from tilewise.problem import Problem, check
@@ -68,7 +68,8 @@ def _part(p: Problem, t: Inputs, batch: range, places: tuple[slice, slice], leng
     seen = kept.any(2).unflatten(1, (p.heads_k, p.group)).any(2).repeat_interleave(p.group, 1).unsqueeze(-1)
     drawn, p_drop = None, p.spec.dropout_p
     if p_drop:
-        drawn = dropout.keep(t.seed, p_drop, b.view(-1, 1) * p.heads_q + head, *((0, n) for n in lengths))
+        ranges = ((start, start + n) for start, n in zip(p.starts, lengths, strict=True))
+        drawn = dropout.keep(t.seed, p_drop, b.view(-1, 1) * p.heads_q + head, *ranges)
     return Part(*places, kept, seen, grid.env(i, j), drawn)
 
 
@@ -300,7 +301,7 @@ def attention(
         return a.o.transpose(1, 2).contiguous(), a.lse, a.probability
 
 
-class Reference:
+class Reference(Backend):
     """The reference as a backend: runs only when named, in fp32 (fp64 for fp64), up to 2 GiB of scores."""
 
     name = "reference"
@@ -312,7 +313,7 @@ class Reference:
             return [
                 f"its score matrix would take {scores / 2**30:.1f} GiB, above 2 GiB; tilewise.reference.attention has no bound"
             ]
-        return []
+        return piece_reasons(p, dropout=True)
 
     def config(self, p: Problem) -> ReferenceConfig:
         return ReferenceConfig()

@@ -17,6 +17,7 @@ from tilewise import expr, masks
 from tilewise.caching import cached_property
 from tilewise.dropout import seed_tensor
 from tilewise.masks import Mask, Region
+from tilewise.piece import Piece
 from tilewise.scores import Score, as_score, expression
 
 
@@ -33,6 +34,7 @@ class Spec:
         grad_slots: the extras that want a gradient.
         sink_slot, cu_slots, mask_slots, score_slots: where sink, cu_seqlens (q, k) and the leaves are.
         backend: the one asked for, or ``None``.
+        piece: where the call lies in a larger attention, in whose indices mask and score are written, or ``None``.
     """
 
     mask_text: str = ""
@@ -47,6 +49,7 @@ class Spec:
     mask_slots: tuple[int, ...] = ()
     score_slots: tuple[int, ...] = ()
     backend: str | None = None
+    piece: Piece | None = None
 
     def text(self) -> str:
         """The canonical text; :func:`parse_spec` reads it. No newline: generated code carries it in a literal."""
@@ -54,9 +57,11 @@ class Spec:
         sink = "" if self.sink_slot is None else self.sink_slot
         flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "")
         backend = "" if self.backend is None else f"={self.backend}"
+        at = self.piece
+        piece = "" if at is None else _ints([at.q_start, at.k_start, at.total_q, at.total_k])
         return (
             f"{self.mask_text};{self.score_text};{scale};{float(self.dropout_p)};{flags};{_ints(self.grad_slots)};{sink};"
-            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{backend}"
+            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{piece};{backend}"
         )
 
     @property
@@ -64,12 +69,25 @@ class Spec:
         return bool(self.cu_slots)
 
     @cached_property
-    def region(self) -> Region:
+    def whole_region(self) -> Region:
+        """The mask in the indices of the whole attention."""
         return masks.region(self.mask_text, self.mask_slots)
 
     @cached_property
-    def score(self) -> expr.Expr | None:
+    def whole_score(self) -> expr.Expr | None:
+        """The score in the indices of the whole attention."""
         return expression(self.score_text, self.score_slots)
+
+    @cached_property
+    def region(self) -> Region:
+        """The mask in the call's own indices."""
+        return self.whole_region if self.piece is None else self.piece.region(self.whole_region)
+
+    @cached_property
+    def score(self) -> expr.Expr | None:
+        """The score in the call's own indices."""
+        whole = self.whole_score
+        return whole if self.piece is None or whole is None else self.piece.score(whole)
 
     @cached_property
     def lookups(self) -> tuple[expr.Expr, ...]:
@@ -93,7 +111,7 @@ def _ints(values: Sequence[int]) -> str:
 @lru_cache(maxsize=4096)
 def parse_spec(text: str) -> Spec:
     """The record of :meth:`Spec.text`."""
-    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, backend = text.split(";", 10)
+    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, piece, backend = text.split(";", 11)
     ints = lambda line: tuple(int(x) for x in line.split(",")) if line else ()  # noqa: E731
     return Spec(
         mask_text=m,
@@ -108,6 +126,7 @@ def parse_spec(text: str) -> Spec:
         mask_slots=ints(m_slots),
         score_slots=ints(s_slots),
         backend=backend[1:] if backend else None,
+        piece=Piece(*ints(piece)) if piece else None,
     )
 
 
@@ -143,6 +162,7 @@ class Options:
     backend: str | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    piece: Piece | None = None
 
 
 def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor], Tensor | None, str]:
@@ -185,6 +205,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         mask_slots=mask_slots,
         score_slots=score_slots,
         backend=o.backend,
+        piece=o.piece,
     )
     return tensors, _seed(q, o), spec
 
@@ -198,7 +219,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
     (`python -m bench.overhead` shows what that saves)."""
     return (
         o.mask is None and o.score is None and o.sink is None and o.cu_seqlens_q is None and o.cu_seqlens_k is None
-        and o.dropout_seed is None and type(o.dropout_p) is float and o.dropout_p == 0.0
+        and o.piece is None and o.dropout_seed is None and type(o.dropout_p) is float and o.dropout_p == 0.0
         and type(o.causal) is bool and type(o.deterministic) in _TRUTH and type(o.softmax_scale) in _SCALES
         and type(o.backend) in _NAMES and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
         and q.layout is k.layout is v.layout is torch.strided
@@ -258,6 +279,8 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         reasons.append(f"dropout_seed must be one int64 tensor or an int of at most 64 bits, got {seed!r}")
     if not (o.backend is None or isinstance(o.backend, str)):
         reasons.append(f"backend must be a name or None, got {o.backend!r}")
+    if not (o.piece is None or isinstance(o.piece, Piece)):
+        reasons.append(f"piece must be a Piece or None, got {type(o.piece).__name__}")
     return reasons
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tilewise as tw
 from bench import cases
+from tests import pieces
 from tilewise import accuracy, expr
 from tilewise.backends.base import Backend, Grads, Output
 from tilewise.testing import HIDING, Call, call, normal, of_case, poisoned, qkv
@@ -162,6 +163,13 @@ class Contract:
             assert all("atan" in reason for reason in reasons)
             if not reasons:
                 agree(self.backend, new)
+
+    @pytest.mark.parametrize("name", pieces.OPTIONS)
+    def test_pieces_of_an_attention_are_the_whole(self, name):
+        reasons = pieces.refusals(self.backend, name, self.device)
+        if reasons:
+            pytest.skip(f"{self.backend.name} refuses: {'; '.join(reasons)}")
+        assert not pieces.wrong(self.backend, name, self.device)
 
     def test_repeated_runs_are_bitwise_equal_when_deterministic(self):
         c = self.call(*qkv(), causal=True, score=tw.bias(normal(1, 4, 70, 70).requires_grad_()), deterministic=True)

@@ -21,7 +21,7 @@ from bench import cases
 from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
 from tilewise import expr
-from tilewise.backends.triton import Triton, compile_all, config, interpreting, launch
+from tilewise.backends.triton import Triton, config, interpreting
 from tilewise.backends.triton.config import (
     INTERPRETED,
     TABLE,
@@ -35,6 +35,9 @@ from tilewise.backends.triton.config import (
     shared_memory,
     width,
 )
+from tilewise.backends.triton.host.leaf_sums import LeafSums
+from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.host.terms import split_into_terms
 from tilewise.backends.triton.kernels import emit as emitting
 from tilewise.backends.triton.kernels import maths
 from tilewise.backends.triton.kernels.emit import emit
@@ -86,6 +89,11 @@ class TestTriton(Contract):
     def test_agrees_with_the_oracle(self, case):
         agree(self.backend, of_case(case))
 
+    # A moving end beside a fixed one, a predicate with lists of tiles, and gradients scattered, by rows and by columns.
+    @pytest.mark.parametrize("name", ["prefix", "blocks", "causal-bias", "causal-rows-and-columns"])
+    def test_pieces_of_an_attention_are_the_whole(self, name):
+        super().test_pieces_of_an_attention_are_the_whole(name)
+
     @pytest.mark.parametrize(
         "form", ["expanded", "reversed-do"]
     )  # kernels read any strides alike; these two are copied or 0
@@ -120,8 +128,8 @@ OTHER_TILES = {
     "wide": Config(Tiles(32, 128, 4, 1), Tiles(32, 128, 4, 1), Tiles(128, 32, 4, 1)),
     "tma": Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3),
     "three-passes": Config(*[Tiles(32, 32, 4, 1, tma=True)] * 4),
-    "parts": replace(INTERPRETED, products="bf16x6"),
-    "parts-tma": Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3, products="bf16x6"),
+    "terms": replace(INTERPRETED, products="bf16x6"),
+    "terms-tma": Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3, products="bf16x6"),
 }
 
 
@@ -136,10 +144,10 @@ OTHER_TILES = {
         ("tma", "gqa-causal"),
         ("tma", "packed-causal-cross"),
         ("three-passes", "dropout-causal-alibi-sink"),
-        ("parts", "dropout-causal-alibi-sink"),
-        ("parts", "packed-causal-cross"),
-        ("parts-tma", "gqa-causal"),
-        ("parts-tma", "window-both-cross"),
+        ("terms", "dropout-causal-alibi-sink"),
+        ("terms", "packed-causal-cross"),
+        ("terms-tma", "gqa-causal"),
+        ("terms-tma", "window-both-cross"),
     ],
 )
 def test_tiles_do_not_change_the_result(tiles, name):
@@ -327,8 +335,8 @@ def test_a_descriptor_brings_a_bias_to_the_forward_and_the_pass_over_keys(shape,
     t = normal(*shape).requires_grad_()
     score = tw.score(lambda s, b, h, i, j: s + t[index(b, h, i, j)])
     c = call(*qkv(nq=66, nk=72), causal=True, score=score)
-    plan = launch.Plan(c.p, OTHER_TILES["tma"])
-    assert plan.seen == (0, leads)
+    plan = Plan(c.p, OTHER_TILES["tma"])
+    assert plan.pair_leaf == (0, leads)
     assert Triton().preferred(c.p)
     agree(Triton(OTHER_TILES["tma"]), c)
 
@@ -359,7 +367,7 @@ def test_a_bias_by_descriptor_of_packed_sequences():
 @pytest.mark.parametrize("tiles", ["tma", "wide"])
 def test_programs_take_turns_at_a_sum_that_three_or_four_or_all_share(shape, tiles):
     c = call(*qkv(batch=3, nq=70, nk=72), mask=tw.window(20, 5), score=tw.bias(normal(*shape).requires_grad_()))
-    assert launch.Plan(c.p, OTHER_TILES[tiles]).sheet_heads
+    assert Plan(c.p, OTHER_TILES[tiles]).sheet_heads
     agree(Triton(OTHER_TILES[tiles]), c)
 
 
@@ -372,13 +380,13 @@ def test_ds_is_kept_of_some_heads_at_a_time(shape, override, monkeypatch):
     monkeypatch.setattr(config, "sheet_room", lambda p: 2 * 128 * 128 * 4)  # one head's
     score = tw.bias(normal(*shape).requires_grad_())
     c = call(*qkv(nq=48, nk=72, hq=3, hk=3), mask=tw.causal() & tw.window(40), score=score)
-    assert launch.Plan(c.p, override).sheet_heads == 1
+    assert Plan(c.p, override).sheet_heads == 1
     agree(Triton(override), c)
 
 
 def test_ds_is_kept_only_where_it_is_the_one_gradient_that_a_score_wants(monkeypatch):
     t, slopes = normal(70, 70).requires_grad_(), normal(4).requires_grad_()
-    heads = lambda **options: launch.Plan(call(*qkv(), **options).p, INTERPRETED).sheet_heads  # noqa: E731
+    heads = lambda **options: Plan(call(*qkv(), **options).p, INTERPRETED).sheet_heads  # noqa: E731
     assert heads(causal=True, score=tw.bias(t)) > 0
     assert heads(score=tw.bias(t) >> tw.softcap(5.0)) == 0  # dS has a slope yet to come
     assert heads(score=tw.bias(t) >> tw.alibi(slopes)) == 0
@@ -391,7 +399,7 @@ def test_ds_is_kept_only_where_it_is_the_one_gradient_that_a_score_wants(monkeyp
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_ds_of_16_bits_is_kept_for_a_bias_in_fp32_where_its_range_is_fp32s(dtype, kept):
     c = call(*qkv(nq=48, nk=72, dtype=dtype), causal=True, score=tw.bias(normal(48, 72).requires_grad_()))
-    assert (launch.Plan(c.p, INTERPRETED).sheet_heads > 0) == kept
+    assert (Plan(c.p, INTERPRETED).sheet_heads > 0) == kept
     agree(Triton(), c)
 
 
@@ -399,43 +407,49 @@ def test_scattered_sums_of_fp32_are_taken_in_float64():
     table = normal(4, 32).requires_grad_()
     score = tw.score(lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(0, 31)])
     c = call(*qkv(), score=score)
-    sums = launch._LeafSums(launch.Plan(c.p, INTERPRETED), c.t)
+    sums = LeafSums(Plan(c.p, INTERPRETED), c.t)
     assert [x.dtype for x in sums.buffers] == [torch.float64]
     assert [x.dtype for x in sums.totals().values()] == [torch.float32]
 
 
-PARTS = OTHER_TILES["parts"]
+TERMS = OTHER_TILES["terms"]
 
 
-def test_three_parts_hold_all_of_fp32():
+def terms_of(problem, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The bf16 terms of q, k, v and do."""
+    named = dict(zip(("q", "k", "v", "do"), operands, strict=True))
+    return list(split_into_terms(Plan(problem, TERMS), named, steady=False)[0].values())
+
+
+def test_three_terms_hold_all_of_fp32():
     c = call(*qkv(nq=70, nk=33, hq=4, hk=2, d=24, dv=40))
-    # The last part of 2^-110 is below what bf16 holds.
+    # The last term of 2^-110 is below what bf16 holds.
     wide = [
         normal(*x.shape) * torch.exp2(normal(*x.shape, seed=1).mul(30).clamp(-80, 110).round())
         for x in (c.t.q, c.t.k, c.t.v, c.do)
     ]
     for x in wide:
         x[0, 0, 0, :4] = torch.tensor([torch.inf, -torch.inf, 0.0, 3.0e38])
-    for x, parts in zip(wide, launch.in_parts(launch.Plan(c.p, PARTS), wide)[0], strict=True):
-        high, middle, low = parts.float().unflatten(-1, (3, x.shape[-1])).unbind(-2)
+    for x, terms in zip(wide, terms_of(c.p, wide), strict=True):
+        high, middle, low = terms.float().unflatten(-1, (3, x.shape[-1])).unbind(-2)
         assert torch.equal(high + middle + low, x)
         assert (middle.abs() <= x.abs() * 2.0**-7).all()  # the interpreter rounds towards zero
         assert (low.abs() <= x.abs() * 2.0**-14).all()
     hidden = [x * torch.nan for x in wide]
-    assert all(parts.isnan().any() for parts in launch.in_parts(launch.Plan(c.p, PARTS), hidden)[0])
+    assert all(terms.isnan().any() for terms in terms_of(c.p, hidden))
 
 
-def test_a_bias_beside_parts_gets_its_gradient_of_fp32s_ds():
+def test_a_bias_beside_terms_gets_its_gradient_of_fp32s_ds():
     c = call(*qkv(nq=48, nk=72, d=80, dv=96), causal=True, score=tw.bias(normal(48, 72).requires_grad_()))
-    assert launch.Plan(c.p, PARTS).sheet_heads
-    agree(Triton(PARTS), c)
+    assert Plan(c.p, TERMS).sheet_heads
+    agree(Triton(TERMS), c)
 
 
-def test_nan_in_keys_that_no_query_sees_stays_out_of_parts():
+def test_nan_in_keys_that_no_query_sees_stays_out_of_terms():
     q, k, v = qkv(nk=70)
     hidden = torch.arange(70).view(1, 70, 1, 1) >= 40
     clean, dirty = (
-        run(Triton(PARTS), call(q, k.masked_fill(hidden, x), v.masked_fill(hidden, x), mask=tw.key_range(0, 40)))
+        run(Triton(TERMS), call(q, k.masked_fill(hidden, x), v.masked_fill(hidden, x), mask=tw.key_range(0, 40)))
         for x in (0.0, torch.nan)
     )
     assert all(torch.equal(x, clean[name]) for name, x in dirty.items())
@@ -484,9 +498,9 @@ def test_no_descriptor_sees_a_bias_that_is_read_elsewhere_or_in_another_order():
         lambda s, b, h, i, j: s + wide[h, i, j] + wide[h, j, i],
         lambda s, b, h, i, j: s + wide[h, i, j + 1],
     ]
-    assert [launch.Plan(c(f, 72), INTERPRETED).seen for f in scores] == [None] * 3
+    assert [Plan(c(f, 72), INTERPRETED).pair_leaf for f in scores] == [None] * 3
     assert not any(Triton().preferred(c(f, 72)) for f in scores)
-    assert launch.Plan(c(lambda s, b, h, i, j: s + odd[h, i, j], 70), INTERPRETED).seen is None
+    assert Plan(c(lambda s, b, h, i, j: s + odd[h, i, j], 70), INTERPRETED).pair_leaf is None
 
 
 def test_programs_that_share_a_bias_run_side_by_side():
@@ -501,7 +515,7 @@ def test_programs_that_share_a_bias_run_side_by_side():
 def test_a_bounded_score_needs_no_maximum(dtype, cap, bounded):
     q, k, v = qkv(batch=1, nq=50, nk=30, hq=2, hk=2, dtype=getattr(torch, dtype))
     c = call(q * 9, k * 9, v, causal=True, score=tw.softcap(cap))  # the first 20 rows see no key
-    plan = launch.Plan(c.p, INTERPRETED)
+    plan = Plan(c.p, INTERPRETED)
     assert plan.facts(INTERPRETED.forward, 8).bounded == bounded
     agree(Triton(), c)
 
@@ -546,166 +560,10 @@ def test_a_scattered_gradient_is_refused_when_deterministic():
 def test_one_kernel_serves_every_length_and_number():
     def facts(n: int, cap: float, left: int) -> str:
         c = call(*qkv(nq=n, nk=n), mask=tw.window(left=left), score=tw.softcap(cap))
-        plan = launch.Plan(c.p, INTERPRETED)
+        plan = Plan(c.p, INTERPRETED)
         return repr(plan.facts(INTERPRETED.forward, 4))
 
     assert len({facts(n, cap, left) for n, cap, left in [(64, 30.0, 7), (70, 50.0, 16), (1, 30.0, 0)]}) == 1
-
-
-def test_numbers_are_never_one_nor_a_multiple_of_sixteen():
-    found = launch.opaque((1, 16, (0, 32, 4096), 2.0))
-    assert found == (5, 35, (3, 67, 8195), 2.0)
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """What a plan launches, ``(grid, arguments)``, and nothing of it done."""
-    calls = []
-    monkeypatch.setattr(launch, "run", lambda kernel, grid, tiles, *args: calls.append((grid, args)) or object())
-    monkeypatch.setattr(launch, "relaunch", lambda compiled, grid, *args: calls.append((grid, args)))
-    return calls
-
-
-def _moved(x):
-    """A copy at an odd address."""
-    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
-
-
-def test_a_second_forward_is_the_first_with_new_addresses(launches):
-    c, new = (call(*qkv(nk=n, d=64, dv=64, dtype=torch.bfloat16), causal=True) for n in (70, 70))
-    plan = launch.Plan(c.p, OTHER_TILES["tma"], launch.run)
-    launch.forward(plan, c.t)
-    out = launch.forward(plan, new.t)
-    (grid, first), (again, second) = launches
-    assert again == (*grid, 1)
-    assert (second[0].q, second[0].v, second[0].lse) == (new.t.q.data_ptr(), new.t.v.data_ptr(), out.lse.data_ptr())
-    assert all(x is y for x, y in zip(first[1:3] + first[7:], second[1:3] + second[7:], strict=True))
-    assert [second[3].base, second[5].base] == [new.t.k.data_ptr(), new.t.v.data_ptr()]
-    new.t.q = _moved(new.t.q)
-    launch.forward(plan, new.t)
-    assert launches[2][1][0].q is new.t.q
-
-
-def test_a_second_call_makes_its_own_parts(launches):
-    c, new = (call(*qkv(nk=70, d=64, dv=64), causal=True) for _ in range(2))
-    plan = launch.Plan(c.p, OTHER_TILES["parts-tma"], launch.run)
-    out = launch.forward(plan, c.t)
-    launch.forward(plan, new.t)
-    (_, parts), (_, main) = launches[2:]
-    assert parts[0][:3] == tuple(x.data_ptr() for x in (new.t.q, new.t.k, new.t.v))
-    assert (parts[0].dq, parts[0].dk, parts[0].dv) == main[0][:3]
-    assert [main[3].base.data_ptr(), main[5].base.data_ptr()] == [main[0].k, main[0].v]
-    launches.clear()
-    launch.backward(plan, c.t, out, c.do, c.dlse)
-    launch.backward(plan, new.t, out, new.do, new.dlse)
-    (_, parts), (_, delta), (_, _dq), (_, dkdv) = launches[4:]
-    assert (*parts[0][:3], parts[0].do) == tuple(x.data_ptr() for x in (new.t.q, new.t.k, new.t.v, new.do))
-    assert (parts[0].dq, parts[0].dk, parts[0].dv, parts[0].o) == (*dkdv[0][:3], delta[0].do)
-    assert [dkdv[3].base.data_ptr(), dkdv[5].base.data_ptr()] == [dkdv[0].q, dkdv[0].do]
-
-
-def test_a_second_forward_reads_its_own_bias(launches):
-    biased = lambda: tw.bias(normal(4, 72, 72, dtype=torch.bfloat16))  # noqa: E731
-    c, new = (call(*qkv(nq=72, nk=72, d=64, dv=64, dtype=torch.bfloat16), score=biased()) for _ in range(2))
-    plan = launch.Plan(c.p, OTHER_TILES["tma"], launch.run)
-    launch.forward(plan, c.t)
-    launch.forward(plan, new.t)
-    (_, first), (_, second) = launches
-    assert first[-2].base is c.t.leaves[plan.seen[0]]
-    assert second[-2].base == new.t.leaves[plan.seen[0]].data_ptr()
-
-
-def test_a_second_backward_is_the_first_with_new_addresses(launches):
-    c, new = (call(*qkv(nk=n, d=64, dv=64, dtype=torch.bfloat16), causal=True) for n in (70, 70))
-    plan = launch.Plan(c.p, OTHER_TILES["tma"], launch.run)
-    out = launch.forward(plan, c.t)
-    launch.backward(plan, c.t, out, c.do, c.dlse)
-    grads = launch.backward(plan, new.t, out, new.do, new.dlse)
-    first, second = launches[1:4], launches[4:7]
-    for (grid, args), (again, others) in zip(first, second, strict=True):
-        assert again == (*grid, 1, 1)
-        assert all(x is y for x, y in zip(args[1:3], others[1:3], strict=True))
-        assert args[-1] is others[-1]
-        given = [(name, x, y) for name, x, y in zip(args[0]._fields, args[0], others[0], strict=True) if x is not None]
-        assert all(y is not None for _, _, y in given)
-        tensors = {"q": new.t.q, "k": new.t.k, "do": new.do, "o": out.o, "dq": grads.dq, "dv": grads.dv}
-        assert all(y == tensors[name].data_ptr() for name, _, y in given if name in tensors)
-    assert [second[2][1][n].base for n in (3, 5)] == [new.t.q.data_ptr(), new.do.data_ptr()]
-    assert [second[1][1][n].base for n in (3, 5)] == [new.t.k.data_ptr(), new.t.v.data_ptr()]
-    launch.backward(plan, new.t, out, _moved(new.do), new.dlse)
-    assert isinstance(launches[8][1][0].q, torch.Tensor)
-
-
-@pytest.mark.parametrize(
-    ("feature", "roles"),
-    [
-        ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
-        ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "sheet": None}),
-        ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv"))),
-    ],
-)
-def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):
-    launched = compile_all.recorded(compile_all.Launch("sm90", torch.bfloat16, 128, feature))
-    assert [(name, args[-1].overlap) for name, _, _, args in launched] == list(roles.items())
-
-
-def test_kernels_that_may_have_no_programs_do_not_overlap():
-    p = call(*qkv(nq=0, nk=64, d=64, dv=64)).p
-    plan = launch.Plan(p, replace(OTHER_TILES["tma"], overlapping=True))
-    assert plan.overlap("reads") == {}
-
-
-def test_a_second_backward_leaves_ds_and_sums_a_bias_where_it_says(launches):
-    biased = lambda: tw.bias(normal(4, 72, 72, dtype=torch.bfloat16).requires_grad_())  # noqa: E731
-    c, new = (call(*qkv(nq=72, nk=72, d=64, dv=64, dtype=torch.bfloat16), score=biased()) for _ in range(2))
-    plan = launch.Plan(c.p, Config(*[Tiles(64, 64, 4, 1, tma=True)] * 3), launch.run)
-    out = launch.forward(plan, c.t)
-    launch.backward(plan, c.t, out, c.do, c.dlse)
-    grads = launch.backward(plan, new.t, out, new.do, new.dlse)
-    first, second = launches[1:4], launches[4:7]
-    assert [grid for grid, _ in second] == [(*grid, 1, 1)[:3] for grid, _ in first]
-    over_keys, of_sheet = (args for _, args in second[1:])
-    slot = plan.emitted.reads[0].slot
-    for tensors in (over_keys[0], of_sheet[0]):
-        assert tensors.sheet == over_keys[-2].base
-        assert tensors.leaves == (new.t.leaves[slot].data_ptr(),)
-        assert tensors.grads == (grads.leaves[slot].data_ptr(),)
-    assert over_keys[-3].base == new.t.leaves[slot].data_ptr()
-    assert of_sheet[3].base == new.t.k.data_ptr()
-    assert of_sheet[0].dq == grads.dq.data_ptr()
-    assert of_sheet[4:] == first[2][1][4:]
-
-
-@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
-def test_descriptors_see_every_row_of_every_head(layout):
-    x = torch.arange(480).view(2, 10, 3, 8) if layout == "bnhd" else torch.arange(480).view(2, 3, 10, 8).transpose(1, 2)
-    shape, strides = launch.views(x, x.stride()[:3], heads=3, batch=2)
-    assert torch.equal(x.as_strided(shape, strides), x.transpose(1, 2))
-
-
-def test_there_is_no_descriptor_of_an_expanded_tensor():
-    x = torch.zeros(2, 10, 1, 8).expand(2, 10, 3, 8)
-    assert launch.views(x, x.stride()[:3], heads=3, batch=2) is None
-
-
-@pytest.mark.parametrize(
-    ("mask", "lengths", "whole"),
-    [
-        (None, (40, 70), True),
-        (tw.causal(), (40, 70), True),
-        (tw.window(left=9, right=0), (70, 70), True),
-        (tw.window(left=9, right=0), (40, 70), False),  # the first keys lie before every query's window
-        (tw.key_range(0, 60), (70, 70), False),
-        (tw.prefix(10), (70, 70), True),
-        (tw.causal() & tw.key_lengths(torch.tensor([60])), (70, 70), False),
-        (tw.keep(lambda b, h, i, j: i != j), (70, 70), False),
-    ],
-    ids=["full", "causal", "window", "short-window", "key-range", "prefix", "key-lengths", "keep"],
-)
-def test_descriptors_read_every_tile_where_every_key_is_seen(mask, lengths, whole):
-    q, k = (torch.randn(1, n, 1, 32) for n in lengths)
-    c = call(q, k, k.clone(), mask=mask)
-    assert launch.Plan(c.p, OTHER_TILES["tma"]).whole == whole
 
 
 def test_shared_memory_fits_the_smallest_device_of_each_table():

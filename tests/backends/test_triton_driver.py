@@ -3,11 +3,12 @@
 import ctypes
 import struct
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tilewise.backends.triton import driver
+from tilewise.backends.triton.host import driver
 
 KINDS = {
     "tensors": ("*bf16", "constexpr", ("*fp32", "*i32")),
@@ -19,8 +20,18 @@ KINDS = {
     "F": "constexpr",
 }
 META = {"elem_size": 2, "elem_type": 9, "block_size": [1, 1, 8, 16], "swizzle": 3}
+
+
+class Bundle(NamedTuple):
+    q: Any
+    k: Any
+    leaves: Any
+
+
 VIEW = SimpleNamespace(shape=[2, 4, 64, 16], strides=[4096, 1024, 16, 1])
-ARGUMENTS = ((16, None, (32, 48)), (7, (9, 11)), (0.5, 2.0), VIEW, None, 64, object())
+ARGUMENTS = (Bundle(16, None, (32, 48)), (7, (9, 11)), (0.5, 2.0), VIEW, None, 64, object())
+NAMES = ("tensors", "sizes", "scales", "view", "rest", "states", "F")
+ADDRESSES = {"q": 100, "k": 0, "leaves[0]": 200, "leaves[1]": 300, "states": 400, "view": 500, "other": 600}
 LENGTHS = [8, 8, 8, 4, 4, 4, 4, 4, 128, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8, 8]
 
 
@@ -66,9 +77,9 @@ def compiled(lengths=LENGTHS, **changes):
 
 
 def test_a_later_launch_writes_the_addresses_and_nothing_else(remembering):
-    prepared = driver.Prepared.of(compiled(), (3, 2, 1), ARGUMENTS)
-    assert prepared((100, 0, 200, 300, 400), [500])
-    assert prepared((101, 0, 201, 301, 401), [500])
+    prepared = driver.Prepared.of(compiled(), (3, 2, 1), ARGUMENTS, NAMES)
+    assert prepared(ADDRESSES)
+    assert prepared({name: x + (name != "view") for name, x in ADDRESSES.items()})
     for n, (fixed, values) in enumerate(remembering.launches):
         assert fixed == [3, 2, 1, 128, 1, 1, 512, []]
         numbers = [int.from_bytes(x, "little") for x in values]
@@ -81,9 +92,25 @@ def test_a_later_launch_writes_the_addresses_and_nothing_else(remembering):
     assert remembering.maps == [(8, 4, 500, [16, 64, 4, 2], [32, 2048, 8192], [16, 8, 1, 1], (0, 3, 2, 0))]
 
 
+def test_an_address_goes_by_its_name_wherever_its_field_stands(remembering):
+    class Reordered(NamedTuple):
+        leaves: Any
+        added: Any
+        k: Any
+        q: Any
+
+    remembering.lengths = [8, 8, 8, 8, 8]
+    other = compiled(remembering.lengths, tensordesc_meta=[])
+    other.src.signature = {"tensors": (("*fp32", "*i32"), "constexpr", "constexpr", "*bf16"), "F": "constexpr"}
+    prepared = driver.Prepared.of(other, (1, 1, 1), (Reordered((32, 48), None, None, 16), object()), ("tensors", "F"))
+    assert prepared(ADDRESSES)
+    values = [int.from_bytes(x, "little") for x in remembering.launches[0][1]]
+    assert values[:3] == [ADDRESSES[name] for name in ("leaves[0]", "leaves[1]", "q")]
+
+
 def test_a_kernel_that_overlaps_the_one_before_is_launched_so(remembering):
-    prepared = driver.Prepared.of(compiled(launch_pdl=True), (3, 2, 1), ARGUMENTS)
-    assert prepared((100, 0, 200, 300, 400), [500])
+    prepared = driver.Prepared.of(compiled(launch_pdl=True), (3, 2, 1), ARGUMENTS, NAMES)
+    assert prepared(ADDRESSES)
     assert remembering.launches[0][0][-1] == [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -93,17 +120,17 @@ def test_a_kernel_that_overlaps_the_one_before_is_launched_so(remembering):
     ids=["clusters", "scratch", "no-maps"],
 )
 def test_a_kernel_of_another_kind_goes_through_tritons_launcher(remembering, change):
-    assert driver.Prepared.of(compiled(**change), (1, 1, 1), ARGUMENTS) is None
+    assert driver.Prepared.of(compiled(**change), (1, 1, 1), ARGUMENTS, NAMES) is None
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS[:-1], [*LENGTHS, 8], [8, 4, *LENGTHS[2:]]], ids=["less", "more", "other"])
 def test_a_kernel_whose_parameters_are_others_is_not_launched(remembering, lengths):
     remembering.lengths = lengths
-    assert driver.Prepared.of(compiled(lengths), (1, 1, 1), ARGUMENTS) is None
+    assert driver.Prepared.of(compiled(lengths), (1, 1, 1), ARGUMENTS, NAMES) is None
 
 
 def test_a_map_that_the_driver_refuses_is_not_launched(remembering, monkeypatch):
     monkeypatch.setattr(remembering, "cuTensorMapEncodeTiled", lambda *_: 1)
-    prepared = driver.Prepared.of(compiled(), (1, 1, 1), ARGUMENTS)
-    assert not prepared((100, 0, 200, 300, 400), [500])
+    prepared = driver.Prepared.of(compiled(), (1, 1, 1), ARGUMENTS, NAMES)
+    assert not prepared(ADDRESSES)
     assert remembering.launches == []

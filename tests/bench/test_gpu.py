@@ -183,7 +183,7 @@ def test_every_kernel_that_is_built_is_checked_those_that_stand_for_all_first(mo
 def test_a_square_is_timed_by_the_kernels_that_are_right(monkeypatch):
     monkeypatch.setattr(hopper.library, "index", lambda: {x.name: {} for x in hopper.every()})
     made, case = subject("hopper", "cuda"), compare.named("h200-d128-n4096-causal")
-    every = made.timed(case, None)
+    every = made.timed(case, {x.name for x in hopper.every()})
     assert all(name.startswith("forward_bf16_d128_upper") for name in every.forward)
     assert all(name.startswith("backward_bf16_d128_upper") for name in every.backward)
     assert len(every.forward) > 1
@@ -227,8 +227,8 @@ def test_every_goal_of_a_backend_has_its_contestants_in_the_run(name):
 # ---- a rehearsal ----------------------------------------------------------------------------------------------------
 
 REHEARSED = {
-    "check": "contract,kernels,dropout",
-    "time": "compile,squares,structures,goals",
+    "check": "contract,features,kernels,dropout",
+    "time": "compile,squares,structures,features,goals",
     "host": "host,autograd,lengths",
     "stress": "launches,busy,graph",
 }

@@ -12,8 +12,10 @@ from bench import cases
 from bench import measure as clock
 from tilewise import cli
 from tilewise.backends import triton
-from tilewise.backends.triton import config, launch, tuned
+from tilewise.backends.triton import config
 from tilewise.backends.triton.config import Tiles
+from tilewise.backends.triton.host import tuned
+from tilewise.backends.triton.host.plan import Plan
 from tilewise.testing import call, poisoned, qkv
 
 SMALL, OTHER, WRONG = Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)
@@ -26,7 +28,7 @@ def launched(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
     rows = {"forward": (SMALL, OTHER), "dq": (OTHER, WRONG)}
     monkeypatch.setattr(config, "CANDIDATES", {"interpreted": {name: {64: x} for name, x in rows.items()}})
-    start, tiles_of = launch.Plan.start, []
+    start, tiles_of = Plan.start, []
 
     def record(plan, kernel, grid, tiles, *args):
         tiles_of.append(tiles)
@@ -37,7 +39,7 @@ def launched(monkeypatch, tmp_path):
         run()
         return sum(SECONDS.get(tiles, 0.0) for tiles in tiles_of)
 
-    monkeypatch.setattr(launch.Plan, "start", record)
+    monkeypatch.setattr(Plan, "start", record)
     monkeypatch.setattr(clock, "seconds_per_call", seconds)
 
 

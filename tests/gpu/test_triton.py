@@ -11,7 +11,8 @@ import torch
 
 import tilewise as tw
 from tests.backends.contract import agree
-from tilewise.backends.triton import Triton, launch
+from tilewise.backends.triton import Triton
+from tilewise.backends.triton.host import runtime
 from tilewise.testing import call, normal, qkv
 
 pytestmark = [
@@ -150,7 +151,7 @@ def test_a_softcap_of_small_and_of_large_scores_agrees_with_the_oracle(d, furthe
 
 
 def test_a_hundred_lengths_compile_no_kernel_more():
-    compiled = lambda: sum(len(cache[0]) for cache in launch.kernels().forward.device_caches.values())  # noqa: E731
+    compiled = lambda: sum(len(cache[0]) for cache in runtime.kernels().forward.device_caches.values())  # noqa: E731
     first = None
     for n in range(1, 101):
         x = torch.randn(1, 7 * n, 2, 64, device="cuda", dtype=torch.bfloat16)

@@ -69,8 +69,7 @@ class Config(Protocol):
 
 
 class Backend(Protocol):
-    """One that does a problem better than those of earlier rows of ``dispatch.BACKENDS`` may say so by a ``preferred(p) -> str``, which
-    gives the reason: it is then tried before them."""
+    """What dispatch asks of a backend; the backends derive from it."""
 
     name: str
 
@@ -78,7 +77,11 @@ class Backend(Protocol):
         """Every reason why this problem cannot run here; empty: its forward runs and, if it needs one, its backward."""
         ...
 
-    def config(self, p: Problem) -> Any: ...
+    def preferred(self, p: Problem) -> str:
+        """Why this backend is tried before those of earlier rows of ``dispatch.BACKENDS``; empty: it is not."""
+        return ""
+
+    def config(self, p: Problem) -> Config: ...
 
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 
@@ -122,6 +125,14 @@ class PerTensors:
         if not capturing and not any(t.is_inference() for t in tensors):
             self._found[key] = made, [(weakref.ref(t), t._version) for t in tensors]
         return made
+
+
+def piece_reasons(problem: Problem, dropout: bool = False) -> list[str]:
+    """What a backend refuses of a piece of a larger attention; ``dropout``: whether it can draw from the whole's counters."""
+    if problem.spec.piece is None:
+        return []
+    reasons = ["a piece of packed sequences"] if problem.packed else []
+    return reasons + (["dropout in a piece of an attention"] if problem.spec.dropout_p and not dropout else [])
 
 
 def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:

@@ -46,7 +46,7 @@ def tune(options: TuneOptions) -> int:
     """
     checkout.use_bench()
     from bench import cases
-    from tilewise.backends.triton import tuned
+    from tilewise.backends.triton.host import tuned
 
     device = _device(options.device)
     trials, rows = [], []
@@ -79,7 +79,8 @@ def _device(wanted: str) -> str:
 
 def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> tuple[list[Trial], list]:
     """The trials of a case, and a tuned.Row for each of its passes."""
-    from tilewise.backends.triton import Triton, config, tuned
+    from tilewise.backends.triton import Triton, config
+    from tilewise.backends.triton.host import tuned
 
     full, small = (_call(c, device) for c in (case, _shrunk(case)))
     expected = _expected(small)

@@ -100,27 +100,29 @@ class Band:
         return Band(lo, hi, start, max(start, stop))
 
 
-def as_band(region: Region, off: int, seqlen_k: int) -> Band | None:
+def as_band(region: Region, off: int | None, seqlen_k: int) -> Band | None:
     """The mask as a band of numbers; ``None`` where it is none.
 
     Args:
-        off: ``seqlen_k - seqlen_q``, or 0 where each packed sequence adds its own.
+        off: ``seqlen_k - seqlen_q``; None where each packed sequence adds its own.
     """
-    lo, hi = _moving_end(region.lo, "maximum"), _moving_end(region.hi, "minimum")
+    lo, hi = _moving_end(region.lo, "maximum", off), _moving_end(region.hi, "minimum", off)
     if region.predicate is not None or lo is None or hi is None:
         return None
-    moved = [None if move is None else move + off for move, _ in (lo, hi)]
     start = max(0, 0 if lo[1] is None else lo[1])
     stop = min(seqlen_k, seqlen_k if hi[1] is None else hi[1])
-    return Band(*moved, start, max(start, stop))
+    return Band(lo[0], hi[0], start, max(start, stop))
 
 
-def _moving_end(e: Expr | None, op: str) -> tuple[int | None, int | None] | None:
-    """``(m, n)`` of an end that is the ``op`` of ``i + off + m`` and ``n``, either of them absent; None: it has another form."""
+def _moving_end(e: Expr | None, op: str, off: int | None) -> tuple[int | None, int | None] | None:
+    """``(m, n)`` of an end that is the ``op`` of ``i + m`` and ``n``, either of them absent; None: it has another form.
+
+    Where ``off`` is None, the end is the ``op`` of ``i + off + m`` and ``n``.
+    """
     if e is None:
         return None, None
     if e.op == op:
-        parts = [_moving_end(x, op) for x in e.args]
+        parts = [_moving_end(x, op, off) for x in e.args]
         if None in parts:
             return None
         pick = max if op == "maximum" else min
@@ -129,7 +131,9 @@ def _moving_end(e: Expr | None, op: str) -> tuple[int | None, int | None] | None
     if e.op == "number":
         return None, e.args[0]
     base, shift = (e.args[0], e.args[1].args[0]) if e.op == "add" and e.args[1].op == "number" else (e, 0)
-    return (shift, None) if str(base) == "i + off" else None
+    if str(base) == "i + off":
+        return shift + (off or 0), None
+    return (shift, None) if str(base) == "i" and off is not None else None
 
 
 # -- Blocks --------------------------------------------------------------------------------------------------------

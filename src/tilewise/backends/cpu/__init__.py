@@ -9,14 +9,24 @@ import torch
 from torch import Tensor
 
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem, empty_output, unit_last, unknown_operations
+from tilewise.backends.base import (
+    Backend,
+    Grads,
+    Inputs,
+    Output,
+    PerProblem,
+    empty_output,
+    piece_reasons,
+    unit_last,
+    unknown_operations,
+)
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.call import Bound, LeafSums, Prepared
 from tilewise.backends.cpu.config import Config, choose
 from tilewise.problem import Problem
 
 
-class Cpu:
+class Cpu(Backend):
     """The backend.
 
     Args:
@@ -39,6 +49,7 @@ class Cpu:
             reasons.append(loaded)
         else:
             reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
+        reasons += piece_reasons(p)
         if program.too_many_dimensions(p.spec):
             reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")
         slots = (*p.spec.mask_slots, *p.spec.score_slots)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_operations
+from tilewise.backends.base import Backend, Grads, Inputs, Output, PerProblem, piece_reasons, unknown_operations
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
@@ -18,7 +18,7 @@ from tilewise.backends.hopper.host import library
 from tilewise.problem import Problem
 
 
-class Hopper:
+class Hopper(Backend):
     """The backend.
 
     Args:
@@ -37,7 +37,7 @@ class Hopper:
 
     def refused(self, p: Problem) -> list[str]:
         """What is wrong with the problem on every machine."""
-        reasons = forward_config.reasons(p) + unknown_operations(p, operations.traceable())
+        reasons = forward_config.reasons(p) + unknown_operations(p, operations.traceable()) + piece_reasons(p)
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def config(self, p: Problem) -> Config:

@@ -61,7 +61,7 @@ class Formed:
 
 def band_of(problem: Problem) -> Band | None:
     """The mask of a problem as a band, or None if it is none; packed sequences add their own offsets later."""
-    off = 0 if problem.packed else problem.seqlen_k - problem.seqlen_q
+    off = None if problem.packed else problem.seqlen_k - problem.seqlen_q
     return as_band(problem.spec.region, off, problem.seqlen_k)
 
 

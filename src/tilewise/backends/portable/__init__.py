@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.backends.base import Backend, Grads, Inputs, Output, empty_output, piece_reasons
 from tilewise.backends.portable.backward import backward_step
 from tilewise.backends.portable.config import Config, choose
 from tilewise.backends.portable.forward import forward_step
@@ -18,7 +18,7 @@ from tilewise.backends.portable.step import Step, steps
 from tilewise.problem import Problem
 
 
-class Portable:
+class Portable(Backend):
     """The backend.
 
     Args:
@@ -31,7 +31,7 @@ class Portable:
         self.override = override
 
     def unsupported(self, p: Problem) -> list[str]:
-        return []
+        return piece_reasons(p, dropout=True)
 
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)

@@ -99,6 +99,8 @@ class Step:
         if not p:
             return None
         head = self.grid.b.view(-1, 1) * self.p.heads_q + self.grid.h
+        first_row, first_key = self.p.starts  # the counters are those of the whole attention
+        rows, keys = (slice(x.start + n, x.stop + n) for x, n in ((rows, first_row), (keys, first_key)))
         origin = 0 if self.grid.key_origin is None else self.grid.key_origin
         if isinstance(origin, Tensor):  # chunks of keys: each row of the batch has its own columns
             tiles = [dropout.keep(self.t.seed, p, h, (rows.start, rows.stop), (keys.start + o, keys.stop + o))

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Grads, Inputs, Output, PerProblem, unknown_operations
-from tilewise.backends.triton import tuned
+from tilewise.backends.base import Backend, Grads, Inputs, Output, PerProblem, piece_reasons, unknown_operations
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
+from tilewise.backends.triton.host import launch, tuned
+from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.leaf_gradients import SCATTER, classify
@@ -45,7 +46,7 @@ def on_device(x: Tensor):
     return torch.cuda.device(x.device)
 
 
-class Triton:
+class Triton(Backend):
     """The backend.
 
     Args:
@@ -58,74 +59,71 @@ class Triton:
         self.override = override
         self._plans, self._tf32_plans = PerProblem(self._plan), PerProblem(self._plan)
 
-    def unsupported(self, p: Problem) -> list[str]:
+    def unsupported(self, problem: Problem) -> list[str]:
         if not installed():
             return ["the package triton is not installed; pip install 'tilewise[triton]'"]
-        reasons = _device_reasons(p)
-        if p.dtype == torch.float64:
+        reasons = _device_reasons(problem)
+        if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
-        reasons += _width_reasons(p)
-        reasons += unknown_operations(p, OPERATIONS)
-        if p.spec.deterministic and p.spec.grad_slots:
-            reasons += _scattered(p)
+        reasons += _width_reasons(problem)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
+        if problem.spec.deterministic and problem.spec.grad_slots:
+            reasons += _scattered(problem)
         return reasons
 
-    def preferred(self, p: Problem) -> str:
+    def preferred(self, problem: Problem) -> str:
         """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/decisions.md#triton-for-pair-bias)."""
-        return "" if described_lookup(p) is None else "brings the tensor that the score reads tile by tile"
+        return "" if described_lookup(problem) is None else "brings the tensor that the score reads tile by tile"
 
-    def config(self, p: Problem) -> Config:
-        pairs = PairReads.of(p)
-        return self.override or choose(p, pairs.bytes, tuned.passes(p), pairs.shared, predicate_blocks(p))
+    def config(self, problem: Problem) -> Config:
+        pairs = PairReads.of(problem)
+        blocks = predicate_blocks(problem)
+        return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks)
 
-    def forward(self, p: Problem, t: Inputs) -> Output:
-        from tilewise.backends.triton import launch
+    def forward(self, problem: Problem, inputs: Inputs) -> Output:
+        with on_device(inputs.q):
+            return launch.forward(self._plan_of(problem), inputs)
 
-        with on_device(t.q):
-            return launch.forward(self._plan_of(p), t)
+    def backward(self, problem: Problem, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+        with on_device(inputs.q):
+            return launch.backward(self._plan_of(problem), inputs, out, do, dlse)
 
-    def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        from tilewise.backends.triton import launch
+    def _plan_of(self, problem: Problem) -> Plan:
+        """The plan of a problem as PyTorch's setting of tf32 is now: it may change between two calls."""
+        tf32 = problem.dtype == torch.float32 and tf32_allowed()
+        return (self._tf32_plans if tf32 else self._plans).of(problem)
 
-        with on_device(t.q):
-            return launch.backward(self._plan_of(p), t, out, do, dlse)
-
-    def _plan_of(self, p: Problem):
-        """PyTorch's setting may change between two calls of a problem."""
-        tf32 = p.dtype == torch.float32 and tf32_allowed()
-        return (self._tf32_plans if tf32 else self._plans).of(p)
-
-    def _plan(self, p: Problem):
-        from tilewise.backends.triton.launch import Plan
-
-        return Plan(p, self.config(p))
+    def _plan(self, problem: Problem) -> Plan:
+        return Plan(problem, self.config(problem))
 
 
-def _device_reasons(p: Problem) -> list[str]:
-    if p.device.type == "cpu" and interpreting():
+def _device_reasons(problem: Problem) -> list[str]:
+    if problem.device.type == "cpu" and interpreting():
         return []
-    if p.device.type != "cuda":
-        return [f"runs on cuda, q is on {p.device.type}"]
+    if problem.device.type != "cuda":
+        return [f"runs on cuda, q is on {problem.device.type}"]
     if torch.version.hip or not torch.cuda.is_available():  # without a GPU: what one would run
         return []
-    capability = devices.of(p.device).capability
+    capability = devices.of(problem.device).capability
     if capability < (8, 0):
         return [f"compute capability {capability[0]}.{capability[1]} is below 8.0"]
     return []
 
 
-def _width_reasons(p: Problem) -> list[str]:
-    half = p.dtype.itemsize == 2
-    most, where = (MAX_LATENT_DIM, "") if half else (MAX_HEAD_DIM, f" in {str(p.dtype).removeprefix('torch.')}")
-    if p.head_dim > most:
-        return [f"head_dim {p.head_dim} is above {most}{where}"]
-    return [f"head_dim {p.head_dim_v} of v is above {MAX_HEAD_DIM}"] if p.head_dim_v > MAX_HEAD_DIM else []
+def _width_reasons(problem: Problem) -> list[str]:
+    half = problem.dtype.itemsize == 2
+    most, where = (MAX_LATENT_DIM, "") if half else (MAX_HEAD_DIM, f" in {str(problem.dtype).removeprefix('torch.')}")
+    if problem.head_dim > most:
+        return [f"head_dim {problem.head_dim} is above {most}{where}"]
+    if problem.head_dim_v > MAX_HEAD_DIM:
+        return [f"head_dim {problem.head_dim_v} of v is above {MAX_HEAD_DIM}"]
+    return []
 
 
-def _scattered(p: Problem) -> list[str]:
-    reads = [r for r in classify(p) if r.how == SCATTER]
+def _scattered(problem: Problem) -> list[str]:
+    reads = [read for read in classify(problem) if read.how == SCATTER]
     return [
-        f"deterministic: the gradient of a tensor read at [{', '.join(str(x) for x in r.expr.args[1:])}] is scattered "
+        f"deterministic: the gradient of a tensor read at [{', '.join(str(x) for x in read.expr.args[1:])}] is scattered "
         "by atomic additions, in any order"
-        for r in reads
+        for read in reads
     ]

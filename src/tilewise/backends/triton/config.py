@@ -21,8 +21,8 @@ OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 # keeps: what is left out is below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial Intelligence Datatype For
 # Higher-Precision Computations, 2019). The smallest first, as (part of the left factor, of the right one).
 # docs/decisions.md#triton-bf16x6
-PARTS = 3
-PARTIAL_PRODUCTS = ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0))
+TERMS = 3
+TERM_PRODUCTS = ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0))
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Config:
         dv: of a pass of its own for dV; ``dkdv`` is then dK's alone.
         beside: batch elements and heads whose programs of one tile run side by side.
         overlapping: whether a kernel may begin while the one before it in the stream has yet to end (:class:`launch.Role`).
-        products: of fp32: "ieee", as its arithmetic units compute them, "tf32", or "bf16x6", those of PARTS.
+        products: of fp32: "ieee", as its arithmetic units compute them, "tf32", or "bf16x6", those of TERMS.
     """
 
     forward: Tiles
@@ -334,7 +334,7 @@ def table(arch: str, itemsize: int, products: str = "ieee") -> dict[int, tuple[T
     return TABLE[arch]
 
 
-PARTS_HEAD_DIM = 256  # up to it tiles in three parts fit
+TERMS_HEAD_DIM = 256  # up to it tiles of three terms fit
 
 
 def tf32_allowed() -> bool:
@@ -348,7 +348,7 @@ def float_products(head_dim: int) -> str:
     """:attr:`Config.products` of fp32 on a GPU, as PyTorch's setting allows them."""
     if tf32_allowed():
         return "tf32"
-    return "bf16x6" if head_dim <= PARTS_HEAD_DIM else "ieee"
+    return "bf16x6" if head_dim <= TERMS_HEAD_DIM else "ieee"
 
 
 def products(p: Problem) -> str:
@@ -360,7 +360,7 @@ def products(p: Problem) -> str:
 
 def operand_bytes(itemsize: int, products: str) -> int:
     """Of an element as kernels read it."""
-    return 2 * PARTS if itemsize == 4 and products == "bf16x6" else itemsize
+    return 2 * TERMS if itemsize == 4 and products == "bf16x6" else itemsize
 
 
 def architecture(device: torch.device) -> str:

@@ -477,7 +477,7 @@ def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
     return section, min(heads * tiles, cores)
 
 
-SHARING_PAIRS = 6  # pairs of CTAs that add to one head's sums at a time: more heads are more than L2 holds
+SHARING_PAIRS = 6  # pairs of CTAs that add to one head's sums at a time (docs/decisions.md#hopper-d256-pairs)
 
 
 def spread_pairs(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:

@@ -447,7 +447,7 @@ def make_statistics(
         cute.arch.mbarrier_wait(room.full + slot, phase)
         if n == 0:
             # Summed up before the slot is given back: loads that are on their way would find what the copy engine brings next
-            # (docs/decisions.md#hopper-slot-release).
+            # (docs/decisions.md#hopper-stage-release).
             totals = [product_of(room, slot, w, tile.row_of(thread, r), x) for r in range(2)]
             totals = [tile.over_quad(total, lambda a, b: a + b) for total in totals]
             cute.arch.fence_view_async_shared()

@@ -64,7 +64,7 @@ class Tiles:
         lazy: O is rescaled only where a row's maximum has grown by more than ``softmax.LAZY``
             (docs/decisions.md#hopper-lazy-rescale).
         pingpong: the warpgroups begin their products one after the other, so that one's softmax runs under another's products
-            (docs/decisions.md#hopper-turns).
+            (docs/decisions.md#hopper-ping-pong).
         steady: whole blocks but the first are computed with the row maxima of the blocks before, and once more with their own
             where their sums say that the maxima fell behind (docs/decisions.md#hopper-steady-maxima).
         element_bytes: of an element of q, k, v and o.
@@ -418,7 +418,6 @@ def reasons(problem: Problem) -> list[str]:
     found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
     if problem.softmax_scale <= 0 and not is_traced(problem):
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
-    found += [f"an origin other than 0: {problem.origin}"] if any(problem.origin) else []
     return found
 
 

@@ -26,8 +26,8 @@ class Tensors(NamedTuple):
         q, k, v, o, do, dq, dk, dv: as in the public call, packed or not; q, k, v and do with the strides of :class:`Sizes`, the
             others contiguous.
         lse, dlse: fp32 (batch, heads_q, seqlen_q), packed (heads_q, seqlen_q).
-        lse2, delta: the rows' statistics that the backward reads, fp32, as lse but with ``Sizes.line`` rows a head.
-        cu_q, cu_k: where the packed sequences begin, (batch + 1,).
+        lse2, delta: the rows' statistics that the backward reads, fp32, as lse but with ``Sizes.seqlen_q_rounded`` rows a head.
+        cu_seqlens_q, cu_seqlens_k: where the packed sequences begin, (batch + 1,).
         sink: (heads_q,). seed: int64 (1,).
         sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
         lists: the four tensors of ``TileLists``: partial tiles, their counts, full tiles, their counts.
@@ -46,8 +46,8 @@ class Tensors(NamedTuple):
     dq: Any = None
     dk: Any = None
     dv: Any = None
-    cu_q: Any = None
-    cu_k: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
     sink: Any = None
     seed: Any = None
     sheet: Any = None
@@ -61,15 +61,15 @@ class Sizes(NamedTuple):
 
     Attributes:
         seqlen_q, seqlen_k: lengths of the sequences; packed, the totals.
-        blocks: tiles of a head; packed, its slots (:func:`work_tile`).
+        slots: programs of a head: its tiles; packed, at least as many (:func:`work_tile`).
         q, k, v, do: ``(batch, row, head)`` strides in units of ``FACTS.align`` elements.
-        line: rows from one head to the next in lse2 and delta.
-        chunk: where keys are split: for the forward the key tiles of each split, for the merge the number of splits.
+        seqlen_q_rounded: rows from one head to the next in lse2 and delta.
+        splits: where keys are split: for the forward the key tiles of each split, for the merge the number of splits.
         threshold: dropout keeps a pair whose 16-bit value is below it.
         beside: batch elements and heads whose programs of one tile run side by side (:func:`scheduled`).
         heads: the first and the number of the key heads that the launch is for.
         sheet: strips, and rows of a strip, of one head's sheet of dS.
-        lists: ``(batch, head, line)`` strides of a list of tiles, and ``(batch, head)`` strides of its counts.
+        list_strides: ``(batch, head, block)`` strides of a list of tiles, and ``(batch, head)`` strides of its counts.
         extents: size and stride of each axis, for each leaf. grad_extents: the same for the gradients of the leaves.
     """
 
@@ -78,18 +78,18 @@ class Sizes(NamedTuple):
     heads_k: int = 0
     seqlen_q: int = 0
     seqlen_k: int = 0
-    blocks: int = 0
+    slots: int = 0
     q: tuple = (0, 0, 0)
     k: tuple = (0, 0, 0)
     v: tuple = (0, 0, 0)
     do: tuple = (0, 0, 0)
-    line: int = 0
-    chunk: int = 0
+    seqlen_q_rounded: int = 0
+    splits: int = 0
     threshold: int = 0
     beside: tuple = (1, 1)
     heads: tuple = (0, 0)
     sheet: tuple = (0, 0)
-    lists: tuple = (0, 0, 0, 0, 0)
+    list_strides: tuple = (0, 0, 0, 0, 0)
     extents: tuple = ()
     grad_extents: tuple = ()
 
@@ -143,23 +143,23 @@ def plain_sizes(sizes):
         heads_k=plain(sizes.heads_k),
         seqlen_q=plain(sizes.seqlen_q),
         seqlen_k=plain(sizes.seqlen_k),
-        blocks=plain(sizes.blocks),
+        slots=plain(sizes.slots),
         q=(plain(sizes.q[0]), plain(sizes.q[1]), plain(sizes.q[2])),
         k=(plain(sizes.k[0]), plain(sizes.k[1]), plain(sizes.k[2])),
         v=(plain(sizes.v[0]), plain(sizes.v[1]), plain(sizes.v[2])),
         do=(plain(sizes.do[0]), plain(sizes.do[1]), plain(sizes.do[2])),
-        line=plain(sizes.line),
-        chunk=plain(sizes.chunk),
+        seqlen_q_rounded=plain(sizes.seqlen_q_rounded),
+        splits=plain(sizes.splits),
         threshold=plain(sizes.threshold),
         beside=(plain(sizes.beside[0]), plain(sizes.beside[1])),
         heads=(plain(sizes.heads[0]), plain(sizes.heads[1])),
         sheet=(plain(sizes.sheet[0]), plain(sizes.sheet[1])),
-        lists=(
-            plain(sizes.lists[0]),
-            plain(sizes.lists[1]),
-            plain(sizes.lists[2]),
-            plain(sizes.lists[3]),
-            plain(sizes.lists[4]),
+        list_strides=(
+            plain(sizes.list_strides[0]),
+            plain(sizes.list_strides[1]),
+            plain(sizes.list_strides[2]),
+            plain(sizes.list_strides[3]),
+            plain(sizes.list_strides[4]),
         ),
         extents=sizes.extents,
         grad_extents=sizes.grad_extents,
@@ -181,7 +181,7 @@ def scheduled(group, sizes):
     some_b, some_h = sizes.beside
     b, pid = pid % some_b, pid // some_b
     head, pid = pid % some_h, pid // some_h
-    slot, pid = pid % sizes.blocks, pid // sizes.blocks
+    slot, pid = pid % sizes.slots, pid // sizes.slots
     first, heads = sizes.heads
     others = heads * group // some_h
     return slot, first * group + pid % others * some_h + head, pid // others * some_b + b
@@ -202,7 +202,7 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
     block = slot
     if FACTS.packed:
         TILE: tl.constexpr = FACTS.tile_n if OVER_KEYS else FACTS.tile_m
-        cu_seqlens = tensors.cu_k if OVER_KEYS else tensors.cu_q
+        cu_seqlens = tensors.cu_seqlens_k if OVER_KEYS else tensors.cu_seqlens_q
         total = sizes.seqlen_k if OVER_KEYS else sizes.seqlen_q
         low = slot * 0
         high = low + sizes.batch + 1
@@ -214,8 +214,8 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
             high = tl.where(first_slot <= slot, high, middle)
         b = low
         # Both sides' rows of sequence b; the rest past the last sequence belongs to the side whose tiles these are.
-        start_q, seqlen_q = packed_rows(tensors.cu_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
-        start_k, seqlen_k = packed_rows(tensors.cu_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
+        start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
+        start_k, seqlen_k = packed_rows(tensors.cu_seqlens_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
         block = slot - ((start_k if OVER_KEYS else start_q) // TILE + b)
     return WorkTile(
         b=b,

@@ -124,14 +124,14 @@ def delta_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     """The statistics of the rows: delta (13), and lse in units of log2 (natural for fp32 inputs).
 
     A row that saw no key gets lse2 = +inf, so that its P is 0, and delta = 0.
-    Grid: (blocks · heads_q · batch); packed, the blocks are of all rows at once.
+    Grid: (slots · heads_q · batch); packed, the slots are of all rows at once.
     """
     sizes = plain_sizes(sizes)
     begin_overlap(FACTS)
     pid = tl.program_id(0)
-    m0 = (pid % sizes.blocks) * FACTS.tile_m
-    head = (pid // sizes.blocks) % sizes.heads_q
-    b = pid // sizes.blocks // sizes.heads_q
+    m0 = (pid % sizes.slots) * FACTS.tile_m
+    head = (pid // sizes.slots) % sizes.heads_q
+    b = pid // sizes.slots // sizes.heads_q
     left = sizes.seqlen_q - m0
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim_v
@@ -141,7 +141,7 @@ def delta_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     do_row = sizes.do[1] * FACTS.align
     base = (tl.cast(sizes.do[2], tl.int64) * head + tl.cast(sizes.do[0], tl.int64) * b) * FACTS.align
     do = load_piece(tensors.do + base, do_row, m0, left, None, FACTS.tile_m, True, 0, True, FACTS).to(tl.float32)
-    TERMS: tl.constexpr = FACTS.parts
+    TERMS: tl.constexpr = FACTS.terms
     for term in tl.static_range(1, TERMS):
         do += load_piece(tensors.do + base, do_row, m0, left, None, FACTS.tile_m, True, term, True, FACTS).to(
             tl.float32
@@ -153,7 +153,7 @@ def delta_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     dlse = tl.load(tensors.dlse + line, mask=ok, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do, 1) - dlse  # fp32 (tile_m,)
     empty = lse == float("-inf")
-    line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.line + i
+    line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q_rounded + i
     tl.store(tensors.delta + line, tl.where(empty, 0.0, delta), mask=ok)
     tl.store(tensors.lse2 + line, tl.where(empty, float("inf"), lse if FACTS.natural else lse * LOG2E), mask=ok)
 
@@ -167,10 +167,10 @@ def query_head(tensors, sizes, work, head, q_views, do_views, statistics, FACTS:
     q = source_of(tensors.q, q_views, sizes.q, work, work.start_q, head, FACTS)
     do = source_of(tensors.do, do_views, sizes.do, work, work.start_q, head, FACTS)
     lse_start = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q
-    statistics_start = tl.cast(head, tl.int64) * sizes.line + work.start_q
+    statistics_start = tl.cast(head, tl.int64) * sizes.seqlen_q_rounded + work.start_q
     if not FACTS.packed:
         lse_start += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
-        statistics_start += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.line
+        statistics_start += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q_rounded
     return QueryHead(head, q, do, lse_start, statistics_start, tensors.lse2 if statistics is None else statistics)
 
 
@@ -238,7 +238,7 @@ def score_exponent(s, head, i, j, scales, work, FACTS: tl.constexpr):
 def dkdv_kernel(
     tensors, sizes, scales, q_view, q_rest, do_view, do_rest, statistics, pairs, sheet, FACTS: tl.constexpr
 ):
-    """dK of one key tile if ``FACTS.dk``, its dV if ``FACTS.dv``. Grid: (blocks · heads_k · batch).
+    """dK of one key tile if ``FACTS.dk``, its dV if ``FACTS.dv``. Grid: (slots · heads_k · batch).
 
     Args:
         q_view, q_rest, do_view, do_rest: descriptors for the first and the second piece of the head dim, None where there is none.
@@ -395,7 +395,7 @@ def store_sheet(ds, m0, n0, keys, rows, tensors, sizes, work, FACTS: tl.constexp
 
 @triton.jit
 def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.constexpr):
-    """dQ of one query tile, and its sums for leaves that are read by rows. Grid: (blocks · heads_q · batch); the last tiles first.
+    """dQ of one query tile, and its sums for leaves that are read by rows. Grid: (slots · heads_q · batch); the last tiles first.
 
     Args:
         k_view, k_rest, v_view, v_rest: descriptors for the first and the second piece of the head dim, None where there is none.
@@ -403,7 +403,7 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
     sizes = plain_sizes(sizes)
     begin_overlap(FACTS)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
-    work = work_tile(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
     rows = query_head(tensors, sizes, work, head, (None, None), (None, None), None, FACTS)
     head_k = head // (sizes.heads_q // sizes.heads_k)
     k, v = key_sources(tensors, sizes, work, head_k, (k_view, k_rest), (v_view, v_rest), FACTS)

@@ -81,7 +81,7 @@ class QueryTile(NamedTuple):
 def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs, FACTS: tl.constexpr):
     """The attention of one query tile; with split keys, its state over one split.
 
-    Grid: (blocks · heads_q · batch, splits). The last tiles come first: under a causal mask they are the longest.
+    Grid: (slots · heads_q · batch, splits). The last tiles come first: under a causal mask they are the longest.
 
     Args:
         k_view, k_rest, v_view, v_rest: descriptors for the first and the second piece of the head dim, None where there is none.
@@ -89,7 +89,7 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
     """
     sizes = plain_sizes(sizes)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
-    work = work_tile(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
     pairs = tensors.q if pairs is None else pairs
     query = load_query_tile(tensors, sizes, work, head, (k_view, k_rest), (v_view, v_rest), pairs, FACTS)
     # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
@@ -109,8 +109,9 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
     else:
         first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
         if FACTS.split:  # this program visits the part of each range that lies in its split
-            split_first = tl.program_id(1) * sizes.chunk
-            split_last = split_first + sizes.chunk
+            split_tiles = sizes.splits
+            split_first = tl.program_id(1) * split_tiles
+            split_last = split_first + split_tiles
             last = tl.minimum(last, split_last)
             first = tl.minimum(tl.maximum(first, split_first), last)
             full = tl.minimum(tl.maximum(full, first), last)
@@ -321,7 +322,7 @@ def epilogue(m, l, acc, m0, head, tensors, sizes, scales, work, FACTS: tl.conste
 def merge_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr):
     """The merge (8) of the partial states of split keys, and the sink; numbers are natural.
 
-    A state is one key with score lse and value o, so this is (6) again. Grid: (blocks · heads_q · batch).
+    A state is one key with score lse and value o, so this is (6) again. Grid: (slots · heads_q · batch).
 
     Args:
         states: fp32 (num_splits, batch, seqlen_q, heads_q, head_dim_v).
@@ -329,8 +330,8 @@ def merge_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr
     """
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
-    head = (pid // sizes.blocks) % sizes.heads_q
-    work = work_tile(pid % sizes.blocks, pid // sizes.blocks // sizes.heads_q, tensors, sizes, scales, False, FACTS)
+    head = (pid // sizes.slots) % sizes.heads_q
+    work = work_tile(pid % sizes.slots, pid // sizes.slots // sizes.heads_q, tensors, sizes, scales, False, FACTS)
     m0 = work.block * FACTS.tile_m
     i = m0 + tl.arange(0, FACTS.tile_m)
     m = tl.full([FACTS.tile_m], float("-inf"), tl.float32)
@@ -338,7 +339,7 @@ def merge_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr
     acc = tl.full([FACTS.tile_m, FACTS.pieces_v[0][2]], 0.0, tl.float32)
     tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim_v
-    num_splits = sizes.chunk
+    num_splits = sizes.splits
     for split in tl.range(num_splits, loop_unroll_factor=4):  # so that the loads of four splits are under way at once
         line = (split * sizes.batch + work.b) * tl.cast(
             sizes.heads_q, tl.int64

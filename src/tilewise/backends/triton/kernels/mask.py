@@ -106,8 +106,8 @@ def block_lists(tensors, sizes, b, head, block, FACTS: tl.constexpr):
         ``(partial, partial count, full, full count, first)``: pointers to both lists, their lengths, and the first full block.
     """
     # 64-bit offsets; both lists have the same strides, and so have both counts.
-    lists = tl.cast(b, tl.int64) * sizes.lists[0] + head * sizes.lists[1] + block * sizes.lists[2]
-    counts = tl.cast(b, tl.int64) * sizes.lists[3] + head * sizes.lists[4] + block
+    lists = tl.cast(b, tl.int64) * sizes.list_strides[0] + head * sizes.list_strides[1] + block * sizes.list_strides[2]
+    counts = tl.cast(b, tl.int64) * sizes.list_strides[3] + head * sizes.list_strides[4] + block
     partial, partial_count, full, full_count = tensors.lists
     fulls = tl.load(full_count + counts)
     return partial + lists, tl.load(partial_count + counts), full + lists, fulls, listed_block(full + lists, fulls, 0)

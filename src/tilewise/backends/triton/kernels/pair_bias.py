@@ -62,7 +62,7 @@ def sheet_kernel(
     sizes = plain_sizes(sizes)
     group = sizes.heads_q // sizes.heads_k
     slot, head, b = scheduled(group, sizes)
-    work = work_tile(sizes.blocks - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
     m0 = work.block * FACTS.tile_m
     k = source_of(tensors.k, (k_view, k_rest), sizes.k, work, work.start_k, head // group, FACTS)
     dq = zeros(FACTS.tile_m, False, FACTS)

@@ -53,7 +53,7 @@ def rows_to_terms(operand, to, strides, length, heads, sizes, OF_V: tl.constexpr
     x = tl.load(base + m.to(tl.int64)[:, None] * by_row + columns[None, :], mask=ok, other=0.0)
     high, middle, low = split_into_terms(x)
     finite = tl.abs(x) < float("inf")  # an infinity is all in the first term: Inf - Inf would put a NaN into the others
-    to += ((tl.cast(b, tl.int64) * length + m)[:, None] * heads + head) * (FACTS.parts * DIM) + columns[None, :]
+    to += ((tl.cast(b, tl.int64) * length + m)[:, None] * heads + head) * (FACTS.terms * DIM) + columns[None, :]
     # Registers to global memory: three terms of bf16 (tile_m, WIDTH), D columns from one to the next.
     tl.store(to, high, mask=ok)
     tl.store(to + DIM, tl.where(finite, middle, 0.0), mask=ok)

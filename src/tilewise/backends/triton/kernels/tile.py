@@ -117,7 +117,7 @@ def load_rows(
 ):
     """A tile of a :class:`Source` by pointers; the arguments are those of :func:`load_piece`."""
     PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
-    COUNT: tl.constexpr = FACTS.parts * len(PIECES)
+    COUNT: tl.constexpr = FACTS.terms * len(PIECES)
     tiles = ()
     for n in tl.static_range(COUNT):
         tiles = tiles + (load_piece(source.pointer, source.row, first, left, alive, TILE, OF_V, n, MASKED, FACTS),)
@@ -133,7 +133,7 @@ def load_streamed(source, first, left, alive, TILE: tl.constexpr, OF_V: tl.const
     if FACTS.whole or (FACTS.tma and not partial):
         PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
         DIM: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
-        TERMS: tl.constexpr = FACTS.parts
+        TERMS: tl.constexpr = FACTS.terms
         tiles = ()
         for term in tl.static_range(TERMS):
             for n in tl.static_range(len(PIECES)):
@@ -202,7 +202,7 @@ def rescaled(tiles, factor):
 @triton.jit
 def dot_transposed(left, right, FACTS: tl.constexpr):
     """``left rightᵀ`` in fp32, (rows of left, rows of right), summed over the head dim."""
-    PIECES: tl.constexpr = len(left) // FACTS.parts
+    PIECES: tl.constexpr = len(left) // FACTS.terms
     COUNT: tl.constexpr = len(FACTS.products)
     total = None
     for n in tl.static_range(COUNT):  # pairs of terms; one pair, (0, 0), where operands are no terms
@@ -225,7 +225,7 @@ def accumulate(p, tiles, acc, FACTS: tl.constexpr):
         acc: a tile of sums, fp32 (rows, width) for each piece.
     """
     COUNT: tl.constexpr = len(FACTS.products)
-    p = split_into_terms(p) if FACTS.parts > 1 else (p.to(tiles[0].dtype),)
+    p = split_into_terms(p) if FACTS.terms > 1 else (p.to(tiles[0].dtype),)
     sums = ()
     for piece in tl.static_range(len(acc)):
         total = None if FACTS.natural else acc[piece]

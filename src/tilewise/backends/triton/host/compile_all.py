@@ -1,4 +1,4 @@
-"""Compiles every configuration for GPUs that need not be there: ``python -m tilewise.backends.triton.compile_all``.
+"""Compiles every configuration for GPUs that need not be there: ``python -m tilewise.backends.triton.host.compile_all``.
 
 For each architecture, dtype and row of config's table, the launches of a forward and a backward are recorded on tensors
 without memory and compiled; then shared memory is held against ``config.shared_memory`` and the architecture's limit, and
@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewise.backends.base import Inputs, Output, empty_output
-from tilewise.backends.triton import config, launch
-from tilewise.backends.triton.facts import Facts
+from tilewise.backends.triton import config
+from tilewise.backends.triton.host import launch, runtime
+from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.host.plan import Plan
 from tilewise.masks.catalogue import block_sparse, causal, dense, window
 from tilewise.problem import check
 from tilewise.scores.catalogue import alibi, bias, softcap
@@ -124,7 +126,7 @@ def recorded(item: Launch) -> Iterator[tuple]:
     found = []
 
     def record(kernel, grid, tiles, *args):
-        found.append((launch.name_of(kernel, args[-1]), kernel, tiles, args))
+        found.append((runtime.pass_name(kernel, args[-1]), kernel, tiles, args))
 
     fitted = {
         name: config.fit(
@@ -137,7 +139,7 @@ def recorded(item: Launch) -> Iterator[tuple]:
     }
     chosen = config.Config.of(fitted, 1024 if item.feature == "split" else None)
     chosen = replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
-    plan = launch.Plan(p, chosen, record)
+    plan = Plan(p, chosen, record)
     with torch.no_grad():
         t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(p, q, v)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 
 class Facts:
-    """Sizes, flags and emitted functions, read in kernels as ``F.name``.
+    """Sizes, flags and emitted functions, read in kernels as ``FACTS.name``.
 
     Triton keys its caches on ``repr``, so that tells apart all that differs, functions by their source.
     """
 
     def __init__(self, **fields: object):
-        fields = {"tile": None, "place": None} | fields
         self.__dict__.update(fields)
         shown = {name: getattr(x, "cache_key", True) if callable(x) else x for name, x in fields.items()}
         self._text = f"Facts({', '.join(f'{name}={x}' for name, x in shown.items())})"
@@ -25,5 +24,5 @@ class Facts:
         return hash(self._text)
 
     def mangle(self) -> str:
-        """Names of inner functions contain this; a kernel has one Facts, so it need not tell them apart."""
+        """The compile-time facts in names of inner functions; a kernel has one Facts, so it need not tell them apart."""
         return "F"

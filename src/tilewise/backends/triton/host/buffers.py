@@ -1,0 +1,65 @@
+"""The memory that a call writes beside its outputs: partial states, gradients, statistics of rows, and sheets of dS."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Inputs, Output
+from tilewise.backends.triton.config import SHEET_STRIP, SHEET_UNIT
+from tilewise.backends.triton.host.plan import Plan
+from tilewise.problem import Problem
+
+PADDING = 256  # rows that the pass over key tiles may read past the last one: a tile
+
+
+def partial_states(out: Output, num_splits: int) -> Output:
+    """Memory for the states of each split of the keys, in fp32."""
+    o, lse = (torch.empty((num_splits, *x.shape), dtype=torch.float32, device=x.device) for x in (out.o, out.lse))
+    return Output(o, lse)
+
+
+def seqlen_q_rounded(problem: Problem) -> int:
+    """Rows from one head to the next in the statistics: each head begins at a multiple of 16 bytes, as descriptors ask."""
+    return problem.seqlen_q if problem.packed else -(-problem.seqlen_q // 4) * 4
+
+
+@dataclass
+class BackwardBuffers:
+    """What a backward writes.
+
+    Attributes:
+        dq, dk, dv: the gradients.
+        statistics: (2, rows of all heads) fp32: lse in base 2, and below it delta.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    statistics: Tensor
+
+    @classmethod
+    def empty(cls, problem: Problem, inputs: Inputs) -> BackwardBuffers:
+        rows = seqlen_q_rounded(problem) * problem.heads_q * (1 if problem.packed else problem.batch)
+        padded = -(-(rows + PADDING) // 4) * 4  # delta starts at a multiple of 16 bytes too
+        gradients = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
+        return cls(*gradients, inputs.q.new_empty((2, padded), dtype=torch.float32))
+
+    def delta(self, problem: Problem) -> Tensor:
+        """The deltas, in lse's shape."""
+        stride = seqlen_q_rounded(problem)
+        shape = (problem.heads_q, stride) if problem.packed else (problem.batch, problem.heads_q, stride)
+        return self.statistics[1, : math.prod(shape)].view(shape)[..., : problem.seqlen_q]
+
+
+def new_sheet(plan: Plan, q: Tensor) -> Tensor | None:
+    """Memory for dS of as many heads as are kept at a time, (batch, heads, strips, keys, queries of a strip); None where none are."""
+    if not plan.sheet_heads:
+        return None
+    problem = plan.problem
+    keys, queries = (-(-n // SHEET_UNIT) * SHEET_UNIT for n in (problem.seqlen_k, problem.seqlen_q))
+    shape = (problem.batch, plan.sheet_heads * problem.group, queries // SHEET_STRIP, keys, SHEET_STRIP)
+    return q.new_empty(shape, dtype=problem.dtype)

@@ -1,0 +1,242 @@
+"""Forward and backward as lists of passes over the tensors of a call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tilewise import state
+from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.backends.triton.config import OVER_KEYS, SHEET_STRIP, Tiles, of_pairs, of_sheet
+from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, partial_states
+from tilewise.backends.triton.host.call import Call, HeadRange, is_aligned, list_pointers, tile_slots
+from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
+from tilewise.backends.triton.host.launched import Launched, View
+from tilewise.backends.triton.host.leaf_sums import LeafSums
+from tilewise.backends.triton.host.plan import Plan, Role
+from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
+from tilewise.backends.triton.host.runtime import kernels
+from tilewise.backends.triton.host.terms import TERM_ROWS
+from tilewise.leaf_gradients import TILES, Read
+from tilewise.problem import Problem, regrouped_queries
+
+MERGING = Tiles(16, 16, 4, 1, padded=True)
+
+
+# -- Forward -------------------------------------------------------------------------------------------------------
+
+
+def forward(plan: Plan, inputs: Inputs) -> Output:
+    if plan.regrouped is not None:
+        problem = plan.problem
+        return _ungrouped(problem, forward(plan.regrouped, replace(inputs, q=regrouped_queries(problem, inputs.q))))
+    out = empty_output(plan.problem, inputs.q, inputs.v)
+    again = plan.forward_again
+    if again is not None and again(inputs, out):
+        return out
+    call, splits = Call.of(plan, inputs), Splits.of(plan)
+    if splits is None:
+        again = ForwardAgain.of(call, _attend(call, out))
+    else:
+        states = partial_states(out, splits.number)
+        main = _attend(call, states, splits)
+        again = ForwardAgain.of(call, main, _merge(call, out, states), splits.number)
+    plan.forward_again = again or plan.forward_again
+    return out
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The keys in ``number`` splits of ``tiles`` key tiles each."""
+
+    tiles: int
+    number: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Splits | None:
+        """The splits of a problem's keys; None where each row sees its keys in one program."""
+        problem, keys, tile_n = plan.problem, plan.config.split, plan.config.forward.tile_n
+        if not keys or problem.packed or plan.lists or problem.seqlen_k <= keys:
+            return None
+        tiles = -(-keys // tile_n)
+        return cls(tiles, -(-problem.seqlen_k // (tiles * tile_n)))
+
+
+def _attend(call: Call, to: Output, splits: Splits | None = None) -> Launched:
+    """Runs the forward kernel: o and lse, or their partial states of each split of the keys."""
+    plan, problem, tiles = call.plan, call.plan.problem, call.plan.config.forward
+    lists = call.tile_lists(tiles, False)
+    slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
+    views = operand_views(call, tiles, "k", "v")
+    pair = pair_view(call, tiles) if tiles.ahead else View("", None)  # by pointers its loads hide under Q Kᵀ
+    tma, chosen = views[0].value is not None, {}
+    if pair.value is not None:
+        chosen["pair"] = plan.pair_leaf[1]
+    if splits is not None:
+        chosen |= {"split": True, "sink": False}
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
+    sizes = call.sizes(slots, splits=splits.tiles if splits else 0, lists=lists)
+    tensors = call.tensors(o=to.o, lse=to.lse, lists=list_pointers(lists))
+    grid = (slots * problem.heads_q * _batches(problem), splits.number if splits else 1)
+    return call.launch(kernels().forward, grid, tiles, tensors, sizes, facts, *views, pair)
+
+
+def _merge(call: Call, out: Output, states: Output) -> Launched:
+    """Runs the kernel that merges the partial states of split keys."""
+    plan, problem = call.plan, call.plan.problem
+    slots = tile_slots(problem, problem.seqlen_q, MERGING.tile_m)
+    facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
+    tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, splits=len(states.o))
+    grid = (slots * problem.heads_q * problem.batch, 1)
+    views = View("partial_o", states.o), View("partial_lse", states.lse)
+    return call.launch(kernels().merge, grid, MERGING, tensors, sizes, facts, *views)
+
+
+def _batches(problem: Problem) -> int:
+    """The batch elements that a grid counts: packed sequences are among the slots of a head."""
+    return 1 if problem.packed else problem.batch
+
+
+def _ungrouped(problem: Problem, out: Output) -> Output:
+    """The outputs of a decoding step, from those of its :func:`regrouped_problem`."""
+    o = out.o.transpose(1, 2).reshape(problem.batch, 1, problem.heads_q, problem.head_dim_v)
+    return Output(o, out.lse.view(problem.batch, problem.heads_q, 1))
+
+
+# -- Backward ------------------------------------------------------------------------------------------------------
+
+
+def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+    problem = plan.problem
+    buffers = BackwardBuffers.empty(problem, inputs)
+    again = plan.backward_again.get(do.stride())
+    leaves = None if again is None else again(inputs, out, do, dlse, buffers)
+    if leaves is None:
+        leaves = _first_backward(plan, inputs, out, do, dlse, buffers)
+    dsink = None
+    if inputs.sink is not None:
+        dsink = state.sink_gradient(inputs.sink.float().view(-1, 1), out.lse, buffers.delta(problem))
+        dsink = dsink.sum(-1 if problem.packed else (0, 2)).to(inputs.sink.dtype)
+    return Grads(buffers.dq, buffers.dk, buffers.dv, dsink, leaves)
+
+
+def _first_backward(
+    plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor, buffers: BackwardBuffers
+) -> dict[int, Tensor]:
+    """Computes ``buffers`` and the leaves' gradients; where it can, the plan keeps the launches for later calls."""
+    call = Call.of(plan, inputs, do)
+    sums = LeafSums(plan, inputs)  # may launch kernels; what overlaps follows one another in the stream
+    statistics = _statistics(call, out, dlse, buffers)
+    lse2, delta = buffers.statistics.unbind()
+    tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv, grads=sums.buffers)
+    if plan.sheet_heads:
+        passes = _passes_over_sheets(call, tensors, sums.reads[0])
+    else:
+        # dQ first: where its programs have a multiprocessor each, two of the next pass's fill one that has no more of them.
+        over_keys = [name for name in plan.config.passes if name in OVER_KEYS]
+        passes = [_pass(call, "dq", tensors, role="reads")]
+        passes += [_pass(call, name, tensors, role="joins") for name in over_keys]
+        passes += [_pair_sum(call, tensors, n, read) for n, read in enumerate(sums.reads) if read.how == TILES]
+    leaves = sums.totals()
+    again = BackwardAgain.of(call, [statistics, *passes])
+    if again is not None:
+        plan.backward_again[do.stride()] = again
+    return leaves
+
+
+def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers) -> Launched:
+    """Computes the rows' statistics, lse in base 2 and delta."""
+    plan, problem = call.plan, call.plan.problem
+    tiles = Tiles(64 if plan.terms == 1 else TERM_ROWS, 64, 4, 1, padded=True)
+    slots = -(-problem.seqlen_q // tiles.tile_m)
+    dlse = dlse.contiguous()
+    call = call if is_aligned(out.o, out.lse, dlse) else replace(call, steady=False)
+    lse2, delta = buffers.statistics.unbind()
+    tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
+    facts = plan.facts(tiles, call.align, **plan.overlap("leads"))
+    grid = (slots * problem.heads_q * _batches(problem),)
+    return call.launch(kernels().delta, grid, tiles, tensors, call.sizes(slots), facts)
+
+
+def _pass(call: Call, name: str, tensors, heads: HeadRange | None = None, *, role: Role = "reads") -> Launched:
+    """Runs one of ``Config.passes`` of the backward: for some ``heads`` alone, it leaves their dS in a sheet."""
+    plan, problem, over_keys = call.plan, call.plan.problem, name in OVER_KEYS
+    tiles = plan.config.passes[name]
+    length, tile = (problem.seqlen_k, tiles.tile_n) if over_keys else (problem.seqlen_q, tiles.tile_m)
+    slots = tile_slots(problem, length, tile)
+    lists = call.tile_lists(tiles, over_keys)
+    views = operand_views(call, tiles, *(("q", "do") if over_keys else ("k", "v")))
+    tma = views[0].value is not None
+    chosen = {"dk": name != "dv", "dv": name != "dk", "again": True, **plan.overlap(role)}
+    if heads is not None:
+        chosen["sheet"] = SHEET_STRIP
+    if over_keys:
+        more, facts_of_them = _views_over_keys(call, name, tensors, heads, tma)
+        views, chosen = (*views, *more), chosen | facts_of_them
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
+    sizes = call.sizes(slots, lists=lists, heads=heads)
+    if lists is not None:
+        tensors = tensors._replace(lists=list_pointers(lists))
+    outer = (heads.heads if heads else problem.heads_k) if over_keys else problem.heads_q
+    kernel = kernels().dkdv if over_keys else kernels().dq
+    return call.launch(kernel, (slots * outer * _batches(problem),), tiles, tensors, sizes, facts, *views)
+
+
+def _views_over_keys(
+    call: Call, name: str, tensors, heads: HeadRange | None, tma: bool
+) -> tuple[tuple[View, ...], dict[str, object]]:
+    """The further views of a pass over key tiles, of the statistics, a pair leaf and a sheet; and the facts that tell of them."""
+    plan, tiles, facts = call.plan, call.plan.config.passes[name], {}
+    pair = pair_view(call, tiles)
+    if pair.value is not None:
+        facts["pair"] = plan.pair_leaf[1]
+    statistics, sheet = View("lse2", None), View("sheet", None)
+    if tma and not plan.problem.packed:
+        statistics = statistics_view(call, tiles, tensors.lse2, 1 if name == "dv" else 2)
+    if heads is not None and tma and tiles.tile_m <= SHEET_STRIP:
+        sheet, facts["strips"] = sheet_view(tensors.sheet, tiles), SHEET_STRIP
+    return (statistics, pair, sheet), facts
+
+
+def _pair_sum(call: Call, tensors, n: int, read: Read) -> Launched:
+    """Adds up the gradient of a leaf that is read at i and j, the n-th read, over what it is broadcast over."""
+    plan, problem = call.plan, call.plan.problem
+    tiles = of_pairs(problem, plan.config.dq)
+    loops = ("b" in read.loops, "h" in read.loops)
+    outer = (1 if loops[0] else problem.batch) * (1 if loops[1] else problem.heads_q)
+    grid = (-(-problem.seqlen_q // tiles.tile_m), -(-problem.seqlen_k // tiles.tile_n), outer)
+    facts = plan.facts(tiles, call.align, lists=False, again=True, read=n)
+    return call.launch(kernels().tile, grid, tiles, tensors, call.sizes(1), facts, n, *loops)
+
+
+# -- Sheets of dS --------------------------------------------------------------------------------------------------
+
+
+def _passes_over_sheets(call: Call, tensors, read: Read) -> list[Launched]:
+    """The passes over key tiles leave dS of some heads behind; from it come dQ and the gradient of a pair bias.
+
+    These then take one product of a tile, not five.
+    """
+    plan, config = call.plan, call.plan.config
+    tensors = tensors._replace(sheet=new_sheet(plan, call.inputs.q))
+    launched = [] if config.dv is None else [_pass(call, "dv", tensors)]
+    for first in range(0, plan.problem.heads_k, plan.sheet_heads):
+        heads = HeadRange(first, plan.sheet_heads, tuple(tensors.sheet.shape[2:4]))
+        launched.append(_pass(call, "dkdv" if config.dv is None else "dk", tensors, heads))
+        launched.append(_sum_sheet(call, tensors, read, heads))
+    return launched
+
+
+def _sum_sheet(call: Call, tensors, read: Read, heads: HeadRange) -> Launched:
+    """Computes dQ of some heads from their dS, and adds that to the gradient of a pair bias."""
+    plan, problem, tiles = call.plan, call.plan.problem, of_sheet(call.plan.problem, call.plan.config)
+    slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
+    views = operand_views(call, tiles, "k")
+    tma = views[0].value is not None
+    unit = math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)
+    facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit)
+    grid = (slots * heads.heads * problem.group * problem.batch,)
+    loops = ("b" in read.loops, "h" in read.loops, "h" in read.loops and heads.first > 0)
+    return call.launch(kernels().sheet, grid, tiles, tensors, call.sizes(slots, heads=heads), facts, *views, 0, *loops)

@@ -1,0 +1,342 @@
+"""What is decided once for a problem: its emitted functions, the compile-time facts of its launches, and what its calls share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewise import dropout, expr
+from tilewise.backends.base import Inputs, Output, PerTensors
+from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, Tiles, decoding, pieces, sheet_heads
+from tilewise.backends.triton.host import runtime
+from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.kernels.emit import Emitted, emit
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup
+from tilewise.caching import cached_property
+from tilewise.leaf_gradients import ROWS, TILES
+from tilewise.masks.facts import every_key_seen, every_pair_kept
+from tilewise.problem import Problem, TensorFacts, regrouped_problem
+
+Role = Literal["leads", "reads", "joins"]
+"""The part of a kernel that may run while its neighbour in the stream does: programmatic dependent launch.
+
+- ``leads``: it is launched as any kernel, and lets the next one begin early.
+- ``reads``: it reads what the kernel before it wrote, so its first statement waits for the end of that one.
+- ``joins``: it reads only what was complete when the kernel before it began, so it waits for that one's end last of all.
+"""
+
+Key, Value = TypeVar("Key", bound=Hashable), TypeVar("Value")
+
+
+class Memo(dict[Key, Value]):
+    """Values by what they depend on, each made at its first use."""
+
+    def of(self, key: Key, make: Callable[[], Value]) -> Value:
+        if key not in self:
+            self[key] = make()
+        return self[key]
+
+
+class SizesMemo:
+    """The Sizes of launches whose pointers are all aligned: one object for each content, so that its identity stands for it."""
+
+    def __init__(self):
+        self._made: Memo[tuple, Any] = Memo()
+        self._ids: set[int] = set()
+
+    def of(self, key: tuple, make: Callable[[], Any]) -> Any:
+        sizes = self._made.of(key, make)
+        self._ids.add(id(sizes))
+        return sizes
+
+    def __contains__(self, sizes: object) -> bool:
+        return id(sizes) in self._ids
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The strides of a call's operands, ``(batch, row, head)`` each, in elements.
+
+    Attributes:
+        unit: elements of 16 bytes.
+        in_units: the strides in units of 16 bytes; None where one of them is no multiple.
+    """
+
+    strides: dict[str, tuple[int, int, int]]
+    unit: int
+    in_units: dict[str, tuple[int, int, int]] | None
+
+    @classmethod
+    def of(cls, problem: Problem, operands: dict[str, Tensor]) -> Layout:
+        strides = {name: operand_strides(problem, x) for name, x in operands.items()}
+        unit = 16 // operands["q"].element_size()
+        whole = all(n % unit == 0 for each in strides.values() for n in each)
+        in_units = {name: tuple(n // unit for n in each) for name, each in strides.items()}
+        return cls(strides, unit, in_units if whole else None)
+
+
+def operand_strides(problem: Problem, x: Tensor) -> tuple[int, int, int]:
+    """``(batch, row, head)`` strides of a tensor laid out as q, in elements; packed, the first is 0."""
+    return (0, x.stride(0), x.stride(1)) if problem.packed else (x.stride(0), x.stride(1), x.stride(2))
+
+
+@dataclass(eq=False)
+class Decisions:
+    """What follows from a problem and its configuration, each worked out once."""
+
+    problem: Problem
+    config: Config
+
+    def overlap(self, role: Role) -> dict[str, str]:
+        """The role as an argument of ``facts``; empty where kernels do not overlap.
+
+        They do not where one of them may have no programs, nor with lists of tiles, which another kernel may have made just before.
+        """
+        sizes = (self.problem.batch, self.problem.seqlen_q, self.problem.seqlen_k)
+        return {"overlap": role} if self.config.overlapping and all(sizes) and not self.lists else {}
+
+    @property
+    def lists(self) -> bool:
+        """Whether kernels walk over lists of tiles, as they do for a predicate."""
+        return self.problem.spec.region.predicate is not None and not self.problem.packed
+
+    @property
+    def terms(self) -> int:
+        """The bf16 numbers that stand for each element of q, k, v and dO in the kernels' products."""
+        return TERMS if self.config.products == "bf16x6" else 1
+
+    @cached_property
+    def emitted(self) -> Emitted:
+        return self._emitted(None)
+
+    @cached_property
+    def emitted_for_pairs(self) -> Emitted:
+        """The emitted functions that find a tile of :attr:`pair_leaf` instead of reading its elements."""
+        return self._emitted(self.pair_leaf[0])
+
+    def _emitted(self, described: int | None) -> Emitted:
+        wide = frozenset(n for n, leaf in enumerate(self.problem.extras) if _is_wide(leaf))
+        return emit(self.problem, wide, described)
+
+    @cached_property
+    def leaf_names(self) -> tuple[str, ...]:
+        """Names of the addresses of the leaves that kernels read."""
+        return tuple(f"leaves[{n}]" for n in range(len(self.emitted.slots)))
+
+    @cached_property
+    def grad_names(self) -> tuple[str, ...]:
+        """Names of the addresses of the buffers for the leaves' gradients."""
+        return tuple(f"grads[{n}]" for n in range(len(self.emitted.reads)))
+
+    @cached_property
+    def extents(self) -> tuple[tuple[int, ...], ...]:
+        """Size and stride of every axis, for each leaf that kernels read."""
+        return tuple(_extents(x.shape, x.stride) for x in (self.problem.extras[n] for n in self.emitted.slots))
+
+    @cached_property
+    def grad_extents(self) -> tuple[tuple[int, ...], ...]:
+        """Size and stride of every axis of contiguous tensors of the same shapes."""
+        shapes = [self.problem.extras[n].shape for n in self.emitted.slots]
+        return tuple(_extents(shape, torch.empty(shape, device="meta").stride()) for shape in shapes)
+
+    @cached_property
+    def scales(self):
+        """The Scales of every launch."""
+        problem = self.problem
+        keep = dropout.keep_scale(problem.spec.dropout_p) if problem.spec.dropout_p else 1.0
+        return runtime.kernels().Scales(float(problem.softmax_scale), keep, runtime.opaque(self.emitted.numbers))
+
+    @cached_property
+    def pair_leaf(self) -> tuple[int, tuple] | None:
+        """The leaf whose tiles a descriptor may bring to the score: ``(slot, leading indices)``, each index a name or a number."""
+        lookup = described_lookup(self.problem)
+        if lookup is None:
+            return None
+        return lookup.args[0][1], (0,) * (5 - len(lookup.args)) + tuple(x.args[0] for x in lookup.args[1:-2])
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether descriptors may read every tile.
+
+        They hide the rows past a tensor's last, but neither another packed sequence's nor keys that no query sees, which may hold NaN.
+        """
+        problem = self.problem
+        return not problem.packed and every_key_seen(problem.spec.region, problem.seqlen_q, problem.seqlen_k)
+
+    @cached_property
+    def sheet_heads(self) -> int:
+        """The key heads whose dS the backward keeps at a time (:func:`kept_sheet_heads`)."""
+        return kept_sheet_heads(self)
+
+
+@dataclass(eq=False)
+class Plan(Decisions):
+    """The decisions for one problem, and what its calls have in common.
+
+    Attributes:
+        record: takes every launch in its place, where launches are to be listed and not run.
+        facts_made, layouts, sizes, descriptors, compiled: caches; ``compiled`` holds kernels by the identity of their
+            function, sizes and facts.
+        tile_lists: lists of a predicate's tiles.
+        forward_again: launches a forward once more; False, and nothing launched, where a tensor is not aligned as the first call's.
+        backward_again: by dO's strides, what launches a backward once more, given what it writes, and gives the leaves' gradients; None
+            as above.
+    """
+
+    record: Callable[..., None] | None = None
+    facts_made: Memo[tuple, Facts] = field(default_factory=Memo)
+    layouts: Memo[tuple[int, ...] | None, Layout] = field(default_factory=Memo)
+    sizes: SizesMemo = field(default_factory=SizesMemo)
+    descriptors: Memo[tuple, Any] = field(default_factory=Memo)
+    compiled: dict[tuple, Any] = field(default_factory=dict)
+    tile_lists: PerTensors = field(default_factory=PerTensors)
+    forward_again: Callable[[Inputs, Output], bool] | None = None
+    backward_again: dict[tuple[int, ...], Callable[..., dict[int, Tensor] | None]] = field(default_factory=dict)
+
+    def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
+        """Launches a kernel; with sizes and facts of an earlier launch, straight through the compiled one.
+
+        Triton's own way there looks at each of some hundred numbers, which takes 60 us of host time. What it looks for cannot change:
+        sizes and facts are the same objects, and sizes are kept only where every pointer is aligned.
+
+        Returns:
+            The compiled kernel; None where a later launch has to go Triton's way again.
+        """
+        if self.record is not None:
+            self.record(kernel, grid, tiles, *arguments)
+            return None
+        sizes, facts = arguments[1], arguments[-1]
+        if sizes not in self.sizes:
+            runtime.run(kernel, grid, tiles, *arguments)
+            return None
+        key = kernel, id(sizes), id(facts)
+        compiled = self.compiled.get(key)
+        if compiled is not None:
+            runtime.run_compiled(compiled, (*grid, 1, 1)[:3], *arguments)
+        else:
+            compiled = runtime.run(kernel, grid, tiles, *arguments)
+            if compiled is not None:
+                self.compiled[key] = compiled
+        return compiled
+
+    def facts(self, tiles: Tiles, align: int, **chosen: object) -> Facts:
+        """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults."""
+        return self.facts_made.of((tiles, align, *chosen.items()), lambda: all_facts(self, tiles, align, chosen))
+
+    @cached_property
+    def regrouped(self) -> Plan | None:
+        """The plan of a decoding step with the query heads of each key head as the rows of one tile; None where that is another
+        attention: beside scores, dropout, sinks, and masks that hide a key, heads differ."""
+        problem, spec = self.problem, self.problem.spec
+        if problem.seqlen_q != 1 or problem.group == 1 or problem.packed:
+            return None
+        if spec.score is not None or spec.dropout_p or spec.sink_slot is not None:
+            return None
+        if not every_pair_kept(spec.region, 1, problem.seqlen_k):
+            return None
+        regrouped = regrouped_problem(problem)
+        return Plan(regrouped, decoding(regrouped, self.config), self.record)
+
+
+def _extents(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for axis in zip(shape, stride, strict=True) for n in axis)
+
+
+def _is_wide(leaf: TensorFacts) -> bool:
+    """Whether an element may lie 2**31 elements from the first."""
+    return (
+        sum((size - 1) * abs(stride) for size, stride in zip(leaf.shape, leaf.stride, strict=True) if size) >= 1 << 31
+    )
+
+
+def kept_sheet_heads(decisions: Decisions) -> int:
+    """The key heads whose dS the backward keeps at a time, for dQ and the gradient of a broadcast bias.
+
+    It keeps none, which is 0, unless that bias is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold it.
+    """
+    problem, emitted = decisions.problem, decisions.emitted
+    if (
+        [read.how for read in emitted.reads] != [TILES]
+        or not decisions.whole
+        or {"slope", "tile_0"} & set(emitted.functions)
+    ):
+        return 0
+    leaf = problem.extras[emitted.reads[0].slot]
+    # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
+    if leaf.dtype != problem.dtype != torch.bfloat16:
+        return 0
+    return sheet_heads(problem, decisions.config.beside[1], math.prod(leaf.shape) * leaf.dtype.itemsize)
+
+
+_EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "slope", "rows", "leaves", "columns")
+
+
+def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> Facts:
+    """Everything that a kernel is compiled for.
+
+    Args:
+        align: elements of which every stride is a multiple.
+        chosen: facts of this launch, and: ``again``, the score is computed again, for gradients; ``read``, the sum is that of
+            ``emitted.reads[read]``. ``pair``: the leading indices of the leaf whose tiles a descriptor brings.
+    """
+    emitted = decisions.emitted if chosen.get("pair") is None else decisions.emitted_for_pairs
+    functions = {name: emitted.functions.get(name) for name in _EMITTED}
+    if chosen.get("again"):
+        functions["score"] = emitted.functions.get("again")
+    for name in ("tile", "place"):
+        functions[name] = emitted.functions.get(f"{name}_{chosen['read']}") if chosen.get("read") is not None else None
+    of_tiles = {
+        "tile_m": tiles.tile_m,
+        "tile_n": tiles.tile_n,
+        "pieces": pieces(decisions.problem.head_dim, tiles),
+        "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
+        "align": align,
+        "together": tiles.ahead,
+        "specialized": tiles.specialized,
+    }
+    defaults = {
+        "split": False,
+        "dk": True,
+        "dv": True,
+        "tma": False,
+        "pair": None,
+        "whole": False,
+        "sheet": 0,
+        "strips": 0,
+        "overlap": None,
+    }
+    return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
+
+
+def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
+    """The facts that are the same in every launch of a problem."""
+    problem, spec, region = decisions.problem, decisions.problem.spec, decisions.problem.spec.region
+    ends = [e for e in region.ends if e is not None]
+    fp32 = problem.dtype == torch.float32
+    return {
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "packed": problem.packed,
+        "lists": decisions.lists,
+        "general": spec.score is not None or not problem.softmax_scale > 0 or fp32,
+        "natural": fp32,
+        "masked": not region.everything,
+        "sink": spec.sink_slot is not None,
+        "dropout": spec.dropout_p > 0,
+        "precision": "tf32" if decisions.config.products == "tf32" else "ieee",
+        "terms": decisions.terms,
+        "products": TERM_PRODUCTS if decisions.terms > 1 else ((0, 0),),
+        "partial_stages": 2 if PairReads.of(problem).bytes else 1,
+        "upcast": (problem.dtype == torch.bfloat16 or decisions.terms > 1) and problem.device.type == "cpu",
+        "row_grads": tuple(n for n, read in enumerate(emitted.reads) if read.how == ROWS),
+        "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),
+        "hides": emitted.hides,
+        "binary": emitted.binary,
+        "bounded": emitted.bounded,
+        "digest": emitted.digest,
+    }

@@ -1,0 +1,78 @@
+"""Triton as the host uses it: its kernels by name, the first launch of one, and a launch of one that is compiled."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import SimpleNamespace
+
+import torch
+
+from tilewise.backends.triton.config import Tiles
+from tilewise.backends.triton.host.facts import Facts
+
+
+@lru_cache(maxsize=1)
+def kernels() -> SimpleNamespace:
+    """The kernels and the bundles of their arguments, by name. Triton is imported here, at the first launch."""
+    import triton
+    from tilewise.backends.triton.kernels import arguments, backward, forward, pair_bias, terms
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return SimpleNamespace(
+        triton=triton,
+        forward=forward.forward_kernel,
+        merge=forward.merge_kernel,
+        delta=backward.delta_kernel,
+        dkdv=backward.dkdv_kernel,
+        dq=backward.dq_kernel,
+        tile=pair_bias.tile_kernel,
+        sheet=pair_bias.sheet_kernel,
+        terms=terms.terms_kernel,
+        Tensors=arguments.Tensors,
+        Sizes=arguments.Sizes,
+        Scales=arguments.Scales,
+        TensorDescriptor=TensorDescriptor,
+    )
+
+
+def pass_name(kernel, facts: Facts) -> str:
+    """The name of a kernel's launch, as in ``Config.passes`` where it is one of these."""
+    name = kernel.fn.__name__.removesuffix("_kernel")
+    return name if name != "dkdv" or (facts.dk and facts.dv) else "dk" if facts.dk else "dv"
+
+
+def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
+    """Launches a kernel, and compiles it where it must.
+
+    Returns:
+        The compiled kernel; None where the grid is empty or the interpreter runs.
+    """
+    if not all(grid):
+        return None
+    early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
+    return kernel[grid](*arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **early)
+
+
+def listening() -> bool:
+    """Whether somebody, such as a profiler, wants to hear of Triton's launches."""
+    hooks = kernels().triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
+def run_compiled(compiled, grid: tuple[int, int, int], *arguments: object) -> None:
+    """Launches a compiled kernel. ``compiled[grid](*arguments)`` would go through two chains of hooks though nobody listens."""
+    if listening():
+        compiled[grid](*arguments)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+def opaque(x: object) -> object:
+    """Numbers as kernels take them: each whole number n as the odd 2 n + 3, in tuples too; floats as they are.
+
+    Triton would compile anew for a number that is 1 or a multiple of 16 (docs/decisions.md#triton-opaque-sizes).
+    """
+    if isinstance(x, tuple):
+        return type(x)(*map(opaque, x)) if hasattr(x, "_fields") else tuple(map(opaque, x))
+    return 2 * x + 3 if isinstance(x, int) else x

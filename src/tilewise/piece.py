@@ -1,0 +1,94 @@
+"""A contiguous piece of a larger attention, as a rank, a page or a chunk of a prompt holds it.
+
+Masks and scores are written in the indices of the whole. A piece's kernels count queries and keys from the piece's own first
+ones, so :class:`Piece` rewrites the expressions once: no kernel knows that there is a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise import expr
+from tilewise.expr import Expr, apply, number, symbol
+from tilewise.masks import Region
+
+I, J = symbol("i"), symbol("j")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a call lies in the whole attention: from query ``q_start`` of ``total_q`` and from key ``k_start`` of ``total_k`` on.
+
+    How many queries and keys the piece has is in its tensors. ``off`` is that of the whole, ``total_k - total_q``.
+    """
+
+    q_start: int
+    k_start: int
+    total_q: int
+    total_k: int
+
+    def reasons(self, seqlen_q: int, seqlen_k: int) -> list[str]:
+        """Why tensors of these lengths cannot lie there."""
+        places = (("queries", self.q_start, seqlen_q, self.total_q), ("keys", self.k_start, seqlen_k, self.total_k))
+        return [
+            f"the piece holds {name} {start} to {start + length} of {total}"
+            for name, start, length, total in places
+            if not 0 <= start <= start + length <= total
+        ]
+
+    def score(self, whole: Expr) -> Expr:
+        """An expression about the whole in the piece's own i and j."""
+        values = {"i": I + self.q_start, "j": J + self.k_start, "off": number(self.total_k - self.total_q)}
+        values |= {"seqlen_q": number(self.total_q), "seqlen_k": number(self.total_k)}
+        return _folded(expr.substitute(whole, values))
+
+    def region(self, whole: Region) -> Region:
+        """The whole's mask on the piece's pairs; ends count from the piece's first query or key, and are clamped where they are read."""
+
+        def end(e: Expr | None, start: int) -> Expr | None:
+            return None if e is None else _less(self.score(e), start)
+
+        predicate = None if whole.predicate is None else self.score(whole.predicate)
+        keys, queries = ([end(e, start) for e in ends] for ends, start in
+                         ((whole.ends[:2], self.k_start), (whole.ends[2:], self.q_start)))  # fmt: skip
+        return Region(*keys, *queries, predicate)
+
+
+def _less(e: Expr, n: int) -> Expr:
+    """``e - n`` with the difference taken inside of maximum, minimum and where, so that the ends of bands stay as they are written."""
+    if e.op in ("maximum", "minimum"):
+        return apply(e.op, *[_less(x, n) for x in e.args])
+    if e.op == "where":
+        return apply("where", e.args[0], *[_less(x, n) for x in e.args[1:]])
+    return _folded(e - number(n))
+
+
+def _folded(root: Expr) -> Expr:
+    """The tree with sums of whole numbers added up: ``(i + 5) + 3`` is ``i + 8``.
+
+    What is folded depends on the tree's form alone, never on a number's value, so all pieces of an attention share their kernels.
+    """
+    new: dict[int, Expr] = {}
+    for e in expr.nodes(root):
+        inner = [new[id(a)] for a in expr.children(e)]
+        head = e.args[: len(e.args) - len(inner)]
+        new[id(e)] = _sum(e.op, *inner) if e.op in ("add", "sub") else Expr(e.op, (*head, *inner)) if inner else e
+    return new[id(root)]
+
+
+def _sum(op: str, a: Expr, b: Expr) -> Expr:
+    """``a + b`` or ``a - b``, with the numbers of both in one."""
+    if op == "add" and _is_whole(a):
+        a, b = b, a
+    if not _is_whole(b) or expr.kind(a) != "int":
+        return apply(op, a, b)
+    n = b.args[0] if op == "add" else -b.args[0]
+    if _is_whole(a):
+        return number(a.args[0] + n)
+    if a.op == "add" and _is_whole(a.args[1]):
+        return a.args[0] + number(a.args[1].args[0] + n)
+    return a + number(n)
+
+
+def _is_whole(e: Expr) -> bool:
+    return e.op == "number" and type(e.args[0]) is int

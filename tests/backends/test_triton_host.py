@@ -1,0 +1,249 @@
+"""The host side of the Triton backend: what later calls repeat of the first, descriptors, and how kernels overlap."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import tilewise as tw
+from tests.backends.contract import call, normal, qkv
+from tilewise.backends.triton import interpreting
+from tilewise.backends.triton.config import Config, Tiles
+from tilewise.backends.triton.host import compile_all, launch, runtime
+from tilewise.backends.triton.host.descriptors import four_axes
+from tilewise.backends.triton.host.plan import Plan
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
+
+TMA = Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3)
+TERMS = replace(TMA, products="bf16x6")
+
+
+def test_numbers_are_never_one_nor_a_multiple_of_sixteen():
+    found = runtime.opaque((1, 16, (0, 32, 4096), 2.0))
+    assert found == (5, 35, (3, 67, 8195), 2.0)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What a plan launches, ``(grid, arguments)``, and nothing of it done."""
+    calls = []
+    monkeypatch.setattr(runtime, "run", lambda kernel, grid, tiles, *args: calls.append((grid, args)) or object())
+    monkeypatch.setattr(runtime, "run_compiled", lambda compiled, grid, *args: calls.append((grid, args)))
+    return calls
+
+
+def _moved(x):
+    """A copy at an odd address."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def test_a_second_forward_is_the_first_with_new_addresses(launches):
+    c, new = (call(*qkv(nk=n, d=64, dv=64, dtype=torch.bfloat16), causal=True) for n in (70, 70))
+    plan = Plan(c.p, TMA)
+    launch.forward(plan, c.t)
+    out = launch.forward(plan, new.t)
+    (grid, first), (again, second) = launches
+    assert again == (*grid, 1)
+    assert (second[0].q, second[0].v, second[0].lse) == (new.t.q.data_ptr(), new.t.v.data_ptr(), out.lse.data_ptr())
+    assert all(x is y for x, y in zip(first[1:3] + first[7:], second[1:3] + second[7:], strict=True))
+    assert [second[3].base, second[5].base] == [new.t.k.data_ptr(), new.t.v.data_ptr()]
+    new.t.q = _moved(new.t.q)
+    launch.forward(plan, new.t)
+    assert launches[2][1][0].q is new.t.q
+
+
+def test_a_second_call_makes_its_own_terms(launches):
+    c, new = (call(*qkv(nk=70, d=64, dv=64), causal=True) for _ in range(2))
+    plan = Plan(c.p, TERMS)
+    out = launch.forward(plan, c.t)
+    launch.forward(plan, new.t)
+    (_, terms), (_, main) = launches[2:]
+    assert terms[0][:3] == tuple(x.data_ptr() for x in (new.t.q, new.t.k, new.t.v))
+    assert (terms[0].dq, terms[0].dk, terms[0].dv) == main[0][:3]
+    assert [main[3].base.data_ptr(), main[5].base.data_ptr()] == [main[0].k, main[0].v]
+    launches.clear()
+    launch.backward(plan, c.t, out, c.do, c.dlse)
+    launch.backward(plan, new.t, out, new.do, new.dlse)
+    (_, terms), (_, delta), (_, _dq), (_, dkdv) = launches[4:]
+    assert (*terms[0][:3], terms[0].do) == tuple(x.data_ptr() for x in (new.t.q, new.t.k, new.t.v, new.do))
+    assert (terms[0].dq, terms[0].dk, terms[0].dv, terms[0].o) == (*dkdv[0][:3], delta[0].do)
+    assert [dkdv[3].base.data_ptr(), dkdv[5].base.data_ptr()] == [dkdv[0].q, dkdv[0].do]
+
+
+def test_a_second_forward_reads_its_own_bias(launches):
+    biased = lambda: tw.bias(normal(4, 72, 72, dtype=torch.bfloat16))  # noqa: E731
+    c, new = (call(*qkv(nq=72, nk=72, d=64, dv=64, dtype=torch.bfloat16), score=biased()) for _ in range(2))
+    plan = Plan(c.p, TMA)
+    launch.forward(plan, c.t)
+    launch.forward(plan, new.t)
+    (_, first), (_, second) = launches
+    assert first[-2].base is c.t.leaves[plan.pair_leaf[0]]
+    assert second[-2].base == new.t.leaves[plan.pair_leaf[0]].data_ptr()
+
+
+def test_a_second_backward_is_the_first_with_new_addresses(launches):
+    c, new = (call(*qkv(nk=n, d=64, dv=64, dtype=torch.bfloat16), causal=True) for n in (70, 70))
+    plan = Plan(c.p, TMA)
+    out = launch.forward(plan, c.t)
+    launch.backward(plan, c.t, out, c.do, c.dlse)
+    grads = launch.backward(plan, new.t, out, new.do, new.dlse)
+    first, second = launches[1:4], launches[4:7]
+    for (grid, args), (again, others) in zip(first, second, strict=True):
+        assert again == (*grid, 1, 1)
+        assert all(x is y for x, y in zip(args[1:3], others[1:3], strict=True))
+        assert args[-1] is others[-1]
+        given = [(name, x, y) for name, x, y in zip(args[0]._fields, args[0], others[0], strict=True) if x is not None]
+        assert all(y is not None for _, _, y in given)
+        tensors = {"q": new.t.q, "k": new.t.k, "do": new.do, "o": out.o, "dq": grads.dq, "dv": grads.dv}
+        assert all(y == tensors[name].data_ptr() for name, _, y in given if name in tensors)
+    assert [second[2][1][n].base for n in (3, 5)] == [new.t.q.data_ptr(), new.do.data_ptr()]
+    assert [second[1][1][n].base for n in (3, 5)] == [new.t.k.data_ptr(), new.t.v.data_ptr()]
+    launch.backward(plan, new.t, out, _moved(new.do), new.dlse)
+    assert isinstance(launches[8][1][0].q, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("feature", "roles"),
+    [
+        ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
+        ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "sheet": None}),
+        ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv"))),
+    ],
+)
+def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):
+    launched = compile_all.recorded(compile_all.Launch("sm90", torch.bfloat16, 128, feature))
+    assert [(name, args[-1].overlap) for name, _, _, args in launched] == list(roles.items())
+
+
+def test_kernels_that_may_have_no_programs_do_not_overlap():
+    p = call(*qkv(nq=0, nk=64, d=64, dv=64)).p
+    plan = Plan(p, replace(TMA, overlapping=True))
+    assert plan.overlap("reads") == {}
+
+
+def test_a_second_backward_leaves_ds_and_sums_a_bias_where_it_says(launches):
+    biased = lambda: tw.bias(normal(4, 72, 72, dtype=torch.bfloat16).requires_grad_())  # noqa: E731
+    c, new = (call(*qkv(nq=72, nk=72, d=64, dv=64, dtype=torch.bfloat16), score=biased()) for _ in range(2))
+    plan = Plan(c.p, Config(*[Tiles(64, 64, 4, 1, tma=True)] * 3))
+    out = launch.forward(plan, c.t)
+    launch.backward(plan, c.t, out, c.do, c.dlse)
+    grads = launch.backward(plan, new.t, out, new.do, new.dlse)
+    first, second = launches[1:4], launches[4:7]
+    assert [grid for grid, _ in second] == [(*grid, 1, 1)[:3] for grid, _ in first]
+    over_keys, of_sheet = (args for _, args in second[1:])
+    slot = plan.emitted.reads[0].slot
+    for tensors in (over_keys[0], of_sheet[0]):
+        assert tensors.sheet == over_keys[-2].base
+        assert tensors.leaves == (new.t.leaves[slot].data_ptr(),)
+        assert tensors.grads == (grads.leaves[slot].data_ptr(),)
+    assert over_keys[-3].base == new.t.leaves[slot].data_ptr()
+    assert of_sheet[3].base == new.t.k.data_ptr()
+    assert of_sheet[0].dq == grads.dq.data_ptr()
+    assert of_sheet[4:] == first[2][1][4:]
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+def test_descriptors_see_every_row_of_every_head(layout):
+    x = torch.arange(480).view(2, 10, 3, 8) if layout == "bnhd" else torch.arange(480).view(2, 3, 10, 8).transpose(1, 2)
+    shape, strides = four_axes(x, x.stride()[:3], heads=3, batch=2)
+    assert torch.equal(x.as_strided(shape, strides), x.transpose(1, 2))
+
+
+def test_there_is_no_descriptor_of_an_expanded_tensor():
+    x = torch.zeros(2, 10, 1, 8).expand(2, 10, 3, 8)
+    assert four_axes(x, x.stride()[:3], heads=3, batch=2) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths", "whole"),
+    [
+        (None, (40, 70), True),
+        (tw.causal(), (40, 70), True),
+        (tw.window(left=9, right=0), (70, 70), True),
+        (tw.window(left=9, right=0), (40, 70), False),  # the first keys lie before every query's window
+        (tw.key_range(0, 60), (70, 70), False),
+        (tw.prefix(10), (70, 70), True),
+        (tw.causal() & tw.key_lengths(torch.tensor([60])), (70, 70), False),
+        (tw.keep(lambda b, h, i, j: i != j), (70, 70), False),
+    ],
+    ids=["full", "causal", "window", "short-window", "key-range", "prefix", "key-lengths", "keep"],
+)
+def test_descriptors_read_every_tile_where_every_key_is_seen(mask, lengths, whole):
+    q, k = (torch.randn(1, n, 1, 32) for n in lengths)
+    c = call(q, k, k.clone(), mask=mask)
+    assert Plan(c.p, TMA).whole == whole
+
+
+class ReorderedTensors(NamedTuple):
+    """Tensors with a field more, before all others, which are in another order."""
+
+    added: Any = None
+    grads: Any = ()
+    leaves: Any = ()
+    lists: Any = None
+    sheet: Any = None
+    seed: Any = None
+    sink: Any = None
+    cu_seqlens_k: Any = None
+    cu_seqlens_q: Any = None
+    dv: Any = None
+    dk: Any = None
+    dq: Any = None
+    dlse: Any = None
+    delta: Any = None
+    lse2: Any = None
+    do: Any = None
+    lse: Any = None
+    o: Any = None
+    v: Any = None
+    k: Any = None
+    q: Any = None
+
+
+@pytest.mark.parametrize("tensors", [None, ReorderedTensors], ids=["as-they-are", "a-field-more"])
+def test_a_later_call_gives_each_field_its_own_address_wherever_the_field_stands(launches, monkeypatch, tensors):
+    if tensors is not None:
+        assert set(tensors._fields) == {*runtime.kernels().Tensors._fields, "added"}
+        monkeypatch.setattr(runtime.kernels(), "Tensors", tensors)
+    slopes, sink = normal(4).requires_grad_(), normal(4)
+    options = {"causal": True, "score": tw.alibi(slopes), "sink": sink, "dropout_p": 0.1, "dropout_seed": 3}
+    c, new = (call(*qkv(nk=70, d=64, dv=64, dtype=torch.bfloat16), **options) for _ in range(2))
+    plan = Plan(c.p, TMA)
+    out = launch.forward(plan, c.t)
+    launch.backward(plan, c.t, out, c.do, c.dlse)
+    launches.clear()
+    again = launch.forward(plan, new.t)
+    grads = launch.backward(plan, new.t, again, new.do, new.dlse)
+    read = {"q": new.t.q, "k": new.t.k, "v": new.t.v, "o": again.o, "lse": again.lse}
+    shared = {"seed": new.t.seed, "sink": new.t.sink}
+    written = {"do": new.do, "dlse": new.dlse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+    slot = plan.emitted.slots[0]
+    for name, (_, arguments) in zip(("forward", "delta", "dq", "dkdv"), launches, strict=True):
+        pointers = arguments[0]
+        expected = read | shared | (written if name != "forward" else {})
+        assert {x: getattr(pointers, x) for x in expected} == {x: tensor.data_ptr() for x, tensor in expected.items()}
+        assert pointers.leaves == (new.t.leaves[slot].data_ptr(),)
+        assert len(pointers.grads) == (name in ("dq", "dkdv"))
+        assert pointers.cu_seqlens_q is pointers.lists is getattr(pointers, "added", None) is None
+    assert [view.base for view in launches[0][1][3:7:2]] == [new.t.k.data_ptr(), new.t.v.data_ptr()]
+    statistics = launches[1][1][0]
+    assert statistics.delta - statistics.lse2 > 4 * 70 * 4 * 2
+
+
+def test_heads_of_one_query_share_a_tile_unless_they_differ_in_more_than_their_queries():
+    q, k, v = qkv(nq=1, nk=50, hq=4, hk=2)
+    plans = {
+        "plain": {},
+        "causal": {"causal": True},
+        "window": {"mask": tw.window(20, 0)},
+        "score": {"score": tw.alibi(normal(4))},
+        "sink": {"sink": normal(4)},
+        "dropout": {"dropout_p": 0.5, "dropout_seed": 1},
+    }
+    found = {name: Plan(call(q, k, v, **options).p, TMA).regrouped for name, options in plans.items()}
+    assert [name for name, plan in found.items() if plan is not None] == ["plain", "causal"]
+    assert Plan(call(*qkv(nq=2, nk=50, hq=4, hk=2)).p, TMA).regrouped is None

@@ -43,9 +43,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.base": ("problem", "expr"),
     "reference": ("backends.base", "problem", "spec", "leaf_gradients", "tiles", "state", "dropout", "expr", "caching"),
     # A kernel's key holds the expressions traced into it.
+    "backends.hopper.expected": (),
     "backends.hopper.config": ("problem", "masks.facts", "expr"),
-    "backends.hopper.forward.config": ("backends.hopper.config", "problem", "device"),
-    "backends.hopper.backward.config": ("backends.hopper.config", "problem", "device"),
+    "backends.hopper.forward.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
+    "backends.hopper.backward.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
     "backends.*.config": ("problem", "device"),
     # A program of its own.
     "backends.*.compile_all": (

@@ -39,7 +39,6 @@ EXEMPT: dict[str, str] = {
     "backends/hopper/backward/keys.py": "one kernel whose roles are not yet files of their own",
     "backends/hopper/backward/queries.py": "one kernel whose roles are not yet files of their own",
     "backends/hopper/forward/kernel.py": "one kernel whose roles are not yet files of their own",
-    "backends/hopper/host/hostcode.py:Machine": "an interpreter: one short method for each operation it knows",
     "iomodel/machine.py:Machine": "a counted machine: one short method for each access of memory",
 }
 

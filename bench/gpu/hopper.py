@@ -1,10 +1,8 @@
 """The Hopper backend's kernels: each one compiled ahead of time, checked by calls of its kind, remembered by its bits."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,17 +11,16 @@ from torch import Tensor
 import tilewise as tw
 from bench import cases
 from bench.gpu.subject import Kernel, Named, Scale, Subject, Timed, in_16_bits
-from tilewise.backends import hopper
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
-from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host import kernel_files
+from tilewise.backends.hopper.host import proven as proofs
 from tilewise.testing import HIDING, Call, call, of_case, qkv
 
-PROVEN = Path(hopper.__file__).with_name("proven.txt")  # a kernel a line: its bits, how many calls were right, its name
 PROBES = (
     "forward_bf16_d128_upper_128", "forward_bf16_d64_full_192", "forward_bf16_d256_band_128",
     "forward_bf16_d128_upper_split", "forward_bf16_d128_full_split_heads8", "forward_bf16_d128_upper_packed",
@@ -174,8 +171,8 @@ def kernel_of(x: Config | Backward, bits: str = "") -> Kernel:
 
 
 def bits_of(name: str) -> str:
-    """A kernel's file, as a hash."""
-    return hashlib.sha256((library.folder() / library.file_name(name)).read_bytes()).hexdigest()[:24]
+    """The hash of a kernel's file."""
+    return proofs.bits_of(kernel_files.folder() / kernel_files.file_name(name))
 
 
 class HopperSubject(Subject):
@@ -187,7 +184,7 @@ class HopperSubject(Subject):
         super().__init__("hopper", scale)
 
     def kernels(self) -> list[Kernel]:
-        index = library.index()
+        index = kernel_files.index()
         built = {x.name: x for x in every() if x.name in index}
         ranked = sorted(
             built.values(), key=lambda x: (not x.name.startswith(PROBES), isinstance(x, Backward), Kind.of(x))
@@ -195,14 +192,10 @@ class HopperSubject(Subject):
         return [kernel_of(x, bits_of(x.name)) for x in ranked]
 
     def proven(self) -> dict[str, str]:
-        lines = PROVEN.read_text(encoding="utf-8").splitlines() if PROVEN.exists() else []
-        return {bits: name for bits, _, name in map(str.split, lines)}
+        return proofs.proven()
 
     def prove(self, right: dict[str, tuple[str, int]]) -> str:
-        lines = set(PROVEN.read_text(encoding="utf-8").splitlines()) if PROVEN.exists() else set()
-        lines |= {f"{bits} {count:3} {name}" for bits, (name, count) in right.items()}
-        PROVEN.write_text("\n".join(sorted(lines, key=lambda line: line.split()[::-1])) + "\n", encoding="utf-8")
-        return f"{PROVEN.name}: {len(lines)} kernels"
+        return f"{proofs.PROVEN.name}: {proofs.add(right)} kernels"
 
     def contract(self) -> Named:
         """The contract in 16 bits; the backend has no other."""
@@ -215,7 +208,7 @@ class HopperSubject(Subject):
         """Shipped kernels and candidates in bf16 for a square case, without what packed, few and long rows want."""
         form, d = "upper" if case.mask == "causal" else "full", case.head_dim
         plain = [x for x in every() if Kind.of(x) == Kind((d, d), "bf16", form, False, False)]
-        plain = [x for x in plain if x.name in library.index() and x.name in right]
+        plain = [x for x in plain if x.name in kernel_files.index() and x.name in right]
         forward = [x for x in plain if isinstance(x, Config) and not x.split and x.heads == 1]
         backward = [x for x in plain if isinstance(x, Backward)]
         return Timed({x.name: Hopper(x) for x in forward}, {x.name: Hopper(backward=x) for x in backward})
@@ -245,8 +238,8 @@ class HopperSubject(Subject):
         wished = (next((x for x in _wishes(c) if not Hopper().refused(x.p)), None) for c in here)
         for c in filter(None, wished):
             for problem in (c.p, replace(c.p, spec=replace(c.p.spec, deterministic=True))):
-                needed |= {x.name: x for x in _wanted(problem) if not library.built(x)}
-        rows = aot.build_all(list(needed.values()), library.folder(), 1)
+                needed |= {x.name: x for x in _wanted(problem) if not kernel_files.built(x)}
+        rows = aot.build_all(list(needed.values()), kernel_files.folder(), 1)
         return sum(bool(rows[name]["faults"]) for name in needed)
 
 

@@ -143,8 +143,8 @@ def test_kernels_of_a_kind_share_what_judges_a_call():
 
 
 def test_a_kernel_is_proven_where_every_call_was_right(monkeypatch, tmp_path):
-    monkeypatch.setattr(hopper, "PROVEN", tmp_path / "proven.txt")
-    monkeypatch.setattr(hopper.library, "index", dict)
+    monkeypatch.setattr(hopper.proofs, "PROVEN", tmp_path / "proven.txt")
+    monkeypatch.setattr(hopper.kernel_files, "index", dict)
     made = subject("hopper", "cuda")
 
     def counted(name: str, bits: str, right: int, of: int) -> dict:
@@ -154,7 +154,7 @@ def test_a_kernel_is_proven_where_every_call_was_right(monkeypatch, tmp_path):
     check.prove(made, found)
     check.prove(made, found)
     assert made.proven() == {"11": "right"}
-    assert hopper.PROVEN.read_text() == "11   2 right\n"
+    assert hopper.proofs.PROVEN.read_text() == "11   2 right\n"
 
 
 def test_a_kernel_whose_bits_were_right_before_is_not_checked_again(monkeypatch):
@@ -169,7 +169,7 @@ def test_a_kernel_whose_bits_were_right_before_is_not_checked_again(monkeypatch)
 
 
 def test_every_kernel_that_is_built_is_checked_those_that_stand_for_all_first(monkeypatch):
-    monkeypatch.setattr(hopper.library, "index", lambda: {x.name: {} for x in hopper.every()})
+    monkeypatch.setattr(hopper.kernel_files, "index", lambda: {x.name: {} for x in hopper.every()})
     monkeypatch.setattr(hopper, "bits_of", lambda name: f"bits of {name}")
     kernels = subject("hopper", "cuda").kernels()
     assert len({k.name for k in kernels}) == len(kernels) > 100
@@ -181,7 +181,7 @@ def test_every_kernel_that_is_built_is_checked_those_that_stand_for_all_first(mo
 
 
 def test_a_square_is_timed_by_the_kernels_that_are_right(monkeypatch):
-    monkeypatch.setattr(hopper.library, "index", lambda: {x.name: {} for x in hopper.every()})
+    monkeypatch.setattr(hopper.kernel_files, "index", lambda: {x.name: {} for x in hopper.every()})
     made, case = subject("hopper", "cuda"), compare.named("h200-d128-n4096-causal")
     every = made.timed(case, {x.name for x in hopper.every()})
     assert all(name.startswith("forward_bf16_d128_upper") for name in every.forward)

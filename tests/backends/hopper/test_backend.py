@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from tilewise import dispatch, expr
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
-from tilewise.backends.hopper.host import aot, driver, library, sass
+from tilewise.backends.hopper.host import aot, driver, kernel_files, library, sass
 
 
 def plain(*tensors, **options):
@@ -59,7 +60,7 @@ def without(monkeypatch, *packages):
 
 
 def test_a_kernel_that_is_not_there_and_cannot_be_built_is_a_reason(monkeypatch):
-    monkeypatch.setattr(library, "index", dict)
+    monkeypatch.setattr(kernel_files, "index", dict)
     monkeypatch.setattr(driver, "load", lambda: "no launcher")
     without(monkeypatch, "cutlass")
     launcher, kernel = library.missing(config.shipped()[0])
@@ -67,19 +68,50 @@ def test_a_kernel_that_is_not_there_and_cannot_be_built_is_a_reason(monkeypatch)
     assert "nvidia-cutlass-dsl" in kernel
 
 
-def test_a_kernel_that_is_not_there_is_built_once(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(library, "index", dict)
+@pytest.fixture
+def building(monkeypatch, tmp_path):
+    """Kernels are nowhere; builds are written down, and find the faults that are put into ``faults`` and ``wrong``."""
+    monkeypatch.setattr(kernel_files, "index", dict)
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    found = SimpleNamespace(built=[], faults=[], wrong=[], folder=tmp_path)
 
-    def build(c, folder):
-        (folder / library.file_name(c.name)).touch()
-        return {"faults": []}
+    def build(config, folder):
+        found.built.append(config.name)
+        (folder / kernel_files.file_name(config.name)).touch()
+        return {"faults": found.faults, "wrong": found.wrong}
 
     monkeypatch.setattr(aot, "build", build)
-    files = [library.file_of(config.shipped()[0]) for _ in range(2)]
+    return found
+
+
+def test_a_kernel_that_is_not_there_is_built_once_and_the_user_is_told(building):
+    with pytest.warns(UserWarning, match="compiles forward_.*, once for this machine") as told:
+        files = [library.file_of(config.shipped()[0]) for _ in range(2)]
     assert files[0] == files[1]
-    assert files[0].is_relative_to(tmp_path)
-    assert capsys.readouterr().out.count("compiling") == 1
+    assert files[0].is_relative_to(building.folder)
+    assert files[0].exists()
+    assert len(told) == len(building.built) == 1
+
+
+@pytest.mark.filterwarnings("ignore:tilewise compiles")
+def test_a_kernel_that_is_slower_than_it_should_be_is_kept_with_a_warning(building):
+    building.faults.append("3 loads or stores of spills")
+    with pytest.warns(UserWarning, match="slower than it should be: 3 loads or stores of spills"):
+        assert library.file_of(config.shipped()[0]).exists()
+
+
+@pytest.mark.filterwarnings("ignore:tilewise compiles")
+def test_a_kernel_that_would_be_wrong_is_refused_and_not_kept(building):
+    building.faults = building.wrong = ["250 registers where setmaxnreg gives 240"]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"refuses forward_.*: 250 registers"):
+            library.file_of(config.shipped()[0])
+    assert not list(building.folder.rglob("*.kernel"))
+    assert len(building.built) == 2
+
+
+def test_every_pattern_of_sources_matches_a_file():
+    assert [p for p in kernel_files.SOURCES if not list(Path(kernel_files.TABLE).parent.glob(p))] == []
 
 
 # -- What a launch is given ----------------------------------------------------------------------------------------
@@ -199,7 +231,7 @@ GOOD = """
 def test_a_good_listing_has_no_faults():
     report = sass.read(GOOD)
     assert report.registers == {24: 0, 240: 89}
-    assert report.faults(exponentials=2) == []
+    assert report.wrong() + report.slow(exponentials=2) == []
 
 
 FAULTS = {
@@ -215,7 +247,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_listing_is_found(name):
     listing, word = FAULTS[name]
-    assert any(word in fault for fault in sass.read(listing).faults(exponentials=2))
+    report = sass.read(listing)
+    assert any(word in fault for fault in report.wrong() + report.slow(exponentials=2))
+    assert bool(report.wrong()) == (name == "registers")
 
 
 WAIT = "        /*0000*/                   WARPGROUP.DEPBAR.LE gsb0, 0x{} ;\n"
@@ -229,7 +263,7 @@ def test_the_end_of_a_tile_under_which_a_product_runs_has_no_exponentials_to_hid
 
 
 def test_the_committed_table_is_of_the_kernels_that_are_shipped():
-    rows = [line.split()[0] for line in library.TABLE.read_text().splitlines()[1:]]
+    rows = [line.split()[0] for line in kernel_files.TABLE.read_text().splitlines()[1:]]
     shipped = config.shipped() + backward_config.shipped()
     assert rows == sorted(c.name for c in shipped), "run: make kernels-hopper"
 

@@ -20,7 +20,7 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import Traced
 from tilewise.backends.hopper.forward.config import Config, shipped
-from tilewise.backends.hopper.host import aot, backward_aot, driver, hostcode, library
+from tilewise.backends.hopper.host import aot, driver, hostcode, kernel_files
 from tilewise.backends.hopper.host.recipe import Argument, Extent, Launch, Recipe, TensorArgument, offsets
 
 for package in ("cutlass", "tvm_ffi"):
@@ -101,8 +101,7 @@ class Both:
     def __init__(self, config: Config | Backward, folder: Path):
         import tvm_ffi
 
-        compiled = backward_aot.compiled if isinstance(config, Backward) else aot.compiled
-        made, arguments = compiled(config, folder, f"{aot.OPTIONS} --enable-tvm-ffi")
+        made, arguments = aot.compiled(config, folder, f"{aot.OPTIONS} --enable-tvm-ffi")
         self.recipe = hostcode.read(made.ir_module, made.function_name, arguments, made.__cubin__)
         self.cubin, self.traced = made.__cubin__, arguments
         made.export_to_c(str(folder / "k.o"), function_name="k", export_only_tvm_ffi_symbols=True)
@@ -111,13 +110,13 @@ class Both:
         subprocess.run(["g++", "-shared", "-o", folder / "k.so", folder / "k.o", runtime], check=True)
         self.theirs = tvm_ffi.load_module(str(folder / "k.so"))["k"]
         # What is shipped is compiled without tvm-ffi: that must change nothing.
-        plain, arguments = compiled(config, folder, aot.OPTIONS)
+        plain, arguments = aot.compiled(config, folder, aot.OPTIONS)
         assert plain.__cubin__ == made.__cubin__
         assert hostcode.read(plain.ir_module, plain.function_name, arguments, plain.__cubin__) == self.recipe
-        self.file = library.write(folder / "k.kernel", self.cubin, self.recipe)
+        self.file = kernel_files.write(folder / "k.kernel", self.cubin, self.recipe)
 
     def load(self) -> None:
-        self.ours = driver.Kernels(*library.read(self.file))
+        self.ours = driver.Kernels(*kernel_files.read(self.file))
 
     def call_theirs(self, given: list) -> None:
         import tvm_ffi

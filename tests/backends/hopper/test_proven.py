@@ -6,7 +6,7 @@ import pytest
 
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
-from tilewise.backends.hopper.host import aot, library, proven
+from tilewise.backends.hopper.host import aot, kernel_files, proven
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_build_fails_where_a_shipped_kernel_has_bits_that_are_not_proven(lists
     kernel = config.shipped()[0]
 
     def build_all(configs, folder, jobs):
-        (folder / library.file_name(kernel.name)).write_text("made")
+        (folder / kernel_files.file_name(kernel.name)).write_text("made")
         return {kernel.name: {"faults": [], "file": 4}}
 
     monkeypatch.setenv("TILEWISE_HOPPER_KERNELS", str(tmp_path))

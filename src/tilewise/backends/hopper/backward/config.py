@@ -23,6 +23,7 @@ from tilewise.backends.hopper.config import (
     band_of,
     keys_of,
 )
+from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
@@ -263,6 +264,18 @@ class Backward(Formed):
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
+
+    @property
+    def expected(self) -> tuple[Expected, ...]:
+        """What the kernels of the passes over keys and over queries must be once they are compiled; the others have no roles."""
+        keys, queries = self.keys, self.queries
+        hidden = None if keys.split else keys.tile_m // 2
+        roles = tuple(dict.fromkeys(reversed(keys.by_role)))
+        found = [Expected(f"{self.name}_keys", roles, keys.shared, hidden, idle_loops=True)]
+        if queries:
+            roles = queries.registers, queries.registers_load
+            found.append(Expected(f"{self.name}_queries", roles, queries.shared, queries.tile_n // 2, idle_loops=True))
+        return tuple(found)
 
     @property
     def extra(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

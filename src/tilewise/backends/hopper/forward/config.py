@@ -27,6 +27,7 @@ from tilewise.backends.hopper.config import (
     is_traced,
     keys_of,
 )
+from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
 # -- Sizes of a kernel ---------------------------------------------------------------------------------------------
@@ -168,6 +169,12 @@ class Config(Formed):
         found += ("blocks", "counts") if self.form == "lists" else ()
         found += ("seed", "threshold", "keep") if self.dropout else ()
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
+
+    @property
+    def expected(self) -> tuple[Expected, ...]:
+        """What the kernel must be once it is compiled; the one that merges chunks has no roles."""
+        registers = self.tiles.registers, self.tiles.registers_load
+        return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, self.stores),)
 
     @property
     def stores(self) -> bool:

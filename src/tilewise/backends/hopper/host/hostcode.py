@@ -1,127 +1,52 @@
 """From the compiled host function of a launch to its :class:`tilewise.backends.hopper.host.recipe.Recipe`.
 
 The compiler leaves the host side of ``@cute.jit`` in MLIR's dialect of LLVM: it takes sizes out of tensors, packs tensor
-maps, and fills the launch's configuration and parameters in local memory. Here that function is run once on symbols: what
-is known is computed, the rest becomes rows of the recipe. What it does not know is refused, never guessed; a test holds the
-result against the driver calls that the compiler's own object makes.
+maps, and fills the launch's configuration and parameters in local memory. Here that function is run once on symbols: known
+values are computed, the others become rows of the recipe (:class:`Interpreter`), and the launch's parameters are then read from
+memory (:class:`LaunchReader`). An unknown operation is refused, never guessed; a test holds the result against the driver calls
+that the compiler's own object makes.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tilewise.backends.hopper.host import recipe as recipes
+from tilewise.backends.hopper.host.cubin import parameter_sizes
+from tilewise.backends.hopper.host.llvm_types import Refused, members, scalar_size, scalars, size, starts
 from tilewise.backends.hopper.host.recipe import Argument, Extent, Field, Launch, Patch, Recipe, Row, TensorArgument
 
 _PREDICATES = ("eq", "ne", "slt", "sle", "sgt", "sge", "ult", "ule", "ugt", "uge")  # by LLVM's number
 _DYNAMIC = -(1 << 31)  # in a getelementptr's constant indices: take the next operand
-_CONFIGURATION = (
-    "struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"  # grid, block, shared, stream, attributes
-)
-_STEPS = 100_000
-
-
-class Refused(NotImplementedError):
-    """The host function does what no recipe can say."""
-
-
-# -- Types ---------------------------------------------------------------------------------------------------------
-
-
-class Scalar(NamedTuple):
-    """A number or an address in a type: where it lies."""
-
-    offset: int
-    type: str
-
-    @property
-    def bytes(self) -> int:
-        return _scalar_size(self.type)
-
-
-def _scalar_size(kind: str) -> int:
-    if kind.startswith("ptr"):
-        return 8
-    return -(-int(kind[1:]) // 8)
-
-
-def _parts(text: str) -> list[str]:
-    """Of a list separated by commas, outside brackets."""
-    found, depth, start = [], 0, 0
-    for n, c in enumerate(text):
-        depth += (c in "(<") - (c in ")>")
-        if c == "," and not depth:
-            found.append(text[start:n].strip())
-            start = n + 1
-    return [*found, text[start:].strip()] if text.strip() else found
-
-
-def members(kind: str) -> list[str] | None:
-    """The types inside a struct or an array; None: a scalar."""
-    kind = kind.removeprefix("!llvm.")
-    if kind.startswith("struct<("):
-        return _parts(kind[len("struct<(") : -len(")>")])
-    array = re.fullmatch(r"array<(\d+) x (.*)>", kind)
-    if array:
-        return [array[2]] * int(array[1])
-    if not re.fullmatch(r"ptr(<\d+>)?|i\d+|f32", kind):
-        raise Refused(f"the type {kind}")
-    return None
-
-
-def alignment(kind: str) -> int:
-    inner = members(kind)
-    return _scalar_size(kind.removeprefix("!llvm.")) if inner is None else max(map(alignment, inner), default=1)
-
-
-def size(kind: str) -> int:
-    inner = members(kind)
-    if inner is None:
-        return _scalar_size(kind.removeprefix("!llvm."))
-    step = alignment(kind)
-    return -(-(starts(kind)[-1] if inner else 0) // step) * step
-
-
-def starts(kind: str) -> list[int]:
-    """Where each member starts, and, last, where they end."""
-    found, at = [], 0
-    for part in members(kind):
-        at = -(-at // alignment(part)) * alignment(part)
-        found.append(at)
-        at += size(part)
-    return [*found, at]
-
-
-def scalars(kind: str, at: int = 0) -> Iterator[Scalar]:
-    inner = members(kind)
-    if inner is None:
-        yield Scalar(at, kind.removeprefix("!llvm."))
-        return
-    for start, part in zip(starts(kind), inner, strict=False):
-        yield from scalars(part, at + start)
+_STEPS = 100_000  # blocks that a host function runs at most
+# Where the launch's configuration has its parts: struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>.
+_GRID, _BLOCK, _SHARED, _STREAM, _ATTRIBUTES, _ATTRIBUTE_COUNT = 0, 12, 24, 32, 40, 48
+_ATTRIBUTE = "struct<(i32, array<4 x i8>, array<64 x i8>)>"
 
 
 # -- Values --------------------------------------------------------------------------------------------------------
 
 
 class Value(NamedTuple):
-    """A row of the recipe."""
+    """A number: a row of the recipe."""
 
     row: int
     bits: int
 
 
 class Local(NamedTuple):
-    """An address in the function's own memory."""
+    """An address in the function's own memory: in which of its variables, and how many bytes from its start."""
 
-    room: int
+    variable: int
     offset: int
 
 
 class Global(NamedTuple):
+    """The address of a global."""
+
     name: str
 
 
@@ -136,28 +61,43 @@ class Stream(NamedTuple):
 
 
 class Rows:
-    """Rows, each once; those of constants are computed."""
+    """The rows of a recipe, each once; rows of constants are computed."""
 
     def __init__(self):
         self.rows: list[Row] = []
         self._known: dict[Row, int] = {}
 
     def add(self, operation: str, bits: int, *operands: int, width: int = 0) -> Value:
-        parts = [self.rows[n] for n in operands] if operation not in recipes.LEAVES else []
-        if parts and all(r.operation == "constant" for r in parts):
-            return self.constant(recipes.apply(operation, bits, width, *[r.operands[0] for r in parts]), bits)
+        """The value of an operation, whose row is added if it is new."""
+        operand_rows = [self.rows[n] for n in operands] if operation not in recipes.LEAVES else []
+        if operand_rows and all(row.operation == "constant" for row in operand_rows):
+            return self.constant(
+                recipes.apply(operation, bits, width, *[row.operands[0] for row in operand_rows]), bits
+            )
         row = Row(operation, bits, tuple(operands), width)
         if row not in self._known:
             self._known[row] = len(self.rows)
             self.rows.append(row)
         return Value(self._known[row], bits)
 
-    def constant(self, n: int, bits: int) -> Value:
-        return self.add("constant", bits, n & ((1 << bits) - 1))
+    def constant(self, number: int, bits: int) -> Value:
+        return self.add("constant", bits, number & ((1 << bits) - 1))
 
     def known(self, value: Value) -> int | None:
+        """The number that a value is, if it is a constant."""
         row = self.rows[value.row]
         return row.operands[0] if row.operation == "constant" else None
+
+    def known_or_refused(self, value: Value, name: str) -> int:
+        """The number that a value must be.
+
+        Raises:
+            NotImplementedError: only a call knows it.
+        """
+        found = self.known(value)
+        if found is None:
+            raise Refused(f"{name} that only the call knows")
+        return found
 
     def leaves(self, value: Value) -> set[Row]:
         """The leaves under a row that are no constants."""
@@ -166,18 +106,79 @@ class Rows:
             return set() if row.operation == "constant" else {row}
         return set().union(*(self.leaves(Value(n, 0)) for n in row.operands))
 
+    def address(self, value: Value) -> int | None:
+        """The number of the tensor whose address a value is; None: the value has nothing to do with an address.
+
+        Raises:
+            NotImplementedError: the value is computed from an address and more.
+        """
+        leaves = self.leaves(value)
+        tensors = {row.operands[0] for row in leaves if row.operation == "address"}
+        if not tensors:
+            return None
+        samples = [1 << n for n in range(4, 57)] + [0x7F12_3456_7890, 0x1FF_FFFF_FFFF_FFF0]
+        if len(leaves) > 1 or any(self._at_address(value.row, sample) != sample for sample in samples):
+            raise Refused("a parameter computed from an address and more")
+        return tensors.pop()
+
+    def _at_address(self, row: int, address: int) -> int:
+        """The value of a row where the address that it is made from is known."""
+        operation, bits, operands, width = self.rows[row]
+        if operation == "address":
+            return address
+        if operation == "constant":
+            return operands[0]
+        return recipes.apply(operation, bits, width, *[self._at_address(n, address) for n in operands])
+
+
+class Memory:
+    """The function's own variables, and what lies in them."""
+
+    def __init__(self):
+        self._types: list[str] = []
+        self._stored: list[dict[int, tuple[str, Any]]] = []  # of each variable: offset -> type and value of a scalar
+
+    def allocate(self, kind: str) -> Local:
+        """A new variable of a type."""
+        self._types.append(kind)
+        self._stored.append({})
+        return Local(len(self._types) - 1, 0)
+
+    def size(self, variable: int) -> int:
+        """The size of a variable in bytes."""
+        return size(self._types[variable])
+
+    def store(self, kind: str, value: Any, to: Local) -> None:
+        for scalar, part in zip(scalars(kind, to.offset), _scalar_values(kind, value), strict=True):
+            self._stored[to.variable][scalar.offset] = (scalar.type, part)
+
+    def load(self, kind: str, start: Local) -> Any:
+        stored = self._stored[start.variable]
+        return _nested(kind, iter([stored.get(x.offset, (None, None))[1] for x in scalars(kind, start.offset)]))
+
+    def at(self, start: Local, offset: int = 0) -> Any:
+        """The scalar that lies ``offset`` bytes behind an address."""
+        return self._stored[start.variable][start.offset + offset][1]
+
+    def filled(self, start: Local, count: int) -> Iterator[tuple[int, int, Value]]:
+        """``(offset, bytes, value)`` of all that was stored in ``count`` bytes from ``start`` on."""
+        for offset, (kind, value) in sorted(self._stored[start.variable].items()):
+            if start.offset <= offset < start.offset + count and value is not None:
+                if not isinstance(value, Value):
+                    raise Refused(f"a parameter that is {value}")
+                yield offset - start.offset, scalar_size(kind), value
+
 
 # -- Running the function on symbols -------------------------------------------------------------------------------
 
 
-class Machine:
-    """The function's registers and memory. ``launches`` collects what it launches."""
+class Interpreter:
+    """Runs the host function, a method for each operation. ``launches`` collects the launches that it makes."""
 
     def __init__(self, rows: Rows):
         self.rows = rows
         self.registers: dict[int, Any] = {}  # by hash, which is the value's identity: the DSL's == on values emits code
-        self.memory: list[dict[int, tuple[str, Any]]] = []
-        self.room_types: list[str] = []
+        self.memory = Memory()
         self.launches: list[Launch] = []
 
     def run(self, function: Any, arguments: Sequence[Any]) -> None:
@@ -193,6 +194,7 @@ class Machine:
         raise Refused("a loop without an end")
 
     def _next(self, op: Any) -> tuple[Any, list[Any]]:
+        """The block that is run after a branch, and its arguments."""
         operands = [self.registers[hash(x)] for x in op.operands]
         if op.name == "llvm.br":
             return op.successors[0], operands
@@ -223,14 +225,14 @@ class Machine:
             raise Refused(f"{op.name} of what is no number")
         return self.rows.add(name, _bits(op.results[0]), *[x.row for x in operands], width=operands[-1].bits)
 
-    def _icmp(self, op: Any, a: Value, b: Value) -> Value:
-        return self._arithmetic(_PREDICATES[op.attributes["predicate"].value], op, [a, b])
+    def _icmp(self, op: Any, left: Value, right: Value) -> Value:
+        return self._arithmetic(_PREDICATES[op.attributes["predicate"].value], op, [left, right])
 
     def _constant(self, op: Any) -> Value | None:
-        kind = str(op.results[0].type)
+        kind, value = str(op.results[0].type), op.attributes["value"]
         if not re.fullmatch(r"i\d+", kind):
-            return None if kind != "f32" else self.rows.constant(recipes.number_bits("f32", _value(op)), 32)
-        return self.rows.constant(int(_value(op)), int(kind[1:]))
+            return None if kind != "f32" else self.rows.constant(recipes.number_bits("f32", value.value), 32)
+        return self.rows.constant(int(value.value), int(kind[1:]))
 
     def _zero(self, op: Any) -> Value:
         return self.rows.constant(0, _bits(op.results[0]))
@@ -258,108 +260,70 @@ class Machine:
 
     def _alloca(self, op: Any, count: Value) -> Local:
         kind = str(op.attributes["elem_type"].value).removeprefix("!llvm.")
-        self.memory.append({})
-        self.room_types.append(f"array<{self.rows.known(count)} x {kind}>")
-        return Local(len(self.memory) - 1, 0)
+        return self.memory.allocate(f"array<{self.rows.known(count)} x {kind}>")
 
     def _getelementptr(self, op: Any, base: Local, *dynamic: Value) -> Local:
         rest = iter(dynamic)
         indices = [n if n != _DYNAMIC else self.rows.known(next(rest)) for n in op.attributes["rawConstantIndices"]]
         if not isinstance(base, Local) or None in indices:
             raise Refused("an address that only the call knows")
-        kind = str(op.attributes["elem_type"].value)
-        offset = base.offset + indices[0] * size(kind)
-        for n in indices[1:]:
-            inner = members(kind)
-            offset += starts(kind)[n] if n < len(inner) else n * size(inner[0])
-            kind = inner[min(n, len(inner) - 1)]
-        return Local(base.room, offset)
+        return Local(base.variable, base.offset + _element_offset(str(op.attributes["elem_type"].value), indices))
 
     def _store(self, op: Any, value: Any, to: Local) -> None:
         if isinstance(to, Local):
-            kind = str(op.operands[0].type)
-            for part, x in zip(scalars(kind, to.offset), _leaves(kind, value), strict=True):
-                self.memory[to.room][part.offset] = (part.type, x)
+            self.memory.store(str(op.operands[0].type), value, to)
 
-    def _load(self, op: Any, at: Any) -> Any:
-        kind = str(op.results[0].type)
-        if isinstance(at, Global):
-            return Handle(at.name)
-        found = [self.memory[at.room].get(part.offset, (None, None))[1] for part in scalars(kind, at.offset)]
-        return _shaped(kind, iter(found))
+    def _load(self, op: Any, start: Any) -> Any:
+        return Handle(start.name) if isinstance(start, Global) else self.memory.load(str(op.results[0].type), start)
 
     def _call(self, op: Any, *operands: Any) -> Value:
         callee = op.attributes["callee"].value
         if callee != "_cudaLaunchKernelEx":
             raise Refused(f"a call of {callee}")
-        self.launches.append(self._launch(*operands))
+        self.launches.append(LaunchReader(self.rows, self.memory).launch(*operands))
         return self.rows.constant(0, 32)  # success
 
-    # -- What a launch is given, read from memory ------------------------------------------------------------------
 
-    def _launch(self, configuration: Local, kernel: Handle, parameters: Local) -> Launch:
-        at = lambda n: self.memory[configuration.room][configuration.offset + n][1]  # noqa: E731
-        if not isinstance(at(32), Stream):
+class LaunchReader(NamedTuple):
+    """Reads from memory what a launch is given."""
+
+    rows: Rows
+    memory: Memory
+
+    def launch(self, configuration: Local, kernel: Handle, parameters: Local) -> Launch:
+        """The launch of a kernel; ``parameters`` holds the address of each one."""
+        if not isinstance(self.memory.at(configuration, _STREAM), Stream):
             raise Refused("a launch on another stream than the call's")
-        rooms = [self.memory[parameters.room][8 * n][1] for n in range(size(self.room_types[parameters.room]) // 8)]
-        sizes = [size(self.room_types[x.room]) for x in rooms]
+        addresses = [self.memory.at(parameters, 8 * n) for n in range(self.memory.size(parameters.variable) // 8)]
+        sizes = [self.memory.size(address.variable) for address in addresses]
         fields, patches = [], []
-        for start, room in zip(recipes.offsets(sizes), rooms, strict=False):
-            for offset, count, value in self._filled(room, size(self.room_types[room.room])):
-                tensor = self._address(value)
+        for start, address in zip(recipes.offsets(sizes), addresses, strict=False):
+            for offset, count, value in self.memory.filled(address, self.memory.size(address.variable)):
+                tensor = self.rows.address(value)
                 patches += [] if tensor is None else [Patch(start + offset, tensor)]
                 fields += [Field(start + offset, count, value.row)] if tensor is None else []
         return Launch(
             kernel.name.removeprefix("kernels_"),
-            tuple(at(4 * n).row for n in range(3)),
-            tuple(at(12 + 4 * n).row for n in range(3)),
-            self._constant_of(at(24), "shared memory"),
+            tuple(self.memory.at(configuration, _GRID + 4 * n).row for n in range(3)),
+            tuple(self.memory.at(configuration, _BLOCK + 4 * n).row for n in range(3)),
+            self._constant(configuration, _SHARED, "shared memory"),
             tuple(sizes),
             tuple(fields),
             tuple(patches),
-            tuple(self._attributes(at(40), self._constant_of(at(48), "attributes"))),
+            tuple(self._attributes(configuration)),
         )
 
-    def _constant_of(self, value: Value, what: str) -> int:
-        found = self.rows.known(value)
-        if found is None:
-            raise Refused(f"{what} that only the call knows")
-        return found
+    def _constant(self, start: Local, offset: int, name: str) -> int:
+        return self.rows.known_or_refused(self.memory.at(start, offset), name)
 
-    def _attributes(self, first: Local, count: int) -> Iterator[tuple[int, tuple[Field, ...]]]:
-        step = size("struct<(i32, array<4 x i8>, array<64 x i8>)>")
-        for n in range(count):
-            here = Local(first.room, first.offset + n * step)
-            number = self._constant_of(self.memory[here.room][here.offset][1], "an attribute")
-            found = self._filled(Local(here.room, here.offset + 8), 64)
-            yield number, tuple(Field(offset, count, value.row) for offset, count, value in found)
-
-    def _filled(self, room: Local, count: int) -> Iterator[tuple[int, int, Value]]:
-        """What was stored in ``count`` bytes: where, how many bytes, what."""
-        for offset, (kind, value) in sorted(self.memory[room.room].items()):
-            if room.offset <= offset < room.offset + count and value is not None:
-                if not isinstance(value, Value):
-                    raise Refused(f"a parameter that is {value}")
-                yield offset - room.offset, _scalar_size(kind), value
-
-    def _address(self, value: Value) -> int | None:
-        """The tensor whose address a value is; None: it has nothing to do with one."""
-        leaves = self.rows.leaves(value)
-        tensors = {row.operands[0] for row in leaves if row.operation == "address"}
-        if not tensors:
-            return None
-        samples = [1 << n for n in range(4, 57)] + [0x7F12_3456_7890, 0x1FF_FFFF_FFFF_FFF0]
-        if len(leaves) > 1 or any(self._of_address(value.row, x) != x for x in samples):
-            raise Refused("a parameter computed from an address and more")
-        return tensors.pop()
-
-    def _of_address(self, row: int, address: int) -> int:
-        operation, bits, operands, width = self.rows.rows[row]
-        if operation == "address":
-            return address
-        if operation == "constant":
-            return operands[0]
-        return recipes.apply(operation, bits, width, *[self._of_address(n, address) for n in operands])
+    def _attributes(self, configuration: Local) -> Iterator[tuple[int, tuple[Field, ...]]]:
+        """The driver's number of each attribute of the launch, and the fields of its value."""
+        first = self.memory.at(configuration, _ATTRIBUTES)
+        for n in range(self._constant(configuration, _ATTRIBUTE_COUNT, "attributes")):
+            here = Local(first.variable, first.offset + n * size(_ATTRIBUTE))
+            filled = self.memory.filled(Local(here.variable, here.offset + 8), 64)
+            fields = tuple(Field(offset, count, value.row) for offset, count, value in filled)
+            yield self._constant(here, 0, "an attribute"), fields
 
 
 def _bits(register: Any) -> int:
@@ -367,53 +331,67 @@ def _bits(register: Any) -> int:
     return 64 if kind.startswith("ptr") else int(kind[1:])
 
 
-def _value(op: Any) -> Any:
-    return op.attributes["value"].value
-
-
 def _blank(kind: str) -> Any:
+    """A value of a type of which nothing is known: None, in lists as the type nests them."""
     inner = members(kind)
-    return None if inner is None else [_blank(part) for part in inner]
+    return None if inner is None else [_blank(member) for member in inner]
 
 
 def _with(whole: list, position: list[int], part: Any) -> list:
+    """A value with one part replaced."""
     first, *rest = position
     return [_with(x, rest, part) if n == first and rest else part if n == first else x for n, x in enumerate(whole)]
 
 
-def _leaves(kind: str, value: Any) -> Iterator[Any]:
+def _scalar_values(kind: str, value: Any) -> Iterator[Any]:
+    """The scalars of a value of a type, in order."""
     inner = members(kind)
     if inner is None:
         yield value
     elif value is None:  # a constant array: a text
         yield from (None for _ in scalars(kind))
     else:
-        for part, x in zip(inner, value, strict=True):
-            yield from _leaves(part, x)
+        for member, part in zip(inner, value, strict=True):
+            yield from _scalar_values(member, part)
 
 
-def _shaped(kind: str, found: Iterator[Any]) -> Any:
+def _nested(kind: str, values: Iterator[Any]) -> Any:
+    """Scalars in lists as a type nests them: the reverse of :func:`_scalar_values`."""
     inner = members(kind)
-    return next(found) if inner is None else [_shaped(part, found) for part in inner]
+    return next(values) if inner is None else [_nested(member, values) for member in inner]
+
+
+def _element_offset(kind: str, indices: Sequence[int]) -> int:
+    """How many bytes behind an address the element lies that a getelementptr's indices lead to."""
+    offset = indices[0] * size(kind)
+    for n in indices[1:]:
+        inner = members(kind)
+        offset += starts(kind)[n] if n < len(inner) else n * size(inner[0])
+        kind = inner[min(n, len(inner) - 1)]
+    return offset
 
 
 # -- Arguments -----------------------------------------------------------------------------------------------------
 
 
 def arguments_of(traced: Sequence[Any]) -> tuple[Argument, ...]:
-    """Of what ``cute.compile`` was given: fake tensors, numbers, tuples of them; without streams and what is not staged."""
+    """The recipe's arguments for what ``cute.compile`` was given: fake tensors, numbers, tuples of them. A stream and compile-time
+    values are no arguments."""
     symbols: dict[int, int] = {}
 
-    def extent(e: Any) -> int | Extent:
-        return e if isinstance(e, int) else Extent(symbols.setdefault(id(e), len(symbols)), e.divisibility)
+    def extent(given: Any) -> int | Extent:
+        if isinstance(given, int):
+            return given
+        return Extent(symbols.setdefault(id(given), len(symbols)), given.divisibility)
 
     found: list[Argument] = []
-    for x in recipes.flat(traced):
-        if hasattr(x, "element_type"):
-            sides = tuple(tuple(extent(e) for e in side) for side in (x.shape, x.stride))
-            found.append(TensorArgument(_torch_name(x.element_type), *sides, x._assumed_align))
-        elif type(x).__name__ in ("Int32", "Int64", "Float32"):
-            found.append({"I": "i", "F": "f"}[type(x).__name__[0]] + type(x).__name__[-2:])
+    for argument in recipes.flat(traced):
+        if hasattr(argument, "element_type"):
+            sides = tuple(tuple(map(extent, side)) for side in (argument.shape, argument.stride))
+            found.append(TensorArgument(_torch_name(argument.element_type), *sides, argument._assumed_align))
+        elif type(argument).__name__ in ("Int32", "Int64", "Float32"):
+            name = type(argument).__name__
+            found.append({"I": "i", "F": "f"}[name[0]] + name[-2:])
     return tuple(found)
 
 
@@ -427,16 +405,16 @@ def _inputs(arguments: Sequence[Argument], types: Sequence[str], rows: Rows) -> 
     for n, argument in enumerate(arguments):
         kind = types.pop(0)
         if isinstance(argument, str):
-            found.append(rows.add("number", _scalar_size(kind) * 8, n))
+            found.append(rows.add("number", scalar_size(kind) * 8, n))
             continue
-        parts = [("size", d) for d, e in enumerate(argument.shape) if isinstance(e, Extent)]
-        parts += [("stride", d) for d, e in enumerate(argument.stride) if isinstance(e, Extent)]
+        parts = [("size", dim) for dim, extent in enumerate(argument.shape) if isinstance(extent, Extent)]
+        parts += [("stride", dim) for dim, extent in enumerate(argument.stride) if isinstance(extent, Extent)]
         _, *extents = scalars(kind)
         if len(extents) != len(parts):
             raise Refused(f"argument {n} has {len(extents)} numbers, not {len(parts)}")
         leaves = [rows.add("address", 64, n)]
-        leaves += [rows.add(op, 8 * s.bytes, n, dim) for (op, dim), s in zip(parts, extents, strict=True)]
-        found.append(_shaped(kind, iter(leaves)))
+        leaves += [rows.add(op, 8 * scalar.bytes, n, dim) for (op, dim), scalar in zip(parts, extents, strict=True)]
+        found.append(_nested(kind, iter(leaves)))
     if [kind.removeprefix("!llvm.") for kind in types] != ["ptr"]:
         raise Refused(f"a host function with {types} behind its arguments, not with one stream")
     return [*found, Stream()]
@@ -446,73 +424,48 @@ def _inputs(arguments: Sequence[Argument], types: Sequence[str], rows: Rows) -> 
 
 
 def read(module: Any, name: str, traced: Sequence[Any], cubin: bytes) -> Recipe:
-    """The recipe of the host function ``name`` in a compiled module; ``traced``: what it was compiled for.
+    """The recipe of the host function ``name`` in a compiled module; ``traced``: the arguments that it was compiled for.
 
     Raises:
         NotImplementedError: it does what no recipe can say, or the cubin's kernels take other parameters.
     """
     functions = [op.operation for op in module.body.operations if op.operation.name == "llvm.func"]
-    function = next(f for f in functions if f.attributes["sym_name"].value == name)
+    function = next(one for one in functions if one.attributes["sym_name"].value == name)
     arguments, rows = arguments_of(traced), Rows()
-    machine = Machine(rows)
-    types = [str(x.type) for x in function.regions[0].blocks[0].arguments]
-    machine.run(function, _inputs(arguments, types, rows))
+    interpreter = Interpreter(rows)
+    types = [str(argument.type) for argument in function.regions[0].blocks[0].arguments]
+    interpreter.run(function, _inputs(arguments, types, rows))
     sizes = parameter_sizes(cubin)
-    for launch in machine.launches:
+    for launch in interpreter.launches:
         if sizes.get(launch.kernel) != launch.sizes:
             raise Refused(f"{launch.kernel} takes {sizes.get(launch.kernel)}, and is given {launch.sizes}")
-    return _pruned(Recipe(arguments, tuple(rows.rows), tuple(machine.launches)))
+    return _pruned(Recipe(arguments, tuple(rows.rows), tuple(interpreter.launches)))
 
 
 def _pruned(recipe: Recipe) -> Recipe:
-    """Without the rows that no launch needs."""
-    lists = [fields for x in recipe.launches for fields in (x.fields, *(f for _, f in x.attributes))]
-    needed = {f.value for fields in lists for f in fields}
+    """The recipe without the rows that no launch needs."""
+    lists = [fields for x in recipe.launches for fields in (x.fields, *(fields for _, fields in x.attributes))]
+    needed = {field.value for fields in lists for field in fields}
     needed |= {n for x in recipe.launches for n in (*x.grid, *x.block)}
     for n in range(len(recipe.rows) - 1, -1, -1):
         if n in needed and recipe.rows[n].operation not in recipes.LEAVES:
             needed |= set(recipe.rows[n].operands)
     place = {n: at for at, n in enumerate(sorted(needed))}
-    inside = lambda row: row.operation not in recipes.LEAVES  # noqa: E731
-    rows = [recipe.rows[n] for n in sorted(needed)]
-    rows = [r._replace(operands=tuple(place[n] for n in r.operands)) if inside(r) else r for r in rows]
-    moved = lambda fields: tuple(f._replace(value=place[f.value]) for f in fields)  # noqa: E731
+
+    def moved(row: Row) -> Row:
+        return row if row.operation in recipes.LEAVES else row._replace(operands=tuple(place[n] for n in row.operands))
+
+    def moved_fields(fields: Sequence[Field]) -> tuple[Field, ...]:
+        return tuple(field._replace(value=place[field.value]) for field in fields)
+
     launches = [
-        Launch(
-            x.kernel,
-            tuple(place[n] for n in x.grid),
-            tuple(place[n] for n in x.block),
-            x.shared,
-            x.sizes,
-            moved(x.fields),
-            x.patches,
-            tuple((number, moved(fields)) for number, fields in x.attributes),
+        replace(
+            launch,
+            grid=tuple(place[n] for n in launch.grid),
+            block=tuple(place[n] for n in launch.block),
+            fields=moved_fields(launch.fields),
+            attributes=tuple((number, moved_fields(fields)) for number, fields in launch.attributes),
         )
-        for x in recipe.launches
+        for launch in recipe.launches
     ]
-    return Recipe(recipe.arguments, tuple(rows), tuple(launches))
-
-
-def parameter_sizes(cubin: bytes) -> dict[str, tuple[int, ...]]:
-    """Bytes of each parameter of each kernel, as the cubin's ``.nv.info`` sections list them."""
-    table, entry, count, names = (*struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HHH", cubin, 58))
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + n * entry) for n in range(count)]
-    found = {}
-    for section in sections:
-        start = sections[names][4] + section[0]
-        name = cubin[start : cubin.index(b"\0", start)].decode()
-        if name.startswith(".nv.info."):
-            found[name.removeprefix(".nv.info.")] = _listed(cubin[section[4] : section[4] + section[5]])
-    return found
-
-
-def _listed(info: bytes) -> tuple[int, ...]:
-    parameter, with_body, found, at = 0x17, 0x04, {}, 0
-    while at < len(info):
-        form, attribute, count = struct.unpack_from("<BBH", info, at)
-        body = info[at + 4 : at + 4 + count] if form == with_body else b""
-        if form == with_body and attribute == parameter:
-            _, ordinal, _, packed = struct.unpack("<IHHI", body)
-            found[ordinal] = packed >> 18
-        at += 4 + len(body)
-    return tuple(found[n] for n in sorted(found))
+    return Recipe(recipe.arguments, tuple(moved(recipe.rows[n]) for n in sorted(needed)), tuple(launches))

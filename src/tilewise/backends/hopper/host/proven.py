@@ -1,8 +1,9 @@
 """Which kernels a GPU has proven right, by their bits, and which wait for a GPU.
 
 A kernel's bits are those of its file, cubin and recipe: the same sources and the same compiler give the same ones on every
-machine. ``bench/gpu_hopper.py --prove`` adds to ``proven.txt`` the kernels that were right in every call. A change of a kernel's
-bits is a decision: its name is put into ``unproven.txt``, and taken out when a GPU has proven the new bits.
+machine. ``python -m bench.gpu prove --backend hopper RESULTS`` adds to ``proven.txt`` the kernels that were right in every
+call. A change of a kernel's bits is a decision: its name is put into ``unproven.txt``, and taken out when a GPU has proven the
+new bits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ def proven() -> dict[str, str]:
     """Kernels by their bits."""
     lines = PROVEN.read_text(encoding="utf-8").splitlines() if PROVEN.exists() else []
     return {bits: kernel for bits, _, kernel in map(str.split, lines)}
+
+
+def add(right: dict[str, tuple[str, int]]) -> int:
+    """Adds kernels, ``bits -> (kernel, calls that were right)``, and returns how many are proven."""
+    lines = set(PROVEN.read_text(encoding="utf-8").splitlines()) if PROVEN.exists() else set()
+    lines |= {f"{bits} {count:3} {kernel}" for bits, (kernel, count) in right.items()}
+    PROVEN.write_text("\n".join(sorted(lines, key=lambda line: line.split()[::-1])) + "\n", encoding="utf-8")
+    return len(lines)
 
 
 def waiting() -> set[str]:

@@ -32,11 +32,18 @@ class Report:
     serialised: int
     hidden: tuple[int, ...]
 
-    def faults(self, exponentials: int | None, stores: bool = True) -> list[str]:
-        """What must not be; ``exponentials``: those of one key block and thread, None where none need be hidden; ``stores``: the
-        copy engine stores too."""
+    def wrong(self) -> list[str]:
+        """What keeps the kernel from computing what it should."""
+        return [f"{n} registers where setmaxnreg gives {limit}" for limit, n in self.registers.items() if n > limit]
+
+    def slow(self, exponentials: int | None, stores: bool = True) -> list[str]:
+        """What makes the kernel slower than it should be.
+
+        Args:
+            exponentials: how many of one key block and thread must run under a product; None: none need to.
+            stores: the copy engine stores, too.
+        """
         found = [f"{self.local} loads or stores of spills"] if self.local else []
-        found += [f"{n} registers where setmaxnreg gives {limit}" for limit, n in self.registers.items() if n > limit]
         copies = self.loads and bool(self.stores) == stores
         found += [] if self.wgmma and copies else ["no wgmma, or no copies by the copy engine"]
         found += [f"{self.serialised} wgmmas wait for the one before"] if self.serialised else []

@@ -1,0 +1,55 @@
+"""The arguments without memory that a backward's launch is compiled for."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_stream
+
+from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.kit import fake
+
+
+def fake_arguments(config: Backward) -> tuple:
+    """The arguments of :func:`tilewise.backends.hopper.backward.launch.launch`, but for its config."""
+    batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
+    dim, dim_v, lines = (cute.sym_int(divisibility=n) for n in (8, 8, 16))
+    q, o, k, v = (
+        (batch, seqlen_q, heads_q, dim),
+        (batch, seqlen_q, heads_q, dim_v),
+        (batch, seqlen_k, heads_k, dim),
+        (batch, seqlen_k, heads_k, dim_v),
+    )
+
+    def statistic(size, divisibility=1, align=4):
+        return fake.rows(cutlass.Float32, (batch, heads_q, size), divisibility, align)
+
+    given = *(fake.tiled(config.dtype, shape) for shape in (q, k, v, o, o)), statistic(seqlen_q), statistic(seqlen_q)
+    made = *(fake.tiled(config.dtype, shape) for shape in (q, k, v)), statistic(lines, 4, 16), statistic(lines, 4, 16)
+    if config.keys.summed:
+        shape = batch, heads_q, cute.sym_int(), KEY_GROUPS, config.keys.part
+        made = *made, fake.rows(cutlass.Float32, shape, 4, 16)
+    if config.keys.ordered:
+        made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
+    numbers = *[fake.I32] * 6, *[fake.F32] * 3
+    if config.packed:
+        starts = cute.sym_int()
+        given = *given, *(fake.vector(cutlass.Int32, size) for size in (starts, starts, 1, 1))
+        numbers = *numbers, fake.I32, fake.I32
+    else:
+        given = *given, *_optional(config, (batch, heads_q), (seqlen_k, seqlen_q))
+        numbers = *numbers, *((fake.I32, fake.F32) if config.dropout else ())
+        numbers = *numbers, *(fake.NUMBERS[kind] for kind in config.traced.numbers)
+    return given, made, numbers, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
+    """The tensors that only some kernels have: those of the pass over ``lengths[0]`` keys, those of the pass over ``lengths[1]``
+    queries, the seed of dropout, and the leaves of expressions."""
+    found = []
+    for rows, names in zip(lengths, config.extra, strict=True):
+        tiles = cute.sym_int()
+        shapes = {"lo": (rows,), "hi": (rows,), "blocks": (tiles, cute.sym_int()), "counts": (tiles, 2)}
+        found += [fake.strided(cutlass.Int32, (*heads, *shapes[name])) for name in names]
+    found += [fake.vector(cutlass.Int64, 1)] if config.dropout else []
+    return found + [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]

@@ -1,0 +1,26 @@
+"""What a compiled kernel must be: a config says it, the compilation ahead of time holds the kernel to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one kernel of a config must be once it is compiled.
+
+    Attributes:
+        kernel: how its name in the cubin begins.
+        registers: what setmaxnreg gives a thread in each role, the computing one first.
+        shared: bytes of shared memory.
+        exponentials: how many of a thread's exponentials of one block must run under a product; None: none need to.
+        stores: the copy engine stores, too.
+        idle_loops: some loops have products in flight and no exponentials at all.
+    """
+
+    kernel: str
+    registers: tuple[int, ...]
+    shared: int
+    exponentials: int | None
+    stores: bool = True
+    idle_loops: bool = False

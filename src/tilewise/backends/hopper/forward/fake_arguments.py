@@ -1,0 +1,54 @@
+"""The arguments without memory that a forward's launch is compiled for."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_stream
+
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.kit import fake
+
+
+def fake_arguments(config: Config) -> tuple:
+    """The arguments of :func:`tilewise.backends.hopper.forward.kernel.launch`, but for its config."""
+    batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
+    dim, dim_v = (cute.sym_int(divisibility=8) for _ in range(2))
+
+    def whole(*shape):
+        return fake.strided(cutlass.Int32, (batch, heads_q, *shape))
+
+    def state(*columns):
+        shape = cute.sym_int(), batch, heads_q, seqlen_q, *columns
+        return fake.rows(cutlass.Float32, shape, 2 if columns else 1, 16)
+
+    starts, q_tiles = cute.sym_int(), cute.sym_int()
+    optional = {
+        "part_o": lambda: state(config.tiles.width_v),
+        "part_lse": state,
+        "lo": lambda: whole(seqlen_q),
+        "hi": lambda: whole(seqlen_q),
+        "blocks": lambda: whole(q_tiles, cute.sym_int()),
+        "counts": lambda: whole(q_tiles, 2),
+        "cu_q": lambda: fake.vector(cutlass.Int32, starts),
+        "cu_k": lambda: fake.vector(cutlass.Int32, starts),
+        "first": lambda: fake.I32,
+        "last": lambda: fake.I32,
+        "queue": lambda: fake.vector(cutlass.Int32, 1),
+        "seed": lambda: fake.vector(cutlass.Int64, 1),
+        "threshold": lambda: fake.I32,
+        "keep": lambda: fake.F32,
+    }
+    traced = [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]
+    traced += [fake.NUMBERS[kind] for kind in config.traced.numbers]
+    numbers = *[fake.I32] * 5, *[fake.F32] * 2
+    return (
+        fake.tiled(config.dtype, (batch, seqlen_q, heads_q, dim)),
+        fake.tiled(config.dtype, (batch, seqlen_k, heads_k, dim)),
+        fake.tiled(config.dtype, (batch, seqlen_k, heads_k, dim_v)),
+        fake.tiled(config.dtype, (batch, seqlen_q, heads_q, dim_v)),
+        fake.rows(cutlass.Float32, (batch, heads_q, seqlen_q)),
+        fake.vector(cutlass.Float32, heads_q),
+        (*numbers, *[optional[name]() for name in config.extra], *traced),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

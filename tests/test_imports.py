@@ -46,6 +46,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.hopper.expected": (),
     "backends.hopper.config": ("backends.hopper.expected", "problem", "masks.facts", "device", "expr"),
     "backends.hopper.backward.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
+    "backends.triton.tiles": (),
+    "backends.triton.config": ("backends.triton.tiles", "problem", "device"),
     "backends.*.config": ("problem", "device"),
     # A program of its own.
     "backends.*.compile_all": (

@@ -29,7 +29,7 @@ def seqlen_q_rounded(problem: Problem) -> int:
 
 @dataclass
 class BackwardBuffers:
-    """The tensors that a backward writes.
+    """What a backward writes.
 
     Attributes:
         dq, dk, dv: the gradients.

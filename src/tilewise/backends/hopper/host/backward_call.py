@@ -61,20 +61,20 @@ class Plan:
         """Of the sums to which the pass over key tiles adds dQ, if it does."""
         p, batch = self.p, 1 if self.p.packed else self.p.batch
         return (
-            (batch, p.heads_q, self.config.blocks(p), KEY_GROUPS, self.config.keys.part)
-            if self.config.keys.summed
+            (batch, p.heads_q, self.config.blocks(p), KEY_GROUPS, self.config.keys.part_elements)
+            if self.config.keys.sums_dq
             else None
         )
 
     @cached_property
     def turns_shape(self) -> tuple[int, ...] | None:
         """Of what counts their additions, if those come in order."""
-        return (self.p.batch, self.p.heads_q, self.config.turns(self.p)) if self.config.keys.ordered else None
+        return (self.p.batch, self.p.heads_q, self.config.semaphores(self.p)) if self.config.keys.ordered else None
 
     def lines(self, t: Inputs, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Of lse (batch, heads_q, row) room for lse2 and delta. Packed, rows lie elsewhere among lines that nobody writes; a sink's
         gradient reads them all, and what is there then must add nothing to it."""
-        shape, holes = (*lse.shape[:2], self.config.lines(self.p)), self.p.packed and t.sink is not None
+        shape, holes = (*lse.shape[:2], self.config.statistics_rows(self.p)), self.p.packed and t.sink is not None
         return tuple(lse.new_full(shape, n) if holes else lse.new_empty(shape) for n in (INF, 0.0))
 
     @cached_property
@@ -110,7 +110,7 @@ class Plan:
         return Expressions.of(self.p)
 
     def extra(self, t: Inputs) -> list[Tensor]:
-        """What :func:`tilewise.backends.hopper.backward.launch.extras_of` takes: what is each pass's own, then what both have."""
+        """What :func:`tilewise.backends.hopper.backward.launch.optional_params` takes: what is each pass's own, then what both have."""
         x, found = self.config, []
         if x.packed:
             return found

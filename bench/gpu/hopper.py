@@ -11,10 +11,12 @@ from torch import Tensor
 import tilewise as tw
 from bench import cases
 from bench.gpu.subject import Kernel, Named, Scale, Subject, Timed, in_16_bits
-from tilewise.backends.hopper import Hopper, config
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import PLAIN, Config
+from tilewise.backends.hopper.config import PLAIN
+from tilewise.backends.hopper.forward import config
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import kernel_files
 from tilewise.backends.hopper.host import proven as proofs
 from tilewise.testing import HIDING, Call, call, of_case, qkv

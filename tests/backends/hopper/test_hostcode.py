@@ -18,7 +18,8 @@ from tests.backends.hopper import standin
 from tests.backends.hopper.standin import STREAM, Nowhere
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Config, Traced, shipped
+from tilewise.backends.hopper.config import Traced
+from tilewise.backends.hopper.forward.config import Config, shipped
 from tilewise.backends.hopper.host import aot, driver, hostcode, kernel_files
 from tilewise.backends.hopper.host.recipe import Argument, Extent, Launch, Recipe, TensorArgument, offsets
 

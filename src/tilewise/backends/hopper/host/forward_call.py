@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, PerTensors, empty_output, without_memory
-from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Config, Expressions, Grid, cap_of, keys_of, spread
+from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Expressions, cap_of, keys_of
+from tilewise.backends.hopper.forward.config import Config, Grid, spread
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.caching import cached_property

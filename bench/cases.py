@@ -1,19 +1,19 @@
 """The one table of attention cases. Tests, benchmarks, tuning and the demo draw from it by name or by tag.
 
-A Case holds sizes and *names* of a mask and a score; MASKS and SCORES below say what a name means, twice: as tilewise
-spells it, and as a plain function of (b, h, i, j) that eager attention and FlexAttention share. Indices are within the
-sequence, and `off = seqlen_k - seqlen_q` aligns the last query with the last key.
+A Case holds sizes and *names* of a mask and a score; MASKS and SCORES of bench/kinds.py say what a name means.
 
 Tags: `contract` tiny shapes for tests · `cpu` / `cuda` where the case is meant to be timed · `demo` · `exact` · `h200` the 36 rows
-whose peers are in docs/performance.md · `decode`, `window`, `packed`, `sparse`, `score`, `split`, `memory` what they probe.
+whose peers are in docs/performance.md · `decode`, `window`, `packed`, `sparse`, `score`, `split`, `memory`, `feature` what they probe.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from bench.kinds import MASKS, SCORES, leaf_dtype
 
 
 class Shape(NamedTuple):
@@ -165,7 +165,7 @@ def draw(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
         k=normal(*lead_k, case.heads_k, case.head_dim),
         v=normal(*lead_k, case.heads_k, case.head_dim_v),
         do=normal(*lead_q, case.heads_q, case.head_dim_v),
-        sink=normal(case.heads_q, dtype=_leaf_dtype(case)) if case.sink else None,
+        sink=normal(case.heads_q, dtype=leaf_dtype(case)) if case.sink else None,
         leaves={name: t.to(device) for name, t in leaves.items()},
         cu_seqlens_q=cu_seqlens[0],
         cu_seqlens_k=cu_seqlens[1],
@@ -181,38 +181,6 @@ def _cumulative(lengths: list[int], device: str) -> Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
 
-def _leaf_dtype(case: Case) -> torch.dtype:
-    return torch.float64 if case.dtype == "float64" else torch.float32
-
-
-# ---- masks and scores: what a name in the table means -------------------------------------------------------------
-
-Normal = Callable[..., Tensor]
-Predicate = Callable[[Any, Any, Any, Any], Any]
-
-
-def _no_leaves(case: Case, normal: Normal) -> dict[str, Tensor]:
-    return {}
-
-
-@dataclass(frozen=True)
-class MaskKind:
-    """build(x): the tilewise Mask. keep(x): the same set as a predicate of (b, h, i, j)."""
-
-    build: Callable[[Inputs], Any]
-    keep: Callable[[Inputs], Predicate]
-    leaves: Callable[[Case, Normal], dict[str, Tensor]] = _no_leaves
-
-
-@dataclass(frozen=True)
-class ScoreKind:
-    """build(x): the tilewise Score. apply(x): the same map as a function of (s, b, h, i, j)."""
-
-    build: Callable[[Inputs], Any]
-    apply: Callable[[Inputs], Callable[..., Any]]
-    leaves: Callable[[Case, Normal], dict[str, Tensor]] = _no_leaves
-
-
 def _kept_pairs(case: Case, device: str) -> int:
     """Counts an unpacked case's pairs by its predicate, in chunks of rows."""
     b_size, normal = case.batch, lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype)
@@ -226,160 +194,6 @@ def _kept_pairs(case: Case, device: str) -> int:
             i = torch.arange(start, min(start + chunk, case.seqlen_q), device=device, dtype=torch.int32)[:, None]
             total += int(keep(torch.tensor(b, device=device), torch.tensor(0, device=device), i, j).sum())
     return total if leaves else total * b_size
-
-
-def _tw() -> Any:
-    """tilewise, imported on use: the table itself can be read without it."""
-    import tilewise
-
-    return tilewise
-
-
-def _window(left: int | None, right: int | None = 0) -> MaskKind:
-    def keep(x: Inputs) -> Predicate:
-        low = x.off - left if left is not None else -(1 << 30)
-        high = x.off + right if right is not None else 1 << 30
-        return lambda b, h, i, j: (j >= i + low) & (j <= i + high)
-
-    return MaskKind(build=lambda x: _tw().window(left=left, right=right), keep=keep)
-
-
-def _sparse(block: int, keep_share: float) -> MaskKind:
-    """A random pattern of blocks, its diagonal always kept, the same for every batch element and head."""
-
-    def leaves(case: Case, normal: Normal) -> dict[str, Tensor]:
-        blocks_q, blocks_k = -(-case.seqlen_q // block), -(-case.seqlen_k // block)
-        pattern = torch.rand(blocks_q, blocks_k, generator=torch.Generator().manual_seed(0)) < keep_share
-        return {"pattern": pattern | torch.eye(blocks_q, blocks_k, dtype=torch.bool)}
-
-    return MaskKind(
-        build=lambda x: _tw().block_sparse(x.leaves["pattern"], block, block),
-        keep=lambda x: lambda b, h, i, j: x.leaves["pattern"][i // block, j // block],
-        leaves=leaves,
-    )
-
-
-def _document_ids(case: Case, normal: Normal) -> dict[str, Tensor]:
-    """Document number of each position: lengths drawn uniformly around an eighth of the sequence, never decreasing."""
-    generator = torch.Generator().manual_seed(0)
-    mean = max(2, case.seqlen_k // 8)
-    ends = torch.randint(mean // 2, mean + mean // 2, (case.seqlen_k,), generator=generator).cumsum(0)
-    return {"ids": torch.searchsorted(ends, torch.arange(case.seqlen_k), right=True).to(torch.int32)}
-
-
-def _lengths(case: Case, normal: Normal) -> dict[str, Tensor]:
-    """Keys that are no padding, by batch element: from all of them down to half."""
-    return {"n": torch.tensor([case.seqlen_k - b * case.seqlen_k // (2 * case.batch) for b in range(case.batch)])}
-
-
-def _dense_mask(case: Case, normal: Normal) -> dict[str, Tensor]:
-    shape = (case.batch, 1, case.seqlen_q, case.seqlen_k)
-    return {"dense": torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5}
-
-
-MASKS: dict[str | None, MaskKind] = {
-    "causal": MaskKind(
-        build=lambda x: _tw().causal(),
-        keep=lambda x: lambda b, h, i, j: j <= i + x.off,
-    ),
-    "window-8": _window(left=7),
-    "window-both": _window(left=5, right=9),
-    "window-right": _window(left=None, right=3),
-    "window-512": _window(left=511),
-    "window-1024": _window(left=1023),
-    "causal-window-16": MaskKind(
-        build=lambda x: _tw().causal() & _tw().window(left=15, right=4),
-        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) & (j >= i + x.off - 15),
-    ),
-    "prefix": MaskKind(
-        build=lambda x: _tw().prefix(x.case.seqlen_k // 3),
-        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) | (j < x.case.seqlen_k // 3),
-    ),
-    "key-range": MaskKind(
-        build=lambda x: _tw().key_range(2, x.case.seqlen_k - 3),
-        keep=lambda x: lambda b, h, i, j: (j >= 2) & (j < x.case.seqlen_k - 3) & (i >= 0),
-    ),
-    "key-lengths": MaskKind(
-        build=lambda x: _tw().key_lengths(x.leaves["n"]),
-        keep=lambda x: lambda b, h, i, j: (j < x.leaves["n"][b]) & (i >= 0),
-        leaves=_lengths,
-    ),
-    "documents": MaskKind(
-        build=lambda x: _tw().causal() & _tw().documents(x.leaves["ids"]),
-        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) & (x.leaves["ids"][i + x.off] == x.leaves["ids"][j]),
-        leaves=_document_ids,
-    ),
-    "keep-odd": MaskKind(
-        build=lambda x: _tw().keep(lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
-        keep=lambda x: lambda b, h, i, j: (i + 2 * j + h) % 3 != 0,
-    ),
-    "window-or-first": MaskKind(
-        build=lambda x: _tw().window(left=7, right=0) | _tw().key_range(0, 4),
-        keep=lambda x: lambda b, h, i, j: ((j >= i + x.off - 7) & (j <= i + x.off)) | (j < 4),
-    ),
-    "dense": MaskKind(
-        build=lambda x: _tw().dense(x.leaves["dense"]),
-        keep=lambda x: lambda b, h, i, j: x.leaves["dense"][b, 0, i, j],
-        leaves=_dense_mask,
-    ),
-    "sparse-16": _sparse(block=16, keep_share=0.4),
-    "sparse-90": _sparse(block=128, keep_share=0.1),
-    "nothing": MaskKind(
-        build=lambda x: _tw().key_range(0, 0),
-        keep=lambda x: lambda b, h, i, j: (j < 0) & (i < 0),
-    ),
-}
-
-
-def _slopes(case: Case, normal: Normal) -> dict[str, Tensor]:
-    """ALiBi's geometric slopes, 2^(-8 (h + 1) / H)."""
-    h = torch.arange(1, case.heads_q + 1, dtype=_leaf_dtype(case))
-    return {"slopes": torch.exp2(-8.0 * h / case.heads_q)}
-
-
-def _pair_bias(dtype: Callable[[Case], torch.dtype]) -> ScoreKind:
-    """A bias by head and pair, the same for the whole batch."""
-    return ScoreKind(
-        build=lambda x: _tw().bias(x.leaves["bias"]),
-        apply=lambda x: lambda s, b, h, i, j: s + x.leaves["bias"][0, h, i, j],
-        leaves=lambda case, normal: {
-            "bias": normal(1, case.heads_q, case.seqlen_q, case.seqlen_k, dtype=dtype(case)),
-        },
-    )
-
-
-def _table(case: Case, normal: Normal) -> dict[str, Tensor]:
-    return {"table": normal(case.heads_q, 32, dtype=_leaf_dtype(case))}
-
-
-def _alibi(x: Inputs) -> Callable[..., Any]:
-    return lambda s, b, h, i, j: s - x.leaves["slopes"][h] * (i + x.off - j).abs()
-
-
-def _relative(x: Inputs) -> Callable[..., Any]:
-    """A learned table by head and distance, as T5's bias but with one bucket a distance, clamped to 32."""
-    return lambda s, b, h, i, j: s + x.leaves["table"][h, (i + x.off - j).abs().clamp(0, 31)]
-
-
-SCORES: dict[str | None, ScoreKind] = {
-    "softcap-30": ScoreKind(
-        build=lambda x: _tw().softcap(30.0),
-        apply=lambda x: lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0),
-    ),
-    "softcap-2": ScoreKind(
-        build=lambda x: _tw().softcap(2.0),
-        apply=lambda x: lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0),
-    ),
-    "alibi": ScoreKind(build=lambda x: _tw().alibi(x.leaves["slopes"]), apply=_alibi, leaves=_slopes),
-    "bias": _pair_bias(_leaf_dtype),
-    "bias-16": _pair_bias(lambda case: getattr(torch, case.dtype)),
-    "relative": ScoreKind(build=lambda x: _tw().score(_relative(x)), apply=_relative, leaves=_table),
-    "softcap-alibi": ScoreKind(
-        build=lambda x: _tw().softcap(5.0) >> _tw().alibi(x.leaves["slopes"]),
-        apply=lambda x: lambda s, b, h, i, j: _alibi(x)(5.0 * torch.tanh(s / 5.0), b, h, i, j),
-        leaves=_slopes,
-    ),
-}
 
 
 # ---- the table ----------------------------------------------------------------------------------------------------
@@ -439,7 +253,7 @@ def _cpu() -> Iterable[Case]:
 
 
 def _cuda() -> Iterable[Case]:
-    """What the grid of full and causal squares leaves out, in bf16."""
+    """Cases that the grid of full and causal squares leaves out, in bf16."""
     wide = {"dtype": "bfloat16", "source": "H200, structure"}
 
     def row(name: str, shape: tuple[int, ...], tags: str, **options: Any) -> Case:

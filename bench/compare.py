@@ -18,7 +18,7 @@ DIRECTIONS = ("forward", "backward", "both", "memory")
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What one contestant must reach in one direction of a case, or in the mean of a tag's cases."""
+    """A ratio (or a bound of memory) that a contestant must reach in one direction of a case, or in the mean of a tag's cases."""
 
     direction: str
     contestant: str
@@ -166,7 +166,7 @@ def compared(goals: Iterable[Goal]) -> list[list[str]]:
 
 
 def read_results(path: Path) -> list[dict]:
-    """What each contestant did, from a file of results. Raises Refused for any other file."""
+    """The entries of a file of results: all that each contestant did. Raises Refused for any other file."""
     return records.entries(records.read(path))
 
 

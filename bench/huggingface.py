@@ -86,7 +86,7 @@ def models(attention: str) -> tuple[dict[str, torch.nn.Module], Stopwatch]:
 
 
 def tasks(made: dict[str, torch.nn.Module]) -> dict[str, Callable[[int], object]]:
-    """What runs, each at a length: the full one, and a short one to warm up."""
+    """The tasks as functions of a length: the full one, and a short one to warm up."""
     llama, mistral = made["Llama"], made["Mistral"]
     row = torch.randint(1, LLAMA["vocab_size"], (2, N), generator=torch.Generator().manual_seed(0))
 

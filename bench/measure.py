@@ -189,7 +189,7 @@ def _meminfo(field: str) -> int | None:
 
 
 def _cgroup_left() -> int | None:
-    """What the control group leaves, its page cache counted as free."""
+    """The bytes that the control group leaves, its page cache counted as free."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = int((group / "memory.max").read_text())
@@ -204,7 +204,7 @@ def _cgroup_left() -> int | None:
 
 
 def machine(device: str) -> dict:
-    """What a reader needs to judge a number: processor or GPU, threads, memory, versions, commit."""
+    """The facts that a reader needs to judge a number: processor or GPU, threads, memory, versions, commit."""
     import importlib.metadata
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}

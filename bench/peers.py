@@ -86,7 +86,7 @@ def eager_call(x: Inputs, rows: Tensor | None = None, order: int = 0) -> Call:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Which queries i and keys j are computed, in which order; take: their q, k, v; put_back: o as the caller wants it."""
+    """The queries i and keys j that are computed, in their order; take: their q, k, v; put_back: o as the caller wants it."""
 
     i: Tensor
     j: Tensor

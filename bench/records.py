@@ -40,7 +40,7 @@ class Refused(ValueError):
 
 
 def faults(record: object) -> list[str]:
-    """What keeps a line from being a record of this form; empty: nothing does."""
+    """The reasons why a line is no record of this form; empty: it is one."""
     kind = record.get("record") if isinstance(record, dict) else None
     if kind not in ("run", "result"):
         return ["no record of a run or a result; `tilewise bench` writes such files"]
@@ -149,7 +149,7 @@ def bounds(entry: dict) -> list[dict]:
 
 
 def entries(records: Iterable[dict]) -> list[dict]:
-    """What each contestant did on each case in each run, in the file's order; the opposite of :func:`lines`."""
+    """An entry for each contestant on each case in each run, in the file's order; the opposite of :func:`lines`."""
     found: dict[tuple, dict] = {}
     for r in records:
         if r["record"] == "run" or r["contestant"] == "bound":

@@ -259,7 +259,7 @@ def bounds_ms(case: Case, limits: dict[str, float], device: str) -> dict[str, fl
 
 
 def from_root(text: str) -> str:
-    """With the checkout's files named from its root on: a result says nothing of where that was."""
+    """The text with the checkout's files named from its root on: a result says nothing of where that was."""
     return text.replace(f"{measure.ROOT}/", "")
 
 

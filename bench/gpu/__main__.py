@@ -107,7 +107,7 @@ def run_of(options: argparse.Namespace, words: list[str], made: Subject) -> Run:
 
 
 def work(run: Run, made: Subject, module: ModuleType, job: str) -> None:
-    """What a worker's process does."""
+    """Does the work of one worker's process."""
     module.WORKERS[job.partition(":")[0]](Worker(run, job), made)
 
 

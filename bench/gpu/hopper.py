@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What kernels that take the same calls have in common."""
+    """The properties that kernels which take the same calls have in common."""
 
     dims: tuple[int, int]
     dtype: str

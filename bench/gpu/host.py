@@ -1,4 +1,4 @@
-"""What does a call cost the host?
+"""The host's cost of a call.
 
 host      microseconds of the backend alone, of the public call, and of the call with its gradients, beside SDPA
 autograd  milliseconds of a call and its gradients through autograd, and of its kernels alone
@@ -40,7 +40,7 @@ def host_worker(worker: Worker, subject: Subject) -> None:
 
 
 def steps_of(subject: Subject, dtype: torch.dtype) -> dict[tuple[str, str], Callable[[], object]]:
-    """What is called, by contestant and direction; empty where the backend does not take the dtype."""
+    """The calls by contestant and direction; empty where the backend does not take the dtype."""
     q = torch.randn(SHAPE, device=subject.device, dtype=dtype)
     c, backend = call(q, q.clone(), q.clone(), causal=True), subject.backend()
     if backend.unsupported(c.p):

@@ -101,7 +101,7 @@ def on_two_streams(backend: Backend, c: Call, device: str) -> list[dict[str, Ten
 
 
 def against(subject: Subject, c: Call, found: dict[str, Tensor]) -> list[str]:
-    """What is wrong with o by the rule: another backend in fp32 is the oracle, in 16 bits what eager attention is to it."""
+    """The faults of o and lse by the error rule: another backend in fp32 is the oracle, in 16 bits what eager attention is to it."""
     other = dispatch.backend("triton" if subject.name == "hopper" else "portable")
     c = c.forward_only()
     exact = replace(c.t, **{name: getattr(c.t, name).float() for name in "qkv"})

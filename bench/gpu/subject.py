@@ -18,7 +18,7 @@ Named = Iterator[tuple[str, Call]]
 
 @dataclass(frozen=True)
 class Scale:
-    """What runs on a device.
+    """The cases and sizes that run on a device.
 
     contract: cases that are checked. squares, structures, features: cases that are timed, those that decide first; the features are
     also checked, at ``shape`` (batch, seqlen_q, seqlen_k, heads_q, heads_k) and ``head_dims``. launches: of the stress. together:

@@ -274,5 +274,5 @@ def phase(run: Run, subject: Subject, part: str) -> None:
 
 
 def results_of(run: Run, subject: Subject, name: str) -> list[dict]:
-    """What was timed, as results of the run of that name."""
+    """The times as results of the run of that name."""
     return [r | {"run": name} for row in run.items() for r in row.get("results", ())]

@@ -9,8 +9,9 @@ from bench import cases
 from bench.gpu.subject import Kernel, Named, Scale, Subject
 from tilewise.backends.base import Backend
 from tilewise.backends.triton import Triton, interpreting
-from tilewise.backends.triton.config import CANDIDATES, Config, Tiles
+from tilewise.backends.triton.config import CANDIDATES, Config
 from tilewise.backends.triton.host import runtime
+from tilewise.backends.triton.tiles import Tiles
 from tilewise.testing import Call, call, of_case
 
 PASSES = ("forward", "dq", "dkdv", "dk", "dv")
@@ -55,8 +56,7 @@ def extra(name: str) -> cases.Case:
 
 def rows_of(kernel: str, head_dim: int) -> tuple[Tiles, ...]:
     """The candidates of one pass for a head dim."""
-    by_width = CANDIDATES["sm90"][kernel]
-    return by_width[min(limit for limit in by_width if limit >= head_dim)]
+    return next(row.kernels[kernel] for row in CANDIDATES["sm90"] if row.head_dim >= head_dim)
 
 
 class TritonSubject(Subject):

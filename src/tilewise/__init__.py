@@ -15,6 +15,7 @@ from tilewise.masks.catalogue import (
     window,
 )
 from tilewise.masks.patterns import butterfly, local_global, strided
+from tilewise.parallel.context import context_parallel
 from tilewise.scores.catalogue import OFF as offset
 from tilewise.scores.catalogue import Score, alibi, bias, score, softcap
 
@@ -38,6 +39,7 @@ __all__ = [
     "block_sparse",
     "butterfly",
     "causal",
+    "context_parallel",
     "dense",
     "documents",
     "dropout_mask",

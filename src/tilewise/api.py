@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,16 @@ from tilewise.tiles import Grid
 
 _operator = torch.ops.tilewise.attention.default
 _KEYWORDS = tuple(f.name for f in fields(Options))
+
+
+class Parallel(Protocol):
+    """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]: ...
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
+    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
 
 
 def attention(
@@ -33,6 +44,7 @@ def attention(
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    parallel: Parallel | None = None,
 ) -> Tensor:
     """Exact attention, ``softmax(mask(score(softmax_scale * q kᵀ))) v``, tile by tile; differentiable.
 
@@ -51,6 +63,8 @@ def attention(
         deterministic: results repeat bit for bit and do not depend on the rest of the batch. Default:
             ``torch.are_deterministic_algorithms_enabled()``.
         backend: run here or raise. Default: the first that can, see :func:`explain`.
+        parallel: the ranks over which the sequence is sharded, from :func:`tilewise.context_parallel`. q, k and v are then this
+            rank's rows, and so is the result; masks, scores and dropout speak of positions in the whole sequence.
 
     Returns:
         ``(batch, seqlen_q, heads_q, head_dim_v)``, contiguous. A row that sees no key is zero.
@@ -63,7 +77,7 @@ def attention(
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
-    return _operator(q, k, v, *assemble(q, k, v, o))[0]
+    return _run(q, k, v, o, parallel)[0]
 
 
 def attention_with_lse(
@@ -80,6 +94,7 @@ def attention_with_lse(
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    parallel: Parallel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` and the log of its softmax's denominators; both are differentiable.
 
@@ -88,7 +103,7 @@ def attention_with_lse(
         that sees no key and has no sink.
     """
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
-    return _operator(q, k, v, *assemble(q, k, v, o))
+    return _run(q, k, v, o, parallel)
 
 
 def attention_varlen(

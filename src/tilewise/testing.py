@@ -1,4 +1,4 @@
-"""What tests and benchmarks share: a checked call with its tensors, outputs full of NaN, and the judgement of a backend's results.
+"""Helpers that tests and benchmarks share: a checked call with its tensors, outputs full of NaN, the judgement of a backend's results.
 
     c = call(q, k, v, causal=True)
     assert not wrong(Portable(), c)
@@ -142,7 +142,7 @@ def results(backend: Backend, c: Call) -> dict[str, Tensor]:
 
 
 def wrong(backend: Backend, c: Call) -> list[str]:
-    """What is beyond the error rule in a backend's results; empty: nothing is."""
+    """The errors of a backend's results that are beyond the error rule; empty: none is."""
     return [str(e) for e in c.expected().judge(results(backend, c)) if not e.ok]
 
 

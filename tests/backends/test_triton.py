@@ -22,19 +22,7 @@ from tests import test_architectures
 from tests.backends.contract import HIDING, Contract, _columns_unseen, agree, call, normal, of_case, qkv, run
 from tilewise import expr
 from tilewise.backends.triton import Triton, config, interpreting
-from tilewise.backends.triton.config import (
-    INTERPRETED,
-    TABLE,
-    Config,
-    Streams,
-    Tiles,
-    columns,
-    fit,
-    pieces,
-    room,
-    shared_memory,
-    width,
-)
+from tilewise.backends.triton.config import INTERPRETED, MAX_HEAD_DIM, MAX_LATENT_DIM, TABLE, Config
 from tilewise.backends.triton.host.leaf_sums import LeafSums
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.host.terms import split_into_terms
@@ -43,6 +31,16 @@ from tilewise.backends.triton.kernels import maths
 from tilewise.backends.triton.kernels.emit import emit
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, leaf_layouts, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
+from tilewise.backends.triton.tiles import (
+    Streams,
+    Tiles,
+    columns,
+    fit,
+    pieces,
+    program_limit,
+    shared_memory,
+    width,
+)
 from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, classify
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
@@ -377,7 +375,7 @@ def test_programs_take_turns_at_a_sum_that_three_or_four_or_all_share(shape, til
     ids=["heads", "shared"],
 )
 def test_ds_is_kept_of_some_heads_at_a_time(shape, override, monkeypatch):
-    monkeypatch.setattr(config, "sheet_room", lambda p: 2 * 128 * 128 * 4)  # one head's
+    monkeypatch.setattr(config, "sheet_memory", lambda p: 2 * 128 * 128 * 4)  # one head's
     score = tw.bias(normal(*shape).requires_grad_())
     c = call(*qkv(nq=48, nk=72, hq=3, hk=3), mask=tw.causal() & tw.window(40), score=score)
     assert Plan(c.p, override).sheet_heads == 1
@@ -392,7 +390,7 @@ def test_ds_is_kept_only_where_it_is_the_one_gradient_that_a_score_wants(monkeyp
     assert heads(score=tw.bias(t) >> tw.alibi(slopes)) == 0
     assert heads(mask=tw.key_range(0, 60), score=tw.bias(t)) == 0  # rows and columns may disagree about tiles
     assert heads(score=tw.bias(t.detach().double().requires_grad_())) == 0
-    monkeypatch.setattr(config, "sheet_room", lambda p: 1)
+    monkeypatch.setattr(config, "sheet_memory", lambda p: 1)
     assert heads(causal=True, score=tw.bias(t)) == 0
 
 
@@ -573,10 +571,12 @@ def test_shared_memory_fits_the_smallest_device_of_each_table():
         "sm100": 227 << 10,
     }  # AMD keeps Q in registers: compile_all checks it
     for arch, limit in limits.items():
-        for head_dim, tiles in TABLE[arch].items():
-            for kernel, choice in Config(*tiles).passes.items():
+        for row in TABLE[arch]["half"]:
+            for kernel, choice in row.passes.items():
                 # The forward's row of 192 is that of Dv 128, the common one.
-                widths = head_dim, 128 if (head_dim, kernel) == (192, "forward") else head_dim
+                narrow = {(192, "forward"): 128, (MAX_LATENT_DIM, kernel): MAX_HEAD_DIM}
+                head_dim = row.head_dim
+                widths = head_dim, narrow.get((head_dim, kernel), head_dim)
                 need = shared_memory(kernel, choice, tuple(columns(n, choice) for n in widths), 2, Streams(plain=True))
                 assert need <= limit, (arch, head_dim, kernel, need)
 
@@ -617,8 +617,8 @@ def test_sixteen_queries_at_a_time_come_by_pointers():
 
 
 def test_tiles_of_four_warps_leave_room_for_two_programs():
-    tiles = TABLE["sm90"][128][0]
-    half = room(tiles, 227 << 10, "sm90", 2)
+    tiles = next(row.forward for row in TABLE["sm90"]["half"] if row.head_dim == 128)
+    half = program_limit(tiles, 227 << 10, "sm90", 2)
     assert tiles.num_warps == 4
     assert 2 * half <= 228 << 10
     for pair_bytes, stages in ((0, 3), (2, 2)):
@@ -684,4 +684,4 @@ def shaped(batch: int, nq: int, nk: int, hq: int, hk: int) -> object:
     ],
 )
 def test_keys_are_split_where_whole_rows_leave_the_machine_idle(shape, splits):
-    assert (config._split(shaped(*shape), 128, 132) is not None) == splits
+    assert (config.split_keys(shaped(*shape), 128, 132) is not None) == splits

@@ -11,10 +11,11 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 import tilewise as tw
 from tests.backends.contract import call, normal, qkv
 from tilewise.backends.triton import interpreting
-from tilewise.backends.triton.config import Config, Tiles
+from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import compile_all, launch, runtime
 from tilewise.backends.triton.host.descriptors import four_axes
 from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.tiles import Tiles
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
 

@@ -13,9 +13,9 @@ from bench import measure as clock
 from tilewise import cli
 from tilewise.backends import triton
 from tilewise.backends.triton import config
-from tilewise.backends.triton.config import Tiles
 from tilewise.backends.triton.host import tuned
 from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.tiles import Tiles
 from tilewise.testing import call, poisoned, qkv
 
 SMALL, OTHER, WRONG = Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)
@@ -27,7 +27,7 @@ def launched(monkeypatch, tmp_path):
     """Candidates for the interpreter, of which WRONG computes nothing, and a clock that knows how long each takes."""
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
     rows = {"forward": (SMALL, OTHER), "dq": (OTHER, WRONG)}
-    monkeypatch.setattr(config, "CANDIDATES", {"interpreted": {name: {64: x} for name, x in rows.items()}})
+    monkeypatch.setattr(config, "CANDIDATES", {"interpreted": (config.Choices(64, **rows),)})
     start, tiles_of = Plan.start, []
 
     def record(plan, kernel, grid, tiles, *args):

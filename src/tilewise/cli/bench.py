@@ -14,7 +14,7 @@ from tilewise.cli.page import console, heading, note, progress, status_text, tab
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure or judge."""
+    """The options of `tilewise bench`: the cases and contestants to measure, or the file to judge."""
 
     tag: Annotated[list[str] | None, typer.Option(help="Measure the cases that carry this tag; repeat to narrow.")] = (
         None

@@ -1,69 +1,46 @@
-"""Tile sizes of the Triton kernels: a table per architecture and head dim, and the shared memory that they need."""
+"""The tiles of a problem's kernels: tables by architecture and head dim, and what a problem makes of their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from tilewise import device as devices
+from tilewise.backends.triton.tiles import (
+    OVER_KEYS,
+    Streams,
+    Tiles,
+    columns,
+    fit,
+    program_limit,
+    shared_memory,
+)
 from tilewise.problem import Problem
 
-MAX_HEAD_DIM = 512
-MAX_LATENT_DIM = 576  # of q and k in half precision: 512 and 64 rotary ones (multi-head latent attention)
-MIN_WIDTH = 16  # of a side of tl.dot
 OVERLAPPING = ("sm90", "sm100")  # what has programmatic dependent launch
-OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
 
-# Matrix units multiply no fp32. Three bf16 hold what it holds, and six of the nine products of two such sums all that fp32's product
-# keeps: what is left out is below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial Intelligence Datatype For
-# Higher-Precision Computations, 2019). The smallest first, as (part of the left factor, of the right one).
-# docs/decisions.md#triton-bf16x6
+# Matrix units multiply no fp32. A sum of three bf16 terms holds all of an fp32, and six of the nine products of the terms of two factors
+# hold all that fp32's product keeps: the other three are below 2^-24 of it (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
+# Intelligence Datatype For Higher-Precision Computations, 2019). The smallest products come first, as (term of the left factor, of the
+# right one). docs/decisions.md#triton-bf16x6
 TERMS = 3
 TERM_PRODUCTS = ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0))
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """One kernel's choice: ``tile_m`` queries by ``tile_n`` keys, warps, and stages of its loads.
-
-    Attributes:
-        tma: whole tiles are loaded through tensor descriptors (Hopper and newer) where the strides allow it.
-        specialized: some warps load while others compute; needs tma.
-        padded: a head dim that is no power of two is padded to one, rather than two pieces (:func:`pieces`).
-    """
-
-    tile_m: int
-    tile_n: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False
-    specialized: bool = False
-    padded: bool = False
-
-    @property
-    def ahead(self) -> bool:
-        """Whether loads are more than a tile ahead of their use: with fewer stages, what comes early is waited for early
-        (docs/decisions.md#triton-v-beside-k)."""
-        return self.num_stages > 2
-
-    def describe(self) -> str:
-        how = (", tma" if self.tma else "") + (", specialised" if self.specialized else "")
-        how += ", padded" if self.padded else ""
-        return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
-
-
-@dataclass(frozen=True)
 class Config:
-    """The passes' tiles, and the keys of a chunk where keys are split.
+    """The passes' tiles, and how the passes run.
 
     Attributes:
-        dv: of a pass of its own for dV; ``dkdv`` is then dK's alone.
+        dv: tiles of a pass for dV alone; ``dkdv`` is then dK's alone.
+        split: keys of a split, where the keys are split.
         beside: batch elements and heads whose programs of one tile run side by side.
-        overlapping: whether a kernel may begin while the one before it in the stream has yet to end (:class:`launch.Role`).
-        products: of fp32: "ieee", as its arithmetic units compute them, "tf32", or "bf16x6", those of TERMS.
+        overlapping: whether a kernel may begin while the one before it in the stream has yet to end (``host.plan.Role``).
+        products: of fp32: "ieee", as its arithmetic units compute them, "tf32", or "bf16x6", of TERMS bf16 terms.
     """
 
     forward: Tiles
@@ -84,7 +61,7 @@ class Config:
 
     @classmethod
     def of(cls, passes: dict[str, Tiles], split: int | None = None) -> Config:
-        """From tiles named as in ``passes``."""
+        """The configuration with tiles named as in :attr:`passes`."""
         return cls(passes["forward"], passes.get("dkdv") or passes["dk"], passes["dq"], passes.get("dv"), split)
 
     def describe(self) -> str:
@@ -93,252 +70,258 @@ class Config:
         split += "" if self.products == "ieee" else f"; fp32 products {self.products}"
         return "; ".join(f"{titles[name]} {tiles.describe()}" for name, tiles in self.passes.items()) + split
 
-    def traffic(self, p: Problem) -> int:
+    def traffic(self, problem: Problem) -> int:
         """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
-        size = torch.empty((), dtype=p.dtype).element_size()
-        query_tiles = -(-p.seqlen_q // self.forward.tile_m)
-        width = p.head_dim + p.head_dim_v
-        rows = p.heads_q * p.seqlen_q * width + query_tiles * p.heads_k * p.seqlen_k * width
-        return size * rows * (1 if p.packed else p.batch)
-
-
-def width(head_dim: int) -> int:
-    """The power of two that a head dim is padded to."""
-    return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
-
-
-def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
-    """``(first column, columns, width)`` of each tile that holds a head dim.
-
-    Unless ``tiles.padded``, these are the largest power of two in it and the rest, padded, where that takes fewer columns than
-    padding the whole: 96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128 (docs/decisions.md#triton-pieces).
-    """
-    first = 1 << (head_dim.bit_length() - 1)
-    rest = head_dim - first
-    if not tiles.padded and first >= MIN_WIDTH and rest and first + width(rest) < width(head_dim):
-        return (0, first, first), (first, rest, width(rest))
-    return ((0, head_dim, width(head_dim)),)
-
-
-def columns(head_dim: int, tiles: Tiles) -> int:
-    """That the tiles of a head dim have, padding included."""
-    return sum(piece for _, _, piece in pieces(head_dim, tiles))
-
-
-@dataclass(frozen=True)
-class Streams:
-    """What a problem brings into shared memory beside the tiles of its tensors.
-
-    Attributes:
-        pair_bytes: of the tensors that a mask or score reads at both i and j: they are streamed too.
-        plain: P and dS go from registers into the next product; dropout and predicates may pass them through shared memory.
-    """
-
-    pair_bytes: int = 0
-    plain: bool = False
-
-
-def shared_memory(
-    kernel: str, tiles: Tiles, widths: tuple[int, int], itemsize: int, streams: Streams = Streams(), arch: str = "sm90"
-) -> int:
-    """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
-
-    Args:
-        kernel: "forward", "merge", "dkdv", "dk", "dv", "dq", "delta" or "tile".
-        widths: :func:`columns` of q, k and of v.
-    """
-    w, wv = widths
-    m, n, stages = tiles.tile_m, tiles.tile_n, max(tiles.num_stages, 1)
-    # With fewer than 64 keys a warp group the products are not wgmma's alone: operands are converted through shared memory.
-    passed = 0 if arch == "sm90" and streams.plain and n >= 16 * tiles.num_warps else m * n
-    over_keys = stages * m * (w + wv) + passed + (max(m, n) * max(w, wv) if n < 64 else 0)
-    over_keys += m * (w + wv) if arch == "sm90" and itemsize == 4 else 0  # turned: wgmma takes tf32 by rows alone
-    rows = {
-        "forward": m * w + stages * n * (w + wv),
-        "dkdv": n * (w + wv) + over_keys,
-        "dk": n * (w + wv) + over_keys,
-        "dv": n * w + over_keys,
-        "dq": m * (w + wv) + stages * n * (w + wv),
-        "delta": 0,
-        "merge": 0,
-        "terms": 0,
-        "tile": stages * (m + n) * (w + wv),
-        "sheet": stages * n * (m + w) + 2 * m * n,
-    }
-    statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
-    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "terms", "sheet") else 0
-    scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
-    pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
-    pairs += m * n * itemsize if bytes_ and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet
-    scratch = max(scratch, 4096) if w & (w - 1) else scratch
-    scratch += 128 if w > MAX_HEAD_DIM else 0
-    return itemsize * rows[kernel] + statistics + pairs + scratch
-
-
-def room(tiles: Tiles, limit: int, arch: str, itemsize: int) -> int:
-    """Bytes that a program may take of a multiprocessor's ``limit``: of four warps, two should run at a time, so that one computes
-    while the other waits for its products (docs/decisions.md#triton-two-programs).
-    The kilobyte that each costs besides is in the scratch."""
-    return (limit + 1024) // 2 if arch == "sm90" and tiles.tma and tiles.num_warps <= 4 and itemsize == 2 else limit
-
-
-def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> Tiles:
-    """``tiles``, smaller until they need no more than ``limit``: of what is streamed fewer rows, down to 64, then two stages,
-    still fewer rows, down to 32, and one stage: loads that nothing hides cost more than short tiles."""
-    streamed = "tile_m" if kernel in OVER_KEYS else "tile_n"
-    for rows, stages in ((64, None), (64, 2), (32, None), (32, 1), (MIN_WIDTH, None)):
-        while need(tiles) > limit and getattr(tiles, streamed) > rows:
-            tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
-        if need(tiles) > limit and stages is not None and tiles.num_stages > stages:
-            tiles = replace(tiles, num_stages=stages)
-    # By descriptor, passes over keys with 16 rows and three stages read what is not aligned (docs/decisions.md#triton-descriptors).
-    return replace(tiles, tma=tiles.tma and (streamed == "tile_n" or tiles.tile_m > MIN_WIDTH))
+        size = torch.empty((), dtype=problem.dtype).element_size()
+        query_tiles = -(-problem.seqlen_q // self.forward.tile_m)
+        width = problem.head_dim + problem.head_dim_v
+        rows = problem.heads_q * problem.seqlen_q * width + query_tiles * problem.heads_k * problem.seqlen_k * width
+        return size * rows * (1 if problem.packed else problem.batch)
 
 
 def _padded(*row: int) -> Tiles:
     return Tiles(*row, padded=True)
 
 
-# (largest head dim) -> tiles of (forward, dkdv, dq), or of (forward, dk, dq, dv). The first row that holds the head dim
-# is taken.
-_HALF_SM90 = {
-    64: (Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
-    96: (Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
-    128: (Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 2, True), Tiles(128, 64, 8, 3, True)),
-    160: (
-        Tiles(128, 64, 8, 3, True),
-        Tiles(64, 128, 8, 3, True),
-        Tiles(128, 64, 8, 3, True),
-        Tiles(64, 128, 8, 3, True),
+@dataclass(frozen=True)
+class Row:
+    """The tiles of each pass for head dims up to ``head_dim``, of which the larger of q's and v's counts; as in :class:`Config`."""
+
+    head_dim: int
+    forward: Tiles
+    dkdv: Tiles
+    dq: Tiles
+    dv: Tiles | None = None
+
+    @property
+    def passes(self) -> dict[str, Tiles]:
+        """Tiles by the name of each pass."""
+        return Config(self.forward, self.dkdv, self.dq, self.dv).passes
+
+    @classmethod
+    def of_one(cls, head_dim: int, tiles: Tiles) -> Row:
+        """The row of a head dim at which all three passes have the same tiles."""
+        return cls(head_dim, tiles, tiles, tiles)
+
+
+# The rows of a table go by their head dim: the first that holds a problem's is taken. The last of half precision, wider than those of
+# fp32, are for multi-head latent attention, whose q and k are 512 and 64 rotary columns wide and whose v is 512 wide.
+_HALF_SM90 = (
+    Row(64, Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
+    Row(96, Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
+    Row(128, Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 2, True), Tiles(128, 64, 8, 3, True)),
+    Row(
+        160,
+        forward=Tiles(128, 64, 8, 3, True),
+        dkdv=Tiles(64, 128, 8, 3, True),
+        dq=Tiles(128, 64, 8, 3, True),
+        dv=Tiles(64, 128, 8, 3, True),
     ),
-    192: (
-        Tiles(128, 64, 8, 3, True),
-        Tiles(64, 128, 8, 2, True),
-        Tiles(64, 64, 4, 3, True),
-        Tiles(64, 128, 8, 3, True),
+    Row(
+        192,
+        forward=Tiles(128, 64, 8, 3, True),
+        dkdv=Tiles(64, 128, 8, 2, True),
+        dq=Tiles(64, 64, 4, 3, True),
+        dv=Tiles(64, 128, 8, 3, True),
     ),
-    256: (Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(128, 32, 8, 3, True)),
-    512: (Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
-}
-_HALF_SM80 = {
-    64: (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    128: (Tiles(128, 32, 4, 3), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    Row(256, Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(128, 32, 8, 3, True)),
+    Row(512, Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    Row(576, Tiles(64, 32, 8, 2, True), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+)
+_HALF_SM80 = (
+    Row(64, Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    Row(128, Tiles(128, 32, 4, 3), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
     # dK dV in pieces of 128 + 32 takes twice the products of 128 + 64, and ptxas runs out of registers.
-    160: (Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1, padded=True), Tiles(32, 32, 4, 1)),
-    256: (Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    512: (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    Row(160, Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1, padded=True), Tiles(32, 32, 4, 1)),
+    Row(256, Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    Row(512, Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    Row(576, Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+)
+_HALF_AMD = (
+    Row(64, Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
+    Row(128, Tiles(128, 32, 4, 1), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
+    Row(256, Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    Row(512, Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    Row.of_one(576, Tiles(16, 16, 4, 1)),
+)
+_FLOAT = (
+    Row(64, _padded(64, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
+    Row(128, _padded(32, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
+    Row(256, _padded(32, 16, 4, 1), _padded(16, 16, 4, 1), _padded(16, 16, 4, 1)),
+    Row.of_one(512, Tiles(16, 16, 4, 1)),
+)
+_BF16X6_SM90 = (
+    Row(64, Tiles(128, 32, 8, 2, True), Tiles(32, 64, 4, 2, True), Tiles(64, 32, 4, 2, True)),
+    Row(128, Tiles(64, 64, 4, 1, True), Tiles(32, 64, 4, 2, True), Tiles(64, 32, 4, 2, True)),
+    Row(
+        256,
+        forward=Tiles(64, 32, 4, 1, True),
+        dkdv=_padded(32, 32, 4, 1),
+        dq=_padded(32, 32, 4, 1),
+        dv=_padded(32, 32, 4, 1),
+    ),
+)
+_TF32_SM90 = (
+    Row(64, Tiles(128, 32, 8, 2, True), Tiles(64, 64, 4, 2, True), Tiles(128, 32, 8, 2, True)),
+    Row(128, Tiles(128, 64, 8, 2, True), Tiles(32, 128, 8, 1, True), Tiles(128, 32, 8, 2, True)),
+    *_FLOAT[2:],
+)
+# By architecture, and within it "half", for fp16 and bf16, or how products of fp32 are computed (Config.products).
+TABLE = {
+    "sm80": {"half": _HALF_SM80, "ieee": _FLOAT},
+    "sm90": {"half": _HALF_SM90, "ieee": _FLOAT, "bf16x6": _BF16X6_SM90, "tf32": _TF32_SM90},
+    "sm100": {"half": _HALF_SM80, "ieee": _FLOAT},
+    "amd": {"half": _HALF_AMD, "ieee": _FLOAT},
 }
-_HALF_AMD = {
-    64: (Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
-    128: (Tiles(128, 32, 4, 1), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
-    256: (Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    512: (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
-}
-_FLOAT = {
-    64: (_padded(64, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
-    128: (_padded(32, 32, 4, 2), _padded(32, 32, 4, 1), _padded(32, 32, 4, 1)),
-    256: (_padded(32, 16, 4, 1), _padded(16, 16, 4, 1), _padded(16, 16, 4, 1)),
-    512: (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
-}
+# What one program may have of shared memory, in bytes: of the devices of each table the ones for data centres.
+SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "amd": 64 << 10}
+MAX_HEAD_DIM = min(tables["ieee"][-1].head_dim for tables in TABLE.values())
+MAX_LATENT_DIM = min(tables["half"][-1].head_dim for tables in TABLE.values())  # of q and k in half precision
+TERMS_HEAD_DIM = _BF16X6_SM90[-1].head_dim  # the largest at which tiles of three terms fit
 # The interpreter takes about 5 ms a step, whatever the tile; small problems should still have several tiles.
 INTERPRETED = Config(Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1))
+
+
+def table(arch: str, itemsize: int, products: str = "ieee") -> tuple[Row, ...]:
+    """The rows of an architecture for elements of so many bytes."""
+    tables = TABLE[arch]
+    return tables["half"] if itemsize == 2 else tables.get(products, tables["ieee"])
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Tiles that may be tried for head dims up to ``head_dim``, by kernel; none where a kernel has no choice of its own."""
+
+    head_dim: int
+    forward: tuple[Tiles, ...] = ()
+    dkdv: tuple[Tiles, ...] = ()
+    dk: tuple[Tiles, ...] = ()
+    dv: tuple[Tiles, ...] = ()
+    dq: tuple[Tiles, ...] = ()
+    tile: tuple[Tiles, ...] = ()
+
+    @property
+    def kernels(self) -> dict[str, tuple[Tiles, ...]]:
+        """The choices by the name of their kernel, where there are some."""
+        named = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "head_dim"}
+        return {name: tiles for name, tiles in named.items() if tiles}
 
 
 def _tma(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
     return tuple(Tiles(*row, tma=True) for row in rows)
 
 
-# What `tilewise tune` measures and bench/gpu checks, by architecture, pass and largest head dim; half precision. Rows that
+# What `tilewise tune` measures and bench/gpu checks, by architecture; half precision. Rows that
 # lost on an H200 are in docs/tried.md, not here.
 CANDIDATES = {
-    "sm90": {
-        "forward": {
-            64: _tma((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)),
-            80: (*_tma((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), _padded(128, 128, 8, 2)),
-            96: (*_tma((128, 128, 8, 3), (64, 128, 4, 2)), _padded(128, 128, 8, 2)),
-            128: _tma((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
-            160: (*_tma((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
-            192: (*_tma((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
-            256: _tma((128, 64, 8, 2), (64, 64, 4, 2)),
-        },
-        "dkdv": {
-            64: _tma((64, 64, 4, 3), (64, 128, 8, 3), (32, 128, 4, 3), (32, 64, 4, 4)),
-            80: (*_tma((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), _padded(32, 64, 4, 3)),
-            96: (*_tma((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), _padded(32, 64, 4, 3)),
-            128: _tma(
+    "sm90": (
+        Choices(
+            64,
+            forward=_tma((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)),
+            dkdv=_tma((64, 64, 4, 3), (64, 128, 8, 3), (32, 128, 4, 3), (32, 64, 4, 4)),
+            dk=_tma((64, 64, 4, 3)),
+            dv=_tma((64, 64, 4, 3)),
+            dq=_tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
+        ),
+        Choices(
+            80,
+            forward=(*_tma((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), _padded(128, 128, 8, 2)),
+            dkdv=(*_tma((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), _padded(32, 64, 4, 3)),
+            dk=_tma((64, 64, 4, 3)),
+            dv=_tma((64, 64, 4, 3)),
+            dq=(*_tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)), _padded(128, 64, 8, 3)),
+        ),
+        Choices(
+            96,
+            forward=(*_tma((128, 128, 8, 3), (64, 128, 4, 2)), _padded(128, 128, 8, 2)),
+            dkdv=(*_tma((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), _padded(32, 64, 4, 3)),
+            dk=_tma((64, 128, 8, 3)),
+            dv=_tma((64, 128, 8, 3)),
+            dq=(*_tma((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 64, 8, 3)),
+        ),
+        Choices(
+            128,
+            forward=_tma((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
+            dkdv=_tma(
                 (32, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)
             ),
-            160: _tma((64, 64, 4, 3)),
-            192: _tma((64, 64, 4, 3)),
-            256: _tma((64, 64, 8, 2), (32, 64, 8, 3)),
-        },
-        "dk": {
-            64: _tma((64, 64, 4, 3)),
-            80: _tma((64, 64, 4, 3)),
-            96: _tma((64, 128, 8, 3)),
-            128: _tma((64, 128, 8, 3), (64, 64, 4, 3)),
-            160: (*_tma((64, 128, 8, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
-            192: (*_tma((64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
-            256: _tma((32, 128, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3)),
-        },
-        "dv": {
-            64: _tma((64, 64, 4, 3)),
-            80: _tma((64, 64, 4, 3)),
-            96: _tma((64, 128, 8, 3)),
-            128: _tma((64, 128, 8, 3), (64, 64, 4, 3)),
-            160: (*_tma((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
-            192: (*_tma((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
-            256: _tma((32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
-        },
-        "dq": {
-            64: _tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
-            80: (*_tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)), _padded(128, 64, 8, 3)),
-            96: (*_tma((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 64, 8, 3)),
-            128: _tma((128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 2)),
-            160: (*_tma((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 32, 8, 3)),
-            192: (*_tma((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)), _padded(128, 32, 8, 3)),
-            256: _tma((128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
-        },
-    },
-}
-
-# Where q and k are wider than MAX_HEAD_DIM.
-LATENT = {
-    "sm80": (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
-    "sm90": (Tiles(64, 32, 8, 2, True), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
-    "sm100": (Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
-    "amd": (Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
-}
-
-TABLE = {"sm80": _HALF_SM80, "sm90": _HALF_SM90, "sm100": _HALF_SM80, "amd": _HALF_AMD}
-
-
-# Products of fp32 on Hopper's matrix units, by how they are computed.
-_FLOAT_SM90 = {
-    "bf16x6": {
-        64: (Tiles(128, 32, 8, 2, True), Tiles(32, 64, 4, 2, True), Tiles(64, 32, 4, 2, True)),
-        128: (Tiles(64, 64, 4, 1, True), Tiles(32, 64, 4, 2, True), Tiles(64, 32, 4, 2, True)),
-        256: (Tiles(64, 32, 4, 1, True), *[_padded(32, 32, 4, 1)] * 3),
-    },
-    "tf32": _FLOAT
-    | {
-        64: (Tiles(128, 32, 8, 2, True), Tiles(64, 64, 4, 2, True), Tiles(128, 32, 8, 2, True)),
-        128: (Tiles(128, 64, 8, 2, True), Tiles(32, 128, 8, 1, True), Tiles(128, 32, 8, 2, True)),
-    },
+            dk=_tma((64, 128, 8, 3), (64, 64, 4, 3)),
+            dv=_tma((64, 128, 8, 3), (64, 64, 4, 3)),
+            dq=_tma((128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 2)),
+        ),
+        Choices(
+            160,
+            forward=(*_tma((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
+            dkdv=_tma((64, 64, 4, 3)),
+            dk=(*_tma((64, 128, 8, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
+            dv=(*_tma((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
+            dq=(*_tma((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 32, 8, 3)),
+        ),
+        Choices(
+            192,
+            forward=(*_tma((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
+            dkdv=_tma((64, 64, 4, 3)),
+            dk=(*_tma((64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
+            dv=(*_tma((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
+            dq=(*_tma((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)), _padded(128, 32, 8, 3)),
+        ),
+        Choices(
+            256,
+            forward=_tma((128, 64, 8, 2), (64, 64, 4, 2)),
+            dkdv=_tma((64, 64, 8, 2), (32, 64, 8, 3)),
+            dk=_tma((32, 128, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3)),
+            dv=_tma((32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
+            dq=_tma((128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
+        ),
+    )
 }
 
 
-def table(arch: str, itemsize: int, products: str = "ieee") -> dict[int, tuple[Tiles, ...]]:
-    if itemsize == 4:
-        return _FLOAT_SM90.get(products, _FLOAT) if arch == "sm90" else _FLOAT
-    return TABLE[arch]
+# What takes the place of the table's tiles beside a tensor that is read for every pair: the first that fits. Beside its tiles dQ's eight
+# warps have no room for a third stage. "dkdv" is for elements wider than q's, beside which two programs of 64 x 64 do not fit; "tile"
+# sums the gradient of such a tensor over what it is broadcast over. docs/decisions.md#triton-pair-tiles
+PAIRED = {
+    "sm90": (
+        Choices(
+            64,
+            forward=_tma((64, 64, 4, 3), (128, 64, 8, 3)),
+            dkdv=_tma((64, 64, 4, 3)),
+            dq=_tma((64, 64, 4, 3)),
+            tile=(Tiles(128, 64, 8, 2),),
+        ),
+        Choices(
+            128,
+            forward=_tma((64, 64, 4, 3), (128, 64, 8, 3)),
+            dkdv=_tma((32, 64, 4, 3)),
+            dq=_tma((64, 64, 4, 3)),
+            tile=(Tiles(128, 64, 8, 2),),
+        ),
+    )
+}
+# Where one query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
+DECODING = {
+    "sm90": (
+        Choices(64, forward=_tma((64, 128, 4, 3))),
+        Choices(128, forward=_tma((64, 64, 4, 3))),
+        Choices(256, forward=_tma((64, 32, 4, 3))),
+    )
+}
 
 
-TERMS_HEAD_DIM = 256  # up to it tiles of three terms fit
+AnyRow = TypeVar("AnyRow", Row, Choices)
+
+
+def row_for(rows: Sequence[AnyRow], problem: Problem) -> AnyRow | None:
+    """The first row that holds a problem's head dims; None where none does."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return next((row for row in rows if widest <= row.head_dim), None)
 
 
 def tf32_allowed() -> bool:
-    """As PyTorch is set: since 2.9 by another name, beside which reading the older one may raise."""
+    """Whether PyTorch is set to multiply fp32 as tf32.
+
+    Since PyTorch 2.9 the setting has another name, beside which reading the older one may raise.
+    """
     matmul = torch.backends.cuda.matmul
     precision = getattr(matmul, "fp32_precision", None)
     return matmul.allow_tf32 if precision is None else precision == "tf32"
@@ -351,34 +334,32 @@ def float_products(head_dim: int) -> str:
     return "bf16x6" if head_dim <= TERMS_HEAD_DIM else "ieee"
 
 
-def products(p: Problem) -> str:
-    """:attr:`Config.products` of p, as PyTorch's setting is now."""
-    if p.dtype != torch.float32 or p.device.type == "cpu":
+def products(problem: Problem) -> str:
+    """:attr:`Config.products` of a problem, as PyTorch's setting is now."""
+    if problem.dtype != torch.float32 or problem.device.type == "cpu":
         return "ieee"
-    return float_products(max(p.head_dim, p.head_dim_v))
+    return float_products(max(problem.head_dim, problem.head_dim_v))
 
 
 def operand_bytes(itemsize: int, products: str) -> int:
-    """Of an element as kernels read it."""
+    """The bytes of an element as kernels read it: of all its terms where there are some."""
     return 2 * TERMS if itemsize == 4 and products == "bf16x6" else itemsize
 
 
 def architecture(device: torch.device) -> str:
+    """The key of a device in :data:`TABLE`."""
     if torch.version.hip:
         return "amd"
     major = devices.of(device).capability[0]
     return "sm90" if major == 9 else "sm100" if major >= 10 else "sm80"
 
 
-SPLIT_KEYS = 1024  # a chunk's size may depend on nothing but seqlen_k: docs/decisions.md#triton-split
-MERGE_KEYS = (
-    512  # a second launch and the merge take as long as about so many keys of a query tile; predicted, not measured
-)
+def memory_limit(device: torch.device, unknown: int) -> int:
+    """The bytes of shared memory that a program may have on a device; ``unknown`` where there is none to ask."""
+    return devices.of(device).shared_memory or unknown
 
 
-def of_width(rows: dict[int, tuple], p: Problem) -> tuple:
-    """The first row that holds p's head dims; empty where none does."""
-    return next((row for limit, row in rows.items() if max(p.head_dim, p.head_dim_v) <= limit), ())
+UNLIMITED = 1 << 30  # bytes: more than any tiles need
 
 
 def preceded(passes: dict[str, Tiles], measured: dict[str, Tiles]) -> dict[str, Tiles]:
@@ -390,47 +371,64 @@ def preceded(passes: dict[str, Tiles], measured: dict[str, Tiles]) -> dict[str, 
 BESIDE = 4  # programs that read one tile of a pair tensor while it is in the L2: docs/decisions.md#triton-beside
 
 
-def beside(p: Problem, shared: frozenset[str]) -> tuple[int, int]:
-    """Batch elements and key heads, at most BESIDE, whose programs run side by side, where they are ``shared`` by what is read
-    for every pair: it then comes from slow memory once."""
-    divisor = lambda n, most: max(d for d in range(1, most + 1) if n % d == 0)  # noqa: E731
-    some_b = divisor(p.batch, BESIDE) if "b" in shared and not p.packed else 1
-    return some_b, divisor(p.heads_k, BESIDE // some_b) if "h" in shared else 1
+def beside(problem: Problem, shared: frozenset[str]) -> tuple[int, int]:
+    """The batch elements and the key heads, at most BESIDE, whose programs run side by side.
+
+    Those are the ones that share what is read for every pair, which then comes from slow memory once: ``shared`` holds "b" and "h" where
+    it is the same for all batch elements and all heads.
+    """
+    some_b = _divisor(problem.batch, BESIDE) if "b" in shared and not problem.packed else 1
+    return some_b, _divisor(problem.heads_k, BESIDE // some_b) if "h" in shared else 1
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most ``most``."""
+    return max(d for d in range(1, most + 1) if n % d == 0)
 
 
 def choose(
-    p: Problem,
+    problem: Problem,
     pair_bytes: int = 0,
     measured: dict[str, Tiles] | None = None,
     shared: frozenset[str] = frozenset(),
     blocks: tuple[int, int] = (0, 0),
 ) -> Config:
-    """By head dim and dtype; ``pair_bytes`` as in :class:`Streams`, ``measured``: what :mod:`tuned` has of this device,
-    ``shared`` as in :func:`beside`, ``blocks`` as in :func:`within_blocks`.
+    """The configuration of a problem: by head dim and dtype, with keys split where one sequence's query tiles leave most of the
+    machine idle.
 
-    Keys are split where one sequence's query tiles leave most of the machine idle.
+    Args:
+        pair_bytes: as in :class:`Streams`.
+        measured: tiles that ``tilewise tune`` measured on this device, by pass.
+        shared: as in :func:`beside`.
+        blocks: as in :func:`within_blocks`.
     """
-    together = beside(p, shared)
-    if p.device.type == "cpu":
+    together = beside(problem, shared)
+    if problem.device.type == "cpu":
         return replace(Config.of(preceded(INTERPRETED.passes, measured or {})), beside=together)
-    arch = architecture(p.device)
-    row = of_width(table(arch, p.dtype.itemsize, products(p)), p) or LATENT[arch]
-    passes = Config(*row).passes
-    limit = devices.of(p.device).shared_memory or 1 << 30
-    passes |= {name: x for name, x in paired(arch, p, pair_bytes, limit).items() if name in passes}
+    arch, fp32 = architecture(problem.device), products(problem)
+    rows = table(arch, problem.dtype.itemsize, fp32)
+    passes = (row_for(rows, problem) or rows[-1]).passes
+    limit = memory_limit(problem.device, UNLIMITED)
+    passes |= {name: x for name, x in paired(arch, problem, pair_bytes, limit).items() if name in passes}
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
-    fitted = fit_all(p, passes, pair_bytes)
-    split = _split(p, fitted["forward"].tile_m, devices.of(p.device).cores)
-    return replace(Config.of(fitted, split), beside=together, overlapping=arch in OVERLAPPING, products=products(p))
+    fitted = fit_all(problem, passes, pair_bytes)
+    split = split_keys(problem, fitted["forward"].tile_m, devices.of(problem.device).cores)
+    return replace(Config.of(fitted, split), beside=together, overlapping=arch in OVERLAPPING, products=fp32)
 
 
-# Of a tile that a program owns, of one that it streams: smaller ones take other instructions.
+# The least rows of a tile that a program owns, and of one that it streams: smaller ones take other instructions.
 WHOLE_OWNED, WHOLE_STREAMED = 64, 32
 
 
 def within_blocks(kernel: str, tiles: Tiles, blocks: tuple[int, int]) -> Tiles:
-    """``tiles``, none larger than the blocks, (rows, keys), on which a predicate is constant, where these are large enough: a tile that
-    lies in more than one is partial, and takes eight times as long as a full one (docs/decisions.md#triton-block-tiles). 0: any size."""
+    """``tiles`` made no larger than the blocks on which a predicate is constant, where these are large enough.
+
+    A tile that lies in more than one block is partial, and takes eight times as long as a full one
+    (docs/decisions.md#triton-block-tiles).
+
+    Args:
+        blocks: their rows and keys; 0 where they may have any size.
+    """
     i, j = (n & -n or 1 << 30 for n in blocks)
     own, streamed = (("tile_n", j), ("tile_m", i)) if kernel in OVER_KEYS else (("tile_m", i), ("tile_n", j))
     if own[1] < WHOLE_OWNED or streamed[1] < WHOLE_STREAMED:
@@ -442,133 +440,138 @@ def within_blocks(kernel: str, tiles: Tiles, blocks: tuple[int, int]) -> Tiles:
     return tiles
 
 
-def candidates(p: Problem) -> dict[str, tuple[Tiles, ...]]:
-    """What may be tried on p's device, by pass; the configured tiles first, none twice."""
-    arch = "interpreted" if p.device.type == "cpu" else architecture(p.device)
-    rows = {name: of_width(by_width, p) for name, by_width in CANDIDATES.get(arch, {}).items()}
-    configured = {name: (x,) for name, x in choose(p).passes.items()}
-    if p.dtype.itemsize != 2:
-        return configured
-    fitted = lambda name, x: x if p.device.type == "cpu" else fit_all(p, {name: x})[name]  # noqa: E731
-    names = dict.fromkeys((*configured, *rows))
-    return {
-        name: tuple(dict.fromkeys((*configured.get(name, ()), *[fitted(name, x) for x in rows.get(name, ())])))
-        for name in names
-    }
+def candidates(problem: Problem) -> dict[str, tuple[Tiles, ...]]:
+    """The tiles that may be tried on the problem's device, by pass: the configured ones first, none twice."""
+    found = {name: (x,) for name, x in choose(problem).passes.items()}
+    arch = "interpreted" if problem.device.type == "cpu" else architecture(problem.device)
+    row = row_for(CANDIDATES.get(arch, ()), problem)
+    if problem.dtype.itemsize != 2 or row is None:
+        return found
+    for name, choices in row.kernels.items():
+        fitted = choices
+        if problem.device.type != "cpu":
+            fitted = [fit_all(problem, {name: x})[name] for x in choices]
+        found[name] = tuple(dict.fromkeys((*found.get(name, ()), *fitted)))
+    return found
 
 
-# In place of the table's rows up to a head dim where a tensor is read for every pair, the first that fits: beside its tiles dQ's eight
-# warps have no room for a third stage. "dkdv": where its elements are wider than q's, beside which two programs of 64 x 64 do not fit;
-# "tile": of the gradient that is summed over what such a tensor is broadcast over. docs/decisions.md#triton-pair-tiles
-PAIRED = {
-    "sm90": {
-        "forward": {128: _tma((64, 64, 4, 3), (128, 64, 8, 3))},
-        "dkdv": {64: _tma((64, 64, 4, 3)), 128: _tma((32, 64, 4, 3))},
-        "dq": {128: _tma((64, 64, 4, 3))},
-        "tile": {128: (Tiles(128, 64, 8, 2),)},
-    }
-}
+def paired(arch: str, problem: Problem, pair_bytes: int, limit: int) -> dict[str, Tiles]:
+    """:data:`PAIRED`'s tiles of a problem beside tensors of so many bytes a pair, by kernel.
 
-
-def paired(arch: str, p: Problem, pair_bytes: int, limit: int) -> dict[str, Tiles]:
-    """PAIRED's rows of p beside tensors of so many bytes a pair, by kernel; ``limit``: bytes of shared memory of a multiprocessor."""
-    size = p.dtype.itemsize
-    rows = PAIRED.get(arch, {}) if p.device.type != "cpu" and size == 2 and pair_bytes else {}
-    found = {name: of_width(row, p) for name, row in rows.items() if name != "dkdv" or pair_bytes > size}
-    fits = lambda name, x: needed(p, name, x, arch, pair_bytes) <= room(x, limit, arch, size)  # noqa: E731
-    return {name: next((x for x in some if fits(name, x)), some[-1]) for name, some in found.items() if some}
+    Args:
+        limit: bytes of shared memory of a multiprocessor.
+    """
+    size = problem.dtype.itemsize
+    row = row_for(PAIRED.get(arch, ()), problem)
+    if row is None or problem.device.type == "cpu" or size != 2 or not pair_bytes:
+        return {}
+    found = {}
+    for name, choices in row.kernels.items():
+        if name != "dkdv" or pair_bytes > size:
+            fitting = (
+                x for x in choices if needed(problem, name, x, arch, pair_bytes) <= program_limit(x, limit, arch, size)
+            )
+            found[name] = next(fitting, choices[-1])
+    return found
 
 
 SHEET_STRIP = 64  # queries that lie side by side in a sheet of dS: docs/decisions.md#triton-kept-ds
 SHEET_UNIT = 128  # its rows and columns are whole tiles of so many
+SHEET_HEAD_DIM = 256  # the largest at which its kernels were seen on a GPU
 
 
-def sheet_room(p: Problem) -> int:
-    """Bytes of dS that a backward keeps at a time: a part of its device's memory."""
-    return devices.of(p.device).memory // 64 or 2 << 30
+def sheet_memory(problem: Problem) -> int:
+    """The bytes of dS that a backward keeps at a time: a part of its device's memory."""
+    return devices.of(problem.device).memory // 64 or 2 << 30
 
 
-def sheet_heads(p: Problem, together: int, gradient: int) -> int:
-    """The key heads whose dS is kept at a time: a divisor of them all, a multiple of those that run side by side, and no more memory
-    than ``gradient``, that of the bias whose gradient it is, or :func:`sheet_room`; the fewest may take twice that. 0 where they
-    take more, or where its kernels were not seen on a GPU."""
-    up = lambda n: -(-n // SHEET_UNIT) * SHEET_UNIT  # noqa: E731
-    head = p.batch * p.group * up(p.seqlen_q) * up(p.seqlen_k) * p.dtype.itemsize
-    most = max(gradient, sheet_room(p))
-    if max(p.head_dim, p.head_dim_v) > 256 or together * head > 2 * most:
+def sheet_heads(problem: Problem, together: int, gradient: int) -> int:
+    """The key heads whose dS is kept at a time; 0 where it is not kept.
+
+    They are a divisor of all key heads and a multiple of those that run side by side. Their dS takes no more memory than the gradient of
+    the bias or :func:`sheet_memory`; that of the fewest may take twice as much.
+
+    Args:
+        together: the heads that run side by side.
+        gradient: bytes of the bias whose gradient dS is.
+    """
+    queries, keys = (-(-n // SHEET_UNIT) * SHEET_UNIT for n in (problem.seqlen_q, problem.seqlen_k))
+    head = problem.batch * problem.group * queries * keys * problem.dtype.itemsize
+    most = max(gradient, sheet_memory(problem))
+    if max(problem.head_dim, problem.head_dim_v) > SHEET_HEAD_DIM or together * head > 2 * most:
         return 0
-    return max(
-        [n for n in range(together, p.heads_k + 1, together) if p.heads_k % n == 0 and n * head <= most] or [together]
-    )
+    counts = range(together, problem.heads_k + 1, together)
+    return max([n for n in counts if problem.heads_k % n == 0 and n * head <= most] or [together])
 
 
-def of_sheet(p: Problem, config: Config) -> Tiles:
-    """For dQ from a sheet of dS, and the sum of that over what a bias is broadcast over."""
-    stages = 3 if max(p.head_dim, p.head_dim_v) <= 128 else 2
+def sheet_tiles(problem: Problem, config: Config) -> Tiles:
+    """The tiles for dQ from a sheet of dS, and for the sum of dS over what a bias is broadcast over."""
+    stages = 3 if max(problem.head_dim, problem.head_dim_v) <= 128 else 2
     tiles = Tiles(64, 64, 4, stages, True) if config.dkdv.tma else config.dq
     tiles = replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
-    return with_stages(p, "sheet", tiles)
+    return with_stages(problem, "sheet", tiles)
 
 
-def of_pairs(p: Problem, tiles: Tiles) -> Tiles:
-    """For the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``."""
-    limit = devices.of(p.device).shared_memory or 227 << 10
-    return with_stages(p, "tile", paired(architecture(p.device), p, 1, limit).get("tile", tiles))
+def pair_sum_tiles(problem: Problem, tiles: Tiles) -> Tiles:
+    """The tiles for the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``."""
+    limit = memory_limit(problem.device, SHARED_MEMORY["sm90"])
+    return with_stages(problem, "tile", paired(architecture(problem.device), problem, 1, limit).get("tile", tiles))
 
 
-def with_stages(p: Problem, kernel: str, tiles: Tiles) -> Tiles:
-    """``tiles`` with the stages that fit."""
-    arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 227 << 10
-    while needed(p, kernel, tiles, arch) > limit and tiles.num_stages > 1:
+def with_stages(problem: Problem, kernel: str, tiles: Tiles) -> Tiles:
+    """``tiles`` with as many of their stages as fit."""
+    arch, limit = architecture(problem.device), memory_limit(problem.device, SHARED_MEMORY["sm90"])
+    while needed(problem, kernel, tiles, arch) > limit and tiles.num_stages > 1:
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     return tiles
 
 
-def needed(p: Problem, kernel: str, tiles: Tiles, arch: str, pair_bytes: int = 0) -> int:
-    """:func:`shared_memory` of a kernel of p, beside tensors of so many bytes a pair."""
-    plain = not p.spec.dropout_p and p.spec.region.predicate is None
-    widths = columns(p.head_dim, tiles), columns(p.head_dim_v, tiles)
-    itemsize = operand_bytes(p.dtype.itemsize, products(p))
+def needed(problem: Problem, kernel: str, tiles: Tiles, arch: str, pair_bytes: int = 0) -> int:
+    """:func:`shared_memory` of a problem's kernel beside tensors of so many bytes a pair."""
+    plain = not problem.spec.dropout_p and problem.spec.region.predicate is None
+    widths = columns(problem.head_dim, tiles), columns(problem.head_dim_v, tiles)
+    itemsize = operand_bytes(problem.dtype.itemsize, products(problem))
     return shared_memory(kernel, tiles, widths, itemsize, Streams(pair_bytes, plain), arch)
 
 
-def fit_all(p: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:
-    """Each pass's tiles as :func:`fit` leaves them on p's device."""
-    arch, limit = architecture(p.device), devices.of(p.device).shared_memory or 1 << 30
-    need = partial(needed, p, pair_bytes=pair_bytes, arch=arch)
-    size = p.dtype.itemsize
-    return {k: fit(k, tiles, partial(need, k), room(tiles, limit, arch, size)) for k, tiles in passes.items()}
+def fit_all(problem: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:
+    """Each pass's tiles as :func:`fit` leaves them on the problem's device."""
+    arch, limit = architecture(problem.device), memory_limit(problem.device, UNLIMITED)
+    size, found = problem.dtype.itemsize, {}
+    for name, tiles in passes.items():
+        need = partial(needed, problem, name, arch=arch, pair_bytes=pair_bytes)
+        found[name] = fit(name, tiles, need, program_limit(tiles, limit, arch, size))
+    return found
 
 
-# Where one query's heads share a tile: few rows, and as many loads in flight as fit.
-_DECODING_SM90 = {
-    64: (Tiles(64, 128, 4, 3, True),),
-    128: (Tiles(64, 64, 4, 3, True),),
-    256: (Tiles(64, 32, 4, 3, True),),
-}
+SPLIT_KEYS = 1024  # the size of a split may depend on nothing but seqlen_k: docs/decisions.md#triton-split
+# The second launch and the merge are taken to cost a query tile as much time as so many more keys would: predicted, not measured.
+MERGE_KEYS = 512
 
 
-def decoding(p: Problem, config: Config) -> Config:
-    """For a decoding step whose rows are the heads of a group (launch.grouped)."""
-    if p.device.type == "cpu":
+def decoding(problem: Problem, config: Config) -> Config:
+    """The configuration of a decoding step whose rows are the heads of a group (:meth:`Problem.regrouped`), from that of the step."""
+    if problem.device.type == "cpu":
         return config
-    cores, fast = devices.of(p.device).cores, architecture(p.device) == "sm90" and p.dtype.itemsize == 2
-    row = of_width(_DECODING_SM90, p) if fast else ()
-    forward = fit_all(p, {"forward": row[0]})["forward"] if row else config.forward
-    return replace(config, forward=forward, split=_split(p, forward.tile_m, cores))
+    rows = DECODING.get(architecture(problem.device), ()) if problem.dtype.itemsize == 2 else ()
+    row, forward = row_for(rows, problem), config.forward
+    if row is not None:
+        forward = fit_all(problem, {"forward": row.forward[0]})["forward"]
+    split = split_keys(problem, forward.tile_m, devices.of(problem.device).cores)
+    return replace(config, forward=forward, split=split)
 
 
-def _split(p: Problem, tile_m: int, cores: int) -> int | None:
-    """The keys of a chunk, or None where whole rows keep the machine as busy.
+def split_keys(problem: Problem, tile_m: int, cores: int) -> int | None:
+    """The keys of a split; None where whole rows keep the machine as busy.
 
     The time of either is counted in keys that the busiest multiprocessor walks; splitting must save a third of it.
     """
-    if p.packed or p.spec.region.predicate is not None:
+    if problem.packed or problem.spec.region.predicate is not None:
         return None
     # Deterministic results do not depend on batch-mates: the choice then looks at one sequence.
-    batch = 1 if p.spec.deterministic else p.batch
-    programs = batch * p.heads_q * -(-p.seqlen_q // tile_m)
-    chunks = -(-p.seqlen_k // SPLIT_KEYS)
-    whole = -(-programs // cores) * p.seqlen_k
-    parts = -(-programs * chunks // cores) * SPLIT_KEYS + MERGE_KEYS
-    return SPLIT_KEYS if 3 * parts <= 2 * whole else None
+    batch = 1 if problem.spec.deterministic else problem.batch
+    programs = batch * problem.heads_q * -(-problem.seqlen_q // tile_m)
+    num_splits = -(-problem.seqlen_k // SPLIT_KEYS)
+    whole = -(-programs // cores) * problem.seqlen_k
+    split = -(-programs * num_splits // cores) * SPLIT_KEYS + MERGE_KEYS
+    return SPLIT_KEYS if 3 * split <= 2 * whole else None

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from tilewise import dropout
 from tilewise.backends.base import Inputs, unit_last
-from tilewise.backends.triton.config import Tiles
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.buffers import seqlen_q_rounded
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.host.plan import Layout, Plan
 from tilewise.backends.triton.host.terms import TermsLaunch, split_into_terms
+from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import Problem
 from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
 

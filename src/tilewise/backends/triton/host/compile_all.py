@@ -1,7 +1,7 @@
 """Compiles every configuration for GPUs that need not be there: ``python -m tilewise.backends.triton.host.compile_all``.
 
 For each architecture, dtype and row of config's table, the launches of a forward and a backward are recorded on tensors
-without memory and compiled; then shared memory is held against ``config.shared_memory`` and the architecture's limit, and
+without memory and compiled; then shared memory is held against ``tiles.shared_memory`` and the architecture's limit, and
 registers and spills are reported. Exit code 1 if a kernel does not compile, or needs more shared memory than promised.
 """
 
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -23,8 +24,10 @@ from tilewise.backends.triton import config
 from tilewise.backends.triton.host import launch, runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit
+from tilewise.backends.triton.tiles import shared_memory as promised_memory
 from tilewise.masks.catalogue import block_sparse, causal, dense, window
-from tilewise.problem import check
+from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -40,10 +43,10 @@ class Target:
 
 
 TARGETS = {
-    "sm80": Target("cuda", 80, 32, 163 << 10),
-    "sm90": Target("cuda", 90, 32, 227 << 10),
-    "sm100": Target("cuda", 100, 32, 227 << 10),
-    "amd": Target("hip", "gfx942", 64, 64 << 10),
+    "sm80": Target("cuda", 80, 32, config.SHARED_MEMORY["sm80"]),
+    "sm90": Target("cuda", 90, 32, config.SHARED_MEMORY["sm90"]),
+    "sm100": Target("cuda", 100, 32, config.SHARED_MEMORY["sm100"]),
+    "amd": Target("hip", "gfx942", 64, config.SHARED_MEMORY["amd"]),
 }
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -78,7 +81,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Launch:
-    """A recorded launch: what ``triton.compile`` needs, in a form that another process can rebuild."""
+    """A problem whose launches are recorded and compiled, in a form that another process can rebuild."""
 
     arch: str
     dtype: torch.dtype
@@ -92,17 +95,17 @@ class Launch:
 
 
 def pair_bytes(item: Launch) -> int:
-    """Of the tensor that the mask or the score reads for every pair."""
+    """The bytes a pair of the tensor that the mask or the score reads for every pair."""
     return {"bias": item.dtype.itemsize, "bias32": 4, "dense": 1}.get(item.feature, 0)
 
 
-def shared_memory(item: Launch, name: str, tiles: config.Tiles) -> int:
-    """What config says that a kernel of this launch may need."""
-    streams = config.Streams(pair_bytes(item), item.feature not in ("rich", "sparse", "dense"))
-    return config.shared_memory(
+def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
+    """The bytes that a kernel may need, as it was promised."""
+    streams = Streams(pair_bytes(item), item.feature not in ("rich", "sparse", "dense"))
+    return promised_memory(
         name,
         tiles,
-        (config.columns(item.head_dim, tiles), config.columns(item.head_dim_v, tiles)),
+        (columns(item.head_dim, tiles), columns(item.head_dim_v, tiles)),
         config.operand_bytes(item.dtype.itemsize, item.products),
         streams,
         item.arch,
@@ -117,35 +120,33 @@ def recorded(item: Launch) -> Iterator[tuple]:
         for d in (item.head_dim, item.head_dim, item.head_dim_v)
     )
     extras, seed, text = assemble(q, k, v, Options(**_options(item.feature, q)))
-    p = check(q, k, v, extras, seed, parse_spec(text))
-    rows = config.table(item.arch, item.dtype.itemsize, item.products)
-    tiles = config.of_width(rows, p) or config.LATENT[item.arch]
-    passes = config.Config(*tiles).passes
-    beside = config.paired(item.arch, p, pair_bytes(item), TARGETS[item.arch].shared)
-    passes |= {name: x for name, x in beside.items() if name in passes}
+    problem = check(q, k, v, extras, seed, parse_spec(text))
     found = []
 
-    def record(kernel, grid, tiles, *args):
-        found.append((runtime.pass_name(kernel, args[-1]), kernel, tiles, args))
+    def record(kernel, grid, tiles, *arguments):
+        found.append((runtime.pass_name(kernel, arguments[-1]), kernel, tiles, arguments))
 
-    fitted = {
-        name: config.fit(
-            name,
-            x,
-            lambda x, name=name: shared_memory(item, name, x),
-            config.room(x, TARGETS[item.arch].shared, item.arch, item.dtype.itemsize),
-        )
-        for name, x in passes.items()
-    }
-    chosen = config.Config.of(fitted, 1024 if item.feature == "split" else None)
-    chosen = replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
-    plan = Plan(p, chosen, record)
+    plan = Plan(problem, configured(item, problem), record)
     with torch.no_grad():
-        t = Inputs.of(p, q, k, v, [x.detach() for x in extras], seed)
-        out: Output = empty_output(p, q, v)
-        launch.forward(plan, t)
-        launch.backward(plan, t, out, torch.empty_like(out.o), torch.empty_like(out.lse))
+        inputs = Inputs.of(problem, q, k, v, [x.detach() for x in extras], seed)
+        out: Output = empty_output(problem, q, v)
+        launch.forward(plan, inputs)
+        launch.backward(plan, inputs, out, torch.empty_like(out.o), torch.empty_like(out.lse))
     yield from found
+
+
+def configured(item: Launch, problem: Problem) -> config.Config:
+    """The configuration that a problem has on an architecture that need not be there."""
+    limit, size = TARGETS[item.arch].shared, item.dtype.itemsize
+    passes = config.row_for(config.table(item.arch, size, item.products), problem).passes
+    beside = config.paired(item.arch, problem, pair_bytes(item), limit)
+    passes |= {name: tiles for name, tiles in beside.items() if name in passes}
+    for name, tiles in passes.items():
+        passes[name] = fit(
+            name, tiles, partial(shared_memory, item, name), program_limit(tiles, limit, item.arch, size)
+        )
+    chosen = config.Config.of(passes, 1024 if item.feature == "split" else None)
+    return replace(chosen, overlapping=item.arch in config.OVERLAPPING, products=item.products)
 
 
 def signature(x: object, path: tuple, constants: dict, aligned: dict) -> object:
@@ -170,7 +171,7 @@ def signature(x: object, path: tuple, constants: dict, aligned: dict) -> object:
 
 
 def compile_item(item: Launch) -> list[str]:
-    """Lines of the report; a line that starts with FAIL fails the run."""
+    """The lines of the report; a line that starts with FAIL fails the run."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -243,7 +244,8 @@ def items() -> list[Launch]:
     found = []
     for arch in TARGETS:
         for dtype in DTYPES:
-            for limit in sorted({*config.table(arch, dtype.itemsize), 72, 80, 96, 160, 192}):
+            limits = (row.head_dim for row in config.table(arch, dtype.itemsize) if row.head_dim <= config.MAX_HEAD_DIM)
+            for limit in sorted({*limits, 72, 80, 96, 160, 192}):
                 products = config.float_products(limit) if dtype == torch.float32 else "ieee"
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
@@ -258,7 +260,7 @@ def items() -> list[Launch]:
 
 
 def main(arguments: list[str]) -> int:
-    """``compile_all [ARCH ...]``: of these architectures alone."""
+    """Runs ``compile_all [ARCH ...]``: all architectures, or these alone."""
     wanted = [item for item in items() if not arguments or item.arch in arguments]
     started, failed = time.perf_counter(), 0
     with ProcessPoolExecutor() as pool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends.triton.config import SHEET_STRIP, Tiles, columns, pieces
+from tilewise.backends.triton.config import SHEET_STRIP
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, is_aligned
 from tilewise.backends.triton.host.launched import View, rebased
+from tilewise.backends.triton.tiles import Tiles, columns, pieces
 
 
 def operand_views(call: Call, tiles: Tiles, *names: str) -> tuple[View, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, empty_output
-from tilewise.backends.triton.config import OVER_KEYS, SHEET_STRIP, Tiles, of_pairs, of_sheet
+from tilewise.backends.triton.config import SHEET_STRIP, pair_sum_tiles, sheet_tiles
 from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, partial_states
 from tilewise.backends.triton.host.call import Call, HeadRange, is_aligned, list_pointers, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
@@ -19,6 +19,7 @@ from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
+from tilewise.backends.triton.tiles import OVER_KEYS, Tiles
 from tilewise.leaf_gradients import TILES, Read
 from tilewise.problem import Problem, regrouped_queries
 
@@ -203,7 +204,7 @@ def _views_over_keys(
 def _pair_sum(call: Call, tensors, n: int, read: Read) -> Launched:
     """Adds up the gradient of a leaf that is read at i and j, the n-th read, over what it is broadcast over."""
     plan, problem = call.plan, call.plan.problem
-    tiles = of_pairs(problem, plan.config.dq)
+    tiles = pair_sum_tiles(problem, plan.config.dq)
     loops = ("b" in read.loops, "h" in read.loops)
     outer = (1 if loops[0] else problem.batch) * (1 if loops[1] else problem.heads_q)
     grid = (-(-problem.seqlen_q // tiles.tile_m), -(-problem.seqlen_k // tiles.tile_n), outer)
@@ -231,7 +232,7 @@ def _passes_over_sheets(call: Call, tensors, read: Read) -> list[Launched]:
 
 def _sum_sheet(call: Call, tensors, read: Read, heads: HeadRange) -> Launched:
     """Computes dQ of some heads from their dS, and adds that to the gradient of a pair bias."""
-    plan, problem, tiles = call.plan, call.plan.problem, of_sheet(call.plan.problem, call.plan.config)
+    plan, problem, tiles = call.plan, call.plan.problem, sheet_tiles(call.plan.problem, call.plan.config)
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
     views = operand_views(call, tiles, "k")
     tma = views[0].value is not None

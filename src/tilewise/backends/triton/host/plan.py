@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, Output, PerTensors
-from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, Tiles, decoding, pieces, sheet_heads
+from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, decoding, sheet_heads
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup
+from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import ROWS, TILES
 from tilewise.masks.facts import every_key_seen, every_pair_kept

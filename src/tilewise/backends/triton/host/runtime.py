@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from tilewise.backends.triton.config import Tiles
 from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.tiles import Tiles
 
 
 @lru_cache(maxsize=1)

@@ -8,10 +8,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tilewise.backends.triton.config import TERMS, Tiles
+from tilewise.backends.triton.config import TERMS
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.launched import Launched
 from tilewise.backends.triton.host.plan import Plan, operand_strides
+from tilewise.backends.triton.tiles import Tiles
 
 TERM_ROWS = 16  # of a program that makes terms or adds them up
 WRITTEN = {"q": "dq", "k": "dk", "v": "dv", "do": "o"}

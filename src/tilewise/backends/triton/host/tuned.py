@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tilewise import device as devices
 from tilewise import settings
-from tilewise.backends.triton.config import OVER_KEYS, Tiles
+from tilewise.backends.triton.tiles import OVER_KEYS, Tiles
 from tilewise.problem import Problem
 
 

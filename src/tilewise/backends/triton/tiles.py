@@ -1,0 +1,138 @@
+"""Tiles of the Triton kernels, the pieces that a head dim takes in them, and the shared memory that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+MIN_WIDTH = 16  # of a side of tl.dot
+WIDEST_PIECE = 512  # columns of a head dim
+OVER_KEYS = ("dkdv", "dk", "dv")  # the passes whose programs own key tiles
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One kernel's choice: ``tile_m`` queries by ``tile_n`` keys, warps, and stages of its loads.
+
+    Attributes:
+        tma: whole tiles are loaded through tensor descriptors (Hopper and newer) where the strides allow it.
+        specialized: some warps load while others compute; needs tma.
+        padded: a head dim that is no power of two is padded to one, rather than two pieces (:func:`pieces`).
+    """
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    specialized: bool = False
+    padded: bool = False
+
+    @property
+    def ahead(self) -> bool:
+        """Whether loads are more than a tile ahead of their use: with fewer stages, what comes early is waited for early
+        (docs/decisions.md#triton-v-beside-k)."""
+        return self.num_stages > 2
+
+    def describe(self) -> str:
+        how = (", tma" if self.tma else "") + (", specialised" if self.specialized else "")
+        how += ", padded" if self.padded else ""
+        return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
+
+
+def width(head_dim: int) -> int:
+    """The power of two that a head dim is padded to."""
+    return max(MIN_WIDTH, 1 << (head_dim - 1).bit_length())
+
+
+def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
+    """``(first column, columns, width)`` of each tile that holds a head dim.
+
+    Unless ``tiles.padded``, these are the largest power of two in it and the rest, padded, where that takes fewer columns than
+    padding the whole: 96 = 64 + 32, 72 = 64 + 8 of 16, but 112 is 112 of 128 (docs/decisions.md#triton-pieces).
+    """
+    first = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - first
+    if not tiles.padded and first >= MIN_WIDTH and rest and first + width(rest) < width(head_dim):
+        return (0, first, first), (first, rest, width(rest))
+    return ((0, head_dim, width(head_dim)),)
+
+
+def columns(head_dim: int, tiles: Tiles) -> int:
+    """The columns of the tiles that hold a head dim, padding included."""
+    return sum(piece for _, _, piece in pieces(head_dim, tiles))
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What a problem brings into shared memory beside the tiles of its tensors.
+
+    Attributes:
+        pair_bytes: bytes a pair of the tensors that a mask or score reads at both i and j: they are streamed too.
+        plain: P and dS go from registers into the next product; dropout and predicates may pass them through shared memory.
+    """
+
+    pair_bytes: int = 0
+    plain: bool = False
+
+
+def shared_memory(
+    kernel: str, tiles: Tiles, widths: tuple[int, int], itemsize: int, streams: Streams = Streams(), arch: str = "sm90"
+) -> int:
+    """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
+
+    Args:
+        kernel: "forward", "merge", "dkdv", "dk", "dv", "dq", "delta" or "tile".
+        widths: :func:`columns` of q, k and of v.
+    """
+    w, wv = widths
+    m, n, stages = tiles.tile_m, tiles.tile_n, max(tiles.num_stages, 1)
+    # With fewer than 64 keys a warp group the products are not wgmma's alone: operands are converted through shared memory.
+    passed = 0 if arch == "sm90" and streams.plain and n >= 16 * tiles.num_warps else m * n
+    over_keys = stages * m * (w + wv) + passed + (max(m, n) * max(w, wv) if n < 64 else 0)
+    over_keys += m * (w + wv) if arch == "sm90" and itemsize == 4 else 0  # turned: wgmma takes tf32 by rows alone
+    rows = {
+        "forward": m * w + stages * n * (w + wv),
+        "dkdv": n * (w + wv) + over_keys,
+        "dk": n * (w + wv) + over_keys,
+        "dv": n * w + over_keys,
+        "dq": m * (w + wv) + stages * n * (w + wv),
+        "delta": 0,
+        "merge": 0,
+        "terms": 0,
+        "tile": stages * (m + n) * (w + wv),
+        "sheet": stages * n * (m + w) + 2 * m * n,
+    }
+    statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
+    bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "terms", "sheet") else 0
+    scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
+    pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
+    pairs += m * n * itemsize if bytes_ and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet
+    scratch = max(scratch, 4096) if w & (w - 1) else scratch
+    scratch += 128 if w > WIDEST_PIECE else 0
+    return itemsize * rows[kernel] + statistics + pairs + scratch
+
+
+def program_limit(tiles: Tiles, limit: int, arch: str, itemsize: int) -> int:
+    """The bytes that a program may take of the ``limit`` of a multiprocessor.
+
+    Two programs of four warps should run at a time, so that one computes while the other waits for its products
+    (docs/decisions.md#triton-two-programs). The kilobyte that each program costs besides is in the scratch.
+    """
+    return (limit + 1024) // 2 if arch == "sm90" and tiles.tma and tiles.num_warps <= 4 and itemsize == 2 else limit
+
+
+def fit(kernel: str, tiles: Tiles, need: Callable[[Tiles], int], limit: int) -> Tiles:
+    """``tiles`` made smaller until they need no more than ``limit`` bytes.
+
+    First come fewer of the rows that the loop streams, down to 64, then two stages, still fewer rows, down to 32, and one stage: loads
+    that nothing hides cost more than short tiles.
+    """
+    streamed = "tile_m" if kernel in OVER_KEYS else "tile_n"
+    for rows, stages in ((64, None), (64, 2), (32, None), (32, 1), (MIN_WIDTH, None)):
+        while need(tiles) > limit and getattr(tiles, streamed) > rows:
+            tiles = replace(tiles, **{streamed: getattr(tiles, streamed) // 2})
+        if need(tiles) > limit and stages is not None and tiles.num_stages > stages:
+            tiles = replace(tiles, num_stages=stages)
+    # By descriptor, passes over keys with 16 rows and three stages read what is not aligned (docs/decisions.md#triton-descriptors).
+    return replace(tiles, tma=tiles.tma and (streamed == "tile_n" or tiles.tile_m > MIN_WIDTH))

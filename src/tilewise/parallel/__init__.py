@@ -1,0 +1,13 @@
+"""One attention over several memories: q, k and v are sharded over ranks along the sequence.
+
+- :mod:`tilewise.parallel.layout`: who holds which positions, dealt so that the work is equal for any mask.
+- :mod:`tilewise.parallel.exchange`: how ranks talk, over torch.distributed or simulated in one process.
+- :mod:`tilewise.parallel.gathered`: the scheme, gathering K and V.
+- :mod:`tilewise.parallel.context`: what users hold, and what is checked before bytes move.
+"""
+
+from tilewise.parallel.context import ContextParallel, context_parallel
+from tilewise.parallel.exchange import simulate
+from tilewise.parallel.layout import Layout, balanced, contiguous, zigzag
+
+__all__ = ["ContextParallel", "Layout", "balanced", "context_parallel", "contiguous", "simulate", "zigzag"]

@@ -1,0 +1,158 @@
+"""How ranks talk: the few collectives that parallel attention needs. The only module that imports torch.distributed.
+
+Every collective is a function of all ranks' arguments alone, and sums run in the order of ranks, so results repeat bit for bit.
+``received`` counts the bytes that come from other ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Exchange(Protocol):
+    """One rank's end of a group of ranks."""
+
+    rank: int
+    size: int
+    received: int
+
+    def numbers(self, values: list[int]) -> list[list[int]]:
+        """The same count of int64 numbers of every rank, by rank, on the host."""
+        ...
+
+    def objects(self, value: Any) -> list[Any]:
+        """One picklable object of every rank, by rank. Slow: for errors."""
+        ...
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """A tensor of one shape and dtype from every rank, by rank."""
+        ...
+
+    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
+        """What every rank has for this one: rank r gets ``parts[r]`` of all ranks, by rank. All parts have one shape."""
+        ...
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The first rank's tensor."""
+        ...
+
+
+def ordered_sum(parts: list[Tensor]) -> Tensor:
+    """The sum of tensors, one after the other."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class Group:
+    """The ranks of a :class:`torch.distributed.ProcessGroup`: NCCL on GPUs, gloo on CPUs.
+
+    Args:
+        group: the process group; ``None`` is the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
+        self.group, self.received = group, 0
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+
+    def numbers(self, values: list[int]) -> list[list[int]]:
+        found = self.gather(torch.tensor(values, dtype=torch.int64, device=self.device))
+        return [x.tolist() for x in torch.stack(found).cpu()]
+
+    def objects(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        out = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(
+            out.view(-1), x.contiguous().view(-1), group=self.group
+        )  # gloo takes flat ones alone
+        self.received += (self.size - 1) * x.nbytes
+        return list(out.unbind(0))
+
+    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
+        sent = torch.stack(parts)
+        out = torch.empty_like(sent)
+        dist.all_to_all_single(out.view(-1), sent.view(-1), group=self.group)
+        self.received += (self.size - 1) * parts[0].nbytes
+        return list(out.unbind(0))
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self.gather(x)[0]
+
+
+class Simulated:
+    """All ranks as threads of one process, for tests and for looking: each collective is a meeting of all threads."""
+
+    def __init__(self, rank: int, meeting: Meeting):
+        self.rank, self.size, self.meeting, self.received = rank, meeting.size, meeting, 0
+
+    def numbers(self, values: list[int]) -> list[list[int]]:
+        return self.objects(values)
+
+    def objects(self, value: Any) -> list[Any]:
+        return self.meeting.meet(self.rank, value)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        self.received += (self.size - 1) * x.nbytes
+        return self.objects(x.clone())
+
+    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
+        self.received += (self.size - 1) * parts[0].nbytes
+        return [theirs[self.rank].clone() for theirs in self.objects(parts)]
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self.gather(x)[0]
+
+
+class Meeting:
+    """Where simulated ranks hand each other what they have."""
+
+    def __init__(self, size: int):
+        self.size, self.barrier = size, threading.Barrier(size)
+        self.values: list[Any] = [None] * size
+
+    def meet(self, rank: int, value: Any) -> list[Any]:
+        """The values of all ranks. A rank that failed breaks the meeting for the others."""
+        self.values[rank] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()  # nobody overwrites before all have read
+        return found
+
+
+def simulate(ranks: int, run: Callable[[Exchange], Any]) -> list[Any]:
+    """``run`` of every rank, by rank, each in a thread of its own; the first rank's error is raised.
+
+    A rank that waits for another that has failed ends too, with ``threading.BrokenBarrierError``, which is not what is raised.
+    """
+    meeting, results, errors = Meeting(ranks), [None] * ranks, [None] * ranks
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = run(Simulated(rank, meeting))
+        except BaseException as error:
+            errors[rank] = error
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [error for error in errors if error is not None]
+    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return results

@@ -1,0 +1,59 @@
+"""Attention over ranks that are processes of their own, joined by gloo."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import tilewise as tw
+from tests.parallel.ranks import on_this_rank, together, wrong
+from tests.parallel.test_simulated import _Alone
+
+CALLS = ("causal", "documents", "blocks", "causal-bias", "dropout-window-alibi", "sink")
+
+
+def _process(rank: int, size: int, folder: str) -> None:
+    """Runs every call on a rank, and leaves what it computed, and what it raised, in a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    found: dict[str, object] = {}
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+        parallel = tw.context_parallel(mesh["cp"])
+        found = {name: on_this_rank(parallel, name) for name in CALLS}
+        try:
+            tw.attention(*[torch.ones(1, 4, 1, 8)] * 3, causal=rank == 0, parallel=parallel)
+        except ValueError as error:
+            found["disagreement"] = str(error)
+    except Exception:
+        found["failed"] = traceback.format_exc()
+    finally:
+        torch.save(found, f"{folder}/{rank}.pt")
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def parts(request, tmp_path_factory) -> list[dict]:
+    """What each of 2 or 4 processes left."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.start_processes(_process, (request.param, str(folder)), nprocs=request.param, start_method="spawn")
+    found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(request.param)]
+    assert [part["failed"] for part in found if "failed" in part] == []
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_processes_compute_what_one_device_computes(parts, name):
+    assert not wrong(together(tw.context_parallel(_Alone(len(parts))), [part[name] for part in parts]), name)
+
+
+def test_processes_that_disagree_all_get_the_same_error(parts):
+    said = {part["disagreement"] for part in parts}
+    assert len(said) == 1
+    assert "mask\n    rank 0: causal()" in said.pop()

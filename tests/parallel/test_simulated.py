@@ -1,0 +1,263 @@
+"""Attention over ranks that are threads of one process: every mask, score and option against one device, and every refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.parallel.ranks import CALLS, inputs, on_this_rank, together, wrong
+from tests.pieces import TOTAL_K
+from tilewise.parallel import Layout, balanced, simulate
+from tilewise.spec import Options
+from tilewise.testing import normal, qkv
+
+UNEQUAL = Layout((((0, 3), (30, 40)), ((3, 30),), ()))
+
+
+def whole(ranks: int, name: str, dtype: torch.dtype = torch.float32, **options) -> dict[str, torch.Tensor]:
+    """What all ranks compute, put together."""
+    contexts = {}
+
+    def one(exchange):
+        parallel = contexts[exchange.rank] = tw.context_parallel(exchange, **options)
+        return on_this_rank(parallel, name, dtype)
+
+    parts = simulate(ranks, one)
+    return together(contexts[0], parts)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_mask_score_and_option_is_that_of_one_device(name, ranks):
+    assert not wrong(whole(ranks, name), name)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks", [1, 4, 5])
+def test_any_number_of_ranks_in_any_layout(ranks, layout):
+    assert not wrong(whole(ranks, "causal-alibi", layout=layout), "causal-alibi")
+
+
+def test_shards_may_be_unequal_and_a_rank_may_hold_nothing():
+    q, k, v = (x.requires_grad_() for x in qkv(nq=40, nk=40))
+    do = normal(*q.shape, seed=5)
+    alone = tw.attention(q, k, v, mask=tw.window(9, 3))
+    grads = torch.autograd.grad((alone * do).sum(), (q, k, v))
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange, layout=UNEQUAL)
+        local = [parallel.shard(x).detach().requires_grad_() for x in (q, k, v)]
+        o = tw.attention(*local, mask=tw.window(9, 3), parallel=parallel)
+        return o.detach(), *torch.autograd.grad((o * parallel.shard(do)).sum(), local)
+
+    for parts, expected in zip(zip(*simulate(3, one), strict=True), (alone, *grads), strict=True):
+        torch.testing.assert_close(UNEQUAL.unshard(parts, 1), expected)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "causal-bias", "dropout-window-alibi"])
+def test_sixteen_bits(name):
+    assert not wrong(whole(2, name, torch.bfloat16), name, torch.bfloat16)
+
+
+def test_dropout_keeps_the_pairs_of_one_device_bit_for_bit():
+    q, k, v = qkv(nq=32, nk=32)
+    v = torch.eye(32).view(1, 32, 1, 32).expand(2, 32, 2, 32)  # o shows each pair's weight
+    alone = tw.attention(q, k, v, dropout_p=0.3, dropout_seed=5)
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange)
+        return tw.attention(*[parallel.shard(x) for x in (q, k, v)], parallel=parallel, dropout_p=0.3, dropout_seed=5)
+
+    parts = simulate(2, one)
+    parallel = tw.context_parallel(_Alone(2))
+    assert torch.equal(parallel.layout_of(32).unshard(parts, 1) == 0, alone == 0)
+
+
+def test_the_first_ranks_seed_is_that_of_all():
+    q, k, v = qkv(nq=32, nk=32)
+    v = torch.eye(32).view(1, 32, 1, 32).expand(2, 32, 2, 32)
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange, layout="contiguous")
+        seed = torch.tensor([7 + exchange.rank])
+        return tw.attention(
+            *[parallel.shard(x) for x in (q, k, v)], parallel=parallel, dropout_p=0.5, dropout_seed=seed
+        )
+
+    o = torch.cat(simulate(2, one), 1)
+    assert torch.equal(o.transpose(1, 2) != 0, tw.dropout_mask(7, 0.5, 2, 4, 32, 32))
+
+
+def test_keys_that_nobody_sees_never_touch_a_result_even_if_they_hold_nan():
+    q, k, v = qkv(nq=40, nk=40)
+    mask = tw.key_lengths(torch.tensor([33, 20]))
+    clean = tw.attention(q, k, v, mask=mask)
+    for b, n in enumerate((33, 20)):
+        k[b, n:] = v[b, n:] = torch.nan
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange)
+        local = [parallel.shard(x).requires_grad_() for x in (q, k, v)]
+        o = tw.attention(*local, mask=mask, parallel=parallel)
+        return o.detach(), torch.autograd.grad(o.sum(), local)
+
+    parts = simulate(2, one)
+    layout = tw.context_parallel(_Alone(2)).layout_of(40)
+    torch.testing.assert_close(layout.unshard([o for o, _ in parts], 1), clean)
+    assert all(bool(g.isfinite().all()) for _, grads in parts for g in grads)
+
+
+def test_leaf_gradients_are_summed_over_ranks_or_left_to_the_caller():
+    alone = whole(1, "causal-alibi")
+
+    def local(exchange):
+        return on_this_rank(tw.context_parallel(exchange, sum_leaf_gradients=False), "causal-alibi")
+
+    parts = simulate(3, local)
+    leaf = next(name for name in alone if name.startswith("dleaf"))
+    torch.testing.assert_close(sum(part[leaf] for part in parts), alone[leaf])
+    assert not torch.allclose(parts[0][leaf], alone[leaf])
+
+
+def test_results_repeat_bit_for_bit():
+    first, again = whole(3, "causal-bias"), whole(3, "causal-bias")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_error_does_not_grow_with_the_ranks(ranks):
+    """The rule of one device holds for any number: each row's softmax is computed by one kernel."""
+    assert not wrong(whole(ranks, "causal", torch.bfloat16), "causal", torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["causal", "full"])
+def test_bytes_are_those_of_keys_and_values_of_the_other_ranks(name):
+    def one(exchange):
+        parallel = tw.context_parallel(exchange, layout="contiguous")
+        q, k, v, *_ = inputs()
+        local = [parallel.shard(x).requires_grad_() for x in (q, k, v)]
+        o = tw.attention(*local, parallel=parallel, **CALLS[name]())
+        forward = exchange.received
+        o.sum().backward()
+        return forward, exchange.received - forward, max(parallel.layout_of(TOTAL_K).lengths)
+
+    agreement = 3 * 8
+    for forward, backward, rows in simulate(2, one):
+        keys = 2 * rows * 2 * 16 * 4  # batch, rows, heads, head_dim, bytes of fp32
+        assert forward - 2 * keys in (0, agreement)
+        assert backward == 4 * keys  # K and V again, dK and dV in fp32
+
+
+# -- Index maps ----------------------------------------------------------------------------------------------------
+
+
+def test_index_maps_invert_each_other_and_so_do_their_gradients():
+    x, g = normal(2, 19, 3).double(), normal(2, 19, 3, seed=1).double()
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange)
+        held = x.clone().requires_grad_()
+        local = parallel.shard(held)
+        assert torch.equal(local, x[:, parallel.positions(19)])
+        again = parallel.unshard(local)
+        rolled = parallel.roll(local, -1)
+        (grad,) = torch.autograd.grad((parallel.shard(g) * rolled).sum(), held)
+        return again.detach(), grad
+
+    found = simulate(3, one)
+    assert all(torch.equal(again, x) for again, _ in found)  # each rank's copy of x has its own part of the gradient
+    torch.testing.assert_close(sum(grad for _, grad in found), torch.roll(g, 1, 1))
+
+
+# -- Right or refused ----------------------------------------------------------------------------------------------
+
+
+class _Alone:
+    """A rank that talks to nobody: for what needs no exchange."""
+
+    rank = received = 0
+
+    def __init__(self, size: int):
+        self.size = size
+
+
+def refused(ranks: int, run) -> list[str]:
+    """What each rank raises."""
+
+    def one(exchange):
+        try:
+            run(exchange)
+        except (ValueError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return simulate(ranks, one)
+
+
+def run_with(options):
+    """A call whose options depend on the rank."""
+
+    def run(exchange):
+        parallel = tw.context_parallel(exchange, layout="contiguous")
+        q, k, v = qkv(nq=16, nk=16)
+        tw.attention(*[parallel.shard(x) for x in (q, k, v)], parallel=parallel, **options(exchange.rank))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (lambda rank: {"causal": rank == 0}, "mask\n    rank 0: causal()\n    rank 1: "),
+        (lambda rank: {"softmax_scale": 1.0 + rank}, "softmax_scale\n    rank 0: 1.0\n    rank 1: 2.0"),
+        (lambda rank: {"score": [tw.softcap(9.0), None][rank]}, "score\n    rank 0: "),
+        (lambda rank: {"score": tw.alibi(torch.ones(4 if rank else 1))}, "tensors of mask, score and sink"),
+        (lambda rank: {"backend": [None, "portable"][rank]}, "backend\n    rank 0: None\n    rank 1: portable"),
+        (
+            lambda rank: {"mask": 7} if rank else {},
+            "the call\n    rank 0: (not reached)\n    rank 1: ValueError: mask= takes",
+        ),
+    ],
+)
+def test_ranks_that_disagree_all_get_one_error_that_names_the_difference(options, said):
+    errors = refused(2, run_with(options))
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("ValueError: the 2 ranks were called differently")
+    assert said in errors[0]
+
+
+def test_a_wrong_call_is_the_same_error_on_every_rank():
+    errors = refused(3, run_with(lambda rank: {"mask": tw.dense(torch.ones(5, 5, dtype=torch.bool))}))
+    assert len(set(errors)) == 1
+    assert "q (2, 16, 4, 16)" in errors[0]
+    assert "axis 0 must be seqlen_q = 16" in errors[0]
+
+
+def test_rows_that_are_not_those_of_the_layout_are_refused_on_every_rank():
+    def run(exchange):
+        q, k, v = qkv(nq=7 - exchange.rank, nk=7 - exchange.rank)
+        tw.attention(q, k, v, parallel=tw.context_parallel(exchange, layout="contiguous"))
+
+    errors = refused(2, run)
+    assert len(set(errors)) == 1
+    assert "the ranks hold [7, 6] queries" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda e: tw.context_parallel(e, layout="ring"), "layout must be zigzag, contiguous or a Layout, got 'ring'"),
+        (lambda e: tw.context_parallel(e, layout=balanced(None, 16, 3)), "the layout is for 3 ranks, the group has 2"),
+        (lambda e: tw.context_parallel(), "torch.distributed is not initialized"),
+    ],
+)
+def test_a_wrong_group_or_layout_says_what_is_allowed(make, said):
+    with pytest.raises(ValueError, match=said):
+        make(_Alone(2))
+
+
+def test_packed_sequences_are_refused_by_name():
+    q, k, v = qkv()
+    with pytest.raises(NotImplementedError, match="packed sequences is not built"):
+        tw.context_parallel(_Alone(2)).attention(q, k, v, Options(cu_seqlens_q=torch.tensor([0, 70])))

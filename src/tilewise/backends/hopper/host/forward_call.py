@@ -1,46 +1,36 @@
 """From a problem and its tensors to the launch of a forward.
 
-A :class:`Plan` holds the decisions that depend on the problem alone; :func:`forward` makes a call's tensors and launches.
+A :class:`ForwardPlan` holds the decisions that depend on the problem alone; :func:`forward` makes a call's tensors and launches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Inputs, Output, PerTensors, empty_output, without_memory
-from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Config, Expressions, Grid, cap_of, keys_of, spread
+from tilewise.backends.base import Inputs, Output, empty_output, without_memory
+from tilewise.backends.hopper.config import PLAIN, Band, Config, Grid, cap_of, keys_of, spread
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
+from tilewise.backends.hopper.host.plan import ALIGNED, FAR, LOG2_E, Plan, addressed, leaf
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
-from tilewise.problem import Problem, TensorFacts
-
-LOG2_E = math.log2(math.e)
-FAR = 1 << 30  # the end of a band that has none: no key reaches it
-ALIGNED = 16  # bytes: the copy engine reads from multiples of them
-APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
 
 
 @dataclass(eq=False)
-class Plan:
-    """The decisions for one problem.
+class ForwardPlan(Plan):
+    """The decisions for one problem's forward.
 
     Attributes:
-        made: what was made of a mask's tensors, kept while these are the same.
         bound: the launch that needs nothing but addresses, once there was one (:attr:`direct`).
         outputs, states: tensors without memory, like the output and like the states of chunks of keys of that launch.
     """
 
-    problem: Problem
     config: Config
-    made: PerTensors = field(default_factory=PerTensors)
     bound: Bound | None = None
     outputs: Output | None = None
     states: list[Tensor] = field(default_factory=list)
@@ -48,11 +38,6 @@ class Plan:
     @cached_property
     def band(self) -> Band:
         return keys_of(self.problem)[1]
-
-    @cached_property
-    def addressable(self) -> tuple[bool, bool, bool]:
-        """Whether the copy engine can address the strides of q, of k and of v."""
-        return tuple(addressable(x) for x in (self.problem.q, self.problem.k, self.problem.v))
 
     @cached_property
     def cut(self) -> bool:
@@ -113,10 +98,6 @@ class Plan:
             *traced.numbers,
         )
 
-    @cached_property
-    def expressions(self) -> Expressions:
-        return Expressions.of(self.problem)
-
     def values(self, inputs: Inputs) -> Tensor:
         """v, or a copy with zeros for the keys that no query sees, where kernels are not kept from these otherwise.
 
@@ -126,11 +107,6 @@ class Plan:
             return inputs.v
         seen = self.of_mask(inputs, masks.seen)
         return inputs.v if seen is None else torch.where(seen, inputs.v, 0)
-
-    def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any) -> Any:
-        """What a function makes of the mask's tensors, kept while they are the same."""
-        leaves = [inputs.leaves[n] for n in self.problem.spec.mask_slots]
-        return self.made.of((make, *more), leaves, lambda: make(self.problem, inputs, *more))
 
     @cached_property
     def launch(self) -> PerStrides:
@@ -158,32 +134,7 @@ class Plan:
         self.bound = bound
 
 
-def leaf(tensor: Tensor) -> Tensor:
-    """A tensor that an expression reads, as kernels take it: truth values as bytes, and one dimension at least."""
-    tensor = tensor.detach()
-    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-    return tensor if tensor.ndim else tensor.view(1)
-
-
-def addressable(tensor: TensorFacts) -> bool:
-    """Whether the copy engine can address a tensor."""
-    return strides_addressable(tensor.shape, tensor.stride)
-
-
-def strides_addressable(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether rows have unit stride and lie at multiples of 16 bytes from each other, no two in one place."""
-    outer = [n for size, n in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
-    return (stride[-1] == 1 or shape[-1] == 1) and all(0 < n < APART and n % MULTIPLE == 0 for n in outer)
-
-
-def addressed(tensor: Tensor, good: bool) -> Tensor:
-    """The tensor, or a copy that the copy engine can address; ``good``: the copy engine can address such strides."""
-    if good and tensor.data_ptr() % ALIGNED == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def forward(plan: Plan, inputs: Inputs) -> Output:
+def forward(plan: ForwardPlan, inputs: Inputs) -> Output:
     """Makes what a launch reads and writes, launches, and keeps the launch where later calls need no more than addresses."""
     problem = plan.problem
     out = empty_output(problem, inputs.q, inputs.v)

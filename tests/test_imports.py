@@ -44,7 +44,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "reference": ("backends.base", "problem", "spec", "leaf_gradients", "tiles", "state", "dropout", "expr", "caching"),
     # A kernel's key holds the expressions traced into it.
     "backends.hopper.expected": (),
-    "backends.hopper.config": ("backends.hopper.expected", "problem", "masks.facts", "device", "expr"),
+    "backends.hopper.config": ("problem", "masks.facts", "expr"),
+    "backends.hopper.forward.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
     "backends.hopper.backward.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
     "backends.triton.tiles": (),
     "backends.triton.config": ("backends.triton.tiles", "problem", "device"),
@@ -278,6 +279,8 @@ FORBIDDEN = {
     "config-reads-tiles": ("backends/hopper/config.py", "from tilewise import tiles"),
     "config-reads-its-kernel": ("backends/hopper/config.py", "from .forward import kernel"),
     "config-reads-the-dsl": ("backends/hopper/config.py", "import cutlass"),
+    "forward-s-config-reads-the-dsl": ("backends/hopper/forward/config.py", "import cutlass"),
+    "backward-s-config-reads-the-dsl": ("backends/hopper/backward/config.py", "import cutlass"),
     "api-reads-iomodel": ("api.py", "def f():\n    from tilewise.iomodel import machine"),
     "api-reads-cli": ("api.py", "from tilewise.cli.page import table"),
     "api-reads-bench": ("api.py", "from bench import cases"),

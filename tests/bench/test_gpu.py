@@ -14,7 +14,7 @@ from bench.gpu import time as timing
 from bench.gpu.jobs import Job, Run, Worker
 from bench.gpu.subject import SCALES, Kernel, Subject, subject
 from tilewise.backends.base import Output
-from tilewise.backends.hopper import config
+from tilewise.backends.hopper.forward import config
 from tilewise.backends.portable import Portable
 from tilewise.testing import call, qkv
 

@@ -14,7 +14,7 @@ from bench.gpu import check
 from bench.gpu.hopper import Kind, check_calls, kernel_of
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Config, shipped
+from tilewise.backends.hopper.forward.config import Config, shipped
 from tilewise.backends.hopper.host import library
 from tilewise.testing import qkv
 

@@ -22,7 +22,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tilewise.backends.hopper.config import ROWS, Config
+from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.forward.config import Config
 
 HOPPER = "tilewise.backends.hopper"
 THREADS = np.arange(128)
@@ -474,9 +475,9 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
     info = lambda x: SimpleNamespace(values=x, atom=None, group=work.group)  # noqa: E731
     tmas = forward.Tmas(info(q), info(k), info(v), info(o))
     for cta in range(ctas):
-        ring, tiles = Rooms(t.slots), Rooms(t.q_tiles)
+        ring, tiles = Rooms(t.stages), Rooms(t.q_tiles)
         bars = [[Barrier(n) for _ in range(count)] for n, count in
-                ((1, t.slots), (4 * t.warpgroups, t.slots), (1, t.q_tiles), (1 if config.stores else 4, t.q_tiles),
+                ((1, t.stages), (4 * t.warpgroups, t.stages), (1, t.q_tiles), (1 if config.stores else 4, t.q_tiles),
                  (128, t.q_tiles))]  # fmt: skip
         room = forward.Room(tiles, ring, ring, tiles, *map(Pointer, bars), None, Pointer([None] * 2 * t.q_tiles))
         roles = [(False, lambda room=room: forward.load(tmas, room, work, config))]

@@ -15,10 +15,10 @@ from bench.gpu.hopper import Sizes, check_calls
 from tests.backends.hopper.test_backward import emulate_kernels, wrong
 from tests.backends.hopper.test_forward import emulate_kernel
 from tilewise import accuracy
-from tilewise.backends.hopper import config
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.forward import config
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.testing import Call
 
 EMULATED = Sizes(

@@ -14,8 +14,9 @@ import torch
 import tilewise as tw
 from tests.backends.contract import ATAN, NEW_OPERATION, call, normal
 from tilewise import dispatch, expr
-from tilewise.backends.hopper import Hopper, config
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host import aot, driver, kernel_files, library, sass
 
 

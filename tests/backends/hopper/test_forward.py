@@ -15,8 +15,8 @@ from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated
 from tilewise import accuracy
 from tilewise.backends.base import Output
-from tilewise.backends.hopper import config
-from tilewise.backends.hopper.config import Tiles
+from tilewise.backends.hopper.forward import config
+from tilewise.backends.hopper.forward.config import Tiles
 from tilewise.backends.hopper.host import forward_call as hopper
 from tilewise.tiles import Grid, seen_keys
 
@@ -118,8 +118,8 @@ def form_of(name: str) -> str:
 
 VARIANTS = {
     "one-q": SMALL,
-    "two-q": replace(SMALL, q_stages=2, slots=4),
-    "steady": replace(SMALL, warpgroups=3, slots=4, turns=True, steady=True),
+    "two-q": replace(SMALL, q_stages=2, stages=4),
+    "steady": replace(SMALL, warpgroups=3, stages=4, pingpong=True, steady=True),
 }
 
 

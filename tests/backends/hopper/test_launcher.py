@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from tests.backends.hopper import standin
 from tests.backends.hopper.standin import STREAM, Nowhere
-from tilewise.backends.hopper import config
+from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host import aot, driver, kernel_files, library, recipe
 from tilewise.backends.hopper.host.recipe import Extent, Field, Launch, Patch, Recipe, Row, TensorArgument
 

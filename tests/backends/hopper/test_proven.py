@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.backends.hopper import config
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host import aot, kernel_files, proven
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.backends.hopper import config
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host.sample import sample, traits, values
 
 SHIPPED = [*config.shipped(), *backward_config.shipped()]
@@ -35,7 +35,7 @@ def test_every_way_of_summing_dq_is_in_the_sample():
     ways = {name.split("_")[-1] for name in (c.name for c in SHIPPED) if name.startswith("backward")}
     assert {"sum", "ordered"} < ways
     assert {c.name.split("_")[-1] for c in SAMPLE if c.name.startswith("backward")} == ways
-    assert any(c.keys.paired for c in SAMPLE if isinstance(c, backward_config.Backward))
+    assert any(c.keys.clustered for c in SAMPLE if isinstance(c, backward_config.Backward))
 
 
 def test_the_sample_is_small_and_holds_nothing_twice():

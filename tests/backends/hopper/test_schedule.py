@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.backends.hopper.config import SHORT, TABLE
+from tilewise.backends.hopper.forward.config import TABLE
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.schedule import Band, Order
 
@@ -58,7 +58,7 @@ def test_the_longest_rows_of_a_section_come_first(m_blocks, heads, section):
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
 def test_causal_work_is_even_over_132_sms(dims, seqlen):
     """Key blocks of the busiest CTA (5 more a tile, for its begin and end) over the mean: at most 1.07 in the benchmark's rows."""
-    tiles, heads = TABLE[dims][1], 2048 // dims[0] * (16384 // seqlen)
+    tiles, heads = TABLE[dims].ends, 2048 // dims[0] * (16384 // seqlen)
     order = Order(-(-seqlen // tiles.tile_m), heads, min(heads, 33), True)
 
     def cost(n: int) -> int:
@@ -77,7 +77,7 @@ def test_causal_work_is_even_over_132_sms(dims, seqlen):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_a_queue_keeps_packed_work_even_over_132_sms(dims, causal):
     """Lengths of 2,000 on average, 16,384 rows in all: tiles in the kernel's order, each to who is done first."""
-    tiles, heads, worst = TABLE[dims][causal], 2048 // dims[0], 0.0
+    tiles, heads, worst = TABLE[dims].ends if causal else TABLE[dims].full, 2048 // dims[0], 0.0
     for seed in range(12):
         chance, lengths, busy = random.Random(seed), [], [0] * 132
         while sum(lengths) < 16384:
@@ -282,13 +282,13 @@ class Machine:
         self.stores = tiles.q_stages > 1 and not split
         self.queued, self.number = queued, [None] * tiles.q_tiles
         warps = 4 * tiles.warpgroups
-        self.full, self.empty = ([Barrier(n) for _ in range(tiles.slots)] for n in (1, warps))
+        self.full, self.empty = ([Barrier(n) for _ in range(tiles.stages)] for n in (1, warps))
         counts = 1, 1 if self.stores else 4, 128
         self.q_full, self.q_empty, self.o_full = ([Barrier(n) for _ in range(tiles.q_tiles)] for n in counts)
         self.together = [Barrier(4) for _ in range(tiles.warpgroups)]  # the named barriers of the warpgroups
-        self.ring: list = [None] * tiles.slots
+        self.ring: list = [None] * tiles.stages
         self.q: list = [None] * tiles.q_tiles
-        self.users = {("ring", n): 0 for n in range(tiles.slots)} | {("q", n): 0 for n in range(tiles.q_tiles)}
+        self.users = {("ring", n): 0 for n in range(tiles.stages)} | {("q", n): 0 for n in range(tiles.q_tiles)}
         self.flying: list = []
         self.stored: list = []
 
@@ -310,7 +310,7 @@ class Machine:
             for step, what in enumerate(schedule.loads(blocks)):
                 yield self.empty[slot], phase
                 self.copy("ring", slot, (tile, *what), self.full[slot])
-                slot, phase = schedule.advance(slot, phase, self.t.slots)
+                slot, phase = schedule.advance(slot, phase, self.t.stages)
                 if step == 0:
                     for w in range(self.t.warpgroups):
                         n = w * self.t.q_stages + stage
@@ -362,7 +362,7 @@ class Machine:
                 yield None
                 self.users["ring", slot] -= 1
                 self.empty[slot].change(1, 0)
-                slot, phase = schedule.advance(slot, phase, self.t.slots)
+                slot, phase = schedule.advance(slot, phase, self.t.stages)
             self.together[w].change(1, 0)
             yield self.together[w], tile % 2
             if not self.stores:
@@ -407,12 +407,12 @@ class Machine:
                 del waiting[n]
 
 
-SHAPES = sorted({*(row for rows in TABLE.values() for row in rows), *SHORT.values()}, key=str)
+SHAPES = sorted({tiles for row in TABLE.values() for tiles in row.columns}, key=str)
 WAYS = {"dealt-out": {}, "split": {"split": True}, "queued": {"queued": True}}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("tiles", SHAPES, ids=lambda t: f"{t.tile_m}x{t.tile_n}-{t.slots}-{t.q_stages}-w{t.width}")
+@pytest.mark.parametrize("tiles", SHAPES, ids=lambda t: f"{t.tile_m}x{t.tile_n}-{t.stages}-{t.q_stages}-w{t.width}")
 def test_no_order_of_events_deadlocks_or_overwrites_what_is_in_use(tiles, way):
     for seed in range(6):
         lengths = random.Random(seed).choices(range(1, 8), k=random.Random(seed + 99).randrange(1, 7))
@@ -424,7 +424,7 @@ def test_no_order_of_events_deadlocks_or_overwrites_what_is_in_use(tiles, way):
 def test_the_simulation_finds_a_slot_that_is_given_back_too_early():
     tiles = SHAPES[0]
     machine = Machine(tiles, [6, 6], 1)
-    for n in range(tiles.slots):
+    for n in range(tiles.stages):
         machine.empty[n].count -= 1  # one warp is not waited for
     with pytest.raises(AssertionError):
         machine.run()

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Backend, Grads, Inputs, Output, PerProblem, piece_reasons, unknown_operations
-from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
 from tilewise.problem import Problem
 
@@ -37,11 +37,11 @@ class Hopper(Backend):
 
     def refused(self, p: Problem) -> list[str]:
         """What is wrong with the problem on every machine."""
-        reasons = sizes.reasons(p) + unknown_operations(p, operations.traceable()) + piece_reasons(p)
+        reasons = forward_config.reasons(p) + unknown_operations(p, operations.traceable()) + piece_reasons(p)
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def config(self, p: Problem) -> Config:
-        return self.override or sizes.choose(p)
+        return self.override or forward_config.choose(p)
 
     def backward_config(self, p: Problem) -> Backward:
         return self.override_backward or backward_config.choose(p)

@@ -65,7 +65,7 @@ def columns(head_dim: int, tiles: Tiles) -> int:
 
 @dataclass(frozen=True)
 class Streams:
-    """What a problem brings into shared memory beside the tiles of its tensors.
+    """The things that a problem brings into shared memory beside the tiles of its tensors.
 
     Attributes:
         pair_bytes: bytes a pair of the tensors that a mask or score reads at both i and j: they are streamed too.

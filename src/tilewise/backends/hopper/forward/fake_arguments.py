@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream
 
-from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kit import fake
 
 

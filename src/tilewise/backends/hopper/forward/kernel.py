@@ -29,8 +29,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.config import ALIGNMENT, PLAIN, ROWS, Config
+from tilewise.backends.hopper.config import ALIGNMENT, PLAIN, ROWS
 from tilewise.backends.hopper.forward import combine
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kit import dropout, expression, packed, schedule, softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import (
@@ -210,7 +211,7 @@ def row_at(at: QueryTile, w, r, work: Work, x: Config):
 
 
 def allocate(tmas: Tmas, x: Config) -> Room:
-    """In the order of :class:`tilewise.backends.hopper.config.Shared`; V's blocks are K's, and O's tiles Q's, seen otherwise."""
+    """In the order of :class:`SharedMemory`; V's blocks are K's, and O's tiles Q's, seen otherwise."""
     smem, c = cutlass.utils.SmemAllocator(), x.tiles
     full = smem.allocate_array(cutlass.Int64, c.barriers + 1 + (2 * c.q_tiles if x.packed else 0))
     q, k = (
@@ -218,7 +219,7 @@ def allocate(tmas: Tmas, x: Config) -> Room:
         for layout in (tmas.q.smem_layout, tmas.k.smem_layout)
     )
     seen_as = lambda t, layout: cute.make_tensor(cute.recast_ptr(t.iterator, layout.inner), layout.outer)  # noqa: E731
-    empty, q_full = full + c.slots, full + 2 * c.slots
+    empty, q_full = full + c.stages, full + 2 * c.stages
     q_empty, o_full = q_full + c.q_tiles, q_full + 2 * c.q_tiles
     v, o = seen_as(k, tmas.v.smem_layout), seen_as(q, tmas.o.smem_layout)
     return Room(q, k, v, o, full, empty, q_full, q_empty, o_full, full + c.barriers, full + c.barriers + 1)
@@ -230,7 +231,7 @@ def start_barriers(room: Room, x: cutlass.Constexpr):
     c = x.tiles
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         with cute.arch.elect_one():
-            for n in cutlass.range_constexpr(c.slots):
+            for n in cutlass.range_constexpr(c.stages):
                 cute.arch.mbarrier_init(room.full + n, 1)
                 cute.arch.mbarrier_init(room.empty + n, 4 * c.warpgroups)
             for n in cutlass.range_constexpr(c.q_tiles):
@@ -306,7 +307,7 @@ def load_tile(tmas: Tmas, room: Room, at: QueryTile, ring: tuple, q_ring: tuple,
 
     n = block_at(at, 0, work, x)
     fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
-    slot, phase = schedule.advance(slot, phase, c.slots)
+    slot, phase = schedule.advance(slot, phase, c.stages)
     if cutlass.const_expr(x.packed):
         hand_on(packed.PackedTile(at.batch, at.row, at.head), room, q_stage, q_phase, x)
     for w in cutlass.range_constexpr(c.warpgroups):
@@ -316,12 +317,12 @@ def load_tile(tmas: Tmas, room: Room, at: QueryTile, ring: tuple, q_ring: tuple,
     for step in cutlass.range(at.stop - at.start - 1, unroll=1):
         n, before = block_at(at, step + 1, work, x), block_at(at, step, work, x)
         fetch(tmas.k, gK[None, n], sK[None, slot], k_bytes, room.full + slot, room.empty + slot, phase)
-        slot, phase = schedule.advance(slot, phase, c.slots)
+        slot, phase = schedule.advance(slot, phase, c.stages)
         fetch(tmas.v, gV[None, before], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
-        slot, phase = schedule.advance(slot, phase, c.slots)
+        slot, phase = schedule.advance(slot, phase, c.stages)
     n = block_at(at, at.stop - at.start - 1, work, x)
     fetch(tmas.v, gV[None, n], sV[None, slot], v_bytes, room.full + slot, room.empty + slot, phase)
-    return schedule.advance(slot, phase, c.slots)
+    return schedule.advance(slot, phase, c.stages)
 
 
 # -- Store ---------------------------------------------------------------------------------------------------------
@@ -477,18 +478,18 @@ def first_block(t: Operands, ring, block: Block, room: Room, work: Work, x: Conf
     softmax.online_softmax(s, t.rows, work.scale2, first=True, masked=True, lazy=x.tiles.lazy)
     drop(s, block, work, x)
     to_p(t, x)
-    return schedule.advance(slot, phase, x.tiles.slots)
+    return schedule.advance(slot, phase, x.tiles.stages)
 
 
 def take_turn(w, x: Config) -> None:
     """Waits for the warpgroup before; the last gives warpgroup 0 its first turn."""
-    if x.tiles.turns:
+    if x.tiles.pingpong:
         cute.arch.barrier(barrier_id=1 + x.tiles.warpgroups + w, number_of_threads=256)
 
 
 def pass_turn(w, x: Config) -> None:
     """Lets the next warpgroup begin its products."""
-    if x.tiles.turns:
+    if x.tiles.pingpong:
         cute.arch.barrier_arrive(
             barrier_id=1 + x.tiles.warpgroups + (w + 1) % x.tiles.warpgroups, number_of_threads=256
         )
@@ -503,7 +504,7 @@ def first_turn(w, x: cutlass.Constexpr):
 def both_products(t: Operands, q_tile, ring, room: Room, x: Config):
     """S of a block, done when this returns, and O += P V of the block before, begun. Returns V's slot and phase."""
     (slot, phase), w = ring, q_tile // x.tiles.q_stages
-    v_slot, v_phase = schedule.advance(slot, phase, x.tiles.slots)
+    v_slot, v_phase = schedule.advance(slot, phase, x.tiles.stages)
     cute.arch.mbarrier_wait(room.full + slot, phase)
     take_turn(w, x)
     begin_product(t.qk, t.s, t.q[None, None, None, q_tile], t.k[None, None, None, slot], overwrite=True)
@@ -527,7 +528,7 @@ def key_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x
     release(room.empty + v_slot)
     softmax.rescale(t.o, t.rows.factor, c.lazy)
     to_p(t, x)
-    return schedule.advance(v_slot, v_phase, c.slots)
+    return schedule.advance(v_slot, v_phase, c.stages)
 
 
 def steady_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work, x: Config):
@@ -547,7 +548,7 @@ def steady_block(t: Operands, q_tile, ring, block: Block, room: Room, work: Work
     to_p(t, x)
     once_more(served, t, q_tile, ring[0], block, room, work, x)
     release(room.empty + ring[0])
-    return schedule.advance(v_slot, v_phase, x.tiles.slots)
+    return schedule.advance(v_slot, v_phase, x.tiles.stages)
 
 
 @cute.jit
@@ -582,7 +583,7 @@ def give_back(ring: tuple, room: Room, x: Config):
     slot, phase = ring
     cute.arch.mbarrier_wait(room.full + slot, phase)
     release(room.empty + slot)
-    return schedule.advance(slot, phase, x.tiles.slots)
+    return schedule.advance(slot, phase, x.tiles.stages)
 
 
 def last_product(t: Operands, ring, room: Room, x: Config) -> None:
@@ -615,7 +616,7 @@ def compute(
     c = x.tiles
     t = operands(qk, pv, room, x)
     slot, phase, q_stage, q_phase = I32(0), I32(0), I32(0), I32(0)
-    if cutlass.const_expr(c.turns):
+    if cutlass.const_expr(c.pingpong):
         first_turn(w, x)
     if cutlass.const_expr(x.packed):
         of = handed_on(w * c.q_stages, room.q_full, q_phase, room)
@@ -625,7 +626,7 @@ def compute(
             slot, phase = compute_tile(t, at, q_tile, (slot, phase), w, room, work, x)
             warpgroup.wait_group(0)
             release(room.empty + slot)
-            slot, phase = schedule.advance(slot, phase, c.slots)
+            slot, phase = schedule.advance(slot, phase, c.stages)
             epilogue(t, room, q_tile, w, lse, sink, at, work, x)
             q_stage, q_phase = schedule.advance(q_stage, q_phase, c.q_stages)
             of = handed_on(w * c.q_stages + q_stage, room.q_full, q_phase, room)
@@ -638,7 +639,7 @@ def compute(
             this, q_tile = at, w * c.q_stages + q_stage
             slot, phase = compute_tile(t, at, q_tile, (slot, phase), w, room, work, x)
             v_slot = slot
-            slot, phase = schedule.advance(slot, phase, c.slots)
+            slot, phase = schedule.advance(slot, phase, c.stages)
             q_stage, q_phase = schedule.advance(q_stage, q_phase, c.q_stages)
             n_q = w * c.q_stages + q_stage
             at = place_of(PICK.smaller(round_ + 1, last), work, x)
@@ -834,10 +835,10 @@ def launch(
     if cutlass.const_expr(x.packed):
         views = (packed.ragged(q), packed.ragged(o), packed.ragged(k), packed.ragged(v, columns_first=True))
     row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-    q_size, slot = c.q_elements, c.slot_elements
+    q_size, slot = c.q_elements, c.stage_elements
     layout_q = staged_layout(sm90.make_smem_layout_a(row, (ROWS, c.tile_n, c.width), element, 1), c.q_tiles, q_size)
-    layout_k = staged_layout(sm90.make_smem_layout_b(row, (ROWS, c.tile_n, c.width), element, 1), c.slots, slot)
-    layout_v = staged_layout(sm90.make_smem_layout_b(column, (ROWS, c.width_v, c.tile_n), element, 1), c.slots, slot)
+    layout_k = staged_layout(sm90.make_smem_layout_b(row, (ROWS, c.tile_n, c.width), element, 1), c.stages, slot)
+    layout_v = staged_layout(sm90.make_smem_layout_b(column, (ROWS, c.width_v, c.tile_n), element, 1), c.stages, slot)
     layout_o = staged_layout(sm90.make_smem_layout_epi(element, row, (ROWS, c.width_v), 1), c.q_tiles, q_size)
     major = OperandMajorMode
     qk = sm90.make_trivial_tiled_mma(element, element, major.K, major.K, F32, (1, 1, 1), (ROWS, c.tile_n))

@@ -25,8 +25,9 @@ from typing import Any
 
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import SHARED_LIMIT, Config, candidates, shipped
+from tilewise.backends.hopper.config import SHARED_LIMIT
 from tilewise.backends.hopper.expected import Expected
+from tilewise.backends.hopper.forward.config import Config, candidates, shipped
 from tilewise.backends.hopper.host import hostcode, kernel_files, proven, sass
 from tilewise.backends.hopper.host.kernel_files import file_name
 from tilewise.backends.hopper.host.recipe import Recipe

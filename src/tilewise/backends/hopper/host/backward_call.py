@@ -52,22 +52,22 @@ class BackwardPlan(Plan):
     @cached_property
     def sums_shape(self) -> tuple[int, ...] | None:
         """The shape of the sums to which the pass over key tiles adds dQ, if it does."""
-        if not self.config.keys.summed:
+        if not self.config.keys.sums_dq:
             return None
         batch = 1 if self.problem.packed else self.problem.batch
-        return batch, self.problem.heads_q, self.config.blocks(self.problem), KEY_GROUPS, self.config.keys.part
+        return batch, self.problem.heads_q, self.config.blocks(self.problem), KEY_GROUPS, self.config.keys.part_elements
 
     @cached_property
-    def turns_shape(self) -> tuple[int, ...] | None:
+    def semaphores_shape(self) -> tuple[int, ...] | None:
         """The shape of the counters of these additions, if they come in order."""
         if not self.config.keys.ordered:
             return None
-        return self.problem.batch, self.problem.heads_q, self.config.turns(self.problem)
+        return self.problem.batch, self.problem.heads_q, self.config.semaphores(self.problem)
 
-    def lines(self, inputs: Inputs, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def statistics(self, inputs: Inputs, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Memory for lse2 and delta, fp32, of lse (batch, heads_q, row). Packed, there are rows between the sequences that nobody
         writes: a sink's gradient reads them too, and they must add nothing to it."""
-        shape = *lse.shape[:2], self.config.lines(self.problem)
+        shape = *lse.shape[:2], self.config.statistics_rows(self.problem)
         holes = self.problem.packed and inputs.sink is not None
         return tuple(lse.new_full(shape, n) if holes else lse.new_empty(shape) for n in (INF, 0.0))
 
@@ -94,7 +94,7 @@ class BackwardPlan(Plan):
         return [*cu, *torch.zeros((2, 1), dtype=torch.int32, device=inputs.q.device)]
 
     def extra(self, inputs: Inputs) -> list[Tensor]:
-        """What :func:`tilewise.backends.hopper.backward.launch.extras_of` takes: what is each pass's own, then what both have."""
+        """What :func:`tilewise.backends.hopper.backward.launch.optional_params` takes: what is each pass's own, then what both have."""
         config, found = self.config, []
         if config.packed:
             return found
@@ -136,10 +136,10 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
             x[:, : keys.start].zero_()
             x[:, keys.stop :].zero_()
         k, v, dk, dv = (x[:, keys] for x in (k, v, dk, dv))
-    lse2, delta = plan.lines(inputs, lse)
+    lse2, delta = plan.statistics(inputs, lse)
     given = q, k, v, o, do, lse, dlse, *plan.starts(inputs), *plan.extra(inputs)
     made = dq, dk, dv, lse2, delta, *([lse.new_empty(plan.sums_shape)] if plan.sums_shape else ())
-    made += (lse.new_empty(plan.turns_shape, dtype=torch.int32),) if plan.turns_shape else ()
+    made += (lse.new_empty(plan.semaphores_shape, dtype=torch.int32),) if plan.semaphores_shape else ()
     plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if inputs.sink is None:
         return Grads(*grads, None, {})

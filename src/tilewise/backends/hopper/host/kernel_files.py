@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tilewise import settings
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import recipe as recipes
 from tilewise.backends.hopper.host.recipe import Recipe
 

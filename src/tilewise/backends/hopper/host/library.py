@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import driver, kernel_files
 from tilewise.backends.hopper.host.kernel_files import built, file_name
 

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.forward.config import Config
 
 
 def values(record: Any, path: str = "") -> Iterator[tuple[str, Any]]:

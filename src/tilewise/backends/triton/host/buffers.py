@@ -29,7 +29,7 @@ def seqlen_q_rounded(problem: Problem) -> int:
 
 @dataclass
 class BackwardBuffers:
-    """What a backward writes.
+    """The tensors that a backward writes.
 
     Attributes:
         dq, dk, dv: the gradients.

@@ -52,7 +52,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
-    """What a variant adds to a plain call; ``rich`` is everything that a kernel can have at once."""
+    """The options that a feature adds to a plain call; ``rich`` is everything that a kernel can have at once."""
     heads = q.shape[-2]
     score = softcap(30.0) >> alibi(torch.empty(heads, device="meta", requires_grad=True))
     sink = torch.empty(heads, device="meta", requires_grad=True)

@@ -88,7 +88,7 @@ def operand_strides(problem: Problem, x: Tensor) -> tuple[int, int, int]:
 
 @dataclass(eq=False)
 class Decisions:
-    """What follows from a problem and its configuration, each worked out once."""
+    """The facts that follow from a problem and its configuration, each worked out once."""
 
     problem: Problem
     config: Config

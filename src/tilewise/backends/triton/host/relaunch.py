@@ -65,7 +65,7 @@ class ForwardAgain:
 
     @classmethod
     def of(cls, call: Call, main: Launched, merge: Launched | None = None, num_splits: int = 1) -> ForwardAgain | None:
-        """What repeats a forward; None where another call may need other numbers."""
+        """The launches that repeat a forward; None where another call may need other numbers."""
         launches = [main] if merge is None else [main, merge]
         return cls(call.plan, call.terms, main, merge, num_splits) if prepared(call, launches) else None
 
@@ -98,7 +98,7 @@ class BackwardAgain:
 
     @classmethod
     def of(cls, call: Call, passes: list[Launched]) -> BackwardAgain | None:
-        """What repeats a backward; None where another call may need other numbers."""
+        """The launches that repeat a backward; None where another call may need other numbers."""
         return cls(call.plan, call.terms, passes) if prepared(call, passes) else None
 
     def __call__(

@@ -35,8 +35,8 @@ class Row:
     ms: float
 
     @classmethod
-    def of(cls, p: Problem, name: str, tiles: Tiles, ms: float) -> Row:
-        return cls(*_where(p), name, tiles, ms)
+    def of(cls, problem: Problem, name: str, tiles: Tiles, ms: float) -> Row:
+        return cls(*_where(problem), name, tiles, ms)
 
     @property
     def where(self) -> tuple:
@@ -48,9 +48,9 @@ class Row:
         return "over keys" if self.name in OVER_KEYS else self.name
 
 
-def _where(p: Problem) -> tuple:
-    dtype = str(p.dtype).removeprefix("torch.")
-    return devices.of(p.device).name, version("triton"), dtype, p.head_dim, p.head_dim_v
+def _where(problem: Problem) -> tuple:
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return devices.of(problem.device).name, version("triton"), dtype, problem.head_dim, problem.head_dim_v
 
 
 def path() -> Path:
@@ -59,7 +59,7 @@ def path() -> Path:
 
 @lru_cache(maxsize=4)
 def rows(file: Path) -> tuple[Row, ...]:
-    """What the file holds, read once."""
+    """The rows of the file, read once."""
     try:
         records = json.loads(file.read_text(encoding="utf-8"))
         return tuple(Row(**{**record, "tiles": Tiles(**record["tiles"])}) for record in records)
@@ -70,10 +70,10 @@ def rows(file: Path) -> tuple[Row, ...]:
         return ()
 
 
-def passes(p: Problem) -> dict[str, Tiles]:
-    """The measured tiles of p's passes, by name."""
+def passes(problem: Problem) -> dict[str, Tiles]:
+    """The measured tiles of a problem's passes, by name."""
     known = rows(path())
-    return {row.name: row.tiles for row in known if row.where == _where(p)} if known else {}
+    return {row.name: row.tiles for row in known if row.where == _where(problem)} if known else {}
 
 
 def store(new: list[Row]) -> Path:

@@ -110,6 +110,7 @@ def emit(problem: Problem, wide: frozenset[int], described: int | None = None) -
 
 
 def _function(name: str, arguments: str, lines: list[str]) -> str:
+    """The source of a JIT function."""
     return "\n".join(["@triton.jit", f"def {name}({arguments}):", *[f"    {line}" for line in lines]])
 
 

@@ -28,6 +28,7 @@ class Factors:
         self.log2e = {self._new(LOG2E).args[0]: 1}
 
     def _new(self, value: float) -> Expr:
+        """A new parameter with this value."""
         self.numbers.append(value)
         return Expr("param", (len(self.numbers) - 1, "float"))
 

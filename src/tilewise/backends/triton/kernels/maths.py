@@ -122,13 +122,16 @@ def powers_of_tanh(count: int) -> str:
     x = [f"${count + n}" for n in range(count)]
 
     def number(value: float) -> str:
+        """An fp32 literal of PTX."""
         return "0f" + struct.pack(">f", value).hex()
 
     def polynomial(to: str, y: str, coefficients: list[str]) -> list[str]:
+        """Lines that compute a polynomial in ``y`` by Horner's rule; the lowest coefficient comes first."""
         *rest, top = coefficients
         return [f"mov.f32 {to}, {top};", *(f"fma.rn.f32 {to}, {to}, {y}, {each};" for each in reversed(rest))]
 
     def scaled(coefficients: tuple) -> tuple[list[str], list[str]]:
+        """Names of registers for c times each coefficient, and the lines that fill them."""
         names = [f"c{n}" for n in range(len(coefficients))]
         pairs = zip(names, coefficients, strict=True)
         return names, [f"mul.f32 {name}, ${2 * count}, {number(value)};" for name, value in pairs]

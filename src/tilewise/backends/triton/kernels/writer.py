@@ -69,6 +69,7 @@ class Writer:
         return self.names[id(root)]
 
     def _name(self, node: Expr) -> str:
+        """The name of one node, whose arguments have names; a line of its own unless it is a symbol."""
         if node.op == "symbol":
             name = node.args[0]
             if name == "off":
@@ -79,6 +80,7 @@ class Writer:
         return f"v{len(self.lines) - 1}"
 
     def _text(self, node: Expr) -> str:
+        """The right-hand side of a node's line."""
         if node.op == "number":
             return f"tl.full((), {node.args[0]}, {_TYPES[expr.kind(node)]})"
         if node.op == "param":

@@ -1,0 +1,573 @@
+"""The forward kernels on Hopper: their tiles, registers and shared memory, which ones are shipped, and which one a call gets.
+
+Nothing here imports the DSL: it runs on any machine. TABLE is the one table of tile sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilewise import device as devices
+from tilewise.backends.hopper.config import (
+    ALIGNMENT,
+    DTYPES,
+    ELEMENT_BYTES,
+    LONG,
+    MULTIPLE,
+    PLAIN,
+    ROWS,
+    SHARING,
+    SHIPPED,
+    Expressions,
+    Formed,
+    Traced,
+    band_of,
+    is_traced,
+    keys_of,
+)
+from tilewise.backends.hopper.expected import Expected
+from tilewise.problem import Problem
+
+# -- Sizes of a kernel ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """The bytes of a CTA's shared memory, in the order in which they lie.
+
+    ``barriers`` and a word that nobody reads come first. Then, each at a multiple of ALIGNMENT, the tiles of Q, whose place O
+    takes later, and the ring of K and V.
+    """
+
+    barriers: int
+    q: int
+    ring: int
+
+    @property
+    def total(self) -> int:
+        """The size of all, with the gaps between."""
+        return sum(-(-part // ALIGNMENT) * ALIGNMENT for part in (self.barriers, self.q)) + self.ring
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The sizes of a forward kernel: ``warpgroups`` of ``ROWS`` queries each by ``tile_n`` keys.
+
+    Attributes:
+        width, width_v: head dims that the kernel is compiled for; smaller ones are filled with zeros as they are loaded.
+        stages: of the ring; each holds a block of K or of V.
+        q_stages: how many tiles of Q a warpgroup has. With two, the next Q is loaded while O of one tile leaves through the
+            other's place. With one, O leaves from registers, and the next Q is loaded as soon as the last scores are there
+            (docs/decisions.md#hopper-o-from-registers).
+        registers, registers_load: of a thread that computes, and of one that loads or stores.
+        lazy: O is rescaled only where a row's maximum has grown by more than ``softmax.LAZY``
+            (docs/decisions.md#hopper-lazy-rescale).
+        pingpong: the warpgroups begin their products one after the other, so that one's softmax runs under another's products
+            (docs/decisions.md#hopper-ping-pong).
+        steady: whole blocks but the first are computed with the row maxima of the blocks before, and once more with their own
+            where their sums say that the maxima fell behind (docs/decisions.md#hopper-steady-maxima).
+        element_bytes: of an element of q, k, v and o.
+    """
+
+    width: int
+    width_v: int
+    warpgroups: int
+    tile_n: int
+    stages: int
+    q_stages: int
+    registers: int
+    registers_load: int = 24
+    lazy: bool = True
+    pingpong: bool = False
+    steady: bool = False
+    element_bytes: int = ELEMENT_BYTES
+
+    @property
+    def name(self) -> str:
+        """The part of a kernel's name that tells these sizes."""
+        flags = ("" if self.lazy else "_eager") + ("_turns" if self.pingpong else "")
+        flags += "_steady" if self.steady else ""
+        return f"{self.tile_m}x{self.tile_n}_s{self.stages}q{self.q_stages}{flags}"
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a CTA's tile."""
+        return ROWS * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: one warpgroup loads and stores, the others compute."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def q_tiles(self) -> int:
+        """Tiles of Q that a CTA has room for."""
+        return self.warpgroups * self.q_stages
+
+    @property
+    def q_elements(self) -> int:
+        """Elements of one warpgroup's tile of Q or O."""
+        return ROWS * max(self.width, self.width_v)
+
+    @property
+    def stage_elements(self) -> int:
+        """Elements of one stage of the ring."""
+        return self.tile_n * max(self.width, self.width_v)
+
+    @property
+    def barriers(self) -> int:
+        """How many mbarriers there are: full and empty of every stage; full and empty of every tile of Q, and full of its O."""
+        return 2 * self.stages + 3 * self.q_tiles
+
+    @property
+    def shared(self) -> SharedMemory:
+        """The shared memory that the kernel allocates."""
+        q, stage = (self.element_bytes * n for n in (self.q_elements, self.stage_elements))
+        return SharedMemory(8 * (self.barriers + 1), self.q_tiles * q, self.stages * stage)
+
+
+@dataclass(frozen=True)
+class Config(Formed):
+    """What one forward kernel is compiled for.
+
+    Attributes:
+        dtype, form: one of DTYPES, and one of FORMS.
+        split: the keys of a query tile are cut into chunks, whose states a second kernel merges.
+        heads: how many query heads of a group a tile holds side by side, so that its keys serve them all; divides ROWS.
+        packed: sequences are packed; such a kernel neither splits keys nor holds heads side by side.
+        traced: the expressions of this call alone: such a kernel is compiled at the first call.
+        dropout: some pairs are dropped; such a kernel too is compiled at the first call.
+    """
+
+    tiles: Tiles
+    dtype: str
+    form: str
+    softcap: bool = False
+    split: bool = False
+    heads: int = 1
+    packed: bool = False
+    traced: Traced = PLAIN
+    dropout: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Queries of one warpgroup's tile."""
+        return ROWS // self.heads
+
+    @property
+    def tile_queries(self) -> int:
+        """Queries of a CTA's tile."""
+        return self.queries * self.tiles.warpgroups
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
+        found = ("part_o", "part_lse") if self.split else ()
+        found += ("lo", "hi") if self.by_rows else ()
+        found += ("blocks", "counts") if self.form == "lists" else ()
+        found += ("seed", "threshold", "keep") if self.dropout else ()
+        return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
+
+    @property
+    def expected(self) -> tuple[Expected, ...]:
+        """What the kernel must be once it is compiled; the one that merges chunks has no roles."""
+        registers = self.tiles.registers, self.tiles.registers_load
+        return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, self.stores),)
+
+    @property
+    def stores(self) -> bool:
+        """Whether O goes through shared memory, from where TMA stores it."""
+        return self.tiles.q_stages > 1 and not self.split
+
+    @property
+    def steady(self) -> bool:
+        """Whether whole blocks do without their maxima; a traced score may hide what no mask does."""
+        return self.tiles.steady and self.traced == PLAIN and not self.dropout
+
+    @property
+    def skips(self) -> bool:
+        """Whether a warpgroup may see nothing of a block that another one of its CTA sees, since rows end one after the other
+        (docs/decisions.md#hopper-skipped-blocks)."""
+        several = self.tiles.warpgroups > 1 and self.tile_queries > self.tiles.tile_n
+        return several and self.has_upper and self.form != "lists"
+
+    @property
+    def name(self) -> str:
+        """The kernel's name: its symbol in the cubin, and its file."""
+        tiles = self.tiles
+        dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split", "packed") if getattr(self, name))
+        flags += f"_heads{self.heads}" if self.heads > 1 else ""
+        traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
+        return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{tiles.name}"
+
+    def describe(self) -> str:
+        """The kernel in a sentence, as ``explain`` shows it."""
+        tiles = self.tiles
+        extra = f", {self.heads} heads of a group in a tile" if self.heads > 1 else ""
+        extra += ", keys split" if self.split else ""
+        return (
+            f"{tiles.tile_m} x {tiles.tile_n}, {tiles.warpgroups} warpgroups compute and one loads, "
+            f"{tiles.stages} blocks of K or V in flight, {tiles.shared.total >> 10} KiB shared{extra}"
+        )
+
+    def traffic(self, problem: Problem) -> int:
+        """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
+        heads = problem.heads_k * -(-problem.group // self.heads)
+        keys = heads * -(-problem.seqlen_q // self.tile_queries) * problem.seqlen_k
+        rows = problem.batch * (problem.heads_q * problem.seqlen_q + keys)
+        return problem.dtype.itemsize * rows * (problem.head_dim + problem.head_dim_v)
+
+
+# -- The table -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TileRow:
+    """The tiles for one pair of head dims; docs/decisions.md#hopper-forward-tiles.
+
+    Attributes:
+        full: for rows that see all keys.
+        ends: for rows that begin or end at some key.
+        traced: where a thread has more to remember beside its scores.
+        listed: where a pair reads more than one tensor element, and for lists of key blocks. The blocks of a pattern, of 64 or
+            128 keys, are then whole ones; wider blocks would cover two and be visited for either
+            (docs/decisions.md#hopper-list-tiles).
+        short: one warpgroup for few queries, alone or with heads side by side; None: the tiles of the next row that has some.
+        fewer: tiles beside ``full`` that short sequences may get.
+        fewer_ends: tiles beside ``ends`` that short sequences may get.
+        softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
+        candidates: what else is worth a measurement, for "full" and "upper" in bf16.
+    """
+
+    full: Tiles
+    ends: Tiles
+    traced: Tiles
+    listed: Tiles
+    short: Tiles | None = None
+    fewer: tuple[Tiles, ...] = ()
+    fewer_ends: tuple[Tiles, ...] = ()
+    softcap: bool = False
+    candidates: tuple[Tiles, ...] = ()
+
+    @property
+    def columns(self) -> tuple[Tiles, ...]:
+        """Every tile of the row that a call may get."""
+        short = () if self.short is None else (self.short,)
+        return (self.full, self.ends, self.traced, self.listed, *short, *self.fewer, *self.fewer_ends)
+
+    def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
+        """The tiles of a kernel of this form."""
+        more = traced.reads + dropout
+        # A softcap beside two ends of a row is too much for the registers that three warpgroups leave each other.
+        tight = softcap and form in ("band", "rows") and self.ends.warpgroups > 2
+        if more > 1 or form == "lists":
+            return self.listed
+        if traced != PLAIN or tight or dropout:
+            return self.traced
+        return self.full if form == "full" else self.ends
+
+
+_D64_192 = Tiles(64, 64, warpgroups=3, tile_n=128, stages=8, q_stages=2, registers=160, pingpong=True, steady=True)
+_D64_128 = Tiles(64, 64, warpgroups=2, tile_n=128, stages=8, q_stages=2, registers=240, pingpong=True, steady=True)
+_D96 = Tiles(96, 96, warpgroups=2, tile_n=128, stages=7, q_stages=2, registers=240, steady=True)
+_D128 = Tiles(128, 128, warpgroups=2, tile_n=128, stages=5, q_stages=2, registers=240, pingpong=True, steady=True)
+_D192V128 = Tiles(192, 128, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
+_D192 = Tiles(192, 192, warpgroups=2, tile_n=112, stages=4, q_stages=1, registers=240)
+_D256_80 = Tiles(256, 256, warpgroups=2, tile_n=80, stages=4, q_stages=1, registers=240, pingpong=True)
+_D256_64 = Tiles(256, 256, warpgroups=2, tile_n=64, stages=5, q_stages=1, registers=240, pingpong=True)
+
+# (head dim of q and k, of v) -> tiles; a call takes the first row that holds both of its head dims.
+TABLE = {
+    (64, 64): TileRow(
+        full=_D64_192,
+        ends=_D64_192,
+        traced=Tiles(64, 64, warpgroups=2, tile_n=96, stages=10, q_stages=2, registers=240),
+        listed=Tiles(64, 64, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
+        short=Tiles(64, 64, warpgroups=1, tile_n=128, stages=8, q_stages=2, registers=256),
+        fewer=(_D64_128,),
+        fewer_ends=(_D64_128,),
+        softcap=True,
+        candidates=(replace(_D64_192, pingpong=False), _D64_128, replace(_D64_128, pingpong=False)),
+    ),
+    (96, 96): TileRow(
+        full=_D96,
+        ends=_D96,
+        traced=Tiles(96, 96, warpgroups=2, tile_n=96, stages=8, q_stages=2, registers=240),
+        listed=Tiles(96, 96, warpgroups=2, tile_n=64, stages=12, q_stages=2, registers=240),
+        candidates=(replace(_D96, pingpong=True),),
+    ),
+    (128, 128): TileRow(
+        full=_D128,
+        ends=_D128,
+        traced=Tiles(128, 128, warpgroups=2, tile_n=80, stages=8, q_stages=2, registers=240),
+        listed=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
+        short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
+        softcap=True,
+        candidates=(
+            replace(_D128, pingpong=False),
+            Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240, steady=True),
+        ),
+    ),
+    (192, 128): TileRow(
+        full=_D192V128,
+        ends=_D192V128,
+        traced=Tiles(192, 128, warpgroups=2, tile_n=80, stages=5, q_stages=1, registers=240),
+        listed=Tiles(192, 128, warpgroups=2, tile_n=64, stages=7, q_stages=1, registers=240),
+        short=Tiles(192, 128, warpgroups=1, tile_n=128, stages=4, q_stages=1, registers=256),
+    ),
+    (192, 192): TileRow(
+        full=_D192,
+        ends=replace(_D192, tile_n=96),
+        traced=Tiles(192, 192, warpgroups=2, tile_n=64, stages=7, q_stages=1, registers=240),
+        listed=Tiles(192, 192, warpgroups=2, tile_n=32, stages=12, q_stages=1, registers=240),
+        candidates=(replace(_D192, tile_n=96, pingpong=True),),
+    ),
+    (256, 256): TileRow(
+        full=_D256_80,
+        ends=_D256_64,
+        traced=Tiles(256, 256, warpgroups=2, tile_n=48, stages=6, q_stages=1, registers=240),
+        listed=Tiles(256, 256, warpgroups=2, tile_n=32, stages=10, q_stages=1, registers=240),
+        short=Tiles(256, 256, warpgroups=1, tile_n=80, stages=4, q_stages=1, registers=256),
+        fewer=(_D256_64,),
+        softcap=True,
+        candidates=tuple(replace(t, pingpong=pingpong) for t in (_D256_80, _D256_64) for pingpong in (True, False)),
+    ),
+}  # fmt: skip
+MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
+# How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
+HEADS = (8, 64)
+
+
+def rows_for(head_dim: int, head_dim_v: int) -> Iterator[TileRow]:
+    """The rows of TABLE that hold both head dims, the first one first."""
+    return (row for dims, row in TABLE.items() if head_dim <= dims[0] and head_dim_v <= dims[1])
+
+
+# -- What is shipped -----------------------------------------------------------------------------------------------
+
+
+def shipped() -> list[Config]:
+    """Every kernel that is compiled ahead of time."""
+    kinds = [(dtype, form) for dtype in DTYPES.values() for form in SHIPPED]
+    plain = [Config(row.of_form(form), dtype, form) for row in TABLE.values() for dtype, form in kinds]
+    capped = [
+        Config(row.of_form(form, softcap=True), dtype, form, softcap=True)
+        for row in TABLE.values()
+        if row.softcap
+        for dtype, form in kinds
+    ]
+    whole = plain + capped
+    ends = [c for c in whole if c.of_numbers]
+    split = [replace(c, split=True) for c in ends if row_of(c.tiles).softcap and not c.softcap]
+    packed = [replace(c, packed=True) for c in ends]
+    few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
+    both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
+    return list(dict.fromkeys((*whole, *split, *packed, *both)))
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> frozenset[Config]:
+    return frozenset(shipped())
+
+
+def candidates() -> list[Config]:
+    """The kernels that are built only to be measured."""
+    known = {c.name for c in shipped()}
+    tiles = [tiles for row in TABLE.values() for tiles in row.candidates]
+    found = [Config(tiles, "bf16", form) for tiles in tiles for form in ("full", "upper")]
+    return [c for c in found if c.name not in known]
+
+
+def row_of(tiles: Tiles) -> TileRow:
+    """The row of TABLE that tiles belong to."""
+    return TABLE[tiles.width, tiles.width_v]
+
+
+def smaller(config: Config) -> list[Config]:
+    """The config with fewer rows or keys in a tile, which short sequences want."""
+    if not config.of_numbers or config.softcap or config.packed or config.dropout or config.traced != PLAIN:
+        return []
+    row = row_of(config.tiles)
+    fewer = row.fewer if config.form == "full" else row.fewer_ends
+    return [replace(config, tiles=tiles) for tiles in (*fewer, short(config.tiles))]
+
+
+def short(tiles: Tiles) -> Tiles:
+    """The tiles of one warpgroup for the same head dims."""
+    return next(row.short for row in rows_for(tiles.width, tiles.width_v) if row.short is not None)
+
+
+def grouped(config: Config) -> list[Config]:
+    """The config with several heads of a group in a tile."""
+    # Expressions and dropout know one head.
+    if not config.of_numbers or config.packed or config.dropout or config.traced != PLAIN:
+        return []
+    most = HEADS if config.form == "full" else HEADS[:1]  # with the most heads a tile has a single query
+    return [replace(config, tiles=short(config.tiles), heads=heads) for heads in most]
+
+
+# -- What a call gets ----------------------------------------------------------------------------------------------
+
+
+def reasons(problem: Problem) -> list[str]:
+    """Every reason why no forward kernel computes a problem, whatever machine it is."""
+    wide, dims = max(problem.head_dim, problem.head_dim_v), (problem.head_dim, problem.head_dim_v)
+    found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}: its kernels take float16 and bfloat16"]
+    if wide > MAX_HEAD_DIM:
+        found.append(f"head_dim {wide} is above {MAX_HEAD_DIM}")
+    if any(dim % MULTIPLE for dim in dims):
+        found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
+    found += _reasons_of_packed(problem) if problem.packed else []
+    found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
+    found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
+    if problem.softmax_scale <= 0 and not is_traced(problem):
+        found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
+    return found
+
+
+def _reasons_of_packed(problem: Problem) -> list[str]:
+    rows, found = max(problem.seqlen_q, problem.seqlen_k), []
+    if band_of(problem) is None:
+        found.append("packed sequences with a mask other than causal, window and a key_range of numbers")
+    if rows >= LONG:
+        found.append(f"{rows} packed rows, {LONG} or more")
+    if is_traced(problem):
+        found.append("packed sequences with a score other than one softcap")
+    return found
+
+
+def _has_wide_number(problem: Problem) -> bool:
+    return any(isinstance(n, int) and not -(1 << 31) <= n < 1 << 31 for n in Expressions.of(problem).numbers)
+
+
+def choose(problem: Problem) -> Config:
+    """The kernel for a problem that has no :func:`reasons` against it: of those shipped, the one with the fewest estimated clocks.
+
+    Keys are split where tiles fill less than half of the machine, if that saves a third of the estimated time.
+    """
+    (form, band), traced, cores = keys_of(problem), Expressions.of(problem).traced, devices.of(problem.device).cores
+    capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
+    row = next(r for r in rows_for(problem.head_dim, problem.head_dim_v) if r.softcap or not capped)
+    tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
+    config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
+    if not config.of_numbers:
+        return config
+
+    def clocks(other: Config) -> float:
+        return estimated_clocks(other, problem, band.stop - band.start, cores)
+
+    others = (*smaller(config), *(grouped(config) if problem.group > 1 else ()))
+    options = [config, *(c for c in others if c in _shipped())]
+    idle = (c for c in options if 2 * tile_count(c, problem) < cores and not problem.packed)
+    halves = (replace(c, split=True) for c in idle)
+    whole = min(options, key=clocks)
+    split = min((c for c in halves if c in _shipped() or traced != PLAIN or dropout), key=clocks, default=whole)
+    return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
+
+
+def tile_count(config: Config, problem: Problem) -> int:
+    """How many query tiles there are before keys are split; packed sequences count as if all were equally long.
+
+    Deterministic results do not depend on batch-mates: the count is then of one sequence.
+    """
+    batch = 1 if problem.spec.deterministic else problem.batch
+    heads = problem.heads_k * -(-problem.group // config.heads) * batch
+    return heads * -(-mean_seqlen_q(problem) // config.tile_queries)
+
+
+def mean_seqlen_q(problem: Problem) -> int:
+    """The number of queries in a sequence; the mean, rounded up, if sequences are packed."""
+    return -(-problem.seqlen_q // max(problem.batch, 1)) if problem.packed else problem.seqlen_q
+
+
+# The most chunks of a sequence's keys: where its queries fill several tiles, and where one tile holds them
+# (docs/decisions.md#hopper-split-keys).
+CHUNKS = (4, 32)
+CHUNK = 256  # keys, at least
+
+
+def chunks(config: Config, seqlen_q: int, seqlen_k: int) -> int:
+    """How many chunks the keys of a query tile are cut into; all have nearly the same number of key blocks.
+
+    The number depends on the lengths of one sequence alone.
+    """
+    blocks = -(-seqlen_k // config.tiles.tile_n)
+    size = max(-(-blocks // CHUNKS[seqlen_q <= config.tile_queries]), -(-CHUNK // config.tiles.tile_n))
+    return -(-blocks // size)
+
+
+# Clocks of the model (docs/decisions.md#hopper-tile-model).
+HIDDEN = 0.71  # the share of a key block's products and instructions that nothing else hides
+SYNC = 633  # of a key block, whatever its size
+OPEN = 3584  # of a tile's beginning and end; half of it where the next tile's Q is loaded meanwhile
+MERGE = 6000  # of a second kernel
+INSTRUCTIONS = 4.6  # of a thread for each score
+LOADED = 38  # bytes a clock that TMA brings
+
+
+def block_clocks(tiles: Tiles) -> float:
+    """The model's clocks of one key block of a tile: its products and its softmax, or its loads where these take longer."""
+    products = 2 * tiles.tile_m * tiles.tile_n * (tiles.width + tiles.width_v) / 4096
+    issue = INSTRUCTIONS * tiles.tile_m * tiles.tile_n / 128
+    loads = tiles.element_bytes * tiles.tile_n * (tiles.width + tiles.width_v) / LOADED
+    return max(HIDDEN * (products + issue) + SYNC, loads)
+
+
+def estimated_clocks(config: Config, problem: Problem, seqlen_k: int, cores: int) -> float:
+    """An estimate of the clocks of the busiest core, good for comparing the tiles of one call and for nothing else.
+
+    The constants were fitted to published kernels on this chip, not to these kernels. The estimates are 5 to 35 % too short, and
+    the tile with the fewest was the fastest one in all 36 rows of the benchmark (docs/decisions.md#hopper-tile-model). Where rows
+    end before the last key, a tile is taken to be as long as its last row, on average.
+    """
+    tiles, seqlen_q = config.tiles, mean_seqlen_q(problem)
+    seqlen_k = -(-seqlen_k // max(problem.batch, 1)) if problem.packed else seqlen_k
+    parts = chunks(config, seqlen_q, max(seqlen_k, 1)) if config.split else 1
+
+    def tile_clocks(blocks: float) -> float:
+        return OPEN / tiles.q_stages + blocks / parts * block_clocks(tiles)
+
+    most, count = -(-seqlen_k // tiles.tile_n // parts) * parts, tile_count(config, problem) * parts
+    if config.form == "full":
+        return -(-count // cores) * tile_clocks(most) + MERGE * config.split
+    shorter = max(0, min(seqlen_q, seqlen_k) - config.tile_queries) / 2
+    mean = (seqlen_k - shorter) / tiles.tile_n + (config.tile_queries % tiles.tile_n > 0) / 2
+    return max(tile_clocks(most), count / cores * tile_clocks(min(mean, most))) + MERGE * config.split
+
+
+# -- How a launch is spread ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the tiles of a launch are spread over CTAs.
+
+    Attributes:
+        tiles, ctas: how many tiles there are, and how many CTAs that stay and take them one after the other.
+        section: heads that are at work at a time, as in :class:`tilewise.backends.hopper.kit.schedule.Order`.
+        chunks: of the keys of a tile.
+    """
+
+    tiles: int
+    ctas: int
+    section: int
+    chunks: int = 1
+
+
+def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
+    """The grid of a launch: one head after the other where tiles are equally long.
+
+    Where they are not, as many heads at once as fill a round with SHARING tiles of each: rows of tiles are then nearly equal in
+    a round, and the to-and-fro of rounds evens out the rest. A chunk of a head counts as a head here, and heads that share a
+    tile count as one.
+    """
+    parts = chunks(config, problem.seqlen_q, seqlen_k) if config.split else 1
+    heads = problem.batch * problem.heads_k * -(-problem.group // config.heads) * parts
+    tiles = heads * -(-problem.seqlen_q // config.tile_queries)
+    if problem.packed:  # at most, as only the device knows the lengths
+        tiles = problem.heads_q * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
+    section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
+    return Grid(tiles, min(tiles, cores), section, parts)

@@ -85,7 +85,7 @@ def _leaf_name(leaf: Any, leaves: list) -> str:
 
 
 def parse(text: str, leaf_slot: Callable[[int], int] = lambda n: n) -> Expr:
-    """The expression that :func:`to_text` printed; leaf ``n`` becomes ``(kind, leaf_slot(n))``, one that is to fit ``(kind, leaf_slot(n), "fitted")``."""
+    """The expression that :func:`to_text` printed; leaf ``n`` becomes ``(kind, leaf_slot(n))``, with a third ``"fitted"`` if it is."""
     return from_ast(ast.parse(text, mode="eval").body, leaf_slot, {})
 
 

@@ -98,7 +98,7 @@ def _line_shape(how: str) -> tuple[int, ...]:
 
 
 def _reads_every_element(problem: Problem, read: Read) -> bool:
-    """Whether a read at symbols and numbers is of every element: each axis is as long as its symbol runs, and 1 where a number indexes it."""
+    """Whether a read at symbols and numbers is of every element: no axis is longer than its symbol runs."""
     lengths = {"b": problem.batch, "h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
     axes = zip(problem.extras[read.slot].shape, read.expr.args[1:], strict=True)
     return all(size == (1 if x.op == "number" else lengths[x.args[0]]) for size, x in axes)

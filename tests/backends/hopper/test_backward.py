@@ -20,8 +20,8 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import ClusterTiles, KeyTiles, QueryTiles
 from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.host import backward_call
-from tilewise.backends.hopper.host.forward_call import LOG2_E
 from tilewise.backends.hopper.host.masks import grid_of
+from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.reference import Reference
 from tilewise.tiles import seen_keys
 
@@ -47,12 +47,12 @@ def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
 
 def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     """dq, dk, dv, from the reference's output."""
-    plan, out = backward_call.Plan(c.p, x), Reference().forward(c.p, c.t)
+    plan, out = backward_call.BackwardPlan(c.p, x), Reference().forward(c.p, c.t)
     given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do, "o": out.o.to(c.p.dtype), "lse": out.lse, "dlse": c.dlse}
     t = {name: (tensor[None] if c.p.packed else tensor).float().numpy() for name, tensor in given.items()}
     cu_q, cu_k, *queues = (tensor.numpy() for tensor in plan.starts(c.t)) if c.p.packed else (None, None)
     with poisoned():
-        t["lse2"], t["delta"] = (room.numpy() for room in plan.lines(c.t, torch.from_numpy(t["lse"])))
+        t["lse2"], t["delta"] = (room.numpy() for room in plan.statistics(c.t, torch.from_numpy(t["lse"])))
     rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], x.statistics_rows(c.p)
     if not x.queries_first:
         made = emulated.run_preprocess(x, *rows, lines, cu_q) if c.p.packed else emulated.statistics(*rows, lines)
@@ -87,7 +87,7 @@ def wrong(c: Call, grads: Grads) -> list[str]:
     return [str(e) for e in errors if not e.ok]
 
 
-def extras_of(plan: backward_call.Plan, c: Call) -> list[dict]:
+def extras_of(plan: backward_call.BackwardPlan, c: Call) -> list[dict]:
     """By name what the pass over keys and that over queries have beside what all do."""
     x, both = plan.config, {}
     tensors, numbers = (array(None, t) for t in plan.extra(c.t)), list(plan.numbers[9:])

@@ -132,6 +132,13 @@ TRACED = {
     "lookup-computed": lambda t, s, b, h, i, j: t.hi[h, (i + j) % 4] + t.bhij[b, h, t.order[i], j // 2],
     "lookup-shared": lambda t, s, b, h, i, j: t.hi[h, i] * t.hi[h, 3 - i] + t.hi[2 - h, i],
     "lookup-int-and-bool": lambda t, s, b, h, i, j: torch.where(t.flag[h], t.order[i], 7),
+    "tangents": lambda t, s, b, h, i, j: torch.tan(s) + s.atan() + torch.atan2(s, t.scalar) + torch.arctan2(i, j + 1),
+    "arcs": lambda t, s, b, h, i, j: torch.asin(s / 9) + (s / 9).acos() + torch.erfc(s),
+    "hyperbolic": lambda t, s, b, h, i, j: torch.sinh(s) + s.cosh() + torch.hypot(s, t.scalar) + s.hypot(s + 1),
+    "fmod": lambda t, s, b, h, i, j: torch.fmod(s, 0.7) + (i - 2).fmod(3) + torch.fmod(s, t.scalar),
+    "logaddexp": lambda t, s, b, h, i, j: torch.logaddexp(s, t.scalar) + s.logaddexp(s) + torch.lerp(s, t.scalar, 0.3),
+    "finite": lambda t, s, b, h, i, j: torch.where(torch.isfinite(1 / j) & ~torch.isnan(s / s), s, 0) + torch.isinf(1 / i),
+    "scalar-index": lambda t, s, b, h, i, j: t.hi[t.three - 1, i % 2] + t.hi[h, t.three],
     "scalar": lambda t, s, b, h, i, j: s * t.scalar + t.scalar / 2,
     "scalar-left": lambda t, s, b, h, i, j: t.scalar * s + (t.scalar - s) / (t.scalar + i) + t.scalar / (i + 1) - t.scalar**2,
     "scalar-int": lambda t, s, b, h, i, j: t.three - i + (t.three // (i + 1)) + t.three % (i + 1) + (t.three == i) + (t.three & j),
@@ -476,7 +483,9 @@ POINTS = {
     **dict.fromkeys(("and", "or", "xor"), _BITS),
     "not": _BITS[:1],
     **dict.fromkeys(("neg", "abs", "sign", "floor", "ceil", "round", "trunc", "relu", "float", "int", "bool"), (_X,)),
-    **dict.fromkeys(("exp", "exp2", "expm1", "tanh", "sigmoid", "erf", "sin", "cos"), (_X,)),
+    **dict.fromkeys(("exp", "exp2", "expm1", "tanh", "sigmoid", "erf", "erfc", "sin", "cos", "atan"), (_X,)),
+    **dict.fromkeys(("asin", "acos"), ([-0.9, -0.5, 0.0, 0.3, 0.99],)),
+    "atan2": _NOT_ZERO,
     **dict.fromkeys(("log", "log2", "sqrt", "rsqrt"), _POSITIVE),
     "log1p": ([-0.5, 0.0, 3.0],),
     "pow": ([0.0, 0.0, 0.0, 0.5, 2.0, -2.0, 3.0], [0.0, 2.0, 0.5, 0.5, 3.0, 2.0, -1.0]),
@@ -525,6 +534,31 @@ def test_a_derivative_that_is_zero_everywhere_is_none():
     assert derivative(apply("floor", S), S) is None
     assert derivative(apply("where", S > 0, I, J), S) is None
     assert derivative(apply("int", S) * J, S) is None
+
+
+COMPOSED = {
+    "tan": (torch.tan, _X),
+    "sinh": (torch.sinh, [*_X, 1e-9, -1e-9]),
+    "cosh": (torch.cosh, _X),
+    "hypot": (torch.hypot, _X, _NOT_ZERO[1]),
+    "fmod": (torch.fmod, *_NOT_ZERO),
+    "logaddexp": (torch.logaddexp, [*_X, -math.inf, -math.inf], [*_Y, -math.inf, 1.0]),
+    "lerp": (torch.lerp, _X, _Y, _NOT_ZERO[1]),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_a_composed_function_and_its_derivatives_are_torchs(name):
+    fn, *values = COMPOSED[name]
+    points = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in values]
+    arguments = [Expr("lookup", (("float", n), I)) for n in range(len(points))]
+    e, env, leaves = fn(*arguments), {"i": torch.arange(len(values[0]))}, [p.detach() for p in points]
+    result = fn(*points)
+    torch.testing.assert_close(evaluate([e], env, leaves, torch.float64)[0], result.detach(), rtol=1e-13, atol=0)
+    for argument, grad in zip(arguments, torch.autograd.grad(result.sum(), points), strict=True):
+        got = evaluate([derivative(e, argument)], env, leaves, torch.float64)[0].expand(grad.shape)
+        finite = torch.isfinite(result)
+        torch.testing.assert_close(got[finite].double(), grad[finite], rtol=1e-12, atol=1e-14)
 
 
 def test_a_branch_not_taken_gives_no_nan_to_the_derivative():

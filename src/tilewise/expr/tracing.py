@@ -32,7 +32,7 @@ ALIASES = {
     "fmin": "minimum", "logical_and": "and", "logical_or": "or", "logical_not": "not", "logical_xor": "xor", "invert": "not",
     "bitwise_and": "and", "bitwise_or": "or", "bitwise_not": "not", "bitwise_xor": "xor", "less": "lt", "less_equal": "le",
     "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "long": "int", "double": "float", "half": "float",
-    "bfloat16": "float", "expit": "sigmoid", "sgn": "sign",
+    "bfloat16": "float", "expit": "sigmoid", "sgn": "sign", "arcsin": "asin", "arccos": "acos", "arctan": "atan", "arctan2": "atan2",
 }
 # fmt: on
 
@@ -132,6 +132,49 @@ def _softplus(x, beta=1, threshold=20):
     return apply("where", scaled > threshold, x, soft if beta == 1 else soft / beta)
 
 
+# -- Functions of torch that are made of operations, so that every backend has them ------------------------------------
+
+
+def _sinh(x):
+    return 0.5 * (apply("expm1", x) - apply("expm1", -x))  # near 0 both are near 0 and nothing cancels
+
+
+def _cosh(x):
+    return 0.5 * (apply("exp", x) + apply("exp", -x))
+
+
+def _hypot(x, y):
+    return apply("sqrt", apply("mul", x, x) + apply("mul", y, y))
+
+
+def _fmod(x, y):
+    """The remainder with the sign of x, where ``mod`` has that of y."""
+    x, size = as_expr(x), apply("abs", y)
+    return apply("where", x < 0, -(-x % size), x % size)
+
+
+def _logaddexp(x, y):
+    larger, difference = apply("maximum", x, y), apply("abs", apply("sub", x, y))
+    # Of two infinities of one sign the difference is no number.
+    return larger + apply("where", apply("eq", x, y), math.log(2), apply("log1p", apply("exp", -difference)))
+
+
+def _lerp(start, end, weight):
+    return start + as_expr(weight) * (as_expr(end) - start)
+
+
+def _isfinite(x):
+    return apply("abs", x) < math.inf if kind(x) == "float" else number(True)
+
+
+def _isinf(x):
+    return apply("abs", x) == math.inf if kind(x) == "float" else number(False)
+
+
+def _isnan(x):
+    return apply("ne", x, x) if kind(x) == "float" else number(False)
+
+
 _REFLECTED = (
     "add",
     "sub",
@@ -171,6 +214,16 @@ _COMPOSED = {
     "silu": lambda x, inplace=False: x * apply("sigmoid", x),
     "softplus": _softplus,
     "log_sigmoid": lambda x: -_softplus(-x),
+    "tan": lambda x: apply("sin", x) / apply("cos", x),
+    "sinh": _sinh,
+    "cosh": _cosh,
+    "hypot": _hypot,
+    "fmod": _fmod,
+    "logaddexp": _logaddexp,
+    "lerp": _lerp,
+    "isfinite": _isfinite,
+    "isinf": _isinf,
+    "isnan": _isnan,
 }
 
 
@@ -206,7 +259,7 @@ class PartialIndex:
 
 def _index(tensor: torch.Tensor, index: Any):
     index = index if isinstance(index, tuple) else (index,)
-    if not all(isinstance(x, (Expr, int)) for x in index):
+    if not all(isinstance(x, (Expr, int)) or (isinstance(x, torch.Tensor) and x.ndim == 0) for x in index):
         raise untraceable("a slice, `None` or a tensor as an index", "give one integer expression per dimension")
     return PartialIndex(tensor, index) if len(index) < tensor.ndim else lookup(tensor, *index)
 

@@ -104,6 +104,11 @@ def receive_ahead(boxes: Mailboxes, stages: int, phase) -> packed.PackedTile:
 
 def _read_mailbox(full, phase, words) -> packed.PackedTile:
     cute.arch.mbarrier_wait(full, phase)
+    return read_tile(words)
+
+
+def read_tile(words: cute.Pointer) -> packed.PackedTile:
+    """The packed tile in a mailbox that can be read, the same for all lanes of the warp."""
     return packed.PackedTile(*(cute.arch.make_warp_uniform(n) for n in get_words(words, 3)))
 
 

@@ -19,7 +19,7 @@ HOST_LINES, HOST_PARAMETERS = 60, 8
 KERNEL_LINES, KERNEL_PARAMETERS = 120, 12
 FILE_LINES, CLASS_LINES = 600, 120
 REPEATED_LINES = 6
-NAMED_LAMBDAS = 105  # in all of src; a function has a name, a docstring and room for types: the number may only fall
+NAMED_LAMBDAS = 69  # in all of src; a function has a name, a docstring and room for types: the number may only fall
 # The public functions: their keywords are the users' words, or those of the library that they stand in for, which several
 # of them share.
 PUBLIC = {
@@ -35,9 +35,6 @@ PUBLIC = {
 }
 # A file, "file:function" or "file:class" that is over the budget, or "file:file" of a repeated block, each with its reason.
 EXEMPT: dict[str, str] = {
-    "backends/hopper/backward/cluster.py": "one kernel whose roles are not yet files of their own",
-    "backends/hopper/backward/keys.py": "one kernel whose roles are not yet files of their own",
-    "backends/hopper/backward/queries.py": "one kernel whose roles are not yet files of their own",
     "backends/hopper/forward/kernel.py": "one kernel whose roles are not yet files of their own",
     "iomodel/machine.py:Machine": "a counted machine: one short method for each access of memory",
 }

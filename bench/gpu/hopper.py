@@ -166,7 +166,7 @@ def kernel_of(x: Config | Backward, bits: str = "") -> Kernel:
         backend=partial(Hopper, backward=x) if back else partial(Hopper, x),
         calls=partial(check_calls, x),
         bits=bits,
-        loose=frozenset({"dq"}) if back and x.keys.summed and not x.keys.ordered else frozenset(),
+        loose=frozenset({"dq"}) if back and x.keys.sums_dq and not x.keys.ordered else frozenset(),
     )
 
 
@@ -259,5 +259,6 @@ def _wanted(problem) -> list[Config | Backward]:
 def two_passes(c: Call) -> Backward:
     """The configuration that is chosen, with a pass of its own for dQ."""
     x = Hopper().backward_config(c.p)
-    keys, queries = backward_config.table_of(x.form, x.softcap, x.traced, x.dropout)[x.keys.width, x.keys.width_v]
+    row = backward_config.TABLE[x.keys.width, x.keys.width_v]
+    keys, queries = row.passes(x.form, x.softcap, x.traced, x.dropout)
     return replace(x, keys=keys, queries=queries)

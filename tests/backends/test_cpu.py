@@ -207,8 +207,10 @@ def test_dq_past_the_memory_that_sums_it_has_a_pass_of_its_own_and_the_same_bits
 
 @pytest.mark.parametrize("nk", [2 * SPLIT_KEYS[0] + 100, 2 * SPLIT_KEYS[1] + 100])
 def test_long_keys_with_few_queries_are_split_and_merged(nk):
-    q, k, v = qkv(nq=3, nk=nk, hq=2, hk=1)
-    c = call(q, k, v, causal=True, sink=normal(2))
+    q, k, v = qkv(
+        nq=3, nk=nk, hq=8, hk=4
+    )  # of two heads dsink is two numbers: their one rounding of lse decides, by luck
+    c = call(q, k, v, causal=True, sink=normal(8))
     assert Cpu().config(c.p).split == SPLIT_KEYS[0]
     agree(Cpu(), c)
 

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# PyTorch 2.13 gave the collective this name and warns of the older one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Exchange(Protocol):
     """One rank's end of a group of ranks."""
@@ -76,9 +79,7 @@ class Group:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         out = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(
-            out.view(-1), x.contiguous().view(-1), group=self.group
-        )  # gloo takes flat ones alone
+        _all_gather(out.view(-1), x.contiguous().view(-1), group=self.group)  # gloo takes flat ones alone
         self.received += (self.size - 1) * x.nbytes
         return list(out.unbind(0))
 

@@ -1,18 +1,19 @@
 """The Hopper backward on a CPU: the passes' own source, run as :mod:`tests.backends.hopper.emulated` runs the forward.
 
-What is stood in for is the same: where an accumulator's numbers lie, boxes, instructions, and operands' descriptors. The
-kernel of the rows' statistics, which has neither barriers nor products, is NumPy's here.
+The same is stood in for: where an accumulator's numbers lie, boxes, instructions, and operands' descriptors. Other modules of the
+kernels are reached through ``modules``, by their names in the backend ("backward.fragments").
 """
 
 from __future__ import annotations
 
 import threading
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
 from tests.backends.hopper.emulated import (
+    HOPPER,
     LIMIT,
     THREADS,
     Barrier,
@@ -27,16 +28,17 @@ from tests.backends.hopper.emulated import (
     imported,
     role,
     rounded,
+    stand_in,
     stand_in_for_queues,
 )
-from tilewise.backends.hopper.backward.config import HALF, KEY_GROUPS, PAIR, Backward, KeyTiles
+from tilewise.backends.hopper.backward.config import CLUSTER, HALF, KEY_GROUPS, Backward, KeyTiles
 from tilewise.backends.hopper.config import ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
 
 
 class Turned:
-    """Rooms whose tiles are seen transposed, and of that ``rows`` or ``columns`` alone."""
+    """Tiles that are seen transposed, and of these ``rows`` or ``columns`` alone."""
 
     def __init__(self, rooms: Rooms, rows: slice = slice(None), columns: slice = slice(None)):
         self.rooms, self.part = rooms, (rows, columns)
@@ -62,19 +64,34 @@ class Words:
             self.values[n % 2, n - n % 2 + m] = pair[m]
 
 
-OTHERS = (
-    "backward.dq_sum", "backward.walk", "kit.packed", "forward.kernel", "forward.combine", "kit.expression", "kit.dropout",
-    "backward.rows",
-)  # fmt: skip
+def modules(kernel: ModuleType) -> dict[str, ModuleType]:
+    """The modules that were imported with a kernel, by their names in the backend."""
+    return {module.__name__.removeprefix(f"{HOPPER}."): module for module in kernel.emulated}
 
 
-def load(name: str):
+def load(name: str) -> ModuleType:
     """A pass's module with everything stood in for."""
-    more = ("backward.keys",) if name == "cluster" else ()
-    kernel, part, tile, sums, _, packed, *_ = imported(f"backward.{name}", "backward.tile", "kit.tile", *OTHERS, *more)
-    places = Places(tile)
+    (kernel,) = imported(f"backward.{name}")
+    found = modules(kernel)
+    places = Places(found["kit.tiles"])
+    stand_in_for_queues(found["kit.instructions"], found["kit.packed"])
+    stand_in(found["kit.tiles"], tma_tiles=cut, rows_columns=lambda acc: acc.values)
+    pair = lambda low, high, dtype: (rounded(low, dtype), rounded(high, dtype))  # noqa: E731
+    stand_in(found["kit.instructions"], pack=pair, count_up=count_up, await_count=await_count)
+    stand_in_for_fragments(found["backward.fragments"], found["kit.tiles"], places)
+    if name == "queries":
+        stand_in_for_queries(found["backward.queries_compute"])
+    else:
+        stand_in_for_keys(found, places)
+    if name == "cluster":
+        stand_in_for_cluster(found, places)
+    return kernel
 
-    def products(mma, acc, pairs, overwrite: bool) -> None:
+
+def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Places) -> None:
+    """Products, and what goes between registers and shared memory."""
+
+    def begin_products(mma, acc, pairs, overwrite: bool) -> None:
         def product() -> None:
             for n, (a, b) in enumerate(pairs):
                 left = places.matrix(a.values) if isinstance(a, Registers) else seen(a)
@@ -83,99 +100,138 @@ def load(name: str):
 
         role.products.append(product)
 
-    def of_columns(statistics: Rooms, slot: int):
-        mine = statistics.tiles[slot].copy()
-        return lambda r, c: mine[tile.column_of(THREADS, c)]
+    def column_statistic(statistics: Rooms, stage: int):
+        mine = statistics.tiles[stage].copy()
+        return lambda r, c: mine[tiles.column_of(THREADS, c)]
 
-    def to_operand(operand, acc, dtype) -> None:
+    def round_to_operand(operand, acc, dtype) -> None:
         operand.values[:] = rounded(acc.values, dtype)
 
-    def put(acc, mma, room, dtype) -> None:
-        room[0].tiles[room[1]] = rounded(places.matrix(acc.values), dtype)
+    def store_accumulator(acc, mma, tile, dtype) -> None:
+        tile[0].tiles[tile[1]] = rounded(places.matrix(acc.values), dtype)
 
-    def scaled(acc, factor) -> None:
+    def store_fragment(fragment, mma, tile, dtype) -> None:
+        tile[0].tiles[tile[1]] = places.matrix(fragment.values)
+
+    def scale(acc, factor) -> None:
         acc.values *= factor
 
-    def bring(line, m, statistics, slot, full) -> None:
-        statistics.tiles[slot] = line.rows.values[m * line.columns : (m + 1) * line.columns].copy()
-        full.barrier.change(0, -4 * line.columns)
+    stand_in(
+        fragments,
+        begin_products=begin_products,
+        column_statistic=column_statistic,
+        round_to_operand=round_to_operand,
+        store_accumulator=store_accumulator,
+        store_fragment=store_fragment,
+        scale=scale,
+        hold_above_wait=lambda word, values: None,
+        as_accumulator=lambda operand, acc: operand,
+        words=Words,
+    )
 
-    def put_line(rows, place, lse2, delta, mine) -> None:
-        lines, mine = place[2], np.broadcast_to(mine, place[2].shape)
+
+def stand_in_for_queries(compute: ModuleType) -> None:
+    """The pass over queries."""
+
+    def put_statistics(rows, place, lse2, delta, mine) -> None:
+        at, mine = place[2], np.broadcast_to(mine, place[2].shape)
         for target, value in ((rows.lse2, lse2), (rows.delta, delta)):
-            target[(*place[:2], lines[mine])] = np.broadcast_to(value, lines.shape)[mine]
+            target[(*place[:2], at[mine])] = np.broadcast_to(value, at.shape)[mine]
 
-    def hand_over(operand, handed) -> None:
-        handed.values = operand.values.copy()
+    stand_in(
+        compute,
+        put_statistics=put_statistics,
+        inner_product=lambda one, other: (one * other).sum(0, dtype=np.float32),
+        read_vector=lambda rooms, i, n, stage, config: rooms.tiles[stage][i, 8 * n + np.arange(8)[:, None]],
+        make_operands=_query_operands,
+    )
 
-    def take_over(operand, handed) -> None:
-        operand.values[:] = handed.values
 
-    def put_fragment(fragment, mma, room, dtype) -> None:
-        room[0].tiles[room[1]] = places.matrix(fragment.values)
+def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
+    """The pass over keys, and the additions of its dQ."""
+
+    def fetch_statistic(statistic, m, statistics, stage, full) -> None:
+        rows = statistic.block_rows
+        statistics.tiles[stage] = statistic.rows.values[m * rows : (m + 1) * rows].copy()
+        full.barrier.change(0, -4 * rows)
+
+    def hand_over(operand, handover) -> None:
+        handover.values = operand.values.copy()
+
+    def take_over(operand, handover) -> None:
+        operand.values[:] = handover.values
 
     def write_part(dq, part, w) -> None:
         part[w] = places.matrix(dq.values)
 
-    def begin(operation, target, part, w) -> None:
-        before = target.values if operation == sums.ADD else 0.0
+    def begin_copy(operation, target, part, w) -> None:
+        before = target.values if operation == found["backward.dq_accumulate"].ADD else 0.0
         target.values[:] = before + part[w].ravel()
 
-    turned = threading.Condition()
+    stand_in(found["backward.keys"], fetch_statistic=fetch_statistic)
+    stand_in(found["backward.keys_split"], hand_over=hand_over, take_over=take_over)
+    stand_in(
+        found["backward.keys_compute"],
+        make_operands=_key_operands,
+        as_rows_columns=lambda operand, acc: operand.values,
+    )
+    stand_in(found["backward.dq_accumulate"], write_part=write_part, begin_copy=begin_copy, **semaphores())
 
-    def asked(turns, n) -> int:
-        return turns[min(n, turns.shape[0] - 1)]
 
-    def wait_for_turn(turns, n, rank, found) -> None:
-        with turned:
-            if found != rank and not turned.wait_for(lambda: turns[n] == rank, LIMIT):
+def semaphores() -> dict:
+    """The semaphores of dQ's additions in order."""
+    changed = threading.Condition()
+
+    def semaphore(semaphores, n) -> int:
+        return semaphores[min(n, semaphores.shape[0] - 1)]
+
+    def await_semaphore(semaphores, n, rank, found) -> None:
+        with changed:
+            if found != rank and not changed.wait_for(lambda: semaphores[n] == rank, LIMIT):
                 raise RuntimeError("a tile waits for its turn for ever")
 
-    def pass_turn(turns, n, rank) -> None:
-        with turned:
-            assert turns[n] == rank - 1
-            turns[n] = rank
-            turned.notify_all()
+    def signal_semaphore(semaphores, n, rank) -> None:
+        with changed:
+            assert semaphores[n] == rank - 1
+            semaphores[n] = rank
+            changed.notify_all()
 
-    def hand_strip(operand, m, handed, n) -> None:
-        handed.rooms.tiles[n] = None  # P lies there
-        handed.strips[n, m] = np.array(strip(operand, m))
+    return {"semaphore": semaphore, "await_semaphore": await_semaphore, "signal_semaphore": signal_semaphore}
 
-    def take_strip(operand, m, handed, n) -> None:
-        strip(operand, m)[:] = handed.strips.pop((n, m))
 
-    def of_strip(statistics: Rooms, slot: int, n: int):
-        mine, first = statistics.tiles[slot].copy(), n * kernel.STRIP
-        return lambda r, c: mine[first + tile.column_of(THREADS, c)]
+def stand_in_for_cluster(found: dict[str, ModuleType], places: Places) -> None:
+    """The pass over keys by clusters."""
+    columns, tiles = found["backward.cluster_compute"].STRIP, found["kit.tiles"]
+
+    def hand_strip(operand, m, handover, n) -> None:
+        handover.rooms.tiles[n] = None  # P lies there
+        handover.strips[n, m] = np.array(strip(operand, m))
+
+    def take_strip(operand, m, handover, n) -> None:
+        strip(operand, m)[:] = handover.strips.pop((n, m))
+
+    def strip_statistic(statistics: Rooms, stage: int, n: int):
+        mine, first = statistics.tiles[stage].copy(), n * columns
+        return lambda r, c: mine[first + tiles.column_of(THREADS, c)]
 
     def strip(operand, m: int) -> Strip:
-        each = kernel.STRIP // 4
+        each = columns // 4
         return operand.values[:, each * m : each * (m + 1)].view(Strip)
 
-    def add_half(dq, target, h, room, x) -> None:
+    def add_half(dq, target, h, smem, config) -> None:
         target.values.reshape(ROWS, -1)[:, ROWS * h : ROWS * (h + 1)] += places.matrix(dq.values)
 
-    stands_in = {
-        "hand_strip": hand_strip, "take_strip": take_strip, "of_strip": of_strip, "strip": strip, "strip_of_operand": strip,
-        "add_half": add_half, "send_scores": send_scores, "release_scores": release_scores, "meet": lambda: None,
-        "sum_operands": _sum_operands, "products": products, "of_columns": of_columns, "to_operand": to_operand, "put": put,
-        "scaled": scaled, "bring": bring, "hand_over": hand_over, "take_over": take_over, "hold": lambda word, values: None,
-        "as_accumulator": lambda operand, acc: operand, "put_fragment": put_fragment, "write_part": write_part, "begin": begin,
-        "asked": asked, "wait_for_turn": wait_for_turn, "pass_turn": pass_turn,
-        "put_line": put_line, "inner": lambda one, other: (one * other).sum(0, dtype=np.float32),
-        "piece_of": lambda room, i, n, slot, x: room.tiles[slot][i, 8 * n + np.arange(8)[:, None]],
-        "as_rows_columns": lambda operand, acc: operand.values, "operands": OPERANDS[name], "cut": cut,
-    }  # fmt: skip
-    for where in (kernel, part, sums):
-        for key, value in stands_in.items():
-            if hasattr(where, key) and (key != "operands" or where is kernel):
-                setattr(where, key, value)
-    stand_in_for_queues(tile, packed)
-    tile.count_up, tile.await_count = count_up, await_count
-    part.words, kernel.Starts, kernel.Extra = Words, part.Starts, part.Extra
-    tile.pack = lambda low, high, dtype: (rounded(low, dtype), rounded(high, dtype))
-    tile.rows_columns = lambda acc: acc.values
-    return kernel
+    stand_in(
+        found["backward.cluster_compute"],
+        make_operands=_cluster_operands,
+        hand_strip=hand_strip,
+        take_strip=take_strip,
+        strip_statistic=strip_statistic,
+        strip=strip,
+        strip_of_operand=strip,
+    )
+    stand_in(found["backward.cluster_dq"], make_dq_operands=_dq_operands, add_half=add_half, release_ds=release_ds)
+    stand_in(found["backward.cluster"], send_ds=send_ds)
 
 
 counting = threading.Lock()
@@ -190,40 +246,36 @@ def await_count(t: Global, place: tuple, count: int) -> None:
     assert (t[place] == count).all(), "the pass before has not written all"
 
 
-def _key_operands(by, room, w: int, x: Backward):
-    c, total = x.keys, None
-    if c.summed:
+def _key_operands(mmas, smem, w: int, config: Backward):
+    tiles, total = config.keys, None
+    if tiles.sums_dq:
         part = slice(ROWS * w, ROWS * (w + 1))
-        ds, k = Turned(room.sum.ds), Turned(room.k)
-        pair = (Turned(room.k, part), ds) if c.by_columns else (Turned(room.sum.ds, part), k)
-        total = by.make_sum(None, *pair, Registers(c.part // ROWS))
-    s = [Registers(c.tile_m) for _ in range(4)]
-    rooms = room.k, room.v, room.q, room.do, Turned(room.q), Turned(room.do)
-    return by.make(by.names, *rooms, *s, Registers(c.width), Registers(c.width_v), total)
+        ds, k = Turned(smem.dq.ds), Turned(smem.k)
+        pair = (Turned(smem.k, part), ds) if tiles.dq_transposed else (Turned(smem.dq.ds, part), k)
+        total = mmas.make_dq(None, *pair, Registers(tiles.part_elements // ROWS))
+    s = [Registers(tiles.tile_m) for _ in range(4)]
+    rooms = smem.k, smem.v, smem.q, smem.do, Turned(smem.q), Turned(smem.do)
+    return mmas.make(mmas.names, *rooms, *s, Registers(tiles.width), Registers(tiles.width_v), total)
 
 
-def _query_operands(by, room, x: Backward):
-    c = x.queries
-    s = [Registers(c.tile_n) for _ in range(3)]
+def _query_operands(mmas, smem, config: Backward):
+    tiles = config.queries
+    s = [Registers(tiles.tile_n) for _ in range(3)]
     rows = [np.zeros((2, 128), np.float32) for _ in range(2)]
-    return by.make(by.names, room.q, room.do, room.k, room.v, Turned(room.k), *s, Registers(c.width), *rows)
+    return mmas.make(mmas.names, smem.q, smem.do, smem.k, smem.v, Turned(smem.k), *s, Registers(tiles.width), *rows)
 
 
-def _pair_operands(by, room, held, x: Backward):
-    c = x.keys
-    acc, p, ds = (Registers(c.tile_m) for _ in range(3))
-    grads = tuple(Registers(HALF) for _ in range(c.parts))
-    return by.make(by.names, held, room.ring, Turned(room.ring), acc, p, ds, grads)
+def _cluster_operands(mmas, smem, held, config: Backward):
+    acc, p, ds = (Registers(config.keys.tile_m) for _ in range(3))
+    grads = tuple(Registers(HALF) for _ in range(config.keys.parts))
+    return mmas.make(mmas.names, held, smem.ring, Turned(smem.ring), acc, p, ds, grads)
 
 
-def _sum_operands(by, room, x: Backward):
+def _dq_operands(mmas, smem, config: Backward):
     halves = [slice(ROWS * n, ROWS * (n + 1)) for n in range(2)]
-    return by.make_sum(
-        None, Turned(room.ds), tuple(Turned(room.k, part) for part in halves), tuple(Registers(ROWS) for _ in halves)
+    return mmas.make_dq(
+        None, Turned(smem.ds), tuple(Turned(smem.k, part) for part in halves), tuple(Registers(ROWS) for _ in halves)
     )
-
-
-OPERANDS = {"keys": _key_operands, "queries": _query_operands, "cluster": _pair_operands}
 
 
 class Strip(np.ndarray):
@@ -234,18 +286,18 @@ class Strip(np.ndarray):
         return self
 
 
-def send_scores(room, n: int, other: int, x: Backward) -> None:
-    role.peer.ds.tiles[2] = room.ds.tiles[n].copy()
-    role.peer.theirs_full.barrier.change(1, 0)
+def send_ds(smem, n: int, peer: int, config: Backward) -> None:
+    role.peer.ds.tiles[2] = smem.ds.tiles[n].copy()
+    role.peer.peer_ds_full.barrier.change(1, 0)
 
 
-def release_scores(room, n: int) -> None:
-    for where in (room, role.peer):
+def release_ds(smem, n: int) -> None:
+    for where in (smem, role.peer):
         (where.ds_empty + n).barrier.change(4, 0)
 
 
 def statistics(o, do, lse, dlse, lines: int) -> tuple[np.ndarray, np.ndarray]:
-    """``(lse2, delta)`` as the kernel of the rows writes them."""
+    """``(lse2, delta)`` as the preprocessing kernel writes them."""
     delta = np.einsum("bihd,bihd->bhi", o, do) - dlse
     lse2, room = np.full((*lse.shape[:2], lines), np.inf, np.float32), np.zeros((*lse.shape[:2], lines), np.float32)
     empty, n = lse == -np.inf, lse.shape[2]
@@ -275,10 +327,10 @@ class Part(np.ndarray):
         return np.asarray(self).sum(0, dtype=np.float32)
 
 
-def run_rows(x: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.ndarray, np.ndarray]:
-    """``(lse2, delta)`` by the kernel of the rows, one CTA after the other; a CTA's threads are one NumPy axis. ``cu``: where packed
+def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.ndarray, np.ndarray]:
+    """``(lse2, delta)`` by the preprocessing kernel, one CTA after the other; a CTA's threads are one NumPy axis. ``cu``: where packed
     sequences begin."""
-    kernel, *_ = imported("backward.rows", "backward.tile", "kit.tile", *OTHERS)
+    (kernel,) = imported("backward.preprocess")
     threads, at = np.arange(kernel.THREADS), [0, 0, 0]
     kernel.cute.ReductionOp = SimpleNamespace(ADD=None)
     kernel.cute.ceil_div = lambda a, b: -(-a // b)
@@ -288,7 +340,7 @@ def run_rows(x: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.nda
         shuffle_sync_bfly=lambda values, offset: values[threads ^ offset],
     )
 
-    def part_of(t, i, lane, element):
+    def row_part(t, i, lane, element):
         columns = kernel.VECTOR * lane + np.arange(kernel.VECTOR)[:, None]
         inside = (i < t.shape[0]) & (columns < t.shape[1])
         found = t.values[np.minimum(i, t.shape[0] - 1), np.minimum(columns, t.shape[1] - 1)]
@@ -299,66 +351,58 @@ def run_rows(x: Backward, o, do, lse, dlse, lines: int, cu=None) -> tuple[np.nda
         for target, value in zip((t.lse2, t.delta), values, strict=True):
             target[batch, head, line[mine]] = value[mine]
 
-    def put_zeros(block, x) -> None:
+    def put_zeros(block, config) -> None:
         block.values[:] = 0.0
 
-    def start_turns(turns, n) -> None:
-        turns[n[n < turns.shape[0]]] = 0
+    def clear_semaphores(semaphores, n) -> None:
+        semaphores[n[n < semaphores.shape[0]]] = 0
 
-    kernel.part_of, kernel.put, kernel.put_zeros, kernel.start_turns = part_of, put, put_zeros, start_turns
+    stand_in(kernel, row_part=row_part, put=put, put_zeros=put_zeros, clear_semaphores=clear_semaphores)
     made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
-    sums = Global(np.full((*lse.shape[:2], 3, 1, x.keys.part), np.nan, np.float32))
-    turns = np.full((*lse.shape[:2], lines), -1, np.int32)
-    t = kernel.Tensors(*map(Global, (o, do, lse, dlse, *made)), None if cu is None else Global(cu), sums, Global(turns))
-    blocks = -(-lines // kernel.rows_of(x.keys.width_v))
+    sums = Global(np.full((*lse.shape[:2], 3, 1, config.keys.part_elements), np.nan, np.float32))
+    visits = np.full((*lse.shape[:2], lines), -1, np.int32)
+    cu = None if cu is None else Global(cu)
+    t = kernel.StatisticsTensors(*map(Global, (o, do, lse, dlse, *made)), cu, sums, Global(visits))
+    blocks = -(-lines // kernel.rows_of(config.keys.width_v))
     for at[:2] in np.ndindex(blocks * lse.shape[0], lse.shape[1]):
-        kernel.kernel(t, x)
-    assert not x.keys.ordered or (turns == 0).all()
+        kernel.kernel(t, config)
+    assert not config.keys.ordered or (visits == 0).all()
     return tuple(made)
 
 
-def run_keys(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
+def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     """``(dk, dv)``, and dq or None, of arrays (batch, seqlen, heads, head_dim), one CTA after the other; packed sequences are one
     batch element."""
-    kernel, c = load("keys"), x.keys
+    kernel, tiles = load("keys"), config.keys
     dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
-    work = _work(kernel, work)
-    tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
+    params = _params(kernel, numbers)
+    tmas = kernel.KeysTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
     heads, roles_of = t["lse2"].shape[:2], {}
-    sums = np.full((*heads, t["blocks"], KEY_GROUPS, c.part), np.nan if c.ordered else 0.0, np.float32)
-    turns = np.zeros((*heads, t["blocks"] * KEY_GROUPS), np.int32)
-    lines = kernel.Lines(*map(Global, (t["lse2"], t["delta"], sums, turns)))
+    sums = np.full((*heads, t["blocks"], KEY_GROUPS, tiles.part_elements), np.nan if tiles.ordered else 0.0, np.float32)
+    visits = np.zeros((*heads, t["blocks"] * KEY_GROUPS), np.int32)
+    buffers = kernel.RowBuffers(*map(Global, (t["lse2"], t["delta"], sums, visits)))
     names = SimpleNamespace(score=None, dk=None, dv=None)
-    by = SimpleNamespace(make=kernel.Operands, make_sum=kernel.backward_sum.Operands, names=names, dk=None, dv=None)
+    make, make_dq = modules(kernel)["backward.keys_compute"].DkDvOperands, kernel.dq_accumulate.SumOperands
+    mmas = SimpleNamespace(make=make, make_dq=make_dq, names=names, dk=None, dv=None)
     for cta in range(ctas):
-        k, v, ring = Rooms(c.key_tiles), Rooms(c.key_tiles), Rooms(c.slots)
-        rooms = 2 * c.key_tiles
-        full, empty, held_full, held_empty, done, p_full, p_empty = bars(
-            (c.slots, 1), (c.slots, 4 * KEY_GROUPS), (rooms, 1), (rooms, 1), (rooms, 128), (1, 128), (1, 128)
-        )
-        out = (v, k) if c.split else (k, v)
-        handed = SimpleNamespace(values=None)
-        room = kernel.Room(k, v, *out, ring, ring, Rooms(c.slots), handed, full, empty, held_full, held_empty, done,
-                           p_full, p_empty, None, _boxes(kernel, KEY_GROUPS), _sum_room(kernel, c))  # fmt: skip
-        compute = kernel.compute_and_sum if c.summed else kernel.compute
-        groups = [lambda w=w, room=room, compute=compute: compute(room, w, by, work, x) for w in range(2)]
-        if c.split:
-            groups = [
-                lambda room=room, make=make: make(room, by, work, x) for make in (kernel.make_values, kernel.make_keys)
-            ]
-        stores = [lambda w=w, room=room: kernel.store(tmas, lines, room, w, work, x) for w in range(2)]
+        smem = _keys_storage(kernel, tiles)
+        stores = [partial(kernel.store, tmas, buffers, smem, w, params, config) for w in range(2)]
         loads = [
-            lambda room=room: kernel.load_keys(tmas, room, work, x),
-            lambda room=room: kernel.load_queries(tmas, lines, room, work, x),
+            partial(kernel.load_keys, tmas, smem, params, config),
+            partial(kernel.load_queries, tmas, buffers, smem, params, config),
         ]
+        compute = kernel.compute_and_sum if tiles.sums_dq else kernel.compute
+        groups = [partial(compute, smem, w, mmas, params, config) for w in range(2)]
+        if tiles.split:
+            groups = [partial(make, smem, mmas, params, config) for make in (kernel.make_values, kernel.make_keys)]
         roles_of[cta] = [(False, body) for body in loads + stores] + [(True, body) for body in groups]
-    if c.ordered:  # CTAs wait for each other
+    if tiles.ordered:  # CTAs wait for each other
         _at_once(roles_of, ctas)
-        sums[(turns == 0).reshape(sums.shape[:4])] = 0.0
+        sums[(visits == 0).reshape(sums.shape[:4])] = 0.0
     else:
         for cta, roles in roles_of.items():
             _together(roles, cta, ctas)
-    return dk, dv, _placed(kernel.backward_sum, sums, t["q"].shape, work, x) if c.summed else None
+    return dk, dv, _placed(kernel, sums, t["q"].shape, params, config) if tiles.sums_dq else None
 
 
 class Parts:
@@ -386,111 +430,128 @@ class Parts:
         part[:] = tile[: part.shape[0], : part.shape[1]]
 
 
-def run_pairs(x: Backward, t: dict, work: tuple, ctas: int) -> tuple:
+def run_clusters(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     """As :func:`run_keys`, two CTAs at a time."""
-    kernel, c, ctas = load("cluster"), x.keys, max(PAIR, ctas // PAIR * PAIR)
-    kernel.cut = lambda info, shape, origin, head, batch, room: (Parts(info.values[batch][:, head]), room)
+    kernel, tiles, ctas = load("cluster"), config.keys, max(CLUSTER, ctas // CLUSTER * CLUSTER)
+    kernel.tma_tiles = lambda info, shape, origin, head, batch, smem: (Parts(info.values[batch][:, head]), smem)
     dk, dv = np.full_like(t["k"], np.nan), np.full_like(t["v"], np.nan)
-    work = _work(kernel, work)
-    tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
-    sums = np.zeros((*t["lse2"].shape[:2], t["blocks"], KEY_GROUPS, c.part), np.float32)
-    lines = kernel.Lines(Global(t["lse2"]), Global(t["delta"]), Global(sums))
+    params = _params(kernel, numbers)
+    tmas = kernel.KeysTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
+    sums = np.zeros((*t["lse2"].shape[:2], t["blocks"], KEY_GROUPS, tiles.part_elements), np.float32)
+    buffers = kernel.RowBuffers(Global(t["lse2"]), Global(t["delta"]), Global(sums))
     names = SimpleNamespace(score=None, grad=None, dq=None)
-    by = SimpleNamespace(make=kernel.Operands, make_sum=kernel.Sum, names=names)
-    for cta in range(0, ctas, PAIR):
-        rooms = [_pair_room(kernel, c, n) for n in range(PAIR)]
+    found = modules(kernel)
+    make, make_dq = found["backward.cluster_compute"].ClusterOperands, found["backward.cluster_dq"].DqOperands
+    mmas = SimpleNamespace(make=make, make_dq=make_dq, names=names)
+    for cta in range(0, ctas, CLUSTER):
+        pair = [_cluster_storage(kernel, tiles, n) for n in range(CLUSTER)]
         roles = []
-        for n, room in enumerate(rooms):
+        for n, smem in enumerate(pair):
             others = [
-                partial(load, tmas, *more, room)
-                for load, more in ((kernel.load_keys, ()), (kernel.load_queries, (lines,)))
+                partial(kernel.load_keys, tmas, smem),
+                partial(kernel.load_queries, tmas, buffers, smem),
+                partial(kernel.store, tmas, smem),
+                partial(kernel.exchange, smem),
             ]
-            others += [partial(kernel.store, tmas, room), partial(kernel.exchange, room)]
             groups = [
-                partial(kernel.make_values, room, by),
-                partial(kernel.make_keys, room, by),
-                partial(kernel.make_queries, lines, room, by),
+                partial(kernel.make_values, smem, mmas),
+                partial(kernel.make_keys, smem, mmas),
+                partial(kernel.make_queries, buffers, smem, mmas),
             ]
             for computes, bodies in ((False, others), (True, groups)):
-                roles += [(computes, partial(_of_cta, cta + n, rooms[1 - n], body, work, x)) for body in bodies]
+                roles += [(computes, partial(_of_cta, cta + n, pair[1 - n], body, params, config)) for body in bodies]
         _together(roles, cta, ctas)
-    return dk, dv, _placed(None, sums, t["q"].shape, work, x)
+    return dk, dv, _placed(kernel, sums, t["q"].shape, params, config)
 
 
-def _of_cta(cta: int, peer, body, work, x: Backward) -> None:
+def _of_cta(cta: int, peer, body, params, config: Backward) -> None:
     role.cta, role.peer = cta, peer
-    body(work, x)
+    body(params, config)
 
 
-def _pair_room(kernel, c: KeyTiles, rank: int):
-    k, v, ring, ds = Rooms(c.parts + 1), Rooms(c.parts), Rooms(c.slots), Rooms(3)
-    slots = (c.slots, 1), (c.slots, 4 * KEY_GROUPS)
-    tiles = (3, 1), (2, 1), (2, 128), (1, 128), (1, 4)
-    scores = (2, 128), (2, 128), (2, 4 * PAIR), (1, 1)
-    handed = SimpleNamespace(rooms=ds, strips={})
-    barriers = bars(*slots, *tiles, *scores)
-    return kernel.Room(k, v, k, v, ring, Rooms(c.slots), handed, ds, None, *barriers, rank)
+def _keys_storage(kernel, tiles: KeyTiles):
+    k, v, ring = Rooms(tiles.key_tiles), Rooms(tiles.key_tiles), Rooms(tiles.stages)
+    held = 2 * tiles.key_tiles
+    barriers = bars(
+        (tiles.stages, 1), (tiles.stages, 4 * KEY_GROUPS), (held, 1), (held, 1), (held, 128), (1, 128), (1, 128)
+    )
+    out = (v, k) if tiles.split else (k, v)
+    handover, dq = SimpleNamespace(values=None), _sum_storage(kernel, tiles)
+    return kernel.KeysStorage(
+        k, v, *out, ring, ring, Rooms(tiles.stages), handover, *barriers, None, _mailboxes(kernel, KEY_GROUPS), dq
+    )
 
 
-def _work(kernel, numbers: tuple):
-    """``numbers``: of a launch, and then, of packed sequences, as Starts has them, or fields of Extra."""
-    size = len(kernel.Work._fields) - 2
+def _cluster_storage(kernel, tiles: KeyTiles, rank: int):
+    k, v, ring, ds = Rooms(tiles.parts + 1), Rooms(tiles.parts), Rooms(tiles.stages), Rooms(3)
+    stages = (tiles.stages, 1), (tiles.stages, 4 * KEY_GROUPS)
+    held = (3, 1), (2, 1), (2, 128), (1, 128), (1, 4)
+    scores = (2, 128), (2, 128), (2, 4 * CLUSTER), (1, 1)
+    handover = SimpleNamespace(rooms=ds, strips={})
+    barriers = bars(*stages, *held, *scores)
+    return kernel.ClusterStorage(k, v, k, v, ring, Rooms(tiles.stages), handover, ds, None, *barriers, rank)
+
+
+def _params(kernel, numbers: tuple):
+    """``numbers``: of a launch, and then, of packed sequences, as PackedParams has them, or fields of OptionalParams."""
+    found = modules(kernel)
+    optional, params = found["kit.params"].OptionalParams, found["backward.params"]
+    size = len(params.BackwardParams._fields) - 2
     wrapped = lambda n: Global(n) if isinstance(n, np.ndarray) else n  # noqa: E731
     if numbers[size:] and isinstance(numbers[size], dict):
         extra = {name: wrapped(n) for name, n in numbers[size].items()}
         extra["leaves"] = tuple(map(Global, extra.get("leaves", ())))
-        return kernel.Work(*numbers[:size], extra=kernel.Extra(**extra))
+        return params.BackwardParams(*numbers[:size], extra=optional(**extra))
     starts = [wrapped(n) for n in numbers[size:]]
-    return kernel.Work(*numbers[:size], kernel.Starts(*starts) if starts else None)
+    return params.BackwardParams(*numbers[:size], params.PackedParams(*starts) if starts else None)
 
 
-def _boxes(kernel, groups: int):
-    return kernel.backward_walk.Boxes(
-        Pointer([None] * kernel.backward_walk.WORDS * (groups + 1)), *bars((1, 1), (1, 1))
-    )
+def _mailboxes(kernel, groups: int):
+    scheduler = modules(kernel)["kit.scheduler"]
+    return scheduler.Mailboxes(Pointer([None] * scheduler.MAILBOX_WORDS * (groups + 1)), *bars((1, 1), (1, 1)))
 
 
-def _sum_room(kernel, c: KeyTiles):
+def _sum_storage(kernel, tiles: KeyTiles):
     barriers, ds = bars((2, 128 * KEY_GROUPS), (2, 128 * KEY_GROUPS), (2, 128), (2, 1)), Rooms(2 * KEY_GROUPS)
-    ds.tiles = [np.full((ROWS, c.tile_m), np.nan, np.float32) for _ in ds.tiles]
-    return kernel.backward_sum.Room(ds, [None] * KEY_GROUPS, *barriers)
+    ds.tiles = [np.full((ROWS, tiles.tile_m), np.nan, np.float32) for _ in ds.tiles]
+    return kernel.dq_accumulate.SumStorage(ds, [None] * KEY_GROUPS, *barriers)
 
 
-def _placed(module, sums: np.ndarray, shape: tuple, work, x: Backward) -> np.ndarray:
-    """dQ of its parts, as the kernel that follows puts them in place."""
-    (batch, heads, blocks), tile_m = sums.shape[:3], x.keys.tile_m
+def _placed(kernel, sums: np.ndarray, shape: tuple, params, config: Backward) -> np.ndarray:
+    """dQ of its parts, as the postprocessing kernel puts them in place."""
+    (batch, heads, blocks), tile_m = sums.shape[:3], config.keys.tile_m
     parts = sums.reshape(batch, heads, blocks, KEY_GROUPS, ROWS, -1)
-    if x.keys.by_columns:
+    if config.keys.dq_transposed:
         parts = np.swapaxes(parts, 4, 5)
     rows = parts if tile_m == KEY_GROUPS * ROWS else np.swapaxes(parts, 3, 4)  # one after the other, or side by side
-    whole = np.swapaxes(rows.reshape(batch, heads, blocks * tile_m, -1), 1, 2)[..., : shape[3]] * work.scale
-    if not x.packed:
+    whole = np.swapaxes(rows.reshape(batch, heads, blocks * tile_m, -1), 1, 2)[..., : shape[3]] * params.scale
+    if not config.packed:
         return whole[:, : shape[1]]
+    (module,) = imported("backward.postprocess")
     dq, role.threads = np.full(shape, np.nan, np.float32), 32
+    dq_sums = module.DqSums(None, params.packed.cu_q, params.seqlen_q)
     for block in range(blocks):
-        span, n = module.place_of(block, 0, module.Sums(None, work.starts.cu_q, work.seqlen_q), x)
+        span, n = module.place_of(block, 0, dq_sums, config)
         part = dq[0, span.start : span.end][n * tile_m : (n + 1) * tile_m]
         part[:] = whole[0, block * tile_m :][: len(part)]
     return dq
 
 
-def run_queries(x: Backward, t: dict, work: tuple, ctas: int) -> np.ndarray:
+def run_queries(config: Backward, t: dict, numbers: tuple, ctas: int) -> np.ndarray:
     """dq of arrays (batch, seqlen, heads, head_dim), one CTA after the other; ``t["lse2"]`` and ``t["delta"]`` are written."""
-    kernel, c = load("queries"), x.queries
-    rows = kernel.backward_rows.Tensors(*(Global(t[n]) for n in ("o", "do", "lse", "dlse", "lse2", "delta")))
-    dq, work = np.full_like(t["q"], np.nan), _work(kernel, work)
-    tmas = kernel.Tmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dq, t["o"])))
-    by = SimpleNamespace(make=kernel.Operands, names=SimpleNamespace(score=None, dq=None), dq=None)
-    w = c.warpgroups
+    kernel, w = load("queries"), config.queries.warpgroups
+    rows = kernel.StatisticsTensors(*(Global(t[n]) for n in ("o", "do", "lse", "dlse", "lse2", "delta")))
+    dq, params = np.full_like(t["q"], np.nan), _params(kernel, numbers)
+    tmas = kernel.QueriesTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dq, t["o"])))
+    names = SimpleNamespace(score=None, dq=None)
+    mmas = SimpleNamespace(make=modules(kernel)["backward.queries_compute"].QueryOperands, names=names, dq=None)
+    stages = config.queries.stages
     for cta in range(ctas):
-        q, do, ring = Rooms(w), Rooms(w), Rooms(c.slots)
-        barriers = bars((c.slots, 1), (c.slots, 4 * w), (w, 1), (w, 1), (w, 128))
-        room = kernel.Room(q, do, q, ring, ring, *barriers, None, _boxes(kernel, w), ring)
-        loads = [
-            lambda room=room: kernel.load_rows(tmas, room, work, x),
-            lambda room=room: kernel.load_keys(tmas, room, work, x),
-        ]
-        stores = [lambda n=n, room=room: kernel.store(tmas, rows.lse2, room, n, work, x) for n in range(w)]
-        groups = [lambda n=n, room=room: kernel.compute(room, n, rows, by, work, x) for n in range(w)]
-        _together([(False, body) for body in loads + stores] + [(True, body) for body in groups], cta, ctas)
+        q, do, ring = Rooms(w), Rooms(w), Rooms(stages)
+        barriers = bars((stages, 1), (stages, 4 * w), (w, 1), (w, 1), (w, 128))
+        smem = kernel.QueriesStorage(q, do, q, ring, ring, *barriers, None, _mailboxes(kernel, w), ring)
+        others = [partial(load, tmas, smem, params, config) for load in (kernel.load_rows, kernel.load_keys)]
+        others += [partial(kernel.store, tmas, rows.lse2, smem, n, params, config) for n in range(w)]
+        groups = [partial(kernel.compute, smem, n, rows, mmas, params, config) for n in range(w)]
+        _together([(False, body) for body in others] + [(True, body) for body in groups], cta, ctas)
     return dq

@@ -17,45 +17,45 @@ from tests.backends.hopper.test_forward import PACKED, array, packed_call, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Grads
 from tilewise.backends.hopper.backward import config as backward_config
-from tilewise.backends.hopper.backward.config import KeyTiles, PairTiles, QueryTiles
+from tilewise.backends.hopper.backward.config import ClusterTiles, KeyTiles, QueryTiles
 from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.host import backward_call
-from tilewise.backends.hopper.host.forward_call import LOG2_E
 from tilewise.backends.hopper.host.masks import grid_of
+from tilewise.backends.hopper.host.plan import LOG2_E
 from tilewise.reference import Reference
 from tilewise.tiles import seen_keys
 
 # Many blocks, small rings.
 QUERIES = QueryTiles(64, 64, 2, 64, 3)
-FIRST = replace(QUERIES, makes_rows=True, ahead=True)
+FIRST = replace(QUERIES, makes_statistics=True, prefetches=True)
 KEYS = {
     "whole": KeyTiles(64, 64, 32, 3),
     "split": KeyTiles(64, 64, 32, 4, split=True),
-    "summed": KeyTiles(64, 64, 128, 3, summed=True),
-    "summed-wide": KeyTiles(128, 128, 64, 4, summed=True),
-    "ordered": KeyTiles(64, 64, 128, 3, summed=True, ordered=True),
-    "ordered-wide": KeyTiles(128, 128, 48, 4, summed=True, ordered=True, part_first=True),
-    "paired": PairTiles(256, 256, 64, 7),
+    "summed": KeyTiles(64, 64, 128, 3, sums_dq=True),
+    "summed-wide": KeyTiles(128, 128, 64, 4, sums_dq=True),
+    "ordered": KeyTiles(64, 64, 128, 3, sums_dq=True, ordered=True),
+    "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, dq_first=True),
+    "paired": ClusterTiles(256, 256, 64, 7),
 }
 
 
 def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
     x = backward_config.choose(c.p)
-    queries = None if not tiles or tiles.summed else QUERIES if tiles.split else FIRST
+    queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
     return emulate_kernels(c, replace(x, keys=tiles, queries=queries) if tiles else x, ctas)
 
 
 def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     """dq, dk, dv, from the reference's output."""
-    plan, out = backward_call.Plan(c.p, x), Reference().forward(c.p, c.t)
+    plan, out = backward_call.BackwardPlan(c.p, x), Reference().forward(c.p, c.t)
     given = {"q": c.t.q, "k": c.t.k, "v": c.t.v, "do": c.do, "o": out.o.to(c.p.dtype), "lse": out.lse, "dlse": c.dlse}
     t = {name: (tensor[None] if c.p.packed else tensor).float().numpy() for name, tensor in given.items()}
     cu_q, cu_k, *queues = (tensor.numpy() for tensor in plan.starts(c.t)) if c.p.packed else (None, None)
     with poisoned():
-        t["lse2"], t["delta"] = (room.numpy() for room in plan.lines(c.t, torch.from_numpy(t["lse"])))
-    rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], x.lines(c.p)
+        t["lse2"], t["delta"] = (room.numpy() for room in plan.statistics(c.t, torch.from_numpy(t["lse"])))
+    rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], x.statistics_rows(c.p)
     if not x.queries_first:
-        made = emulated.run_rows(x, *rows, lines, cu_q) if c.p.packed else emulated.statistics(*rows, lines)
+        made = emulated.run_preprocess(x, *rows, lines, cu_q) if c.p.packed else emulated.statistics(*rows, lines)
         t["lse2"], t["delta"] = made
     t["blocks"], whole = x.blocks(c.p), [np.zeros_like(t[name]) for name in ("k", "v")]
     if not c.p.packed:
@@ -70,8 +70,8 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
         more = (cu_q, cu_k, queues[turn], *ends) if p.packed else (extras[turn],) if extras[turn] else ()
         return (*sizes, lo, hi, *map(np.float32, scales), *more)
 
-    first = None if x.keys.summed else emulated.run_queries(x, t, work(section_q, 1), min(ctas, ctas_q))
-    over_keys = emulated.run_pairs if x.keys.paired else emulated.run_keys
+    first = None if x.keys.sums_dq else emulated.run_queries(x, t, work(section_q, 1), min(ctas, ctas_q))
+    over_keys = emulated.run_clusters if x.keys.clustered else emulated.run_keys
     *found, dq = over_keys(x, t, work(section_k, 0), min(ctas, ctas_k))
     for room, part in zip(whole, found, strict=True):
         room[:, plan.keys] = part
@@ -87,7 +87,7 @@ def wrong(c: Call, grads: Grads) -> list[str]:
     return [str(e) for e in errors if not e.ok]
 
 
-def extras_of(plan: backward_call.Plan, c: Call) -> list[dict]:
+def extras_of(plan: backward_call.BackwardPlan, c: Call) -> list[dict]:
     """By name what the pass over keys and that over queries have beside what all do."""
     x, both = plan.config, {}
     tensors, numbers = (array(None, t) for t in plan.extra(c.t)), list(plan.numbers[9:])
@@ -200,7 +200,7 @@ def test_packed_keys_that_no_query_sees_never_touch_a_gradient(form):
     assert all((x[hidden] == 0).all() for x in (dirty.dk, dirty.dv))
 
 
-@pytest.mark.parametrize("form", [name for name, keys in KEYS.items() if not (keys.ordered or keys.paired)])
+@pytest.mark.parametrize("form", [name for name, keys in KEYS.items() if not (keys.ordered or keys.clustered)])
 def test_a_sequence_s_gradients_never_touch_its_neighbour_s(form):
     q, k, v = (x[0] for x in qkv(150, 150))
     cu = torch.tensor([0, 33, 33, 140])
@@ -217,6 +217,8 @@ def test_the_rows_statistics_are_those_of_the_formula(dims):
     c = call(*qkv(150, 40, *(n - 8 for n in dims), batch=2), causal=True)  # rows without keys, and a narrower head
     x, out = backward_config.choose(c.p), Reference().forward(c.p, c.t)
     given = [tensor.float().numpy() for tensor in (out.o, c.do, out.lse, c.dlse)]
-    lines = x.lines(c.p)
-    for got, expected in zip(emulated.run_rows(x, *given, lines), emulated.statistics(*given, lines), strict=True):
+    lines = x.statistics_rows(c.p)
+    for got, expected in zip(
+        emulated.run_preprocess(x, *given, lines), emulated.statistics(*given, lines), strict=True
+    ):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)

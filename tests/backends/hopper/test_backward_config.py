@@ -15,41 +15,34 @@ from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward import config as backward_config
-from tilewise.backends.hopper.backward.config import (
-    HIDING,
-    KEY_GROUPS,
-    LINES,
-    PAIRED,
-    SOFTCAP,
-    SUMMED,
-    TABLE,
-    shipped,
-)
+from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, TABLE, shipped
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.kit import schedule
 from tilewise.reference import Reference
 
-ROWS = [row for table in (TABLE, SOFTCAP, HIDING, PAIRED) for row in table.values()]
+COLUMNS = ("two_passes", "softcap", "softcap_band", "pairs", "predicate")
+PASSES = [passes for row in TABLE.values() for column in COLUMNS if (passes := getattr(row, column))]
+ONE_PASS = {dims: row.one_pass for dims, row in TABLE.items() if row.one_pass}
 
 
 def fits(tiles, groups: int) -> bool:
     whole = all(n % 8 == 0 and n <= 248 for n in (tiles.registers, tiles.registers_load))
-    swizzled = all(2 * n % ALIGNMENT == 0 for n in (tiles.room_elements, tiles.slot_elements))
-    by_role = getattr(tiles, "by_role", [tiles.registers_load, *[tiles.registers] * groups])
+    swizzled = all(2 * n % ALIGNMENT == 0 for n in (tiles.tile_elements, tiles.stage_elements))
+    by_role = getattr(tiles, "registers_by_warpgroup", [tiles.registers_load, *[tiles.registers] * groups])
     threads = sum(by_role) <= REGISTERS
     return whole and swizzled and threads and tiles.shared <= SHARED_LIMIT
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0].width}-{row[0].width_v}-{row[0].tile_m}")
-def test_a_row_fits_into_the_machine(row):
-    keys, queries = row
+@pytest.mark.parametrize("passes", PASSES, ids=lambda x: f"{x.keys.width}-{x.keys.width_v}-{x.keys.tile_m}")
+def test_a_row_fits_into_the_machine(passes):
+    keys, queries = passes
     assert fits(keys, KEY_GROUPS)
     assert fits(queries, queries.warpgroups)
     # A block and the next one's first half, beside what the last product of the block before still reads.
-    assert keys.slots >= 4
-    assert queries.slots >= 3
+    assert keys.stages >= 4
+    assert queries.stages >= 3
     # Products take 16 queries or keys at a step, boxes 256 rows, bulk copies 16 bytes.
     assert keys.tile_m % 16 == queries.tile_n % 16 == 0
     assert max(keys.tile_m, queries.tile_n) <= 256
@@ -59,25 +52,25 @@ def test_a_row_fits_into_the_machine(row):
     assert (queries.width + queries.tile_n * 5 // 2) // 2 + 24 <= queries.registers
 
 
-@pytest.mark.parametrize("dims", SUMMED, ids=str)
+@pytest.mark.parametrize("dims", ONE_PASS, ids=str)
 def test_what_is_summed_fits_too_and_is_of_whole_parts(dims):
-    keys = SUMMED[dims]
+    keys = ONE_PASS[dims]
     assert fits(keys, KEY_GROUPS)
-    assert keys.slots >= 3
-    assert keys.tile_m == KEY_GROUPS * sizes.ROWS or keys.by_columns or keys.paired
-    assert keys.part % (4 * 128) == 0
-    assert keys.paired or (sum(dims) + 2 * keys.tile_m) // 2 + 24 <= keys.registers
+    assert keys.stages >= 3
+    assert keys.tile_m == KEY_GROUPS * sizes.ROWS or keys.dq_transposed or keys.clustered
+    assert keys.part_elements % (4 * 128) == 0
+    assert keys.clustered or (sum(dims) + 2 * keys.tile_m) // 2 + 24 <= keys.registers
 
 
 def test_two_ctas_of_a_tile_fit():
-    keys = SUMMED[256, 256]
+    keys = ONE_PASS[256, 256]
     # A block's parts of Q and dO, and all but one of the next block's.
-    assert keys.paired
-    assert keys.slots >= 4 * keys.parts - 1
-    assert keys.threads == 128 * len(keys.by_role)
+    assert keys.clustered
+    assert keys.stages >= 4 * keys.parts - 1
+    assert keys.threads == 128 * len(keys.registers_by_warpgroup)
     # dV or dK, a block of S or dP and a strip of it as an operand; dQ of half of the columns; and what else there is.
     assert (keys.width + keys.tile_m + 8) // 2 + 24 <= min(keys.registers, keys.registers_values)
-    assert keys.part // 128 + 24 <= keys.registers_sum
+    assert keys.part_elements // 128 + 24 <= keys.registers_dq
 
 
 @pytest.mark.parametrize("x", backward_config.candidates(), ids=lambda x: x.name)
@@ -113,7 +106,7 @@ HALVES = tw.documents(torch.arange(4096) // 2048)
 )
 def test_what_must_repeat_is_summed_in_order_or_not_at_all(d, seqlen, mask, ordered):
     keys = backward_config.choose(long(d, seqlen, MANY, mask=mask, deterministic=True).p).keys
-    assert (keys.summed, keys.ordered) == (ordered, ordered)
+    assert (keys.sums_dq, keys.ordered) == (ordered, ordered)
     assert not backward_config.choose(long(d, seqlen, MANY, mask=mask).p).keys.ordered
 
 
@@ -146,21 +139,23 @@ def test_whether_dq_is_added_in_order_is_decided_by_one_sequence(heads, mask):
 )
 def test_gradients_of_queries_are_summed_where_they_see_many_keys(d, seqlen, options, summed):
     p = long(d, seqlen, **options).p
-    assert backward_config.choose(p).keys.summed == summed
+    assert backward_config.choose(p).keys.sums_dq == summed
     pairs = tw.show_mask(options.get("mask", tw.causal()), seqlen).count("1") if options else seqlen**2
-    assert backward_config.keys_a_query(p) == pytest.approx(pairs / seqlen, rel=0.02)
+    assert backward_config.mean_keys_per_query(p) == pytest.approx(pairs / seqlen, rel=0.02)
 
 
-@pytest.mark.parametrize("keys", [*SUMMED.values(), TABLE[256, 256][0]], ids=lambda c: f"{c.width}-{c.tile_n}")
+@pytest.mark.parametrize(
+    "keys", [*ONE_PASS.values(), TABLE[256, 256].two_passes.keys], ids=lambda c: f"{c.width}-{c.tile_n}"
+)
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
 def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
     """Query blocks of the busiest CTA (4 more a tile, for its begin and end) over the mean. With fewer heads at a time they
     would not be: 8 or 4 heads of these lengths cost up to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
-    each = backward_config.PAIR if keys.paired else 1
+    each = backward_config.CLUSTER if keys.clustered else 1
     section, ctas = backward_config.spread(heads, tiles, sizes.SHARING, 132)
-    if keys.paired:
-        section, ctas = backward_config.spread_pairs(heads, tiles, "upper", 132)
+    if keys.clustered:
+        section, ctas = backward_config.spread_clusters(heads, tiles, "upper", 132)
     ctas //= each
     order = schedule.Order(tiles, heads, section, False)
 
@@ -206,11 +201,12 @@ def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
 @pytest.mark.parametrize("options", [{"score": tw.alibi(torch.ones(4))}, {"dropout_p": 0.5, "dropout_seed": 1},
                                      {"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}], ids=["score", "dropout", "predicate"])  # fmt: skip
 def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(options, monkeypatch):
-    monkeypatch.setattr(backward_config, "SUMMED_FROM", dict.fromkeys(SUMMED, 0))
+    monkeypatch.setattr(backward_config, "TABLE", {dims: replace(row, one_pass_from=0) for dims, row in TABLE.items()})
     for d in (64, 96, 128, 256):
         x = backward_config.choose(small(d=d, **options).p)
         assert x.pairs
-        assert (x.keys, x.queries) in (HIDING if x.traced.keep else PAIRED).values()
+        passes = [row.predicate if x.traced.keep else row.pairs or row.predicate for row in TABLE.values()]
+        assert (x.keys, x.queries) in passes
         assert x not in shipped()
 
 
@@ -221,7 +217,7 @@ def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(op
 def launched(monkeypatch):
     """The arguments of each launch; dQ is summed however few keys there are."""
     found = []
-    monkeypatch.setattr(backward_config, "SUMMED_FROM", dict.fromkeys(SUMMED, 0))
+    monkeypatch.setattr(backward_config, "TABLE", {dims: replace(row, one_pass_from=0) for dims, row in TABLE.items()})
     put = lambda x, numbers: lambda *tensors: found.append((x.name, tensors[:7], tensors[7:], numbers))  # noqa: E731
     bound = lambda x: SimpleNamespace(bound=lambda given, made, numbers: put(x, numbers))  # noqa: E731
     monkeypatch.setattr(library, "function", bound)
@@ -251,7 +247,7 @@ def test_packed_statistics_have_room_for_whole_blocks_and_no_two_overlap(x):
     starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     p = SimpleNamespace(batch=len(lengths) - 1, seqlen_q=starts[-1])  # the last are the rows past the last sequence
     for between, step, end, blocks in (
-        (x.lines_between, LINES, x.lines(p), (x.keys.tile_m, x.tile_m)),
+        (x.statistics_gap, STATISTICS_ALIGNMENT, x.statistics_rows(p), (x.keys.tile_m, x.tile_m)),
         (x.keys.tile_m, x.keys.tile_m, x.blocks(p) * x.keys.tile_m, (x.keys.tile_m,)),
     ):
         first = [(start + n * between) // step * step for n, start in enumerate(starts[:-1])]
@@ -265,8 +261,8 @@ def test_behind_a_head_s_lines_a_first_pass_over_queries_has_a_flag_for_each_til
     p = SimpleNamespace(seqlen_q=seqlen)
     for x in (x for x in shipped() if not x.packed):
         blocks = max(-(-seqlen // m) * m for m in (x.keys.tile_m, x.tile_m))
-        assert x.lines(p) - blocks >= (-(-seqlen // x.tile_m) if x.flagged else 0)
-        assert x.lines(p) % 16 == 0
+        assert x.statistics_rows(p) - blocks >= (-(-seqlen // x.tile_m) if x.flagged else 0)
+        assert x.statistics_rows(p) % 16 == 0
     assert any(x.flagged for x in shipped())
 
 
@@ -283,7 +279,7 @@ def test_a_packed_launch_is_of_one_batch_element_and_counts_from_zero(launched):
     assert [x.tolist() for x in queues] == [[0], [0]]
     assert made[4].data_ptr() == grads.dq.data_ptr()
     assert made[5].shape == (1, 74, 2, 64)
-    assert made[7].shape[2] == made[8].shape[2] == backward_config.choose(c.p).lines(c.p)
+    assert made[7].shape[2] == made[8].shape[2] == backward_config.choose(c.p).statistics_rows(c.p)
 
 
 def run(c: Call, **changed: torch.Tensor):

@@ -42,7 +42,7 @@ def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
 
 
 def emulate_kernel(c: Call, x: config.Config, ctas: int) -> Output:
-    plan = hopper.Plan(c.p, x)
+    plan = hopper.ForwardPlan(c.p, x)
     lo, hi, section, _, *rest = plan.numbers
     names = [*plan.config.extra, *plan.config.traced.tensors]
     extra = [array(name, x) for name, x in zip_longest(names, plan.extra(c.t))]

@@ -43,12 +43,12 @@ CASES = {  # of what kernels take: tensor maps, 32- and 64-bit numbers, tensors 
     "heads": ((64, 64), {"dtype": "bf16", "form": "full", "heads": 8, "split": True}),
 }
 BACKWARD = {
-    "backward": Backward(*backward_config.TABLE[192, 128], "fp16", "upper"),
-    "summed": Backward(backward_config.SUMMED[64, 64], None, "bf16", "full"),
-    "backward-packed": Backward(*backward_config.TABLE[96, 96], "bf16", "band", packed=True),
-    "ordered": Backward(backward_config.ORDERED[128, 128], None, "bf16", "upper"),
-    "paired": Backward(backward_config.SUMMED[256, 256], None, "bf16", "upper"),
-    "summed-packed": Backward(backward_config.SUMMED[128, 128], None, "fp16", "upper", packed=True),
+    "backward": Backward(*backward_config.TABLE[192, 128].two_passes, "fp16", "upper"),
+    "summed": Backward(backward_config.TABLE[64, 64].one_pass, None, "bf16", "full"),
+    "backward-packed": Backward(*backward_config.TABLE[96, 96].two_passes, "bf16", "band", packed=True),
+    "ordered": Backward(backward_config.TABLE[128, 128].ordered, None, "bf16", "upper"),
+    "paired": Backward(backward_config.TABLE[256, 256].one_pass, None, "bf16", "upper"),
+    "summed-packed": Backward(backward_config.TABLE[128, 128].one_pass, None, "fp16", "upper", packed=True),
 }
 APART = 256, 1 << 20, 1 << 38  # strides, about
 BITS = {

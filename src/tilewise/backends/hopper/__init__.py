@@ -60,14 +60,14 @@ class Hopper(Backend):
         return backward_call.backward(self._backward_plans.of(p), t, out, do, dlse)
 
     def _plan(self, p: Problem):
-        from tilewise.backends.hopper.host.forward_call import Plan
+        from tilewise.backends.hopper.host.forward_call import ForwardPlan
 
-        return Plan(p, self.config(p))
+        return ForwardPlan(p, self.config(p))
 
     def _backward_plan(self, p: Problem):
-        from tilewise.backends.hopper.host.backward_call import Plan
+        from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
-        return Plan(p, self.backward_config(p))
+        return BackwardPlan(p, self.backward_config(p))
 
 
 def _device_reasons(p: Problem) -> list[str]:

@@ -26,8 +26,8 @@ def fake_arguments(config: Backward) -> tuple:
 
     given = *(fake.tiled(config.dtype, shape) for shape in (q, k, v, o, o)), statistic(seqlen_q), statistic(seqlen_q)
     made = *(fake.tiled(config.dtype, shape) for shape in (q, k, v)), statistic(lines, 4, 16), statistic(lines, 4, 16)
-    if config.keys.summed:
-        shape = batch, heads_q, cute.sym_int(), KEY_GROUPS, config.keys.part
+    if config.keys.sums_dq:
+        shape = batch, heads_q, cute.sym_int(), KEY_GROUPS, config.keys.part_elements
         made = *made, fake.rows(cutlass.Float32, shape, 4, 16)
     if config.keys.ordered:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))

@@ -1,11 +1,21 @@
-"""dQ, dK, dV on Hopper (sm_90a): one launch of a kernel for every pass; docs/algorithm.md, section 6.
+"""The launch of a whole backward on Hopper (sm_90a): one function that the host traces and calls; docs/algorithm.md, section 6.
 
-rows      lse2 and delta of every query     (13)  :mod:`tilewise.backends.hopper.backward.rows`
-keys      dK and dV over key tiles          (16)  :mod:`tilewise.backends.hopper.backward.keys`
-          or dQ's sums too, two CTAs a tile       :mod:`tilewise.backends.hopper.backward.cluster`
-queries   dQ over query tiles               (15)  :mod:`tilewise.backends.hopper.backward.queries`
+========== =========================================== ====== ============================================================
+kernel     makes                                       eq.    file
+========== =========================================== ====== ============================================================
+rows       lse2 and delta of every query               (13)   :mod:`tilewise.backends.hopper.backward.preprocess`
+keys       dK and dV over key tiles                    (16)   :mod:`tilewise.backends.hopper.backward.keys`
+           and dQ's sums; or the same by clusters             :mod:`tilewise.backends.hopper.backward.cluster`
+queries    dQ over query tiles                         (15)   :mod:`tilewise.backends.hopper.backward.queries`
+sum        dQ out of its sums                                 :mod:`tilewise.backends.hopper.backward.postprocess`
+========== =========================================== ====== ============================================================
 
-Some tiles of the pass over queries make the rows' statistics themselves: then it is the first, the one over keys the second, and all.
+The order of launches is decided in :func:`launch`::
+
+    two passes                                  rows, keys, queries
+    two passes, where queries make statistics   queries, keys
+    one pass                                    rows, keys (or a cluster's), sum
+
 Each kernel lets the next one's launch begin (docs/decisions.md#hopper-overlapped-launch).
 """
 
@@ -15,69 +25,75 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward import cluster as backward_cluster
-from tilewise.backends.hopper.backward import dq_sum as backward_sum
-from tilewise.backends.hopper.backward import keys as backward_keys
-from tilewise.backends.hopper.backward import queries as backward_queries
-from tilewise.backends.hopper.backward import rows as backward_rows
+from tilewise.backends.hopper.backward import cluster, keys, postprocess, preprocess, queries
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tile import Starts, Work
+from tilewise.backends.hopper.backward.keys_storage import RowBuffers
+from tilewise.backends.hopper.backward.params import BackwardParams, PackedParams
 from tilewise.backends.hopper.config import PLAIN
-from tilewise.backends.hopper.kit.params import OptionalParams as Extra
+from tilewise.backends.hopper.kit.params import OptionalParams
 
 
-def extras_of(tensors: list, numbers: list, x: Backward) -> tuple[Extra, Extra]:
-    """Of the pass over keys and of that over queries: what is each one's own, and what both have, of the tensors that follow and
-    of the numbers that do."""
-    if x.packed:
-        return Extra(), Extra()
-    tensors, both, leaves = iter(tensors), {}, len(x.traced.tensors)
-    each = [{name: next(tensors) for name in names} for names in x.extra]
-    if x.dropout:
+def optional_params(tensors: list, numbers: list, config: Backward) -> tuple[OptionalParams, OptionalParams]:
+    """What only some kernels have: of the pass over keys, and of the pass over queries.
+
+    Args:
+        tensors: the tensors of the pass over keys, those of the pass over queries, the seed of dropout, and the leaves of expressions;
+            each only where there are any (:attr:`Backward.extra`).
+        numbers: dropout's threshold and factor, then the numbers of expressions.
+    """
+    if config.packed:
+        return OptionalParams(), OptionalParams()
+    tensors, both, leaves = iter(tensors), {}, len(config.traced.tensors)
+    each = [{name: next(tensors) for name in names} for names in config.extra]
+    if config.dropout:
         both = {"seed": next(tensors), "threshold": numbers[0], "keep": numbers[1]}
-    if x.traced != PLAIN:
-        both |= {"leaves": tuple(next(tensors) for _ in range(leaves)), "numbers": tuple(numbers[2 * x.dropout :])}
-    return tuple(Extra(**own, **both) for own in each)
+    if config.traced != PLAIN:
+        both |= {"leaves": tuple(next(tensors) for _ in range(leaves)), "numbers": tuple(numbers[2 * config.dropout :])}
+    return tuple(OptionalParams(**own, **both) for own in each)
 
 
 @cute.jit
-def launch(
-    given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, x: cutlass.Constexpr
-):  # fmt: skip
-    """Of q, k, v, o, do (batch, seqlen, heads, D), lse, dlse (batch, heads_q, seqlen_q), makes dq, dk, dv, and lse2, delta
-    (batch, heads_q, at least seqlen_q and a whole number of blocks); where dQ is summed, in sums (batch, heads_q,
-    block, 2, part), and if that is in order, turns (batch, heads_q, block x 2). Packed sequences are one batch element; where
-    they begin, cu_q and cu_k (sequence + 1,), is given too, and zeros that count the tiles of each pass, (1,); of other sequences
-    the tensors that :func:`extras_of` takes.
+def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, config: cutlass.Constexpr):
+    """Launches every kernel of a backward.
 
-    ``numbers``: lo and hi of the band; of the pass over keys, then of that over queries, heads of a section and CTAs; scale,
-    scale2, cap2; of packed sequences, which no other keys of each count; of others what :func:`extras_of` takes.
+    Args:
+        given: q, k, v, o, do (batch, seqlen, heads, head_dim); lse, dlse (batch, heads_q, seqlen_q). Packed sequences are one batch
+            element and have cu_q, cu_k (sequence + 1,) and two zeros (1,) that count the tiles of each pass. Others have the tensors of
+            :func:`optional_params`.
+        made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
+            its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2).
+        numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
+            cap2. Packed sequences have the first and the end of the keys that each may see, others the numbers of
+            :func:`optional_params`.
     """
     q, k, v, o, do, lse, dlse, *more = given
-    dq, dk, dv, *lines = made
-    lines = backward_keys.Lines(*lines)
+    dq, dk, dv, *buffers = made
+    buffers = RowBuffers(*buffers)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
-    group, queue_q = q.shape[2] // k.shape[2], more.pop() if x.packed else None
-    starts = Starts(*more, *ends) if x.packed else None
-    extra_k, extra_q = extras_of(more, ends, x)
-    work = Work(
+    group, queue_q = q.shape[2] // k.shape[2], more.pop() if config.packed else None
+    starts = PackedParams(*more, *ends) if config.packed else None
+    extra_k, extra_q = optional_params(more, ends, config)
+    params_k = BackwardParams(
         q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts, extra_k
-    )  # fmt: skip
-    cu = starts.cu_q if x.packed else None
-    rows = backward_rows.Tensors(o, do, lse, dlse, lines.lse2, lines.delta, cu, lines.sums, lines.turns)
-    keys = backward_keys.Tensors(q, k, v, do, dk, dv, lines)
-    starts = starts._replace(queue=queue_q) if x.packed else None
-    queries = backward_queries.Tensors(q, k, v, do, dq)
-    own = work._replace(section=section_q, starts=starts, extra=extra_q)
-    if cutlass.const_expr(x.queries_first):
-        backward_queries.launch(queries, rows, own, ctas_q, stream, x)
-        backward_keys.launch(keys, work, ctas_k, stream, x)
+    )
+    cu = starts.cu_q if config.packed else None
+    rows = preprocess.StatisticsTensors(
+        o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores
+    )
+    keys_tensors = keys.KeysTensors(q, k, v, do, dk, dv, buffers)
+    starts = starts._replace(queue=queue_q) if config.packed else None
+    queries_tensors = queries.QueriesTensors(q, k, v, do, dq)
+    params_q = params_k._replace(section=section_q, packed=starts, extra=extra_q)
+    if cutlass.const_expr(config.queries_first):
+        queries.launch(queries_tensors, rows, params_q, ctas_q, stream, config)
+        keys.launch(keys_tensors, params_k, ctas_k, stream, config)
     else:
-        backward_rows.launch(rows, stream, x)
-        over_keys = backward_cluster if x.keys.paired else backward_keys
-        over_keys.launch(keys, work, ctas_k, stream, x)
-        if cutlass.const_expr(x.queries is None):
-            backward_sum.launch(backward_sum.Sums(lines.sums, cu, work.seqlen_q, lines.turns), dq, scale, stream, x)
+        preprocess.launch(rows, stream, config)
+        over_keys = cluster if config.keys.clustered else keys
+        over_keys.launch(keys_tensors, params_k, ctas_k, stream, config)
+        if cutlass.const_expr(config.queries is None):
+            sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores)
+            postprocess.launch(sums, dq, scale, stream, config)
         else:
             made = rows._replace(o=None, do=None, lse=None, dlse=None, cu=None)
-            backward_queries.launch(queries, made, own, ctas_q, stream, x)
+            queries.launch(queries_tensors, made, params_q, ctas_q, stream, config)

@@ -1,4 +1,4 @@
-"""The native launcher: found, loaded, checked, and its structs as ctypes sees them (native/launcher.h)."""
+"""The native launcher (native/launcher.h): how it is found, loaded and checked, its structs as ctypes sees them, and its calls."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ import torch
 
 from tilewise import settings
 from tilewise.backends.base import why_not_built
-from tilewise.backends.hopper.host.recipe import Made, Recipe, TensorArgument, flat
+from tilewise.backends.hopper.host.recipe import PreparedLaunch, Recipe, TensorArgument, flat
 
 VERSION = 1
 _FILE = Path(__file__).parents[1] / "libtilewise_launcher.so"
 
 
-class Patch(Structure):
+class PatchStruct(Structure):
+    """The launcher's TwPatch."""
+
     _fields_ = [(name, c_uint32) for name in ("offset", "tensor", "align")]
 
 
-class Launch(Structure):
+class LaunchStruct(Structure):
+    """The launcher's TwLaunch."""
+
     _fields_ = [
         ("image", c_void_p),
         ("parameters", c_char_p),
         ("offsets", POINTER(c_uint32)),
-        ("patch", POINTER(Patch)),
+        ("patch", POINTER(PatchStruct)),
         ("attribute", POINTER(c_char)),
         ("kernel", c_uint32),
         ("grid", c_uint32 * 3),
@@ -49,7 +53,7 @@ def load() -> ctypes.CDLL | str:
     except OSError as error:
         return f"its launcher does not load: {error}"
     library.tw_launch_size.restype = c_int64
-    if library.tw_launcher_version() != VERSION or library.tw_launch_size() != ctypes.sizeof(Launch):
+    if library.tw_launcher_version() != VERSION or library.tw_launch_size() != ctypes.sizeof(LaunchStruct):
         return f"{path.name} was built from other sources; install tilewise again"
     library.tw_launcher_error.restype = c_char_p
     library.tw_image.restype = c_void_p
@@ -60,30 +64,31 @@ def load() -> ctypes.CDLL | str:
 
 
 def failed(library: ctypes.CDLL) -> RuntimeError:
+    """The error that says why this thread's last call of the launcher failed."""
     return RuntimeError(f"the hopper backend failed: {library.tw_launcher_error().decode()}")
 
 
-# The stream that torch would use on a device, by number: what torch itself generates code with, and 10 times as fast as
-# torch.cuda.current_stream. Builds of torch without CUDA have none.
+# The number of the stream that torch uses on a device. The code that torch generates calls this function too; it is 10 times as
+# fast as torch.cuda.current_stream. Builds of torch without CUDA have none.
 stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 class Kernels:
-    """A cubin, and the recipe of the function that launches its kernels; called with that function's arguments.
+    """A cubin and the recipe of the function that launches its kernels; called with that function's arguments.
 
-    What depends on sizes, strides and numbers is made once for each of them (:func:`bound`).
+    A launch is prepared once for each set of sizes, strides and numbers (:func:`bound`).
     """
 
-    LIMIT = 4096
+    LIMIT = 4096  # launches that are kept at most
 
     def __init__(self, cubin: bytes, recipe: Recipe):
         self.recipe = recipe
-        self.tensors = [n for n, x in enumerate(recipe.arguments) if isinstance(x, TensorArgument)]
-        self.names = sorted({x.kernel for x in recipe.launches})
+        self.tensors = [n for n, kind in enumerate(recipe.arguments) if isinstance(kind, TensorArgument)]
+        self.names = sorted({launch.kernel for launch in recipe.launches})
         self.library = load()
         if isinstance(self.library, str):
             raise RuntimeError(self.library)
-        shared = [max(x.shared for x in recipe.launches if x.kernel == name) for name in self.names]
+        shared = [max(launch.shared for launch in recipe.launches if launch.kernel == name) for name in self.names]
         names, count = [name.encode() for name in self.names], len(self.names)
         self.image = self.library.tw_image(
             cubin, len(cubin), (c_char_p * count)(*names), (c_int32 * count)(*shared), count
@@ -92,7 +97,8 @@ class Kernels:
 
     def __call__(self, *arguments: Any) -> None:
         given = flat(arguments)
-        key = tuple([(x.shape, x.stride(), x.dtype, x.device) if hasattr(x, "stride") else x for x in given])
+        facts = [(x.shape, x.stride(), x.dtype, x.device) if hasattr(x, "stride") else x for x in given]
+        key = tuple(facts)
         found = self._bound.get(key)
         if found is None:
             if len(self._bound) >= self.LIMIT:
@@ -103,39 +109,39 @@ class Kernels:
     def bound(self, *arguments: Any) -> Bound:
         """A launch for the sizes, strides and numbers of these arguments, on the device that they are on, loaded there."""
         given = flat(arguments)
-        made = self.recipe.made(given)
+        prepared = self.recipe.prepared(given)
         device = given[self.tensors[0]].device.index or 0
         if self.library.tw_load(self.image, device):
             raise failed(self.library)
-        return Bound(self, made, device)
+        return Bound(self, prepared, device)
 
 
 class Bound:
-    """A launch of which all is known but addresses and the stream. Called with the tensors, in the arguments' order."""
+    """A launch that is prepared but for addresses and the stream. Called with the tensors, in the arguments' order."""
 
-    def __init__(self, kernels: Kernels, made: Sequence[Made], device: int):
-        self._library, self._device, self._count = kernels.library, device, len(made)
+    def __init__(self, kernels: Kernels, prepared: Sequence[PreparedLaunch], device: int):
+        self._library, self._device, self._count = kernels.library, device, len(prepared)
         self._addresses = struct.Struct(f"{len(kernels.tensors)}Q")
-        self._launches = (Launch * len(made))(*(_launch(kernels, x) for x in made))
+        self._launches = (LaunchStruct * len(prepared))(*(_struct(kernels, launch) for launch in prepared))
         self._at = ctypes.addressof(self._launches)
         self._call = kernels.library.tw_launch
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        self.at(*[x.data_ptr() for x in tensors])
+        self.at(*[tensor.data_ptr() for tensor in tensors])
 
     def at(self, *addresses: int) -> None:
-        """With where the tensors lie."""
+        """Launches with the tensors that lie at these addresses, in the arguments' order."""
         packed = self._addresses.pack(*addresses)
         if self._call(self._at, self._count, packed, self._device, stream_of(self._device)):
             raise failed(self._library)
 
 
 class PerStrides:
-    """A function's launches for one problem, which fixes its numbers and the sizes of the first ``fixed`` tensors; where
-    tensors lie, the strides of copies and the lengths of lists may be others at every call.
+    """A function's launches for one problem. The problem fixes its numbers and the sizes of the first ``fixed`` tensors; addresses,
+    the strides of copies and the lengths of lists may change from call to call.
 
-    Called with the tensors, in the arguments' order, and what gives all arguments, which is asked only when it must be; returns
-    the launch that it found.
+    Called with the tensors, in the arguments' order, and a function that gives all arguments and is called only for a new launch;
+    returns the launch that it called.
     """
 
     def __init__(self, function: Callable[[], Kernels], fixed: int):
@@ -151,23 +157,24 @@ class PerStrides:
         return bound
 
 
-def _launch(kernels: Kernels, made: Made) -> Launch:
-    number = {n: at for at, n in enumerate(kernels.tensors)}
-    align = [kernels.recipe.arguments[n].align for n in kernels.tensors]
-    patches = [Patch(x.offset, number[x.tensor], align[number[x.tensor]]) for x in made.patches]
-    attributes = b"".join(struct.pack("<I4x64s", *x) for x in made.attributes)
-    return Launch(
+def _struct(kernels: Kernels, launch: PreparedLaunch) -> LaunchStruct:
+    """A launch as the launcher takes it; its patches name tensors by their number among the tensors of a call."""
+    number = {argument: n for n, argument in enumerate(kernels.tensors)}
+    align = {argument: kernels.recipe.arguments[argument].align for argument in kernels.tensors}
+    patches = [PatchStruct(offset, number[argument], align[argument]) for offset, argument in launch.patches]
+    attributes = b"".join(struct.pack("<I4x64s", *attribute) for attribute in launch.attributes)
+    return LaunchStruct(
         kernels.image,
-        made.parameters,
-        (c_uint32 * len(made.offsets))(*made.offsets),
-        (Patch * len(patches))(*patches),
+        launch.parameters,
+        (c_uint32 * len(launch.offsets))(*launch.offsets),
+        (PatchStruct * len(patches))(*patches),
         (c_char * len(attributes))(*attributes),
-        kernels.names.index(made.kernel),
-        made.grid,
-        made.block,
-        made.shared,
-        len(made.parameters),
-        len(made.offsets),
+        kernels.names.index(launch.kernel),
+        launch.grid,
+        launch.block,
+        launch.shared,
+        len(launch.parameters),
+        len(launch.offsets),
         len(patches),
-        len(made.attributes),
+        len(launch.attributes),
     )

@@ -1,192 +1,164 @@
-"""From a problem and its tensors to one launch. What depends on the problem alone is decided once and kept."""
+"""From a problem and its tensors to the launch of a forward.
+
+A :class:`ForwardPlan` holds the decisions that depend on the problem alone; :func:`forward` makes a call's tensors and launches.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Inputs, Output, PerTensors, empty_output, without_memory
-from tilewise.backends.hopper.config import MULTIPLE, PLAIN, Band, Expressions, cap_of, keys_of
+from tilewise.backends.base import Inputs, Output, empty_output, without_memory
+from tilewise.backends.hopper.config import PLAIN, Band, cap_of, keys_of
 from tilewise.backends.hopper.forward.config import Config, Grid, spread
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
+from tilewise.backends.hopper.host.plan import ALIGNED, FAR, LOG2_E, Plan, addressed, leaf
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
-from tilewise.problem import Problem, TensorFacts
-
-LOG2_E = math.log2(math.e)
-FAR = 1 << 30  # an end that no key reaches
-ALIGNED = 16  # bytes, of an address
-APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
 
 
 @dataclass(eq=False)
-class Plan:
-    """One problem's decisions. ``made``: of a mask's tensors. ``bound``: once known, the launch that needs nothing but addresses;
-    ``outputs``: tensors like the output's for it, and ``states``, like those of chunks of keys."""
+class ForwardPlan(Plan):
+    """The decisions for one problem's forward.
 
-    p: Problem
+    Attributes:
+        bound: the launch that needs nothing but addresses, once there was one (:attr:`direct`).
+        outputs, states: tensors without memory, like the output and like the states of chunks of keys of that launch.
+    """
+
     config: Config
-    made: PerTensors = field(default_factory=PerTensors)
     bound: Bound | None = None
     outputs: Output | None = None
     states: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def band(self) -> Band:
-        return keys_of(self.p)[1]
-
-    @cached_property
-    def addressable(self) -> tuple[bool, bool, bool]:
-        """Of q, k, v: whether the copy engine can address such strides."""
-        return tuple(addressable(x) for x in (self.p.q, self.p.k, self.p.v))
+        return keys_of(self.problem)[1]
 
     @cached_property
     def cut(self) -> bool:
-        """Whether some keys at either end are seen by no query: they stay outside. Packed, the kernel sees to that."""
-        return not self.p.packed and (self.band.start, self.band.stop) != (0, self.p.seqlen_k)
+        """Whether some keys at either end are seen by no query and are cut off. Packed, the kernel sees to that."""
+        return not self.problem.packed and (self.band.start, self.band.stop) != (0, self.problem.seqlen_k)
 
     @cached_property
     def direct(self) -> bool:
         """Whether the kernel takes the caller's tensors as they are, and no others but what it writes."""
         more = len(self.config.extra) > 2 * self.config.split or self.config.traced != PLAIN
-        more = more or self.p.spec.sink_slot is not None
+        more = more or self.problem.spec.sink_slot is not None
         return all(self.addressable) and not (self.cut or more)
 
     @cached_property
     def grid(self) -> Grid:
-        return spread(self.p, self.config, self.band.stop - self.band.start, devices.of(self.p.device).cores)
+        cores = devices.of(self.problem.device).cores
+        return spread(self.problem, self.config, self.band.stop - self.band.start, cores)
 
     @cached_property
     def numbers(self) -> tuple[int, int, int, int, int, float, float]:
-        """As :func:`tilewise.backends.hopper.forward.kernel.launch` takes them; the band's ends count from the first key that it gets."""
-        p, band, cap = self.p, self.band, cap_of(self.p)
+        """The numbers of :func:`tilewise.backends.hopper.forward.kernel.launch`; the band's ends count from the first key that it gets."""
+        problem, band, cap = self.problem, self.band, cap_of(self.problem)
         start = band.start if self.cut else 0
         lo, hi = (far if end is None else end - start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         grid = self.grid
         if self.config.traced.score:
-            scale2, cap2 = LOG2_E, p.softmax_scale
+            scale2, cap2 = LOG2_E, problem.softmax_scale
         else:
-            scale2 = LOG2_E * (p.softmax_scale if cap is None else cap)
-            cap2 = 0.0 if cap is None else 2 * LOG2_E * p.softmax_scale / cap
-        return lo, hi, grid.section, grid.ctas, int(p.spec.sink_slot is not None), scale2, cap2
+            scale2 = LOG2_E * (problem.softmax_scale if cap is None else cap)
+            cap2 = 0.0 if cap is None else 2 * LOG2_E * problem.softmax_scale / cap
+        return lo, hi, grid.section, grid.ctas, int(problem.spec.sink_slot is not None), scale2, cap2
 
-    def extra(self, t: Inputs) -> tuple[Tensor | int | float, ...]:
-        """What ``config.extra`` names, and what expressions read: as :func:`tilewise.backends.hopper.forward.kernel.extra_of` takes it."""
+    def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
+        """The tensors and numbers that only some kernels have: those that ``config.extra`` names, then those that expressions read."""
         if not self.config.extra and self.config.traced == PLAIN:
             return ()
         found = {}
         if self.config.split:
-            states = self.grid.chunks, self.p.batch, self.p.heads_q, self.p.seqlen_q
-            new = lambda *columns: t.q.new_empty((*states, *columns), dtype=torch.float32)  # noqa: E731
-            found |= {"part_o": new(self.config.tiles.width_v), "part_lse": new()}
-        made = lambda key, make, *args: self.made.of(key, self.mask_leaves(t), lambda: make(self.p, t, *args))  # noqa: E731
+            states = self.grid.chunks, self.problem.batch, self.problem.heads_q, self.problem.seqlen_q
+            part_o = inputs.q.new_empty((*states, self.config.tiles.width_v), dtype=torch.float32)
+            found |= {"part_o": part_o, "part_lse": inputs.q.new_empty(states, dtype=torch.float32)}
         if self.config.by_rows:
-            found |= dict(zip(("lo", "hi"), made("ends", masks.row_ends), strict=True))
+            found |= dict(zip(("lo", "hi"), self.of_mask(inputs, masks.row_ends), strict=True))
         if self.config.form == "lists":
-            found |= dict(zip(("blocks", "counts"), made("lists", masks.visits, self.config.tiles), strict=True))
+            lists = self.of_mask(inputs, masks.visits, self.config.tiles)
+            found |= dict(zip(("blocks", "counts"), lists, strict=True))
         if self.config.packed:
-            found |= {"cu_q": t.cu_seqlens_q.int().contiguous(), "cu_k": t.cu_seqlens_k.int().contiguous()}
-            queue = torch.zeros(1, dtype=torch.int32, device=t.q.device)
+            found |= {"cu_q": inputs.cu_seqlens_q.int().contiguous(), "cu_k": inputs.cu_seqlens_k.int().contiguous()}
+            queue = torch.zeros(1, dtype=torch.int32, device=inputs.q.device)
             found |= {"first": self.band.start, "last": self.band.stop, "queue": queue}
         if self.config.dropout:
-            p_drop = self.p.spec.dropout_p
-            found |= {"seed": t.seed, "threshold": threshold(p_drop), "keep": keep_scale(p_drop)}
+            p_drop = self.problem.spec.dropout_p
+            found |= {"seed": inputs.seed, "threshold": threshold(p_drop), "keep": keep_scale(p_drop)}
         traced = self.expressions
         return (
             *(found[name] for name in self.config.extra),
-            *(leaf(t.leaves[n]) for n in traced.slots),
+            *(leaf(inputs.leaves[n]) for n in traced.slots),
             *traced.numbers,
         )
 
-    @cached_property
-    def expressions(self) -> Expressions:
-        return Expressions.of(self.p)
-
-    def values(self, t: Inputs) -> Tensor:
+    def values(self, inputs: Inputs) -> Tensor:
         """v, or a copy with zeros for the keys that no query sees, where kernels are not kept from these otherwise.
 
         They may be NaN, and in P V even a P of zero would let them through.
         """
         if not self.config.by_rows:
-            return t.v
-        seen = self.made.of("seen", self.mask_leaves(t), lambda: masks.seen(self.p, t))
-        return t.v if seen is None else torch.where(seen, t.v, 0)
-
-    def mask_leaves(self, t: Inputs) -> list[Tensor]:
-        return [t.leaves[n] for n in self.p.spec.mask_slots]
+            return inputs.v
+        seen = self.of_mask(inputs, masks.seen)
+        return inputs.v if seen is None else torch.where(seen, inputs.v, 0)
 
     @cached_property
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=6)
 
-    def forward(self, t: Inputs) -> Output:
+    def forward(self, inputs: Inputs) -> Output:
+        """The output, by the launch that is kept if there is one and the tensors lie where it can read them."""
         if self.bound is not None:
-            q, k, v = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr()
+            q, k, v = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr()
             if not (q | k | v) % ALIGNED:
                 o, lse = torch.empty_like(self.outputs.o), torch.empty_like(self.outputs.lse)
                 states = [torch.empty_like(x) for x in self.states]
                 at = lse.data_ptr()
                 self.bound.at(q, k, v, o.data_ptr(), at, at, *[x.data_ptr() for x in states])
                 return Output(o, lse)
-        return forward(self, t)
+        return forward(self, inputs)
 
     def keep(self, bound: Bound, out: Output, states: list[Tensor]) -> None:
-        """For later calls: the launch, and the sizes of what it writes."""
-        like = lambda x: without_memory(torch.empty_like(x))  # noqa: E731
+        """Keeps a launch for later calls, and the sizes of the tensors that it writes."""
+
+        def like(tensor: Tensor) -> Tensor:
+            return without_memory(torch.empty_like(tensor))
+
         self.outputs, self.states = Output(like(out.o), like(out.lse)), [like(x) for x in states]
         self.bound = bound
 
 
-def leaf(t: Tensor) -> Tensor:
-    """A tensor that an expression reads, as kernels take it: truth values as bytes, and one dimension at least."""
-    t = t.detach()
-    t = t.view(torch.uint8) if t.dtype == torch.bool else t
-    return t if t.ndim else t.view(1)
-
-
-def addressable(t: TensorFacts) -> bool:
-    """Whether the copy engine can address a tensor."""
-    return strides_addressable(t.shape, t.stride)
-
-
-def strides_addressable(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Rows of unit stride that lie at multiples of 16 bytes from each other, and no two in one place."""
-    outer = [n for size, n in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
-    return (stride[-1] == 1 or shape[-1] == 1) and all(0 < n < APART and n % MULTIPLE == 0 for n in outer)
-
-
-def addressed(x: Tensor, good: bool) -> Tensor:
-    """``x``, or a copy that the copy engine can address; ``good``: its strides are."""
-    return x if good and x.data_ptr() % ALIGNED == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def forward(plan: Plan, t: Inputs) -> Output:
-    p = plan.p
-    out = empty_output(p, t.q, t.v)
+def forward(plan: ForwardPlan, inputs: Inputs) -> Output:
+    """Makes what a launch reads and writes, launches, and keeps the launch where later calls need no more than addresses."""
+    problem = plan.problem
+    out = empty_output(problem, inputs.q, inputs.v)
     if not out.o.numel():
         return out
     band = plan.band
     # Without sinks any memory will do: it is not read.
-    sink = out.lse.as_strided((p.heads_q,), (1,)) if t.sink is None else t.sink.detach().float().contiguous()
-    if band.start == band.stop and not p.packed:  # nobody sees a key
+    given = inputs.sink
+    sink = out.lse.as_strided((problem.heads_q,), (1,)) if given is None else given.detach().float().contiguous()
+    if band.start == band.stop and not problem.packed:  # nobody sees a key
         out.o.zero_()
-        out.lse.fill_(-math.inf) if t.sink is None else out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
+        out.lse.fill_(-math.inf) if given is None else out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
         return out
-    q, k, v = (addressed(x, good) for x, good in zip((t.q, t.k, plan.values(t)), plan.addressable, strict=True))
+    qkv = inputs.q, inputs.k, plan.values(inputs)
+    q, k, v = (addressed(x, good) for x, good in zip(qkv, plan.addressable, strict=True))
     if plan.cut:
         k, v = (x[:, band.start : band.stop] for x in (k, v))
     o, lse = out.o, out.lse
-    if p.packed:
+    if problem.packed:
         q, k, v, o, lse = (x.unsqueeze(0) for x in (q, k, v, o, lse))
-    tensors, extra = (q, k, v, o, lse, sink), plan.extra(t)
+    tensors, extra = (q, k, v, o, lse, sink), plan.extra(inputs)
     named = [x for x in extra if isinstance(x, Tensor)]
     bound = plan.launch((*tensors, *named), lambda: (*tensors, (*plan.numbers, *extra)))
-    if plan.direct and q is t.q and k is t.k and v is t.v:
+    if plan.direct and q is inputs.q and k is inputs.k and v is inputs.v:
         plan.keep(bound, out, named)
     return out

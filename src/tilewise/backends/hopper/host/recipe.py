@@ -1,8 +1,8 @@
-"""What a launch hands to the driver, as data: sums and shifts of sizes, strides and numbers, and where addresses go.
+"""A recipe says how a launch's parameters are made from a call's tensors and numbers: sums and shifts, and where addresses go.
 
 The compiler turns the host side of a kernel (tensor maps, lengths, the grid) into straight code.
-:mod:`tilewise.backends.hopper.host.hostcode` writes that code down as a :class:`Recipe`, which lies beside the cubin. For one set
-of sizes it is worked out once (:func:`Recipe.made`); what then changes from call to call is addresses alone.
+:mod:`tilewise.backends.hopper.host.hostcode` writes that code down as a :class:`Recipe`, which lies beside the cubin. The recipe
+is worked out once for one set of sizes (:func:`Recipe.prepared`); from then on, only addresses change from call to call.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _BITS = {"i32": 32, "i64": 64, "f32": 32}
 
 
 def signed(n: int, bits: int) -> int:
+    """The signed number that a word of ``bits`` stands for."""
     return n - (1 << bits) if n >> (bits - 1) else n
 
 
 def _quotient(a: int, b: int) -> int:
-    """Rounded towards zero."""
+    """The quotient of two numbers, rounded towards zero."""
     return abs(a) // abs(b) * (-1 if (a < 0) != (b < 0) else 1)
 
 
-# Of operands and their width, where the sign or the width matters.
+# Each operation takes the width of its last operand in bits, and its operands.
 OPERATIONS: dict[str, Callable[..., int]] = {
     "add": lambda w, a, b: a + b,
     "sub": lambda w, a, b: a - b,
@@ -69,7 +70,8 @@ def apply(operation: str, bits: int, width: int, *operands: int) -> int:
 
 
 class Row(NamedTuple):
-    """``width``: of the last operand, which is that of all but a select's condition."""
+    """One operation of a recipe, whose value has ``bits``; ``width``: the bits of its last operand, which all others share but a
+    select's condition."""
 
     operation: str
     bits: int
@@ -78,7 +80,7 @@ class Row(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A size or a stride that a launch brings: those of one symbol are equal, and multiples of ``divisor``."""
+    """A size or a stride that a call brings: all of one symbol are equal, and multiples of ``divisor``."""
 
     symbol: int
     divisor: int
@@ -86,21 +88,22 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """``dtype``: torch's name. ``align``: of its address, in bytes. Sizes and strides are numbers or :class:`Extent`."""
+    """A tensor that the kernel was compiled for: torch's name of its dtype, its sizes and strides, each a number or an
+    :class:`Extent`, and the alignment of its address in bytes."""
 
     dtype: str
     shape: tuple[int | Extent, ...]
     stride: tuple[int | Extent, ...]
     align: int
 
-    def faults(self, x: Any, seen: dict[int, int]) -> list[str]:
+    def faults(self, tensor: Any, seen: dict[int, int]) -> list[str]:
         """What keeps a tensor from being this argument; ``seen``: the symbols of the arguments before."""
-        if str(x.dtype) != f"torch.{self.dtype}" or len(x.shape) != len(self.shape):
-            return [f"{x.dtype} of {len(x.shape)} dimensions, not torch.{self.dtype} of {len(self.shape)}"]
+        if str(tensor.dtype) != f"torch.{self.dtype}" or len(tensor.shape) != len(self.shape):
+            return [f"{tensor.dtype} of {len(tensor.shape)} dimensions, not torch.{self.dtype} of {len(self.shape)}"]
         found = []
-        for kind, wanted, given in (("size", self.shape, x.shape), ("stride", self.stride, x.stride())):
+        for kind, wanted, given in (("size", self.shape, tensor.shape), ("stride", self.stride, tensor.stride())):
             for dim, (want, got) in enumerate(zip(wanted, given, strict=True)):
-                if kind == "stride" and x.shape[dim] == 1:
+                if kind == "stride" and tensor.shape[dim] == 1:
                     continue  # such a stride leads nowhere
                 if isinstance(want, int):
                     found += [] if got == want else [f"{kind} {got} of dimension {dim} is not {want}"]
@@ -116,7 +119,7 @@ Argument = TensorArgument | str  # or the kind of a number: i32, i64, f32
 
 
 class Field(NamedTuple):
-    """``bytes`` at ``offset``: the value of a row."""
+    """A part of a launch's parameters: the value of a row, in ``bytes`` at ``offset``."""
 
     offset: int
     bytes: int
@@ -124,7 +127,7 @@ class Field(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Eight bytes at ``offset``: the address of a tensor."""
+    """The address of a tensor, in eight bytes at ``offset`` of a launch's parameters."""
 
     offset: int
     tensor: int
@@ -135,9 +138,10 @@ class Launch:
     """One kernel of a recipe.
 
     Attributes:
-        grid, block: rows of their values. shared: bytes.
-        sizes: bytes of each parameter; they lie one after the other, each at a multiple of 8.
-        attributes: of the launch: the driver's number, and the fields of its value of 64 bytes.
+        grid, block: the rows that hold their three values.
+        shared: bytes of shared memory.
+        sizes: bytes of each parameter; parameters lie one after the other, each at a multiple of 8.
+        attributes: the driver's number of each attribute of the launch, and the fields of its value of 64 bytes.
     """
 
     kernel: str
@@ -158,8 +162,8 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-class Made(NamedTuple):
-    """One launch for one set of sizes: all but addresses, the device and the stream."""
+class PreparedLaunch(NamedTuple):
+    """One launch for one set of sizes: everything but addresses, the device and the stream."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -173,7 +177,7 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """``arguments`` of the host function, flat and in order, and the launches that it makes of them, in order."""
+    """The arguments of a host function, flat and in order, and the launches that it makes of them, in order."""
 
     arguments: tuple[Argument, ...]
     rows: tuple[Row, ...]
@@ -181,13 +185,16 @@ class Recipe:
 
     @property
     def tied(self) -> list[int]:
-        """Arguments of which two strides are one symbol: only tensors of equal strides would do."""
-        of = lambda x: [e.symbol for e in x.stride if isinstance(e, Extent)]  # noqa: E731
-        symbols = {n: of(x) for n, x in enumerate(self.arguments) if isinstance(x, TensorArgument)}
-        return [n for n, found in symbols.items() if len(set(found)) < len(found)]
+        """The arguments that have two strides of one symbol: only tensors of equal strides would do."""
+        found = []
+        for n, argument in enumerate(self.arguments):
+            strides = argument.stride if isinstance(argument, TensorArgument) else ()
+            symbols = [stride.symbol for stride in strides if isinstance(stride, Extent)]
+            found += [n] if len(set(symbols)) < len(symbols) else []
+        return found
 
     def values(self, given: Sequence[Any]) -> list[int]:
-        """Of all rows, for flat arguments; addresses are 0."""
+        """The values of all rows for flat arguments; addresses are 0."""
         found: list[int] = []
         for operation, bits, operands, width in self.rows:
             if operation in LEAVES:
@@ -214,50 +221,51 @@ class Recipe:
         if len(given) != len(self.arguments):
             raise ValueError(f"the kernel takes {len(self.arguments)} arguments, not {len(given)}")
         found, seen, devices = [], {}, set()
-        for n, (argument, x) in enumerate(zip(self.arguments, given, strict=True)):
+        for n, (argument, tensor) in enumerate(zip(self.arguments, given, strict=True)):
             if isinstance(argument, str):
                 continue
-            devices.add(x.device)
-            found += [f"argument {n}: {fault}" for fault in argument.faults(x, seen)]
+            devices.add(tensor.device)
+            found += [f"argument {n}: {fault}" for fault in argument.faults(tensor, seen)]
         found += [f"tensors on {', '.join(sorted(map(str, devices)))}"] if len(devices) > 1 else []
         if found:
             raise ValueError("not what the kernel was compiled for: " + "; ".join(found))
 
-    def made(self, given: Sequence[Any]) -> list[Made]:
+    def prepared(self, given: Sequence[Any]) -> list[PreparedLaunch]:
         """The launches for the sizes, strides and numbers of flat arguments."""
         self.check(given)
         values = self.values(given)
-        return [_made(launch, values) for launch in self.launches]
+        return [_prepared(launch, values) for launch in self.launches]
 
 
-def number_bits(kind: str, x: int | float) -> int:
-    """How a number lies in a parameter.
+def number_bits(kind: str, number: int | float) -> int:
+    """The bits of a number in a parameter.
 
     Raises:
         ValueError: it does not fit.
     """
     if kind == "f32":
-        return struct.unpack("<I", struct.pack("<f", x))[0]
+        return struct.unpack("<I", struct.pack("<f", number))[0]
     bits = _BITS[kind]
-    if not isinstance(x, int) or not -(1 << (bits - 1)) <= x < 1 << (bits - 1):
-        raise ValueError(f"{x!r} is no {kind}")
-    return x & ((1 << bits) - 1)
+    if not isinstance(number, int) or not -(1 << (bits - 1)) <= number < 1 << (bits - 1):
+        raise ValueError(f"{number!r} is no {kind}")
+    return number & ((1 << bits) - 1)
 
 
 def filled(fields: Sequence[Field], size: int, values: Sequence[int]) -> bytes:
-    room = bytearray(size)
+    """So many bytes with the fields' values in them, and zeros between."""
+    content = bytearray(size)
     for offset, count, value in fields:
-        room[offset : offset + count] = values[value].to_bytes(count, "little")
-    return bytes(room)
+        content[offset : offset + count] = values[value].to_bytes(count, "little")
+    return bytes(content)
 
 
-def _made(launch: Launch, values: Sequence[int]) -> Made:
+def _prepared(launch: Launch, values: Sequence[int]) -> PreparedLaunch:
+    """A launch with the values of its recipe's rows."""
     starts = offsets(launch.sizes)
-    of = lambda rows: tuple(values[n] for n in rows)  # noqa: E731
-    return Made(
+    return PreparedLaunch(
         launch.kernel,
-        of(launch.grid),
-        of(launch.block),
+        tuple(values[n] for n in launch.grid),
+        tuple(values[n] for n in launch.block),
         launch.shared,
         filled(launch.fields, starts[-1], values),
         tuple(starts[:-1]),
@@ -269,11 +277,11 @@ def _made(launch: Launch, values: Sequence[int]) -> Made:
 def flat(arguments: Sequence[Any]) -> list[Any]:
     """Arguments of a host function in order, tuples taken apart; a None that it was compiled for is no argument."""
     found: list[Any] = []
-    for x in arguments:
-        if isinstance(x, tuple):
-            found += flat(x)
-        elif x is not None:
-            found.append(x)
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            found += flat(argument)
+        elif argument is not None:
+            found.append(argument)
     return found
 
 
@@ -281,34 +289,38 @@ def flat(arguments: Sequence[Any]) -> list[Any]:
 
 
 def to_json(recipe: Recipe) -> dict:
-    """For ``json.dumps``."""
-    launches = [vars(x) for x in recipe.launches]
-    arguments = [a if isinstance(a, str) else vars(a) for a in recipe.arguments]
+    """A recipe as ``json.dumps`` takes it."""
+    launches = [vars(launch) for launch in recipe.launches]
+    arguments = [kind if isinstance(kind, str) else vars(kind) for kind in recipe.arguments]
     return {"arguments": arguments, "rows": recipe.rows, "launches": launches}
 
 
 def from_json(data: dict) -> Recipe:
+    """The recipe that :func:`to_json` wrote."""
     return Recipe(
-        tuple(a if isinstance(a, str) else _tensor(a) for a in data["arguments"]),
+        tuple(kind if isinstance(kind, str) else _tensor(kind) for kind in data["arguments"]),
         tuple(Row(operation, bits, tuple(operands), width) for operation, bits, operands, width in data["rows"]),
-        tuple(_launch(x) for x in data["launches"]),
+        tuple(map(_launch, data["launches"])),
     )
 
 
 def _tensor(data: dict) -> TensorArgument:
-    sides = ([e if isinstance(e, int) else Extent(*e) for e in data[side]] for side in ("shape", "stride"))
-    return TensorArgument(data["dtype"], *map(tuple, sides), data["align"])
+    sides = (tuple(n if isinstance(n, int) else Extent(*n) for n in data[side]) for side in ("shape", "stride"))
+    return TensorArgument(data["dtype"], *sides, data["align"])
 
 
 def _launch(data: dict) -> Launch:
-    fields = lambda rows: tuple(Field(*row) for row in rows)  # noqa: E731
     return Launch(
         data["kernel"],
         tuple(data["grid"]),
         tuple(data["block"]),
         data["shared"],
         tuple(data["sizes"]),
-        fields(data["fields"]),
+        _fields(data["fields"]),
         tuple(Patch(*row) for row in data["patches"]),
-        tuple((number, fields(rows)) for number, rows in data["attributes"]),
+        tuple((number, _fields(rows)) for number, rows in data["attributes"]),
     )
+
+
+def _fields(rows: list) -> tuple[Field, ...]:
+    return tuple(Field(*row) for row in rows)

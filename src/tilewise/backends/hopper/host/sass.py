@@ -16,12 +16,14 @@ _INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)([^;]*);")
 
 @dataclass(frozen=True)
 class Report:
-    """Attributes:
-    registers: the highest that is named in each role's code, by the number that setmaxnreg gave it.
-    local: loads from and stores to local memory: spills.
-    wgmma, loads, stores: instructions of the tensor cores and the copy engine.
-    serialised: wgmma groups of one instruction each, one after the other.
-    hidden: exponentials that run under P V, in each loop over key blocks.
+    """What one kernel's instructions say about it.
+
+    Attributes:
+        registers: the highest that is named in each role's code, by the number that setmaxnreg gave it.
+        local: loads from and stores to local memory: spills.
+        wgmma, loads, stores: instructions of the tensor cores and the copy engine.
+        serialised: wgmma groups of one instruction each, one after the other.
+        hidden: exponentials that run under P V, in each loop over key blocks.
     """
 
     registers: dict[int, int]
@@ -88,7 +90,7 @@ def read(listing: str) -> Report:
 
 
 def disassemble(cubin: bytes) -> str:
-    """By the nvdisasm that the DSL's wheel brings along."""
+    """The listing of a cubin by the nvdisasm that comes along with the DSL."""
     tool = Path(sysconfig.get_paths()["purelib"], "nvidia/cu13/bin/nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

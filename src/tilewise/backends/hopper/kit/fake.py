@@ -42,6 +42,6 @@ def vector(element: Any, size: Any) -> Any:
 
 
 def leaf(dtype: str, rank: int) -> Any:
-    """A tensor that an expression reads, as :func:`tilewise.backends.hopper.host.forward_call.leaf` hands it over."""
+    """A tensor that an expression reads, as :func:`tilewise.backends.hopper.host.plan.leaf` hands it over."""
     element = getattr(cutlass, {"bool": "Uint8", "bfloat16": "BFloat16"}.get(dtype, dtype.capitalize()))
     return strided(element, [cute.sym_int() for _ in range(max(rank, 1))])

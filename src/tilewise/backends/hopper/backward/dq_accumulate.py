@@ -1,0 +1,268 @@
+"""dQ = scale · dS K accumulated over key tiles, on Hopper (sm_90a): what the pass over key tiles does for it.
+
+Both warpgroups of :mod:`tilewise.backends.hopper.backward.keys` store their dSᵀ, rounded, in shared memory, where wgmma reads it as dS.
+With the 128 keys of the tile each warpgroup makes a part of a block of dQ, and the copy engine adds the part to fp32 sums in global
+memory (16 bytes a clock and SM, in whatever order they come)::
+
+    head_dim 128   a part is half of the columns, transposed: 64 columns x tile_m queries
+    head_dim 64    a part is half of the 128 queries: 64 queries x 64 columns
+
+A part lies in memory as it lay in registers: fours of each thread's elements, one thread after the other.
+:mod:`tilewise.backends.hopper.backward.postprocess` puts the parts in place.
+
+The order of dQ's additions is decided in :func:`add_all` (whatever order the CTAs come in) and :func:`add_in_order` (that of the key
+tiles, so that bits repeat): a semaphore of each part says whose turn it is, and only the adding warp waits.
+
+mbarriers (arrivals in brackets): ``ds_full[block % 2]`` and ``ds_empty[block % 2]`` (256) between the warpgroups, two blocks of dS, so
+that they may be most of a block apart; ``part_full[w]`` (128) warpgroup -> adding warp, ``part_empty[w]`` (1) back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.utils import LayoutEnum
+
+from tilewise.backends.hopper.backward.config import FP32_BYTES, KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward.fragments import begin_products, stage_of, store_fragment, transposed
+from tilewise.backends.hopper.backward.key_tiles import KeyTile
+from tilewise.backends.hopper.backward.params import BackwardParams, number_band
+from tilewise.backends.hopper.config import ALIGNMENT, ROWS
+from tilewise.backends.hopper.kit import schedule
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.tiles import staged_layout
+
+STORE = "cp.async.bulk.global.shared::cta.bulk_group"
+ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+
+
+def fours(tiles: KeyTiles) -> int:
+    """How many fours of elements a thread has of a part."""
+    return tiles.part_elements // (4 * 128)
+
+
+def part_columns(tiles: KeyTiles) -> int:
+    """The columns of a part as a product makes it, which has 64 rows."""
+    return tiles.part_elements // ROWS
+
+
+# -- Shared memory -------------------------------------------------------------------------------------------------
+
+
+class SumStorage(NamedTuple):
+    """Tiles and barriers in shared memory.
+
+    Attributes:
+        ds: (64 keys, tile_m, 2 blocks x 2 warpgroups), in the element type.
+        part: (4, thread, n, warpgroup), fp32: the part of dQ that is being added.
+    """
+
+    ds: cute.Tensor
+    part: cute.Tensor
+    ds_full: cute.Pointer
+    ds_empty: cute.Pointer
+    part_full: cute.Pointer
+    part_empty: cute.Pointer
+
+
+def allocate(allocator, config: Backward, barriers) -> SumStorage:
+    """The last piece of :attr:`KeyTiles.shared`; ``barriers`` points to 8 of them."""
+    layout = ds_layout(config)
+    ds = allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
+    part = allocator.allocate_tensor(F32, cute.make_layout((4, 128, fours(config.keys), KEY_GROUPS)), ALIGNMENT)
+    return SumStorage(ds, part, barriers, barriers + 2, barriers + 4, barriers + 6)
+
+
+def ds_layout(config: Backward):
+    """The layout of ``ds``."""
+    block = sm90.make_smem_layout_epi(ELEMENT[config.dtype], LayoutEnum.ROW_MAJOR, (ROWS, config.keys.tile_m), 1)
+    return staged_layout(block, 2 * KEY_GROUPS, ROWS * config.keys.tile_m)
+
+
+def init_barriers(smem: SumStorage) -> None:
+    """One thread sets every barrier's count of arrivals."""
+    for n in range(2):
+        cute.arch.mbarrier_init(smem.ds_full + n, 128 * KEY_GROUPS)  # both warpgroups -> both
+        cute.arch.mbarrier_init(smem.ds_empty + n, 128 * KEY_GROUPS)
+        cute.arch.mbarrier_init(smem.part_full + n, 128)  # warpgroup n -> its adding warp
+        cute.arch.mbarrier_init(smem.part_empty + n, 1)  # adding warp -> warpgroup n
+
+
+# -- A part of dQ --------------------------------------------------------------------------------------------------
+
+
+class SumOperands(NamedTuple):
+    """The operands of one warpgroup's part of dQ.
+
+    Attributes:
+        a, b: descriptors (.., stage) of 64 queries of dS and the columns of K; transposed, of 64 columns of K and all queries of dS.
+        dq: the part, 64 x :func:`part_columns`, fp32.
+    """
+
+    mma: cute.TiledMma
+    a: cute.Tensor
+    b: cute.Tensor
+    dq: cute.Tensor
+
+
+def tiled_mma(config: Backward) -> cute.TiledMma:
+    """The product of a part: 64 queries (or columns) by :func:`part_columns`, both operands in shared memory and seen transposed."""
+    element, major = ELEMENT[config.dtype], OperandMajorMode.MN
+    shape = ROWS, part_columns(config.keys)
+    return sm90.make_trivial_tiled_mma(element, element, major, major, F32, (1, 1, 1), shape)
+
+
+def make_operands(mma: cute.TiledMma, smem: SumStorage, k: cute.Tensor, w, config: Backward) -> SumOperands:
+    """The operands of warpgroup w; ``k`` is (64 keys, width, tile)."""
+    mine, tiles = mma.get_slice(0), config.keys
+    rows = tiles.tile_m if tiles.dq_transposed else ROWS
+    ds = cute.local_tile(transposed(smem.ds), (rows, ROWS, 2 * KEY_GROUPS), (0 if tiles.dq_transposed else w, 0, 0))
+    k = cute.local_tile(transposed(k), (ROWS, ROWS, KEY_GROUPS), (w if tiles.dq_transposed else 0, 0, 0))
+    a, b = (k, ds) if tiles.dq_transposed else (ds, k)
+    return SumOperands(
+        mma,
+        mma.make_fragment_A(mine.partition_A(a)),
+        mma.make_fragment_B(mine.partition_B(b)),
+        cute.make_rmem_tensor(mma.partition_shape_C((ROWS, part_columns(tiles))), F32),
+    )
+
+
+def put_scores(ds: cute.Tensor, mma: cute.TiledMma, smem: SumStorage, count, w, config: Backward) -> None:
+    """Stores warpgroup w's block of dSᵀ, rounded, where both warpgroups read it."""
+    cute.arch.mbarrier_wait(smem.ds_empty + count % 2, 1 - count // 2 % 2)  # both have read the block before the last
+    store_fragment(ds, mma, smem.ds[None, None, count % 2 * KEY_GROUPS + w], config.dtype)
+    cute.arch.fence_view_async_shared()
+    cute.arch.mbarrier_arrive(smem.ds_full + count % 2)
+
+
+@cute.jit
+def begin_part(operands: SumOperands, smem: SumStorage, n, config: cutlass.Constexpr):
+    """Begins the part of dQ of block n as soon as both warpgroups' dS are there. Block -1 does not exist: its product reads whatever
+    lies there, and is dropped."""
+    if n >= 0:
+        cute.arch.mbarrier_wait(smem.ds_full + n % 2, n // 2 % 2)
+    # dQ = dS K, or dQᵀ = Kᵀ dSᵀ, of the 128 keys of both warpgroups
+    begin_products(operands.mma, operands.dq, operand_pairs(operands, n + 2, config), overwrite=True)
+
+
+def operand_pairs(operands: SumOperands, count, config: Backward) -> list:
+    """The operands of each warpgroup's 64 keys; dQ's part is the sum of their products."""
+    stages = [(count % 2 * KEY_GROUPS + n, n) for n in range(KEY_GROUPS)]  # (of dS, of K)
+    order = -1 if config.keys.dq_transposed else 1
+    return [(stage_of(operands.a, a), stage_of(operands.b, b)) for a, b in (stage[::order] for stage in stages)]
+
+
+@cute.jit
+def put_part(operands: SumOperands, smem: SumStorage, w, n, real):
+    """Hands the finished part of dQ of block n to the adding warp, if the block is a ``real`` one."""
+    if real:
+        cute.arch.mbarrier_arrive(smem.ds_empty + n % 2)  # both warpgroups wait for it before they store dS again
+        cute.arch.mbarrier_wait(smem.part_empty + w, 1 - n % 2)
+        write_part(operands.dq, smem.part, w)
+        cute.arch.fence_view_async_shared()
+        cute.arch.mbarrier_arrive(smem.part_full + w)
+
+
+def write_part(dq: cute.Tensor, part: cute.Tensor, w) -> None:
+    """Writes a warpgroup's accumulator to shared memory, 16 bytes a thread at a time."""
+    values = cute.make_tensor(dq.iterator, cute.make_layout((4, cute.size(dq) // 4)))
+    cute.autovec_copy(values, part[None, cute.arch.thread_idx()[0] % 128, None, w])
+
+
+# -- Additions -----------------------------------------------------------------------------------------------------
+
+
+def begin_copy(operation: str, target: cute.Tensor, part: cute.Tensor, w) -> None:
+    """One warp starts the copy of a part to its place (part,) in global memory; ``operation`` is STORE or ADD."""
+    source = part[None, None, None, w]
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            operation + " [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[target.iterator.toint(), source.iterator.toint(), I32(FP32_BYTES * cute.size(source))],
+        )
+    cute.arch.cp_async_bulk_commit_group()
+
+
+def release_part(smem: SumStorage, w) -> None:
+    """One warp gives the part's shared memory back as soon as the copy has read it."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(smem.part_empty + w)
+
+
+@cute.jit
+def add_all(dq: cute.Tensor, smem: SumStorage, w: cutlass.Constexpr, start, stop, phase):
+    """One warp adds the parts of query blocks ``[start, stop)`` to a head's ``dq``, (block, warpgroup, part). Returns the phase."""
+    for step in cutlass.range(stop - start, unroll=1):
+        cute.arch.mbarrier_wait(smem.part_full + w, phase)
+        begin_copy(ADD, dq[start + step, w, None], smem.part, w)
+        release_part(smem, w)
+        phase = 1 - phase
+    return phase
+
+
+class OrderedSums(NamedTuple):
+    """The accumulated dQ of one query head, in order.
+
+    Attributes:
+        dq: (block, warpgroup, part), fp32.
+        semaphores: (block x warpgroup,), int32: how many key tiles have been added to each part so far.
+    """
+
+    dq: cute.Tensor
+    semaphores: cute.Tensor
+
+
+@cute.jit
+def add_in_order(
+    sums: OrderedSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
+):  # fmt: skip
+    """One warp adds the parts of a key tile, each after those of all earlier key tiles. Returns the phase.
+
+    The first tile of a block stores its part, so that no zeros are needed. While one part is on its way, the semaphore of the next one
+    is read. All CTAs must run at the same time, since each may wait for any other's earlier rounds: the launch is cooperative.
+    """
+    found = semaphore(sums.semaphores, KEY_GROUPS * tile.start + w)
+    for step in cutlass.range(tile.stop - tile.start, unroll=1):
+        n, tiles = tile.start + step, config.keys
+        visitors = schedule.key_blocks(n * tiles.tile_m, tiles.tile_m, tiles.tile_n, number_band(params, config), PICK)
+        rank, place = tile.column // tiles.tile_n - visitors[0], KEY_GROUPS * n + w
+        await_semaphore(sums.semaphores, place, rank, found)
+        cute.arch.mbarrier_wait(smem.part_full + w, phase)
+        if rank == 0:
+            begin_copy(STORE, sums.dq[n, w, None], smem.part, w)
+        else:
+            begin_copy(ADD, sums.dq[n, w, None], smem.part, w)
+        found = semaphore(sums.semaphores, place + KEY_GROUPS)
+        release_part(smem, w)
+        signal_semaphore(sums.semaphores, place, rank + 1)
+        phase = 1 - phase
+    return phase
+
+
+def semaphore(semaphores: cute.Tensor, n) -> I32:
+    """How many key tiles have been added to part n; past the last part, to the last one."""
+    place = semaphores.iterator + PICK.smaller(n, cute.size(semaphores) - 1)
+    return cute.arch.load(place, I32, sem="acquire", scope="gpu")
+
+
+@cute.jit
+def await_semaphore(semaphores: cute.Tensor, n, rank, found):
+    """Waits until ``rank`` tiles have been added to part n; ``found`` was read before and may be enough. The copy engine then sees
+    what they added."""
+    while found != rank:
+        found = semaphore(semaphores, n)
+    cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def signal_semaphore(semaphores: cute.Tensor, n, rank):
+    """Lets the next tile add to part n, as soon as the copy has arrived; why with release: docs/decisions.md#hopper-turn-fence."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+    with cute.arch.elect_one():
+        cute.arch.store(semaphores.iterator + n, rank, sem="release", scope="gpu")

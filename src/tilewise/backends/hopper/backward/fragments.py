@@ -1,0 +1,153 @@
+"""Registers and shared memory of the backward's kernels: products, operands, and what is stored or handed over.
+
+A fragment is a thread's part of a tile: an accumulator in fp32, or an operand of a wgmma in the element type. The registers of a
+wgmma accumulator of 64 x N are, in the same order, those of an operand of 64 x N: rounding makes one of the other, without a shuffle
+(:mod:`tilewise.backends.hopper.kit.tiles`).
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp as warp_ops
+from cutlass.cute.nvgpu import warpgroup
+
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.config import ALIGNMENT
+from tilewise.backends.hopper.kit import packed
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.instructions import pack
+from tilewise.backends.hopper.kit.ring import release
+
+
+def warp_and_warpgroup():
+    """``(warp, warpgroup)`` of a thread in its CTA, the same for all threads of a warp."""
+    uniform = cute.arch.make_warp_uniform
+    return uniform(cute.arch.warp_idx()), uniform(cute.arch.thread_idx()[0] // 128)
+
+
+# -- Products ------------------------------------------------------------------------------------------------------
+
+
+def begin_products(mma: cute.TiledMma, acc: cute.Tensor, pairs, overwrite: bool) -> None:
+    """Issues the wgmmas of ``acc (+)= sum of a b`` over ``pairs`` of operands ``(a, b)`` as one group. Mode 2 of an operand counts its
+    k steps.
+
+    The atom is made here: a field set on the caller's atom would belong to the caller's loop.
+    """
+    atom = cute.make_mma_atom(mma.op)
+    warpgroup.fence()
+    for n, (a, b) in enumerate(pairs):
+        for step in range(cute.size(a, mode=[2])):
+            atom.set(warpgroup.Field.ACCUMULATE, not (overwrite and n == step == 0))
+            cute.gemm(atom, acc, a[None, None, step], b[None, None, step], acc)
+    warpgroup.commit_group()
+
+
+def stage_of(operand: cute.Tensor, n) -> cute.Tensor:
+    """The descriptors (1, 1, k steps) of stage n of an operand in shared memory."""
+    return operand[None, None, None, n]
+
+
+def transposed(tiles: cute.Tensor) -> cute.Tensor:
+    """Tiles (rows, columns, stage) viewed as (columns, rows, stage)."""
+    return cute.make_tensor(tiles.iterator, cute.select(tiles.layout, [1, 0, 2]))
+
+
+# -- Operands in registers -----------------------------------------------------------------------------------------
+
+
+def words(operand: cute.Tensor) -> cute.Tensor:
+    """An operand in registers viewed as 32-bit words, two elements each, in the registers' order."""
+    return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), I32)
+
+
+def round_to_operand(operand: cute.Tensor, acc: cute.Tensor, dtype: str) -> None:
+    """Rounds an accumulator (fp32) into an operand of the same shape, register by register."""
+    values, pairs = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), words(operand)
+    for n in range(cute.size(pairs)):
+        pairs[n] = pack(values[2 * n], values[2 * n + 1], dtype)
+
+
+def as_accumulator(operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
+    """An operand whose registers are in the order of an accumulator, viewed with the accumulator's layout."""
+    return cute.make_tensor(operand.iterator, acc.layout)
+
+
+def scale(acc: cute.Tensor, factor) -> None:
+    """Multiplies every element of an accumulator by a factor."""
+    for n in range(cute.size(acc)):
+        acc[n] = acc[n] * factor
+
+
+def hold_above_wait(word: cute.Pointer, values: cute.Tensor) -> None:
+    """Keeps the instructions that made ``values`` above the wait that follows, for half an instruction an element: it stores the
+    exclusive or of all of them, three at a time, to a word of shared memory that nobody reads
+    (docs/decisions.md#hopper-held-exponentials)."""
+    found = cute.recast_tensor(cute.make_tensor(values.iterator, cute.make_layout(cute.size(values))), I32)
+    left = [found[n] for n in range(cute.size(found))]
+    while len(left) > 1:
+        three = (left + [left[0]] * (3 - len(left)))[:3]
+        code = "lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0x96;"
+        left = [*left[3:], cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=three)]
+    cute.arch.inline_ptx("st.volatile.shared.b32 [{$r0}], {$r1};", read_only_args=[word.toint(), left[0]])
+
+
+# -- Global and shared memory --------------------------------------------------------------------------------------
+
+
+def rows_first(t: cute.Tensor, config: Backward) -> cute.Tensor:
+    """A tensor (batch, row, head, column) viewed as (row, column, head, batch); of packed sequences as :func:`packed.ragged` has it."""
+    return packed.ragged(t) if config.packed else cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+
+
+def allocate_elements(allocator, elements: int, dtype: str) -> cute.Pointer:
+    """Shared memory for tiles whose layout is given later."""
+    return allocator.allocate_array(ELEMENT[dtype], elements, byte_alignment=ALIGNMENT)
+
+
+def with_tma_layout(pointer: cute.Pointer, info) -> cute.Tensor:
+    """Shared memory viewed with the layout that the tiles of a TMA descriptor have."""
+    layout = info.smem_layout
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer)
+
+
+def statistics_layout(rows: int, stages: int) -> cute.Layout:
+    """The layout of ``rows`` fp32 numbers a stage, as threads read them beside an accumulator whose columns are these rows: (2
+    neighbours, lane of a quad, every 8 columns, stage)."""
+    return cute.make_layout((2, 4, rows // 8, stages), stride=(1, 2, 8, rows))
+
+
+def column_statistic(statistics: cute.Tensor, stage):
+    """A function ``(r, c)`` that gives the statistic, fp32, of a thread's column c of a block. All of the thread's columns are read
+    from shared memory (:func:`statistics_layout`) here."""
+    mine = statistics[None, cute.arch.thread_idx()[0] % 4, None, stage]
+    found = cute.make_rmem_tensor(mine.layout.shape, F32)
+    cute.autovec_copy(mine, found)
+    flat = cute.make_tensor(found.iterator, cute.make_layout(cute.size(found)))
+    return lambda r, c: flat[c]
+
+
+def release_read(empty: cute.Pointer) -> None:
+    """Releases a stage of which every lane of the warp has read."""
+    cute.arch.sync_warp()
+    release(empty)
+
+
+def store_accumulator(
+    acc: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor, dtype: str, transpose: bool = False
+) -> None:
+    """Rounds an accumulator and stores it in shared memory, (rows, columns)."""
+    out = cute.make_rmem_tensor_like(acc, ELEMENT[dtype])
+    out.store(acc.load().to(ELEMENT[dtype]))
+    store_fragment(out, mma, smem, dtype, transpose)
+
+
+def store_fragment(
+    fragment: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor, dtype: str, transpose: bool = False
+) -> None:
+    """Stores elements in an accumulator's order in shared memory by stmatrix. ``transpose``: ``smem`` is the transposed view of its
+    tile."""
+    atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(transpose, 4), ELEMENT[dtype])
+    copy = cute.make_tiled_copy_C(atom, mma)
+    part = copy.get_slice(cute.arch.thread_idx()[0] % 128)
+    cute.copy(copy, part.retile(fragment), part.partition_D(smem))

@@ -1,0 +1,249 @@
+"""Key tiles: which tile of 64 or 128 keys a CTA works on next, and which query blocks its keys see.
+
+The passes of :mod:`tilewise.backends.hopper.backward.keys` and :mod:`tilewise.backends.hopper.backward.cluster` share this. A key tile
+visits the query blocks ``[start, stop)`` of each query head of its group. The keys of one warpgroup see some of these as a whole and
+others in part, as :class:`VisibleBlocks` says::
+
+    query blocks of a causal tile      start .. | hidden: not seen | partial: the diagonal | whole ............ | stop
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.backward.config import CLUSTER, STATISTICS_ALIGNMENT, Backward
+from tilewise.backends.hopper.backward.params import BackwardParams, column_band, number_band
+from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
+from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, PackedSequence, seqlen_info
+from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.kit import packed, schedule
+from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile
+
+FAR = 1 << 29  # past every query
+
+
+class KeyTile(NamedTuple):
+    """One tile of keys.
+
+    Attributes:
+        column, head, batch: the first key, the key head and the batch index, or the packed sequence. Where ends are tensors,
+            :func:`of_query_head` makes ``head`` a query head.
+        start, stop: the query blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need the predicate.
+            Where ends are tensors, only :func:`of_query_head` knows them.
+        seqlen: where the tile's packed sequence lies.
+    """
+
+    column: I32
+    head: I32
+    batch: I32
+    start: I32
+    stop: I32
+    seqlen: BackwardSeqlenInfo | None = None
+    partial: I32 | None = None
+
+    @property
+    def keys(self):
+        """Where the rows of k lie, as :func:`tma_tiles` takes it."""
+        return self.batch if self.seqlen is None else self.seqlen.k
+
+    @property
+    def rows(self):
+        """Where the rows of q lie, as :func:`tma_tiles` takes it."""
+        return self.batch if self.seqlen is None else self.seqlen.q
+
+    def statistic(self, buffer: cute.Tensor, head) -> cute.Tensor:
+        """The rows of a query head in a buffer of lse2 or delta."""
+        if self.seqlen is None:
+            return buffer[self.batch, head, None]
+        first_row = cute.assume(self.seqlen.statistics_row, divby=STATISTICS_ALIGNMENT)
+        return cute.domain_offset((first_row,), buffer[0, head, None])
+
+    def dq_blocks(self, dq_sums: cute.Tensor, head) -> cute.Tensor:
+        """The blocks (block, warpgroup, part) of a query head's accumulated dQ."""
+        if self.seqlen is None:
+            return dq_sums[self.batch, head, None, None, None]
+        return cute.domain_offset((self.seqlen.dq_block, 0, 0), dq_sums[0, head, None, None, None])
+
+
+# -- The order of tiles --------------------------------------------------------------------------------------------
+
+
+def tile_order(params: BackwardParams, config: Backward) -> schedule.Order:
+    """The order of all key tiles: the first keys first, since under a causal mask their tiles are the longest."""
+    n_blocks = (params.seqlen_k + config.keys.tile_n - 1) // config.keys.tile_n
+    return schedule.Order(n_blocks, params.batch * params.heads, params.section, False)
+
+
+def cta_of(config: Backward):
+    """``(cta, ctas)``: this CTA's number in the order of tiles, and how many there are; the two CTAs of a cluster count as one.
+
+    As a second pass, CTAs are numbered backwards: the first CTAs come to multiprocessors that had fewer tiles of the first pass, and
+    those are the last in its order.
+    """
+    size = CLUSTER if config.keys.clustered else 1
+    n, ctas = cute.arch.block_idx()[0] // size, cute.arch.grid_dim()[0] // size
+    return (ctas - 1 - n if config.queries_first else n), ctas
+
+
+def direction(config: Backward) -> int:
+    """``fro`` of :func:`schedule.nth`: tiles that wait for the one before them are dealt out the same way in all rounds."""
+    return 0 if config.keys.ordered else 1
+
+
+def rounds_of(params: BackwardParams, config: Backward):
+    """How many tiles this CTA has."""
+    return schedule.rounds(*cta_of(config), tile_order(params, config).tiles, direction(config))
+
+
+def tile_of(round_, params: BackwardParams, config: Backward) -> KeyTile:
+    """This CTA's tile in a round."""
+    n = schedule.nth(*cta_of(config), round_, direction(config))
+    n_block, head = schedule.tile_at(n, tile_order(params, config), PICK)
+    column, tiles = n_block * config.keys.tile_n, config.keys
+    if config.by_rows:
+        return KeyTile(column, head % params.heads, head // params.heads, I32(0), I32(0))
+    band = number_band(params, config)
+    start, stop = schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, params.seqlen_q, band, PICK)
+    return KeyTile(column, head % params.heads, head // params.heads, I32(start), I32(stop))
+
+
+def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile:
+    """The n-th tile of packed sequences; in each sequence the tiles of the keys that are seen come first."""
+
+    def tiles_of(sequence):
+        parts = PackedSequence.of(sequence, params, config, rest_k=True).parts
+        return sum(packed.in_tiles(part, config.keys.tile_n) for part in parts)
+
+    return nth_packed_tile(n, params.heads, tiles_of, params.packed.cu_q)
+
+
+def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backward) -> tuple[KeyTile, BackwardParams]:
+    """A packed tile, and the numbers of its sequence. Keys that nobody sees have no query blocks."""
+    tiles, sequence = config.keys, PackedSequence.of(tile.sequence, params, config, rest_k=True)
+    numbers, parts = sequence.numbers, sequence.parts
+    # The tile's number within the seen keys, within those before, and within those after; a later part where it is not negative.
+    before = tile.row - packed.in_tiles(parts[0], tiles.tile_n)
+    after = before - packed.in_tiles(parts[1], tiles.tile_n)
+
+    def pick(a, b, c):
+        return I32(cutlass.select_(before < 0, a, I32(cutlass.select_(after < 0, b, c))))
+
+    column, k = pick(tile.row, before, after) * tiles.tile_n, packed.Span(*map(pick, *parts))
+    band = number_band(numbers, config)
+    start, stop = schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, numbers.seqlen_q, band, PICK)
+    stop = I32(cutlass.select_(before < 0, I32(stop), I32(start)))
+    seqlen = seqlen_info(tile.sequence, sequence.q, k, params, config)
+    return KeyTile(column, tile.head, tile.sequence, I32(start), stop, seqlen), numbers
+
+
+SCHEDULER = TileScheduler(rounds_of, tile_of, packed_tile, place_packed)
+
+
+# -- Query blocks of a tile ----------------------------------------------------------------------------------------
+
+
+def of_query_head(tile: KeyTile, g, params: BackwardParams, config: Backward) -> KeyTile:
+    """The tile for the g-th query head of its group, with that head's query blocks."""
+    tiles, tile = config.keys, tile._replace(head=tile.head * params.group + g)
+    if not config.by_rows:
+        return tile
+    if config.form == "lists":
+        partial, count = (params.extra.counts[tile.batch, tile.head, tile.column // tiles.tile_n, n] for n in range(2))
+        return tile._replace(start=I32(0), stop=count, partial=partial)
+    band = column_band(tile.batch, tile.head, params, config)
+    start, stop = schedule.query_blocks(tile.column, tiles.tile_n, tiles.tile_m, params.seqlen_q, band, PICK)
+    return tile._replace(start=I32(start), stop=I32(stop))
+
+
+def block_at(tile: KeyTile, n, params: BackwardParams, config: Backward):
+    """The n-th query block, or the one that a head's list has at step n."""
+    if config.form == "lists":
+        return params.extra.blocks[tile.batch, tile.head, tile.column // config.keys.tile_n, n]
+    return n
+
+
+def clamped(n, low, high):
+    """The number within ``[low, high]``."""
+    return PICK.larger(PICK.smaller(n, high), low)
+
+
+class VisibleBlocks(NamedTuple):
+    """A tile's query blocks as the keys of one warpgroup see them, which begin at ``column``.
+
+    Attributes:
+        start, stop: the blocks ``[start, stop)`` are seen as a whole; of the others, what is within ``limits``.
+        hidden: of the first ``hidden`` blocks nothing is seen.
+    """
+
+    column: I32
+    tile: KeyTile
+    start: I32
+    stop: I32
+    limits: ColumnLimits
+    hidden: I32 | int = 0
+
+    def block(self, n, whole: bool, params: BackwardParams, config: Backward) -> ScoreBlock:
+        """The n-th of the tile's blocks, or of its list."""
+        if whole and not config.pairs:
+            return ScoreBlock()
+        first = block_at(self.tile, n, params, config) * config.keys.tile_m
+        limits = None if whole else self.limits.within(first)
+        pairs = pairs_of_block(self.tile, ("j", "i"), self.column, first, params) if config.pairs else None
+        return ScoreBlock(limits, pairs)
+
+
+def visible_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward) -> VisibleBlocks:
+    """The blocks that the 64 keys of a warpgroup see, which begin at ``column``."""
+    start, stop = whole_blocks(column, tile, params, config)
+    limits = limits_of(column, tile, params, config)
+    return VisibleBlocks(column, tile, start, stop, limits, hidden_blocks(column, tile, start, params, config))
+
+
+def whole_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward):
+    """``(start, stop)``: the tile's query blocks that see all 64 keys from ``column`` on. Where dQ is accumulated, keys past the last
+    one count as unseen."""
+    if config.form == "lists":
+        return tile.partial, tile.stop
+    blocks, band = (tile.start, tile.stop), column_band(tile.batch, tile.head, params, config)
+    start, stop = schedule.whole_query_blocks(column, ROWS, config.keys.tile_m, band, blocks, PICK)
+    if config.keys.sums_dq:
+        stop = start + (stop - start) * clamped(params.seqlen_k - column - ROWS + 1, 0, 1)
+    return start, stop
+
+
+def hidden_blocks(column, tile: KeyTile, start, params: BackwardParams, config: Backward):
+    """How many of a tile's blocks before ``start`` the keys of a warpgroup see nothing of."""
+    tiles = config.keys
+    if not config.has_upper or tiles.split or tiles.sums_dq or config.form == "lists" or tiles.tile_m >= tiles.tile_n:
+        return 0
+    first = schedule.query_start(column, column_band(tile.batch, tile.head, params, config), PICK)
+    return clamped(first // tiles.tile_m - tile.start, 0, start - tile.start)
+
+
+def limits_of(column, tile: KeyTile, params: BackwardParams, config: Backward) -> ColumnLimits:
+    """The queries that see each of a thread's two keys, in a warpgroup whose keys begin at ``column``. No query sees keys past the last
+    one: their P, from scores of 0, may be infinite, and dQ must not meet it."""
+    keys = thread_rows(column)
+    band = column_band(tile.batch, tile.head, params, config)
+    lower = [schedule.query_start(j, band, PICK) + FAR * clamped(j - params.seqlen_k + 1, 0, 1) for j in keys]
+    upper = [schedule.query_stop(j, params.seqlen_q, band, PICK) for j in keys]
+    return ColumnLimits.of(lower, upper if config.has_lower else None)
+
+
+def blocks_of_group(column, tile: KeyTile, params: BackwardParams, config: Backward) -> VisibleBlocks | None:
+    """The visible blocks for all query heads of a group at once; None where each head has its own."""
+    return None if config.by_rows else visible_blocks(column, tile, params, config)
+
+
+def blocks_of_head(
+    blocks: VisibleBlocks | None, column, tile: KeyTile, g, params: BackwardParams, config: Backward
+) -> VisibleBlocks:
+    """The visible blocks for the g-th query head, where ``blocks`` are those of :func:`blocks_of_group`."""
+    tile = of_query_head(tile, g, params, config)
+    if config.by_rows:
+        return visible_blocks(column, tile, params, config)
+    return blocks._replace(tile=tile) if config.pairs else blocks

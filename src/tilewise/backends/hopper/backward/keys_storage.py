@@ -1,0 +1,141 @@
+"""Shared memory, TMA descriptors and barriers of the pass over key tiles (:mod:`tilewise.backends.hopper.backward.keys`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from tilewise.backends.hopper.backward import dq_accumulate
+from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
+from tilewise.backends.hopper.config import ALIGNMENT
+from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.scheduler import Mailboxes, init_mailboxes, mailbox_words, mailboxes
+
+
+class KeysTmas(NamedTuple):
+    """TMA descriptors with the coordinates (rows, columns, head, batch), or as :func:`packed.ragged` has them, and their shared-memory
+    layouts."""
+
+    q: cpasync.TmaInfo
+    do: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    dk: cpasync.TmaInfo
+    dv: cpasync.TmaInfo
+
+
+class KeysMmas(NamedTuple):
+    """The products of a warpgroup.
+
+    Attributes:
+        score: Sᵀ or dPᵀ, 64 x tile_m; both operands in shared memory.
+        dk, dv: 64 x width; dSᵀ or Pᵀ in registers, and a block of Q or dO seen transposed.
+        dq: a part of dQ, where it is accumulated.
+    """
+
+    score: cute.TiledMma
+    dk: cute.TiledMma
+    dv: cute.TiledMma
+    dq: cute.TiledMma | None = None
+
+
+class RowBuffers(NamedTuple):
+    """Global memory by query row, beside q and do.
+
+    Attributes:
+        lse2, delta: (batch, heads_q, statistics row), fp32: a whole number of blocks for each head.
+        dq_sums: (batch, heads_q, block, warpgroup, part), fp32, where dQ is accumulated.
+        semaphores: (batch, heads_q, block x warpgroup), int32, where it is accumulated in order: how many key tiles have been added.
+    """
+
+    lse2: cute.Tensor
+    delta: cute.Tensor
+    dq_sums: cute.Tensor | None = None
+    semaphores: cute.Tensor | None = None
+
+
+class KeysStorage(NamedTuple):
+    """Tiles and barriers in shared memory. The last mode of a tile counts tiles (64 keys) or stages of the ring.
+
+    Attributes:
+        k, v: (64, width, tile). dk, dv: the same memory, seen as the tiles that are stored.
+        q, do: (tile_m, width, stage): the ring, seen as blocks of Q and of dO.
+        statistics: :func:`statistics_layout`: lse2 beside a block of Q, delta beside a block of dO.
+        handover: (4 words, thread, n): the P that one warpgroup hands to the other, where the work is split.
+        full, empty: barriers of a stage. held_full, held_empty, done: barriers of a tile of K, then of V.
+        p_full, p_empty: barriers of ``handover``.
+        unread_word: for :func:`hold_above_wait`.
+        boxes: the mailboxes of packed tiles.
+        dq: what accumulating dQ takes.
+    """
+
+    k: cute.Tensor
+    v: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    statistics: cute.Tensor
+    handover: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+    held_full: cute.Pointer
+    held_empty: cute.Pointer
+    done: cute.Pointer
+    p_full: cute.Pointer
+    p_empty: cute.Pointer
+    unread_word: cute.Pointer
+    boxes: Mailboxes
+    dq: dq_accumulate.SumStorage | None = None
+
+
+def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
+    """Allocates in the order of :attr:`KeyTiles.shared`."""
+    allocator, tiles = cutlass.utils.SmemAllocator(), config.keys
+    full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + mailbox_words(config, KEY_GROUPS))
+    statistics = allocator.allocate_tensor(F32, statistics_layout(tiles.tile_m, tiles.stages), 128)
+    sizes = (*[tiles.key_tiles * tiles.tile_elements] * 2, tiles.stages * tiles.stage_elements)
+    k, v, q = (allocate_elements(allocator, elements, config.dtype) for elements in sizes)
+    # A warpgroup puts its dK and dV where it alone has read: split, make_keys has read V alone, and make_values K alone.
+    dk, dv = (v, k) if tiles.split else (k, v)
+    handover, dq = statistics, None
+    if tiles.split:
+        handover = allocator.allocate_tensor(I32, cute.make_layout((4, 128, tiles.tile_m // 16)), ALIGNMENT)
+    empty, held_full = full + tiles.stages, full + 2 * tiles.stages
+    held_empty, done = held_full + 2 * tiles.key_tiles, held_full + 4 * tiles.key_tiles
+    p_full = held_full + 6 * tiles.key_tiles
+    if tiles.sums_dq:
+        dq = dq_accumulate.allocate(allocator, config, p_full)
+    return KeysStorage(
+        with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(dk, tmas.dk), with_tma_layout(dv, tmas.dv),
+        with_tma_layout(q, tmas.q), with_tma_layout(q, tmas.do), statistics, handover,
+        full, empty, held_full, held_empty, done, p_full, p_full + 1, full + tiles.barriers,
+        mailboxes(full + tiles.barriers + 1), dq,
+    )  # fmt: skip
+
+
+@cute.jit
+def init_barriers(smem: KeysStorage, config: cutlass.Constexpr):
+    """One thread sets every barrier's count of arrivals; then all threads see them."""
+    tiles = config.keys
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+        with cute.arch.elect_one():
+            for n in cutlass.range_constexpr(tiles.stages):
+                cute.arch.mbarrier_init(smem.full + n, 1)  # load_queries, and bytes -> warpgroups
+                cute.arch.mbarrier_init(smem.empty + n, 4 * KEY_GROUPS)  # every computing warp -> load_queries
+            for n in cutlass.range_constexpr(2 * tiles.key_tiles):
+                cute.arch.mbarrier_init(smem.held_full + n, 1)  # load_keys, and bytes -> warpgroups
+                cute.arch.mbarrier_init(smem.held_empty + n, 1)  # store -> load_keys
+                cute.arch.mbarrier_init(smem.done + n, 128)  # warpgroup -> store
+            if cutlass.const_expr(tiles.split):
+                cute.arch.mbarrier_init(smem.p_full, 128)  # make_values -> make_keys
+                cute.arch.mbarrier_init(smem.p_empty, 128)  # make_keys -> make_values
+            if cutlass.const_expr(tiles.sums_dq):
+                dq_accumulate.init_barriers(smem.dq)
+            init_mailboxes(smem.boxes, config)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()

@@ -1,0 +1,127 @@
+"""dQ out of its accumulated parts, on Hopper (sm_90a): scaled, rounded and put in place.
+
+The pass over key tiles leaves dQ as fp32 parts, each in the order of the registers that made it
+(:mod:`tilewise.backends.hopper.backward.dq_accumulate`, and :mod:`tilewise.backends.hopper.backward.cluster`, whose parts are 64 queries x
+half of the columns). A CTA takes one block of one head. Each of its two warpgroups reads a part into registers, as if its own product had
+made it, multiplies it by softmax_scale, and lets TMA store it; rows past the last one are dropped there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass.cute.nvgpu import cpasync
+from cutlass.utils import LayoutEnum
+
+from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward.dq_accumulate import fours, part_columns, tiled_mma
+from tilewise.backends.hopper.backward.fragments import rows_first, scale, store_accumulator, transposed
+from tilewise.backends.hopper.backward.sequences import dq_block_start
+from tilewise.backends.hopper.config import ALIGNMENT, ROWS
+from tilewise.backends.hopper.kit import packed
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
+
+
+class DqSums(NamedTuple):
+    """The accumulated dQ of all heads.
+
+    Attributes:
+        parts: (batch, heads_q, block, warpgroup, part), fp32.
+        cu: (sequence + 1,), int32: where packed sequences begin; None where none are packed.
+        rows: the rows of packed sequences.
+        semaphores: (batch, heads_q, block x warpgroup), int32: how many key tiles have been added to each part; only in order.
+    """
+
+    parts: cute.Tensor
+    cu: cute.Tensor | None
+    rows: I32
+    semaphores: cute.Tensor | None = None
+
+
+def part_queries(tiles: KeyTiles) -> int:
+    """How many queries a part holds."""
+    return tiles.tile_m if tiles.dq_transposed else ROWS
+
+
+def box_columns(tiles: KeyTiles) -> int:
+    """How many columns of dQ a part holds."""
+    return part_columns(tiles) if tiles.clustered else ROWS
+
+
+def part_layout(tiles: KeyTiles) -> cute.Layout:
+    """The layout of a part in memory, (4, thread, n). In a cluster each warp adds its own elements, so one warp's follow the other's."""
+    if not tiles.clustered:
+        return cute.make_layout((4, 128, fours(tiles)))
+    return cute.make_layout((4, (32, 4), fours(tiles)), stride=(1, (4, tiles.part_elements // 4), 128))
+
+
+def place_of(block, batch, sums: DqSums, config: Backward) -> tuple:
+    """Where a block's rows lie, as :func:`tma_tiles` takes it, and the block's number among them."""
+    if not config.packed:
+        return batch, block
+
+    def start_of(n):
+        return dq_block_start(n, sums.cu, sums.rows, config)
+
+    sequence = packed.holder(block, start_of, cute.size(sums.cu))
+    return packed.rows_of(sequence, sums.cu, sums.rows, rest=True), block - start_of(sequence)
+
+
+def launch(sums: DqSums, dq: cute.Tensor, softmax_scale, stream, config: Backward) -> None:
+    """Launches the kernel, within a traced function of the host's. ``dq``: (batch, seqlen_q, heads_q, head_dim), written."""
+    element = ELEMENT[config.dtype]
+    rows, tiles = part_queries(config.keys), config.keys
+    layout = sm90.make_smem_layout_epi(element, LayoutEnum.ROW_MAJOR, (rows, box_columns(tiles)), 1)
+    info = cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileS2GOp(),
+        rows_first(dq, config),
+        staged_layout(layout, KEY_GROUPS, tiles.part_elements),
+        (rows, box_columns(tiles)),
+    )
+    kernel.set_name_prefix(f"{config.name}_sum", remove_cutlass_symbol=True, keep_mangled_name=False)
+    batch, heads, blocks = sums.parts.shape[:3]
+    kernel(sums, info, tiled_mma(config), softmax_scale, config).launch(
+        grid=[blocks * heads * batch, 1, 1], block=[128 * KEY_GROUPS, 1, 1], stream=stream, use_pdl=True
+    )
+
+
+@cute.kernel
+def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale: F32, config: cutlass.Constexpr):
+    """Puts one block of dQ in place. Grid: query blocks of all heads and batch elements, one after the other."""
+    cute.arch.griddepcontrol_wait()  # all parts are there when the pass over keys has ended
+    blocks, heads, n = sums.parts.shape[2], sums.parts.shape[1], cute.arch.block_idx()[0]
+    block, head, batch = n % blocks, n // blocks % heads, n // blocks // heads
+    thread = cute.arch.thread_idx()[0] % 128
+    w = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+    layout, tiles = dq.smem_layout, config.keys
+    smem = cutlass.utils.SmemAllocator().allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
+    # The part of warpgroup w, 64 x part_columns in fp32, 16 bytes a thread at a time
+    acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, part_columns(tiles))), F32)
+    source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, part_layout(tiles))
+    cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, fours(tiles)))))
+    if cutlass.const_expr(tiles.ordered):
+        clear_if_unvisited(acc, sums.semaphores[batch, head, KEY_GROUPS * block + w])
+    scale(acc, softmax_scale)
+    target = transposed(smem) if tiles.dq_transposed else smem
+    store_accumulator(acc, mma, target[None, None, w], config.dtype, tiles.dq_transposed)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)
+    rows, block = place_of(block, batch, sums, config)
+    gQ, sQ = tma_tiles(dq, (part_queries(tiles), box_columns(tiles)), (None, None), head, rows, smem)
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+        # Parts are side by side in a block, or one below the other
+        row, column = (block, w) if cutlass.const_expr(tiles.dq_transposed or tiles.clustered) else (block * 2 + w, 0)
+        cute.copy(dq.atom, sQ[None, w], gQ[None, row, column])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def clear_if_unvisited(acc: cute.Tensor, visits):
+    """Sets a part to zero that no key tile has been added to: nobody has written it."""
+    if visits == 0:
+        acc.fill(0.0)

@@ -1,0 +1,193 @@
+"""The statistics of every query row before the passes, on Hopper (sm_90a); docs/algorithm.md, (13).
+
+    delta_i = dO_i · O_i - dlse_i    lse2_i = log2(e) lse_i
+
+This kernel runs first where no pass makes the statistics itself. A row that sees no key, and the rows that fill up the last block of
+a sequence, get lse2 = +inf, so that their P is 0, and delta = 0. Where dQ is accumulated, the kernel also clears its fp32 sums, or,
+where it is accumulated in order, the semaphores. It is bound by memory: O and dO are read once, 16 bytes a thread and row, ROWS_EACH
+rows at a time, and zeros are written while these are on their way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, Backward
+from tilewise.backends.hopper.backward.sequences import statistics_start
+from tilewise.backends.hopper.kit import packed
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
+from tilewise.backends.hopper.kit.instructions import choose
+from tilewise.backends.hopper.kit.softmax import LOG2_E
+
+VECTOR = 8  # elements that a thread reads at a time
+THREADS = 256
+ROWS_EACH = 4  # rows that a thread has in flight; at most as many as threads share a row
+INF = float("inf")
+
+
+class StatisticsTensors(NamedTuple):
+    """What the kernel reads and writes; a pass over queries that makes the statistics itself takes the same.
+
+    Attributes:
+        o, do: (batch, seqlen_q, heads_q, head_dim_v); read. None where a pass only reads the statistics.
+        lse, dlse: (batch, heads_q, seqlen_q), fp32; read.
+        lse2, delta: (batch, heads_q, statistics row), fp32; written.
+        cu: (sequence + 1,), int32: where packed sequences begin.
+        dq_sums: (batch, heads_q, block, warpgroup, part), fp32; set to zero.
+        semaphores: (batch, heads_q, block x warpgroup), int32; set to zero. There are fewer than statistics rows.
+    """
+
+    o: cute.Tensor | None
+    do: cute.Tensor | None
+    lse: cute.Tensor | None
+    dlse: cute.Tensor | None
+    lse2: cute.Tensor
+    delta: cute.Tensor
+    cu: cute.Tensor | None = None
+    dq_sums: cute.Tensor | None = None
+    semaphores: cute.Tensor | None = None
+
+
+class StatisticsRow(NamedTuple):
+    """A row of the statistics, and the row of O that it belongs to; past the last row of O it belongs to none."""
+
+    row: cutlass.Int32
+    source: cutlass.Int32
+
+
+def lanes_of(width_v: int) -> int:
+    """How many threads read one row: a power of two."""
+    return 1 << (width_v // VECTOR - 1).bit_length()
+
+
+def rows_of(width_v: int) -> int:
+    """How many rows a CTA has."""
+    return THREADS // lanes_of(width_v) * ROWS_EACH
+
+
+# -- Launch and kernel ---------------------------------------------------------------------------------------------
+
+
+def launch(t: StatisticsTensors, stream, config: Backward) -> None:
+    """Launches the kernel, within a traced function of the host's."""
+    kernel.set_name_prefix(f"{config.name}_rows", remove_cutlass_symbol=True, keep_mangled_name=False)
+    blocks = cute.ceil_div(t.lse2.shape[2], rows_of(config.keys.width_v))
+    grid = [blocks * t.lse.shape[0], t.lse.shape[1], 1]
+    kernel(t, config).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=True)
+
+
+@cute.kernel
+def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
+    """Makes the statistics of a block of rows. Grid: (blocks of all batch elements, one after the other; heads).
+
+    A thread reads a part of ROWS_EACH rows. The first threads of each row write one statistics row each, so that no row waits for
+    another one's.
+    """
+    cute.arch.griddepcontrol_wait()  # this kernel may begin while the one before it in the stream ends
+    lanes, element = lanes_of(config.keys.width_v), ELEMENT[config.dtype]
+    rows_each_cta = rows_of(config.keys.width_v)
+    blocks, (n, head, _) = cute.ceil_div(t.lse2.shape[2], rows_each_cta), cute.arch.block_idx()
+    block, batch, thread = n % blocks, n // blocks, cute.arch.thread_idx()[0]
+    lane, first, step = thread % lanes, block * rows_each_cta + thread // lanes, THREADS // lanes
+    mine = lane % ROWS_EACH
+    *rows, own = rows_at([*(first + n * step for n in range(ROWS_EACH)), first + mine * step], t, config)
+    lse, dlse = lse_and_dlse(t, batch, head, own)
+    o, do = (part[batch, None, head, None] for part in (t.o, t.do))
+    # Loads of all rows are issued before any is used: (8,) of O and (8,) of dO for each row.
+    parts = [[row_part(matrix, row.source, lane, element) for matrix in (o, do)] for row in rows]
+    if cutlass.const_expr(config.keys.ordered):
+        clear_semaphores(t.semaphores[batch, head, None], block * THREADS + thread)
+    elif cutlass.const_expr(config.keys.sums_dq):
+        clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)
+    total = F32(0.0)
+    for n, (one, other) in enumerate(parts):
+        found = (one.load().to(F32) * other.load().to(F32)).reduce(cute.ReductionOp.ADD, F32(0.0), 0)
+        for offset in [1 << n for n in range((lanes - 1).bit_length())]:  # over the threads of the row
+            found = found + cute.arch.shuffle_sync_bfly(found, offset=offset)
+        total = choose(mine == n, found, total)
+    put(t, batch, head, own.row, lane, *statistics_of(lse, dlse, total, own.source < t.lse.shape[2]))
+
+
+# -- Rows ----------------------------------------------------------------------------------------------------------
+
+
+def rows_at(rows: list, t: StatisticsTensors, config: Backward) -> list[StatisticsRow]:
+    """The rows of O that a thread's statistics rows belong to. All statistics rows of a CTA belong to one packed sequence."""
+    if not config.packed:
+        return [StatisticsRow(row, row) for row in rows]
+    total, count = t.o.shape[1], cute.size(t.cu)
+
+    def start_of(n):
+        return statistics_start(n, t.cu, total, config)
+
+    sequence = packed.holder(rows[0] // STATISTICS_ALIGNMENT, start_of, count)
+    span = packed.rows_of(sequence, t.cu, total, rest=True)
+    first = start_of(sequence) * STATISTICS_ALIGNMENT
+
+    def source_of(i):
+        return cutlass.select_(i < span.size, span.start + i, total)
+
+    return [StatisticsRow(row, source_of(row - first)) for row in rows]
+
+
+def row_part(t: cute.Tensor, i, lane, element) -> cute.Tensor:
+    """A thread's part (VECTOR,) of row i of a head, (seqlen, head_dim_v); zeros past the end of either."""
+    part = cute.make_rmem_tensor((VECTOR,), element)
+    part.fill(0.0)
+    read(t, i, lane, part)
+    return part
+
+
+@cute.jit
+def read(t: cute.Tensor, i, lane, part: cute.Tensor):
+    """Reads 16 bytes of row i, unless they lie outside the matrix."""
+    if i < t.shape[0] and lane * VECTOR < t.shape[1]:
+        cute.autovec_copy(cute.local_tile(t[i, None], (VECTOR,), (lane,)), part)
+
+
+def lse_and_dlse(t: StatisticsTensors, batch, head, row: StatisticsRow) -> tuple:
+    """lse and dlse of a row, or of the last row where there is none."""
+    i = cutlass.min(row.source, t.lse.shape[2] - 1)
+    return t.lse[batch, head, i], t.dlse[batch, head, i]
+
+
+def statistics_of(lse, dlse, total, real) -> tuple:
+    """lse2 and delta of a ``real`` row, or of one that fills up a block; ``total`` is dO · O."""
+    lse2, delta = choose(lse == -INF, INF, lse * LOG2_E), choose(lse == -INF, 0.0, total - dlse)
+    return choose(real, lse2, INF), choose(real, delta, 0.0)
+
+
+@cute.jit
+def put(t: StatisticsTensors, batch, head, row, lane, lse2, delta):
+    """The first ROWS_EACH threads of each row write one statistics row each."""
+    if lane < ROWS_EACH and row < t.lse2.shape[2]:
+        t.lse2[batch, head, row] = lse2
+        t.delta[batch, head, row] = delta
+
+
+# -- Zeros ---------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def clear_semaphores(semaphores: cute.Tensor, n):
+    """Sets a head's n-th semaphore to zero, if there is one."""
+    if n < cute.size(semaphores):
+        semaphores[n] = cutlass.Int32(0)
+
+
+@cute.jit
+def clear_sums(dq_sums: cute.Tensor, first, step, config: cutlass.Constexpr):
+    """Sets this CTA's share of a head's blocks of dQ, (block, element), to zero."""
+    for n in cutlass.range(first, dq_sums.shape[0], step, unroll=1):
+        put_zeros(dq_sums[n, None], config)
+
+
+def put_zeros(block: cute.Tensor, config: Backward) -> None:
+    """Sets a block of dQ to zero: 16 bytes a thread at a time."""
+    zeros = cute.make_rmem_tensor((4, KEY_GROUPS * config.keys.part_elements // (4 * THREADS)), F32)
+    zeros.fill(0.0)
+    target = cute.make_tensor(block.iterator, cute.make_layout((4, THREADS, zeros.shape[1])))
+    cute.autovec_copy(zeros, target[None, cute.arch.thread_idx()[0], None])

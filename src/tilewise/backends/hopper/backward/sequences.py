@@ -1,0 +1,108 @@
+"""Packed sequences in the backward: where their rows, statistics and accumulated dQ lie, and how roles learn the next tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.backward.config import STATISTICS_ALIGNMENT, Backward
+from tilewise.backends.hopper.backward.params import BackwardParams
+from tilewise.backends.hopper.kit import packed, schedule
+from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.scheduler import PICK, publish_tile, receive_ahead, receive_tile
+
+
+class BackwardSeqlenInfo(NamedTuple):
+    """Where the sequence of a tile lies.
+
+    Attributes:
+        q, k: its rows, and the keys that the tile visits or holds.
+        statistics_row: the first of its rows in the buffers of lse2 and delta.
+        dq_block: the first of its blocks of the accumulated dQ.
+    """
+
+    q: packed.Span
+    k: packed.Span
+    statistics_row: I32
+    dq_block: I32
+
+
+class PackedSequence(NamedTuple):
+    """One packed sequence.
+
+    Attributes:
+        q, k: its rows and keys.
+        seen: those of its keys that some row sees.
+        numbers: the launch's numbers with this sequence's lengths: rows, keys seen, and the band's ends counted from the first key seen.
+    """
+
+    q: packed.Span
+    k: packed.Span
+    seen: packed.Span
+    numbers: BackwardParams
+
+    @classmethod
+    def of(
+        cls, n, params: BackwardParams, config: Backward, rest_q: bool = False, rest_k: bool = False
+    ) -> PackedSequence:
+        """The n-th sequence. ``rest_q``, ``rest_k``: the rows, or keys, past the last sequence count as one more sequence."""
+        starts = params.packed
+        q = packed.rows_of(n, starts.cu_q, params.seqlen_q, rest_q)
+        k = packed.rows_of(n, starts.cu_k, params.seqlen_k, rest_k)
+        off = k.size - q.size  # the band is aligned at the bottom right of each sequence
+        moving = schedule.Band(
+            params.lo + off if config.form == "band" else None,
+            None if config.form == "full" else params.hi + off,
+            k.size,
+        )
+        first, band = schedule.cut(moving, starts.first, starts.last, q.size, PICK)
+        numbers = {"seqlen_q": q.size, "seqlen_k": band.seqlen_k, "lo": band.lo, "hi": band.hi}
+        numbers = params._replace(**{name: value for name, value in numbers.items() if value is not None})
+        return cls(q, k, packed.Span(k.start + first + band.seqlen_k, band.seqlen_k), numbers)
+
+    @property
+    def parts(self) -> tuple[packed.Span, packed.Span, packed.Span]:
+        """The keys seen, those before and those after. Each part has key tiles of its own, so that keys that nobody sees never share a
+        tile with others."""
+        return self.seen, self.before, packed.Span(self.k.end, self.k.end - self.seen.end)
+
+    @property
+    def before(self) -> packed.Span:
+        return packed.Span(self.seen.start, self.seen.start - self.k.start)
+
+
+def seqlen_info(n, q: packed.Span, k: packed.Span, params: BackwardParams, config: Backward) -> BackwardSeqlenInfo:
+    """Where the n-th sequence lies, of which a tile has the rows ``q`` and the keys ``k``."""
+    cu, total = params.packed.cu_q, params.seqlen_q
+    first_row = statistics_start(n, cu, total, config) * STATISTICS_ALIGNMENT
+    return BackwardSeqlenInfo(q, k, first_row, dq_block_start(n, cu, total, config))
+
+
+def statistics_start(n, cu: cute.Tensor, total, config: Backward):
+    """Where a sequence's statistics begin, in units of STATISTICS_ALIGNMENT rows."""
+    return packed.spaced(n, cu, total, config.statistics_gap, STATISTICS_ALIGNMENT)
+
+
+def dq_block_start(n, cu: cute.Tensor, total, config: Backward):
+    """The first block of a sequence's accumulated dQ."""
+    return packed.spaced(n, cu, total, config.keys.tile_m, config.keys.tile_m)
+
+
+# -- Mailboxes -----------------------------------------------------------------------------------------------------
+
+
+def publish_held(tile: packed.PackedTile | None, smem, n: int, phase) -> None:
+    """Tells the roles that wait for ``held_full[n]`` their tile."""
+    publish_tile(tile, smem.boxes.words, n, smem.held_empty, phase)
+
+
+def receiver(smem, n) -> Callable:
+    """The function ``(phase)`` by which a role that waits for ``held_full[n]`` receives its tile."""
+    return lambda phase: receive_tile(smem.boxes.words, n, smem.held_full, phase)
+
+
+def ahead_receiver(smem, stages: int) -> Callable:
+    """The function ``(phase)`` by which the warp that loads ahead receives its tile."""
+    return lambda phase: receive_ahead(smem.boxes, stages, phase)

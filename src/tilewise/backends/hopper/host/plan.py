@@ -1,0 +1,68 @@
+"""What the plans of the forward and of the backward share: a problem's facts, and tensors as the kernels take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Inputs, PerTensors
+from tilewise.backends.hopper.config import MULTIPLE, Expressions
+from tilewise.caching import cached_property
+from tilewise.problem import Problem, TensorFacts
+
+LOG2_E = math.log2(math.e)
+FAR = 1 << 30  # the end of a band that has none: no key reaches it
+ALIGNED = 16  # bytes: the copy engine reads from multiples of them
+APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
+
+
+@dataclass(eq=False)
+class Plan:
+    """Decisions for one problem. ``made``: what was made of a mask's tensors, kept while these are the same."""
+
+    problem: Problem
+    made: PerTensors = field(default_factory=PerTensors, kw_only=True)
+
+    @cached_property
+    def addressable(self) -> tuple[bool, bool, bool]:
+        """Whether the copy engine can address the strides of q, of k and of v."""
+        return tuple(addressable(x) for x in (self.problem.q, self.problem.k, self.problem.v))
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        return Expressions.of(self.problem)
+
+    def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any) -> Any:
+        """What a function makes of the mask's tensors, kept while they are the same."""
+        leaves = [inputs.leaves[n] for n in self.problem.spec.mask_slots]
+        return self.made.of((make, *more), leaves, lambda: make(self.problem, inputs, *more))
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """A tensor that an expression reads, as kernels take it: truth values as bytes, and one dimension at least."""
+    tensor = tensor.detach()
+    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return tensor if tensor.ndim else tensor.view(1)
+
+
+def addressable(tensor: TensorFacts) -> bool:
+    """Whether the copy engine can address a tensor."""
+    return strides_addressable(tensor.shape, tensor.stride)
+
+
+def strides_addressable(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether rows have unit stride and lie at multiples of 16 bytes from each other, no two in one place."""
+    outer = [n for size, n in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
+    return (stride[-1] == 1 or shape[-1] == 1) and all(0 < n < APART and n % MULTIPLE == 0 for n in outer)
+
+
+def addressed(tensor: Tensor, good: bool) -> Tensor:
+    """The tensor, or a copy that the copy engine can address; ``good``: the copy engine can address such strides."""
+    if good and tensor.data_ptr() % ALIGNED == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -6,6 +6,8 @@ expression are run-time arguments. Leaves are tensors in global memory; an index
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise import expr
+from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.kit.instructions import after, choose
 from tilewise.backends.hopper.kit.softmax import INF
 from tilewise.backends.hopper.kit.tiles import constant_column
@@ -157,6 +160,11 @@ def larger(a, b):
     return cutlass.max(*whole(a, b))
 
 
+def unchanged(a):
+    """The operand itself."""
+    return a
+
+
 def divide(a, b):
     """``a / b`` right to an ulp: a quotient by the reciprocal and its correction, without a branch as IEEE's has.
 
@@ -200,82 +208,116 @@ def select(condition, a, b, kind: str):
     return (cutlass.Int64 if wide(a) else I32)(cutlass.select_(condition, a, b))
 
 
-FLOATS: dict[str, Callable] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": divide,
-    "floordiv": lambda a, b: cute.math.floor(divide(a, b)),
-    "mod": lambda a, b: a - cute.math.floor(divide(a, b)) * b,
-    "pow": power,
-    "neg": lambda a: -a,
-    "abs": lambda a: cute.arch.fmax(a, -a),
-    "sign": lambda a: choose(a > 0.0, 1.0, choose(a < 0.0, -1.0, 0.0)),
-    "floor": lambda a: cute.math.floor(a),
-    "ceil": lambda a: -cute.math.floor(-a),
-    "round": lambda a: cute.math.roundeven(a),
-    "trunc": lambda a: choose(a < 0.0, -cute.math.floor(-a), cute.math.floor(a)),
-    "maximum": lambda a, b: cute.arch.fmax(a, b),
-    "minimum": lambda a, b: -cute.arch.fmax(-a, -b),
-    "relu": lambda a: cute.arch.fmax(a, F32(0.0)),
-    "exp": lambda a: cute.math.exp(a),
-    "exp2": lambda a: cute.math.exp2(a),
-    "expm1": lambda a: cute.math.expm1(a),
-    "log": lambda a: cute.math.log(a),
-    "log2": lambda a: cute.math.log2(a),
-    "log1p": lambda a: cute.math.log1p(a),
-    "sqrt": square_root,
-    "rsqrt": lambda a: cute.math.rsqrt(a),
-    "tanh": lambda a: cute.math.tanh(a),
-    "sigmoid": lambda a: cute.arch.rcp_approx(1.0 + cute.math.exp(-a)),
-    "erf": lambda a: cute.math.erf(a),
-    "sin": lambda a: cute.math.sin(a),
-    "cos": lambda a: cute.math.cos(a),
-    "float": lambda a: a,
+def floor_quotient(a, b):
+    """The floats' ``a / b``, rounded down."""
+    return cute.math.floor(divide(a, b))
+
+
+def remainder(a, b):
+    """The floats' ``a - b · floor(a / b)``."""
+    return a - cute.math.floor(divide(a, b)) * b
+
+
+def float_abs(a):
+    """The magnitude of a float."""
+    return cute.arch.fmax(a, -a)
+
+
+def float_sign(a):
+    """The sign of a float: 1, 0 or -1."""
+    return choose(a > 0.0, 1.0, choose(a < 0.0, -1.0, 0.0))
+
+
+def ceil(a):
+    """A float rounded up."""
+    return -cute.math.floor(-a)
+
+
+def truncate(a):
+    """A float rounded towards 0."""
+    return choose(a < 0.0, -cute.math.floor(-a), cute.math.floor(a))
+
+
+def float_maximum(a, b):
+    """The larger of two floats."""
+    return cute.arch.fmax(a, b)
+
+
+def float_minimum(a, b):
+    """The smaller of two floats."""
+    return -cute.arch.fmax(-a, -b)
+
+
+def float_relu(a):
+    """The float, or 0 where it is negative."""
+    return cute.arch.fmax(a, F32(0.0))
+
+
+def sigmoid(a):
+    """``1 / (1 + exp(-a))``."""
+    return cute.arch.rcp_approx(1.0 + cute.math.exp(-a))
+
+
+def whole_remainder(a, b):
+    """The whole numbers' ``a - b · (a // b)``."""
+    return a - floor_divide(a, b) * b
+
+
+def whole_power(a, b):
+    """A whole number to a whole power, by way of floats."""
+    return I32(cute.math.roundeven(power(a, b)))
+
+
+def whole_abs(a):
+    """The magnitude of a whole number."""
+    return larger(a, -a)
+
+
+def whole_sign(a):
+    """The sign of a whole number: 1, 0 or -1."""
+    return select(a > 0, 1, select(a < 0, -1, 0, "int"), "int")
+
+
+def whole_relu(a):
+    """The whole number, or 0 where it is negative."""
+    return larger(a, 0)
+
+
+def either(a, b):
+    """Whether one of two truth values holds."""
+    return (a | b) != 0
+
+
+def both_true(a, b):
+    """Whether two truth values hold."""
+    return (a & b) != 0
+
+
+def differ(a, b):
+    """Whether two truth values differ."""
+    return (a ^ b) != 0
+
+
+def is_false(a):
+    """Whether a truth value does not hold."""
+    return a == 0
+
+
+def is_true(a):
+    """Whether a number is not 0."""
+    return a != 0
+
+
+def function(name: str) -> Callable:
+    """The function that ``operations`` names: of this module, of Python's ``operator``, or of ``cute.math``."""
+    return next(vars(room)[name] for room in (sys.modules[__name__], operator, cute.math) if name in vars(room))
+
+
+FUNCTIONS: dict[str, dict[str, Callable]] = {
+    kind: {operation: function(name) for operation, name in table.items()}
+    for kind, table in (("float", operations.FLOATS), ("int", operations.WHOLES), ("bool", operations.TRUTHS))
 }
-WHOLES: dict[str, Callable] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "floordiv": floor_divide,
-    "mod": lambda a, b: a - floor_divide(a, b) * b,
-    "pow": lambda a, b: I32(cute.math.roundeven(power(a, b))),
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "not": lambda a: ~a,
-    "neg": lambda a: -a,
-    "abs": lambda a: larger(a, -a),
-    "sign": lambda a: select(a > 0, 1, select(a < 0, -1, 0, "int"), "int"),
-    "floor": lambda a: a,
-    "ceil": lambda a: a,
-    "round": lambda a: a,
-    "trunc": lambda a: a,
-    "maximum": larger,
-    "minimum": smaller,
-    "relu": lambda a: larger(a, 0),
-    "int": lambda a: a,
-}
-TRUTHS: dict[str, Callable] = {
-    "add": lambda a, b: (a | b) != 0,
-    "mul": lambda a, b: (a & b) != 0,
-    "and": lambda a, b: (a & b) != 0,
-    "or": lambda a, b: (a | b) != 0,
-    "xor": lambda a, b: (a ^ b) != 0,
-    "maximum": lambda a, b: (a | b) != 0,
-    "minimum": lambda a, b: (a & b) != 0,
-    "not": lambda a: a == 0,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "bool": lambda a: a != 0,
-}
-SAME = {"clamp_min": "maximum", "clamp_max": "minimum"}
-OPERATIONS = frozenset({*FLOATS, *WHOLES, *TRUTHS, *SAME, "where"})
-"""The operations that a kernel can be traced with; ``operations.py`` knows them where the DSL is not installed."""
+"""The function of an operation, by the kind of its result."""
 
 
 def operation(e: Expr, args: list):
@@ -283,11 +325,11 @@ def operation(e: Expr, args: list):
     kind, kinds = expr.kind(e), [expr.kind(a) for a in e.args]
     if e.op == "where":
         return select(*args, kind)
-    name = SAME.get(e.op, e.op)
+    name = operations.SAME.get(e.op, e.op)
     if e.op == "int":
         return args[0] if wide(args[0]) else I32(args[0])
     if kind == "float" or "float" in kinds:
         args = [F32(I32(a)) if k == "bool" else F32(a) for a, k in zip(args, kinds, strict=True)]
     else:
         args = whole(*args)
-    return {"float": FLOATS, "int": WHOLES, "bool": TRUTHS}[kind][name](*args)
+    return FUNCTIONS[kind][name](*args)

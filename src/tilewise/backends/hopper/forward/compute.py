@@ -35,7 +35,7 @@ from tilewise.backends.hopper.kit.tiles import QueryTile, begin_product, column_
 
 
 class ForwardOperands(NamedTuple):
-    """What one warpgroup multiplies: atoms, shared operands, and fragments in registers.
+    """The atoms, shared operands and register fragments of one warpgroup.
 
     Attributes:
         qk, pv: the atoms of ``S = Q Kᵀ`` and ``O += P V``.

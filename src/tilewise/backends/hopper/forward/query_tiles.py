@@ -1,4 +1,4 @@
-"""Which query tiles a CTA gets, which key blocks a tile visits, and which rows of the output a thread writes."""
+"""The query tiles that a CTA gets, the key blocks that a tile visits, and the rows of the output that a thread writes."""
 
 from __future__ import annotations
 

@@ -41,25 +41,25 @@ class Pairs(NamedTuple):
     numbers: tuple | None
 
 
-def pairs_of(line, first_key, work) -> Pairs:
-    """Of a thread's rows, a line, in the block whose first key is ``first_key``."""
-    return of_block(line, ("i", "j"), line.i, first_key + line.column, work)
+def pairs_of(ends, first_key, params) -> Pairs:
+    """The pairs of a thread's rows, which are queries, in the block whose first key is ``first_key``."""
+    return of_block(ends, ("i", "j"), ends.i, first_key + ends.column, params)
 
 
-def of_block(at, names: tuple[str, str], rows: list, column, work) -> Pairs:
-    """Of a thread's rows and its first column, for the batch index and head of ``at``."""
+def of_block(tile, names: tuple[str, str], rows: list, column, params) -> Pairs:
+    """The pairs of a thread's rows and columns; ``tile`` is anything that has a ``batch`` index and a query ``head``."""
     common = {
-        "b": at.batch,
-        "h": at.head,
-        "seqlen_q": work.seqlen_q,
-        "seqlen_k": work.seqlen_k,
-        "off": work.seqlen_k - work.seqlen_q,
+        "b": tile.batch,
+        "h": tile.head,
+        "seqlen_q": params.seqlen_q,
+        "seqlen_k": params.seqlen_k,
+        "off": params.seqlen_k - params.seqlen_q,
     }
-    return Pairs(common, names, rows, column, work.extra.leaves, work.extra.numbers)
+    return Pairs(common, names, rows, column, params.extra.leaves, params.extra.numbers)
 
 
 def scored(s: cute.Tensor, text: str, scale, pairs: Pairs) -> None:
-    """Products become ``score(scale · product)``, natural."""
+    """Turns products into ``score(scale · product)``, in base e."""
     values = Values([expr.parse(text)], pairs)
     for c in range(cute.size(s, mode=[1])):
         values.begin(c, s)
@@ -68,7 +68,7 @@ def scored(s: cute.Tensor, text: str, scale, pairs: Pairs) -> None:
 
 
 def hide(s: cute.Tensor, text: str, pairs: Pairs) -> None:
-    """Scores of pairs that the predicate does not keep become -inf."""
+    """Sets the scores of pairs that the predicate does not keep to -inf."""
     values = Values([expr.parse(text)], pairs)
     for c in range(cute.size(s, mode=[1])):
         values.begin(c, s)
@@ -77,7 +77,7 @@ def hide(s: cute.Tensor, text: str, pairs: Pairs) -> None:
 
 
 class Values:
-    """Some expressions' values at a thread's pairs."""
+    """The values of some expressions at a thread's pairs; each node is computed once for each of what it depends on."""
 
     def __init__(self, roots: Sequence[Expr], pairs: Pairs):
         self.roots, self.pairs = roots, pairs
@@ -99,7 +99,7 @@ class Values:
             self.known = {}
 
     def at(self, r: int, c: int, s) -> list:
-        """Of every expression at row r and column c of the thread, with the score s."""
+        """The value of every expression at row r and column c of the thread, with the score s."""
         row, column = self.pairs.names
 
         def key(e: Expr) -> tuple:
@@ -142,8 +142,9 @@ def read(leaf: cute.Tensor, e: Expr, index: list):
 # -- Operations ----------------------------------------------------------------------------------------------------
 
 
-def wide(x) -> bool:
-    return getattr(x, "width", 32) == 64
+def wide(value) -> bool:
+    """Whether a number has 64 bits."""
+    return getattr(value, "width", 32) == 64
 
 
 def whole(*args) -> list:
@@ -152,160 +153,168 @@ def whole(*args) -> list:
     return [kind(x) for x in args]
 
 
-def smaller(a, b):
-    return cutlass.min(*whole(a, b))
+def smaller(left, right):
+    """The smaller of two whole numbers."""
+    return cutlass.min(*whole(left, right))
 
 
-def larger(a, b):
-    return cutlass.max(*whole(a, b))
+def larger(left, right):
+    """The larger of two whole numbers."""
+    return cutlass.max(*whole(left, right))
 
 
-def unchanged(a):
+def unchanged(value):
     """The operand itself."""
-    return a
+    return value
 
 
-def divide(a, b):
-    """``a / b`` right to an ulp: a quotient by the reciprocal and its correction, without a branch as IEEE's has.
+def divide(left, right):
+    """``left / right`` right to an ulp: a quotient by the reciprocal and its correction, without a branch as IEEE's has.
 
     Where the correction is no number, of infinities and zeros, the first quotient stands.
     """
-    inverse = cute.arch.rcp_approx(b)
-    first = a * inverse
-    better = cute.math.fma(cute.math.fma(-first, b, a), inverse, first)
+    inverse = cute.arch.rcp_approx(right)
+    first = left * inverse
+    better = cute.math.fma(cute.math.fma(-first, right, left), inverse, first)
     return choose(better == better, better, first)
 
 
-def floor_divide(a, b):
-    """``a // b``, rounded down; of 32 bits by the reciprocal, twice, since one product of floats has but 24, and a correction:
-    the chip divides in a subroutine, which a loop with products in flight cannot call."""
-    if wide(a):
-        return a // b
-    inverse = cute.arch.rcp_approx(F32(b))
-    quotient = I32(cute.math.floor(F32(a) * inverse))
-    quotient = quotient + I32(cute.math.floor(F32(a - quotient * b) * inverse))
-    rest = a - quotient * b
-    below = (rest != 0) & ((rest < 0) != (b < 0))
-    beyond = ((rest >= b) & (b > 0)) | ((rest <= b) & (b < 0))
+def floor_divide(left, right):
+    """``left // right``, rounded down.
+
+    The chip divides whole numbers in a subroutine, which a loop with products in flight cannot call. Numbers of 32 bits are
+    multiplied by the reciprocal instead, twice, since one product of floats has 24 bits, and then corrected.
+    """
+    if wide(left):
+        return left // right
+    inverse = cute.arch.rcp_approx(F32(right))
+    quotient = I32(cute.math.floor(F32(left) * inverse))
+    quotient = quotient + I32(cute.math.floor(F32(left - quotient * right) * inverse))
+    rest = left - quotient * right
+    below = (rest != 0) & ((rest < 0) != (right < 0))
+    beyond = ((rest >= right) & (right > 0)) | ((rest <= right) & (right < 0))
     return quotient + select(beyond, 1, select(below, -1, 0, "int"), "int")
 
 
-def square_root(x):
-    root = x * cute.math.rsqrt(x, fastmath=True)
-    return choose((x == 0.0) | (x == INF), x, root)
+def square_root(value):
+    """The square root of a float, exact for 0 and infinity."""
+    root = value * cute.math.rsqrt(value, fastmath=True)
+    return choose((value == 0.0) | (value == INF), value, root)
 
 
-def power(a, b):
-    return cute.math.pow(F32(a), F32(b))
+def power(left, right):
+    """A float to the power of another."""
+    return cute.math.pow(F32(left), F32(right))
 
 
-def select(condition, a, b, kind: str):
+def select(condition, left, right, kind: str):
+    """One of two values of a kind, without a branch."""
     if kind == "float":
-        return choose(condition, a, b)
+        return choose(condition, left, right)
     if kind == "bool":
-        return cutlass.select_(condition, I32(a), I32(b)) != 0
-    a, b = whole(a, b)
-    return (cutlass.Int64 if wide(a) else I32)(cutlass.select_(condition, a, b))
+        return cutlass.select_(condition, I32(left), I32(right)) != 0
+    left, right = whole(left, right)
+    return (cutlass.Int64 if wide(left) else I32)(cutlass.select_(condition, left, right))
 
 
-def floor_quotient(a, b):
-    """The floats' ``a / b``, rounded down."""
-    return cute.math.floor(divide(a, b))
+def floor_quotient(left, right):
+    """The floats' ``left / right``, rounded down."""
+    return cute.math.floor(divide(left, right))
 
 
-def remainder(a, b):
-    """The floats' ``a - b · floor(a / b)``."""
-    return a - cute.math.floor(divide(a, b)) * b
+def remainder(left, right):
+    """The floats' ``left - right · floor(left / right)``."""
+    return left - cute.math.floor(divide(left, right)) * right
 
 
-def float_abs(a):
+def float_abs(value):
     """The magnitude of a float."""
-    return cute.arch.fmax(a, -a)
+    return cute.arch.fmax(value, -value)
 
 
-def float_sign(a):
+def float_sign(value):
     """The sign of a float: 1, 0 or -1."""
-    return choose(a > 0.0, 1.0, choose(a < 0.0, -1.0, 0.0))
+    return choose(value > 0.0, 1.0, choose(value < 0.0, -1.0, 0.0))
 
 
-def ceil(a):
+def ceil(value):
     """A float rounded up."""
-    return -cute.math.floor(-a)
+    return -cute.math.floor(-value)
 
 
-def truncate(a):
+def truncate(value):
     """A float rounded towards 0."""
-    return choose(a < 0.0, -cute.math.floor(-a), cute.math.floor(a))
+    return choose(value < 0.0, -cute.math.floor(-value), cute.math.floor(value))
 
 
-def float_maximum(a, b):
+def float_maximum(left, right):
     """The larger of two floats."""
-    return cute.arch.fmax(a, b)
+    return cute.arch.fmax(left, right)
 
 
-def float_minimum(a, b):
+def float_minimum(left, right):
     """The smaller of two floats."""
-    return -cute.arch.fmax(-a, -b)
+    return -cute.arch.fmax(-left, -right)
 
 
-def float_relu(a):
+def float_relu(value):
     """The float, or 0 where it is negative."""
-    return cute.arch.fmax(a, F32(0.0))
+    return cute.arch.fmax(value, F32(0.0))
 
 
-def sigmoid(a):
-    """``1 / (1 + exp(-a))``."""
-    return cute.arch.rcp_approx(1.0 + cute.math.exp(-a))
+def sigmoid(value):
+    """``1 / (1 + exp(-value))``."""
+    return cute.arch.rcp_approx(1.0 + cute.math.exp(-value))
 
 
-def whole_remainder(a, b):
-    """The whole numbers' ``a - b · (a // b)``."""
-    return a - floor_divide(a, b) * b
+def whole_remainder(left, right):
+    """The whole numbers' ``left - right · (left // right)``."""
+    return left - floor_divide(left, right) * right
 
 
-def whole_power(a, b):
+def whole_power(left, right):
     """A whole number to a whole power, by way of floats."""
-    return I32(cute.math.roundeven(power(a, b)))
+    return I32(cute.math.roundeven(power(left, right)))
 
 
-def whole_abs(a):
+def whole_abs(value):
     """The magnitude of a whole number."""
-    return larger(a, -a)
+    return larger(value, -value)
 
 
-def whole_sign(a):
+def whole_sign(value):
     """The sign of a whole number: 1, 0 or -1."""
-    return select(a > 0, 1, select(a < 0, -1, 0, "int"), "int")
+    return select(value > 0, 1, select(value < 0, -1, 0, "int"), "int")
 
 
-def whole_relu(a):
+def whole_relu(value):
     """The whole number, or 0 where it is negative."""
-    return larger(a, 0)
+    return larger(value, 0)
 
 
-def either(a, b):
+def either(left, right):
     """Whether one of two truth values holds."""
-    return (a | b) != 0
+    return (left | right) != 0
 
 
-def both_true(a, b):
+def both_true(left, right):
     """Whether two truth values hold."""
-    return (a & b) != 0
+    return (left & right) != 0
 
 
-def differ(a, b):
+def differ(left, right):
     """Whether two truth values differ."""
-    return (a ^ b) != 0
+    return (left ^ right) != 0
 
 
-def is_false(a):
+def is_false(value):
     """Whether a truth value does not hold."""
-    return a == 0
+    return value == 0
 
 
-def is_true(a):
+def is_true(value):
     """Whether a number is not 0."""
-    return a != 0
+    return value != 0
 
 
 def function(name: str) -> Callable:

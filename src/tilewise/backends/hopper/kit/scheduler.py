@@ -1,4 +1,4 @@
-"""Which tile a CTA takes next, and how the role that takes it tells the others.
+"""The tile that a CTA takes next, and how the role that takes it tells the others.
 
 Tiles of equal sequences are dealt out by number: every role counts the rounds for itself. Tiles of packed sequences differ too
 much for that. The loading warp of a CTA takes the next tile of all from a queue in global memory and publishes it in mailboxes

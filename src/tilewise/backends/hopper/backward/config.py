@@ -253,7 +253,7 @@ class QueryTiles:
 
 @dataclass(frozen=True)
 class Backward(Formed):
-    """What the kernels of one backward are compiled for.
+    """The record that the kernels of one backward are compiled for.
 
     Attributes:
         queries: None where the pass over key tiles accumulates dQ.
@@ -290,7 +290,7 @@ class Backward(Formed):
 
     @property
     def expected(self) -> tuple[Expected, ...]:
-        """What the kernels of the passes over keys and over queries must be once they are compiled; the others have no roles."""
+        """The facts that the compiled kernels of the passes over keys and over queries are held to; the others have no roles."""
         keys, queries = self.keys, self.queries
         hidden = None if keys.split else keys.tile_m // 2
         roles = tuple(dict.fromkeys(reversed(keys.registers_by_warpgroup)))
@@ -314,7 +314,7 @@ class Backward(Formed):
 
     @property
     def statistics_gap(self) -> int:
-        """By how many rows more than their own rows the statistics of packed sequences lie apart: see :func:`packed.spaced`. Whole
+        """The rows by which the statistics of packed sequences lie further apart than their own rows: see :func:`packed.spaced`. Whole
         query blocks of each pass fit, and the next multiple of STATISTICS_ALIGNMENT is not past the next sequence's."""
         return STATISTICS_ALIGNMENT + max(self.keys.tile_m, self.tile_m)
 

@@ -47,12 +47,12 @@ class KeyTile(NamedTuple):
 
     @property
     def keys(self):
-        """Where the rows of k lie, as :func:`tma_tiles` takes it."""
+        """The place of the rows of k, as :func:`tma_tiles` takes it."""
         return self.batch if self.seqlen is None else self.seqlen.k
 
     @property
     def rows(self):
-        """Where the rows of q lie, as :func:`tma_tiles` takes it."""
+        """The place of the rows of q, as :func:`tma_tiles` takes it."""
         return self.batch if self.seqlen is None else self.seqlen.q
 
     def statistic(self, buffer: cute.Tensor, head) -> cute.Tensor:

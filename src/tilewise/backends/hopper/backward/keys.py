@@ -63,7 +63,7 @@ from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
 
 
 class KeysTensors(NamedTuple):
-    """What the pass reads and writes, (batch, seqlen, heads, head_dim), and the buffers by query row."""
+    """The tensors that the pass reads and writes, (batch, seqlen, heads, head_dim), and the buffers by query row."""
 
     q: cute.Tensor
     k: cute.Tensor

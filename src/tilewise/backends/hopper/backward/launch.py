@@ -34,7 +34,7 @@ from tilewise.backends.hopper.kit.params import OptionalParams
 
 
 def optional_params(tensors: list, numbers: list, config: Backward) -> tuple[OptionalParams, OptionalParams]:
-    """What only some kernels have: of the pass over keys, and of the pass over queries.
+    """The arguments that only some kernels have: of the pass over keys, and of the pass over queries.
 
     Args:
         tensors: the tensors of the pass over keys, those of the pass over queries, the seed of dropout, and the leaves of expressions;

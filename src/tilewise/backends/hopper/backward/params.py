@@ -14,7 +14,7 @@ from tilewise.backends.hopper.kit.scheduler import PICK
 
 
 class PackedParams(NamedTuple):
-    """Where packed sequences lie.
+    """The places of packed sequences.
 
     Attributes:
         cu_q, cu_k: (sequence + 1,), int32: the first row and key of each sequence.
@@ -70,6 +70,7 @@ class BackwardParams(NamedTuple):
 
 def number_band(params: BackwardParams, config: Backward) -> schedule.Band:
     """The band whose ends are numbers, the same for all heads."""
+    # Without a lower or an upper end the band has None there, which costs no instruction
     lo = params.lo if config.form == "band" else None
     return schedule.Band(lo, None if config.form == "full" else params.hi, params.seqlen_k)
 

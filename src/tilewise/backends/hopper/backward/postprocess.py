@@ -60,7 +60,7 @@ def part_layout(tiles: KeyTiles) -> cute.Layout:
 
 
 def place_of(block, batch, sums: DqSums, config: Backward) -> tuple:
-    """Where a block's rows lie, as :func:`tma_tiles` takes it, and the block's number among them."""
+    """The place of a block's rows, as :func:`tma_tiles` takes it, and the block's number among them."""
     if not config.packed:
         return batch, block
 

@@ -29,7 +29,7 @@ INF = float("inf")
 
 
 class StatisticsTensors(NamedTuple):
-    """What the kernel reads and writes; a pass over queries that makes the statistics itself takes the same.
+    """The tensors that the kernel reads and writes; a pass over queries that makes the statistics itself takes the same.
 
     Attributes:
         o, do: (batch, seqlen_q, heads_q, head_dim_v); read. None where a pass only reads the statistics.

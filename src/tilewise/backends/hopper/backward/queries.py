@@ -56,7 +56,7 @@ from tilewise.backends.hopper.kit.tiles import QueryTile, staged_layout, tma_til
 
 
 class QueriesTensors(NamedTuple):
-    """What the pass reads and writes, (batch, seqlen, heads, head_dim)."""
+    """The tensors that the pass reads and writes, (batch, seqlen, heads, head_dim)."""
 
     q: cute.Tensor
     k: cute.Tensor

@@ -54,7 +54,7 @@ class ColumnLimits(NamedTuple):
 
 
 class ScoreBlock(NamedTuple):
-    """What a thread knows about a block of scores.
+    """The facts that a thread knows about a block of scores.
 
     Attributes:
         limits: the ends of its two rows' kept columns, counted as in :class:`ColumnLimits`; None where all columns are kept.
@@ -71,7 +71,7 @@ class ScoreBlock(NamedTuple):
         return dropout.kept(self.pairs, cute.size(rows_columns(acc), mode=[1]), params)
 
     def values(self, config: Backward) -> expression.Values | None:
-        """For each pair its score, its slope and, where some pairs may be hidden, whether the predicate keeps it."""
+        """The score and slope of each pair and, where some pairs may be hidden, whether the predicate keeps it."""
         if config.traced == PLAIN:
             return None
         hides = self.limits is not None and config.traced.keep

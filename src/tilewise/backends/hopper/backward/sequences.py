@@ -15,7 +15,7 @@ from tilewise.backends.hopper.kit.scheduler import PICK, publish_tile, receive_a
 
 
 class BackwardSeqlenInfo(NamedTuple):
-    """Where the sequence of a tile lies.
+    """The place of a tile's packed sequence.
 
     Attributes:
         q, k: its rows, and the keys that the tile visits or holds.
@@ -74,14 +74,14 @@ class PackedSequence(NamedTuple):
 
 
 def seqlen_info(n, q: packed.Span, k: packed.Span, params: BackwardParams, config: Backward) -> BackwardSeqlenInfo:
-    """Where the n-th sequence lies, of which a tile has the rows ``q`` and the keys ``k``."""
+    """The place of the n-th sequence, of which a tile has the rows ``q`` and the keys ``k``."""
     cu, total = params.packed.cu_q, params.seqlen_q
     first_row = statistics_start(n, cu, total, config) * STATISTICS_ALIGNMENT
     return BackwardSeqlenInfo(q, k, first_row, dq_block_start(n, cu, total, config))
 
 
 def statistics_start(n, cu: cute.Tensor, total, config: Backward):
-    """Where a sequence's statistics begin, in units of STATISTICS_ALIGNMENT rows."""
+    """The beginning of a sequence's statistics, in units of STATISTICS_ALIGNMENT rows."""
     return packed.spaced(n, cu, total, config.statistics_gap, STATISTICS_ALIGNMENT)
 
 

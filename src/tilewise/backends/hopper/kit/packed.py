@@ -52,9 +52,6 @@ class PackedTile(NamedTuple):
     head: I32
 
 
-Tile = PackedTile  # the backward's name of it
-
-
 def ragged(tensor: cute.Tensor, columns_first: bool = False) -> cute.Tensor:
     """(1, row, head, column) as (row, column, head, end, wrap), or with columns first."""
     (_, _, heads, columns), (_, by_row, by_head, by_column) = tensor.shape, tensor.stride

@@ -48,11 +48,6 @@ class QueryTile(NamedTuple):
         """The place of the tile's keys, as :func:`tma_tiles` takes it."""
         return self.batch if self.seqlen is None else self.seqlen.k
 
-    @property
-    def own(self):
-        """The backward's name of ``seqlen``."""
-        return self.seqlen
-
 
 # -- Registers -----------------------------------------------------------------------------------------------------
 

@@ -231,6 +231,38 @@ def test_the_call_that_wrong_ones_are_made_of_is_right():
     assert torch.isfinite(attend(**shorter, cu_seqlens_k=torch.tensor([0, 8, 16]))).all()
 
 
+LONGER = {
+    "batch": ((3,), lambda t, b, h, i, j: t[b]),
+    "heads": ((5,), lambda t, b, h, i, j: t[h]),
+    "queries": ((9,), lambda t, b, h, i, j: t[i]),
+    "pairs": ((5, 10, 9), lambda t, b, h, i, j: t[h, i, j]),
+    "pairs-of-one-head": ((2, 3, 10, 9), lambda t, b, h, i, j: t[b, 0, i, j]),
+    "blocks": ((3, 9), lambda t, b, h, i, j: t[i // 4, j]),
+}
+FITTING = {
+    "batch": (2,),
+    "heads": (4,),
+    "queries": (8,),
+    "pairs": (4, 8, 8),
+    "pairs-of-one-head": (2, 1, 8, 8),
+    "blocks": (2, 8),
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_a_tensor_that_a_function_reads_may_be_longer_than_the_axis_and_never_shorter(name):
+    shape, read = LONGER[name]
+    x, t = inputs(), normal(*shape)
+    whole = attend(**x, score=lambda s, b, h, i, j: s + read(t, b, h, i, j))
+    cut = t[tuple(slice(0, size) for size in FITTING[name])]
+    assert torch.equal(whole, attend(**x, score=lambda s, b, h, i, j: s + read(cut, b, h, i, j)))
+    for axis, size in enumerate(FITTING[name]):
+        if (name, axis) != ("pairs-of-one-head", 1):
+            short = cut.narrow(axis, 0, size - 1)
+            with pytest.raises(ValueError, match=f"axis {axis} must be at least .* = {size}"):
+                attend(**x, score=lambda s, b, h, i, j, short=short: s + read(short, b, h, i, j))
+
+
 def test_tables_of_positions_within_a_packed_sequence_need_not_span_all_sequences():
     assert torch.isfinite(attend(**packed(), score=tw.bias(normal(4, 8, 8)))).all()
 

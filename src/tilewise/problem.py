@@ -334,23 +334,21 @@ def read_reasons(
     region: Region, score: expr.Expr | None, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
 ) -> list[str]:
     """Which leaves, of ``shapes`` by slot, are too short or too long for ``sizes``, how far each of ``b h i j`` runs."""
-    ends = [id(e) for end in region.ends if end is not None for e in expr.lookups(end)]
     reasons = []
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
-        shape = shapes[e.args[0][1]]
-        index = [_plain_index(x) for x in e.args[1:]]
-        # A table of positions may be longer than the sequence; ids of the keys, and what is a matrix of pairs or was
-        # broadcast as one (read at a literal 0), may not.
-        exact = id(e) in ends or {"i", "j"} <= {name for name, _ in index} or any(x.op == "number" for x in e.args[1:])
-        for axis, ((name, block), size) in enumerate(zip(index, shape, strict=True)):
+        leaf = e.args[0]
+        shape, fitted = shapes[leaf[1]], "fitted" in leaf
+        for axis, (x, size) in enumerate(zip(e.args[1:], shape, strict=True)):
+            name, block = _plain_index(x)
             if name not in sizes:
                 continue
-            needed, at_least = -(-sizes[name] // block), name in "ij" and not exact
-            if size < needed or (size > needed and not at_least):
+            needed = -(-sizes[name] // block)
+            # A tensor that the user's function reads may be longer, as in FlexAttention: cu_seqlens[b], a table for all lengths.
+            if size < needed or (fitted and size > needed):
                 what = _AXES[name] if block == 1 else f"ceil({_AXES[name]} / {block})"
                 reasons.append(
                     f"a mask or score tensor {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: "
-                    f"axis {axis} must be {'at least ' if at_least else ''}{what} = {needed}"
+                    f"axis {axis} must be {'' if fitted else 'at least '}{what} = {needed}"
                 )
     return reasons
 

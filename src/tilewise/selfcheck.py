@@ -82,12 +82,17 @@ class Report:
         return "\n".join(lines)
 
 
-def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, ...] | None = None) -> Report:
+def verify(
+    device: torch.device | str | None = None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    features: tuple[str, ...] | None = None,
+) -> Report:
     """Runs every backend that this machine has on a table of features, forward and backward, against float64.
 
     Args:
         device: default: the GPU if there is one, else the CPU.
         dtypes: default: fp32 and bf16, and on a GPU fp16.
+        features: names of the table's rows; default: all of them.
 
     Raises:
         ValueError: a device that torch does not know or this machine does not have, a dtype that is not attention's.
@@ -98,7 +103,7 @@ def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, 
     wrong = [str(dtype) for dtype in dtypes if dtype not in DTYPES]
     if wrong:
         raise ValueError(f"verify(dtypes=): {', '.join(wrong)} is not of {', '.join(str(dtype) for dtype in DTYPES)}")
-    return Report(of(device).name, tuple(_rows(device, dtypes)))
+    return Report(of(device).name, tuple(_rows(device, dtypes, features)))
 
 
 def _device(wanted: torch.device | str) -> torch.device:
@@ -111,9 +116,12 @@ def _device(wanted: torch.device | str) -> torch.device:
     return device
 
 
-def _rows(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Iterator[Row]:
+def _rows(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], features: tuple[str, ...] | None = None
+) -> Iterator[Row]:
+    table = _features(device)
     for dtype in dtypes:
-        for feature, options in _features(device).items():
+        for feature, options in table.items() if features is None else [(name, table[name]) for name in features]:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(0)
                 yield from _feature_rows(device, dtype, feature, options())

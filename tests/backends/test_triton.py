@@ -217,6 +217,29 @@ def test_gradients_of_leaves_are_summed_as_classified(how):
     agree(Triton(), c)
 
 
+LONGER = {
+    STORE: ((2, 5, 72, 80), lambda t: lambda s, b, h, i, j: s + t[b, h, i, j]),
+    TILES: ((70, 72), lambda t: lambda s, b, h, i, j: s + t[j, i].sin()),
+    "sheet": ((72, 80), lambda t: lambda s, b, h, i, j: s + t[i, j]),
+}
+
+
+@pytest.mark.parametrize("how", LONGER)
+def test_elements_of_a_leaf_that_no_pair_reads_get_no_gradient(how, monkeypatch):
+    shape, build = LONGER[how]
+    empty = torch.empty
+
+    def poisoned(*size, **options):
+        new = empty(*size, **options)
+        return new.fill_(torch.nan) if new.is_floating_point() else new
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    c = call(*qkv(), causal=True, score=tw.score(build(normal(*shape).requires_grad_())))
+    assert [read.how for read in classify(c.p)] == [TILES if how == "sheet" else how]
+    assert (Plan(c.p, INTERPRETED).sheet_heads > 0) == (how == "sheet")
+    agree(Triton(), c)
+
+
 def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once():
     t = normal(2, 66, 72).requires_grad_()
     c = call(*qkv(batch=1, nq=66, nk=72, hq=2, hk=1), causal=True, score=tw.bias(t))

@@ -24,7 +24,9 @@ def failed(capsys, *arguments):
 def test_help_names_every_command(capsys):
     assert cli.main(["--help"]) == 0
     page = capsys.readouterr().out
-    assert all(command in page for command in ("demo", "train", "sample", "explain", "verify", "bench", "tune"))
+    assert all(
+        command in page for command in ("demo", "train", "sample", "explain", "verify", "doctor", "bench", "tune")
+    )
 
 
 def test_version_names_the_package_and_torch(capsys):

@@ -258,6 +258,17 @@ SCORES = {
         lambda t, ratio: (lambda score, b, h, q_idx, kv_idx: score + t[q_idx - kv_idx + N - 1] * ratio[h], None),
         (normal(2 * N - 1, seed=5), normal(H, seed=6)),
     ),
+    "packed-table": Mod(
+        lambda t, starts: (
+            lambda score, b, h, q_idx, kv_idx: score + t[starts[b] + q_idx] * t[starts[b] + kv_idx],
+            None,
+        ),
+        (normal(B * N, seed=5), torch.arange(B + 1) * N),
+    ),
+    "table-of-the-longest": Mod(
+        lambda t: (lambda score, b, h, q_idx, kv_idx: score + t[h, q_idx, kv_idx], causal),
+        (normal(H, N + 4, N + 7, seed=5),),
+    ),
     "graph-distances": Mod(lambda t, d: (graph(t, d), None), (normal(H, 6, seed=5), whole(6, B, N, N))),
     "graph-edges": Mod(
         lambda t, types, lengths: (edges(t, types, lengths), None),

@@ -99,7 +99,7 @@ def test_one_tensor_in_several_stages_travels_once():
 
 def test_equal_scores_have_equal_texts_whatever_their_tensors():
     chain = lambda: tw.alibi(normal(HEADS)) >> tw.softcap(5.0) >> tw.score(lambda s, b, h, i, j: s * 2)  # noqa: E731
-    assert chain().text == chain().text == "s - (float0[h] * abs((i + off) - j)) >> 5.0 * tanh(s / 5.0) >> s * 2"
+    assert chain().text == chain().text == "s - (fitted_float0[h] * abs((i + off) - j)) >> 5.0 * tanh(s / 5.0) >> s * 2"
 
 
 def test_the_slope_of_a_chain_is_autograds():
@@ -150,7 +150,7 @@ WRONG_SHAPES = {
     "bias-queries": (lambda: tw.bias(torch.ones(7, 8)), "axis 0 must be seqlen_q = 8"),
     "bias-keys": (lambda: tw.bias(torch.ones(8, 9)), "axis 1 must be seqlen_k = 8"),
     "bias-batch": (lambda: tw.bias(torch.ones(3, 1, 8, 8)), "axis 0 must be batch = 1"),
-    "function": (lambda: tw.score(lambda s, b, h, i, j: s * torch.ones(3)[h]), "axis 0 must be heads_q = 2"),
+    "function": (lambda: tw.score(lambda s, b, h, i, j: s * torch.ones(1)[h]), "axis 0 must be at least heads_q = 2"),
     "empty": (lambda: tw.score(lambda s, b, h, i, j: s * torch.ones(0)[i - j]), "is empty"),
 }
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli import bench, demo, explain, sample, train, tune, verify
+from tilewise.cli import bench, demo, doctor, explain, sample, train, tune, verify
 from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
@@ -42,7 +42,16 @@ def _options(
     """Exact attention, tile by tile: see it work, ask what runs and why, check it, measure it."""
 
 
-for command in (demo.demo, train.train, sample.sample, explain.explain, verify.verify, bench.bench, tune.tune):
+for command in (
+    demo.demo,
+    train.train,
+    sample.sample,
+    explain.explain,
+    verify.verify,
+    doctor.doctor,
+    bench.bench,
+    tune.tune,
+):
     app.command()(from_dataclass(command))
 if importlib.util.find_spec("tilewise.cli.io"):
     app.command()(importlib.import_module("tilewise.cli.io").io)

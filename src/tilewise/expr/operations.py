@@ -29,7 +29,8 @@ class Expr:
     """One node: an operation of :data:`OPERATIONS` on ``args``, or one of four terminals.
 
     Terminals: ``number (value,)``, ``symbol (name,)``, ``param (slot, kind)`` and ``lookup (leaf, *indices)``. A leaf
-    is a tensor while a function is being traced and ``(kind, number)`` once the expression was printed and parsed.
+    is a tensor (or :class:`Fitted`) while a function is being traced, and ``(kind, number)`` or
+    ``(kind, number, "fitted")`` once the expression was printed and parsed.
     """
 
     __slots__ = ("args", "op")
@@ -183,6 +184,18 @@ def lookup(tensor: torch.Tensor, *index: Any) -> Expr:
     return Expr("lookup", (tensor, *[_index_expr(x, size) for x, size in zip(index, tensor.shape, strict=True)]))
 
 
+class Fitted:
+    """A leaf whose axes must have exactly the sizes of the indices that they are read at; other leaves may be longer."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+def fitted_lookup(tensor: torch.Tensor, *index: Any) -> Expr:
+    """``tensor[index]`` of a tensor that is :class:`Fitted`: how the catalogue of masks and scores reads its tensors."""
+    return Expr("lookup", (Fitted(tensor), *lookup(tensor, *index).args[1:]))
+
+
 def _index_expr(x: Any, size: int) -> Expr:
     """An index as an expression; a literal one counts from the end where it is negative, as in torch."""
     e = as_expr(x)
@@ -212,7 +225,7 @@ def kind(e: Expr) -> str:
         return e.args[1]
     if e.op == "lookup":
         leaf = e.args[0]
-        return leaf[0] if isinstance(leaf, tuple) else tensor_kind(leaf)
+        return leaf[0] if isinstance(leaf, tuple) else tensor_kind(leaf.tensor if isinstance(leaf, Fitted) else leaf)
     result = OPERATIONS[e.op].kind
     if result != "same":
         return result

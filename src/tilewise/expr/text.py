@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 
-from tilewise.expr.operations import OPERATIONS, Expr, apply, number, symbol, tensor_kind
+from tilewise.expr.operations import OPERATIONS, Expr, Fitted, apply, number, symbol, tensor_kind
 from tilewise.expr.walk import children, nodes
 
 _INFIX = {operation.infix: name for name, operation in OPERATIONS.items() if operation.infix}
 
 
 _PARAM = re.compile(r"(float|int|bool)_(\d+)")
+_LEAF = re.compile(r"(fitted_)?(float|int|bool)(\d+)")
 _MAX_DEPTH = 40  # Python's parser takes 200 nested parentheses
 
 
 def to_text(e: Expr, leaves: list[torch.Tensor] | None = None) -> tuple[str, tuple[torch.Tensor, ...]]:
     """``(text, leaves)``: Python syntax with leaves as ``float0[h, i]``, numbered by first appearance.
+
+    A leaf that is to fit its indices is ``fitted_float0[h, i]``. Kernels do not depend on that: once parsed, it is printed without.
 
     A node that is used twice, or is deep, is named before it is used: ``(_0 := s * s, _0 + _0)``. Several expressions
     number their leaves together when they share the list ``leaves``, which then grows.
@@ -72,6 +75,8 @@ def _strip(text: str) -> str:
 def _leaf_name(leaf: Any, leaves: list) -> str:
     if isinstance(leaf, tuple):
         return f"{leaf[0]}{leaf[1]}"
+    if isinstance(leaf, Fitted):
+        return f"fitted_{_leaf_name(leaf.tensor, leaves)}"
     for slot in range(len(leaves)):
         if leaves[slot] is leaf:
             return f"{tensor_kind(leaf)}{slot}"
@@ -80,7 +85,7 @@ def _leaf_name(leaf: Any, leaves: list) -> str:
 
 
 def parse(text: str, leaf_slot: Callable[[int], int] = lambda n: n) -> Expr:
-    """The expression that :func:`to_text` printed; leaf ``n`` becomes ``(kind, leaf_slot(n))``."""
+    """The expression that :func:`to_text` printed; leaf ``n`` becomes ``(kind, leaf_slot(n))``, with a third ``"fitted"`` if it is."""
     return from_ast(ast.parse(text, mode="eval").body, leaf_slot, {})
 
 
@@ -116,9 +121,10 @@ def from_ast(node: ast.AST, leaf_slot: Callable[[int], int], names: dict[str, Ex
         case ast.Call(func=ast.Name(id=name), args=args):
             return apply(name, *[read(x) for x in args])
         case ast.Subscript(value=ast.Name(id=name), slice=index):
-            leaf_kind = name.rstrip("0123456789")
+            fitted, leaf_kind, n = _LEAF.fullmatch(name).groups()
+            leaf = (leaf_kind, leaf_slot(int(n)), *(["fitted"] if fitted else []))
             indices = index.elts if isinstance(index, ast.Tuple) else [index]
-            return Expr("lookup", ((leaf_kind, leaf_slot(int(name[len(leaf_kind) :]))), *[read(x) for x in indices]))
+            return Expr("lookup", (leaf, *[read(x) for x in indices]))
     raise ValueError(f"not an expression: {ast.dump(node)}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tilewise import expr
-from tilewise.expr import Expr, lookup, number, symbol, trace
+from tilewise.expr import Expr, fitted_lookup, number, symbol, trace
 from tilewise.masks.patterns import at_least
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
@@ -157,7 +157,7 @@ def documents(ids: torch.Tensor) -> Mask:
         start = torch.where(torch.cat([edge, change], -1), position, 0).cummax(-1).values
         end = torch.where(torch.cat([change, edge], -1), position + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
     index = (lambda x: (x,)) if ids.ndim == 1 else (lambda x: (B, x))
-    return _atom("documents", *[lookup(t.int(), *index(x)) for x in (I + OFF, J) for t in (start, end)])
+    return _atom("documents", *[fitted_lookup(t.int(), *index(x)) for x in (I + OFF, J) for t in (start, end)])
 
 
 def keep(fn: Callable[[Expr, Expr, Expr, Expr], Expr]) -> Mask:
@@ -244,8 +244,8 @@ def _integer(who: str, n: object) -> int:
 
 
 def broadcast_lookup(tensor: torch.Tensor, index: Sequence[Expr], who: str) -> Expr:
-    """``tensor`` read at the last ``tensor.ndim`` of ``index``, dimensions of size 1 at 0."""
+    """``tensor`` read at the last ``tensor.ndim`` of ``index``, dimensions of size 1 at 0; the others must have their index's size."""
     if tensor.ndim > len(index):
         raise ValueError(f"{who} takes at most {len(index)} dimensions, got shape {tuple(tensor.shape)}")
     index = index[len(index) - tensor.ndim :]
-    return lookup(tensor, *[number(0) if size == 1 else x for size, x in zip(tensor.shape, index, strict=True)])
+    return fitted_lookup(tensor, *[number(0) if size == 1 else x for size, x in zip(tensor.shape, index, strict=True)])

@@ -45,7 +45,7 @@ class LeafSums:
         dtype = torch.float64 if scattered and plan.problem.dtype == torch.float32 else torch.float32
         if read.how in (STORE, TILES) and not several_launches:
             dtype = leaf.dtype
-        new = torch.empty if read.how == TILES and _reads_every_element(leaf, read) else torch.zeros
+        new = torch.empty if read.how == TILES and _reads_every_element(plan.problem, read) else torch.zeros
         return new(leaf.shape, dtype=dtype, device=leaf.device)
 
     def totals(self) -> dict[int, Tensor]:
@@ -97,9 +97,11 @@ def _line_shape(how: str) -> tuple[int, ...]:
     return (1, 1, -1, 1) if how == ROWS else (1, 1, 1, -1)
 
 
-def _reads_every_element(leaf: Tensor, read: Read) -> bool:
-    """Whether a read at whole axes and numbers is of every element: an axis that a number indexes has one."""
-    return all(size == 1 for size, x in zip(leaf.shape, read.expr.args[1:], strict=True) if x.op == "number")
+def _reads_every_element(problem: Problem, read: Read) -> bool:
+    """Whether a read at symbols and numbers is of every element: no axis is longer than its symbol runs."""
+    lengths = {"b": problem.batch, "h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
+    axes = zip(problem.extras[read.slot].shape, read.expr.args[1:], strict=True)
+    return all(size == (1 if x.op == "number" else lengths[x.args[0]]) for size, x in axes)
 
 
 def kept_axes(problem: Problem, read: Read, buffer: Tensor) -> list[int] | None:

@@ -10,10 +10,12 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Call, Contract, agree, call, normal, of_case, qkv, run
+from tilewise import dropout
 from tilewise.backends import base
 from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import SPLIT_KEYS, Config
+from tilewise.piece import Piece
 
 
 def need_isa(name: str) -> None:
@@ -203,6 +205,31 @@ def test_dq_past_the_memory_that_sums_it_has_a_pass_of_its_own_and_the_same_bits
     do = normal(1, 24, 128, 16).bfloat16()
     whole = dq(slice(None))
     assert all(torch.equal(whole[:, :, n : n + 32], dq(slice(n, n + 32))) for n in range(0, 128, 32))
+
+
+STARTS = {"at-a-block": (16, 48), "inside-a-block": (5, 7), "far": (100_003, 100_017)}
+DROPPED = {
+    "fp32": (torch.float32, None), "bf16": (torch.bfloat16, None), "fp64": (torch.float64, None),
+    "fp32-portable": (torch.float32, "portable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "isa"), DROPPED.values(), ids=DROPPED)
+@pytest.mark.parametrize(("q_start", "k_start"), STARTS.values(), ids=STARTS)
+def test_a_piece_drops_the_pairs_that_the_whole_drops(q_start, k_start, dtype, isa):
+    """With identities for v and dO, o is R ∘ P and dv its transpose. A window ends inside some of the three tiles of keys."""
+    n, p, seed = 150, 0.3, -77
+    q, k, _ = qkv(nq=n, nk=n, hq=2, hk=2, dtype=dtype)
+    identity = torch.eye(n, dtype=dtype).view(1, n, 1, n).expand(2, n, 2, n)
+    options = {"mask": tw.window(60, 60), "dropout_p": p, "dropout_seed": seed}
+    c = call(q, k, identity, identity, piece=Piece(q_start, k_start, 2**18, 2**18), **options)
+    found = run(Cpu(replace(Cpu(isa=isa).config(c.p), tile_n=64, backward_n=64)), c)
+    i, j = torch.arange(q_start, q_start + n).view(-1, 1), torch.arange(k_start, k_start + n)
+    heads = torch.arange(4).view(2, 2)
+    kept = dropout.keep(torch.tensor([seed]), p, heads, (q_start, q_start + n), (k_start, k_start + n))
+    kept &= (i - j).abs() <= 60
+    assert torch.equal(found["o"].transpose(1, 2) > 0, kept)
+    assert torch.equal(found["dv"].permute(0, 2, 3, 1) > 0, kept)
 
 
 @pytest.mark.parametrize("nk", [2 * SPLIT_KEYS[0] + 100, 2 * SPLIT_KEYS[1] + 100])

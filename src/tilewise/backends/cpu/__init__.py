@@ -49,7 +49,7 @@ class Cpu(Backend):
             reasons.append(loaded)
         else:
             reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
-        reasons += piece_reasons(p)
+        reasons += piece_reasons(p, dropout=True)
         if program.too_many_dimensions(p.spec):
             reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")
         slots = (*p.spec.mask_slots, *p.spec.score_slots)

@@ -73,6 +73,7 @@ class Prepared:
         call.lse_batch, call.lse_head = (0, p.seqlen_q) if p.packed else (p.heads_q * p.seqlen_q, p.seqlen_q)
         if p.spec.dropout_p:
             call.keep_below = dropout.threshold(p.spec.dropout_p)
+            call.q_start, call.k_start = p.starts
         native = call.program
         register = lambda v: -1 if v is None else v.register  # noqa: E731
         native.registers = code.registers

@@ -14,7 +14,7 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import why_not_built
 
-VERSION = 5
+VERSION = 6
 DIMS = 8
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
@@ -102,6 +102,8 @@ class Call(Structure):
         ("seen_head", c_int64),
         ("program", Program),
         ("seed", c_uint64),
+        ("q_start", c_int64),
+        ("k_start", c_int64),
         ("keep_below", c_uint32),
         *[(name, c_int32) for name in ("chunks", "serial_batch", "serial_head")],
         *[(name, Tensor) for name in ("dout", "dq", "dk", "dv")],

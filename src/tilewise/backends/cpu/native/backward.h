@@ -265,7 +265,7 @@ class Backward {
     const T lse = statistic<T>(c, c.lse, s, at.h)[at.i], delta = statistic<T>(c, c.delta, s, at.h)[at.i];
     const T shift = lse == T(-INFINITY) ? T(INFINITY) : lse;  // e^(s - inf) = 0: rows that saw nothing
     if (scored() || masked || predicate) hide(at, columns, masked, predicate, x);
-    if (c.keep_below) drop_factors(at, columns);
+    if (c.keep_below) Dropout{c}.row(at, columns.begin, columns.end, factor);
     constexpr int W = kLanes<T>;
     for (int64_t n = columns.begin; n < columns.end; n += W) {
       const Vec<T> e = softmax_exp<T>(load(x + n) - splat(shift));
@@ -292,12 +292,6 @@ class Backward {
     machine.run_row(TW_PREDICATE, at, begin, end);
     const int64_t *kept = machine.at<int64_t>(c.program.keep);
     for (int64_t n = begin; n < end; ++n) x[n] = kept[n] ? x[n] : T(-INFINITY);
-  }
-
-  void drop_factors(const Place &at, const Range &columns) {
-    const int64_t start = columns.begin / 16 * 16, stop = round_up(columns.end, 16);
-    const uint32_t head = uint32_t(s.b * c.heads_q + at.h);
-    Dropout{c.seed, c.keep_below}.row<T>(head, at.i, at.j0 + start, stop - start, factor + start);
   }
 
   // dz becomes ds = dz · (dz / ds); before that the leaves take theirs.

@@ -1,23 +1,26 @@
-// Philox4x32-7 over global indices (docs/algorithm.md, section 9): the factor of a row of pairs, 0 or 65536 / T.
+// Philox4x32-7 over the indices of the whole attention (docs/algorithm.md, section 9): the factors of a row of pairs, each 0
+// or 65536 / T.
 #pragma once
-#include "vec.h"
+#include "program.h"
 
 namespace tw::TW_ISA {
 
 struct Dropout {
-  uint64_t seed;
-  uint32_t keep_below;
+  const TwCall &c;
 
-  // factor[c] for columns j0 .. j0 + count of row i; j0 and count are multiples of 16.
+  // Writes factor[n] of the pair (at.i, at.j0 + n) for n in [begin, end). Counters are those of the whole attention, and a
+  // piece may start inside one of its blocks of 16 x 16 pairs. Each step makes 16 calls, so that the rounds run on vectors.
   template <class T>
-  void row(uint32_t head, int64_t i, int64_t j0, int64_t count, T *factor) const {
-    const T scale = T(65536.0 / keep_below);
+  void row(const Place &at, int64_t begin, int64_t end, T *factor) const {
+    const T scale = T(65536.0 / c.keep_below);
+    const uint32_t head = uint32_t(at.b * c.heads_q + at.h);
+    const int64_t i = c.q_start + at.i, j0 = c.k_start + at.j0;
     const uint32_t c1 = uint32_t(8 * (i / 16) + i % 8);
-    for (int64_t c = 0; c < count; c += 64) {  // 16 calls at a time, so that the rounds run on vectors
+    for (int64_t j = (j0 + begin) / 16 * 16; j < j0 + end; j += 64) {
       uint32_t values[64];
-      sixteen_calls(uint32_t((j0 + c) / 4), c1, head, (i / 8) % 2, values);
-      const int64_t left = count - c < 64 ? count - c : 64;
-      for (int64_t n = 0; n < left; ++n) factor[c + n] = values[n] < keep_below ? scale : T(0);
+      sixteen_calls(uint32_t(j / 4), c1, head, (i / 8) % 2, values);
+      const int64_t n0 = j - j0, first = n0 < begin ? begin : n0, last = end < n0 + 64 ? end : n0 + 64;
+      for (int64_t n = first; n < last; ++n) factor[n] = values[n - n0] < c.keep_below ? scale : T(0);
     }
   }
 
@@ -25,7 +28,7 @@ struct Dropout {
   void sixteen_calls(uint32_t c0, uint32_t c1, uint32_t c2, bool odd, uint32_t values[64]) const {
     uint32_t x0[16], x1[16], x2[16], x3[16];
     for (int n = 0; n < 16; ++n) x0[n] = c0 + uint32_t(n), x1[n] = c1, x2[n] = c2, x3[n] = 0;
-    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+    uint32_t k0 = uint32_t(c.seed), k1 = uint32_t(c.seed >> 32);
     for (int round = 0; round < 7; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
       for (int n = 0; n < 16; ++n) {
         const uint64_t p0 = uint64_t(x0[n]) * 0xD2511F53u, p1 = uint64_t(x2[n]) * 0xCD9E8D57u;

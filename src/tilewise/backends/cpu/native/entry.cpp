@@ -83,6 +83,7 @@ void check(const TwCall &c) {
     throw std::invalid_argument("split must be a multiple of tile_n, and 0 for packed sequences");
   if (c.batch < 0 || c.heads_k < 1 || c.heads_q < 1 || c.heads_q % c.heads_k || c.head_dim < 1 || c.head_dim_v < 1 || c.chunks < 1)
     throw std::invalid_argument("sizes and chunks must be positive, and heads_q a multiple of heads_k");
+  if (c.q_start < 0 || c.k_start < 0) throw std::invalid_argument("a piece's first query and key must not be negative");
   if (c.seqlen_q < 0 || c.seqlen_k < 0 || std::max(c.seqlen_q, c.seqlen_k) > INT32_MAX)
     throw std::invalid_argument("the ends of masks are 32-bit numbers: at most 2147483647 rows");
 }

@@ -245,9 +245,7 @@ class Forward {
   }
 
   void drop_row(int64_t n0, int64_t begin, int64_t end, int64_t row, T *x) {
-    const int64_t start = begin / 16 * 16, stop = round_up(end, 16);
-    const uint32_t head = uint32_t(s.b * c.heads_q + head_of(row));
-    Dropout{c.seed, c.keep_below}.row<T>(head, query_of(row), n0 + start, stop - start, factor + start);
+    Dropout{c}.row({s.b, head_of(row), s.seqlen_q, s.seqlen_k, query_of(row), n0}, begin, end, factor);
     for (int64_t n = begin; n < end; ++n) x[n] *= factor[n];
   }
 

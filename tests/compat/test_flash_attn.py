@@ -8,6 +8,7 @@ import inspect
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -188,6 +189,31 @@ def test_packed_dropout_is_that_of_each_sequence():
         one = [x[None, rows].double() for x in (q, k, v)]
         expected, _ = documented(Arithmetic(torch.float64), *one, signs=signs[b, :, :n, :n], p=0.3)
         torch.testing.assert_close(out[None, rows], expected.float())
+
+
+WHOLE = {"tensor": torch.tensor, "int32": lambda n: torch.tensor([n], dtype=torch.int32), "numpy": np.int64}
+
+
+@pytest.mark.parametrize("form", WHOLE)
+def test_whole_numbers_may_be_tensors_or_numpys(form):
+    as_form = WHOLE[form]
+    lengths = [5, 17, 11]
+    q, k, v = packed(lengths, lengths)
+    cu = offsets(lengths)
+
+    def call(n):
+        torch.manual_seed(4)
+        window = (n(7), n(-1))
+        return fa.flash_attn_varlen_func(q, k, v, cu, cu, n(17), n(17), 0.3, window_size=window, return_attn_probs=True)
+
+    for got, expected in zip(call(as_form), call(int), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_window_that_is_no_whole_number_is_a_wrong_call():
+    for bound in (1.5, torch.tensor(2.0), None):
+        with pytest.raises(ValueError, match="window_size takes whole numbers"):
+            fa.flash_attn_func(*qkv(), window_size=(bound, 0))
 
 
 def test_without_dropout_reading_s_dmask_names_where_probabilities_are():

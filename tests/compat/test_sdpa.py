@@ -435,6 +435,30 @@ def test_what_cannot_run_raises_or_warns_and_never_runs_silently(name):
         torch.testing.assert_close(got, call(torch_sdpa))
 
 
+TAKEN_BY_TORCH = {
+    "head-dim-0": (lambda f: f(*(x[..., :0] for x in qkv()[:2]), qkv()[2]), "head_dim is 0"),
+    "rare-dropout": (lambda f: f(*qkv(), dropout_p=1e-9), "dropout_p 1e-09"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_BY_TORCH)
+def test_what_is_wrong_here_and_right_for_torch_raises_or_warns(name):
+    call, says = TAKEN_BY_TORCH[name]
+    with patch(), pytest.raises(ValueError, match=says):
+        call(F.scaled_dot_product_attention)
+    with patch("warn"), pytest.warns(RuntimeWarning, match=says) as said:
+        got = call(F.scaled_dot_product_attention)
+    assert said[0].filename == __file__
+    torch.testing.assert_close(got, call(torch_sdpa))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_raises_our_reason_where_torch_would_be_asked(name):
+    call, says = WRONG[name]
+    with patch("warn"), pytest.raises(ValueError, match=says):
+        call(F.scaled_dot_product_attention)
+
+
 def test_a_wrong_call_is_wrong_however_the_patch_was_asked():
     with patch("warn"), pytest.raises(ValueError, match="enable_gqa"):
         WRONG["heads"][0](F.scaled_dot_product_attention)

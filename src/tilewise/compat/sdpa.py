@@ -203,8 +203,8 @@ def patch(unsupported: str = "raise") -> _Patch:
     inside. With ``need_weights=True`` they would compute the whole probability matrix: that counts as unsupported.
 
     Args:
-        unsupported: what happens to a call that cannot run here. "raise": its NotImplementedError. "warn": a RuntimeWarning
-            with the reason, and torch's own function, which may take O(seqlen_q * seqlen_k) memory.
+        unsupported: what happens to a call that cannot run here. "raise": its error. "warn": a RuntimeWarning with the reason,
+            and torch's own function, which may take O(seqlen_q * seqlen_k) memory; a call that is wrong for torch too raises.
 
     It is process-wide: every thread's calls come here while any thread is inside, and the latest entered ``unsupported``
     decides. Entries may nest and overlap; when the last one is left, also by an exception, the originals are back. Run the
@@ -231,6 +231,15 @@ def _patched_attention(*args, **kwargs) -> Tensor:
         return scaled_dot_product_attention(*args, **kwargs)
     except NotImplementedError as reason:
         _say(str(reason))
+    except ValueError as wrong:
+        if _active and _active[-1].unsupported == "raise":
+            raise
+        try:
+            o = _saved["scaled_dot_product_attention"](*args, **kwargs)
+        except Exception:  # torch finds it wrong too: our error says more
+            raise wrong from None
+        _say(str(wrong))
+        return o
     return _saved["scaled_dot_product_attention"](*args, **kwargs)
 
 

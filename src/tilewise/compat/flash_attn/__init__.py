@@ -7,7 +7,8 @@ gradients for ``alibi_slopes`` and ``softmax_lse``. Where the two differ:
 - A row that sees no key has ``softmax_lse = -inf``; the original's kernels store +inf.
 - ``S_dmask`` holds signs alone: ``+1`` kept, ``-1`` dropped. The original documents signs, on probabilities that it calls not
   guaranteed to be correct. Without dropout there is nothing to encode, and reading it says so.
-- ``max_seqlen_*`` size ``S_dmask`` and nothing else: no kernel needs them.
+- ``max_seqlen_*`` size ``S_dmask`` and nothing else: no kernel needs them. They and ``window_size`` are whole numbers in any
+  form: ints, NumPy's, or tensors of one, which are read on the host.
 - ``deterministic=False`` follows ``torch.use_deterministic_algorithms``.
 - ``block_table`` and ``flash_attn_with_kvcache`` are refused: a paged cache is not built.
 """
@@ -15,6 +16,7 @@ gradients for ``alibi_slopes`` and ``softmax_lse``. Where the two differ:
 from __future__ import annotations
 
 import importlib.util
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -49,9 +51,18 @@ class NoProbabilities:
         self._refuse()
 
 
+def _whole(name: str, n: object) -> int:
+    """A whole number given as an int, a NumPy number or a tensor of one; a tensor is read on the host."""
+    try:
+        return n if isinstance(n, int) else operator.index(n)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} takes whole numbers, got {n!r}") from None
+
+
 def _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
     """The original's options as keywords of :func:`tilewise.attention`: softcap first, then the slopes."""
-    left, right = (None if bound == -1 else bound for bound in window_size)
+    bounds = [_whole("window_size", bound) for bound in window_size]
+    left, right = (None if bound == -1 else bound for bound in bounds)
     scores = [] if softcap == 0.0 else [tw.softcap(softcap)]
     scores += [] if alibi_slopes is None else [tw.alibi(alibi_slopes)]
     return {
@@ -83,7 +94,9 @@ def _run(
         return out
     if seed is None:
         return out, lse, NoProbabilities()
-    return out, lse, torch.where(tw.dropout_mask(seed, p, *sizes), 1.0, -1.0).to(q.dtype)
+    batch, heads, *lengths = sizes
+    longest = [_whole("max_seqlen", n) for n in lengths]
+    return out, lse, torch.where(tw.dropout_mask(seed, p, batch, heads, *longest), 1.0, -1.0).to(q.dtype)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, options: dict, return_attn_probs: bool) -> Result:

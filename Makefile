@@ -59,7 +59,7 @@ test: lint $(EMULATED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: setup
-	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/mypy --no-error-summary
 
 format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .

@@ -145,7 +145,8 @@ def imports_of(source: str, importer: str, package: str) -> list[Import]:
                     [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
                 )
             found.extend(Import(importer, f"{base}.{alias.name}", lazy, node.lineno) for alias in node.names)
-        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"  # which no run enters
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_types
         for child in ast.iter_child_nodes(node):
             visit(child, inside)
 

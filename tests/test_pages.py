@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
+import tilewise as tw
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -18,7 +21,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page):
     broken = []
     for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
@@ -43,3 +46,23 @@ def test_the_index_names_every_page_and_is_short():
     assert len(text.splitlines()) <= 40
     named = {target for target, _ in LINK.findall(text)}
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= named
+
+
+def test_the_changelog_begins_with_what_is_unreleased_and_knows_this_version():
+    titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert titles[0] == "Unreleased"
+    assert tw.__version__ in titles
+
+
+def test_the_commands_that_contributors_are_given_exist():
+    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "SECURITY.md"))
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert set(re.findall(r"\bmake ([\w-]+)", text)) <= set(targets)
+    modules = re.findall(r"python -m ([\w.]+)", text)
+    assert modules
+    assert all(importlib.util.find_spec(module) for module in modules)
+
+
+def test_every_issue_of_a_fault_asks_for_the_machine():
+    for name in ("bug.md", "speed.md"):
+        assert "tilewise doctor" in (ROOT / ".github" / "ISSUE_TEMPLATE" / name).read_text(encoding="utf-8")

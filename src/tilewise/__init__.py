@@ -1,5 +1,9 @@
 """Exact attention, tile by tile: ``softmax(q kᵀ) v`` and its gradients on every device."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from tilewise.api import attention, attention_varlen, attention_with_lse, dropout_mask, explain, merge, show_mask
 from tilewise.expr import lookup
 from tilewise.masks.catalogue import (
@@ -19,8 +23,13 @@ from tilewise.parallel.context import context_parallel
 from tilewise.scores.catalogue import OFF as offset
 from tilewise.scores.catalogue import Score, alibi, bias, score, softcap
 
+if TYPE_CHECKING:
+    import torch
 
-def verify(device=None, dtypes=None):
+    from tilewise.selfcheck import Report
+
+
+def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, ...] | None = None) -> Report:
     """:func:`tilewise.selfcheck.verify`: every backend of this machine against float64. Returns a printable report."""
     from tilewise.selfcheck import verify as run  # the oracle is not needed to compute
 

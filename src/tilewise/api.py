@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Protocol
+from typing import Literal, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from tilewise import autograd, dispatch, dropout, state  # noqa: F401  (autograd registers the operators)
-from tilewise.masks import Mask, as_mask, region
+from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
-from tilewise.scores import Score
+from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 
 _operator = torch.ops.tilewise.attention.default
 _KEYWORDS = tuple(f.name for f in fields(Options))
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of :func:`attention`, for a type checker."""
+
+    causal: bool
+    mask: Mask | Tensor | MaskFunction | None
+    score: Score | Tensor | ScoreFunction | None
+    softmax_scale: float | None
+    sink: Tensor | None
+    dropout_p: float
+    dropout_seed: int | Tensor | None
+    deterministic: bool | None
+    backend: str | None
 
 
 class Parallel(Protocol):
@@ -36,8 +50,8 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    mask: Mask | Tensor | Callable | None = None,
-    score: Score | Tensor | Callable | None = None,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -86,8 +100,8 @@ def attention_with_lse(
     v: Tensor,
     *,
     causal: bool = False,
-    mask: Mask | Tensor | Callable | None = None,
-    score: Score | Tensor | Callable | None = None,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -106,6 +120,21 @@ def attention_with_lse(
     return _run(q, k, v, o, parallel)
 
 
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    return_lse: Literal[False] = False, **options: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    return_lse: Literal[True], **options: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    return_lse: bool, **options: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -114,8 +143,8 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = None,
     *,
     causal: bool = False,
-    mask: Mask | Tensor | Callable | None = None,
-    score: Score | Tensor | Callable | None = None,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
     softmax_scale: float | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -177,7 +206,7 @@ def explain(
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    **options: object,
+    **options: Unpack[Keywords],
 ) -> dispatch.Explanation:
     """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
 
@@ -191,7 +220,7 @@ def explain(
 
 
 def show_mask(
-    mask: Mask | Tensor | Callable, seqlen_q: int, seqlen_k: int | None = None, *, batch: int = 0, head: int = 0
+    mask: Mask | Tensor | MaskFunction, seqlen_q: int, seqlen_k: int | None = None, *, batch: int = 0, head: int = 0
 ) -> str:
     """The 0/1 matrix of a mask: one line a query, ``1`` for a kept key, ``.`` for a hidden one.
 

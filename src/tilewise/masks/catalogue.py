@@ -8,6 +8,7 @@ at key position ``i + off``, ``off = seqlen_k - seqlen_q``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from tilewise.expr import Expr, fitted_lookup, number, symbol, trace
 from tilewise.masks.patterns import at_least
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
+MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of (b, h, i, j); traced, so that it may be written for tensors
 _ENDLESS = 1 << 48  # keys; beyond every sequence, and far from where int64 would wrap
 
 
@@ -62,7 +64,7 @@ def with_lists(mask: Mask, block: int, shape: tuple[int, ...], status: torch.Ten
     return Mask(f"prepared({mask.text}, {block}, {sizes})", (*mask.leaves, status, seen))
 
 
-def _unprepared(mask: Mask) -> Mask:
+def _unprepared(mask: object) -> Mask:
     """A prepared mask as it was before: the lists of two masks do not make the lists of their combination."""
     if not isinstance(mask, Mask):
         raise ValueError(f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t)")
@@ -160,7 +162,7 @@ def documents(ids: torch.Tensor) -> Mask:
     return _atom("documents", *[fitted_lookup(t.int(), *index(x)) for x in (I + OFF, J) for t in (start, end)])
 
 
-def keep(fn: Callable[[Expr, Expr, Expr, Expr], Expr]) -> Mask:
+def keep(fn: MaskFunction) -> Mask:
     """The pairs for which ``fn(b, h, i, j)`` is true: FlexAttention's ``mask_mod``.
 
     Args:
@@ -200,7 +202,7 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
     return _atom("keep", broadcast_lookup(pattern, (B, H, I // block_q, J // block_k), "block_sparse(pattern)"))
 
 
-def as_mask(mask: Mask | torch.Tensor | Callable | None, causal_too: bool = False) -> Mask:
+def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:
     """What the ``mask=`` keyword takes, as a Mask: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
     if isinstance(mask, torch.Tensor):
         mask = dense(mask)

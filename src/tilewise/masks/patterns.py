@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
-def butterfly(blocks: int, device=None) -> torch.Tensor:
+def butterfly(blocks: int, device: torch.device | str | None = None) -> torch.Tensor:
     """``(blocks, blocks)``: block row r keeps r and the blocks whose number differs from it in one bit (FlashAttention §3.3)."""
     at_least(0, "butterfly", blocks=blocks)
     r = torch.arange(blocks, device=device)
@@ -13,7 +15,9 @@ def butterfly(blocks: int, device=None) -> torch.Tensor:
     return (differ & (differ - 1)) == 0
 
 
-def strided(blocks_q: int, blocks_k: int, stride: int, local: int = 1, device=None) -> torch.Tensor:
+def strided(
+    blocks_q: int, blocks_k: int, stride: int, local: int = 1, device: torch.device | str | None = None
+) -> torch.Tensor:
     """``(blocks_q, blocks_k)``: the ``local`` blocks up to the diagonal, and every ``stride``-th column (Child et al. 2019)."""
     at_least(0, "strided", blocks_q=blocks_q, blocks_k=blocks_k, local=local)
     at_least(1, "strided", stride=stride)
@@ -22,7 +26,9 @@ def strided(blocks_q: int, blocks_k: int, stride: int, local: int = 1, device=No
     return ((r - c >= 0) & (r - c < local)) | (c % stride == stride - 1)
 
 
-def local_global(blocks_q: int, blocks_k: int, local: int = 1, globals_: int = 1, device=None) -> torch.Tensor:
+def local_global(
+    blocks_q: int, blocks_k: int, local: int = 1, globals_: int = 1, device: torch.device | str | None = None
+) -> torch.Tensor:
     """``(blocks_q, blocks_k)``: ``local`` blocks on either side of the diagonal, and the first ``globals_`` rows and columns."""
     at_least(0, "local_global", blocks_q=blocks_q, blocks_k=blocks_k, local=local, globals_=globals_)
     r = torch.arange(blocks_q, device=device)[:, None]
@@ -30,7 +36,7 @@ def local_global(blocks_q: int, blocks_k: int, local: int = 1, globals_: int = 1
     return ((r + blocks_k - blocks_q - c).abs() <= local) | (c < globals_) | (r < globals_)
 
 
-def at_least(least: int, who: str, **sizes: object) -> None:
+def at_least(least: int, who: str, **sizes: Any) -> None:
     """Raises ValueError unless each of the ``sizes`` of ``who`` is a whole number of at least ``least``."""
     for name, n in sizes.items():
         if not hasattr(n, "__index__") or n < least:

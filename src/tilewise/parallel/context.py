@@ -122,13 +122,15 @@ class ContextParallel:
         )
         options = self._with_one_seed(q, options)
         extras, seed, text = assemble(q, k, v, options)
-        whole = [_stretched(x, layout.seqlen) for x, layout in ((q, queries), (k, keys), (v, keys))]
-        check(*whole, extras, seed, parse_spec(text))  # all ranks see the same shapes here, and fail alike
+        whole_k, whole_v = _stretched(k, keys.seqlen), _stretched(v, keys.seqlen)
+        check(
+            _stretched(q, queries.seqlen), whole_k, whole_v, extras, seed, parse_spec(text)
+        )  # all ranks see the same shapes here, and fail alike
         specs = []
         for start, stop, _ in queries.rows(self.rank):
             piece = Piece(start, 0, queries.seqlen, keys.seqlen)
             specs.append(assemble(q, k, v, replace(options, piece=piece))[2])
-            check(_stretched(q, stop - start), *whole[1:], extras, seed, parse_spec(specs[-1]))
+            check(_stretched(q, stop - start), whole_k, whole_v, extras, seed, parse_spec(specs[-1]))
         call = gathered.Gathered(self.exchange, queries, keys, tuple(specs), self.sum_leaf_gradients)
         return gathered.attention(call, q, k, v, extras, seed)
 
@@ -165,7 +167,7 @@ class ContextParallel:
         if not options.dropout_p or isinstance(options.dropout_seed, int):
             return options
         _, seed, _ = assemble(q, q, q, Options(dropout_p=options.dropout_p, dropout_seed=options.dropout_seed))
-        return replace(options, dropout_seed=self.exchange.broadcast(seed))
+        return options if seed is None else replace(options, dropout_seed=self.exchange.broadcast(seed))
 
 
 def _stretched(x: Tensor, seqlen: int) -> Tensor:

@@ -139,7 +139,9 @@ def simulate(ranks: int, run: Callable[[Exchange], Any]) -> list[Any]:
 
     A rank that waits for another that has failed ends too, with ``threading.BrokenBarrierError``, which is not what is raised.
     """
-    meeting, results, errors = Meeting(ranks), [None] * ranks, [None] * ranks
+    meeting = Meeting(ranks)
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException | None] = [None] * ranks
 
     def one(rank: int) -> None:
         try:

@@ -149,7 +149,7 @@ def chunk_costs(masks: Mask | Sequence[Mask | None] | None, seqlen: int, bounds:
     A tile that lies in two chunks counts in each for the rows that it has there.
     """
     rows = torch.zeros(seqlen, dtype=torch.float64)
-    for mask in masks if isinstance(masks, list | tuple) else [masks]:
+    for mask in masks if isinstance(masks, Sequence) else [masks]:
         rows += _row_costs(as_mask(mask), seqlen)
     total = torch.cat([torch.zeros(1, dtype=torch.float64), rows.cumsum(0)])
     return [round(float(total[b] - total[a])) for a, b in pairwise(bounds)]

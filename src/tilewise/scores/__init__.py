@@ -1,7 +1,7 @@
 """Scores: what happens to the products of queries and keys (:mod:`tilewise.scores.catalogue`), and what their text means
 (:mod:`tilewise.scores.reading`). The names below are those that the rest of tilewise uses."""
 
-from tilewise.scores.catalogue import Score, as_score
+from tilewise.scores.catalogue import Score, ScoreFunction, as_score
 from tilewise.scores.reading import expression
 
-__all__ = ["Score", "as_score", "expression"]
+__all__ = ["Score", "ScoreFunction", "as_score", "expression"]

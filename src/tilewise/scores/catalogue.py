@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from tilewise.masks import broadcast_lookup
 
 S, B, H, I, J, OFF = (symbol(name) for name in ("s", "b", "h", "i", "j", "off"))
 THEN = " >> "
+ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]  # of (s, b, h, i, j); traced, as a mask's is
 
 
 class Score:
@@ -42,7 +44,7 @@ def _made(e: Expr) -> Score:
     return Score(text, leaves)
 
 
-def score(fn: Callable[[Expr, Expr, Expr, Expr, Expr], Expr]) -> Score:
+def score(fn: ScoreFunction) -> Score:
     """``s`` replaced by ``fn(s, b, h, i, j)``: FlexAttention's ``score_mod``.
 
     Args:
@@ -90,7 +92,7 @@ def bias(t: torch.Tensor) -> Score:
     return _made(S + broadcast_lookup(t, (B, H, I, J), "bias(t)"))
 
 
-def as_score(value: Score | torch.Tensor | Callable | None) -> Score:
+def as_score(value: Score | torch.Tensor | ScoreFunction | None) -> Score:
     """What the ``score=`` keyword takes, as a Score: a Score, a floating tensor (``bias``) or a function."""
     if value is None:
         return Score("")

@@ -2,8 +2,8 @@
 
 Every role is a thread; a warpgroup's 128 threads are one NumPy axis. Barriers count arrivals and bytes as mbarriers do, a wgmma
 is done when it is waited for and no sooner, rooms hold what was last copied there. What is stood in for is where a wgmma
-accumulator's numbers lie (``tile.row_of``, ``tile.column_of``, held against the DSL's layout elsewhere), TMA's boxes and
-descriptors, and instructions; all else is ``forward.py``, ``tile.py`` and ``schedule.py`` as they are compiled.
+accumulator's numbers lie (``tiles.row_of``, ``tiles.column_of``, held against the DSL's layout elsewhere), TMA's boxes and
+descriptors, and instructions; all else is the files of ``forward/`` and ``kit/`` as they are compiled.
 """
 
 from __future__ import annotations
@@ -342,11 +342,16 @@ def stand_in(module: types.ModuleType, **functions: object) -> None:
                 setattr(other, key, function)
 
 
-def load_kernel():
-    """``(forward, tiles)``, imported with the stand-in."""
-    forward, tiles, instructions, softmax = imported("forward.kernel", "kit.tiles", "kit.instructions", "kit.softmax")
-    _stand_in(forward, tiles, instructions, softmax)
-    return forward, tiles
+def load_kernel() -> SimpleNamespace:
+    """The forward's modules by name, imported with the stand-in."""
+    names = ("compute", "epilogue", "load", "params", "storage", "combine")
+    rooms = [f"forward.{name}" for name in names]
+    *found, tiles, instructions, softmax, packed = imported(
+        *rooms, "kit.tiles", "kit.instructions", "kit.softmax", "kit.packed"
+    )
+    forward = SimpleNamespace(**dict(zip(names, found, strict=True)))
+    _stand_in(forward, tiles, instructions, softmax, packed)
+    return forward
 
 
 class Places:
@@ -380,8 +385,8 @@ def cut(info, shape, origin, head, batch, room):
     return Matrix(values[:, head : head + 1], (rows, 1), width), room
 
 
-def _stand_in(forward, tile, instructions, softmax) -> None:
-    places = Places(tile)
+def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
+    places = Places(tiles)
     matrix_of = places.matrix
 
     def begin(mma, acc, a, b, overwrite: bool) -> None:
@@ -397,15 +402,13 @@ def _stand_in(forward, tile, instructions, softmax) -> None:
 
         role.products.append(product)
 
-    def operands(qk, pv, room, x):
-        t = x.tiles
-        rooms = room.q, room.k, room.v
-        return forward.Operands(
-            "qk", "pv", *rooms, Registers(t.tile_n), Registers(t.width_v), Registers(t.tile_n), softmax.new_state()
-        )
+    def new_operands(qk, pv, smem, config):
+        t = config.tiles
+        s, o, p = Registers(t.tile_n), Registers(t.width_v), Registers(t.tile_n)
+        return forward.compute.ForwardOperands("qk", "pv", smem.q, smem.k, smem.v, s, o, p, softmax.new_state())
 
-    def to_p(t, x) -> None:
-        t.p.values[:] = rounded(t.s.values, x.dtype)
+    def round_p(operands, config) -> None:
+        operands.p.values[:] = rounded(operands.s.values, config.dtype)
 
     def put_lse(lse, place, value, inside) -> None:
         mine = (THREADS % 4 == 0) & inside
@@ -416,7 +419,7 @@ def _stand_in(forward, tile, instructions, softmax) -> None:
         *place, inside = (np.broadcast_to(x, THREADS.shape) for x in (*place, inside))
         for thread in THREADS[inside]:
             for c, value in enumerate(values[0, :, thread]):
-                part_o[(*(x[thread] for x in place), tile.column_of(thread, c))] = value
+                part_o[(*(x[thread] for x in place), tiles.column_of(thread, c))] = value
 
     def put_columns(o, place, inside, column, words) -> None:
         batch, head, i = (np.broadcast_to(x, THREADS.shape) for x in place)
@@ -433,15 +436,14 @@ def _stand_in(forward, tile, instructions, softmax) -> None:
             inside = at < o.shape[0]
             o[at[inside]] = np.asarray(numbers)[inside]
 
-    def put_tile(t, room, q_tile, x) -> None:
-        room.o.tiles[q_tile] = rounded(matrix_of(t.o.values), x.dtype)
+    def put_tile(operands, smem, n_q, config) -> None:
+        smem.o.tiles[n_q] = rounded(matrix_of(operands.o.values), config.dtype)
 
-    stand_in(
-        forward, operands=operands, to_p=to_p, put_lse=put_lse, put_row=put_row, put_columns=put_columns, put_tile=put_tile,
-        begin_product=begin, rows_columns=lambda acc: acc.values, tma_tiles=cut,
-    )  # fmt: skip
-    forward.combine.put = put_merged
-    stand_in_for_queues(instructions, forward.packed)
+    stand_in(forward.compute, new_operands=new_operands, round_p=round_p)
+    stand_in(forward.epilogue, put_lse=put_lse, put_row=put_row, put_columns=put_columns, put_tile=put_tile)
+    stand_in(tiles, begin_product=begin, rows_columns=lambda acc: acc.values, tma_tiles=cut)
+    stand_in(forward.combine, put=put_merged)
+    stand_in_for_queues(instructions, packed)
     stand_in(
         instructions,
         pack=lambda low, high, dtype: rounded(low, dtype) + 1j * rounded(high, dtype),  # two numbers as one word
@@ -463,30 +465,31 @@ def stand_in_for_queues(instructions, packed) -> None:
 def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]:
     """``(o, lse)`` of arrays (batch, seqlen, heads, head_dim), one CTA after the other; ``numbers`` as the launch takes them,
     with arrays for tensors."""
-    forward, _ = load_kernel()
+    forward = load_kernel()
     t = config.tiles
     lo, hi, section, ctas, sinks, scale2, cap2, *extra = numbers
     o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
-    extra = forward.extra_of([Global(x) if isinstance(x, np.ndarray) else x for x in extra], config)
+    extra = forward.params.optional_params([Global(x) if isinstance(x, np.ndarray) else x for x in extra], config)
     extra = extra._replace(o=Global(o))
-    work = forward.Work(q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
-                        np.float32(scale2), np.float32(cap2), extra)  # fmt: skip
-    info = lambda x: SimpleNamespace(values=x, atom=None, group=work.group)  # noqa: E731
-    tmas = forward.Tmas(info(q), info(k), info(v), info(o))
+    params = forward.params.ForwardParams(
+        q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
+        np.float32(scale2), np.float32(cap2), extra,
+    )  # fmt: skip
+    info = lambda x: SimpleNamespace(values=x, atom=None, group=params.group)  # noqa: E731
+    maps = forward.params.TensorMaps(info(q), info(k), info(v), info(o))
     for cta in range(ctas):
         ring, tiles = Rooms(t.stages), Rooms(t.q_tiles)
         bars = [[Barrier(n) for _ in range(count)] for n, count in
                 ((1, t.stages), (4 * t.warpgroups, t.stages), (1, t.q_tiles), (1 if config.stores else 4, t.q_tiles),
                  (128, t.q_tiles))]  # fmt: skip
-        room = forward.Room(tiles, ring, ring, tiles, *map(Pointer, bars), None, Pointer([None] * 2 * t.q_tiles))
-        roles = [(False, lambda room=room: forward.load(tmas, room, work, config))]
+        mailboxes = Pointer([None] * 2 * t.q_tiles)
+        smem = forward.storage.ForwardStorage(tiles, ring, ring, tiles, *map(Pointer, bars), None, mailboxes)
+        roles = [(False, partial(forward.load.load, maps, smem, params, config))]
         for w in range(t.warpgroups):
             if config.stores:
-                roles.append((False, lambda w=w, room=room: forward.store(tmas, room, w, work, config)))
-            roles.append(
-                (True, lambda w=w, room=room: forward.compute(tmas, room, w, lse, sink, "qk", "pv", work, config))
-            )
+                roles.append((False, partial(forward.load.store, maps, smem, w, params, config)))
+            roles.append((True, partial(forward.compute.compute, smem, w, lse, sink, "qk", "pv", params, config)))
         _together(roles, cta, ctas)
     if config.split:
         _combine(forward.combine, extra, (o, lse, sink, sinks), config)

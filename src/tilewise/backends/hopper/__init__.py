@@ -19,7 +19,7 @@ from tilewise.problem import Problem
 
 
 class Hopper(Backend):
-    """The backend.
+    """The backend of Hopper's kernels.
 
     Args:
         override, backward: what to use for every problem, in place of what is chosen by shape.
@@ -32,11 +32,11 @@ class Hopper(Backend):
         self._plans, self._backward_plans = PerProblem(self._plan), PerProblem(self._backward_plan)
 
     def unsupported(self, p: Problem) -> list[str]:
-        """What is wrong with the problem; if nothing, what is wrong with the machine."""
+        """Every reason why this problem cannot run: of the problem, or else of the machine."""
         return self.refused(p) or _device_reasons(p) or library.missing(*self._configs(p))
 
     def refused(self, p: Problem) -> list[str]:
-        """What is wrong with the problem on every machine."""
+        """Every reason why no machine runs this problem here."""
         reasons = forward_config.reasons(p) + unknown_operations(p, operations.traceable()) + piece_reasons(p)
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
@@ -47,7 +47,7 @@ class Hopper(Backend):
         return self.override_backward or backward_config.choose(p)
 
     def _configs(self, p: Problem) -> list[Config | Backward]:
-        """Of the kernels that a problem needs."""
+        """The configs of the kernels that a problem needs."""
         return [self.config(p), *([self.backward_config(p)] if p.spec.needs_grad else [])]
 
     def forward(self, p: Problem, t: Inputs) -> Output:

@@ -1,4 +1,4 @@
-"""What both passes on Hopper share: limits of the machine, dtypes, forms of a mask, and expressions traced into a kernel.
+"""The facts that both passes on Hopper share: limits of the machine, dtypes, forms of a mask, and expressions traced into a kernel.
 
 Nothing here imports the DSL: it runs on any machine.
 """
@@ -34,7 +34,7 @@ SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come fr
 
 
 class Formed:
-    """What follows from the ``form`` of a kernel, one of FORMS."""
+    """The facts that follow from the ``form`` of a kernel, one of FORMS."""
 
     form: str
 
@@ -155,7 +155,7 @@ PLAIN = Traced()
 
 @dataclass(frozen=True)
 class Expressions:
-    """What a problem has traced: the kernel's part, the places of its leaves among the extras, and the values of its numbers."""
+    """The traced expressions of a problem: the kernel's part, the places of its leaves among the extras, and the values of its numbers."""
 
     traced: Traced
     slots: tuple[int, ...]

@@ -36,14 +36,14 @@ class Merge(NamedTuple):
     sinks: I32
 
 
-def over_warp(x, combine):
+def over_warp(value, combine):
     for offset in (16, 8, 4, 2, 1):
-        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
-    return x
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
+    return value
 
 
-def exponential(x):
-    return cute.math.exp2(x * LOG2_E, fastmath=True)
+def exponential(value):
+    return cute.math.exp2(value * LOG2_E, fastmath=True)
 
 
 def weights(part_lse: cute.Tensor, sink, lane):
@@ -73,9 +73,12 @@ def add(sums: cute.Tensor, chunks: list, weight, first) -> None:
 
 
 @cute.jit
-def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, x: cutlass.Constexpr):
+def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, config: cutlass.Constexpr):
     """A lane's columns ``column + STEP n``, and the row's lse."""
-    together, columns = AHEAD[x.tiles.warpgroups == 1], [column + STEP * n for n in range(x.tiles.width_v // STEP)]
+    together, columns = (
+        AHEAD[config.tiles.warpgroups == 1],
+        [column + STEP * n for n in range(config.tiles.width_v // STEP)],
+    )
     sums = cute.make_rmem_tensor((len(columns),), F32)
     sums.fill(0.0)
     chunks = ahead(part_o, 0, columns, together)  # on their way while the weights are made
@@ -101,28 +104,28 @@ def put(o: cute.Tensor, lse: cute.Tensor, sums: cute.Tensor, statistic, column):
 
 
 @cute.kernel
-def kernel(t: Merge, x: cutlass.Constexpr):
+def kernel(params: Merge, config: cutlass.Constexpr):
     cute.arch.griddepcontrol_wait()  # the states are there when the kernel before has ended
     thread = cute.arch.thread_idx()[0]
     n = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    batch, heads, rows = t.lse.shape
+    batch, heads, rows = params.lse.shape
     if n < batch * heads * rows:
         i, head, b = n % rows, n // rows % heads, n // rows // heads
-        sink = choose(t.sinks != 0, t.sink[head], -INF)
+        sink = choose(params.sinks != 0, params.sink[head], -INF)
         column = thread % 32
-        part_o, part_lse = t.part_o[None, b, head, i, None], t.part_lse[None, b, head, i]
-        sums, statistic = merge(part_o, part_lse, sink, column, x)
-        put(t.o[b, i, head, None], cute.domain_offset((i,), t.lse[b, head, None]), sums, statistic, column)
+        part_o, part_lse = params.part_o[None, b, head, i, None], params.part_lse[None, b, head, i]
+        sums, statistic = merge(part_o, part_lse, sink, column, config)
+        put(params.o[b, i, head, None], cute.domain_offset((i,), params.lse[b, head, None]), sums, statistic, column)
 
 
 @cute.jit
 def launch(
     part_o: cute.Tensor, part_lse: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: cute.Tensor, sinks,
-    stream: cuda.CUstream, x: cutlass.Constexpr,
+    stream: cuda.CUstream, config: cutlass.Constexpr,
 ):  # fmt: skip
     """After the kernel that writes the states, in the same stream; it may begin while that one ends."""
-    kernel.set_name_prefix(f"{x.name}_combine", remove_cutlass_symbol=True, keep_mangled_name=False)
+    kernel.set_name_prefix(f"{config.name}_combine", remove_cutlass_symbol=True, keep_mangled_name=False)
     rows = cute.size(lse)
-    kernel(Merge(part_o, part_lse, o, lse, sink, sinks), x).launch(
+    kernel(Merge(part_o, part_lse, o, lse, sink, sinks), config).launch(
         grid=[(rows + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=True
     )

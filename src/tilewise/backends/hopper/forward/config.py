@@ -130,7 +130,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config(Formed):
-    """What one forward kernel is compiled for.
+    """The compile-time facts of one forward kernel.
 
     Attributes:
         dtype, form: one of DTYPES, and one of FORMS.
@@ -172,7 +172,7 @@ class Config(Formed):
 
     @property
     def expected(self) -> tuple[Expected, ...]:
-        """What the kernel must be once it is compiled; the one that merges chunks has no roles."""
+        """The facts that the compiled kernel is held to; the kernel that merges chunks has no roles."""
         registers = self.tiles.registers, self.tiles.registers_load
         return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, self.stores),)
 

@@ -1,4 +1,4 @@
-"""Which of a thread's pairs dropout keeps: Philox4x32-7, the same bits as :mod:`tilewise.dropout` (docs/algorithm.md, 20 to 25).
+"""Dropout of a thread's pairs: Philox4x32-7, the same bits as :mod:`tilewise.dropout` (docs/algorithm.md, 20 to 25).
 
 A call's four words are eight values of 16 bits, those of the pairs ``{i, i ^ 8} x {j, j ^ 1, j ^ 8, j ^ 9}``: a thread's two
 rows and four neighbouring columns of its own.
@@ -19,7 +19,7 @@ M0, M1, W0, W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 
 
 def philox(counter: tuple, key: tuple) -> tuple:
-    """Four words of 32 bits, equations 20 and 21."""
+    """The four words of 32 bits of one call (docs/algorithm.md, equations 20 and 21)."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
         p0, p1 = U64(c0) * U64(M0), U64(c2) * U64(M1)
@@ -29,17 +29,18 @@ def philox(counter: tuple, key: tuple) -> tuple:
 
 
 def key_of(work) -> tuple:
-    """The seed's halves."""
+    """The two halves of the seed, the key of Philox."""
     seed = work.extra.seed[0]
     return U32(seed), U32(seed >> 32)
 
 
 def half(word, high: bool):
+    """One half of a word: a value of 16 bits."""
     return I32(word >> 16) if high else I32(word & U32(0xFFFF))
 
 
 def drop(p: cute.Tensor, line, first_key, work) -> None:
-    """Zero for the pairs that are dropped; ``first_key`` of the block, a multiple of 16."""
+    """Sets the dropped pairs of P to zero; ``first_key``, the block's first key, is a multiple of 16."""
     key, pair, i = key_of(work), U32(line.batch * work.heads_q + line.head), line.i[0]
     row = U32(i // 16 * 8 + i % 8)
     for c in range(0, cute.size(p, mode=[1]), 4):
@@ -78,8 +79,11 @@ def by_rows(pairs, c: int, pair, key: tuple) -> list:
 
 
 def by_columns(pairs, c: int, pair, key: tuple) -> list:
-    """As :func:`by_rows` where the rows are keys: of a call's words two are for its even keys, two for the odd ones, which the
-    thread four lanes on has. So the two queries of a call are shared between these, and half of the words change hands."""
+    """The values of four columns from c on where the rows are keys.
+
+    Two words of a call belong to its even keys and two to its odd ones, which the thread four lanes on holds. The two threads
+    share the two queries of a call between them, and exchange half of the words.
+    """
     j, i, odd = pairs.rows[0], pairs.column // 16 * 8 + pairs.column % 8 + 2 * c, pairs.rows[0] % 2 != 0
     either = lambda a, b: U32(cutlass.select_(odd, a, b))  # noqa: E731
     words = philox((U32(j // 16 * 4 + j // 2 % 4), U32(i) + either(U32(1), U32(0)), pair, U32(0)), key)

@@ -6,6 +6,8 @@ expression are run-time arguments. Leaves are tensors in global memory; an index
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise import expr
+from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.kit.instructions import after, choose
 from tilewise.backends.hopper.kit.softmax import INF
 from tilewise.backends.hopper.kit.tiles import constant_column
@@ -38,25 +41,25 @@ class Pairs(NamedTuple):
     numbers: tuple | None
 
 
-def pairs_of(line, first_key, work) -> Pairs:
-    """Of a thread's rows, a line, in the block whose first key is ``first_key``."""
-    return of_block(line, ("i", "j"), line.i, first_key + line.column, work)
+def pairs_of(ends, first_key, params) -> Pairs:
+    """The pairs of a thread's rows, which are queries, in the block whose first key is ``first_key``."""
+    return of_block(ends, ("i", "j"), ends.i, first_key + ends.column, params)
 
 
-def of_block(at, names: tuple[str, str], rows: list, column, work) -> Pairs:
-    """Of a thread's rows and its first column, for the batch index and head of ``at``."""
+def of_block(tile, names: tuple[str, str], rows: list, column, params) -> Pairs:
+    """The pairs of a thread's rows and columns; ``tile`` is anything that has a ``batch`` index and a query ``head``."""
     common = {
-        "b": at.batch,
-        "h": at.head,
-        "seqlen_q": work.seqlen_q,
-        "seqlen_k": work.seqlen_k,
-        "off": work.seqlen_k - work.seqlen_q,
+        "b": tile.batch,
+        "h": tile.head,
+        "seqlen_q": params.seqlen_q,
+        "seqlen_k": params.seqlen_k,
+        "off": params.seqlen_k - params.seqlen_q,
     }
-    return Pairs(common, names, rows, column, work.extra.leaves, work.extra.numbers)
+    return Pairs(common, names, rows, column, params.extra.leaves, params.extra.numbers)
 
 
 def scored(s: cute.Tensor, text: str, scale, pairs: Pairs) -> None:
-    """Products become ``score(scale · product)``, natural."""
+    """Turns products into ``score(scale · product)``, in base e."""
     values = Values([expr.parse(text)], pairs)
     for c in range(cute.size(s, mode=[1])):
         values.begin(c, s)
@@ -65,7 +68,7 @@ def scored(s: cute.Tensor, text: str, scale, pairs: Pairs) -> None:
 
 
 def hide(s: cute.Tensor, text: str, pairs: Pairs) -> None:
-    """Scores of pairs that the predicate does not keep become -inf."""
+    """Sets the scores of pairs that the predicate does not keep to -inf."""
     values = Values([expr.parse(text)], pairs)
     for c in range(cute.size(s, mode=[1])):
         values.begin(c, s)
@@ -74,7 +77,7 @@ def hide(s: cute.Tensor, text: str, pairs: Pairs) -> None:
 
 
 class Values:
-    """Some expressions' values at a thread's pairs."""
+    """The values of some expressions at a thread's pairs; each node is computed once for each of what it depends on."""
 
     def __init__(self, roots: Sequence[Expr], pairs: Pairs):
         self.roots, self.pairs = roots, pairs
@@ -96,7 +99,7 @@ class Values:
             self.known = {}
 
     def at(self, r: int, c: int, s) -> list:
-        """Of every expression at row r and column c of the thread, with the score s."""
+        """The value of every expression at row r and column c of the thread, with the score s."""
         row, column = self.pairs.names
 
         def key(e: Expr) -> tuple:
@@ -139,8 +142,9 @@ def read(leaf: cute.Tensor, e: Expr, index: list):
 # -- Operations ----------------------------------------------------------------------------------------------------
 
 
-def wide(x) -> bool:
-    return getattr(x, "width", 32) == 64
+def wide(value) -> bool:
+    """Whether a number has 64 bits."""
+    return getattr(value, "width", 32) == 64
 
 
 def whole(*args) -> list:
@@ -149,133 +153,180 @@ def whole(*args) -> list:
     return [kind(x) for x in args]
 
 
-def smaller(a, b):
-    return cutlass.min(*whole(a, b))
+def smaller(left, right):
+    """The smaller of two whole numbers."""
+    return cutlass.min(*whole(left, right))
 
 
-def larger(a, b):
-    return cutlass.max(*whole(a, b))
+def larger(left, right):
+    """The larger of two whole numbers."""
+    return cutlass.max(*whole(left, right))
 
 
-def divide(a, b):
-    """``a / b`` right to an ulp: a quotient by the reciprocal and its correction, without a branch as IEEE's has.
+def unchanged(value):
+    """The operand itself."""
+    return value
+
+
+def divide(left, right):
+    """``left / right`` right to an ulp: a quotient by the reciprocal and its correction, without a branch as IEEE's has.
 
     Where the correction is no number, of infinities and zeros, the first quotient stands.
     """
-    inverse = cute.arch.rcp_approx(b)
-    first = a * inverse
-    better = cute.math.fma(cute.math.fma(-first, b, a), inverse, first)
+    inverse = cute.arch.rcp_approx(right)
+    first = left * inverse
+    better = cute.math.fma(cute.math.fma(-first, right, left), inverse, first)
     return choose(better == better, better, first)
 
 
-def floor_divide(a, b):
-    """``a // b``, rounded down; of 32 bits by the reciprocal, twice, since one product of floats has but 24, and a correction:
-    the chip divides in a subroutine, which a loop with products in flight cannot call."""
-    if wide(a):
-        return a // b
-    inverse = cute.arch.rcp_approx(F32(b))
-    quotient = I32(cute.math.floor(F32(a) * inverse))
-    quotient = quotient + I32(cute.math.floor(F32(a - quotient * b) * inverse))
-    rest = a - quotient * b
-    below = (rest != 0) & ((rest < 0) != (b < 0))
-    beyond = ((rest >= b) & (b > 0)) | ((rest <= b) & (b < 0))
+def floor_divide(left, right):
+    """``left // right``, rounded down.
+
+    The chip divides whole numbers in a subroutine, which a loop with products in flight cannot call. Numbers of 32 bits are
+    multiplied by the reciprocal instead, twice, since one product of floats has 24 bits, and then corrected.
+    """
+    if wide(left):
+        return left // right
+    inverse = cute.arch.rcp_approx(F32(right))
+    quotient = I32(cute.math.floor(F32(left) * inverse))
+    quotient = quotient + I32(cute.math.floor(F32(left - quotient * right) * inverse))
+    rest = left - quotient * right
+    below = (rest != 0) & ((rest < 0) != (right < 0))
+    beyond = ((rest >= right) & (right > 0)) | ((rest <= right) & (right < 0))
     return quotient + select(beyond, 1, select(below, -1, 0, "int"), "int")
 
 
-def square_root(x):
-    root = x * cute.math.rsqrt(x, fastmath=True)
-    return choose((x == 0.0) | (x == INF), x, root)
+def square_root(value):
+    """The square root of a float, exact for 0 and infinity."""
+    root = value * cute.math.rsqrt(value, fastmath=True)
+    return choose((value == 0.0) | (value == INF), value, root)
 
 
-def power(a, b):
-    return cute.math.pow(F32(a), F32(b))
+def power(left, right):
+    """A float to the power of another."""
+    return cute.math.pow(F32(left), F32(right))
 
 
-def select(condition, a, b, kind: str):
+def select(condition, left, right, kind: str):
+    """One of two values of a kind, without a branch."""
     if kind == "float":
-        return choose(condition, a, b)
+        return choose(condition, left, right)
     if kind == "bool":
-        return cutlass.select_(condition, I32(a), I32(b)) != 0
-    a, b = whole(a, b)
-    return (cutlass.Int64 if wide(a) else I32)(cutlass.select_(condition, a, b))
+        return cutlass.select_(condition, I32(left), I32(right)) != 0
+    left, right = whole(left, right)
+    return (cutlass.Int64 if wide(left) else I32)(cutlass.select_(condition, left, right))
 
 
-FLOATS: dict[str, Callable] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": divide,
-    "floordiv": lambda a, b: cute.math.floor(divide(a, b)),
-    "mod": lambda a, b: a - cute.math.floor(divide(a, b)) * b,
-    "pow": power,
-    "neg": lambda a: -a,
-    "abs": lambda a: cute.arch.fmax(a, -a),
-    "sign": lambda a: choose(a > 0.0, 1.0, choose(a < 0.0, -1.0, 0.0)),
-    "floor": lambda a: cute.math.floor(a),
-    "ceil": lambda a: -cute.math.floor(-a),
-    "round": lambda a: cute.math.roundeven(a),
-    "trunc": lambda a: choose(a < 0.0, -cute.math.floor(-a), cute.math.floor(a)),
-    "maximum": lambda a, b: cute.arch.fmax(a, b),
-    "minimum": lambda a, b: -cute.arch.fmax(-a, -b),
-    "relu": lambda a: cute.arch.fmax(a, F32(0.0)),
-    "exp": lambda a: cute.math.exp(a),
-    "exp2": lambda a: cute.math.exp2(a),
-    "expm1": lambda a: cute.math.expm1(a),
-    "log": lambda a: cute.math.log(a),
-    "log2": lambda a: cute.math.log2(a),
-    "log1p": lambda a: cute.math.log1p(a),
-    "sqrt": square_root,
-    "rsqrt": lambda a: cute.math.rsqrt(a),
-    "tanh": lambda a: cute.math.tanh(a),
-    "sigmoid": lambda a: cute.arch.rcp_approx(1.0 + cute.math.exp(-a)),
-    "erf": lambda a: cute.math.erf(a),
-    "sin": lambda a: cute.math.sin(a),
-    "cos": lambda a: cute.math.cos(a),
-    "float": lambda a: a,
+def floor_quotient(left, right):
+    """The floats' ``left / right``, rounded down."""
+    return cute.math.floor(divide(left, right))
+
+
+def remainder(left, right):
+    """The floats' ``left - right · floor(left / right)``."""
+    return left - cute.math.floor(divide(left, right)) * right
+
+
+def float_abs(value):
+    """The magnitude of a float."""
+    return cute.arch.fmax(value, -value)
+
+
+def float_sign(value):
+    """The sign of a float: 1, 0 or -1."""
+    return choose(value > 0.0, 1.0, choose(value < 0.0, -1.0, 0.0))
+
+
+def ceil(value):
+    """A float rounded up."""
+    return -cute.math.floor(-value)
+
+
+def truncate(value):
+    """A float rounded towards 0."""
+    return choose(value < 0.0, -cute.math.floor(-value), cute.math.floor(value))
+
+
+def float_maximum(left, right):
+    """The larger of two floats."""
+    return cute.arch.fmax(left, right)
+
+
+def float_minimum(left, right):
+    """The smaller of two floats."""
+    return -cute.arch.fmax(-left, -right)
+
+
+def float_relu(value):
+    """The float, or 0 where it is negative."""
+    return cute.arch.fmax(value, F32(0.0))
+
+
+def sigmoid(value):
+    """``1 / (1 + exp(-value))``."""
+    return cute.arch.rcp_approx(1.0 + cute.math.exp(-value))
+
+
+def whole_remainder(left, right):
+    """The whole numbers' ``left - right · (left // right)``."""
+    return left - floor_divide(left, right) * right
+
+
+def whole_power(left, right):
+    """A whole number to a whole power, by way of floats."""
+    return I32(cute.math.roundeven(power(left, right)))
+
+
+def whole_abs(value):
+    """The magnitude of a whole number."""
+    return larger(value, -value)
+
+
+def whole_sign(value):
+    """The sign of a whole number: 1, 0 or -1."""
+    return select(value > 0, 1, select(value < 0, -1, 0, "int"), "int")
+
+
+def whole_relu(value):
+    """The whole number, or 0 where it is negative."""
+    return larger(value, 0)
+
+
+def either(left, right):
+    """Whether one of two truth values holds."""
+    return (left | right) != 0
+
+
+def both_true(left, right):
+    """Whether two truth values hold."""
+    return (left & right) != 0
+
+
+def differ(left, right):
+    """Whether two truth values differ."""
+    return (left ^ right) != 0
+
+
+def is_false(value):
+    """Whether a truth value does not hold."""
+    return value == 0
+
+
+def is_true(value):
+    """Whether a number is not 0."""
+    return value != 0
+
+
+def function(name: str) -> Callable:
+    """The function that ``operations`` names: of this module, of Python's ``operator``, or of ``cute.math``."""
+    return next(vars(room)[name] for room in (sys.modules[__name__], operator, cute.math) if name in vars(room))
+
+
+FUNCTIONS: dict[str, dict[str, Callable]] = {
+    kind: {operation: function(name) for operation, name in table.items()}
+    for kind, table in (("float", operations.FLOATS), ("int", operations.WHOLES), ("bool", operations.TRUTHS))
 }
-WHOLES: dict[str, Callable] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "floordiv": floor_divide,
-    "mod": lambda a, b: a - floor_divide(a, b) * b,
-    "pow": lambda a, b: I32(cute.math.roundeven(power(a, b))),
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "not": lambda a: ~a,
-    "neg": lambda a: -a,
-    "abs": lambda a: larger(a, -a),
-    "sign": lambda a: select(a > 0, 1, select(a < 0, -1, 0, "int"), "int"),
-    "floor": lambda a: a,
-    "ceil": lambda a: a,
-    "round": lambda a: a,
-    "trunc": lambda a: a,
-    "maximum": larger,
-    "minimum": smaller,
-    "relu": lambda a: larger(a, 0),
-    "int": lambda a: a,
-}
-TRUTHS: dict[str, Callable] = {
-    "add": lambda a, b: (a | b) != 0,
-    "mul": lambda a, b: (a & b) != 0,
-    "and": lambda a, b: (a & b) != 0,
-    "or": lambda a, b: (a | b) != 0,
-    "xor": lambda a, b: (a ^ b) != 0,
-    "maximum": lambda a, b: (a | b) != 0,
-    "minimum": lambda a, b: (a & b) != 0,
-    "not": lambda a: a == 0,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "bool": lambda a: a != 0,
-}
-SAME = {"clamp_min": "maximum", "clamp_max": "minimum"}
-OPERATIONS = frozenset({*FLOATS, *WHOLES, *TRUTHS, *SAME, "where"})
-"""The operations that a kernel can be traced with; ``operations.py`` knows them where the DSL is not installed."""
+"""The function of an operation, by the kind of its result."""
 
 
 def operation(e: Expr, args: list):
@@ -283,11 +334,11 @@ def operation(e: Expr, args: list):
     kind, kinds = expr.kind(e), [expr.kind(a) for a in e.args]
     if e.op == "where":
         return select(*args, kind)
-    name = SAME.get(e.op, e.op)
+    name = operations.SAME.get(e.op, e.op)
     if e.op == "int":
         return args[0] if wide(args[0]) else I32(args[0])
     if kind == "float" or "float" in kinds:
         args = [F32(I32(a)) if k == "bool" else F32(a) for a, k in zip(args, kinds, strict=True)]
     else:
         args = whole(*args)
-    return {"float": FLOATS, "int": WHOLES, "bool": TRUTHS}[kind][name](*args)
+    return FUNCTIONS[kind][name](*args)

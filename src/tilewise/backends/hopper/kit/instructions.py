@@ -12,32 +12,32 @@ from tilewise.backends.hopper.kit.dtypes import F32
 # -- Registers -----------------------------------------------------------------------------------------------------
 
 
-def choose(condition, a, b):
-    """The fp32 number ``a`` where the condition holds, else ``b``: one select, no branch."""
-    return F32(cutlass.select_(condition, F32(a), F32(b)))
+def choose(condition, held, otherwise):
+    """The fp32 number ``held`` where the condition holds, else ``otherwise``: one select, no branch."""
+    return F32(cutlass.select_(condition, F32(held), F32(otherwise)))
 
 
-def both(a, b):
+def both(left, right):
     """Whether two conditions hold."""
-    return cutlass.select_(a, b, a)
+    return cutlass.select_(left, right, left)
 
 
-def after(x, score):
-    """The number ``x``, computed no sooner than a score is known.
+def after(value, score):
+    """The number ``value``, computed no sooner than a score is known.
 
-    A zero that depends on the score is added to the bits of ``x``. No compiler sees that it is zero: a number has at most 32 bits set.
+    A zero that depends on the score is added to the bits of ``value``. No compiler sees that it is zero: a number has at most 32 bits set.
     """
     code = (
         "{ .reg .b32 t, u; popc.b32 t, {$r1}; shr.u32 t, t, 6; mov.b32 u, {$r0}; add.s32 u, u, t; mov.b32 {$w0}, u; }"
     )
-    return cute.arch.inline_ptx(code, write_only_types=[type(x)], read_only_args=[x, score])
+    return cute.arch.inline_ptx(code, write_only_types=[type(value)], read_only_args=[value, score])
 
 
-def clamp(x, limit: float):
+def clamp(value, limit: float):
     """The fp32 number x, limited to ``[-limit, limit]``; NaN stays NaN."""
     high, low = (f"0f{struct.pack('>f', n).hex()}" for n in (limit, -limit))
     code = f"{{ .reg .f32 t; min.NaN.f32 t, {{$r0}}, {high}; max.NaN.f32 {{$w0}}, t, {low}; }}"
-    return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[x])
+    return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[value])
 
 
 def pack(low, high, dtype: str):
@@ -104,15 +104,15 @@ def put_words_if(condition, pointer, words: list) -> None:
     cute.arch.inline_ptx(code, read_only_args=[flag, pointer.toint(), *words])
 
 
-def count_up(t: cute.Tensor, place: tuple) -> None:
+def count_up(counts: cute.Tensor, place: tuple) -> None:
     """One thread adds 1 to an fp32 count in global memory; whoever sees the new count sees all that this thread wrote before."""
-    cute.arch.atomic_add(cute.domain_offset(place, t).iterator, F32(1.0), sem="release", scope="gpu")
+    cute.arch.atomic_add(cute.domain_offset(place, counts).iterator, F32(1.0), sem="release", scope="gpu")
 
 
 @cute.jit
-def await_count(t: cute.Tensor, place: tuple, count: cutlass.Constexpr):
+def await_count(counts: cute.Tensor, place: tuple, count: cutlass.Constexpr):
     """Waits until a count in global memory reaches ``count``; TMA copies that follow see what was written before it was counted."""
-    pointer = cute.domain_offset(place, t).iterator
+    pointer = cute.domain_offset(place, counts).iterator
     found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
     while found < count:
         found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")

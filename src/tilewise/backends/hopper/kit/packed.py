@@ -52,24 +52,21 @@ class PackedTile(NamedTuple):
     head: I32
 
 
-Tile = PackedTile  # the backward's name of it
-
-
-def ragged(t: cute.Tensor, columns_first: bool = False) -> cute.Tensor:
+def ragged(tensor: cute.Tensor, columns_first: bool = False) -> cute.Tensor:
     """(1, row, head, column) as (row, column, head, end, wrap), or with columns first."""
-    (_, _, heads, columns), (_, by_row, by_head, by_column) = t.shape, t.stride
+    (_, _, heads, columns), (_, by_row, by_head, by_column) = tensor.shape, tensor.stride
     shape, stride = [LONG, columns], [by_row, by_column]
     order = slice(None, None, -1 if columns_first else 1)
     layout = cute.make_layout(
         (*shape[order], heads, MANY, MANY), stride=(*stride[order], by_head, by_row, WRAP - by_row)
     )
-    return cute.make_tensor(t.iterator, layout)
+    return cute.make_tensor(tensor.iterator, layout)
 
 
-def matrix(t: cute.Tensor, head, span: Span, columns_first: bool) -> cute.Tensor:
+def matrix(tensor: cute.Tensor, head, span: Span, columns_first: bool) -> cute.Tensor:
     """A head's rows of one sequence, of :func:`ragged`'s coordinates."""
     first = LONG - span.size
-    return cute.domain_offset((0, first) if columns_first else (first, 0), t[None, None, head, span.end, LONG])
+    return cute.domain_offset((0, first) if columns_first else (first, 0), tensor[None, None, head, span.end, LONG])
 
 
 @cute.jit
@@ -125,8 +122,10 @@ def holder(place, start_of: cutlass.Constexpr, count):
 
 
 def spaced(sequence, cu: cute.Tensor, total, between: int, step: int):
-    """Where a sequence begins in a buffer that has more room for each than its rows, as a multiple of ``step``: no two overlap,
-    if its rows and ``between - step`` others are enough."""
+    """The place, in units of ``step``, at which a sequence begins in a buffer with ``between`` rows more for each sequence.
+
+    No two sequences overlap if each needs at most ``between - step`` rows beside its own.
+    """
     return (cutlass.min(cu[sequence], total) + sequence * between) // step
 
 

@@ -1,7 +1,7 @@
-"""Who does what when, as pure functions: the tiles of a CTA, the key blocks of a tile, and the order of the ring.
+"""The tiles of a CTA, the key blocks of a tile, and the order of the ring, as pure functions.
 
-The kernel traces these very functions, so that what is tested on a CPU is what runs: they use ``+ - * // %`` alone, and
-the smaller and the larger of two numbers by the functions in :class:`Pick`, which the kernel exchanges for its own.
+The kernel traces these very functions, so that tests on a CPU test what runs. They use ``+ - * // %`` alone, and take the
+smaller and the larger of two numbers from :class:`Pick`, which the kernel exchanges for its own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ PLAIN = Pick()
 
 
 class Order(NamedTuple):
-    """The order of all query tiles: sections of ``section`` heads one after the other, so that few keys are in use at a
-    time and L2 holds them; within one, all heads of a row of tiles, then the next row, the longest first if ``backwards``.
+    """The order of all query tiles, in sections of ``section`` heads.
 
-    ``heads``: the number of (batch, query head) pairs; the last section may be smaller.
+    Sections follow one another, so that few keys are in use at a time and L2 holds them. A section has all heads of a row of
+    tiles, then the next row; the longest rows come first if ``backwards``.
+
+    ``heads`` is the number of (batch, query head) pairs; the last section may be smaller.
     """
 
     m_blocks: Any
@@ -54,8 +56,10 @@ def rounds(cta, ctas, tiles, fro=1):
 
 
 def nth(cta, ctas, round_, fro=1):
-    """The tile of a CTA in a round: to and fro, so that who got the longest of one round gets the shortest of the next. With
-    ``fro`` 0, all rounds the same way: where a tile waits for the one before it, who had to wait then gets one that begins later.
+    """The tile of a CTA in a round.
+
+    Rounds go to and fro, so that the CTA with the longest tile of one round gets the shortest of the next. With ``fro`` 0 all
+    rounds go the same way: where each tile waits for the one before it, a CTA that had to wait then gets a tile that begins later.
     """
     back = round_ % 2 * fro
     return round_ * ctas + cta + back * (ctas - 1 - 2 * cta)
@@ -188,9 +192,6 @@ def advance(index, phase, stages, step=1):
     """
     turned = ((stages - 1 - index - step) >> 31) & 1
     return index + step - turned * stages, phase ^ turned
-
-
-after = advance  # the backward's name of it
 
 
 def loads(blocks: int) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Which tile a CTA takes next, and how the role that takes it tells the others.
+"""The tile that a CTA takes next, and how the role that takes it tells the others.
 
 Tiles of equal sequences are dealt out by number: every role counts the rounds for itself. Tiles of packed sequences differ too
 much for that. The loading warp of a CTA takes the next tile of all from a queue in global memory and publishes it in mailboxes
@@ -104,6 +104,11 @@ def receive_ahead(boxes: Mailboxes, stages: int, phase) -> packed.PackedTile:
 
 def _read_mailbox(full, phase, words) -> packed.PackedTile:
     cute.arch.mbarrier_wait(full, phase)
+    return read_tile(words)
+
+
+def read_tile(words: cute.Pointer) -> packed.PackedTile:
+    """The packed tile in a mailbox that can be read, the same for all lanes of the warp."""
     return packed.PackedTile(*(cute.arch.make_warp_uniform(n) for n in get_words(words, 3)))
 
 

@@ -1,4 +1,4 @@
-"""Where a tile lies in global memory, in shared memory and in the registers of a warpgroup.
+"""Tiles in global memory, in shared memory and in the registers of a warpgroup.
 
 A wgmma accumulator of 64 rows by N columns lies in the warpgroup's 128 threads as follows. Lane l of warp w (0 to 3) holds the
 rows ``16 w + l // 4 + 8 r``, r = 0, 1, and in each row the columns ``8 (c // 2) + 2 (l % 4) + c % 2``, c = 0 .. N/4 - 1. The four
@@ -40,18 +40,13 @@ class QueryTile(NamedTuple):
 
     @property
     def rows(self):
-        """Where the tile's rows of q and o lie, as :func:`tma_tiles` takes it."""
+        """The place of the tile's rows of q and o, as :func:`tma_tiles` takes it."""
         return self.batch if self.seqlen is None else self.seqlen.q
 
     @property
     def keys(self):
-        """Where the tile's keys lie, as :func:`tma_tiles` takes it."""
+        """The place of the tile's keys, as :func:`tma_tiles` takes it."""
         return self.batch if self.seqlen is None else self.seqlen.k
-
-    @property
-    def own(self):
-        """The backward's name of ``seqlen``."""
-        return self.seqlen
 
 
 # -- Registers -----------------------------------------------------------------------------------------------------
@@ -82,24 +77,24 @@ def rows_columns(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, layout)
 
 
-def begin_product(mma, acc, a, b, overwrite: bool) -> None:
-    """Issues the wgmmas of ``acc (+)= a b`` as one group; mode 2 of the operands counts the k steps.
+def begin_product(mma, acc, left, right, overwrite: bool) -> None:
+    """Issues the wgmmas of ``acc (+)= left right`` as one group; mode 2 of the operands counts the k steps.
 
     The atom is made here: a field set on the caller's atom would belong to the caller's loop.
     """
     atom = cute.make_mma_atom(mma.op)
     warpgroup.fence()
-    for step in range(cute.size(a, mode=[2])):
+    for step in range(cute.size(left, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, not (overwrite and step == 0))
-        cute.gemm(atom, acc, a[None, None, step], b[None, None, step], acc)
+        cute.gemm(atom, acc, left[None, None, step], right[None, None, step], acc)
     warpgroup.commit_group()
 
 
-def reduce_quad(x, combine):
+def reduce_quad(value, combine):
     """The four lanes' values of a row, combined; each lane gets the result."""
     for offset in (2, 1):
-        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
-    return x
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
+    return value
 
 
 def transpose_quad(words: list) -> list:

@@ -1,0 +1,401 @@
+"""The computing warpgroups of the forward: 64 rows of each query tile, key block by key block.
+
+A key block takes ``S = Q Kᵀ`` (64 × tile_n), the online softmax, and ``O += P V`` (64 × width_v), all in fp32 registers. The
+product with V of one block runs under the softmax of the next one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+from tilewise.backends.hopper.config import PLAIN, ROWS
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.epilogue import epilogue
+from tilewise.backends.hopper.forward.load import receive
+from tilewise.backends.hopper.forward.params import ForwardParams
+from tilewise.backends.hopper.forward.query_tiles import (
+    band_of_tile,
+    block_at,
+    place_packed,
+    rounds_of,
+    tile_of,
+    whole_steps,
+)
+from tilewise.backends.hopper.forward.storage import ForwardStorage
+from tilewise.backends.hopper.kit import dropout, expression, schedule, softmax
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, pack
+from tilewise.backends.hopper.kit.ring import release
+from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.tiles import QueryTile, begin_product, column_of, row_of, rows_columns
+
+
+class ForwardOperands(NamedTuple):
+    """The atoms, shared operands and register fragments of one warpgroup.
+
+    Attributes:
+        qk, pv: the atoms of ``S = Q Kᵀ`` and ``O += P V``.
+        q, k, v: shared operands (1, 1, k step, tile or stage).
+        s, o: accumulators of 64 × tile_n and 64 × width_v, fp32.
+        p: 64 × tile_n in the element type, in the order of ``s``'s registers.
+        rows: the softmax state of the thread's two rows.
+    """
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    s: cute.Tensor
+    o: cute.Tensor
+    p: cute.Tensor
+    rows: softmax.SoftmaxState
+
+
+def new_operands(qk: cute.TiledMma, pv: cute.TiledMma, smem: ForwardStorage, config: Config) -> ForwardOperands:
+    """The operands of a warpgroup; the accumulators hold nothing yet."""
+    tiles, first, second = config.tiles, qk.get_slice(0), pv.get_slice(0)
+    return ForwardOperands(
+        qk, pv,
+        qk.make_fragment_A(first.partition_A(smem.q)),  # Q, 64 × width, of each tile
+        qk.make_fragment_B(first.partition_B(smem.k)),  # K, tile_n × width, of each stage
+        pv.make_fragment_B(second.partition_B(smem.v)),  # V, width_v × tile_n, of each stage
+        cute.make_rmem_tensor(qk.partition_shape_C((ROWS, tiles.tile_n)), F32),  # S
+        cute.make_rmem_tensor(pv.partition_shape_C((ROWS, tiles.width_v)), F32),  # O
+        cute.make_rmem_tensor(pv.partition_shape_A((ROWS, tiles.tile_n)), ELEMENT[config.dtype]),  # P
+        softmax.new_state(),
+    )  # fmt: skip
+
+
+# -- All tiles of a CTA --------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def compute(
+    smem: ForwardStorage, w, lse: cute.Tensor, sink: cute.Tensor, qk: cute.TiledMma, pv: cute.TiledMma,
+    params: ForwardParams, config: cutlass.Constexpr,
+):  # fmt: skip
+    """Warpgroup w computes its 64 rows of each tile.
+
+    Tiles of equal sequences overlap: the first product of the next tile runs under the end of one. Which packed tile comes next
+    is known only with its Q, so that packed tiles follow one another.
+    """
+    tiles = config.tiles
+    operands = new_operands(qk, pv, smem, config)
+    stage, phase, q_stage, q_phase = I32(0), I32(0), I32(0), I32(0)
+    if cutlass.const_expr(tiles.pingpong):
+        first_turn(w, config)
+    if cutlass.const_expr(config.packed):
+        of = receive(smem, w * tiles.q_stages, smem.q_full, q_phase)
+        while of.sequence >= 0:
+            query_tile, n_q = place_packed(of, params, config), w * tiles.q_stages + q_stage
+            stage, phase = first_scores(
+                operands, query_tile, n_q, q_phase, (stage, phase), w, True, smem, params, config
+            )
+            stage, phase = compute_tile(operands, query_tile, n_q, (stage, phase), w, smem, params, config)
+            warpgroup.wait_group(0)
+            release(smem.empty + stage)
+            stage, phase = schedule.advance(stage, phase, tiles.stages)
+            epilogue(operands, smem, n_q, w, lse, sink, query_tile, params, config)
+            q_stage, q_phase = schedule.advance(q_stage, q_phase, tiles.q_stages)
+            of = receive(smem, w * tiles.q_stages + q_stage, smem.q_full, q_phase)
+        if cutlass.const_expr(config.stores):
+            cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_stage)  # so that the storing warp ends too
+    else:
+        last, query_tile = rounds_of(params, config) - 1, tile_of(0, params, config)
+        stage, phase = first_scores(
+            operands, query_tile, w * tiles.q_stages, q_phase, (stage, phase), w, True, smem, params, config
+        )
+        for round_ in cutlass.range(last + 1, unroll=1):
+            this, n_q = query_tile, w * tiles.q_stages + q_stage
+            stage, phase = compute_tile(operands, query_tile, n_q, (stage, phase), w, smem, params, config)
+            v_stage = stage
+            stage, phase = schedule.advance(stage, phase, tiles.stages)
+            q_stage, q_phase = schedule.advance(q_stage, q_phase, tiles.q_stages)
+            next_q = w * tiles.q_stages + q_stage
+            query_tile = tile_of(PICK.smaller(round_ + 1, last), params, config)
+            stage, phase = first_scores(
+                operands, query_tile, next_q, q_phase, (stage, phase), w, round_ < last, smem, params, config
+            )
+            warpgroup.wait_group(1)  # this tile's last P V; the next tile's S may still run
+            release(smem.empty + v_stage)
+            epilogue(operands, smem, n_q, w, lse, sink, this, params, config)
+        warpgroup.wait_group(0)
+
+
+# -- One tile ------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def compute_tile(
+    operands: ForwardOperands, query_tile: QueryTile, n_q, ring: tuple, w, smem: ForwardStorage, params: ForwardParams,
+    config: cutlass.Constexpr,
+):  # fmt: skip
+    """All key blocks of a tile, S of the first having begun: the rows' state, and O, unnormalised, once the last product is done.
+
+    ``n_q`` is the tile of Q in shared memory. Returns (stage, phase) of the last product's V.
+    """
+    row, band, (stage, phase) = query_tile.row + w * config.queries, band_of_tile(query_tile, params, config), ring
+    hidden, whole, rest = whole_steps(query_tile, row, band, config)
+    ends = row_ends(query_tile, row, cute.arch.thread_idx()[0] % 128, band, config)
+    whole_block = steady_block if config.steady else key_block
+    operands.o.fill(0.0)
+
+    block = KeyBlock(ends, block_at(query_tile, hidden, params, config), True)
+    stage, phase = first_block(operands, (stage, phase), block, smem, params, config)
+    if cutlass.const_expr(config.skips):
+        stage, phase = skip(hidden, (stage, phase), w, smem, config, False)
+    if cutlass.const_expr(config.has_upper):
+        for step in cutlass.range(whole - 1 - hidden, unroll=1):  # the right edge, or blocks that need the predicate
+            block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), True)
+            stage, phase = key_block(operands, n_q, (stage, phase), block, smem, params, config)
+    for step in cutlass.range(rest - whole, unroll=1):
+        block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), False)
+        stage, phase = whole_block(operands, n_q, (stage, phase), block, smem, params, config)
+    if cutlass.const_expr(config.has_lower and config.form != "lists"):
+        for step in cutlass.range(query_tile.stop - query_tile.start - rest, unroll=1):  # the left edge
+            block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), True)
+            stage, phase = key_block(operands, n_q, (stage, phase), block, smem, params, config)
+    if cutlass.const_expr(not config.stores):
+        release(smem.q_empty + n_q)  # the loading warp may bring the next Q
+    last_product(operands, (stage, phase), smem, config)
+    return stage, phase
+
+
+@cute.jit
+def first_scores(
+    operands: ForwardOperands, query_tile: QueryTile, n_q, q_phase, ring: tuple, w, there, smem: ForwardStorage,
+    params: ForwardParams, config: cutlass.Constexpr,
+):  # fmt: skip
+    """Begins S of a tile's first block; if there is no such tile, of whatever lies there. Returns (stage, phase) of its K."""
+    stage, phase = ring
+    if there:
+        cute.arch.mbarrier_wait(smem.q_full + n_q, q_phase)
+        if cutlass.const_expr(config.skips):
+            row = query_tile.row + w * config.queries
+            hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), config)
+            stage, phase = skip(hidden, (stage, phase), w, smem, config, True)
+        cute.arch.mbarrier_wait(smem.full + stage, phase)
+    # S = Q Kᵀ, 64 × tile_n, fp32
+    q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, stage]
+    begin_product(operands.qk, operands.s, q, k, overwrite=True)
+    return stage, phase
+
+
+def last_product(operands: ForwardOperands, ring, smem: ForwardStorage, config: Config) -> None:
+    """Begins O += P V of a tile's last block."""
+    stage, phase = ring
+    cute.arch.mbarrier_wait(smem.full + stage, phase)
+    # O += P V, 64 × width_v, fp32
+    begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, stage], overwrite=False)
+
+
+# -- One key block -------------------------------------------------------------------------------------------------
+
+
+class RowEnds(NamedTuple):
+    """The keys of a thread's two rows in a tile.
+
+    ``i`` are the rows, ``column`` is the thread's first column. ``lower`` and ``upper`` are the first key that a row keeps and
+    the first one past them, less that column; None means that there is no end.
+    """
+
+    batch: I32
+    head: I32
+    i: list
+    column: I32
+    lower: list | None
+    upper: list
+
+
+class KeyBlock(NamedTuple):
+    """Key block n, for a thread's rows; ``partial``: whether some row may not see all of it."""
+
+    ends: RowEnds
+    n: I32
+    partial: bool
+
+
+def row_ends(query_tile: QueryTile, row, thread, band: schedule.Band, config: Config) -> RowEnds:
+    """The ends of a thread's rows in the warpgroup whose first query is ``row``."""
+    rows, start = [row + row_of(thread, r) // config.heads for r in range(2)], column_of(thread, 0)
+    upper = [schedule.row_stop(i, band, PICK) - start for i in rows]
+    lower = [schedule.row_start(i, band, PICK) - start for i in rows] if config.has_lower else None
+    return RowEnds(query_tile.batch, query_tile.head, rows, start, lower, upper)
+
+
+def first_block(
+    operands: ForwardOperands, ring, block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config
+):
+    """P of a tile's first block, of which S has begun; the next block multiplies it by V. Returns the next (stage, phase)."""
+    stage, phase = ring
+    warpgroup.wait_group(0)
+    release(smem.empty + stage)  # K: the loading warp
+    s = masked_scores(operands, block, params, config)
+    softmax.online_softmax(s, operands.rows, params.scale2, first=True, masked=True, lazy=config.tiles.lazy)
+    drop(s, block, params, config)
+    round_p(operands, config)
+    return schedule.advance(stage, phase, config.tiles.stages)
+
+
+def key_block(
+    operands: ForwardOperands, n_q, ring, block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config
+):
+    """S and P of this block, and O += P V of the block before, which runs under the softmax. Returns the (stage, phase) after both."""
+    tiles, masked = config.tiles, block.partial or bool(config.traced.score)
+    v_stage, v_phase = both_products(operands, n_q, ring, smem, config)
+    release(smem.empty + ring[0])  # K: the loading warp
+    s = masked_scores(operands, block, params, config)
+    # P = exp(S - m), 64 × tile_n, unnormalised
+    softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=masked, lazy=tiles.lazy)
+    drop(s, block, params, config)
+    softmax.hold_exponentials(smem.unread, operands.rows)
+    warpgroup.wait_group(0)
+    release(smem.empty + v_stage)  # V of the block before
+    softmax.rescale(operands.o, operands.rows.factor, tiles.lazy)
+    round_p(operands, config)
+    return schedule.advance(v_stage, v_phase, tiles.stages)
+
+
+def steady_block(
+    operands: ForwardOperands, n_q, ring, block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config
+):
+    """:func:`key_block` for a whole block with the maxima of the blocks before; if these do not serve, once more with its own.
+
+    P V of the block before is done by then, so that a repetition costs S and a softmax that nothing runs under. K's stage is
+    held until the answer is known.
+    """
+    v_stage, v_phase = both_products(operands, n_q, ring, smem, config)
+    totals = softmax.steady_softmax(masked_scores(operands, block, params, config), operands.rows, params.scale2)
+    served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
+    # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
+    served = all_agree(served, 1 + n_q // config.tiles.q_stages)
+    warpgroup.wait_group(0)
+    release(smem.empty + v_stage)  # V of the block before
+    for r in range(2):
+        operands.rows.l[r] = operands.rows.l[r] + choose(served != 0, totals[r], 0.0)
+    round_p(operands, config)
+    once_more(served, operands, n_q, ring[0], block, smem, params, config)
+    release(smem.empty + ring[0])  # K: the loading warp
+    return schedule.advance(v_stage, v_phase, config.tiles.stages)
+
+
+@cute.jit
+def once_more(
+    served, operands: ForwardOperands, n_q, k_stage, block: KeyBlock, smem: ForwardStorage, params: ForwardParams,
+    config: cutlass.Constexpr,
+):  # fmt: skip
+    """P of a block for which the maxima of the blocks before were too small."""
+    if served == 0:
+        # S = Q Kᵀ, 64 × tile_n, fp32
+        q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, k_stage]
+        begin_product(operands.qk, operands.s, q, k, overwrite=True)
+        warpgroup.wait_group(0)
+        s, lazy = masked_scores(operands, block, params, config), config.tiles.lazy
+        softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=False, lazy=lazy)
+        softmax.rescale(operands.o, operands.rows.factor, lazy)
+        round_p(operands, config)
+
+
+def both_products(operands: ForwardOperands, n_q, ring, smem: ForwardStorage, config: Config):
+    """Begins S of a block, then O += P V of the block before, and waits for S alone. Returns V's (stage, phase)."""
+    (stage, phase), w = ring, n_q // config.tiles.q_stages
+    v_stage, v_phase = schedule.advance(stage, phase, config.tiles.stages)
+    cute.arch.mbarrier_wait(smem.full + stage, phase)
+    pingpong_wait(w, config)
+    # S = Q Kᵀ, 64 × tile_n, fp32
+    q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, stage]
+    begin_product(operands.qk, operands.s, q, k, overwrite=True)
+    cute.arch.mbarrier_wait(smem.full + v_stage, v_phase)
+    # O += P V, 64 × width_v, fp32, with P of the block before
+    begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, v_stage], overwrite=False)
+    pingpong_signal(w, config)
+    warpgroup.wait_group(1)
+    return v_stage, v_phase
+
+
+# -- Scores --------------------------------------------------------------------------------------------------------
+
+
+def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardParams, config: Config) -> cute.Tensor:
+    """The accumulator of S as (2 rows, columns), capped or scored, and masked."""
+    s, ends, first = rows_columns(operands.s), block.ends, block.n * config.tiles.tile_n
+    pairs = expression.pairs_of(ends, first, params) if config.traced != PLAIN else None
+    if config.softcap:
+        softmax.softcap(s, params.cap2)
+    if config.traced.score:
+        expression.scored(s, config.traced.score, params.cap2, pairs)
+    if block.partial:
+
+        def within_block(limits: list | None) -> list | None:
+            return None if limits is None else [end - first for end in limits]
+
+        softmax.mask_scores(s, within_block(ends.lower), within_block(ends.upper))
+        if config.traced.keep:
+            expression.hide(s, config.traced.keep, pairs)
+    return s
+
+
+def drop(p: cute.Tensor, block: KeyBlock, params: ForwardParams, config: Config) -> None:
+    """Applies dropout to P, after the row sums, which it leaves alone."""
+    if config.dropout:
+        dropout.drop(p, block.ends, block.n * config.tiles.tile_n, params)
+
+
+def round_p(operands: ForwardOperands, config: Config) -> None:
+    """Rounds the exponentials into P: the same registers in the same order, no shuffle."""
+    p, s = operands.p, operands.s
+    pairs = cute.recast_tensor(cute.make_tensor(p.iterator, cute.make_layout(cute.size(p))), I32)
+    values = cute.make_tensor(s.iterator, cute.make_layout(cute.size(s)))
+    for n in range(cute.size(pairs)):
+        pairs[n] = pack(values[2 * n], values[2 * n + 1], config.dtype)
+
+
+# -- Ping-pong, and blocks that a warpgroup leaves out -------------------------------------------------------------
+
+
+def pingpong_wait(w, config: Config) -> None:
+    """Waits for the warpgroup before this one; the last one gives warpgroup 0 its first turn."""
+    if config.tiles.pingpong:
+        cute.arch.barrier(barrier_id=1 + config.tiles.warpgroups + w, number_of_threads=256)
+
+
+def pingpong_signal(w, config: Config) -> None:
+    """Lets the next warpgroup begin its products."""
+    warpgroups = config.tiles.warpgroups
+    if config.tiles.pingpong:
+        cute.arch.barrier_arrive(barrier_id=1 + warpgroups + (w + 1) % warpgroups, number_of_threads=256)
+
+
+@cute.jit
+def first_turn(w, config: cutlass.Constexpr):
+    """The last warpgroup lets warpgroup 0 begin."""
+    if w == config.tiles.warpgroups - 1:
+        pingpong_signal(w, config)
+
+
+@cute.jit
+def skip(hidden, ring: tuple, w, smem: ForwardStorage, config: cutlass.Constexpr, turn: cutlass.Constexpr):
+    """Leaves out a tile's first block if the warpgroup sees nothing of it: gives back K's stage, and its turn.
+
+    V's stage comes after the next K. Returns the (stage, phase) that follows.
+    """
+    stage, phase = ring
+    if hidden > 0:
+        if cutlass.const_expr(turn):
+            pingpong_wait(w, config)
+            pingpong_signal(w, config)
+        stage, phase = give_back((stage, phase), smem, config)
+    return stage, phase
+
+
+def give_back(ring: tuple, smem: ForwardStorage, config: Config):
+    """Releases a stage that is not needed, once it is full. Returns the next (stage, phase)."""
+    stage, phase = ring
+    cute.arch.mbarrier_wait(smem.full + stage, phase)
+    release(smem.empty + stage)
+    return schedule.advance(stage, phase, config.tiles.stages)

@@ -1,0 +1,68 @@
+"""The arguments of the forward kernel: numbers, tensor maps, and the optional parameters of :mod:`tilewise.backends.hopper.kit.params`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from tilewise.backends.hopper.config import PLAIN
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.params import OptionalParams
+
+
+class ForwardParams(NamedTuple):
+    """The numbers of a launch.
+
+    Attributes:
+        heads_q, group: query heads, and how many of them share a key head.
+        section: heads that are at work at a time (:class:`tilewise.backends.hopper.kit.schedule.Order`).
+        lo, hi: the band's ends.
+        sinks: whether there are sinks; without them the sink tensor is not read.
+        scale2: softmax_scale · log2(e); with a softcap, cap · log2(e); with a traced score, log2(e).
+        cap2: with a softcap, as :func:`softmax.softcap` takes it; with a traced score, softmax_scale.
+        extra: what only some kernels have.
+    """
+
+    seqlen_q: I32
+    seqlen_k: I32
+    heads_q: I32
+    group: I32
+    batch: I32
+    section: I32
+    lo: I32
+    hi: I32
+    sinks: I32
+    scale2: F32
+    cap2: F32
+    extra: OptionalParams = OptionalParams()
+
+    @property
+    def queue(self) -> cute.Tensor:
+        """The queue of packed tiles."""
+        return self.extra.queue
+
+
+class TensorMaps(NamedTuple):
+    """The TMA descriptors, coordinates and shared layouts of q, k, v and o.
+
+    q, k and o have the modes (rows, columns, head, batch), v has (columns, rows, head, batch). Where a tile holds several heads
+    of a group, the rows of q and o are (head of the group, row), and the third mode is the group. Packed sequences have the
+    modes of :func:`packed.ragged`.
+    """
+
+    q: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    o: cpasync.TmaInfo
+
+
+def optional_params(values: list, config: Config) -> OptionalParams:
+    """The values that follow a launch's numbers, by name: those of ``config.extra``, then leaves, then numbers of expressions."""
+    named, leaves = len(config.extra), len(config.extra) + len(config.traced.tensors)
+    if config.traced == PLAIN:
+        return OptionalParams(**dict(zip(config.extra, values, strict=True)))
+    fields = dict(zip(config.extra, values[:named], strict=True))
+    return OptionalParams(**fields, leaves=tuple(values[named:leaves]), numbers=tuple(values[leaves:]))

@@ -1,0 +1,189 @@
+"""The query tiles that a CTA gets, the key blocks that a tile visits, and the rows of the output that a thread writes."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.params import ForwardParams
+from tilewise.backends.hopper.kit import packed, schedule
+from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.tiles import QueryTile, row_of, tma_tiles
+
+# -- Keys of a row -------------------------------------------------------------------------------------------------
+
+
+def band_of_head(batch, head, params: ForwardParams, config: Config) -> schedule.Band:
+    """The keys that each row of one head keeps; rows past the last one have the last row's ends."""
+    if config.by_rows:
+        extra = params.extra
+
+        def held(ends: cute.Tensor):
+            return lambda i: ends[batch, head, PICK.smaller(i, params.seqlen_q - 1)]
+
+        return schedule.Band(held(extra.lo), held(extra.hi), params.seqlen_k)
+    lo, hi = (params.lo if config.has_lower else None), (params.hi if config.has_upper else None)
+    return schedule.Band(lo, hi, params.seqlen_k)
+
+
+def band_of_tile(query_tile: QueryTile, params: ForwardParams, config: Config) -> schedule.Band:
+    """The keys that each row of a tile keeps; the rows of a packed sequence count from its own first row."""
+    if config.packed:
+        seqlen = query_tile.seqlen
+        return schedule.Band(seqlen.lo, seqlen.hi, seqlen.k.size)
+    return band_of_head(query_tile.batch, query_tile.head, params, config)
+
+
+# -- Tiles of equal sequences --------------------------------------------------------------------------------------
+
+
+def tile_order(params: ForwardParams, config: Config) -> schedule.Order:
+    """The order of all query tiles."""
+    m_blocks = (params.seqlen_q + config.tile_queries - 1) // config.tile_queries
+    heads = params.batch * tiles_per_row(params, config) * chunks_of(params, config)
+    return schedule.Order(m_blocks, heads, params.section, config.has_upper)
+
+
+def tiles_per_row(params: ForwardParams, config: Config):
+    """How many tiles hold all heads of a batch element."""
+    if config.heads == 1:
+        return params.heads_q
+    return params.heads_q // params.group * tiles_per_group(params, config)
+
+
+def tiles_per_group(params: ForwardParams, config: Config):
+    """How many tiles hold the heads of a group, with grouped heads."""
+    return (params.group + config.heads - 1) // config.heads
+
+
+def chunks_of(params: ForwardParams, config: Config):
+    """How many chunks the keys of a tile are split into."""
+    return cute.size(params.extra.part_lse, mode=[0]) if config.split else 1
+
+
+def rounds_of(params: ForwardParams, config: Config):
+    """How many tiles this CTA has."""
+    return schedule.rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], tile_order(params, config).tiles)
+
+
+def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
+    """This CTA's tile in a round."""
+    n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
+    m_block, pair = schedule.tile_at(n, tile_order(params, config), PICK)
+    row, chunk, chunks = m_block * config.tile_queries, None, chunks_of(params, config)
+    heads, tile_n = tiles_per_row(params, config), config.tiles.tile_n
+    if config.split:
+        pair, chunk = pair // chunks, pair % chunks
+    head, batch = pair % heads, pair // heads
+    if config.heads > 1:
+        blocks = tiles_per_group(params, config)
+        head = head // blocks * params.group + head % blocks * config.heads
+    if config.form == "lists":
+        partial, count = (params.extra.counts[batch, head, m_block, n] for n in range(2))
+        return QueryTile(row, head, batch, I32(0), PICK.larger(count, 1), partial=PICK.larger(partial, 1))
+    band = band_of_head(batch, head, params, config)
+    start, stop = schedule.key_blocks(row, config.tile_queries, tile_n, band, PICK)
+    if config.split:
+        size = schedule.chunk_blocks((params.seqlen_k + tile_n - 1) // tile_n, chunks)
+        start, stop = schedule.within_chunk((start, stop), chunk, size, PICK)
+    return QueryTile(row, head, batch, I32(start), I32(stop), chunk)
+
+
+# -- Tiles of packed sequences -------------------------------------------------------------------------------------
+
+
+def packed_tile(n, params: ForwardParams, config: Config) -> packed.PackedTile:
+    """The n-th tile of packed sequences: all heads of a row of tiles, then the next row, the longest of a sequence first.
+
+    The sequence is -1 if there is no such tile.
+    """
+    rows, cu = config.tile_queries, params.extra.cu_q
+
+    def tiles_in(sequence):
+        return packed.in_tiles(packed.rows_of(sequence, cu, params.seqlen_q, rest=True), rows)
+
+    sequence, block, count = packed.find(n // params.heads_q, tiles_in, cute.size(cu))
+    if config.has_upper:
+        block = tiles_in(sequence) - 1 - block
+    sequence = I32(cutlass.select_(n < count * params.heads_q, sequence, I32(-1)))
+    return packed.PackedTile(sequence, block * rows, n % params.heads_q)
+
+
+def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: Config) -> QueryTile:
+    """A packed tile as a query tile: its sequence's rows, and the keys that some row of the sequence sees."""
+    extra, (sequence, row, head) = params.extra, packed_tile
+    q = packed.rows_of(sequence, extra.cu_q, params.seqlen_q, rest=True)
+    k = packed.rows_of(sequence, extra.cu_k, params.seqlen_k, rest=False)
+    off = k.size - q.size
+    moving = schedule.Band(
+        params.lo + off if config.has_lower else None, params.hi + off if config.has_upper else None, k.size
+    )
+    first, band = schedule.cut(moving, extra.first, extra.last, q.size, PICK)
+    start, stop = schedule.key_blocks(row, config.tile_queries, config.tiles.tile_n, band, PICK)
+    keys = packed.Span(k.start + first + band.seqlen_k, band.seqlen_k)
+    seqlen = packed.SeqlenInfo(q, keys, band.lo, band.hi)
+    return QueryTile(row, head, sequence, I32(start), I32(stop), seqlen=seqlen)
+
+
+# -- Blocks of a tile ----------------------------------------------------------------------------------------------
+
+
+def block_at(query_tile: QueryTile, step, params: ForwardParams, config: Config):
+    """The key block that a tile visits at a step: from the last to the first, or in the order of its list."""
+    if config.form == "lists":
+        m_block = query_tile.row // config.tile_queries
+        return params.extra.blocks[query_tile.batch, query_tile.head, m_block, step]
+    return query_tile.stop - 1 - step
+
+
+def whole_steps(query_tile: QueryTile, row, band: schedule.Band, config: Config):
+    """``(hidden, first, stop)`` of the warpgroup whose first query is ``row``.
+
+    ``hidden`` is 1 if the warpgroup leaves out the first step, since it sees nothing there. At steps ``[first, stop)`` it sees
+    whole blocks; its first step is none of these. It could not leave out two steps: while it waits for the next tile's first K,
+    this tile's last V is still held.
+    """
+    if config.form == "lists":
+        return I32(0), query_tile.partial, query_tile.stop
+    rows = row, config.queries, config.tiles.tile_n, band
+    start, stop = query_tile.start, query_tile.stop
+    hidden = PICK.smaller(schedule.hidden_blocks(*rows, (start, stop), PICK), 1) if config.skips else I32(0)
+    first, last = schedule.whole_blocks(*rows, (start, stop - 1 - hidden), PICK)
+    return hidden, stop - last, stop - first
+
+
+# -- Rows in global memory -----------------------------------------------------------------------------------------
+
+
+def row_at(query_tile: QueryTile, w, r, params: ForwardParams, config: Config):
+    """Batch, head and row of lse for a thread's row r in warpgroup w, and whether the tensor has such a row.
+
+    A tile holds queries one after the other, or, with grouped heads, several heads of a group for each query in turn.
+    """
+    row = row_of(cute.arch.thread_idx()[0] % 128, r)
+    i = query_tile.row + w * config.queries + row // config.heads
+    if config.packed:
+        seqlen = query_tile.seqlen
+        return (0, query_tile.head, seqlen.q.start + i), i < seqlen.q.size
+    if config.heads == 1:
+        return (query_tile.batch, query_tile.head, i), i < params.seqlen_q
+    head, last = (
+        query_tile.head + row % config.heads,
+        query_tile.head // params.group * params.group + params.group - 1,
+    )
+    place = query_tile.batch, PICK.smaller(head, last), i
+    return place, PICK.smaller(params.seqlen_q - i, last + 1 - head) > 0
+
+
+def query_rows(
+    info: cpasync.TmaInfo, width: int, query_tile: QueryTile, params: ForwardParams, config: Config, smem: cute.Tensor
+):
+    """The rows of Q or O in tiles of one warpgroup, as :func:`tma_tiles` has them; warpgroup w's tile is row // queries + w."""
+    if config.heads == 1:
+        return tma_tiles(info, (ROWS, width), (None, 0), query_tile.head, query_tile.rows, smem)
+    shape, block = ((config.heads, config.queries), width), query_tile.head % params.group // config.heads
+    return tma_tiles(info, shape, ((block, None), 0), query_tile.head // params.group, query_tile.batch, smem)

@@ -1,0 +1,79 @@
+"""The shared memory of the forward kernel: tiles, the ring, and barriers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.config import ALIGNMENT
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.params import TensorMaps
+from tilewise.backends.hopper.kit.dtypes import ELEMENT
+from tilewise.backends.hopper.kit.scheduler import MAILBOX_WORDS
+
+
+class ForwardStorage(NamedTuple):
+    """The tiles and barriers of a CTA in shared memory.
+
+    Attributes:
+        q, o: (64, width), (64, width_v) and the tile: a tile of O takes the place of the Q that it came from.
+        k, v: (tile_n, width), (width_v, tile_n) and the stage: a stage holds a block of K or of V.
+        full, empty: barriers of each stage of the ring: load -> compute, and back.
+        q_full, q_empty: barriers of each tile of Q: load -> compute, and store (or compute) -> load.
+        o_full: barriers of each tile of O: compute -> store.
+        unread: a word that nobody reads, written to hold instructions in place.
+        mailboxes: of packed sequences: which tile each tile of Q belongs to.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    o_full: cute.Pointer
+    unread: cute.Pointer
+    mailboxes: cute.Pointer
+
+
+def allocate(maps: TensorMaps, config: Config) -> ForwardStorage:
+    """The storage in the order of :class:`SharedMemory`; V's stages are K's, and O's tiles are Q's, with other layouts."""
+    allocator, tiles = cutlass.utils.SmemAllocator(), config.tiles
+    mailbox_words = MAILBOX_WORDS * tiles.q_tiles if config.packed else 0
+    full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + mailbox_words)
+    q, k = (
+        allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
+        for layout in (maps.q.smem_layout, maps.k.smem_layout)
+    )
+
+    def seen_as(tensor: cute.Tensor, layout) -> cute.Tensor:
+        return cute.make_tensor(cute.recast_ptr(tensor.iterator, layout.inner), layout.outer)
+
+    empty, q_full = full + tiles.stages, full + 2 * tiles.stages
+    q_empty, o_full = q_full + tiles.q_tiles, q_full + 2 * tiles.q_tiles
+    v, o = seen_as(k, maps.v.smem_layout), seen_as(q, maps.o.smem_layout)
+    unread, mailboxes = full + tiles.barriers, full + tiles.barriers + 1
+    return ForwardStorage(q, k, v, o, full, empty, q_full, q_empty, o_full, unread, mailboxes)
+
+
+@cute.jit
+def init_barriers(smem: ForwardStorage, config: cutlass.Constexpr):
+    """One thread sets how many arrivals turn each barrier; then every thread sees them."""
+    tiles = config.tiles
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+        with cute.arch.elect_one():
+            for n in cutlass.range_constexpr(tiles.stages):
+                cute.arch.mbarrier_init(smem.full + n, 1)  # the loading warp, and the bytes of a block
+                cute.arch.mbarrier_init(smem.empty + n, 4 * tiles.warpgroups)  # every computing warp
+            for n in cutlass.range_constexpr(tiles.q_tiles):
+                cute.arch.mbarrier_init(smem.q_full + n, 1)  # the loading warp, and the bytes of Q
+                cute.arch.mbarrier_init(
+                    smem.q_empty + n, 1 if config.stores else 4
+                )  # a storing warp, or four computing
+                cute.arch.mbarrier_init(smem.o_full + n, 128)  # every thread of the warpgroup that wrote O
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()

@@ -1,0 +1,127 @@
+"""How the GPU backends speak: one meaning for each class name, parameters with names, docstrings with a subject.
+
+Exemptions name the file and the reason; a test fails as soon as one is not needed any more, so that the list only shrinks.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+BACKENDS = Path(__file__).parents[1] / "src" / "tilewise" / "backends"
+MATHEMATICS = frozenset("qkvopsml")  # the letters of the field, which need no longer name
+ONE_LETTER_SHARE = 0.10
+NO_SUBJECT = (
+    "Of", "As", "By", "Those", "Where", "In", "With", "For", "To", "From", "On", "At", "Which", "What", "Whose",
+)  # fmt: skip
+ROOMS = ("triton", "hopper")
+
+
+def files(room: str) -> dict[str, ast.Module]:
+    """The syntax trees of a backend, by path below the backends."""
+    found = sorted((BACKENDS / room).rglob("*.py"))
+    return {file.relative_to(BACKENDS).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in found}
+
+
+def class_names(tree: ast.Module) -> list[str]:
+    """The classes of a module, but for those inside functions or classes."""
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def parameters(tree: ast.Module) -> list[str]:
+    """The names of all parameters of a module's functions, but for lambdas', ``self`` and ``cls``."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    named = [a.arg for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
+    return [name for name in named if name not in ("self", "cls")]
+
+
+def without_subject(tree: ast.Module) -> list[str]:
+    """The first lines of docstrings that cannot be read without the name that they belong to."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    first = [(ast.get_docstring(node) or "").split("\n")[0] for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [line for line in first if line.split(" ")[0].rstrip(",.:") in NO_SUBJECT]
+
+
+def one_letter(tree: ast.Module) -> int:
+    """How many parameters have a name of one letter that is no mathematics."""
+    return sum(len(name) == 1 and name not in MATHEMATICS for name in parameters(tree))
+
+
+# -- The backends --------------------------------------------------------------------------------------------------
+
+# Class names that stand in several files of a backend: how often.
+SAME_NAMES: dict[str, dict[str, int]] = {"triton": {"Row": 2}}
+# The share of one-letter parameters of a backend that is above ONE_LETTER_SHARE, in percent.
+LETTERS: dict[str, int] = {}
+# Docstrings without a subject, by file.
+FRAGMENTS: dict[str, int] = {
+    "triton/host/plan.py": 1,
+    "hopper/expected.py": 2,
+    "hopper/host/aot.py": 1,
+    "hopper/host/backward_call.py": 3,
+    "hopper/host/cubin.py": 1,
+    "hopper/host/forward_call.py": 1,
+    "hopper/host/hostcode.py": 2,
+    "hopper/host/library.py": 1,
+    "hopper/host/llvm_types.py": 1,
+    "hopper/host/plan.py": 2,
+    "hopper/host/proven.py": 2,
+    "hopper/host/recipe.py": 2,
+    "hopper/host/sample.py": 1,
+    "hopper/host/sass.py": 4,
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_class_name_means_one_thing_in_a_backend(room):
+    count = Counter(name for tree in files(room).values() for name in class_names(tree))
+    assert {name: n for name, n in count.items() if n > 1} == SAME_NAMES.get(room, {})
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_parameters_have_names(room):
+    trees = files(room).values()
+    share = sum(map(one_letter, trees)) / sum(len(parameters(tree)) for tree in trees)
+    allowed = LETTERS.get(room, 100 * ONE_LETTER_SHARE) / 100
+    assert share < allowed
+    assert room not in LETTERS or share > allowed - 0.01, "the exemption can shrink"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_first_line_of_a_docstring_has_a_subject(room):
+    found = {file: without_subject(tree) for file, tree in files(room).items()}
+    allowed = {file: n for file, n in FRAGMENTS.items() if file.startswith(room)}
+    assert {file: lines for file, lines in found.items() if len(lines) > allowed.get(file, 0)} == {}
+    assert {file: n for file, n in allowed.items() if len(found.get(file, ())) < n} == {}, "exemptions that can shrink"
+
+
+# -- The rules themselves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("docstring", "found"),
+    [
+        ("Of numbers.", True),
+        ("By one thread.", True),
+        ("Which tile comes next.", True),
+        ("The order of all query tiles.", False),
+        ("Offsets of packed sequences.", False),
+        ("Writes a row.", False),
+    ],
+)
+def test_a_fragment_is_told_from_a_sentence(docstring, found):
+    tree = ast.parse(f'def f():\n    """{docstring}"""')
+    assert bool(without_subject(tree)) == found
+
+
+def test_letters_of_mathematics_are_names():
+    tree = ast.parse("def f(self, q, k, x, config, *, c): pass")
+    assert parameters(tree) == ["q", "k", "x", "config", "c"]
+    assert one_letter(tree) == 2
+
+
+def test_classes_are_those_of_the_module():
+    assert class_names(ast.parse("class A:\n    class B: pass\ndef f():\n    class C: pass")) == ["A"]

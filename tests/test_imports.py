@@ -89,7 +89,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "scores.catalogue",
         "device",
     ),
-    "parallel*": ("own", "autograd", "problem", "spec", "piece", "masks", "tiles", "expr", "caching"),
+    "parallel*": ("own", "autograd", "backends.base", "problem", "spec", "piece", "masks", "tiles", "expr", "caching"),
     "compat*": ("own", "api", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
     "cli*": ("*",),

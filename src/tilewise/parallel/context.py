@@ -1,8 +1,7 @@
-"""What users hold of a group of ranks, and what its ranks agree on before any bytes move."""
+"""What users hold of a group of ranks."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,12 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise import autograd  # noqa: F401  (registers the operators)
+from tilewise.backends.base import PerTensors
 from tilewise.parallel import gathered
+from tilewise.parallel.agreement import agreed_lengths
 from tilewise.parallel.exchange import Exchange, Group, ordered_sum
 from tilewise.parallel.layout import Layout, contiguous, zigzag
 from tilewise.piece import Piece
 from tilewise.problem import check
-from tilewise.spec import Options, assemble, parse_spec
+from tilewise.spec import Options, Spec, assemble, parse_spec
+from tilewise.tiles import Grid
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
 
@@ -64,6 +66,7 @@ class ContextParallel:
 
     def __init__(self, exchange: Exchange, layout: str | Layout, sum_leaf_gradients: bool):
         self.exchange, self.layout, self.sum_leaf_gradients = exchange, layout, sum_leaf_gradients
+        self._pieces = PerTensors()
 
     @property
     def rank(self) -> int:
@@ -116,42 +119,41 @@ class ContextParallel:
         if self.size == 1:
             return torch.ops.tilewise.attention.default(q, k, v, *assemble(q, k, v, options))
         q, k, v = _autocast(q, k, v)
-        lengths = self._agree(q, k, v, options)
+        facts = {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
+        lengths = agreed_lengths(self.exchange, q, k, v, options, facts)
         queries, keys = (
             self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
         )
-        options = self._with_one_seed(q, options)
-        extras, seed, text = assemble(q, k, v, options)
-        whole_k, whole_v = _stretched(k, keys.seqlen), _stretched(v, keys.seqlen)
-        check(
-            _stretched(q, queries.seqlen), whole_k, whole_v, extras, seed, parse_spec(text)
-        )  # all ranks see the same shapes here, and fail alike
-        specs = []
-        for start, stop, _ in queries.rows(self.rank):
-            piece = Piece(start, 0, queries.seqlen, keys.seqlen)
-            specs.append(assemble(q, k, v, replace(options, piece=piece))[2])
-            check(_stretched(q, stop - start), whole_k, whole_v, extras, seed, parse_spec(specs[-1]))
-        call = gathered.Gathered(self.exchange, queries, keys, tuple(specs), self.sum_leaf_gradients)
+        extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
+        spec = parse_spec(text)
+        signature = (text, queries, keys, *[(x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (q, k, v)])
+        mask_leaves = [extras[n] for n in spec.mask_slots]
+        pieces = self._pieces.of(
+            signature, mask_leaves, lambda: self._planned((q, k, v), (queries, keys), extras, seed, spec)
+        )
+        call = gathered.Gathered(self.exchange, keys, pieces, spec.grad_slots, self.sum_leaf_gradients)
         return gathered.attention(call, q, k, v, extras, seed)
 
-    def _agree(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[tuple[int, int]]:
-        """``(queries, keys)`` that each rank holds. All ranks compare what they are about to do, and fail alike where it differs."""
-        try:
-            facts = _facts(q, k, v, options, self)
-            lengths = [q.shape[1], k.shape[1]]
-        except (
-            ValueError,
-            NotImplementedError,
-            IndexError,
-        ) as error:  # the other ranks must hear of it, or they would wait
-            facts, lengths = {"the call": f"{type(error).__name__}: {error}"}, [0, 0]
-        digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7])
-        answers = self.exchange.numbers([digest, *lengths])
-        if len({answer[0] for answer in answers}) > 1:
-            raise ValueError(_disagreement(self.exchange.objects(facts)))
-        if "the call" in facts:
-            raise ValueError(facts["the call"].partition(": ")[2])
-        return [(queries, keys) for _, queries, keys in answers]
+    def _planned(
+        self,
+        qkv: tuple[Tensor, ...],
+        layouts: tuple[Layout, Layout],
+        extras: list[Tensor],
+        seed: Tensor | None,
+        spec: Spec,
+    ) -> tuple[gathered.LocalPiece, ...]:
+        """The rank's pieces, after every input check of the whole call: all ranks see the same shapes here, and fail alike."""
+        queries, keys = layouts
+        q, k, v = (_stretched(x, layout.seqlen) for x, layout in zip(qkv, (queries, keys, keys), strict=True))
+        problem = check(q, k, v, extras, seed, spec)
+        grid = Grid.whole(spec.region, extras, (problem.batch, problem.heads_q, queries.seqlen, keys.seqlen), q.device)
+        found = []
+        for start, stop, first in queries.rows(self.rank):
+            low, high = _keys_between(grid, start, stop)
+            piece = replace(spec, piece=Piece(start, low, queries.seqlen, keys.seqlen))
+            check(q[:, start:stop], k[:, low:high], v[:, low:high], extras, seed, piece)
+            found.append(gathered.LocalPiece(slice(first, first + stop - start), slice(low, high), piece.text()))
+        return tuple(found)
 
     def _checked_layout(self, lengths: list[int], name: str) -> Layout:
         layout = self.layout_of(sum(lengths))
@@ -175,34 +177,13 @@ def _stretched(x: Tensor, seqlen: int) -> Tensor:
     return x.new_empty((1, 1, 1, 1)).expand(x.shape[0], seqlen, *x.shape[2:])
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, options: Options, parallel: ContextParallel) -> dict[str, str]:
-    """What must be the same on all ranks, by what a person calls it."""
-    seed = 0 if options.dropout_seed is None else options.dropout_seed  # a seed that is drawn is the first rank's
-    extras, _, text = assemble(q, k, v, replace(options, dropout_seed=seed))
-    spec = parse_spec(text)
-    if any(x.ndim != 4 for x in (q, k, v)):
-        raise ValueError("attention was called wrongly\n  q, k and v must be (batch, seqlen, heads, head_dim)")
-
-    def shown(x: Tensor) -> str:
-        return f"({x.shape[0]}, *, {x.shape[2]}, {x.shape[3]}) {x.dtype}"
-
-    return {
-        "q": shown(q), "k": shown(k), "v": shown(v), "mask": spec.mask_text, "score": spec.score_text,
-        "softmax_scale": str(spec.softmax_scale), "dropout_p": str(spec.dropout_p), "deterministic": str(spec.deterministic),
-        "backend": str(spec.backend), "gradients": f"{spec.needs_grad} {spec.grad_slots}",
-        "tensors of mask, score and sink": f"{[(tuple(x.shape), str(x.dtype)) for x in extras]} {spec.mask_slots} "
-        f"{spec.score_slots} {spec.sink_slot}",
-        "layout": str(parallel.layout), "sum_leaf_gradients": str(parallel.sum_leaf_gradients),
-    }  # fmt: skip
-
-
-def _disagreement(facts: list[dict[str, str]]) -> str:
-    lines = [f"the {len(facts)} ranks were called differently"]
-    for name in dict.fromkeys(name for known in facts for name in known):
-        said = [known.get(name, "(not reached)") for known in facts]
-        if len(set(said)) > 1:
-            lines += [f"  {name}"] + [f"    rank {rank}: {value}" for rank, value in enumerate(said)]
-    return "\n".join(lines)
+def _keys_between(grid: Grid, start: int, stop: int) -> tuple[int, int]:
+    """The first, and one past the last, key that queries ``start`` to ``stop`` may see; at least one key. Reads the mask's tensors."""
+    lo, hi = grid.key_interval(torch.arange(start, stop, device=grid.b.device))
+    sees = lo < hi
+    first = int(torch.where(sees, lo, grid.keys).amin())
+    last = int(torch.where(sees, hi, 0).amax())
+    return (first, last) if first < last else (0, min(1, grid.keys))
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

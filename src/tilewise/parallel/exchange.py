@@ -66,15 +66,20 @@ class Group:
             raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
         self.group, self.received = group, 0
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        # What ranks say to each other on the host must not wait for what runs on the GPUs.
+        self.host = group
+        if "nccl" in dist.get_backend(group):
+            ranks = dist.get_process_group_ranks(group)
+            self.host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def numbers(self, values: list[int]) -> list[list[int]]:
-        found = self.gather(torch.tensor(values, dtype=torch.int64, device=self.device))
-        return [x.tolist() for x in torch.stack(found).cpu()]
+        out = torch.empty(self.size * len(values), dtype=torch.int64)
+        _all_gather(out, torch.tensor(values, dtype=torch.int64), group=self.host)
+        return out.view(self.size, -1).tolist()
 
     def objects(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        dist.all_gather_object(found, value, group=self.host)
         return found
 
     def gather(self, x: Tensor) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Attention over ranks by gathering K and V: each rank computes its own queries against the keys of all.
 
-    forward    K, V <- all ranks;  for each piece of the rank's queries (o, lse) = attention(q, K, V) at its global positions
+    forward    K, V <- all ranks;  for each piece of the rank's queries (o, lse) = attention(q, K, V) at its global positions,
+               of K and V the keys between the first and the last that some row of the piece may see
     backward   K, V <- all ranks;  for each piece dq, dK, dV;  dK and dV summed over pieces, then over ranks, in fp32
 
 A piece is one plain call that is told where it lies (:class:`tilewise.piece.Piece`), so masks, scores and dropout see global
@@ -18,10 +19,23 @@ from torch.nn.functional import pad
 
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout
-from tilewise.spec import parse_spec
 
 _attention = torch.ops.tilewise.attention.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
+
+
+@dataclass(frozen=True)
+class LocalPiece:
+    """A contiguous run of the rank's queries, with the keys of the whole sequence between which all keys lie that it sees.
+
+    Attributes:
+        rows: among the rank's queries. keys: among all keys.
+        spec: the call, told where it lies, as the operator takes it.
+    """
+
+    rows: slice
+    keys: slice
+    spec: str
 
 
 @dataclass(frozen=True)
@@ -29,22 +43,17 @@ class Gathered:
     """One attention over ranks.
 
     Attributes:
-        queries, keys: who holds which positions.
-        specs: one for each of the rank's pieces of queries, as the operator takes them.
+        keys: who holds which keys.
+        pieces: the rank's part of the work.
+        grad_slots: the extras that want a gradient.
         sum_leaves: gradients of tensors that masks, scores and sinks read are summed over ranks.
     """
 
     exchange: Exchange
-    queries: Layout
     keys: Layout
-    specs: tuple[str, ...]
+    pieces: tuple[LocalPiece, ...]
+    grad_slots: tuple[int, ...]
     sum_leaves: bool
-
-    @property
-    def rows(self) -> list[slice]:
-        """The rank's queries that each spec is for."""
-        held = self.queries.rows(self.exchange.rank)
-        return [slice(first, first + stop - start) for start, stop, first in held]
 
     def whole(self, x: Tensor) -> Tensor:
         """K or V of all ranks ``(batch, total_k, heads_k, dim)``, in the order of positions, from the rank's own rows."""
@@ -73,8 +82,9 @@ class _Attention(torch.autograd.Function):
         keys, values = call.whole(k), call.whole(v)
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_compute_dtype(q))
-        for rows, spec in zip(call.rows, call.specs, strict=True):
-            o[:, rows], lse[..., rows] = _attention(q[:, rows], keys, values, extras, seed, spec)
+        for piece in call.pieces:
+            part = q[:, piece.rows], keys[:, piece.keys], values[:, piece.keys]
+            o[:, piece.rows], lse[..., piece.rows] = _attention(*part, extras, seed, piece.spec)
         ctx.call = call
         ctx.save_for_backward(q, k, v, o, lse, seed, *extras)
         return o, lse
@@ -85,17 +95,16 @@ class _Attention(torch.autograd.Function):
         keys, values = call.whole(k), call.whole(v)
         dtype = _compute_dtype(q)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys, dtype=dtype), torch.zeros_like(values, dtype=dtype)
-        slots = parse_spec(call.specs[0]).grad_slots if call.specs else ()
-        leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in slots}
-        for rows, spec in zip(call.rows, call.specs, strict=True):
-            grads = (x[..., rows].contiguous() for x in (dlse, lse))
-            dlse_rows, lse_rows = grads
-            dq[:, rows], dk_rows, dv_rows, dextras = _attention_backward(
-                do[:, rows], dlse_rows, q[:, rows], keys, values, o[:, rows].contiguous(), lse_rows, extras, seed, spec
-            )
-            dk += dk_rows
-            dv += dv_rows
-            for slot, grad in zip(slots, dextras, strict=True):
+        leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in call.grad_slots}
+        for piece in call.pieces:
+            rows = piece.rows
+            dq[:, rows], dk_part, dv_part, dextras = _attention_backward(
+                do[:, rows], dlse[..., rows].contiguous(), q[:, rows], keys[:, piece.keys], values[:, piece.keys],
+                o[:, rows].contiguous(), lse[..., rows].contiguous(), extras, seed, piece.spec,
+            )  # fmt: skip
+            dk[:, piece.keys] += dk_part
+            dv[:, piece.keys] += dv_part
+            for slot, grad in zip(call.grad_slots, dextras, strict=True):
                 leaves[slot] += grad
         if call.sum_leaves:
             leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}

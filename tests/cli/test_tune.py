@@ -66,8 +66,10 @@ def problem():
 def test_rows_precede_the_table_and_are_read_back(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
     p = problem()
-    tuned.store([tuned.Row.of(p, "forward", SMALL, 1.0), tuned.Row.of(p, "dkdv", SMALL, 1.0)])
-    tuned.store([tuned.Row.of(p, "dk", OTHER, 0.5), tuned.Row.of(p, "dv", SMALL, 0.5)])  # two passes replace the one
+    tuned.store([tuned.Tuning.of(p, "forward", SMALL, 1.0), tuned.Tuning.of(p, "dkdv", SMALL, 1.0)])
+    tuned.store(
+        [tuned.Tuning.of(p, "dk", OTHER, 0.5), tuned.Tuning.of(p, "dv", SMALL, 0.5)]
+    )  # two passes replace the one
     assert tuned.passes(p) == {"forward": SMALL, "dk": OTHER, "dv": SMALL}
     assert triton.Triton().config(p).passes == {"forward": SMALL, "dk": OTHER, "dv": SMALL, "dq": config.INTERPRETED.dq}
     assert tuned.passes(call(*qkv(d=32, dtype=torch.bfloat16)).p) == {}

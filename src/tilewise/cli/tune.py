@@ -78,7 +78,7 @@ def _device(wanted: str) -> str:
 
 
 def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> tuple[list[Trial], list]:
-    """The trials of a case, and a tuned.Row for each of its passes."""
+    """The trials of a case, and a tuned.Tuning for each of its passes."""
     from tilewise.backends.triton import Triton, config
     from tilewise.backends.triton.host import tuned
 
@@ -97,7 +97,7 @@ def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> t
                 best[name] = trial
     kept = _kept(best)
     trials = [replace(t, kept=any(t is x for x in kept)) for t in trials]
-    return trials, [tuned.Row.of(full.p, t.name, t.tiles, t.ms) for t in kept]
+    return trials, [tuned.Tuning.of(full.p, t.name, t.tiles, t.ms) for t in kept]
 
 
 def _with_partner(name: str, tiles, candidates: dict) -> dict:

@@ -1,4 +1,4 @@
-"""What a compiled kernel must be: a config says it, the compilation ahead of time holds the kernel to it."""
+"""The properties that a compiled kernel must have: a config states them, the compilation ahead of time holds the kernel to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Expected:
-    """What one kernel of a config must be once it is compiled.
+    """The properties that one kernel of a config must have once it is compiled.
 
     Attributes:
         kernel: how its name in the cubin begins.

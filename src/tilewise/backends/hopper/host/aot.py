@@ -95,7 +95,7 @@ def judged(config: Config | Backward, listing: str, recipe: Recipe) -> dict[str,
 
 
 def unlike(expected: Expected, report: sass.Report, shared: int) -> list[str]:
-    """In what a kernel is not what its config says."""
+    """The respects in which a kernel is not as its config says."""
     limits = set(expected.registers)
     found = [] if set(report.registers) == limits else [f"setmaxnreg of {sorted(report.registers)}, not {limits}"]
     fits = shared == expected.shared <= SHARED_LIMIT

@@ -1,4 +1,4 @@
-"""From a problem, its tensors and its output's gradients to the launch of a backward.
+"""The launch of a backward, from a problem, its tensors and its output's gradients.
 
 A :class:`BackwardPlan` holds the decisions that depend on the problem alone; :func:`backward` makes a call's tensors and launches.
 """
@@ -87,14 +87,14 @@ class BackwardPlan(Plan):
         return lo, hi, *grids, problem.softmax_scale, scale2, cap2, *drop, *more
 
     def starts(self, inputs: Inputs) -> list[Tensor]:
-        """Where packed sequences begin, and zeros that count the tiles of the two passes."""
+        """The starts of packed sequences, and zeros that count the tiles of the two passes."""
         if not self.problem.packed:
             return []
         cu = [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
         return [*cu, *torch.zeros((2, 1), dtype=torch.int32, device=inputs.q.device)]
 
     def extra(self, inputs: Inputs) -> list[Tensor]:
-        """What :func:`tilewise.backends.hopper.backward.launch.optional_params` takes: what is each pass's own, then what both have."""
+        """The arguments of :func:`tilewise.backends.hopper.backward.launch.optional_params`: those of each pass, then those of both."""
         config, found = self.config, []
         if config.packed:
             return found

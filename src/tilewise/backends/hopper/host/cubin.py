@@ -1,4 +1,4 @@
-"""What a cubin says about its kernels: an ELF file's sections of information."""
+"""A cubin's own account of its kernels, read from the ELF file's sections of information."""
 
 from __future__ import annotations
 

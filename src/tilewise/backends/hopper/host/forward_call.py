@@ -1,4 +1,4 @@
-"""From a problem and its tensors to the launch of a forward.
+"""The launch of a forward, from a problem and its tensors.
 
 A :class:`ForwardPlan` holds the decisions that depend on the problem alone; :func:`forward` makes a call's tensors and launches.
 """

@@ -1,4 +1,4 @@
-"""From the compiled host function of a launch to its :class:`tilewise.backends.hopper.host.recipe.Recipe`.
+"""The :class:`tilewise.backends.hopper.host.recipe.Recipe` of a launch, read from its compiled host function.
 
 The compiler leaves the host side of ``@cute.jit`` in MLIR's dialect of LLVM: it takes sizes out of tensors, packs tensor
 maps, and fills the launch's configuration and parameters in local memory. Here that function is run once on symbols: known
@@ -51,7 +51,7 @@ class Global(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """What is loaded from a global: a kernel, where it is one."""
+    """A value that is loaded from a global: a kernel, where it is one."""
 
     name: str
 

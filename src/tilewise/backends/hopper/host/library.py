@@ -34,8 +34,10 @@ _functions: dict[Config | Backward, driver.Kernels] = {}
 
 
 def function(config: Config | Backward) -> driver.Kernels:
-    """What launches a kernel: called with the arguments of the launch that the kernel was compiled from, but for its stream and
-    its config."""
+    """The function that launches a kernel.
+
+    It is called with the arguments of the launch that the kernel was compiled from, but for its stream and its config.
+    """
     found = _functions.get(config)
     if found is None:  # of two threads that make it at once, the first one's stays; nothing of it is on a GPU yet
         found = _functions.setdefault(config, driver.Kernels(*kernel_files.read(file_of(config))))

@@ -69,7 +69,7 @@ def size(kind: str) -> int:
 
 
 def starts(kind: str) -> list[int]:
-    """Where each member starts, and, last, where they end."""
+    """The offset of each member, and, last, the size of all."""
     found, at = [], 0
     for member in members(kind):
         at = -(-at // alignment(member)) * alignment(member)

@@ -1,4 +1,4 @@
-"""What the plans of the forward and of the backward share: a problem's facts, and tensors as the kernels take them."""
+"""The part that the plans of the forward and of the backward share: a problem's facts, and tensors as the kernels take them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Plan:
         return Expressions.of(self.problem)
 
     def of_mask(self, inputs: Inputs, make: Callable[..., Any], *more: Any) -> Any:
-        """What a function makes of the mask's tensors, kept while they are the same."""
+        """The result of a function of the mask's tensors, kept while they are the same."""
         leaves = [inputs.leaves[n] for n in self.problem.spec.mask_slots]
         return self.made.of((make, *more), leaves, lambda: make(self.problem, inputs, *more))
 

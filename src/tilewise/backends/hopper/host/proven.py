@@ -1,4 +1,4 @@
-"""Which kernels a GPU has proven right, by their bits, and which wait for a GPU.
+"""The kernels that a GPU has proven right, by their bits, and those that wait for a GPU.
 
 A kernel's bits are those of its file, cubin and recipe: the same sources and the same compiler give the same ones on every
 machine. ``python -m bench.gpu prove --backend hopper RESULTS`` adds to ``proven.txt`` the kernels that were right in every
@@ -42,7 +42,7 @@ def waiting() -> set[str]:
 
 
 def faults(kernel: str, bits: str) -> list[str]:
-    """What is wrong with the bits of a kernel: neither proven nor said to be waiting, or both."""
+    """The reasons against the bits of a kernel: neither proven nor said to be waiting, or both."""
     known, waits = proven().get(bits) == kernel, kernel in waiting()
     if known and waits:
         return [f"its bits are proven: take it out of {UNPROVEN.name}"]

@@ -97,7 +97,7 @@ class TensorArgument:
     align: int
 
     def faults(self, tensor: Any, seen: dict[int, int]) -> list[str]:
-        """What keeps a tensor from being this argument; ``seen``: the symbols of the arguments before."""
+        """The reasons why a tensor cannot be this argument; ``seen``: the symbols of the arguments before."""
         if str(tensor.dtype) != f"torch.{self.dtype}" or len(tensor.shape) != len(self.shape):
             return [f"{tensor.dtype} of {len(tensor.shape)} dimensions, not torch.{self.dtype} of {len(self.shape)}"]
         found = []
@@ -155,7 +155,7 @@ class Launch:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each parameter starts, and, last, where they end."""
+    """The offset of each parameter, and, last, the size of all."""
     found = [0]
     for size in sizes:
         found.append(found[-1] + -(-size // 8) * 8)

@@ -20,7 +20,7 @@ def values(record: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def traits(config: Config | Backward) -> frozenset[Hashable]:
-    """What a kernel shows in a sample: each value of its fields, tiles as a whole and by their parts; and its form together with
+    """The traits that a kernel shows in a sample: each value of its fields, tiles as a whole and by their parts; and its form together with
     all its options."""
     kind, found = type(config).__name__, list(values(config))
     options = [(name, x) for name, x in found if name != "dtype" and "." not in name and not is_dataclass(x)]

@@ -1,4 +1,4 @@
-"""What the assembler made of a kernel: registers by role, spills, wgmma, and what runs under it. Reads nvdisasm's listing."""
+"""The assembler's account of a kernel: registers by role, spills, wgmma, and what runs under it. Reads nvdisasm's listing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)([^;]*);")
 
 @dataclass(frozen=True)
 class Report:
-    """What one kernel's instructions say about it.
+    """The figures that one kernel's instructions give.
 
     Attributes:
         registers: the highest that is named in each role's code, by the number that setmaxnreg gave it.
@@ -35,11 +35,11 @@ class Report:
     hidden: tuple[int, ...]
 
     def wrong(self) -> list[str]:
-        """What keeps the kernel from computing what it should."""
+        """The faults that keep the kernel from computing what it should."""
         return [f"{n} registers where setmaxnreg gives {limit}" for limit, n in self.registers.items() if n > limit]
 
     def slow(self, exponentials: int | None, stores: bool = True) -> list[str]:
-        """What makes the kernel slower than it should be.
+        """The faults that make the kernel slower than it should be.
 
         Args:
             exponentials: how many of one key block and thread must run under a product; None: none need to.

@@ -1,4 +1,4 @@
-"""What is decided once for a problem: its emitted functions, the compile-time facts of its launches, and what its calls share."""
+"""The decisions that are made once for a problem: its emitted functions, its launches' compile-time facts, and what its calls share."""
 
 from __future__ import annotations
 

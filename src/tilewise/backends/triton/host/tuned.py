@@ -22,7 +22,7 @@ from tilewise.problem import Problem
 
 
 @dataclass(frozen=True)
-class Row:
+class Tuning:
     """The fastest tiles of one pass, and their milliseconds."""
 
     device: str
@@ -35,7 +35,7 @@ class Row:
     ms: float
 
     @classmethod
-    def of(cls, problem: Problem, name: str, tiles: Tiles, ms: float) -> Row:
+    def of(cls, problem: Problem, name: str, tiles: Tiles, ms: float) -> Tuning:
         return cls(*_where(problem), name, tiles, ms)
 
     @property
@@ -58,11 +58,11 @@ def path() -> Path:
 
 
 @lru_cache(maxsize=4)
-def rows(file: Path) -> tuple[Row, ...]:
+def rows(file: Path) -> tuple[Tuning, ...]:
     """The rows of the file, read once."""
     try:
         records = json.loads(file.read_text(encoding="utf-8"))
-        return tuple(Row(**{**record, "tiles": Tiles(**record["tiles"])}) for record in records)
+        return tuple(Tuning(**{**record, "tiles": Tiles(**record["tiles"])}) for record in records)
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -76,7 +76,7 @@ def passes(problem: Problem) -> dict[str, Tiles]:
     return {row.name: row.tiles for row in known if row.where == _where(problem)} if known else {}
 
 
-def store(new: list[Row]) -> Path:
+def store(new: list[Tuning]) -> Path:
     """Puts rows into the file, in place of older ones of the same device, dtype, head dims and pass."""
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)

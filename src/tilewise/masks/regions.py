@@ -20,7 +20,10 @@ I, J, OFF, SEQLEN_Q = (symbol(name) for name in ("i", "j", "off", "seqlen_q"))
 
 @dataclass(frozen=True)
 class Prepared:
-    """Status on blocks of ``block`` x ``block`` and seen keys, in slots, for ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+    """Where ``Mask.prepare`` left its two tensors, and for which ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
+
+    The slots are those of the status on blocks of ``block`` x ``block``, and of the keys that some query sees.
+    """
 
     block: int
     status_slot: int

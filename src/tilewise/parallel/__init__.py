@@ -3,7 +3,8 @@
 - :mod:`tilewise.parallel.layout`: who holds which positions, dealt so that the work is equal for any mask.
 - :mod:`tilewise.parallel.exchange`: how ranks talk, over torch.distributed or simulated in one process.
 - :mod:`tilewise.parallel.gathered`: the scheme, gathering K and V.
-- :mod:`tilewise.parallel.context`: what users hold, and what is checked before bytes move.
+- :mod:`tilewise.parallel.context`: what users hold.
+- :mod:`tilewise.parallel.agreement`: what ranks compare before bytes move.
 """
 
 from tilewise.parallel.context import ContextParallel, context_parallel

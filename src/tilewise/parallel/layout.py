@@ -144,7 +144,9 @@ def balanced(
 
 
 def chunk_costs(masks: Mask | Sequence[Mask | None] | None, seqlen: int, bounds: Sequence[int]) -> list[int]:
-    """Visited tiles of the queries ``bounds[n]`` to ``bounds[n + 1]``, for each n, over all masks, heads and batch elements.
+    """Visited tiles of the queries ``bounds[n]`` to ``bounds[n + 1]``, for each n.
+
+    The sum over masks of the mean over heads and batch elements.
 
     A tile that lies in two chunks counts in each for the rows that it has there.
     """

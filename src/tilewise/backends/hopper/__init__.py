@@ -1,6 +1,13 @@
 """Attention on Hopper GPUs (sm_90a): kernels in CuTe DSL, compiled ahead of time (:mod:`tilewise.backends.hopper.host.aot`).
 
-Importing this imports no DSL.
+Importing this imports no DSL. Where to look:
+
+- ``config``: what both passes share: limits, dtypes, forms of masks, expressions that are compiled in. No DSL.
+- ``forward/``, ``backward/``: the kernels of a pass, and ``config``, which chooses among them: tiles, registers, shared memory.
+- ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
+- ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
+- ``operations``: the operations of masks and scores that the kernels can be traced with, and their names in the DSL.
+- ``native/launcher.cpp`` launches; ``kernels.txt``, ``proven.txt``, ``unproven.txt`` say what ships, and which bits a GPU has proven.
 """
 
 from __future__ import annotations

@@ -10,19 +10,20 @@ one of these orders, all launched by one call of ``launch.launch``::
 
 How dQ is summed. With two passes each CTA of ``queries`` keeps its dQ in registers over all key blocks, so that every run gives the
 same bits. With one pass every CTA of ``keys`` adds its part of dQ to fp32 sums in global memory; ``dq_accumulate`` decides the order:
-``add_all`` adds in whatever order the CTAs come, ``add_in_order`` (``deterministic=True``) in the order of the key tiles.
+``add_all`` adds in whatever order the CTAs come, ``add_in_order`` (``deterministic=True``) in the order of the key tiles. At head_dim 256
+``cluster_dq`` adds, in pieces of columns.
 
 To change one thing, edit one file:
 
 =================================================== ==================================================================
 tile sizes, registers, which kernels a call gets    config (no DSL); a row of its TABLE
 P of a score, masks, softcap, dropout, dS           scores: ``probabilities``, ``score_gradients``
-the gradient of a tensor that a score reads         scores: ``score_gradients`` leaves dS unrounded; config: ``reasons``
+the gradient of a tensor that a score reads         scores: ``score_gradients``, before its slope; config: ``reasons``
 the order of tiles, which blocks a tile visits      key_tiles, query_tiles; packed: sequences
 shared memory and barriers                          keys_storage, cluster_storage, queries_storage
 who loads and stores                                keys, cluster, queries
 the products of a block, and what runs under what   keys_compute, keys_split, cluster_compute, cluster_dq, queries_compute
-how dQ is accumulated, and in which order           dq_accumulate; put in place: postprocess
+how dQ is accumulated, and in which order           dq_accumulate; head_dim 256: cluster_dq; put in place: postprocess
 lse2 and delta                                      preprocess; in the pass over queries: ``queries_compute.make_statistics``
 registers, products, shared-memory stores           fragments
 the numbers of a launch                             params, launch

@@ -38,10 +38,8 @@ BARRIER_BYTES = 8
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 CLUSTER = 2  # CTAs of a cluster, where two share a key tile
 HALF = 128  # columns of the parts in which a cluster keeps its tiles
-PIECE, PIECES = (
-    1024,
-    2,
-)  # bytes of dQ that a warp of a cluster adds at a time, and how many such copies it has in flight
+PIECE = 1024  # bytes of dQ that a warp of a cluster adds at a time
+PIECES = 2  # such copies that it has in flight
 # The statistics of a packed sequence begin at a multiple of this many rows, so that all rows of a preprocessing CTA belong to
 # one sequence.
 STATISTICS_ALIGNMENT = 128
@@ -257,7 +255,7 @@ class Backward(Formed):
 
     Attributes:
         queries: None where the pass over key tiles accumulates dQ.
-        dtype, form, softcap, packed, traced, dropout: as of :class:`tilewise.backends.hopper.config.Config`.
+        dtype, form, softcap, packed, traced, dropout: as of :class:`tilewise.backends.hopper.forward.config.Config`.
     """
 
     keys: KeyTiles
@@ -514,17 +512,26 @@ def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
 
 def reasons(p: Problem) -> list[str]:
     """Every reason why these kernels cannot run the backward of a problem whose forward they can. Another backend then runs both."""
-    if not p.spec.lookups:
-        return []
-    return ["a tensor that a score reads wants a gradient: its backward has gradients of q, k, v and sink alone"]
+    if p.spec.lookups:
+        return ["a tensor that a score reads wants a gradient: its backward has gradients of q, k, v and sink alone"]
+    if chosen_row(p) is None:
+        return [f"its backward has no tiles for head dims {p.head_dim} and {p.head_dim_v}"]
+    return []
+
+
+def chosen_row(p: Problem) -> tuple[BackwardRow, Passes] | None:
+    """The first row of TABLE that holds both head dims and has passes for the form; None where no row does."""
+    form, traced = form_of(p), Expressions.of(p).traced
+    softcap, dropout = p.spec.score is not None and not traced.score, p.spec.dropout_p > 0
+    fitting = (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
+    return next(((row, x) for row in fitting if (x := row.passes(form, softcap, traced, dropout))), None)
 
 
 def choose(p: Problem) -> Backward:
     """The kernels of a problem that has no :func:`reasons` against it."""
     form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
     softcap = p.spec.score is not None and not traced.score
-    fitting = (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
-    row, passes = next((row, x) for row in fitting if (x := row.passes(form, softcap, traced, dropout)))
+    row, passes = chosen_row(p)
     if not (softcap or dropout or traced != PLAIN):
         passes = one_pass(row, p, form) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)

@@ -5,7 +5,7 @@ Sᵀ = K Qᵀ: rows are keys, columns are queries, and lse2 and delta belong to 
 
 Masks, softcaps, traced scores and dropout all act here: :func:`probabilities` makes P (and drops pairs of it),
 :func:`score_gradients` makes dS = slope · P (dP − delta), where dropout acts on dP. The gradient of a tensor that a score reads would
-be summed from the block of dS that :func:`score_gradients` leaves, before it is rounded.
+be summed there from P (dP − delta), before the slope is multiplied in: docs/algorithm.md, (17).
 """
 
 from __future__ import annotations

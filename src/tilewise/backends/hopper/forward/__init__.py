@@ -1,0 +1,15 @@
+"""O and lse on Hopper (sm_90a); the mathematics is docs/algorithm.md, section 4. To change one thing, edit one file:
+
+=================================================== ==================================================================
+tile sizes, registers, which kernel a call gets     config (no DSL); a row of its TABLE
+roles, barriers and who waits for whom              kernel: its docstring and ``kernel``; the launch
+which tile a CTA computes, which blocks it visits   query_tiles
+shared memory and barriers                          storage
+who loads Q, K and V                                load
+the products of a block, masks and softmax          compute
+o and lse to memory                                 epilogue
+states of split keys                                combine
+the numbers and tensors of a launch                 params
+tensors without memory, to compile for              fake_arguments
+=================================================== ==================================================================
+"""

@@ -1,4 +1,4 @@
-"""Holds where the DSL says that a wgmma's numbers lie against where the kernels take them to lie.
+"""Checks that a wgmma's numbers lie where the kernels assume: the DSL's layout against ``row_of`` and ``column_of``.
 
 ``python -m tilewise.backends.hopper.kit.layout``. The masks and lse rely on :func:`tilewise.backends.hopper.kit.tiles.row_of` and
 ``column_of``, and P on being S's registers in order.

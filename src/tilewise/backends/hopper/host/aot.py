@@ -34,6 +34,7 @@ from tilewise.backends.hopper.host.recipe import Recipe
 from tilewise.backends.hopper.host.sample import sample
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
+TRIES = 4  # builds of a kernel whose bits are to be proven ones
 
 
 def compiled(config: Config | Backward, scratch: Path, options: str = OPTIONS) -> tuple[Any, tuple]:
@@ -65,6 +66,19 @@ def build(config: Config | Backward, folder: Path) -> dict:
     seconds = round(time.perf_counter() - started, 1)
     sizes = {"cubin": len(made.__cubin__), "file": file.stat().st_size, "seconds": seconds}
     return {"config": asdict(config), **row, **sizes}
+
+
+def build_as_proven(config: Config | Backward, folder: Path) -> dict:
+    """:func:`build`, again while the kernel is known and its bits are not proven.
+
+    A few kernels with a softcap leave the compiler in one of several forms, at random, from the same sources.
+    """
+    known = config.name in proven.proven().values()
+    for _ in range(TRIES if known else 1):
+        row = build(config, folder)
+        if not proven.faults(config.name, proven.bits_of(folder / file_name(config.name))):
+            break
+    return row
 
 
 def judged(config: Config | Backward, listing: str, recipe: Recipe) -> dict[str, Any]:
@@ -137,7 +151,7 @@ def build_all(configs: list[Config | Backward], folder: Path, jobs: int) -> dict
 
     wanted = [config for config in configs if not kept(config)]
     with ProcessPoolExecutor(jobs) as pool:
-        for config, row in zip(wanted, pool.map(build, wanted, [folder] * len(wanted)), strict=True):
+        for config, row in zip(wanted, pool.map(build_as_proven, wanted, [folder] * len(wanted)), strict=True):
             rows[config.name] = row
             state, faults = "FAIL" if row["faults"] else "ok  ", "; ".join(row["faults"])
             print(f"{state} {config.name:48} {row['seconds']:5} s  {faults}", flush=True)

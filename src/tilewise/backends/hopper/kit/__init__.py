@@ -1,4 +1,4 @@
-"""What every Hopper kernel uses; nothing here knows a pass.
+"""The tools of every Hopper kernel; nothing here knows a pass.
 
 ``ring``: stages of shared memory and their barriers. ``tiles``: tiles for the copy engine, and where an accumulator's numbers lie
 (``layout`` checks that). ``softmax``: a row's maximum, sum and finish. ``schedule``: which tile and which blocks, as pure functions;

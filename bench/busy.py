@@ -91,7 +91,8 @@ def main() -> None:
                 who = "torch" if case == "small-operations" else "tilewise"
                 way = "forward" if case == "busy-forward" else "both" if case == "busy-both" else "step"
                 shape = {"others": others, "spin": spin}
-                lines.append(records.result(run["run"], case, who, way, "time", t, shape=shape))
+                name = f"{case}-beside-{others}-spin-{spin}"
+                lines.append(records.result(run["run"], name, who, way, "time", t, shape=shape))
     if options.out:
         records.append(lines, options.out)
 

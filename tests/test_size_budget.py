@@ -19,7 +19,7 @@ HOST_LINES, HOST_PARAMETERS = 60, 8
 KERNEL_LINES, KERNEL_PARAMETERS = 120, 12
 FILE_LINES, CLASS_LINES = 600, 120
 REPEATED_LINES = 6
-NAMED_LAMBDAS = 69  # in all of src; a function has a name, a docstring and room for types: the number may only fall
+NAMED_LAMBDAS = 35  # in all of src; a function has a name, a docstring and room for types: the number may only fall
 # The public functions: their keywords are the users' words, or those of the library that they stand in for, which several
 # of them share.
 PUBLIC = {

@@ -234,6 +234,18 @@ def test_a_wrong_call_is_the_same_error_on_every_rank():
     assert "axis 0 must be seqlen_q = 16" in errors[0]
 
 
+def test_a_later_call_with_another_tensor_is_checked_like_the_first():
+    def run(exchange):
+        parallel = tw.context_parallel(exchange, layout="contiguous")
+        local = [parallel.shard(x) for x in qkv(nq=16, nk=16)]
+        for rows in (16, 5):
+            tw.attention(*local, parallel=parallel, score=tw.bias(torch.zeros(rows, 16)))
+
+    errors = refused(2, run)
+    assert len(set(errors)) == 1
+    assert "q (2, 16, 4, 16)" in errors[0]
+
+
 def test_rows_that_are_not_those_of_the_layout_are_refused_on_every_rank():
     def run(exchange):
         q, k, v = qkv(nq=7 - exchange.rank, nk=7 - exchange.rank)

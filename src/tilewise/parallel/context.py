@@ -127,6 +127,8 @@ class ContextParallel:
         extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
         spec = parse_spec(text)
         signature = (text, queries, keys, *[(x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (q, k, v)])
+        # What was checked of another tensor says nothing of this one.
+        signature += tuple((x.shape, x.dtype) for x in extras)
         mask_leaves = [extras[n] for n in spec.mask_slots]
         pieces = self._pieces.of(
             signature, mask_leaves, lambda: self._planned((q, k, v), (queries, keys), extras, seed, spec)

@@ -40,7 +40,16 @@ class Parallel(Protocol):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]: ...
 
 
+def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if tensors and q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
+        return k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
+    return k, v
+
+
 def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
+    k, v = _for_each(q, k, v)
     return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
 
 
@@ -65,7 +74,7 @@ def attention(
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``, fp16, bf16, fp32 or fp64.
         k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads_q`` is a multiple of ``heads_k`` (GQA, MQA).
-        v: ``(batch, seqlen_k, heads_k, head_dim_v)``.
+        v: ``(batch, seqlen_k, heads_k, head_dim_v)``. A batch of one, of k and v both, serves every q.
         causal: also hide the keys after a query, aligned at the last (``mask & tw.causal()``).
         mask: a Mask, a bool tensor broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)`` (True = kept), or a function
             of ``(b, h, i, j)``.
@@ -216,7 +225,9 @@ def explain(
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
-    return dispatch.explain(q, k, v, Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options))
+    return dispatch.explain(
+        q, *_for_each(q, k, v), Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    )
 
 
 def show_mask(

@@ -267,16 +267,12 @@ def _scriptable(like: Callable) -> Callable[[Callable], Callable]:
     return made
 
 
+# fmt: off
 def _patched_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:
+    # fmt: on
     return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

@@ -24,7 +24,13 @@ NAMED_LAMBDAS = 35  # in all of src; a function has a name, a docstring and room
 # of them share.
 PUBLIC = {
     "compat/sdpa.py": ("_patched_multi_head",),
-    "api.py": ("attention", "attention_with_lse", "attention_varlen"),
+    "api.py": (
+        "attention",
+        "attention_with_lse",
+        "attention_varlen",
+        "attention_paged",
+        "attention_paged_with_lse",
+    ),
     "compat/flash_attn/__init__.py": (
         "flash_attn_func",
         "flash_attn_kvpacked_func",

@@ -9,14 +9,13 @@ from typing import Literal, Protocol, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, dropout, state  # noqa: F401  (autograd registers the operators)
+from tilewise import autograd, dispatch, dropout, state
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 
-_operator = torch.ops.tilewise.attention.default
 _KEYWORDS = tuple(f.name for f in fields(Options))
 
 
@@ -41,7 +40,7 @@ class Parallel(Protocol):
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
-    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
+    return autograd.attention(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
 
 
 def attention(
@@ -172,7 +171,7 @@ def attention_varlen(
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                 cu_seqlens_q, cu_seqlens_k)
     # fmt: on
-    out = _operator(q, k, v, *assemble(q, k, v, o))
+    out = autograd.attention(q, k, v, *assemble(q, k, v, o))
     return out if return_lse else out[0]
 
 

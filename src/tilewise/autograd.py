@@ -179,17 +179,19 @@ _library.impl("attention", _forward_batched, "FuncTorchBatched")
 # -- Autocast ------------------------------------------------------------------------------------------------------
 
 
-def _cast(q: Tensor, k: Tensor, v: Tensor, device_type: str) -> list[Tensor]:
+def _cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, spec: str) -> list[Tensor]:
+    if parse_spec(spec).paged:  # a cache keeps its dtype: to cast it would copy all of it
+        return [q.to(k.dtype), k, v]
     dtype = torch.get_autocast_dtype(device_type)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
 
 
 def _autocast(device_type: str, key: str) -> None:
-    """q, k and v are cast to the autocast dtype; inside, autocast is off."""
+    """q, k and v are cast to the autocast dtype, or q to that of a cache; inside, autocast is off."""
 
     def kernel(q, k, v, extras, seed, spec):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
-            return _attention(*_cast(q, k, v, device_type), extras, seed, spec)
+            return _attention(*_cast(q, k, v, device_type, spec), extras, seed, spec)
 
     _library.impl("attention", kernel, key)
 
@@ -213,5 +215,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: T
     if torch.compiler.is_compiling() or not _differentiating():
         return _attention(q, k, v, extras, seed, spec)
     if torch.is_autocast_enabled(q.device.type):
-        q, k, v = _cast(q, k, v, q.device.type)
+        q, k, v = _cast(q, k, v, q.device.type, spec)
     return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)

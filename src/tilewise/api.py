@@ -94,7 +94,7 @@ def attention(
     Raises:
         ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
 
-    Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md.
+    Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md#4-forward.
     """
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)

@@ -59,7 +59,7 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
         raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
     o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
     pages = cache.k_pages, cache.v_pages
-    return _operator(q, *pages, *assemble(q, *pages, o))
+    return autograd.attention(q, *pages, *assemble(q, *pages, o))
 
 
 def attention(

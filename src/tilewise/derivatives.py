@@ -6,7 +6,7 @@ tilewise::attention_backward_jvp(grads, moved, inputs, extras, seed, tangents, s
 ``inputs`` are q, k, v, o and lse; ``tangents`` those of q, k, v and the extras; ``grads`` dO, dlse and their tangents; ``moved`` the
 tangents of o and lse. A tangent that is None is zero.
 
-They are enough for every derivative up to the second one (docs/algorithm.md, section 15). The backward is the gradient of F = <dO, o> +
+They are enough for every derivative up to the second one (docs/algorithm.md, (30) to (34)). The backward is the gradient of F = <dO, o> +
 <dlse, lse>, whose second derivatives are symmetric: what reverse mode makes of it, for cotangents of dq, dk and dv, is its tangent along
 these for q, k and v, and the tangents of o and lse for dO and dlse. Reverse mode through ``attention_jvp`` is the same tangent, with the
 cotangents as dO and dlse, and for the tangents the plain backward.

@@ -1,4 +1,4 @@
-"""Forward mode, and the tangent of the backward (docs/algorithm.md, section 15), from the lse of the forward.
+"""Forward mode, and the tangent of the backward (docs/algorithm.md, (30) to (34)), from the lse of the forward.
 
 A dot is a tangent: what a quantity changes by while the inputs move along a direction.
 

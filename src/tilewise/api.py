@@ -37,11 +37,13 @@ class Keywords(TypedDict, total=False):
 class Parallel(Protocol):
     """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> tuple[Tensor, Tensor]: ...
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
-    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
+) -> tuple[Tensor, Tensor]:
+    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o, with_lse)
 
 
 def attention(
@@ -91,7 +93,7 @@ def attention(
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
-    return _run(q, k, v, o, parallel)[0]
+    return _run(q, k, v, o, parallel, with_lse=False)[0]
 
 
 def attention_with_lse(
@@ -151,6 +153,7 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    parallel: Parallel | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` of packed sequences; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
@@ -161,7 +164,8 @@ def attention_varlen(
             ``cu_seqlens_k=None``: the same. No maximum length is needed.
 
     Masks and scores see indices within the sequence. Rows past ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. On the
-    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``.
+    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``. With ``parallel=`` the packed rows are sharded
+    over ranks wherever sequences begin; ``cu_seqlens_*`` are those of the whole.
 
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
@@ -172,7 +176,7 @@ def attention_varlen(
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                 cu_seqlens_q, cu_seqlens_k)
     # fmt: on
-    out = _operator(q, k, v, *assemble(q, k, v, o))
+    out = _run(q, k, v, o, parallel, with_lse=return_lse)
     return out if return_lse else out[0]
 
 

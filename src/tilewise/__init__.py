@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilewise.api import attention, attention_varlen, attention_with_lse, dropout_mask, explain, merge, show_mask
+from tilewise.api import (
+    attention,
+    attention_paged,
+    attention_paged_with_lse,
+    attention_varlen,
+    attention_with_lse,
+    dropout_mask,
+    explain,
+    merge,
+    show_mask,
+)
+from tilewise.cache import PagedCache, append, dense_cache, paged
 from tilewise.expr import lookup
 from tilewise.masks.catalogue import (
     Mask,
@@ -39,9 +50,13 @@ def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, 
 __version__ = "0.1.0"
 __all__ = [
     "Mask",
+    "PagedCache",
     "Score",
     "alibi",
+    "append",
     "attention",
+    "attention_paged",
+    "attention_paged_with_lse",
     "attention_varlen",
     "attention_with_lse",
     "bias",
@@ -50,6 +65,7 @@ __all__ = [
     "causal",
     "context_parallel",
     "dense",
+    "dense_cache",
     "documents",
     "dropout_mask",
     "explain",
@@ -60,6 +76,7 @@ __all__ = [
     "lookup",
     "merge",
     "offset",
+    "paged",
     "prefix",
     "score",
     "show_mask",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, dispatch, dropout, state  # noqa: F401  (autograd registers the operators)
+from tilewise.cache import PagedCache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
@@ -40,10 +41,28 @@ class Parallel(Protocol):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> tuple[Tensor, Tensor]: ...
 
 
+def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if tensors and q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
+        return k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
+    return k, v
+
+
 def _run(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
+    k, v = _for_each(q, k, v)
     return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o, with_lse)
+
+
+def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
+    if not isinstance(cache, PagedCache):
+        name = type(cache).__name__
+        raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
+    o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
+    pages = cache.k_pages, cache.v_pages
+    return _operator(q, *pages, *assemble(q, *pages, o))
 
 
 def attention(
@@ -67,7 +86,7 @@ def attention(
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``, fp16, bf16, fp32 or fp64.
         k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads_q`` is a multiple of ``heads_k`` (GQA, MQA).
-        v: ``(batch, seqlen_k, heads_k, head_dim_v)``.
+        v: ``(batch, seqlen_k, heads_k, head_dim_v)``. A batch of one, of k and v both, serves every q.
         causal: also hide the keys after a query, aligned at the last (``mask & tw.causal()``).
         mask: a Mask, a bool tensor broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)`` (True = kept), or a function
             of ``(b, h, i, j)``.
@@ -88,7 +107,7 @@ def attention(
     Raises:
         ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
 
-    Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md.
+    Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md#4-forward.
     """
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
@@ -180,6 +199,67 @@ def attention_varlen(
     return out if return_lse else out[0]
 
 
+def attention_paged(
+    q: Tensor,
+    cache: PagedCache,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`attention` of the last queries of each sequence over its keys in a cache: prefill, decode and verification.
+
+    Query rows are counted from a sequence's end: of ``seqlen_q`` rows, row i sits at position ``i + off``, with ``off = seqlens_k[b] -
+    seqlen_q``, so the last row at the last key. Masks and scores see the sequence's own ``b, i, j`` and lengths; heads are query heads.
+    The cache must already hold the keys of these rows (:func:`append`). Lengths and tables are read on the device: a CUDA graph that
+    holds this call is right for whatever they say when it is replayed.
+
+    Args:
+        q: ``(batch, seqlen_q, heads_q, head_dim)``, in the cache's dtype; packed ``(total_q, heads_q, head_dim)``.
+        cache: what :func:`paged` or :func:`dense_cache` made.
+        cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in a packed q; rows past the last give ``o = 0``.
+        causal, mask, score, softmax_scale, sink, deterministic, backend: as in :func:`attention`. There is no dropout and no gradient.
+
+    Keys behind a length and pages that no sequence uses never touch a result. On the CPU lengths and the page numbers in use are
+    checked; on an accelerator only with ``TILEWISE_CHECK=1``.
+
+    Returns:
+        o, like q with v's head_dim, contiguous. A row that sees no key is zero.
+
+    Raises:
+        ValueError: a wrong call, with every reason; also one that wants a gradient.
+    """
+    o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
+    return _run_paged(q, cache, cu_seqlens_q, o)[0]
+
+
+def attention_paged_with_lse(
+    q: Tensor,
+    cache: PagedCache,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_paged` and the log of its softmax's denominators, with which :func:`merge` joins parts of the keys.
+
+    Returns:
+        o, and lse ``(batch, heads_q, seqlen_q)``, packed ``(heads_q, total_q)``: natural log, fp32 (fp64 for fp64).
+    """
+    o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
+    return _run_paged(q, cache, cu_seqlens_q, o)
+
+
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The attention over all keys, from its attentions over disjoint sets of them; differentiable in every part.
 
@@ -205,8 +285,8 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def explain(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | PagedCache,
+    v: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -215,12 +295,21 @@ def explain(
     """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
 
     Args:
+        k: keys, with v; or the cache of :func:`attention_paged`, without.
         options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call.
     """
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
-    return dispatch.explain(q, k, v, Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options))
+    table = lengths = None
+    if isinstance(k, PagedCache):
+        k, v, table, lengths = k
+    else:
+        k, v = _for_each(q, k, v)
+    # fmt: off
+    o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=table, seqlens_k=lengths, **options)
+    # fmt: on
+    return dispatch.explain(q, k, v, o)
 
 
 def show_mask(

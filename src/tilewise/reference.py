@@ -1,7 +1,7 @@
 """Algorithm 0: attention with the whole score matrix in memory, and its closed-form backward. The oracle.
 
 Computed in any dtype: in float64 it is what everything else is judged by; in the inputs' own dtype it is "eager
-attention", whose error sets the tolerance (docs/algorithm.md, "Numerics").
+attention", whose error sets the tolerance (docs/algorithm.md#14-numerics).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise import dropout, expr, state
+from tilewise import dropout, expr, gather, state
 from tilewise.backends.base import Backend, Grads, Inputs, Output, empty_output, piece_reasons
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import read_adjoint
@@ -230,6 +230,8 @@ def attend(p: Problem, t: Inputs, arithmetic: Arithmetic, of: Iterable[Part] | N
 
 def forward(p: Problem, t: Inputs, arithmetic: Arithmetic, attended: Iterable[_Attention] | None = None) -> Output:
     """``o`` and ``lse``, returned in the dtype that they are computed in."""
+    if p.paged:
+        return gather.in_layout_of(p, forward(*gather.gathered(p, t), arithmetic))
     out, dtype = empty_output(p, t.q, t.v), arithmetic.dtype
     o, lse = torch.zeros_like(out.o, dtype=dtype), torch.full_like(out.lse, -torch.inf, dtype=dtype)
     for a in attend(p, t, arithmetic) if attended is None else attended:

@@ -1,0 +1,215 @@
+"""Attention over a cache: what it means, what is checked, and what is refused."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.paged import CASES, Case
+from tilewise import reference
+from tilewise.testing import normal
+
+CAUSAL = Case(8, (20, 3, 0, 33), rows=3, options=lambda: {"causal": True})
+
+
+def keys_of(cache: tw.PagedCache, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k and v of one sequence, ``(1, seqlen, heads, head_dim)``, row by row as the definition says."""
+    size = cache.k_pages.shape[1]
+    places = [(int(cache.block_table[b, j // size]), j % size) for j in range(int(cache.seqlens_k[b]))]
+    return tuple(
+        torch.stack([pool[place] for place in places] or [pool[0, :0].flatten(0, 1)[:0].view(0, *pool.shape[2:])]).view(
+            1, -1, *pool.shape[2:]
+        )
+        for pool in (cache.k_pages, cache.v_pages)
+    )
+
+
+@pytest.mark.parametrize("name", ["page-16", "page-7-odd-dims", "window-sink", "tree", "packed", "more-rows-than-keys"])
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_each_sequence_is_attention_over_its_own_keys(name, backend):
+    q, cache, options = CASES[name].draw()
+    cu = options.pop("cu_seqlens_q")
+    o, lse = tw.attention_paged_with_lse(q, cache, cu, backend=backend, **options)
+    for b in range(len(cache.seqlens_k)):
+        rows = (slice(int(cu[b]), int(cu[b + 1])),) if cu is not None else (b,)
+        expected, expected_lse, _ = reference.attention(q[rows][None], *keys_of(cache, b), **options)
+        torch.testing.assert_close(o[rows], expected[0].float())
+        torch.testing.assert_close((lse[:, rows[0]] if cu is not None else lse[b]), expected_lse[0].float())
+
+
+def test_the_last_row_of_a_causal_call_is_a_call_of_one_row():
+    q, cache, options = CAUSAL.draw()
+    whole = tw.attention_paged(q, cache, **options)
+    torch.testing.assert_close(tw.attention_paged(q[:, -1:], cache), whole[:, -1:])
+
+
+def test_compile_without_graph_breaks_gives_the_same():
+    torch._dynamo.reset()
+    q, cache, options = CAUSAL.draw()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(q, cache):
+        return tw.attention_paged_with_lse(2 * q, cache, **options)
+
+    for x, y in zip(run(q, cache), tw.attention_paged_with_lse(2 * q, cache, **options), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_the_operator_passes_opcheck():
+    from tilewise.spec import Options, assemble
+
+    q, (k, v, table, lengths), _ = CAUSAL.draw()
+    arguments = assemble(q, k, v, Options(causal=True, block_table=table, seqlens_k=lengths))
+    torch.library.opcheck(torch.ops.tilewise.attention.default, (q, k, v, *arguments))
+
+
+def test_autocast_casts_queries_to_the_cache_and_not_the_cache():
+    q, cache, options = CASES["bfloat16"].draw()
+    with torch.autocast("cpu", dtype=torch.float16):
+        o = tw.attention_paged(q.float(), cache, **options)
+    assert o.dtype == torch.bfloat16
+    torch.testing.assert_close(o, tw.attention_paged(q, cache, **options))
+
+
+def wrong(message, **changes):
+    """The cache of ``CAUSAL`` with one thing wrong, and what the error must say of it."""
+    return pytest.param(changes, message, id=next(iter(changes)) + "-" + message.split(" ")[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        wrong(r"seqlens_k\[0\] is 58, a row of the table holds 0 to 48", seqlens_k=lambda x: x + 38),
+        wrong(r"seqlens_k\[2\] is -1", seqlens_k=lambda x: x - 1),
+        wrong(r"block_table\[0, 0\] is -\d+, the pool has pages 0 to", block_table=lambda x: x - 100),
+        wrong("block_table must be int32", block_table=lambda x: x.long()),
+        wrong(r"seqlens_k must be int32 \(batch,\)", seqlens_k=lambda x: x[:, None]),
+        wrong("batch differs: q 4, block_table 3, seqlens_k 4", block_table=lambda x: x[1:]),
+        wrong("different dtypes", v_pages=lambda x: x.double()),
+        wrong("v 22 of 8", v_pages=lambda x: x[:22]),
+        wrong("k has 3 dimensions", k_pages=lambda x: x[0]),
+        wrong("page_size is 0", k_pages=lambda x: x[:, :0], v_pages=lambda x: x[:, :0]),
+    ],
+)
+def test_a_wrong_cache_is_refused(changes, message):
+    q, cache, options = CAUSAL.draw()
+    cache = cache._replace(**{name: change(getattr(cache, name)) for name, change in changes.items()})
+    with pytest.raises(ValueError, match=message):
+        tw.attention_paged(q, cache, **options)
+
+
+def test_a_tensor_is_no_cache():
+    with pytest.raises(ValueError, match=r"what tw\.paged\(\.\.\.\) or tw\.dense_cache\(\.\.\.\) returns, got Tensor"):
+        tw.attention_paged(normal(1, 1, 4, 16), normal(1, 9, 2, 16))
+
+
+def test_a_gradient_is_refused_unless_nobody_records_one():
+    q, cache, options = CAUSAL.draw()
+    q.requires_grad_()
+    with pytest.raises(ValueError, match="a cache has no gradient"):
+        tw.attention_paged(q, cache, **options)
+    with torch.no_grad():
+        tw.attention_paged(q, cache, **options)
+
+
+def test_dropout_and_prepared_masks_are_refused():
+    q, cache, _ = CAUSAL.draw()
+    with pytest.raises(ValueError, match="dropout over a cache"):
+        tw.explain(q, cache, dropout_p=0.5)
+    mask = tw.keep(lambda b, h, i, j: i != j).prepare(q, cache.k_pages[:4])
+    with pytest.raises(ValueError, match="not keys in pages"):
+        tw.attention_paged(q, cache, mask=mask)
+
+
+def test_explain_names_who_runs_it_and_why_others_do_not():
+    q, cache, options = CAUSAL.draw()
+    said = tw.explain(q, cache, **options)
+    assert said.chosen in ("cpu", "portable")
+    assert any("block table" in reason for reason in said.refused["hopper"])
+    assert "paged, 4 sequences of at most 48 keys" in str(said)
+
+
+# -- Appending -----------------------------------------------------------------------------------------------------
+
+
+def empty_cache(lengths=(20, 3, 0, 33), page_size=8, max_pages=6):
+    """A cache of NaN, whose table names pages for all that fits."""
+    count = len(lengths) * max_pages
+    table = torch.randperm(count, generator=torch.Generator().manual_seed(2)).int().view(len(lengths), max_pages)
+    k, v = torch.full((count, page_size, 2, 16), torch.nan), torch.full((count, page_size, 2, 8), torch.nan)
+    return tw.paged(k, v, table, torch.tensor(lengths, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rectangular", "packed"])
+def test_appended_keys_lie_behind_those_of_their_sequence(packed):
+    cache = empty_cache()
+    news = (1, 9, 0, 4) if packed else (5, 5, 5, 5)
+    k, v = normal(sum(news) + 2 * packed, 2, 16), normal(sum(news) + 2 * packed, 2, 8, seed=1)
+    cu = torch.tensor([0, *news]).cumsum(0)
+    before = cache.seqlens_k.clone()
+    grown = tw.append(cache, k, v, cu) if packed else tw.append(cache, *(x.unflatten(0, (4, 5)) for x in (k, v)))
+    assert torch.equal(cache.seqlens_k, before)
+    assert torch.equal(grown.seqlens_k, before + torch.tensor(news, dtype=torch.int32))
+    for b in range(4):
+        for whole, part in zip(keys_of(grown, b), (k, v), strict=True):
+            assert whole[0, : before[b]].isnan().all()
+            assert torch.equal(whole[0, before[b] :], part[cu[b] : cu[b + 1]])
+    assert sum(int((~pool.isnan()).all(-1).all(-1).sum()) for pool in cache[:2]) == 2 * sum(news)  # and nothing else
+
+
+def test_rows_without_a_place_are_not_written_where_nobody_checks(monkeypatch):
+    from tilewise import cache as module
+
+    cache = empty_cache((20, 46, 0, 33))
+    cache.block_table[2] = 1000
+    k, v = normal(4, 5, 2, 16), normal(4, 5, 2, 8)
+    module._write(cache, k, v, None)
+    assert int((~cache.k_pages.isnan()).all(-1).all(-1).sum()) == 5 + 2 + 5
+    nowhere = cache._replace(block_table=torch.full_like(cache.block_table, -1))
+    kept = cache.k_pages.clone()
+    module._write(nowhere, k, v, None)
+    assert torch.equal(kept.nan_to_num(), cache.k_pages.nan_to_num())
+
+
+def test_append_then_attend_compiles_without_graph_breaks():
+    torch._dynamo.reset()
+    q, k, v = normal(4, 2, 4, 16), normal(4, 2, 2, 16), normal(4, 2, 2, 8)
+
+    def step(q, k, v, cache):
+        grown = tw.append(cache, k, v)
+        return tw.attention_paged(q, grown, causal=True), grown.seqlens_k
+
+    cache = empty_cache((0, 0, 0, 0))
+    expected = step(q, k, v, cache)
+    again = empty_cache((0, 0, 0, 0))
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, again)
+    for x, y in zip((*got, again.k_pages), (*expected, cache.k_pages), strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True)
+
+
+def test_the_append_operator_passes_opcheck():
+    k_pages, v_pages, table, lengths = (x.nan_to_num() if x.is_floating_point() else x for x in empty_cache())
+    arguments = k_pages, v_pages, normal(4, 5, 2, 16), normal(4, 5, 2, 8), table, lengths, None
+    torch.library.opcheck(torch.ops.tilewise.append.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "message"),
+    [
+        ((4, 16, 2, 16), (4, 16, 2, 8), r"seqlens_k with the new keys\[3\] is 49, a row of the table holds 0 to 48"),
+        ((4, 5, 2, 16), (4, 4, 2, 8), r"k has \(4, 5\) rows, v \(4, 4\)"),
+        ((4, 5, 3, 16), (4, 5, 2, 8), r"k is \(4, 5, 3, 16\), the rows of its pages \(2, 16\)"),
+        ((3, 5, 2, 16), (3, 5, 2, 8), "batch differs: q 3, block_table 4"),
+        ((20, 2, 16), (20, 2, 8), "k has 3 dimensions"),
+    ],
+)
+def test_a_wrong_append_is_refused(k, v, message):
+    with pytest.raises(ValueError, match=message):
+        tw.append(empty_cache(), torch.zeros(k), torch.zeros(v))
+
+
+def test_appending_what_wants_a_gradient_is_refused():
+    k, v = normal(4, 1, 2, 16).requires_grad_(), normal(4, 1, 2, 8)
+    with pytest.raises(ValueError, match="a cache has no gradient"):
+        tw.append(empty_cache(), k, v)
+    with torch.no_grad():
+        tw.append(empty_cache(), k, v)

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, dropout, state  # noqa: F401  (autograd registers the operators)
+from tilewise import autograd, dispatch, dropout, state
 from tilewise.cache import PagedCache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
@@ -17,7 +17,6 @@ from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 
-_operator = torch.ops.tilewise.attention.default
 _KEYWORDS = tuple(f.name for f in fields(Options))
 
 
@@ -53,7 +52,9 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
     k, v = _for_each(q, k, v)
-    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o, with_lse)
+    if parallel is not None:
+        return parallel.attention(q, k, v, o, with_lse)
+    return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
         raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
     o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
     pages = cache.k_pages, cache.v_pages
-    return _operator(q, *pages, *assemble(q, *pages, o))
+    return autograd.attention(q, *pages, *assemble(q, *pages, o))
 
 
 def attention(

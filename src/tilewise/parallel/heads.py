@@ -194,6 +194,7 @@ class _Attention(torch.autograd.Function):
         return out[0], out[1] if call.with_lse else None
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
         call, (seed, *saved) = ctx.call, ctx.saved_tensors
         extras = saved[5 * call.groups :]

@@ -39,6 +39,8 @@ class Parallel(Protocol):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> tuple[Tensor, Tensor]: ...
 
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation: ...
+
 
 def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
@@ -291,12 +293,14 @@ def explain(
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    parallel: Parallel | None = None,
     **options: Unpack[Keywords],
 ) -> dispatch.Explanation:
     """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
 
     Args:
         k: keys, with v; or the cache of :func:`attention_paged`, without.
+        parallel: explains this rank's part of an attention over ranks, and how they share it; every rank must call it.
         options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call.
     """
     unknown = [name for name in options if name not in _KEYWORDS]
@@ -310,7 +314,7 @@ def explain(
     # fmt: off
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=table, seqlens_k=lengths, **options)
     # fmt: on
-    return dispatch.explain(q, k, v, o)
+    return dispatch.explain(q, k, v, o) if parallel is None else parallel.explain(q, k, v, o)
 
 
 def show_mask(

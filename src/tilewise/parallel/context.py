@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise import autograd
+from tilewise import autograd, dispatch
 from tilewise.backends.base import PerTensors
-from tilewise.parallel import gathered, heads
+from tilewise.parallel import gathered, heads, plan
 from tilewise.parallel.agreement import agreed_lengths
 from tilewise.parallel.exchange import Exchange, Group, ordered_sum
 from tilewise.parallel.layout import Layout, contiguous, zigzag
-from tilewise.parallel.plan import SCHEMES, Wish, planned
 from tilewise.spec import Options, assemble, parse_spec
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
@@ -52,8 +51,8 @@ def context_parallel(
         group = group.get_group()
     if not isinstance(layout, Layout) and layout not in LAYOUTS:
         raise ValueError(f"layout must be {', '.join(LAYOUTS)} or a Layout, got {layout!r}")
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be {', '.join(SCHEMES)}, got {scheme!r}")
+    if scheme not in plan.SCHEMES:
+        raise ValueError(f"scheme must be {', '.join(plan.SCHEMES)}, got {scheme!r}")
     exchange = Group(group) if group is None or isinstance(group, dist.ProcessGroup) else group
     if isinstance(layout, Layout) and layout.ranks != exchange.size:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {exchange.size}")
@@ -122,30 +121,46 @@ class ContextParallel:
             ValueError: on every rank: a wrong call, ranks that disagree, rows that are not those of the layout.
             NotImplementedError: what is not built, or what no backend runs.
         """
-        if options.piece is not None:
-            raise NotImplementedError("parallel= with a piece of an attention is not built")
-        if self.size == 1:
+        if self.size == 1 and options.piece is None:
             return autograd.attention(q, k, v, *assemble(q, k, v, options))
         q, k, v = _autocast(q, k, v)
-        facts = {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
-        facts |= {"scheme": self.scheme, "lse": str(with_lse)}
-        lengths = agreed_lengths(self.exchange, q, k, v, options, facts)
-        layouts = tuple(
-            self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
-        )
-        extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
+        layouts, (extras, seed, text) = self._agreed(q, k, v, options, {"lse": str(with_lse)})
         spec = parse_spec(text)
         signature = (text, with_lse, *layouts, *[(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)])
         # What was checked of another tensor says nothing of this one.
         signature += tuple((x.shape, x.dtype) for x in extras)
-        wish = Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)
         call = self._plans.of(
             signature,
             [extras[n] for n in spec.mask_slots],
-            lambda: planned(wish, layouts, (q, k, v), extras, seed, spec),
+            lambda: plan.planned(self._wish(with_lse), layouts, (q, k, v), extras, seed, spec),
         )
         run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
         return run(call, q, k, v, extras, seed)
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation:
+        """How the ranks would share this call: ``tilewise.explain(..., parallel=...)``. Every rank must call it."""
+        if self.size == 1 and options.piece is None:
+            return dispatch.explain(q, k, v, options)
+        q, k, v = _autocast(q, k, v)
+        layouts, (extras, seed, text) = self._agreed(q, k, v, options, {})
+        return plan.explained(self._wish(False), layouts, (q, k, v), extras, seed, parse_spec(text))
+
+    def _wish(self, with_lse: bool) -> plan.Wish:
+        return plan.Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)
+
+    def _agreed(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]
+    ) -> tuple[tuple[Layout, Layout], tuple[list[Tensor], Tensor | None, str]]:
+        """Who holds which queries and which keys, and the call as the operator takes it, once all ranks have said the same."""
+        if options.piece is not None or options.block_table is not None or options.seqlens_k is not None:
+            what = "a cache" if options.piece is None else "a piece of an attention"
+            raise NotImplementedError(f"parallel= with {what} is not built")
+        also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
+        lengths = agreed_lengths(self.exchange, q, k, v, options, also | {"scheme": self.scheme})
+        queries, keys = (
+            self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
+        )
+        return (queries, keys), assemble(q, k, v, self._with_one_seed(q, options))
 
     def _checked_layout(self, lengths: list[int], name: str) -> Layout:
         layout = self.layout_of(sum(lengths))

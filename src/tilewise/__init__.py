@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilewise.api import attention, attention_varlen, attention_with_lse, dropout_mask, explain, merge, show_mask
+from tilewise.api import (
+    AttentionStats,
+    attention,
+    attention_varlen,
+    attention_with_lse,
+    attention_with_stats,
+    dropout_mask,
+    explain,
+    merge,
+    show_mask,
+)
 from tilewise.expr import lookup
 from tilewise.masks.catalogue import (
     Mask,
@@ -38,12 +48,14 @@ def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, 
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionStats",
     "Mask",
     "Score",
     "alibi",
     "attention",
     "attention_varlen",
     "attention_with_lse",
+    "attention_with_stats",
     "bias",
     "block_sparse",
     "butterfly",

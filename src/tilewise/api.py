@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Literal, Protocol, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 
 _operator = torch.ops.tilewise.attention.default
+_operator_with_stats = torch.ops.tilewise.attention_with_stats.default
 _KEYWORDS = tuple(f.name for f in fields(Options))
 
 
@@ -37,11 +38,24 @@ class Keywords(TypedDict, total=False):
 class Parallel(Protocol):
     """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]: ...
+
+    def maximum(self, x: Tensor) -> Tensor: ...
+
+
+class AttentionStats(NamedTuple):
+    """The result of :func:`attention_with_stats`."""
+
+    o: Tensor
+    lse: Tensor
+    max_logit: Tensor
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
-    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
+    if parallel is None:
+        return _operator(q, k, v, *assemble(q, k, v, o))
+    out, lse = parallel.attention(q, k, v, o)
+    return out, lse
 
 
 def attention(
@@ -118,6 +132,56 @@ def attention_with_lse(
     """
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     return _run(q, k, v, o, parallel)
+
+
+def attention_with_stats(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    per: Literal["row", "head"] = "row",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    causal: bool = False,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    parallel: Parallel | None = None,
+) -> AttentionStats:
+    """:func:`attention_with_lse` and the largest scores, which training recipes watch (QK-clip: Kimi K2, 2025, Algorithm 1).
+
+    Args:
+        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device; over ranks too with ``parallel``.
+        cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
+
+    Returns:
+        ``(o, lse, max_logit)``, the first two as from :func:`attention_with_lse`. max_logit is in lse's dtype, ``(batch, heads_q,
+        seqlen_q)``, packed ``(heads_q, total_q)``, or ``(heads_q,)``: the largest score that a row sees, after the scale and the
+        score function and before the sink; ``-inf`` where a row sees no key, NaN where its o is NaN. It carries no gradient;
+        o and lse do.
+
+    Raises:
+        ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
+    """
+    if per not in ("row", "head"):
+        raise ValueError(f'attention_with_stats was called wrongly\n  per must be "row" or "head", got {per!r}')
+    # fmt: off
+    options = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
+                      cu_seqlens_q, cu_seqlens_k, max_logit=True)
+    # fmt: on
+    if parallel is None:
+        o, lse, max_logit = _operator_with_stats(q, k, v, *assemble(q, k, v, options))
+    else:
+        o, lse, max_logit = parallel.attention(q, k, v, options)
+    if per == "head":
+        max_logit = state.largest_of_heads(max_logit)
+        max_logit = max_logit if parallel is None else parallel.maximum(max_logit)
+    return AttentionStats(o, lse, max_logit)
 
 
 @overload
@@ -206,17 +270,20 @@ def explain(
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    max_logit: bool = False,
     **options: Unpack[Keywords],
 ) -> dispatch.Explanation:
     """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
 
     Args:
-        options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call.
+        options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call, ``max_logit`` for
+            :func:`attention_with_stats`.
     """
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
-    return dispatch.explain(q, k, v, Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options))
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return dispatch.explain(q, k, v, Options(**packed, max_logit=max_logit, **options))
 
 
 def show_mask(

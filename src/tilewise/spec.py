@@ -31,6 +31,7 @@ class Spec:
         dropout_p: probability of dropping a pair.
         deterministic: results repeat bit for bit and do not depend on the rest of the batch.
         needs_grad: a backward may follow; a backend that lacks it is refused.
+        max_logit: the largest score of each row is an output too.
         grad_slots: the extras that want a gradient.
         sink_slot, cu_slots, mask_slots, score_slots: where sink, cu_seqlens (q, k) and the leaves are.
         backend: the one asked for, or ``None``.
@@ -43,6 +44,7 @@ class Spec:
     dropout_p: float = 0.0
     deterministic: bool = False
     needs_grad: bool = False
+    max_logit: bool = False
     grad_slots: tuple[int, ...] = ()
     sink_slot: int | None = None
     cu_slots: tuple[int, ...] = ()
@@ -55,7 +57,7 @@ class Spec:
         """The canonical text; :func:`parse_spec` reads it. No newline: generated code carries it in a literal."""
         scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
-        flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "")
+        flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "") + ("m" if self.max_logit else "")
         backend = "" if self.backend is None else f"={self.backend}"
         at = self.piece
         piece = "" if at is None else _ints([at.q_start, at.k_start, at.total_q, at.total_k])
@@ -120,6 +122,7 @@ def parse_spec(text: str) -> Spec:
         dropout_p=float(p),
         deterministic="d" in flags,
         needs_grad="g" in flags,
+        max_logit="m" in flags,
         grad_slots=ints(grad),
         sink_slot=int(sink) if sink else None,
         cu_slots=ints(cu),
@@ -163,6 +166,7 @@ class Options:
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     piece: Piece | None = None
+    max_logit: bool = False
 
 
 def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor], Tensor | None, str]:
@@ -174,7 +178,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     if not torch.compiler.is_compiling() and _is_plain(q, k, v, o):
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
-        return [], None, _plain_text(o.causal, o.softmax_scale, deterministic, needs_grad, o.backend)
+        return [], None, _plain_text(o.causal, o.softmax_scale, deterministic, needs_grad, o.backend, o.max_logit)
     reasons = _type_reasons(q, k, v, o)
     if reasons:
         raise ValueError("attention was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
@@ -199,6 +203,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         dropout_p=o.dropout_p,
         deterministic=deterministic,
         needs_grad=needs_grad,
+        max_logit=o.max_logit,
         grad_slots=tuple(grad_slots),
         sink_slot=sink_slot,
         cu_slots=cu_slots,
@@ -228,7 +233,12 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
 
 @lru_cache(maxsize=256)
 def _plain_text(
-    causal: bool, softmax_scale: float | None, deterministic: bool, needs_grad: bool, backend: str | None
+    causal: bool,
+    softmax_scale: float | None,
+    deterministic: bool,
+    needs_grad: bool,
+    backend: str | None,
+    max_logit: bool,
 ) -> str:
     kept = masks.as_mask(None, causal).text
     return _text(
@@ -236,6 +246,7 @@ def _plain_text(
         softmax_scale=softmax_scale,
         deterministic=deterministic,
         needs_grad=needs_grad,
+        max_logit=max_logit,
         backend=backend,
     )
 

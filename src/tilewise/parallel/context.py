@@ -104,8 +104,13 @@ class ContextParallel:
         """``torch.roll`` of the whole sequence, for tensors that hold this rank's rows: labels of the next token, say."""
         return self.shard(torch.roll(self.unshard(x, dim), shifts, dim), dim)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """``(o, lse)`` of this rank's queries, which see the keys of all ranks at their global positions.
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' numbers, for each element of ``x``; NaN where a rank has it."""
+        return torch.stack(self.exchange.gather(x)).amax(0)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
+        """``(o, lse)`` of this rank's queries, which see the keys of all ranks at their global positions; max_logit too where the
+        options ask for it.
 
         Raises:
             ValueError: on every rank: a wrong call, ranks that disagree, rows that are not those of the layout.
@@ -117,14 +122,14 @@ class ContextParallel:
                 f"parallel= with {what} is not built; for packed documents use mask=tw.documents(ids)"
             )
         if self.size == 1:
-            return torch.ops.tilewise.attention.default(q, k, v, *assemble(q, k, v, options))
+            return gathered.operator(options.max_logit)(q, k, v, *assemble(q, k, v, options))
         q, k, v = _autocast(q, k, v)
         facts = {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
         lengths = agreed_lengths(self.exchange, q, k, v, options, facts)
         queries, keys = (
             self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
         )
-        extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
+        extras, seed, text = assemble(q, k, v, _with_one_seed(self.exchange, q, options))
         spec = parse_spec(text)
         signature = (text, queries, keys, *[(x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (q, k, v)])
         # What was checked of another tensor says nothing of this one.
@@ -133,7 +138,9 @@ class ContextParallel:
         pieces = self._pieces.of(
             signature, mask_leaves, lambda: self._planned((q, k, v), (queries, keys), extras, seed, spec)
         )
-        call = gathered.Gathered(self.exchange, keys, pieces, spec.grad_slots, self.sum_leaf_gradients)
+        call = gathered.Gathered(
+            self.exchange, keys, pieces, spec.grad_slots, self.sum_leaf_gradients, options.max_logit
+        )
         return gathered.attention(call, q, k, v, extras, seed)
 
     def _planned(
@@ -166,12 +173,13 @@ class ContextParallel:
             )
         return layout
 
-    def _with_one_seed(self, q: Tensor, options: Options) -> Options:
-        """Dropout by the first rank's seed, so that the pairs that are dropped are those of one device."""
-        if not options.dropout_p or isinstance(options.dropout_seed, int):
-            return options
-        _, seed, _ = assemble(q, q, q, Options(dropout_p=options.dropout_p, dropout_seed=options.dropout_seed))
-        return options if seed is None else replace(options, dropout_seed=self.exchange.broadcast(seed))
+
+def _with_one_seed(exchange: Exchange, q: Tensor, options: Options) -> Options:
+    """Dropout by the first rank's seed, so that the pairs that are dropped are those of one device."""
+    if not options.dropout_p or isinstance(options.dropout_seed, int):
+        return options
+    _, seed, _ = assemble(q, q, q, Options(dropout_p=options.dropout_p, dropout_seed=options.dropout_seed))
+    return options if seed is None else replace(options, dropout_seed=exchange.broadcast(seed))
 
 
 def _stretched(x: Tensor, seqlen: int) -> Tensor:

@@ -167,15 +167,17 @@ class Reordered(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def disagreements(model: torch.nn.Module, found: dict, given: dict, rows: torch.Tensor | None = None) -> list[str]:
+def disagreements(
+    model: torch.nn.Module, found: dict, given: dict, rows: torch.Tensor | None = None, of=results
+) -> list[str]:
     """``found`` against eager in float64, beside eager's own error in float32; compared are the names in ``found``."""
     use(model, "eager")
-    eager = [results(model, given, rows)]
+    eager = [of(model, given, rows)]
     for seed in range(ORDERS):
         with Reordered(seed):
-            eager.append(results(model, given, rows))
+            eager.append(of(model, given, rows))
     with Exactly():
-        exact = results(copy.deepcopy(model).double(), given, rows)
+        exact = of(copy.deepcopy(model).double(), given, rows)
     assert found.keys() in (exact.keys(), {"logits"})
     errors = [judge(n, x, exact[n], [e[n] for e in eager]) for n, x in found.items()]
     return [str(error) for error in errors if not error.ok]
@@ -267,6 +269,53 @@ def test_a_compiled_model_gives_eagers_logits_and_gradients():
     found = results(model, given, rows)
     model.forward = forward
     assert disagreements(model, found, given, rows) == []
+
+
+# -- Probabilities -------------------------------------------------------------------------------------------------
+
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64, "initializer_range": 0.2}
+GPT |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+OPT = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+OPT |= {"word_embed_proj_dim": 64, "max_position_embeddings": 64, "init_std": 0.2, "dropout": 0.0}
+# Models whose code hands output_attentions over, and models that leave it to transformers' hooks.
+WATCHED = {
+    "llama": MODELS["llama"],
+    "gpt-oss": MODELS["gpt-oss"],
+    "t5": MODELS["t5"],
+    "gpt2": Row("GPT2Config", "GPT2LMHeadModel", GPT),
+    "gpt-bigcode": Row("GPTBigCodeConfig", "GPTBigCodeForCausalLM", GPT),
+    "opt": Row("OPTConfig", "OPTForCausalLM", OPT),
+    "stablelm": Row("StableLmConfig", "StableLmForCausalLM", DECODER),
+    "nemotron": Row("NemotronConfig", "NemotronForCausalLM", DECODER),
+    "siglip": Row("SiglipVisionConfig", "SiglipVisionModel", {k: v for k, v in (DECODER | VISION).items() if k != "num_labels"}),
+}  # fmt: skip
+
+
+def watched(model: torch.nn.Module, given: dict, rows: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The probabilities of every layer in the rows that are no padding, and the gradients of a fixed weighting of them."""
+    model.zero_grad()
+    outputs = model(
+        **{k: x.to(model.dtype) if x.is_floating_point() else x for k, x in given.items()}, output_attentions=True
+    )
+    found, loss = {}, 0.0
+    for kind in [name for name in outputs if name.endswith("attentions")]:
+        for layer, x in enumerate(outputs[kind]):
+            found[f"{kind} {layer}"] = x = x if rows is None else x.transpose(1, 2)[rows]
+            loss = loss + (x * torch.randn(x.shape, generator=torch.Generator().manual_seed(layer)).to(x)).sum()
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and n.endswith("weight")}
+    return {n: x.detach() for n, x in found.items()} | gradients
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_output_attentions_are_eagers(name, monkeypatch):
+    monkeypatch.setitem(MODELS, name, WATCHED[name])
+    model = build(name)
+    vision = {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))}
+    given, rows = (vision, None) if name == "siglip" else inputs(name, "none" if name == "t5" else "right")
+    found = watched(use(model, "tilewise"), given, rows)
+    assert sum("attentions" in n for n in found) == (6 if name == "t5" else 2)
+    assert disagreements(model, found, given, rows, of=watched) == []
 
 
 # -- Generation ----------------------------------------------------------------------------------------------------
@@ -418,9 +467,24 @@ def test_softcap_then_position_bias_then_sink_and_dropout():
     assert torch.equal(o, expected)
 
 
+def test_probabilities_are_those_that_made_the_output_dropout_included():
+    added, sink = torch.randn(1, 4, 6, 6), torch.randn(4)
+    made = compat.mask(batch_size=2, q_length=6, kv_length=9, q_offset=0)  # no query sees the last three keys
+    handed = {"position_bias": added, "s_aux": sink, "dropout": 0.25, "output_attentions": True}
+    (o, weights), (_, _, v) = call(made, keys=9, **handed)
+    assert weights.shape == (2, 4, 6, 9)
+    assert 0 < (weights[..., 0] == 0).sum() < weights[..., 0].numel()  # dropped pairs
+    expected = weights @ v.transpose(1, 2).repeat_interleave(2, 1)
+    torch.testing.assert_close(o.transpose(1, 2), expected)
+
+
 STARTS = torch.tensor([0, 6], dtype=torch.int32)
 REFUSED = {
-    "probabilities": ({"output_attentions": True}, NotImplementedError, "output_attentions asks for the N x N prob"),
+    "packed-probabilities": (
+        {"cu_seq_lens_q": STARTS, "output_attentions": True},
+        ValueError,
+        "output_attentions: ask for it one sequence at a time",
+    ),
     "head-mask": ({"head_mask": torch.ones(4)}, NotImplementedError, "head_mask scales the probabilities"),
     "paged-cache": ({"cache": object()}, NotImplementedError, "cache is a paged cache"),
     "unknown": ({"tree_mask": 1}, NotImplementedError, "tree_mask is not known.*IGNORED"),
@@ -437,11 +501,6 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(case):
     handed, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         call(**handed)
-
-
-def test_probabilities_are_refused_by_a_model():
-    with pytest.raises(NotImplementedError, match='attn_implementation="eager"'):
-        use(build("llama"), "tilewise")(tokens(), output_attentions=True)
 
 
 def test_a_mask_of_another_length_is_refused():

@@ -27,8 +27,11 @@ except ImportError as missing:
         "tilewise.compat.transformers needs Hugging Face's transformers, 5.17 or newer: pip install 'tilewise[transformers]'"
     ) from missing
 
+from transformers.utils.output_capturing import _active_collector
+
 from tilewise.api import attention as tilewise_attention
 from tilewise.api import attention_varlen
+from tilewise.compat.probabilities import probabilities
 from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, padding, read
 from tilewise.masks.catalogue import Mask, causal, dense, window
 from tilewise.scores.catalogue import Score, bias, softcap
@@ -62,8 +65,6 @@ IGNORED = {
 
 _ELSEWHERE = 'load this model with attn_implementation="eager" or "sdpa"'
 REFUSED = {
-    "output_attentions": "asks for the N x N probabilities, which are never formed; load the model with "
-    'attn_implementation="eager", or compute them with tilewise.reference.attention\'s formulas',
     "head_mask": f"scales the probabilities of single heads, which is not built; {_ELSEWHERE}",
     "cache": f"is a paged cache (continuous batching), which is not built; {_ELSEWHERE}",
     "indices": f"selects keys for every query (sparse attention with an indexer), which is not built; {_ELSEWHERE}",
@@ -83,6 +84,7 @@ class Handed:
         is_causal, sliding_window: count where no mask was handed over; otherwise the mask has them in it.
         cu_seq_lens_q, cu_seq_lens_k: starts of the sequences packed into a batch of one.
         deterministic: results repeat bit for bit; without it, torch's own setting decides.
+        output_attentions: the probabilities are asked for; most models do not hand it over (:func:`_recorded`).
     """
 
     scaling: float | None = None
@@ -95,6 +97,7 @@ class Handed:
     cu_seq_lens_q: Tensor | None = None
     cu_seq_lens_k: Tensor | None = None
     deterministic: bool | None = None
+    output_attentions: bool | None = None
 
     @classmethod
     def of(cls, given: dict) -> Handed:
@@ -194,7 +197,7 @@ def attention(
     value: Tensor,
     attention_mask: HandedMask | Tensor | None,
     **handed,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface.
 
     Args:
@@ -205,7 +208,8 @@ def attention(
         handed: the keywords of :class:`Handed` and :data:`IGNORED`.
 
     Returns:
-        ``(batch, seqlen_q, heads_q, head_dim)``, and None for the probabilities.
+        ``(batch, seqlen_q, heads_q, head_dim)``, and the probabilities ``(batch, heads_q, seqlen_q, seqlen_k)`` where the caller
+        asked the model for ``output_attentions``, else None. They are after dropout, as eager's are, and take O(N²) memory.
 
     Raises:
         ValueError, NotImplementedError: what cannot be honoured, with the reason.
@@ -215,10 +219,22 @@ def attention(
     if given.cu_seq_lens_q is not None:
         return _packed(module, (q, k, v), attention_mask, given), None
     seen, keys, added = _seen(module, q, k, attention_mask, given)
-    options = given.options(keys)
+    options = {"mask": seen} | given.options(keys)
     if added is not None:
         options["score"] = bias(added) if options["score"] is None else options["score"] >> bias(added)
-    return tilewise_attention(q, k[:, :keys], v[:, :keys], mask=seen, **options), None
+    k, v, cut = k[:, :keys], v[:, :keys], k.shape[1] - keys
+    if not (given.output_attentions or _recorded()):
+        return tilewise_attention(q, k, v, **options), None
+    if given.dropout:  # the same pairs in both
+        options["dropout_seed"] = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
+    weights = torch.nn.functional.pad(probabilities(q, k, **options), (0, cut))
+    return tilewise_attention(q, k, v, **options), weights
+
+
+def _recorded() -> bool:
+    """Whether a model collects the probabilities of its layers, which transformers' hooks do without a word to the attention."""
+    collected = _active_collector.get()
+    return collected is not None and any(name.endswith("attentions") for name in collected)
 
 
 def _seen(module, q: Tensor, k: Tensor, given_mask, given: Handed) -> tuple[Mask | None, int, Tensor | None]:
@@ -263,6 +279,7 @@ def _packed(module, qkv: tuple[Tensor, Tensor, Tensor], given_mask, given: Hande
     q, k, v = qkv
     wrong = [] if q.shape[0] == 1 else [f"a batch of {q.shape[0]}: pack all sequences into one row"]
     wrong += ["position_bias, which counts along the whole row"] if given.position_bias is not None else []
+    wrong += ["output_attentions: ask for it one sequence at a time"] if given.output_attentions or _recorded() else []
     if isinstance(given_mask, HandedMask):
         band = given_mask.band
         wrong += ["padding, or a mask of its own: leave attention_mask out"] if band is None else []

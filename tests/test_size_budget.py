@@ -23,7 +23,14 @@ NAMED_LAMBDAS = 35  # in all of src; a function has a name, a docstring and room
 # The public functions: their keywords are the users' words, or those of the library that they stand in for, which several
 # of them share.
 PUBLIC = {
-    "api.py": ("attention", "attention_with_lse", "attention_with_stats", "attention_varlen"),
+    "api.py": (
+        "attention",
+        "attention_with_lse",
+        "attention_with_stats",
+        "attention_varlen",
+        "attention_paged",
+        "attention_paged_with_lse",
+    ),
     "compat/flash_attn/__init__.py": (
         "flash_attn_func",
         "flash_attn_kvpacked_func",

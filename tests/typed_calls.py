@@ -68,6 +68,10 @@ def right_calls() -> None:
     assert_type(tw.merge([(o, lse), (stats.o, stats.lse)]), tuple[Tensor, Tensor])
     assert_type(tw.attention_varlen(packed, packed, packed, cu_seqlens, causal=True), Tensor)
     assert_type(tw.attention_varlen(packed, packed, packed, cu_seqlens, return_lse=True), tuple[Tensor, Tensor])
+    cache = assert_type(tw.dense_cache(k, v, torch.tensor([32, 9], dtype=torch.int32)), tw.PagedCache)
+    assert_type(tw.attention_paged(q, tw.paged(*cache), causal=True), Tensor)
+    assert_type(tw.attention_paged_with_lse(q, cache, mask=tw.window(3)), tuple[Tensor, Tensor])
+    assert_type(tw.explain(q, cache, causal=True), Explanation)
     assert_type(tw.explain(q, k, v, causal=True, mask=tw.window(3)), Explanation)
     tw.explain(packed, packed, packed, cu_seqlens_q=cu_seqlens)
     assert_type(tw.show_mask(tw.causal(), 3, 5), str)
@@ -109,6 +113,7 @@ def wrong_calls(q: Tensor, k: Tensor, v: Tensor) -> None:
     tw.attention_with_lse(q, k, v, dropout_p="half")  # type: ignore[arg-type]
     tw.attention_with_stats(q, k, v, per="batch")  # type: ignore[arg-type]
     tw.attention_varlen(q, k, v)  # type: ignore[call-overload]
+    tw.attention_paged(q, k)  # type: ignore[arg-type]
     tw.merge((q, k))  # type: ignore[arg-type]
     tw.explain(q, k, v, casual=True)  # type: ignore[call-arg]
     tw.explain(q, k, v, causal="yes")  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from tilewise.api import (
     AttentionStats,
     attention,
+    attention_paged,
+    attention_paged_with_lse,
     attention_varlen,
     attention_with_lse,
     attention_with_stats,
@@ -15,6 +17,7 @@ from tilewise.api import (
     merge,
     show_mask,
 )
+from tilewise.cache import PagedCache, dense_cache, paged
 from tilewise.expr import lookup
 from tilewise.masks.catalogue import (
     Mask,
@@ -50,9 +53,12 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionStats",
     "Mask",
+    "PagedCache",
     "Score",
     "alibi",
     "attention",
+    "attention_paged",
+    "attention_paged_with_lse",
     "attention_varlen",
     "attention_with_lse",
     "attention_with_stats",
@@ -62,6 +68,7 @@ __all__ = [
     "causal",
     "context_parallel",
     "dense",
+    "dense_cache",
     "documents",
     "dropout_mask",
     "explain",
@@ -72,6 +79,7 @@ __all__ = [
     "lookup",
     "merge",
     "offset",
+    "paged",
     "prefix",
     "score",
     "show_mask",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tilewise import reference
+from tilewise import gather, reference
 from tilewise.backends.base import Backend, Grads, Inputs, Output
 from tilewise.problem import Problem
 from tilewise.reference import Arithmetic
@@ -121,6 +121,9 @@ class Expected:
 
     @classmethod
     def of(cls, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> Expected:
+        if p.paged:
+            found = cls.of(*gather.gathered(p, t))
+            return cls(_in_layout_of(p, found.oracle), [_in_layout_of(p, results) for results in found.eager])
         parts = list(reference.parts(p, t))  # the same for every order
 
         def run(arithmetic: Arithmetic) -> dict[str, Tensor]:
@@ -147,6 +150,12 @@ class Expected:
         for name in results.keys() - self.scales.keys():
             self.scales[name] = Scale.of(self.oracle[name], [e[name] for e in self.eager if name in e])
         return [judge_by(name, x, self.oracle[name], self.scales[name]) for name, x in results.items()]
+
+
+def _in_layout_of(p: Problem, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The outputs of packed queries in the layout of the paged problem p."""
+    statistics = {name: gather.statistic_in_layout_of(p, x) for name, x in results.items() if name != "o"}
+    return {"o": results["o"].view(p.output_shapes[0]), **statistics} if "o" in results else statistics
 
 
 def check(backend: Backend, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> list[Error]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, dispatch, dropout, state  # noqa: F401  (autograd registers the operators)
+from tilewise.cache import PagedCache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
@@ -56,6 +57,22 @@ def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None)
         return _operator(q, k, v, *assemble(q, k, v, o))
     out, lse = parallel.attention(q, k, v, o)
     return out, lse
+
+
+def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
+    if not isinstance(cache, PagedCache):
+        name = type(cache).__name__
+        raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
+    o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
+    return _run(q, cache.k_pages, cache.v_pages, o, None)
+
+
+def _keys_and_values(k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor | None]:
+    """k and v; of a cache, its pages, whose table and lengths become options."""
+    if not isinstance(k, PagedCache):
+        return k, v
+    o.block_table, o.seqlens_k = k.block_table, k.seqlens_k
+    return k.k_pages, k.v_pages
 
 
 def attention(
@@ -136,8 +153,8 @@ def attention_with_lse(
 
 def attention_with_stats(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | PagedCache,
+    v: Tensor | None = None,
     *,
     per: Literal["row", "head"] = "row",
     cu_seqlens_q: Tensor | None = None,
@@ -156,6 +173,7 @@ def attention_with_stats(
     """:func:`attention_with_lse` and the largest scores, which training recipes watch (QK-clip: Kimi K2, 2025, Algorithm 1).
 
     Args:
+        k: keys, with v; or the cache of :func:`attention_paged`, without.
         per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device; over ranks too with ``parallel``.
         cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
 
@@ -174,6 +192,7 @@ def attention_with_stats(
     options = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                       cu_seqlens_q, cu_seqlens_k, max_logit=True)
     # fmt: on
+    k, v = _keys_and_values(k, v, options)
     if parallel is None:
         o, lse, max_logit = _operator_with_stats(q, k, v, *assemble(q, k, v, options))
     else:
@@ -240,6 +259,67 @@ def attention_varlen(
     return out if return_lse else out[0]
 
 
+def attention_paged(
+    q: Tensor,
+    cache: PagedCache,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`attention` of the last queries of each sequence over its keys in a cache: prefill, decode and verification.
+
+    Query rows are counted from a sequence's end: of ``seqlen_q`` rows, row i sits at position ``i + off``, with ``off = seqlens_k[b] -
+    seqlen_q``, so the last row at the last key. Masks and scores see the sequence's own ``b, i, j`` and lengths; heads are query heads.
+    The cache must already hold the keys of these rows (:func:`append`). Lengths and tables are read on the device: a CUDA graph that
+    holds this call is right for whatever they say when it is replayed.
+
+    Args:
+        q: ``(batch, seqlen_q, heads_q, head_dim)``, in the cache's dtype; packed ``(total_q, heads_q, head_dim)``.
+        cache: what :func:`paged` or :func:`dense_cache` made.
+        cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in a packed q; rows past the last give ``o = 0``.
+        causal, mask, score, softmax_scale, sink, deterministic, backend: as in :func:`attention`. There is no dropout and no gradient.
+
+    Keys behind a length and pages that no sequence uses never touch a result. On the CPU lengths and the page numbers in use are
+    checked; on an accelerator only with ``TILEWISE_CHECK=1``.
+
+    Returns:
+        o, like q with v's head_dim, contiguous. A row that sees no key is zero.
+
+    Raises:
+        ValueError: a wrong call, with every reason; also one that wants a gradient.
+    """
+    o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
+    return _run_paged(q, cache, cu_seqlens_q, o)[0]
+
+
+def attention_paged_with_lse(
+    q: Tensor,
+    cache: PagedCache,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_paged` and the log of its softmax's denominators, with which :func:`merge` joins parts of the keys.
+
+    Returns:
+        o, and lse ``(batch, heads_q, seqlen_q)``, packed ``(heads_q, total_q)``: natural log, fp32 (fp64 for fp64).
+    """
+    o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
+    return _run_paged(q, cache, cu_seqlens_q, o)
+
+
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The attention over all keys, from its attentions over disjoint sets of them; differentiable in every part.
 
@@ -265,8 +345,8 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def explain(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | PagedCache,
+    v: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -276,14 +356,16 @@ def explain(
     """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
 
     Args:
+        k: keys, with v; or the cache of :func:`attention_paged`, without.
         options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call, ``max_logit`` for
             :func:`attention_with_stats`.
     """
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
-    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return dispatch.explain(q, k, v, Options(**packed, max_logit=max_logit, **options))
+    o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
+    k, v = _keys_and_values(k, v, o)
+    return dispatch.explain(q, k, v, o)
 
 
 def show_mask(

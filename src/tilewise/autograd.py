@@ -218,11 +218,13 @@ _library.impl("attention_backward", _backward_autograd, "Autograd")
 
 
 def _autocast(device_type: str, key: str) -> None:
-    """q, k and v are cast to the autocast dtype; inside, autocast is off."""
+    """q, k and v are cast to the autocast dtype, or q to that of a cache; inside, autocast is off."""
 
     def kernel(q, k, v, extras, seed, spec):
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+            if parse_spec(spec).paged:  # a cache keeps its dtype: to cast it would copy all of it
+                return _attention(q.to(k.dtype), k, v, extras, seed, spec)
             cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
             return _operator_of(spec)(*cast, extras, seed, spec)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import settings
 from tilewise.backends.base import Backend, Inputs
-from tilewise.problem import Problem, check, check_cu_seqlens
+from tilewise.problem import Problem, check, check_values
 from tilewise.spec import Options, assemble, parse_spec
 
 
@@ -113,7 +113,7 @@ def _signature(t: Tensor) -> tuple:
 
 
 def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str) -> Plan:
-    """Checks and selects, once per signature; the values of ``cu_seqlens`` are checked at every call.
+    """Checks and selects, once per signature; the values of lengths and tables are checked at every call.
 
     Raises:
         ValueError: a wrong call. NotImplementedError: a right one that no backend runs.
@@ -128,9 +128,9 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
         if len(_plans) >= _PLANS_LIMIT:
             _plans.clear()
         _plans[signature] = found
-    if found.problem.spec.cu_slots and (q.device.type == "cpu" or settings.check_values()):
-        cu_q, cu_k = (extras[n] for n in found.problem.spec.cu_slots)
-        check_cu_seqlens(cu_q, cu_k, q.shape[0], k.shape[0])
+    spec = found.problem.spec
+    if (spec.cu_slots or spec.page_slots) and (q.device.type == "cpu" or settings.check_values()):
+        check_values(found.problem, extras)
     return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilewise import dropout, expr
+from tilewise import dropout, expr, pages
 from tilewise.caching import cached_property
 from tilewise.masks import Region
 from tilewise.spec import Spec
@@ -97,9 +97,13 @@ class Key:
 class Problem:
     """A call that passed every check. Packed, ``batch`` counts sequences and the lengths are the totals of all.
 
+    Paged, q alone may be packed; k and v are pools of pages, and ``seqlen_k`` is the capacity of a sequence: what its row of the
+    block table has room for. How long the sequences are stands on the device.
+
     Attributes:
-        q, k, v: facts of the inputs; ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``.
-        extras: facts of sink, cu_seqlens and leaves, by slot.
+        q, k, v: facts of the inputs; ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``; the k and v of a
+            paged call ``(num_pages, page_size, heads_k, head_dim)``.
+        extras: facts of sink, cu_seqlens, block_table, seqlens_k and leaves, by slot.
     """
 
     q: TensorFacts
@@ -114,6 +118,20 @@ class Problem:
         return self.spec.packed
 
     @property
+    def paged(self) -> bool:
+        return self.spec.paged
+
+    @property
+    def page_size(self) -> int:
+        """Keys of a page, of a paged call."""
+        return self.k.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sequence of a paged call may have: ``max_pages * page_size``."""
+        return self.extras[self.spec.page_slots[0]].shape[1] * self.page_size
+
+    @property
     def batch(self) -> int:
         return self.extras[self.spec.cu_slots[0]].shape[0] - 1 if self.packed else self.q.shape[0]
 
@@ -123,7 +141,7 @@ class Problem:
 
     @property
     def seqlen_k(self) -> int:
-        return self.k.shape[-3]
+        return self.capacity if self.paged else self.k.shape[-3]
 
     @property
     def heads_q(self) -> int:
@@ -192,9 +210,9 @@ class Problem:
         parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
         parts += ["sink"] if spec.sink_slot is not None else []
         parts += [f"packed, {self.batch} sequences"] if self.packed else []
+        parts += [f"paged, {self.batch} sequences of at most {self.capacity} keys"] if self.paged else []
         parts += [f"{spec.piece}"] if spec.piece else []
-        parts += ["deterministic"] if spec.deterministic else []
-        parts += ["with the largest score of each row"] if spec.max_logit else []
+        parts += ["deterministic"] * spec.deterministic + ["with the largest scores"] * spec.max_logit
         return "    ".join(parts)
 
 
@@ -226,7 +244,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tenso
     Raises:
         ValueError: for a wrong call, with every reason.
     """
-    reasons = _qkv_reasons(q, k, v, spec.packed)
+    reasons = _qkv_reasons(q, k, v, spec)
     reasons += spec.piece.reasons(q.shape[-3], k.shape[-3]) if spec.piece and not reasons else []
     if not reasons:
         reasons = _extras_reasons(q, k, extras, spec) + _option_reasons(q, seed, spec)
@@ -240,15 +258,22 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tenso
     return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec)
 
 
-def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[str]:
-    ndim, layout = (3, "(total, heads, head_dim)") if packed else (4, "(batch, seqlen, heads, head_dim)")
+def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
+    rows = "(total, heads, head_dim)" if spec.packed else "(batch, seqlen, heads, head_dim)"
+    keys = pages.LAYOUT if spec.paged else rows
     wrong = [
-        f"{n} has {t.ndim} dimensions, {layout} has {ndim}"
-        for n, t in zip("qkv", (q, k, v), strict=True)
-        if t.ndim != ndim
+        f"{n} has {t.ndim} dimensions, {layout} has {layout.count(',') + 1}"
+        for n, t, layout in zip("qkv", (q, k, v), (rows, keys, keys), strict=True)
+        if t.ndim != layout.count(",") + 1
     ]
     if wrong:
         return wrong
+    lengths = pages.size_reasons(k, v) if spec.paged else _length_reasons(q, k, v, spec.packed)
+    return _dtype_reasons(q, k, v) + lengths + _width_reasons(q, k, v)
+
+
+def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """What is wrong with dtypes and devices."""
     reasons = []
     if not (q.dtype == k.dtype == v.dtype):
         reasons.append("q, k and v have different dtypes; convert them to one: k.to(q.dtype)")
@@ -256,10 +281,20 @@ def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[str]:
         reasons.append(f"dtype {q.dtype} is not float16, bfloat16, float32 or float64; convert: q.to(torch.bfloat16)")
     if not (q.device == k.device == v.device):
         reasons.append("q, k and v are on different devices; move them to one: k.to(q.device)")
+    return reasons
+
+
+def _length_reasons(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[str]:
+    reasons = []
     if not packed and not (q.shape[0] == k.shape[0] == v.shape[0]):
         reasons.append(f"batch differs: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}")
     if k.shape[-3] != v.shape[-3]:
         reasons.append(f"seqlen of k ({k.shape[-3]}) and v ({v.shape[-3]}) differ")
+    return reasons
+
+
+def _width_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    reasons = []
     if k.shape[-2] != v.shape[-2]:
         reasons.append(f"heads of k ({k.shape[-2]}) and v ({v.shape[-2]}) differ")
     elif k.shape[-2] == 0 or q.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
@@ -274,7 +309,11 @@ def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[str]:
 def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
     reasons = [
         f"a {what} is on {extras[n].device}, q on {q.device}; move it there"
-        for what, slots in (("cu_seqlens", spec.cu_slots), ("mask or score tensor", spec.mask_slots + spec.score_slots))
+        for what, slots in (
+            ("cu_seqlens", spec.cu_slots),
+            ("block_table or seqlens_k", spec.page_slots),
+            ("mask or score tensor", spec.mask_slots + spec.score_slots),
+        )
         for n in dict.fromkeys(slots)
         if extras[n].device != q.device
     ]
@@ -291,6 +330,9 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
                 f"got {tuple(sink.shape)} {sink.dtype} {sink.device}"
             )
     wrong_cu = _cu_reasons(q, k, [extras[n] for n in spec.cu_slots])
+    if spec.paged and not wrong_cu:
+        cu_seqlens_q = extras[spec.cu_slots[0]] if spec.packed else None
+        wrong_cu = pages.table_reasons(q, *[extras[n] for n in spec.page_slots], cu_seqlens_q)
     reasons += wrong_cu
     grad_outside = [n for n in spec.grad_slots if n not in spec.score_slots and n != spec.sink_slot]
     if grad_outside:
@@ -299,15 +341,17 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
 
 
 def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
-    """Shapes and dtypes; the values are checked at each call by :func:`check_cu_seqlens`."""
+    """Shapes and dtypes; the values are checked at each call by :func:`check_values`."""
     reasons = [
         f"cu_seqlens_{n} must be int32 or int64 of shape (batch + 1,), got {c.dtype} {tuple(c.shape)}"
         for n, c in zip("qk", cu, strict=False)
         if c.ndim != 1 or c.dtype not in (torch.int32, torch.int64) or c.shape[0] < 1
     ]
-    if not reasons and cu and cu[0].shape != cu[1].shape:
+    if len(cu) < 2:  # the keys lie in pages
+        return reasons
+    if not reasons and cu[0].shape != cu[1].shape:
         reasons.append(f"cu_seqlens_q has {cu[0].shape[0] - 1} sequences, cu_seqlens_k {cu[1].shape[0] - 1}")
-    if cu and q.shape[0] != k.shape[0] and cu[0] is cu[1]:
+    if q.shape[0] != k.shape[0] and cu[0] is cu[1]:
         reasons.append(f"q has {q.shape[0]} rows and k {k.shape[0]}, but one cu_seqlens for both; give cu_seqlens_k")
     return reasons
 
@@ -316,7 +360,8 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
     """Whether leaves have the sizes of the indices that they are read at."""
     sizes = {"b": extras[spec.cu_slots[0]].shape[0] - 1 if spec.packed else q.shape[0], "h": q.shape[-2]}
     lengths = (q.shape[-3], k.shape[-3]) if spec.piece is None else (spec.piece.total_q, spec.piece.total_k)
-    sizes |= {} if spec.packed else dict(zip("ij", lengths, strict=True))
+    known = "" if spec.packed else "i" if spec.paged else "ij"  # the lengths that all sequences have in common
+    sizes |= dict(zip(known, lengths, strict=False))
     region, score = spec.whole_region, spec.whole_score
     shapes = [tuple(x.shape) for x in extras]
     reasons = []
@@ -325,10 +370,9 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
         empty = dict.fromkeys(shapes[e.args[0][1]] for e in expr.lookups(*roots) if 0 in shapes[e.args[0][1]])
         reasons = [f"a mask or score tensor {shape} is empty and cannot be read" for shape in empty]
     reasons = reasons or read_reasons(region, score, shapes, sizes)
-    if region.prepared is not None and spec.piece is not None:
-        reasons.append(
-            "a prepared mask serves a whole attention, not a piece of one; pass the mask as it was before prepare"
-        )
+    if region.prepared is not None and (spec.piece is not None or spec.paged):
+        part = "keys in pages" if spec.paged else "a piece of one"
+        reasons.append(f"a prepared mask serves a whole attention, not {part}; pass the mask as it was before prepare")
     elif region.prepared is not None:
         reasons += _prepared_reasons(q, k, region)
     return list(dict.fromkeys(reasons))
@@ -410,6 +454,8 @@ def _option_reasons(q: Tensor, seed: Tensor | None, spec: Spec) -> list[str]:
         reasons.append(f"dropout_p {spec.dropout_p} must be 0, or round to between 1/65536 and 65535/65536")
     if spec.dropout_p != 0 and seed is None:
         reasons.append("dropout needs a seed")
+    if spec.paged:
+        reasons += pages.option_reasons(spec)
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device):
         reasons.append(
             f"dropout_seed must be one int64 on {q.device}, got {seed.dtype} {tuple(seed.shape)} {seed.device}"
@@ -417,15 +463,26 @@ def _option_reasons(q: Tensor, seed: Tensor | None, spec: Spec) -> list[str]:
     return reasons
 
 
-def check_cu_seqlens(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int) -> None:
-    """Reads the values of cu_seqlens.
+def check_values(p: Problem, extras: Sequence[Tensor]) -> None:
+    """Reads the values of cu_seqlens, and of a cache's table and lengths.
 
     Raises:
-        ValueError: not starting at 0, decreasing, or ending past the packed tensor.
+        ValueError: cu_seqlens that do not start at 0, decrease, or end past the packed tensor; a length or a page out of range.
     """
+    cu, reasons = [extras[n] for n in p.spec.cu_slots], []
+    if cu:
+        reasons = _cu_value_reasons(cu, (p.q.shape[0], p.k.shape[0]))
+    if p.paged:
+        reasons += pages.value_reasons(*[extras[n] for n in p.spec.page_slots], p.k.shape[0], p.page_size)
+    if reasons:
+        name = "attention_paged" if p.paged else "attention_varlen"
+        raise ValueError(f"{name} was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+
+
+def _cu_value_reasons(cu_seqlens: Sequence[Tensor], totals: Sequence[int]) -> list[str]:
     reasons = []
-    for name, cu, total in (("cu_seqlens_q", cu_q, total_q), ("cu_seqlens_k", cu_k, total_k)):
-        values = cu.tolist()
+    for which, cu, total in zip("qk", cu_seqlens, totals, strict=False):
+        name, values = f"cu_seqlens_{which}", cu.tolist()
         if values[0] != 0:
             reasons.append(f"{name} starts at {values[0]}, it must start at 0")
         drop = next((n for n in range(1, len(values)) if values[n] < values[n - 1]), None)
@@ -433,5 +490,4 @@ def check_cu_seqlens(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int) -> 
             reasons.append(f"{name} decreases at position {drop}: {values[drop - 1]} -> {values[drop]}")
         if values[-1] > total:
             reasons.append(f"{name} ends at {values[-1]}, past the {total} rows of the packed tensor")
-    if reasons:
-        raise ValueError("attention_varlen was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+    return reasons

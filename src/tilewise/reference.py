@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise import dropout, expr, state
+from tilewise import dropout, expr, gather, state
 from tilewise.backends.base import Backend, Grads, Inputs, Output, empty_output, piece_reasons
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import read_adjoint
@@ -238,6 +238,8 @@ def attend(p: Problem, t: Inputs, arithmetic: Arithmetic, of: Iterable[Part] | N
 
 def forward(p: Problem, t: Inputs, arithmetic: Arithmetic, attended: Iterable[_Attention] | None = None) -> Output:
     """``o``, ``lse`` and, where it is asked for, ``max_logit``, returned in the dtype that they are computed in."""
+    if p.paged:
+        return gather.in_layout_of(p, forward(*gather.gathered(p, t), arithmetic))
     attended = list(attend(p, t, arithmetic) if attended is None else attended)
     statistics = statistics_of(p, t, arithmetic.dtype, attended)
     if not p.packed:

@@ -8,7 +8,8 @@
 - ``TILEWISE_LAUNCHER=path``: another build of the library that launches them.
 - ``TILEWISE_CACHE=folder``: where what was measured or compiled on this machine is kept; default ``tilewise`` in
   ``XDG_CACHE_HOME`` or ``~/.cache``.
-- ``TILEWISE_CHECK=1``: read ``cu_seqlens`` back from the accelerator at each call and refuse a wrong one.
+- ``TILEWISE_CHECK=1``: read ``cu_seqlens``, and a cache's table and lengths, back from the accelerator at each call and refuse
+  wrong ones.
 """
 
 import os

@@ -33,7 +33,8 @@ class Spec:
         needs_grad: a backward may follow; a backend that lacks it is refused.
         max_logit: the largest score of each row is an output too.
         grad_slots: the extras that want a gradient.
-        sink_slot, cu_slots, mask_slots, score_slots: where sink, cu_seqlens (q, k) and the leaves are.
+        sink_slot, cu_slots, mask_slots, score_slots: where sink, cu_seqlens (q, k; over pages q alone) and the leaves are.
+        page_slots: where block_table and seqlens_k of a paged cache are, or empty.
         backend: the one asked for, or ``None``.
         piece: where the call lies in a larger attention, in whose indices mask and score are written, or ``None``.
     """
@@ -52,6 +53,7 @@ class Spec:
     score_slots: tuple[int, ...] = ()
     backend: str | None = None
     piece: Piece | None = None
+    page_slots: tuple[int, ...] = ()
 
     def text(self) -> str:
         """The canonical text; :func:`parse_spec` reads it. No newline: generated code carries it in a literal."""
@@ -63,12 +65,16 @@ class Spec:
         piece = "" if at is None else _ints([at.q_start, at.k_start, at.total_q, at.total_k])
         return (
             f"{self.mask_text};{self.score_text};{scale};{float(self.dropout_p)};{flags};{_ints(self.grad_slots)};{sink};"
-            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{piece};{backend}"
+            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{piece};{_ints(self.page_slots)};{backend}"
         )
 
     @property
     def packed(self) -> bool:
         return bool(self.cu_slots)
+
+    @property
+    def paged(self) -> bool:
+        return bool(self.page_slots)
 
     @cached_property
     def whole_region(self) -> Region:
@@ -113,7 +119,7 @@ def _ints(values: Sequence[int]) -> str:
 @lru_cache(maxsize=4096)
 def parse_spec(text: str) -> Spec:
     """The record of :meth:`Spec.text`."""
-    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, piece, backend = text.split(";", 11)
+    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, piece, pages, backend = text.split(";", 12)
     ints = lambda line: tuple(int(x) for x in line.split(",")) if line else ()  # noqa: E731
     return Spec(
         mask_text=m,
@@ -130,6 +136,7 @@ def parse_spec(text: str) -> Spec:
         score_slots=ints(s_slots),
         backend=backend[1:] if backend else None,
         piece=Piece(*ints(piece)) if piece else None,
+        page_slots=ints(pages),
     )
 
 
@@ -166,6 +173,8 @@ class Options:
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     piece: Piece | None = None
+    block_table: Tensor | None = None
+    seqlens_k: Tensor | None = None
     max_logit: bool = False
 
 
@@ -186,8 +195,8 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     scored: Score = as_score(o.score)
     extras = Extras()
     sink_slot = None if o.sink is None else extras.slot(o.sink)
-    cu_k = o.cu_seqlens_q if o.cu_seqlens_k is None else o.cu_seqlens_k
-    cu_slots = () if o.cu_seqlens_q is None else (extras.slot(o.cu_seqlens_q), extras.slot(cu_k))
+    cu_slots = extras.slots(_cu_seqlens(o))
+    page_slots = () if o.block_table is None else extras.slots((o.block_table, o.seqlens_k))
     mask_slots = extras.slots(kept.leaves)
     score_slots = extras.slots(scored.leaves)
     tensors = extras.tensors
@@ -211,8 +220,18 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         score_slots=score_slots,
         backend=o.backend,
         piece=o.piece,
+        page_slots=page_slots,
     )
     return tensors, _seed(q, o), spec
+
+
+def _cu_seqlens(o: Options) -> tuple[Tensor, ...]:
+    """The cu_seqlens of q and k; of q alone where the keys lie in pages, whose lengths are given one by one."""
+    if o.cu_seqlens_q is None:
+        return ()
+    if o.block_table is not None:
+        return (o.cu_seqlens_q,)
+    return (o.cu_seqlens_q, o.cu_seqlens_q if o.cu_seqlens_k is None else o.cu_seqlens_k)
 
 
 _TENSORS = {Tensor, torch.nn.Parameter}
@@ -224,7 +243,8 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
     (`python -m bench.overhead` shows what that saves)."""
     return (
         o.mask is None and o.score is None and o.sink is None and o.cu_seqlens_q is None and o.cu_seqlens_k is None
-        and o.piece is None and o.dropout_seed is None and type(o.dropout_p) is float and o.dropout_p == 0.0
+        and o.piece is None and o.block_table is None and o.seqlens_k is None
+        and o.dropout_seed is None and type(o.dropout_p) is float and o.dropout_p == 0.0
         and type(o.causal) is bool and type(o.deterministic) in _TRUTH and type(o.softmax_scale) in _SCALES
         and type(o.backend) in _NAMES and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
         and q.layout is k.layout is v.layout is torch.strided
@@ -266,6 +286,8 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         ("sink", o.sink),
         ("cu_seqlens_q", o.cu_seqlens_q),
         ("cu_seqlens_k", o.cu_seqlens_k),
+        ("block_table", o.block_table),
+        ("seqlens_k", o.seqlens_k),
     )
     reasons = [
         f"{name} must be a tensor{'' if name in 'qkv' else ' or None'}, got {type(x).__name__}"
@@ -280,6 +302,10 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
             reasons.append(f"{name} must be True or False, got {type(x).__name__}")
     if o.cu_seqlens_k is not None and o.cu_seqlens_q is None:
         reasons.append("cu_seqlens_k comes without cu_seqlens_q; a packed call needs cu_seqlens_q")
+    if (o.block_table is None) != (o.seqlens_k is None):
+        reasons.append("a cache needs both block_table and seqlens_k")
+    if o.cu_seqlens_k is not None and o.block_table is not None:
+        reasons.append("cu_seqlens_k comes with a cache, whose seqlens_k are its lengths; leave cu_seqlens_k out")
     if not (o.softmax_scale is None or isinstance(o.softmax_scale, (int, float))) or isinstance(o.softmax_scale, bool):
         learned = "; a learned scale is a score: score=lambda s, b, h, i, j: s * scale"
         reasons.append(f"softmax_scale must be a number, got {type(o.softmax_scale).__name__}{learned}")

@@ -70,6 +70,17 @@ def call(
     return Call(p, Inputs.of(p, q, k, v, extras, seed), do, draw(lse_shape, p.compute_dtype))
 
 
+def paged_call(q: Tensor, cache: tw.PagedCache, device: str | None = None, **options: object) -> Call:
+    """A call over a cache; ``options`` as of :func:`tilewise.attention_paged`. It wants no gradient: its do and dlse are empty."""
+    device = device or q.device.type
+    k, v, table, lengths = cache
+    with torch.no_grad():
+        extras, seed, text = assemble(q, k, v, Options(block_table=table, seqlens_k=lengths, **options))
+    q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
+    p = problem.check(q, k, v, extras, seed, parse_spec(text))
+    return Call(p, Inputs.of(p, q, k, v, extras, seed), q.new_empty(0), q.new_empty(0))
+
+
 def _moved(x: Tensor, device: str) -> Tensor:
     """A tensor on ``device`` with the strides that it had, expanded dimensions too."""
     x = x.detach()

@@ -13,9 +13,9 @@ from torch import Tensor
 import tilewise as tw
 from bench import cases
 from tests import pieces
-from tilewise import accuracy, expr
+from tilewise import accuracy, expr, testing
 from tilewise.backends.base import Backend, Grads, Output
-from tilewise.testing import HIDING, Call, call, normal, of_case, poisoned, qkv
+from tilewise.testing import HIDING, Call, call, normal, of_case, paged_call, poisoned, qkv
 
 
 def run(backend: Backend, c: Call) -> dict[str, Tensor]:
@@ -189,6 +189,14 @@ class Contract:
     def test_the_largest_scores_agree_with_the_oracle(self, name):
         tensors, options = STATS[name]()
         agree(self.backend, self.call(*tensors, **options, max_logit=True))
+
+    def test_the_largest_scores_of_a_paged_call_agree_with_the_oracle(self):
+        q, k, v = qkv(nq=3, nk=64)
+        cache = tw.paged(k, v, torch.tensor([[1], [0]], dtype=torch.int32), torch.tensor([50, 2], dtype=torch.int32))
+        c = paged_call(q, cache, self.device, causal=True, max_logit=True)
+        if reasons := self.backend.unsupported(c.p):
+            pytest.skip(f"{self.backend.name} refuses: {'; '.join(reasons)}")
+        assert not testing.wrong(self.backend, c)
 
     def test_the_largest_score_is_nan_where_o_is_and_minus_infinity_without_keys(self):
         bad = torch.zeros(70).index_fill(0, torch.tensor([3, 4]), torch.nan)

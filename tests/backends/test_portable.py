@@ -6,11 +6,16 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Contract, agree, call, of_case, qkv, run
+from tests.backends.paged import PagedContract
 from tilewise.backends.portable import Portable
 from tilewise.backends.portable.config import SPLIT_KEYS, Config
 
 
 class TestPortable(Contract):
+    backend = Portable()
+
+
+class TestPortableOverPages(PagedContract):
     backend = Portable()
 
 

@@ -27,13 +27,16 @@ class Inputs:
     sink: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None
+    seqlens_k: Tensor | None = None
 
     @classmethod
     def of(cls, p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
         spec = p.spec
         sink = None if spec.sink_slot is None else extras[spec.sink_slot]
-        cu_q, cu_k = (extras[n] for n in spec.cu_slots) if spec.packed else (None, None)
-        return cls(q, k, v, seed, extras, sink, cu_q, cu_k)
+        cu_q, cu_k = (*[extras[n] for n in spec.cu_slots], None, None)[:2]
+        table, lengths = [extras[n] for n in spec.page_slots] or (None, None)
+        return cls(q, k, v, seed, extras, sink, cu_q, cu_k, table, lengths)
 
 
 @dataclass
@@ -148,6 +151,11 @@ def piece_reasons(problem: Problem, dropout: bool = False) -> list[str]:
         return []
     reasons = ["a piece of packed sequences"] if problem.packed else []
     return reasons + (["dropout in a piece of an attention"] if problem.spec.dropout_p and not dropout else [])
+
+
+def page_reasons(problem: Problem) -> list[str]:
+    """What a backend that reads no block table refuses."""
+    return ["keys in pages: its kernels read no block table"] if problem.paged else []
 
 
 def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:

@@ -16,6 +16,7 @@ from tilewise.backends.base import (
     Output,
     PerProblem,
     empty_output,
+    page_reasons,
     piece_reasons,
     unit_last,
     unknown_operations,
@@ -49,7 +50,7 @@ class Cpu(Backend):
             reasons.append(loaded)
         else:
             reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
-        reasons += piece_reasons(p, dropout=True)
+        reasons += piece_reasons(p, dropout=True) + page_reasons(p)
         reasons += ["the largest score of each row"] if p.spec.max_logit else []
         if program.too_many_dimensions(p.spec):
             reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")

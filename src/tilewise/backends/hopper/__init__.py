@@ -15,7 +15,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Backend, Grads, Inputs, Output, PerProblem, piece_reasons, unknown_operations
+from tilewise.backends.base import (
+    Backend,
+    Grads,
+    Inputs,
+    Output,
+    PerProblem,
+    page_reasons,
+    piece_reasons,
+    unknown_operations,
+)
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
@@ -44,6 +53,8 @@ class Hopper(Backend):
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
+        if p.paged:
+            return page_reasons(p)
         reasons = forward_config.reasons(p) + unknown_operations(p, operations.traceable()) + piece_reasons(p)
         reasons += (
             ["the largest score of each row (attention_with_stats): its kernels do not keep it"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise import state
+from tilewise import gather, state
 from tilewise.backends.base import Backend, Grads, Inputs, Output, empty_output, piece_reasons
 from tilewise.backends.portable.backward import backward_step
 from tilewise.backends.portable.config import Config, choose
@@ -37,12 +37,17 @@ class Portable(Backend):
         return self.override or choose(p)
 
     def forward(self, p: Problem, t: Inputs) -> Output:
+        if p.paged:
+            return gather.in_layout_of(p, self._forward(*gather.gathered(p, t), self.config(p)))
+        return self._forward(p, t, self.config(p))
+
+    def _forward(self, p: Problem, t: Inputs, config: Config) -> Output:
         out = empty_output(p, t.q, t.v)
         if p.packed:  # rows past the last sequence, and of a batch without sequences
             out.o.zero_()
             for x in out.tensors[1:]:
                 x.fill_(-torch.inf)
-        for step in steps(p, t, self.config(p)):
+        for step in steps(p, t, config):
             o, lse, largest = forward_step(step)
             if t.sink is not None:
                 o, lse = state.add_sink(o, lse, t.sink.to(lse.dtype)[step.at[3]].view(-1, 1))

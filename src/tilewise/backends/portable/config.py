@@ -41,7 +41,7 @@ class Config:
     def traffic(self, p: Problem) -> int:
         """Bytes of the forward: Q and O once, K and V once per query tile (an upper bound under a mask)."""
         size = torch.empty((), dtype=p.dtype).element_size()
-        query_tiles = -(-p.seqlen_q // self.tile_m)
+        query_tiles = -(-p.seqlen_q // self.tile_m) + (p.batch if p.packed and p.paged else 0)
         width = p.head_dim + p.head_dim_v
         rows = p.heads_q * p.seqlen_q * width + query_tiles * p.heads_k * p.seqlen_k * width
         return size * rows * (1 if p.packed else p.batch)
@@ -55,7 +55,8 @@ def _power_of_two(n: int, low: int, high: int) -> int:
 def choose(p: Problem) -> Config:
     """By shape alone. Deterministic problems take one key head of one sequence a step, and packed ones tiles that do not
     look at the lengths, so that bits cannot depend on the rest of the batch."""
-    seqlen_q, seqlen_k = (1 << 30, 1 << 30) if p.packed else (p.seqlen_q, p.seqlen_k)
+    own_lengths = p.packed or p.paged  # each sequence has lengths of its own
+    seqlen_q, seqlen_k = (1 << 30, 1 << 30) if own_lengths else (p.seqlen_q, p.seqlen_k)
     tile_m = _power_of_two(seqlen_q, 1, max(16, 256 // p.group))
     tile_n = _power_of_two(seqlen_k, 16, max(16, min(SPLIT_KEYS, TILE_ELEMENTS // (tile_m * p.group))))
     batch = heads_k = 1
@@ -65,6 +66,6 @@ def choose(p: Problem) -> Config:
         row_bytes = 8 * p.group * max(p.seqlen_q, 1) * max(p.head_dim, p.head_dim_v)
         at_once = max(1, min(elements // head, STEP_ROWS_BYTES // row_bytes))
         heads_k = min(p.heads_k, at_once)
-        batch = 1 if p.packed else max(1, min(p.batch, at_once // p.heads_k))
-    few_queries = p.seqlen_q <= 16 and p.seqlen_k >= 2 * SPLIT_KEYS and not p.packed
+        batch = 1 if own_lengths else max(1, min(p.batch, at_once // p.heads_k))
+    few_queries = p.seqlen_q <= 16 and p.seqlen_k >= 2 * SPLIT_KEYS and not own_lengths
     return Config(tile_m, tile_n, batch, heads_k, SPLIT_KEYS if few_queries else None)

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Backend, Grads, Inputs, Output, PerProblem, piece_reasons, unknown_operations
+from tilewise.backends.base import (
+    Backend,
+    Grads,
+    Inputs,
+    Output,
+    PerProblem,
+    page_reasons,
+    piece_reasons,
+    unknown_operations,
+)
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
 from tilewise.backends.triton.host import launch, tuned
 from tilewise.backends.triton.host.plan import Plan
@@ -66,7 +75,7 @@ class Triton(Backend):
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
-        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem) + page_reasons(problem)
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         return reasons

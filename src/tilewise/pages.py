@@ -1,0 +1,70 @@
+"""What a call over pages must be: the shapes and dtypes of its table and lengths, and, where they may be read, their values.
+
+The key of sequence b at position j lies at ``pages[block_table[b, j // page_size], j % page_size]``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.spec import Spec
+
+LAYOUT = "(num_pages, page_size, heads, head_dim)"
+
+
+def size_reasons(k: Tensor, v: Tensor) -> list[str]:
+    """What is wrong with the pages of the two pools, ``(num_pages, page_size, heads_k, head_dim)``."""
+    reasons = []
+    if k.shape[:2] != v.shape[:2]:
+        reasons.append(f"k has {k.shape[0]} pages of {k.shape[1]} keys, v {v.shape[0]} of {v.shape[1]}")
+    if k.shape[1] == 0:
+        reasons.append("page_size is 0")
+    return reasons
+
+
+def table_reasons(q: Tensor, table: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None) -> list[str]:
+    """What is wrong with the shapes and dtypes of ``block_table`` (batch, max_pages) and ``seqlens_k`` (batch,), int32."""
+    reasons = [
+        f"{name} must be int32 {shape}, got {x.dtype} {tuple(x.shape)}"
+        for name, x, ndim, shape in (("block_table", table, 2, "(batch, max_pages)"), ("seqlens_k", seqlens, 1, "(batch,)"))
+        if x.dtype != torch.int32 or x.ndim != ndim
+    ]  # fmt: skip
+    if reasons:
+        return reasons
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    named = "q" if cu_seqlens_q is None else "cu_seqlens_q"
+    if not (table.shape[0] == seqlens.shape[0] == batch):
+        reasons.append(
+            f"batch differs: {named} {batch}, block_table {table.shape[0]}, seqlens_k {seqlens.shape[0]}; a cache of more "
+            "sequences is narrowed by its rows: block_table[rows], seqlens_k[rows]"
+        )
+    return reasons
+
+
+def option_reasons(spec: Spec) -> list[str]:
+    """The options that a call over pages does not have."""
+    has = {
+        "a cache has no gradient, and q, k, v or a tensor of the score requires one: call it under torch.no_grad()": (
+            spec.needs_grad
+        ),
+        "dropout over a cache is not built; it belongs to training, a cache to inference": spec.dropout_p != 0,
+        "a piece of an attention cannot lie in pages": spec.piece is not None,
+    }
+    return [reason for reason, asked in has.items() if asked]
+
+
+def value_reasons(table: Tensor, seqlens: Tensor, num_pages: int, page_size: int) -> list[str]:
+    """Lengths outside their row of the table, and pages in use that are not in the pool; reads the values on the host."""
+    capacity = table.shape[1] * page_size
+    wrong = (seqlens < 0) | (seqlens > capacity)
+    reasons = []
+    if bool(wrong.any()):
+        b = int(wrong.int().argmax())
+        reasons.append(f"seqlens_k[{b}] is {int(seqlens[b])}, a row of the table holds 0 to {capacity} keys")
+    used = torch.arange(table.shape[1], device=table.device) * page_size < seqlens.unsqueeze(-1)
+    outside = used & ((table < 0) | (table >= num_pages))
+    if bool(outside.any()):
+        b, n = divmod(int(outside.flatten().int().argmax()), table.shape[1])
+        reasons.append(f"block_table[{b}, {n}] is {int(table[b, n])}, the pool has pages 0 to {num_pages - 1}")
+    return reasons

@@ -1,9 +1,12 @@
-"""Who is timed: tilewise's backends, eager attention, PyTorch's SDPA (by backend on CUDA) and compiled FlexAttention; and limits.
+"""Who is timed: tilewise's backends, eager attention, PyTorch's SDPA (by backend on CUDA), compiled FlexAttention, and
+FlashAttention-3 and -4 where they are installed; and limits.
 
 A Contestant says which cases it cannot run and why, and turns inputs into a call without arguments. Making masks,
 compiling and moving data happen in `prepare`, outside what is timed, as a model does them once for all layers.
 """
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -285,6 +288,32 @@ def _on_cuda(case: Case, device: str) -> list[str]:
     return reasons
 
 
+# ---- FlashAttention-3 and -4, where they are installed ----------------------------------------------------------------
+
+
+def _flash(name: str, module: str, what: str) -> Contestant:
+    """A FlashAttention by the module whose ``flash_attn_func`` it is; causal aligns the last query with the last key, as ours."""
+
+    def unsupported(case: Case, device: str) -> list[str]:
+        reasons = _on_cuda(replace(case, seqlen_k=case.seqlen_q), device)  # unlike SDPA's, its causal fits any lengths
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # of a package above it
+            found = False
+        return reasons if found else [*reasons, f"{what} is not installed"]
+
+    def prepare(x: Inputs) -> Call:
+        attention, causal = importlib.import_module(module).flash_attn_func, x.case.mask == "causal"
+
+        def call() -> Tensor:
+            result = attention(x.q, x.k, x.v, causal=causal)
+            return result[0] if isinstance(result, tuple) else result  # some versions return lse too
+
+        return call
+
+    return Contestant(name, unsupported, prepare, what)
+
+
 def _flex_unsupported(case: Case, device: str) -> list[str]:
     reasons = []
     if not device.startswith("cuda"):
@@ -353,6 +382,8 @@ def all_contestants() -> dict[str, Contestant]:
         Contestant("eager", _eager_unsupported, eager_call, torch_version),
         Contestant("sdpa", _sdpa_unsupported, _sdpa_prepare, torch_version),
         Contestant("fa2", _on_cuda, _sdpa_prepare, f"SDPA flash, {torch_version}", _only("FLASH_ATTENTION")),
+        _flash("fa3", "flash_attn_interface", "FlashAttention-3"),
+        _flash("fa4", "flash_attn.cute.interface", "FlashAttention-4"),
         Contestant("cudnn", _on_cuda, _sdpa_prepare, _cudnn_version(), _only("CUDNN_ATTENTION")),
         Contestant("flex", _flex_unsupported, _flex_prepare, torch_version),
         Contestant("read", _read_unsupported, _read_prepare, torch_version, limit=True),

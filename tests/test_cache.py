@@ -126,3 +126,90 @@ def test_explain_names_who_runs_it_and_why_others_do_not():
     assert said.chosen in ("cpu", "portable")
     assert any("block table" in reason for reason in said.refused["hopper"])
     assert "paged, 4 sequences of at most 48 keys" in str(said)
+
+
+# -- Appending -----------------------------------------------------------------------------------------------------
+
+
+def empty_cache(lengths=(20, 3, 0, 33), page_size=8, max_pages=6):
+    """A cache of NaN, whose table names pages for all that fits."""
+    count = len(lengths) * max_pages
+    table = torch.randperm(count, generator=torch.Generator().manual_seed(2)).int().view(len(lengths), max_pages)
+    k, v = torch.full((count, page_size, 2, 16), torch.nan), torch.full((count, page_size, 2, 8), torch.nan)
+    return tw.paged(k, v, table, torch.tensor(lengths, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rectangular", "packed"])
+def test_appended_keys_lie_behind_those_of_their_sequence(packed):
+    cache = empty_cache()
+    news = (1, 9, 0, 4) if packed else (5, 5, 5, 5)
+    k, v = normal(sum(news) + 2 * packed, 2, 16), normal(sum(news) + 2 * packed, 2, 8, seed=1)
+    cu = torch.tensor([0, *news]).cumsum(0)
+    before = cache.seqlens_k.clone()
+    grown = tw.append(cache, k, v, cu) if packed else tw.append(cache, *(x.unflatten(0, (4, 5)) for x in (k, v)))
+    assert torch.equal(cache.seqlens_k, before)
+    assert torch.equal(grown.seqlens_k, before + torch.tensor(news, dtype=torch.int32))
+    for b in range(4):
+        for whole, part in zip(keys_of(grown, b), (k, v), strict=True):
+            assert whole[0, : before[b]].isnan().all()
+            assert torch.equal(whole[0, before[b] :], part[cu[b] : cu[b + 1]])
+    assert sum(int((~pool.isnan()).all(-1).all(-1).sum()) for pool in cache[:2]) == 2 * sum(news)  # and nothing else
+
+
+def test_rows_without_a_place_are_not_written_where_nobody_checks(monkeypatch):
+    from tilewise import cache as module
+
+    cache = empty_cache((20, 46, 0, 33))
+    cache.block_table[2] = 1000
+    k, v = normal(4, 5, 2, 16), normal(4, 5, 2, 8)
+    module._write(cache, k, v, None)
+    assert int((~cache.k_pages.isnan()).all(-1).all(-1).sum()) == 5 + 2 + 5
+    nowhere = cache._replace(block_table=torch.full_like(cache.block_table, -1))
+    kept = cache.k_pages.clone()
+    module._write(nowhere, k, v, None)
+    assert torch.equal(kept.nan_to_num(), cache.k_pages.nan_to_num())
+
+
+def test_append_then_attend_compiles_without_graph_breaks():
+    torch._dynamo.reset()
+    q, k, v = normal(4, 2, 4, 16), normal(4, 2, 2, 16), normal(4, 2, 2, 8)
+
+    def step(q, k, v, cache):
+        grown = tw.append(cache, k, v)
+        return tw.attention_paged(q, grown, causal=True), grown.seqlens_k
+
+    cache = empty_cache((0, 0, 0, 0))
+    expected = step(q, k, v, cache)
+    again = empty_cache((0, 0, 0, 0))
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, again)
+    for x, y in zip((*got, again.k_pages), (*expected, cache.k_pages), strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True)
+
+
+def test_the_append_operator_passes_opcheck():
+    k_pages, v_pages, table, lengths = (x.nan_to_num() if x.is_floating_point() else x for x in empty_cache())
+    arguments = k_pages, v_pages, normal(4, 5, 2, 16), normal(4, 5, 2, 8), table, lengths, None
+    torch.library.opcheck(torch.ops.tilewise.append.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "message"),
+    [
+        ((4, 16, 2, 16), (4, 16, 2, 8), r"seqlens_k with the new keys\[3\] is 49, a row of the table holds 0 to 48"),
+        ((4, 5, 2, 16), (4, 4, 2, 8), r"k has \(4, 5\) rows, v \(4, 4\)"),
+        ((4, 5, 3, 16), (4, 5, 2, 8), r"k is \(4, 5, 3, 16\), the rows of its pages \(2, 16\)"),
+        ((3, 5, 2, 16), (3, 5, 2, 8), "batch differs: q 3, block_table 4"),
+        ((20, 2, 16), (20, 2, 8), "k has 3 dimensions"),
+    ],
+)
+def test_a_wrong_append_is_refused(k, v, message):
+    with pytest.raises(ValueError, match=message):
+        tw.append(empty_cache(), torch.zeros(k), torch.zeros(v))
+
+
+def test_appending_what_wants_a_gradient_is_refused():
+    k, v = normal(4, 1, 2, 16).requires_grad_(), normal(4, 1, 2, 8)
+    with pytest.raises(ValueError, match="a cache has no gradient"):
+        tw.append(empty_cache(), k, v)
+    with torch.no_grad():
+        tw.append(empty_cache(), k, v)

@@ -90,7 +90,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "dispatch": ("backends.base", "problem", "spec", "device", "settings"),
     "autograd": ("dispatch", "backends.base", "problem", "spec"),
-    "cache": (),
+    "cache": ("pages", "settings"),
     "api": ("autograd", "dispatch", "cache", "problem", "spec", "scores", "masks", "tiles", "dropout", "state"),
     "accuracy": ("reference", "gather", "backends.base", "problem"),
     "testing": ("", "accuracy", "backends.base", "problem", "spec"),

@@ -66,3 +66,19 @@ def test_the_commands_that_contributors_are_given_exist():
 def test_every_issue_of_a_fault_asks_for_the_machine():
     for name in ("bug.md", "speed.md"):
         assert "tilewise doctor" in (ROOT / ".github" / "ISSUE_TEMPLATE" / name).read_text(encoding="utf-8")
+
+
+CITED = re.compile(r"docs/algorithm\.md(#[a-z0-9-]+|, \(\d+\)(?:(?:,| to| and) \(\d+\))*)?")
+
+
+def test_the_sources_cite_the_mathematics_by_sections_and_equations_that_exist():
+    page = ROOT / "docs" / "algorithm.md"
+    known = {f"#{anchor}" for anchor in headings(page)}
+    known |= {f"({n})" for n in re.findall(r"\\tag\{(\d+)\}", page.read_text(encoding="utf-8"))}
+    unknown = []
+    for path in (path for suffix in ("py", "h", "cpp") for path in sorted((ROOT / "src").rglob(f"*.{suffix}"))):
+        for cited in CITED.findall(path.read_text(encoding="utf-8")):
+            named = re.findall(r"#[a-z0-9-]+|\(\d+\)", cited)
+            if not named or set(named) - known:
+                unknown.append(f"{path.relative_to(ROOT)}: {cited or 'no section or equation'}")
+    assert not unknown

@@ -23,6 +23,7 @@ NAMED_LAMBDAS = 35  # in all of src; a function has a name, a docstring and room
 # The public functions: their keywords are the users' words, or those of the library that they stand in for, which several
 # of them share.
 PUBLIC = {
+    "compat/sdpa.py": ("_patched_multi_head",),
     "api.py": (
         "attention",
         "attention_with_lse",

@@ -71,6 +71,7 @@ def right_calls() -> None:
     cache = assert_type(tw.dense_cache(k, v, torch.tensor([32, 9], dtype=torch.int32)), tw.PagedCache)
     assert_type(tw.attention_paged(q, tw.paged(*cache), causal=True), Tensor)
     assert_type(tw.attention_paged_with_lse(q, cache, mask=tw.window(3)), tuple[Tensor, Tensor])
+    assert_type(tw.append(cache, k[:, :0], v[:, :0]), tw.PagedCache)
     assert_type(tw.explain(q, cache, causal=True), Explanation)
     assert_type(tw.explain(q, k, v, causal=True, mask=tw.window(3)), Explanation)
     tw.explain(packed, packed, packed, cu_seqlens_q=cu_seqlens)

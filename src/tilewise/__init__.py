@@ -17,7 +17,7 @@ from tilewise.api import (
     merge,
     show_mask,
 )
-from tilewise.cache import PagedCache, dense_cache, paged
+from tilewise.cache import PagedCache, append, dense_cache, paged
 from tilewise.expr import lookup
 from tilewise.masks.catalogue import (
     Mask,
@@ -56,6 +56,7 @@ __all__ = [
     "PagedCache",
     "Score",
     "alibi",
+    "append",
     "attention",
     "attention_paged",
     "attention_paged_with_lse",

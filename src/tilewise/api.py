@@ -52,11 +52,24 @@ class AttentionStats(NamedTuple):
     max_logit: Tensor
 
 
+def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if tensors and q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
+        return k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
+    return k, v
+
+
 def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
+<<<<<<< HEAD
     if parallel is None:
         return _operator(q, k, v, *assemble(q, k, v, o))
     out, lse = parallel.attention(q, k, v, o)
     return out, lse
+=======
+    k, v = _for_each(q, k, v)
+    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
+>>>>>>> main
 
 
 def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
@@ -64,7 +77,8 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
         name = type(cache).__name__
         raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
     o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
-    return _run(q, cache.k_pages, cache.v_pages, o, None)
+    pages = cache.k_pages, cache.v_pages
+    return _operator(q, *pages, *assemble(q, *pages, o))
 
 
 def _keys_and_values(k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor | None]:
@@ -96,7 +110,7 @@ def attention(
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``, fp16, bf16, fp32 or fp64.
         k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads_q`` is a multiple of ``heads_k`` (GQA, MQA).
-        v: ``(batch, seqlen_k, heads_k, head_dim_v)``.
+        v: ``(batch, seqlen_k, heads_k, head_dim_v)``. A batch of one, of k and v both, serves every q.
         causal: also hide the keys after a query, aligned at the last (``mask & tw.causal()``).
         mask: a Mask, a bool tensor broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)`` (True = kept), or a function
             of ``(b, h, i, j)``.
@@ -117,7 +131,7 @@ def attention(
     Raises:
         ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
 
-    Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md.
+    Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md#4-forward.
     """
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
@@ -363,8 +377,19 @@ def explain(
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
+<<<<<<< HEAD
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
     k, v = _keys_and_values(k, v, o)
+=======
+    table = lengths = None
+    if isinstance(k, PagedCache):
+        k, v, table, lengths = k
+    else:
+        k, v = _for_each(q, k, v)
+    # fmt: off
+    o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=table, seqlens_k=lengths, **options)
+    # fmt: on
+>>>>>>> main
     return dispatch.explain(q, k, v, o)
 
 

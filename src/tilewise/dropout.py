@@ -1,4 +1,4 @@
-"""Which pairs dropout keeps: Philox4x32-7 (Salmon et al. 2011) over global indices (docs/algorithm.md, "Dropout").
+"""Which pairs dropout keeps: Philox4x32-7 (Salmon et al. 2011) over global indices (docs/algorithm.md#9-dropout).
 
 Pair ``(i, j)`` of head ``(b, h)`` is kept iff its 16-bit value is below ``threshold(p)``. One call gives eight values,
 those of ``{i, i ^ 8} x {j, j ^ 1, j ^ 8, j ^ 9}``: what one thread holds of S in a tensor-core accumulator.

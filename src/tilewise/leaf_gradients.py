@@ -1,7 +1,7 @@
 """How the gradient of each tensor that a score reads is summed: decided once, for all backends.
 
 A score reads its leaves at indices of ``b, h, i, j``. What the gradient of one read costs follows from these indices
-(docs/algorithm.md, section 7): :func:`classify` says how it is summed, :func:`read_adjoint` sums it on tensors.
+(docs/algorithm.md#7-scores-and-their-gradients): :func:`classify` says how it is summed, :func:`read_adjoint` sums it on tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Algorithm 0: attention with the whole score matrix in memory, and its closed-form backward. The oracle.
 
 Computed in any dtype: in float64 it is what everything else is judged by; in the inputs' own dtype it is "eager
-attention", whose error sets the tolerance (docs/algorithm.md, "Numerics").
+attention", whose error sets the tolerance (docs/algorithm.md#14-numerics).
 """
 
 from __future__ import annotations

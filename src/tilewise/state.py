@@ -1,4 +1,4 @@
-"""The state of a partial attention, ``(o, lse)``, and its merge (docs/algorithm.md, "Merging").
+"""The state of a partial attention, ``(o, lse)``, and its merge (docs/algorithm.md#5-merging).
 
 Attention over two disjoint sets of keys is the merge of attention over each. The merge is associative and commutative
 and has the identity ``(0, -inf)``, so split keys, rings over devices, sinks and cascades are all this one operation.

@@ -2,7 +2,7 @@
 
 :class:`Grid` is the index space of one attention (or of a part of one) with its mask; :class:`TileMap` says of each tile
 whether it is empty, partial or full, by rows (forward) or by columns (backward); :func:`seen_keys` marks the keys that
-some query sees. Predicates are evaluated once, over row chunks: O(tiles + N) memory and no host read.
+some query sees. Predicates are evaluated once, over some rows at a time: O(tiles + N) memory and no host read.
 """
 
 from __future__ import annotations

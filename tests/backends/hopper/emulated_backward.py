@@ -91,9 +91,9 @@ def load(name: str) -> ModuleType:
 def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Places) -> None:
     """Products, and what goes between registers and shared memory."""
 
-    def begin_products(mma, acc, pairs, overwrite: bool) -> None:
+    def begin_products(mma, acc, factors, overwrite: bool) -> None:
         def product() -> None:
-            for n, (a, b) in enumerate(pairs):
+            for n, (a, b) in enumerate(factors):
                 left = places.matrix(a.values) if isinstance(a, Registers) else seen(a)
                 values = places.registers(left @ seen(b).T)
                 acc.values[:] = values if overwrite and n == 0 else acc.values + values

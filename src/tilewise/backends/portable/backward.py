@@ -1,4 +1,4 @@
-"""Backward (docs/algorithm.md, eqs. of "Backward"; FlashAttention-2, Algorithm 2): key tiles outside, queries inside.
+"""Backward (docs/algorithm.md#6-backward; FlashAttention-2, Algorithm 2): key tiles outside, queries inside.
 
 P = exp(S - lse)    dV += (P ∘ Z)ᵀ dO    dP = Z ∘ (dO Vᵀ)    dS = P ∘ (dP - delta)
 dK += dS'ᵀ Q · scale    dQ += dS' K · scale,    dS' = dS · (d score / d s)

@@ -1,4 +1,4 @@
-"""Forward (docs/algorithm.md, eqs. of "Forward"; FlashAttention-2, Algorithm 1): query tiles outside, keys inside.
+"""Forward (docs/algorithm.md#4-forward; FlashAttention-2, Algorithm 1): query tiles outside, keys inside.
 
     m' = max(m, rowmax S)    P = exp(S - m')    l = l·exp(m - m') + rowsum P    O = O·exp(m - m') + P V
 and once at the end O = O / l, lse = m + log l.

@@ -16,7 +16,6 @@ class Tiles:
 
     Attributes:
         tma: whole tiles are loaded through tensor descriptors (Hopper and newer) where the strides allow it.
-        specialized: some warps load while others compute; needs tma.
         padded: a head dim that is no power of two is padded to one, rather than two pieces (:func:`pieces`).
     """
 
@@ -25,7 +24,6 @@ class Tiles:
     num_warps: int
     num_stages: int
     tma: bool = False
-    specialized: bool = False
     padded: bool = False
 
     @property
@@ -35,7 +33,7 @@ class Tiles:
         return self.num_stages > 2
 
     def describe(self) -> str:
-        how = (", tma" if self.tma else "") + (", specialised" if self.specialized else "")
+        how = ", tma" if self.tma else ""
         how += ", padded" if self.padded else ""
         return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
 

@@ -1,4 +1,4 @@
-// Backward (docs/algorithm.md, section 6) in one pass: key tiles outside, the queries of the head group inside.
+// Backward (docs/algorithm.md#6-backward) in one pass: key tiles outside, the queries of the head group inside.
 //
 //   for each tile of keys:                 Kᵀ, Vᵀ and K packed; dK, dV of the tile, all in L2
 //     for each head of the group, each tile of queries that the columns' ends reach:

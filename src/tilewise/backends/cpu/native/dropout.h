@@ -1,4 +1,4 @@
-// Philox4x32-7 over the indices of the whole attention (docs/algorithm.md, section 9): the factors of a row of pairs, each 0
+// Philox4x32-7 over the indices of the whole attention (docs/algorithm.md#9-dropout): the factors of a row of pairs, each 0
 // or 65536 / T.
 #pragma once
 #include "program.h"

@@ -1,4 +1,4 @@
-// Forward (docs/algorithm.md, section 4): one query tile against its keys.
+// Forward (docs/algorithm.md#4-forward): one query tile against its keys.
 //
 //   for each tile of keys:            Kᵀ and V packed, in L2 (L1 for small head_dim)
 //     for each block of 6 queries:    S in L1, the product's block in registers
@@ -251,7 +251,7 @@ class Forward {
 
 };
 
-// The states of all chunks of an item's rows, merged in the order of the chunks (docs/algorithm.md, section 5):
+// The states of all chunks of an item's rows, merged in the order of the chunks (docs/algorithm.md#5-merging):
 // lse = max + log Σ e^(lse_part - max), o = Σ e^(lse_part - lse) o_part.
 template <class E, class T>
 void merge_rows(const TwCall &c, const QueryItem &item, const Partials &partials) {

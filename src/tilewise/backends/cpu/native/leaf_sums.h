@@ -1,4 +1,4 @@
-// Gradients of the tensors that scores read (docs/algorithm.md, eq. (17)): one row of dz at a time. An index that does
+// Gradients of the tensors that scores read (docs/algorithm.md, (17)): one row of dz at a time. An index that does
 // not move along the row takes the row's sum; others take element by element, in order.
 #pragma once
 #include "program.h"

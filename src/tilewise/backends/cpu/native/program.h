@@ -111,6 +111,11 @@ TW_INLINE void with_leaf(const TwLeaf &leaf, F f) {
 
 TW_INLINE int64_t clamped(int64_t x, int64_t size) { return x < 0 ? 0 : x < size ? x : size - 1; }
 
+// The cases of the operations that another switch computes; one that is in no list, or has no case, is an error.
+#define TW_CASE(name) case Op::name##_:
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wswitch"
+
 // -- The machine --------------------------------------------------------------------------------------------------
 
 // Where a row of pairs is: columns [begin, end) of the tile that starts at key j0.
@@ -218,7 +223,8 @@ struct Machine {
         for (int64_t c = 0; c < n; ++c) ints[c] = p.j0 + begin + c;
         return;
       case Op::lookup_: return lookup(x, p, begin, end);
-      default: break;
+      TW_COMMON_OPERATIONS(TW_CASE) TW_NUMBER_OPERATIONS(TW_CASE) TW_INTEGER_OPERATIONS(TW_CASE)
+      TW_FLOAT_OPERATIONS(TW_CASE) break;
     }
     if (x.type == TW_F32) floating<float>(x, begin, n);
     else if (x.type == TW_F64) floating<double>(x, begin, n);
@@ -254,8 +260,10 @@ struct Machine {
         for (int64_t c = 0; c < n; ++c) out[c] = condition[c] ? a[c] : b[c];
         return true;
       }
-      default: return false;
+      TW_PLACE_OPERATIONS(TW_CASE) TW_NUMBER_OPERATIONS(TW_CASE) TW_INTEGER_OPERATIONS(TW_CASE)
+      TW_FLOAT_OPERATIONS(TW_CASE) break;
     }
+    return false;
   }
 
   void integer(const TwInstruction &x, int64_t begin, int64_t n) const {
@@ -275,7 +283,9 @@ struct Machine {
       case Op::bool_not_: return map(out, a, n, [](I v) { return I(!v); });
       case Op::neg_: return map(out, a, n, [](I v) { return I(U(0) - U(v)); });
       case Op::abs_: return map(out, a, n, [](I v) { return v < 0 ? I(U(0) - U(v)) : v; });
-      default: return map(out, a, n, [](I v) { return v; });  // floor, ceil, round, trunc, to_int
+      case Op::floor_: case Op::ceil_: case Op::round_: case Op::trunc_: case Op::to_int_:
+        return map(out, a, n, [](I v) { return v; });
+      TW_PLACE_OPERATIONS(TW_CASE) TW_COMMON_OPERATIONS(TW_CASE) TW_FLOAT_OPERATIONS(TW_CASE) break;
     }
   }
 
@@ -313,9 +323,11 @@ struct Machine {
       case Op::erf_: return map(out, a, n, [](T v) { return std::erf(v); });
       case Op::sin_: return map(out, a, n, [](T v) { return std::sin(v); });
       case Op::cos_: return map(out, a, n, [](T v) { return std::cos(v); });
-      default: return;
+      TW_PLACE_OPERATIONS(TW_CASE) TW_COMMON_OPERATIONS(TW_CASE) TW_INTEGER_OPERATIONS(TW_CASE) break;
     }
   }
 };
+#pragma GCC diagnostic pop
+#undef TW_CASE
 
 }  // namespace tw::TW_ISA

@@ -1,4 +1,4 @@
-"""dQ, dK and dV on Hopper (sm_90a); the mathematics is docs/algorithm.md, section 6.
+"""dQ, dK and dV on Hopper (sm_90a); the mathematics is docs/algorithm.md#6-backward.
 
 Which kernels run is one record, :class:`~tilewise.backends.hopper.backward.config.Backward`, chosen by ``config.choose``. They run in
 one of these orders, all launched by one call of ``launch.launch``::
@@ -11,7 +11,7 @@ one of these orders, all launched by one call of ``launch.launch``::
 How dQ is summed. With two passes each CTA of ``queries`` keeps its dQ in registers over all key blocks, so that every run gives the
 same bits. With one pass every CTA of ``keys`` adds its part of dQ to fp32 sums in global memory; ``dq_accumulate`` decides the order:
 ``add_all`` adds in whatever order the CTAs come, ``add_in_order`` (``deterministic=True``) in the order of the key tiles. At head_dim 256
-``cluster_dq`` adds, in pieces of columns.
+``cluster_dq`` adds, some columns at a time.
 
 To change one thing, edit one file:
 

@@ -13,7 +13,7 @@ of a group. Its roles::
     warp 3       exchange       each block's dS to the peer
     warpgroup 1  make_values    S P dV: hands P to the next
     warpgroup 2  make_keys      dP dS dK
-    warpgroup 3  make_queries   dQ, which each of its warps adds to fp32 sums in memory by itself, a piece at a time
+    warpgroup 3  make_queries   dQ, which each of its warps adds to fp32 sums in memory by itself, some columns at a time
 
 The warpgroups are in :mod:`tilewise.backends.hopper.backward.cluster_compute` and
 :mod:`tilewise.backends.hopper.backward.cluster_dq`.

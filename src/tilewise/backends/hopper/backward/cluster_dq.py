@@ -4,7 +4,7 @@ It multiplies dS of all 128 keys, its own CTA's and the peer's, by half of K's c
 
     dQ = dS K    tile_m queries x 64 columns, fp32, twice
 
-Each of its four warps adds its own rows to the fp32 sums in global memory, a piece of PIECE bytes at a time through its own shared
+Each of its four warps adds its own rows to the fp32 sums in global memory, ADDITION bytes at a time through its own shared
 memory, in whatever order the CTAs come.
 """
 
@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.backward.cluster_storage import PEER_K, ClusterMmas, ClusterStorage, K
-from tilewise.backends.hopper.backward.config import FP32_BYTES, PIECE, PIECES, Backward
+from tilewise.backends.hopper.backward.config import ADDITION, ADDITIONS, FP32_BYTES, Backward
 from tilewise.backends.hopper.backward.dq_accumulate import ADD
 from tilewise.backends.hopper.backward.fragments import begin_products, release_read, stage_of, transposed
 from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile
@@ -28,7 +28,7 @@ from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.scheduler import each_tile
 
 HALVES = 2  # of a CTA's columns of dQ: one is added up while the other's product runs
-FOURS = PIECE // (4 * FP32_BYTES * 32)  # fours of elements that a thread has of a piece
+FOURS = ADDITION // (4 * FP32_BYTES * 32)  # fours of elements that a thread has of them
 
 
 class DqOperands(NamedTuple):
@@ -124,29 +124,29 @@ def release_ds(smem: ClusterStorage, n) -> None:
 
 
 def add_half(dq: cute.Tensor, target: cute.Tensor, h: int, smem: ClusterStorage, config: Backward) -> None:
-    """Each warp adds its own rows of half h, a piece at a time through its own shared memory, so that no warp waits for another."""
+    """Each warp adds its own rows of half h, ADDITION bytes at a time through its own shared memory, so that no warp waits for another."""
     fours = cute.size(dq) // 4
     values = cute.make_tensor(dq.iterator, cute.make_layout((4, fours)))
     for n in range(fours // FOURS):
-        cute.arch.cp_async_bulk_wait_group(PIECES - 1, read=True)  # the copy of the piece before the last has been read
+        cute.arch.cp_async_bulk_wait_group(ADDITIONS - 1, read=True)  # the addition before the last has read its memory
         cute.arch.sync_warp()
-        put_piece(values, n, target, h * fours // FOURS + n, smem, config)
+        begin_addition(values, n, target, h * fours // FOURS + n, smem, config)
         cute.arch.cp_async_bulk_commit_group()
 
 
-def put_piece(
+def begin_addition(
     values: cute.Tensor, n: int, target: cute.Tensor, place: int, smem: ClusterStorage, config: Backward
 ) -> None:
-    """Starts the addition of the n-th piece of a half, which is the ``place``-th piece of the warp."""
+    """Starts the addition of the n-th part of a half, which is the ``place``-th of the warp."""
     thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.thread_idx()[0] % 32
     warp = cute.arch.make_warp_uniform(thread // 32)
-    own = smem.pieces[None, None, None, place % PIECES, warp]
+    own = smem.additions[None, None, None, place % ADDITIONS, warp]
     for m in range(FOURS):
         cute.autovec_copy(values[None, n * FOURS + m], own[None, lane, m])
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        start = target.iterator + (warp * (config.keys.part_elements // 4) + place * (PIECE // FP32_BYTES))
+        start = target.iterator + (warp * (config.keys.part_elements // 4) + place * (ADDITION // FP32_BYTES))
         cute.arch.inline_ptx(
-            ADD + " [{$r0}], [{$r1}], {$r2};", read_only_args=[start.toint(), own.iterator.toint(), I32(PIECE)]
+            ADD + " [{$r0}], [{$r1}], {$r2};", read_only_args=[start.toint(), own.iterator.toint(), I32(ADDITION)]
         )

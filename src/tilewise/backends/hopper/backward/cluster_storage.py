@@ -9,7 +9,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward.config import CLUSTER, HALF, PIECE, PIECES, Backward
+from tilewise.backends.hopper.backward.config import ADDITION, ADDITIONS, CLUSTER, HALF, Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
 from tilewise.backends.hopper.backward.key_tiles import KeyTile
 from tilewise.backends.hopper.backward.keys_storage import KeysTmas
@@ -45,7 +45,7 @@ class ClusterStorage(NamedTuple):
         statistics: :func:`statistics_layout`: lse2 or delta beside the first part of a block.
         handover: (4 words, thread, strip, block): P on its way to make_keys, in the memory of ``ds``.
         ds: (64 keys, tile_m, n): two blocks of this CTA's dS, and the peer's.
-        pieces: (4, lane, n, place, warp), fp32: the pieces of dQ that warps are adding.
+        additions: (4, lane, n, place, warp), fp32: the elements of dQ that warps are adding.
         full, empty: barriers of a stage. The others are explained in the module's docstring.
         rank: which of the two CTAs this is.
     """
@@ -58,7 +58,7 @@ class ClusterStorage(NamedTuple):
     statistics: cute.Tensor
     handover: cute.Tensor
     ds: cute.Tensor
-    pieces: cute.Tensor
+    additions: cute.Tensor
     full: cute.Pointer
     empty: cute.Pointer
     held_full: cute.Pointer
@@ -89,11 +89,11 @@ def allocate(tmas: KeysTmas, config: Backward) -> ClusterStorage:
     ds = cute.make_tensor(cute.recast_ptr(scores, layout.inner), layout.outer)
     handover_layout = cute.make_layout((4, 128, tiles.tile_m // STRIP, 2))
     handover = cute.make_tensor(cute.recast_ptr(scores, dtype=I32), handover_layout)
-    pieces = allocator.allocate_tensor(F32, cute.make_layout((4, 32, PIECE // 512, PIECES, 4)), ALIGNMENT)
+    additions = allocator.allocate_tensor(F32, cute.make_layout((4, 32, ADDITION // 512, ADDITIONS, 4)), ALIGNMENT)
     empty, held_full, rest = full + tiles.stages, full + 2 * tiles.stages, full + 2 * tiles.stages + 3
     return ClusterStorage(
         with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(k, tmas.dk), with_tma_layout(v, tmas.dv),
-        with_tma_layout(q, tmas.q), statistics, handover, ds, pieces,
+        with_tma_layout(q, tmas.q), statistics, handover, ds, additions,
         full, empty, held_full, rest, rest + 2, rest + 4, rest + 5, rest + 6, rest + 8, rest + 10, rest + 12,
         cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 This module imports no DSL and runs on any machine. Every kernel of the backward is described by a :class:`Backward`; TABLE lists
 the tiles that were measured to be the fastest, a row for each head dim.
 
-There are two ways to compute the three gradients (docs/algorithm.md, section 6):
+There are two ways to compute the three gradients (docs/algorithm.md#6-backward):
 
 * two passes: dK and dV over key tiles, dQ over query tiles. Seven products for each pair of tiles, and every run gives the same bits.
 * one pass: the pass over key tiles also makes dQ and accumulates it in fp32 in global memory. Five products for each pair of
@@ -38,10 +38,9 @@ BARRIER_BYTES = 8
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 CLUSTER = 2  # CTAs of a cluster, where two share a key tile
 HALF = 128  # columns of the parts in which a cluster keeps its tiles
-PIECE = 1024  # bytes of dQ that a warp of a cluster adds at a time
-PIECES = 2  # such copies that it has in flight
-# The statistics of a packed sequence begin at a multiple of this many rows, so that all rows of a preprocessing CTA belong to
-# one sequence.
+ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
+ADDITIONS = 2  # such additions that it has in flight
+# A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
 STATISTICS_ALIGNMENT = 128
 
 
@@ -187,8 +186,8 @@ class ClusterTiles(KeyTiles):
 
     @property
     def handover_bytes(self) -> int:
-        """Bytes of P or dS of two blocks, of the peer's dS, and of the pieces of dQ (fp32) that four warps have in flight."""
-        return 3 * ELEMENT_BYTES * ROWS * self.tile_m + 4 * PIECES * PIECE
+        """Bytes of P or dS of two blocks, of the peer's dS, and of the elements of dQ (fp32) that four warps have in flight."""
+        return 3 * ELEMENT_BYTES * ROWS * self.tile_m + 4 * ADDITIONS * ADDITION
 
     @property
     def shared(self) -> int:
@@ -279,6 +278,8 @@ class Backward(Formed):
 
     @property
     def name(self) -> str:
+        """How its kernels' symbols begin. They end in ``_rows`` (preprocess), ``_keys`` (keys, cluster), ``_queries`` or ``_sum``
+        (postprocess): symbols are among the bits of shipped kernels, so that modules may be renamed and they may not."""
         k = self.keys
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
         second = self.queries.name if self.queries else "ordered" if k.ordered else "sum"

@@ -71,7 +71,7 @@ class SumStorage(NamedTuple):
 
 
 def allocate(allocator, config: Backward, barriers) -> SumStorage:
-    """The last piece of :attr:`KeyTiles.shared`; ``barriers`` points to 8 of them."""
+    """The last part of :attr:`KeyTiles.shared`; ``barriers`` points to 8 of them."""
     layout = ds_layout(config)
     ds = allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)
     part = allocator.allocate_tensor(F32, cute.make_layout((4, 128, fours(config.keys), KEY_GROUPS)), ALIGNMENT)
@@ -147,10 +147,10 @@ def begin_part(operands: SumOperands, smem: SumStorage, n, config: cutlass.Const
     if n >= 0:
         cute.arch.mbarrier_wait(smem.ds_full + n % 2, n // 2 % 2)
     # dQ = dS K, or dQᵀ = Kᵀ dSᵀ, of the 128 keys of both warpgroups
-    begin_products(operands.mma, operands.dq, operand_pairs(operands, n + 2, config), overwrite=True)
+    begin_products(operands.mma, operands.dq, factors_of(operands, n + 2, config), overwrite=True)
 
 
-def operand_pairs(operands: SumOperands, count, config: Backward) -> list:
+def factors_of(operands: SumOperands, count, config: Backward) -> list:
     """The operands of each warpgroup's 64 keys; dQ's part is the sum of their products."""
     stages = [(count % 2 * KEY_GROUPS + n, n) for n in range(KEY_GROUPS)]  # (of dS, of K)
     order = -1 if config.keys.dq_transposed else 1

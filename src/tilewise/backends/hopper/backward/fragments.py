@@ -28,15 +28,15 @@ def warp_and_warpgroup():
 # -- Products ------------------------------------------------------------------------------------------------------
 
 
-def begin_products(mma: cute.TiledMma, acc: cute.Tensor, pairs, overwrite: bool) -> None:
-    """Issues the wgmmas of ``acc (+)= sum of a b`` over ``pairs`` of operands ``(a, b)`` as one group. Mode 2 of an operand counts its
+def begin_products(mma: cute.TiledMma, acc: cute.Tensor, factors, overwrite: bool) -> None:
+    """Issues the wgmmas of ``acc (+)= sum of a b`` over the ``factors`` ``(a, b)`` as one group. Mode 2 of an operand counts its
     k steps.
 
     The atom is made here: a field set on the caller's atom would belong to the caller's loop.
     """
     atom = cute.make_mma_atom(mma.op)
     warpgroup.fence()
-    for n, (a, b) in enumerate(pairs):
+    for n, (a, b) in enumerate(factors):
         for step in range(cute.size(a, mode=[2])):
             atom.set(warpgroup.Field.ACCUMULATE, not (overwrite and n == step == 0))
             cute.gemm(atom, acc, a[None, None, step], b[None, None, step], acc)
@@ -63,9 +63,9 @@ def words(operand: cute.Tensor) -> cute.Tensor:
 
 def round_to_operand(operand: cute.Tensor, acc: cute.Tensor, dtype: str) -> None:
     """Rounds an accumulator (fp32) into an operand of the same shape, register by register."""
-    values, pairs = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), words(operand)
-    for n in range(cute.size(pairs)):
-        pairs[n] = pack(values[2 * n], values[2 * n + 1], dtype)
+    values, target = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), words(operand)
+    for n in range(cute.size(target)):
+        target[n] = pack(values[2 * n], values[2 * n + 1], dtype)
 
 
 def as_accumulator(operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:

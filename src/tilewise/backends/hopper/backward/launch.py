@@ -1,4 +1,4 @@
-"""The launch of a whole backward on Hopper (sm_90a): one function that the host traces and calls; docs/algorithm.md, section 6.
+"""The launch of a whole backward on Hopper (sm_90a): one function that the host traces and calls; docs/algorithm.md#6-backward.
 
 ========== =========================================== ====== ============================================================
 kernel     makes                                       eq.    file

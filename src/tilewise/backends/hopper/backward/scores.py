@@ -173,7 +173,7 @@ def times_slope(p, point: ScorePoint, config: Backward):
 
 
 def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta, kept=None, params: BackwardParams | None = None) -> None:
-    """Turns a block of dP into dS = (slope · P) (dP - delta), (13) and (14) of docs/algorithm.md; fp32.
+    """Turns a block of dP into dS = (slope · P) (dP - delta), docs/algorithm.md, (13) and (14); fp32.
 
     Args:
         dp, p: (2 rows, columns of the thread); ``p`` holds slope · P.

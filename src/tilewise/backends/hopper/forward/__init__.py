@@ -1,4 +1,4 @@
-"""O and lse on Hopper (sm_90a); the mathematics is docs/algorithm.md, section 4. To change one thing, edit one file:
+"""O and lse on Hopper (sm_90a); the mathematics is docs/algorithm.md#4-forward. To change one thing, edit one file:
 
 =================================================== ==================================================================
 tile sizes, registers, which kernel a call gets     config (no DSL); a row of its TABLE

@@ -1,4 +1,4 @@
-"""The states of chunks of keys, merged (docs/algorithm.md, equations 8 and 18): one warp a row.
+"""The states of chunks of keys, merged (docs/algorithm.md, (8) and (18)): one warp a row.
 
 ``m = max(max_c lse_c, sink)``, ``w_c = exp(lse_c - m)``, ``o = sum_c w_c o_c / l`` and ``lse = m + log l`` with
 ``l = sum_c w_c + exp(sink - m)``; a chunk without keys has ``lse_c = -inf`` and weighs nothing.

@@ -29,7 +29,7 @@ from tilewise.backends.hopper.forward.storage import ForwardStorage
 from tilewise.backends.hopper.kit import dropout, expression, schedule, softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, pack
-from tilewise.backends.hopper.kit.ring import release
+from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, release
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import QueryTile, begin_product, column_of, row_of, rows_columns
 
@@ -86,45 +86,44 @@ def compute(
     """
     tiles = config.tiles
     operands = new_operands(qk, pv, smem, config)
-    stage, phase, q_stage, q_phase = I32(0), I32(0), I32(0), I32(0)
+    state, q_state = new_reader(), new_reader()  # in the ring of K and V, and in the warpgroup's tiles of Q
     if cutlass.const_expr(tiles.pingpong):
         first_turn(w, config)
     if cutlass.const_expr(config.packed):
-        of = receive(smem, w * tiles.q_stages, smem.q_full, q_phase)
+        of = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
         while of.sequence >= 0:
-            query_tile, n_q = place_packed(of, params, config), w * tiles.q_stages + q_stage
-            stage, phase = first_scores(
-                operands, query_tile, n_q, q_phase, (stage, phase), w, True, smem, params, config
-            )
-            stage, phase = compute_tile(operands, query_tile, n_q, (stage, phase), w, smem, params, config)
-            warpgroup.wait_group(0)
-            release(smem.empty + stage)
-            stage, phase = schedule.advance(stage, phase, tiles.stages)
+            query_tile, n_q = place_packed(of, params, config), w * tiles.q_stages + q_state.index
+            state = first_scores(operands, query_tile, n_q, q_state.phase, state, w, True, smem, params, config)
+            state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
+            warpgroup.wait_group(0)  # O is complete
+            release(smem.empty + state.index)  # the last V: the loading warp
+            state = state.advance(tiles.stages)
             epilogue(operands, smem, n_q, w, lse, sink, query_tile, params, config)
-            q_stage, q_phase = schedule.advance(q_stage, q_phase, tiles.q_stages)
-            of = receive(smem, w * tiles.q_stages + q_stage, smem.q_full, q_phase)
+            q_state = q_state.advance(tiles.q_stages)
+            of = receive(smem, w * tiles.q_stages + q_state.index, smem.q_full, q_state.phase)
         if cutlass.const_expr(config.stores):
-            cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_stage)  # so that the storing warp ends too
+            # The mailbox now holds a tile of no sequence, which ends the storing warp too.
+            cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_state.index)
     else:
         last, query_tile = rounds_of(params, config) - 1, tile_of(0, params, config)
-        stage, phase = first_scores(
-            operands, query_tile, w * tiles.q_stages, q_phase, (stage, phase), w, True, smem, params, config
+        state = first_scores(
+            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
         )
         for round_ in cutlass.range(last + 1, unroll=1):
-            this, n_q = query_tile, w * tiles.q_stages + q_stage
-            stage, phase = compute_tile(operands, query_tile, n_q, (stage, phase), w, smem, params, config)
-            v_stage = stage
-            stage, phase = schedule.advance(stage, phase, tiles.stages)
-            q_stage, q_phase = schedule.advance(q_stage, q_phase, tiles.q_stages)
-            next_q = w * tiles.q_stages + q_stage
+            this, n_q = query_tile, w * tiles.q_stages + q_state.index
+            state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
+            v_stage = state.index
+            state = state.advance(tiles.stages)
+            q_state = q_state.advance(tiles.q_stages)
+            next_q = w * tiles.q_stages + q_state.index
             query_tile = tile_of(PICK.smaller(round_ + 1, last), params, config)
-            stage, phase = first_scores(
-                operands, query_tile, next_q, q_phase, (stage, phase), w, round_ < last, smem, params, config
+            state = first_scores(
+                operands, query_tile, next_q, q_state.phase, state, w, round_ < last, smem, params, config
             )
             warpgroup.wait_group(1)  # this tile's last P V; the next tile's S may still run
-            release(smem.empty + v_stage)
+            release(smem.empty + v_stage)  # the last V: the loading warp
             epilogue(operands, smem, n_q, w, lse, sink, this, params, config)
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(0)  # the S that first_scores began without a tile
 
 
 # -- One tile ------------------------------------------------------------------------------------------------------
@@ -132,66 +131,64 @@ def compute(
 
 @cute.jit
 def compute_tile(
-    operands: ForwardOperands, query_tile: QueryTile, n_q, ring: tuple, w, smem: ForwardStorage, params: ForwardParams,
-    config: cutlass.Constexpr,
+    operands: ForwardOperands, query_tile: QueryTile, n_q, state: PipelineState, w, smem: ForwardStorage,
+    params: ForwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """All key blocks of a tile, S of the first having begun: the rows' state, and O, unnormalised, once the last product is done.
 
-    ``n_q`` is the tile of Q in shared memory. Returns (stage, phase) of the last product's V.
+    ``n_q`` is the tile of Q in shared memory. Returns the state at the last product's V.
     """
-    row, band, (stage, phase) = query_tile.row + w * config.queries, band_of_tile(query_tile, params, config), ring
+    row, band = query_tile.row + w * config.queries, band_of_tile(query_tile, params, config)
     hidden, whole, rest = whole_steps(query_tile, row, band, config)
     ends = row_ends(query_tile, row, cute.arch.thread_idx()[0] % 128, band, config)
     whole_block = steady_block if config.steady else key_block
     operands.o.fill(0.0)
 
     block = KeyBlock(ends, block_at(query_tile, hidden, params, config), True)
-    stage, phase = first_block(operands, (stage, phase), block, smem, params, config)
+    state = first_block(operands, state, block, smem, params, config)
     if cutlass.const_expr(config.skips):
-        stage, phase = skip(hidden, (stage, phase), w, smem, config, False)
+        state = skip(hidden, state, w, smem, config, False)
     if cutlass.const_expr(config.has_upper):
         for step in cutlass.range(whole - 1 - hidden, unroll=1):  # the right edge, or blocks that need the predicate
             block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), True)
-            stage, phase = key_block(operands, n_q, (stage, phase), block, smem, params, config)
+            state = key_block(operands, n_q, state, block, smem, params, config)
     for step in cutlass.range(rest - whole, unroll=1):
         block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), False)
-        stage, phase = whole_block(operands, n_q, (stage, phase), block, smem, params, config)
+        state = whole_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(config.has_lower and config.form != "lists"):
         for step in cutlass.range(query_tile.stop - query_tile.start - rest, unroll=1):  # the left edge
             block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), True)
-            stage, phase = key_block(operands, n_q, (stage, phase), block, smem, params, config)
+            state = key_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(not config.stores):
         release(smem.q_empty + n_q)  # the loading warp may bring the next Q
-    last_product(operands, (stage, phase), smem, config)
-    return stage, phase
+    last_product(operands, state, smem)
+    return state
 
 
 @cute.jit
 def first_scores(
-    operands: ForwardOperands, query_tile: QueryTile, n_q, q_phase, ring: tuple, w, there, smem: ForwardStorage,
+    operands: ForwardOperands, query_tile: QueryTile, n_q, q_phase, state: PipelineState, w, there, smem: ForwardStorage,
     params: ForwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
-    """Begins S of a tile's first block; if there is no such tile, of whatever lies there. Returns (stage, phase) of its K."""
-    stage, phase = ring
+    """Begins S of a tile's first block; if there is no such tile, of whatever lies there. Returns the state at its K."""
     if there:
-        cute.arch.mbarrier_wait(smem.q_full + n_q, q_phase)
+        cute.arch.mbarrier_wait(smem.q_full + n_q, q_phase)  # the loading warp
         if cutlass.const_expr(config.skips):
             row = query_tile.row + w * config.queries
             hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), config)
-            stage, phase = skip(hidden, (stage, phase), w, smem, config, True)
-        cute.arch.mbarrier_wait(smem.full + stage, phase)
+            state = skip(hidden, state, w, smem, config, True)
+        acquire(smem.full, state)  # K: the loading warp
     # S = Q Kᵀ, 64 × tile_n, fp32
-    q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, stage]
+    q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, state.index]
     begin_product(operands.qk, operands.s, q, k, overwrite=True)
-    return stage, phase
+    return state
 
 
-def last_product(operands: ForwardOperands, ring, smem: ForwardStorage, config: Config) -> None:
+def last_product(operands: ForwardOperands, state: PipelineState, smem: ForwardStorage) -> None:
     """Begins O += P V of a tile's last block."""
-    stage, phase = ring
-    cute.arch.mbarrier_wait(smem.full + stage, phase)
+    acquire(smem.full, state)  # V: the loading warp
     # O += P V, 64 × width_v, fp32
-    begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, stage], overwrite=False)
+    begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, state.index], overwrite=False)
 
 
 # -- One key block -------------------------------------------------------------------------------------------------
@@ -229,59 +226,61 @@ def row_ends(query_tile: QueryTile, row, thread, band: schedule.Band, config: Co
 
 
 def first_block(
-    operands: ForwardOperands, ring, block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config
-):
-    """P of a tile's first block, of which S has begun; the next block multiplies it by V. Returns the next (stage, phase)."""
-    stage, phase = ring
-    warpgroup.wait_group(0)
-    release(smem.empty + stage)  # K: the loading warp
+    operands: ForwardOperands, state: PipelineState, block: KeyBlock, smem: ForwardStorage, params: ForwardParams,
+    config: Config,
+) -> PipelineState:  # fmt: skip
+    """P of a tile's first block, of which S has begun; the next block multiplies it by V. Returns the state after K."""
+    warpgroup.wait_group(0)  # S
+    release(smem.empty + state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
     softmax.online_softmax(s, operands.rows, params.scale2, first=True, masked=True, lazy=config.tiles.lazy)
     drop(s, block, params, config)
     round_p(operands, config)
-    return schedule.advance(stage, phase, config.tiles.stages)
+    return state.advance(config.tiles.stages)
 
 
 def key_block(
-    operands: ForwardOperands, n_q, ring, block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config
-):
-    """S and P of this block, and O += P V of the block before, which runs under the softmax. Returns the (stage, phase) after both."""
+    operands: ForwardOperands, n_q, state: PipelineState, block: KeyBlock, smem: ForwardStorage, params: ForwardParams,
+    config: Config,
+) -> PipelineState:  # fmt: skip
+    """S and P of this block, and O += P V of the block before, which runs under the softmax. Returns the state after both."""
     tiles, masked = config.tiles, block.partial or bool(config.traced.score)
-    v_stage, v_phase = both_products(operands, n_q, ring, smem, config)
-    release(smem.empty + ring[0])  # K: the loading warp
+    v_state = both_products(operands, n_q, state, smem, config)
+    release(smem.empty + state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=masked, lazy=tiles.lazy)
     drop(s, block, params, config)
     softmax.hold_exponentials(smem.unread, operands.rows)
-    warpgroup.wait_group(0)
-    release(smem.empty + v_stage)  # V of the block before
+    warpgroup.wait_group(0)  # O += P V
+    release(smem.empty + v_state.index)  # V of the block before: the loading warp
     softmax.rescale(operands.o, operands.rows.factor, tiles.lazy)
     round_p(operands, config)
-    return schedule.advance(v_stage, v_phase, tiles.stages)
+    return v_state.advance(tiles.stages)
 
 
 def steady_block(
-    operands: ForwardOperands, n_q, ring, block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config
-):
+    operands: ForwardOperands, n_q, state: PipelineState, block: KeyBlock, smem: ForwardStorage, params: ForwardParams,
+    config: Config,
+) -> PipelineState:  # fmt: skip
     """:func:`key_block` for a whole block with the maxima of the blocks before; if these do not serve, once more with its own.
 
     P V of the block before is done by then, so that a repetition costs S and a softmax that nothing runs under. K's stage is
     held until the answer is known.
     """
-    v_stage, v_phase = both_products(operands, n_q, ring, smem, config)
+    v_state = both_products(operands, n_q, state, smem, config)
     totals = softmax.steady_softmax(masked_scores(operands, block, params, config), operands.rows, params.scale2)
     served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
     # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
     served = all_agree(served, 1 + n_q // config.tiles.q_stages)
-    warpgroup.wait_group(0)
-    release(smem.empty + v_stage)  # V of the block before
+    warpgroup.wait_group(0)  # O += P V
+    release(smem.empty + v_state.index)  # V of the block before: the loading warp
     for r in range(2):
         operands.rows.l[r] = operands.rows.l[r] + choose(served != 0, totals[r], 0.0)
     round_p(operands, config)
-    once_more(served, operands, n_q, ring[0], block, smem, params, config)
-    release(smem.empty + ring[0])  # K: the loading warp
-    return schedule.advance(v_stage, v_phase, config.tiles.stages)
+    once_more(served, operands, n_q, state.index, block, smem, params, config)
+    release(smem.empty + state.index)  # K: the loading warp
+    return v_state.advance(config.tiles.stages)
 
 
 @cute.jit
@@ -301,21 +300,23 @@ def once_more(
         round_p(operands, config)
 
 
-def both_products(operands: ForwardOperands, n_q, ring, smem: ForwardStorage, config: Config):
-    """Begins S of a block, then O += P V of the block before, and waits for S alone. Returns V's (stage, phase)."""
-    (stage, phase), w = ring, n_q // config.tiles.q_stages
-    v_stage, v_phase = schedule.advance(stage, phase, config.tiles.stages)
-    cute.arch.mbarrier_wait(smem.full + stage, phase)
+def both_products(
+    operands: ForwardOperands, n_q, state: PipelineState, smem: ForwardStorage, config: Config
+) -> PipelineState:
+    """Begins S of a block, then O += P V of the block before, and waits for S alone. Returns the state at V."""
+    w = n_q // config.tiles.q_stages
+    v_state = state.advance(config.tiles.stages)
+    acquire(smem.full, state)  # K: the loading warp
     pingpong_wait(w, config)
     # S = Q Kᵀ, 64 × tile_n, fp32
-    q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, stage]
+    q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, state.index]
     begin_product(operands.qk, operands.s, q, k, overwrite=True)
-    cute.arch.mbarrier_wait(smem.full + v_stage, v_phase)
+    acquire(smem.full, v_state)  # V of the block before: the loading warp
     # O += P V, 64 × width_v, fp32, with P of the block before
-    begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, v_stage], overwrite=False)
+    begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, v_state.index], overwrite=False)
     pingpong_signal(w, config)
-    warpgroup.wait_group(1)
-    return v_stage, v_phase
+    warpgroup.wait_group(1)  # S; O may still be under way
+    return v_state
 
 
 # -- Scores --------------------------------------------------------------------------------------------------------
@@ -349,10 +350,10 @@ def drop(p: cute.Tensor, block: KeyBlock, params: ForwardParams, config: Config)
 def round_p(operands: ForwardOperands, config: Config) -> None:
     """Rounds the exponentials into P: the same registers in the same order, no shuffle."""
     p, s = operands.p, operands.s
-    pairs = cute.recast_tensor(cute.make_tensor(p.iterator, cute.make_layout(cute.size(p))), I32)
+    words = cute.recast_tensor(cute.make_tensor(p.iterator, cute.make_layout(cute.size(p))), I32)
     values = cute.make_tensor(s.iterator, cute.make_layout(cute.size(s)))
-    for n in range(cute.size(pairs)):
-        pairs[n] = pack(values[2 * n], values[2 * n + 1], config.dtype)
+    for n in range(cute.size(words)):
+        words[n] = pack(values[2 * n], values[2 * n + 1], config.dtype)
 
 
 # -- Ping-pong, and blocks that a warpgroup leaves out -------------------------------------------------------------
@@ -379,23 +380,21 @@ def first_turn(w, config: cutlass.Constexpr):
 
 
 @cute.jit
-def skip(hidden, ring: tuple, w, smem: ForwardStorage, config: cutlass.Constexpr, turn: cutlass.Constexpr):
+def skip(hidden, state: PipelineState, w, smem: ForwardStorage, config: cutlass.Constexpr, turn: cutlass.Constexpr):
     """Leaves out a tile's first block if the warpgroup sees nothing of it: gives back K's stage, and its turn.
 
-    V's stage comes after the next K. Returns the (stage, phase) that follows.
+    V's stage comes after the next K. Returns the state that follows.
     """
-    stage, phase = ring
     if hidden > 0:
         if cutlass.const_expr(turn):
             pingpong_wait(w, config)
             pingpong_signal(w, config)
-        stage, phase = give_back((stage, phase), smem, config)
-    return stage, phase
+        state = give_back(state, smem, config)
+    return state
 
 
-def give_back(ring: tuple, smem: ForwardStorage, config: Config):
-    """Releases a stage that is not needed, once it is full. Returns the next (stage, phase)."""
-    stage, phase = ring
-    cute.arch.mbarrier_wait(smem.full + stage, phase)
-    release(smem.empty + stage)
-    return schedule.advance(stage, phase, config.tiles.stages)
+def give_back(state: PipelineState, smem: ForwardStorage, config: Config) -> PipelineState:
+    """Releases a stage that is not needed, once it is full. Returns the next state."""
+    acquire(smem.full, state)  # a stage that was released before its bytes came would be filled twice at once
+    release(smem.empty + state.index)
+    return state.advance(config.tiles.stages)

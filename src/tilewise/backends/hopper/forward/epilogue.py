@@ -95,9 +95,9 @@ def put_rows(operands, query_tile: QueryTile, w, params: ForwardParams, config: 
     for r in range(2):
         place, inside = row_at(query_tile, w, r, params, config)
         for first in range(0, cute.size(o, mode=[1]), 8):  # four pairs of columns: 32 of the quad
-            pairs = [pack(o[r, first + n], o[r, first + n + 1], config.dtype) for n in range(0, 8, 2)]
+            words = [pack(o[r, first + n], o[r, first + n + 1], config.dtype) for n in range(0, 8, 2)]
             start = column + constant_column(first)
-            put_columns(params.extra.o, place, inside, start, transpose_quad(pairs))
+            put_columns(params.extra.o, place, inside, start, transpose_quad(words))
 
 
 def put_columns(o: cute.Tensor, place: tuple, inside, column, words: list) -> None:

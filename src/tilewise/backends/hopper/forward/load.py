@@ -17,10 +17,10 @@ from tilewise.backends.hopper.forward.query_tiles import (
     tile_of,
 )
 from tilewise.backends.hopper.forward.storage import ForwardStorage
-from tilewise.backends.hopper.kit import packed, schedule
+from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.instructions import put_words
-from tilewise.backends.hopper.kit.ring import fetch
+from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_reader, new_writer
 from tilewise.backends.hopper.kit.scheduler import MAILBOX_WORDS, read_tile
 from tilewise.backends.hopper.kit.tiles import QueryTile, tma_tiles
 
@@ -34,30 +34,30 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
     Tiles of packed sequences differ too much to be dealt out: after its first one, a CTA takes what comes next of all. The
     tile is published with its Q, so that the other roles need not look for it. A tile of no sequence ends them.
     """
-    stage, phase, q_stage, q_phase = I32(0), I32(1), I32(0), I32(1)  # a new barrier lets phase 1 pass
+    state, q_state = new_writer(), new_writer()  # in the ring of K and V, and in the tiles of Q
     if cutlass.const_expr(config.packed):
         of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
         while of.sequence >= 0:
             following, query_tile = packed.take(params.queue), place_packed(of, params, config)
-            stage, phase = load_tile(maps, smem, query_tile, (stage, phase), (q_stage, q_phase), params, config)
-            q_stage, q_phase = schedule.advance(q_stage, q_phase, config.tiles.q_stages)
+            state = load_tile(maps, smem, query_tile, state, q_state, params, config)
+            q_state = q_state.advance(config.tiles.q_stages)
             of = packed_tile(following, params, config)
-        publish(of, smem, q_stage, q_phase, config)
+        publish(of, smem, q_state, config)
         for w in cutlass.range_constexpr(config.tiles.warpgroups):
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(smem.q_full + w * config.tiles.q_stages + q_stage)
+                cute.arch.mbarrier_arrive(smem.q_full + w * config.tiles.q_stages + q_state.index)
     else:
         for round_ in cutlass.range(rounds_of(params, config), unroll=1):
             query_tile = tile_of(round_, params, config)
-            stage, phase = load_tile(maps, smem, query_tile, (stage, phase), (q_stage, q_phase), params, config)
-            q_stage, q_phase = schedule.advance(q_stage, q_phase, config.tiles.q_stages)
+            state = load_tile(maps, smem, query_tile, state, q_state, params, config)
+            q_state = q_state.advance(config.tiles.q_stages)
 
 
-def publish(tile: packed.PackedTile, smem: ForwardStorage, q_stage, q_phase, config: Config) -> None:
+def publish(tile: packed.PackedTile, smem: ForwardStorage, q_state: PipelineState, config: Config) -> None:
     """Writes a packed tile into every warpgroup's mailbox, as soon as the Q before has been read."""
     for w in range(config.tiles.warpgroups):
-        n_q = w * config.tiles.q_stages + q_stage
-        cute.arch.mbarrier_wait(smem.q_empty + n_q, q_phase)
+        n_q = w * config.tiles.q_stages + q_state.index
+        cute.arch.mbarrier_wait(smem.q_empty + n_q, q_state.phase)  # whoever read the tile of Q that was here
         with cute.arch.elect_one():
             put_words(smem.mailboxes + MAILBOX_WORDS * n_q, tile)
     cute.arch.sync_warp()  # the thread elected to arrive next may be another one
@@ -71,41 +71,46 @@ def receive(smem: ForwardStorage, n_q, full: cute.Pointer, phase) -> packed.Pack
 
 @cute.jit
 def load_tile(
-    maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, ring: tuple, q_ring: tuple, params: ForwardParams,
-    config: cutlass.Constexpr,
+    maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, state: PipelineState, q_state: PipelineState,
+    params: ForwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """Loads a tile's Q and its key blocks in the order of :func:`schedule.loads`: K0 Q K1 V0 K2 V1 .. Vn.
 
-    ``ring`` and ``q_ring`` are (stage, phase); returns the ring's next one.
+    ``state`` is the place in the ring of K and V, ``q_state`` that in the tiles of Q; returns the ring's next one.
     """
     tiles = config.tiles
     k_bytes = tiles.element_bytes * tiles.tile_n * tiles.width
     v_bytes = tiles.element_bytes * tiles.tile_n * tiles.width_v
     q_bytes = tiles.element_bytes * ROWS * tiles.width
-    (stage, phase), (q_stage, q_phase), head_k = ring, q_ring, query_tile.head // params.group
+    head_k = query_tile.head // params.group
     # (box, tile) in global memory and (box, stage) in shared memory.
     gQ, sQ = query_rows(maps.q, tiles.width, query_tile, params, config, smem.q)
     gK, sK = tma_tiles(maps.k, (tiles.tile_n, tiles.width), (None, 0), head_k, query_tile.keys, smem.k)
     gV, sV = tma_tiles(maps.v, (tiles.width_v, tiles.tile_n), (0, None), head_k, query_tile.keys, smem.v)
 
     n = block_at(query_tile, 0, params, config)
-    fetch(maps.k, gK[None, n], sK[None, stage], k_bytes, smem.full + stage, smem.empty + stage, phase)
-    stage, phase = schedule.advance(stage, phase, tiles.stages)
+    state = fetch_block(maps.k, gK[None, n], sK, k_bytes, state, smem, config)
     if cutlass.const_expr(config.packed):
-        publish(packed.PackedTile(query_tile.batch, query_tile.row, query_tile.head), smem, q_stage, q_phase, config)
+        publish(packed.PackedTile(query_tile.batch, query_tile.row, query_tile.head), smem, q_state, config)
     for w in cutlass.range_constexpr(tiles.warpgroups):
-        n_q = w * tiles.q_stages + q_stage
+        n_q = w * tiles.q_stages + q_state.index
+        # Q, 64 × width: each warpgroup waits for its own, so that the first may begin while the others' come.
         g, s = gQ[None, query_tile.row // config.queries + w], sQ[None, n_q]
-        fetch(maps.q, g, s, q_bytes, smem.q_full + n_q, smem.q_empty + n_q, q_phase)
+        fetch(maps.q, g, s, q_bytes, smem.q_full + n_q, smem.q_empty + n_q, q_state.phase)
     for step in cutlass.range(query_tile.stop - query_tile.start - 1, unroll=1):
         n, before = block_at(query_tile, step + 1, params, config), block_at(query_tile, step, params, config)
-        fetch(maps.k, gK[None, n], sK[None, stage], k_bytes, smem.full + stage, smem.empty + stage, phase)
-        stage, phase = schedule.advance(stage, phase, tiles.stages)
-        fetch(maps.v, gV[None, before], sV[None, stage], v_bytes, smem.full + stage, smem.empty + stage, phase)
-        stage, phase = schedule.advance(stage, phase, tiles.stages)
+        # K of the next block before V of this one: S of the next block is begun first (compute.both_products).
+        state = fetch_block(maps.k, gK[None, n], sK, k_bytes, state, smem, config)
+        state = fetch_block(maps.v, gV[None, before], sV, v_bytes, state, smem, config)
     n = block_at(query_tile, query_tile.stop - query_tile.start - 1, params, config)
-    fetch(maps.v, gV[None, n], sV[None, stage], v_bytes, smem.full + stage, smem.empty + stage, phase)
-    return schedule.advance(stage, phase, tiles.stages)
+    return fetch_block(maps.v, gV[None, n], sV, v_bytes, state, smem, config)
+
+
+def fetch_block(info, g, s, size: int, state: PipelineState, smem: ForwardStorage, config: Config) -> PipelineState:
+    """Fetches a block of K or V into the state's stage of the ring. Returns the next state."""
+    # `full` turns for the computing warpgroups, which arrive at `empty`.
+    fetch(info, g, s[None, state.index], size, smem.full + state.index, smem.empty + state.index, state.phase)
+    return state.advance(config.tiles.stages)
 
 
 # -- Store ---------------------------------------------------------------------------------------------------------
@@ -115,30 +120,29 @@ def load_tile(
 def store(maps: TensorMaps, smem: ForwardStorage, w, params: ForwardParams, config: cutlass.Constexpr):
     """One warp stores the tiles of O that computing warpgroup w leaves in shared memory; rows past the last are dropped."""
     q_stages = config.tiles.q_stages
-    stage, phase = I32(0), I32(0)
+    state = new_reader()  # in the warpgroup's tiles of Q, where O is left
     if cutlass.const_expr(config.packed):
-        of = receive(smem, w * q_stages, smem.o_full, phase)
+        of = receive(smem, w * q_stages, smem.o_full, state.phase)
         while of.sequence >= 0:
-            store_tile(maps, smem, place_packed(of, params, config), w, (stage, phase), params, config)
-            stage, phase = schedule.advance(stage, phase, q_stages)
-            of = receive(smem, w * q_stages + stage, smem.o_full, phase)
+            store_tile(maps, smem, place_packed(of, params, config), w, state, params, config)
+            state = state.advance(q_stages)
+            of = receive(smem, w * q_stages + state.index, smem.o_full, state.phase)
     else:
         for round_ in cutlass.range(rounds_of(params, config), unroll=1):
-            store_tile(maps, smem, tile_of(round_, params, config), w, (stage, phase), params, config)
-            stage, phase = schedule.advance(stage, phase, q_stages)
+            store_tile(maps, smem, tile_of(round_, params, config), w, state, params, config)
+            state = state.advance(q_stages)
 
 
 def store_tile(
-    maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, w, q_ring: tuple, params: ForwardParams,
+    maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, w, state: PipelineState, params: ForwardParams,
     config: Config,
 ) -> None:  # fmt: skip
     """Copies a tile of O, (64, width_v), to global memory, and gives its place back for the next Q."""
-    stage, phase = q_ring
     gO, sO = query_rows(maps.o, config.tiles.width_v, query_tile, params, config, smem.o)
-    n = w * config.tiles.q_stages + stage
-    cute.arch.mbarrier_wait(smem.o_full + n, phase)  # the 128 threads that wrote O
+    n = w * config.tiles.q_stages + state.index
+    cute.arch.mbarrier_wait(smem.o_full + n, state.phase)  # the 128 threads that wrote O
     cute.copy(maps.o.atom, sO[None, n], gO[None, query_tile.row // config.queries + w])
     cute.arch.cp_async_bulk_commit_group()
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory has been read; the writing may still be under way
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(smem.q_empty + n)  # the loading warp

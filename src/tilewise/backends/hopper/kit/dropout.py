@@ -1,4 +1,4 @@
-"""Dropout of a thread's pairs: Philox4x32-7, the same bits as :mod:`tilewise.dropout` (docs/algorithm.md, 20 to 25).
+"""Dropout of a thread's pairs: Philox4x32-7, the same bits as :mod:`tilewise.dropout` (docs/algorithm.md, (20) to (25)).
 
 A call's four words are eight values of 16 bits, those of the pairs ``{i, i ^ 8} x {j, j ^ 1, j ^ 8, j ^ 9}``: a thread's two
 rows and four neighbouring columns of its own.
@@ -19,7 +19,7 @@ M0, M1, W0, W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 
 
 def philox(counter: tuple, key: tuple) -> tuple:
-    """The four words of 32 bits of one call (docs/algorithm.md, equations 20 and 21)."""
+    """The four words of 32 bits of one call (docs/algorithm.md, (20) and (21))."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
         p0, p1 = U64(c0) * U64(M0), U64(c2) * U64(M1)

@@ -26,7 +26,7 @@ class Order(NamedTuple):
     Sections follow one another, so that few keys are in use at a time and L2 holds them. A section has all heads of a row of
     tiles, then the next row; the longest rows come first if ``backwards``.
 
-    ``heads`` is the number of (batch, query head) pairs; the last section may be smaller.
+    ``heads`` is the number of query heads of all batch elements; the last section may be smaller.
     """
 
     m_blocks: Any

@@ -298,7 +298,6 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
         "align": align,
         "together": tiles.ahead,
-        "specialized": tiles.specialized,
     }
     defaults = {
         "split": False,

@@ -1,4 +1,4 @@
-"""Backward in two or three passes (docs/algorithm.md, section 6): dQ, dK and dV without atomics, each sum in a fixed order.
+"""Backward in two or three passes (docs/algorithm.md#6-backward): dQ, dK and dV without atomics, each sum in a fixed order.
 
     delta_i = dO_i · O_i - dlse_i                                                   (13)  `delta_kernel`
     P = exp(S - lse)    dP = Z ∘ (dO Vᵀ)    dZ = P ∘ (dP - delta)    dS = f' dZ      (11), (13), (14)

@@ -7,7 +7,7 @@ Kernels get the functions of a module as fields of their compile-time facts:
 - ``score``: the score, of ``(s, b, h, i, j, work)`` as all below; ``weights``: 2 to its power, where there is a shorter way to it;
 - ``again``: the score as the backward computes it; ``slope``: its derivative with respect to s;
 - ``rows``, ``columns``, ``leaves``, ``tile_N`` and ``place_N``: the gradients of the tensors that the score reads
-  (docs/algorithm.md, section 7; :func:`tilewise.leaf_gradients.classify`).
+  (docs/algorithm.md#7-scores-and-their-gradients; :func:`tilewise.leaf_gradients.classify`).
 
 The ``s`` that they take is the product of q and k: the softmax scale is one of their factors. ``work`` is a ``WorkTile``. Numbers
 are run-time arguments (``work.numbers``), so softcap 30 and softcap 50 share a module. Modules are made once per source.

@@ -1,4 +1,4 @@
-"""Forward (docs/algorithm.md, section 4; FlashAttention-2, Algorithm 1): query tiles outside, keys inside.
+"""Forward (docs/algorithm.md#4-forward; FlashAttention-2, Algorithm 1): query tiles outside, keys inside.
 
     S = scale · Q Kᵀ    m' = max(m, rowmax S)    P = exp2(S - m')    l = l·α + rowsum P    acc = acc·α + P V    (6)
 

@@ -1,7 +1,7 @@
 """The tiles that a program visits, and the pairs of a tile that count: the mask's intervals, lists of tiles, and dropout.
 
 A mask is an interval of keys for each query, ``[lo, hi)``, and the same set as an interval of queries for each key,
-``[first, last)``; where it has a predicate too, the tiles to visit come as lists (docs/algorithm.md, section 10).
+``[first, last)``; where it has a predicate too, the tiles to visit come as lists (docs/algorithm.md#10-masks-and-tiles).
 The ends are emitted functions, ``FACTS.lo`` and so on, None where the mask does not bound that end.
 """
 
@@ -129,7 +129,7 @@ def listed_block(blocks, count, t):
 def dropout_keep(m0, n0, b, head, tensors, sizes, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """The pairs of the tile at ``(m0, n0)`` that dropout keeps, bool (TILE_M, TILE_N); m0 and n0 are multiples of 16.
 
-    A call of Philox gives eight pairs, so there are (TILE_M / 2, TILE_N / 4) calls (docs/algorithm.md, eqs. 22, 23).
+    A call of Philox gives eight pairs, so there are (TILE_M / 2, TILE_N / 4) calls (docs/algorithm.md, (22) and (23)).
     """
     seed = tl.load(tensors.seed)
     rows = tl.arange(0, TILE_M // 2) + m0 // 2

@@ -205,7 +205,7 @@ def dot_transposed(left, right, FACTS: tl.constexpr):
     PIECES: tl.constexpr = len(left) // FACTS.terms
     COUNT: tl.constexpr = len(FACTS.products)
     total = None
-    for n in tl.static_range(COUNT):  # pairs of terms; one pair, (0, 0), where operands are no terms
+    for n in tl.static_range(COUNT):  # a product of two terms; one, of (0, 0), where operands are no terms
         for piece in tl.static_range(PIECES):
             # (rows of left, width) · (width, rows of right)
             columns = tl.trans(right[FACTS.products[n][1] * PIECES + piece])

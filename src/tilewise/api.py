@@ -61,15 +61,11 @@ def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
-<<<<<<< HEAD
+    k, v = _for_each(q, k, v)
     if parallel is None:
         return _operator(q, k, v, *assemble(q, k, v, o))
     out, lse = parallel.attention(q, k, v, o)
     return out, lse
-=======
-    k, v = _for_each(q, k, v)
-    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
->>>>>>> main
 
 
 def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
@@ -81,10 +77,10 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
     return _operator(q, *pages, *assemble(q, *pages, o))
 
 
-def _keys_and_values(k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor | None]:
-    """k and v; of a cache, its pages, whose table and lengths become options."""
+def _keys_and_values(q: Tensor, k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
+    """k and v, as :func:`_for_each` makes them; of a cache, its pages, whose table and lengths become options."""
     if not isinstance(k, PagedCache):
-        return k, v
+        return _for_each(q, k, v)
     o.block_table, o.seqlens_k = k.block_table, k.seqlens_k
     return k.k_pages, k.v_pages
 
@@ -206,7 +202,7 @@ def attention_with_stats(
     options = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                       cu_seqlens_q, cu_seqlens_k, max_logit=True)
     # fmt: on
-    k, v = _keys_and_values(k, v, options)
+    k, v = _keys_and_values(q, k, v, options)
     if parallel is None:
         o, lse, max_logit = _operator_with_stats(q, k, v, *assemble(q, k, v, options))
     else:
@@ -377,19 +373,8 @@ def explain(
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
-<<<<<<< HEAD
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
-    k, v = _keys_and_values(k, v, o)
-=======
-    table = lengths = None
-    if isinstance(k, PagedCache):
-        k, v, table, lengths = k
-    else:
-        k, v = _for_each(q, k, v)
-    # fmt: off
-    o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=table, seqlens_k=lengths, **options)
-    # fmt: on
->>>>>>> main
+    k, v = _keys_and_values(q, k, v, o)
     return dispatch.explain(q, k, v, o)
 
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, dropout, state  # noqa: F401  (autograd registers the operators)
+from tilewise import autograd, dispatch, dropout, state
 from tilewise.cache import PagedCache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
@@ -17,8 +17,6 @@ from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 
-_operator = torch.ops.tilewise.attention.default
-_operator_with_stats = torch.ops.tilewise.attention_with_stats.default
 _KEYWORDS = tuple(f.name for f in fields(Options))
 
 
@@ -62,8 +60,9 @@ def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
     k, v = _for_each(q, k, v)
+    k, v = _for_each(q, k, v)
     if parallel is None:
-        return _operator(q, k, v, *assemble(q, k, v, o))
+        return autograd.attention(q, k, v, *assemble(q, k, v, o))
     out, lse = parallel.attention(q, k, v, o)
     return out, lse
 
@@ -74,7 +73,7 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
         raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
     o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
     pages = cache.k_pages, cache.v_pages
-    return _operator(q, *pages, *assemble(q, *pages, o))
+    return autograd.attention(q, *pages, *assemble(q, *pages, o))
 
 
 def _keys_and_values(q: Tensor, k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
@@ -204,7 +203,7 @@ def attention_with_stats(
     # fmt: on
     k, v = _keys_and_values(q, k, v, options)
     if parallel is None:
-        o, lse, max_logit = _operator_with_stats(q, k, v, *assemble(q, k, v, options))
+        o, lse, max_logit = autograd.attention(q, k, v, *assemble(q, k, v, options), autograd.with_stats)
     else:
         o, lse, max_logit = parallel.attention(q, k, v, options)
     if per == "head":
@@ -265,7 +264,7 @@ def attention_varlen(
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                 cu_seqlens_q, cu_seqlens_k)
     # fmt: on
-    out = _operator(q, k, v, *assemble(q, k, v, o))
+    out = autograd.attention(q, k, v, *assemble(q, k, v, o))
     return out if return_lse else out[0]
 
 

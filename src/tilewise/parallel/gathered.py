@@ -105,6 +105,7 @@ class _Attention(torch.autograd.Function):
         return o, lse, *stats
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse, *_):
         call, (q, k, v, o, lse, seed, *extras) = ctx.call, ctx.saved_tensors
         keys, values = call.whole(k), call.whole(v)

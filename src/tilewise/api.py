@@ -37,9 +37,7 @@ class Keywords(TypedDict, total=False):
 class Parallel(Protocol):
     """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]: ...
-
-    def maximum(self, x: Tensor) -> Tensor: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> tuple[Tensor, Tensor]: ...
 
 
 class AttentionStats(NamedTuple):
@@ -58,13 +56,13 @@ def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
+) -> tuple[Tensor, Tensor]:
     k, v = _for_each(q, k, v)
-    k, v = _for_each(q, k, v)
-    if parallel is None:
-        return autograd.attention(q, k, v, *assemble(q, k, v, o))
-    out, lse = parallel.attention(q, k, v, o)
-    return out, lse
+    if parallel is not None:
+        return parallel.attention(q, k, v, o, with_lse)
+    return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
@@ -131,7 +129,7 @@ def attention(
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
-    return _run(q, k, v, o, parallel)[0]
+    return _run(q, k, v, o, parallel, with_lse=False)[0]
 
 
 def attention_with_lse(
@@ -183,7 +181,7 @@ def attention_with_stats(
 
     Args:
         k: keys, with v; or the cache of :func:`attention_paged`, without.
-        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device; over ranks too with ``parallel``.
+        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device.
         cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
 
     Returns:
@@ -205,10 +203,9 @@ def attention_with_stats(
     if parallel is None:
         o, lse, max_logit = autograd.attention(q, k, v, *assemble(q, k, v, options), autograd.with_stats)
     else:
-        o, lse, max_logit = parallel.attention(q, k, v, options)
+        o, lse, max_logit = parallel.attention(q, k, v, options, True)
     if per == "head":
         max_logit = state.largest_of_heads(max_logit)
-        max_logit = max_logit if parallel is None else parallel.maximum(max_logit)
     return AttentionStats(o, lse, max_logit)
 
 
@@ -243,6 +240,7 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    parallel: Parallel | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` of packed sequences; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
@@ -253,7 +251,8 @@ def attention_varlen(
             ``cu_seqlens_k=None``: the same. No maximum length is needed.
 
     Masks and scores see indices within the sequence. Rows past ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. On the
-    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``.
+    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``. With ``parallel=`` the packed rows are sharded
+    over ranks wherever sequences begin; ``cu_seqlens_*`` are those of the whole.
 
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
@@ -264,7 +263,7 @@ def attention_varlen(
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                 cu_seqlens_q, cu_seqlens_k)
     # fmt: on
-    out = autograd.attention(q, k, v, *assemble(q, k, v, o))
+    out = _run(q, k, v, o, parallel, with_lse=return_lse)
     return out if return_lse else out[0]
 
 

@@ -19,13 +19,10 @@ from torch.nn.functional import pad
 
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout
+from tilewise.spec import Spec
 
+_attention = torch.ops.tilewise.attention.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
-
-
-def operator(max_logit: bool):
-    """The operator of one device, without or with the largest score of each row among its results."""
-    return (torch.ops.tilewise.attention_with_stats if max_logit else torch.ops.tilewise.attention).default
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,6 @@ class Gathered:
         pieces: the rank's part of the work.
         grad_slots: the extras that want a gradient.
         sum_leaves: gradients of tensors that masks, scores and sinks read are summed over ranks.
-        max_logit: the largest score of each row is a result too.
     """
 
     exchange: Exchange
@@ -59,7 +55,6 @@ class Gathered:
     pieces: tuple[LocalPiece, ...]
     grad_slots: tuple[int, ...]
     sum_leaves: bool
-    max_logit: bool = False
 
     def whole(self, x: Tensor) -> Tensor:
         """K or V of all ranks ``(batch, total_k, heads_k, dim)``, in the order of positions, from the rank's own rows."""
@@ -75,12 +70,15 @@ class Gathered:
         return pad(x, (0, 0, 0, 0, 0, max(self.keys.lengths) - x.shape[1]))
 
 
+def reasons(spec: Spec) -> list[str]:
+    """Why a call cannot be cut into pieces; empty: it can."""
+    return ["packed sequences are not cut into pieces; write them as mask=tw.documents(ids)"] if spec.packed else []
+
+
 def attention(
     call: Gathered, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
-) -> tuple[Tensor, ...]:
-    """``(o, lse)`` of the rank's queries, and max_logit where the call asks for it; the first two are differentiable.
-
-    Every rank must call it, and its backward, alike."""
+) -> tuple[Tensor, Tensor]:
+    """``(o, lse)`` of the rank's queries; differentiable. Every rank must call it, and its backward, alike."""
     return _Attention.apply(call, q, k, v, seed, *extras)
 
 
@@ -89,24 +87,17 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, call: Gathered, q, k, v, seed, *extras):
         keys, values = call.whole(k), call.whole(v)
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        # lse and, where it is asked for, max_logit. A piece sees all keys of its rows, so its maxima are the rows'.
-        statistics = q.new_empty(
-            (2 if call.max_logit else 1, q.shape[0], q.shape[2], q.shape[1]), dtype=_compute_dtype(q)
-        )
-        attend = operator(call.max_logit)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_compute_dtype(q))
         for piece in call.pieces:
             part = q[:, piece.rows], keys[:, piece.keys], values[:, piece.keys]
-            o[:, piece.rows], *found = attend(*part, extras, seed, piece.spec)
-            statistics[..., piece.rows] = torch.stack(found)
-        lse, *stats = statistics.unbind()
+            o[:, piece.rows], lse[..., piece.rows] = _attention(*part, extras, seed, piece.spec)
         ctx.call = call
         ctx.save_for_backward(q, k, v, o, lse, seed, *extras)
-        ctx.mark_non_differentiable(*stats)
-        return o, lse, *stats
+        return o, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dlse, *_):
+    def backward(ctx, do, dlse):
         call, (q, k, v, o, lse, seed, *extras) = ctx.call, ctx.saved_tensors
         keys, values = call.whole(k), call.whole(v)
         dtype = _compute_dtype(q)

@@ -121,7 +121,8 @@ class ContextParallel:
             ValueError: on every rank: a wrong call, ranks that disagree, rows that are not those of the layout.
             NotImplementedError: what is not built, or what no backend runs.
         """
-        if self.size == 1 and options.piece is None:
+        _refuse(options)
+        if self.size == 1:
             return autograd.attention(q, k, v, *assemble(q, k, v, options))
         q, k, v = _autocast(q, k, v)
         layouts, (extras, seed, text) = self._agreed(q, k, v, options, {"lse": str(with_lse)})
@@ -139,7 +140,8 @@ class ContextParallel:
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation:
         """How the ranks would share this call: ``tilewise.explain(..., parallel=...)``. Every rank must call it."""
-        if self.size == 1 and options.piece is None:
+        _refuse(options)
+        if self.size == 1:
             return dispatch.explain(q, k, v, options)
         q, k, v = _autocast(q, k, v)
         layouts, (extras, seed, text) = self._agreed(q, k, v, options, {})
@@ -152,9 +154,6 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]
     ) -> tuple[tuple[Layout, Layout], tuple[list[Tensor], Tensor | None, str]]:
         """Who holds which queries and which keys, and the call as the operator takes it, once all ranks have said the same."""
-        if options.piece is not None or options.block_table is not None or options.seqlens_k is not None:
-            what = "a cache" if options.piece is None else "a piece of an attention"
-            raise NotImplementedError(f"parallel= with {what} is not built")
         also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
         lengths = agreed_lengths(self.exchange, q, k, v, options, also | {"scheme": self.scheme})
         queries, keys = (
@@ -177,6 +176,17 @@ class ContextParallel:
             return options
         _, seed, _ = assemble(q, q, q, Options(dropout_p=options.dropout_p, dropout_seed=options.dropout_seed))
         return options if seed is None else replace(options, dropout_seed=self.exchange.broadcast(seed))
+
+
+def _refuse(options: Options) -> None:
+    given = {
+        "a piece of an attention": options.piece is not None,
+        "a cache in pages": options.block_table is not None or options.seqlens_k is not None,
+        "the largest scores (attention_with_stats)": options.max_logit,
+    }
+    for what, asked in given.items():
+        if asked:
+            raise NotImplementedError(f"parallel= with {what} is not built")
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

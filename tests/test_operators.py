@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
@@ -204,30 +203,10 @@ def test_a_non_contiguous_output_gradient_is_honoured():
     assert torch.equal(got, torch.autograd.grad(tw.attention(q, k, v), q, do.contiguous())[0])
 
 
-def test_differentiating_twice_is_refused():
-    q, k, v = wanting_grad(*qkv(nq=8, nk=8))
-    (dq,) = torch.autograd.grad(tw.attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="differentiated twice"):
-        dq.sum().backward()
-
-
-@pytest.mark.parametrize("which", ["q", "leaf"])
-def test_a_tangent_is_refused_not_dropped(which):
-    x = {"q": torch.randn(1, 5, 2, 4), "leaf": torch.randn(2, 5, 5)}
-    k, v = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4)
-    with forward_ad.dual_level():
-        x[which] = forward_ad.make_dual(x[which], torch.ones_like(x[which]))
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            tw.attention(x["q"], k, v, score=x["leaf"])
-        assert tw.attention(k, k, v).shape == v.shape  # without a tangent
-
-
-def test_vmap_and_functional_gradients_are_refused():
+def test_vmap_is_refused():
     q, k, v = qkv(nq=8, nk=8)
     with pytest.raises(NotImplementedError, match=r"torch\.func or vmap"):
         torch.vmap(lambda q: tw.attention(q, k, v))(torch.stack([q, q]))
-    with pytest.raises(NotImplementedError, match=r"torch\.func or vmap"):
-        torch.func.grad(lambda q: tw.attention(q, k, v).sum())(q)
 
 
 def test_the_dropout_seed_may_be_an_int_or_a_tensor_and_is_drawn_by_torch():

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, dropout, state  # noqa: F401  (autograd registers the operators)
+from tilewise import autograd, dispatch, dropout, state
 from tilewise.cache import PagedCache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
@@ -17,7 +17,6 @@ from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 
-_operator = torch.ops.tilewise.attention.default
 _KEYWORDS = tuple(f.name for f in fields(Options))
 
 
@@ -38,7 +37,7 @@ class Keywords(TypedDict, total=False):
 class Parallel(Protocol):
     """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> tuple[Tensor, Tensor]: ...
 
 
 def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,9 +48,13 @@ def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
+) -> tuple[Tensor, Tensor]:
     k, v = _for_each(q, k, v)
-    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
+    if parallel is not None:
+        return parallel.attention(q, k, v, o, with_lse)
+    return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,7 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
         raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
     o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
     pages = cache.k_pages, cache.v_pages
-    return _operator(q, *pages, *assemble(q, *pages, o))
+    return autograd.attention(q, *pages, *assemble(q, *pages, o))
 
 
 def attention(
@@ -110,7 +113,7 @@ def attention(
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
-    return _run(q, k, v, o, parallel)[0]
+    return _run(q, k, v, o, parallel, with_lse=False)[0]
 
 
 def attention_with_lse(
@@ -170,6 +173,7 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    parallel: Parallel | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` of packed sequences; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
@@ -180,7 +184,8 @@ def attention_varlen(
             ``cu_seqlens_k=None``: the same. No maximum length is needed.
 
     Masks and scores see indices within the sequence. Rows past ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. On the
-    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``.
+    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``. With ``parallel=`` the packed rows are sharded
+    over ranks wherever sequences begin; ``cu_seqlens_*`` are those of the whole.
 
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
@@ -191,7 +196,7 @@ def attention_varlen(
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                 cu_seqlens_q, cu_seqlens_k)
     # fmt: on
-    out = _operator(q, k, v, *assemble(q, k, v, o))
+    out = _run(q, k, v, o, parallel, with_lse=return_lse)
     return out if return_lse else out[0]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise import dispatch
+from tilewise import derivatives, dispatch
 from tilewise.backends.base import Output, empty_gradients, empty_output, unit_last
 from tilewise.problem import check
 from tilewise.spec import parse_spec
@@ -69,15 +69,9 @@ class _BackwardCall(NamedTuple):
 def _backward(*arguments):
     c = _BackwardCall(*arguments)
     plan = dispatch.plan(*c.forward, c.spec)
-    p, extras = plan.problem, c.extras
+    p = plan.problem
     grads = plan.backend.backward(p, dispatch.inputs(plan, *c.forward), Output(c.o, c.lse), unit_last(c.do), c.dlse)
-    dextras = []
-    for slot in p.spec.grad_slots:
-        total = grads.leaves.get(slot)
-        if slot == p.spec.sink_slot:  # one tensor may be both sink and leaf
-            total = grads.sink if total is None else total + grads.sink
-        dextras.append(torch.zeros(extras[slot].shape).to(extras[slot]) if total is None else total)
-    return grads.dq, grads.dk, grads.dv, dextras
+    return grads.dq, grads.dk, grads.dv, grads.extras(p, c.extras)
 
 
 def _fake_forward(q, k, v, extras, seed, spec):
@@ -142,23 +136,6 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, *[by_slot.get(n) for n in range(len(extras))]
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """So that differentiating twice says that it cannot, instead of returning a wrong zero."""
-
-    @staticmethod
-    def forward(ctx, seed, spec, *tensors):
-        with torch._C._AutoDispatchBelowAutograd():
-            dq, dk, dv, dextras = _attention_backward(*tensors[:7], tensors[7:], seed, spec)
-        return dq, dk, dv, *dextras
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError(
-            "attention was differentiated twice; tilewise computes first derivatives only. Use create_graph=False, or "
-            "compute this attention with tilewise.reference's formulas in plain torch where a second derivative is needed"
-        )
-
-
 def _refuse_transforms(name: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
@@ -167,17 +144,15 @@ def _refuse_transforms(name: str) -> None:
         )
 
 
-def _refuse_tangents(tensors: Sequence[Tensor]) -> None:
-    """Below autograd a tangent would be dropped, and the derivative be a wrong zero."""
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "tilewise.attention inside forward-mode differentiation (dual tensors, jvp) is not built; use backward()"
-        )
+def _has_tangent(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor is dual: below autograd its tangent would be dropped, and the derivative be a wrong zero."""
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _forward_autograd(q, k, v, extras, seed, spec):
     _refuse_transforms("tilewise.attention")
-    _refuse_tangents((q, k, v, *extras))
+    if _has_tangent((q, k, v, *extras)):
+        return derivatives.Attention.apply(q, k, v, seed, spec, *extras)
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
         return _Attention.apply(q, k, v, seed, spec, *extras)
     return _below_autograd(q, k, v, extras, seed, spec)
@@ -186,7 +161,7 @@ def _forward_autograd(q, k, v, extras, seed, spec):
 def _backward_autograd(*arguments):
     c = _BackwardCall(*arguments)
     if torch.is_grad_enabled() and any(t.requires_grad for t in c.tensors):
-        dq, dk, dv, *dextras = _AttentionBackward.apply(c.seed, c.spec, *c.tensors)
+        dq, dk, dv, *dextras = derivatives.AttentionBackward.apply(c.seed, c.spec, *c.tensors)
         return dq, dk, dv, dextras
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_backward(*arguments)
@@ -204,19 +179,41 @@ _library.impl("attention", _forward_batched, "FuncTorchBatched")
 # -- Autocast ------------------------------------------------------------------------------------------------------
 
 
+def _cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, spec: str) -> list[Tensor]:
+    if parse_spec(spec).paged:  # a cache keeps its dtype: to cast it would copy all of it
+        return [q.to(k.dtype), k, v]
+    dtype = torch.get_autocast_dtype(device_type)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
+
+
 def _autocast(device_type: str, key: str) -> None:
     """q, k and v are cast to the autocast dtype, or q to that of a cache; inside, autocast is off."""
 
     def kernel(q, k, v, extras, seed, spec):
-        dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
-            if parse_spec(spec).paged:  # a cache keeps its dtype: to cast it would copy all of it
-                return _attention(q.to(k.dtype), k, v, extras, seed, spec)
-            cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
-            return _attention(*cast, extras, seed, spec)
+            return _attention(*_cast(q, k, v, device_type, spec), extras, seed, spec)
 
     _library.impl("attention", kernel, key)
 
 
 _autocast("cpu", "AutocastCPU")
 _autocast("cuda", "AutocastCUDA")
+
+
+# -- Calls -----------------------------------------------------------------------------------------------------------
+
+
+def _differentiating() -> bool:
+    """Whether the innermost of torch.func's transforms is a derivative."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._functorch.peek_interpreter_stack().key() != torch._C._functorch.TransformType.Vmap
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
+    """``(o, lse)`` by the operator, or inside torch.func, whose levels an operator cannot pass on, by a function that they take apart."""
+    if torch.compiler.is_compiling() or not _differentiating():
+        return _attention(q, k, v, extras, seed, spec)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _cast(q, k, v, q.device.type, spec)
+    return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)

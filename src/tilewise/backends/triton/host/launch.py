@@ -15,6 +15,7 @@ from tilewise.backends.triton.host.call import Call, HeadRange, is_aligned, list
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
 from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums
+from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
 from tilewise.backends.triton.host.runtime import kernels
@@ -38,7 +39,9 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
     if again is not None and again(inputs, out):
         return out
     call, splits = Call.of(plan, inputs), Splits.of(plan)
-    if splits is None:
+    if plan.problem.paged:
+        again = _forward_over_pages(call, out)
+    elif splits is None:
         again = ForwardAgain.of(call, _attend(call, out))
     else:
         states = partial_states(out, splits.number)
@@ -46,6 +49,14 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
         again = ForwardAgain.of(call, main, _merge(call, out, states), splits.number)
     plan.forward_again = again or plan.forward_again
     return out
+
+
+def _forward_over_pages(call: Call, out: Output) -> ForwardAgain | None:
+    splits = call.plan.config.splits
+    if splits == 1:
+        return ForwardAgain.of(call, attend_pages(call, out))
+    states = partial_states(out, splits)
+    return ForwardAgain.of(call, attend_pages(call, states), merge_rows(call, out, states), splits)
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Splits:
     def of(cls, plan: Plan) -> Splits | None:
         """The splits of a problem's keys; None where each row sees its keys in one program."""
         problem, keys, tile_n = plan.problem, plan.config.split, plan.config.forward.tile_n
-        if not keys or problem.packed or plan.lists or problem.seqlen_k <= keys:
+        if not keys or problem.packed or problem.paged or plan.lists or problem.seqlen_k <= keys:
             return None
         tiles = -(-keys // tile_n)
         return cls(tiles, -(-problem.seqlen_k // (tiles * tile_n)))

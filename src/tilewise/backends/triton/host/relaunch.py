@@ -45,6 +45,9 @@ def shared_addresses(plan: Plan, inputs: Inputs) -> dict[str, int] | None:
     addresses = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "sink": address(inputs.sink), "seed": seed}
     if leaves:
         addresses.update(zip(plan.leaf_names, leaves, strict=True))
+    if plan.problem.paged:
+        addresses["block_table"], addresses["seqlens_k"] = address(inputs.block_table), address(inputs.seqlens_k)
+        return None if (addresses["block_table"] | addresses["seqlens_k"]) % 16 else addresses
     return addresses
 
 

@@ -24,7 +24,8 @@ ones first too.
 With split keys, program_id(1) is the split; o and lse are then fp32 partial states, which `merge_kernel` merges.
 """
 
-# ruff: noqa: RUF005 - Triton's tuples are added, not unpacked
+# ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
+# tuples are added, not unpacked
 
 from typing import Any, NamedTuple
 
@@ -253,10 +254,19 @@ def online_softmax(s, m, scales, partial, FACTS: tl.constexpr):
 
 
 @triton.jit
+def query_rows(query, FACTS: tl.constexpr):
+    """The query of each row of a tile, int32 (tile_m,)."""
+    if FACTS.pages is None:
+        return query.m0 + tl.arange(0, FACTS.tile_m)
+    else:  # several rows may be heads of one query
+        return query.rows
+
+
+@triton.jit
 def apply_score(s, query, j, scales, work, FACTS: tl.constexpr):
     """The scores of a tile of products, fp32 (tile_m, tile_n); in units of log2 if ``FACTS.binary``."""
     if FACTS.score is not None:
-        i = query.m0 + tl.arange(0, FACTS.tile_m)
+        i = query_rows(query, FACTS)
         z = FACTS.score(s, work.b, query.head, i[:, None], j[None, :], work).to(tl.float32)
         s = tl.broadcast_to(z, s.shape)
     else:
@@ -268,7 +278,7 @@ def apply_score(s, query, j, scales, work, FACTS: tl.constexpr):
 def bounded_exponentials(s, query, j, scales, work, FACTS: tl.constexpr):
     """2 to the power of the scores of a tile of products, for scores that are bounded."""
     if FACTS.weights is not None:
-        i = query.m0 + tl.arange(0, FACTS.tile_m)
+        i = query_rows(query, FACTS)
         p = FACTS.weights(s, work.b, query.head, i[:, None], j[None, :], work)
     else:
         p = tl.exp2(apply_score(s, query, j, scales, work, FACTS))
@@ -285,16 +295,11 @@ def epilogue(m, l, acc, m0, head, tensors, sizes, scales, work, FACTS: tl.conste
     left = work.seqlen_q - m0
     lse = tl.where(l == 0, float("-inf"), (m if FACTS.natural else m * LN2) + log(l))
     weight = 1.0 / tl.where(l == 0, 1.0, l)  # a row that saw no key: o = 0
-    if FACTS.sink:  # the merge with the state (o = 0, lse = sink)
+    if FACTS.sink:
         sink = tl.load(tensors.sink + head).to(tl.float32)
         if FACTS.packed:
             sink = tl.where(work.b == sizes.batch, float("-inf"), sink)  # rows past the last sequence have none
-        top = tl.maximum(lse, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        total = top + log(exp(lse - top) + exp(sink - top))
-        total = tl.where(l == 0, sink, tl.where(sink == float("-inf"), lse, total))
-        weight = tl.where(l == 0, 0.0, weight * exp(lse - total))
-        lse = total
+        weight, lse = with_sink(weight, lse, l, sink)
     if FACTS.dropout:
         weight = weight * scales.keep
 
@@ -313,6 +318,20 @@ def epilogue(m, l, acc, m0, head, tensors, sizes, scales, work, FACTS: tl.conste
     # O: (tile_m, head_dim_v) in o's dtype; lse: fp32 (tile_m,).
     store_rows(o, row, m0, left, acc, weight[:, None], FACTS.tile_m, True, FACTS)
     tl.store(tensors.lse + line + i, lse, mask=i < work.seqlen_q)
+
+
+@triton.jit
+def with_sink(weight, lse, l, sink):
+    """The factor of a row's sums of values, and its lse, after the merge with the state (o = 0, lse = sink).
+
+    Args:
+        weight, lse: of the row without it. l: its sum of exponentials, 0 where it saw no key. sink: -inf where there is none.
+    """
+    top = tl.maximum(lse, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = top + log(exp(lse - top) + exp(sink - top))
+    total = tl.where(l == 0, sink, tl.where(sink == float("-inf"), lse, total))
+    return tl.where(l == 0, 0.0, weight * exp(lse - total)), total
 
 
 # -- The merge of split keys ---------------------------------------------------------------------------------------

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import tilewise as tw
-from tilewise.parallel import Layout, context_parallel, cost, simulate
+from tilewise.parallel import Layout, context_parallel, cost, exchange, simulate
+from tilewise.parallel.exchange import Simulated
 from tilewise.parallel.heads import groups_of, head_axes
 from tilewise.parallel.plan import chosen
+from tilewise.parallel.symmetric import SymmetricGroup
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
 from tilewise.testing import normal
@@ -32,13 +36,13 @@ def over_ranks(inputs, run, layout="zigzag", dim=1, **options):
     """What two ranks compute of ``run(q, k, v, parallel)`` and its gradients, put together, and how many bytes each received."""
     contexts = {}
 
-    def one(exchange):
-        parallel = contexts[exchange.rank] = context_parallel(exchange, layout=layout, scheme="heads", **options)
+    def one(rank):
+        parallel = contexts[rank.rank] = context_parallel(rank, layout=layout, scheme="heads", **options)
         *local, do = (parallel.shard(x, dim).detach().requires_grad_() for x in inputs)
-        before = exchange.received
+        before = rank.received
         o = run(*local, parallel)
         grads = torch.autograd.grad(o, local, do)
-        return o.detach(), *grads, exchange.received - before
+        return o.detach(), *grads, rank.received - before
 
     *parts, received = zip(*simulate(2, one), strict=True)
     return [contexts[0].layout_of(ROWS).unshard(part, dim) for part in parts], received
@@ -78,8 +82,8 @@ def test_the_lse_of_packed_sequences_comes_back_to_its_rows():
     q, k, v, _ = tensors()
     _, expected = tw.attention_varlen(q, k, v, cu_seqlens, return_lse=True)
 
-    def one(exchange):
-        parallel = context_parallel(exchange)
+    def one(rank):
+        parallel = context_parallel(rank)
         local = [parallel.shard(x, 0) for x in (q, k, v)]
         _, lse = tw.attention_varlen(*local, cu_seqlens, return_lse=True, parallel=parallel)
         return parallel.unshard(lse, 1)
@@ -89,9 +93,9 @@ def test_the_lse_of_packed_sequences_comes_back_to_its_rows():
 
 
 def test_packed_sequences_whose_heads_do_not_divide_are_refused_on_every_rank():
-    def one(exchange):
+    def one(rank):
         q, k, v, _ = tensors()
-        parallel = context_parallel(exchange, layout="contiguous")
+        parallel = context_parallel(rank, layout="contiguous")
         local = [parallel.shard(x, 0) for x in (q, k, v)]
         with pytest.raises(NotImplementedError) as refused:
             tw.attention_varlen(*local, torch.tensor([0, ROWS]), parallel=parallel)
@@ -142,3 +146,39 @@ def test_a_rank_takes_its_heads_part_of_tensors_that_are_indexed_by_the_head():
         axes(score=lambda s, b, h, i, j: s * h)
     with pytest.raises(ValueError, match="indexed by the head in several ways"):
         axes(score=lambda s, b, h, i, j: s + table[0, h] + table[h, 0])
+
+
+class _Reaching(Simulated):
+    """A rank that copies from its peers' rooms as copy engines do: its memory is theirs, and nothing runs beside anything."""
+
+    def room(self, name, shape, like, most):
+        assert math.prod(shape) <= most
+        return like.new_empty(shape)
+
+    def _peers(self, name, shapes, like):
+        rooms = self.objects(like)
+        assert [tuple(room.shape) for room in rooms] == [tuple(shape) for shape in shapes]
+        return [(rank % self.size, rooms[rank % self.size]) for rank in range(self.rank, self.rank + self.size)]
+
+    def _copied(self, copies, whole):
+        for target, source in copies:
+            assert target.is_contiguous()
+            assert source.is_contiguous()
+            target.copy_(source)
+        self.objects(None)  # all have read
+        return lambda: whole
+
+    to_heads, to_rows = SymmetricGroup.to_heads, SymmetricGroup.to_rows
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_copy_engines_put_rows_where_the_collective_puts_them(layout, monkeypatch):
+    def run(q, k, v, parallel):
+        return tw.attention(q, k, v, mask=tw.window(7), parallel=parallel)
+
+    by_collective, received = over_ranks(tensors(2), run, layout)
+    monkeypatch.setattr(exchange, "Simulated", _Reaching)
+    by_engines, again = over_ranks(tensors(2), run, layout)
+    assert received == again
+    for part, expected in zip(by_engines, by_collective, strict=True):
+        assert torch.equal(part, expected)

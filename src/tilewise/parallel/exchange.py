@@ -162,7 +162,7 @@ class Group(AllToAll):
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         out = sent.new_empty((sum(received), *sent.shape[1:]))
-        self.received += (sum(received) - received[self.rank]) * out[:1].nbytes
+        self.received += out.nbytes - received[self.rank] * out[:1].nbytes
         work = dist.all_to_all_single(
             out, sent.contiguous(), list(received), list(counts), group=self.group, async_op=True
         )
@@ -198,8 +198,8 @@ class Simulated(AllToAll):
         return self.gather(x)[0]
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
-        self.received += (sum(received) - received[self.rank]) * sent[:1].nbytes
         parts = [theirs[self.rank] for theirs in self.objects(list(sent.clone().split(list(counts))))]
+        self.received += sum(part.nbytes for part in parts) - parts[self.rank].nbytes
         return lambda: torch.cat(parts)
 
 

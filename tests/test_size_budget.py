@@ -35,6 +35,7 @@ PUBLIC = {
     "api.py": (
         "attention",
         "attention_with_lse",
+        "attention_with_stats",
         "attention_varlen",
         "attention_paged",
         "attention_paged_with_lse",

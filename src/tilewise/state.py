@@ -51,6 +51,15 @@ def add_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return o * _share(lse, sink).unsqueeze(-1), torch.logaddexp(lse, sink)
 
 
+def largest_of_heads(max_logit: Tensor) -> Tensor:
+    """``(heads_q,)``: the largest over the batch and the rows of ``max_logit`` (batch, heads_q, seqlen_q), packed (heads_q, total_q).
+
+    -inf where there are no rows; NaN where a row has it.
+    """
+    by_head = max_logit.movedim(-2, 0).flatten(1)
+    return by_head.amax(1) if by_head.shape[1] else by_head.new_full(by_head.shape[:1], -torch.inf)
+
+
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """``-exp(sink - lse) * delta`` for each row: what :func:`add_sink` passes to its logit, before summing over rows.
 

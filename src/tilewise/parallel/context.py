@@ -125,15 +125,15 @@ class ContextParallel:
         if self.size == 1:
             return autograd.attention(q, k, v, *assemble(q, k, v, options))
         q, k, v = _autocast(q, k, v)
-        layouts, (extras, seed, text) = self._agreed(q, k, v, options, {"lse": str(with_lse)})
-        spec = parse_spec(text)
-        signature = (text, with_lse, *layouts, *[(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)])
+        agreed = self._agreed(q, k, v, options, {"lse": str(with_lse)})
+        *_, extras, seed, spec = agreed
+        facts = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)]
         # What was checked of another tensor says nothing of this one.
-        signature += tuple((x.shape, x.dtype) for x in extras)
+        facts += [(x.shape, x.dtype) for x in extras]
         call = self._plans.of(
-            signature,
+            (spec.text(), with_lse, *agreed.layouts, *facts),
             [extras[n] for n in spec.mask_slots],
-            lambda: plan.planned(self._wish(with_lse), layouts, (q, k, v), extras, seed, spec),
+            lambda: plan.planned(self._wish(with_lse), agreed),
         )
         run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
         return run(call, q, k, v, extras, seed)
@@ -144,22 +144,20 @@ class ContextParallel:
         if self.size == 1:
             return dispatch.explain(q, k, v, options)
         q, k, v = _autocast(q, k, v)
-        layouts, (extras, seed, text) = self._agreed(q, k, v, options, {})
-        return plan.explained(self._wish(False), layouts, (q, k, v), extras, seed, parse_spec(text))
+        return plan.explained(self._wish(False), self._agreed(q, k, v, options, {}))
 
     def _wish(self, with_lse: bool) -> plan.Wish:
         return plan.Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)
 
-    def _agreed(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]
-    ) -> tuple[tuple[Layout, Layout], tuple[list[Tensor], Tensor | None, str]]:
-        """Who holds which queries and which keys, and the call as the operator takes it, once all ranks have said the same."""
+    def _agreed(self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]) -> plan.Agreed:
+        """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
         also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
         lengths = agreed_lengths(self.exchange, q, k, v, options, also | {"scheme": self.scheme})
         queries, keys = (
             self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
         )
-        return (queries, keys), assemble(q, k, v, self._with_one_seed(q, options))
+        extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
+        return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))
 
     def _checked_layout(self, lengths: list[int], name: str) -> Layout:
         layout = self.layout_of(sum(lengths))

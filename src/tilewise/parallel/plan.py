@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,21 +42,37 @@ class Wish:
     with_lse: bool
 
 
-def planned(
-    wish: Wish,
-    layouts: tuple[Layout, ...],
-    qkv: tuple[Tensor, ...],
-    extras: list[Tensor],
-    seed: Tensor | None,
-    spec: Spec,
-) -> heads.Heads | gathered.Gathered:
-    """What the rank computes, after every input check of the whole call: all ranks see the same shapes here, and fail alike.
+class Agreed(NamedTuple):
+    """A call that all ranks have agreed on.
 
-    Args:
-        layouts: who holds which queries, and which keys. qkv: the rank's own rows.
+    Attributes:
+        layouts: who holds which queries, and which keys.
+        q, k, v: the rank's own rows.
+        extras, seed, spec: as the operator takes them.
     """
-    exchange, (queries, keys) = wish.exchange, layouts
-    q, k, v = _stretched(qkv, layouts)
+
+    layouts: tuple[Layout, Layout]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    extras: list[Tensor]
+    seed: Tensor | None
+    spec: Spec
+
+    @property
+    def whole(self) -> list[Tensor]:
+        """Tensors with the facts of q, k and v and the lengths of the whole, without memory of their own: for checks."""
+        lengths = self.layouts[0].seqlen, self.layouts[1].seqlen, self.layouts[1].seqlen
+        return [
+            x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], seqlen, *x.shape[-2:])
+            for x, seqlen in zip((self.q, self.k, self.v), lengths, strict=True)
+        ]
+
+
+def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
+    """What the rank computes, after every input check of the whole call: all ranks see the same shapes here, and fail alike."""
+    exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
+    extras, seed, spec = call.extras, call.seed, call.spec
     whole = check(q, k, v, extras, seed, spec)
     if chosen(wish.scheme, whole, exchange.size) == "heads":
         groups = heads.groups_of(whole.heads_k // exchange.size, wish.most_groups)
@@ -92,15 +108,6 @@ def chosen(scheme: str, whole: Problem, ranks: int) -> str:
         lines = [f"  {name}: {reason}" for name in asked for reason in refused[name]]
         raise NotImplementedError("\n".join(["no scheme can compute this attention over ranks", *lines]))
     return min(able, key=lambda name: cost.COSTS[name](whole, ranks).milliseconds)
-
-
-def _stretched(qkv: Sequence[Tensor], layouts: tuple[Layout, ...]) -> list[Tensor]:
-    """Tensors with the facts of q, k and v and the lengths of the whole, without memory of their own: for checks."""
-    lengths = layouts[0].seqlen, layouts[1].seqlen, layouts[1].seqlen
-    return [
-        x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], seqlen, *x.shape[-2:])
-        for x, seqlen in zip(qkv, lengths, strict=True)
-    ]
 
 
 def _keys_between(grid: Grid, start: int, stop: int) -> tuple[int, int]:
@@ -143,25 +150,18 @@ class Explanation(dispatch.Explanation):
         return super().as_dict() | more
 
 
-def explained(
-    wish: Wish,
-    layouts: tuple[Layout, ...],
-    qkv: tuple[Tensor, ...],
-    extras: list[Tensor],
-    seed: Tensor | None,
-    spec: Spec,
-) -> Explanation:
-    """How the ranks would share a call; the arguments are those of :func:`planned`."""
-    ranks, whole = wish.exchange.size, check(*_stretched(qkv, layouts), extras, seed, spec)
-    call = planned(wish, layouts, qkv, extras, seed, spec)
+def explained(wish: Wish, call: Agreed) -> Explanation:
+    """How the ranks would share a call."""
+    ranks, extras, spec, (queries, keys) = wish.exchange.size, call.extras, call.spec, call.layouts
+    whole, plan = check(*call.whole, extras, call.seed, spec), planned(wish, call)
     refused = {name: said for name, said in refusals(whole, ranks).items() if said}
     costs = {name: find(whole, ranks) for name, find in cost.COSTS.items() if name not in refused}
-    local = dispatch.explained(_first_call(call, whole, extras))
+    local = dispatch.explained(_first_call(plan, whole, extras))
     found = {x.name: getattr(local, x.name) for x in fields(local)} | {"tangents": None}  # ranks exchange none
-    if isinstance(call, heads.Heads):
+    if isinstance(plan, heads.Heads):
         return Explanation(**found, scheme="heads", costs=costs, refused_schemes=refused, shares=(1 / ranks,) * ranks)
     mask = Mask(spec.mask_text, tuple(extras[n] for n in spec.mask_slots))
-    shares = tile_shares(mask, layouts[0]) if layouts[0].seqlen == layouts[1].seqlen else ()
+    shares = tile_shares(mask, queries) if queries.seqlen == keys.seqlen else ()
     return Explanation(**found, scheme="gather", costs=costs, refused_schemes=refused, shares=shares)
 
 

@@ -10,6 +10,7 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Call, Contract, agree, call, normal, of_case, qkv, run
+from tests.backends.paged import PagedContract
 from tilewise import dropout
 from tilewise.backends import base
 from tilewise.backends.cpu import Cpu, library
@@ -25,6 +26,10 @@ def need_isa(name: str) -> None:
 
 
 class TestCpu(Contract):
+    backend = Cpu()
+
+
+class TestCpuOverPages(PagedContract):
     backend = Cpu()
 
 

@@ -213,9 +213,11 @@ class FewQueries {
   void pack_keys(const Rows<E> &from, int64_t block) {
     if constexpr (!paired) return pack_plain<T, E>(from, block, c.head_dim, depth, k, depth);
     else
-      for (int64_t n = 0; n < block; ++n)
-        for (int64_t d = 0; d < depth; ++d)
-          k[n * depth + d] = from.row(n) && d < elements<X>(c.head_dim) ? element<X>(from.row(n), d, c.head_dim) : X(0);
+      for (int64_t n = 0; n < block; ++n) {
+        const int64_t numbers = from.row(n) ? c.head_dim : 0;
+        for (int64_t d = numbers / 2; d < depth; ++d) k[n * depth + d] = X(0);
+        if (numbers) __builtin_memcpy(k + n * depth, from.row(n), size_t(numbers) * sizeof(E));  // a pair is two neighbours
+      }
   }
 
   // S of `block` keys, R of them a vector. While a line of each key is in use, the same numbers of its V come closer.

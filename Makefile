@@ -52,7 +52,12 @@ $(EMULATED): $(LIBRARY)
 	  echo "test: no emulated AMX (see build/emulated.log)"
 
 # Beside other busy processes OpenMP's spinning threads hold each other up (docs/shared_machines.md).
+# On a Hopper GPU it builds the kernels that it needs, for which their compiler is fetched where there is a network.
+HOPPER = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -m 1 -x 9.0)
+
 demo: setup
+	@$(if $(HOPPER),$(BIN)/python -c "import cutlass" 2> /dev/null || { echo "setup: installing the compiler of Hopper's kernels (450 MB)"; \
+	  $(MAKE) --no-print-directory $(VENV)/ready-kernels-$(TORCH) > build/kernels.log 2>&1; } || echo "setup: it is not to be had (see build/kernels.log)",true)
 	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-1000} $(BIN)/tilewise demo
 
 test: lint $(EMULATED)

@@ -537,3 +537,24 @@ def test_explain_computes_nothing():
     explained = tw.explain(q, k, v, mask=tw.causal() & tw.keep(lambda b, h, i, j: (i ^ j) % 2 == 0))
     assert explained.chosen in ("cpu", "portable")
     assert explained.flops == 4 * 4 * 8 * 64 * (1 << 40)
+
+
+# -- One batch of keys for all queries -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [F64, torch.bfloat16], ids=str)
+def test_keys_of_one_batch_serve_every_query_and_their_gradients_are_summed(options, dtype):
+    made, (q, k, v) = OPTIONS[options](70, 40), qkv(batch=3, nq=70, nk=40, dtype=dtype)
+    k, v = k[:1], v[:1]
+    do, dlse = normal(3, 70, 4, 16).to(dtype), normal(3, 4, 70)
+    got = run(q, k, v, do, dlse.to(F64) if dtype == F64 else dlse, **made)
+    each = exact(q, k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1), do, **made)
+    assert torch.equal(got["o"], each["o"])
+    assert (got["dk"].shape, got["dv"].shape) == (k.shape, v.shape)
+    every = run(q, *(x.expand(3, -1, -1, -1) for x in (k, v)), do, dlse.to(got["lse"].dtype), **made)
+    for name in ("dk", "dv"):
+        torch.testing.assert_close(got[name], every[name].sum(0, keepdim=True))
+    assert str(tw.explain(q, k, v, **made)) == str(
+        tw.explain(q, k.expand_as(every["dk"]), v.expand_as(every["dv"]), **made)
+    )

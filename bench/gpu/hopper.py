@@ -250,7 +250,7 @@ def _wishes(c: Call) -> Iterator[Call]:
 
 def _wanted(problem) -> list[Config | Backward]:
     """The kernels of a problem, and its forward with split keys where that is not shipped."""
-    forward, *rest = Hopper()._configs(problem)
+    forward, *rest = Hopper().configs(problem)
     own = forward.traced != PLAIN or forward.dropout
     split = [replace(forward, split=True)] if own and forward.of_numbers and not forward.packed else []
     return [forward, *split, *rest]

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from tilewise import cli
-from tilewise.cli import checkout, demo, figure
+from tilewise import device as devices
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.host import compiler, library
+from tilewise.cli import checkout, demo, figure, page
 
 
 @pytest.fixture
@@ -29,9 +32,9 @@ def test_exactness_compares_with_float64_on_named_cases(place, monkeypatch, caps
     rows = demo.exactness(place)
     assert all(row["green"] for row in rows)
     assert 0 < rows[0]["o"]["tilewise"] < 1e-6
-    page = capsys.readouterr().out
-    assert page.count("agrees") == 3
-    assert "red" not in page
+    said = capsys.readouterr().out
+    assert said.count("agrees") == 3
+    assert "red" not in said
 
 
 def test_training_twice_gives_the_same_losses(place):
@@ -57,9 +60,44 @@ def test_a_size_is_measured_in_a_process_of_its_own(place):
 
 def test_the_table_says_where_standard_attention_stops_and_why(capsys):
     demo._print_scaling(SCALING)
-    page = " ".join(capsys.readouterr().out.split())
-    assert "standard at N = 2,048 was not run: its N × N matrices would take 12.0 GiB, more than half" in page
-    assert "2,048 20 2 – – 20 2" in page
+    said = " ".join(capsys.readouterr().out.split())
+    assert "standard at N = 2,048 was not run: its N × N matrices would take 12.0 GiB, more than half" in said
+    assert "2,048 20.5 2 – – 20.5 2" in said
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.04164, "0.0416"), (8.2, "8.20"), (99.96, "100"), (0.9996, "1.00"), (99.94, "99.9"), (12345, "12,300")],
+)
+def test_times_have_three_digits(number, text):
+    assert page.three_digits(number) == text
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if the device were a Hopper GPU; the kernels that would be built are written down."""
+    built = []
+    monkeypatch.setattr(devices, "of", lambda device: SimpleNamespace(capability=(9, 0), cores=132))
+    monkeypatch.setattr(library, "here", lambda config: None)
+    monkeypatch.setattr(library, "build_before_use", lambda configs, jobs: built.extend(configs) or [])
+    monkeypatch.setattr(compiler, "unusable", lambda: "")
+    return built
+
+
+def test_on_a_hopper_gpu_the_demo_builds_the_kernels_that_its_calls_need(place, hopper):
+    demo.hopper_kernels(place, longest=16384)
+    calls = demo.problems("cpu", 16384)
+    assert {p.seqlen_q for p in calls} == {384, 512, 1024, 2048, 4096, 8192, 16384}
+    assert set(hopper) == {config for p in calls for config in Hopper().configs(p)}
+    assert 4 <= len(hopper) == len(set(hopper)) <= 12
+
+
+def test_without_their_compiler_the_demo_says_so_and_goes_on(place, hopper, monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "unusable", lambda: "there is no compiler")
+    demo.hopper_kernels(place, longest=512)
+    assert hopper == []
+    said = " ".join(capsys.readouterr().out.split())
+    assert "kernels are not built, and there is no compiler; pip install 'tilewise[kernels]'" in said
 
 
 @pytest.mark.parametrize(("gap", "code"), [(1e-3, 0), (1.1e-3, 1)])

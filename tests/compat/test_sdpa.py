@@ -314,7 +314,7 @@ def test_compiled_without_graph_breaks_it_gives_the_same(options):
 
 @pytest.fixture
 def counted(monkeypatch) -> list[int]:
-    """Grows by one with every call that arrives here through the patch."""
+    """Grows by one with every call that arrives here through the patch and wants no probabilities."""
     calls, function = [], scaled_dot_product_attention
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", lambda *a, **o: calls.append(1) or function(*a, **o))
     return calls
@@ -464,21 +464,106 @@ def test_a_wrong_call_is_wrong_however_the_patch_was_asked():
         WRONG["heads"][0](F.scaled_dot_product_attention)
 
 
-def test_attention_weights_are_refused_or_warned_of():
-    model, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), normal(2, 11, 32)
-    expected, weights = model(x, x, x)
-    with patch(), pytest.raises(NotImplementedError, match=r"need_weights=False.*\n.*warn"):
-        model(x, x, x)
-    with patch("warn"), pytest.warns(RuntimeWarning, match="whole probability matrix"):
-        got = model(x, x, x)
-    torch.testing.assert_close(got, (expected, weights))
+F64 = torch.float64
+HIDDEN = torch.arange(11) >= torch.tensor([[11], [7]])
+WATCHED = {
+    "plain": ({}, {}),
+    "per-head": ({}, {"average_attn_weights": False}),
+    "padding": ({}, {"key_padding_mask": HIDDEN}),
+    "causal": ({}, {"attn_mask": nn.Transformer.generate_square_subsequent_mask(11, dtype=F64), "is_causal": True}),
+    "both": (
+        {},
+        {"attn_mask": torch.ones(11, 11).triu(3) > 0, "key_padding_mask": HIDDEN, "average_attn_weights": False},
+    ),
+    "more-keys": ({"add_bias_kv": True, "add_zero_attn": True}, {}),
+    "other-widths": ({"kdim": 32, "vdim": 32, "batch_first": True}, {"average_attn_weights": False}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:need_weights=True")
+@pytest.mark.parametrize("batched", [True, False], ids=["batch", "alone"])
+@pytest.mark.parametrize("name", WATCHED)
+def test_attention_weights_are_torchs_with_their_gradients(name, batched):
+    made, options = WATCHED[name]
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(32, 4, **({"batch_first": True} | made), dtype=F64)
+    x = normal(2, 11, 32, dtype=F64)
+    x = x.requires_grad_() if batched else x[0].requires_grad_()
+    options = {n: m if batched or n != "key_padding_mask" else m[1] for n, m in options.items()}
+
+    def results() -> list[Tensor]:
+        o, weights = model(x, x, x, **options)
+        loss = o.square().sum() + weights.square().sum()
+        return [o, weights, *torch.autograd.grad(loss, [x, *model.parameters()])]
+
+    expected = results()
     with patch():
-        torch.testing.assert_close(model(x, x, x, need_weights=False)[0], expected)
+        got = results()
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_attention_weights_are_said_to_take_memory_and_have_the_outputs_dropout():
+    model, x = nn.MultiheadAttention(32, 4, dropout=0.4, batch_first=True), normal(2, 11, 32)
+    with patch(), pytest.warns(UserWarning, match=r"\(2, 4, 11, 11\), in O\(N²\) memory; pass need_weights=False"):
+        o, weights = model(x, x, x, average_attn_weights=False)
+    assert 0.3 < (weights == 0).float().mean() < 0.5
+    values = F.linear(x, model.in_proj_weight[64:], model.in_proj_bias[64:]).unflatten(-1, (4, 8)).transpose(1, 2)
+    torch.testing.assert_close(o, model.out_proj((weights @ values).transpose(1, 2).flatten(2)))
+
+
+def test_attention_weights_of_what_cannot_run_are_torchs_or_refused():
+    model, x = nn.MultiheadAttention(32, 4, dropout=1.0, batch_first=True), normal(2, 11, 32)
+    with patch(), pytest.raises(NotImplementedError, match="zeros"):
+        model(x, x, x)
+    with patch("warn"), pytest.warns(RuntimeWarning, match="zeros"):
+        o, weights = model(x, x, x)
+    assert weights.shape == (2, 11, 11)
+    torch.testing.assert_close(o, model.out_proj(torch.zeros_like(x)))
+
+
+# -- TorchScript, which torch calls deprecated and libraries still use -------------------------------------------------
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        o = F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.25)
+        y, weights = self.layer(o, o, o)
+        assert weights is not None
+        return y, weights
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:need_weights=True")
+def test_what_is_scripted_inside_follows_the_patch_and_spoils_nothing(counted):
+    model, x = Scripted().eval(), normal(2, 11, 32)
+    expected = model(x)
+    with patch():
+        scripted = torch.jit.script(model)
+        torch.testing.assert_close(scripted(x), expected)
+    assert len(counted) == 1  # the module's attention, which wants probabilities, is not counted
+    torch.testing.assert_close(scripted(x), expected)
+    torch.testing.assert_close(torch.jit.script(Scripted().eval())(x), expected)
+    assert len(counted) == 1
 
 
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match=r'"raise" or "warn"'):
         patch("ignore")
+
+
+@pytest.mark.filterwarnings("ignore:need_weights=True")
+def test_a_compiled_module_gives_its_weights_without_graph_breaks():
+    torch._dynamo.reset()
+    model, x = nn.MultiheadAttention(32, 4, batch_first=True), normal(2, 11, 32)
+    expected = model(x, x, x)
+    with patch():
+        got = torch.compile(model, fullgraph=True, backend="aot_eager")(x, x, x)
+    torch.testing.assert_close(got, expected)
 
 
 def test_a_compiled_model_follows_the_patch_in_and_out(counted):

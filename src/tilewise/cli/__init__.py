@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli import bench, demo, doctor, explain, sample, train, tune, verify
+from tilewise.cli import bench, demo, doctor, explain, kernels, sample, train, tune, verify
 from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ for command in (
     explain.explain,
     verify.verify,
     doctor.doctor,
+    kernels.kernels,
     bench.bench,
     tune.tune,
 ):

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli import checkout
-from tilewise.cli.page import console, heading, note, progress, status_text, table
+from tilewise.cli import checkout, kernels
+from tilewise.cli.page import console, heading, note, progress, status_text, table, three_digits
 
 NAMES = {"tilewise": "tilewise", "eager": "standard", "sdpa": "PyTorch SDPA"}
 TIGHT = 1e-3
@@ -75,6 +75,8 @@ def demo(options: DemoOptions) -> int:
     if place.device == "cpu" and (hint := busy_hint(load(), machine["threads"], os.environ)):
         note(hint)
     console().print()
+    if place.device != "cpu":
+        hopper_kernels(place, options.longest)
     exact = exactness(place)
     counted(place)
     scaling = time_and_memory(place, options.longest)
@@ -104,6 +106,44 @@ def busy_hint(load: float, threads: int, environment: Mapping[str, str]) -> str:
     if load < threads / 2 or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
         return ""
     return f"This machine is busy (load {load:.1f} on {threads} threads). GOMP_SPINCOUNT=1000 tilewise demo loses less by it."
+
+
+def hopper_kernels(place: Place, longest: int) -> None:
+    """On a Hopper GPU, builds the kernels of the demo's calls that are not on this machine, or says what keeps them from being built."""
+    import torch
+
+    from tilewise import device as devices
+    from tilewise import dispatch
+
+    if devices.of(torch.device(place.device)).capability != (9, 0):
+        return
+    backend = dispatch.backend("hopper")
+    configs = dict.fromkeys(config for p in problems(place.device, longest) for config in backend.configs(p))
+    try:
+        kernels.build(list(configs), os.cpu_count() or 1)
+    except ValueError as error:  # there is no compiler
+        note(f"Hopper's own kernels do not run: {error}")
+    console().print()
+
+
+def problems(device: str, longest: int) -> list:
+    """The demo's calls in 16 bits, all of them causal, as problems without tensors."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from bench.cases import named, tagged
+    from tilewise.problem import check
+    from tilewise.spec import Options, assemble, parse_spec
+
+    found = []
+    for case in [*(c for c in tagged("demo", "cuda") if c.seqlen_q <= longest), named("exact-bf16")]:
+        heads = (case.heads_q, case.heads_k, case.heads_k)
+        make = {"dtype": case.torch_dtype, "device": device, "requires_grad": True}
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q, k, v = (torch.empty(case.batch, case.seqlen_q, h, case.head_dim, **make) for h in heads)
+            extras, seed, text = assemble(q, k, v, Options(causal=True))
+            found.append(check(q, k, v, extras, seed, parse_spec(text)))
+    return found
 
 
 def exactness(place: Place) -> list[dict]:
@@ -214,7 +254,7 @@ def _print_scaling(found: dict) -> None:
         for name in NAMES:
             result = point["results"][name]
             if "both" in result:
-                cells += [f"{result['both']['median_ms']:,.0f}", f"{result['memory']['peak_bytes'] / 2**20:,.0f}"]
+                cells += [three_digits(result["both"]["median_ms"]), f"{result['memory']['peak_bytes'] / 2**20:,.0f}"]
             else:
                 reason = (result.get("why") or ["its check is red"])[0]
                 cells += ["–", "–"]

@@ -150,7 +150,7 @@ def _libraries() -> dict[str, Any]:
 
 def _hopper_kernels() -> dict[str, Any]:
     """How many kernels came with the package, and how many were compiled on this machine at their first call."""
-    from tilewise.backends.hopper.host import kernel_files
+    from tilewise.backends.hopper.host import compiler, kernel_files
 
     folder, cache = kernel_files.folder(), kernel_files.cache()
     files, usable = len(list(folder.glob("*.kernel"))), len(kernel_files.index())
@@ -159,6 +159,7 @@ def _hopper_kernels() -> dict[str, Any]:
         "folder": str(folder),
         "compiled here": len(list(cache.glob("*.kernel"))),
         "cache": str(cache),
+        "compiler": compiler.unusable() or "one that kernels were tried with",
     }
     return found | (
         {"not used": f"{files} files that were compiled from other sources"} if files and not usable else {}

@@ -38,7 +38,7 @@ def heading(title: str, subtitle: str = "") -> None:
 
 def note(line: str) -> None:
     """A line below a table."""
-    console().print(line, style="dim", highlight=False)
+    console().print(line, style="dim", highlight=False, markup=False)
 
 
 def table(columns: Iterable[str], left: Iterable[str] = (), wrap: Iterable[str] = ()) -> "Table":
@@ -57,11 +57,18 @@ def status_text(word: str) -> str:
     return f"[{STYLES[word]}]{word}[/]" if word in STYLES else word
 
 
-def progress() -> "Progress":
-    """A spinner, what is being done, and the time it has taken; on stderr, gone when finished, silent in a log."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def three_digits(number: float) -> str:
+    """A positive number with three significant digits: 0.0416, 8.20, 1,230."""
+    return f"{float(f'{number:.3g}'):,.0f}" if number >= 99.95 else f"{number:#.3g}"
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+
+def progress(bar: bool = False) -> "Progress":
+    """A spinner, what is being done, with ``bar`` how much of it is done, and the time it has taken; on stderr, gone when finished,
+    silent in a log."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    done = (BarColumn(), MofNCompleteColumn()) if bar else ()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), *done, TimeElapsedColumn())
     screen = Console(stderr=True)
     return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)

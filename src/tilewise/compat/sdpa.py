@@ -15,12 +15,14 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.compat.probabilities import probabilities
 
 
 def scaled_dot_product_attention(
@@ -50,6 +52,40 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: a wrong call. NotImplementedError: what torch runs and this does not, with every reason.
     """
+    call = _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return call.shaped(tw.attention(call.q, call.k, call.v, **call.options).transpose(1, 2))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call in tilewise's terms.
+
+    Attributes:
+        q, k, v: ``(batch, seqlen, heads, head_dim)``. options: the keywords of :func:`tilewise.attention`.
+        lead: the dimensions before heads, broadcast; None where the tensors have no heads either.
+        unseen: how many keys were left out at the end, since no query sees them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict
+    lead: tuple[int, ...] | None
+    unseen: int
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """``(batch, heads, ...)`` with the caller's leading dimensions."""
+        if self.lead is None:
+            return x[0, 0]
+        return x.unflatten(0, self.lead) if len(self.lead) > 1 else x if self.lead else x[0]
+
+    def probabilities(self) -> Tensor:
+        """The probabilities ``(..., heads, seqlen_q, seqlen_k)``, after dropout; :attr:`options` must hold its seed."""
+        return self.shaped(F.pad(probabilities(self.q, self.k, **self.options), (0, self.unseen)))
+
+
+def _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> _Call:
+    """The arguments of :func:`scaled_dot_product_attention`, checked and put into tilewise's layout."""
     variant = getattr(getattr(attn_mask, "variant", None), "name", None)  # CausalBias: importing it to ask costs 2 s
     reasons = _refusals(query, key, value, dropout_p, scale, enable_gqa)
     if reasons:
@@ -65,10 +101,9 @@ def scaled_dot_product_attention(
         mask = tw.causal()
     elif attn_mask is not None:
         mask, score = _of_pairs(attn_mask, (*lead, q.shape[2], q.shape[1], k.shape[1]))
-    o = tw.attention(q, k, v, mask=mask, score=score, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
-    if query.ndim == key.ndim == value.ndim == 2:
-        return o[0, 0]
-    return o.unflatten(0, lead) if len(lead) > 1 else o if lead else o[0]
+    options = {"mask": mask, "score": score, "softmax_scale": scale, "dropout_p": dropout_p}
+    headless = query.ndim == key.ndim == value.ndim == 2
+    return _Call(q, k, v, options, None if headless else lead, key.shape[-2] - k.shape[1])
 
 
 def _refusals(
@@ -200,7 +235,8 @@ def patch(unsupported: str = "raise") -> _Patch:
     """A context (or decorator) in which ``torch.nn.functional.scaled_dot_product_attention`` is this module's.
 
     ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` come here too: their fused inference path is switched off
-    inside. With ``need_weights=True`` they would compute the whole probability matrix: that counts as unsupported.
+    inside. With ``need_weights=True`` the matrix of probabilities is computed besides, and a warning says so. What
+    ``torch.jit.script`` compiles inside calls back to Python and follows the patch in and out; it cannot be saved.
 
     Args:
         unsupported: what happens to a call that cannot run here. "raise": its error. "warn": a RuntimeWarning with the reason,
@@ -217,43 +253,138 @@ def patch(unsupported: str = "raise") -> _Patch:
     return _Patch(unsupported)
 
 
+# TorchScript compiles what it finds under torch's names, and takes no variable arguments: the replacements have torch's signatures
+# and hand over, in torch's order, to functions that stay Python.
+
+
+def _scriptable(like: Callable) -> Callable[[Callable], Callable]:
+    """Makes a function of ``*args`` one that TorchScript calls back, with the arguments of ``like``."""
+
+    def made(function: Callable) -> Callable:
+        function.__signature__ = inspect.signature(like, eval_str=True)
+        return torch.jit.ignore(function)
+
+    return made
+
+
+# fmt: off
+def _patched_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:
+    # fmt: on
+    return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _patched_multi_head(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    # fmt: off
+    return _multi_head(
+        query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn,
+        dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask, need_weights, attn_mask,
+        use_separate_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v, average_attn_weights,
+        is_causal,
+    )
+    # fmt: on
+
+
 def _say(reason: str) -> None:
     """Raises ``reason``, or warns of it, as the latest patch wants."""
     if _active and _active[-1].unsupported == "raise":
         raise NotImplementedError(f'{reason}\n  patch(unsupported="warn") would run torch\'s own function')
-    warnings.warn(f"torch's own function runs, with up to O(N²) memory: {reason}", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"torch's own function runs, with up to O(N²) memory: {reason}", RuntimeWarning, stacklevel=4)
 
 
-def _patched_attention(*args, **kwargs) -> Tensor:
+def _ours(arguments: tuple) -> Tensor:
+    """Attention of the arguments of :func:`_patched_attention`, and the probabilities for a multi-head module that waits for them."""
+    if not getattr(_waiting, "modules", None):
+        *positional, scale, enable_gqa = arguments
+        return scaled_dot_product_attention(*positional, scale=scale, enable_gqa=enable_gqa)
+    call = _read(*arguments)
+    if call.options["dropout_p"]:  # the same pairs in both
+        call.options["dropout_seed"] = torch.randint(-(2**63), 2**63 - 1, (1,), device=call.q.device)
+    _waiting.modules[-1].append(call.probabilities())
+    return call.shaped(tw.attention(call.q, call.k, call.v, **call.options).transpose(1, 2))
+
+
+@_scriptable(_patched_attention)
+def _attend(*arguments) -> Tensor:
+    def original() -> Tensor:
+        *positional, scale, enable_gqa = arguments
+        return _saved["scaled_dot_product_attention"](*positional, scale=scale, enable_gqa=enable_gqa)
+
     if not _active:
-        return _saved["scaled_dot_product_attention"](*args, **kwargs)
+        return original()
     try:
-        return scaled_dot_product_attention(*args, **kwargs)
+        return _ours(arguments)
     except NotImplementedError as reason:
         _say(str(reason))
     except ValueError as wrong:
         if _active and _active[-1].unsupported == "raise":
             raise
         try:
-            o = _saved["scaled_dot_product_attention"](*args, **kwargs)
+            o = original()
         except Exception:  # torch finds it wrong too: our error says more
             raise wrong from None
         _say(str(wrong))
         return o
-    return _saved["scaled_dot_product_attention"](*args, **kwargs)
+    return original()
 
 
-_NEED_WEIGHTS = list(inspect.signature(F.multi_head_attention_forward).parameters).index("need_weights")
+_waiting = threading.local()
+"""``modules``: for each multi-head call of this thread that wants probabilities, a list for them; innermost last."""
+
+_NAMES = list(inspect.signature(_patched_multi_head).parameters)
 
 
-def _patched_multi_head(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
-    wanted = args[_NEED_WEIGHTS] if len(args) > _NEED_WEIGHTS else kwargs.get("need_weights", True)
-    if wanted and _active:
-        _say(
-            "multi_head_attention_forward with need_weights=True computes the whole probability matrix; call the module with "
-            "need_weights=False, or tilewise.reference.attention for the matrix"
-        )
-    return _saved["multi_head_attention_forward"](*args, **kwargs)
+@_scriptable(_patched_multi_head)
+def _multi_head(*arguments) -> tuple[Tensor, Tensor | None]:
+    original, given = _saved["multi_head_attention_forward"], dict(zip(_NAMES, arguments, strict=True))
+    if not (_active and given["need_weights"]):
+        return original(**given)
+    if not hasattr(_waiting, "modules"):
+        _waiting.modules = []
+    _waiting.modules.append([])
+    try:
+        o, _ = original(
+            **given | {"need_weights": False, "is_causal": False}
+        )  # then attn_mask, which both have, is read
+    finally:
+        found = _waiting.modules.pop()
+    if not found:  # this attention cannot run here, and a warning has said so
+        return original(**given)
+    weights = found[0].mean(1) if given["average_attn_weights"] else found[0]
+    warnings.warn(
+        f"need_weights=True: the probabilities are computed besides, {tuple(weights.shape)}, in O(N²) memory; pass "
+        "need_weights=False where they are not read",
+        stacklevel=4,
+    )
+    return o, weights if given["query"].ndim == 3 else weights[0]
 
 
 _REPLACED: dict[str, Callable] = {

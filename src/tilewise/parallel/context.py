@@ -9,16 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise import autograd  # noqa: F401  (registers the operators)
+from tilewise import autograd
 from tilewise.backends.base import PerTensors
-from tilewise.parallel import gathered
+from tilewise.parallel import gathered, heads
 from tilewise.parallel.agreement import agreed_lengths
 from tilewise.parallel.exchange import Exchange, Group, ordered_sum
 from tilewise.parallel.layout import Layout, contiguous, zigzag
-from tilewise.piece import Piece
-from tilewise.problem import check
-from tilewise.spec import Options, Spec, assemble, parse_spec
-from tilewise.tiles import Grid
+from tilewise.parallel.plan import SCHEMES, Wish, planned
+from tilewise.spec import Options, assemble, parse_spec
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
 
@@ -27,6 +25,7 @@ def context_parallel(
     group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | Exchange | None = None,
     *,
     layout: str | Layout = "zigzag",
+    scheme: str = "auto",
     sum_leaf_gradients: bool = True,
 ) -> ContextParallel:
     """A group of ranks over which attention is computed: the ``parallel=`` of :func:`tilewise.attention`.
@@ -35,12 +34,15 @@ def context_parallel(
         group: a process group, a device mesh of one dimension (``mesh["cp"]``), or ``None`` for all ranks.
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
             treat all queries alike), or a :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
+        scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
+            computes all rows of some heads; the key heads must be a multiple of the ranks), or ``"auto"``, the one that
+            :mod:`tilewise.parallel.cost` finds cheaper of those that can.
         sum_leaf_gradients: sinks and tensors that a score reads get the gradient that one device would give them, summed over the
-            ranks. ``False`` leaves each rank its own queries' part, for wrappers that sum parameters' gradients over the ranks
+            ranks. ``False`` leaves each rank its own part, for wrappers that sum parameters' gradients over the ranks
             themselves (DDP, FSDP over the same ranks).
 
     Raises:
-        ValueError: no process group, a mesh of several dimensions, or an unknown layout.
+        ValueError: no process group, a mesh of several dimensions, or an unknown layout or scheme.
     """
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim != 1:
@@ -50,10 +52,12 @@ def context_parallel(
         group = group.get_group()
     if not isinstance(layout, Layout) and layout not in LAYOUTS:
         raise ValueError(f"layout must be {', '.join(LAYOUTS)} or a Layout, got {layout!r}")
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme must be {', '.join(SCHEMES)}, got {scheme!r}")
     exchange = Group(group) if group is None or isinstance(group, dist.ProcessGroup) else group
     if isinstance(layout, Layout) and layout.ranks != exchange.size:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {exchange.size}")
-    return ContextParallel(exchange, layout, sum_leaf_gradients)
+    return ContextParallel(exchange, layout, scheme, sum_leaf_gradients)
 
 
 class ContextParallel:
@@ -64,9 +68,11 @@ class ContextParallel:
     of parameters do under DDP and FSDP.
     """
 
-    def __init__(self, exchange: Exchange, layout: str | Layout, sum_leaf_gradients: bool):
-        self.exchange, self.layout, self.sum_leaf_gradients = exchange, layout, sum_leaf_gradients
-        self._pieces = PerTensors()
+    def __init__(self, exchange: Exchange, layout: str | Layout, scheme: str, sum_leaf_gradients: bool):
+        self.exchange, self.layout, self.scheme = exchange, layout, scheme
+        self.sum_leaf_gradients = sum_leaf_gradients
+        self.most_groups = heads.MOST_GROUPS
+        self._plans = PerTensors()
 
     @property
     def rank(self) -> int:
@@ -104,58 +110,44 @@ class ContextParallel:
         """``torch.roll`` of the whole sequence, for tensors that hold this rank's rows: labels of the next token, say."""
         return self.shard(torch.roll(self.unshard(x, dim), shifts, dim), dim)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """``(o, lse)`` of this rank's queries, which see the keys of all ranks at their global positions.
+
+        Args:
+            with_lse: lse is wanted; else it may be ``None``, which saves its way back.
 
         Raises:
             ValueError: on every rank: a wrong call, ranks that disagree, rows that are not those of the layout.
             NotImplementedError: what is not built, or what no backend runs.
         """
-        if options.cu_seqlens_q is not None or options.piece is not None:
-            what = "packed sequences" if options.piece is None else "a piece of an attention"
-            raise NotImplementedError(
-                f"parallel= with {what} is not built; for packed documents use mask=tw.documents(ids)"
-            )
+        if options.piece is not None:
+            raise NotImplementedError("parallel= with a piece of an attention is not built")
+        if options.max_logit:
+            raise NotImplementedError("parallel= with the largest scores (attention_with_stats) is not built")
         if self.size == 1:
-            return torch.ops.tilewise.attention.default(q, k, v, *assemble(q, k, v, options))
+            return autograd.attention(q, k, v, *assemble(q, k, v, options))
         q, k, v = _autocast(q, k, v)
         facts = {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
+        facts |= {"scheme": self.scheme, "lse": str(with_lse)}
         lengths = agreed_lengths(self.exchange, q, k, v, options, facts)
-        queries, keys = (
+        layouts = tuple(
             self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
         )
         extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
         spec = parse_spec(text)
-        signature = (text, queries, keys, *[(x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (q, k, v)])
+        signature = (text, with_lse, *layouts, *[(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)])
         # What was checked of another tensor says nothing of this one.
         signature += tuple((x.shape, x.dtype) for x in extras)
-        mask_leaves = [extras[n] for n in spec.mask_slots]
-        pieces = self._pieces.of(
-            signature, mask_leaves, lambda: self._planned((q, k, v), (queries, keys), extras, seed, spec)
+        wish = Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)
+        call = self._plans.of(
+            signature,
+            [extras[n] for n in spec.mask_slots],
+            lambda: planned(wish, layouts, (q, k, v), extras, seed, spec),
         )
-        call = gathered.Gathered(self.exchange, keys, pieces, spec.grad_slots, self.sum_leaf_gradients)
-        return gathered.attention(call, q, k, v, extras, seed)
-
-    def _planned(
-        self,
-        qkv: tuple[Tensor, ...],
-        layouts: tuple[Layout, Layout],
-        extras: list[Tensor],
-        seed: Tensor | None,
-        spec: Spec,
-    ) -> tuple[gathered.LocalPiece, ...]:
-        """The rank's pieces, after every input check of the whole call: all ranks see the same shapes here, and fail alike."""
-        queries, keys = layouts
-        q, k, v = (_stretched(x, layout.seqlen) for x, layout in zip(qkv, (queries, keys, keys), strict=True))
-        problem = check(q, k, v, extras, seed, spec)
-        grid = Grid.whole(spec.region, extras, (problem.batch, problem.heads_q, queries.seqlen, keys.seqlen), q.device)
-        found = []
-        for start, stop, first in queries.rows(self.rank):
-            low, high = _keys_between(grid, start, stop)
-            piece = replace(spec, piece=Piece(start, low, queries.seqlen, keys.seqlen))
-            check(q[:, start:stop], k[:, low:high], v[:, low:high], extras, seed, piece)
-            found.append(gathered.LocalPiece(slice(first, first + stop - start), slice(low, high), piece.text()))
-        return tuple(found)
+        run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
+        return run(call, q, k, v, extras, seed)
 
     def _checked_layout(self, lengths: list[int], name: str) -> Layout:
         layout = self.layout_of(sum(lengths))
@@ -172,20 +164,6 @@ class ContextParallel:
             return options
         _, seed, _ = assemble(q, q, q, Options(dropout_p=options.dropout_p, dropout_seed=options.dropout_seed))
         return options if seed is None else replace(options, dropout_seed=self.exchange.broadcast(seed))
-
-
-def _stretched(x: Tensor, seqlen: int) -> Tensor:
-    """A tensor with the facts of ``x`` and another length, without memory of its own: for checks."""
-    return x.new_empty((1, 1, 1, 1)).expand(x.shape[0], seqlen, *x.shape[2:])
-
-
-def _keys_between(grid: Grid, start: int, stop: int) -> tuple[int, int]:
-    """The first, and one past the last, key that queries ``start`` to ``stop`` may see; at least one key. Reads the mask's tensors."""
-    lo, hi = grid.key_interval(torch.arange(start, stop, device=grid.b.device))
-    sees = lo < hi
-    first = int(torch.where(sees, lo, grid.keys).amin())
-    last = int(torch.where(sees, hi, 0).amax())
-    return (first, last) if first < last else (0, min(1, grid.keys))
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

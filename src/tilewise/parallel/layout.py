@@ -55,6 +55,11 @@ class Layout:
         """How many positions each rank holds."""
         return tuple(sum(stop - start for start, stop in held) for held in self.pieces)
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the ranks' rows, one rank after the other, are in the order of positions."""
+        return [piece for held in self.pieces for piece in held] == self._in_order
+
     def rows(self, rank: int) -> list[tuple[int, int, int]]:
         """``(start, stop, first)`` of each piece of a rank: its positions, and the rank's row that holds the first of them."""
         lengths = [stop - start for start, stop in self.pieces[rank]]

@@ -49,13 +49,18 @@ class Hopper(Backend):
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why this problem cannot run: of the problem, or else of the machine."""
-        return self.refused(p) or _device_reasons(p) or library.missing(*self._configs(p))
+        return self.refused(p) or _device_reasons(p) or library.missing(*self.configs(p))
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
         if p.paged:
             return page_reasons(p)
         reasons = forward_config.reasons(p) + unknown_operations(p, operations.traceable()) + piece_reasons(p)
+        reasons += (
+            ["the largest score of each row (attention_with_stats): its kernels do not keep it"]
+            if p.spec.max_logit
+            else []
+        )
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def config(self, p: Problem) -> Config:
@@ -64,7 +69,7 @@ class Hopper(Backend):
     def backward_config(self, p: Problem) -> Backward:
         return self.override_backward or backward_config.choose(p)
 
-    def _configs(self, p: Problem) -> list[Config | Backward]:
+    def configs(self, p: Problem) -> list[Config | Backward]:
         """The configs of the kernels that a problem needs."""
         return [self.config(p), *([self.backward_config(p)] if p.spec.needs_grad else [])]
 

@@ -1,4 +1,4 @@
-"""The kernels as functions: found in their files, or built at their first call where the DSL is installed.
+"""The kernels as functions: found in their files, or built, at their first call or before, where the DSL is installed.
 
 Nothing is loaded before it is called. A kernel that is built at its first call is kept for other processes; one that would
 give wrong results or could not be launched is refused, one that is merely slower than it should be is launched with a warning.
@@ -6,28 +6,51 @@ give wrong results or could not be launched is refused, one that is merely slowe
 
 from __future__ import annotations
 
-import importlib.util
+import multiprocessing
 import tempfile
+import time
 import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.forward.config import Config
-from tilewise.backends.hopper.host import driver, kernel_files
+from tilewise.backends.hopper.host import compiler, driver, kernel_files
 from tilewise.backends.hopper.host.kernel_files import built, file_name
 
 
 def missing(*configs: Config | Backward) -> list[str]:
-    """Why kernels can be neither loaded nor built here."""
+    """The reasons why kernels can be neither loaded nor built here, and what to do about it."""
     launcher = driver.load()
     found = [launcher] if isinstance(launcher, str) else []
-    absent = [config.name for config in configs if not built(config)]
-    if absent and importlib.util.find_spec("cutlass") is None:
-        found.append(
-            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not in {kernel_files.folder()}, and "
-            "nvidia-cutlass-dsl, which builds kernels, is not installed; pip install 'tilewise[kernels]'"
-        )
+    absent = [config for config in configs if here(config) is None]
+    why = compiler.unusable() if absent else ""
+    if why:
+        names = " and ".join(config.name for config in absent)
+        found.append(f"{names} {'is' if len(absent) == 1 else 'are'} not built, and {why}; {remedy(absent)}")
     return found
+
+
+def here(config: Config | Backward) -> Path | None:
+    """A kernel's file, if it is on this machine: shipped, or built here."""
+    if built(config):
+        return kernel_files.folder() / file_name(config.name)
+    file = kernel_files.cache() / file_name(config.name)
+    return file if file.exists() else None
+
+
+def remedy(absent: Sequence[Config | Backward]) -> str:
+    """The commands that bring kernels that are not here, where nothing compiles them."""
+    from tilewise.backends.hopper.host import selection
+
+    install = "pip install 'tilewise[kernels]'"
+    if any(config.dropout or config.traced != PLAIN for config in absent):
+        return f"with `{install}` the first call compiles {'it' if len(absent) == 1 else 'them'}"
+    words = " ".join(f'--for "{words}"' for words in dict.fromkeys(map(selection.words_of, absent)))
+    return f"`{install} && tilewise kernels {words}` builds {'it' if len(absent) == 1 else 'them'}"
 
 
 _functions: dict[Config | Backward, driver.Kernels] = {}
@@ -46,19 +69,53 @@ def function(config: Config | Backward) -> driver.Kernels:
 
 def file_of(config: Config | Backward) -> Path:
     """A kernel's file, built if there is none. Where several processes want it at once, one builds it and the others wait."""
-    if built(config):
-        return kernel_files.folder() / file_name(config.name)
-    file = kernel_files.cache() / file_name(config.name)
-    if not file.exists():
-        import fcntl  # where there is a GPU of this kind there is Linux
+    found = here(config)
+    if found is not None:
+        return found
+    import fcntl  # where there is a GPU of this kind there is Linux
 
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # The lock is the system's, on an open file: it ends with the process that holds it, however that ends.
-        with open(file.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not file.exists():
-                _build(config, file)
+    file = kernel_files.cache() / file_name(config.name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # The lock is the system's, on an open file: it ends with the process that holds it, however that ends.
+    with open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            _build(config, file)
     return file
+
+
+class Build(NamedTuple):
+    """The result of one build: seconds, warnings, and the error that kept the kernel from being built, if any."""
+
+    kernel: str
+    seconds: float
+    warnings: tuple[str, ...]
+    error: str
+
+
+def build_before_use(configs: Sequence[Config | Backward], jobs: int) -> Iterator[Build]:
+    """Builds kernels that are not here into the folder of those that this machine built, and yields each as it is done."""
+    # Not forked: the process may have a CUDA context and threads.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(_built, config) for config in configs]):
+            yield done.result()
+
+
+def _built(config: Config | Backward) -> Build:
+    """One build of :func:`build_before_use`, in a process of its own."""
+    begin, error = time.perf_counter(), ""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            file_of(config)
+        except Exception as failure:  # of one kernel; the others are still wanted
+            error = f"{type(failure).__name__}: {failure}"
+    texts = tuple(str(warning.message) for warning in said if issubclass(warning.category, SlowKernel))
+    return Build(config.name, time.perf_counter() - begin, texts, error)
+
+
+class SlowKernel(UserWarning):
+    """A kernel that was compiled here is right, and slower than it should be."""
 
 
 def _build(config: Config | Backward, file: Path) -> None:
@@ -77,5 +134,6 @@ def _build(config: Config | Backward, file: Path) -> None:
         if row["wrong"]:
             raise RuntimeError(f"the hopper backend refuses {config.name}, just compiled: {'; '.join(row['wrong'])}")
         if row["faults"]:
-            warnings.warn(f"{config.name} is slower than it should be: {'; '.join(row['faults'])}", stacklevel=2)
+            text = f"{config.name} is slower than it should be: {'; '.join(row['faults'])}"
+            warnings.warn(text, SlowKernel, stacklevel=2)
         (Path(scratch) / file.name).replace(file)

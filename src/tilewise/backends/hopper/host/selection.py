@@ -1,0 +1,85 @@
+"""The words by which users name the kernels that are shipped: ``bf16 d128 causal``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.config import DTYPES, SHIPPED
+from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.forward.config import Config
+
+FORMS = dict(zip(("full", "causal", "window", "rows"), SHIPPED, strict=True))
+"""The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold."""
+PASSES = {"forward": Config, "backward": Backward}
+FEATURES = ("softcap", "packed")
+_DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
+_OFTEN = ((128, 128), (64, 64))  # head dims that most models have
+
+
+def in_order_of_use() -> list[Config | Backward]:
+    """Every kernel that is shipped, those that most calls need first."""
+    return sorted([*forward_config.shipped(), *backward_config.shipped()], key=_rank)
+
+
+def _rank(config: Config | Backward) -> tuple:
+    """The place of a kernel in the order of use: plain before features, bf16 before fp16, causal before full, the usual head dims
+    before others."""
+    dims = dims_of(config)
+    usual = _OFTEN.index(dims) if dims in _OFTEN else len(_OFTEN)
+    form = ("upper", "full", "band", "rows").index(config.form)
+    return config.softcap, config.packed, config.dtype == "fp16", usual, form, dims, isinstance(config, Backward)
+
+
+def dims_of(config: Config | Backward) -> tuple[int, int]:
+    """The head dims of q and k, and of v, that a kernel is compiled for."""
+    tiles = config.keys if isinstance(config, Backward) else config.tiles
+    return tiles.width, tiles.width_v
+
+
+def words_of(config: Config | Backward) -> str:
+    """The words that name a shipped kernel, together with others of its kind."""
+    dim, dim_v = dims_of(config)
+    form = next(word for word, form in FORMS.items() if form == config.form)
+    features = (name for name in FEATURES if getattr(config, name))
+    return " ".join([config.dtype, f"d{dim}" + (f"v{dim_v}" if dim_v != dim else ""), form, *features])
+
+
+def selected(text: str) -> list[Config | Backward]:
+    """The shipped kernels of calls that these words describe, in the order of use.
+
+    Words of one kind are alternatives: ``bf16 fp16``; ``d80``, ``d192v128`` (a call's head dims); ``full causal window rows``;
+    ``forward backward``. A kind without a word is not restricted, but ``softcap`` and ``packed`` are only named by their words.
+
+    Raises:
+        ValueError: a word means nothing, or no kernel is shipped for them.
+    """
+    words = text.split()
+    unknown = [w for w in words if not (w in (*DTYPES.values(), *FORMS, *PASSES, *FEATURES) or _DIMS.fullmatch(w))]
+    if unknown:
+        known = " ".join((*DTYPES.values(), "d128 d192v128", *FORMS, *PASSES, *FEATURES))
+        raise ValueError(f"{unknown[0]!r} names no kernels; words that do: {known}")
+    forms = {FORMS[word] for word in words if word in FORMS} or set(SHIPPED)
+    dtypes = {word for word in words if word in DTYPES.values()} or set(DTYPES.values())
+    kinds = tuple(PASSES[word] for word in words if word in PASSES) or tuple(PASSES.values())
+    fitting = [c for c in in_order_of_use() if isinstance(c, kinds) and c.form in forms and c.dtype in dtypes]
+    fitting = [c for c in fitting if all(getattr(c, name) == (name in words) for name in FEATURES)]
+    dims = [(int(found[1]), int(found[2] or found[1])) for word in words if (found := _DIMS.fullmatch(word))]
+    names = {c.name for one in dims for c in _with_dims(fitting, *one)}
+    found = [c for c in fitting if c.name in names or not dims]
+    if not found:
+        raise ValueError(f"no kernel is shipped for {text!r}")
+    return found
+
+
+def _with_dims(configs: Sequence[Config | Backward], dim: int, dim_v: int) -> list[Config | Backward]:
+    """The kernels among these that calls with these head dims may get: of each pass, the first row of tiles that has any."""
+    holding = list(forward_config.rows_for(dim, dim_v))
+    forwards = [c for c in configs if isinstance(c, Config)]
+    by_row = ([c for c in forwards if c.tiles in row.columns and c.tiles != row.short] for row in holding)
+    few = [c for c in forwards if holding and c.tiles == forward_config.short(holding[0].full)]
+    rows = [dims for dims in backward_config.TABLE if dim <= dims[0] and dim_v <= dims[1]]
+    backwards = ([c for c in configs if isinstance(c, Backward) and dims_of(c) == dims] for dims in rows)
+    return [*next(filter(None, by_row), []), *few, *next(filter(None, backwards), [])]

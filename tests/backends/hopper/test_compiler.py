@@ -1,0 +1,160 @@
+"""The compiler of kernels is needed to build them and for nothing else, and is used where kernels were tried with its version."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import asdict, replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.contract import call, normal
+from tests.backends.hopper.test_launcher import CUBIN, RECIPE
+from tilewise import dispatch
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.host import compiler, driver, kernel_files, library
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Makes a version of the compiler the one that is installed; None: none is."""
+
+    def install(version: str | None) -> None:
+        found = importlib.util.find_spec
+        spec = None if version is None else found("json")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "cutlass" else found(name))
+        monkeypatch.setattr(metadata, "version", lambda name: version)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("version", "usable"),
+    [
+        ("4.6.3", True),
+        ("4.7.0", True),
+        ("4.8.1", True),
+        ("4.8.0.dev1", True),
+        ("4.6.2", False),
+        ("4.8.2", False),
+        ("5.0", False),
+    ],
+)
+def test_versions_that_kernels_were_not_tried_with_are_refused_by_name(version, usable, installed):
+    installed(version)
+    assert (compiler.unusable() == "") == usable
+    assert usable or f"is {version}, not one of 4.6.3 to 4.8.1" in compiler.unusable()
+
+
+def test_without_a_compiler_that_is_the_reason(installed):
+    installed(None)
+    assert "is not installed" in compiler.unusable()
+
+
+def test_the_extra_and_the_pins_are_in_the_range():
+    text = (ROOT / "pyproject.toml").read_text()
+    oldest, newest = (".".join(map(str, numbers)) for numbers in (compiler.OLDEST, compiler.NEWEST))
+    assert f"{compiler.PACKAGE}[cu13]>={oldest},<={newest};" in text
+    assert f"{compiler.PACKAGE}=={oldest}" in (ROOT / "constraints.txt").read_text()
+
+
+# -- What a call says that needs it --------------------------------------------------------------------------------
+
+
+def problem(**options):
+    q, k, v = (normal(1, 70, h, 64, dtype=torch.bfloat16, seed=h) for h in (4, 2, 2))
+    return replace(call(q, k, v, **options).p, device=torch.device("cuda"))
+
+
+@pytest.fixture
+def hopper_gpu(monkeypatch):
+    """A Hopper GPU with a launcher and without kernels."""
+    from tilewise import device as devices
+
+    gpu = devices.Device("a GPU", "cuda", 132, capability=(9, 0))
+    monkeypatch.setattr(devices, "of", lambda device: gpu)
+    monkeypatch.setattr(driver, "load", lambda: None)
+    monkeypatch.setattr(library, "here", lambda config: None)
+
+
+def test_an_expression_falls_back_with_a_reason_where_the_compiler_is_of_another_version(hopper_gpu, installed):
+    p = problem(score=lambda s, b, h, i, j: s + i - j)
+    installed("4.7.1")
+    assert Hopper().unsupported(p) == []
+    installed("4.9.0")
+    (reason,) = Hopper().unsupported(p)
+    assert (
+        "is 4.9.0, not one of 4.6.3 to 4.8.1; with `pip install 'tilewise[kernels]'` the first call compiles" in reason
+    )
+    assert dispatch.select(p).name != "hopper"
+
+
+def test_a_shipped_kernel_that_is_missing_names_the_command_that_builds_it(hopper_gpu, installed):
+    installed(None)
+    (reason,) = Hopper().unsupported(problem(causal=True))
+    assert "\n" not in reason
+    command = re.search(r"`pip install 'tilewise\[kernels\]' && tilewise kernels (.*)` builds them", reason)[1]
+    assert command == '--for "bf16 d64 causal"'
+
+
+# -- Without it ----------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_was_built_here_runs_without_the_compiler(monkeypatch, tmp_path, installed):
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel_files, "index", dict)
+    monkeypatch.setattr(driver, "load", lambda: None)
+    installed(None)
+    config = forward_config.shipped()[0]
+    assert library.missing(config)
+    kernel_files.write(kernel_files.cache() / kernel_files.file_name(config.name), CUBIN, RECIPE)
+    assert library.missing(config) == []
+
+
+PROGRAM = """
+    import sys
+
+    class Blocked:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "cutlass":
+                raise AssertionError(f"{name} is imported")
+
+    sys.meta_path.insert(0, Blocked())
+    import tilewise as tw
+    from tilewise.backends.hopper import Hopper
+    from tilewise.backends.hopper.forward import config
+    from tilewise.backends.hopper.host import backward_call, forward_call, library, masks, plan
+
+    kernel = config.shipped()[0]
+    assert library.missing(kernel) == [], library.missing(kernel)
+    assert library.function(kernel).names == ["one", "two"]
+    print(kernel.name)
+"""
+
+
+def test_nothing_imports_it_from_a_call_to_the_launch_of_a_shipped_kernel(tmp_path):
+    """The modules of a call, the choice of a kernel, the reading of its file and its preparation for launches."""
+    if isinstance(driver.load(), str):
+        pytest.skip("no launcher")
+    config = forward_config.shipped()[0]
+    kernel_files.write(tmp_path / kernel_files.file_name(config.name), CUBIN, RECIPE)
+    index = {"sources": kernel_files.source_hash(), "kernels": {config.name: {"config": asdict(config)}}}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    path = os.pathsep.join([str(Path(tw.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"TILEWISE_HOPPER_KERNELS": str(tmp_path), "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == config.name, done.stderr

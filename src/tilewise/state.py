@@ -56,8 +56,9 @@ def largest_of_heads(max_logit: Tensor) -> Tensor:
 
     -inf where there are no rows; NaN where a row has it.
     """
-    by_head = max_logit.movedim(-2, 0).flatten(1)
-    return by_head.amax(1) if by_head.shape[1] else by_head.new_full(by_head.shape[:1], -torch.inf)
+    if not max_logit.numel():
+        return max_logit.new_full((max_logit.shape[-2],), -torch.inf)
+    return max_logit.amax((0, 2) if max_logit.ndim == 3 else 1)
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout
+from tilewise.spec import Spec
 
 _attention = torch.ops.tilewise.attention.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
@@ -67,6 +68,11 @@ class Gathered:
     def _padded(self, x: Tensor) -> Tensor:
         """With as many rows as the rank that holds most: collectives want equal shapes."""
         return pad(x, (0, 0, 0, 0, 0, max(self.keys.lengths) - x.shape[1]))
+
+
+def reasons(spec: Spec) -> list[str]:
+    """Why a call cannot be cut into pieces; empty: it can."""
+    return ["packed sequences are not cut into pieces; write them as mask=tw.documents(ids)"] if spec.packed else []
 
 
 def attention(

@@ -21,7 +21,6 @@ from tilewise.backends.base import (
     Output,
     OutputGrads,
     PerProblem,
-    page_reasons,
     piece_reasons,
     unknown_operations,
 )
@@ -30,6 +29,7 @@ from tilewise.backends.triton.host import launch, tangent, tuned
 from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
+from tilewise.backends.triton.paging import choose_paged
 from tilewise.leaf_gradients import SCATTER, classify
 from tilewise.problem import Problem
 
@@ -78,7 +78,9 @@ class Triton(Backend):
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
-        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem) + page_reasons(problem)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
+        if problem.paged and problem.spec.max_logit:
+            reasons.append("the largest scores of a call over pages: its kernels over pages do not keep them")
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         return reasons
@@ -88,6 +90,8 @@ class Triton(Backend):
         return "" if described_lookup(problem) is None else "brings the tensor that the score reads tile by tile"
 
     def config(self, problem: Problem) -> Config:
+        if problem.paged:
+            return self.override or choose_paged(problem, tuned.passes(problem))
         pairs = PairReads.of(problem)
         blocks = predicate_blocks(problem)
         return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks)
@@ -101,7 +105,7 @@ class Triton(Backend):
             return launch.backward(self._plan_of(problem), inputs, out, do, dlse)
 
     def without_tangents(self, problem: Problem) -> list[str]:
-        reasons = []
+        reasons = ["a cache in pages has no tangents"] if problem.paged else []
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             reasons.append(f"tangents of a head_dim above {MAX_HEAD_DIM}")
         if problem.spec.lookups:

@@ -66,10 +66,18 @@ def main(words: list[str] | None = None) -> int:
 
 
 def kernels_said() -> str:
-    """A line about the Hopper kernels that lie in the checkout: a wheel carries those of the current sources."""
+    """A line about the Hopper kernels that lie in the checkout, which the wheel carries.
+
+    Raises:
+        RuntimeError: they were compiled from other sources, and nobody could use them.
+    """
     from tilewise.backends.hopper.host import kernel_files, selection
 
     total, here = len(selection.in_order_of_use()), len(kernel_files.index())
+    if not here and list((ROOT / KERNELS).glob("*.kernel")):
+        raise RuntimeError(
+            f"the kernels in {KERNELS} were compiled from other sources; `make kernels-hopper` compiles these"
+        )
     rest = "" if here == total else "; `make kernels-hopper` builds the others, and users without them run Triton's"
     return f"{here} of {total} Hopper kernels are in the checkout{rest}"
 

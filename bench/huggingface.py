@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from bench import measure, records
+from bench.page import table
 
 RESULTS = measure.ROOT / "bench" / "results" / "cpu-calls.jsonl"
 PAGE = measure.ROOT / "docs" / "huggingface.md"
@@ -179,35 +180,31 @@ def fastest() -> dict[str, dict[str, dict]]:
     return {name: {task: best(name, task) for task in TASKS} for name in CONTESTANTS}
 
 
-def markdown(lines: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def table(found: dict[str, dict[str, dict]]) -> str:
+def seconds_and_memory(found: dict[str, dict[str, dict]]) -> str:
     """Seconds, peak memory above the weights, and tilewise's gain."""
     titles = [f"{name}, {unit}" for unit in ("s", "GiB") for name in CONTESTANTS]
-    lines = [["", *titles, "× eager", "× sdpa"], ["---"] * (len(titles) + 3)]
+    lines = []
     for task, title in TASKS.items():
         seconds = {name: found[name][task]["seconds"] for name in CONTESTANTS}
         cells = [f"{seconds[name]:#.3g}" for name in CONTESTANTS]
         cells += [f"{found[name][task]['gib']:.2f}" for name in CONTESTANTS]
         lines.append([title, *cells, *[f"{seconds[name] / seconds['tilewise']:.2f}" for name in ("eager", "sdpa")]])
-    return markdown(lines)
+    return "\n".join(table(["", *titles, "× eager", "× sdpa"], lines))
 
 
 def shares(found: dict[str, dict[str, dict]]) -> str:
     """The share of attention in the time of the forward tasks."""
-    lines = [["attention's share of the time", *CONTESTANTS], ["---"] * (len(CONTESTANTS) + 1)]
+    lines = []
     for task, title in TASKS.items():
         parts = [found[name][task] for name in CONTESTANTS]
         if "attention_seconds" in parts[0]:
             lines.append([title, *[f"{100 * part['attention_seconds'] / part['seconds']:.0f} %" for part in parts]])
-    return markdown(lines)
+    return "\n".join(table(["attention's share of the time", *CONTESTANTS], lines))
 
 
 def page(text: str, found: dict[str, dict]) -> str:
     """The page with both tables between their marks."""
-    for mark, made in (("table", table(found)), ("shares", shares(found))):
+    for mark, made in (("table", seconds_and_memory(found)), ("shares", shares(found))):
         before, rest = text.split(f"<!-- {mark} -->\n", 1)
         text = f"{before}<!-- {mark} -->\n{made}\n<!-- /{mark} -->" + rest.split(f"<!-- /{mark} -->", 1)[1]
     return text

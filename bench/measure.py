@@ -153,10 +153,10 @@ def _return_freed_memory() -> None:
         return
 
 
-def _status(field: str) -> int | None:
-    """A line of /proc/self/status in bytes."""
+def _proc_bytes(file: str, field: str) -> int | None:
+    """A line in kB of a file below /proc, as bytes; None where there is none."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc", file).read_text().splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
@@ -164,28 +164,20 @@ def _status(field: str) -> int | None:
 
 def _high_water() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
-    return _status("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return _proc_bytes("self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _resident() -> int:
-    return _status("VmRSS:") or _high_water()
+    return _proc_bytes("self/status", "VmRSS:") or _high_water()
 
 
 def free_memory(device: str) -> int:
     """Bytes that can still be had: of the GPU, or of the machine and of the control group it runs in."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info()[0]
-    free = [_meminfo("MemAvailable:"), _cgroup_left()]
+    free = [_proc_bytes("meminfo", "MemAvailable:"), _cgroup_left()]
     known = [n for n in free if n is not None]
     return min(known) if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def _meminfo(field: str) -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
 
 
 def _cgroup_left() -> int | None:

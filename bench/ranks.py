@@ -1,8 +1,10 @@
 """Attention over ranks beside one GPU on a rank's share of the heads: `python -m bench.ranks --ranks 4 --out FILE`.
 
-A process a rank. First every mask of CHECKS, small, against the float64 oracle; a case whose check is red is not timed. Then, in the
-same interleaved rounds: *parallel*, forward alone and with its backward, and *alone*, the whole sequence with ``heads / ranks`` heads
-on each GPU at once, so that all are under load. A rate is per GPU, of kept pairs. `--device cpu` rehearses with gloo on small sizes.
+A process a rank. First every mask of CHECKS, small, against the float64 oracle, for each contestant; what is red is not timed. Then, in
+the same interleaved rounds, forward alone and with its backward: the contestants of CONTESTANTS over all ranks, and *alone*, the whole
+sequence with ``heads / ranks`` heads on each GPU at once, so that all are under load. A rate is per GPU, of kept pairs. At last a step
+of each contestant under the profiler: milliseconds of attention kernels, of the exchange, of all other kernels, and of the host.
+`--device cpu` rehearses with gloo on small sizes.
 """
 
 from __future__ import annotations
@@ -20,14 +22,34 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import tilewise as tw
 from bench import records
 from tilewise.masks import Mask
 from tilewise.parallel import ContextParallel, balanced
+from tilewise.parallel.exchange import Group
 from tilewise.testing import call, normal
 
 HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to compute attention over all ranks: a scheme, how many groups of heads it takes, and what carries the rows."""
+
+    scheme: str
+    groups: int = 1
+    engines: bool = False
+
+
+CONTESTANTS = {
+    "gather": Contestant("gather"),
+    "heads": Contestant("heads"),
+    "heads-2": Contestant("heads", 2),
+    "engines": Contestant("heads", 1, engines=True),
+    "engines-2": Contestant("heads", 2, engines=True),
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +96,7 @@ def kept_pairs(name: str, seqlen: int) -> int:
     return seqlen * (seqlen + 1) // 2
 
 
-def tensors(row: Row, heads_q: int, heads_k: int, seqlen: int, device: str) -> list[Tensor]:
+def tensors(heads_q: int, heads_k: int, seqlen: int, device: str) -> list[Tensor]:
     """Random q, k, v and do of so many rows."""
     shapes = [(1, seqlen, heads, HEAD_DIM) for heads in (heads_q, heads_k, heads_k, heads_q)]
     return [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
@@ -94,8 +116,12 @@ def steps(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options: object) -> dic
     return {"forward": forward, "both": both}
 
 
-def parallel_of(row: Row, size: int, mask: Mask) -> ContextParallel:
-    return tw.context_parallel(layout="zigzag" if row.mask == "causal" else balanced(mask, row.seqlen, size))
+def parallel_of(row: Row, way: Contestant, mask: Mask, groups: dict[bool, Group]) -> ContextParallel:
+    group = groups[way.engines]
+    layout = "zigzag" if row.mask == "causal" else balanced(mask, row.seqlen, group.size)
+    parallel = tw.context_parallel(group, layout=layout, scheme=way.scheme)
+    parallel.most_groups = way.groups
+    return parallel
 
 
 def milliseconds(run: Callable[[], object], device: str, calls: int) -> float:
@@ -119,15 +145,19 @@ def milliseconds(run: Callable[[], object], device: str, calls: int) -> float:
     return float(slowest)
 
 
-def timed(row: Row, size: int, device: str, rounds: int) -> dict[tuple[str, str], float]:
+def contests(row: Row, names: list[str], groups: dict[bool, Group], device: str) -> dict[str, dict[str, Callable]]:
+    """The forward, and the forward with its backward, of each contestant and of one GPU alone."""
+    mask, size = mask_of(row.mask, row.seqlen, device), dist.get_world_size()
+    parallels = {name: parallel_of(row, CONTESTANTS[name], mask, groups) for name in names}
+    held = parallels[names[0]].layout_of(row.seqlen).lengths[dist.get_rank()]
+    local = tensors(row.heads_q, row.heads_k, held, device)
+    found = {name: steps(*local, mask=mask, parallel=parallel) for name, parallel in parallels.items()}
+    share = tensors(row.heads_q // size, row.heads_k // size, row.seqlen, device)
+    return found | {"alone": steps(*share, mask=mask)}
+
+
+def timed(contestants: dict[str, dict[str, Callable]], device: str, rounds: int) -> dict[tuple[str, str], float]:
     """Median milliseconds by contestant and pass."""
-    mask = mask_of(row.mask, row.seqlen, device)
-    parallel = parallel_of(row, size, mask)
-    held = parallel.layout_of(row.seqlen).lengths[parallel.rank]
-    contestants = {
-        "parallel": steps(*tensors(row, row.heads_q, row.heads_k, held, device), mask=mask, parallel=parallel),
-        "alone": steps(*tensors(row, row.heads_q // size, row.heads_k // size, row.seqlen, device), mask=mask),
-    }
     runs = {(who, way): run for who, ways in contestants.items() for way, run in ways.items()}
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     chance = random.Random(0)  # the same order on all ranks
@@ -140,21 +170,80 @@ def timed(row: Row, size: int, device: str, rounds: int) -> dict[tuple[str, str]
     return {key: statistics.median(values) for key, values in samples.items()}
 
 
-def checked(name: str, device: str) -> list[str]:
-    """What of a small attention over all ranks is beyond the error rule of one device; every rank gets the same answer."""
-    n, dtype = 1000, torch.bfloat16
-    shapes = (1, n, 4, HEAD_DIM), (1, n, 2, HEAD_DIM), (1, n, 2, HEAD_DIM), (1, n, 4, HEAD_DIM)
+EXCHANGE, PLAIN = ("nccl", "memcpy", "barrier"), ("at::", "cub::", "memset")
+
+
+def breakdown(run: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of a step's kernels by what they do, and of the host until it had launched them all."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        torch.cuda.synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        run()
+        host = (time.perf_counter() - began) * 1e3
+        torch.cuda.synchronize()
+    found = {"attention": 0.0, "exchange": 0.0, "rest": 0.0, "host": host}
+    for event in seen.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        name = event.name.lower()
+        what = (
+            "exchange" if any(x in name for x in EXCHANGE) else "rest" if any(x in name for x in PLAIN) else "attention"
+        )
+        found[what] += event.device_time_total / 1e3
+    return {what: round(ms, 3) for what, ms in found.items()}
+
+
+def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device: str) -> dict[str, list[str]]:
+    """By contestant, what of a small attention over all ranks is beyond the error rule of one device; alike on every rank."""
+    n, dtype, heads_k = 200 if device == "cpu" else 1000, torch.bfloat16, 2 * dist.get_world_size()
+    shapes = [(1, n, heads, HEAD_DIM) for heads in (2 * heads_k, heads_k, heads_k, 2 * heads_k)]
     q, k, v, do = (normal(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
-    mask = mask_of(name, n, device)
-    parallel = parallel_of(Row(n, 4, 2, name), dist.get_world_size(), mask)
-    local = [parallel.shard(x).to(device).requires_grad_() for x in (q, k, v)]
-    o, lse = tw.attention_with_lse(*local, mask=mask, parallel=parallel)
-    grads = torch.autograd.grad(o, local, parallel.shard(do).to(device))
-    found = {name: parallel.unshard(x) for name, x in zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True)}
-    found["lse"] = parallel.unshard(lse.detach(), 2)
+    mask = mask_of(mask_name, n, device)
     c = call(q, k, v, do, device, mask=mask)
     c.dlse.zero_()
-    return [str(e) for e in c.expected().judge(found) if not e.ok]
+    expected, red = c.expected(), {}
+    for name in names:
+        parallel = parallel_of(Row(n, 2 * heads_k, heads_k, mask_name), CONTESTANTS[name], mask, groups)
+        local = [parallel.shard(x).to(device).requires_grad_() for x in (q, k, v)]
+        o, lse = tw.attention_with_lse(*local, mask=mask, parallel=parallel)
+        grads = torch.autograd.grad(o, local, parallel.shard(do).to(device))
+        found = {x: parallel.unshard(t) for x, t in zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True)}
+        found["lse"] = parallel.unshard(lse.detach(), 2)
+        said = [str(e) for e in expected.judge(found) if not e.ok]
+        red |= {name: said} if said else {}
+    return red
+
+
+def ways(device: str, only: list[str]) -> tuple[list[str], dict[bool, Group]]:
+    """The contestants that this machine can run, and the groups of ranks that they need."""
+    groups = {False: Group()}
+    if device != "cpu":
+        from tilewise.parallel import symmetric
+
+        symmetric.TIMEOUT_MS = 20_000
+        try:
+            groups[True] = symmetric.SymmetricGroup()
+            groups[True].room("try", (16,), torch.zeros(1, device=device), 16)
+        except RuntimeError as error:
+            print("no symmetric memory:", error, flush=True)
+            del groups[True]
+    return [
+        name for name, way in CONTESTANTS.items() if way.engines in groups and name in (only or CONTESTANTS)
+    ], groups
+
+
+def report(row: Row, ms: dict[tuple[str, str], float], parts: dict[str, dict], flops: float) -> None:
+    """Prints a row: each contestant's rate beside that of one GPU alone, and where its step's time goes."""
+    for name in dict.fromkeys(who for who, _ in ms):
+        rates = [
+            f"{way} {flops * (1 if way == 'forward' else 3.5) / ms[name, way] / 1e9:.0f}" for way in ("forward", "both")
+        ]
+        shares = [f"{ms['alone', way] / ms[name, way]:.3f}" for way in ("forward", "both")]
+        print(
+            f"{row.name:32} {name:10} share {shares}  TFLOP/s {rates}  {ms[name, 'both']:.3f} ms {parts.get(name, '')}",
+            flush=True,
+        )
 
 
 def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> None:
@@ -164,29 +253,31 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
         torch.cuda.set_device(rank)
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-    peers = {"parallel": "tilewise over all ranks, gathering keys", "alone": "tilewise on a rank's share of the heads"}
+    names, groups = ways(device, options.only)
+    peers = {name: str(CONTESTANTS[name]) for name in names} | {"alone": "tilewise on a rank's share of the heads"}
     run = records.run(f"python -m bench.ranks --ranks {size}", device, peers, gpus=size)
     lines = [run]
-    red = {name: said for name in CHECKS if (said := checked(name, device))}
+    red = {name: said for name in CHECKS if (said := checked(name, names, groups, device))}
+    if rank == 0:
+        print("red:", red or "nothing", flush=True)
     for row in REHEARSAL if device == "cpu" else ROWS:
-        if row.mask in red:
-            continue
-        ms = timed(row, size, device, options.rounds)
+        green = [name for name in names if name not in red.get(row.mask, ())]
+        contestants = contests(row, green, groups, device)
+        ms = timed(contestants, device, options.rounds)
+        parts = {} if device == "cpu" else {who: breakdown(ways["both"]) for who, ways in contestants.items()}
         flops = 4 * kept_pairs(row.mask, row.seqlen) * row.heads_q * HEAD_DIM / size
         shape = {"gpus": size, "seqlen": row.seqlen, "heads_q": row.heads_q, "heads_k": row.heads_k, "mask": row.mask}
         for (who, way), t in ms.items():
-            tflops = flops * (1 if way == "forward" else 3.5) / t / 1e9
-            lines.append(
-                records.result(run["run"], row.name, who, way, "time", t, tflops=round(tflops, 4), shape=shape)
+            tflops = round(flops * (1 if way == "forward" else 3.5) / t / 1e9, 4)
+            more = {"tflops": tflops, "shape": shape} | (
+                {"parts": parts[who]} if way == "both" and who in parts else {}
             )
+            lines.append(records.result(run["run"], row.name, who, way, "time", t, **more))
         if rank == 0:
-            share = {way: ms["alone", way] / ms["parallel", way] for way in ("forward", "both")}
-            rates = {key: f"{flops * (1 if key[1] == 'forward' else 3.5) / t / 1e9:.0f}" for key, t in ms.items()}
-            print(row.name, {way: f"{x:.3f}" for way, x in share.items()}, rates, flush=True)
-    if rank == 0:
-        print("red:", red or "nothing", flush=True)
-        if options.out:
-            records.append(lines, options.out)
+            report(row, ms, parts, flops)
+            if options.out:  # what is known already, should a later row fail
+                options.out.unlink(missing_ok=True)
+                records.append(lines, options.out)
     dist.destroy_process_group()
 
 
@@ -194,8 +285,9 @@ def main() -> None:
     """Starts the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), help="some contestants")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

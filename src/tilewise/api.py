@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Literal, Protocol, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, dropout, state  # noqa: F401  (autograd registers the operators)
+from tilewise import autograd, dispatch, dropout, state
 from tilewise.cache import PagedCache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
@@ -17,7 +17,6 @@ from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, assemble
 from tilewise.tiles import Grid
 
-_operator = torch.ops.tilewise.attention.default
 _KEYWORDS = tuple(f.name for f in fields(Options))
 
 
@@ -38,7 +37,19 @@ class Keywords(TypedDict, total=False):
 class Parallel(Protocol):
     """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]: ...
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation: ...
+
+
+class AttentionStats(NamedTuple):
+    """The result of :func:`attention_with_stats`."""
+
+    o: Tensor
+    lse: Tensor
+    max_logit: Tensor
 
 
 def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,9 +60,13 @@ def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
+) -> tuple[Tensor, Tensor]:
     k, v = _for_each(q, k, v)
-    return _operator(q, k, v, *assemble(q, k, v, o)) if parallel is None else parallel.attention(q, k, v, o)
+    if parallel is not None:
+        return parallel.attention(q, k, v, o, with_lse)
+    return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
@@ -60,7 +75,15 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
         raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
     o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
     pages = cache.k_pages, cache.v_pages
-    return _operator(q, *pages, *assemble(q, *pages, o))
+    return autograd.attention(q, *pages, *assemble(q, *pages, o))
+
+
+def _keys_and_values(q: Tensor, k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
+    """k and v, as :func:`_for_each` makes them; of a cache, its pages, whose table and lengths become options."""
+    if not isinstance(k, PagedCache):
+        return _for_each(q, k, v)
+    o.block_table, o.seqlens_k = k.block_table, k.seqlens_k
+    return k.k_pages, k.v_pages
 
 
 def attention(
@@ -110,7 +133,7 @@ def attention(
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
-    return _run(q, k, v, o, parallel)[0]
+    return _run(q, k, v, o, parallel, with_lse=False)[0]
 
 
 def attention_with_lse(
@@ -137,6 +160,57 @@ def attention_with_lse(
     """
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     return _run(q, k, v, o, parallel)
+
+
+def attention_with_stats(
+    q: Tensor,
+    k: Tensor | PagedCache,
+    v: Tensor | None = None,
+    *,
+    per: Literal["row", "head"] = "row",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    causal: bool = False,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    parallel: Parallel | None = None,
+) -> AttentionStats:
+    """:func:`attention_with_lse` and the largest scores, which training recipes watch (QK-clip: Kimi K2, 2025, Algorithm 1).
+
+    Args:
+        k: keys, with v; or the cache of :func:`attention_paged`, without.
+        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device.
+        cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
+
+    Returns:
+        ``(o, lse, max_logit)``, the first two as from :func:`attention_with_lse`. max_logit is in lse's dtype, ``(batch, heads_q,
+        seqlen_q)``, packed ``(heads_q, total_q)``, or ``(heads_q,)``: the largest score that a row sees, after the scale and the
+        score function and before the sink; ``-inf`` where a row sees no key, NaN where its o is NaN. It carries no gradient;
+        o and lse do.
+
+    Raises:
+        ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
+    """
+    if per not in ("row", "head"):
+        raise ValueError(f'attention_with_stats was called wrongly\n  per must be "row" or "head", got {per!r}')
+    # fmt: off
+    options = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
+                      cu_seqlens_q, cu_seqlens_k, max_logit=True)
+    # fmt: on
+    k, v = _keys_and_values(q, k, v, options)
+    if parallel is None:
+        o, lse, max_logit = autograd.attention(q, k, v, *assemble(q, k, v, options), autograd.with_stats)
+    else:
+        o, lse, max_logit = parallel.attention(q, k, v, options, True)
+    if per == "head":
+        max_logit = state.largest_of_heads(max_logit)
+    return AttentionStats(o, lse, max_logit)
 
 
 @overload
@@ -170,6 +244,7 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    parallel: Parallel | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` of packed sequences; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
@@ -180,7 +255,8 @@ def attention_varlen(
             ``cu_seqlens_k=None``: the same. No maximum length is needed.
 
     Masks and scores see indices within the sequence. Rows past ``cu_seqlens[-1]`` give ``o = 0``, ``lse = -inf``. On the
-    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``.
+    CPU the values are checked; on an accelerator only with ``TILEWISE_CHECK=1``. With ``parallel=`` the packed rows are sharded
+    over ranks wherever sequences begin; ``cu_seqlens_*`` are those of the whole.
 
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
@@ -191,7 +267,7 @@ def attention_varlen(
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                 cu_seqlens_q, cu_seqlens_k)
     # fmt: on
-    out = _operator(q, k, v, *assemble(q, k, v, o))
+    out = _run(q, k, v, o, parallel, with_lse=return_lse)
     return out if return_lse else out[0]
 
 
@@ -286,26 +362,24 @@ def explain(
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    max_logit: bool = False,
+    parallel: Parallel | None = None,
     **options: Unpack[Keywords],
 ) -> dispatch.Explanation:
     """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
 
     Args:
         k: keys, with v; or the cache of :func:`attention_paged`, without.
-        options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call.
+        parallel: explains this rank's part of an attention over ranks, and how they share it; every rank must call it.
+        options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call, ``max_logit`` for
+            :func:`attention_with_stats`.
     """
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
-    table = lengths = None
-    if isinstance(k, PagedCache):
-        k, v, table, lengths = k
-    else:
-        k, v = _for_each(q, k, v)
-    # fmt: off
-    o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=table, seqlens_k=lengths, **options)
-    # fmt: on
-    return dispatch.explain(q, k, v, o)
+    o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
+    k, v = _keys_and_values(q, k, v, o)
+    return dispatch.explain(q, k, v, o) if parallel is None else parallel.explain(q, k, v, o)
 
 
 def show_mask(

@@ -1,6 +1,7 @@
-"""The two operators, for all backends: their schemas, kernels, fake kernels, autograd and autocast.
+"""The three operators, for all backends: their schemas, kernels, fake kernels, autograd and autocast.
 
 tilewise::attention(q, k, v, extras, seed, spec) -> (o, lse)
+tilewise::attention_with_stats(q, k, v, extras, seed, spec) -> (o, lse, max_logit)
 tilewise::attention_backward(do, dlse, q, k, v, o, lse, extras, seed, spec) -> (dq, dk, dv, dextras)
 """
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise import dispatch
+from tilewise import derivatives, dispatch
 from tilewise.backends.base import Output, empty_gradients, empty_output, unit_last
 from tilewise.problem import check
 from tilewise.spec import parse_spec
@@ -25,11 +26,18 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
+    "attention_with_stats(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor? seed, str spec) "
+    "-> (Tensor o, Tensor lse, Tensor max_logit)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     "attention_backward(Tensor do, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] extras, "
     "Tensor? seed, str spec) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dextras)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_FORWARDS = ("attention", "attention_with_stats")
 _attention = torch.ops.tilewise.attention.default
+with_stats = torch.ops.tilewise.attention_with_stats.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
 
 
@@ -38,8 +46,7 @@ _attention_backward = torch.ops.tilewise.attention_backward.default
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
     plan = dispatch.plan(q, k, v, extras, seed, spec)
-    out = plan.backend.forward(plan.problem, dispatch.inputs(plan, q, k, v, extras, seed))
-    return out.o, out.lse
+    return plan.backend.forward(plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)).tensors
 
 
 class _BackwardCall(NamedTuple):
@@ -69,20 +76,13 @@ class _BackwardCall(NamedTuple):
 def _backward(*arguments):
     c = _BackwardCall(*arguments)
     plan = dispatch.plan(*c.forward, c.spec)
-    p, extras = plan.problem, c.extras
+    p = plan.problem
     grads = plan.backend.backward(p, dispatch.inputs(plan, *c.forward), Output(c.o, c.lse), unit_last(c.do), c.dlse)
-    dextras = []
-    for slot in p.spec.grad_slots:
-        total = grads.leaves.get(slot)
-        if slot == p.spec.sink_slot:  # one tensor may be both sink and leaf
-            total = grads.sink if total is None else total + grads.sink
-        dextras.append(torch.zeros(extras[slot].shape).to(extras[slot]) if total is None else total)
-    return grads.dq, grads.dk, grads.dv, dextras
+    return grads.dq, grads.dk, grads.dv, grads.extras(p, c.extras)
 
 
 def _fake_forward(q, k, v, extras, seed, spec):
-    out = empty_output(check(q, k, v, extras, seed, parse_spec(spec)), q, v)
-    return out.o, out.lse
+    return empty_output(check(q, k, v, extras, seed, parse_spec(spec)), q, v).tensors
 
 
 def _fake_backward(*arguments):
@@ -90,9 +90,10 @@ def _fake_backward(*arguments):
     return empty_gradients(check(*c.forward, parse_spec(c.spec)), c.q, c.k, c.v, c.extras)
 
 
-_library.impl("attention", _forward, "CompositeExplicitAutograd")
+for _name in _FORWARDS:
+    _library.impl(_name, _forward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake_forward, lib=_library)
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::attention", _fake_forward, lib=_library)
 torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
 
 
@@ -116,20 +117,22 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], s
     if _nobody_watches(q, k, v, extras):
         return _forward(q, k, v, extras, seed, spec)
     with torch._C._AutoDispatchBelowAutograd():
-        return _attention(q, k, v, extras, seed, spec)
+        return derivatives.operator_of(spec)(q, k, v, extras, seed, spec)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, seed, spec, *extras):
-        o, lse = _below_autograd(q, k, v, extras, seed, spec)
+        o, lse, *stats = outputs = _below_autograd(q, k, v, extras, seed, spec)
         ctx.save_for_backward(q, k, v, o, lse, seed, *extras)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
-        return o, lse
+        if stats:
+            ctx.mark_non_differentiable(*stats)
+        return outputs
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse, *_):
         q, k, v, o, lse, seed, *extras = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * (5 + len(extras))
@@ -142,23 +145,6 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, *[by_slot.get(n) for n in range(len(extras))]
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """So that differentiating twice says that it cannot, instead of returning a wrong zero."""
-
-    @staticmethod
-    def forward(ctx, seed, spec, *tensors):
-        with torch._C._AutoDispatchBelowAutograd():
-            dq, dk, dv, dextras = _attention_backward(*tensors[:7], tensors[7:], seed, spec)
-        return dq, dk, dv, *dextras
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError(
-            "attention was differentiated twice; tilewise computes first derivatives only. Use create_graph=False, or "
-            "compute this attention with tilewise.reference's formulas in plain torch where a second derivative is needed"
-        )
-
-
 def _refuse_transforms(name: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
@@ -167,17 +153,15 @@ def _refuse_transforms(name: str) -> None:
         )
 
 
-def _refuse_tangents(tensors: Sequence[Tensor]) -> None:
-    """Below autograd a tangent would be dropped, and the derivative be a wrong zero."""
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "tilewise.attention inside forward-mode differentiation (dual tensors, jvp) is not built; use backward()"
-        )
+def _has_tangent(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor is dual: below autograd its tangent would be dropped, and the derivative be a wrong zero."""
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _forward_autograd(q, k, v, extras, seed, spec):
     _refuse_transforms("tilewise.attention")
-    _refuse_tangents((q, k, v, *extras))
+    if _has_tangent((q, k, v, *extras)):
+        return derivatives.Attention.apply(q, k, v, seed, spec, *extras)
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
         return _Attention.apply(q, k, v, seed, spec, *extras)
     return _below_autograd(q, k, v, extras, seed, spec)
@@ -186,7 +170,7 @@ def _forward_autograd(q, k, v, extras, seed, spec):
 def _backward_autograd(*arguments):
     c = _BackwardCall(*arguments)
     if torch.is_grad_enabled() and any(t.requires_grad for t in c.tensors):
-        dq, dk, dv, *dextras = _AttentionBackward.apply(c.seed, c.spec, *c.tensors)
+        dq, dk, dv, *dextras = derivatives.AttentionBackward.apply(c.seed, c.spec, *c.tensors)
         return dq, dk, dv, dextras
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_backward(*arguments)
@@ -196,27 +180,56 @@ def _forward_batched(*_):
     _refuse_transforms("tilewise.attention")
 
 
-_library.impl("attention", _forward_autograd, "Autograd")
+for _name in _FORWARDS:
+    _library.impl(_name, _forward_autograd, "Autograd")
+    _library.impl(_name, _forward_batched, "FuncTorchBatched")
 _library.impl("attention_backward", _backward_autograd, "Autograd")
-_library.impl("attention", _forward_batched, "FuncTorchBatched")
 
 
 # -- Autocast ------------------------------------------------------------------------------------------------------
+
+
+def _cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, spec: str) -> list[Tensor]:
+    if parse_spec(spec).paged:  # a cache keeps its dtype: to cast it would copy all of it
+        return [q.to(k.dtype), k, v]
+    dtype = torch.get_autocast_dtype(device_type)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
 
 
 def _autocast(device_type: str, key: str) -> None:
     """q, k and v are cast to the autocast dtype, or q to that of a cache; inside, autocast is off."""
 
     def kernel(q, k, v, extras, seed, spec):
-        dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
-            if parse_spec(spec).paged:  # a cache keeps its dtype: to cast it would copy all of it
-                return _attention(q.to(k.dtype), k, v, extras, seed, spec)
-            cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
-            return _attention(*cast, extras, seed, spec)
+            return derivatives.operator_of(spec)(*_cast(q, k, v, device_type, spec), extras, seed, spec)
 
-    _library.impl("attention", kernel, key)
+    for name in _FORWARDS:
+        _library.impl(name, kernel, key)
 
 
 _autocast("cpu", "AutocastCPU")
 _autocast("cuda", "AutocastCUDA")
+
+
+# -- Calls -----------------------------------------------------------------------------------------------------------
+
+
+def _differentiating() -> bool:
+    """Whether the innermost of torch.func's transforms is a derivative."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._functorch.peek_interpreter_stack().key() != torch._C._functorch.TransformType.Vmap
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str, operator=_attention
+):
+    """``(o, lse)`` by the operator, or inside torch.func, whose levels an operator cannot pass on, by a function that they take apart.
+
+    With max_logit by the operator ``with_stats``, for a spec that asks for it.
+    """
+    if torch.compiler.is_compiling() or not _differentiating():
+        return operator(q, k, v, extras, seed, spec)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _cast(q, k, v, q.device.type, spec)
+    return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import settings
 from tilewise.backends.base import Backend, Inputs
+from tilewise.caching import cached_property
 from tilewise.problem import Problem, check, check_values
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -63,8 +64,14 @@ def candidates(p: Problem) -> list[str]:
     return sorted(names, key=lambda name: not backend(name).preferred(p))
 
 
-def select(p: Problem) -> Backend:
-    """The backend that runs a problem.
+def _reasons(name: str, p: Problem, tangents: bool) -> list[str]:
+    """Why a backend cannot run a problem, or its ``tangents``: forward mode and second derivatives."""
+    reasons = backend(name).unsupported(p)
+    return [*reasons, *(backend(name).without_tangents(p) if tangents else [])]
+
+
+def select(p: Problem, tangents: bool = False) -> Backend:
+    """The backend that runs a problem, or its ``tangents``: forward mode and second derivatives.
 
     Raises:
         ValueError: the backend asked for does not exist.
@@ -72,16 +79,16 @@ def select(p: Problem) -> Backend:
     """
     refused: dict[str, list[str]] = {}
     for name in candidates(p):
-        reasons = backend(name).unsupported(p)
+        reasons = _reasons(name, p, tangents)
         if not reasons:
             return backend(name)
         refused[name] = reasons
-    raise NotImplementedError(_refusal(p, refused))
+    raise NotImplementedError(_refusal(p, refused, tangents))
 
 
-def _refusal(p: Problem, refused: dict[str, list[str]]) -> str:
-    asked = p.spec.backend
-    lines = [f'backend="{asked}" cannot run this attention' if asked else "no backend can run this attention"]
+def _refusal(p: Problem, refused: dict[str, list[str]], tangents: bool) -> str:
+    asked, what = p.spec.backend, "the tangents of this attention" if tangents else "this attention"
+    lines = [f'backend="{asked}" cannot run {what}' if asked else f"no backend can run {what}"]
     lines += [f"    {p.describe()}"]
     lines += [
         f"  {reason}" if asked else f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons
@@ -90,7 +97,7 @@ def _refusal(p: Problem, refused: dict[str, list[str]]) -> str:
         others = [
             name
             for name in candidates(replace(p, spec=replace(p.spec, backend=None)))
-            if not backend(name).unsupported(p)
+            if not _reasons(name, p, tangents)
         ]
         lines += [f"  Drop backend= and {others[0]} runs it."] if others else []
     return "\n".join(lines)
@@ -102,6 +109,15 @@ class Plan:
 
     problem: Problem
     backend: Backend
+
+    @cached_property
+    def tangents(self) -> Plan:
+        """The plan of forward mode and second derivatives, which may have another backend.
+
+        Raises:
+            NotImplementedError: none can; every reason of each.
+        """
+        return Plan(self.problem, select(self.problem, tangents=True))
 
 
 _plans: dict[tuple, Plan] = {}
@@ -143,7 +159,10 @@ def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run a call, and why not the others. ``print`` it."""
+    """What would run a call, and why not the others. ``print`` it.
+
+    ``tangents``: the backend of forward mode and second derivatives; ``tangents_refused``: why not those that come before it.
+    """
 
     problem: Problem
     chosen: str | None
@@ -151,6 +170,8 @@ class Explanation:
     flops: int
     traffic: int
     refused: dict[str, list[str]]
+    tangents: str | None
+    tangents_refused: dict[str, list[str]]
 
     def __str__(self) -> str:
         p, facts = self.problem, devices.of(self.problem.device)
@@ -163,6 +184,9 @@ class Explanation:
         else:
             lines += ["backend   none"]
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items()]
+        if self.chosen and self.chosen != self.tangents:
+            because = f", as {self.chosen} has none: {'; '.join(self.tangents_refused[self.chosen])}"
+            lines += [f"tangents  {self.tangents or 'no backend'}{because}"]
         return "\n".join(lines)
 
     def as_dict(self) -> dict:
@@ -174,6 +198,7 @@ class Explanation:
             "flops": self.flops,
             "traffic_bytes": self.traffic,
             "refused": self.refused,
+            "tangents": self.tangents,
         }
 
 
@@ -198,11 +223,17 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
         ValueError: a wrong call.
     """
     extras, seed, text = assemble(q, k, v, options)
-    p = check(q, k, v, extras, seed, parse_spec(text))
-    chosen = next((name for name in candidates(p) if not backend(name).unsupported(p)), None)
+    return explained(check(q, k, v, extras, seed, parse_spec(text)))
+
+
+def explained(p: Problem) -> Explanation:
+    """Who would run a problem, and why not the others."""
+    names = candidates(p)
+    chosen, tangents = (next((name for name in names if not _reasons(name, p, x)), None) for x in (False, True))
     refused = {row.name: _why_not(row, p, chosen) for row in every() if row.name != chosen}
     config = backend(chosen).config(p) if chosen else None
     flops = 2 * p.heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v) * (1 if p.packed else p.batch)
     return Explanation(
-        p, chosen, config.describe() if config else "", flops, config.traffic(p) if config else 0, refused
-    )
+        p, chosen, config.describe() if config else "", flops, config.traffic(p) if config else 0, refused,
+        tangents, {name: _reasons(name, p, True) for name in names},
+    )  # fmt: skip

@@ -27,6 +27,9 @@ def _process(rank: int, size: int, folder: str) -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
         parallel = tw.context_parallel(mesh["cp"])
         found = {name: on_this_rank(parallel, name) for name in CALLS}
+        if size == 2:
+            by_heads = tw.context_parallel(mesh["cp"], scheme="heads")
+            found |= {f"heads {name}": on_this_rank(by_heads, name) for name in CALLS if "dropout" not in name}
         try:
             tw.attention(*[torch.ones(1, 4, 1, 8)] * 3, causal=rank == 0, parallel=parallel)
         except ValueError as error:
@@ -50,7 +53,10 @@ def parts(request, tmp_path_factory) -> list[dict]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_processes_compute_what_one_device_computes(parts, name):
-    assert not wrong(together(tw.context_parallel(_Alone(len(parts))), [part[name] for part in parts]), name)
+    parallel = tw.context_parallel(_Alone(len(parts)))
+    for key in (name, f"heads {name}"):
+        if key in parts[0]:
+            assert not wrong(together(parallel, [part[key] for part in parts]), name)
 
 
 def test_processes_that_disagree_all_get_the_same_error(parts):

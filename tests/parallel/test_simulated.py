@@ -9,6 +9,7 @@ import tilewise as tw
 from tests.parallel.ranks import CALLS, inputs, on_this_rank, together, wrong
 from tests.pieces import TOTAL_K
 from tilewise.parallel import Layout, balanced, simulate
+from tilewise.piece import Piece
 from tilewise.spec import Options
 from tilewise.testing import normal, qkv
 
@@ -30,7 +31,25 @@ def whole(ranks: int, name: str, dtype: torch.dtype = torch.float32, **options) 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_mask_score_and_option_is_that_of_one_device(name, ranks):
-    assert not wrong(whole(ranks, name), name)
+    assert not wrong(whole(ranks, name, scheme="gather"), name)
+
+
+# What a rank that has some of the heads cannot do is named by head_axes or by reasons; the other scheme does it.
+NOT_BY_HEADS = {
+    "keep": "the mask or score computes with the head's number",
+    "dropout": "dropout counts the heads",
+    "dropout-window-alibi": "dropout counts the heads",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_heads_are_computed_as_on_one_device_or_refused_by_name(name):
+    if name in NOT_BY_HEADS:
+        with pytest.raises(NotImplementedError, match=f"  heads: {NOT_BY_HEADS[name]}"):
+            whole(2, name, scheme="heads")
+        assert not wrong(whole(2, name), name)
+    else:
+        assert not wrong(whole(2, name, scheme="heads"), name)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -57,7 +76,7 @@ def test_shards_may_be_unequal_and_a_rank_may_hold_nothing():
 
 @pytest.mark.parametrize("name", ["causal", "documents", "causal-bias", "dropout-window-alibi"])
 def test_sixteen_bits(name):
-    assert not wrong(whole(2, name, torch.bfloat16), name, torch.bfloat16)
+    assert not wrong(whole(2, name, torch.bfloat16, scheme="gather"), name, torch.bfloat16)
 
 
 def test_dropout_keeps_the_pairs_of_one_device_bit_for_bit():
@@ -128,13 +147,13 @@ def test_results_repeat_bit_for_bit():
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_error_does_not_grow_with_the_ranks(ranks):
     """The rule of one device holds for any number: each row's softmax is computed by one kernel."""
-    assert not wrong(whole(ranks, "causal", torch.bfloat16), "causal", torch.bfloat16)
+    assert not wrong(whole(ranks, "causal", torch.bfloat16, scheme="gather"), "causal", torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["causal", "full"])
 def test_bytes_are_those_of_keys_and_values_of_the_other_ranks(name):
     def one(exchange):
-        parallel = tw.context_parallel(exchange, layout="contiguous")
+        parallel = tw.context_parallel(exchange, layout="contiguous", scheme="gather")
         q, k, v, *_ = inputs()
         local = [parallel.shard(x).requires_grad_() for x in (q, k, v)]
         o = tw.attention(*local, parallel=parallel, **CALLS[name]())
@@ -261,6 +280,7 @@ def test_rows_that_are_not_those_of_the_layout_are_refused_on_every_rank():
     [
         (lambda e: tw.context_parallel(e, layout="ring"), "layout must be zigzag, contiguous or a Layout, got 'ring'"),
         (lambda e: tw.context_parallel(e, layout=balanced(None, 16, 3)), "the layout is for 3 ranks, the group has 2"),
+        (lambda e: tw.context_parallel(e, scheme="ring"), "scheme must be auto, gather, heads, got 'ring'"),
         (lambda e: tw.context_parallel(), "torch.distributed is not initialized"),
     ],
 )
@@ -269,7 +289,7 @@ def test_a_wrong_group_or_layout_says_what_is_allowed(make, said):
         make(_Alone(2))
 
 
-def test_packed_sequences_are_refused_by_name():
+def test_a_piece_of_an_attention_is_refused_by_name():
     q, k, v = qkv()
-    with pytest.raises(NotImplementedError, match="packed sequences is not built"):
-        tw.context_parallel(_Alone(2)).attention(q, k, v, Options(cu_seqlens_q=torch.tensor([0, 70])))
+    with pytest.raises(NotImplementedError, match="a piece of an attention is not built"):
+        tw.context_parallel(_Alone(2)).attention(q, k, v, Options(piece=Piece(0, 0, 70, 70)))

@@ -41,10 +41,25 @@ class Inputs:
 
 @dataclass
 class Output:
-    """``o`` (batch, seqlen_q, heads_q, head_dim_v) and ``lse`` (batch, heads_q, seqlen_q); packed without batch."""
+    """``o`` (batch, seqlen_q, heads_q, head_dim_v), ``lse`` (batch, heads_q, seqlen_q); packed without batch.
+
+    ``max_logit``, in lse's shape and dtype, where the problem asks for it: the largest score of each row before the sink, -inf
+    for a row that sees no key, NaN for a row whose o is NaN.
+    """
 
     o: Tensor
     lse: Tensor
+    max_logit: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the operator returns: o and lse, and max_logit where there is one."""
+        return (self.o, self.lse) if self.max_logit is None else (self.o, self.lse, self.max_logit)
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """:attr:`tensors` by name."""
+        return dict(zip(("o", "lse", "max_logit"), self.tensors, strict=False))
 
 
 @dataclass
@@ -59,6 +74,52 @@ class Grads:
     dv: Tensor
     sink: Tensor | None
     leaves: dict[int, Tensor]
+
+    def extras(self, p: Problem, extras: Sequence[Tensor]) -> list[Tensor]:
+        """One gradient for each of ``spec.grad_slots``; zeros where the score does not read the tensor after all."""
+        found = []
+        for slot in p.spec.grad_slots:
+            total = self.leaves.get(slot)
+            if slot == p.spec.sink_slot:  # one tensor may be both sink and leaf
+                total = self.sink if total is None else total + self.sink
+            found.append(torch.zeros(extras[slot].shape).to(extras[slot]) if total is None else total)
+        return found
+
+
+@dataclass
+class Directions:
+    """A tangent for each tensor of :class:`Inputs`, in its shape and dtype; None: zero. ``leaves`` holds one per slot."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    sink: Tensor | None
+    leaves: Sequence[Tensor | None]
+
+    @classmethod
+    def of(cls, p: Problem, tangents: Sequence[Tensor | None]) -> Directions:
+        """The tangents of q, k, v and all extras, in this order."""
+        q, k, v, *extras = tangents
+        return cls(q, k, v, None if p.spec.sink_slot is None else extras[p.spec.sink_slot], extras)
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """Where the tangents of leaves are in :meth:`with_leaves`, by the leaf's slot."""
+        return {n: len(self.leaves) + n for n, x in enumerate(self.leaves) if x is not None}
+
+    def with_leaves(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The leaves, and behind them their tangents."""
+        return [*leaves, *(leaf if x is None else x for leaf, x in zip(leaves, self.leaves, strict=True))]
+
+
+@dataclass
+class OutputGrads:
+    """The gradients of o and lse, and their tangents (None: zero)."""
+
+    do: Tensor
+    dlse: Tensor
+    do_tangent: Tensor | None = None
+    dlse_tangent: Tensor | None = None
 
 
 class Config(Protocol):
@@ -89,6 +150,20 @@ class Backend(Protocol):
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
+
+    def without_tangents(self, p: Problem) -> list[str]:
+        """Every reason why :meth:`jvp` and :meth:`backward_jvp` cannot run this problem here."""
+        return ["forward mode and second derivatives are not built"]
+
+    def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
+        """The tangents of o and lse where the inputs move ``along``; ``out`` is the forward's result."""
+        raise NotImplementedError
+
+    def backward_jvp(
+        self, p: Problem, t: Inputs, out: Output, grad: OutputGrads, along: Directions, moved: Output
+    ) -> Grads:
+        """The tangents of the backward's results where the inputs move ``along``; ``moved`` is what :meth:`jvp` returned."""
+        raise NotImplementedError
 
 
 class PerProblem:
@@ -171,7 +246,8 @@ def unit_last(x: Tensor) -> Tensor:
 def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
     """Contiguous, uninitialised outputs."""
     o, lse = p.output_shapes
-    return Output(q.new_empty(o), q.new_empty(lse, dtype=p.compute_dtype))
+    statistics = [q.new_empty(lse, dtype=p.compute_dtype) for _ in range(2 if p.spec.max_logit else 1)]
+    return Output(q.new_empty(o), *statistics)
 
 
 def without_memory(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Scalar expressions over the indices of attention: the one language of masks, scores and their derivatives.
 
-An expression is a tree over the symbols ``s`` (the score), ``b h i j`` (batch, query head, query, key; within the
+An expression is a tree over the symbols ``s`` (the score; ``ds`` is its tangent), ``b h i j`` (batch, query head, query, key; within the
 sequence), ``off`` (``seqlen_k - seqlen_q``), ``seqlen_q`` and ``seqlen_k``, over numbers, and over *leaves*: tensors
 read at an index. It can
 
@@ -13,7 +13,7 @@ read at an index. It can
 What a node may be is in :mod:`tilewise.expr.operations`. The other modules of tilewise use the names below.
 """
 
-from tilewise.expr.meaning import clamp_index, derivative, evaluate
+from tilewise.expr.meaning import clamp_index, derivative, evaluate, tangent
 from tilewise.expr.operations import (
     ONE,
     OPERATIONS,
@@ -57,6 +57,7 @@ __all__ = [
     "parse",
     "substitute",
     "symbol",
+    "tangent",
     "tensor_kind",
     "to_text",
     "trace",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tilewise.expr.operations import ONE, OPERATIONS, ZERO, Expr, apply, is_number
+from tilewise.expr.operations import ONE, OPERATIONS, ZERO, Expr, apply, is_number, number, symbol
 from tilewise.expr.walk import nodes
 
 
@@ -63,12 +63,34 @@ def read(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> torch.Tensor:
 def derivative(root: Expr, wrt: Expr) -> Expr | None:
     """``d root / d wrt`` for a symbol or one lookup node; ``None`` where it is zero everywhere. Ties as in torch."""
     same = (lambda e: e.op == "symbol" and e.args == wrt.args) if wrt.op == "symbol" else (lambda e: e is wrt)
+    return _directional(root, lambda e: ONE if same(e) else None)
+
+
+def tangent(root: Expr, slots: Mapping[int, int]) -> Expr:
+    """The directional derivative of ``root``: ``d root / d s`` times the symbol ``ds``, the tangent of s, plus, for each read of a
+    leaf, ``d root / d leaf`` times the same read of the leaf's tangent.
+
+    Args:
+        slots: where the tangent of a leaf is found, by the leaf's slot; a leaf that has none is constant.
+    """
+
+    def of_terminal(e: Expr) -> Expr | None:
+        if e.op == "symbol":
+            return symbol("ds") if e.args == ("s",) else None
+        if e.op != "lookup" or e.args[0][1] not in slots:
+            return None
+        return Expr("lookup", ((e.args[0][0], slots[e.args[0][1]]), *e.args[1:]))
+
+    total = _directional(root, of_terminal)
+    return number(0.0) if total is None else total
+
+
+def _directional(root: Expr, of_terminal: Callable[[Expr], Expr | None]) -> Expr | None:
+    """The derivative of ``root`` along a direction: what each symbol and each lookup changes by, ``None`` for nothing."""
     slopes: dict[int, Expr | None] = {}
     for e in nodes(root):
-        if same(e):
-            slopes[id(e)] = ONE
-        elif e.op in ("number", "symbol", "param", "lookup"):
-            slopes[id(e)] = None
+        if e.op in ("number", "symbol", "param", "lookup"):
+            slopes[id(e)] = of_terminal(e)
         else:
             slopes[id(e)] = _chain(e, [slopes[id(a)] for a in e.args])
     return slopes[id(root)]

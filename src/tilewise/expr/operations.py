@@ -15,6 +15,7 @@ import torch
 
 SYMBOLS = {
     "s": "float",
+    "ds": "float",
     "b": "int",
     "h": "int",
     "i": "int",

@@ -2,7 +2,10 @@
 
 - :mod:`tilewise.parallel.layout`: who holds which positions, dealt so that the work is equal for any mask.
 - :mod:`tilewise.parallel.exchange`: how ranks talk, over torch.distributed or simulated in one process.
-- :mod:`tilewise.parallel.gathered`: the scheme, gathering K and V.
+- :mod:`tilewise.parallel.symmetric`: the same by copy engines, for ranks that reach each other's memory.
+- :mod:`tilewise.parallel.gathered`: a scheme, gathering K and V.
+- :mod:`tilewise.parallel.heads`: a scheme, all rows of some heads on each rank.
+- :mod:`tilewise.parallel.cost`, :mod:`tilewise.parallel.plan`: what each scheme costs, and which one is taken.
 - :mod:`tilewise.parallel.context`: what users hold.
 - :mod:`tilewise.parallel.agreement`: what ranks compare before bytes move.
 """

@@ -23,7 +23,7 @@ def agreed_lengths(
         ValueError: on every rank alike, where a rank's call is wrong or ranks differ; it names what differs.
     """
     try:
-        facts, lengths = _facts(q, k, v, options) | also, [q.shape[1], k.shape[1]]
+        facts, lengths = _facts(q, k, v, options) | also, [q.shape[-3], k.shape[-3]]
     except (ValueError, NotImplementedError, IndexError) as error:
         # The other ranks must hear of it, or they would wait for this one.
         facts, lengths = {"the call": f"{type(error).__name__}: {error}"}, [0, 0]
@@ -41,18 +41,19 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, options: Options) -> dict[str, str]:
     seed = 0 if options.dropout_seed is None else options.dropout_seed  # a seed that is drawn is the first rank's
     extras, _, text = assemble(q, k, v, replace(options, dropout_seed=seed))
     spec = parse_spec(text)
-    if any(x.ndim != 4 for x in (q, k, v)):
-        raise ValueError("attention was called wrongly\n  q, k and v must be (batch, seqlen, heads, head_dim)")
+    if any(x.ndim != (3 if spec.packed else 4) for x in (q, k, v)):
+        layout = "(total, heads, head_dim)" if spec.packed else "(batch, seqlen, heads, head_dim)"
+        raise ValueError(f"attention was called wrongly\n  q, k and v must be {layout}")
 
     def shown(x: Tensor) -> str:
-        return f"({x.shape[0]}, *, {x.shape[2]}, {x.shape[3]}) {x.dtype}"
+        return f"({', '.join(map(str, (*x.shape[:-3], '*', *x.shape[-2:])))}) {x.dtype}"
 
+    tensors = f"{[(tuple(x.shape), str(x.dtype)) for x in extras]} {spec.sink_slot} {spec.cu_slots} {spec.mask_slots} {spec.score_slots}"
     return {
         "q": shown(q), "k": shown(k), "v": shown(v), "mask": spec.mask_text, "score": spec.score_text,
         "softmax_scale": str(spec.softmax_scale), "dropout_p": str(spec.dropout_p), "deterministic": str(spec.deterministic),
         "backend": str(spec.backend), "gradients": f"{spec.needs_grad} {spec.grad_slots}",
-        "tensors of mask, score and sink": f"{[(tuple(x.shape), str(x.dtype)) for x in extras]} {spec.mask_slots} "
-        f"{spec.score_slots} {spec.sink_slot}",
+        "tensors of mask, score and sink": tensors,
     }  # fmt: skip
 
 

@@ -9,16 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise import autograd  # noqa: F401  (registers the operators)
+from tilewise import autograd, dispatch
 from tilewise.backends.base import PerTensors
-from tilewise.parallel import gathered
+from tilewise.parallel import gathered, heads, plan
 from tilewise.parallel.agreement import agreed_lengths
 from tilewise.parallel.exchange import Exchange, Group, ordered_sum
 from tilewise.parallel.layout import Layout, contiguous, zigzag
-from tilewise.piece import Piece
-from tilewise.problem import check
-from tilewise.spec import Options, Spec, assemble, parse_spec
-from tilewise.tiles import Grid
+from tilewise.spec import Options, assemble, parse_spec
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
 
@@ -27,6 +24,7 @@ def context_parallel(
     group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | Exchange | None = None,
     *,
     layout: str | Layout = "zigzag",
+    scheme: str = "auto",
     sum_leaf_gradients: bool = True,
 ) -> ContextParallel:
     """A group of ranks over which attention is computed: the ``parallel=`` of :func:`tilewise.attention`.
@@ -35,12 +33,15 @@ def context_parallel(
         group: a process group, a device mesh of one dimension (``mesh["cp"]``), or ``None`` for all ranks.
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
             treat all queries alike), or a :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
+        scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
+            computes all rows of some heads; the key heads must be a multiple of the ranks), or ``"auto"``, the one that
+            :mod:`tilewise.parallel.cost` finds cheaper of those that can.
         sum_leaf_gradients: sinks and tensors that a score reads get the gradient that one device would give them, summed over the
-            ranks. ``False`` leaves each rank its own queries' part, for wrappers that sum parameters' gradients over the ranks
+            ranks. ``False`` leaves each rank its own part, for wrappers that sum parameters' gradients over the ranks
             themselves (DDP, FSDP over the same ranks).
 
     Raises:
-        ValueError: no process group, a mesh of several dimensions, or an unknown layout.
+        ValueError: no process group, a mesh of several dimensions, or an unknown layout or scheme.
     """
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim != 1:
@@ -50,10 +51,12 @@ def context_parallel(
         group = group.get_group()
     if not isinstance(layout, Layout) and layout not in LAYOUTS:
         raise ValueError(f"layout must be {', '.join(LAYOUTS)} or a Layout, got {layout!r}")
+    if scheme not in plan.SCHEMES:
+        raise ValueError(f"scheme must be {', '.join(plan.SCHEMES)}, got {scheme!r}")
     exchange = Group(group) if group is None or isinstance(group, dist.ProcessGroup) else group
     if isinstance(layout, Layout) and layout.ranks != exchange.size:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {exchange.size}")
-    return ContextParallel(exchange, layout, sum_leaf_gradients)
+    return ContextParallel(exchange, layout, scheme, sum_leaf_gradients)
 
 
 class ContextParallel:
@@ -64,9 +67,11 @@ class ContextParallel:
     of parameters do under DDP and FSDP.
     """
 
-    def __init__(self, exchange: Exchange, layout: str | Layout, sum_leaf_gradients: bool):
-        self.exchange, self.layout, self.sum_leaf_gradients = exchange, layout, sum_leaf_gradients
-        self._pieces = PerTensors()
+    def __init__(self, exchange: Exchange, layout: str | Layout, scheme: str, sum_leaf_gradients: bool):
+        self.exchange, self.layout, self.scheme = exchange, layout, scheme
+        self.sum_leaf_gradients = sum_leaf_gradients
+        self.most_groups = heads.MOST_GROUPS
+        self._plans = PerTensors()
 
     @property
     def rank(self) -> int:
@@ -104,58 +109,55 @@ class ContextParallel:
         """``torch.roll`` of the whole sequence, for tensors that hold this rank's rows: labels of the next token, say."""
         return self.shard(torch.roll(self.unshard(x, dim), shifts, dim), dim)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """``(o, lse)`` of this rank's queries, which see the keys of all ranks at their global positions.
+
+        Args:
+            with_lse: lse is wanted; else it may be ``None``, which saves its way back.
 
         Raises:
             ValueError: on every rank: a wrong call, ranks that disagree, rows that are not those of the layout.
             NotImplementedError: what is not built, or what no backend runs.
         """
-        if options.cu_seqlens_q is not None or options.piece is not None:
-            what = "packed sequences" if options.piece is None else "a piece of an attention"
-            raise NotImplementedError(
-                f"parallel= with {what} is not built; for packed documents use mask=tw.documents(ids)"
-            )
+        _refuse(options)
         if self.size == 1:
-            return torch.ops.tilewise.attention.default(q, k, v, *assemble(q, k, v, options))
+            return autograd.attention(q, k, v, *assemble(q, k, v, options))
         q, k, v = _autocast(q, k, v)
-        facts = {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
-        lengths = agreed_lengths(self.exchange, q, k, v, options, facts)
+        agreed = self._agreed(q, k, v, options, {"lse": str(with_lse)})
+        *_, extras, seed, spec = agreed
+        facts = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)]
+        # What was checked of another tensor says nothing of this one.
+        facts += [(x.shape, x.dtype) for x in extras]
+        call = self._plans.of(
+            (spec.text(), with_lse, *agreed.layouts, *facts),
+            [extras[n] for n in spec.mask_slots],
+            lambda: plan.planned(self._wish(with_lse), agreed),
+        )
+        run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
+        return run(call, q, k, v, extras, seed)
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation:
+        """How the ranks would share this call: ``tilewise.explain(..., parallel=...)``. Every rank must call it."""
+        _refuse(options)
+        if self.size == 1:
+            return dispatch.explain(q, k, v, options)
+        q, k, v = _autocast(q, k, v)
+        return plan.explained(self._wish(False), self._agreed(q, k, v, options, {}))
+
+    def _wish(self, with_lse: bool) -> plan.Wish:
+        return plan.Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)
+
+    def _agreed(self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]) -> plan.Agreed:
+        """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
+        also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
+        lengths = agreed_lengths(self.exchange, q, k, v, options, also | {"scheme": self.scheme})
         queries, keys = (
             self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
         )
         extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
-        spec = parse_spec(text)
-        signature = (text, queries, keys, *[(x.shape[0], *x.shape[2:], x.dtype, x.device) for x in (q, k, v)])
-        # What was checked of another tensor says nothing of this one.
-        signature += tuple((x.shape, x.dtype) for x in extras)
-        mask_leaves = [extras[n] for n in spec.mask_slots]
-        pieces = self._pieces.of(
-            signature, mask_leaves, lambda: self._planned((q, k, v), (queries, keys), extras, seed, spec)
-        )
-        call = gathered.Gathered(self.exchange, keys, pieces, spec.grad_slots, self.sum_leaf_gradients)
-        return gathered.attention(call, q, k, v, extras, seed)
-
-    def _planned(
-        self,
-        qkv: tuple[Tensor, ...],
-        layouts: tuple[Layout, Layout],
-        extras: list[Tensor],
-        seed: Tensor | None,
-        spec: Spec,
-    ) -> tuple[gathered.LocalPiece, ...]:
-        """The rank's pieces, after every input check of the whole call: all ranks see the same shapes here, and fail alike."""
-        queries, keys = layouts
-        q, k, v = (_stretched(x, layout.seqlen) for x, layout in zip(qkv, (queries, keys, keys), strict=True))
-        problem = check(q, k, v, extras, seed, spec)
-        grid = Grid.whole(spec.region, extras, (problem.batch, problem.heads_q, queries.seqlen, keys.seqlen), q.device)
-        found = []
-        for start, stop, first in queries.rows(self.rank):
-            low, high = _keys_between(grid, start, stop)
-            piece = replace(spec, piece=Piece(start, low, queries.seqlen, keys.seqlen))
-            check(q[:, start:stop], k[:, low:high], v[:, low:high], extras, seed, piece)
-            found.append(gathered.LocalPiece(slice(first, first + stop - start), slice(low, high), piece.text()))
-        return tuple(found)
+        return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))
 
     def _checked_layout(self, lengths: list[int], name: str) -> Layout:
         layout = self.layout_of(sum(lengths))
@@ -174,18 +176,15 @@ class ContextParallel:
         return options if seed is None else replace(options, dropout_seed=self.exchange.broadcast(seed))
 
 
-def _stretched(x: Tensor, seqlen: int) -> Tensor:
-    """A tensor with the facts of ``x`` and another length, without memory of its own: for checks."""
-    return x.new_empty((1, 1, 1, 1)).expand(x.shape[0], seqlen, *x.shape[2:])
-
-
-def _keys_between(grid: Grid, start: int, stop: int) -> tuple[int, int]:
-    """The first, and one past the last, key that queries ``start`` to ``stop`` may see; at least one key. Reads the mask's tensors."""
-    lo, hi = grid.key_interval(torch.arange(start, stop, device=grid.b.device))
-    sees = lo < hi
-    first = int(torch.where(sees, lo, grid.keys).amin())
-    last = int(torch.where(sees, hi, 0).amax())
-    return (first, last) if first < last else (0, min(1, grid.keys))
+def _refuse(options: Options) -> None:
+    given = {
+        "a piece of an attention": options.piece is not None,
+        "a cache in pages": options.block_table is not None or options.seqlens_k is not None,
+        "the largest scores (attention_with_stats)": options.max_logit,
+    }
+    for what, asked in given.items():
+        if asked:
+            raise NotImplementedError(f"parallel= with {what} is not built")
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

@@ -7,12 +7,14 @@ Every collective is a function of all ranks' arguments alone, and sums run in th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tilewise.parallel.layout import Layout
 
 # PyTorch 2.13 gave the collective this name and warns of the older one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,6 +47,66 @@ class Exchange(Protocol):
         """The first rank's tensor."""
         ...
 
+    def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
+        """Uninitialised memory for what :meth:`to_heads` or :meth:`to_rows` sends; the next call of that name may use it again.
+
+        Args:
+            most: how many elements the room of any rank has.
+        """
+        ...
+
+    def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        """From rows of all heads to all rows of some heads: starts the exchange, and returns the function that waits for it.
+
+        Args:
+            sent: ``room(name, ...)`` with the rank's rows ``(ranks, lengths[rank], ...)``: for each rank the columns of its heads.
+
+        Returns:
+            A function that returns ``(seqlen, ...)``, this rank's columns of the rows of all ranks, in the order of positions.
+        """
+        ...
+
+    def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        """From all rows of some heads to rows of all heads, the inverse of :meth:`to_heads`.
+
+        Args:
+            sent: ``room(name, ...)`` with ``(seqlen, ...)``, the columns of this rank's heads in the order of positions.
+
+        Returns:
+            A function that returns ``(ranks, lengths[rank], ...)``: this rank's rows of the columns of each rank's heads.
+        """
+        ...
+
+
+class AllToAll:
+    """:meth:`Exchange.to_heads` and its inverse by one collective, ``swap``, in which every rank sends rows to every other."""
+
+    rank: int
+    size: int
+
+    def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+        """Starts to send ``counts[r]`` rows to each rank r, in order, and to receive ``received[r]`` rows from it."""
+        raise NotImplementedError
+
+    def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
+        return like.new_empty(shape)
+
+    def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        finish = self.swap(sent.flatten(0, 1), [sent.shape[1]] * self.size, layout.lengths)
+
+        def in_order() -> Tensor:
+            rows = finish()
+            return rows if layout.in_order else layout.unshard(rows.split(layout.lengths), 0)
+
+        return in_order
+
+    def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        own = layout.lengths[self.rank]
+        if not layout.in_order:
+            sent = torch.cat([sent[start:stop] for held in layout.pieces for start, stop in held])
+        finish = self.swap(sent, layout.lengths, [own] * self.size)
+        return lambda: finish().unflatten(0, (self.size, own))
+
 
 def ordered_sum(parts: list[Tensor]) -> Tensor:
     """The sum of tensors, one after the other."""
@@ -54,7 +116,7 @@ def ordered_sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-class Group:
+class Group(AllToAll):
     """The ranks of a :class:`torch.distributed.ProcessGroup`: NCCL on GPUs, gloo on CPUs.
 
     Args:
@@ -98,8 +160,21 @@ class Group:
     def broadcast(self, x: Tensor) -> Tensor:
         return self.gather(x)[0]
 
+    def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+        out = sent.new_empty((sum(received), *sent.shape[1:]))
+        self.received += out.nbytes - received[self.rank] * out[:1].nbytes
+        work = dist.all_to_all_single(
+            out, sent.contiguous(), list(received), list(counts), group=self.group, async_op=True
+        )
 
-class Simulated:
+        def finish() -> Tensor:
+            work.wait()
+            return out
+
+        return finish
+
+
+class Simulated(AllToAll):
     """All ranks as threads of one process, for tests and for looking: each collective is a meeting of all threads."""
 
     def __init__(self, rank: int, meeting: Meeting):
@@ -121,6 +196,11 @@ class Simulated:
 
     def broadcast(self, x: Tensor) -> Tensor:
         return self.gather(x)[0]
+
+    def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+        parts = [theirs[self.rank] for theirs in self.objects(list(sent.clone().split(list(counts))))]
+        self.received += sum(part.nbytes for part in parts) - parts[self.rank].nbytes
+        return lambda: torch.cat(parts)
 
 
 class Meeting:

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout
+from tilewise.spec import Spec
 
 _attention = torch.ops.tilewise.attention.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
@@ -69,6 +70,11 @@ class Gathered:
         return pad(x, (0, 0, 0, 0, 0, max(self.keys.lengths) - x.shape[1]))
 
 
+def reasons(spec: Spec) -> list[str]:
+    """Why a call cannot be cut into pieces; empty: it can."""
+    return ["packed sequences are not cut into pieces; write them as mask=tw.documents(ids)"] if spec.packed else []
+
+
 def attention(
     call: Gathered, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -90,6 +96,7 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
         call, (q, k, v, o, lse, seed, *extras) = ctx.call, ctx.saved_tensors
         keys, values = call.whole(k), call.whole(v)

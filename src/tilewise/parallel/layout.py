@@ -55,6 +55,11 @@ class Layout:
         """How many positions each rank holds."""
         return tuple(sum(stop - start for start, stop in held) for held in self.pieces)
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the ranks' rows, one rank after the other, are in the order of positions."""
+        return [piece for held in self.pieces for piece in held] == self._in_order
+
     def rows(self, rank: int) -> list[tuple[int, int, int]]:
         """``(start, stop, first)`` of each piece of a rank: its positions, and the rank's row that holds the first of them."""
         lengths = [stop - start for start, stop in self.pieces[rank]]
@@ -155,6 +160,14 @@ def chunk_costs(masks: Mask | Sequence[Mask | None] | None, seqlen: int, bounds:
         rows += _row_costs(as_mask(mask), seqlen)
     total = torch.cat([torch.zeros(1, dtype=torch.float64), rows.cumsum(0)])
     return [round(float(total[b] - total[a])) for a, b in pairwise(bounds)]
+
+
+def tile_shares(mask: Mask, layout: Layout) -> tuple[float, ...]:
+    """The part of all visited tiles that the queries of each rank visit."""
+    bounds = sorted({end for held in layout.pieces for piece in held for end in piece})
+    costs = dict(zip(bounds, chunk_costs(mask, layout.seqlen, bounds), strict=False))
+    loads = [sum(costs[start] for start, _ in held) for held in layout.pieces]
+    return tuple(load / max(sum(loads), 1) for load in loads)
 
 
 def _row_costs(mask: Mask, seqlen: int) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tilewise import gather, state
-from tilewise.backends.base import Backend, Grads, Inputs, Output, empty_output, piece_reasons
+from tilewise.backends.base import Backend, Directions, Grads, Inputs, Output, OutputGrads, empty_output, piece_reasons
 from tilewise.backends.portable.backward import backward_step
 from tilewise.backends.portable.config import Config, choose
 from tilewise.backends.portable.forward import forward_step
-from tilewise.backends.portable.step import Step, steps
+from tilewise.backends.portable.step import steps
+from tilewise.backends.portable.tangent import RowTangents, backward_tangent_step, tangent_step
 from tilewise.problem import Problem
 
 
@@ -36,6 +37,9 @@ class Portable(Backend):
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)
 
+    def without_tangents(self, p: Problem) -> list[str]:
+        return ["a cache in pages has no tangents"] if p.paged else []
+
     def forward(self, p: Problem, t: Inputs) -> Output:
         if p.paged:
             return gather.in_layout_of(p, self._forward(*gather.gathered(p, t), self.config(p)))
@@ -45,13 +49,16 @@ class Portable(Backend):
         out = empty_output(p, t.q, t.v)
         if p.packed:  # rows past the last sequence, and of a batch without sequences
             out.o.zero_()
-            out.lse.fill_(-torch.inf)
+            for x in out.tensors[1:]:
+                x.fill_(-torch.inf)
         for step in steps(p, t, config):
-            o, lse = forward_step(step)
+            o, lse, largest = forward_step(step)
             if t.sink is not None:
                 o, lse = state.add_sink(o, lse, t.sink.to(lse.dtype)[step.at[3]].view(-1, 1))
-            _rows_of(step, out.o)[:] = o.transpose(1, 2)
-            _statistic_of(step, out.lse)[:] = lse
+            step.rows_of(out.o)[:] = o.transpose(1, 2)
+            step.statistic_of(out.lse)[:] = lse
+            if out.max_logit is not None:
+                step.statistic_of(out.max_logit)[:] = largest
         return out
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
@@ -61,15 +68,37 @@ class Portable(Backend):
         leaves = {n: _zeros(t.leaves[n], p.compute_dtype) for n in {e.args[0][1] for e in p.spec.lookups}}
         dsink = None if t.sink is None else _zeros(t.sink, p.compute_dtype)
         for step in steps(p, t, self.config(p)):
-            step_do, lse = _rows_of(step, do), _statistic_of(step, out.lse)
-            delta = _delta(step_do, _rows_of(step, out.o), _statistic_of(step, dlse), p.compute_dtype)
-            grads = _rows_of(step, dq), _keys_of(step, dk), _keys_of(step, dv)
+            step_do, lse = step.rows_of(do), step.statistic_of(out.lse)
+            delta = _delta(step_do, step.rows_of(out.o), step.statistic_of(dlse), p.compute_dtype)
+            grads = step.rows_of(dq), step.keys_of(dk), step.keys_of(dv)
             backward_step(step, step_do, lse, delta, grads, leaves)
             if dsink is not None:
                 heads = step.at[3]
                 sink = t.sink.to(lse.dtype)[heads].view(-1, 1)
                 dsink[heads] += state.sink_gradient(sink, lse, delta).sum((0, 2))
         leaves = {n: grad.to(t.leaves[n].dtype) for n, grad in leaves.items()}
+        return Grads(dq, dk, dv, None if dsink is None else dsink.to(t.sink.dtype), leaves)
+
+    def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
+        moved = Output(torch.zeros_like(out.o), torch.zeros_like(out.lse))
+        for step in steps(p, t, self.config(p)):
+            part = Output(step.rows_of(out.o), step.statistic_of(out.lse))
+            step.rows_of(moved.o)[:], step.statistic_of(moved.lse)[:] = tangent_step(step, part, along)
+        return moved
+
+    def backward_jvp(
+        self, p: Problem, t: Inputs, out: Output, grad: OutputGrads, along: Directions, moved: Output
+    ) -> Grads:
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (t.q, t.k, t.v))
+        leaves = {n: _zeros(t.leaves[n], p.compute_dtype) for n in {e.args[0][1] for e in p.spec.lookups}}
+        dsink = None if t.sink is None else _zeros(t.sink, p.compute_dtype)
+        for step in steps(p, t, self.config(p)):
+            rows = RowTangents.of(step, out, grad, moved)
+            grads = step.rows_of(dq), step.keys_of(dk), step.keys_of(dv)
+            backward_tangent_step(step, rows, along, grads, leaves)
+            if dsink is not None:
+                dsink[step.at[3]] += rows.sink_gradient(step, along.sink)
+        leaves = {n: x.to(t.leaves[n].dtype) for n, x in leaves.items()}
         return Grads(dq, dk, dv, None if dsink is None else dsink.to(t.sink.dtype), leaves)
 
 
@@ -81,21 +110,3 @@ def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _delta(do: Tensor, o: Tensor, dlse: Tensor, dtype: torch.dtype) -> Tensor:
     """``rowsum(dO ∘ O) - dlse``: (batch, heads_q, seqlen_q)."""
     return (do.to(dtype) * o).sum(-1).transpose(1, 2) - dlse
-
-
-def _rows_of(step: Step, x: Tensor) -> Tensor:
-    """A step's part of a tensor laid out as q, ``(batch, seqlen_q, heads_q, ...)``."""
-    batch, rows, _, heads_q, _ = step.at
-    return x[None, rows, heads_q] if step.p.packed else x[batch, :, heads_q]
-
-
-def _keys_of(step: Step, x: Tensor) -> Tensor:
-    """A step's part of a tensor laid out as k."""
-    batch, _, keys, _, heads_k = step.at
-    return x[None, keys, heads_k] if step.p.packed else x[batch, :, heads_k]
-
-
-def _statistic_of(step: Step, x: Tensor) -> Tensor:
-    """A step's part of a tensor laid out as lse, ``(batch, heads_q, seqlen_q)``."""
-    batch, rows, _, heads_q, _ = step.at
-    return x[None, heads_q, rows] if step.p.packed else x[batch, heads_q]

@@ -48,14 +48,14 @@ def backward_step(
             if status != EMPTY:
                 query, sums = _QueryTile(step, at, do, lse, delta), Sums(dq_sum, dk_sum, dv_sum, leaves)
                 _query_block(step, query, keys, status == FULL, (k, v), sums)
-        _store_keys(step, dk, keys, dk_sum)
-        _store_keys(step, dv, keys, dv_sum)
+        store_keys(step, dk, keys, dk_sum)
+        store_keys(step, dv, keys, dv_sum)
     for at, tile in zip(rows, dq_sums, strict=True):
         by_head = step.by_head(tile, at.stop - at.start)
         dq[:, at] = by_head.mul_(step.p.softmax_scale).transpose(1, 2)
 
 
-def _store_keys(step: Step, whole: Tensor, keys: slice, tile: Tensor) -> None:
+def store_keys(step: Step, whole: Tensor, keys: slice, tile: Tensor) -> None:
     whole[:, keys] = tile.unflatten(0, (step.q.shape[0], -1)).transpose(1, 2)
 
 

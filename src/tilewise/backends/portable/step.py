@@ -71,6 +71,21 @@ class Step:
         """A product tile viewed as ``(batch, heads_q, rows, keys)``."""
         return tile.view(self.q.shape[0], self.q.shape[2], rows, tile.shape[-1])
 
+    def rows_of(self, x: Tensor) -> Tensor:
+        """The step's part of a tensor laid out as q, ``(batch, seqlen_q, heads_q, ...)``."""
+        batch, rows, _, heads_q, _ = self.at
+        return x[None, rows, heads_q] if self.p.packed else x[batch, :, heads_q]
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """The step's part of a tensor laid out as k."""
+        batch, _, keys, _, heads_k = self.at
+        return x[None, keys, heads_k] if self.p.packed else x[batch, :, heads_k]
+
+    def statistic_of(self, x: Tensor) -> Tensor:
+        """The step's part of a tensor laid out as lse, ``(batch, heads_q, seqlen_q)``."""
+        batch, rows, _, heads_q, _ = self.at
+        return x[None, heads_q, rows] if self.p.packed else x[batch, heads_q]
+
     def env(self, rows: slice, keys: slice, s: Tensor | None = None) -> dict[str, Tensor]:
         device = self.q.device
         i, j = (torch.arange(x.start, x.stop, device=device) for x in (rows, keys))

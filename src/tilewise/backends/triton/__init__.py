@@ -19,7 +19,6 @@ from tilewise.backends.base import (
     Inputs,
     Output,
     PerProblem,
-    page_reasons,
     piece_reasons,
     unknown_operations,
 )
@@ -28,6 +27,7 @@ from tilewise.backends.triton.host import launch, tuned
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
+from tilewise.backends.triton.paging import choose_paged
 from tilewise.leaf_gradients import SCATTER, classify
 from tilewise.problem import Problem
 
@@ -75,7 +75,9 @@ class Triton(Backend):
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
-        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem) + page_reasons(problem)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
+        if problem.paged and problem.spec.max_logit:
+            reasons.append("the largest scores of a call over pages: its kernels over pages do not keep them")
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         return reasons
@@ -85,6 +87,8 @@ class Triton(Backend):
         return "" if described_lookup(problem) is None else "brings the tensor that the score reads tile by tile"
 
     def config(self, problem: Problem) -> Config:
+        if problem.paged:
+            return self.override or choose_paged(problem, tuned.passes(problem))
         pairs = PairReads.of(problem)
         blocks = predicate_blocks(problem)
         return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks)

@@ -80,7 +80,7 @@ def shared_memory(
     """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
 
     Args:
-        kernel: "forward", "merge", "dkdv", "dk", "dv", "dq", "delta" or "tile".
+        kernel: "forward", "merge", "paged", "merge_rows", "dkdv", "dk", "dv", "dq", "delta" or "tile".
         widths: :func:`columns` of q, k and of v.
     """
     w, wv = widths
@@ -91,12 +91,14 @@ def shared_memory(
     over_keys += m * (w + wv) if arch == "sm90" and itemsize == 4 else 0  # turned: wgmma takes tf32 by rows alone
     rows = {
         "forward": m * w + stages * n * (w + wv),
+        "paged": m * w + stages * n * (w + wv),
         "dkdv": n * (w + wv) + over_keys,
         "dk": n * (w + wv) + over_keys,
         "dv": n * w + over_keys,
         "dq": m * (w + wv) + stages * n * (w + wv),
         "delta": 0,
         "merge": 0,
+        "merge_rows": 8 * wv,
         "terms": 0,
         "tile": stages * (m + n) * (w + wv),
         "sheet": stages * n * (m + w) + 2 * m * n,

@@ -68,6 +68,7 @@ PART_BYTES = ELEMENT_BYTES * ROWS * HALF
 def launch(t: KeysTensors, params: BackwardParams, ctas, stream, config: Backward) -> None:
     """Launches the kernel, within a traced function of the host's."""
     tiles, element, tall = config.keys, ELEMENT[config.dtype], LayoutEnum.ROW_MAJOR
+    # 64 rows x 128 columns: the unit in which K, V, Q and dO are loaded and dK and dV are stored.
     part = sm90.make_smem_layout_b(tall, (ROWS, ROWS, HALF), element, 1)
     out = sm90.make_smem_layout_epi(element, tall, (ROWS, HALF), 1)
     load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -160,7 +161,9 @@ def load_held(tmas: KeysTmas, smem: ClusterStorage, key_tile: KeyTile, held_phas
     row, parts, phase = own_column(key_tile, smem) // ROWS, config.keys.parts, 1 - held_phase
     # The peer's 64 keys, and the half of the columns in which this CTA makes dQ
     peer_k, full = gK[None, key_tile.column // ROWS + 1 - smem.rank, smem.rank], smem.held_full
+    # V first: store_tile sends dV, which lies in V's memory, before dK.
     fetch_parts(tmas.v, gV, sV, row, parts, full + V, smem.held_empty + V, phase)
+    # Behind this CTA's parts of K; k_read: make_queries has read them for the last time.
     fetch(tmas.k, peer_k, sK[None, parts], PART_BYTES, full + PEER_K, smem.k_read, phase)
     fetch_parts(tmas.k, gK, sK, row, parts, full + K, smem.held_empty + K, phase)
     return I32(0)
@@ -200,6 +203,7 @@ def load_blocks(
         rows = buffers.lse2[key_tile.batch, head, None], buffers.delta[key_tile.batch, head, None]
         lse2, delta = (RowStatistic(t, config.keys.tile_m) for t in rows)
         for m in cutlass.range(key_tile.start, key_tile.stop, unroll=1):
+            # lse2 travels with Q, for P, and delta with dO, for dS.
             state = fetch_block(tmas.q, gQ, sQ, lse2, m, state, smem, config)
             state = fetch_block(tmas.do, gO, sO, delta, m, state, smem, config)
     return state
@@ -242,6 +246,7 @@ def store_tile(tmas: KeysTmas, smem: ClusterStorage, key_tile: KeyTile, held_pha
         for n in range(config.keys.parts):
             cute.copy(info.atom, s[None, n], g[None, own_column(key_tile, smem) // ROWS, n])
         cute.arch.cp_async_bulk_commit_group()
+        # Read by the copy engine: load_keys may fill it again.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(smem.held_empty + which)
@@ -262,6 +267,7 @@ def exchange(smem: ClusterStorage, params: BackwardParams, config: cutlass.Const
 def send_blocks(smem: ClusterStorage, key_tile: KeyTile, count, params: BackwardParams, config: cutlass.Constexpr):
     """Sends the blocks of one tile. Returns how many blocks there were so far."""
     for _ in cutlass.range(params.group * (key_tile.stop - key_tile.start), unroll=1):
+        # Two blocks of dS in turn; the peer's memory holds one, which must have been read before the next is sent.
         n, other = count % 2, (count + 1) // 2
         cute.arch.mbarrier_wait(smem.ds_empty + (1 - n), (other + 1) % 2)  # the peer has read the block before
         cute.arch.mbarrier_wait(smem.ds_full + n, count // 2 % 2)  # make_keys has stored this block

@@ -160,6 +160,7 @@ def value_block(
     cute.arch.mbarrier_wait(smem.ds_empty + n, 1 - state.count // 2 % 2)  # dS, which lay where P comes, has been read
     for m in range(config.keys.tile_m // STRIP):
         lse2 = strip_statistic(smem.statistics, q[0][0], m)
+        # 64 keys x 16 queries at a time: more P and lse2 at once would take too many registers.
         s, p = strip(operands.acc, m), strip_of_operand(operands.p, m)
         probabilities(s, p, lse2, shifted(block, m), params, config)
         hand_strip(operands.p, m, smem.handover, n)
@@ -190,6 +191,7 @@ def gradient_tile(
     params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """Makes dK of one tile, and returns the state after it."""
+    # dK: the sum over all query heads of the group.
     for grad in operands.grads:
         grad.fill(0.0)
     cute.arch.mbarrier_wait(smem.held_full + V, held_phase)  # V, from load_keys
@@ -247,6 +249,7 @@ def begin_scores(operands: ClusterOperands, places: list, smem: ClusterStorage) 
 def begin_gradients(operands: ClusterOperands, operand: cute.Tensor, places: list, smem: ClusterStorage) -> None:
     """Begins dV += Pᵀ dO or dK += dSᵀ Q, one part of the columns after the other."""
     for grad, (stage, phase) in zip(operands.grads, places, strict=True):
+        # A part of dO or Q, from load_queries; a block's Q is loaded before its dO, so that make_keys need not wait here.
         cute.arch.mbarrier_wait(smem.full + stage, phase)
         part = stage_of(operands.ring_transposed, stage)
         begin_products(operands.mmas.grad, grad, [(operand, part)], overwrite=False)

@@ -135,6 +135,7 @@ def make_operands(mma: cute.TiledMma, smem: SumStorage, k: cute.Tensor, w, confi
 def put_scores(ds: cute.Tensor, mma: cute.TiledMma, smem: SumStorage, count, w, config: Backward) -> None:
     """Stores warpgroup w's block of dSᵀ, rounded, where both warpgroups read it."""
     cute.arch.mbarrier_wait(smem.ds_empty + count % 2, 1 - count // 2 % 2)  # both have read the block before the last
+    # 64 keys x tile_m, in the element type.
     store_fragment(ds, mma, smem.ds[None, None, count % 2 * KEY_GROUPS + w], config.dtype)
     cute.arch.fence_view_async_shared()
     cute.arch.mbarrier_arrive(smem.ds_full + count % 2)
@@ -144,6 +145,7 @@ def put_scores(ds: cute.Tensor, mma: cute.TiledMma, smem: SumStorage, count, w, 
 def begin_part(operands: SumOperands, smem: SumStorage, n, config: cutlass.Constexpr):
     """Begins the part of dQ of block n as soon as both warpgroups' dS are there. Block -1 does not exist: its product reads whatever
     lies there, and is dropped."""
+    # Partner: put_scores of both warpgroups.
     if n >= 0:
         cute.arch.mbarrier_wait(smem.ds_full + n % 2, n // 2 % 2)
     # dQ = dS K, or dQᵀ = Kᵀ dSᵀ, of the 128 keys of both warpgroups
@@ -163,6 +165,7 @@ def put_part(operands: SumOperands, smem: SumStorage, w, n, real):
     if real:
         cute.arch.mbarrier_arrive(smem.ds_empty + n % 2)  # both warpgroups wait for it before they store dS again
         cute.arch.mbarrier_wait(smem.part_empty + w, 1 - n % 2)
+        # The part, fp32; part_empty: the adding warp's last copy has read what lay there.
         write_part(operands.dq, smem.part, w)
         cute.arch.fence_view_async_shared()
         cute.arch.mbarrier_arrive(smem.part_full + w)
@@ -185,6 +188,7 @@ def begin_copy(operation: str, target: cute.Tensor, part: cute.Tensor, w) -> Non
             operation + " [{$r0}], [{$r1}], {$r2};",
             read_only_args=[target.iterator.toint(), source.iterator.toint(), I32(FP32_BYTES * cute.size(source))],
         )
+    # One group a part: release_part waits for it alone.
     cute.arch.cp_async_bulk_commit_group()
 
 
@@ -199,6 +203,7 @@ def release_part(smem: SumStorage, w) -> None:
 def add_all(dq: cute.Tensor, smem: SumStorage, w: cutlass.Constexpr, start, stop, phase):
     """One warp adds the parts of query blocks ``[start, stop)`` to a head's ``dq``, (block, warpgroup, part). Returns the phase."""
     for step in cutlass.range(stop - start, unroll=1):
+        # Partner: put_part of warpgroup w. Additions of different CTAs meet in L2, in any order.
         cute.arch.mbarrier_wait(smem.part_full + w, phase)
         begin_copy(ADD, dq[start + step, w, None], smem.part, w)
         release_part(smem, w)
@@ -230,6 +235,7 @@ def add_in_order(
     found = semaphore(sums.semaphores, KEY_GROUPS * tile.start + w)
     for step in cutlass.range(tile.stop - tile.start, unroll=1):
         n, tiles = tile.start + step, config.keys
+        # The key tiles that visit this block; `rank` says how many of them come before this one.
         visitors = schedule.key_blocks(n * tiles.tile_m, tiles.tile_m, tiles.tile_n, number_band(params, config), PICK)
         rank, place = tile.column // tiles.tile_n - visitors[0], KEY_GROUPS * n + w
         await_semaphore(sums.semaphores, place, rank, found)
@@ -240,6 +246,7 @@ def add_in_order(
             begin_copy(ADD, sums.dq[n, w, None], smem.part, w)
         found = semaphore(sums.semaphores, place + KEY_GROUPS)
         release_part(smem, w)
+        # Partner: await_semaphore of the CTA that has the next key tile.
         signal_semaphore(sums.semaphores, place, rank + 1)
         phase = 1 - phase
     return phase

@@ -35,11 +35,13 @@ def begin_products(mma: cute.TiledMma, acc: cute.Tensor, factors, overwrite: boo
     The atom is made here: a field set on the caller's atom would belong to the caller's loop.
     """
     atom = cute.make_mma_atom(mma.op)
+    # Registers that were written since the last product are visible to this one.
     warpgroup.fence()
     for n, (a, b) in enumerate(factors):
         for step in range(cute.size(a, mode=[2])):
             atom.set(warpgroup.Field.ACCUMULATE, not (overwrite and n == step == 0))
             cute.gemm(atom, acc, a[None, None, step], b[None, None, step], acc)
+    # One group, whatever the number of products: a wait counts it as one.
     warpgroup.commit_group()
 
 
@@ -123,6 +125,7 @@ def column_statistic(statistics: cute.Tensor, stage):
     mine = statistics[None, cute.arch.thread_idx()[0] % 4, None, stage]
     found = cute.make_rmem_tensor(mine.layout.shape, F32)
     cute.autovec_copy(mine, found)
+    # In the order of an accumulator's columns, whichever row asks.
     flat = cute.make_tensor(found.iterator, cute.make_layout(cute.size(found)))
     return lambda r, c: flat[c]
 
@@ -137,6 +140,7 @@ def store_accumulator(
     acc: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor, dtype: str, transpose: bool = False
 ) -> None:
     """Rounds an accumulator and stores it in shared memory, (rows, columns)."""
+    # Rounded once, from fp32.
     out = cute.make_rmem_tensor_like(acc, ELEMENT[dtype])
     out.store(acc.load().to(ELEMENT[dtype]))
     store_fragment(out, mma, smem, dtype, transpose)
@@ -147,6 +151,7 @@ def store_fragment(
 ) -> None:
     """Stores elements in an accumulator's order in shared memory by stmatrix. ``transpose``: ``smem`` is the transposed view of its
     tile."""
+    # Four 8 × 8 matrices an instruction: 16 bytes a lane, without bank conflicts in a swizzled tile.
     atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(transpose, 4), ELEMENT[dtype])
     copy = cute.make_tiled_copy_C(atom, mma)
     part = copy.get_slice(cute.arch.thread_idx()[0] % 128)

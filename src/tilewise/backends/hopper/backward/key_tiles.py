@@ -102,8 +102,10 @@ def rounds_of(params: BackwardParams, config: Backward):
 def tile_of(round_, params: BackwardParams, config: Backward) -> KeyTile:
     """This CTA's tile in a round."""
     n = schedule.nth(*cta_of(config), round_, direction(config))
+    # The head counts key heads over all batch elements.
     n_block, head = schedule.tile_at(n, tile_order(params, config), PICK)
     column, tiles = n_block * config.keys.tile_n, config.keys
+    # Ends in tensors differ by query head: of_query_head finds the blocks later.
     if config.by_rows:
         return KeyTile(column, head % params.heads, head // params.heads, I32(0), I32(0))
     band = number_band(params, config)
@@ -135,6 +137,7 @@ def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backwa
     column, k = pick(tile.row, before, after) * tiles.tile_n, packed.Span(*map(pick, *parts))
     band = number_band(numbers, config)
     start, stop = schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, numbers.seqlen_q, band, PICK)
+    # Keys before and after those seen: no block, so that their dK and dV are stored as zeros.
     stop = I32(cutlass.select_(before < 0, I32(stop), I32(start)))
     seqlen = seqlen_info(tile.sequence, sequence.q, k, params, config)
     return KeyTile(column, tile.head, tile.sequence, I32(start), stop, seqlen), numbers
@@ -152,6 +155,7 @@ def of_query_head(tile: KeyTile, g, params: BackwardParams, config: Backward) ->
     if not config.by_rows:
         return tile
     if config.form == "lists":
+        # The list has the partial blocks first.
         partial, count = (params.extra.counts[tile.batch, tile.head, tile.column // tiles.tile_n, n] for n in range(2))
         return tile._replace(start=I32(0), stop=count, partial=partial)
     band = column_band(tile.batch, tile.head, params, config)
@@ -190,6 +194,7 @@ class VisibleBlocks(NamedTuple):
         """The n-th of the tile's blocks, or of its list."""
         if whole and not config.pairs:
             return ScoreBlock()
+        # The block's first query.
         first = block_at(self.tile, n, params, config) * config.keys.tile_m
         limits = None if whole else self.limits.within(first)
         pairs = pairs_of_block(self.tile, ("j", "i"), self.column, first, params) if config.pairs else None
@@ -211,6 +216,7 @@ def whole_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward
     blocks, band = (tile.start, tile.stop), column_band(tile.batch, tile.head, params, config)
     start, stop = schedule.whole_query_blocks(column, ROWS, config.keys.tile_m, band, blocks, PICK)
     if config.keys.sums_dq:
+        # No block is whole for a warpgroup that holds keys past the last one.
         stop = start + (stop - start) * clamped(params.seqlen_k - column - ROWS + 1, 0, 1)
     return start, stop
 
@@ -220,6 +226,7 @@ def hidden_blocks(column, tile: KeyTile, start, params: BackwardParams, config: 
     tiles = config.keys
     if not config.has_upper or tiles.split or tiles.sums_dq or config.form == "lists" or tiles.tile_m >= tiles.tile_n:
         return 0
+    # Under the diagonal: the first query that sees the warpgroup's first key.
     first = schedule.query_start(column, column_band(tile.batch, tile.head, params, config), PICK)
     return clamped(first // tiles.tile_m - tile.start, 0, start - tile.start)
 
@@ -229,6 +236,7 @@ def limits_of(column, tile: KeyTile, params: BackwardParams, config: Backward) -
     one: their P, from scores of 0, may be infinite, and dQ must not meet it."""
     keys = thread_rows(column)
     band = column_band(tile.batch, tile.head, params, config)
+    # (2,) each: a thread of Sᵀ holds two keys, its rows.
     lower = [schedule.query_start(j, band, PICK) + FAR * clamped(j - params.seqlen_k + 1, 0, 1) for j in keys]
     upper = [schedule.query_stop(j, params.seqlen_q, band, PICK) for j in keys]
     return ColumnLimits.of(lower, upper if config.has_lower else None)

@@ -176,10 +176,12 @@ def load_keys(tmas: KeysTmas, smem: KeysStorage, params: BackwardParams, config:
         for n in range(tiles.key_tiles):
             m, full, empty = key_tile.column // ROWS + n, smem.held_full + n, smem.held_empty + n
             publish_held(packed_tile, smem, n, phase)
+            # K, 64 × width, for warpgroup n alone; held_empty: its storing warp has sent dK from there.
             fetch(tmas.k, gK[None, m], sK[None, n], k_bytes, full, empty, phase)
             full, empty = full + tiles.key_tiles, empty + tiles.key_tiles
             if tiles.split:
                 publish_held(packed_tile, smem, 1, phase)
+            # V, 64 × width_v, likewise.
             fetch(tmas.v, gV[None, m], sV[None, n], v_bytes, full, empty, phase)
 
     def prefetch_tile(key_tile: KeyTile) -> None:
@@ -223,6 +225,7 @@ def load_blocks(
     for g in cutlass.range(params.group, unroll=1):
         head_tile = of_query_head(key_tile, g, params, config)
         head = head_tile.head
+        # (box, block) of one query head, and (box, stage).
         gQ, sQ = tma_tiles(tmas.q, (tiles.tile_m, tiles.width), (None, 0), head, key_tile.rows, smem.q)
         gO, sO = tma_tiles(tmas.do, (tiles.tile_m, tiles.width_v), (None, 0), head, key_tile.rows, smem.do)
         lse2 = RowStatistic(key_tile.statistic(buffers.lse2, head), tiles.tile_m)
@@ -260,6 +263,7 @@ def fetch_block(
     """Waits until the stage is empty, then loads block m of Q or dO, ``size`` bytes, and its rows' statistic."""
     full = smem.full + state.index
     cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # all computing warps have read the stage
+    # Two copies fill a stage: `full` turns when the bytes of both have come.
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, size + statistic.bytes)
         fetch_statistic(statistic, m, smem.statistics, state.index, full)
@@ -294,6 +298,7 @@ def await_statistics(lse2: cute.Tensor, key_tile: KeyTile, params: BackwardParam
 @cute.jit
 def await_head(lse2: cute.Tensor, batch, head, params: BackwardParams, config: cutlass.Constexpr):
     """One warp waits for the flags of all tiles of a query head, a tile to each lane in turn."""
+    # A flag a query tile: it counts the warpgroups that have written their rows.
     lane, blocks = cute.arch.thread_idx()[0] % 32, (params.seqlen_q + config.tile_m - 1) // config.tile_m
     for first in cutlass.range(0, blocks, 32, unroll=1):
         place = flag_place(cutlass.min(first + lane, blocks - 1), batch, head, lse2)
@@ -349,9 +354,11 @@ def store_tile(
 
 def store_when_done(info: cpasync.TmaInfo, s, g, smem: KeysStorage, n: int, phase) -> None:
     """Waits until a warpgroup is done with tile n, stores it, and gives its shared memory back."""
+    # Partner: the 128 threads of the warpgroup that rounded its gradient into shared memory.
     cute.arch.mbarrier_wait(smem.done + n, phase)
     cute.copy(info.atom, s, g)
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
+    # Partner: load_keys, which puts the next tile there.
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(smem.held_empty + n)

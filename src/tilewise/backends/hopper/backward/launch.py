@@ -66,6 +66,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             cap2. Packed sequences have the first and the end of the keys that each may see, others the numbers of
             :func:`optional_params`.
     """
+    # Tensors come in the order in which host/backward_call.py gives them.
     q, k, v, o, do, lse, dlse, *more = given
     dq, dk, dv, *buffers = made
     buffers = RowBuffers(*buffers)
@@ -83,6 +84,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     keys_tensors = keys.KeysTensors(q, k, v, do, dk, dv, buffers)
     starts = starts._replace(queue=queue_q) if config.packed else None
     queries_tensors = queries.QueriesTensors(q, k, v, do, dq)
+    # The passes differ in their order of tiles and in the queue that they take tiles from.
     params_q = params_k._replace(section=section_q, packed=starts, extra=extra_q)
     if cutlass.const_expr(config.queries_first):
         queries.launch(queries_tensors, rows, params_q, ctas_q, stream, config)
@@ -95,5 +97,6 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores)
             postprocess.launch(sums, dq, scale, stream, config)
         else:
+            # The statistics are there: this pass only reads lse2 and delta.
             made = rows._replace(o=None, do=None, lse=None, dlse=None, cu=None)
             queries.launch(queries_tensors, made, params_q, ctas_q, stream, config)

@@ -105,9 +105,12 @@ def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale:
     cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, fours(tiles)))))
     if cutlass.const_expr(tiles.ordered):
         clear_if_unvisited(acc, sums.semaphores[batch, head, KEY_GROUPS * block + w])
+    # dQ = scale · the sum of dS K; the scale was left out of the parts.
     scale(acc, softmax_scale)
+    # Where parts are dQᵀ they turn on their way through shared memory.
     target = transposed(smem) if tiles.dq_transposed else smem
     store_accumulator(acc, mma, target[None, None, w], config.dtype, tiles.dq_transposed)
+    # All four warps have written before the first one starts the copy.
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)
     rows, block = place_of(block, batch, sums, config)

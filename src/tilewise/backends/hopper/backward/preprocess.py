@@ -93,6 +93,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     block, batch, thread = n % blocks, n // blocks, cute.arch.thread_idx()[0]
     lane, first, step = thread % lanes, block * rows_each_cta + thread // lanes, THREADS // lanes
     mine = lane % ROWS_EACH
+    # ROWS_EACH rows whose O and dO this thread reads, and the one whose statistics it writes.
     *rows, own = rows_at([*(first + n * step for n in range(ROWS_EACH)), first + mine * step], t, config)
     lse, dlse = lse_and_dlse(t, batch, head, own)
     o, do = (part[batch, None, head, None] for part in (t.o, t.do))
@@ -104,6 +105,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)
     total = F32(0.0)
     for n, (one, other) in enumerate(parts):
+        # delta = rowsum(dO ∘ O): 8 products a thread, then the sum over the row's threads.
         found = (one.load().to(F32) * other.load().to(F32)).reduce(cute.ReductionOp.ADD, F32(0.0), 0)
         for offset in [1 << n for n in range((lanes - 1).bit_length())]:  # over the threads of the row
             found = found + cute.arch.shuffle_sync_bfly(found, offset=offset)
@@ -123,6 +125,7 @@ def rows_at(rows: list, t: StatisticsTensors, config: Backward) -> list[Statisti
     def start_of(n):
         return statistics_start(n, t.cu, total, config)
 
+    # The sequence whose statistics begin at or before the CTA's first row.
     sequence = packed.holder(rows[0] // STATISTICS_ALIGNMENT, start_of, count)
     span = packed.rows_of(sequence, t.cu, total, rest=True)
     first = start_of(sequence) * STATISTICS_ALIGNMENT
@@ -156,6 +159,7 @@ def lse_and_dlse(t: StatisticsTensors, batch, head, row: StatisticsRow) -> tuple
 
 def statistics_of(lse, dlse, total, real) -> tuple:
     """lse2 and delta of a ``real`` row, or of one that fills up a block; ``total`` is dO · O."""
+    # A row without keys: lse2 = inf makes its P = 2**(s - inf) = 0, and delta 0 its dS = 0.
     lse2, delta = choose(lse == -INF, INF, lse * LOG2_E), choose(lse == -INF, 0.0, total - dlse)
     return choose(real, lse2, INF), choose(real, delta, 0.0)
 

@@ -150,6 +150,7 @@ def load_rows(tmas: QueriesTmas, smem: QueriesStorage, params: BackwardParams, c
             with cute.arch.elect_one():
                 both = ELEMENT_BYTES * ROWS * (tiles.width + tiles.width_v)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, both)
+            # Q, 64 × width, and dO, 64 × width_v, of warpgroup w: one barrier for both.
             cute.copy(tmas.q.atom, gQ[None, m], sQ[None, w], tma_bar_ptr=full)
             cute.copy(tmas.do.atom, gO[None, m], sO[None, w], tma_bar_ptr=full)
 
@@ -188,6 +189,7 @@ def load_blocks(
         gO, sO = tma_tiles(tmas.o, (ROWS, tiles.width_v), (None, 0), query_tile.head, query_tile.rows, smem.o)
         for w in range(tiles.warpgroups):
             o, full, empty = gO[None, query_tile.row // ROWS + w], smem.full + state.index, smem.empty + state.index
+            # O, 64 × width_v, of warpgroup w: read once for delta, then its stage goes to K and V.
             fetch(tmas.o, o, sO[None, state.index], o_bytes, full, empty, state.phase)
             state = state.advance(tiles.stages)
     head_k = query_tile.head // params.group
@@ -196,6 +198,7 @@ def load_blocks(
     for step in cutlass.range(query_tile.stop - query_tile.start, unroll=1):
         n = block_at(query_tile, step, params, config)
         stage, phase = state.index, state.phase
+        # V, tile_n × width_v, then K, tile_n × width; `empty`: all computing warps have read the stage.
         fetch(tmas.v, gV[None, n], sV[None, stage], v_bytes, smem.full + stage, smem.empty + stage, phase)
         state = state.advance(tiles.stages)
         stage, phase = state.index, state.phase
@@ -212,10 +215,12 @@ def release_keys_pass(lse2: cute.Tensor, params: BackwardParams, config: cutlass
     """The storing warps let the pass over keys begin, as soon as the flags of all tiles of every CTA are down. Each CTA lowers the flags
     that it raises later."""
     if cutlass.const_expr(config.flagged):
+        # A lane a tile: flags lie at the ends of lse2's rows (docs/decisions.md#hopper-overlapped-launch).
         lane, rounds = cute.arch.thread_idx()[0] % 32, rounds_of(params, config)
         for first in cutlass.range(0, rounds, 32, unroll=1):
             m_block, head = number_of(cutlass.min(first + lane, rounds - 1), params, config)
             lse2[flag_place(m_block, head // params.heads_q, head % params.heads_q, lse2)] = F32(0.0)
+        # Every CTA must see the flags down before the pass over keys reads them.
         cute.arch.fence_acq_rel_gpu()
         warps = config.queries.warpgroups
         cute.arch.barrier(barrier_id=1 + warps, number_of_threads=32 * warps)
@@ -234,8 +239,10 @@ def store(
         cute.arch.mbarrier_wait(smem.done + w, phase)  # the warpgroup has put dQ there
         cute.copy(tmas.dq.atom, sQ[None, w], gQ[None, query_tile.row // ROWS + w])
         cute.arch.cp_async_bulk_commit_group()
+        # Shared memory has been read: Q and dO of the next tile may come.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         with cute.arch.elect_one():
+            # Partner: load_rows.
             cute.arch.mbarrier_arrive(smem.held_empty + w)
             if config.flagged:
                 m_block = query_tile.row // config.queries.tile_m

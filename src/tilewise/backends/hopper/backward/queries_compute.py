@@ -181,6 +181,7 @@ def compute_tile(
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
     store_accumulator(operands.dq, operands.mmas.dq, smem.dq[None, None, w], config.dtype)
     cute.arch.fence_view_async_shared()
+    # Partner: the storing warp of this warpgroup.
     cute.arch.mbarrier_arrive(smem.done + w)
     return state
 
@@ -203,12 +204,15 @@ def key_block(
     begin_products(operands.mmas.score, operands.dp, [(do, v)], overwrite=True)
     warpgroup.wait_group(1)  # S, and dQ of the block before
     release_k_before(smem.empty, state, stages)
+    # P, 64 x tile_n, fp32, in S's registers.
     s, kept = rows_columns(operands.s), block.dropout_keeps(operands.s, params, config)
     probabilities(s, None, lambda r, c: operands.lse2[r], block, params, config)
     hold_above_wait(smem.unread_word, s)
     warpgroup.wait_group(0)  # dP is done
+    # Partner: load_keys.
     release(smem.empty + v_stage)
     score_gradients(rows_columns(operands.dp), s, lambda r, c: operands.delta[r], kept, params)
+    # dS, 64 x tile_n, rounded to the A operand of the next product: no shuffle.
     round_to_operand(operands.ds, operands.dp, config.dtype)
     # dQ += dS K, 64 x width
     k_transposed = stage_of(operands.k_transposed, k_stage)

@@ -45,6 +45,7 @@ def tile_of(round_, params: BackwardParams, config: Backward) -> QueryTile:
     """This CTA's tile in a round."""
     m_block, head = number_of(round_, params, config)
     tiles, heads = config.queries, params.heads * params.group
+    # Ends in tensors, and lists of blocks, are read per batch element and head.
     if config.by_rows:
         return tile_with_own_ends(m_block, head % heads, head // heads, params, config)
     row = m_block * tiles.tile_m
@@ -71,6 +72,7 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
         return packed.in_tiles(rows, config.queries.tile_m)
 
     found = nth_packed_tile(n, params.heads * params.group, tiles_of, params.packed.cu_q)
+    # Under a causal mask the last rows of a sequence see most: they come first.
     if config.form == "full":
         return found
     return found._replace(row=tiles_of(PICK.larger(found.sequence, 0)) - 1 - found.row)
@@ -82,6 +84,7 @@ def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backwa
     tiles, sequence = config.queries, PackedSequence.of(tile.sequence, params, config, rest_q=True)
     numbers, row = sequence.numbers, tile.row * config.queries.tile_m
     start, stop = schedule.key_blocks(row, tiles.tile_m, tiles.tile_n, number_band(numbers, config), PICK)
+    # A tile without blocks still stores its dQ, which is zero.
     stop = I32(cutlass.select_(numbers.seqlen_k > 0, I32(stop), I32(start)))
     seqlen = seqlen_info(tile.sequence, sequence.q, sequence.seen, params, config)
     return QueryTile(row, tile.head, tile.sequence, I32(start), stop, seqlen=seqlen), numbers
@@ -110,6 +113,7 @@ def whole_blocks(row, tile: QueryTile, band: schedule.Band, config: Backward):
 
 def hidden_blocks(row, tile: QueryTile, band: schedule.Band, config: Backward):
     """How many of a tile's blocks, in the order of visits, the rows of a warpgroup see nothing of; never all."""
+    # Only where several blocks lie beside the diagonal of one tile can a warpgroup see nothing of one.
     if not config.has_upper or config.form == "lists" or config.queries.tile_n >= config.queries.tile_m:
         return 0
     return schedule.hidden_blocks(row, ROWS, config.queries.tile_n, band, (tile.start, tile.stop), PICK)
@@ -128,6 +132,7 @@ def score_block(
     """The key block at a step, for a warpgroup whose rows begin at ``row``; without limits all of it is seen."""
     if limits is None and not config.pairs:
         return ScoreBlock()
+    # The block's first key.
     first = block_at(tile, step, params, config) * config.queries.tile_n
     ends = None if limits is None else limits.within(first)
     return ScoreBlock(ends, pairs_of_block(tile, ("i", "j"), row, first, params) if config.pairs else None)

@@ -106,6 +106,7 @@ def probabilities(
         lse2: function of a thread's row and column.
         kept: dropout's condition of a thread's row and column; it acts on ``p`` alone, since dS takes it from dP.
     """
+    # None without expressions; otherwise each node of the trees is computed once for what it depends on.
     values = block.values(config)
     if config.softcap:
         softcap_roughly(s, params.cap2)
@@ -113,6 +114,7 @@ def probabilities(
         for r in range(2):
             ends = (None, None) if block.limits is None else [None if end is None else end[r] for end in block.limits]
             points = [score_point(s, r, c + n, values, params, config) for n in range(2)]
+            # P is recomputed from lse2: the forward keeps no P.
             pair = [
                 probability(point, lse2(r, c + n), constant_column(c + n), ends, params)
                 for n, point in enumerate(points)
@@ -145,6 +147,7 @@ def score_point(
     """The score of the pair at a thread's row and column."""
     if values is None:
         return ScorePoint(s[r, c])
+    # What depends on the column alone is computed for the first row and kept for the second.
     if r == 0:
         values.begin(c, s)
     score, slope, *keep = values.at(r, c, s[r, c] * params.scale)

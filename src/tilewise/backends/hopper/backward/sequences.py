@@ -57,6 +57,7 @@ class PackedSequence(NamedTuple):
             None if config.form == "full" else params.hi + off,
             k.size,
         )
+        # Only keys that some row sees are numbered from here on: the others never share a tile with them.
         first, band = schedule.cut(moving, starts.first, starts.last, q.size, PICK)
         numbers = {"seqlen_q": q.size, "seqlen_k": band.seqlen_k, "lo": band.lo, "hi": band.hi}
         numbers = params._replace(**{name: value for name, value in numbers.items() if value is not None})
@@ -76,6 +77,7 @@ class PackedSequence(NamedTuple):
 def seqlen_info(n, q: packed.Span, k: packed.Span, params: BackwardParams, config: Backward) -> BackwardSeqlenInfo:
     """The place of the n-th sequence, of which a tile has the rows ``q`` and the keys ``k``."""
     cu, total = params.packed.cu_q, params.seqlen_q
+    # Padded, so that a block of rows never has the statistics of two sequences.
     first_row = statistics_start(n, cu, total, config) * STATISTICS_ALIGNMENT
     return BackwardSeqlenInfo(q, k, first_row, dq_block_start(n, cu, total, config))
 

@@ -50,6 +50,7 @@ def weights(part_lse: cute.Tensor, sink, lane):
     """``(w, l, m)`` of a row, without the sink's part of l, and w of the chunk that is the lane's: there are at most 32. ``m`` is
     0 where nothing counts. In base e as its terms: what is subtracted before a product with log2 e, and added after one
     with ln 2, keeps lse within a rounding."""
+    # One lane a chunk: its lse, and -inf in lanes without a chunk.
     count = cute.size(part_lse)
     lse = choose(lane < count, part_lse[cutlass.min(lane, count - 1)], -INF)
     m = cute.arch.fmax(over_warp(lse, cute.arch.fmax), sink)
@@ -67,6 +68,7 @@ def ahead(part_o: cute.Tensor, first, columns: list, together: int) -> list:
 def add(sums: cute.Tensor, chunks: list, weight, first) -> None:
     """Chunks from the ``first`` on; past the last, where a lane has none, a weight is 0."""
     for n, o in enumerate(chunks):
+        # Lane n holds the weight of chunk n; all lanes need it.
         w = cute.arch.shuffle_sync(weight, first + n)
         for c, value in enumerate(o):
             sums[c] = sums[c] + w * value
@@ -87,6 +89,7 @@ def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, config: cutl
     for first in cutlass.range(together, cute.size(part_lse), together, unroll=1):
         add(sums, ahead(part_o, first, columns, together), weight, first)
     keyless, total = total == 0.0, total + exponential(sink - m)
+    # A row with neither a key nor a sink: every w is 0, and o must be 0 instead of 0 / 0.
     factor = choose(total == 0.0, 0.0, cute.arch.rcp_approx(total))
     for n in cutlass.range_constexpr(cute.size(sums)):
         sums[n] = sums[n] * factor

@@ -36,6 +36,7 @@ def epilogue(
     if config.packed:  # the rows past the last sequence have none
         sinks = PICK.smaller(sinks, cute.size(params.extra.cu_q) - 1 - query_tile.batch)
     sink_logits = [choose(sinks != 0, sink[head], -softmax.INF) for head in heads]
+    # For the thread's two rows: 1 / l, and the natural lse.
     factor, statistic = softmax.finalize(operands.rows, sink_logits)
     for r in range(2):
         place, inside = row_at(query_tile, w, r, params, config)  # again: known early, it costs the loops instructions
@@ -46,6 +47,7 @@ def epilogue(
         return
     cute.arch.barrier(barrier_id=1 + w, number_of_threads=128)  # all four warps have read Q for the last time
     put_tile(operands, smem, n_q, config)
+    # The copy engine reads shared memory by another path: what threads wrote must be visible there.
     cute.arch.fence_view_async_shared()
     cute.arch.mbarrier_arrive(smem.o_full + n_q)  # the storing warp
 

@@ -58,12 +58,14 @@ def views_of(q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, con
     def view(tensor: cute.Tensor, modes: list) -> cute.Tensor:
         return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
+    # Rows first, as Q's, K's and O's tiles lie in memory; V is cut as (column, row), the B operand of P V.
     by_rows, by_columns, group = [1, 3, 2, 0], [3, 1, 2, 0], q.shape[2] // k.shape[2]
     if config.heads > 1:
         q_view, o_view = by_group(q, group, k.shape[2]), by_group(o, group, k.shape[2])
     else:
         q_view, o_view = view(q, by_rows), view(o, by_rows)
     views = Views(q_view, view(k, by_rows), view(v, by_columns), o_view)
+    # Ragged views end where a sequence ends, so that TMA drops rows past it.
     if cutlass.const_expr(config.packed):
         ragged_q, ragged_o, ragged_k = packed.ragged(q), packed.ragged(o), packed.ragged(k)
         views = Views(ragged_q, ragged_k, packed.ragged(v, columns_first=True), ragged_o)
@@ -95,6 +97,7 @@ def launch(
     """
     tiles, element = config.tiles, ELEMENT[config.dtype]
     group = q.shape[2] // k.shape[2]
+    # With grouped heads a box of Q holds some heads of each of `queries` rows.
     rows = ROWS if config.heads == 1 else (config.heads, config.queries)
     views = views_of(q, k, v, o, config)
     row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
@@ -141,11 +144,13 @@ def kernel(
     maps, tiles = TensorMaps(q, k, v, o), config.tiles
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+    # Q, K, V and barriers; O takes Q's place at the end of a tile.
     smem = allocate(maps, config)
     init_barriers(smem, config)
     if cutlass.const_expr(config.split):
         cute.arch.griddepcontrol_launch_dependents()  # the merge may be set up; it waits for this kernel's end
     if group == 0:
+        # Copies need few registers; the computing warpgroups hold S, P and O in theirs.
         cute.arch.setmaxregister_decrease(tiles.registers_load)
         if warp == 0:
             load(maps, smem, params, config)

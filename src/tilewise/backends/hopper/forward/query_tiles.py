@@ -72,17 +72,21 @@ def rounds_of(params: ForwardParams, config: Config):
 
 def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
     """This CTA's tile in a round."""
+    # `pair` counts over batch elements, heads and chunks.
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     m_block, pair = schedule.tile_at(n, tile_order(params, config), PICK)
     row, chunk, chunks = m_block * config.tile_queries, None, chunks_of(params, config)
     heads, tile_n = tiles_per_row(params, config), config.tiles.tile_n
     if config.split:
+        # The chunks of one query tile follow one another in the order of tiles.
         pair, chunk = pair // chunks, pair % chunks
     head, batch = pair % heads, pair // heads
     if config.heads > 1:
         blocks = tiles_per_group(params, config)
+        # The first query head of the tile; the last tile of a group may have fewer heads.
         head = head // blocks * params.group + head % blocks * config.heads
     if config.form == "lists":
+        # A tile visits at least one block; where none is listed, the predicate hides all of it.
         partial, count = (params.extra.counts[batch, head, m_block, n] for n in range(2))
         return QueryTile(row, head, batch, I32(0), PICK.larger(count, 1), partial=PICK.larger(partial, 1))
     band = band_of_head(batch, head, params, config)
@@ -107,6 +111,7 @@ def packed_tile(n, params: ForwardParams, config: Config) -> packed.PackedTile:
         return packed.in_tiles(packed.rows_of(sequence, cu, params.seqlen_q, rest=True), rows)
 
     sequence, block, count = packed.find(n // params.heads_q, tiles_in, cute.size(cu))
+    # The last rows of a sequence see most keys and come first.
     if config.has_upper:
         block = tiles_in(sequence) - 1 - block
     sequence = I32(cutlass.select_(n < count * params.heads_q, sequence, I32(-1)))
@@ -118,11 +123,13 @@ def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: 
     extra, (sequence, row, head) = params.extra, packed_tile
     q = packed.rows_of(sequence, extra.cu_q, params.seqlen_q, rest=True)
     k = packed.rows_of(sequence, extra.cu_k, params.seqlen_k, rest=False)
+    # Bottom-right alignment: the sequence's last row sees its last key.
     off = k.size - q.size
     moving = schedule.Band(
         params.lo + off if config.has_lower else None, params.hi + off if config.has_upper else None, k.size
     )
     first, band = schedule.cut(moving, extra.first, extra.last, q.size, PICK)
+    # The band counts from the first key that some row of the sequence sees: keys outside are never loaded.
     start, stop = schedule.key_blocks(row, config.tile_queries, config.tiles.tile_n, band, PICK)
     keys = packed.Span(k.start + first + band.seqlen_k, band.seqlen_k)
     seqlen = packed.SeqlenInfo(q, keys, band.lo, band.hi)
@@ -151,6 +158,7 @@ def whole_steps(query_tile: QueryTile, row, band: schedule.Band, config: Config)
         return I32(0), query_tile.partial, query_tile.stop
     rows = row, config.queries, config.tiles.tile_n, band
     start, stop = query_tile.start, query_tile.stop
+    # Blocks are visited from the last to the first: the steps [stop - last, stop - first) are the whole ones.
     hidden = PICK.smaller(schedule.hidden_blocks(*rows, (start, stop), PICK), 1) if config.skips else I32(0)
     first, last = schedule.whole_blocks(*rows, (start, stop - 1 - hidden), PICK)
     return hidden, stop - last, stop - first
@@ -169,6 +177,7 @@ def row_at(query_tile: QueryTile, w, r, params: ForwardParams, config: Config):
     if config.packed:
         seqlen = query_tile.seqlen
         return (0, query_tile.head, seqlen.q.start + i), i < seqlen.q.size
+    # Rows past the last exist in the tile and are not written.
     if config.heads == 1:
         return (query_tile.batch, query_tile.head, i), i < params.seqlen_q
     head, last = (

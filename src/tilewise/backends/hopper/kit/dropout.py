@@ -42,10 +42,12 @@ def half(word, high: bool):
 def drop(p: cute.Tensor, line, first_key, work) -> None:
     """Sets the dropped pairs of P to zero; ``first_key``, the block's first key, is a multiple of 16."""
     key, pair, i = key_of(work), U32(line.batch * work.heads_q + line.head), line.i[0]
+    # One counter for rows i and i + 8, which are a thread's two rows: each takes words of its own.
     row = U32(i // 16 * 8 + i % 8)
     for c in range(0, cute.size(p, mode=[1]), 4):
         # No sooner than the numbers before: it depends on none of them, and would be computed for all columns at once.
         call = after(first_key // 4 + line.column // 2 + c, p[1, max(c - 1, 0)])
+        # Four words of two halves: the values of four columns, of both rows.
         words = philox((U32(call), row, pair, U32(0)), key)
         for n in range(4):
             for r in range(2):
@@ -60,6 +62,7 @@ def kept(pairs, columns: int, work) -> Callable:
     """
     key, pair = key_of(work), U32(pairs.common["b"] * work.heads_q + pairs.common["h"])
     values_of = by_rows if pairs.names == ("i", "j") else by_columns
+    # Two rows of a column are two bits, so that a word holds 16 columns.
     words = [U32(0)] * (-(-columns // 16))
     for c in range(0, columns, 4):
         values = values_of(pairs, c, pair, key)

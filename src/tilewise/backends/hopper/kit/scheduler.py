@@ -87,6 +87,7 @@ def receive_tile(words: cute.Pointer, n: int, full: cute.Pointer, phase) -> pack
 
 def publish_ahead(tile: packed.PackedTile, boxes: Mailboxes, stages: int, phase) -> None:
     """Tells the warp that loads ahead a tile."""
+    # Partner: the warp that loads ahead, in `receive_ahead`.
     cute.arch.mbarrier_wait(boxes.next_empty, phase)
     with cute.arch.elect_one():
         put_words(boxes.words + MAILBOX_WORDS * stages, tile)
@@ -96,6 +97,7 @@ def publish_ahead(tile: packed.PackedTile, boxes: Mailboxes, stages: int, phase)
 def receive_ahead(boxes: Mailboxes, stages: int, phase) -> packed.PackedTile:
     """The tile that the warp that loads ahead works on next; its mailbox is free again at once."""
     found = _read_mailbox(boxes.next_full, phase, boxes.words + MAILBOX_WORDS * stages)
+    # All lanes have read the words before one of them gives the mailbox back.
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(boxes.next_empty)
@@ -132,10 +134,12 @@ def take_tiles(
         stages: how many mailboxes the computing warpgroups read.
         params: has ``queue`` where sequences are packed.
     """
+    # A new barrier lets phase 1 pass: nothing lies in the tiles' memory yet.
     phase, rounds_of, tile_of, packed_tile, place_packed = I32(1), *scheduler
     if cutlass.const_expr(config.packed):
         of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
         while of.sequence >= 0:
+            # The next tile's number is asked for a tile early, so that nobody waits for the atomic addition.
             following = packed.take(params.queue)
             publish_ahead(of, smem.boxes, stages, phase)
             body(place_packed(of, params, config)[0], of, phase)
@@ -143,10 +147,12 @@ def take_tiles(
             if cutlass.const_expr(upcoming is not None):
                 announce(upcoming, of.sequence >= 0, lambda of=of: place_packed(of, params, config)[0])
             phase = 1 - phase
+        # The tile of no sequence: every role that reads it ends.
         publish_ahead(of, smem.boxes, stages, phase)
         for n in cutlass.range_constexpr(stages):
             publish_tile(of, smem.boxes.words, n, smem.held_empty, phase)
             with cute.arch.elect_one():
+                # In place of the bytes of K and V, or of Q and dO: the roles wait for this barrier.
                 cute.arch.mbarrier_arrive(smem.held_full + n)
     else:
         rounds = rounds_of(params, config)
@@ -179,6 +185,7 @@ def each_tile(
 
     ``receive(phase)`` reads the role's mailbox where sequences are packed; ``numbers`` are then the sequence's, else ``params``.
     """
+    # Readers wait for phase 0 first: the arrival of the first tile.
     phase, rounds_of, tile_of, _, place_packed = I32(0), *scheduler
     if cutlass.const_expr(config.packed):
         of = receive(phase)

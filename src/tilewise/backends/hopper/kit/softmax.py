@@ -60,9 +60,11 @@ def softcap(s: cute.Tensor, cap2) -> None:
     """
     scale = cap2 * (LN_2 / 2)
     for c in range(cute.size(s, mode=[1])):
+        # The next columns wait for these: the quotients of all columns at once would take too many registers.
         if c % SOFTCAP_COLUMNS == 0 and c:
             scale = after(scale, s[1, c - 1])
         for r in range(2):
+            # Beyond SATURATED tanh is 1 in fp32, and the polynomials are no longer its fit.
             x = clamp(s[r, c] * scale, SATURATED)
             u = x * x
             s[r, c] = x * polynomial(u, NUMERATOR) * cute.arch.rcp_approx(polynomial(u, DENOMINATOR))
@@ -101,6 +103,7 @@ def new_state() -> SoftmaxState:
 
 def row_max(s: cute.Tensor, r: int):
     """The maximum of a thread's part of row r, in four chains for latency."""
+    # A chain has a quarter of the columns: one fmax need not wait for the one before.
     columns = cute.size(s, mode=[1])
     chains = [s[r, n] for n in range(4)]
     for c in range(4, columns):
@@ -120,6 +123,7 @@ def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, mask
         masked: whether a row may still be without a key.
     """
     for r in range(2):
+        # The four lanes of a quad hold a row; with a positive scale the maximum may be scaled after it is found.
         m2 = reduce_quad(row_max(s, r), cute.arch.fmax) * scale2
         if not first:
             m2 = cute.arch.fmax(m2, rows.m2[r])
@@ -129,12 +133,14 @@ def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, mask
         base = choose(m2 == -INF, 0.0, m2) if masked else m2
         sums = [F32(0.0), F32(0.0)]
         for c in range(cute.size(s, mode=[1])):
+            # One multiply-add and one exponential a score.
             p = cute.math.exp2(s[r, c] * scale2 - base, fastmath=True)
             s[r, c] = p
             sums[c % 2] = sums[c % 2] + p
         total = sums[0] + sums[1]
         if not first:
             factor = cute.math.exp2(rows.m2[r] - base, fastmath=True)
+            # l stays the thread's own part: `finalize` sums it over the quad, once a tile.
             total = rows.l[r] * factor + total
             rows.factor[r] = factor
         rows.l[r], rows.m2[r] = total, m2
@@ -176,6 +182,7 @@ def scale_rows(o: cute.Tensor, factor) -> None:
 def rescale(acc: cute.Tensor, factor: cute.Tensor, lazy: cutlass.Constexpr):
     """Multiplies the accumulator of O by the rows' factors; with ``lazy``, a warp whose factors are all 1 does nothing."""
     if cutlass.const_expr(lazy):
+        # The lanes of a warp hold 16 rows; the branch must be the same for all of them.
         if cute.arch.vote_any_sync(factor[0] * factor[1] != 1.0):
             scale_rows(rows_columns(acc), factor)
     else:
@@ -193,6 +200,7 @@ def finalize(rows: SoftmaxState, sinks: list) -> tuple[list, list]:
         sink2 = F32(sinks[r]) * LOG2_E
         l = reduce_quad(rows.l[r], lambda x, y: x + y)
         m2 = cute.arch.fmax(rows.m2[r], sink2)
+        # Neither a key nor a sink: -inf - -inf would be NaN.
         base = choose(m2 == -INF, 0.0, m2)
         scaled = cute.math.exp2(rows.m2[r] - base, fastmath=True)
         total = l * scaled + cute.math.exp2(sink2 - base, fastmath=True)

@@ -24,9 +24,10 @@ from tilewise.backends.triton import config
 from tilewise.backends.triton.host import launch, runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.paging import Machine, paged_config
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
-from tilewise.masks.catalogue import block_sparse, causal, dense, window
+from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
 from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
@@ -79,6 +80,25 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     }[feature]
 
 
+# Calls over pages: page size, pages of a sequence, queries of each, and options of q.
+PAGED = {
+    "paged": (64, 512, 1, lambda q: {"causal": True}),
+    "pages16": (16, 512, 1, lambda q: {"causal": True}),
+    "cache": (4096, 1, 1, lambda q: {}),
+    "chunk": (64, 512, 512, lambda q: {"causal": True}),
+    "verify": (
+        64,
+        512,
+        4,
+        lambda q: {
+            "mask": window(1000, 0) & keep(lambda b, h, i, j: (i + j) % 3 > 0),
+            "score": softcap(30.0) >> alibi(torch.empty(q.shape[-2], device="meta")),
+            "sink": torch.empty(q.shape[-2], device="meta"),
+        },
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Launch:
     """A problem whose launches are recorded and compiled, in a form that another process can rebuild."""
@@ -101,7 +121,7 @@ def pair_bytes(item: Launch) -> int:
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
-    streams = Streams(pair_bytes(item), item.feature not in ("rich", "sparse", "dense"))
+    streams = Streams(pair_bytes(item), item.feature not in ("rich", "sparse", "dense", "verify"))
     return promised_memory(
         name,
         tiles,
@@ -112,14 +132,23 @@ def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     )
 
 
+def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, object]]:
+    """q, k and v without memory, and the options of the call."""
+    dims = item.head_dim, item.head_dim, item.head_dim_v
+    if item.feature not in PAGED:
+        q, k, v = (torch.empty((2, 4096, 8, d), dtype=item.dtype, device="meta", requires_grad=True) for d in dims)
+        return q, k, v, _options(item.feature, q)
+    page_size, max_pages, queries, options = PAGED[item.feature]
+    shapes = (8, queries, 32), (4096, page_size, 8), (4096, page_size, 8)
+    q, k, v = (torch.empty((*s, d), dtype=item.dtype, device="meta") for s, d in zip(shapes, dims, strict=True))
+    integers = partial(torch.empty, dtype=torch.int32, device="meta")
+    return q, k, v, {"block_table": integers(8, max_pages), "seqlens_k": integers(8), **options(q)}
+
+
 def recorded(item: Launch) -> Iterator[tuple]:
     """``(name, kernel, tiles, arguments)`` of every launch of a forward and a backward."""
-    shape = (2, 4096, 8)
-    q, k, v = (
-        torch.empty((*shape, d), dtype=item.dtype, device="meta", requires_grad=True)
-        for d in (item.head_dim, item.head_dim, item.head_dim_v)
-    )
-    extras, seed, text = assemble(q, k, v, Options(**_options(item.feature, q)))
+    q, k, v, options = call_of(item)
+    extras, seed, text = assemble(q, k, v, Options(**options))
     problem = check(q, k, v, extras, seed, parse_spec(text))
     found = []
 
@@ -131,13 +160,16 @@ def recorded(item: Launch) -> Iterator[tuple]:
         inputs = Inputs.of(problem, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(problem, q, v)
         launch.forward(plan, inputs)
-        launch.backward(plan, inputs, out, torch.empty_like(out.o), torch.empty_like(out.lse))
+        if not problem.paged:
+            launch.backward(plan, inputs, out, torch.empty_like(out.o), torch.empty_like(out.lse))
     yield from found
 
 
 def configured(item: Launch, problem: Problem) -> config.Config:
     """The configuration that a problem has on an architecture that need not be there."""
     limit, size = TARGETS[item.arch].shared, item.dtype.itemsize
+    if problem.paged:
+        return paged_config(problem, Machine(item.arch, limit, 132), item.products)
     passes = config.row_for(config.table(item.arch, size, item.products), problem).passes
     beside = config.paired(item.arch, problem, pair_bytes(item), limit)
     passes |= {name: tiles for name, tiles in beside.items() if name in passes}
@@ -256,6 +288,10 @@ def items() -> list[Launch]:
                 found += [Launch(arch, dtype, limit, feature, products) for feature in features]
         found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
+        found.append(Launch(arch, torch.float32, 128, "paged"))
+        found += [Launch(arch, torch.bfloat16, 128, feature) for feature in (PAGED if arch == "sm90" else ("pages16",))]
+        if arch == "sm90":
+            found += [Launch(arch, torch.bfloat16, limit, "paged") for limit in (64, 96, 256, config.MAX_LATENT_DIM)]
     return found
 
 

@@ -42,7 +42,7 @@ def _operand_descriptors(call: Call, tiles: Tiles, name: str) -> list | None:
 
     def make() -> list | None:
         strides = tuple(n * call.align for n in call.strides[name])
-        view = four_axes(operand, strides, heads, 1 if problem.packed else problem.batch)
+        view = four_axes(operand, strides, heads, operand.shape[0] if operand.ndim == 4 else 1)
         return view and [_of_nothing(operand, *view, [1, 1, rows, piece]) for _, _, piece in pieces(head_dim, tiles)]
 
     return call.plan.descriptors.of((name, rows, tiles.padded, call.strides[name]), make)

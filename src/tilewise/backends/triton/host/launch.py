@@ -15,6 +15,7 @@ from tilewise.backends.triton.host.call import Call, HeadRange, is_aligned, list
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
 from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums
+from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
 from tilewise.backends.triton.host.runtime import kernels
@@ -38,7 +39,9 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
     if again is not None and again(inputs, out):
         return out
     call, splits = Call.of(plan, inputs), Splits.of(plan)
-    if splits is None:
+    if plan.problem.paged:
+        again = _forward_over_pages(call, out)
+    elif splits is None:
         again = ForwardAgain.of(call, _attend(call, out))
     else:
         states = partial_states(out, splits.number)
@@ -46,6 +49,14 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
         again = ForwardAgain.of(call, main, _merge(call, out, states), splits.number)
     plan.forward_again = again or plan.forward_again
     return out
+
+
+def _forward_over_pages(call: Call, out: Output) -> ForwardAgain | None:
+    splits = call.plan.config.splits
+    if splits == 1:
+        return ForwardAgain.of(call, attend_pages(call, out))
+    states = partial_states(out, splits)
+    return ForwardAgain.of(call, attend_pages(call, states), merge_rows(call, out, states), splits)
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Splits:
     def of(cls, plan: Plan) -> Splits | None:
         """The splits of a problem's keys; None where each row sees its keys in one program."""
         problem, keys, tile_n = plan.problem, plan.config.split, plan.config.forward.tile_n
-        if not keys or problem.packed or plan.lists or problem.seqlen_k <= keys:
+        if not keys or problem.packed or problem.paged or plan.lists or problem.seqlen_k <= keys:
             return None
         tiles = -(-keys // tile_n)
         return cls(tiles, -(-problem.seqlen_k // (tiles * tile_n)))
@@ -77,9 +88,11 @@ def _attend(call: Call, to: Output, splits: Splits | None = None) -> Launched:
         chosen["pair"] = plan.pair_leaf[1]
     if splits is not None:
         chosen |= {"split": True, "sink": False}
+    if to.max_logit is not None:  # bounded scores are summed up without their maximum
+        chosen |= {"max_logit": True, "bounded": False}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
     sizes = call.sizes(slots, splits=splits.tiles if splits else 0, lists=lists)
-    tensors = call.tensors(o=to.o, lse=to.lse, lists=list_pointers(lists))
+    tensors = call.tensors(**to.named, lists=list_pointers(lists))
     grid = (slots * problem.heads_q * _batches(problem), splits.number if splits else 1)
     return call.launch(kernels().forward, grid, tiles, tensors, sizes, facts, *views, pair)
 
@@ -88,10 +101,10 @@ def _merge(call: Call, out: Output, states: Output) -> Launched:
     """Runs the kernel that merges the partial states of split keys."""
     plan, problem = call.plan, call.plan.problem
     slots = tile_slots(problem, problem.seqlen_q, MERGING.tile_m)
-    facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
-    tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, splits=len(states.o))
+    facts = plan.facts(MERGING, call.align, natural=True, dropout=False, max_logit=out.max_logit is not None)
+    tensors, sizes = call.tensors(**out.named), call.sizes(slots, splits=len(states.o))
     grid = (slots * problem.heads_q * problem.batch, 1)
-    views = View("partial_o", states.o), View("partial_lse", states.lse)
+    views = [View(f"partial_{name}", getattr(states, name)) for name in ("o", "lse", "max_logit")]
     return call.launch(kernels().merge, grid, MERGING, tensors, sizes, facts, *views)
 
 
@@ -103,7 +116,7 @@ def _batches(problem: Problem) -> int:
 def _ungrouped(problem: Problem, out: Output) -> Output:
     """The outputs of a decoding step, from those of its :func:`regrouped_problem`."""
     o = out.o.transpose(1, 2).reshape(problem.batch, 1, problem.heads_q, problem.head_dim_v)
-    return Output(o, out.lse.view(problem.batch, problem.heads_q, 1))
+    return Output(o, *[x.view(problem.batch, problem.heads_q, 1) for x in out.tensors[1:]])
 
 
 # -- Backward ------------------------------------------------------------------------------------------------------

@@ -74,16 +74,16 @@ class Layout:
 
     @classmethod
     def of(cls, problem: Problem, operands: dict[str, Tensor]) -> Layout:
-        strides = {name: operand_strides(problem, x) for name, x in operands.items()}
+        strides = {name: operand_strides(x) for name, x in operands.items()}
         unit = 16 // operands["q"].element_size()
         whole = all(n % unit == 0 for each in strides.values() for n in each)
         in_units = {name: tuple(n // unit for n in each) for name, each in strides.items()}
         return cls(strides, unit, in_units if whole else None)
 
 
-def operand_strides(problem: Problem, x: Tensor) -> tuple[int, int, int]:
-    """``(batch, row, head)`` strides of a tensor laid out as q, in elements; packed, the first is 0."""
-    return (0, x.stride(0), x.stride(1)) if problem.packed else (x.stride(0), x.stride(1), x.stride(2))
+def operand_strides(x: Tensor) -> tuple[int, int, int]:
+    """``(batch, row, head)`` strides of a tensor laid out as q, in elements; packed, the first is 0, of pages that of a page."""
+    return (0, x.stride(0), x.stride(1)) if x.ndim == 3 else (x.stride(0), x.stride(1), x.stride(2))
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class Decisions:
     @property
     def lists(self) -> bool:
         """Whether kernels walk over lists of tiles, as they do for a predicate."""
-        return self.problem.spec.region.predicate is not None and not self.problem.packed
+        return self.problem.spec.region.predicate is not None and not self.problem.packed and not self.problem.paged
 
     @property
     def terms(self) -> int:
@@ -234,7 +234,7 @@ class Plan(Decisions):
         """The plan of a decoding step with the query heads of each key head as the rows of one tile; None where that is another
         attention: beside scores, dropout, sinks, and masks that hide a key, heads differ."""
         problem, spec = self.problem, self.problem.spec
-        if problem.seqlen_q != 1 or problem.group == 1 or problem.packed:
+        if problem.seqlen_q != 1 or problem.group == 1 or problem.packed or problem.paged:
             return None
         if spec.score is not None or spec.dropout_p or spec.sink_slot is not None:
             return None
@@ -306,9 +306,11 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "tma": False,
         "pair": None,
         "whole": False,
+        "pages": None,
         "sheet": 0,
         "strips": 0,
         "overlap": None,
+        "max_logit": False,
     }
     return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
 

@@ -15,13 +15,15 @@ from tilewise.backends.triton.tiles import Tiles
 def kernels() -> SimpleNamespace:
     """The kernels and the bundles of their arguments, by name. Triton is imported here, at the first launch."""
     import triton
-    from tilewise.backends.triton.kernels import arguments, backward, forward, pair_bias, terms
+    from tilewise.backends.triton.kernels import arguments, backward, forward, paged, pair_bias, terms
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(
         triton=triton,
         forward=forward.forward_kernel,
         merge=forward.merge_kernel,
+        paged=paged.paged_kernel,
+        merge_rows=paged.merge_rows_kernel,
         delta=backward.delta_kernel,
         dkdv=backward.dkdv_kernel,
         dq=backward.dq_kernel,
@@ -31,6 +33,7 @@ def kernels() -> SimpleNamespace:
         Tensors=arguments.Tensors,
         Sizes=arguments.Sizes,
         Scales=arguments.Scales,
+        CacheSizes=paged.CacheSizes,
         TensorDescriptor=TensorDescriptor,
     )
 

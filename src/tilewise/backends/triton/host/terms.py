@@ -61,7 +61,7 @@ def split_into_terms(plan: Plan, operands: dict[str, Tensor], steady: bool) -> t
 
     def new_sizes():
         lengths = {name: getattr(problem, name) for name in ("heads_q", "heads_k", "seqlen_q", "seqlen_k")}
-        strides = {name: operand_strides(problem, x) for name, x in operands.items()}
+        strides = {name: operand_strides(x) for name, x in operands.items()}
         return runtime.opaque(runtime.kernels().Sizes(batch=batch, **lengths, **strides))
 
     key = ("terms", *[x.stride() for x in operands.values()])

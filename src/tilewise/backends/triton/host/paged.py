@@ -1,0 +1,53 @@
+"""Forwards over a cache in pages: the launch over it, and the merge of its split keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewise.backends.base import Output
+from tilewise.backends.triton.host import runtime
+from tilewise.backends.triton.host.call import Call, tile_slots
+from tilewise.backends.triton.host.descriptors import operand_views
+from tilewise.backends.triton.host.launched import Launched, View
+from tilewise.backends.triton.paging import SPLIT_TILES, addressing
+from tilewise.backends.triton.tiles import Tiles
+
+MERGED_AT_ONCE = 32  # states of a row that are read at once
+
+
+def attend_pages(call: Call, to: Output) -> Launched:
+    """Runs the kernel over pages: o and lse, or their partial states of each split of the keys."""
+    plan, problem, inputs = call.plan, call.plan.problem, call.inputs
+    tiles, splits = plan.config.forward, plan.config.splits
+    pages = addressing(problem, tiles.tile_n)
+    # A descriptor brings a tile of one page.
+    views = operand_views(call, tiles if pages != "several" else replace(tiles, tma=False), "k", "v")
+    chosen = {
+        "tma": views[0].value is not None,
+        "pages": pages,
+        "page_size": problem.page_size if pages != "whole" else 0,
+        "group": problem.group,
+        "split": splits > 1,
+        "split_tiles": SPLIT_TILES,
+    }
+    if splits > 1:
+        chosen |= {"sink": False, **plan.overlap("leads")}
+    slots = tile_slots(problem, problem.seqlen_q * problem.group, tiles.tile_m)
+    grid = (slots * problem.heads_k * (1 if problem.packed else problem.batch), splits)
+    table, lengths = inputs.block_table, inputs.seqlens_k
+    cache = runtime.kernels().CacheSizes(inputs.k.shape[0], problem.capacity, *table.stride(), *lengths.stride())
+    between = View("block_table", table), View("seqlens_k", lengths), runtime.opaque(cache), *views
+    tensors, facts = call.tensors(o=to.o, lse=to.lse), plan.facts(tiles, call.align, **chosen)
+    return call.launch(runtime.kernels().paged, grid, tiles, tensors, call.sizes(slots), facts, *between)
+
+
+def merge_rows(call: Call, out: Output, states: Output) -> Launched:
+    """Runs the kernel that merges the partial states of split keys, a program for each row."""
+    plan, problem = call.plan, call.plan.problem
+    splits = len(states.o)
+    tiles = Tiles(min(splits, MERGED_AT_ONCE), 16, 4, 1, padded=True)
+    facts = plan.facts(tiles, call.align, natural=True, pages="several", splits=splits, **plan.overlap("reads"))
+    rows = problem.seqlen_q * problem.heads_q * (1 if problem.packed else problem.batch)
+    views = View("partial_o", states.o), View("partial_lse", states.lse)
+    tensors = call.tensors(o=out.o, lse=out.lse)
+    return call.launch(runtime.kernels().merge_rows, (rows, 1), tiles, tensors, call.sizes(1), facts, *views)

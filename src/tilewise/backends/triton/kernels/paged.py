@@ -1,0 +1,448 @@
+"""Forward over a cache of keys and values that lies in pages (PagedAttention, Kwon et al. 2023), for prefill and decoding alike.
+
+    K of sequence b at position j  =  k[block_table[b, j // page_size], j % page_size]
+
+Tensors: q (batch, seqlen_q, heads_q, head_dim), or packed without batch; k, v (num_pages, page_size, heads_k, head_dim);
+block_table int32 (batch, max_pages); seqlens_k int32 (batch,). Lengths and page numbers are read on the device, and the grid
+depends on shapes alone, so a CUDA graph replays with others. A page number is read only where some row of the tile sees a key
+of that page, and is clamped into the pool.
+
+The heads that share a key head are rows of one tile, as they read the same keys: row r of a sequence's tiles is query ``r // group``
+and head ``r % group`` of the group. With one query and a group of 4, a tile of 64 has 4 rows that count.
+
+The keys that a tile's rows see, in whole tiles, are cut into as many even splits as the grid has, each of at least
+``FACTS.split_tiles`` tiles (:func:`split_range`); so where they are cut depends on the sequence alone. Each program leaves the
+state of its rows over its split, and `merge_rows_kernel` merges them. A program without keys leaves lse = -inf and no o.
+
+The mathematics is :mod:`forward`'s, with the same names.
+"""
+
+# ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
+# tuples are added, not unpacked
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from tilewise.backends.triton.kernels.arguments import (
+    WorkTile,
+    begin_overlap,
+    packed_rows,
+    plain_sizes,
+    scheduled,
+)
+from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax, with_sink
+from tilewise.backends.triton.kernels.mask import key_interval
+from tilewise.backends.triton.kernels.maths import exp, log, plain
+from tilewise.backends.triton.kernels.tile import LN2, accumulate, dot_transposed, rescaled, zeros
+
+
+class PagedTile(NamedTuple):
+    """The rows of a program and the pages that they read.
+
+    Attributes:
+        rows: the query of each row, int32 (tile_m,). head: its head, int32 (tile_m, 1).
+        q: a tile of (tile_m, head_dim). lo, hi: the key interval of each row, int32 (tile_m,).
+        start, stop: no row sees a key before or after these.
+        table: pointer to the sequence's page numbers. cache: :class:`CacheSizes`.
+        k, v: :class:`Pool` of the key head.
+    """
+
+    rows: Any
+    head: Any
+    q: Any
+    lo: Any
+    hi: Any
+    start: Any
+    stop: Any
+    table: Any
+    cache: Any
+    k: Any
+    v: Any
+
+
+class CacheSizes(NamedTuple):
+    """The whole numbers of a cache, passed as those of :class:`arguments.Sizes`.
+
+    Attributes:
+        num_pages: of the pool. capacity: the most keys that a sequence has pages for.
+        by_sequence, by_page: strides of the block table. by_length: of seqlens_k.
+    """
+
+    num_pages: int
+    capacity: int
+    by_sequence: int
+    by_page: int
+    by_length: int
+
+
+class Pool(NamedTuple):
+    """The pages of one head of k or v.
+
+    Attributes:
+        pointer: page 0. by_page, row: strides, in elements.
+        descriptors: one for each piece of the head dim, of (num_pages, heads, page_size, columns); the pointer where there is none.
+        head: the key head.
+    """
+
+    pointer: Any
+    by_page: Any
+    row: Any
+    descriptors: Any
+    head: Any
+
+
+@triton.jit
+def paged_kernel(
+    tensors, sizes, scales, block_table, seqlens_k, cache, k_view, k_rest, v_view, v_rest, FACTS: tl.constexpr
+):
+    """The attention of a tile of rows; with split keys, its state over one split.
+
+    Grid: (slots · heads_k · batch, splits). The last tiles come first: under a causal mask they are the longest.
+
+    Args:
+        cache: :class:`CacheSizes`.
+        k_view, k_rest, v_view, v_rest: as in :func:`forward.forward_kernel`, of pages.
+    """
+    begin_overlap(FACTS)
+    sizes = plain_sizes(sizes)
+    slot, head_k, b = scheduled(1, sizes)
+    work = paged_work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS)
+    views = (k_view, k_rest, v_view, v_rest)
+    tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS)
+    # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
+    m = tl.full([FACTS.tile_m], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
+    l = tl.full([FACTS.tile_m], 0.0, tl.float32)
+    acc = zeros(FACTS.tile_m, True, FACTS)
+    first, full, full_end, last = paged_block_ranges(tile, work, FACTS)
+    if FACTS.keep is None:
+        page = page_numbers(full * FACTS.tile_n, tile, FACTS)
+        for n in range(full, full_end):
+            # Page numbers are read a tile ahead: read in the iteration whose loads wait for them, they would take a stage.
+            following = page_numbers((n + 1) * FACTS.tile_n, tile, FACTS)
+            m, l, acc = paged_key_block(n * FACTS.tile_n, page, m, l, acc, tile, scales, work, False, FACTS)
+            page = following
+    for t in range((full - first) + (last - full_end)):
+        n0 = tl.where(t < full - first, first + t, full_end + t - (full - first)) * FACTS.tile_n
+        page = page_numbers(n0, tile, FACTS)
+        m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, True, FACTS)
+    paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
+
+
+# -- The tile scheduler --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl.constexpr):
+    """The :class:`WorkTile` in a slot of batch element ``b``, with the sequence's number of keys as it is now.
+
+    Packed, slots belong to sequences as in :func:`arguments.work_tile`, but a query has ``group`` rows.
+    """
+    start_q = slot * 0
+    seqlen_q = sizes.seqlen_q
+    block = slot
+    if FACTS.packed:
+        low = slot * 0
+        high = low + sizes.batch + 1
+        # Sequence `low` begins at or before the slot, sequence `high` after it.
+        while high - low > 1:
+            middle = (low + high) // 2
+            first_row = tl.minimum(tl.load(tensors.cu_seqlens_q + middle).to(tl.int32), sizes.seqlen_q) * FACTS.group
+            first_slot = first_row // FACTS.tile_m + middle
+            low = tl.where(first_slot <= slot, middle, low)
+            high = tl.where(first_slot <= slot, high, middle)
+        b = low
+        start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, True)
+        block = slot - (start_q * FACTS.group // FACTS.tile_m + b)
+    # Rows past the last sequence are sequence `batch`, which has no keys.
+    seqlen_k = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
+    return WorkTile(
+        b=b,
+        block=block,
+        start_q=start_q,
+        start_k=start_q * 0,
+        seqlen_q=seqlen_q,
+        seqlen_k=tl.minimum(tl.maximum(seqlen_k, 0), plain(cache.capacity)),
+        leaves=tensors.leaves,
+        extents=sizes.extents,
+        grads=tensors.grads,
+        grad_extents=sizes.grad_extents,
+        numbers=scales.numbers,
+        pair=b,
+    )
+
+
+@triton.jit
+def paged_block_ranges(tile, work, FACTS: tl.constexpr):
+    """The blocks of keys of this program: ``(first, full, full_end, last)`` as of :func:`mask.block_ranges`, within its split."""
+    first = tile.start // FACTS.tile_n
+    last = tl.where(tile.stop > tile.start, tl.cdiv(tile.stop, FACTS.tile_n), first)
+    full, full_end = first, tile.stop // FACTS.tile_n
+    if FACTS.lo is not None or FACTS.hi is not None:  # every row sees all keys of a full block
+        valid = tile.rows < work.seqlen_q
+        full = tl.cdiv(tl.max(tl.where(valid, tile.lo, 0), 0), FACTS.tile_n)
+        full_end = tl.min(tl.where(valid, tile.hi, work.seqlen_k), 0) // FACTS.tile_n
+    if FACTS.keep is not None:  # any block may hide a pair
+        full_end = full
+    if FACTS.split:
+        first, last = split_range(first, last, FACTS)
+    full = tl.minimum(tl.maximum(full, first), last)
+    return first, full, tl.minimum(tl.maximum(full_end, full), last), last
+
+
+@triton.jit
+def split_range(first, last, FACTS: tl.constexpr):
+    """The part of the blocks ``first .. last`` that lies in this program's split: even parts, each of ``split_tiles`` or more."""
+    each = tl.maximum(tl.cdiv(last - first, tl.num_programs(1)), FACTS.split_tiles)
+    first = tl.minimum(first + tl.program_id(1) * each, last)
+    return first, tl.minimum(first + each, last)
+
+
+# -- Load ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS: tl.constexpr):
+    """The :class:`PagedTile` of a key head; rows past the sequence's last are zero."""
+    row = work.block * FACTS.tile_m + tl.arange(0, FACTS.tile_m)
+    i, head = row // FACTS.group, head_k * FACTS.group + row % FACTS.group
+    # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop. 64-bit offsets of the rows.
+    offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
+    if not FACTS.packed:
+        offsets += tl.cast(work.b, tl.int64) * sizes.q[0]
+    q = load_gathered(tensors.q, offsets * FACTS.align, i < work.seqlen_q, False, True, FACTS)
+    lo, hi = key_interval(i, head, work, FACTS)
+    start, stop = work.seqlen_k * 0, work.seqlen_k
+    if FACTS.lo is not None or FACTS.hi is not None:
+        sees = (i < work.seqlen_q) & (lo < hi)
+        start = tl.min(tl.where(sees, lo, work.seqlen_k), 0)
+        stop = tl.max(tl.where(sees, hi, 0), 0)
+    stop = tl.where(work.block * FACTS.tile_m < work.seqlen_q * FACTS.group, stop, start)  # a slot may hold no row
+    table = block_table + tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
+    k = pool_of(tensors.k, sizes.k, head_k, views[0], views[1], FACTS)
+    v = pool_of(tensors.v, sizes.v, head_k, views[2], views[3], FACTS)
+    return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, cache, k, v)
+
+
+@triton.jit
+def pool_of(tensor, strides, head, view, rest, FACTS: tl.constexpr):
+    """The :class:`Pool` of a key head."""
+    first, second = view, rest
+    if view is None:
+        first = tensor
+    if rest is None:
+        second = tensor
+    pointer = tensor + tl.cast(head, tl.int64) * (strides[2] * FACTS.align)
+    return Pool(pointer, strides[0] * FACTS.align, strides[1] * FACTS.align, (first, second), head)
+
+
+@triton.jit
+def page_numbers(n0, tile, FACTS: tl.constexpr):
+    """The page of the key tile at ``n0``, or of each of its keys, int32 (tile_n,), where it may lie in several.
+
+    Numbers of pages in which no row sees a key are not read; one outside the pool becomes one inside.
+    """
+    if FACTS.pages == "several":
+        j = n0 + tl.arange(0, FACTS.tile_n)
+        index, seen = j // FACTS.page_size, (j >= tile.start) & (j < tile.stop)
+        page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=seen, other=0)
+    else:
+        index = n0 // FACTS.page_size if FACTS.pages == "one" else 0
+        page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=n0 < tile.stop, other=0)
+    return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(tile.cache.num_pages) - 1)
+
+
+@triton.jit
+def load_paged(pool, page, n0, alive, OF_V: tl.constexpr, partial, FACTS: tl.constexpr):
+    """The tile of k or v at position ``n0``: by descriptor where all of it may be read and lies in one page, else row by row.
+
+    Args:
+        alive: bool (tile_n,), the rows that are read, others are zero; None where all are.
+    """
+    first = n0  # the tile's first row in its page
+    if FACTS.pages == "one":
+        first = n0 % FACTS.page_size
+    if FACTS.tma and not partial:
+        PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
+        tiles = ()
+        for n in tl.static_range(len(PIECES)):
+            # (1, 1, tile_n, width) by TMA from global to shared memory. Partner: the barrier of this stage of the loop, on which
+            # Triton's pipeliner lets the product wait that reads the tile.
+            block = pool.descriptors[n].load([page, pool.head, first, PIECES[n][0]])
+            tiles = tiles + (block.reshape(FACTS.tile_n, PIECES[n][2]),)
+        return tiles
+    else:
+        within = tl.arange(0, FACTS.tile_n)
+        if FACTS.pages == "several":
+            within = ((first + within) % FACTS.page_size).to(tl.int64)
+            offsets = page.to(tl.int64) * pool.by_page + within * pool.row
+            return load_gathered(pool.pointer, offsets, alive, OF_V, partial, FACTS)
+        else:  # the tile's base is 64-bit, offsets inside the tile are 32-bit
+            base = pool.pointer + (page.to(tl.int64) * pool.by_page + tl.cast(first, tl.int64) * pool.row)
+            return load_gathered(base, within * pool.row, alive, OF_V, partial, FACTS)
+
+
+@triton.jit
+def load_gathered(pointer, offsets, alive, OF_V: tl.constexpr, MASKED: tl.constexpr, FACTS: tl.constexpr):
+    """A tile of the rows at these ``offsets``, (rows,), in elements, padded with columns of zeros.
+
+    Args:
+        alive: bool (rows,). MASKED: rows that are not alive are zero, and not read.
+    """
+    PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
+    tiles = ()
+    for n in tl.static_range(len(PIECES)):
+        within = tl.arange(0, PIECES[n][2])
+        pointers = pointer + (offsets[:, None] + (PIECES[n][0] + within)[None, :])
+        # (rows, width) from global memory to registers, or by cp.async to shared memory in a pipelined loop.
+        if MASKED and PIECES[n][1] < PIECES[n][2]:
+            tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
+        elif MASKED:
+            tiles = tiles + (tl.load(pointers, mask=alive[:, None], other=0.0),)
+        elif PIECES[n][1] < PIECES[n][2]:
+            tiles = tiles + (tl.load(pointers, mask=(within < PIECES[n][1])[None, :], other=0.0),)
+        else:
+            tiles = tiles + (tl.load(pointers),)
+    return tiles
+
+
+# -- One key block -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constexpr, FACTS: tl.constexpr):
+    """The state (m, l, acc) after the key tile at ``n0``, by (6).
+
+    Args:
+        page: :func:`page_numbers` of the tile.
+        partial: whether some row may not see some key of the tile.
+    """
+    j = n0 + tl.arange(0, FACTS.tile_n)
+    kept, alive = None, None
+    if partial:
+        kept = (j[None, :] >= tile.lo[:, None]) & (j[None, :] < tile.hi[:, None])
+        kept = kept & (tile.rows < work.seqlen_q)[:, None]
+        if FACTS.keep is not None:
+            kept = kept & FACTS.keep(work.b, tile.head, tile.rows[:, None], j[None, :], work)
+        alive = tl.max(kept.to(tl.int8), 0) > 0  # a key that no row sees is not read: it may hold NaN
+    # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
+    k, v = load_paged(tile.k, page, n0, alive, False, partial, FACTS), ()
+    if partial or FACTS.together:
+        v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
+    s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+    if FACTS.bounded:  # no exponential overflows, and any m is as exact as the maximum
+        m_new, p = m, bounded_exponentials(s, tile, j, scales, work, FACTS)
+        p = hidden(p, kept, 0.0)
+        l += tl.sum(p, 1)
+    else:
+        if FACTS.general:
+            s = apply_score(s, tile, j, scales, work, FACTS)
+        m_new, p, rescale = online_softmax(hidden(s, kept, float("-inf")), m, scales, partial, FACTS)
+        l = l * rescale + tl.sum(p, 1)
+        acc = rescaled(acc, rescale)
+    if len(v) == 0:
+        v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
+    acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
+    return m_new, l, acc
+
+
+@triton.jit
+def hidden(x, kept, HIDDEN: tl.constexpr):
+    """``x`` where the pair is kept, else HIDDEN; ``kept`` is None where all are."""
+    if kept is None:
+        return x
+    else:
+        return tl.where(kept, x, HIDDEN)
+
+
+# -- Epilogue ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
+    """Stores o = acc / l and lse = m + log l, (7), with the sink merged in, (18); with split keys the state of this split."""
+    PIECES: tl.constexpr = FACTS.pieces_v
+    i, head, valid = tile.rows, tl.reshape(tile.head, [FACTS.tile_m]), tile.rows < work.seqlen_q
+    lse = tl.where(l == 0, float("-inf"), (m if FACTS.natural else m * LN2) + log(l))
+    weight = 1.0 / tl.where(l == 0, 1.0, l)  # a row that saw no key: o = 0
+    if FACTS.sink:
+        sink = tl.load(tensors.sink + head, mask=valid, other=0.0).to(tl.float32)
+        if FACTS.packed:
+            sink = tl.where(work.b == sizes.batch, float("-inf"), sink)  # rows past the last sequence have none
+        weight, lse = with_sink(weight, lse, l, sink)
+    # 64-bit offsets of the rows: `token` in o, `line` in lse, whose heads are outside its rows.
+    token = tl.cast(work.start_q, tl.int64) + i
+    line = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q + i
+    if not FACTS.packed:
+        token += tl.cast(work.b, tl.int64) * sizes.seqlen_q
+        line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
+    if FACTS.split:  # the splits are the outermost axis
+        tokens = tl.cast(sizes.seqlen_q, tl.int64)
+        if not FACTS.packed:
+            tokens *= sizes.batch
+        token += tl.program_id(1) * tokens
+        line += tl.program_id(1) * tokens * sizes.heads_q
+    # lse: fp32 (tile_m,). O: (tile_m, head_dim_v) in o's dtype, of a split only for rows that saw a key.
+    tl.store(tensors.lse + line, lse, mask=valid)
+    if FACTS.split:
+        valid = valid & (l != 0)
+    rows = (token * sizes.heads_q + head) * FACTS.head_dim_v
+    for n in tl.static_range(len(PIECES)):
+        within = tl.arange(0, PIECES[n][2])
+        ok = valid[:, None]
+        if PIECES[n][1] < PIECES[n][2]:
+            ok = ok & (within < PIECES[n][1])[None, :]
+        pointers = tensors.o + rows[:, None] + (PIECES[n][0] + within)[None, :]
+        tl.store(pointers, (acc[n] * weight[:, None]).to(tensors.o.dtype.element_ty), mask=ok)
+
+
+# -- The merge of split keys ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def merge_rows_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr):
+    """The merge (8) of the partial states of one row, all splits at once, and the sink; numbers are natural.
+
+    Grid: (tokens · heads_q). States whose lse is -inf are not read.
+
+    Args:
+        states: fp32 (num_splits, tokens, heads_q, head_dim_v).
+        states_lse: fp32 (num_splits, batch, heads_q, seqlen_q), packed (num_splits, heads_q, tokens).
+    """
+    begin_overlap(FACTS)
+    WIDTH: tl.constexpr = FACTS.pieces_v[0][2]
+    SPLITS: tl.constexpr = FACTS.splits
+    CHUNK: tl.constexpr = FACTS.tile_m  # states that are read at once
+    sizes = plain_sizes(sizes)
+    token, head = tl.program_id(0) // sizes.heads_q, tl.program_id(0) % sizes.heads_q
+    line = tl.cast(head, tl.int64) * sizes.seqlen_q + token
+    lines = tl.cast(sizes.seqlen_q, tl.int64) * sizes.heads_q
+    if not FACTS.packed:
+        b = token // sizes.seqlen_q
+        line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q + token % sizes.seqlen_q
+        lines *= sizes.batch
+    splits = tl.arange(0, SPLITS)
+    parts = tl.load(states_lse + splits.to(tl.int64) * lines + line)  # fp32 (splits,)
+    top = tl.max(parts, 0)
+    l = tl.sum(exp(parts - tl.where(top == float("-inf"), 0.0, top)), 0)  # 0 where no split saw a key
+    lse = tl.where(l == 0, float("-inf"), top + log(l))
+    weight = tl.where(l == 0, 0.0, 1.0 / tl.where(l == 0, 1.0, l))
+    if FACTS.sink:
+        sink = tl.load(tensors.sink + head).to(tl.float32)
+        if FACTS.packed:
+            past = token >= tl.load(tensors.cu_seqlens_q + sizes.batch).to(tl.int32)
+            sink = tl.where(past, float("-inf"), sink)
+        weight, lse = with_sink(weight, lse, l, sink)
+    columns = tl.arange(0, WIDTH)
+    within = columns < FACTS.head_dim_v
+    row = tl.cast(tl.program_id(0), tl.int64) * FACTS.head_dim_v + columns
+    acc = tl.full([WIDTH], 0.0, tl.float32)
+    for first in tl.static_range(0, SPLITS, CHUNK):
+        part = first + tl.arange(0, CHUNK)
+        part_lse = tl.load(states_lse + part.to(tl.int64) * lines + line)
+        # The states of some splits: lse fp32 (CHUNK,), o fp32 (CHUNK, WIDTH).
+        offsets = part.to(tl.int64)[:, None] * (lines * FACTS.head_dim_v) + row[None, :]
+        o = tl.load(states + offsets, mask=(part_lse != float("-inf"))[:, None] & within[None, :], other=0.0)
+        acc += tl.sum(o * exp(part_lse - tl.where(top == float("-inf"), 0.0, top))[:, None], 0)
+    tl.store(tensors.o + row, (acc * weight).to(tensors.o.dtype.element_ty), mask=within)
+    tl.store(tensors.lse + line, lse)

@@ -1,0 +1,269 @@
+"""Forward mode and second derivatives: two more operators, and how PyTorch's transforms reach them.
+
+tilewise::attention_jvp(inputs, extras, seed, tangents, spec) -> (o's tangent, lse's tangent)
+tilewise::attention_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec) -> (the tangents of dq, dk, dv, dextras)
+
+``inputs`` are q, k, v, o and lse; ``tangents`` those of q, k, v and the extras; ``grads`` dO, dlse and their tangents; ``moved`` the
+tangents of o and lse. A tangent that is None is zero.
+
+They are enough for every derivative up to the second one (docs/algorithm.md, (30) to (34)). The backward is the gradient of F = <dO, o> +
+<dlse, lse>, whose second derivatives are symmetric: what reverse mode makes of it, for cotangents of dq, dk and dv, is its tangent along
+these for q, k and v, and the tangents of o and lse for dO and dlse. Reverse mode through ``attention_jvp`` is the same tangent, with the
+cotangents as dO and dlse, and for the tangents the plain backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.backends.base import Directions, Output, OutputGrads, empty_gradients, empty_output, unit_last
+from tilewise.problem import Problem, check
+from tilewise.spec import parse_spec
+
+_library = torch.library.Library("tilewise", "FRAGMENT")
+_library.define(
+    "attention_jvp(Tensor[] inputs, Tensor[] extras, Tensor? seed, Tensor?[] tangents, str spec) "
+    "-> (Tensor o_tangent, Tensor lse_tangent)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "attention_backward_jvp(Tensor?[] grads, Tensor[] moved, Tensor[] inputs, Tensor[] extras, Tensor? seed, Tensor?[] tangents, "
+    "str spec) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dextras)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_jvp = torch.ops.tilewise.attention_jvp.default
+_backward_jvp = torch.ops.tilewise.attention_backward_jvp.default
+INPUTS = 5  # q, k, v, o, lse
+
+
+# -- Kernels -------------------------------------------------------------------------------------------------------------
+
+
+def _run_jvp(inputs, extras, seed, tangents, spec):
+    q, k, v, o, lse = inputs
+    plan = dispatch.plan(q, k, v, extras, seed, spec).tangents
+    given = dispatch.inputs(plan, q, k, v, extras, seed)
+    moved = plan.backend.jvp(plan.problem, given, Output(o, lse), _directions(plan.problem, tangents))
+    return moved.o, moved.lse
+
+
+def _run_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec):
+    q, k, v, o, lse = inputs
+    do, dlse, do_tangent, dlse_tangent = grads
+    plan = dispatch.plan(q, k, v, extras, seed, spec).tangents
+    p, given = plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)
+    grad = OutputGrads(unit_last(do), dlse, None if do_tangent is None else unit_last(do_tangent), dlse_tangent)
+    found = plan.backend.backward_jvp(p, given, Output(o, lse), grad, _directions(p, tangents), Output(*moved))
+    return found.dq, found.dk, found.dv, found.extras(p, extras)
+
+
+def _directions(p: Problem, tangents: Sequence[Tensor | None]) -> Directions:
+    return Directions.of(p, [None if x is None else unit_last(x) for x in tangents])
+
+
+def _fake_jvp(inputs, extras, seed, tangents, spec):
+    q, k, v, *_ = inputs
+    out = empty_output(check(q, k, v, extras, seed, parse_spec(spec)), q, v)
+    return out.o, out.lse
+
+
+def _fake_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec):
+    q, k, v, *_ = inputs
+    return empty_gradients(check(q, k, v, extras, seed, parse_spec(spec)), q, k, v, extras)
+
+
+for _name, _kernel, _fake in (
+    ("attention_jvp", _run_jvp, _fake_jvp),
+    ("attention_backward_jvp", _run_backward_jvp, _fake_backward_jvp),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
+
+
+def operator_of(spec: str):
+    """The operator of a spec's forward: one more result needs a schema of its own."""
+    stats = parse_spec(spec).max_logit
+    return (torch.ops.tilewise.attention_with_stats if stats else torch.ops.tilewise.attention).default
+
+
+# -- Functions that PyTorch's transforms can take apart ------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _wanting(spec: str, slots: tuple[int, ...]) -> str:
+    """The spec where a backward may follow and the sink and the score's tensors among ``slots`` want gradients."""
+    read = parse_spec(spec)
+    may = {*read.score_slots, *([] if read.sink_slot is None else [read.sink_slot])}
+    return replace(read, needs_grad=True, grad_slots=tuple(n for n in slots if n in may)).text()
+
+
+def watched(spec: str, extras: Sequence[Tensor]) -> str:
+    """The spec of a call that is differentiated in a way that ``requires_grad`` does not tell: with every gradient."""
+    return _wanting(spec, tuple(n for n, x in enumerate(extras) if x.is_floating_point()))
+
+
+def _by_slot(spec: str, dextras: Sequence[Tensor], extras: int) -> list[Tensor | None]:
+    """A gradient for every extra, None where the spec wants none."""
+    found = dict(zip(parse_spec(spec).grad_slots, dextras, strict=True))
+    return [found.get(n) for n in range(extras)]
+
+
+def _zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def _save(ctx: Any, *tensors: Tensor | None) -> None:
+    """Keeps tensors for reverse and for forward mode; what is not given has no gradient, and None stands for it."""
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+class Attention(torch.autograd.Function):
+    """The attention, ``(o, lse)`` and, where the spec asks for it, max_logit, for calls inside torch.func, and calls of dual tensors."""
+
+    @staticmethod
+    def forward(q, k, v, seed, spec, *extras):
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator_of(spec)(q, k, v, extras, seed, spec)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, seed, ctx.spec, *extras = inputs
+        o, lse, *stats = output
+        _save(ctx, q, k, v, o, lse, seed, *extras)
+        if stats:
+            ctx.mark_non_differentiable(*stats)
+
+    @staticmethod
+    def backward(ctx, do, dlse, *_):
+        q, k, v, o, lse, seed, *extras = ctx.saved_tensors
+        if do is None and dlse is None:
+            return (None,) * (5 + len(extras))
+        do, dlse = _zeros(do, o), _zeros(dlse, lse)
+        dq, dk, dv, *dextras = AttentionBackward.apply(seed, ctx.spec, do, dlse, q, k, v, o, lse, *extras)
+        return dq, dk, dv, None, None, *_by_slot(ctx.spec, dextras, len(extras))
+
+    @staticmethod
+    def jvp(ctx, dq, dk, dv, _seed, _spec, *dextras):
+        q, k, v, o, lse, seed, *extras = ctx.saved_tensors
+        moved = AttentionJvp.apply(seed, ctx.spec, len(extras), q, k, v, o, lse, *extras, dq, dk, dv, *dextras)
+        return (*moved, None) if parse_spec(ctx.spec).max_logit else moved
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The backward, ``(dq, dk, dv, *dextras)``. Its derivatives with respect to q, k and v are whole: they hold what o and lse,
+    which follow from these, contribute."""
+
+    @staticmethod
+    def forward(seed, spec, do, dlse, *tensors):
+        inputs, extras = tensors[:INPUTS], tensors[INPUTS:]
+        with torch._C._AutoDispatchBelowAutograd():
+            *grads, dextras = torch.ops.tilewise.attention_backward.default(do, dlse, *inputs, extras, seed, spec)
+        return *grads, *dextras
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        seed, ctx.spec, *tensors = inputs
+        _save(ctx, seed, *tensors)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv, *dextras):
+        seed, do, dlse, *tensors = ctx.saved_tensors
+        count = len(tensors) - INPUTS
+        along = (dq, dk, dv, *_by_slot(ctx.spec, dextras, count))
+        moved = AttentionJvp.apply(seed, ctx.spec, count, *tensors, *along)
+        grads = AttentionBackwardJvp.apply(seed, ctx.spec, count, do, dlse, None, None, *moved, *tensors, *along)
+        return None, None, *moved, *grads[:3], None, None, *_by_slot(ctx.spec, grads[3:], count)
+
+    @staticmethod
+    def jvp(ctx, _seed, _spec, do_tangent, dlse_tangent, *tangents):
+        seed, do, dlse, *tensors = ctx.saved_tensors
+        count = len(tensors) - INPUTS
+        along = (*tangents[:3], *tangents[INPUTS:])
+        moved = AttentionJvp.apply(seed, ctx.spec, count, *tensors, *along)
+        grads = do, dlse, do_tangent, dlse_tangent
+        return AttentionBackwardJvp.apply(seed, ctx.spec, count, *grads, *moved, *tensors, *along)
+
+
+class AttentionJvp(torch.autograd.Function):
+    """The tangents of o and lse. ``tensors`` are q, k, v, o, lse, then ``count`` extras, then the tangents of q, k, v and the extras."""
+
+    @staticmethod
+    def forward(seed, spec, count, *tensors):
+        inputs, extras, along = _parted(tensors, count)
+        with torch._C._AutoDispatchBelowAutograd():
+            return _jvp(inputs, extras, seed, along, spec)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        seed, spec, ctx.count, *tensors = inputs
+        ctx.spec = watched(spec, _parted(tensors, ctx.count)[1])
+        _save(ctx, seed, *output, *tensors)
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        seed, o_tangent, lse_tangent, *tensors = ctx.saved_tensors
+        inputs, extras, along = _parted(tensors, ctx.count)
+        if do is None and dlse is None:
+            return (None,) * (3 + len(tensors))
+        do, dlse = _zeros(do, o_tangent), _zeros(dlse, lse_tangent)
+        grads = AttentionBackwardJvp.apply(
+            seed, ctx.spec, ctx.count, do, dlse, None, None, o_tangent, lse_tangent, *tensors
+        )
+        of_inputs = *grads[:3], None, None, *_by_slot(ctx.spec, grads[3:], ctx.count)
+        of_tangents = [None] * len(along)
+        if any(ctx.needs_input_grad[-len(along) :]):
+            dq, dk, dv, *dextras = AttentionBackward.apply(seed, ctx.spec, do, dlse, *inputs, *extras)
+            of_tangents = dq, dk, dv, *_by_slot(ctx.spec, dextras, ctx.count)
+        found = None, None, None, *of_inputs, *of_tangents
+        return tuple(x if wanted else None for x, wanted in zip(found, ctx.needs_input_grad, strict=True))
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise _third("forward mode inside forward mode")
+
+
+class AttentionBackwardJvp(torch.autograd.Function):
+    """The tangents of dq, dk, dv and the extras' gradients, which are differentiated no further.
+
+    ``tensors`` are dO, dlse and their tangents, the tangents of o and lse, then those of :class:`AttentionJvp`.
+    """
+
+    @staticmethod
+    def forward(seed, spec, count, *tensors):
+        inputs, extras, along = _parted(tensors[6:], count)
+        with torch._C._AutoDispatchBelowAutograd():
+            *grads, dextras = _backward_jvp(tensors[:4], tensors[4:6], inputs, extras, seed, along, spec)
+        return *grads, *dextras
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise _third("a third derivative")
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise _third("a third derivative, or a second one inside forward_ad.dual_level(), which has to end first,")
+
+
+def _parted(tensors: Sequence[Tensor | None], count: int) -> tuple[Sequence[Tensor | None], ...]:
+    """The inputs, the extras and the tangents among tensors in this order."""
+    return tensors[:INPUTS], tensors[INPUTS : INPUTS + count], tensors[INPUTS + count :]
+
+
+def _third(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what} of attention is not built; tilewise computes first derivatives in both modes, and second ones by reverse mode over "
+        "either or forward mode over reverse mode. Compute this attention in plain torch where a further one is needed"
+    )

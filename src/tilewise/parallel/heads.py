@@ -1,0 +1,242 @@
+"""Attention over ranks by exchanging rows for heads: each rank computes all rows of some of the heads (Jacobs et al. 2023, Ulysses).
+
+    forward    q, K, V: rows of all heads -> all rows of the rank's heads;  (o, lse) = attention(q, K, V);  o -> the rank's rows
+    backward   dO -> all rows of the rank's heads;  dq, dK, dV = backward;  dq, dK, dV -> the rank's rows
+
+A rank's part is a plain call of the whole sequence, so the work is equal for every mask, no sum runs over ranks, and whatever one
+device can do goes on here. Heads are dealt in the order of key heads; a rank's own are cut into *groups*, so that one group's rows
+travel while another group is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise import expr
+from tilewise.expr import Expr
+from tilewise.parallel.exchange import Exchange, ordered_sum
+from tilewise.parallel.layout import Layout
+from tilewise.spec import Spec
+
+_attention = torch.ops.tilewise.attention.default
+_attention_backward = torch.ops.tilewise.attention_backward.default
+
+
+MOST_GROUPS = 2
+
+
+def groups_of(heads_k: int, most: int = MOST_GROUPS) -> int:
+    """Into how many groups so many key heads of a rank are cut."""
+    return max(n for n in range(1, most + 1) if heads_k % n == 0)
+
+
+def head_axes(spec: Spec) -> dict[int, int]:
+    """The axis at which each extra is indexed by the query head, by slot: a rank takes its own heads' part of these tensors.
+
+    Raises:
+        ValueError: a mask or a score that does more with the head than index tensors by it.
+    """
+    roots = [*spec.whole_region.parts, *(() if spec.whole_score is None else (spec.whole_score,))]
+    nodes = expr.nodes(*roots)
+    if any(_is_head(e) for e in roots) or any(_is_head(x) for e in nodes if e.op != "lookup" for x in expr.children(e)):
+        raise ValueError("the mask or score computes with the head's number")
+    found = {} if spec.sink_slot is None else {spec.sink_slot: (0,)}
+    for e in expr.lookups(*roots):
+        axes = tuple(n for n, x in enumerate(e.args[1:]) if _is_head(x))
+        if len(axes) > 1 or found.setdefault(e.args[0][1], axes) != axes:
+            raise ValueError("a tensor of the mask or score is indexed by the head in several ways")
+    return {slot: axes[0] for slot, axes in found.items() if axes}
+
+
+def _is_head(e: Expr) -> bool:
+    return e.op == "symbol" and e.args[0] == "h"
+
+
+def reasons(spec: Spec, heads_k: int, ranks: int) -> list[str]:
+    """Why the heads of a call cannot be dealt to so many ranks; empty: they can."""
+    found = [f"{heads_k} key heads are no multiple of {ranks} ranks"] if heads_k % ranks else []
+    found += ["dropout counts the heads of the whole attention"] if spec.dropout_p else []
+    found += ["a prepared mask has lists for all heads"] if spec.whole_region.prepared else []
+    try:
+        head_axes(spec)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One attention over ranks.
+
+    Attributes:
+        queries, keys: who holds which rows.
+        spec: the call, as the operator takes it: that of the whole, with fewer heads.
+        heads_q: how many query heads the whole attention has.
+        groups: into how many groups of key heads a rank's own are cut.
+        axes: :func:`head_axes`. grad_slots: the extras that want a gradient.
+        sum_leaves: gradients of tensors that scores and sinks read are summed over ranks.
+        with_lse: lse goes back to the ranks that hold its rows; else it is not returned.
+    """
+
+    exchange: Exchange
+    queries: Layout
+    keys: Layout
+    spec: str
+    heads_q: int
+    groups: int
+    axes: dict[int, int]
+    grad_slots: tuple[int, ...]
+    sum_leaves: bool
+    with_lse: bool
+
+    def bundles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, Layout, list[Tensor]]]:
+        """What travels together, with a name each: all three, or, where queries lie otherwise than keys, q alone."""
+        if self.queries == self.keys:
+            return [("qkv", self.keys, [q, k, v])]
+        return [("q", self.queries, [q]), ("kv", self.keys, [k, v])]
+
+    def to_heads(self, name: str, layout: Layout, tensors: list[Tensor], group: int) -> Callable[[], list[Tensor]]:
+        """Sends one group's heads of the rank's rows ``(batch, rows, heads, dim)``; the result waits for ``(batch, seqlen, heads of the
+        group, dim)`` of each tensor."""
+        ranks, name = self.exchange.size, f"in {name} {group}"
+        parts = [x.unflatten(2, (ranks, self.groups, -1))[:, :, :, group].permute(2, 1, 0, 3, 4) for x in tensors]
+        shape = (*parts[0].shape[:3], sum(x.shape[3] * x.shape[4] for x in parts))
+        sent = self._filled(name, shape, max(layout.lengths) * ranks, parts)
+        finish = self.exchange.to_heads(name, sent, layout)
+        return lambda: [x.transpose(0, 1) for x in _columns(finish(), parts)]
+
+    def to_rows(self, name: str, layout: Layout, tensors: list[Tensor], group: int) -> Callable[[list[Tensor]], None]:
+        """Sends one group's heads ``(batch, seqlen, heads of the group, dim)`` of all rows; the result waits, and writes them where they
+        belong in tensors ``(batch, rows, heads, dim)``."""
+        ranks, name = self.exchange.size, f"out {name} {group}"
+        parts = [x.transpose(0, 1) for x in tensors]
+        shape = (*parts[0].shape[:2], sum(x.shape[2] * x.shape[3] for x in parts))
+        sent = self._filled(name, shape, layout.seqlen, parts)
+        finish = self.exchange.to_rows(name, sent, layout)
+
+        def write(targets: list[Tensor]) -> None:
+            for target, found in zip(targets, _columns(finish(), parts), strict=True):
+                target.unflatten(2, (ranks, self.groups, -1))[:, :, :, group].copy_(found.permute(2, 1, 0, 3, 4))
+
+        return write
+
+    def _filled(self, name: str, shape: Sequence[int], rows: int, parts: list[Tensor]) -> Tensor:
+        """A room with the parts side by side in its columns; no rank's has more than ``rows`` rows."""
+        room = self.exchange.room(name, shape, parts[0], rows * shape[-2] * shape[-1])
+        for columns, part in zip(_columns(room, parts), parts, strict=True):
+            columns.copy_(part)
+        return room
+
+    def own(self, extras: Sequence[Tensor], group: int) -> list[Tensor]:
+        """The extras with one group's heads alone."""
+        return [self._heads_of(x, slot, group) for slot, x in enumerate(extras)]
+
+    def _heads_of(self, x: Tensor, slot: int, group: int) -> Tensor:
+        count = self.heads_q // self.exchange.size // self.groups
+        first = (self.exchange.rank * self.groups + group) * count
+        return x.narrow(self.axes[slot], first, count) if slot in self.axes else x
+
+    def leaf_gradients(self, extras: Sequence[Tensor], by_group: list[list[Tensor]]) -> list[Tensor | None]:
+        """The gradient of each extra, from those that each group gives to ``grad_slots``."""
+        found: list[Tensor | None] = [None] * len(extras)
+        for n, slot in enumerate(self.grad_slots):
+            x = extras[slot]
+            total = torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+            for group, grads in enumerate(by_group):
+                self._heads_of(total, slot, group).add_(grads[n])
+            found[slot] = (ordered_sum(self.exchange.gather(total)) if self.sum_leaves else total).to(x.dtype)
+        return found
+
+
+def _columns(x: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The columns of ``x`` ``(..., columns)`` that belong to each of several tensors, as their last two axes (heads, dim)."""
+    widths = [part.shape[-2] * part.shape[-1] for part in like]
+    return [piece.unflatten(-1, part.shape[-2:]) for piece, part in zip(x.split(widths, -1), like, strict=True)]
+
+
+def attention(
+    call: Heads, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """``(o, lse)`` of the rank's queries; differentiable. Every rank must call it, and its backward, alike.
+
+    q, k and v are ``(batch, rows, heads, dim)``, and packed ``(rows, heads, dim)``.
+    """
+    return _Attention.apply(call, q, k, v, seed, *extras)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: Heads, q, k, v, seed, *extras):
+        ctx.call, ctx.packed, ctx.shapes = call, q.ndim == 3, [x.shape for x in (q, k, v)]
+        bundles = call.bundles(*_batched(ctx.packed, q, k, v))
+        coming = [[call.to_heads(*bundle, group) for bundle in bundles] for group in range(call.groups)]
+        saved, going = [], []
+        for group, finish in enumerate(coming):
+            local = _unbatched(ctx.packed, *[x for wait in finish for x in wait()])
+            o, lse = _attention(*local, call.own(extras, group), seed, call.spec)
+            saved += [*local, o, lse]
+            going.append([call.to_rows("o", call.queries, _batched(ctx.packed, o), group)])
+            if call.with_lse:
+                going[-1].append(call.to_rows("lse", call.queries, _as_rows(_batched(ctx.packed, lse)), group))
+        out = [q.new_empty((*q.shape[:-1], v.shape[-1]))]
+        if call.with_lse:
+            out.append(lse.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3])))
+        o, *lses = _batched(ctx.packed, *out)
+        for writes in going:
+            for write, target in zip(writes, [[o], _as_rows(lses)], strict=False):
+                write(target)
+        ctx.save_for_backward(seed, *saved, *extras)
+        ctx.set_materialize_grads(False)
+        return out[0], out[1] if call.with_lse else None
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse):
+        call, (seed, *saved) = ctx.call, ctx.saved_tensors
+        extras = saved[5 * call.groups :]
+        if do is None and dlse is None:
+            return (None,) * (5 + len(extras))
+        given = [] if do is None else [("do", call.queries, _batched(ctx.packed, do))]
+        given += [] if dlse is None else [("dlse", call.queries, _as_rows(_batched(ctx.packed, dlse)))]
+        coming = [{x[0]: call.to_heads(*x, group) for x in given} for group in range(call.groups)]
+        going, dextras = [], []
+        for group, finish in enumerate(coming):
+            q, k, v, o, lse = saved[5 * group : 5 * group + 5]
+            (do,) = _unbatched(ctx.packed, *finish["do"]()) if "do" in finish else (torch.zeros_like(o),)
+            (dlse,) = (
+                _unbatched(ctx.packed, *_as_lse(finish["dlse"]())) if "dlse" in finish else (torch.zeros_like(lse),)
+            )
+            own = call.own(extras, group)
+            *grads, leaves = _attention_backward(do, dlse, q, k, v, o, lse, own, seed, call.spec)
+            bundles = call.bundles(*_batched(ctx.packed, *grads))
+            going.append([call.to_rows(f"d{name}", layout, tensors, group) for name, layout, tensors in bundles])
+            dextras.append(leaves)
+        out = [q.new_empty(shape) for shape in ctx.shapes]
+        targets = call.bundles(*_batched(ctx.packed, *out))
+        for writes in going:
+            for write, (_, _, target) in zip(writes, targets, strict=True):
+                write(target)
+        return None, *out, None, *call.leaf_gradients(extras, dextras)
+
+
+def _batched(packed: bool, *tensors: Tensor) -> list[Tensor]:
+    """Packed tensors as a batch of one."""
+    return [x.unsqueeze(0) for x in tensors] if packed else list(tensors)
+
+
+def _unbatched(packed: bool, *tensors: Tensor) -> list[Tensor]:
+    return [x.squeeze(0) for x in tensors] if packed else list(tensors)
+
+
+def _as_rows(lses: Sequence[Tensor]) -> list[Tensor]:
+    """Statistics ``(batch, heads, rows)`` as ``(batch, rows, heads, 1)``."""
+    return [x.mT.unsqueeze(-1) for x in lses]
+
+
+def _as_lse(rows: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of :func:`_as_rows`, contiguous."""
+    return [x.squeeze(-1).mT.contiguous() for x in rows]

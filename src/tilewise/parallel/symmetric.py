@@ -1,0 +1,101 @@
+"""Ranks of one machine that read each other's memory: rows travel by the GPUs' copy engines, under the kernels that compute.
+
+What a rank sends lies in a *room*, memory that all ranks have mapped (``torch.distributed._symmetric_memory``, without multicast).
+Its peers copy their parts out of it, straight to where they belong, on a stream of their own; no multiprocessor takes part.
+
+A room is written again only after a barrier that every rank passes when it has waited for what it copied from there: a call's
+rooms of both directions alternate, so the barriers that begin its exchanges are those.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from tilewise.parallel.exchange import Group
+from tilewise.parallel.layout import Layout
+
+GRAIN = 1 << 21
+TIMEOUT_MS = 600_000
+"""How long a rank waits for the others at a barrier before its kernel fails."""
+
+
+class SymmetricGroup(Group):
+    """The ranks of an NCCL group on one machine whose GPUs reach each other's memory.
+
+    Raises:
+        RuntimeError: on every rank: they do not.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        super().__init__(group)
+        self._rooms: dict[str, tuple[Tensor, Any]] = {}
+        self._stream = torch.cuda.Stream()
+        hosts = self.objects(socket.gethostname())
+        if len(set(hosts)) > 1:
+            raise RuntimeError(f"the ranks are on several machines: {sorted(set(hosts))}")
+
+    def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
+        memory, _ = self._mapped(name, most * like.element_size(), like.device)
+        return memory.view(like.dtype)[: math.prod(shape)].view(shape)
+
+    def _mapped(self, name: str, nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
+        """A name's memory of at least so many bytes, and the handle by which peers' are reached. It grows on all ranks at once."""
+        found = self._rooms.get(name)
+        if found is None or found[0].numel() < nbytes:
+            torch.cuda.synchronize(device)
+            self.numbers([nbytes])  # no rank still reads what is given back
+            memory = symmetric_memory.empty(-(-nbytes // GRAIN) * GRAIN, dtype=torch.uint8, device=device)
+            group: Any = dist.group.WORLD if self.group is None else self.group
+            found = self._rooms[name] = memory, symmetric_memory.rendezvous(memory, group=group)
+        return found
+
+    def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        whole = sent.new_empty((layout.seqlen, *sent.shape[2:]))
+        peers = self._peers(name, [(self.size, rows, *sent.shape[2:]) for rows in layout.lengths], sent)
+        copies = [
+            (whole[start:stop], peer[self.rank, first : first + stop - start])
+            for rank, peer in peers
+            for start, stop, first in layout.rows(rank)
+        ]
+        self.received += whole.nbytes - sent[self.rank].nbytes
+        return self._copied(copies, whole)
+
+    def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
+        own = sent.new_empty((self.size, layout.lengths[self.rank], *sent.shape[1:]))
+        peers = self._peers(name, [sent.shape] * self.size, sent)
+        copies = [
+            (own[rank, first : first + stop - start], peer[start:stop])
+            for rank, peer in peers
+            for start, stop, first in layout.rows(self.rank)
+        ]
+        self.received += own[1:].nbytes
+        return self._copied(copies, own)
+
+    def _peers(self, name: str, shapes: Sequence[Sequence[int]], like: Tensor) -> list[tuple[int, Tensor]]:
+        """Every rank's room of a name, once all have filled theirs; the own rank's first, then its next one's, and so on."""
+        _, handle = self._rooms[name]
+        handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
+        ranks = [(self.rank + n) % self.size for n in range(self.size)]
+        return [(rank, handle.get_buffer(rank, list(shapes[rank]), like.dtype)) for rank in ranks]
+
+    def _copied(self, copies: list[tuple[Tensor, Tensor]], whole: Tensor) -> Callable[[], Tensor]:
+        """Starts copies into ``whole`` on the stream of their own."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in copies:
+                target.copy_(source)
+            done = self._stream.record_event()
+
+        def finish() -> Tensor:
+            torch.cuda.current_stream().wait_event(done)
+            return whole
+
+        return finish

@@ -1,0 +1,141 @@
+"""The Triton backend over keys in pages, through Triton's interpreter; and what its tiles and splits depend on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import tilewise as tw
+from tests.backends.paged import CASES, Case, PagedContract, run
+from tilewise.backends.triton import Triton, interpreting
+from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.paging import LEAST_SPLITS, Machine, addressing, paged_config, paged_splits
+from tilewise.backends.triton.tiles import Tiles
+from tilewise.problem import Problem
+from tilewise.testing import normal, paged_call
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of infinities that the mathematics selects away
+]
+interpreted = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
+
+# The interpreter takes 5 ms a step: these are one of each kind of page, row and mask; a GPU runs them all.
+FEW = (
+    "page-1",
+    "page-64",
+    "page-7-odd-dims",
+    "heads-first",
+    "window-sink",
+    "softcap-alibi",
+    "tree",
+    "packed",
+    "capacity-alone",
+)
+
+
+@interpreted
+class TestTritonOverPages(PagedContract):
+    backend = Triton()
+
+    @pytest.mark.parametrize("name", FEW)
+    def test_agrees_with_the_oracle(self, name):
+        super().test_agrees_with_the_oracle(name)
+
+    @pytest.mark.parametrize("name", ["packed"])
+    def test_where_pages_lie_changes_no_bit(self, name):
+        super().test_where_pages_lie_changes_no_bit(name)
+
+    @pytest.mark.parametrize("lengths", [(33, 70, 5)], ids=["short"])
+    def test_a_sequence_does_not_depend_on_its_batch_mates_when_deterministic(self, lengths):
+        super().test_a_sequence_does_not_depend_on_its_batch_mates_when_deterministic(lengths)
+
+
+SPLIT = Config(*[Tiles(16, 16, 4, 1)] * 3, splits=4)
+DESCRIBED = Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3, splits=2)
+PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype=torch.bfloat16, dims=(64, 32))
+
+
+# Splits of which some have no key, rows that see none, and sinks; tiles by descriptor from pages and from a dense cache.
+@interpreted
+@pytest.mark.parametrize(
+    ("config", "case"),
+    [
+        (SPLIT, CASES["window-sink"]),
+        (SPLIT, replace(CASES["packed"], rows=(1, 0, 1, 1))),
+        (DESCRIBED, PAGE_64),
+        (DESCRIBED, replace(PAGE_64, lengths=(70,), rows=1, page_size=128)),
+    ],
+    ids=["split-window-sink", "split-packed", "described", "described-dense"],
+)
+def test_splits_and_descriptors_agree_with_the_oracle(config, case):
+    q, cache, options = case.draw()
+    if case.page_size == 128:  # one page for each sequence
+        cache = cache._replace(block_table=cache.block_table[:, :1])
+    c = paged_call(q, cache, **options)
+    wrong = [str(e) for e in c.expected().judge(run(Triton(config), c)) if not e.ok]
+    assert not wrong, "; ".join(wrong)
+
+
+@interpreted
+def test_page_numbers_and_lengths_out_of_range_read_nothing_outside_the_pool():
+    q, cache, _ = Case(16, (40,)).draw()
+    c = paged_call(q, cache)
+    good = run(Triton(), c)
+    c.t.block_table[0, -1], c.t.seqlens_k[0] = 2**30, 2**20  # what only an unchecked call on a GPU can have
+    c.t.k.nan_to_num_(0.0)
+    c.t.v.nan_to_num_(0.0)
+    bad = run(Triton(), c)
+    assert torch.isfinite(bad["o"]).all()
+    assert not torch.equal(bad["lse"], good["lse"])
+
+
+@interpreted
+def test_any_strides_of_tables_and_lengths():
+    q, cache, options = Case(16, (20, 20)).draw()
+    expected = tw.attention_paged(q, cache, backend="triton", **options)
+    table = torch.stack([cache.block_table] * 2, -1)[..., 0]
+    strided = cache._replace(block_table=table, seqlens_k=torch.tensor([20], dtype=torch.int32).expand(2))
+    assert table.stride(-1) == 2
+    assert torch.equal(tw.attention_paged(q, strided, backend="triton", **options), expected)
+
+
+# -- What is chosen, without a kernel ------------------------------------------------------------------------------
+
+H200 = Machine("sm90", 227 << 10, 132)
+
+
+def problem(
+    batch: int, seqlen_q: int, page_size: int, max_pages: int, *, packed: bool = False, deterministic: bool = False
+) -> Problem:
+    """A call of 32 query heads and 8 key heads of 128 in bf16; packed, of ``seqlen_q`` rows in all."""
+    q = normal(*((seqlen_q,) if packed else (batch, seqlen_q)), 32, 128, dtype=torch.bfloat16)
+    pool = torch.empty(1, dtype=torch.bfloat16).expand(1, page_size, 8, 128)
+    table, lengths = torch.zeros(batch, max_pages, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    options = {"cu_seqlens_q": torch.zeros(batch + 1, dtype=torch.int32)} if packed else {}
+    return paged_call(q, tw.paged(pool, pool, table, lengths), deterministic=deterministic, **options).p
+
+
+def test_tiles_lie_in_one_page_wherever_pages_have_64_keys():
+    found = {
+        n: paged_config(problem(8, 1, n, 1024 // n), H200, "ieee").forward.tile_n for n in (16, 64, 128, 192, 1024)
+    }
+    assert {n: addressing(problem(8, 1, n, 1024 // n), tile_n) for n, tile_n in found.items()} == {
+        16: "several", 64: "one", 128: "one", 192: "one", 1024: "whole",
+    }  # fmt: skip
+
+
+def test_deterministic_splits_depend_on_one_sequence_alone():
+    found = {paged_splits(problem(n, 1, 64, 512, deterministic=True), 64, H200.cores) for n in (1, 8, 256)}
+    assert len(found) == 1
+    assert paged_splits(problem(8, 8, 64, 512, packed=True, deterministic=True), 64, H200.cores) == 1
+
+
+def test_splits_fill_the_machine_and_stop_where_it_is_full():
+    by_batch = [paged_splits(problem(n, 1, 64, 2048), 64, H200.cores) for n in (1, 8, 256)]
+    assert by_batch == sorted(by_batch, reverse=True)
+    assert by_batch[0] * 8 >= 2 * H200.cores
+    assert by_batch[-1] == LEAST_SPLITS
+    assert paged_splits(problem(4, 2048, 64, 64), 64, H200.cores) == 1
+    assert paged_splits(problem(1, 1, 16, 4), 64, H200.cores) == 1  # 64 keys are no more than a split has

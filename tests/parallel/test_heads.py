@@ -1,0 +1,208 @@
+"""Attention over ranks by heads: groups of heads, packed sequences that cross shards, unequal shards, bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.parallel import Layout, context_parallel, cost, exchange, simulate
+from tilewise.parallel.exchange import Simulated
+from tilewise.parallel.heads import groups_of, head_axes
+from tilewise.parallel.plan import chosen
+from tilewise.parallel.symmetric import SymmetricGroup
+from tilewise.problem import check
+from tilewise.spec import Options, assemble, parse_spec
+from tilewise.testing import normal
+
+ROWS, HEADS_Q, HEADS_K = 24, 8, 4
+LAYOUTS = {
+    "zigzag": "zigzag",
+    "contiguous": "contiguous",
+    "unequal": Layout((((0, 3), (20, 24)), ((3, 20),))),
+    "one rank holds nothing": Layout((((0, ROWS),), ())),
+}
+
+
+def tensors(*batch: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v and do, whose heads of v are wider than those of q and k."""
+    shapes = ((HEADS_Q, 16), (HEADS_K, 16), (HEADS_K, 24), (HEADS_Q, 24))
+    return tuple(normal(*batch, ROWS, *shape, seed=n) for n, shape in enumerate(shapes))
+
+
+def over_ranks(inputs, run, layout="zigzag", dim=1, **options):
+    """What two ranks compute of ``run(q, k, v, parallel)`` and its gradients, put together, and how many bytes each received."""
+    contexts = {}
+
+    def one(rank):
+        parallel = contexts[rank.rank] = context_parallel(rank, layout=layout, scheme="heads", **options)
+        *local, do = (parallel.shard(x, dim).detach().requires_grad_() for x in inputs)
+        before = rank.received
+        o = run(*local, parallel)
+        grads = torch.autograd.grad(o, local, do)
+        return o.detach(), *grads, rank.received - before
+
+    *parts, received = zip(*simulate(2, one), strict=True)
+    return [contexts[0].layout_of(ROWS).unshard(part, dim) for part in parts], received
+
+
+def alone(inputs, run):
+    *whole, do = (x.detach().requires_grad_() for x in inputs)
+    o = run(*whole, None)
+    return [o.detach(), *torch.autograd.grad(o, whole, do)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_rank_computes_two_groups_of_heads_whatever_rows_it_holds(layout):
+    assert groups_of(HEADS_K // 2) == 2
+
+    def run(q, k, v, parallel):
+        return tw.attention(q, k, v, causal=True, score=tw.softcap(5.0), parallel=parallel)
+
+    found, _ = over_ranks(tensors(2), run, layout)
+    for part, expected in zip(found, alone(tensors(2), run), strict=True):
+        torch.testing.assert_close(part, expected)
+
+
+def test_packed_sequences_may_cross_shards():
+    cu_seqlens = torch.tensor([0, 5, 5, 19, 22])
+
+    def run(q, k, v, parallel):
+        return tw.attention_varlen(q, k, v, cu_seqlens, causal=True, parallel=parallel)
+
+    found, _ = over_ranks(tensors(), run, dim=0)
+    for part, expected in zip(found, alone(tensors(), run), strict=True):
+        torch.testing.assert_close(part, expected)
+
+
+def test_the_lse_of_packed_sequences_comes_back_to_its_rows():
+    cu_seqlens = torch.tensor([0, 9, 24])
+    q, k, v, _ = tensors()
+    _, expected = tw.attention_varlen(q, k, v, cu_seqlens, return_lse=True)
+
+    def one(rank):
+        parallel = context_parallel(rank)
+        local = [parallel.shard(x, 0) for x in (q, k, v)]
+        _, lse = tw.attention_varlen(*local, cu_seqlens, return_lse=True, parallel=parallel)
+        return parallel.unshard(lse, 1)
+
+    for lse in simulate(2, one):
+        torch.testing.assert_close(lse, expected)
+
+
+def test_packed_sequences_whose_heads_do_not_divide_are_refused_on_every_rank():
+    def one(rank):
+        q, k, v, _ = tensors()
+        parallel = context_parallel(rank, layout="contiguous")
+        local = [parallel.shard(x, 0) for x in (q, k, v)]
+        with pytest.raises(NotImplementedError) as refused:
+            tw.attention_varlen(*local, torch.tensor([0, ROWS]), parallel=parallel)
+        return str(refused.value)
+
+    said = set(simulate(3, one))
+    assert len(said) == 1
+    assert "  heads: 4 key heads are no multiple of 3 ranks" in (text := said.pop())
+    assert "  gather: packed sequences are not cut into pieces" in text
+
+
+def whole_of(**options):
+    """The Problem of a whole attention."""
+    q, k, v = (x.requires_grad_() for x in tensors(2)[:3])
+    extras, seed, text = assemble(q, k, v, Options(**options))
+    return check(q, k, v, extras, seed, parse_spec(text))
+
+
+def test_bytes_that_ranks_receive_are_those_of_the_cost_model():
+    agreement = 3 * 8
+
+    def run(q, k, v, parallel):
+        return tw.attention(q, k, v, causal=True, parallel=parallel)
+
+    _, received = over_ranks(tensors(2), run)
+    model = cost.exchanging_heads(whole_of(causal=True), 2).received
+    assert all(n - model in (0, agreement) for n in received)
+
+
+def test_the_cheaper_scheme_is_chosen_and_the_other_where_it_cannot():
+    few_keys = cost.Cost(received=1 << 20, copied=0, collectives=4)
+    assert few_keys.milliseconds < cost.Cost(received=1 << 30, copied=0, collectives=4).milliseconds
+    assert chosen("auto", whole_of(causal=True), 2) == "heads"
+    assert chosen("auto", whole_of(causal=True), 3) == "gather"
+    assert chosen("auto", whole_of(dropout_p=0.5, dropout_seed=1), 2) == "gather"
+
+
+def test_a_rank_takes_its_heads_part_of_tensors_that_are_indexed_by_the_head():
+    def axes(**options):
+        q, k, v, _ = tensors(2)
+        return head_axes(parse_spec(assemble(q, k, v, Options(**options))[2]))
+
+    table = normal(9, HEADS_Q)
+    assert axes(sink=normal(HEADS_Q), score=tw.alibi(normal(HEADS_Q, seed=1))) == {0: 0, 1: 0}
+    assert axes(score=lambda s, b, h, i, j: s + table[torch.clamp(i - j, 0, 8), h]) == {0: 1}
+    assert axes(mask=tw.documents(torch.zeros(ROWS, dtype=torch.int64)), score=tw.bias(normal(ROWS, ROWS))) == {}
+    with pytest.raises(ValueError, match="computes with the head's number"):
+        axes(score=lambda s, b, h, i, j: s * h)
+    with pytest.raises(ValueError, match="indexed by the head in several ways"):
+        axes(score=lambda s, b, h, i, j: s + table[0, h] + table[h, 0])
+
+
+def explained(ranks: int, inputs, dim: int = 1, **options) -> list[str]:
+    """What ``explain`` says on each rank."""
+
+    def one(rank):
+        parallel = context_parallel(rank)
+        local = [parallel.shard(x, dim).requires_grad_() for x in inputs[:3]]
+        return str(tw.explain(*local, parallel=parallel, **options))
+
+    return simulate(ranks, one)
+
+
+def test_explain_says_which_scheme_costs_what_and_what_each_rank_computes():
+    by_heads, gathered = explained(2, tensors(2), causal=True)[1], explained(3, tensors(2), causal=True)[0]
+    model = cost.COSTS["heads"](whole_of(causal=True), 2)
+    assert f"scheme    heads: {model}" in by_heads
+    assert "not       gather: " in by_heads
+    assert "shares    50.0 %, 50.0 % of the visited tiles" in by_heads
+    assert f"q (2, {ROWS}, {HEADS_Q // 4}, 16)" in by_heads  # one of two groups of heads
+    assert "scheme    gather: " in gathered
+    assert "not       heads: 4 key heads are no multiple of 3 ranks" in gathered
+    assert "backend   " in gathered
+    assert "packed, 1 sequences" in explained(2, tensors(), 0, cu_seqlens_q=torch.tensor([0, ROWS]))[0]
+
+
+class _Reaching(Simulated):
+    """A rank that copies from its peers' rooms as copy engines do: its memory is theirs, and nothing runs beside anything."""
+
+    def room(self, name, shape, like, most):
+        assert math.prod(shape) <= most
+        return like.new_empty(shape)
+
+    def _peers(self, name, shapes, like):
+        rooms = self.objects(like)
+        assert [tuple(room.shape) for room in rooms] == [tuple(shape) for shape in shapes]
+        return [(rank % self.size, rooms[rank % self.size]) for rank in range(self.rank, self.rank + self.size)]
+
+    def _copied(self, copies, whole):
+        for target, source in copies:
+            assert target.is_contiguous()
+            assert source.is_contiguous()
+            target.copy_(source)
+        self.objects(None)  # all have read
+        return lambda: whole
+
+    to_heads, to_rows = SymmetricGroup.to_heads, SymmetricGroup.to_rows
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_copy_engines_put_rows_where_the_collective_puts_them(layout, monkeypatch):
+    def run(q, k, v, parallel):
+        return tw.attention(q, k, v, mask=tw.window(7), parallel=parallel)
+
+    by_collective, received = over_ranks(tensors(2), run, layout)
+    monkeypatch.setattr(exchange, "Simulated", _Reaching)
+    by_engines, again = over_ranks(tensors(2), run, layout)
+    assert received == again
+    for part, expected in zip(by_engines, by_collective, strict=True):
+        assert torch.equal(part, expected)

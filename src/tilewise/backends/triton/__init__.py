@@ -80,6 +80,8 @@ class Triton(Backend):
             reasons.append("the largest scores of a call over pages: its kernels over pages do not keep them")
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
+        if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):
+            reasons.append("a pool of pages whose last stride is not 1: it would be copied at each call")
         return reasons
 
     def preferred(self, problem: Problem) -> str:

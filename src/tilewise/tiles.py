@@ -8,8 +8,9 @@ some query sees. Predicates are evaluated once, over some rows at a time: O(tile
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, region, with_lists
-from tilewise.masks.facts import granularity
+from tilewise.masks.facts import Condition, granularity, monotone_terms
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 PREPARED_BLOCK = 64
@@ -174,7 +175,8 @@ def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> 
 
 
 def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Tensor]:
-    """``(status, seen)`` of the predicate, from one evaluation per pair, or per block where it is constant on blocks.
+    """``(status, seen)`` of the predicate, from one evaluation per corner of a tile where it rises or falls along rows and columns,
+    per block where it is constant on blocks, or else per pair.
 
     ``seen`` is bool ``(b|1, h|1, keys)``: some query of that head sees the key, by interval and predicate.
     """
@@ -183,6 +185,9 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
         blocks = (1, 1, -(-grid.seqlen_q // tile_m), -(-grid.keys // tile_n))
         empty = torch.zeros(blocks, dtype=torch.uint8, device=device)
         return empty, torch.zeros((1, 1, grid.keys), dtype=torch.bool, device=device)
+    terms = monotone_terms(grid.region)
+    if terms is not None:
+        return _status_by_corners(grid, terms, tile_m, tile_n), _seen_by_terms(grid, terms)
     step_m = math.gcd(tile_m, granularity(predicate, "i") or tile_m)
     step_n = math.gcd(tile_n, (granularity(predicate, "j") or tile_n) if grid.key_origin is None else 1)
     j = torch.arange(0, grid.keys, step_n, device=device)
@@ -199,6 +204,55 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
         statuses.append(_block_status(true, tile_m // step_m, tile_n // step_n))
         seen = seen | _seen_by(true, (first - row, last - row), step_m, step_n)
     return torch.cat(statuses, 2), seen
+
+
+def _status_by_corners(grid: Grid, terms: Sequence[Sequence[Condition]], tile_m: int, tile_n: int) -> Tensor:
+    """Status of the predicate whose terms are given: a condition holds somewhere in a tile if it holds at its best corner, and
+    everywhere if it holds at its worst one. A tile that two conditions meet apart, or two terms fill together, is called partial."""
+
+    def ends(length: int, tile: int) -> tuple[Tensor, Tensor]:
+        start = torch.arange(0, length, tile, device=grid.b.device)
+        return start, (start + tile).clamp(max=length) - 1
+
+    def holds(x: Condition, best: bool) -> Tensor:
+        return grid.evaluate(x.holds, rows[(x.by_i > 0) == best], columns[(x.by_j > 0) == best])
+
+    rows, columns = ends(grid.seqlen_q, tile_m), ends(grid.keys, tile_n)
+    some, every = (_any_of(_all_of(holds(x, best) for x in term) for term in terms) for best in (True, False))
+    status = some.to(torch.uint8) + (some & every).to(torch.uint8)
+    return status.expand(torch.broadcast_shapes(status.shape, (1, 1, len(rows[0]), len(columns[0]))))
+
+
+def _seen_by_terms(grid: Grid, terms: Sequence[Sequence[Condition]]) -> Tensor:
+    """The keys that some query within their interval sees by one of the terms: bool ``(b|1, h|1, keys)``."""
+    env = grid.env(None, torch.arange(grid.keys, device=grid.b.device))
+    first, last = (end.unsqueeze(2) for end in grid.query_interval(torch.arange(grid.keys, device=grid.b.device)))
+
+    def hold(conditions: Sequence[Condition], i: Tensor) -> Tensor:
+        roots = [x.holds for x in conditions]
+        return _all_of(expr.evaluate(roots, {**env, "i": i}, grid.leaves, torch.float32))
+
+    def some_query(term: Sequence[Condition]) -> Tensor:
+        rising, others = [x for x in term if x.by_i > 0], [x for x in term if x.by_i <= 0]
+        if not others:
+            return hold(rising, last - 1)
+        low, high = first, last
+        for _ in range(grid.seqlen_q.bit_length() if rising else 0):  # the first query of which all that rises is true
+            middle = (low + high) // 2
+            enough, open_ = hold(rising, middle), low < high
+            low, high = torch.where(open_ & ~enough, middle + 1, low), torch.where(open_ & enough, middle, high)
+        return hold(others, low) & (low < last)
+
+    seen = _any_of(map(some_query, terms)) & (first < last)
+    return seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, 1, grid.keys))).squeeze(2)
+
+
+def _any_of(each: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.logical_or, each)
+
+
+def _all_of(each: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.logical_and, each)
 
 
 def _seen_by(true: Tensor, interval: tuple[Tensor, Tensor], step_m: int, step_n: int) -> Tensor:

@@ -15,13 +15,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tilewise import dropout, expr
+from tilewise import dropout, expr, masks
 from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import classify
-from tilewise.masks.facts import every_key_seen, granularity
+from tilewise.masks.facts import every_key_seen, granularity, monotone_terms
 from tilewise.problem import Problem
 from tilewise.tiles import Grid, TileMap, seen_keys
 
@@ -115,7 +115,7 @@ class Prepared:
             return Region({})
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
-        native = p.spec.region.prepared is None and _by_pair(p.spec.region.predicate)
+        native = p.spec.region.prepared is None and _by_pair(p.spec.region)
         if not p.packed:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
             return _stacked([_region_of(grid, p, tile, backward, native)], p.batch, not native)
@@ -130,9 +130,13 @@ class Prepared:
         return _stacked(parts, p.batch, not native)
 
 
-def _by_pair(predicate: expr.Expr | None) -> bool:
-    """Whether it differs from pair to pair; one that reads ``i // 64`` and ``j // 64`` alone does not."""
-    return predicate is not None and 1 in (granularity(predicate, "i"), granularity(predicate, "j"))
+def _by_pair(region: masks.Region) -> bool:
+    """Whether its predicate must be evaluated pair by pair: one that reads ``i // 64`` and ``j // 64`` alone need not be, nor one that
+    corners of tiles tell."""
+    predicate = region.predicate
+    if predicate is None or 1 not in (granularity(predicate, "i"), granularity(predicate, "j")):
+        return False
+    return monotone_terms(region) is None
 
 
 @dataclass

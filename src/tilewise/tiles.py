@@ -128,7 +128,7 @@ class TileMap:
                 blocks = _part_of(grid.leaves[prepared.status_slot], grid)
                 predicate = _coarsen(blocks, prepared.block, (grid.seqlen_q, grid.keys), (tile_m, tile_n))
             else:
-                predicate = _predicate_status(grid, tile_m, tile_n)[0]
+                predicate = _status_of(grid, tile_m, tile_n)
             status = torch.minimum(status, predicate)  # empty wins, then partial
         return cls(status, tile_m, tile_n)
 
@@ -174,9 +174,16 @@ def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> 
     return status.mT if by_columns else status
 
 
+def _status_of(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
+    """Status of the predicate: from corners of tiles where it rises or falls along rows and columns, else from all pairs."""
+    terms = monotone_terms(grid.region)
+    return (
+        _predicate_status(grid, tile_m, tile_n)[0] if terms is None else _status_by_corners(grid, terms, tile_m, tile_n)
+    )
+
+
 def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Tensor]:
-    """``(status, seen)`` of the predicate, from one evaluation per corner of a tile where it rises or falls along rows and columns,
-    per block where it is constant on blocks, or else per pair.
+    """``(status, seen)`` of the predicate, from one evaluation per pair, or per block where it is constant on blocks.
 
     ``seen`` is bool ``(b|1, h|1, keys)``: some query of that head sees the key, by interval and predicate.
     """
@@ -185,9 +192,6 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
         blocks = (1, 1, -(-grid.seqlen_q // tile_m), -(-grid.keys // tile_n))
         empty = torch.zeros(blocks, dtype=torch.uint8, device=device)
         return empty, torch.zeros((1, 1, grid.keys), dtype=torch.bool, device=device)
-    terms = monotone_terms(grid.region)
-    if terms is not None:
-        return _status_by_corners(grid, terms, tile_m, tile_n), _seen_by_terms(grid, terms)
     step_m = math.gcd(tile_m, granularity(predicate, "i") or tile_m)
     step_n = math.gcd(tile_n, (granularity(predicate, "j") or tile_n) if grid.key_origin is None else 1)
     j = torch.arange(0, grid.keys, step_n, device=device)
@@ -324,7 +328,9 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
     elif grid.region.prepared is not None and grid.key_origin is None:
         seen = _part_of(grid.leaves[grid.region.prepared.seen_slot], grid)
     else:
-        seen = _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)[1]
+        terms = monotone_terms(grid.region)
+        pairs = terms is None
+        seen = _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)[1] if pairs else _seen_by_terms(grid, terms)
     return seen if seen.shape[1] == 1 else seen.unflatten(1, (-1, group)).any(2)
 
 
@@ -340,4 +346,8 @@ def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
         first, last = grid.query_interval(torch.arange(grid.keys, device=q.device))
         status = torch.full((1, 1, *blocks), FULL, dtype=torch.uint8, device=q.device)
         return with_lists(mask, PREPARED_BLOCK, shape, status, first < last)
-    return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))
+    terms = monotone_terms(kept)
+    if terms is None:
+        return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))
+    status = _status_by_corners(grid, terms, PREPARED_BLOCK, PREPARED_BLOCK)
+    return with_lists(mask, PREPARED_BLOCK, shape, status, _seen_by_terms(grid, terms))

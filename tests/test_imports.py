@@ -106,7 +106,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "device",
     ),
     "parallel*": ("own", "autograd", "backends.base", "problem", "spec", "piece", "masks", "tiles", "expr", "caching"),
-    "compat*": ("own", "api", "masks.catalogue", "scores.catalogue", "expr", ""),
+    "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
     "cli*": ("*",),
     "": ("api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue", "parallel.context"),

@@ -1,12 +1,15 @@
 """The operators as PyTorch sees them: autograd, compile, export, autocast, checkpoint, and what is refused."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
+from tilewise.spec import parse_spec
 from tilewise.testing import normal, qkv
 
 F64 = torch.float64
@@ -74,6 +77,13 @@ def test_views_that_are_marked_as_negative_are_read_as_such(backend, which):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_forward_operator_passes_opcheck(feature):
     torch.library.opcheck(torch.ops.tilewise.attention.default, _opcheck_arguments(feature))
+
+
+@pytest.mark.parametrize("feature", ["window-sink", "keep-dropout"])
+def test_the_operator_with_the_largest_scores_passes_opcheck(feature):
+    *tensors, spec = _opcheck_arguments(feature)
+    spec = replace(parse_spec(spec), max_logit=True).text()
+    torch.library.opcheck(torch.ops.tilewise.attention_with_stats.default, (*tensors, spec))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -201,6 +211,74 @@ def test_a_non_contiguous_output_gradient_is_honoured():
     do = normal(16, 4, 70, 2).permute(3, 2, 1, 0)
     got = torch.autograd.grad(tw.attention(q, k, v), q, do)[0]
     assert torch.equal(got, torch.autograd.grad(tw.attention(q, k, v), q, do.contiguous())[0])
+
+
+@pytest.mark.parametrize("feature", ["window-sink", "softcap-bias"])
+def test_the_largest_scores_cost_the_other_results_nothing(feature):
+    """They carry no gradient; o, lse and their gradients are those of a call without them."""
+    results = []
+    for run in (tw.attention_with_lse, tw.attention_with_stats):
+        options = FEATURES[feature]()
+        q, k, v = wanting_grad(*qkv(batch=2, nq=5, nk=6, hq=2, hk=1, d=3, dv=2, dtype=F64))
+        o, lse, *max_logit = run(q, k, v, backend="portable", **options)
+        assert not any(x.requires_grad for x in max_logit)
+        grads = torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v, *leaves_of(options)))
+        results.append((o, lse, *grads))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_the_largest_score_of_a_head_is_that_of_all_its_rows():
+    q, k, v = qkv()
+    rows, heads = (tw.attention_with_stats(q, k, v, per=per, backend="portable").max_logit for per in ("row", "head"))
+    assert torch.equal(heads, rows.amax((0, 2)))
+    assert torch.equal(tw.attention_with_stats(q[:, :0], k, v, per="head").max_logit, torch.full((4,), -torch.inf))
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    cu = torch.tensor([0, 70, 140])
+    found = tw.attention_with_stats(*packed, per="head", cu_seqlens_q=cu, backend="portable").max_logit
+    torch.testing.assert_close(found, heads)
+    with pytest.raises(ValueError, match='per must be "row" or "head"'):
+        tw.attention_with_stats(q, k, v, per="batch")
+
+
+def test_the_largest_scores_compile_without_graph_breaks():
+    torch._dynamo.reset()
+    q, k, v = wanting_grad(*qkv(nq=20, nk=20))
+
+    def step(q, k, v):
+        out = tw.attention_with_stats(q, k, v, causal=True, score=tw.softcap(2.0), per="head")
+        return out.o.square().sum(), out.max_logit
+
+    (loss, largest), (same_loss, same) = (
+        step(q, k, v),
+        torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v),
+    )
+    assert torch.equal(largest, same)
+    torch.testing.assert_close(torch.autograd.grad(same_loss, q), torch.autograd.grad(loss, q))
+
+
+def test_the_largest_scores_of_differentiated_calls():
+    """Inside torch.func and beside dual tensors they are what they are, and have no tangent."""
+    q, k, v = qkv(nq=9, nk=9)
+    alone = tw.attention_with_stats(q, k, v, causal=True, backend="portable")
+
+    def run(q):
+        out = tw.attention_with_stats(q, k, v, causal=True, backend="portable")
+        return out.o.sum(), out.max_logit
+
+    _, largest = torch.func.grad(run, has_aux=True)(q)
+    assert torch.equal(largest, alone.max_logit)
+    with forward_ad.dual_level():
+        out = tw.attention_with_stats(forward_ad.make_dual(q, q), k, v, causal=True, backend="portable")
+        moved = [forward_ad.unpack_dual(x) for x in out]
+    assert torch.equal(moved[2].primal, alone.max_logit)
+    assert moved[2].tangent is None
+    assert moved[0].tangent is not None
+
+
+def test_who_does_not_keep_the_largest_scores_says_so():
+    q, k, v = (x.bfloat16() for x in qkv(d=64, dv=64))
+    assert "largest score" in str(tw.explain(q, k, v, max_logit=True).refused["hopper"])
+    assert "largest score" not in str(tw.explain(q, k, v).refused["hopper"])
 
 
 def test_vmap_is_refused():

@@ -516,6 +516,7 @@ CHANGES = [
     ("sink-gradient", {"sink": lambda: normal(4)}, {"sink": lambda: normal(4).requires_grad_()}, {"grad_slots"}),
     ("dropout", {}, {"dropout_p": lambda: 0.1}, {"dropout"}),
     ("deterministic", {}, {"deterministic": lambda: True}, {"deterministic"}),
+    ("max-logit", {}, {"max_logit": lambda: True}, {"max_logit"}),
 ]  # fmt: skip
 
 
@@ -695,7 +696,7 @@ def test_the_text_that_a_call_is_assembled_into_says_what_was_asked_for(mask, sc
 PLAIN = {
     "nothing": {},
     "causal": {"causal": True},
-    "numbers": {"softmax_scale": 0.5, "deterministic": True},
+    "numbers": {"softmax_scale": 0.5, "deterministic": True, "max_logit": True},
     "backend": {"backend": "portable", "causal": True, "softmax_scale": -0.0},
 }
 

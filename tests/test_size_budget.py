@@ -24,9 +24,18 @@ NAMED_LAMBDAS = 35  # in all of src; a function has a name, a docstring and room
 # of them share.
 PUBLIC = {
     "compat/sdpa.py": ("_patched_multi_head",),
+    "compat/flash_attn/private.py": (
+        "_flash_attn_forward",
+        "_flash_attn_varlen_forward",
+        "_flash_attn_backward",
+        "_flash_attn_varlen_backward",
+    ),
+    "compat/flash_attn/interface_3.py": ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"),
+    "compat/flash_attn/cute.py": ("flash_attn_func", "flash_attn_varlen_func"),
     "api.py": (
         "attention",
         "attention_with_lse",
+        "attention_with_stats",
         "attention_varlen",
         "attention_paged",
         "attention_paged_with_lse",

@@ -64,7 +64,8 @@ def right_calls() -> None:
     o, lse = assert_type(
         tw.attention_with_lse(q, k, v, mask=torch.ones(32, 32, dtype=torch.bool)), tuple[Tensor, Tensor]
     )
-    assert_type(tw.merge([(o, lse), (o, lse)]), tuple[Tensor, Tensor])
+    stats = assert_type(tw.attention_with_stats(q, k, v, causal=True, per="head"), tw.AttentionStats)
+    assert_type(tw.merge([(o, lse), (stats.o, stats.lse)]), tuple[Tensor, Tensor])
     assert_type(tw.attention_varlen(packed, packed, packed, cu_seqlens, causal=True), Tensor)
     assert_type(tw.attention_varlen(packed, packed, packed, cu_seqlens, return_lse=True), tuple[Tensor, Tensor])
     cache = assert_type(tw.dense_cache(k, v, torch.tensor([32, 9], dtype=torch.int32)), tw.PagedCache)
@@ -111,6 +112,7 @@ def wrong_calls(q: Tensor, k: Tensor, v: Tensor) -> None:
     tw.attention(q, k, v, sink=0.0)  # type: ignore[arg-type]
     tw.attention(q, k, v, parallel=2)  # type: ignore[arg-type]
     tw.attention_with_lse(q, k, v, dropout_p="half")  # type: ignore[arg-type]
+    tw.attention_with_stats(q, k, v, per="batch")  # type: ignore[arg-type]
     tw.attention_varlen(q, k, v)  # type: ignore[call-overload]
     tw.attention_paged(q, k)  # type: ignore[arg-type]
     tw.merge((q, k))  # type: ignore[arg-type]

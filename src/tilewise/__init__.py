@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tilewise.api import (
+    AttentionStats,
     attention,
     attention_paged,
     attention_paged_with_lse,
     attention_varlen,
     attention_with_lse,
+    attention_with_stats,
     dropout_mask,
     explain,
     merge,
@@ -49,6 +51,7 @@ def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, 
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionStats",
     "Mask",
     "PagedCache",
     "Score",
@@ -59,6 +62,7 @@ __all__ = [
     "attention_paged_with_lse",
     "attention_varlen",
     "attention_with_lse",
+    "attention_with_stats",
     "bias",
     "block_sparse",
     "butterfly",

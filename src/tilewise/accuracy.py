@@ -4,9 +4,9 @@ With ``e_r = ‖x_r - oracle_r‖ / max(‖oracle_r‖, a tenth of the RMS row n
 unit roundoff: ``rms(e_r) <= 2 · eager's + u / 2`` and ``max |x - oracle| <= 2 · eager's + u · max |oracle|``. The oracle is
 Algorithm 0 in float64 on the same rounded inputs; eager is Algorithm 0 in the dtype at hand, its error the largest over
 ``ORDERS`` equally good orders of computation (:class:`tilewise.reference.Arithmetic`): on few numbers one order may be lucky.
-lse is always judged as fp32, on a GPU also beside its matrix units' scores of 16-bit inputs. For float64 eager's errors are
-those of fp32 times the ratio of the two roundoffs, and three of them are allowed, since the oracle itself errs by one. Orders
-in which eager overflows (fp16) do not count.
+lse and max_logit are always judged as fp32, on a GPU also beside its matrix units' scores of 16-bit inputs. For float64
+eager's errors are those of fp32 times the ratio of the two roundoffs, and three of them are allowed, since the oracle itself
+errs by one. Orders in which eager overflows (fp16) do not count.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def judge_by(name: str, x: Tensor, oracle: Tensor, scale: Scale) -> Error:
 
 
 def tensors(out: Output, grads: Grads | None) -> dict[str, Tensor]:
-    """Results by name: o, lse, dq, dk, dv, dsink and a dleaf for each slot."""
-    named = {"o": out.o, "lse": out.lse}
+    """Results by name: o, lse, max_logit where it was asked for, dq, dk, dv, dsink and a dleaf for each slot."""
+    named = out.named
     if grads is not None:
         named |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
         named |= {} if grads.sink is None else {"dsink": grads.sink}
@@ -131,18 +131,19 @@ class Expected:
             grads = None if do is None else reference.backward(p, t, do, dlse, arithmetic, attended)
             return tensors(reference.forward(p, t, arithmetic, attended), grads)
 
-        def lse(arithmetic: Arithmetic) -> Tensor:
-            return reference.lse_of(p, t, arithmetic, parts)
+        def statistics(arithmetic: Arithmetic) -> dict[str, Tensor]:
+            attended = list(reference.attend(p, t, arithmetic, parts))
+            return reference.statistics_of(p, t, arithmetic.dtype, attended)
 
         def run_eager(order: int) -> dict[str, Tensor]:
             fp32 = Arithmetic(torch.float32, order)
             if p.dtype in (torch.float32, torch.float64):
                 return run(fp32)
-            return run(Arithmetic(p.dtype, order)) | {"lse": lse(fp32)}
+            return run(Arithmetic(p.dtype, order)) | statistics(fp32)
 
         eager = [run_eager(order) for order in range(ORDERS)]
         if t.q.is_cuda and p.dtype in (torch.float16, torch.bfloat16):
-            eager.append({"lse": lse(Arithmetic(torch.float32, units=p.dtype))})
+            eager.append(statistics(Arithmetic(torch.float32, units=p.dtype)))
         return cls(run(Arithmetic(torch.float64)), eager)
 
     def judge(self, results: dict[str, Tensor]) -> list[Error]:
@@ -152,9 +153,9 @@ class Expected:
 
 
 def _in_layout_of(p: Problem, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The o and lse of packed queries in the layout of the paged problem p."""
-    shaped = {"o": lambda o: o.view(p.output_shapes[0]), "lse": lambda lse: gather.lse_in_layout_of(p, lse)}
-    return {name: shaped[name](x) for name, x in results.items()}
+    """The outputs of packed queries in the layout of the paged problem p."""
+    statistics = {name: gather.statistic_in_layout_of(p, x) for name, x in results.items() if name != "o"}
+    return {"o": results["o"].view(p.output_shapes[0]), **statistics} if "o" in results else statistics
 
 
 def check(backend: Backend, p: Problem, t: Inputs, do: Tensor | None = None, dlse: Tensor | None = None) -> list[Error]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Literal, Protocol, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ class Parallel(Protocol):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> tuple[Tensor, Tensor]: ...
 
 
+class AttentionStats(NamedTuple):
+    """The result of :func:`attention_with_stats`."""
+
+    o: Tensor
+    lse: Tensor
+    max_logit: Tensor
+
+
 def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
     tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
@@ -64,6 +72,14 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
     o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
     pages = cache.k_pages, cache.v_pages
     return autograd.attention(q, *pages, *assemble(q, *pages, o))
+
+
+def _keys_and_values(q: Tensor, k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
+    """k and v, as :func:`_for_each` makes them; of a cache, its pages, whose table and lengths become options."""
+    if not isinstance(k, PagedCache):
+        return _for_each(q, k, v)
+    o.block_table, o.seqlens_k = k.block_table, k.seqlens_k
+    return k.k_pages, k.v_pages
 
 
 def attention(
@@ -140,6 +156,57 @@ def attention_with_lse(
     """
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     return _run(q, k, v, o, parallel)
+
+
+def attention_with_stats(
+    q: Tensor,
+    k: Tensor | PagedCache,
+    v: Tensor | None = None,
+    *,
+    per: Literal["row", "head"] = "row",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    causal: bool = False,
+    mask: Mask | Tensor | MaskFunction | None = None,
+    score: Score | Tensor | ScoreFunction | None = None,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    parallel: Parallel | None = None,
+) -> AttentionStats:
+    """:func:`attention_with_lse` and the largest scores, which training recipes watch (QK-clip: Kimi K2, 2025, Algorithm 1).
+
+    Args:
+        k: keys, with v; or the cache of :func:`attention_paged`, without.
+        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device.
+        cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
+
+    Returns:
+        ``(o, lse, max_logit)``, the first two as from :func:`attention_with_lse`. max_logit is in lse's dtype, ``(batch, heads_q,
+        seqlen_q)``, packed ``(heads_q, total_q)``, or ``(heads_q,)``: the largest score that a row sees, after the scale and the
+        score function and before the sink; ``-inf`` where a row sees no key, NaN where its o is NaN. It carries no gradient;
+        o and lse do.
+
+    Raises:
+        ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
+    """
+    if per not in ("row", "head"):
+        raise ValueError(f'attention_with_stats was called wrongly\n  per must be "row" or "head", got {per!r}')
+    # fmt: off
+    options = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
+                      cu_seqlens_q, cu_seqlens_k, max_logit=True)
+    # fmt: on
+    k, v = _keys_and_values(q, k, v, options)
+    if parallel is None:
+        o, lse, max_logit = autograd.attention(q, k, v, *assemble(q, k, v, options), autograd.with_stats)
+    else:
+        o, lse, max_logit = parallel.attention(q, k, v, options, True)
+    if per == "head":
+        max_logit = state.largest_of_heads(max_logit)
+    return AttentionStats(o, lse, max_logit)
 
 
 @overload
@@ -291,25 +358,21 @@ def explain(
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    max_logit: bool = False,
     **options: Unpack[Keywords],
 ) -> dispatch.Explanation:
     """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
 
     Args:
         k: keys, with v; or the cache of :func:`attention_paged`, without.
-        options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call.
+        options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call, ``max_logit`` for
+            :func:`attention_with_stats`.
     """
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
-    table = lengths = None
-    if isinstance(k, PagedCache):
-        k, v, table, lengths = k
-    else:
-        k, v = _for_each(q, k, v)
-    # fmt: off
-    o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=table, seqlens_k=lengths, **options)
-    # fmt: on
+    o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
+    k, v = _keys_and_values(q, k, v, o)
     return dispatch.explain(q, k, v, o)
 
 

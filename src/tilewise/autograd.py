@@ -1,6 +1,7 @@
-"""The two operators, for all backends: their schemas, kernels, fake kernels, autograd and autocast.
+"""The three operators, for all backends: their schemas, kernels, fake kernels, autograd and autocast.
 
 tilewise::attention(q, k, v, extras, seed, spec) -> (o, lse)
+tilewise::attention_with_stats(q, k, v, extras, seed, spec) -> (o, lse, max_logit)
 tilewise::attention_backward(do, dlse, q, k, v, o, lse, extras, seed, spec) -> (dq, dk, dv, dextras)
 """
 
@@ -25,11 +26,18 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
+    "attention_with_stats(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor? seed, str spec) "
+    "-> (Tensor o, Tensor lse, Tensor max_logit)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     "attention_backward(Tensor do, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] extras, "
     "Tensor? seed, str spec) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dextras)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_FORWARDS = ("attention", "attention_with_stats")
 _attention = torch.ops.tilewise.attention.default
+with_stats = torch.ops.tilewise.attention_with_stats.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
 
 
@@ -38,8 +46,7 @@ _attention_backward = torch.ops.tilewise.attention_backward.default
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
     plan = dispatch.plan(q, k, v, extras, seed, spec)
-    out = plan.backend.forward(plan.problem, dispatch.inputs(plan, q, k, v, extras, seed))
-    return out.o, out.lse
+    return plan.backend.forward(plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)).tensors
 
 
 class _BackwardCall(NamedTuple):
@@ -75,8 +82,7 @@ def _backward(*arguments):
 
 
 def _fake_forward(q, k, v, extras, seed, spec):
-    out = empty_output(check(q, k, v, extras, seed, parse_spec(spec)), q, v)
-    return out.o, out.lse
+    return empty_output(check(q, k, v, extras, seed, parse_spec(spec)), q, v).tensors
 
 
 def _fake_backward(*arguments):
@@ -84,9 +90,10 @@ def _fake_backward(*arguments):
     return empty_gradients(check(*c.forward, parse_spec(c.spec)), c.q, c.k, c.v, c.extras)
 
 
-_library.impl("attention", _forward, "CompositeExplicitAutograd")
+for _name in _FORWARDS:
+    _library.impl(_name, _forward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake_forward, lib=_library)
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::attention", _fake_forward, lib=_library)
 torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
 
 
@@ -110,20 +117,22 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], s
     if _nobody_watches(q, k, v, extras):
         return _forward(q, k, v, extras, seed, spec)
     with torch._C._AutoDispatchBelowAutograd():
-        return _attention(q, k, v, extras, seed, spec)
+        return derivatives.operator_of(spec)(q, k, v, extras, seed, spec)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, seed, spec, *extras):
-        o, lse = _below_autograd(q, k, v, extras, seed, spec)
+        o, lse, *stats = outputs = _below_autograd(q, k, v, extras, seed, spec)
         ctx.save_for_backward(q, k, v, o, lse, seed, *extras)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
-        return o, lse
+        if stats:
+            ctx.mark_non_differentiable(*stats)
+        return outputs
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse, *_):
         q, k, v, o, lse, seed, *extras = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * (5 + len(extras))
@@ -171,9 +180,10 @@ def _forward_batched(*_):
     _refuse_transforms("tilewise.attention")
 
 
-_library.impl("attention", _forward_autograd, "Autograd")
+for _name in _FORWARDS:
+    _library.impl(_name, _forward_autograd, "Autograd")
+    _library.impl(_name, _forward_batched, "FuncTorchBatched")
 _library.impl("attention_backward", _backward_autograd, "Autograd")
-_library.impl("attention", _forward_batched, "FuncTorchBatched")
 
 
 # -- Autocast ------------------------------------------------------------------------------------------------------
@@ -191,9 +201,10 @@ def _autocast(device_type: str, key: str) -> None:
 
     def kernel(q, k, v, extras, seed, spec):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
-            return _attention(*_cast(q, k, v, device_type, spec), extras, seed, spec)
+            return derivatives.operator_of(spec)(*_cast(q, k, v, device_type, spec), extras, seed, spec)
 
-    _library.impl("attention", kernel, key)
+    for name in _FORWARDS:
+        _library.impl(name, kernel, key)
 
 
 _autocast("cpu", "AutocastCPU")
@@ -210,10 +221,15 @@ def _differentiating() -> bool:
     return torch._C._functorch.peek_interpreter_stack().key() != torch._C._functorch.TransformType.Vmap
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
-    """``(o, lse)`` by the operator, or inside torch.func, whose levels an operator cannot pass on, by a function that they take apart."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str, operator=_attention
+):
+    """``(o, lse)`` by the operator, or inside torch.func, whose levels an operator cannot pass on, by a function that they take apart.
+
+    With max_logit by the operator ``with_stats``, for a spec that asks for it.
+    """
     if torch.compiler.is_compiling() or not _differentiating():
-        return _attention(q, k, v, extras, seed, spec)
+        return operator(q, k, v, extras, seed, spec)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _cast(q, k, v, q.device.type, spec)
     return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)

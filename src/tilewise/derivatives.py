@@ -87,6 +87,12 @@ for _name, _kernel, _fake in (
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
 
 
+def operator_of(spec: str):
+    """The operator of a spec's forward: one more result needs a schema of its own."""
+    stats = parse_spec(spec).max_logit
+    return (torch.ops.tilewise.attention_with_stats if stats else torch.ops.tilewise.attention).default
+
+
 # -- Functions that PyTorch's transforms can take apart ------------------------------------------------------------------
 
 
@@ -121,20 +127,23 @@ def _save(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 class Attention(torch.autograd.Function):
-    """The attention, ``(o, lse)``, for calls inside torch.func, and calls of dual tensors."""
+    """The attention, ``(o, lse)`` and, where the spec asks for it, max_logit, for calls inside torch.func, and calls of dual tensors."""
 
     @staticmethod
     def forward(q, k, v, seed, spec, *extras):
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tilewise.attention.default(q, k, v, extras, seed, spec)
+            return operator_of(spec)(q, k, v, extras, seed, spec)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, seed, ctx.spec, *extras = inputs
-        _save(ctx, q, k, v, *output, seed, *extras)
+        o, lse, *stats = output
+        _save(ctx, q, k, v, o, lse, seed, *extras)
+        if stats:
+            ctx.mark_non_differentiable(*stats)
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse, *_):
         q, k, v, o, lse, seed, *extras = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * (5 + len(extras))
@@ -145,7 +154,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, dq, dk, dv, _seed, _spec, *dextras):
         q, k, v, o, lse, seed, *extras = ctx.saved_tensors
-        return AttentionJvp.apply(seed, ctx.spec, len(extras), q, k, v, o, lse, *extras, dq, dk, dv, *dextras)
+        moved = AttentionJvp.apply(seed, ctx.spec, len(extras), q, k, v, o, lse, *extras, dq, dk, dv, *dextras)
+        return (*moved, None) if parse_spec(ctx.spec).max_logit else moved
 
 
 class AttentionBackward(torch.autograd.Function):

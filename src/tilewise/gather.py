@@ -35,15 +35,15 @@ def gathered(p: Problem, t: Inputs) -> tuple[Problem, Inputs]:
 
 def in_layout_of(p: Problem, out: Output) -> Output:
     """The output of :func:`gathered`'s problem, packed, in the layout of the paged problem p."""
-    return Output(out.o.view(p.output_shapes[0]), lse_in_layout_of(p, out.lse))
+    return Output(out.o.view(p.output_shapes[0]), *[statistic_in_layout_of(p, x) for x in out.tensors[1:]])
 
 
-def lse_in_layout_of(p: Problem, lse: Tensor) -> Tensor:
-    """An lse ``(heads, total_q)`` of packed queries in the layout of the paged problem p."""
+def statistic_in_layout_of(p: Problem, x: Tensor) -> Tensor:
+    """A statistic of rows, as lse, ``(heads, total_q)`` of packed queries in the layout of the paged problem p."""
     if p.packed:
-        return lse
+        return x
     batch, heads, seqlen = p.output_shapes[1]
-    return lse.view(heads, batch, seqlen).transpose(0, 1).contiguous()
+    return x.view(heads, batch, seqlen).transpose(0, 1).contiguous()
 
 
 def _packed_rows(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,7 @@ class Key:
     sink: bool
     dropout: bool
     deterministic: bool
+    max_logit: bool
 
     @classmethod
     def of(cls, problem: Problem) -> Key:
@@ -88,6 +89,7 @@ class Key:
             sink=spec.sink_slot is not None,
             dropout=spec.dropout_p > 0,
             deterministic=spec.deterministic,
+            max_logit=spec.max_logit,
         )
 
 
@@ -210,7 +212,7 @@ class Problem:
         parts += [f"packed, {self.batch} sequences"] if self.packed else []
         parts += [f"paged, {self.batch} sequences of at most {self.capacity} keys"] if self.paged else []
         parts += [f"{spec.piece}"] if spec.piece else []
-        parts += ["deterministic"] if spec.deterministic else []
+        parts += ["deterministic"] * spec.deterministic + ["with the largest scores"] * spec.max_logit
         return "    ".join(parts)
 
 
@@ -223,7 +225,8 @@ def regrouped_problem(problem: Problem) -> Problem:
     (batch, _, _, head_dim), (by_batch, _, by_head, by_column) = problem.q.shape, problem.q.stride
     shape = (batch, problem.group, problem.heads_k, head_dim)
     q = TensorFacts(shape, (by_batch, by_head, problem.group * by_head, by_column), problem.dtype)
-    spec = Spec(softmax_scale=problem.spec.softmax_scale, deterministic=problem.spec.deterministic)
+    asked = problem.spec
+    spec = Spec(softmax_scale=asked.softmax_scale, deterministic=asked.deterministic, max_logit=asked.max_logit)
     return replace(problem, q=q, extras=(), spec=spec)
 
 

@@ -6,7 +6,7 @@ attention", whose error sets the tolerance (docs/algorithm.md#14-numerics).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -169,6 +169,14 @@ class _Attention:
         return self.arithmetic.logsumexp(self._logits())
 
     @cached_property
+    def max_logit(self) -> Tensor:
+        """The largest score of each row; NaN where o is, so of an infinite score too."""
+        if not self.s.shape[-1]:
+            return self.s.new_full(self.s.shape[:-1], -torch.inf)
+        largest = self.s.amax(-1)
+        return torch.where(largest == torch.inf, torch.nan, largest)
+
+    @cached_property
     def probability(self) -> Tensor:
         return self._probability(self._lse)
 
@@ -229,28 +237,30 @@ def attend(p: Problem, t: Inputs, arithmetic: Arithmetic, of: Iterable[Part] | N
 
 
 def forward(p: Problem, t: Inputs, arithmetic: Arithmetic, attended: Iterable[_Attention] | None = None) -> Output:
-    """``o`` and ``lse``, returned in the dtype that they are computed in."""
+    """``o``, ``lse`` and, where it is asked for, ``max_logit``, returned in the dtype that they are computed in."""
     if p.paged:
         return gather.in_layout_of(p, forward(*gather.gathered(p, t), arithmetic))
-    out, dtype = empty_output(p, t.q, t.v), arithmetic.dtype
-    o, lse = torch.zeros_like(out.o, dtype=dtype), torch.full_like(out.lse, -torch.inf, dtype=dtype)
-    for a in attend(p, t, arithmetic) if attended is None else attended:
-        if p.packed:
-            o[a.part.rows], lse[:, a.part.rows] = a.o[0].transpose(0, 1), a.lse[0]
-        else:
-            o, lse = a.o.transpose(1, 2).contiguous(), a.lse
-    return Output(o, lse)
-
-
-def lse_of(p: Problem, t: Inputs, arithmetic: Arithmetic, of: Iterable[Part]) -> Tensor:
-    """:func:`forward`'s lse, without the rest of its work."""
-    attended = list(attend(p, t, arithmetic, of))
+    attended = list(attend(p, t, arithmetic) if attended is None else attended)
+    statistics = statistics_of(p, t, arithmetic.dtype, attended)
     if not p.packed:
-        return attended[0].lse
-    lse = torch.full_like(empty_output(p, t.q, t.v).lse, -torch.inf, dtype=arithmetic.dtype)
+        return Output(attended[0].o.transpose(1, 2).contiguous(), **statistics)
+    o = torch.zeros_like(empty_output(p, t.q, t.v).o, dtype=arithmetic.dtype)
     for a in attended:
-        lse[:, a.part.rows] = a.lse[0]
-    return lse
+        o[a.part.rows] = a.o[0].transpose(0, 1)
+    return Output(o, **statistics)
+
+
+def statistics_of(p: Problem, t: Inputs, dtype: torch.dtype, attended: Sequence[_Attention]) -> dict[str, Tensor]:
+    """:func:`forward`'s lse and, where it is asked for, max_logit, by name, without the rest of its work."""
+    found, shape = {}, p.output_shapes[1]
+    for name in ("lse", "max_logit") if p.spec.max_logit else ("lse",):
+        if not p.packed:
+            found[name] = getattr(attended[0], name)
+            continue
+        found[name] = t.q.new_full(shape, -torch.inf, dtype=dtype)
+        for a in attended:
+            found[name][:, a.part.rows] = getattr(a, name)[0]
+    return found
 
 
 def backward(
@@ -325,7 +335,7 @@ class Reference(Backend):
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         out = forward(p, t, Arithmetic(p.compute_dtype))
-        return Output(out.o.to(p.dtype), out.lse)
+        return replace(out, o=out.o.to(p.dtype))
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         g = backward(p, t, do, dlse, Arithmetic(p.compute_dtype))

@@ -31,6 +31,7 @@ class Spec:
         dropout_p: probability of dropping a pair.
         deterministic: results repeat bit for bit and do not depend on the rest of the batch.
         needs_grad: a backward may follow; a backend that lacks it is refused.
+        max_logit: the largest score of each row is an output too.
         grad_slots: the extras that want a gradient.
         sink_slot, cu_slots, mask_slots, score_slots: where sink, cu_seqlens (q, k; over pages q alone) and the leaves are.
         page_slots: where block_table and seqlens_k of a paged cache are, or empty.
@@ -44,6 +45,7 @@ class Spec:
     dropout_p: float = 0.0
     deterministic: bool = False
     needs_grad: bool = False
+    max_logit: bool = False
     grad_slots: tuple[int, ...] = ()
     sink_slot: int | None = None
     cu_slots: tuple[int, ...] = ()
@@ -57,7 +59,7 @@ class Spec:
         """The canonical text; :func:`parse_spec` reads it. No newline: generated code carries it in a literal."""
         scale = "" if self.softmax_scale is None else float(self.softmax_scale)
         sink = "" if self.sink_slot is None else self.sink_slot
-        flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "")
+        flags = ("d" if self.deterministic else "") + ("g" if self.needs_grad else "") + ("m" if self.max_logit else "")
         backend = "" if self.backend is None else f"={self.backend}"
         at = self.piece
         piece = "" if at is None else _ints([at.q_start, at.k_start, at.total_q, at.total_k])
@@ -126,6 +128,7 @@ def parse_spec(text: str) -> Spec:
         dropout_p=float(p),
         deterministic="d" in flags,
         needs_grad="g" in flags,
+        max_logit="m" in flags,
         grad_slots=ints(grad),
         sink_slot=int(sink) if sink else None,
         cu_slots=ints(cu),
@@ -172,6 +175,7 @@ class Options:
     piece: Piece | None = None
     block_table: Tensor | None = None
     seqlens_k: Tensor | None = None
+    max_logit: bool = False
 
 
 def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor], Tensor | None, str]:
@@ -183,7 +187,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     if not torch.compiler.is_compiling() and _is_plain(q, k, v, o):
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
-        return [], None, _plain_text(o.causal, o.softmax_scale, deterministic, needs_grad, o.backend)
+        return [], None, _plain_text(o.causal, o.softmax_scale, deterministic, needs_grad, o.backend, o.max_logit)
     reasons = _type_reasons(q, k, v, o)
     if reasons:
         raise ValueError("attention was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
@@ -208,6 +212,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         dropout_p=o.dropout_p,
         deterministic=deterministic,
         needs_grad=needs_grad,
+        max_logit=o.max_logit,
         grad_slots=tuple(grad_slots),
         sink_slot=sink_slot,
         cu_slots=cu_slots,
@@ -248,7 +253,12 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
 
 @lru_cache(maxsize=256)
 def _plain_text(
-    causal: bool, softmax_scale: float | None, deterministic: bool, needs_grad: bool, backend: str | None
+    causal: bool,
+    softmax_scale: float | None,
+    deterministic: bool,
+    needs_grad: bool,
+    backend: str | None,
+    max_logit: bool,
 ) -> str:
     kept = masks.as_mask(None, causal).text
     return _text(
@@ -256,6 +266,7 @@ def _plain_text(
         softmax_scale=softmax_scale,
         deterministic=deterministic,
         needs_grad=needs_grad,
+        max_logit=max_logit,
         backend=backend,
     )
 

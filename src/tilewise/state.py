@@ -51,6 +51,16 @@ def add_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return o * _share(lse, sink).unsqueeze(-1), torch.logaddexp(lse, sink)
 
 
+def largest_of_heads(max_logit: Tensor) -> Tensor:
+    """``(heads_q,)``: the largest over the batch and the rows of ``max_logit`` (batch, heads_q, seqlen_q), packed (heads_q, total_q).
+
+    -inf where there are no rows; NaN where a row has it.
+    """
+    if not max_logit.numel():
+        return max_logit.new_full((max_logit.shape[-2],), -torch.inf)
+    return max_logit.amax((0, 2) if max_logit.ndim == 3 else 1)
+
+
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """``-exp(sink - lse) * delta`` for each row: what :func:`add_sink` passes to its logit, before summing over rows.
 

@@ -13,9 +13,9 @@ from torch import Tensor
 import tilewise as tw
 from bench import cases
 from tests import pieces
-from tilewise import accuracy, expr
+from tilewise import accuracy, expr, testing
 from tilewise.backends.base import Backend, Grads, Output
-from tilewise.testing import HIDING, Call, call, normal, of_case, poisoned, qkv
+from tilewise.testing import HIDING, Call, call, normal, of_case, paged_call, poisoned, qkv
 
 
 def run(backend: Backend, c: Call) -> dict[str, Tensor]:
@@ -58,6 +58,28 @@ NEW_OPERATION = {
     "mask": lambda f: lambda b, h, i, j: f(0.1 * (i - j)) < 0.5,
     "score": lambda f: lambda s, b, h, i, j: 3.0 * f(s / 3.0),
 }
+
+
+# Rows without keys, a sink, which does not count, and a score in log2; bounded scores, which need no maximum; a predicate, dropout and
+# a score that hides; packed sequences, an empty one too; one query, whose keys may be split or whose heads may share a tile.
+STATS = {
+    "causal-sink": lambda: (qkv(nq=40, nk=30), {"causal": True, "sink": 9 * normal(4), "score": tw.softcap(30.0)}),
+    "bounded": lambda: (qkv(batch=1, dtype=torch.bfloat16), {"mask": tw.window(9, 3), "score": tw.softcap(2.0)}),
+    "keep-dropout": lambda: (
+        qkv(batch=1),
+        {"mask": lambda b, h, i, j: (i * j) % 3 != 1, "score": _hiding(), "dropout_p": 0.4, "dropout_seed": 2},
+    ),
+    "packed": lambda: (
+        [x.flatten(0, 1) for x in qkv(batch=1, nq=90, nk=90)],
+        {"cu_seqlens_q": torch.tensor([0, 33, 33, 80]), "causal": True, "sink": normal(4)},
+    ),
+    "one-query": lambda: (qkv(nq=1, nk=200, hq=4, hk=1, dtype=torch.bfloat16), {}),
+    "float64": lambda: (qkv(dtype=torch.float64), {"causal": True, "softmax_scale": -0.7}),
+}
+
+
+def _hiding() -> tw.Score:
+    return tw.score(lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, -torch.inf)) >> tw.alibi(normal(4))
 
 
 # No composition of other operations is right for these in every dtype, so kernels refuse them by name until one emits them.
@@ -162,6 +184,32 @@ class Contract:
         masked = self.call(*qkv(), mask=lambda b, h, i, j: (i + j) % 2 == 0)
         errors = accuracy.Expected.of(masked.p, masked.t, masked.do, masked.dlse).judge(hidden)
         assert not [str(e) for e in errors if not e.ok]
+
+    @pytest.mark.parametrize("name", STATS)
+    def test_the_largest_scores_agree_with_the_oracle(self, name):
+        tensors, options = STATS[name]()
+        agree(self.backend, self.call(*tensors, **options, max_logit=True))
+
+    def test_the_largest_scores_of_a_paged_call_agree_with_the_oracle(self):
+        q, k, v = qkv(nq=3, nk=64)
+        cache = tw.paged(k, v, torch.tensor([[1], [0]], dtype=torch.int32), torch.tensor([50, 2], dtype=torch.int32))
+        c = paged_call(q, cache, self.device, causal=True, max_logit=True)
+        if reasons := self.backend.unsupported(c.p):
+            pytest.skip(f"{self.backend.name} refuses: {'; '.join(reasons)}")
+        assert not testing.wrong(self.backend, c)
+
+    def test_the_largest_score_is_nan_where_o_is_and_minus_infinity_without_keys(self):
+        bad = torch.zeros(70).index_fill(0, torch.tensor([3, 4]), torch.nan)
+        bad[5], bad[69] = torch.inf, -torch.inf
+        score = tw.score(lambda s, b, h, i, j: s + bad[i])
+        c = self.call(*qkv(batch=1), score=score, max_logit=True)
+        if self.backend.unsupported(c.p):
+            pytest.skip(f"{self.backend.name} refuses")
+        out = self.backend.forward(c.p, c.t)
+        assert torch.equal(out.max_logit.isnan(), out.o.isnan().any(-1).transpose(1, 2))
+        assert out.max_logit[0, :, 3:6].isnan().all()
+        assert (out.max_logit[0, :, 69] == -torch.inf).all()
+        assert out.max_logit[0, :, [0, 1, 2, 6, 68]].isfinite().all()
 
     def test_a_sequence_does_not_depend_on_the_rest_of_its_batch_when_deterministic(self):
         q, k, v = qkv(batch=3)

@@ -158,9 +158,10 @@ def test_tiles_do_not_change_the_result(tiles, name):
 
 @pytest.mark.parametrize("sink", [False, True], ids=["no-sink", "sink"])
 def test_split_keys_are_merged(sink):
+    """And so are their largest scores."""
     q, k, v = qkv(batch=1, nq=5, nk=150, hq=4, hk=2)
     config = Config(INTERPRETED.forward, INTERPRETED.dkdv, INTERPRETED.dq, split=64)
-    agree(Triton(config), call(q, k, v, causal=True, sink=normal(4) if sink else None))
+    agree(Triton(config), call(q, k, v, causal=True, sink=normal(4) if sink else None, max_logit=sink))
 
 
 def test_prepared_masks_give_the_same_result():

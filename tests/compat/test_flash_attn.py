@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import inspect
-import sys
 from functools import partial
 
 import numpy as np
@@ -429,48 +426,3 @@ def test_compiled_without_graph_breaks_it_gives_the_same():
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for x, y in zip(*(torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (compiled, call)), strict=True):
         torch.testing.assert_close(x, y)
-
-
-@pytest.fixture
-def imported(monkeypatch):
-    """``import flash_attn`` may find something for one test."""
-    names = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield monkeypatch
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash_attn is installed")
-def test_installed_under_its_name_it_is_what_libraries_import(imported):
-    with pytest.raises(ImportError):
-        import flash_attn
-    fa.install_as_flash_attn()
-    fa.install_as_flash_attn()  # twice is once
-    import flash_attn
-    import flash_attn.bert_padding as padding
-    from flash_attn.flash_attn_interface import flash_attn_varlen_func
-
-    assert flash_attn.flash_attn_func is fa.flash_attn_func
-    assert flash_attn_varlen_func is fa.flash_attn_varlen_func
-    assert padding.pad_input is bert_padding.pad_input
-    assert flash_attn.__version__.split("+") == ["2.8.3", "tilewise"]
-    assert importlib.util.find_spec("flash_attn").origin == fa.__file__
-    with pytest.raises(ImportError):
-        import flash_attn.layers.rotary
-    with pytest.raises(importlib.metadata.PackageNotFoundError):  # what transformers asks
-        importlib.metadata.version("flash-attn")
-
-
-def test_where_flash_attn_is_already_there_it_is_left_alone(imported, tmp_path):
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("__version__ = '2.8.3'\n")
-    imported.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match=r"flash_attn is already there .*uninstall it"):
-        fa.install_as_flash_attn()
-    import flash_attn
-
-    assert flash_attn.__file__ == str(tmp_path / "flash_attn" / "__init__.py")
-    with pytest.raises(ValueError, match=r"already there"):
-        fa.install_as_flash_attn()

@@ -189,6 +189,27 @@ def then(*mods: Callable) -> Callable:
     return mod
 
 
+class Capped(torch.autograd.Function):
+    """``cap * tanh(score / cap)`` with a backward of its own, as FlexAttention's users write their softcaps."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(score, cap):
+        return cap * torch.tanh(score / cap)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        score, cap = ctx.saved_tensors
+        t = torch.tanh(score / cap)
+        dcap = grad * (t - score / cap * (1 - t * t))
+        return (grad * (1 - t * t)).sum_to_size(score.shape), dcap.sum_to_size(cap.shape)
+
+
 def relative_table(table: Tensor) -> Callable:
     return lambda score, b, h, q_idx, kv_idx: score + table[h, (q_idx - kv_idx).clamp(-8, 8) + 8]
 
@@ -281,6 +302,10 @@ SCORES = {
     "masked-fill": score(lambda score, b, h, q_idx, kv_idx: score.masked_fill(q_idx < kv_idx, -math.inf)),
     "checkerboard": score(
         lambda score, b, h, q_idx, kv_idx: torch.where((q_idx - kv_idx) % 2 == 0, score * 0.5, torch.zeros_like(score))
+    ),
+    "autograd-function": Mod(
+        lambda t: (lambda score, b, h, q_idx, kv_idx: Capped.apply(score, 1 + t[h].abs()), causal),
+        (normal(H, seed=5),),
     ),
     "alibi-softcap-causal": Mod(lambda: (then(softcap(2.0), alibi), causal)),
     "table-natten": Mod(lambda t: (relative_table(t), neighbourhood(row_major, 3)), (normal(H, 17, seed=5),)),
@@ -382,3 +407,24 @@ def test_a_dot_product_inside_a_mod_names_head_dim_as_its_place():
     mod = lambda score, b, h, q_idx, kv_idx: score + torch.dot(rows[b, h, q_idx], rows[b, h, kv_idx])  # noqa: E731
     with pytest.raises(NotImplementedError, match="append them to q and k"):
         tw.score(mod)
+
+
+def test_an_autograd_function_that_cannot_be_traced_is_refused_by_what_it_does():
+    cap = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"autograd\.Function that saves.*tw\.lookup\(tensor\)"):
+        tw.score(lambda score, b, h, q_idx, kv_idx: Capped.apply(score, cap))
+    q, k, v = qkv()
+    o = tw.attention(q, k, v, score=lambda score, b, h, q_idx, kv_idx: Capped.apply(score, tw.lookup(cap)))
+    (got,) = torch.autograd.grad(o.square().sum(), cap)
+    (expected,) = torch.autograd.grad(
+        tw.attention(q, k, v, score=lambda s, *_: cap * torch.tanh(s / cap)).square().sum(), cap
+    )
+    torch.testing.assert_close(got, expected)
+
+    class Special(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, score):
+            return torch.special.i0(score)
+
+    with pytest.raises(NotImplementedError, match="special_i0"):
+        tw.score(lambda score, b, h, q_idx, kv_idx: Special.apply(score))

@@ -41,10 +41,25 @@ class Inputs:
 
 @dataclass
 class Output:
-    """``o`` (batch, seqlen_q, heads_q, head_dim_v) and ``lse`` (batch, heads_q, seqlen_q); packed without batch."""
+    """``o`` (batch, seqlen_q, heads_q, head_dim_v), ``lse`` (batch, heads_q, seqlen_q); packed without batch.
+
+    ``max_logit``, in lse's shape and dtype, where the problem asks for it: the largest score of each row before the sink, -inf
+    for a row that sees no key, NaN for a row whose o is NaN.
+    """
 
     o: Tensor
     lse: Tensor
+    max_logit: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the operator returns: o and lse, and max_logit where there is one."""
+        return (self.o, self.lse) if self.max_logit is None else (self.o, self.lse, self.max_logit)
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """:attr:`tensors` by name."""
+        return dict(zip(("o", "lse", "max_logit"), self.tensors, strict=False))
 
 
 @dataclass
@@ -231,7 +246,8 @@ def unit_last(x: Tensor) -> Tensor:
 def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
     """Contiguous, uninitialised outputs."""
     o, lse = p.output_shapes
-    return Output(q.new_empty(o), q.new_empty(lse, dtype=p.compute_dtype))
+    statistics = [q.new_empty(lse, dtype=p.compute_dtype) for _ in range(2 if p.spec.max_logit else 1)]
+    return Output(q.new_empty(o), *statistics)
 
 
 def without_memory(x: Tensor) -> Tensor:

@@ -285,8 +285,14 @@ def trace(fn: Callable, names: Sequence[str]) -> Expr:
     try:
         with _IndexMode():
             result = fn(*arguments)
-    except TypeError:
+    except TypeError as wrong:
         _check_parameters(fn, names)
+        if "save_for_backward" in str(wrong):  # PyTorch's words where an argument beside the traced ones requires grad
+            raise untraceable(
+                "an autograd.Function that saves its arguments, one of them a tensor that requires grad",
+                "give it a traced read of that tensor: tw.lookup(tensor), tensor[h]; its backward is not needed, since the "
+                "derivative of what its forward computes is taken",
+            ) from None
         raise
     if isinstance(result, PartialIndex):
         result.refuse()

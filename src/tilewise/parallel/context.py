@@ -124,6 +124,8 @@ class ContextParallel:
         """
         if options.piece is not None:
             raise NotImplementedError("parallel= with a piece of an attention is not built")
+        if options.max_logit:
+            raise NotImplementedError("parallel= with the largest scores (attention_with_stats) is not built")
         if self.size == 1:
             return autograd.attention(q, k, v, *assemble(q, k, v, options))
         q, k, v = _autocast(q, k, v)

@@ -51,6 +51,7 @@ class Cpu(Backend):
         else:
             reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
         reasons += piece_reasons(p, dropout=True) + page_reasons(p)
+        reasons += ["the largest score of each row"] if p.spec.max_logit else []
         if program.too_many_dimensions(p.spec):
             reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")
         slots = (*p.spec.mask_slots, *p.spec.score_slots)

@@ -56,6 +56,11 @@ class Hopper(Backend):
         if p.paged:
             return page_reasons(p)
         reasons = forward_config.reasons(p) + unknown_operations(p, operations.traceable()) + piece_reasons(p)
+        reasons += (
+            ["the largest score of each row (attention_with_stats): its kernels do not keep it"]
+            if p.spec.max_logit
+            else []
+        )
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def config(self, p: Problem) -> Config:

@@ -49,13 +49,16 @@ class Portable(Backend):
         out = empty_output(p, t.q, t.v)
         if p.packed:  # rows past the last sequence, and of a batch without sequences
             out.o.zero_()
-            out.lse.fill_(-torch.inf)
+            for x in out.tensors[1:]:
+                x.fill_(-torch.inf)
         for step in steps(p, t, config):
-            o, lse = forward_step(step)
+            o, lse, largest = forward_step(step)
             if t.sink is not None:
                 o, lse = state.add_sink(o, lse, t.sink.to(lse.dtype)[step.at[3]].view(-1, 1))
             step.rows_of(out.o)[:] = o.transpose(1, 2)
             step.statistic_of(out.lse)[:] = lse
+            if out.max_logit is not None:
+                step.statistic_of(out.max_logit)[:] = largest
         return out
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:

@@ -14,31 +14,31 @@ from tilewise.backends.portable.step import Step, split_keys, tiles
 from tilewise.tiles import EMPTY, FULL
 
 
-def forward_step(step: Step) -> tuple[Tensor, Tensor]:
-    """``o`` (batch, heads_q, seqlen_q, head_dim_v) and ``lse`` (batch, heads_q, seqlen_q) in the compute dtype."""
+def forward_step(step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """``o`` (batch, heads_q, seqlen_q, head_dim_v), ``lse`` and the largest scores (batch, heads_q, seqlen_q), in the compute dtype."""
     if step.config.split and step.grid.key_origin is None and step.grid.keys > step.config.split:
         return _merged_chunks(step)
-    o, lse = [], []
+    states = []
     keys = tiles(step.grid.keys, step.config.tile_n)
     for rows, line in zip(tiles(step.grid.seqlen_q, step.config.tile_m), step.tile_map(), strict=True):
-        tile_o, tile_lse = _query_tile(
-            step, rows, [(n, s == FULL) for n, s in zip(keys, line, strict=True) if s != EMPTY]
-        )
-        o.append(step.by_head(tile_o, rows.stop - rows.start))
-        lse.append(step.by_head(tile_lse, rows.stop - rows.start).squeeze(-1))
-    return torch.cat(o, 2), torch.cat(lse, 2)
+        tile = _query_tile(step, rows, [(n, s == FULL) for n, s in zip(keys, line, strict=True) if s != EMPTY])
+        states.append([step.by_head(x, rows.stop - rows.start) for x in tile])
+    o, lse, largest = (torch.cat(x, 2) for x in zip(*states, strict=True))
+    return o, lse.squeeze(-1), largest.squeeze(-1)
 
 
-def _merged_chunks(step: Step) -> tuple[Tensor, Tensor]:
-    chunks = []
+def _merged_chunks(step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    chunks, largest = [], []
     for part in split_keys(step):
-        o, lse = (x.unflatten(0, (step.q.shape[0], -1)) for x in forward_step(part))
+        o, lse, part_largest = (x.unflatten(0, (step.q.shape[0], -1)) for x in forward_step(part))
         chunks.append(state.merge_all(o, lse, 1))
-    return chunks[0] if len(chunks) == 1 else state.merge(*chunks[0], *chunks[1])
+        largest.append(part_largest.amax(1))
+    o, lse = chunks[0] if len(chunks) == 1 else state.merge(*chunks[0], *chunks[1])
+    return o, lse, largest[0] if len(chunks) == 1 else torch.maximum(*largest)
 
 
-def _query_tile(step: Step, rows: slice, visits: list[tuple[slice, bool]]) -> tuple[Tensor, Tensor]:
-    """One query tile against the key tiles to visit: ``o`` and ``lse`` as product tiles."""
+def _query_tile(step: Step, rows: slice, visits: list[tuple[slice, bool]]) -> tuple[Tensor, Tensor, Tensor]:
+    """One query tile against the key tiles to visit: ``o``, ``lse`` and the largest scores as product tiles."""
     q = step.query_tile(step.q, rows) * step.p.softmax_scale
     m = q.new_full((*q.shape[:2], 1), -torch.inf)
     l = torch.zeros_like(m)
@@ -46,7 +46,8 @@ def _query_tile(step: Step, rows: slice, visits: list[tuple[slice, bool]]) -> tu
     for keys, full in visits:
         m, l = _key_block(step, (rows, keys), full, q, (m, l, acc))
     lse = torch.where(l > 0, m + torch.log(l), -torch.inf)
-    return acc.div_(torch.where(l > 0, l, 1)), torch.where(torch.isnan(l), l, lse)
+    undefined = torch.isnan(l)
+    return acc.div_(torch.where(l > 0, l, 1)), torch.where(undefined, l, lse), torch.where(undefined, l, m)
 
 
 def _key_block(

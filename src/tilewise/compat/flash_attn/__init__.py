@@ -15,13 +15,9 @@ gradients for ``alibi_slopes`` and ``softmax_lse``. Where the two differ:
 
 from __future__ import annotations
 
-import importlib.util
 import operator
-import sys
-import types
 from collections.abc import Callable
 from functools import partial
-from importlib.machinery import ModuleSpec
 
 import torch
 from torch import Tensor
@@ -274,41 +270,18 @@ _FUNCTIONS = (
 )
 
 
-def install_as_flash_attn() -> None:
-    """From now on ``import flash_attn``, its ``flash_attn_interface`` and its ``bert_padding`` give this module's functions.
+def install_as_flash_attn(generation: int = 2) -> None:
+    """From now on ``import flash_attn`` gives this module's functions, and ``importlib.metadata`` finds a distribution of that name.
 
-    For libraries that try the import. Those that look for an installed distribution (``importlib.metadata``, as transformers'
-    ``is_flash_attn_2_available`` does) still find none. Call it before they are imported.
+    For libraries that try the import or look up the version. Call it before they are imported. Generation 3 is
+    ``flash_attn_interface``, and 4 ``flash_attn.cute``; each has functions of its own (:mod:`.interface_3`, :mod:`.cute`).
 
     Raises:
-        ValueError: the real flash_attn is installed, or was already imported.
+        ValueError: the real module is installed, or was already imported; another generation than 2, 3 and 4.
     """
-    loaded = sys.modules.get("flash_attn")
-    if getattr(loaded, "__version__", None) == __version__:
-        return
-    found = importlib.util.find_spec("flash_attn") if loaded is None else getattr(loaded, "__spec__", None)
-    if loaded is not None or found is not None:
-        where = getattr(found, "origin", None) or "a namespace package"
-        raise ValueError(
-            f"install_as_flash_attn: flash_attn is already there ({where}); uninstall it, or import tilewise.compat.flash_attn"
-        )
-    functions = {f.__name__: f for f in _FUNCTIONS}
-    package = _module("flash_attn", functions | {"__version__": __version__, "__path__": []})
-    package.flash_attn_interface = _module("flash_attn.flash_attn_interface", functions)
-    padding = {
-        name: x for name, x in vars(bert_padding).items() if getattr(x, "__module__", "") == bert_padding.__name__
-    }
-    package.bert_padding = _module("flash_attn.bert_padding", padding)
+    from tilewise.compat.flash_attn.installation import install
 
-
-def _module(name: str, contents: dict) -> types.ModuleType:
-    """A module in ``sys.modules``; its spec is what ``importlib.util.find_spec`` answers with."""
-    module = types.ModuleType(name, f"tilewise.compat.flash_attn, in place of {name}")
-    module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package="__path__" in contents)
-    module.__file__ = __file__
-    vars(module).update(contents)
-    sys.modules[name] = module
-    return module
+    install(generation)
 
 
 __all__ = ["bert_padding", "install_as_flash_attn", *[f.__name__ for f in _FUNCTIONS]]

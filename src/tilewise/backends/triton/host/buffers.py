@@ -18,8 +18,7 @@ PADDING = 256  # rows that the pass over key tiles may read past the last one: a
 
 def partial_states(out: Output, num_splits: int) -> Output:
     """Memory for the states of each split of the keys, in fp32."""
-    o, lse = (torch.empty((num_splits, *x.shape), dtype=torch.float32, device=x.device) for x in (out.o, out.lse))
-    return Output(o, lse)
+    return Output(*[torch.empty((num_splits, *x.shape), dtype=torch.float32, device=x.device) for x in out.tensors])
 
 
 def seqlen_q_rounded(problem: Problem) -> int:

@@ -88,9 +88,11 @@ def _attend(call: Call, to: Output, splits: Splits | None = None) -> Launched:
         chosen["pair"] = plan.pair_leaf[1]
     if splits is not None:
         chosen |= {"split": True, "sink": False}
+    if to.max_logit is not None:  # bounded scores are summed up without their maximum
+        chosen |= {"max_logit": True, "bounded": False}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
     sizes = call.sizes(slots, splits=splits.tiles if splits else 0, lists=lists)
-    tensors = call.tensors(o=to.o, lse=to.lse, lists=list_pointers(lists))
+    tensors = call.tensors(**to.named, lists=list_pointers(lists))
     grid = (slots * problem.heads_q * _batches(problem), splits.number if splits else 1)
     return call.launch(kernels().forward, grid, tiles, tensors, sizes, facts, *views, pair)
 
@@ -99,10 +101,10 @@ def _merge(call: Call, out: Output, states: Output) -> Launched:
     """Runs the kernel that merges the partial states of split keys."""
     plan, problem = call.plan, call.plan.problem
     slots = tile_slots(problem, problem.seqlen_q, MERGING.tile_m)
-    facts = plan.facts(MERGING, call.align, natural=True, dropout=False)
-    tensors, sizes = call.tensors(o=out.o, lse=out.lse), call.sizes(slots, splits=len(states.o))
+    facts = plan.facts(MERGING, call.align, natural=True, dropout=False, max_logit=out.max_logit is not None)
+    tensors, sizes = call.tensors(**out.named), call.sizes(slots, splits=len(states.o))
     grid = (slots * problem.heads_q * problem.batch, 1)
-    views = View("partial_o", states.o), View("partial_lse", states.lse)
+    views = [View(f"partial_{name}", getattr(states, name)) for name in ("o", "lse", "max_logit")]
     return call.launch(kernels().merge, grid, MERGING, tensors, sizes, facts, *views)
 
 
@@ -114,7 +116,7 @@ def _batches(problem: Problem) -> int:
 def _ungrouped(problem: Problem, out: Output) -> Output:
     """The outputs of a decoding step, from those of its :func:`regrouped_problem`."""
     o = out.o.transpose(1, 2).reshape(problem.batch, 1, problem.heads_q, problem.head_dim_v)
-    return Output(o, out.lse.view(problem.batch, problem.heads_q, 1))
+    return Output(o, *[x.view(problem.batch, problem.heads_q, 1) for x in out.tensors[1:]])
 
 
 # -- Backward ------------------------------------------------------------------------------------------------------

@@ -310,6 +310,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "sheet": 0,
         "strips": 0,
         "overlap": None,
+        "max_logit": False,
     }
     return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
 

@@ -81,12 +81,15 @@ class ForwardAgain:
         if addresses is None or (q | k | v | o | lse) % 16:
             return False
         addresses |= {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+        if to.max_logit is not None:
+            addresses["max_logit"] = to.max_logit.data_ptr()
         if self.terms is not None:
             terms, _buffer = self.terms.again(addresses, inputs.q)
             addresses |= terms
         self.main(addresses)
         if self.merge is not None:
-            addresses |= {"partial_o": o, "partial_lse": lse, "o": out.o.data_ptr(), "lse": out.lse.data_ptr()}
+            addresses |= {f"partial_{name}": addresses[name] for name in to.named}
+            addresses |= {name: x.data_ptr() for name, x in out.named.items()}
             self.merge(addresses)
         return True
 

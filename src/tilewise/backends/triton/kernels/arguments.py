@@ -25,7 +25,7 @@ class Tensors(NamedTuple):
     Attributes:
         q, k, v, o, do, dq, dk, dv: as in the public call, packed or not; q, k, v and do with the strides of :class:`Sizes`, the
             others contiguous.
-        lse, dlse: fp32 (batch, heads_q, seqlen_q), packed (heads_q, seqlen_q).
+        lse, dlse, max_logit: fp32 (batch, heads_q, seqlen_q), packed (heads_q, seqlen_q).
         lse2, delta: the rows' statistics that the backward reads, fp32, as lse but with ``Sizes.seqlen_q_rounded`` rows a head.
         cu_seqlens_q, cu_seqlens_k: where the packed sequences begin, (batch + 1,).
         sink: (heads_q,). seed: int64 (1,).
@@ -39,6 +39,7 @@ class Tensors(NamedTuple):
     v: Any = None
     o: Any = None
     lse: Any = None
+    max_logit: Any = None
     do: Any = None
     lse2: Any = None
     delta: Any = None

@@ -130,7 +130,7 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
             for t in range((full - first) + (last - full_end)):
                 n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
                 m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, True, FACTS)
-    epilogue(m, l, acc, query.m0, head, tensors, sizes, scales, work, FACTS)
+    epilogue(m, l, acc, m, query.m0, head, tensors, sizes, scales, work, FACTS)
 
 
 # -- Load ----------------------------------------------------------------------------------------------------------
@@ -289,8 +289,9 @@ def bounded_exponentials(s, query, j, scales, work, FACTS: tl.constexpr):
 
 
 @triton.jit
-def epilogue(m, l, acc, m0, head, tensors, sizes, scales, work, FACTS: tl.constexpr):
-    """Stores o = acc / l and lse = m + log l, (7), with the sink merged in, (18)."""
+def epilogue(m, l, acc, largest, m0, head, tensors, sizes, scales, work, FACTS: tl.constexpr):
+    """Stores o = acc / l and lse = m + log l, (7), with the sink merged in, (18); and ``largest``, the rows' largest scores, in m's
+    unit, where they are asked for."""
     i = m0 + tl.arange(0, FACTS.tile_m)
     left = work.seqlen_q - m0
     lse = tl.where(l == 0, float("-inf"), (m if FACTS.natural else m * LN2) + log(l))
@@ -318,6 +319,9 @@ def epilogue(m, l, acc, m0, head, tensors, sizes, scales, work, FACTS: tl.conste
     # O: (tile_m, head_dim_v) in o's dtype; lse: fp32 (tile_m,).
     store_rows(o, row, m0, left, acc, weight[:, None], FACTS.tile_m, True, FACTS)
     tl.store(tensors.lse + line + i, lse, mask=i < work.seqlen_q)
+    if FACTS.max_logit:  # a maximum passes over NaN, the sum of the row does not
+        largest = tl.where(l != l, l, largest if FACTS.natural else largest * LN2)
+        tl.store(tensors.max_logit + line + i, largest, mask=i < work.seqlen_q)
 
 
 @triton.jit
@@ -338,14 +342,14 @@ def with_sink(weight, lse, l, sink):
 
 
 @triton.jit
-def merge_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr):
+def merge_kernel(tensors, sizes, scales, states, states_lse, states_max, FACTS: tl.constexpr):
     """The merge (8) of the partial states of split keys, and the sink; numbers are natural.
 
     A state is one key with score lse and value o, so this is (6) again. Grid: (slots · heads_q · batch).
 
     Args:
         states: fp32 (num_splits, batch, seqlen_q, heads_q, head_dim_v).
-        states_lse: fp32 (num_splits, batch, heads_q, seqlen_q).
+        states_lse: fp32 (num_splits, batch, heads_q, seqlen_q). states_max: the same of the largest scores, or None.
     """
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
@@ -355,6 +359,7 @@ def merge_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr
     i = m0 + tl.arange(0, FACTS.tile_m)
     m = tl.full([FACTS.tile_m], float("-inf"), tl.float32)
     l = tl.full([FACTS.tile_m], 0.0, tl.float32)
+    largest = tl.full([FACTS.tile_m], float("-inf"), tl.float32)
     acc = tl.full([FACTS.tile_m, FACTS.pieces_v[0][2]], 0.0, tl.float32)
     tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim_v
@@ -365,6 +370,9 @@ def merge_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr
         ) * sizes.seqlen_q + head * sizes.seqlen_q
         # One state: lse (tile_m,), o (tile_m, head_dim_v), both fp32; -inf past the last row, as if it had seen no key.
         lse = tl.load(states_lse + line + i, mask=i < sizes.seqlen_q, other=float("-inf"))
+        if FACTS.max_logit:
+            kept = tl.load(states_max + line + i, mask=i < sizes.seqlen_q, other=float("-inf"))
+            largest = tl.maximum(largest, kept)
         base = states + ((split * tokens + work.b * sizes.seqlen_q) * row + head * FACTS.head_dim_v)
         o = load_piece(base, row, m0, work.seqlen_q - m0, None, FACTS.tile_m, True, 0, True, FACTS)
         m_new = tl.maximum(m, lse)
@@ -373,4 +381,4 @@ def merge_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr
         l = l * rescale + weight
         acc = acc * rescale[:, None] + o * weight[:, None]
         m = m_new
-    epilogue(m, l, (acc,), m0, head, tensors, sizes, scales, work, FACTS)
+    epilogue(m, l, (acc,), largest, m0, head, tensors, sizes, scales, work, FACTS)

@@ -1,0 +1,175 @@
+"""FlashAttention-3's functions, those of its module ``flash_attn_interface``, over tilewise's op.
+
+``num_splits``, ``pack_gqa`` and ``sm_margin`` say how the original's kernels share out their work and change no result: they are
+taken and not needed. fp8 (``*_descale``), ``qv``, unused rows (``seqused_*``) and the cache call are refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.compat.flash_attn import _keywords, _unpacked
+from tilewise.compat.refusals import refuse
+
+_FP8 = "fp8 inputs are not built; multiply q, k and v by their scales in 16 bits"
+REFUSED = {
+    "qv": "a second product of queries with values is not built; append qv to q, and v to k",
+    "q_descale": _FP8,
+    "k_descale": _FP8,
+    "v_descale": _FP8,
+    "seqused_q": "unused rows; leave them out and give the cu_seqlens_q of the rest",
+    "seqused_k": "unused rows; leave them out and give the cu_seqlens_k of the rest, or tw.attention_paged with a tw.dense_cache",
+}
+
+
+def _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict:
+    options = _keywords(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    if attention_chunk:
+        same = tw.keep(lambda b, h, i, j: (i + tw.offset) // attention_chunk == j // attention_chunk)
+        options["mask"] = same if options["mask"] is None else options["mask"] & same
+    return options
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of ``q (batch, seqlen_q, heads, head_dim)`` over ``k, v (batch, seqlen_k, heads_k, head_dim)``.
+
+    Args:
+        attention_chunk: above 0, a query sees the keys of its own chunk of that many positions, its own counted from the last.
+        causal, window_size, softcap, deterministic: as in :func:`tilewise.compat.flash_attn.flash_attn_func`.
+
+    Returns:
+        out ``(batch, seqlen_q, heads, head_dim_v)``; with ``return_attn_probs`` also softmax_lse ``(batch, heads, seqlen_q)``.
+    """
+    given = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refuse("flash_attn_func", given, REFUSED)
+    options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
+    out, lse = tw.attention_with_lse(q, k, v, **options)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    softmax_scale=None,
+    causal=False,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    deterministic=False,
+    num_heads_q=None,
+    sm_margin=0,
+    return_attn_probs=False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_attn_func` of ``qkv (batch, seqlen, 3, heads, head_dim)``, or ``(batch, seqlen, heads + 2 * heads_k, head_dim)``.
+
+    Args:
+        num_heads_q: the number of query heads, which a tensor of four dimensions needs.
+    """
+    if qkv.ndim == 5:
+        q, k, v = _unpacked(qkv, 3, "qkv")
+    else:
+        heads_k = 0 if num_heads_q is None or qkv.ndim != 4 else (qkv.shape[2] - num_heads_q) // 2
+        if heads_k < 1 or num_heads_q + 2 * heads_k != qkv.shape[2]:
+            raise ValueError(
+                "qkv must be (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * heads_k, head_dim) with "
+                f"num_heads_q; got {tuple(qkv.shape)} and num_heads_q={num_heads_q}"
+            )
+        q, k, v = qkv.split([num_heads_q, heads_k, heads_k], 2)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    how = {"attention_chunk": attention_chunk, "softcap": softcap, "deterministic": deterministic}
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, window_size=window_size, return_attn_probs=return_attn_probs, **descales, **how
+    )
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_attn_func` of packed ``q (total_q, heads, head_dim)`` and ``k, v (total_k, heads_k, head_dim)``.
+
+    Returns:
+        out ``(total_q, heads, head_dim_v)``; with ``return_attn_probs`` also softmax_lse ``(heads, total_q)``.
+    """
+    given = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refuse("flash_attn_varlen_func", given | {"seqused_q": seqused_q, "seqused_k": seqused_k}, REFUSED)
+    options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
+    out, lse = tw.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The attention over all keys, from its parts over disjoint keys (:func:`tilewise.merge`).
+
+    Args:
+        out_partial: ``(parts, batch, seqlen, heads, head_dim)``. lse_partial: ``(parts, batch, seqlen, heads)``.
+        out: where the result is written. out_dtype: default that of ``out_partial``.
+
+    Returns:
+        ``(batch, seqlen, heads, head_dim)`` and its lse ``(batch, seqlen, heads)``.
+    """
+    o, lse = tw.merge([(o, lse.transpose(1, 2)) for o, lse in zip(out_partial, lse_partial, strict=True)])
+    o = o if out_dtype is None else o.to(out_dtype)
+    return (o if out is None else out.copy_(o)), lse.transpose(1, 2)
+
+
+def flash_attn_with_kvcache(*_: object, **__: object) -> None:
+    """Refused: it is there so that a library that imports all of the original's names can be loaded."""
+    raise NotImplementedError(
+        "flash_attn_interface.flash_attn_with_kvcache is not built; tw.attention_paged attends to a cache and tw.append writes to "
+        "it, and tilewise.compat.flash_attn has FlashAttention-2's function of that name"
+    )
+
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]

@@ -148,6 +148,30 @@ def test_a_rank_takes_its_heads_part_of_tensors_that_are_indexed_by_the_head():
         axes(score=lambda s, b, h, i, j: s + table[0, h] + table[h, 0])
 
 
+def explained(ranks: int, inputs, dim: int = 1, **options) -> list[str]:
+    """What ``explain`` says on each rank."""
+
+    def one(rank):
+        parallel = context_parallel(rank)
+        local = [parallel.shard(x, dim).requires_grad_() for x in inputs[:3]]
+        return str(tw.explain(*local, parallel=parallel, **options))
+
+    return simulate(ranks, one)
+
+
+def test_explain_says_which_scheme_costs_what_and_what_each_rank_computes():
+    by_heads, gathered = explained(2, tensors(2), causal=True)[1], explained(3, tensors(2), causal=True)[0]
+    model = cost.COSTS["heads"](whole_of(causal=True), 2)
+    assert f"scheme    heads: {model}" in by_heads
+    assert "not       gather: " in by_heads
+    assert "shares    50.0 %, 50.0 % of the visited tiles" in by_heads
+    assert f"q (2, {ROWS}, {HEADS_Q // 4}, 16)" in by_heads  # one of two groups of heads
+    assert "scheme    gather: " in gathered
+    assert "not       heads: 4 key heads are no multiple of 3 ranks" in gathered
+    assert "backend   " in gathered
+    assert "packed, 1 sequences" in explained(2, tensors(), 0, cu_seqlens_q=torch.tensor([0, ROWS]))[0]
+
+
 class _Reaching(Simulated):
     """A rank that copies from its peers' rooms as copy engines do: its memory is theirs, and nothing runs beside anything."""
 

@@ -36,7 +36,7 @@ class SymmetricGroup(Group):
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         super().__init__(group)
-        self._rooms: dict[str, tuple[Tensor, object]] = {}
+        self._rooms: dict[str, tuple[Tensor, Any]] = {}
         self._stream = torch.cuda.Stream()
         hosts = self.objects(socket.gethostname())
         if len(set(hosts)) > 1:
@@ -53,7 +53,7 @@ class SymmetricGroup(Group):
             torch.cuda.synchronize(device)
             self.numbers([nbytes])  # no rank still reads what is given back
             memory = symmetric_memory.empty(-(-nbytes // GRAIN) * GRAIN, dtype=torch.uint8, device=device)
-            group = dist.group.WORLD if self.group is None else self.group
+            group: Any = dist.group.WORLD if self.group is None else self.group
             found = self._rooms[name] = memory, symmetric_memory.rendezvous(memory, group=group)
         return found
 

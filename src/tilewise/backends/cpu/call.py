@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tilewise import dropout, expr, masks
+from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, unit_last
 from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
@@ -115,7 +115,7 @@ class Prepared:
             return Region({})
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
-        native = p.spec.region.prepared is None and _by_pair(p.spec.region)
+        native = p.spec.region.prepared is None and _by_pair(p)
         if not p.packed:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
             return _stacked([_region_of(grid, p, tile, backward, native)], p.batch, not native)
@@ -130,13 +130,13 @@ class Prepared:
         return _stacked(parts, p.batch, not native)
 
 
-def _by_pair(region: masks.Region) -> bool:
-    """Whether its predicate must be evaluated pair by pair: one that reads ``i // 64`` and ``j // 64`` alone need not be, nor one that
+def _by_pair(p: Problem) -> bool:
+    """Whether the mask's predicate must be evaluated pair by pair: one that reads ``i // 64`` and ``j // 64`` alone need not be, nor one that
     corners of tiles tell."""
-    predicate = region.predicate
+    predicate = p.spec.region.predicate
     if predicate is None or 1 not in (granularity(predicate, "i"), granularity(predicate, "j")):
         return False
-    return monotone_terms(region) is None
+    return monotone_terms(p.spec.region) is None
 
 
 @dataclass

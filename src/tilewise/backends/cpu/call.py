@@ -131,8 +131,10 @@ class Prepared:
 
 
 def _by_pair(p: Problem) -> bool:
-    """Whether the mask's predicate must be evaluated pair by pair: one that reads ``i // 64`` and ``j // 64`` alone need not be, nor one that
-    corners of tiles tell."""
+    """Whether the mask's predicate must be evaluated pair by pair.
+
+    One that reads ``i // 64`` and ``j // 64`` alone need not be, nor one that corners of tiles tell.
+    """
     predicate = p.spec.region.predicate
     if predicate is None or 1 not in (granularity(predicate, "i"), granularity(predicate, "j")):
         return False

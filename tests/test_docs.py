@@ -156,7 +156,7 @@ def test_every_example_of_what_one_switches_to_runs_in_a_namespace_of_its_own():
 
 def test_switching_shows_before_and_after_of_each():
     found = blocks(SWITCHING.read_text(encoding="utf-8"))  # what is left behind is `py`: it need not be installed
-    assert [b.language for b in found] == ["py", "python"] * 4
+    assert [b.language for b in found] == ["py", "python"] * 5
     assert all(("# before" if b.language == "py" else "# after") in b.text for b in found)
 
 

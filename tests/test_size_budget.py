@@ -47,6 +47,7 @@ PUBLIC = {
         "flash_attn_varlen_func",
         "flash_attn_varlen_kvpacked_func",
         "flash_attn_varlen_qkvpacked_func",
+        "flash_attn_with_kvcache",
     ),
 }
 # A file, "file:function" or "file:class" that is over the budget, or "file:file" of a repeated block, each with its reason.

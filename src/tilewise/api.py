@@ -37,7 +37,11 @@ class Keywords(TypedDict, total=False):
 class Parallel(Protocol):
     """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> tuple[Tensor, Tensor]: ...
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation: ...
 
 
 class AttentionStats(NamedTuple):
@@ -359,12 +363,14 @@ def explain(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_logit: bool = False,
+    parallel: Parallel | None = None,
     **options: Unpack[Keywords],
 ) -> dispatch.Explanation:
     """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
 
     Args:
         k: keys, with v; or the cache of :func:`attention_paged`, without.
+        parallel: explains this rank's part of an attention over ranks, and how they share it; every rank must call it.
         options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call, ``max_logit`` for
             :func:`attention_with_stats`.
     """
@@ -373,7 +379,7 @@ def explain(
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
     k, v = _keys_and_values(q, k, v, o)
-    return dispatch.explain(q, k, v, o)
+    return dispatch.explain(q, k, v, o) if parallel is None else parallel.explain(q, k, v, o)
 
 
 def show_mask(

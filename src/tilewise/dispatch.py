@@ -223,7 +223,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
         ValueError: a wrong call.
     """
     extras, seed, text = assemble(q, k, v, options)
-    p = check(q, k, v, extras, seed, parse_spec(text))
+    return explained(check(q, k, v, extras, seed, parse_spec(text)))
+
+
+def explained(p: Problem) -> Explanation:
+    """Who would run a problem, and why not the others."""
     names = candidates(p)
     chosen, tangents = (next((name for name in names if not _reasons(name, p, x)), None) for x in (False, True))
     refused = {row.name: _why_not(row, p, chosen) for row in every() if row.name != chosen}

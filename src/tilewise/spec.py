@@ -202,7 +202,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     reasons = _type_reasons(q, k, v, o)
     if reasons:
         raise ValueError("attention was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
-    kept: Mask = masks.as_mask(o.mask, o.causal)
+    kept: Mask = masks.as_mask(o.mask, o.causal and not _decodes(q, o))
     scored: Score = as_score(o.score)
     extras = Extras()
     sink_slot = None if o.sink is None else extras.slot(o.sink)
@@ -243,6 +243,11 @@ def _cu_seqlens(o: Options) -> tuple[Tensor, ...]:
     if o.block_table is not None:
         return (o.cu_seqlens_q,)
     return (o.cu_seqlens_q, o.cu_seqlens_q if o.cu_seqlens_k is None else o.cu_seqlens_k)
+
+
+def _decodes(q: Tensor, o: Options) -> bool:
+    """Whether every sequence of a cache has one query, its last: causal hides no key from it."""
+    return o.block_table is not None and o.cu_seqlens_q is None and q.ndim == 4 and q.shape[1] == 1
 
 
 _TENSORS = {Tensor, torch.nn.Parameter}

@@ -10,6 +10,8 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Call, Contract, agree, call, normal, of_case, qkv, run
+from tests.backends.paged import CASES, PagedContract
+from tests.backends.paged import run as paged_run
 from tilewise import dropout
 from tilewise.backends import base
 from tilewise.backends.cpu import Cpu, library
@@ -26,6 +28,30 @@ def need_isa(name: str) -> None:
 
 class TestCpu(Contract):
     backend = Cpu()
+
+
+class TestCpuOverPages(PagedContract):
+    backend = Cpu()
+
+    @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+    @pytest.mark.parametrize("name", ["page-1", "page-7-odd-dims", "bfloat16", "many-keys", "packed"])
+    def test_other_instruction_sets_agree_with_the_oracle(self, name, isa):
+        need_isa(isa)
+        q, cache, options = CASES[name].draw()
+        c = self.call(q, cache, **options)
+        wrong = [str(e) for e in c.expected().judge(paged_run(Cpu(isa=isa), c)) if not e.ok]
+        assert not wrong, "; ".join(wrong)
+
+    def test_as_many_threads_as_there_are_change_no_bit(self):
+        q, cache, options = CASES["many-keys"].draw()
+        c = self.call(q, cache, **options)
+        one = paged_run(self.backend, c)
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            assert all(torch.equal(x, one[name]) for name, x in paged_run(self.backend, c).items())
+        finally:
+            torch.set_num_threads(before)
 
 
 class TestAvx512(Contract):

@@ -11,7 +11,7 @@ import tilewise as tw
 from tests.backends.paged import CASES, Case, PagedContract, run
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.paging import LEAST_SPLITS, Machine, addressing, paged_config, paged_splits
+from tilewise.backends.triton.paging import LEAST_SPLITS, PROGRAMS, Machine, addressing, paged_config, paged_splits
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import Problem
 from tilewise.testing import normal, paged_call
@@ -129,13 +129,14 @@ def test_tiles_lie_in_one_page_wherever_pages_have_64_keys():
 def test_deterministic_splits_depend_on_one_sequence_alone():
     found = {paged_splits(problem(n, 1, 64, 512, deterministic=True), 64, H200.cores) for n in (1, 8, 256)}
     assert len(found) == 1
-    assert paged_splits(problem(8, 8, 64, 512, packed=True, deterministic=True), 64, H200.cores) == 1
+    assert paged_splits(problem(8, 8, 64, 512, packed=True, deterministic=True), 64, H200.cores)[0] == 1
 
 
 def test_splits_fill_the_machine_and_stop_where_it_is_full():
-    by_batch = [paged_splits(problem(n, 1, 64, 2048), 64, H200.cores) for n in (1, 8, 256)]
-    assert by_batch == sorted(by_batch, reverse=True)
-    assert by_batch[0] * 8 >= 2 * H200.cores
-    assert by_batch[-1] == LEAST_SPLITS
-    assert paged_splits(problem(4, 2048, 64, 64), 64, H200.cores) == 1
-    assert paged_splits(problem(1, 1, 16, 4), 64, H200.cores) == 1  # 64 keys are no more than a split has
+    by_batch = (paged_splits(problem(n, 1, 64, 2048), 64, H200.cores) for n in (1, 8, 256))
+    (alone, short), (few, _), (many, long) = by_batch
+    assert alone > few == many == LEAST_SPLITS
+    assert PROGRAMS * H200.cores // 2 < 8 * alone <= PROGRAMS * H200.cores
+    assert short < long
+    assert paged_splits(problem(4, 2048, 64, 64), 64, H200.cores)[0] == 1
+    assert paged_splits(problem(1, 1, 16, 4), 64, H200.cores)[0] == 1  # 64 keys are no more than a split has

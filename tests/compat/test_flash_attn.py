@@ -302,17 +302,6 @@ def test_a_sequence_of_nan_leaves_its_neighbours_alone():
 # -- What is refused -------------------------------------------------------------------------------------------------
 
 
-def test_a_block_table_is_refused_with_the_reason():
-    cu = offsets(LENGTHS_Q), offsets(LENGTHS_K)
-    with pytest.raises(NotImplementedError, match=r"paged cache.*gather the pages"):
-        fa.flash_attn_varlen_func(*packed(LENGTHS_Q, LENGTHS_K), *cu, 20, 31, block_table=torch.zeros(5, 1))
-
-
-def test_the_kv_cache_call_is_refused_with_what_to_do():
-    with pytest.raises(NotImplementedError, match=r"key_lengths"):
-        fa.flash_attn_with_kvcache(*qkv())
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -395,6 +384,27 @@ TAIL = {
     "deterministic": False,
     "return_attn_probs": False,
 }
+CACHE = dict.fromkeys(
+    [
+        "k",
+        "v",
+        "rotary_cos",
+        "rotary_sin",
+        "cache_seqlens",
+        "cache_batch_idx",
+        "cache_leftpad",
+        "block_table",
+        "softmax_scale",
+    ]
+) | {
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "rotary_interleaved": True,
+    "alibi_slopes": None,
+    "num_splits": 0,
+    "return_softmax_lse": False,
+}
 CU = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
 FACE = {
     "flash_attn_func": (["q", "k", "v"], TAIL),
@@ -403,6 +413,7 @@ FACE = {
     "flash_attn_varlen_func": (["q", "k", "v", *CU], TAIL | {"block_table": None}),
     "flash_attn_varlen_kvpacked_func": (["q", "kv", *CU], TAIL),
     "flash_attn_varlen_qkvpacked_func": (["qkv", "cu_seqlens", "max_seqlen"], TAIL),
+    "flash_attn_with_kvcache": (["q", "k_cache", "v_cache"], CACHE),
 }
 
 

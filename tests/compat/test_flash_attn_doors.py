@@ -29,7 +29,8 @@ from tests.compat.test_flash_attn import (
     slopes,
 )
 from tilewise.compat import flash_attn as fa
-from tilewise.compat.flash_attn import bert_padding, cute, installation, interface_3, private
+from tilewise.compat import stand_in
+from tilewise.compat.flash_attn import bert_padding, cute, interface_3, private
 
 # -- Private functions -------------------------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ def imported(monkeypatch):
     before = dict(sys.modules)
     forget()
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(installation._Distributions, "standing", {})
+    monkeypatch.setattr(stand_in.Distributions, "standing", {})
     yield monkeypatch
     forget()
     sys.modules.update(
@@ -276,7 +277,7 @@ def test_installed_under_its_name_it_is_what_libraries_import(imported):
     assert _wrapped_flash_attn_forward is private._flash_attn_forward
     assert padding.pad_input is bert_padding.pad_input
     assert flash_attn.__version__.split("+") == ["2.8.3", "tilewise"]
-    assert importlib.util.find_spec("flash_attn").origin == installation.__file__
+    assert importlib.util.find_spec("flash_attn").origin == stand_in.__file__
     for name in ("flash-attn", "flash_attn"):  # what transformers asks, besides who holds the module
         assert importlib.metadata.version(name) == flash_attn.__version__
     assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]

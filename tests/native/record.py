@@ -94,7 +94,9 @@ class Recording:
             ("dk", c.heads_k, c.seqlen_k, c.head_dim, c.type), ("dv", c.heads_k, c.seqlen_k, c.head_dim_v, c.type),
         ):  # fmt: skip
             x = getattr(c, name)
-            elements = length((batch, x.batch), (lines, x.row), (heads, x.head), last=last)
+            in_pages = c.block_table and name in "kv"
+            each, lines = (1 + max(self.pages(c), default=0), c.page_size) if in_pages else (batch, lines)
+            elements = length((each, x.batch), (lines, x.row), (heads, x.head), last=last)
             self.point(0, at(name), x.data, elements, type_, name)
         for name in ("lse", "dlse", "delta"):
             elements = length((batch, c.lse_batch), (c.heads_q, c.lse_head), last=c.seqlen_q)
@@ -106,6 +108,9 @@ class Recording:
         self.point(0, at("sink"), c.sink, c.heads_q, statistics, "sink")
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             self.point(0, at(name), getattr(c, name), c.batch + 1, I64, name)
+        if c.block_table:
+            most = max(self.used(c, b) for b in range(c.batch))
+            self.point(0, at("block_table"), c.block_table, (c.batch - 1) * c.table_row + most, I32, "block_table")
         self.point(0, at("status"), c.status, self.tiles(c), U8, "status")
         for name in ("status_at", "status_head"):
             self.point(0, at(name), getattr(c, name), c.batch, I64, name)
@@ -114,22 +119,30 @@ class Recording:
 
     def lines(self, c: library.Call) -> tuple[int, int, int]:
         """Queries and keys that masks have lines for, and the batches that q has."""
-        if not c.cu_seqlens_q:
-            return c.seqlen_q, c.seqlen_k, c.batch
-        ends = [ctypes.cast(cu, ctypes.POINTER(ctypes.c_int64))[c.batch] for cu in (c.cu_seqlens_q, c.cu_seqlens_k)]
-        return min(ends[0], c.seqlen_q), min(ends[1], c.seqlen_k), 1
+        ends = [int64(cu, c.batch) if cu else 0 for cu in (c.cu_seqlens_q, c.cu_seqlens_k)]
+        keys = ends[1] if c.block_table else min(ends[1], c.seqlen_k) if c.cu_seqlens_k else c.seqlen_k
+        return (min(ends[0], c.seqlen_q), keys, 1) if c.cu_seqlens_q else (c.seqlen_q, keys, c.batch)
+
+    def used(self, c: library.Call, b: int) -> int:
+        """How many pages a sequence uses."""
+        return -(-(int64(c.cu_seqlens_k, b + 1) - int64(c.cu_seqlens_k, b)) // c.page_size)
+
+    def pages(self, c: library.Call) -> list[int]:
+        """All pages that are used."""
+        table = ctypes.cast(c.block_table, ctypes.POINTER(ctypes.c_int32))
+        return [table[b * c.table_row + n] for b in range(c.batch) for n in range(self.used(c, b))]
 
     def tiles(self, c: library.Call) -> int:
         if not c.status:
             return 0
-        number = lambda p, n: ctypes.cast(p, ctypes.POINTER(ctypes.c_int64))[n]  # noqa: E731
         last = 0
         for b in range(c.batch):
-            nq, nk = c.seqlen_q, c.seqlen_k
-            if c.cu_seqlens_q:
-                nq, nk = (number(cu, b + 1) - number(cu, b) for cu in (c.cu_seqlens_q, c.cu_seqlens_k))
+            nq, nk = (
+                int64(cu, b + 1) - int64(cu, b) if cu else n
+                for cu, n in ((c.cu_seqlens_q, c.seqlen_q), (c.cu_seqlens_k, c.seqlen_k))
+            )
             each = -(-nq // c.tile_m) * -(-nk // c.tile_n)
-            last = max(last, number(c.status_at, b) + (c.heads_q - 1) * number(c.status_head, b) + each)
+            last = max(last, int64(c.status_at, b) + (c.heads_q - 1) * int64(c.status_head, b) + each)
         return last
 
     def program(self, p: library.Program) -> None:
@@ -181,6 +194,11 @@ class Recording:
         parts.append(number(len(self.pointers), 4))
         parts += [number(n, 4) for pointer in self.pointers for n in pointer]
         return b"".join(parts)
+
+
+def int64(address: int, n: int) -> int:
+    """Element n of an array of int64."""
+    return ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))[n]
 
 
 def number(n: int, size: int) -> bytes:

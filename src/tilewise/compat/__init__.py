@@ -1,4 +1,4 @@
-"""Other libraries' names over the same op: ``flash_attn``, ``sdpa``, ``transformers``. What cannot be honoured is refused.
+"""Other libraries' names over the same op: ``flash_attn``, ``sdpa``, ``transformers``, ``xformers``. What cannot be honoured is refused.
 
 Each module is imported by its name (``from tilewise.compat import flash_attn``), so that ``import tilewise`` loads none of
 them, and none loads a package that the others would need.

@@ -96,11 +96,11 @@ def _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     q, k, v = _heads_last(query, key, value, lead, enable_gqa)
     mask, score = None, None
     if is_causal or variant == "UPPER_LEFT":
-        mask, k, v = _top_left(q, k, v)
+        mask, k, v = top_left(q, k, v)
     elif variant == "LOWER_RIGHT":
         mask = tw.causal()
     elif attn_mask is not None:
-        mask, score = _of_pairs(attn_mask, (*lead, q.shape[2], q.shape[1], k.shape[1]))
+        mask, score = pairs_of(attn_mask, (*lead, q.shape[2], q.shape[1], k.shape[1]))
     options = {"mask": mask, "score": score, "softmax_scale": scale, "dropout_p": dropout_p}
     headless = query.ndim == key.ndim == value.ndim == 2
     return _Call(q, k, v, options, None if headless else lead, key.shape[-2] - k.shape[1])
@@ -155,7 +155,7 @@ def _heads_last(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...]
     return tuple([x.transpose(1, 2) for x in flat])
 
 
-def _top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[tw.Mask, Tensor, Tensor]:
+def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[tw.Mask, Tensor, Tensor]:
     """``j <= i`` as an interval of tilewise's: keys after the last query are seen by none and left out."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if seqlen_k > seqlen_q:
@@ -163,7 +163,7 @@ def _top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[tw.Mask, Tensor, Tensor]
     return tw.causal() if seqlen_k == seqlen_q else tw.window(right=seqlen_q - seqlen_k), k, v
 
 
-def _of_pairs(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
+def pairs_of(attn_mask: Tensor, shape: tuple[int, ...]) -> tuple[tw.Mask | None, tw.Score | None]:
     """A tensor that broadcasts to ``shape``, (..., heads, seqlen_q, seqlen_k), as a mask or a score; it is not expanded."""
     sizes, lead = tuple(attn_mask.shape), shape[:-3]
     fits = len(sizes) <= len(shape) and all(n in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False))

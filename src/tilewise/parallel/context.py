@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise import autograd
+from tilewise import autograd, dispatch
 from tilewise.backends.base import PerTensors
-from tilewise.parallel import gathered, heads
+from tilewise.parallel import gathered, heads, plan
 from tilewise.parallel.agreement import agreed_lengths
-from tilewise.parallel.exchange import Exchange, Group, ordered_sum
+from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, contiguous, zigzag
-from tilewise.parallel.plan import SCHEMES, Wish, planned
+from tilewise.parallel.symmetric import group_of
 from tilewise.spec import Options, assemble, parse_spec
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
@@ -31,7 +31,9 @@ def context_parallel(
     """A group of ranks over which attention is computed: the ``parallel=`` of :func:`tilewise.attention`.
 
     Args:
-        group: a process group, a device mesh of one dimension (``mesh["cp"]``), or ``None`` for all ranks.
+        group: a process group, a device mesh of one dimension (``mesh["cp"]``), or ``None`` for all ranks. GPUs of one machine that
+            reach each other's memory move rows by copy engines, others by NCCL (``tilewise.parallel.exchange.Group(group)`` for
+            NCCL alone).
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
             treat all queries alike), or a :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
         scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
@@ -52,9 +54,9 @@ def context_parallel(
         group = group.get_group()
     if not isinstance(layout, Layout) and layout not in LAYOUTS:
         raise ValueError(f"layout must be {', '.join(LAYOUTS)} or a Layout, got {layout!r}")
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be {', '.join(SCHEMES)}, got {scheme!r}")
-    exchange = Group(group) if group is None or isinstance(group, dist.ProcessGroup) else group
+    if scheme not in plan.SCHEMES:
+        raise ValueError(f"scheme must be {', '.join(plan.SCHEMES)}, got {scheme!r}")
+    exchange = group_of(group) if group is None or isinstance(group, dist.ProcessGroup) else group
     if isinstance(layout, Layout) and layout.ranks != exchange.size:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {exchange.size}")
     return ContextParallel(exchange, layout, scheme, sum_leaf_gradients)
@@ -122,32 +124,43 @@ class ContextParallel:
             ValueError: on every rank: a wrong call, ranks that disagree, rows that are not those of the layout.
             NotImplementedError: what is not built, or what no backend runs.
         """
-        if options.piece is not None:
-            raise NotImplementedError("parallel= with a piece of an attention is not built")
-        if options.max_logit:
-            raise NotImplementedError("parallel= with the largest scores (attention_with_stats) is not built")
+        _refuse(options)
         if self.size == 1:
             return autograd.attention(q, k, v, *assemble(q, k, v, options))
         q, k, v = _autocast(q, k, v)
-        facts = {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
-        facts |= {"scheme": self.scheme, "lse": str(with_lse)}
-        lengths = agreed_lengths(self.exchange, q, k, v, options, facts)
-        layouts = tuple(
-            self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
-        )
-        extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
-        spec = parse_spec(text)
-        signature = (text, with_lse, *layouts, *[(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)])
+        agreed = self._agreed(q, k, v, options, {"lse": str(with_lse)})
+        *_, extras, seed, spec = agreed
+        facts = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)]
         # What was checked of another tensor says nothing of this one.
-        signature += tuple((x.shape, x.dtype) for x in extras)
-        wish = Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)
+        facts += [(x.shape, x.dtype) for x in extras]
         call = self._plans.of(
-            signature,
+            (spec.text(), with_lse, *agreed.layouts, *facts),
             [extras[n] for n in spec.mask_slots],
-            lambda: planned(wish, layouts, (q, k, v), extras, seed, spec),
+            lambda: plan.planned(self._wish(with_lse), agreed),
         )
         run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
         return run(call, q, k, v, extras, seed)
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation:
+        """How the ranks would share this call: ``tilewise.explain(..., parallel=...)``. Every rank must call it."""
+        _refuse(options)
+        if self.size == 1:
+            return dispatch.explain(q, k, v, options)
+        q, k, v = _autocast(q, k, v)
+        return plan.explained(self._wish(False), self._agreed(q, k, v, options, {}))
+
+    def _wish(self, with_lse: bool) -> plan.Wish:
+        return plan.Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)
+
+    def _agreed(self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]) -> plan.Agreed:
+        """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
+        also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
+        lengths = agreed_lengths(self.exchange, q, k, v, options, also | {"scheme": self.scheme})
+        queries, keys = (
+            self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
+        )
+        extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
+        return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))
 
     def _checked_layout(self, lengths: list[int], name: str) -> Layout:
         layout = self.layout_of(sum(lengths))
@@ -164,6 +177,17 @@ class ContextParallel:
             return options
         _, seed, _ = assemble(q, q, q, Options(dropout_p=options.dropout_p, dropout_seed=options.dropout_seed))
         return options if seed is None else replace(options, dropout_seed=self.exchange.broadcast(seed))
+
+
+def _refuse(options: Options) -> None:
+    given = {
+        "a piece of an attention": options.piece is not None,
+        "a cache in pages": options.block_table is not None or options.seqlens_k is not None,
+        "the largest scores (attention_with_stats)": options.max_logit,
+    }
+    for what, asked in given.items():
+        if asked:
+            raise NotImplementedError(f"parallel= with {what} is not built")
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

@@ -162,6 +162,14 @@ def chunk_costs(masks: Mask | Sequence[Mask | None] | None, seqlen: int, bounds:
     return [round(float(total[b] - total[a])) for a, b in pairwise(bounds)]
 
 
+def tile_shares(mask: Mask, layout: Layout) -> tuple[float, ...]:
+    """The part of all visited tiles that the queries of each rank visit."""
+    bounds = sorted({end for held in layout.pieces for piece in held for end in piece})
+    costs = dict(zip(bounds, chunk_costs(mask, layout.seqlen, bounds), strict=False))
+    loads = [sum(costs[start] for start, _ in held) for held in layout.pieces]
+    return tuple(load / max(sum(loads), 1) for load in loads)
+
+
 def _row_costs(mask: Mask, seqlen: int) -> Tensor:
     """For each query, the key tiles that its tile visits: float64 ``(seqlen,)``, the mean over heads and batch elements."""
     leaves = [leaf.cpu() for leaf in mask.leaves]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise import dispatch
+from tilewise.masks import Mask
 from tilewise.parallel import cost, gathered, heads
 from tilewise.parallel.exchange import Exchange
-from tilewise.parallel.layout import Layout
+from tilewise.parallel.layout import Layout, tile_shares
 from tilewise.piece import Piece
-from tilewise.problem import Problem, check
-from tilewise.spec import Spec
+from tilewise.problem import Problem, TensorFacts, check
+from tilewise.spec import Spec, parse_spec
 from tilewise.tiles import Grid
 
 AUTO = "auto"
@@ -37,24 +42,40 @@ class Wish:
     with_lse: bool
 
 
-def planned(
-    wish: Wish,
-    layouts: tuple[Layout, ...],
-    qkv: tuple[Tensor, ...],
-    extras: list[Tensor],
-    seed: Tensor | None,
-    spec: Spec,
-) -> heads.Heads | gathered.Gathered:
-    """What the rank computes, after every input check of the whole call: all ranks see the same shapes here, and fail alike.
+class Agreed(NamedTuple):
+    """A call that all ranks have agreed on.
 
-    Args:
-        layouts: who holds which queries, and which keys. qkv: the rank's own rows.
+    Attributes:
+        layouts: who holds which queries, and which keys.
+        q, k, v: the rank's own rows.
+        extras, seed, spec: as the operator takes them.
     """
-    exchange, (queries, keys) = wish.exchange, layouts
-    q, k, v = (_stretched(x, layout.seqlen) for x, layout in zip(qkv, (queries, keys, keys), strict=True))
+
+    layouts: tuple[Layout, Layout]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    extras: list[Tensor]
+    seed: Tensor | None
+    spec: Spec
+
+    @property
+    def whole(self) -> list[Tensor]:
+        """Tensors with the facts of q, k and v and the lengths of the whole, without memory of their own: for checks."""
+        lengths = self.layouts[0].seqlen, self.layouts[1].seqlen, self.layouts[1].seqlen
+        return [
+            x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], seqlen, *x.shape[-2:])
+            for x, seqlen in zip((self.q, self.k, self.v), lengths, strict=True)
+        ]
+
+
+def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
+    """What the rank computes, after every input check of the whole call: all ranks see the same shapes here, and fail alike."""
+    exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
+    extras, seed, spec = call.extras, call.seed, call.spec
     whole = check(q, k, v, extras, seed, spec)
     if chosen(wish.scheme, whole, exchange.size) == "heads":
-        groups = heads.groups_of(whole.heads_k // exchange.size, wish.most_groups)
+        groups = heads.groups_of(whole, exchange.size, wish.most_groups)
         return heads.Heads(
             exchange, queries, keys, spec.text(), whole.heads_q, groups, heads.head_axes(spec),
             spec.grad_slots, wish.sum_leaf_gradients, wish.with_lse,
@@ -69,24 +90,24 @@ def planned(
     return gathered.Gathered(exchange, keys, tuple(found), spec.grad_slots, wish.sum_leaf_gradients)
 
 
+def refusals(whole: Problem, ranks: int) -> dict[str, list[str]]:
+    """Why each scheme cannot compute a whole attention; empty: it can."""
+    return {"gather": gathered.reasons(whole.spec), "heads": heads.reasons(whole.spec, whole.heads_k, ranks)}
+
+
 def chosen(scheme: str, whole: Problem, ranks: int) -> str:
     """The scheme of a call, the one that was asked for or the cheapest that can: a function of what all ranks know alike.
 
     Raises:
         NotImplementedError: the one that was asked for, or every one, cannot.
     """
-    refused = {"gather": gathered.reasons(whole.spec), "heads": heads.reasons(whole.spec, whole.heads_k, ranks)}
+    refused = refusals(whole, ranks)
     asked = [name for name in refused if scheme in (AUTO, name)]
     able = [name for name in asked if not refused[name]]
     if not able:
         lines = [f"  {name}: {reason}" for name in asked for reason in refused[name]]
         raise NotImplementedError("\n".join(["no scheme can compute this attention over ranks", *lines]))
     return min(able, key=lambda name: cost.COSTS[name](whole, ranks).milliseconds)
-
-
-def _stretched(x: Tensor, seqlen: int) -> Tensor:
-    """A tensor with the facts of ``x`` and another length, without memory of its own: for checks."""
-    return x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], seqlen, *x.shape[-2:])
 
 
 def _keys_between(grid: Grid, start: int, stop: int) -> tuple[int, int]:
@@ -96,3 +117,71 @@ def _keys_between(grid: Grid, start: int, stop: int) -> tuple[int, int]:
     first = int(torch.where(sees, lo, grid.keys).amin())
     last = int(torch.where(sees, hi, 0).amax())
     return (first, last) if first < last else (0, min(1, grid.keys))
+
+
+# -- Explaining ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation(dispatch.Explanation):
+    """How ranks share an attention, and what would run this rank's first call. ``print`` it.
+
+    Attributes:
+        scheme: the one that is taken. costs: of each scheme that can. refused_schemes: why the others cannot.
+        shares: of the visited tiles, the part that each rank computes, where it is known.
+    """
+
+    scheme: str
+    costs: dict[str, cost.Cost]
+    refused_schemes: dict[str, list[str]]
+    shares: tuple[float, ...]
+
+    def __str__(self) -> str:
+        lines = [f"scheme    {self.scheme}: {self.costs[self.scheme]}"]
+        lines += [f"not       {name}: {found}" for name, found in self.costs.items() if name != self.scheme]
+        lines += [f"not       {name}: {'; '.join(said)}" for name, said in self.refused_schemes.items()]
+        shares = ", ".join(f"{100 * share:.1f} %" for share in self.shares)
+        lines += [f"shares    {shares} of the visited tiles, by rank"] if self.shares else []
+        return "\n".join([*lines, super().__str__()])
+
+    def as_dict(self) -> dict:
+        costs = {name: asdict(found) | {"milliseconds": found.milliseconds} for name, found in self.costs.items()}
+        more = {"scheme": self.scheme, "costs": costs, "refused_schemes": self.refused_schemes, "shares": self.shares}
+        return super().as_dict() | more
+
+
+def explained(wish: Wish, call: Agreed) -> Explanation:
+    """How the ranks would share a call."""
+    ranks, extras, spec, (queries, keys) = wish.exchange.size, call.extras, call.spec, call.layouts
+    whole, plan = check(*call.whole, extras, call.seed, spec), planned(wish, call)
+    refused = {name: said for name, said in refusals(whole, ranks).items() if said}
+    costs = {name: find(whole, ranks) for name, find in cost.COSTS.items() if name not in refused}
+    local = dispatch.explained(_first_call(plan, whole, extras))
+    found = {x.name: getattr(local, x.name) for x in fields(local)} | {"tangents": None}  # ranks exchange none
+    if isinstance(plan, heads.Heads):
+        return Explanation(**found, scheme="heads", costs=costs, refused_schemes=refused, shares=(1 / ranks,) * ranks)
+    mask = Mask(spec.mask_text, tuple(extras[n] for n in spec.mask_slots))
+    shares = tile_shares(mask, queries) if queries.seqlen == keys.seqlen else ()
+    return Explanation(**found, scheme="gather", costs=costs, refused_schemes=refused, shares=shares)
+
+
+def _first_call(call: heads.Heads | gathered.Gathered, whole: Problem, extras: list[Tensor]) -> Problem:
+    """A rank's first call of the operator: that of its first group of heads, or of its first piece."""
+    if isinstance(call, heads.Heads):
+        parts = call.exchange.size * call.groups
+        shapes = [(*x.shape[:-2], x.shape[-2] // parts, x.shape[-1]) for x in (whole.q, whole.k, whole.v)]
+        text, extras = call.spec, call.own(extras, 0)
+    elif call.pieces:
+        piece = call.pieces[0]
+        lengths = [part.stop - part.start for part in (piece.rows, piece.keys, piece.keys)]
+        shapes = [(x.shape[0], n, *x.shape[2:]) for x, n in zip((whole.q, whole.k, whole.v), lengths, strict=True)]
+        text = piece.spec
+    else:
+        return whole
+    q, k, v = (TensorFacts(shape, _contiguous(shape), whole.dtype) for shape in shapes)
+    return replace(whole, q=q, k=k, v=v, extras=tuple(TensorFacts.of(x) for x in extras), spec=parse_spec(text))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]

@@ -16,7 +16,6 @@ from tilewise.backends.base import (
     Output,
     PerProblem,
     empty_output,
-    page_reasons,
     piece_reasons,
     unit_last,
     unknown_operations,
@@ -50,8 +49,10 @@ class Cpu(Backend):
             reasons.append(loaded)
         else:
             reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
-        reasons += piece_reasons(p, dropout=True) + page_reasons(p)
+        reasons += piece_reasons(p, dropout=True)
         reasons += ["the largest score of each row"] if p.spec.max_logit else []
+        if p.paged and any(x.stride[-1] != 1 and x.shape[-1] > 1 for x in (p.k, p.v)):
+            reasons.append("pages whose last stride is not 1: it would copy all of them")
         if program.too_many_dimensions(p.spec):
             reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")
         slots = (*p.spec.mask_slots, *p.spec.score_slots)

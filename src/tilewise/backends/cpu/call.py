@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ class Prepared:
     def constant_mask(self) -> bool:
         """Whether the mask follows from the shapes."""
         region = self.p.spec.region
-        return not self.p.packed and region.prepared is None and not expr.lookups(*region.parts)
+        return not self.p.packed and not self.p.paged and region.prepared is None and not expr.lookups(*region.parts)
 
     @cached_property
     def forward_region(self) -> Region:
@@ -113,21 +113,51 @@ class Prepared:
         p = self.p
         if p.spec.region.everything:
             return Region({})
+        if p.paged and p.spec.region.predicate is None:
+            return Region(_paged_ends(p, t))
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
         native = p.spec.region.prepared is None and _by_pair(p.spec.region.predicate)
-        if not p.packed:
+        if not p.packed and not p.paged:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
             return _stacked([_region_of(grid, p, tile, backward, native)], p.batch, not native)
-        cu_q, cu_k = (
-            [min(x, n) for x in cu.tolist()] for cu, n in ((t.cu_seqlens_q, p.seqlen_q), (t.cu_seqlens_k, p.seqlen_k))
-        )
         parts = []
-        for b in range(p.batch):
-            nq, nk = cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]
+        for b, (nq, nk) in enumerate(_lengths(p, t)):
             grid = Grid(p.spec.region, leaves, nq, nk, torch.tensor([b]), heads, nk)
             parts.append(_region_of(grid, p, tile, backward, native))
         return _stacked(parts, p.batch, not native)
+
+
+def _lengths(p: Problem, t: Inputs) -> list[tuple[int, int]]:
+    """How many queries and keys each packed or paged sequence has."""
+
+    def packed(cu: Tensor, total: int) -> list[int]:
+        ends = [min(x, total) for x in cu.tolist()]
+        return [end - start for start, end in pairwise(ends)]
+
+    queries = packed(t.cu_seqlens_q, p.seqlen_q) if p.packed else [p.seqlen_q] * p.batch
+    keys = t.seqlens_k.tolist() if p.paged else packed(t.cu_seqlens_k, p.seqlen_k)
+    return list(zip(queries, keys, strict=True))
+
+
+def _paged_ends(p: Problem, t: Inputs) -> dict[str, Tensor]:
+    """The ends of all rows of a paged call at once, int32 ``(1, heads|1, rows)``: sequences differ in lengths, which are tensors here."""
+    if p.packed:
+        row, cu = torch.arange(p.seqlen_q), t.cu_seqlens_q.long()
+        b = torch.searchsorted(cu[1:], row, right=True).clamp(max=max(p.batch - 1, 0))
+        i, nq = row - cu[b], cu.diff()[b]
+    else:
+        b, i = torch.arange(p.batch).repeat_interleave(p.seqlen_q), torch.arange(p.seqlen_q).repeat(p.batch)
+        nq = torch.tensor(p.seqlen_q)
+    nk, h = t.seqlens_k.long()[b], torch.arange(p.heads_q).view(-1, 1)
+    env = {"b": b, "h": h, "i": i, "seqlen_q": nq, "seqlen_k": nk, "off": nk - nq}
+    written = {name: e for name, e in (("lo", p.spec.region.lo), ("hi", p.spec.region.hi)) if e is not None}
+    ends = expr.evaluate(list(written.values()), env, t.leaves, torch.float32)
+    inside = [end.long().clamp(min=0).minimum(nk) for end in ends]
+    return {
+        name: end.expand(*end.shape[:-1], len(i)).reshape(1, -1, len(i)).int()
+        for name, end in zip(written, inside, strict=True)
+    }
 
 
 def _by_pair(predicate: expr.Expr | None) -> bool:
@@ -155,7 +185,7 @@ def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, na
     status = None
     if grid.region.predicate is not None:
         status = TileMap.build(grid, *tile, by_columns=backward).status
-    every = not p.packed and every_key_seen(grid.region, grid.seqlen_q, grid.seqlen_k)
+    every = not p.packed and not p.paged and every_key_seen(grid.region, grid.seqlen_q, grid.seqlen_k)
     seen = None if every else seen_keys(grid, p.group)
     return _Part(ends, status, seen)
 
@@ -214,9 +244,14 @@ class Bound:
         call = self.call = library.Call.from_buffer_copy(shared)
         self.keep: list[object] = []
         call.threads = torch.get_num_threads()
-        call.q, call.k, call.v = self.tensor(unit_last(t.q)), self.tensor(unit_last(t.k)), self.tensor(unit_last(t.v))
+        call.q = self.tensor(unit_last(t.q))
+        call.k, call.v = (self.tensor(unit_last(x), self.packed and not p.paged) for x in (t.k, t.v))
         if self.packed:
-            call.cu_seqlens_q, call.cu_seqlens_k = (self.data(x.long()) for x in (t.cu_seqlens_q, t.cu_seqlens_k))
+            call.cu_seqlens_q = self.data(t.cu_seqlens_q.long())
+        if p.paged:
+            self._bind_pages()
+        elif self.packed:
+            call.cu_seqlens_k = self.data(t.cu_seqlens_k.long())
         if t.sink is not None:
             call.sink = self.data(t.sink.to(p.compute_dtype))
         if p.spec.dropout_p:
@@ -231,17 +266,29 @@ class Bound:
         self.keep.append(x)
         return x.data_ptr()
 
-    def tensor(self, x: Tensor) -> library.Tensor:
-        """A tensor laid out as q."""
+    def tensor(self, x: Tensor, packed: bool | None = None) -> library.Tensor:
+        """A tensor laid out as q, unless ``packed`` says otherwise."""
         self.keep.append(x)
-        batch, row, head = (0, *x.stride()[:2]) if self.packed else x.stride()[:3]
+        packed = self.packed if packed is None else packed
+        batch, row, head = (0, *x.stride()[:2]) if packed else x.stride()[:3]
         return library.Tensor(x.data_ptr(), batch, row, head)
+
+    def _bind_pages(self) -> None:
+        call, t = self.call, self.t
+        table = unit_last(t.block_table)
+        call.block_table, call.table_row, call.page_size = table.data_ptr(), table.stride(0), t.k.shape[1]
+        call.cu_seqlens_k = self.data(torch.nn.functional.pad(t.seqlens_k.cumsum(0, dtype=torch.int64), (1, 0)))
+        self.keep.append(table)
 
     def _bind_region(self) -> None:
         call, region = self.call, self.region
         stride = lambda x, axis: x.stride(axis) if x.shape[axis] > 1 else 0  # noqa: E731
+        p = self.prepared.p
+        lines = (
+            p.seqlen_q if p.paged and not p.packed else 0
+        )  # of a sequence, where those of all are one after the other
         for name, x in region.ends.items():
-            setattr(call, name, library.Ends(x.data_ptr(), stride(x, 0), stride(x, 1)))
+            setattr(call, name, library.Ends(x.data_ptr(), stride(x, 0) or lines, stride(x, 1)))
         if region.status is not None:
             call.status, call.status_at = region.status.data_ptr(), region.status_at.data_ptr()
             call.status_head = region.status_head.data_ptr()

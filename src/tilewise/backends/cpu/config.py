@@ -11,6 +11,8 @@ from tilewise.problem import Problem
 # The smallest chunk and the largest, and how many chunks, where few queries meet many keys: docs/decisions.md#cpu-decode-chunks.
 SPLIT_KEYS = (1024, 4096)
 SPLIT_PARTS = 16
+PAGED_SPLIT = 1024  # of a cache, whatever its capacity, so that a sequence's bits are its own
+PAGED_ROWS = 16  # queries of a tile where sequences have few
 PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
 AMX = ("amxbf16", "amxbf16_emulated")
 NOTES = {"amxbf16_emulated": "AMX in software, for tests"}
@@ -78,12 +80,12 @@ def choose(p: Problem, isa: str) -> Config:
     if p.spec.region.predicate is not None:  # smaller tiles are more often empty or full
         tile_n, tile_m = min(tile_n, PREDICATE_TILE), min(tile_m, PREDICATE_TILE)
     tile_m = max(1, min(tile_m, p.seqlen_q))
-    split = _split(p)
+    split = PAGED_SPLIT if p.paged else _split(p)
     return Config(
         isa=isa,
         tile_m=tile_m,
         tile_n=128 if split else tile_n,
-        heads=1 if p.packed else max(1, min(p.group, 192 // tile_m)),
+        heads=1 if p.packed and not p.paged else max(1, min(p.group, 192 // tile_m)),
         backward_m=max(1, min(96 if p.spec.region.predicate is None else PREDICATE_TILE, p.seqlen_q)),
         backward_n=tile_n,
         split=split,
@@ -93,6 +95,8 @@ def choose(p: Problem, isa: str) -> Config:
 
 def _tile_m(p: Problem, block: int) -> int:
     """Tall tiles pack K and V less often; but there must be tiles for every thread. Even parts, in blocks of so many rows."""
+    if p.packed and p.paged and (p.spec.deterministic or p.seqlen_q <= PAGED_ROWS * p.batch):
+        return PAGED_ROWS
     tiles = lambda m: p.heads_q * -(-p.seqlen_q // m) * (1 if p.packed else p.batch)  # noqa: E731
     most = next((m for m in (516 // block * block, 192) if tiles(m) >= 16), 96)
     part = -(-p.seqlen_q // max(1, -(-p.seqlen_q // most)))

@@ -14,7 +14,7 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import why_not_built
 
-VERSION = 6
+VERSION = 7
 DIMS = 8
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
@@ -90,6 +90,9 @@ class Call(Structure):
         ("softmax_scale", c_double),
         ("cu_seqlens_q", c_void_p),
         ("cu_seqlens_k", c_void_p),
+        ("block_table", c_void_p),
+        ("table_row", c_int64),
+        ("page_size", c_int64),
         *[(name, Tensor) for name in "qkvo"],
         ("lse", c_void_p),
         ("lse_batch", c_int64),

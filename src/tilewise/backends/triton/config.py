@@ -38,7 +38,7 @@ class Config:
     Attributes:
         dv: tiles of a pass for dV alone; ``dkdv`` is then dK's alone.
         split: keys of a split, where the keys are split.
-        splits: of the keys of each row over a cache in pages (``paging.paged_splits``).
+        splits: of the keys that a row sees in a paged cache; ``split`` is then the least of one (``paging.paged_splits``).
         beside: batch elements and heads whose programs of one tile run side by side.
         overlapping: whether a kernel may begin while the one before it in the stream has yet to end (``host.plan.Role``).
         products: of fp32: "ieee", as its arithmetic units compute them, "tf32", or "bf16x6", of TERMS bf16 terms.
@@ -69,7 +69,6 @@ class Config:
     def describe(self) -> str:
         titles = {"forward": "forward", "dkdv": "dK dV", "dk": "dK", "dv": "dV", "dq": "dQ"}
         split = f"; keys split by {self.split}" if self.split else ""
-        split += f"; keys in up to {self.splits} splits" if self.splits > 1 else ""
         split += "" if self.products == "ieee" else f"; fp32 products {self.products}"
         return "; ".join(f"{titles[name]} {tiles.describe()}" for name, tiles in self.passes.items()) + split
 

@@ -24,17 +24,21 @@ from tilewise.backends.triton.config import (
     table,
     tf32_allowed,
 )
-from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit, shared_memory
+from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit, shared_memory, width
 from tilewise.problem import Problem
 
 Addressing = Literal["whole", "one", "several"]
 """Where the keys of a tile lie: in the one page that a sequence has, in one page of several, or each in a page of its own."""
 
-SPLIT_TILES = 2  # the least tiles of a split: shorter ones take as long to begin as to run
-PROGRAMS = 4  # for each multiprocessor, where there are so many splits: they even out sequences of different lengths
+# How keys are split. None of these was measured: a graph of `python -m bench.serving --parts tiles` on a GPU would tell.
+PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128
 MOST_SPLITS_ALONE = 32  # where the choice may not look at the batch: the partial states of a large one should still fit
+SHORTEST_SPLIT = 128  # keys, where programs are few
+SPLIT_OF_MANY = (
+    1024  # keys, where there are programs for all multiprocessors without splits: then a split saves no time
+)
 
 
 def addressing(problem: Problem, tile_n: int) -> Addressing:
@@ -63,31 +67,52 @@ class Machine:
         return cls(architecture(device), memory_limit(device, UNLIMITED), devices.of(device).cores)
 
 
-def choose_paged(problem: Problem, measured: dict[str, Tiles]) -> Config:
+@dataclass(frozen=True)
+class PagedConfig(Config):
+    """The tiles of a forward over pages; there is no backward. ``split`` is the least keys of a split."""
+
+    def describe(self) -> str:
+        split = f"; keys in up to {self.splits} splits of {self.split} or more" if self.splits > 1 else ""
+        return self.forward.describe() + split
+
+    def traffic(self, problem: Problem) -> int:
+        """Bytes of Q and O once, and of K and V once for each tile of rows, where every sequence is as long as it may be."""
+        queries = problem.seqlen_q * (1 if problem.packed else problem.batch)
+        tiles = -(-rows_of_sequence(problem) // self.forward.tile_m) * problem.batch
+        rows = queries * problem.heads_q + tiles * problem.heads_k * problem.capacity
+        return problem.dtype.itemsize * rows * (problem.head_dim + problem.head_dim_v)
+
+
+def choose_paged(problem: Problem, measured: dict[str, Tiles]) -> PagedConfig:
     """The configuration of a problem whose keys lie in pages.
 
     Args:
         measured: tiles that ``tilewise tune`` measured on this device, by pass.
     """
     if problem.device.type == "cpu":
-        return INTERPRETED
+        return PagedConfig(*[INTERPRETED.forward] * 3)
     # Terms of bf16 would have to be made of the whole pool, of which a call reads a part.
     products = "tf32" if problem.dtype.itemsize == 4 and tf32_allowed() else "ieee"
     return paged_config(problem, Machine.of(problem.device), products, measured.get("forward"))
 
 
-def paged_config(problem: Problem, machine: Machine, products: str, measured: Tiles | None = None) -> Config:
-    """The configuration on a machine; its passes are the forward alone."""
+def paged_config(problem: Problem, machine: Machine, products: str, measured: Tiles | None = None) -> PagedConfig:
+    """The configuration on a machine."""
     arch, size = machine.arch, problem.dtype.itemsize
-    rows = table(arch, size, products)
-    tiles = measured or (row_for(rows, problem) or rows[-1]).forward
+    by_width = table(arch, size, products)
+    tiles = measured or (row_for(by_width, problem) or by_width[-1]).forward
+    # Packed, other sequences of the batch decide whether rows are few on average: a deterministic choice does not look.
+    rows = tiles.tile_m if problem.packed and problem.spec.deterministic else rows_of_sequence(problem)
     few = row_for(DECODING.get(arch, ()), problem) if size == 2 else None
-    # Packed, another sequence of the batch may be what makes rows few: a deterministic choice does not look.
-    if few is not None and not (problem.packed and problem.spec.deterministic) and rows_of_sequence(problem) <= 64:
+    if few is not None and rows <= few.forward[0].tile_m:
         tiles = few.forward[0]
+    elif few is None and rows < tiles.tile_m:
+        tiles = replace(tiles, tile_m=width(rows))
     tiles = paged_tiles(problem, tiles, machine)
-    splits = paged_splits(problem, tiles.tile_m, machine.cores)
-    return Config(tiles, tiles, tiles, splits=splits, overlapping=arch in OVERLAPPING, products=products)
+    splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
+    return PagedConfig(
+        tiles, tiles, tiles, split=keys, splits=splits, overlapping=arch in OVERLAPPING, products=products
+    )
 
 
 def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
@@ -108,20 +133,20 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
     return shared_memory("paged", tiles, widths, problem.dtype.itemsize, streams, arch)
 
 
-def paged_splits(problem: Problem, tile_m: int, cores: int) -> int:
-    """The splits of the keys that a tile of rows sees, a power of two; 1: its program visits them all.
+def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:
+    """``(splits, keys)``: into how many splits the keys that a tile of rows sees are cut, a power of two, and the least keys of one.
 
-    With ``deterministic`` it depends on one sequence's shapes: a result does not depend on its batch-mates. Packed, queries belong
+    With ``deterministic`` they depend on one sequence's shapes: a result does not depend on its batch-mates. Packed, queries belong
     to sequences of any length, of which no host knows; a deterministic call then does not split.
     """
     deterministic = problem.spec.deterministic
     if deterministic and problem.packed:
-        return 1
+        return 1, SHORTEST_SPLIT
     tiles = -(-rows_of_sequence(problem) // tile_m)
-    programs = problem.heads_k * tiles * (1 if deterministic else problem.batch)
-    wanted = PROGRAMS * cores // max(programs, 1)
+    programs = max(problem.heads_k * tiles * (1 if deterministic else problem.batch), 1)
+    keys = SHORTEST_SPLIT if programs < cores else SPLIT_OF_MANY
+    wanted = PROGRAMS * cores // programs
     if tiles == 1:
         wanted = max(wanted, LEAST_SPLITS)
-    most = -(-problem.capacity // (64 * SPLIT_TILES))
-    wanted = max(1, min(wanted, most, MOST_SPLITS_ALONE if deterministic else MOST_SPLITS))
-    return 1 << (wanted.bit_length() - 1)
+    most = min(-(-problem.capacity // keys), MOST_SPLITS_ALONE if deterministic else MOST_SPLITS)
+    return 1 << (max(1, min(wanted, most)).bit_length() - 1), keys

@@ -10,7 +10,7 @@ gradients for ``alibi_slopes`` and ``softmax_lse``. Where the two differ:
 - ``max_seqlen_*`` size ``S_dmask`` and nothing else: no kernel needs them. They and ``window_size`` are whole numbers in any
   form: ints, NumPy's, or tensors of one, which are read on the host.
 - ``deterministic=False`` follows ``torch.use_deterministic_algorithms``.
-- ``block_table`` and ``flash_attn_with_kvcache`` are refused: a paged cache is not built.
+- Pages (``block_table``) may have any size. Calls over a cache have no gradient, as in the original, and refuse one that is wanted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.compat.flash_attn import bert_padding
+from tilewise.compat.flash_attn.kvcache import CacheCall
 
 __version__ = "2.8.3+tilewise"  # whose interface this is
 
@@ -104,6 +105,13 @@ def _varlen(qkv: tuple[Tensor, ...], cu: tuple[Tensor, Tensor], longest: tuple, 
     q, _, _ = qkv
     sizes = (cu[0].shape[0] - 1, q.shape[-2], *longest)
     return _run(partial(tw.attention_varlen, *qkv, *cu, return_lse=True), q, sizes, options, probs)
+
+
+def _over_pages(q: Tensor, cache: tw.PagedCache, cu_seqlens_q: Tensor, options: dict, probs: bool) -> Result:
+    if options.pop("dropout_p"):
+        raise NotImplementedError("dropout_p with a block_table: a cache is for inference, where dropout_p is 0")
+    out, lse = tw.attention_paged_with_lse(q, cache, cu_seqlens_q, **options)
+    return (out, lse, NoProbabilities()) if probs else out
 
 
 # -- The functions ---------------------------------------------------------------------------------------------------
@@ -193,17 +201,17 @@ def flash_attn_varlen_func(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``, where sequences start and the last one ends.
-        block_table: refused.
+        block_table: int32 ``(batch, max_blocks)``; k and v are then pages ``(num_blocks, page_block_size, heads_k, head_dim)``, and
+            there is neither dropout nor a gradient.
 
     Returns:
         out ``(total_q, heads, head_dim_v)``; with ``return_attn_probs`` also softmax_lse ``(heads, total_q)`` and S_dmask
         ``(batch, heads, max_seqlen_q, max_seqlen_k)``.
     """
-    if block_table is not None:
-        raise NotImplementedError(
-            "block_table: a paged cache is not built; gather the pages into k and v and give their cu_seqlens_k"
-        )
     options = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    if block_table is not None:
+        cache = tw.paged(k, v, block_table, cu_seqlens_k.diff().to(torch.int32))
+        return _over_pages(q, cache, cu_seqlens_q, options, return_attn_probs)
     cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     return _varlen((q, k, v), cu, longest, options, return_attn_probs)
 
@@ -249,12 +257,57 @@ def flash_attn_varlen_qkvpacked_func(
     return _varlen(_unpacked(qkv, 3, "qkv"), cu, longest, options, return_attn_probs)
 
 
-def flash_attn_with_kvcache(*_: object, **__: object) -> None:
-    """Refused: it is there so that a library that imports all of the original's names can be loaded."""
-    raise NotImplementedError(
-        "flash_attn_with_kvcache: a cache that is updated in place is not built; append to k and v and call "
-        "flash_attn_func, or tw.attention with mask=tw.key_lengths(n)"
-    )
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of ``q (batch, seqlen_q, heads, head_dim)`` over a cache, into which ``k`` and ``v`` are written first, in place.
+
+    Args:
+        k_cache, v_cache: ``(batch_cache, seqlen_cache, heads_k, head_dim)``; with ``block_table`` pages ``(num_blocks, page_block_size,
+            heads_k, head_dim)`` of any size.
+        k, v: ``(batch, seqlen_new, heads_k, head_dim)``, written behind the first ``cache_seqlens`` keys.
+        rotary_cos, rotary_sin: ``(seqlen_rotary, rotary_dim / 2)``, by which the new keys are turned, at positions ``cache_seqlens``,
+            ``cache_seqlens + 1`` and so on, and the queries, at those positions under ``causal`` or a window, else all at
+            ``cache_seqlens``. rotary_interleaved: turns dimensions 2n and 2n + 1 together, else n and n + rotary_dim / 2.
+        cache_seqlens: int, or int32 ``(batch,)``, keys before the new ones; they stay so. Default: the cache is full.
+        cache_batch_idx: ``(batch,)``, the row of the cache that each sequence has. cache_leftpad: ``(batch,)``, keys at the front that
+            nobody sees. block_table: int32 ``(batch, max_blocks)``.
+        num_splits: how the original shares out its work; it changes no result and is not needed.
+        causal, window_size, softcap, alibi_slopes, softmax_scale: as in :func:`~tilewise.compat.flash_attn.flash_attn_func`, rows
+            counted from the last key.
+
+    Returns:
+        out ``(batch, seqlen_q, heads, head_dim_v)``; with ``return_softmax_lse`` also softmax_lse ``(batch, heads, seqlen_q)``.
+
+    Raises:
+        ValueError: a wrong call, also one that wants gradients: this function has none, in the original either.
+    """
+    options = _keywords(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    del options["dropout_p"]
+    # fmt: off
+    call = CacheCall(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_seqlens, cache_batch_idx,
+                     cache_leftpad, block_table)
+    # fmt: on
+    out, lse = call.attend(options)
+    return (out, lse) if return_softmax_lse else out
 
 
 # -- Standing in for the package --------------------------------------------------------------------------------------

@@ -79,8 +79,9 @@ void check(const TwCall &c) {
   if (c.version != TW_VERSION) throw std::invalid_argument("the struct is of another version than the library");
   if (c.tile_n < 64 || c.tile_n > kMaxTileN || c.tile_n % 64 || c.tile_m < 1 || c.heads_per_item < 1 || c.threads < 1)
     throw std::invalid_argument("tile_n must be 64, 128, 192 or 256, and tile_m, heads_per_item, threads at least 1");
-  if (c.split < 0 || c.split % c.tile_n || (c.split && c.cu_seqlens_q))
+  if (c.split < 0 || c.split % c.tile_n || (c.split && c.cu_seqlens_q && !c.block_table))
     throw std::invalid_argument("split must be a multiple of tile_n, and 0 for packed sequences");
+  if (c.block_table && (c.page_size < 1 || !c.cu_seqlens_k)) throw std::invalid_argument("pages need a size and lengths");
   if (c.batch < 0 || c.heads_k < 1 || c.heads_q < 1 || c.heads_q % c.heads_k || c.head_dim < 1 || c.head_dim_v < 1 || c.chunks < 1)
     throw std::invalid_argument("sizes and chunks must be positive, and heads_q a multiple of heads_k");
   if (c.q_start < 0 || c.k_start < 0) throw std::invalid_argument("a piece's first query and key must not be negative");
@@ -121,18 +122,17 @@ void add_items(const TwCall &c, const Sequence &s, int64_t n0, int64_t n1, int64
 
 Forward plan_forward(const TwCall &c) {
   Forward plan;
-  if (c.split) plan.parts = std::max<int64_t>(1, (c.seqlen_k + c.split - 1) / c.split);
   for (int64_t b = 0, rows = 0; b < c.batch; ++b) {
     const Sequence s = sequence_of(c, b);
-    const int64_t step = c.split ? c.split : std::max<int64_t>(s.seqlen_k, 1);
-    for (int64_t n0 = 0, part = 0; n0 < std::max<int64_t>(s.seqlen_k, 1); n0 += step, ++part)
+    const int64_t split = split_of(c, s), step = split ? split : std::max<int64_t>(s.seqlen_k, 1);
+    plan.parts = std::max(plan.parts, parts_of(c, s));
+    for (int64_t n0 = 0, part = split ? 0 : -1; n0 < std::max<int64_t>(s.seqlen_k, 1); n0 += step, ++part)
       add_items(c, s, n0, std::min(n0 + step, s.seqlen_k), part, rows, plan);
     if (!plan.items.empty()) rows = plan.items.back().rows + 1;
   }
   if (!plan.parts || plan.items.empty()) return plan;
-  const int64_t rows = plan.items.back().rows + 1;
-  plan.unfinished.reset(new std::atomic<int64_t>[size_t(rows)]);
-  for (int64_t n = 0; n < rows; ++n) plan.unfinished[size_t(n)] = plan.parts;
+  plan.unfinished.reset(new std::atomic<int64_t>[size_t(plan.items.back().rows + 1)]);
+  for (const QueryItem &item : plan.items) plan.unfinished[size_t(item.rows)] = parts_of(c, sequence_of(c, item.b));
   return plan;
 }
 
@@ -150,7 +150,7 @@ void run_forward(const TwCall &c) {
   const Forward plan = plan_forward(c);
   const std::vector<int64_t> order = longest_first(plan.cost);
   const size_t size = c.type == TW_F64 ? 8 : 4;
-  const size_t lines = size_t(plan.parts * c.batch * c.heads_q * c.seqlen_q);
+  const size_t lines = size_t(plan.parts * lines_of(c));
   std::vector<char> o(lines * size_t(c.head_dim_v) * size), lse(lines * size);
   const Partials partials{o.data(), lse.data(), plan.parts};
   const int64_t bytes = kernels.forward_bytes(c);
@@ -158,7 +158,7 @@ void run_forward(const TwCall &c) {
     const QueryItem &item = plan.items[size_t(order[size_t(n)])];
     kernels.forward(c, item, partials, scratch(bytes));
     // Whoever ends the last part of some rows merges them, in the order of the parts: a second round of threads costs more.
-    if (plan.parts && plan.unfinished[size_t(item.rows)].fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.merge(c, item, partials);
+    if (item.part >= 0 && plan.unfinished[size_t(item.rows)].fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.merge(c, item, partials);
   });
 }
 

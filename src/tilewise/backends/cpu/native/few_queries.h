@@ -92,6 +92,8 @@ class FewQueries {
     p = arena.take<T>(kStep * W), acc = arena.take<T>(W * wide), m = arena.take<T>(W), l = arena.take<T>(W);
     lo = arena.take<int64_t>(W), hi = arena.take<int64_t>(W);
     if constexpr (paired) rounded = arena.take<X>(kStep * W / 2);
+    k_at = arena.take<const E *>(kStep), v_at = arena.take<const E *>(kStep), next_at = arena.take<const E *>(kStep);
+    marks = arena.take<uint8_t>(kStep);
     bytes = arena.used;
     // K and V of a step, and what is prefetched for the next, share L1.
     const int64_t row = greater(greater(c.head_dim, c.head_dim_v), 1) * int64_t(sizeof(E));
@@ -120,9 +122,7 @@ class FewQueries {
     const char *at;
     int64_t stride;
   };
-  static TW_INLINE Bytes bytes_of(const Rows<E> &rows, int64_t first) {
-    return {(const char *)(rows.data + first * rows.stride), rows.stride * int64_t(sizeof(E))};
-  }
+  static TW_INLINE Bytes bytes_of(const E *first, const TwTensor &t) { return {(const char *)first, t.row * int64_t(sizeof(E))}; }
 
   const TwCall &c;
   const QueryItem &item;
@@ -133,6 +133,8 @@ class FewQueries {
   E *v;
   T *p, *acc, *m, *l;
   int64_t *lo, *hi;
+  const E **k_at, **v_at, **next_at;  // where the keys of a step lie, their V, and the next step's K
+  uint8_t *marks;
 
   template <int R>
   void attend_by() {
@@ -145,6 +147,8 @@ class FewQueries {
   void attend() {
     int64_t begin, end;
     start<R>(begin, end);
+    if (c.block_table) begin = greater(begin / block_of<R> * block_of<R>, item.n0);  // blocks that lie in one page
+    place(c.k, begin, end, next_at);
     for (int64_t n0 = begin; n0 < end; n0 += step_keys) step<R>(n0, smaller(step_keys, end - n0), end);
     for (int g = 0; g < W / R; ++g) {
       T sum = T(0);
@@ -172,33 +176,48 @@ class FewQueries {
     }
   }
 
+  // Where the keys of the step at n0 lie; places that it does not need are those of its last key.
+  void place(const TwTensor &t, int64_t n0, int64_t end, const E **at) {
+    const int64_t count = smaller(step_keys, end - n0);
+    if (count <= 0) return;
+    place_keys<E>(c, t, s, head_k, n0, count, at);
+    for (int64_t n = count; n < step_keys; ++n) at[n] = at[count - 1];
+  }
+
   template <int R>
   void step(int64_t n0, int64_t keys, int64_t end) {
-    const Rows<E> k_rows = key_rows<E>(c, c.k, s, head_k, n0), v_rows = key_rows<E>(c, c.v, s, head_k, n0);
+    const E **last = k_at;
+    k_at = next_at, next_at = last;
+    place(c.v, n0, end, v_at), place(c.k, n0 + keys, end, next_at);
     constexpr int block = block_of<R>;
     const bool direct = as_they_lie && c.head_dim % (R * int(sizeof(X) / sizeof(E))) == 0;
     for (int64_t n = 0; n < keys; n += block) {
       const int64_t count = smaller(block, keys - n);
-      const Bytes key = bytes_of(k_rows, n), value = bytes_of(v_rows, n);
-      if (direct && count == block) {
+      const Bytes key = bytes_of(k_at[n], c.k), value = bytes_of(v_at[n], c.v);
+      const bool together = !c.block_table || (n0 + n) % c.page_size + block <= c.page_size;
+      if (direct && together && count == block) {
         scores<R, block>(key, elements<X>(c.head_dim), p + n * (W / R), value);
       } else {
-        pack_keys({k_rows.data + n * k_rows.stride, k_rows.stride, count, nullptr}, block);
+        pack_keys({nullptr, 0, count, nullptr, k_at + n}, block);
         scores<R, block>({(const char *)k, depth * int64_t(sizeof(X))}, depth, p + n * (W / R), value);
       }
     }
     const int64_t whole = round_up(keys, block);
     if (n0 < all_from || n0 + whole > all_to) hide<R>(n0, whole);
     softmax<R>(whole);
-    add_values<R>(v_rows, keys, n0 + keys < end ? k_rows.data + keys * k_rows.stride : k_rows.data);
+    const uint8_t *seen = listed_seen(c, s, head_k, n0);
+    if (!seen && c.block_table) seen = seen_by_rows(lo, hi, rows, n0, keys, marks);
+    add_values<R>(keys, seen, n0 + keys < end ? next_at : k_at);
   }
 
   void pack_keys(const Rows<E> &from, int64_t block) {
     if constexpr (!paired) return pack_plain<T, E>(from, block, c.head_dim, depth, k, depth);
     else
-      for (int64_t n = 0; n < block; ++n)
-        for (int64_t d = 0; d < depth; ++d)
-          k[n * depth + d] = from.row(n) && d < elements<X>(c.head_dim) ? element<X>(from.row(n), d, c.head_dim) : X(0);
+      for (int64_t n = 0; n < block; ++n) {
+        const int64_t numbers = from.row(n) ? c.head_dim : 0;
+        for (int64_t d = numbers / 2; d < depth; ++d) k[n * depth + d] = X(0);
+        if (numbers) __builtin_memcpy(k + n * depth, from.row(n), size_t(numbers) * sizeof(E));  // a pair is two neighbours
+      }
   }
 
   // S of `block` keys, R of them a vector. While a line of each key is in use, the same numbers of its V come closer.
@@ -270,24 +289,24 @@ class FewQueries {
 
   // acc += P V. While V is in use, the next step's keys come closer.
   template <int R>
-  void add_values(Rows<E> from, int64_t keys, const E *next) {
-    if (c.seen || c.head_dim_v % W) from = copied(from, keys);
+  void add_values(int64_t keys, const uint8_t *seen, const E *const *next) {
+    if (seen || c.head_dim_v % W) copy_values({nullptr, 0, keys, seen, v_at}, keys);
     if constexpr (paired) round_weights<R>(keys);
     constexpr int G = W / R, MR = G < 8 ? G : 8;
     for (int64_t g = 0; g < rows; g += MR) {
       int64_t d = 0;
-      for (; d + 2 * W <= wide; d += 2 * W) value_columns<R, MR, 2>(from, keys, next, g, d);
-      if (d < wide) value_columns<R, MR, 1>(from, keys, next, g, d);
+      for (; d + 2 * W <= wide; d += 2 * W) value_columns<R, MR, 2>(keys, next, g, d);
+      if (d < wide) value_columns<R, MR, 1>(keys, next, g, d);
     }
   }
 
-  Rows<E> copied(const Rows<E> &from, int64_t keys) {
-    for (int64_t n = 0; n < keys; ++n)
-      for (int64_t d = 0; d < wide; ++d) {
-        const E *row = from.row(n);
-        v[n * wide + d] = row && d < c.head_dim_v ? row[d] : E{};
-      }
-    return {v, wide, keys, nullptr};
+  // V of a step beside each other, with zeros for keys that nobody sees and for columns that fill a vector.
+  void copy_values(const Rows<E> &from, int64_t keys) {
+    for (int64_t n = 0; n < keys; ++n) {
+      const E *row = from.row(n);
+      for (int64_t d = 0; d < wide; ++d) v[n * wide + d] = row && d < c.head_dim_v ? row[d] : E{};
+      v_at[n] = v + n * wide;
+    }
   }
 
   template <int R>
@@ -300,12 +319,12 @@ class FewQueries {
   }
 
   template <int R, int MR, int NV>
-  void value_columns(const Rows<E> &from, int64_t keys, const E *next, int64_t g0, int64_t d) {
+  void value_columns(int64_t keys, const E *const *next, int64_t g0, int64_t d) {
     Vec<T> sum[MR][NV] = {};
     constexpr int at_once = paired ? 2 : 1, K = R / at_once > 0 ? R / at_once : 1, lanes = W;
     for (int64_t n = 0; n < keys; n += at_once) {
       Vec<X> row[NV];
-      values<NV>(from, n, keys, d, row);
+      values<NV>(n, keys, d, row);
       prefetch_keys<NV * W>(next, n, at_once, d);
       const int64_t step = n / at_once;
       const X *weight = weights() + step / K * (K * (lanes / R)) + step % K + g0 * K;
@@ -330,15 +349,15 @@ class FewQueries {
 
   // Elements d ... of key n, or of keys n and n + 1 as pairs.
   template <int NV>
-  TW_INLINE void values(const Rows<E> &from, int64_t n, int64_t keys, int64_t d, Vec<X> *row) const {
-    const E *at = from.data + n * from.stride + d;
+  TW_INLINE void values(int64_t n, int64_t keys, int64_t d, Vec<X> *row) const {
+    const E *at = v_at[n] + d;
     (void)keys;
     if constexpr (!paired) {
 #pragma GCC unroll 2
       for (int x = 0; x < NV; ++x) row[x] = load_wide<T>(at + x * W);
     } else {
 #ifdef __AVX512BF16__
-      const E *other = n + 1 < keys ? at + from.stride : at;  // its weight is 0
+      const E *other = n + 1 < keys ? v_at[n + 1] + d : at;  // its weight is 0
       if constexpr (NV == 2) interleave(at, other, row);
       else row[0] = interleaved(_mm256_loadu_si256((const __m256i *)at), _mm256_loadu_si256((const __m256i *)other));
 #endif
@@ -356,9 +375,9 @@ class FewQueries {
   // The hardware's own prefetcher stops at each page. V comes while S is computed, the next step's K while V is in use, so
   // that memory never waits (docs/decisions.md#cpu-decode-prefetch).
   template <int columns>
-  TW_INLINE void prefetch_keys(const E *keys, int64_t begin, int count, int64_t d) const {
+  TW_INLINE void prefetch_keys(const E *const *keys, int64_t begin, int count, int64_t d) const {
     for (int64_t n = begin; n < begin + count; ++n)
-      for (int x = 0; x < columns; x += kLine) __builtin_prefetch(keys + n * c.k.row + d + x, 0, 3);
+      for (int x = 0; x < columns; x += kLine) __builtin_prefetch(keys[n] + d + x, 0, 3);
   }
 };
 

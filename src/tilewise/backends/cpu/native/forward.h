@@ -36,11 +36,11 @@ void finish_rows(const TwCall &c, const Sequence &s, const QueryItem &item, cons
     const int64_t head = item.head_of(r), i = item.query_of(r);
     const T factor = l[r] == T(0) ? T(0) : T(1) / l[r];
     const T lse = l[r] == T(0) ? T(-INFINITY) : m[r] + std::log(l[r]);
-    if (!partials.parts) {
+    if (item.part < 0) {
       write_row<E, T>(c, s, head, i, o, factor, lse);
       continue;
     }
-    const int64_t line = ((item.part * c.batch + s.b) * c.heads_q + head) * c.seqlen_q + i;
+    const int64_t line = item.part * lines_of(c) + line_of(c, s, head, i);
     T *out = (T *)partials.o + line * c.head_dim_v;
     for (int64_t d = 0; d < c.head_dim_v; ++d) out[d] = factor == T(0) ? T(0) : o[d] * factor;
     ((T *)partials.lse)[line] = lse;
@@ -66,6 +66,10 @@ class Forward {
     p = arena.take<T>(kRows<X> * c.tile_n);
     if constexpr (paired) rounded = arena.take<X>(kRows<X> * c.tile_n / 2);
     factor = arena.take<T>(c.tile_n);
+    if (c.block_table) {
+      for (const E **&at : places) at = arena.take<const E *>(c.tile_n);
+      marks = arena.take<uint8_t>(c.tile_n);
+    }
     machine = {&c.program, arena.take<char>(Machine::bytes(c.program, c.tile_n)), c.tile_n};
     bytes = arena.used;
   }
@@ -92,6 +96,8 @@ class Forward {
   const int64_t D, Dv, wide;
   int64_t queries, rows, entered = -1, next_keys;
   Rows<E> next_k, next_v;
+  const E **places[4];  // of keys in pages: this tile's K and V, the next one's
+  uint8_t *marks;
   T *acc, *m, *l, *p, *factor;
   X *q, *k, *v, *rounded;
   int64_t *lo, *hi;
@@ -129,15 +135,24 @@ class Forward {
 
   // The tile at n0; meanwhile the rows of the one at `after` come closer.
   void key_tile(int64_t n0, int64_t after) {
-    const int64_t head_k = item.head / (c.heads_q / c.heads_k);
     const int64_t width = smaller(c.tile_n, round_up(s.seqlen_k - n0, kPanelWidth<T>));
-    pack_transposed<X, E>(key_rows<E>(c, c.k, s, head_k, n0), width, D, k);
-    pack_panels<X, E>(key_rows<E>(c, c.v, s, head_k, n0), width, Dv, v);
-    next_k = key_rows<E>(c, c.k, s, head_k, after), next_v = key_rows<E>(c, c.v, s, head_k, after);
+    pack_transposed<X, E>(rows_at(c.k, n0, places[0]), width, D, k);
+    pack_panels<X, E>(rows_at(c.v, n0, places[1]), width, Dv, v);
+    next_k = rows_at(c.k, after, places[2]), next_v = rows_at(c.v, after, places[3]);
     next_keys = after == n0 ? 0 : smaller(c.tile_n, s.seqlen_k - after);
     entered = -1;
     const TileRegisters<X> registers;
     for (int64_t r = 0; r < rows; r += kRows<X>) row_block(n0, width, r, smaller(kRows<X>, rows - r));
+  }
+
+  // The keys from n0 on, of a tile.
+  Rows<E> rows_at(const TwTensor &t, int64_t n0, const E **at) {
+    const int64_t head_k = item.head / (c.heads_q / c.heads_k);
+    if (!c.block_table) return key_rows<E>(c, t, s, head_k, n0);
+    const int64_t count = smaller(c.tile_n, s.seqlen_k - n0);
+    place_keys<E>(c, t, s, head_k, n0, count, at);
+    const uint8_t *seen = c.seen ? listed_seen(c, s, head_k, n0) : seen_by_rows(lo, hi, rows, n0, count, marks);
+    return {nullptr, 0, count, seen, at};
   }
 
   bool all_empty(int64_t n0) const {
@@ -256,14 +271,14 @@ class Forward {
 template <class E, class T>
 void merge_rows(const TwCall &c, const QueryItem &item, const Partials &partials) {
   const Sequence s = sequence_of(c, item.b);
-  const int64_t stride = c.batch * c.heads_q * c.seqlen_q;
+  const int64_t stride = lines_of(c), parts = parts_of(c, s);
   for (int64_t r = 0; r < item.heads * (item.m1 - item.m0); ++r) {
-    const int64_t head = item.head_of(r), i = item.query_of(r), line = (s.b * c.heads_q + head) * c.seqlen_q + i;
+    const int64_t head = item.head_of(r), i = item.query_of(r), line = line_of(c, s, head, i);
     const T *lse = (const T *)partials.lse + line;
     T *o = (T *)partials.o + line * c.head_dim_v, most = T(-INFINITY), sum = T(0);
-    for (int64_t part = 0; part < partials.parts; ++part) most = lse[part * stride] > most ? lse[part * stride] : most;
+    for (int64_t part = 0; part < parts; ++part) most = lse[part * stride] > most ? lse[part * stride] : most;
     const T shift = most == T(-INFINITY) ? T(0) : most;
-    for (int64_t part = 0; part < partials.parts; ++part) {
+    for (int64_t part = 0; part < parts; ++part) {
       const T weight = std::exp(lse[part * stride] - shift);
       const T *from = o + part * stride * c.head_dim_v;
       sum += weight;

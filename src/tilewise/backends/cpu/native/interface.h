@@ -5,7 +5,7 @@
 
 extern "C" {
 
-enum { TW_VERSION = 6, TW_DIMS = 8 };
+enum { TW_VERSION = 7, TW_DIMS = 8 };
 enum TwType { TW_F32 = 0, TW_F64 = 1, TW_BF16 = 2, TW_F16 = 3, TW_I64 = 4, TW_I32 = 5, TW_I16 = 6, TW_I8 = 7, TW_U8 = 8 };
 enum TwStatus { TW_OK = 0, TW_BAD_CALL = 1, TW_NO_MEMORY = 2, TW_FAILED = 3, TW_INTERRUPTED = 4 };
 enum TwTile { TW_EMPTY = 0, TW_PARTIAL = 1, TW_FULL = 2 };
@@ -79,6 +79,10 @@ typedef struct {
   int64_t tile_m, tile_n, split;                   // split: keys per chunk; 0: one chunk
   double softmax_scale;
   const int64_t *cu_seqlens_q, *cu_seqlens_k;      // null: a dense batch
+  // Forward over pages: key j of sequence b is row j % page_size of page block_table[b * table_row + j / page_size], k.batch and
+  // v.batch are a page's stride, and cu_seqlens_k adds up the lengths. cu_seqlens_q may be null, and seqlen_k is the capacity.
+  const int32_t *block_table;                      // null: no pages
+  int64_t table_row, page_size;
   TwTensor q, k, v, o;
   void *lse;                                       // (b, h, i) at b * lse_batch + h * lse_head + i, fp32 or fp64
   int64_t lse_batch, lse_head;

@@ -5,15 +5,17 @@
 
 namespace tw::TW_ISA {
 
-// A tile of rows of a tensor. Rows from `count` on do not exist; rows that `seen` (null: all) marks 0 read as zeros.
+// A tile of rows of a tensor, `stride` apart, or each where `at` says (keys in pages), from `column` on. Rows from `count` on do
+// not exist; rows that `seen` (null: all) marks 0 read as zeros.
 template <class E>
 struct Rows {
   const E *data;
   int64_t stride, count;
   const uint8_t *seen;
-  TW_INLINE const E *row(int64_t n) const {
-    return n < count && (!seen || seen[n]) ? data + n * stride : nullptr;
-  }
+  const E *const *at = nullptr;
+  int64_t column = 0;
+  TW_INLINE const E *place(int64_t n) const { return (at ? at[n] : data + n * stride) + column; }
+  TW_INLINE const E *row(int64_t n) const { return n < count && (!seen || seen[n]) ? place(n) : nullptr; }
 };
 
 // Rows [begin, end) of a tile that is packed next, brought closer while another is in use: the hardware's own prefetcher
@@ -21,7 +23,7 @@ struct Rows {
 template <class E>
 TW_INLINE void prefetch_rows(const Rows<E> &in, int64_t begin, int64_t end, int64_t width) {
   for (int64_t n = begin; n < end; ++n)
-    for (int64_t d = 0; d < width; d += 64 / int64_t(sizeof(E))) __builtin_prefetch(in.data + n * in.stride + d, 0, 3);
+    for (int64_t d = 0; d < width; d += 64 / int64_t(sizeof(E))) __builtin_prefetch(in.place(n) + d, 0, 3);
 }
 
 // How many elements X hold `numbers` numbers of a depth.
@@ -105,7 +107,7 @@ void pack_panels(const Rows<E> &in, int64_t rows, int64_t width, X *out) {
     const int64_t columns = (vectors - v < kPanel ? vectors - v : kPanel) * W;
     const int64_t real = width - v * W < columns ? width - v * W : columns;
     Rows<E> part = in;
-    part.data += v * W;
+    part.column = v * W;
     if constexpr (__is_same(X, Pair)) pack_row_pairs<E>(part, rows, real, columns, out);
     else pack_plain<X, E>(part, rows, real, columns, out, columns);
     out += elements<X>(rows) * columns;

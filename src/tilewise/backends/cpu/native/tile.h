@@ -25,11 +25,42 @@ TW_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 TW_INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 TW_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// The marks of the keys from n0 on that some query sees; null: all are seen, or nobody listed them.
+TW_INLINE const uint8_t *listed_seen(const TwCall &c, const Sequence &s, int64_t head_k, int64_t n0) {
+  return c.seen ? c.seen + s.b * c.seen_batch + head_k * c.seen_head + s.row_k + n0 : nullptr;
+}
+
 // Key rows of a tile that starts at key n0.
 template <class E>
 TW_INLINE Rows<E> key_rows(const TwCall &c, const TwTensor &t, const Sequence &s, int64_t head_k, int64_t n0) {
-  const uint8_t *seen = c.seen ? c.seen + s.b * c.seen_batch + head_k * c.seen_head + s.row_k + n0 : nullptr;
-  return {row_of<E>(t, s, s.row_k, n0, head_k), t.row, s.seqlen_k - n0, seen};
+  return {row_of<E>(t, s, s.row_k, n0, head_k), t.row, s.seqlen_k - n0, listed_seen(c, s, head_k, n0)};
+}
+
+// Where each of the keys [n0, n0 + count) lies, all of which exist.
+template <class E>
+void place_keys(const TwCall &c, const TwTensor &t, const Sequence &s, int64_t head_k, int64_t n0, int64_t count, const E **at) {
+  if (!c.block_table) {
+    const E *first = row_of<E>(t, s, s.row_k, n0, head_k);
+    for (int64_t n = 0; n < count; ++n) at[n] = first + n * t.row;
+    return;
+  }
+  const int32_t *table = c.block_table + s.b * c.table_row;
+  for (int64_t n = 0; n < count;) {
+    const int64_t row = (n0 + n) % c.page_size, end = smaller(count, n + c.page_size - row);
+    const E *from = (const E *)t.data + table[(n0 + n) / c.page_size] * t.batch + row * t.row + head_k * t.head;
+    for (; n < end; ++n, from += t.row) at[n] = from;
+  }
+}
+
+// Of the keys [n0, n0 + count), those that some row sees, where rows see [lo, hi); null: all. Keys in pages come without a list of
+// what is seen, and a mask may hide what an earlier owner left in a page.
+inline const uint8_t *seen_by_rows(const int64_t *lo, const int64_t *hi, int64_t rows, int64_t n0, int64_t count, uint8_t *seen) {
+  for (int64_t r = 0; r < rows; ++r)
+    if (lo[r] <= n0 && hi[r] >= n0 + count) return nullptr;
+  for (int64_t n = 0; n < count; ++n) seen[n] = 0;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = greater(lo[r] - n0, 0); n < smaller(hi[r] - n0, count); ++n) seen[n] = 1;
+  return seen;
 }
 
 // The state of tile (m, n) of a head; without a predicate every tile that the interval reaches is full for it.

@@ -14,15 +14,27 @@ struct Sequence {
 };
 
 inline Sequence sequence_of(const TwCall &c, int64_t b) {
-  if (!c.cu_seqlens_q) return {b, c.seqlen_q, c.seqlen_k, 0, 0};
+  if (!c.cu_seqlens_k) return {b, c.seqlen_q, c.seqlen_k, 0, 0};
   auto bounded = [](int64_t row, int64_t rows) { return row < rows ? row : rows; };
+  const int64_t keys = c.block_table ? INT64_MAX : c.seqlen_k;
+  const int64_t k0 = bounded(c.cu_seqlens_k[b], keys), k1 = bounded(c.cu_seqlens_k[b + 1], keys);
+  if (!c.cu_seqlens_q) return {b, c.seqlen_q, k1 - k0, 0, k0};
   const int64_t q0 = bounded(c.cu_seqlens_q[b], c.seqlen_q), q1 = bounded(c.cu_seqlens_q[b + 1], c.seqlen_q);
-  const int64_t k0 = bounded(c.cu_seqlens_k[b], c.seqlen_k), k1 = bounded(c.cu_seqlens_k[b + 1], c.seqlen_k);
   return {b, q1 - q0, k1 - k0, q0, k0};
 }
 
+// Keys of a chunk of a sequence; 0: it is not split. Over pages its own lengths decide, so that its batch-mates cannot.
+constexpr int64_t kSplitRows = 16;
+inline int64_t split_of(const TwCall &c, const Sequence &s) {
+  return !c.block_table || (s.seqlen_q <= kSplitRows && s.seqlen_k >= 2 * c.split) ? c.split : 0;
+}
+inline int64_t parts_of(const TwCall &c, const Sequence &s) {
+  const int64_t split = split_of(c, s), parts = split ? (s.seqlen_k + split - 1) / split : 0;
+  return split && !parts ? 1 : parts;
+}
+
 // Forward: `heads` query heads from `head` on, queries [m0, m1), keys [n0, n1). Where keys are split, `part` numbers the
-// chunk and the state goes to the partial results; items of the same `rows` differ in their chunk alone.
+// chunk and the state goes to the partial results; items of the same `rows` differ in their chunk alone. Else `part` is -1.
 struct QueryItem {
   int64_t b, head, heads, m0, m1, n0, n1, part, rows;
   int64_t head_of(int64_t row) const { return head + row / (m1 - m0); }
@@ -70,11 +82,17 @@ inline int64_t own_rows_of_dq(const TwCall &c) {
   return whole > pass ? whole : pass;
 }
 
-// Partial states, by chunk: o (part, b, h, i, d) and lse (part, b, h, i) in the compute type.
+// Partial states, by chunk: o (part, line, d) and lse (part, line) in the compute type. `parts` is the most that a sequence has.
 struct Partials {
   void *o, *lse;
   int64_t parts;
 };
+
+// The line of a row among partial states: (b, h, i), packed (h, row); and how many there are.
+inline int64_t line_of(const TwCall &c, const Sequence &s, int64_t head, int64_t i) {
+  return ((c.cu_seqlens_q ? 0 : s.b) * c.heads_q + head) * c.seqlen_q + s.row_q + i;
+}
+inline int64_t lines_of(const TwCall &c) { return (c.cu_seqlens_q ? 1 : c.batch) * c.heads_q * c.seqlen_q; }
 
 struct Kernels {
   const char *name;

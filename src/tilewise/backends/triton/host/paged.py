@@ -9,7 +9,7 @@ from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views
 from tilewise.backends.triton.host.launched import Launched, View
-from tilewise.backends.triton.paging import SPLIT_TILES, addressing
+from tilewise.backends.triton.paging import addressing
 from tilewise.backends.triton.tiles import Tiles
 
 MERGED_AT_ONCE = 32  # states of a row that are read at once
@@ -28,7 +28,7 @@ def attend_pages(call: Call, to: Output) -> Launched:
         "page_size": problem.page_size if pages != "whole" else 0,
         "group": problem.group,
         "split": splits > 1,
-        "split_tiles": SPLIT_TILES,
+        "split_tiles": max((plan.config.split or 0) // tiles.tile_n, 1),
     }
     if splits > 1:
         chosen |= {"sink": False, **plan.overlap("leads")}

@@ -1,0 +1,405 @@
+"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,time,tiles]`.
+
+check   every kind of page, row and mask against float64
+replay  one CUDA graph replayed with other lengths, tables and keys: each result against float64 and against a call without a graph
+time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
+tiles   decoding over pages with other tiles and splits than the configured ones
+
+Keys come from slow memory: a graph holds calls over so many copies of K and V that the L2 keeps none. GB/s are the bytes of K and V
+over the time. What is not right is not timed. ``--device cpu`` rehearses it on small calls, of Triton in its interpreter.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+import tilewise as tw
+from bench import records
+from bench.measure import seconds_per_call
+from tilewise.backends.triton import Triton
+from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.paging import choose_paged
+from tilewise.testing import paged_call
+
+PARTS = ("check", "replay", "time", "tiles")
+ROUNDS = 7
+TILED = ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-4k", "b2-200")
+ROTATED = 400 << 20  # bytes of K and V that one graph reads at least: an H200's L2 has 50 MiB
+MOST_COPIES = 64
+Attend = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries at the end of sequences of ``keys`` each; ``pages`` are the page sizes of which a cache is timed."""
+
+    name: str
+    batch: int
+    keys: int
+    heads_q: int = 32
+    heads_k: int = 8
+    head_dim: int = 128
+    queries: int = 1
+    pages: tuple[int, ...] = (64,)
+
+    @property
+    def bytes(self) -> int:
+        """Of K and V, in bf16."""
+        return 2 * 2 * self.batch * self.keys * self.heads_k * self.head_dim
+
+
+CASES = {
+    "cuda": (
+        Case("b1-1k", 1, 1024, pages=(16, 64)),
+        Case("b1-16k", 1, 16384),
+        Case("b1-128k", 1, 131072),
+        Case("b8-32k", 8, 32768, pages=(16, 64, 256)),
+        Case("b64-4k", 64, 4096),
+        Case("b64-1k", 64, 1024),
+        Case("b16-8k-d64", 16, 8192, 64, 8, 64),
+        Case("b8-8k-h16", 8, 8192, 16, 16),
+        Case("chunk-512-32k", 1, 32768, queries=512, pages=(16, 64)),
+    ),
+    "cpu": (Case("b2-200", 2, 200, 4, 2, 16, pages=(64,)), Case("chunk-3-70", 1, 70, 4, 2, 16, 3, (16,))),
+}
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+
+
+class Keys:
+    """K and V of a case, in copies, dense and in shuffled pages of the same contents."""
+
+    def __init__(self, case: Case, device: str):
+        copies = max(1, min(MOST_COPIES, -(-ROTATED // case.bytes))) if device == "cuda" else 1
+        generator = torch.Generator(device).manual_seed(0)
+        self.case, self.device, self.generator, self.copies = case, device, generator, copies
+        self.lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=device)
+        self.q = self.drawn(case.batch, case.queries, case.heads_q, case.head_dim)
+        shape = case.batch, case.keys, case.heads_k, case.head_dim
+        self.dense = [(self.drawn(*shape), self.drawn(*shape)) for _ in range(copies)]
+
+    def drawn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.bfloat16)
+
+    def dense_caches(self) -> list[tw.PagedCache]:
+        return [tw.dense_cache(k, v, self.lengths) for k, v in self.dense]
+
+    def paged(self, page_size: int) -> list[tw.PagedCache]:
+        """A cache for each copy; keys past the last are zeros."""
+        found, case = [], self.case
+        most = -(-case.keys // page_size)
+        for k, v in self.dense:
+            order = torch.randperm(case.batch * most, generator=self.generator, device=self.device)
+            pools = []
+            for x in (k, v):
+                whole = F.pad(x, (0, 0, 0, 0, 0, most * page_size - case.keys))
+                pool = torch.empty_like(whole).view(-1, page_size, *x.shape[2:])
+                pool[order] = whole.view(pool.shape)
+                pools.append(pool)
+            found.append(tw.paged(*pools, order.view(case.batch, most).int(), self.lengths))
+        return found
+
+
+# ---- who is timed --------------------------------------------------------------------------------------------------
+
+
+def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
+    """Each of them computes the attention over one copy of the keys. All but those of tilewise read dense keys."""
+    case, q = keys.case, keys.q
+    causal = case.queries > 1
+    backend = "triton" if keys.device == "cpu" else None
+
+    def dense(backend: str | None) -> Attend:
+        return lambda n: tw.attention(q, *keys.dense[n], causal=causal, backend=backend)
+
+    def over(caches: list[tw.PagedCache]) -> Attend:
+        return lambda n: tw.attention_paged(q, caches[n], causal=causal, backend=backend)
+
+    yield "dense", dense(backend)
+    if keys.device == "cuda":
+        yield "dense-triton", dense("triton")
+    yield "cache", over(keys.dense_caches())
+    for page_size in case.pages:
+        yield f"pages-{page_size}", over(keys.paged(page_size))
+    if keys.device == "cuda":
+        for name, which in (("fa2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+            if not causal or name == "fa2":
+                yield name, sdpa(keys, which)
+
+
+def sdpa(keys: Keys, which: SDPBackend) -> Attend:
+    """PyTorch's attention by one of its backends."""
+    case, q = keys.case, keys.q.transpose(1, 2)
+    mask = causal_lower_right(case.queries, case.keys) if case.queries > 1 else None
+
+    def attend(n: int) -> Tensor:
+        k, v = (x.transpose(1, 2) for x in keys.dense[n])
+        with sdpa_kernel(which):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return attend
+
+
+def tiled(keys: Keys, cache_of: list[tw.PagedCache]) -> Iterator[tuple[str, Attend]]:
+    """Triton over pages with the configured tiles, and with others."""
+    c = paged_call(keys.q, cache_of[0])
+    base = choose_paged(c.p, {})
+    tiles, found = base.forward, {}
+    found |= {f"splits of {keys} or more": replace(base, split=keys) for keys in (256, 1024)}
+    for splits in (8, 16, 32, 64, 128) if keys.device == "cuda" else (2,):
+        found[f"splits {splits}"] = replace(base, splits=splits)
+    other = {"stages 2": {"num_stages": 2}, "stages 4": {"num_stages": 4}, "pointers": {"tma": False}}
+    other |= {"8 warps": {"num_warps": 8}, "16 rows": {"tile_m": 16}, "16 rows, 5": {"tile_m": 16, "num_stages": 5}}
+    other |= {"32 keys": {"tile_n": 32, "num_stages": 6}}
+    for name, changed in other.items():
+        found[name] = replace(base, forward=replace(tiles, **changed))
+    yield base.describe(), over_config(base, c, cache_of)
+    for name, config in found.items():
+        yield name, over_config(config, c, cache_of)
+
+
+def over_config(config: Config, c, caches: list[tw.PagedCache]) -> Attend:
+    """Triton with one configuration, below the public call."""
+    backend = Triton(config)
+
+    def attend(n: int) -> Tensor:
+        cache = caches[n]
+        inputs = replace(
+            c.t, k=cache.k_pages, v=cache.v_pages, block_table=cache.block_table, seqlens_k=cache.seqlens_k
+        )
+        inputs.leaves = [cache.block_table, cache.seqlens_k]
+        return backend.forward(c.p, inputs).o
+
+    return attend
+
+
+# ---- is it right ---------------------------------------------------------------------------------------------------
+
+
+def faults(o: Tensor, expected) -> str:
+    """What is wrong with the first sequence's o; empty: nothing."""
+    return "; ".join(str(e) for e in expected.judge({"o": o[:1]}) if not e.ok)
+
+
+def expected_of(keys: Keys):
+    """The oracle of the first sequence over the first copy."""
+    (k, v), causal = keys.dense[0], keys.case.queries > 1
+    return paged_call(keys.q[:1], tw.dense_cache(k[:1], v[:1], keys.lengths[:1]), causal=causal).expected()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A call over ragged sequences, checked in these dtypes; ``options`` are those of a device."""
+
+    name: str
+    page_size: int
+    queries: int = 1
+    packed: bool = False
+    options: Callable[[str], dict] = lambda device: {}
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+
+
+KINDS = (
+    Kind("decode", 64, dtypes=(torch.bfloat16, torch.float16, torch.float32)),
+    Kind("pages of 16, decode", 16),
+    Kind("pages of 1, decode", 1),
+    Kind("pages of 48, chunk", 48, 70, options=lambda device: {"causal": True}),
+    Kind("chunk", 64, 300, options=lambda device: {"causal": True}),
+    Kind("packed", 64, 40, True, lambda device: {"causal": True}, (torch.bfloat16, torch.float32)),
+    Kind(
+        "window, sink",
+        64,
+        3,
+        options=lambda device: {"mask": tw.window(300, 0), "sink": torch.linspace(-1, 1, 8, device=device)},
+    ),
+    Kind(
+        "softcap, alibi",
+        16,
+        2,
+        True,
+        lambda device: {"score": tw.softcap(5.0) >> tw.alibi(torch.linspace(0.1, 1, 8, device=device))},
+    ),
+    Kind(
+        "tree",
+        64,
+        4,
+        options=lambda device: {"mask": tw.keep(lambda b, h, i, j: (j <= i + tw.offset) & ((i + j) % 3 > 0))},
+    ),
+    Kind("deterministic", 64, options=lambda device: {"deterministic": True}),
+)
+
+
+def ragged(
+    device: str, page_size: int, queries: int, packed: bool, dtype: torch.dtype, longest: int, seed: int = 0
+) -> tuple[Tensor, tw.PagedCache, Tensor | None]:
+    """q, a cache of five sequences of other lengths with NaN wherever no key lies, and cu_seqlens_q."""
+    generator = torch.Generator(device).manual_seed(seed)
+    lengths = torch.tensor([longest, 0, 1, longest // 2 + 1, longest // 3], dtype=torch.int32, device=device)
+    most = -(-longest // page_size) + 1
+    count = 5 * most + 2
+    table = torch.randperm(count, generator=generator, device=device)[: 5 * most].view(5, most).int()
+    pools = [torch.randn(count, page_size, 2, 64, generator=generator, device=device).to(dtype) for _ in range(2)]
+    position = torch.arange(most * page_size, device=device).view(most, page_size)
+    used = torch.zeros(count, page_size, dtype=torch.bool, device=device)
+    for b in range(5):
+        used[table[b].long()] = position < lengths[b]
+    for pool in pools:
+        pool.masked_fill_(~used[:, :, None, None], torch.nan)
+    table.masked_fill_(torch.arange(most, device=device) * page_size >= lengths[:, None], 2**30)
+    shape = (5 * queries + 3,) if packed else (5, queries)
+    q = torch.randn(*shape, 8, 64, generator=generator, device=device).to(dtype)
+    ends = torch.tensor([0, queries, queries, 3 * queries, 4 * queries, 5 * queries], dtype=torch.int32, device=device)
+    return q, tw.paged(*pools, table, lengths), ends if packed else None
+
+
+def check(device: str) -> Iterator[tuple[str, str]]:
+    """``(kind, what is wrong)``; nothing is wrong where that is empty."""
+    longest, most = (3000, 300) if device == "cuda" else (70, 3)
+    for kind in KINDS:
+        for dtype in kind.dtypes:
+            q, cache, cu = ragged(device, kind.page_size, min(kind.queries, most), kind.packed, dtype, longest)
+            options = kind.options(device)
+            o, lse = tw.attention_paged_with_lse(q, cache, cu, backend="triton", **options)
+            expected = paged_call(q, cache, cu_seqlens_q=cu, **options).expected()
+            wrong = [str(e) for e in expected.judge({"o": o, "lse": lse}) if not e.ok]
+            yield f"{kind.name}, {str(dtype).removeprefix('torch.')}", "; ".join(wrong)
+
+
+def replay(device: str) -> Iterator[tuple[str, str]]:
+    """One graph for each kind of call, replayed with other lengths, tables and keys."""
+    for name, page_size, queries, turns in (("decode", 64, 1, 200), ("pages of 16", 16, 1, 40), ("chunk", 64, 70, 40)):
+        longest = 2000 if device == "cuda" else 70
+        queries, turns = (queries, turns) if device == "cuda" else (1, 3)
+        q, cache, _ = ragged(device, page_size, queries, False, torch.bfloat16, longest)
+        attend = over_static(q, cache)
+        again, result = captured(attend, device)
+        wrong = []
+        for turn in range(turns):
+            other_q, other, _ = ragged(device, page_size, queries, False, torch.bfloat16, longest, seed=turn + 1)
+            shorter = torch.minimum(other.seqlens_k, other.seqlens_k.roll(turn))
+            for old, new in zip((q, *cache), (other_q, *other._replace(seqlens_k=shorter)), strict=True):
+                old.copy_(new)
+            again()
+            o, lse = (x.clone() for x in result)
+            wrong += [] if all(map(torch.equal, (o, lse), attend())) else [f"replay {turn}: other bits"]
+            expected = paged_call(q, cache, causal=True).expected()
+            wrong += [f"replay {turn}: {e}" for e in expected.judge({"o": o, "lse": lse}) if not e.ok]
+        yield f"{name}, {turns} replays", "; ".join(wrong[:5])
+
+
+def over_static(q: Tensor, cache: tw.PagedCache) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: tw.attention_paged_with_lse(q, cache, causal=True, backend="triton")
+
+
+def captured(call: Callable[[], object], device: str) -> tuple[Callable[[], object], object]:
+    """A call as a CUDA graph, and what it returned; on a CPU the call itself, which writes into what it returned first."""
+    result = call()
+    if device == "cpu":
+
+        def again() -> None:
+            for old, new in zip(result, call(), strict=True):
+                old.copy_(new)
+
+        return again, result
+    torch.cuda.synchronize()
+    call()  # a second time: what the first one keeps for later calls is in place
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph.replay, result
+
+
+# ---- how fast ------------------------------------------------------------------------------------------------------
+
+
+def timed(keys: Keys, who: Iterator[tuple[str, Attend]], expected) -> tuple[dict[str, float], dict[str, str]]:
+    """Milliseconds a call of those that are right, the median over rounds in orders of their own; and who is not, and why."""
+    graphs, wrong = {}, {}
+    for name, attend in who:
+        try:
+            fault = faults(attend(0), expected)
+            if fault:
+                wrong[name] = fault
+                continue
+            for n in range(keys.copies):
+                attend(n)
+            again, _ = captured(lambda a=attend: [a(n) for n in range(keys.copies)], keys.device)
+            graphs[name] = again
+        except Exception as error:  # one that cannot run leaves the others their time
+            wrong[name] = str(error).strip().splitlines()[-1][:200]
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    chance = random.Random(0)
+    for _ in range(ROUNDS if keys.device == "cuda" else 1):
+        for name in chance.sample(list(graphs), len(graphs)):
+            once = seconds_per_call(graphs[name], 1, keys.device)
+            calls = max(1, min(40, int(8e-3 / once)))
+            samples[name].append(seconds_per_call(graphs[name], calls, keys.device) / keys.copies)
+    return {name: statistics.median(x) * 1e3 for name, x in samples.items()}, wrong
+
+
+def results_of(part: str, run: str, device: str) -> Iterator[dict]:
+    """The results of a part, as they come."""
+    if part in ("check", "replay"):
+        for name, wrong in (check if part == "check" else replay)(device):
+            yield records.result(
+                run, f"serving-{part}-{name}", "triton", "forward", "right", int(not wrong), of=1, why=wrong
+            )
+        return
+    for case in CASES[device]:
+        if part == "tiles" and case.name not in TILED:
+            continue
+        with torch.no_grad():
+            keys = Keys(case, device)
+            who = contestants(keys) if part == "time" else tiled(keys, keys.paged(case.pages[-1]))
+            found, wrong = timed(keys, who, expected_of(keys))
+        for name, ms in found.items():
+            rate = case.bytes / ms / 1e6
+            yield records.result(run, f"serving-{case.name}", name, "forward", "time", ms, gb_per_s=round(rate, 1))
+        for name, why in wrong.items():
+            yield records.result(run, f"serving-{case.name}", name, "forward", "time", None, why=[why])
+
+
+def shown(r: dict) -> str:
+    if r["metric"] == "right":
+        return f"{r['case']:50} {'right' if r['value'] else 'WRONG ' + r['why']}"
+    if r["value"] is None:
+        return f"{r['case']:26} {r['contestant']:40} {r['why'][0]}"
+    return f"{r['case']:26} {r['contestant']:40} {1e3 * r['value']:9.2f} us  {r['gb_per_s']:8.1f} GB/s"
+
+
+def main() -> int:
+    """Exit code 1: something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--out", type=Path, default=Path("out/serving.jsonl"))
+    parser.add_argument("--parts", default="check,replay,time")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options = parser.parse_args()
+    peers = {"fa2": "SDPA's flash backend", "cudnn": "SDPA's cuDNN backend"}
+    head = records.run(f"python -m bench.serving --parts {options.parts}", options.device, peers)
+    records.append([head], options.out)
+    wrong = 0
+    for part in options.parts.split(","):
+        for r in results_of(part, head["run"], options.device):
+            records.append([r], options.out)
+            wrong += r["metric"] == "right" and not r["value"]
+            print(shown(r), flush=True)
+        if wrong:
+            print(json.dumps({"wrong": wrong}), flush=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

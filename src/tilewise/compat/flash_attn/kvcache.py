@@ -1,0 +1,94 @@
+"""What flash-attn's call over a cache does: rotary embedding, appending, attention, and where the cache lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+
+
+@dataclass(frozen=True)
+class CacheCall:
+    """The tensors of a call, by the original's names."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    cache_seqlens: Tensor | int | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+
+    def attend(self, options: dict) -> tuple[Tensor, Tensor]:
+        """out and softmax_lse, with the keywords of :func:`tilewise.attention_paged`; writes new keys and values before."""
+        self._refuse_wrong()
+        cache, q, k = self._cache(), self.q, self.k
+        if self.rotary_cos is not None:
+            moving = options["causal"] or options["mask"] is not None  # causal or within a window
+            turn = Rotary(self.rotary_cos, self.rotary_sin, self.rotary_interleaved, cache.seqlens_k)
+            q, k = turn(q, moving), None if k is None else turn(k, True)
+        if k is not None:
+            cache = tw.append(cache, k, self.v)
+        if self.cache_leftpad is not None:
+            seen = tw.key_range(self.cache_leftpad, self._capacity)
+            options = options | {"mask": seen if options["mask"] is None else options["mask"] & seen}
+        return tw.attention_paged_with_lse(q, cache, **options)
+
+    @property
+    def _capacity(self) -> int:
+        pages = 1 if self.block_table is None else self.block_table.shape[1]
+        return pages * self.k_cache.shape[1]
+
+    def _cache(self) -> tw.PagedCache:
+        """The cache before anything is written: a row of a dense one is a page of its whole length."""
+        batch, device, table = self.q.shape[0], self.q.device, self.block_table
+        if table is None:
+            rows = torch.arange(batch, device=device) if self.cache_batch_idx is None else self.cache_batch_idx
+            table = rows.to(torch.int32).unsqueeze(1)
+        lengths = self._capacity if self.cache_seqlens is None else self.cache_seqlens
+        if not isinstance(lengths, Tensor):
+            lengths = torch.full((batch,), lengths, dtype=torch.int32, device=device)
+        return tw.paged(self.k_cache, self.v_cache, table, lengths.to(torch.int32))
+
+    def _refuse_wrong(self) -> None:
+        wrong = {
+            "k and v come together": (self.k is None) != (self.v is None),
+            "rotary_cos and rotary_sin come together": (self.rotary_cos is None) != (self.rotary_sin is None),
+            "new keys and rotary embeddings need cache_seqlens, the lengths before": self.cache_seqlens is None
+            and (self.k is not None or self.rotary_cos is not None),
+            "cache_batch_idx chooses rows of a dense cache, and a block_table names pages; give one of them": (
+                self.block_table is not None and self.cache_batch_idx is not None
+            ),
+        }
+        reasons = [reason for reason, is_wrong in wrong.items() if is_wrong]
+        if reasons:
+            raise ValueError(
+                "flash_attn_with_kvcache was called wrongly" + "".join(f"\n  {reason}" for reason in reasons)
+            )
+
+
+class Rotary:
+    """Rotary embedding at the positions behind ``lengths`` (Su et al. 2021, section 3.4.2), computed in fp32."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, lengths: Tensor):
+        self.cos, self.sin, self.interleaved, self.lengths = cos, sin, interleaved, lengths
+
+    def __call__(self, x: Tensor, moving: bool) -> Tensor:
+        """``x (batch, rows, heads, head_dim)`` turned; ``moving``: each row at its own position, else all at the first."""
+        position = self.lengths.long().unsqueeze(1)
+        position = position + torch.arange(x.shape[1], device=x.device) if moving else position
+        cos, sin = (table[position].float().unsqueeze(2) for table in (self.cos, self.sin))
+        half = self.cos.shape[1]
+        turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+        a, b = turned.unflatten(-1, (half, 2)).unbind(-1) if self.interleaved else turned.split(half, -1)
+        pair = a * cos - b * sin, a * sin + b * cos
+        turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
+        return torch.cat([turned.to(x.dtype), rest], -1)

@@ -1,0 +1,383 @@
+"""xformers' bias classes, by their names, fields and constructors: blocks of queries and keys, and a band within each.
+
+Each class says which keys a query sees by a :class:`Band` in :data:`BANDS`, by the class's *name*: objects of the real xformers are
+read by the same table. Keys of the padded and gappy classes lie in slots of which only the first ``seqlen`` rows are in use.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+
+
+@dataclass(frozen=True)
+class Band:
+    """Query i of a block sees its keys ``place - left <= j <= place + right``; None is unbounded.
+
+    Attributes:
+        from_last: place is ``i + keys - queries`` (queries and keys are aligned at the last), else ``i`` (at the first).
+    """
+
+    left: int | None = None
+    right: int | None = None
+    from_last: bool = True
+
+    def mask(self, equal: bool) -> tw.Mask | None:
+        """The band as a mask. ``equal``: every block has as many keys as queries, so that both alignments are one."""
+        left, right = self.left, self.right
+        if left is None and right is None:
+            return None
+        if self.from_last or equal:
+            return tw.causal() if (left, right) == (None, 0) else tw.window(left, right)
+        if left is None:
+            return tw.keep(lambda b, h, i, j: j <= i + right)
+        if right is None:
+            return tw.keep(lambda b, h, i, j: j >= i - left)
+        return tw.keep(lambda b, h, i, j: (j >= i - left) & (j <= i + right))
+
+    def pairs(self, queries: int, keys: int) -> Tensor:
+        """The pairs that are kept, bool ``(queries, keys)``."""
+        distance = torch.arange(keys) - torch.arange(queries).view(-1, 1) - (keys - queries if self.from_last else 0)
+        kept = torch.ones(queries, keys, dtype=torch.bool)
+        kept = kept if self.left is None else kept & (distance >= -self.left)
+        return kept if self.right is None else kept & (distance <= self.right)
+
+
+def _everything(bias: object) -> Band:
+    return Band()
+
+
+def _causal(bias: object) -> Band:
+    return Band(None, 0)
+
+
+def _causal_from_first(bias: object) -> Band:
+    return Band(None, 0, from_last=False)
+
+
+def _last_few(bias: object) -> Band:
+    return Band(bias._window_size - 1, 0)
+
+
+def _last_few_from_first(bias: object) -> Band:
+    return Band(bias._window_size - 1, 0, from_last=False)
+
+
+def _around(bias: object) -> Band:
+    return Band(bias.window_left, bias.window_right)
+
+
+BANDS: dict[str, Callable[[object], Band]] = {
+    "LowerTriangularMask": _causal_from_first,
+    "LowerTriangularMaskWithTensorBias": _causal_from_first,
+    "LowerTriangularFromBottomRightMask": _causal,
+    "LowerTriangularFromBottomRightLocalAttentionMask": _last_few,
+    "LocalAttentionFromBottomRightMask": _around,
+    "BlockDiagonalMask": _everything,
+    "BlockDiagonalCausalMask": _causal_from_first,
+    "BlockDiagonalCausalFromBottomRightMask": _causal,
+    "BlockDiagonalCausalLocalAttentionMask": _last_few_from_first,
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _last_few,
+    "BlockDiagonalPaddedKeysMask": _everything,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _around,
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _last_few,
+    "BlockDiagonalGappyKeysMask": _everything,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal,
+}
+
+
+class AttentionBias:
+    """What ``attn_bias`` may be besides a tensor."""
+
+    def to(self, device: torch.device | str) -> AttentionBias:
+        return self
+
+    def materialize(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """The matrix that this bias stands for, 0 and -inf, expanded to ``shape (..., queries, keys)``; for tests."""
+        kept = torch.zeros(*shape[-2:], dtype=torch.bool)
+        band = BANDS[type(self).__name__](self)
+        for (q0, q1), (k0, k1) in self._blocks(*shape[-2:]):
+            kept[q0:q1, k0:k1] = band.pairs(q1 - q0, k1 - k0)
+        matrix = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, -torch.inf)
+        return matrix.to(device).expand(*shape)
+
+    def _blocks(self, queries: int, keys: int) -> Iterable[tuple[tuple[int, int], tuple[int, int]]]:
+        return [((0, queries), (0, keys))]
+
+
+# -- Bands of one whole matrix ---------------------------------------------------------------------------------------
+
+
+class LowerTriangularMask(AttentionBias):
+    """Query i sees keys ``j <= i``, also where the lengths differ."""
+
+    def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
+        return LowerTriangularMaskWithTensorBias(bias)
+
+
+class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    """:class:`LowerTriangularMask` and a tensor ``(batch, heads, queries, keys)`` that is added to the scores."""
+
+    def __init__(self, bias: Tensor):
+        self._bias = bias
+
+    def materialize(self, shape, dtype=torch.float32, device="cpu") -> Tensor:
+        return super().materialize(shape, dtype, device) + self._bias.to(device)
+
+
+class LowerTriangularFromBottomRightMask(AttentionBias):
+    """Causal, aligned at the last query and key."""
+
+    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
+        return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
+
+
+@dataclass
+class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+    """Causal, and of the keys before a query the last ``_window_size``, its own among them."""
+
+    _window_size: int
+
+
+@dataclass
+class LocalAttentionFromBottomRightMask(AttentionBias):
+    """From ``window_left`` keys before a query's place to ``window_right`` after it."""
+
+    window_left: int
+    window_right: int
+
+
+# -- Blocks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _SeqLenInfo:
+    """Where blocks start in a dimension: ``seqstart``, int32 ``(blocks + 1,)``, and the same as a list."""
+
+    seqstart: Tensor
+    max_seqlen: int
+    min_seqlen: int
+    seqstart_py: list[int]
+
+    @classmethod
+    def from_seqlens(cls, seqlens: Iterable[int], *, device: torch.device | str | None = None) -> _SeqLenInfo:
+        lengths = [int(n) for n in seqlens]
+        starts = [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]
+        seqstart = torch.tensor(starts, dtype=torch.int32, device=device)
+        return cls(seqstart, max(lengths, default=-1), min(lengths, default=-1), starts)
+
+    def to(self, device: torch.device | str) -> _SeqLenInfo:
+        return type(self)(**vars(self) | {n: x.to(device) for n, x in vars(self).items() if isinstance(x, Tensor)})
+
+    def intervals(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise(self.seqstart_py))
+
+    def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """The blocks of ``x (1, total, ...)``, as many in each tensor as ``batch_sizes`` says: ``(batch, seqlen, ...)``."""
+        if x.shape[0] != 1 or x.shape[1] != self.seqstart_py[-1]:
+            raise ValueError(f"split takes (1, {self.seqstart_py[-1]}, ...), got {tuple(x.shape)}")
+        parts, first = [], 0
+        for size in [1] * (len(self.seqstart_py) - 1) if batch_sizes is None else batch_sizes:
+            rows = slice(self.seqstart_py[first], self.seqstart_py[first + size])
+            parts.append(x[0, rows].unflatten(0, (size, -1)))
+            first += size
+        return parts
+
+
+@dataclass
+class _SlotInfo(_SeqLenInfo):
+    """Blocks that are slots, of which the first ``seqlen`` rows are in use; the slots may have gaps between them."""
+
+    seqlen: Tensor
+    seqlen_py: list[int]
+
+    @classmethod
+    def of(cls, starts: Sequence[int], seqlens: Sequence[int], device: torch.device | str | None) -> _SlotInfo:
+        starts, lengths = [int(n) for n in starts], [int(n) for n in seqlens]
+        room = [end - start for start, end in itertools.pairwise(starts)]
+        if len(room) != len(lengths) or any(n > space for n, space in zip(lengths, room, strict=True)):
+            raise ValueError(f"keys of lengths {lengths} do not fit into slots that start at {starts}")
+        tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
+        seqstart, seqlen = tensors
+        return cls(seqstart, max(lengths, default=-1), min(lengths, default=-1), starts, seqlen, lengths)
+
+    def intervals(self) -> list[tuple[int, int]]:
+        return [(start, start + n) for start, n in zip(self.seqstart_py, self.seqlen_py, strict=False)]
+
+
+@dataclass
+class _Blocks(AttentionBias):
+    q_seqinfo: _SeqLenInfo
+    k_seqinfo: _SeqLenInfo
+
+    def to(self, device: torch.device | str) -> _Blocks:
+        infos = {"q_seqinfo": self.q_seqinfo.to(device), "k_seqinfo": self.k_seqinfo.to(device)}
+        return type(self)(**vars(self) | infos)
+
+    def _blocks(self, queries: int, keys: int) -> Iterable[tuple[tuple[int, int], tuple[int, int]]]:
+        ends = self.q_seqinfo.seqstart_py[-1], self.k_seqinfo.seqstart_py[-1]
+        if (queries, keys) != ends:
+            raise ValueError(f"the blocks are of {ends[0]} queries and {ends[1]} keys, got {queries} and {keys}")
+        return zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals(), strict=True)
+
+
+@dataclass
+class BlockDiagonalMask(_Blocks):
+    """Query block n sees key block n: sequences packed into a batch of one."""
+
+    _batch_sizes: Sequence[int] | None = None
+
+    @classmethod
+    def from_seqlens(
+        cls,
+        q_seqlen: Sequence[int],
+        kv_seqlen: Sequence[int] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> BlockDiagonalMask:
+        q_info = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
+        same = kv_seqlen is None or list(kv_seqlen) == list(q_seqlen)
+        return cls(q_info, q_info if same else _SeqLenInfo.from_seqlens(kv_seqlen, device=device))
+
+    @classmethod
+    def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[BlockDiagonalMask, Tensor]:
+        """The mask of tensors ``(batch, seqlen, ...)`` and their rows one after another, ``(1, total, ...)``."""
+        bias, packed, _, _ = cls.from_tensor_lists_qkv(tensors, tensors)
+        return bias, packed
+
+    @classmethod
+    def from_tensor_lists_qkv(
+        cls, tensors_q: Sequence[Tensor], tensors_k: Sequence[Tensor], tensors_v: Sequence[Tensor] | None = None
+    ) -> tuple[BlockDiagonalMask, Tensor, Tensor, Tensor | None]:
+        lengths = [[x.shape[1] for x in tensors for _ in range(x.shape[0])] for tensors in (tensors_q, tensors_k)]
+        bias = cls.from_seqlens(*lengths, device=tensors_q[0].device)
+        bias._batch_sizes = [x.shape[0] for x in tensors_q]
+        q, k, v = (x and torch.cat([part.flatten(0, 1) for part in x])[None] for x in (tensors_q, tensors_k, tensors_v))
+        return bias, q, k, v
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        return self.split_queries(tensor)
+
+    def split_queries(self, tensor: Tensor) -> list[Tensor]:
+        return self.q_seqinfo.split(tensor, self._batch_sizes)
+
+    def split_kv(self, tensor: Tensor) -> list[Tensor]:
+        return self.k_seqinfo.split(tensor, self._batch_sizes)
+
+    def make_causal(self) -> BlockDiagonalCausalMask:
+        return BlockDiagonalCausalMask(**vars(self))
+
+    def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
+        return BlockDiagonalCausalFromBottomRightMask(**vars(self))
+
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
+        return BlockDiagonalCausalLocalAttentionMask(**vars(self), _window_size=window_size)
+
+    def make_local_attention_from_bottomright(
+        self, window_size: int
+    ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
+        return BlockDiagonalCausalLocalAttentionFromBottomRightMask(**vars(self), _window_size=window_size)
+
+
+@dataclass
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    """Each block causal, aligned at its first query and key."""
+
+
+@dataclass
+class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
+    """Each block causal, aligned at its last query and key."""
+
+
+@dataclass
+class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
+    """:class:`BlockDiagonalCausalMask` within the last ``_window_size`` keys."""
+
+    _window_size: int = 0
+
+
+@dataclass
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
+    """:class:`BlockDiagonalCausalFromBottomRightMask` within the last ``_window_size`` keys."""
+
+    _window_size: int = 0
+
+
+@dataclass
+class BlockDiagonalPaddedKeysMask(_Blocks):
+    """Query block n sees the keys in use of slot n; the slots are ``kv_padding`` rows each."""
+
+    @classmethod
+    def from_seqlens(
+        cls,
+        q_seqlen: Sequence[int],
+        kv_padding: int,
+        kv_seqlen: Sequence[int],
+        causal_diagonal: object = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> BlockDiagonalPaddedKeysMask:
+        """``causal_diagonal`` means nothing, as in the original."""
+        starts = range(0, (len(kv_seqlen) + 1) * kv_padding, kv_padding)
+        return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), _SlotInfo.of(starts, kv_seqlen, device))
+
+    @classmethod
+    def from_seqlens_local(
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], *sizes: int, **named: int
+    ) -> BlockDiagonalPaddedKeysMask:
+        """``sizes``: the window of the classes that have one."""
+        free = BlockDiagonalPaddedKeysMask.from_seqlens(q_seqlen, kv_padding, kv_seqlen)
+        return cls(free.q_seqinfo, free.k_seqinfo, *sizes, **named)
+
+
+@dataclass
+class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """:class:`BlockDiagonalPaddedKeysMask`, causal, aligned at the last query and the last key in use."""
+
+
+@dataclass
+class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """:class:`BlockDiagonalPaddedKeysMask` from ``window_left`` keys before a query's place to ``window_right`` after it."""
+
+    window_left: int
+    window_right: int
+
+
+@dataclass
+class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """:class:`BlockDiagonalCausalWithOffsetPaddedKeysMask` within the last ``_window_size`` keys."""
+
+    _window_size: int
+
+
+@dataclass
+class BlockDiagonalGappyKeysMask(_Blocks):
+    """Query block n sees ``kv_seqlen[n]`` keys from ``kv_seqstarts[n]`` on; the last start is the number of key rows."""
+
+    @classmethod
+    def from_seqlens(
+        cls,
+        q_seqlen: Sequence[int],
+        kv_seqstarts: Sequence[int],
+        kv_seqlen: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+    ) -> BlockDiagonalGappyKeysMask:
+        return cls(_SeqLenInfo.from_seqlens(q_seqlen, device=device), _SlotInfo.of(kv_seqstarts, kv_seqlen, device))
+
+
+@dataclass
+class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):
+    """:class:`BlockDiagonalGappyKeysMask`, causal, aligned at the last query and the last key in use."""
+
+
+__all__ = ["AttentionBias", *BANDS]

@@ -1,0 +1,141 @@
+"""flash-attn's calls over a cache against the textbook on the keys that a sequence then has."""
+
+import pytest
+import torch
+
+from tilewise import reference
+from tilewise.compat import flash_attn as fa
+from tilewise.testing import normal
+
+B, ROWS, H, HK, D, CAPACITY, PAGE = 3, 2, 4, 2, 16, 24, 4
+LENGTHS = torch.tensor([0, 13, 20], dtype=torch.int32)
+
+
+def drawn():
+    """q, a dense cache and new keys and values."""
+    caches = (normal(B, CAPACITY, HK, D, seed=n) for n in (1, 2))
+    news = (normal(B, ROWS, HK, D, seed=n) for n in (3, 4))
+    return normal(B, ROWS, H, D), *caches, *news
+
+
+def in_pages(*caches):
+    """Dense caches as pages of ``PAGE`` keys in another order, and their table."""
+    table = torch.randperm(B * CAPACITY // PAGE, generator=torch.Generator().manual_seed(0)).view(B, -1)
+    pools = [
+        torch.empty(table.numel(), PAGE, HK, D).index_copy_(0, table.flatten(), x.reshape(-1, PAGE, HK, D))
+        for x in caches
+    ]
+    return *pools, table.int()
+
+
+def turned(x, first, cos, sin, interleaved, moving=True):
+    """Rotary embedding, pair by pair, as complex numbers; x ``(rows, heads, head_dim)`` from position ``first`` on."""
+    half, out = cos.shape[1], x.clone()
+    for row in range(x.shape[0]):
+        at = first + (row if moving else 0)
+        for n in range(half):
+            one, two = (2 * n, 2 * n + 1) if interleaved else (n, n + half)
+            z = torch.complex(x[row, :, one], x[row, :, two]) * torch.complex(cos[at, n], sin[at, n])
+            out[row, :, one], out[row, :, two] = z.real, z.imag
+    return out
+
+
+def textbook(b, q, k, v, **options):
+    """o and lse of one sequence, ``(rows, heads, head_dim)`` and ``(heads, rows)``."""
+    o, lse, _ = reference.attention(q[None], k[None], v[None], **options)
+    return o[0].float(), lse[0].float()
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "pages"])
+def test_new_keys_are_written_and_seen(paged):
+    q, k_cache, v_cache, k, v = drawn()
+    where = {}
+    whole = [
+        torch.cat([cache[b, : LENGTHS[b]], new[b]]) for b in range(B) for cache, new in ((k_cache, k), (v_cache, v))
+    ]
+    if paged:
+        k_cache, v_cache, where["block_table"] = in_pages(k_cache, v_cache)
+    out, lse = fa.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=LENGTHS, causal=True, num_splits=3, return_softmax_lse=True, **where
+    )
+    again = fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=LENGTHS + ROWS, causal=True, **where)
+    assert torch.equal(out, again)  # they lie in the cache
+    for b in range(B):
+        o, expected = textbook(b, q[b], *whole[2 * b : 2 * b + 2], causal=True)
+        torch.testing.assert_close(out[b], o)
+        torch.testing.assert_close(lse[b], expected)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+def test_rotary_embedding_turns_new_keys_and_queries(interleaved, causal):
+    q, k_cache, v_cache, k, v = drawn()
+    angle = normal(CAPACITY, 6, seed=7)
+    cos, sin = angle.cos(), angle.sin()
+    how = {"rotary_interleaved": interleaved, "causal": causal, "cache_seqlens": LENGTHS}
+    before = k_cache.clone()
+    out = fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, **how)
+    for b, length in enumerate(LENGTHS.tolist()):
+        keys = torch.cat([before[b, :length], turned(k[b], length, cos, sin, interleaved)])
+        rows = turned(q[b], length, cos, sin, interleaved, moving=causal)
+        o, _ = textbook(b, rows, keys, torch.cat([v_cache[b, :length], v[b]]), causal=causal)
+        torch.testing.assert_close(out[b], o)
+
+
+def test_windows_slopes_softcap_rows_of_the_cache_and_padding_on_the_left():
+    import tilewise as tw
+
+    q, k_cache, v_cache, _, _ = drawn()
+    rows, pad, slopes = torch.tensor([2, 0, 2]), torch.tensor([3, 0, 9], dtype=torch.int32), normal(B, H).abs()
+    lengths = torch.tensor([20, 24, 11], dtype=torch.int32)
+    out = fa.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lengths, cache_batch_idx=rows, cache_leftpad=pad, alibi_slopes=slopes, softcap=2.0,
+        window_size=(9, 0),
+    )  # fmt: skip
+    for b in range(B):
+        keys, values = (x[rows[b], pad[b] : lengths[b]] for x in (k_cache, v_cache))
+        score = tw.softcap(2.0) >> tw.alibi(slopes[b])
+        o, _ = textbook(b, q[b], keys, values, mask=tw.window(9, 0), score=score)
+        torch.testing.assert_close(out[b], o)
+
+
+def test_one_length_for_all_and_a_full_cache():
+    q, k_cache, v_cache, _, _ = drawn()
+    full = fa.flash_attn_with_kvcache(q, k_cache, v_cache)
+    assert torch.equal(full, fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=CAPACITY))
+    torch.testing.assert_close(full, fa.flash_attn_func(q, k_cache, v_cache))
+
+
+def test_packed_queries_over_pages():
+    _, k_cache, v_cache, _, _ = drawn()
+    lengths, news = torch.tensor([5, 13, 20]), [5, 1, 7]
+    cu_q, cu_k = torch.tensor([0, *news]).cumsum(0).int(), torch.tensor([0, *lengths]).cumsum(0).int()
+    q = normal(sum(news), H, D)
+    k_pages, v_pages, table = in_pages(k_cache, v_cache)
+    out, lse, _ = fa.flash_attn_varlen_func(
+        q, k_pages, v_pages, cu_q, cu_k, 7, 20, causal=True, block_table=table, return_attn_probs=True
+    )
+    for b in range(B):
+        at = slice(cu_q[b], cu_q[b + 1])
+        o, expected = textbook(b, q[at], k_cache[b, : lengths[b]], v_cache[b, : lengths[b]], causal=True)
+        torch.testing.assert_close(out[at], o)
+        torch.testing.assert_close(lse[:, at], expected)
+    with pytest.raises(NotImplementedError, match="dropout_p with a block_table"):
+        fa.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 7, 20, 0.1, block_table=table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"v": None}, "k and v come together"),
+        ({"rotary_cos": torch.ones(CAPACITY, 4)}, "rotary_cos and rotary_sin come together"),
+        ({"cache_seqlens": None}, "need cache_seqlens"),
+        ({"cache_batch_idx": torch.arange(B), "block_table": torch.zeros(B, 1)}, "give one of them"),
+        ({"cache_seqlens": CAPACITY - 1}, r"seqlens_k with the new keys\[0\] is 25"),
+    ],
+    ids=["k-alone", "cos-alone", "no-lengths", "rows-and-pages", "no-room"],
+)
+def test_a_wrong_cache_call_says_what_is_wrong(changes, says):
+    q, k_cache, v_cache, k, v = drawn()
+    with pytest.raises(ValueError, match=says):
+        fa.flash_attn_with_kvcache(q, k_cache, v_cache, **({"k": k, "v": v, "cache_seqlens": LENGTHS} | changes))

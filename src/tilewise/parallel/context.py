@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,9 @@ from tilewise import autograd, dispatch
 from tilewise.backends.base import PerTensors
 from tilewise.parallel import gathered, heads, plan
 from tilewise.parallel.agreement import agreed_lengths
-from tilewise.parallel.exchange import Exchange, Group, ordered_sum
+from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, contiguous, zigzag
+from tilewise.parallel.symmetric import group_of
 from tilewise.spec import Options, assemble, parse_spec
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
@@ -30,7 +30,9 @@ def context_parallel(
     """A group of ranks over which attention is computed: the ``parallel=`` of :func:`tilewise.attention`.
 
     Args:
-        group: a process group, a device mesh of one dimension (``mesh["cp"]``), or ``None`` for all ranks.
+        group: a process group, a device mesh of one dimension (``mesh["cp"]``), or ``None`` for all ranks. GPUs of one machine that
+            reach each other's memory move rows by copy engines, others by NCCL (``tilewise.parallel.exchange.Group(group)`` for
+            NCCL alone).
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
             treat all queries alike), or a :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
         scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
@@ -53,7 +55,7 @@ def context_parallel(
         raise ValueError(f"layout must be {', '.join(LAYOUTS)} or a Layout, got {layout!r}")
     if scheme not in plan.SCHEMES:
         raise ValueError(f"scheme must be {', '.join(plan.SCHEMES)}, got {scheme!r}")
-    exchange = Group(group) if group is None or isinstance(group, dist.ProcessGroup) else group
+    exchange = group_of(group) if group is None or isinstance(group, dist.ProcessGroup) else group
     if isinstance(layout, Layout) and layout.ranks != exchange.size:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {exchange.size}")
     return ContextParallel(exchange, layout, scheme, sum_leaf_gradients)
@@ -152,11 +154,15 @@ class ContextParallel:
     def _agreed(self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]) -> plan.Agreed:
         """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
         also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
-        lengths = agreed_lengths(self.exchange, q, k, v, options, also | {"scheme": self.scheme})
+        lengths, (extras, seed, text) = agreed_lengths(
+            self.exchange, q, k, v, options, (*also.items(), ("scheme", self.scheme))
+        )
         queries, keys = (
             self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
         )
-        extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
+        if seed is not None and not isinstance(options.dropout_seed, int):
+            # The first rank's, so that the pairs that are dropped are those of one device.
+            seed = self.exchange.broadcast(seed)
         return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))
 
     def _checked_layout(self, lengths: list[int], name: str) -> Layout:
@@ -167,13 +173,6 @@ class ContextParallel:
                 f"is {list(layout.lengths)}; cut tensors by shard()"
             )
         return layout
-
-    def _with_one_seed(self, q: Tensor, options: Options) -> Options:
-        """Dropout by the first rank's seed, so that the pairs that are dropped are those of one device."""
-        if not options.dropout_p or isinstance(options.dropout_seed, int):
-            return options
-        _, seed, _ = assemble(q, q, q, Options(dropout_p=options.dropout_p, dropout_seed=options.dropout_seed))
-        return options if seed is None else replace(options, dropout_seed=self.exchange.broadcast(seed))
 
 
 def _refuse(options: Options) -> None:

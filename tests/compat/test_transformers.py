@@ -350,7 +350,7 @@ FAMILIES = {
     "gpt-neo": Row("GPTNeoConfig", "GPTNeoForCausalLM", NEO),
     "bloom": Row("BloomConfig", "BloomForCausalLM", BLOOM | {"eos_token_id": 2, "pad_token_id": 0}),
     "falcon": Row("FalconConfig", "FalconForCausalLM", FALCON | {"multi_query": True, "new_decoder_architecture": False}),
-    "falcon-new": Row("FalconConfig", "FalconForCausalLM", FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True, "parallel_attn": True}),
+    "falcon-new": Row("FalconConfig", "FalconForCausalLM", FALCON | {"num_kv_heads": 2, "parallel_attn": True}),
 }  # fmt: skip
 
 

@@ -76,8 +76,6 @@ class Triton(Backend):
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
         reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
-        if problem.paged and problem.spec.max_logit:
-            reasons.append("the largest scores of a call over pages: its kernels over pages do not keep them")
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):

@@ -1,4 +1,4 @@
-# make demo · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make gpu-test · make bench · make bench-cpu
+# make demo · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make gpu-test · make bench · make bench-cpu · make wheel · make hub
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 SHELL  := /bin/bash
 PYTHON ?= python3
@@ -20,7 +20,7 @@ CMAKE   = PATH="$(BIN):$$PATH" cmake
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 EMULATED := build/native/libtilewise_cpu_emulated.so
 
-.PHONY: demo test kernels kernels-hopper kernels-hopper-sample lint format docs gpu-test bench bench-cpu asan tsan valgrind clean setup
+.PHONY: demo test kernels kernels-hopper kernels-hopper-sample lint format docs gpu-test bench bench-cpu asan tsan valgrind wheel hub clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
@@ -136,6 +136,17 @@ valgrind: setup $(CASES)
 	@$(call replay,plain,)
 	valgrind --quiet --error-exitcode=1 --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite \
 	  build/plain/replay $(CASES) --threads 2 --at-most 64
+
+# What a release uploads (shipping/wheel.py): a wheel with all Hopper kernels, one for every other machine, the sources; judged by auditwheel
+# and built twice. KERNELS=here takes the kernels that are there. Then the folder of the Hugging Face kernels hub, of that wheel.
+$(VENV)/ready-release-$(TORCH): $(VENV)/ready-$(TORCH)
+	@$(INSTALL) $(CONSTRAINTS) --editable '.[test,release]' && touch $@
+
+wheel: setup $(VENV)/ready-release-$(TORCH) $(if $(KERNELS),,kernels-hopper)
+	@$(BIN)/python -m shipping.wheel --again
+
+hub: $(if $(wildcard dist/*manylinux*x86_64.whl),setup,wheel)
+	@$(BIN)/python -m shipping.hub dist/*manylinux*x86_64.whl
 
 clean:
 	rm -rf $(VENV) build dist out $(LIBRARY)

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 import tilewise as tw
 from bench import records
 from tilewise.masks import Mask
-from tilewise.parallel import ContextParallel, balanced
+from tilewise.parallel import ContextParallel, balanced, heads
 from tilewise.parallel.exchange import Group
 from tilewise.testing import call, normal
 
@@ -36,19 +36,19 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to compute attention over all ranks: a scheme, how many groups of heads it takes, and what carries the rows."""
+    """A way to compute attention over all ranks: a scheme, how many groups of heads it takes at most, and what carries the rows."""
 
     scheme: str
-    groups: int = 1
+    groups: int = heads.MOST_GROUPS
     engines: bool = False
 
 
 CONTESTANTS = {
     "gather": Contestant("gather"),
-    "heads": Contestant("heads"),
-    "heads-2": Contestant("heads", 2),
-    "engines": Contestant("heads", 1, engines=True),
-    "engines-2": Contestant("heads", 2, engines=True),
+    "nccl": Contestant("heads"),
+    "engines": Contestant("heads", engines=True),
+    "engines-1": Contestant("heads", 1, engines=True),
+    "engines-4": Contestant("heads", 4, engines=True),
 }
 
 
@@ -174,24 +174,37 @@ EXCHANGE, PLAIN = ("nccl", "memcpy", "barrier"), ("at::", "cub::", "memset")
 
 
 def breakdown(run: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of a step's kernels by what they do, and of the host until it had launched them all."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    """Milliseconds of a step's kernels by what they do, from its first to its last, and of the host until it had launched them.
+
+    The smallest of STEPS steps: in the first, ranks wait for each other, which the kernels of the exchange count as their own time.
+    """
+    run()
+    host = []
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(STEPS):
+            torch.cuda.synchronize()
+            dist.barrier(device_ids=[torch.cuda.current_device()])
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            run()
+            host.append((time.perf_counter() - began) * 1e3)
         torch.cuda.synchronize()
-        dist.barrier()
-        began = time.perf_counter()
-        run()
-        host = (time.perf_counter() - began) * 1e3
-        torch.cuda.synchronize()
-    found = {"attention": 0.0, "exchange": 0.0, "rest": 0.0, "host": host}
-    for event in seen.events():
-        if event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
-        name = event.name.lower()
-        what = (
-            "exchange" if any(x in name for x in EXCHANGE) else "rest" if any(x in name for x in PLAIN) else "attention"
-        )
-        found[what] += event.device_time_total / 1e3
-    return {what: round(ms, 3) for what, ms in found.items()}
+    events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    count = len(events) // STEPS
+    steps = [events[n * count + 1 : (n + 1) * count] for n in range(STEPS)]  # without the barrier's kernel
+    found = {what: min(sum(e.device_time_total for e in s if _does(e.name) == what) for s in steps) for what in PARTS}
+    found["span"] = min(max(e.time_range.end for e in s) - s[0].time_range.start for s in steps)
+    return {what: round(us / 1e3, 3) for what, us in found.items()} | {"host": round(min(host), 3)}
+
+
+STEPS = 4
+PARTS = ("attention", "exchange", "rest")
+
+
+def _does(kernel: str) -> str:
+    name = kernel.lower()
+    return "exchange" if any(x in name for x in EXCHANGE) else "rest" if any(x in name for x in PLAIN) else "attention"
 
 
 def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device: str) -> dict[str, list[str]]:

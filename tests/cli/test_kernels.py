@@ -101,6 +101,7 @@ def test_without_a_compiler_it_says_what_to_install(machine, monkeypatch, capsys
 
 def test_the_words_of_a_kernel_select_it():
     every = selection.in_order_of_use()
+    assert selection.selected(f"{every[3].name} {every[0].name}") == [every[3], every[0]]
     of_words = {words: selection.selected(words) for words in {selection.words_of(c) for c in every}}
     assert all(config in of_words[selection.words_of(config)] for config in every)
     assert len({config.name for configs in of_words.values() for config in configs}) == len(every)

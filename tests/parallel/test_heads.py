@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.parallel import Layout, context_parallel, cost, exchange, simulate
+from tilewise.parallel import Layout, context_parallel, cost, exchange, heads, simulate
 from tilewise.parallel.exchange import Simulated
-from tilewise.parallel.heads import groups_of, head_axes
+from tilewise.parallel.heads import head_axes
 from tilewise.parallel.plan import chosen
 from tilewise.parallel.symmetric import SymmetricGroup
 from tilewise.problem import check
@@ -55,8 +55,9 @@ def alone(inputs, run):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_rank_computes_two_groups_of_heads_whatever_rows_it_holds(layout):
-    assert groups_of(HEADS_K // 2) == 2
+def test_a_rank_computes_two_groups_of_heads_whatever_rows_it_holds(layout, monkeypatch):
+    monkeypatch.setattr(heads, "WORTH_A_GROUP", 1)
+    assert heads.groups_of(whole_of(causal=True), 2) == 2
 
     def run(q, k, v, parallel):
         return tw.attention(q, k, v, causal=True, score=tw.softcap(5.0), parallel=parallel)
@@ -148,6 +149,29 @@ def test_a_rank_takes_its_heads_part_of_tensors_that_are_indexed_by_the_head():
         axes(score=lambda s, b, h, i, j: s + table[0, h] + table[h, 0])
 
 
+def test_heads_are_cut_into_groups_that_are_worth_a_call_each(monkeypatch):
+    def groups(most=9, **options):
+        return heads.groups_of(whole_of(**options), 2, most)
+
+    assert groups() == 1
+    kept = ROWS * (ROWS + 1) // 2 * 2 * HEADS_Q // 2  # pairs of both batch elements and of a rank's heads
+    monkeypatch.setattr(heads, "WORTH_A_GROUP", 2 * kept * (16 + 24) / 2)
+    assert groups(causal=True) == 2
+    assert groups(mask=tw.causal() & tw.window(left=3)) == 1
+    assert groups(causal=True, most=1) == 1
+    assert groups(mask=tw.documents(torch.zeros(ROWS, dtype=torch.int64))) == 1
+
+
+@pytest.mark.parametrize("dim", [3, 4, 8])
+def test_copies_of_sixteen_bytes_copy_what_any_copy_does(dim):
+    x = normal(6, 4, dim).half()
+    x[0, 0, 0] = torch.nan
+    for source in (x, x[1:], x.transpose(0, 1), x.view(-1)[1:-dim].view(-1)[: 4 * dim].view(4, dim)):
+        target = torch.empty_like(source)
+        heads._copy(target, source)
+        assert torch.equal(target.view(torch.int16), source.view(torch.int16))
+
+
 def explained(ranks: int, inputs, dim: int = 1, **options) -> list[str]:
     """What ``explain`` says on each rank."""
 
@@ -165,7 +189,7 @@ def test_explain_says_which_scheme_costs_what_and_what_each_rank_computes():
     assert f"scheme    heads: {model}" in by_heads
     assert "not       gather: " in by_heads
     assert "shares    50.0 %, 50.0 % of the visited tiles" in by_heads
-    assert f"q (2, {ROWS}, {HEADS_Q // 4}, 16)" in by_heads  # one of two groups of heads
+    assert f"q (2, {ROWS}, {HEADS_Q // 2}, 16)" in by_heads
     assert "scheme    gather: " in gathered
     assert "not       heads: 4 key heads are no multiple of 3 ranks" in gathered
     assert "backend   " in gathered

@@ -13,8 +13,9 @@ from tilewise import autograd, dispatch
 from tilewise.backends.base import PerTensors
 from tilewise.parallel import gathered, heads, plan
 from tilewise.parallel.agreement import agreed_lengths
-from tilewise.parallel.exchange import Exchange, Group, ordered_sum
+from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, contiguous, zigzag
+from tilewise.parallel.symmetric import group_of
 from tilewise.spec import Options, assemble, parse_spec
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
@@ -30,7 +31,9 @@ def context_parallel(
     """A group of ranks over which attention is computed: the ``parallel=`` of :func:`tilewise.attention`.
 
     Args:
-        group: a process group, a device mesh of one dimension (``mesh["cp"]``), or ``None`` for all ranks.
+        group: a process group, a device mesh of one dimension (``mesh["cp"]``), or ``None`` for all ranks. GPUs of one machine that
+            reach each other's memory move rows by copy engines, others by NCCL (``tilewise.parallel.exchange.Group(group)`` for
+            NCCL alone).
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
             treat all queries alike), or a :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
         scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
@@ -53,7 +56,7 @@ def context_parallel(
         raise ValueError(f"layout must be {', '.join(LAYOUTS)} or a Layout, got {layout!r}")
     if scheme not in plan.SCHEMES:
         raise ValueError(f"scheme must be {', '.join(plan.SCHEMES)}, got {scheme!r}")
-    exchange = Group(group) if group is None or isinstance(group, dist.ProcessGroup) else group
+    exchange = group_of(group) if group is None or isinstance(group, dist.ProcessGroup) else group
     if isinstance(layout, Layout) and layout.ranks != exchange.size:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {exchange.size}")
     return ContextParallel(exchange, layout, scheme, sum_leaf_gradients)

@@ -20,18 +20,32 @@ from tilewise import expr
 from tilewise.expr import Expr
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout
+from tilewise.problem import Problem
 from tilewise.spec import Spec
+from tilewise.tiles import Grid
 
 _attention = torch.ops.tilewise.attention.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
 
 
 MOST_GROUPS = 2
+WORTH_A_GROUP = 3e11
+"""Operations of a group's forward from which on it is worth a call of its own: half a millisecond of an H200."""
 
 
-def groups_of(heads_k: int, most: int = MOST_GROUPS) -> int:
-    """Into how many groups so many key heads of a rank are cut."""
-    return max(n for n in range(1, most + 1) if heads_k % n == 0)
+def groups_of(whole: Problem, ranks: int, most: int = MOST_GROUPS) -> int:
+    """Into how many groups a rank's heads are cut: as many as divide its key heads and are worth a call each, up to ``most``.
+
+    Ranks have to decide alike, so nothing is read from tensors: a mask whose work only tensors tell is computed in one group.
+    """
+    region = whole.spec.whole_region
+    if whole.packed or region.predicate is not None or expr.lookups(*region.parts):
+        return 1
+    grid = Grid.whole(region, (), (1, 1, whole.seqlen_q, whole.seqlen_k), torch.device("cpu"))
+    low, high = grid.key_interval(torch.arange(whole.seqlen_q))
+    pairs = int((high - low).clamp(0).sum()) * whole.batch * whole.heads_q // ranks
+    worth = 2 * pairs * (whole.head_dim + whole.head_dim_v) / WORTH_A_GROUP
+    return max(n for n in range(1, most + 1) if n == 1 or (whole.heads_k // ranks % n == 0 and n <= worth))
 
 
 def head_axes(spec: Spec) -> dict[int, int]:
@@ -120,7 +134,7 @@ class Heads:
 
         def write(targets: list[Tensor]) -> None:
             for target, found in zip(targets, _columns(finish(), parts), strict=True):
-                target.unflatten(2, (ranks, self.groups, -1))[:, :, :, group].copy_(found.permute(2, 1, 0, 3, 4))
+                _copy(target.unflatten(2, (ranks, self.groups, -1))[:, :, :, group], found.permute(2, 1, 0, 3, 4))
 
         return write
 
@@ -128,7 +142,7 @@ class Heads:
         """A room with the parts side by side in its columns; no rank's has more than ``rows`` rows."""
         room = self.exchange.room(name, shape, parts[0], rows * shape[-2] * shape[-1])
         for columns, part in zip(_columns(room, parts), parts, strict=True):
-            columns.copy_(part)
+            _copy(columns, part)
         return room
 
     def own(self, extras: Sequence[Tensor], group: int) -> list[Tensor]:
@@ -156,6 +170,20 @@ def _columns(x: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The columns of ``x`` ``(..., columns)`` that belong to each of several tensors, as their last two axes (heads, dim)."""
     widths = [part.shape[-2] * part.shape[-1] for part in like]
     return [piece.unflatten(-1, part.shape[-2:]) for piece, part in zip(x.split(widths, -1), like, strict=True)]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """``target.copy_(source)``, 16 bytes at a time where both lie so: strided copies cost GPUs an address for each element."""
+    if _in_sixteens(target) and _in_sixteens(source):
+        target, source = target.view(torch.complex128), source.view(torch.complex128)
+    target.copy_(source)
+
+
+def _in_sixteens(x: Tensor) -> bool:
+    """Whether a tensor can be viewed as one of elements of 16 bytes."""
+    strides, n = x.stride(), 16 // x.element_size()
+    whole = strides[-1] == 1 and x.shape[-1] % n == 0 and all(stride % n == 0 for stride in strides[:-1])
+    return whole and x.storage_offset() % n == 0 and x.data_ptr() % 16 == 0
 
 
 def attention(

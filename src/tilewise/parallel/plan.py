@@ -75,7 +75,7 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
     extras, seed, spec = call.extras, call.seed, call.spec
     whole = check(q, k, v, extras, seed, spec)
     if chosen(wish.scheme, whole, exchange.size) == "heads":
-        groups = heads.groups_of(whole.heads_k // exchange.size, wish.most_groups)
+        groups = heads.groups_of(whole, exchange.size, wish.most_groups)
         return heads.Heads(
             exchange, queries, keys, spec.text(), whole.heads_q, groups, heads.head_axes(spec),
             spec.grad_slots, wish.sum_leaf_gradients, wish.with_lse,

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from tilewise.parallel.exchange import Group
@@ -27,20 +26,27 @@ TIMEOUT_MS = 600_000
 """How long a rank waits for the others at a barrier before its kernel fails."""
 
 
-class SymmetricGroup(Group):
-    """The ranks of an NCCL group on one machine whose GPUs reach each other's memory.
+def group_of(group: dist.ProcessGroup | None) -> Group:
+    """The ranks of a process group: as a :class:`SymmetricGroup` where they are GPUs that reach each other's memory."""
+    plain = Group(group)
+    if plain.host is group or len(set(plain.objects(socket.gethostname()))) > 1:
+        return plain
+    try:
+        found = SymmetricGroup(group)
+        found.room("try", (1,), torch.empty(1, device="cuda"), 1)
+        reached = True
+    except Exception:  # a private part of torch, which drivers and builds refuse in many ways
+        reached = False
+    return found if all(ok for (ok,) in plain.numbers([int(reached)])) else plain
 
-    Raises:
-        RuntimeError: on every rank: they do not.
-    """
+
+class SymmetricGroup(Group):
+    """The ranks of an NCCL group on one machine whose GPUs reach each other's memory."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         super().__init__(group)
         self._rooms: dict[str, tuple[Tensor, Any]] = {}
         self._stream = torch.cuda.Stream()
-        hosts = self.objects(socket.gethostname())
-        if len(set(hosts)) > 1:
-            raise RuntimeError(f"the ranks are on several machines: {sorted(set(hosts))}")
 
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
         memory, _ = self._mapped(name, most * like.element_size(), like.device)
@@ -48,6 +54,8 @@ class SymmetricGroup(Group):
 
     def _mapped(self, name: str, nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
         """A name's memory of at least so many bytes, and the handle by which peers' are reached. It grows on all ranks at once."""
+        import torch.distributed._symmetric_memory as symmetric_memory  # loads much that only this needs
+
         found = self._rooms.get(name)
         if found is None or found[0].numel() < nbytes:
             torch.cuda.synchronize(device)

@@ -15,16 +15,18 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.base import (
     Backend,
+    Directions,
     Grads,
     Inputs,
     Output,
+    OutputGrads,
     PerProblem,
     piece_reasons,
     unknown_operations,
 )
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
-from tilewise.backends.triton.host import launch, tuned
-from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.host import launch, tangent, tuned
+from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged
@@ -67,6 +69,7 @@ class Triton(Backend):
     def __init__(self, override: Config | None = None):
         self.override = override
         self._plans, self._tf32_plans = PerProblem(self._plan), PerProblem(self._plan)
+        self._tangent_plans = PerProblem(_no_plans)
 
     def unsupported(self, problem: Problem) -> list[str]:
         if not installed():
@@ -101,6 +104,31 @@ class Triton(Backend):
         with on_device(inputs.q):
             return launch.backward(self._plan_of(problem), inputs, out, do, dlse)
 
+    def without_tangents(self, problem: Problem) -> list[str]:
+        reasons = ["a cache in pages has no tangents"] if problem.paged else []
+        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+            reasons.append(f"tangents of a head_dim above {MAX_HEAD_DIM}")
+        if problem.spec.lookups:
+            reasons.append("the second derivative of a tensor that a score reads")
+        return reasons
+
+    def jvp(self, problem: Problem, inputs: Inputs, out: Output, along: Directions) -> Output:
+        with on_device(inputs.q):
+            return tangent.jvp(self._tangent_plan(problem, along), inputs, out, along)
+
+    def backward_jvp(
+        self, problem: Problem, inputs: Inputs, out: Output, grad: OutputGrads, along: Directions, moved: Output
+    ) -> Grads:
+        with on_device(inputs.q):
+            return tangent.backward_jvp(self._tangent_plan(problem, along), inputs, out, grad, along, moved)
+
+    def _tangent_plan(self, problem: Problem, along: Directions) -> tangent.TangentPlan:
+        """The plan of a problem's tangents, for these leaves that have some, as PyTorch's setting of tf32 is now."""
+        moving = tuple(n for n in dict.fromkeys(problem.spec.score_slots) if along.leaves[n] is not None)
+        tf32 = problem.dtype == torch.float32 and tf32_allowed()
+        plans = self._tangent_plans.of(problem)
+        return plans.of((moving, tf32), lambda: tangent.new_plan(problem, self.config(problem), moving))
+
     def _plan_of(self, problem: Problem) -> Plan:
         """The plan of a problem as PyTorch's setting of tf32 is now: it may change between two calls."""
         tf32 = problem.dtype == torch.float32 and tf32_allowed()
@@ -108,6 +136,11 @@ class Triton(Backend):
 
     def _plan(self, problem: Problem) -> Plan:
         return Plan(problem, self.config(problem))
+
+
+def _no_plans(problem: Problem) -> Memo:
+    """The plans of a problem's tangents, by the leaves that have some and the setting of tf32: none yet."""
+    return Memo()
 
 
 def _device_reasons(problem: Problem) -> list[str]:

@@ -121,6 +121,12 @@ struct Half {
   uint16_t bits;
 };
 
+#ifdef __aarch64__
+typedef __fp16 IeeeHalf;  // the same numbers; GCC's C++ has _Float16 there only since version 13
+#else
+typedef _Float16 IeeeHalf;
+#endif
+
 template <class I>
 TW_INLINE I widen(I x) {  // numbers and integers as they are
   return x;
@@ -132,7 +138,7 @@ TW_INLINE float widen(Bf16 x) {
   return f;
 }
 TW_INLINE float widen(Half x) {
-  _Float16 h;
+  IeeeHalf h;
   __builtin_memcpy(&h, &x, 2);
   return float(h);
 }
@@ -145,7 +151,7 @@ TW_INLINE void narrow(float x, Bf16 *out) {  // to nearest, ties to even; NaN st
   out->bits = x != x ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 TW_INLINE void narrow(float x, Half *out) {
-  _Float16 h = _Float16(x);
+  IeeeHalf h = IeeeHalf(x);
   __builtin_memcpy(out, &h, 2);
 }
 

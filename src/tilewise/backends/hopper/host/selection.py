@@ -52,11 +52,14 @@ def selected(text: str) -> list[Config | Backward]:
 
     Words of one kind are alternatives: ``bf16 fp16``; ``d80``, ``d192v128`` (a call's head dims); ``full causal window rows``;
     ``forward backward``. A kind without a word is not restricted, but ``softcap`` and ``packed`` are only named by their words.
+    Or the words are names of kernels.
 
     Raises:
         ValueError: a word means nothing, or no kernel is shipped for them.
     """
-    words = text.split()
+    words, named = text.split(), {c.name: c for c in in_order_of_use()}
+    if words and set(words) <= set(named):
+        return [named[word] for word in words]
     unknown = [w for w in words if not (w in (*DTYPES.values(), *FORMS, *PASSES, *FEATURES) or _DIMS.fullmatch(w))]
     if unknown:
         known = " ".join((*DTYPES.values(), "d128 d192v128", *FORMS, *PASSES, *FEATURES))

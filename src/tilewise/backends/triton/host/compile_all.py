@@ -19,9 +19,9 @@ from functools import partial
 
 import torch
 
-from tilewise.backends.base import Inputs, Output, empty_output
+from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empty_output
 from tilewise.backends.triton import config
-from tilewise.backends.triton.host import launch, runtime
+from tilewise.backends.triton.host import launch, runtime, tangent
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.paging import Machine, paged_config
@@ -70,6 +70,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
         "latent": {"causal": True},
+        "moving": {"causal": True, "score": softcap(30.0)},
         "rich": {
             "mask": causal() & window(100),
             "score": score,
@@ -121,6 +122,8 @@ def pair_bytes(item: Launch) -> int:
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
+    if name in tangent.PASSES:
+        return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
     streams = Streams(pair_bytes(item), item.feature not in ("rich", "sparse", "dense", "verify"))
     return promised_memory(
         name,
@@ -159,9 +162,16 @@ def recorded(item: Launch) -> Iterator[tuple]:
     with torch.no_grad():
         inputs = Inputs.of(problem, q, k, v, [x.detach() for x in extras], seed)
         out: Output = empty_output(problem, q, v)
-        launch.forward(plan, inputs)
-        if not problem.paged:
-            launch.backward(plan, inputs, out, torch.empty_like(out.o), torch.empty_like(out.lse))
+        do, dlse = torch.empty_like(out.o), torch.empty_like(out.lse)
+        if item.feature == "moving":
+            tiles = {name: tangent.tangent_tiles(problem, name, TARGETS[item.arch].shared) for name in tangent.PASSES}
+            plan, along = tangent.TangentPlan(problem, plan.config, record, tiles=tiles), Directions(q, k, v, None, [])
+            tangent.jvp(plan, inputs, out, along)
+            tangent.backward_jvp(plan, inputs, out, OutputGrads(do, dlse), along, out)
+        else:
+            launch.forward(plan, inputs)
+            if not problem.paged:
+                launch.backward(plan, inputs, out, do, dlse)
     yield from found
 
 
@@ -281,7 +291,7 @@ def items() -> list[Launch]:
                 products = config.float_products(limit) if dtype == torch.float32 else "ieee"
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
-                    features += ["rich", "sparse", "softcap"]
+                    features += ["rich", "sparse", "softcap", "moving"]
                     features += ["dense", "full", "window", "split", "bias", "bias32"] if arch == "sm90" else []
                 if dtype == torch.float32 and limit in (64, 128) and arch == "sm90":
                     features += ["rich", "bias"]

@@ -121,8 +121,12 @@ class Decisions:
         return self._emitted(self.pair_leaf[0])
 
     def _emitted(self, described: int | None) -> Emitted:
-        wide = frozenset(n for n, leaf in enumerate(self.problem.extras) if _is_wide(leaf))
-        return emit(self.problem, wide, described)
+        return emit(self.problem, self.wide, described)
+
+    @cached_property
+    def wide(self) -> frozenset[int]:
+        """The slots of tensors whose elements need 64-bit offsets."""
+        return frozenset(n for n, leaf in enumerate(self.problem.extras) if _is_wide(leaf))
 
     @cached_property
     def leaf_names(self) -> tuple[str, ...]:
@@ -137,13 +141,13 @@ class Decisions:
     @cached_property
     def extents(self) -> tuple[tuple[int, ...], ...]:
         """Size and stride of every axis, for each leaf that kernels read."""
-        return tuple(_extents(x.shape, x.stride) for x in (self.problem.extras[n] for n in self.emitted.slots))
+        return tuple(extents_of(x.shape, x.stride) for x in (self.problem.extras[n] for n in self.emitted.slots))
 
     @cached_property
     def grad_extents(self) -> tuple[tuple[int, ...], ...]:
         """Size and stride of every axis of contiguous tensors of the same shapes."""
         shapes = [self.problem.extras[n].shape for n in self.emitted.slots]
-        return tuple(_extents(shape, torch.empty(shape, device="meta").stride()) for shape in shapes)
+        return tuple(extents_of(shape, torch.empty(shape, device="meta").stride()) for shape in shapes)
 
     @cached_property
     def scales(self):
@@ -244,7 +248,8 @@ class Plan(Decisions):
         return Plan(regrouped, decoding(regrouped, self.config), self.record)
 
 
-def _extents(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Size and stride of every axis, one after the other."""
     return tuple(n for axis in zip(shape, stride, strict=True) for n in axis)
 
 

@@ -15,7 +15,7 @@ from tilewise.backends.triton.tiles import Tiles
 def kernels() -> SimpleNamespace:
     """The kernels and the bundles of their arguments, by name. Triton is imported here, at the first launch."""
     import triton
-    from tilewise.backends.triton.kernels import arguments, backward, forward, paged, pair_bias, terms
+    from tilewise.backends.triton.kernels import arguments, backward, forward, paged, pair_bias, tangent, terms
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(
@@ -30,6 +30,10 @@ def kernels() -> SimpleNamespace:
         tile=pair_bias.tile_kernel,
         sheet=pair_bias.sheet_kernel,
         terms=terms.terms_kernel,
+        tangent=tangent.tangent_kernel,
+        dq_tangent=tangent.dq_tangent_kernel,
+        dkdv_tangent=tangent.dkdv_tangent_kernel,
+        Moved=tangent.Moved,
         Tensors=arguments.Tensors,
         Sizes=arguments.Sizes,
         Scales=arguments.Scales,

@@ -6,6 +6,7 @@ Kernels get the functions of a module as fields of their compile-time facts:
 - ``keep``: the mask's predicate, of ``(b, h, i, j, work)``;
 - ``score``: the score, of ``(s, b, h, i, j, work)`` as all below; ``weights``: 2 to its power, where there is a shorter way to it;
 - ``again``: the score as the backward computes it; ``slope``: its derivative with respect to s;
+- ``moved``, ``moved_slope``: their tangents, of ``(s, ds, b, h, i, j, work)``;
 - ``rows``, ``columns``, ``leaves``, ``tile_N`` and ``place_N``: the gradients of the tensors that the score reads
   (docs/algorithm.md#7-scores-and-their-gradients; :func:`tilewise.leaf_gradients.classify`).
 
@@ -19,7 +20,7 @@ import hashlib
 import linecache
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -38,6 +39,7 @@ BOUND = 80.0  # up to it bf16 holds every power of 2, and fp32 the sums of a mil
 _ENDS = (("lo", "i"), ("hi", "i"), ("first", "j"), ("last", "j"))
 _KEEP = "b, h, i, j, work"
 _SCORE = "s, b, h, i, j, work"
+_MOVED = "s, ds, b, h, i, j, work"
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,27 @@ class Emitted:
     digest: str
 
 
-def emit(problem: Problem, wide: frozenset[int], described: int | None = None) -> Emitted:
+def emit(
+    problem: Problem, wide: frozenset[int], described: int | None = None, tangents: Mapping[int, int] | None = None
+) -> Emitted:
     """The functions of a problem's mask and score.
 
     Args:
         wide: the slots whose elements need 64-bit offsets.
         described: the slot whose tile the score finds in ``work.pair`` (:func:`leaf_reads.described_lookup`).
+        tangents: the slots of leaves' tangents by those of the leaves; given, there are functions of tangents too, and no gradients
+            of leaves.
     """
     spec, region, numbers = problem.spec, problem.spec.region, []
     slots = tuple(dict.fromkeys((*spec.mask_slots, *spec.score_slots)))
     prepared = () if region.prepared is None else (region.prepared.status_slot, region.prepared.seen_slot)
     slots = tuple(slot for slot in slots if slot not in prepared)
-    position = {slot: n for n, slot in enumerate(slots)}
     lookups = expr.lookups(*(x for x in (region.predicate, spec.score) if x is not None))
     small = max(problem.totals) < SMALL
-    writer = partial(Writer, position, leaf_layouts(problem, slots, lookups), wide, small)
+    layouts = leaf_layouts(problem, slots, lookups)
+    slots += tuple(moved for slot, moved in (tangents or {}).items() if slot in slots)
+    position = {slot: n for n, slot in enumerate(slots)}
+    writer = partial(Writer, position, layouts, wide, small)
     source = []
     for (name, index), end in zip(_ENDS, region.ends, strict=True):
         if end is not None:
@@ -98,9 +106,13 @@ def emit(problem: Problem, wide: frozenset[int], described: int | None = None) -
         source.append(_returning(writer(described=described), "score", _SCORE, root))
         if bounded and is_scaled_tanh(root):
             source.append(_weights(writer(described=described), root))
-        again = partial(writer, rough=half, described=described)
+        again = partial(writer, rough=half and tangents is None, described=described)
         source.append(_returning(again(), "again", _SCORE, root))
         source += _gradients(again, score, reads, position, factors)
+        for name, e in (
+            () if tangents is None else (("moved", score), ("moved_slope", _derivative(score, expr.symbol("s"))))
+        ):
+            source.append(_returning(again(), name, _MOVED, factors.collected(expr.tangent(e, tangents))))
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
     hides = spec.score is not None and _hides(spec.score)
     return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest)

@@ -1,0 +1,100 @@
+"""Forward mode and the tangent of the backward by Triton's kernels, through its interpreter, judged by the error rule."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import accuracy
+from tilewise.backends.base import Directions, Inputs, OutputGrads
+from tilewise.backends.portable import Portable
+from tilewise.backends.triton import Triton, interpreting
+from tilewise.problem import check
+from tilewise.testing import Call, call, normal, poisoned, qkv
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
+
+CU = torch.tensor([0, 17, 17, 40])
+# Each option that a kernel of tangents reads in at least one case; 40 queries and 70 keys are tiles of every kind.
+CASES = {
+    "causal-sink-dropout": lambda: {"causal": True, "sink": normal(4), "dropout_p": 0.3, "dropout_seed": 3},
+    "softcap-bias-keep": lambda: {
+        "score": tw.softcap(3.0) >> tw.bias(normal(1, 4, 40, 70)),
+        "mask": lambda b, h, i, j: (i + j) % 3 != 0,
+    },
+    "packed-product": lambda: {
+        "score": _product(normal(4)),
+        "causal": True,
+        "cu_seqlens_q": CU,
+        "cu_seqlens_k": CU,
+    },
+}
+
+
+def _product(t: torch.Tensor):
+    return lambda s, b, h, i, j: s * s * t[h]
+
+
+def found(backend, c: Call, tangents: list, changes: tuple) -> dict[str, torch.Tensor]:
+    """The tangents of a call's outputs and gradients, by name, after the forward of ``portable``."""
+    out = Portable().forward(c.p, c.t)
+    along = Directions.of(c.p, tangents)
+    with poisoned():
+        moved = backend.jvp(c.p, c.t, out, along)
+        grads = backend.backward_jvp(c.p, c.t, out, OutputGrads(c.do, c.dlse, *changes), along, moved)
+    return accuracy.tensors(moved, grads)
+
+
+def in_float64(c: Call) -> Call:
+    """The same call in float64."""
+    q, k, v, do, dlse = (x.double() for x in (c.t.q, c.t.k, c.t.v, c.do, c.dlse))
+    p = check(q, k, v, c.t.leaves, c.t.seed, c.p.spec)
+    return Call(p, Inputs.of(p, q, k, v, c.t.leaves, c.t.seed), do, dlse)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tangents_are_as_good_as_those_of_plain_tiles_in_fp32(name):
+    options = CASES[name]()
+    q, k, v = qkv(batch=1, nq=40, nk=70, hq=4, hk=2, d=16, dv=16)
+    q, k, v = (x[0, :40] if "cu_seqlens_q" in options else x for x in (q, k, v))
+    c = call(q, k, v, **options).with_constant_scores()
+    inputs = (c.t.q, c.t.k, c.t.v, *c.t.leaves)
+    tangents = [normal(*x.shape, seed=20 + n) if x.is_floating_point() else None for n, x in enumerate(inputs)]
+    changes = (normal(*c.do.shape, seed=30), normal(*c.dlse.shape, seed=31)) if c.p.packed else (None, None)
+    got = found(Triton(), c, tangents, changes)
+    exact, plain = (
+        found(Portable(), x, [t if t is None else t.to(x.p.dtype) for t in tangents], changes)
+        for x in (in_float64(c), c)
+    )
+    errors = [accuracy.judge(n, x, exact[n], [plain[n]]) for n, x in got.items()]
+    assert not [str(e) for e in errors if not e.ok]
+
+
+def test_half_precision_is_as_good_as_eagers():
+    q, k, v = qkv(batch=1, nq=40, nk=40, hq=2, hk=2, d=16, dv=16, dtype=torch.float16)
+    c = call(q, k, v).with_constant_scores()
+    tangents = [normal(*x.shape, dtype=x.dtype, seed=20 + n) for n, x in enumerate((q, k, v))]
+
+    def eager(dtype):
+        def gradient(q, k, v):
+            def loss(q, k, v):
+                s = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+                o, lse = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v), s.logsumexp(-1)
+                return (o * c.do.to(dtype)).sum() + (lse * c.dlse.to(dtype)).sum(), (o, lse)
+
+            return torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+
+        grads, (o, lse) = torch.func.jvp(
+            gradient, tuple(x.to(dtype) for x in (q, k, v)), tuple(x.to(dtype) for x in tangents)
+        )[1]
+        return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
+
+    got, exact, rounded = found(Triton(), c, tangents, (None, None)), eager(torch.float64), eager(torch.float16)
+    rounded["lse"] = eager(torch.float32)["lse"]
+    errors = [accuracy.judge(n, x, exact[n], [rounded[n]]) for n, x in got.items()]
+    assert not [str(e) for e in errors if not e.ok]
+
+
+def test_the_gradient_of_a_scores_tensor_is_refused_by_name():
+    c = call(*qkv(), score=tw.alibi(normal(4).requires_grad_()))
+    assert Triton().without_tangents(c.p) == ["the second derivative of a tensor that a score reads"]
+    assert not Triton().without_tangents(c.with_constant_scores().p)

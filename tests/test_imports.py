@@ -91,7 +91,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "dispatch": ("backends.base", "problem", "spec", "device", "settings", "caching"),
     "derivatives": ("dispatch", "backends.base", "problem", "spec"),
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec"),
-    "cache": ("pages", "settings"),
+    "cache": ("dispatch", "pages", "settings"),
     "api": ("autograd", "dispatch", "cache", "problem", "spec", "scores", "masks", "tiles", "dropout", "state"),
     "accuracy": ("reference", "gather", "backends.base", "problem"),
     "testing": ("", "accuracy", "backends.base", "problem", "spec"),

@@ -1,4 +1,4 @@
-"""The documents run: every block of docs/adding.md, of README.md and of docs/switching.md does what it says."""
+"""The documents run: every block of docs/adding.md, of README.md, docs/serving.md and docs/switching.md does what it says."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.test_imports import modules, violations
 
 ROOT = Path(__file__).parents[1]
 ADDING, README, SWITCHING = ROOT / "docs" / "adding.md", ROOT / "README.md", ROOT / "docs" / "switching.md"
+SERVING = ROOT / "docs" / "serving.md"
 LARGEST = 256  # numbers of README are cut to it: the examples run at sizes for a test
 
 
@@ -152,6 +153,12 @@ def test_every_example_of_what_one_switches_to_runs_in_a_namespace_of_its_own():
     installed = find_spec("transformers") is not None
     texts = [small(b.text) for b in SWITCHING_BLOCKS if installed or "transformers" not in b.text]
     python(ROOT, "-c", f"for text in {texts!r}:\n    exec(text, {{}})")
+
+
+def test_the_page_on_serving_is_one_program():
+    texts = [b.text for b in blocks(SERVING.read_text(encoding="utf-8")) if b.language == "python"]
+    assert len(texts) == 4
+    python(ROOT, "-c", "\n".join(texts))
 
 
 def test_switching_shows_before_and_after_of_each():

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, dropout, state
+from tilewise import autograd, batching, dispatch, dropout, state  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons

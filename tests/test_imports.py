@@ -94,10 +94,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state"),
     "cache": ("dispatch", "pages", "settings"),
+    "nested": ("spec",),
     "api": (
         "autograd",
         "batching",
         "dispatch",
+        "nested",
         "cache",
         "problem",
         "spec",

@@ -122,6 +122,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "parallel*": (
         "own",
         "autograd",
+        "derivatives",
         "dispatch",
         "backends.base",
         "problem",

@@ -311,7 +311,11 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         if not isinstance(x, Tensor) and (x is not None or name in "qkv")
     ]
     for name, x in named[:3]:
-        if isinstance(x, Tensor) and x.layout != torch.strided:
+        if isinstance(x, Tensor) and x.is_nested:
+            reasons.append(
+                f"{name} is nested; this call takes packed rows and cu_seqlens: {name}.values() and {name}.offsets()"
+            )
+        elif isinstance(x, Tensor) and x.layout != torch.strided:
             reasons.append(f"{name} is {x.layout}; make it dense: {name}.to_dense()")
     for name, x in (("causal", o.causal), ("deterministic", o.deterministic)):
         if not (isinstance(x, bool) or (x is None and name == "deterministic")):

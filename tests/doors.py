@@ -1,7 +1,7 @@
 """How many tests hold each drop-in, as ``tests/doors.json`` and the table in docs/switching.md: the tests are run, and those that pass
 are counted. A test that expects an error holds a refusal (or a wrong call, with its reason); the others hold that results are right.
 
-python -m tests.doors --write
+python -m tests.doors --write [FILE ...]     all files, some minutes, or those named
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ PAGE = ROOT / "docs" / "switching.md"
 # A row of the table: what is called, and the file whose tests hold it.
 DOORS = {
     "`compat.flash_attn`, six functions and `bert_padding`": "tests/compat/test_flash_attn.py",
+    "its functions over a cache": "tests/compat/test_flash_attn_cache.py",
     "its private functions, FlashAttention-3 and 4, installation": "tests/compat/test_flash_attn_doors.py",
     "`compat.sdpa`, `patch()`, `nn.MultiheadAttention`": "tests/compat/test_sdpa.py",
     "mask_mods and score_mods of FlexAttention": "tests/compat/test_flex.py",
@@ -52,17 +53,21 @@ class Count:
             self.others.append(report.nodeid)
 
 
-def counted() -> dict[str, dict[str, int]]:
-    """The tests of each file that pass, as ``right`` and ``refused``.
+def counted(files: list[str]) -> dict[str, dict[str, int]]:
+    """The tests of each of the files that pass, as ``right`` and ``refused``.
 
     Raises:
         RuntimeError: a test did not pass.
     """
     count = Count()
-    pytest.main(["-q", "-p", "no:xdist", *[str(ROOT / file) for file in DOORS.values()]], plugins=[count])
+    pytest.main(["-q", "-p", "no:xdist", *[str(ROOT / file) for file in files]], plugins=[count])
     if count.others:
         raise RuntimeError(f"these tests did not pass: {', '.join(count.others)}")
-    return {file: {kind: passed[kind] for kind in ("right", "refused")} for file, passed in count.passed.items()}
+    return {
+        file: {kind: passed[kind] for kind in ("right", "refused")}
+        for file, passed in count.passed.items()
+        if file in files
+    }
 
 
 def table(record: dict[str, dict[str, int]]) -> str:
@@ -84,7 +89,8 @@ def page(text: str, record: dict[str, dict[str, int]]) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
+    if sys.argv[1:2] != ["--write"] or not set(sys.argv[2:]) <= set(DOORS.values()):
         sys.exit(__doc__)
-    FILE.write_text(json.dumps(counted(), indent=2) + "\n", encoding="utf-8")
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), json.loads(FILE.read_text())), encoding="utf-8")
+    record = json.loads(FILE.read_text(encoding="utf-8")) | counted(sys.argv[2:] or list(DOORS.values()))
+    FILE.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")

@@ -124,6 +124,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "parallel*": (
         "own",
         "autograd",
+        "derivatives",
         "dispatch",
         "backends.base",
         "problem",

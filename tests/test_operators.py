@@ -281,12 +281,6 @@ def test_who_does_not_keep_the_largest_scores_says_so():
     assert "largest score" not in str(tw.explain(q, k, v).refused["hopper"])
 
 
-def test_vmap_is_refused():
-    q, k, v = qkv(nq=8, nk=8)
-    with pytest.raises(NotImplementedError, match=r"torch\.func or vmap"):
-        torch.vmap(lambda q: tw.attention(q, k, v))(torch.stack([q, q]))
-
-
 def test_the_dropout_seed_may_be_an_int_or_a_tensor_and_is_drawn_by_torch():
     q, k, v = qkv()
     run = lambda seed: tw.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)  # noqa: E731

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import tiles
 from tilewise.masks import Mask, region
+from tilewise.masks.facts import monotone_terms
 from tilewise.tiles import EMPTY, FULL, PARTIAL, Grid, TileMap, seen_keys
 
 BATCH, HEADS = 2, 4
@@ -255,6 +258,67 @@ def test_a_predicate_that_is_constant_on_blocks_is_evaluated_once_a_block(monkey
 def test_any_other_predicate_is_evaluated_once_a_pair(monkeypatch):
     grid = grid_of(tw.keep(lambda b, h, i, j: (i * j) % 3 == 0), 200, 300)
     assert count_evaluated(monkeypatch, grid, 64) == 200 * 300
+
+
+IDS = torch.tensor([0] * 20 + [1] * 3 + [2] * 57)
+MONOTONE = {
+    "block-causal": (lambda nk: tw.keep(lambda b, h, i, j: (i + tw.offset) // 16 >= j // 16), 1),
+    "by-batch": (lambda nk: tw.keep(lambda b, h, i, j: j < 30 * b + h) & tw.window(40, 3), 1),
+    "floats": (lambda nk: tw.keep(lambda b, h, i, j: 0.3 * i - 5 > j / 2.0), 1),
+    "bounded": (lambda nk: tw.keep(lambda b, h, i, j: ~(torch.clamp(i - 40, -3, 20) > 2 * j)), 1),
+    "sinks-and-window": (lambda nk: tw.causal() & tw.keep(lambda b, h, i, j: (j < 4) | (i + tw.offset - j < 9)), 2),
+    "hole": (lambda nk: tw.keep(lambda b, h, i, j: (j < i - 20) | (j > i + 7)), 2),
+    "union": (lambda nk: (tw.window(9, 0) & tw.key_range(5, 60)) | tw.key_range(0, 2), 4),
+    "causal-or-documents": (lambda nk: tw.causal() | tw.documents(IDS.repeat(2)[:nk]), 3),
+}  # the mask, and how many conditions its predicate has
+
+
+@pytest.mark.parametrize("lengths", [(80, 80), (33, 130), (130, 47)], ids=["square", "more-keys", "more-queries"])
+@pytest.mark.parametrize("name", MONOTONE)
+def test_a_predicate_that_rises_or_falls_is_evaluated_at_corners_of_tiles(name, lengths, monkeypatch):
+    mask, conditions = MONOTONE[name]
+    grid = grid_of(mask(lengths[1]), *lengths)
+    assert sum(map(len, monotone_terms(grid.region))) == conditions
+    kept = matrix(grid)
+    true = true_status(kept, 16, 24)
+    assert_sound(TileMap.build(grid, 16, 24).status, true)
+    seen = kept.any(2).unflatten(1, (2, 2)).any(2)
+    assert torch.equal(seen_keys(grid, 2).expand(seen.shape), seen)
+    monkeypatch.setattr(tiles, "_CHUNK_ELEMENTS", None)  # of what is evaluated pair by pair
+    TileMap.build(grid, 16, 24)
+
+
+def test_one_condition_tells_every_tile_exactly():
+    grid = grid_of(MONOTONE["block-causal"][0](130), 90, 130)
+    true = true_status(matrix(grid), 16, 24)
+    assert torch.equal(TileMap.build(grid, 16, 24).status.expand(true.shape), true)
+
+
+TABLE = torch.arange(200).flip(0)
+
+
+@pytest.mark.parametrize(
+    "predicate",
+    [
+        lambda b, h, i, j: (i - j).abs() < 9,
+        lambda b, h, i, j: (i * j) % 3 == 0,
+        lambda b, h, i, j: i == j,
+        lambda b, h, i, j: i * j < 50,
+        lambda b, h, i, j: TABLE[i] > j,
+        lambda b, h, i, j: i // -2 > j - 40,
+        lambda b, h, i, j: (i + j) * (1 << 62) * 2 < 3,  # wraps around
+        lambda b, h, i, j: torch.where(i > 20, j, -j) < 5,
+        lambda b, h, i, j: torch.where(i > 20, j - 40, 3) < 5,
+        lambda b, h, i, j: (i > 3) ^ (j > 3),
+        lambda b, h, i, j: i * math.inf > j,
+    ],
+    ids=["abs", "mod", "eq", "product", "tensor", "negative", "wraps", "where", "where-below", "xor", "nan"],
+)
+def test_a_predicate_that_may_turn_back_has_no_monotone_terms(predicate):
+    grid = grid_of(tw.keep(predicate), 60, 70)
+    assert monotone_terms(grid.region) is None
+    true = true_status(matrix(grid), 16, 24)
+    assert torch.equal(TileMap.build(grid, 16, 24).status.expand(true.shape), true)
 
 
 def test_row_chunks_join_to_the_same_map(monkeypatch):

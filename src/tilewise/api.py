@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from tilewise import autograd, dispatch, dropout, state
+from tilewise import autograd, batching, dispatch, dropout, nested, state  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
@@ -60,9 +60,22 @@ def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def _is_nested(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v))
+
+
+def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
+    if parallel is not None:
+        raise NotImplementedError("parallel= takes dense tensors; nested ones are not sharded")
+    qkv, packed = nested.packed_call(q, k, v, o)
+    return nested.nested_like(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
+
+
 def _run(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
+    if _is_nested(q, k, v):
+        return _run_nested(q, k, v, o, parallel)
     k, v = _for_each(q, k, v)
     if parallel is not None:
         return parallel.attention(q, k, v, o, with_lse)
@@ -107,7 +120,8 @@ def attention(
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``, fp16, bf16, fp32 or fp64.
         k: ``(batch, seqlen_k, heads_k, head_dim)``; ``heads_q`` is a multiple of ``heads_k`` (GQA, MQA).
-        v: ``(batch, seqlen_k, heads_k, head_dim_v)``. A batch of one, of k and v both, serves every q.
+        v: ``(batch, seqlen_k, heads_k, head_dim_v)``. A batch of one, of k and v both, serves every q. Nested tensors in the
+            jagged layout, ``(batch, j, heads, head_dim)``, are a packed call: masks and scores see each sequence's own indices.
         causal: also hide the keys after a query, aligned at the last (``mask & tw.causal()``).
         mask: a Mask, a bool tensor broadcastable to ``(batch, heads_q, seqlen_q, seqlen_k)`` (True = kept), or a function
             of ``(b, h, i, j)``.
@@ -123,7 +137,7 @@ def attention(
             rank's rows, and so is the result; masks, scores and dropout speak of positions in the whole sequence.
 
     Returns:
-        ``(batch, seqlen_q, heads_q, head_dim_v)``, contiguous. A row that sees no key is zero.
+        ``(batch, seqlen_q, heads_q, head_dim_v)``, contiguous, nested as q is. A row that sees no key is zero.
 
     Raises:
         ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
@@ -378,7 +392,10 @@ def explain(
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
-    k, v = _keys_and_values(q, k, v, o)
+    if _is_nested(q, k, v):
+        (q, k, v), o = nested.packed_call(q, k, v, o)
+    else:
+        k, v = _keys_and_values(q, k, v, o)
     return dispatch.explain(q, k, v, o) if parallel is None else parallel.explain(q, k, v, o)
 
 

@@ -20,17 +20,17 @@ from tilewise.problem import check
 from tilewise.spec import parse_spec
 
 # The cheapest way through the dispatcher: docs/decisions.md#operator-at-autograd-key.
-_library = torch.library.Library("tilewise", "DEF")
-_library.define(
+library = torch.library.Library("tilewise", "DEF")
+library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor? seed, str spec) -> (Tensor o, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define(
+library.define(
     "attention_with_stats(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor? seed, str spec) "
     "-> (Tensor o, Tensor lse, Tensor max_logit)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define(
+library.define(
     "attention_backward(Tensor do, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] extras, "
     "Tensor? seed, str spec) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dextras)",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -39,6 +39,10 @@ _FORWARDS = ("attention", "attention_with_stats")
 _attention = torch.ops.tilewise.attention.default
 with_stats = torch.ops.tilewise.attention_with_stats.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
+
+
+LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
+"""The key of the gradients that ``is_grads_batched`` hands to a backward: tensors of the vmap before torch.func's."""
 
 
 # -- Kernels -------------------------------------------------------------------------------------------------------
@@ -91,10 +95,10 @@ def _fake_backward(*arguments):
 
 
 for _name in _FORWARDS:
-    _library.impl(_name, _forward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{_name}", _fake_forward, lib=_library)
-_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
+    library.impl(_name, _forward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake_forward, lib=library)
+library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=library)
 
 
 # -- Autograd ------------------------------------------------------------------------------------------------------
@@ -139,6 +143,7 @@ class _Attention(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         quiet = not torch.is_grad_enabled() and _nobody_watches(q, k, v, (*extras, do, dlse))
+        quiet = quiet and not any(torch._C._dispatch_keys(x).has(LEGACY_BATCHED) for x in (do, dlse))
         run = _backward if quiet else _attention_backward
         dq, dk, dv, dextras = run(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
         by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))
@@ -148,8 +153,7 @@ class _Attention(torch.autograd.Function):
 def _refuse_transforms(name: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            f"{name} inside torch.func or vmap is not built; the batch and head dimensions of q, k and v are the place "
-            "for a mapped dimension"
+            f"the operator of {name} cannot pass on the levels of torch.func; call {name} there, outside of torch.compile"
         )
 
 
@@ -176,14 +180,9 @@ def _backward_autograd(*arguments):
         return _attention_backward(*arguments)
 
 
-def _forward_batched(*_):
-    _refuse_transforms("tilewise.attention")
-
-
 for _name in _FORWARDS:
-    _library.impl(_name, _forward_autograd, "Autograd")
-    _library.impl(_name, _forward_batched, "FuncTorchBatched")
-_library.impl("attention_backward", _backward_autograd, "Autograd")
+    library.impl(_name, _forward_autograd, "Autograd")
+library.impl("attention_backward", _backward_autograd, "Autograd")
 
 
 # -- Autocast ------------------------------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ def _autocast(device_type: str, key: str) -> None:
             return derivatives.operator_of(spec)(*_cast(q, k, v, device_type, spec), extras, seed, spec)
 
     for name in _FORWARDS:
-        _library.impl(name, kernel, key)
+        library.impl(name, kernel, key)
 
 
 _autocast("cpu", "AutocastCPU")
@@ -214,13 +213,6 @@ _autocast("cuda", "AutocastCUDA")
 # -- Calls -----------------------------------------------------------------------------------------------------------
 
 
-def _differentiating() -> bool:
-    """Whether the innermost of torch.func's transforms is a derivative."""
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    return torch._C._functorch.peek_interpreter_stack().key() != torch._C._functorch.TransformType.Vmap
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str, operator=_attention
 ):
@@ -228,7 +220,7 @@ def attention(
 
     With max_logit by the operator ``with_stats``, for a spec that asks for it.
     """
-    if torch.compiler.is_compiling() or not _differentiating():
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return operator(q, k, v, extras, seed, spec)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _cast(q, k, v, q.device.type, spec)

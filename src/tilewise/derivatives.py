@@ -129,6 +129,8 @@ def _save(ctx: Any, *tensors: Tensor | None) -> None:
 class Attention(torch.autograd.Function):
     """The attention, ``(o, lse)`` and, where the spec asks for it, max_logit, for calls inside torch.func, and calls of dual tensors."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(q, k, v, seed, spec, *extras):
         with torch._C._AutoDispatchBelowAutograd():
@@ -161,6 +163,8 @@ class Attention(torch.autograd.Function):
 class AttentionBackward(torch.autograd.Function):
     """The backward, ``(dq, dk, dv, *dextras)``. Its derivatives with respect to q, k and v are whole: they hold what o and lse,
     which follow from these, contribute."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(seed, spec, do, dlse, *tensors):
@@ -195,6 +199,8 @@ class AttentionBackward(torch.autograd.Function):
 
 class AttentionJvp(torch.autograd.Function):
     """The tangents of o and lse. ``tensors`` are q, k, v, o, lse, then ``count`` extras, then the tangents of q, k, v and the extras."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(seed, spec, count, *tensors):
@@ -236,6 +242,8 @@ class AttentionBackwardJvp(torch.autograd.Function):
 
     ``tensors`` are dO, dlse and their tangents, the tangents of o and lse, then those of :class:`AttentionJvp`.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(seed, spec, count, *tensors):

@@ -51,7 +51,7 @@ class Piece:
         predicate = None if whole.predicate is None else self.score(whole.predicate)
         keys, queries = ([end(e, start) for e in ends] for ends, start in
                          ((whole.ends[:2], self.k_start), (whole.ends[2:], self.q_start)))  # fmt: skip
-        return Region(*keys, *queries, predicate)
+        return Region(*keys, *queries, predicate, sorted_leaves=whole.sorted_leaves)
 
 
 def _less(e: Expr, n: int) -> Expr:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise import expr, masks
 from tilewise.caching import cached_property
 from tilewise.dropout import seed_tensor
+from tilewise.mapped import Mapped
 from tilewise.masks import Mask, Region
 from tilewise.piece import Piece
 from tilewise.scores import Score, as_score, expression
@@ -37,6 +38,7 @@ class Spec:
         page_slots: where block_table and seqlens_k of a paged cache are, or empty.
         backend: the one asked for, or ``None``.
         piece: where the call lies in a larger attention, in whose indices mask and score are written, or ``None``.
+        mapped: the dimensions of ``torch.vmap`` that were folded into the batch, the innermost first.
     """
 
     mask_text: str = ""
@@ -54,6 +56,7 @@ class Spec:
     backend: str | None = None
     piece: Piece | None = None
     page_slots: tuple[int, ...] = ()
+    mapped: tuple[Mapped, ...] = ()
 
     def text(self) -> str:
         """The canonical text; :func:`parse_spec` reads it. No newline: generated code carries it in a literal."""
@@ -63,9 +66,10 @@ class Spec:
         backend = "" if self.backend is None else f"={self.backend}"
         at = self.piece
         piece = "" if at is None else _ints([at.q_start, at.k_start, at.total_q, at.total_k])
+        mapped = "/".join([_ints([x.batch, *x.slots]) for x in self.mapped])
         return (
             f"{self.mask_text};{self.score_text};{scale};{float(self.dropout_p)};{flags};{_ints(self.grad_slots)};{sink};"
-            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{piece};{_ints(self.page_slots)};{backend}"
+            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{piece};{_ints(self.page_slots)};{mapped};{backend}"
         )
 
     @property
@@ -79,12 +83,18 @@ class Spec:
     @cached_property
     def whole_region(self) -> Region:
         """The mask in the indices of the whole attention."""
-        return masks.region(self.mask_text, self.mask_slots)
+        region = masks.region(self.mask_text, self.mask_slots)
+        for dimension in self.mapped:
+            region = dimension.region(region)
+        return region
 
     @cached_property
     def whole_score(self) -> expr.Expr | None:
         """The score in the indices of the whole attention."""
-        return expression(self.score_text, self.score_slots)
+        score = expression(self.score_text, self.score_slots)
+        for dimension in self.mapped:
+            score = None if score is None else dimension.expression(score)
+        return score
 
     @cached_property
     def region(self) -> Region:
@@ -119,7 +129,7 @@ def _ints(values: Sequence[int]) -> str:
 @lru_cache(maxsize=4096)
 def parse_spec(text: str) -> Spec:
     """The record of :meth:`Spec.text`."""
-    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, piece, pages, backend = text.split(";", 12)
+    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, piece, pages, mapped, backend = text.split(";", 13)
     ints = lambda line: tuple(int(x) for x in line.split(",")) if line else ()  # noqa: E731
     return Spec(
         mask_text=m,
@@ -137,6 +147,7 @@ def parse_spec(text: str) -> Spec:
         backend=backend[1:] if backend else None,
         piece=Piece(*ints(piece)) if piece else None,
         page_slots=ints(pages),
+        mapped=tuple(Mapped(batch, tuple(slots)) for batch, *slots in map(ints, mapped.split("/"))) if mapped else (),
     )
 
 
@@ -300,7 +311,11 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         if not isinstance(x, Tensor) and (x is not None or name in "qkv")
     ]
     for name, x in named[:3]:
-        if isinstance(x, Tensor) and x.layout != torch.strided:
+        if isinstance(x, Tensor) and x.is_nested:
+            reasons.append(
+                f"{name} is nested; this call takes packed rows and cu_seqlens: {name}.values() and {name}.offsets()"
+            )
+        elif isinstance(x, Tensor) and x.layout != torch.strided:
             reasons.append(f"{name} is {x.layout}; make it dense: {name}.to_dense()")
     for name, x in (("causal", o.causal), ("deterministic", o.deterministic)):
         if not (isinstance(x, bool) or (x is None and name == "deterministic")):

@@ -8,8 +8,9 @@ some query sees. Predicates are evaluated once, over some rows at a time: O(tile
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.expr import Expr
 from tilewise.masks import Mask, Region, region, with_lists
-from tilewise.masks.facts import granularity
+from tilewise.masks.facts import Condition, granularity, monotone_terms
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 PREPARED_BLOCK = 64
@@ -127,7 +128,7 @@ class TileMap:
                 blocks = _part_of(grid.leaves[prepared.status_slot], grid)
                 predicate = _coarsen(blocks, prepared.block, (grid.seqlen_q, grid.keys), (tile_m, tile_n))
             else:
-                predicate = _predicate_status(grid, tile_m, tile_n)[0]
+                predicate = _status_of(grid, tile_m, tile_n)
             status = torch.minimum(status, predicate)  # empty wins, then partial
         return cls(status, tile_m, tile_n)
 
@@ -173,6 +174,14 @@ def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> 
     return status.mT if by_columns else status
 
 
+def _status_of(grid: Grid, tile_m: int, tile_n: int) -> Tensor:
+    """Status of the predicate: from corners of tiles where it rises or falls along rows and columns, else from all pairs."""
+    terms = monotone_terms(grid.region)
+    return (
+        _predicate_status(grid, tile_m, tile_n)[0] if terms is None else _status_by_corners(grid, terms, tile_m, tile_n)
+    )
+
+
 def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Tensor]:
     """``(status, seen)`` of the predicate, from one evaluation per pair, or per block where it is constant on blocks.
 
@@ -199,6 +208,55 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
         statuses.append(_block_status(true, tile_m // step_m, tile_n // step_n))
         seen = seen | _seen_by(true, (first - row, last - row), step_m, step_n)
     return torch.cat(statuses, 2), seen
+
+
+def _status_by_corners(grid: Grid, terms: Sequence[Sequence[Condition]], tile_m: int, tile_n: int) -> Tensor:
+    """Status of the predicate whose terms are given: a condition holds somewhere in a tile if it holds at its best corner, and
+    everywhere if it holds at its worst one. A tile that two conditions meet apart, or two terms fill together, is called partial."""
+
+    def ends(length: int, tile: int) -> tuple[Tensor, Tensor]:
+        start = torch.arange(0, length, tile, device=grid.b.device)
+        return start, (start + tile).clamp(max=length) - 1
+
+    def holds(x: Condition, best: bool) -> Tensor:
+        return grid.evaluate(x.holds, rows[(x.by_i > 0) == best], columns[(x.by_j > 0) == best])
+
+    rows, columns = ends(grid.seqlen_q, tile_m), ends(grid.keys, tile_n)
+    some, every = (_any_of(_all_of(holds(x, best) for x in term) for term in terms) for best in (True, False))
+    status = some.to(torch.uint8) + (some & every).to(torch.uint8)
+    return status.expand(torch.broadcast_shapes(status.shape, (1, 1, len(rows[0]), len(columns[0]))))
+
+
+def _seen_by_terms(grid: Grid, terms: Sequence[Sequence[Condition]]) -> Tensor:
+    """The keys that some query within their interval sees by one of the terms: bool ``(b|1, h|1, keys)``."""
+    env = grid.env(None, torch.arange(grid.keys, device=grid.b.device))
+    first, last = (end.unsqueeze(2) for end in grid.query_interval(torch.arange(grid.keys, device=grid.b.device)))
+
+    def hold(conditions: Sequence[Condition], i: Tensor) -> Tensor:
+        roots = [x.holds for x in conditions]
+        return _all_of(expr.evaluate(roots, {**env, "i": i}, grid.leaves, torch.float32))
+
+    def some_query(term: Sequence[Condition]) -> Tensor:
+        rising, others = [x for x in term if x.by_i > 0], [x for x in term if x.by_i <= 0]
+        if not others:
+            return hold(rising, last - 1)
+        low, high = first, last
+        for _ in range(grid.seqlen_q.bit_length() if rising else 0):  # the first query of which all that rises is true
+            middle = (low + high) // 2
+            enough, open_ = hold(rising, middle), low < high
+            low, high = torch.where(open_ & ~enough, middle + 1, low), torch.where(open_ & enough, middle, high)
+        return hold(others, low) & (low < last)
+
+    seen = _any_of(map(some_query, terms)) & (first < last)
+    return seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, 1, grid.keys))).squeeze(2)
+
+
+def _any_of(each: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.logical_or, each)
+
+
+def _all_of(each: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.logical_and, each)
 
 
 def _seen_by(true: Tensor, interval: tuple[Tensor, Tensor], step_m: int, step_n: int) -> Tensor:
@@ -270,7 +328,9 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
     elif grid.region.prepared is not None and grid.key_origin is None:
         seen = _part_of(grid.leaves[grid.region.prepared.seen_slot], grid)
     else:
-        seen = _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)[1]
+        terms = monotone_terms(grid.region)
+        pairs = terms is None
+        seen = _predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK)[1] if pairs else _seen_by_terms(grid, terms)
     return seen if seen.shape[1] == 1 else seen.unflatten(1, (-1, group)).any(2)
 
 
@@ -286,4 +346,8 @@ def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
         first, last = grid.query_interval(torch.arange(grid.keys, device=q.device))
         status = torch.full((1, 1, *blocks), FULL, dtype=torch.uint8, device=q.device)
         return with_lists(mask, PREPARED_BLOCK, shape, status, first < last)
-    return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))
+    terms = monotone_terms(kept)
+    if terms is None:
+        return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))
+    status = _status_by_corners(grid, terms, PREPARED_BLOCK, PREPARED_BLOCK)
+    return with_lists(mask, PREPARED_BLOCK, shape, status, _seen_by_terms(grid, terms))

@@ -39,7 +39,8 @@ def scaled_dot_product_attention(
     """``softmax(scale * query keyᵀ + mask) value``.
 
     Args:
-        query: ``(..., heads, seqlen_q, head_dim)``, at least 2 dimensions; leading ones broadcast.
+        query: ``(..., heads, seqlen_q, head_dim)``, at least 2 dimensions; leading ones broadcast. All three may be nested in
+            the jagged layout, ``(batch, heads, j, head_dim)``.
         key: ``(..., heads_k, seqlen_k, head_dim)``. value: ``(..., heads_k, seqlen_k, head_dim_v)``.
         attn_mask: broadcastable to ``(..., heads, seqlen_q, seqlen_k)``: bool, True takes part; floating, added to the
             scores, differentiable; or a ``torch.nn.attention.bias.CausalBias``.
@@ -52,8 +53,32 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: a wrong call. NotImplementedError: what torch runs and this does not, with every reason.
     """
+    if any(x.is_nested and x.layout == torch.jagged for x in (query, key, value)):
+        return _of_nested((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _read(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return call.shaped(tw.attention(call.q, call.k, call.v, **call.options).transpose(1, 2))
+
+
+def _of_nested(qkv: tuple[Tensor, Tensor, Tensor], attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
+    """Attention of jagged tensors ``(batch, heads, j, head_dim)``, each sequence by itself, by a packed call."""
+    if attn_mask is not None:
+        raise NotImplementedError(
+            "scaled_dot_product_attention\n  attn_mask beside nested tensors; tw.attention takes a mask= of (b, h, i, j)"
+        )
+    wrong = [
+        n for n, x in zip(("query", "key", "value"), qkv, strict=True) if x.is_nested and x._ragged_idx != x.ndim - 2
+    ]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is not (batch, heads, j, head_dim), j the ragged dimension; transpose it")
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    if not enable_gqa and not q.shape[2] == k.shape[2] == v.shape[2]:
+        counts = ", ".join(str(x.shape[2]) for x in (q, k, v))
+        raise ValueError(f"query, key and value have {counts} heads; grouped ones need enable_gqa=True")
+    mask = None
+    if is_causal:  # aligned at the first, as torch's is
+        same = q.is_nested and k.is_nested and (q.offsets() is k.offsets() or torch.equal(q.offsets(), k.offsets()))
+        mask = tw.causal() if same else tw.keep(lambda b, h, i, j: j <= i)
+    return tw.attention(q, k, v, mask=mask, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -112,8 +137,12 @@ def _refusals(
     """Why a call that torch runs cannot run here."""
     reasons = []
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.is_nested or x.layout != torch.strided:
-            reasons.append(f"{name} is nested or sparse; pack it and call tw.attention_varlen")
+        if x.is_nested:
+            reasons.append(
+                f"{name} is nested in another layout; make all three torch.jagged, or pack and call tw.attention_varlen"
+            )
+        elif x.layout != torch.strided:
+            reasons.append(f"{name} is sparse; make it dense: {name}.to_dense()")
         elif not x.is_floating_point():
             reasons.append(f"{name} is {x.dtype}; floating types alone are built")
     if dropout_p == 1.0:

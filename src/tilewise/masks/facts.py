@@ -7,8 +7,11 @@ tensor. A fact that would take a tensor's values to know counts as unknown, whic
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,3 +157,121 @@ def granularity(e: Expr, name: str) -> int | None:
 def constant_on_blocks(e: Expr) -> bool:
     """Whether ``e`` has one value on blocks of more than one query and of more than one key, as a pattern of blocks has."""
     return granularity(e, "i") != 1 and granularity(e, "j") != 1
+
+
+# -- Predicates that rise or fall ----------------------------------------------------------------------------------
+
+
+class Condition(NamedTuple):
+    """A part of a predicate that changes at most once along every row and every column.
+
+    Attributes:
+        holds: the condition, bool.
+        by_i, by_j: 1 where it can only become true as i (or j) grows, -1 where it can only become false, 0 where i has no say.
+    """
+
+    holds: Expr
+    by_i: int
+    by_j: int
+
+
+MOST_TERMS = 16  # beyond it the pairs are evaluated one by one
+
+
+@lru_cache(maxsize=4096)
+def monotone_terms(region: Region) -> tuple[tuple[Condition, ...], ...] | None:
+    """The region's predicate as "one of these terms holds", a term as "all of its conditions hold"; None where it has no such form.
+
+    ``i // 1024 >= j // 1024`` is one term of one condition, and a union of two intervals of keys is two terms of two. Where such a
+    form is known, a tile is judged by its corners (:func:`tilewise.tiles.TileMap.build`), whatever the number of its pairs.
+    """
+    return _terms(region.predicate, region.sorted_leaves)
+
+
+def _terms(predicate: Expr, sorted_leaves: frozenset[int]) -> tuple[tuple[Condition, ...], ...] | None:
+    slope = _slope(predicate, sorted_leaves)
+    if slope is not None:
+        return ((Condition(predicate, slope.by_i, slope.by_j),),)
+    if predicate.op not in ("or", "and") or expr.kind(predicate) != "bool":
+        return None
+    left, right = (_terms(x, sorted_leaves) for x in predicate.args)
+    if left is None or right is None:
+        return None
+    terms = left + right if predicate.op == "or" else tuple(a + b for a, b in product(left, right))
+    return terms if len(terms) <= MOST_TERMS else None
+
+
+class _Slope(NamedTuple):
+    """How a value moves with i and with j: 1 never falls, -1 never rises, 0 stays. Its absolute value is below 2**bits, and it is
+    certainly at least ``least``."""
+
+    by_i: int
+    by_j: int
+    bits: int
+    least: float = -math.inf
+
+
+_MOVES: dict[str, tuple[int, ...]] = {
+    "add": (1, 1), "sub": (1, -1), "neg": (-1,), "maximum": (1, 1), "minimum": (1, 1), "clamp_min": (1, 1), "clamp_max": (1, 1),
+    "lt": (-1, 1), "le": (-1, 1), "gt": (1, -1), "ge": (1, -1), "and": (1, 1), "or": (1, 1), "not": (-1,),
+    "floor": (1,), "ceil": (1,), "round": (1,), "trunc": (1,), "float": (1,), "relu": (1,),
+}  # fmt: skip
+"""By operation, whether its value rises (1) or falls (-1) as each of its arguments grows. Rounding to fp32 keeps an order."""
+
+_INDEX_BITS, _WORD_BITS = (
+    31,
+    62,
+)  # of an index, a length or a sorted leaf's element; within an int64, so that nothing wraps around
+
+
+def _slope(root: Expr, sorted_leaves: frozenset[int]) -> _Slope | None:
+    """How an expression moves with i and j; None where it may turn back, or where that is not known."""
+    found: dict[int, _Slope | None] = {}
+    for e in expr.nodes(root):
+        found[id(e)] = _slope_of(e, [found[id(x)] for x in expr.children(e)], sorted_leaves)
+    return found[id(root)]
+
+
+def _slope_of(e: Expr, inner: list[_Slope | None], sorted_leaves: frozenset[int]) -> _Slope | None:
+    if e.op == "number":
+        size = abs(int(e.args[0])).bit_length() if math.isfinite(e.args[0]) else _WORD_BITS
+        return _Slope(0, 0, size, e.args[0])
+    if e.op == "symbol":
+        name = e.args[0]
+        return _Slope(int(name == "i"), int(name == "j"), _INDEX_BITS, -math.inf if name == "off" else 0)
+    if None in inner:
+        return None
+    if e.op == "lookup" and e.args[0][1] in sorted_leaves and not any(x.by_i or x.by_j for x in inner[:-1]):
+        return _Slope(inner[-1].by_i, inner[-1].by_j, _INDEX_BITS, 0)  # an index out of range is clamped
+    if all(x.by_i == x.by_j == 0 for x in inner):
+        return _Slope(0, 0, _WORD_BITS)  # what moves with neither may be anything, an element of any tensor too
+    moves = _moves(e, inner)
+    if moves is None:
+        return None
+    bits = sum(x.bits for x in inner) if e.op == "mul" else max(x.bits for x in inner) + 1
+    by_i, by_j = (_together(m * x[axis] for m, x in zip(moves, inner, strict=True)) for axis in (0, 1))
+    wraps = expr.kind(e) == "int" and bits > _WORD_BITS
+    return None if by_i is None or by_j is None or wraps else _Slope(by_i, by_j, bits)
+
+
+def _moves(e: Expr, inner: list[_Slope]) -> tuple[int, ...] | None:
+    """:data:`_MOVES` of a node, and of those whose arguments decide it; None: it may turn back."""
+    kinds = {expr.kind(x) for x in e.args if isinstance(x, Expr)}
+    if e.op in ("and", "or", "not"):
+        return _MOVES[e.op] if kinds == {"bool"} else None
+    if e.op == "where":  # from a number to what is never below it, as the condition becomes true
+        above = e.args[2].op == "number" and inner[1].least >= e.args[2].args[0]
+        return (1, 1, 1) if above else None
+    if e.op in ("mul", "div", "floordiv"):
+        for place in (1, 0) if e.op == "mul" else (1,):
+            by = e.args[place].args[0] if e.args[place].op == "number" else 0
+            if math.isfinite(by) and by > 0 and (e.op != "floordiv" or kinds == {"int"}):
+                return (1, 0) if place else (0, 1)
+        return None
+    return _MOVES.get(e.op)
+
+
+def _together(moves: Iterable[int]) -> int | None:
+    """The direction of a sum of moves; None where they oppose each other."""
+    signs = {m for m in moves if m}
+    return None if len(signs) > 1 else signs.pop() if signs else 0

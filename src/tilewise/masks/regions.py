@@ -41,6 +41,7 @@ class Region:
         predicate: bool expression of ``b, h, i, j``.
         prepared: what ``Mask.prepare`` made, and for which shapes.
         diagonal: for certain, whatever the mask's tensors hold, every query sees the key at its own position ``i + off``.
+        sorted_leaves: the slots of tensors whose elements are not negative and never decrease along the last axis.
     """
 
     lo: Expr | None = None
@@ -50,6 +51,7 @@ class Region:
     predicate: Expr | None = None
     prepared: Prepared | None = None
     diagonal: bool = False
+    sorted_leaves: frozenset[int] = frozenset()
 
     @property
     def everything(self) -> bool:
@@ -110,6 +112,7 @@ def _intersect(a: Region, b: Region) -> Region:
         _tighter("minimum", a.last, b.last),
         _all([p for p in (a.predicate, b.predicate) if p is not None]),
         diagonal=a.keeps_diagonal and b.keeps_diagonal,
+        sorted_leaves=a.sorted_leaves | b.sorted_leaves,
     )
 
 
@@ -124,6 +127,7 @@ def _unite(a: Region, b: Region) -> Region:
         bound("maximum", a.last, b.last),
         None if inside[0] is None or inside[1] is None else inside[0] | inside[1],
         diagonal=a.keeps_diagonal or b.keeps_diagonal,
+        sorted_leaves=a.sorted_leaves | b.sorted_leaves,
     )
 
 
@@ -160,6 +164,7 @@ def _documents_region(row_start: Expr, row_end: Expr, column_start: Expr, column
         first=column_start - OFF,
         last=column_end - OFF,
         diagonal=True,
+        sorted_leaves=frozenset(e.args[0][1] for e in (row_start, row_end, column_start, column_end)),
     )
 
 

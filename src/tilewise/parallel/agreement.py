@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -12,49 +12,63 @@ from tilewise.spec import Options, assemble, parse_spec
 
 
 def agreed_lengths(
-    exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]
-) -> list[tuple[int, int]]:
-    """``(queries, keys)`` that each rank holds, by rank. The ranks compare a hash of what they are about to do.
+    exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, options: Options, also: tuple[tuple[str, str], ...]
+) -> tuple[list[tuple[int, int]], tuple[list[Tensor], Tensor | None, str]]:
+    """``(queries, keys)`` that each rank holds, by rank, and the call as the operator takes it, with this rank's seed.
+
+    The ranks compare a hash of what they are about to do.
 
     Args:
-        also: what else must be the same on all ranks, by what a person calls it.
+        also: what else must be the same on all ranks, each with what a person calls it.
 
     Raises:
         ValueError: on every rank alike, where a rank's call is wrong or ranks differ; it names what differs.
     """
+    call = None
     try:
-        facts, lengths = _facts(q, k, v, options) | also, [q.shape[-3], k.shape[-3]]
+        call = extras, _, text = assemble(q, k, v, options)
+        shapes = tuple((*x.shape[:-3], "*", *x.shape[-2:], x.dtype) for x in (q, k, v))
+        dims = {x.ndim for x in (q, k, v)}
+        digest, facts = _facts(
+            text, dims == {3}, dims == {4}, shapes, tuple((tuple(x.shape), x.dtype) for x in extras), also
+        )
+        lengths = [q.shape[-3], k.shape[-3]]
     except (ValueError, NotImplementedError, IndexError) as error:
         # The other ranks must hear of it, or they would wait for this one.
-        facts, lengths = {"the call": f"{type(error).__name__}: {error}"}, [0, 0]
-    digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7])
+        lengths, (digest, facts) = [0, 0], _hashed({"the call": f"{type(error).__name__}: {error}"})
     answers = exchange.numbers([digest, *lengths])
     if len({answer[0] for answer in answers}) > 1:
         raise ValueError(_disagreement(exchange.objects(facts)))
     if "the call" in facts:
         raise ValueError(facts["the call"].partition(": ")[2])
-    return [(queries, keys) for _, queries, keys in answers]
+    return [(queries, keys) for _, queries, keys in answers], call
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, options: Options) -> dict[str, str]:
-    """What must be the same on all ranks, by what a person calls it."""
-    seed = 0 if options.dropout_seed is None else options.dropout_seed  # a seed that is drawn is the first rank's
-    extras, _, text = assemble(q, k, v, replace(options, dropout_seed=seed))
+@lru_cache(maxsize=1024)
+def _facts(
+    text: str, packed: bool, batched: bool, shapes: tuple, extras: tuple, also: tuple[tuple[str, str], ...]
+) -> tuple[int, dict[str, str]]:
+    """A hash of what must be the same on all ranks, and this by what a person calls it.
+
+    Args:
+        packed, batched: q, k and v have three, or four, dimensions. shapes: those of all ranks, with dtypes.
+    """
     spec = parse_spec(text)
-    if any(x.ndim != (3 if spec.packed else 4) for x in (q, k, v)):
+    if not (packed if spec.packed else batched):
         layout = "(total, heads, head_dim)" if spec.packed else "(batch, seqlen, heads, head_dim)"
         raise ValueError(f"attention was called wrongly\n  q, k and v must be {layout}")
-
-    def shown(x: Tensor) -> str:
-        return f"({', '.join(map(str, (*x.shape[:-3], '*', *x.shape[-2:])))}) {x.dtype}"
-
-    tensors = f"{[(tuple(x.shape), str(x.dtype)) for x in extras]} {spec.sink_slot} {spec.cu_slots} {spec.mask_slots} {spec.score_slots}"
-    return {
-        "q": shown(q), "k": shown(k), "v": shown(v), "mask": spec.mask_text, "score": spec.score_text,
+    slots = f"{spec.sink_slot} {spec.cu_slots} {spec.mask_slots} {spec.score_slots}"
+    q, k, v = (f"({', '.join(map(str, shape[:-1]))}) {shape[-1]}" for shape in shapes)
+    return _hashed({
+        "q": q, "k": k, "v": v, "mask": spec.mask_text, "score": spec.score_text,
         "softmax_scale": str(spec.softmax_scale), "dropout_p": str(spec.dropout_p), "deterministic": str(spec.deterministic),
         "backend": str(spec.backend), "gradients": f"{spec.needs_grad} {spec.grad_slots}",
-        "tensors of mask, score and sink": tensors,
-    }  # fmt: skip
+        "tensors of mask, score and sink": f"{list(extras)} {slots}",
+    } | dict(also))  # fmt: skip
+
+
+def _hashed(facts: dict[str, str]) -> tuple[int, dict[str, str]]:
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]), facts
 
 
 def _disagreement(facts: list[dict[str, str]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -155,11 +154,15 @@ class ContextParallel:
     def _agreed(self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]) -> plan.Agreed:
         """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
         also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
-        lengths = agreed_lengths(self.exchange, q, k, v, options, also | {"scheme": self.scheme})
+        lengths, (extras, seed, text) = agreed_lengths(
+            self.exchange, q, k, v, options, (*also.items(), ("scheme", self.scheme))
+        )
         queries, keys = (
             self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
         )
-        extras, seed, text = assemble(q, k, v, self._with_one_seed(q, options))
+        if seed is not None and not isinstance(options.dropout_seed, int):
+            # The first rank's, so that the pairs that are dropped are those of one device.
+            seed = self.exchange.broadcast(seed)
         return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))
 
     def _checked_layout(self, lengths: list[int], name: str) -> Layout:
@@ -170,13 +173,6 @@ class ContextParallel:
                 f"is {list(layout.lengths)}; cut tensors by shard()"
             )
         return layout
-
-    def _with_one_seed(self, q: Tensor, options: Options) -> Options:
-        """Dropout by the first rank's seed, so that the pairs that are dropped are those of one device."""
-        if not options.dropout_p or isinstance(options.dropout_seed, int):
-            return options
-        _, seed, _ = assemble(q, q, q, Options(dropout_p=options.dropout_p, dropout_seed=options.dropout_seed))
-        return options if seed is None else replace(options, dropout_seed=self.exchange.broadcast(seed))
 
 
 def _refuse(options: Options) -> None:

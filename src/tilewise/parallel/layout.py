@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -109,11 +110,13 @@ def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int) -> Lay
     return Layout(tuple(map(tuple, held)))
 
 
+@lru_cache(maxsize=256)
 def contiguous(seqlen: int, ranks: int) -> Layout:
     """Rank r holds the r-th of ``ranks`` equal runs: balanced for masks that treat all queries alike."""
     return from_chunks(range(ranks), [seqlen * n // ranks for n in range(ranks + 1)], ranks)
 
 
+@lru_cache(maxsize=256)
 def zigzag(seqlen: int, ranks: int) -> Layout:
     """Rank r holds the r-th of ``2 * ranks`` equal runs and the r-th from the end: balanced for causal masks."""
     owners = [min(n, 2 * ranks - 1 - n) for n in range(2 * ranks)]

@@ -21,7 +21,7 @@ from tilewise.backends.cpu import library, program
 from tilewise.backends.cpu.config import Config
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import classify
-from tilewise.masks.facts import every_key_seen, granularity
+from tilewise.masks.facts import every_key_seen, granularity, monotone_terms
 from tilewise.problem import Problem
 from tilewise.tiles import Grid, TileMap, seen_keys
 
@@ -117,7 +117,7 @@ class Prepared:
             return Region(_paged_ends(p, t))
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
-        native = p.spec.region.prepared is None and _by_pair(p.spec.region.predicate)
+        native = p.spec.region.prepared is None and _by_pair(p)
         if not p.packed and not p.paged:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
             return _stacked([_region_of(grid, p, tile, backward, native)], p.batch, not native)
@@ -160,9 +160,15 @@ def _paged_ends(p: Problem, t: Inputs) -> dict[str, Tensor]:
     }
 
 
-def _by_pair(predicate: expr.Expr | None) -> bool:
-    """Whether it differs from pair to pair; one that reads ``i // 64`` and ``j // 64`` alone does not."""
-    return predicate is not None and 1 in (granularity(predicate, "i"), granularity(predicate, "j"))
+def _by_pair(p: Problem) -> bool:
+    """Whether the mask's predicate must be evaluated pair by pair.
+
+    One that reads ``i // 64`` and ``j // 64`` alone need not be, nor one that corners of tiles tell.
+    """
+    predicate = p.spec.region.predicate
+    if predicate is None or 1 not in (granularity(predicate, "i"), granularity(predicate, "j")):
+        return False
+    return monotone_terms(p.spec.region) is None
 
 
 @dataclass

@@ -1,0 +1,155 @@
+"""torch.vmap over an attention, and batched gradients: the mapped dimension becomes a part of the batch, or is refused in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jacrev, vmap
+
+import tilewise as tw
+from tilewise.testing import normal
+
+F64 = torch.float64
+EXAMPLES = 3
+LENGTHS = torch.tensor([4, 9])
+
+
+def drawn(batch: int = 2) -> tuple[torch.Tensor, ...]:
+    """q, k, v of each example, and a bias for each."""
+    shapes = (batch, 9, 4, 4), (batch, 9, 2, 4), (batch, 9, 2, 3)
+    q, k, v = (normal(EXAMPLES, *shape, dtype=F64, seed=n) for n, shape in enumerate(shapes, 1))
+    return q, k, v, normal(EXAMPLES, 4, 9, 9, dtype=F64, seed=5)
+
+
+def looped(f, *tensors):
+    """``vmap(f)`` by definition: one example after the other."""
+    return torch.stack([f(*[x[n] for x in tensors]) for n in range(EXAMPLES)])
+
+
+def plain(q, k, v, bias):
+    return tw.attention(q, k, v, causal=True)
+
+
+def biased(q, k, v, bias):
+    return tw.attention(q, k, v, score=tw.bias(bias) >> tw.softcap(3.0), mask=tw.key_lengths(LENGTHS))
+
+
+def by_element(q, k, v, bias):
+    """A mask that asks for the batch index of the example itself."""
+    return tw.attention(q, k, v, mask=lambda b, h, i, j: (i + j + b) % 2 == 0, backend="portable")
+
+
+def padded(q, k, v, bias):
+    """A mask of another tensor for each example, broadcast over its batch."""
+    return tw.attention(q, k, v, mask=(bias[:1] > -0.5).unsqueeze(0))
+
+
+def largest(q, k, v, bias):
+    return tw.attention_with_stats(q, k, v, score=tw.bias(bias), per="head").max_logit
+
+
+@pytest.mark.parametrize("f", [plain, biased, by_element, padded, largest], ids=lambda f: f.__name__)
+def test_vmap_is_the_loop_over_its_examples(f):
+    tensors = drawn()
+    torch.testing.assert_close(vmap(f)(*tensors), looped(f, *tensors))
+
+
+def test_the_mapped_dimension_may_be_anywhere_or_missing_and_maps_may_be_nested():
+    q, k, v, bias = drawn(batch=1)
+    moved = vmap(plain, (1, 2, None, None), 1)(q.movedim(0, 1), k.movedim(0, 2), v[0], None)
+    torch.testing.assert_close(moved.movedim(1, 0), looped(lambda q, k: plain(q, k, v[0], None), q, k))
+    both = [torch.stack([x, x + 1]) for x in (q, k, v, bias)]
+    nested = torch.stack([looped(biased_alone, *[x[n] for x in both]) for n in (0, 1)])
+    torch.testing.assert_close(vmap(vmap(biased_alone))(*both), nested)
+
+
+def biased_alone(q, k, v, bias):
+    return tw.attention(q, k, v, score=tw.bias(bias), causal=True)
+
+
+def loss(q, k, v, bias, sink):
+    o, lse = tw.attention_with_lse(q, k, v, score=tw.bias(bias), sink=sink, causal=True)
+    return o.square().sum() + lse.sum()
+
+
+@pytest.mark.parametrize("argument", range(5), ids=["q", "k", "v", "bias", "sink"])
+def test_the_gradient_of_each_example(argument):
+    """Of tensors of its own, and of tensors that all examples share."""
+    q, k, v, bias = drawn()
+    shared = k[0], v[0], bias[0], normal(4, dtype=F64, seed=8)
+    each = vmap(grad(loss, argument), (0, None, None, None, None))(q, *shared)
+    torch.testing.assert_close(each, looped(lambda q: grad(loss, argument)(q, *shared), q))
+    if argument < 4:
+        own = lambda *x: grad(loss, argument)(*x, shared[3])  # noqa: E731
+        torch.testing.assert_close(vmap(own)(q, k, v, bias), looped(own, q, k, v, bias))
+
+
+@pytest.mark.parametrize("how", ["backward", "torch.func"])
+def test_a_gradient_through_the_map(how):
+    q, k, v, bias = drawn()
+    rest = [x.requires_grad_() if how == "backward" else x for x in (k, v, bias)]
+
+    def total(mapped):
+        return lambda q: mapped(q, *rest).square().sum()
+
+    if how == "torch.func":
+        found, expected = (grad(total(mapped))(q) for mapped in (vmap(biased), lambda *x: looped(biased, *x)))
+    else:
+        q.requires_grad_()
+        found, expected = (
+            torch.autograd.grad(total(mapped)(q), (q, *rest))
+            for mapped in (vmap(biased), lambda *x: looped(biased, *x))
+        )
+    torch.testing.assert_close(found, expected)
+
+
+def test_jacobians_by_every_way():
+    q, k, v, bias = (x[0] for x in drawn())
+    for f, x in (
+        (lambda x: biased(x, k, v, bias).sum((0, 1)), q),
+        (lambda x: biased(q, k, v, x).sum((0, 1)), bias),
+    ):
+        expected = torch.autograd.functional.jacobian(f, x)
+        torch.testing.assert_close(torch.autograd.functional.jacobian(f, x, vectorize=True), expected)
+        torch.testing.assert_close(jacrev(f)(x), expected)
+        torch.testing.assert_close(jacfwd(f)(x), expected)
+
+
+def test_batched_gradients_are_those_of_each():
+    q, k, v, bias = (x[0].requires_grad_() for x in drawn())
+    o, do = biased(q, k, v, bias), normal(EXAMPLES, 2, 9, 4, 3, dtype=F64, seed=9)
+    found = torch.autograd.grad(o, (q, k, v, bias), do, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(o, (q, k, v, bias), x, retain_graph=True) for x in do]
+    torch.testing.assert_close(found, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+
+
+def test_a_hessian_is_that_of_pytorch():
+    q, k, v, _ = (x[0, :1, :3] for x in drawn())
+    f = lambda q: tw.attention(q, k, v, causal=True, backend="portable").square().sum()  # noqa: E731
+    torch.testing.assert_close(hessian(f)(q), torch.autograd.functional.hessian(f, q))
+
+
+PACKED = torch.tensor([0, 4, 9])
+REFUSED = {
+    "a sink": lambda x, s: tw.attention(x, x, x, sink=s),
+    "dropout is drawn by the batch index": lambda x, s: tw.attention(x, x, x, dropout_p=0.5, dropout_seed=3),
+    "packed sequences": lambda x, s: tw.attention_varlen(x[0], x[0], x[0], PACKED),
+    "a prepared mask": lambda x, s: tw.attention(x, x, x, mask=_prepared(x)),
+}
+
+
+def _prepared(x: torch.Tensor) -> tw.Mask:
+    like = torch.empty(x.shape, dtype=x.dtype)
+    return tw.keep(lambda b, h, i, j: i != j).prepare(like, like)
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_does_not_fold_says_why(says):
+    x, sinks = normal(EXAMPLES, 2, 9, 4, 4), normal(EXAMPLES, 4)
+    with pytest.raises(NotImplementedError, match=f"cannot be folded(.|\n)*{says}"):
+        vmap(REFUSED[says])(x, sinks)
+
+
+def test_a_wrong_call_inside_the_map_is_a_wrong_call():
+    with pytest.raises(ValueError, match="heads of q"):
+        vmap(lambda q: tw.attention(q, q[:, :, :3], q[:, :, :3]))(normal(EXAMPLES, 2, 9, 4, 4))

@@ -32,6 +32,8 @@ from tilewise.parallel.exchange import Group
 from tilewise.testing import call, normal
 
 HEAD_DIM = 128
+SAMPLE_MS = 150
+"""How long a sample runs: several short steps, so that the first one's launches, which find idle GPUs, count little."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,9 @@ def timed(contestants: dict[str, dict[str, Callable]], device: str, rounds: int)
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     chance = random.Random(0)  # the same order on all ranks
     counts = {
-        key: max(1, min(20, int(30 / milliseconds(run, device, 1)))) for key, run in runs.items() if run() is None
+        key: max(1, min(20, int(SAMPLE_MS / milliseconds(run, device, 1))))
+        for key, run in runs.items()
+        if run() is None
     }
     for _ in range(rounds):
         for key in chance.sample(list(runs), len(runs)):

@@ -1,7 +1,8 @@
-"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,time,tiles]`.
+"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,time,tiles]`.
 
 check   every kind of page, row and mask against float64
 replay  one CUDA graph replayed with other lengths, tables and keys: each result against float64 and against a call without a graph
+append  one new key for each of 64 sequences, by Triton's kernel and by PyTorch's operations
 time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
 tiles   decoding over pages with other tiles and splits than the configured ones
 
@@ -26,13 +27,14 @@ from torch.nn.attention.bias import causal_lower_right
 
 import tilewise as tw
 from bench import records
-from bench.measure import seconds_per_call
+from bench.measure import in_turns, seconds_per_call
+from tilewise import cache as caches
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.paging import choose_paged
 from tilewise.testing import paged_call
 
-PARTS = ("check", "replay", "time", "tiles")
+PARTS = ("check", "replay", "append", "time", "tiles")
 ROUNDS = 7
 TILED = ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-4k", "b2-200")
 ROTATED = 400 << 20  # bytes of K and V that one graph reads at least: an H200's L2 has 50 MiB
@@ -275,6 +277,21 @@ def check(device: str) -> Iterator[tuple[str, str]]:
             expected = paged_call(q, cache, cu_seqlens_q=cu, **options).expected()
             wrong = [str(e) for e in expected.judge({"o": o, "lse": lse}) if not e.ok]
             yield f"{kind.name}, {str(dtype).removeprefix('torch.')}", "; ".join(wrong)
+    yield from check_append(device)
+
+
+def check_append(device: str) -> Iterator[tuple[str, str]]:
+    """Triton's kernel against PyTorch's operations: the same bits in every page."""
+    _, cache, _ = ragged(device, 16, 1, False, torch.bfloat16, 3000 if device == "cuda" else 70)
+    cache = cache._replace(seqlens_k=cache.seqlens_k // 2)
+    rows = [torch.randn(5, 7, 2, 64, device=device).bfloat16() for _ in range(2)]
+    ends = torch.tensor([0, 20, 20, 22, 30, 33], dtype=torch.int32, device=device)
+    for name, new, cu in (("rectangular", rows, None), ("packed", [x.flatten(0, 1) for x in rows], ends)):
+        one, other = (cache._replace(k_pages=cache.k_pages.clone(), v_pages=cache.v_pages.clone()) for _ in range(2))
+        took = Triton().append(one, *new, cu)
+        caches._write(other, *new, cu)
+        same = all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(one[:2], other[:2], strict=True))
+        yield f"append, {name}", "" if took and same else "other bits" if took else "no kernel took it"
 
 
 def replay(device: str) -> Iterator[tuple[str, str]]:
@@ -306,6 +323,8 @@ def over_static(q: Tensor, cache: tw.PagedCache) -> Callable[[], tuple[Tensor, T
 def captured(call: Callable[[], object], device: str) -> tuple[Callable[[], object], object]:
     """A call as a CUDA graph, and what it returned; on a CPU the call itself, which writes into what it returned first."""
     result = call()
+    if device == "cpu" and not isinstance(result, tuple):
+        return call, result
     if device == "cpu":
 
         def again() -> None:
@@ -357,6 +376,9 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
                 run, f"serving-{part}-{name}", "triton", "forward", "right", int(not wrong), of=1, why=wrong
             )
         return
+    if part == "append":
+        yield from time_append(run, device)
+        return
     for case in CASES[device]:
         if part == "tiles" and case.name not in TILED:
             continue
@@ -371,26 +393,44 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
             yield records.result(run, f"serving-{case.name}", name, "forward", "time", None, why=[why])
 
 
+def time_append(run: str, device: str) -> Iterator[dict]:
+    """One new key for each of 64 sequences, in a CUDA graph: by Triton's kernel and by PyTorch's operations."""
+    keys = Keys(Case("append-b64", 64 if device == "cuda" else 2, 200), device)
+    caches_of = [x._replace(seqlens_k=x.seqlens_k - 1) for x in keys.paged(64)]
+    k, v = (x[:, :1].contiguous() for x in keys.dense[0])
+    who = {"append": Triton().append, "append-torch": caches._write}
+    graphs = {
+        name: captured(lambda write=write: [write(x, k, v, None) for x in caches_of], device)[0]
+        for name, write in who.items()
+    }
+    for name, ms in in_turns(graphs, device).items():
+        yield records.result(run, "serving-append-b64", name, "forward", "time", ms / keys.copies)
+
+
 def shown(r: dict) -> str:
     if r["metric"] == "right":
         return f"{r['case']:50} {'right' if r['value'] else 'WRONG ' + r['why']}"
     if r["value"] is None:
         return f"{r['case']:26} {r['contestant']:40} {r['why'][0]}"
-    return f"{r['case']:26} {r['contestant']:40} {1e3 * r['value']:9.2f} us  {r['gb_per_s']:8.1f} GB/s"
+    rate = f"{r['gb_per_s']:8.1f} GB/s" if "gb_per_s" in r else ""
+    return f"{r['case']:26} {r['contestant']:40} {1e3 * r['value']:9.2f} us  {rate}"
 
 
 def main() -> int:
     """Exit code 1: something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--out", type=Path, default=Path("out/serving.jsonl"))
-    parser.add_argument("--parts", default="check,replay,time")
+    parser.add_argument("--parts", default="check,replay,append,time")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
+    parts = options.parts.split(",")
+    if set(parts) - set(PARTS):
+        parser.error(f"--parts takes {', '.join(PARTS)}")
     peers = {"fa2": "SDPA's flash backend", "cudnn": "SDPA's cuDNN backend"}
     head = records.run(f"python -m bench.serving --parts {options.parts}", options.device, peers)
     records.append([head], options.out)
     wrong = 0
-    for part in options.parts.split(","):
+    for part in parts:
         for r in results_of(part, head["run"], options.device):
             records.append([r], options.out)
             wrong += r["metric"] == "right" and not r["value"]

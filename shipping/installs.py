@@ -26,10 +26,11 @@ CALL = """
     import torch, tilewise as tw
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (torch.randn(2, 300, 4, 64, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
-    o = tw.attention(q, k, v, mask=tw.causal() & tw.window(left=99), score=tw.softcap(30.0))
+    more = {} if device == "cuda" else {"mask": tw.window(left=99), "score": tw.softcap(30.0)}
+    o = tw.attention(q, k, v, causal=True, **more)
     o.float().square().sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
-    print(tw.explain(q, k, v).chosen)
+    print(tw.explain(q, k, v, causal=True, **more).chosen)
 """
 FIRST_CALL = """
     import json, sys, time, torch, tilewise as tw
@@ -69,8 +70,9 @@ class Trial:
         """A home that is no folder, so that even root can write nothing to it."""
         return self.folder / "no-home"
 
-    def step(self, name: str, *command: str, network: bool = False) -> str:
-        """Runs a command of the environment, and keeps its seconds; returns what it printed."""
+    def step(self, name: str, *command: str, network: bool = False, bare: bool = True) -> str:
+        """Runs a command of the environment, and keeps its seconds; returns what it printed. ``bare``: without compilers and a home,
+        both of which Triton wants."""
         keep = (
             "LD_LIBRARY_PATH",
             "CUDA_VISIBLE_DEVICES",
@@ -79,6 +81,8 @@ class Trial:
         )
         variables = {x: os.environ[x] for x in keep if x in os.environ}
         variables |= {"PATH": str(self.folder / "venv" / "bin"), "HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+        if not bare:
+            variables |= {"PATH": f"{variables['PATH']}{os.pathsep}{os.environ['PATH']}", "HOME": str(self.folder)}
         begin = time.perf_counter()
         done = subprocess.run(command, cwd=self.folder / "empty", env=variables, capture_output=True, text=True)
         self.seen[f"{name}, s"] = round(time.perf_counter() - begin, 2)
@@ -99,7 +103,8 @@ def tried(python: str, wheel: Path, torch: str, triton: str) -> Trial:
         t.home.touch()
         version = "import sys; print(sys.version.split()[0], sys.prefix)"
         t.seen["python"], prefix = subprocess.check_output([python, "-c", version], text=True).split()
-        subprocess.run([python, "-m", "venv", t.folder / "venv", *(["--system-site-packages"] * t.machine)], check=True)
+        inherits = ["--system-site-packages"] * t.machine
+        subprocess.run([python, "-m", "venv", "--without-pip", t.folder / "venv", *inherits], check=True)
         _install(t, wheel, torch, triton, prefix)
         if not t.failed:
             _use(t)
@@ -111,7 +116,17 @@ def tried(python: str, wheel: Path, torch: str, triton: str) -> Trial:
 def _install(t: Trial, wheel: Path, torch: str, triton: str, prefix: str) -> None:
     """Installs torch where asked, then the wheel with what it needs; the megabytes of each."""
     (site,) = (t.folder / "venv" / "lib").glob("python*/site-packages")
-    pip = [str(t.folder / "venv" / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    own = str(t.folder / "venv" / "bin" / "python")
+    pip = [
+        str(Path(shutil.which(t.python) or t.python)),
+        "-m",
+        "pip",
+        "--python",
+        own,
+        "install",
+        "--quiet",
+        "--no-cache-dir",
+    ]
     if t.machine:
         version = ".".join(str(t.seen["python"]).split(".")[:2])
         (site / "machine.pth").write_text(
@@ -136,7 +151,7 @@ def _use(t: Trial) -> None:
     t.seen["explain says"] = t.step(
         "tilewise explain", command, "explain", "--causal", "--dtype", "bfloat16", "--backward"
     )
-    t.seen["verify says"] = t.step("tilewise verify", command, "verify").strip().splitlines()[-3:]
+    t.seen["verify says"] = t.step("tilewise verify", command, "verify", bare=False).strip().splitlines()[-3:]
     capability = "import torch; print(torch.cuda.is_available() and torch.cuda.get_device_capability())"
     if t.run("ask for a GPU", capability) == "(9, 0)":
         found = json.loads(t.run("first calls", FIRST_CALL) or "{}")

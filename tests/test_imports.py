@@ -93,7 +93,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "derivatives": ("dispatch", "backends.base", "problem", "spec"),
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state"),
-    "cache": ("pages", "settings"),
+    "cache": ("dispatch", "pages", "settings"),
     "nested": ("spec",),
     "api": (
         "autograd",
@@ -124,6 +124,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "parallel*": (
         "own",
         "autograd",
+        "derivatives",
         "dispatch",
         "backends.base",
         "problem",

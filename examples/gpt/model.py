@@ -163,12 +163,12 @@ class GPT(nn.Module):
                 std = 0.02 / math.sqrt(writers) if "project" in name else 0.02
                 nn.init.normal_(weight, std=std, generator=generator)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next byte after each of tokens (batch, seqlen ≤ context)."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits of the next byte after each of tokens (batch, seqlen ≤ context), which lie at 0, 1, … or at `positions` (seqlen,)."""
         seqlen = tokens.shape[1]
         if seqlen > self.config.context:
             raise ValueError(f"{seqlen} tokens do not fit the model's context of {self.config.context}")
-        x = self.embedding(tokens)
+        x, angles = self.embedding(tokens), self.angles[:seqlen] if positions is None else self.angles[positions]
         for block in self.blocks:
-            x = block(x, self.angles[:seqlen])
+            x = block(x, angles)
         return self.to_logits(self.norm(x))

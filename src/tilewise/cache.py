@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import pages, settings
+from tilewise import dispatch, pages, settings
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
@@ -136,7 +136,7 @@ def _check(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
 def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q) -> None:
     cache = PagedCache(k_pages, v_pages, block_table, seqlens_k)
     _check(cache, k, v, cu_seqlens_q, values=k.device.type == "cpu" or settings.check_values())
-    if k.numel() and k_pages.numel() and block_table.numel():
+    if k.numel() and k_pages.numel() and block_table.numel() and not dispatch.append(cache, k, v, cu_seqlens_q):
         _write(cache, k, v, cu_seqlens_q)
 
 

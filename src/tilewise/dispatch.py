@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import settings
-from tilewise.backends.base import Backend, Inputs
+from tilewise.backends.base import Backend, Inputs, Pages
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check, check_values
 from tilewise.spec import Options, assemble, parse_spec
@@ -152,6 +152,12 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
 
 def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
     return Inputs.of(found.problem, q, k, v, extras, seed)
+
+
+def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+    """Whether a backend of the device has written new rows into the pages of a cache."""
+    rows = [row for row in BACKENDS if row.device_types is not None and k.device.type in row.device_types]
+    return any(backend(row.name).append(cache, k, v, cu_seqlens_q) for row in rows)
 
 
 # -- Explaining ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
 from tests.backends.paged import CASES, Case, PagedContract, run
+from tilewise import cache as caches
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.paging import LEAST_SPLITS, PROGRAMS, Machine, addressing, paged_config, paged_splits
@@ -73,7 +74,7 @@ def test_splits_and_descriptors_agree_with_the_oracle(config, case):
     q, cache, options = case.draw()
     if case.page_size == 128:  # one page for each sequence
         cache = cache._replace(block_table=cache.block_table[:, :1])
-    c = paged_call(q, cache, **options)
+    c = paged_call(q, cache, **options, max_logit=True)
     wrong = [str(e) for e in c.expected().judge(run(Triton(config), c)) if not e.ok]
     assert not wrong, "; ".join(wrong)
 
@@ -99,6 +100,24 @@ def test_any_strides_of_tables_and_lengths():
     strided = cache._replace(block_table=table, seqlens_k=torch.tensor([20], dtype=torch.int32).expand(2))
     assert table.stride(-1) == 2
     assert torch.equal(tw.attention_paged(q, strided, backend="triton", **options), expected)
+
+
+# Rectangular and packed; a sequence that is full, one whose page is not in the pool, and rows past the last sequence.
+@interpreted
+@pytest.mark.parametrize("packed", [False, True], ids=["rectangular", "packed"])
+def test_the_kernel_that_appends_writes_what_torch_writes(packed):
+    _, cache, _ = Case(8, (20, 3, 0, 31), dims=(16, 9)).draw()
+    cache.block_table[1] = 1000
+    cache.block_table[3, -1] = -1
+    k, v = normal(22, 2, 16), normal(22, 2, 9, seed=1)
+    cu = torch.tensor([0, 4, 4, 11, 20]) if packed else None
+    if not packed:
+        k, v = (x[:20].unflatten(0, (4, 5)).transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
+    other = cache._replace(k_pages=cache.k_pages.clone(), v_pages=cache.v_pages.clone())
+    assert Triton().append(cache, k, v, cu)
+    caches._write(other, k, v, cu)
+    for pool, expected in zip(cache[:2], other[:2], strict=True):
+        torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # -- What is chosen, without a kernel ------------------------------------------------------------------------------

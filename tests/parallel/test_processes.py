@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import traceback
 from pathlib import Path
 
@@ -17,6 +19,30 @@ from tests.parallel.test_simulated import _Alone
 CALLS = ("causal", "documents", "blocks", "causal-bias", "dropout-window-alibi", "sink")
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt"
+TEXT, STEPS, CONTEXT = b"def tile(row, column):\n    return row * column\n" * 9, 3, 40
+
+
+def _example(name: str):
+    """A module of the example, as its own directory imports it."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLE))
+
+
+def _training():
+    sizes = _example("model").GPTConfig(layers=1, d_model=48, heads_q=4, heads_k=2, d_hidden=64, context=CONTEXT)
+    return sizes, _example("train").TrainConfig(steps=STEPS, context=CONTEXT, batch_size=2, warmup_steps=1)
+
+
+def _losses(fsdp: bool) -> list[float]:
+    """Of the example, on this process and the others."""
+    sizes, training = _training()
+    return [record.loss for record in _example("parallel").losses(sizes, TEXT, training, "cpu", fsdp)]
+
+
 def _process(rank: int, size: int, folder: str) -> None:
     """Runs every call on a rank, and leaves what it computed, and what it raised, in a file."""
     torch.set_num_threads(1)
@@ -29,6 +55,7 @@ def _process(rank: int, size: int, folder: str) -> None:
         found = {name: on_this_rank(parallel, name) for name in CALLS}
         if size == 2:
             by_heads = tw.context_parallel(mesh["cp"], scheme="heads")
+            found |= {f"losses fsdp={fsdp}": _losses(fsdp) for fsdp in (False, True)}
             found |= {f"heads {name}": on_this_rank(by_heads, name) for name in CALLS if "dropout" not in name}
         try:
             tw.attention(*[torch.ones(1, 4, 1, 8)] * 3, causal=rank == 0, parallel=parallel)
@@ -63,3 +90,15 @@ def test_processes_that_disagree_all_get_the_same_error(parts):
     said = {part["disagreement"] for part in parts}
     assert len(said) == 1
     assert "mask\n    rank 0: causal()" in said.pop()
+
+
+@pytest.mark.parametrize("parts", [2], indirect=True)
+def test_the_example_trains_over_processes_with_the_losses_of_one(parts):
+    sizes, training = _training()
+    model = _example("model")
+    gpt = model.GPT(sizes, model.ATTENTIONS["tilewise"])
+    alone = [record.loss for record in _example("train").train(gpt, TEXT, training)]
+    assert alone[-1] < alone[0]
+    for fsdp in (False, True):
+        for part in parts:
+            torch.testing.assert_close(part[f"losses fsdp={fsdp}"], alone)

@@ -39,6 +39,10 @@ class Inputs:
         return cls(q, k, v, seed, extras, sink, cu_q, cu_k, table, lengths)
 
 
+Pages = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A cache: k_pages, v_pages ``(num_pages, page_size, heads, head_dim)``, block_table ``(batch, max_pages)``, seqlens_k ``(batch,)``."""
+
+
 @dataclass
 class Output:
     """``o`` (batch, seqlen_q, heads_q, head_dim_v), ``lse`` (batch, heads_q, seqlen_q); packed without batch.
@@ -150,6 +154,10 @@ class Backend(Protocol):
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
+
+    def append(self, cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+        """Writes checked new rows behind the keys of each sequence, as :func:`tilewise.append` says; False: it has no kernel for that."""
+        return False
 
     def without_tangents(self, p: Problem) -> list[str]:
         """Every reason why :meth:`jvp` and :meth:`backward_jvp` cannot run this problem here."""

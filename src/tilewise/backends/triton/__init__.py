@@ -20,17 +20,19 @@ from tilewise.backends.base import (
     Inputs,
     Output,
     OutputGrads,
+    Pages,
     PerProblem,
     piece_reasons,
     unknown_operations,
 )
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
 from tilewise.backends.triton.host import launch, tangent, tuned
+from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged
-from tilewise.leaf_gradients import SCATTER, classify
+from tilewise.leaf_gradients import SCATTER, TILES, classify
 from tilewise.problem import Problem
 
 
@@ -74,13 +76,11 @@ class Triton(Backend):
     def unsupported(self, problem: Problem) -> list[str]:
         if not installed():
             return ["the package triton is not installed; pip install 'tilewise[triton]'"]
-        reasons = _device_reasons(problem)
+        reasons = _device_reasons(problem.device)
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
         reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
-        if problem.paged and problem.spec.max_logit:
-            reasons.append("the largest scores of a call over pages: its kernels over pages do not keep them")
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):
@@ -110,8 +110,10 @@ class Triton(Backend):
         reasons = ["a cache in pages has no tangents"] if problem.paged else []
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             reasons.append(f"tangents of a head_dim above {MAX_HEAD_DIM}")
-        if problem.spec.lookups:
-            reasons.append("the second derivative of a tensor that a score reads")
+        if problem.spec.deterministic and any(read.how == TILES for read in classify(problem)):
+            reasons.append(
+                "deterministic: the second derivative of a bias that is broadcast is added atomically, in any order"
+            )
         return reasons
 
     def jvp(self, problem: Problem, inputs: Inputs, out: Output, along: Directions) -> Output:
@@ -131,6 +133,13 @@ class Triton(Backend):
         plans = self._tangent_plans.of(problem)
         return plans.of((moving, tf32), lambda: tangent.new_plan(problem, self.config(problem), moving))
 
+    def append(self, cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+        if not installed() or _device_reasons(k.device) or any(x.stride(-1) != 1 for x in (*cache[:2], k, v)):
+            return False
+        with on_device(k):
+            append(cache, k, v, cu_seqlens_q)
+        return True
+
     def _plan_of(self, problem: Problem) -> Plan:
         """The plan of a problem as PyTorch's setting of tf32 is now: it may change between two calls."""
         tf32 = problem.dtype == torch.float32 and tf32_allowed()
@@ -145,14 +154,14 @@ def _no_plans(problem: Problem) -> Memo:
     return Memo()
 
 
-def _device_reasons(problem: Problem) -> list[str]:
-    if problem.device.type == "cpu" and interpreting():
+def _device_reasons(device: torch.device) -> list[str]:
+    if device.type == "cpu" and interpreting():
         return []
-    if problem.device.type != "cuda":
-        return [f"runs on cuda, q is on {problem.device.type}"]
+    if device.type != "cuda":
+        return [f"runs on cuda, q is on {device.type}"]
     if torch.version.hip or not torch.cuda.is_available():  # without a GPU: what one would run
         return []
-    capability = devices.of(problem.device).capability
+    capability = devices.of(device).capability
     if capability < (8, 0):
         return [f"compute capability {capability[0]}.{capability[1]} is below 8.0"]
     return []

@@ -32,12 +32,14 @@ def attend_pages(call: Call, to: Output) -> Launched:
     }
     if splits > 1:
         chosen |= {"sink": False, **plan.overlap("leads")}
+    if to.max_logit is not None:  # bounded scores are summed up without their maximum
+        chosen |= {"max_logit": True, "bounded": False}
     slots = tile_slots(problem, problem.seqlen_q * problem.group, tiles.tile_m)
     grid = (slots * problem.heads_k * (1 if problem.packed else problem.batch), splits)
     table, lengths = inputs.block_table, inputs.seqlens_k
     cache = runtime.kernels().CacheSizes(inputs.k.shape[0], problem.capacity, *table.stride(), *lengths.stride())
     between = View("block_table", table), View("seqlens_k", lengths), runtime.opaque(cache), *views
-    tensors, facts = call.tensors(o=to.o, lse=to.lse), plan.facts(tiles, call.align, **chosen)
+    tensors, facts = call.tensors(**to.named), plan.facts(tiles, call.align, **chosen)
     return call.launch(runtime.kernels().paged, grid, tiles, tensors, call.sizes(slots), facts, *between)
 
 
@@ -46,8 +48,9 @@ def merge_rows(call: Call, out: Output, states: Output) -> Launched:
     plan, problem = call.plan, call.plan.problem
     splits = len(states.o)
     tiles = Tiles(min(splits, MERGED_AT_ONCE), 16, 4, 1, padded=True)
-    facts = plan.facts(tiles, call.align, natural=True, pages="several", splits=splits, **plan.overlap("reads"))
+    chosen = {"natural": True, "pages": "several", "splits": splits, "max_logit": out.max_logit is not None}
+    facts = plan.facts(tiles, call.align, **chosen, **plan.overlap("reads"))
     rows = problem.seqlen_q * problem.heads_q * (1 if problem.packed else problem.batch)
-    views = View("partial_o", states.o), View("partial_lse", states.lse)
-    tensors = call.tensors(o=out.o, lse=out.lse)
+    views = [View(f"partial_{name}", getattr(states, name)) for name in ("o", "lse", "max_logit")]
+    tensors = call.tensors(**out.named)
     return call.launch(runtime.kernels().merge_rows, (rows, 1), tiles, tensors, call.sizes(1), facts, *views)

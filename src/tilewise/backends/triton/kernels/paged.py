@@ -360,7 +360,10 @@ def hidden(x, kept, HIDDEN: tl.constexpr):
 
 @triton.jit
 def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
-    """Stores o = acc / l and lse = m + log l, (7), with the sink merged in, (18); with split keys the state of this split."""
+    """Stores o = acc / l and lse = m + log l, (7), with the sink merged in, (18); with split keys the state of this split.
+
+    The largest score of a row is m, which no sink touches.
+    """
     PIECES: tl.constexpr = FACTS.pieces_v
     i, head, valid = tile.rows, tl.reshape(tile.head, [FACTS.tile_m]), tile.rows < work.seqlen_q
     lse = tl.where(l == 0, float("-inf"), (m if FACTS.natural else m * LN2) + log(l))
@@ -384,6 +387,8 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
         line += tl.program_id(1) * tokens * sizes.heads_q
     # lse: fp32 (tile_m,). O: (tile_m, head_dim_v) in o's dtype, of a split only for rows that saw a key.
     tl.store(tensors.lse + line, lse, mask=valid)
+    if FACTS.max_logit:  # a maximum passes over NaN, the sum of the row does not
+        tl.store(tensors.max_logit + line, tl.where(l != l, l, m if FACTS.natural else m * LN2), mask=valid)
     if FACTS.split:
         valid = valid & (l != 0)
     rows = (token * sizes.heads_q + head) * FACTS.head_dim_v
@@ -400,14 +405,15 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
 
 
 @triton.jit
-def merge_rows_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.constexpr):
+def merge_rows_kernel(tensors, sizes, scales, states, states_lse, states_max, FACTS: tl.constexpr):
     """The merge (8) of the partial states of one row, all splits at once, and the sink; numbers are natural.
 
     Grid: (tokens · heads_q). States whose lse is -inf are not read.
 
     Args:
         states: fp32 (num_splits, tokens, heads_q, head_dim_v).
-        states_lse: fp32 (num_splits, batch, heads_q, seqlen_q), packed (num_splits, heads_q, tokens).
+        states_lse: fp32 (num_splits, batch, heads_q, seqlen_q), packed (num_splits, heads_q, tokens). states_max: the same of the
+            largest scores, or None.
     """
     begin_overlap(FACTS)
     WIDTH: tl.constexpr = FACTS.pieces_v[0][2]
@@ -446,3 +452,6 @@ def merge_rows_kernel(tensors, sizes, scales, states, states_lse, FACTS: tl.cons
         acc += tl.sum(o * exp(part_lse - tl.where(top == float("-inf"), 0.0, top))[:, None], 0)
     tl.store(tensors.o + row, (acc * weight).to(tensors.o.dtype.element_ty), mask=within)
     tl.store(tensors.lse + line, lse)
+    if FACTS.max_logit:
+        largest = tl.max(tl.load(states_max + splits.to(tl.int64) * lines + line), 0)
+        tl.store(tensors.max_logit + line, tl.where(l != l, l, largest))

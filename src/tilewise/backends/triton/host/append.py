@@ -1,0 +1,34 @@
+"""The launch that writes new keys and values into the pages of a cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.backends.base import Pages
+from tilewise.backends.triton.host import runtime
+from tilewise.backends.triton.host.plan import operand_strides
+
+
+def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
+    """Writes k and v ``(batch, rows, heads, head_dim)``, or packed, behind the keys of each sequence; unit last strides."""
+    kernels = runtime.kernels()
+    k_pages, v_pages, block_table, seqlens_k = cache
+    (num_pages, page_size), (batch, max_pages) = k_pages.shape[:2], block_table.shape
+    strides = {name: operand_strides(x) for name, x in (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v))}
+    unit = 16 // k.element_size()
+    if any(n % unit for each in strides.values() for n in each):
+        unit = 1
+    strides = {name: tuple(n // unit for n in each) for name, each in strides.items()}
+    tensors = kernels.AppendTensors(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q)
+    sizes = kernels.AppendSizes(
+        batch=batch,
+        new=k.shape[1],
+        num_pages=num_pages,
+        page_size=page_size,
+        max_pages=max_pages,
+        table=block_table.stride(),
+        length=seqlens_k.stride(0),
+        **strides,
+    )
+    rows = k.shape[0] * (k.shape[1] if cu_seqlens_q is None else 1)
+    kernels.append[rows,](tensors, runtime.opaque(sizes), *k.shape[-2:], v.shape[-1], unit, num_warps=4)

@@ -61,7 +61,8 @@ def _for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
 
 
 def _is_nested(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v))
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    return tensors and (q.is_nested or k.is_nested or v.is_nested)
 
 
 def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
@@ -393,7 +394,7 @@ def explain(
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
-    if _is_nested(q, k, v):
+    if isinstance(k, Tensor) and isinstance(v, Tensor) and _is_nested(q, k, v):
         (q, k, v), o = nested.packed_call(q, k, v, o)
     else:
         k, v = _keys_and_values(q, k, v, o)

@@ -158,3 +158,12 @@ def test_hidden_keys_that_hold_nan_never_touch_a_tangent():
 
 def every_gradient_of_three(mask):
     return torch.func.grad(lambda q, k, v: tw.attention(q, k, v, mask=mask).square().sum(), argnums=(0, 1, 2))
+
+
+def test_a_jvp_inside_a_compiled_function_is_the_one_outside():
+    q, k, v = qkv(nq=8, nk=8)
+
+    def moved(q, k, v):
+        return torch.func.jvp(lambda q: tw.attention(q, k, v, causal=True), (q,), (q,))[1]
+
+    torch.testing.assert_close(torch.compile(moved, backend="aot_eager")(q, k, v), moved(q, k, v))

@@ -125,6 +125,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "own",
         "api",
         "autograd",
+        "derivatives",
         "dispatch",
         "backends.base",
         "problem",

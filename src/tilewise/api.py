@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ class Keywords(TypedDict, total=False):
 class Parallel(Protocol):
     """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool
-    ) -> tuple[Tensor, Tensor | None]: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> tuple[Any, ...]: ...
+
+    def maximum(self, x: Tensor) -> Tensor: ...
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation: ...
 
@@ -52,7 +52,7 @@ class AttentionStats(NamedTuple):
     max_logit: Tensor
 
 
-def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
     """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
     tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if tensors and q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
@@ -99,8 +99,8 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
         name = type(cache).__name__
         raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
     o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
-    pages = cache.k_pages, cache.v_pages
-    return autograd.attention(q, *pages, *assemble(q, *pages, o))
+    k, v = cache.k_pages, cache.v_pages
+    return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _keys_and_values(q: Tensor, k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ def attention_with_stats(
 
     Args:
         k: keys, with v; or the cache of :func:`attention_paged`, without.
-        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device.
+        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device; over ranks too with ``parallel``.
         cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
 
     Returns:
@@ -236,6 +236,7 @@ def attention_with_stats(
         o, lse, max_logit = parallel.attention(q, k, v, options, True)
     if per == "head":
         max_logit = state.largest_of_heads(max_logit)
+        max_logit = max_logit if parallel is None else parallel.maximum(max_logit)
     return AttentionStats(o, lse, max_logit)
 
 

@@ -213,6 +213,9 @@ _autocast("cuda", "AutocastCUDA")
 # -- Calls -----------------------------------------------------------------------------------------------------------
 
 
+_transforming = torch._C._are_functorch_transforms_active
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str, operator=_attention
 ):
@@ -220,8 +223,13 @@ def attention(
 
     With max_logit by the operator ``with_stats``, for a spec that asks for it.
     """
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if not _transforming():
         return operator(q, k, v, extras, seed, spec)
+    return _transformed(q, k, v, extras, seed, spec)
+
+
+@torch._disable_dynamo  # which cannot take these functions apart; torch.compiler.disable would import all of Dynamo here
+def _transformed(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _cast(q, k, v, q.device.type, spec)
     return derivatives.Attention.apply(q, k, v, seed, derivatives.watched(spec, extras), *extras)

@@ -18,11 +18,11 @@ CU = torch.tensor([0, 17, 17, 40])
 CASES = {
     "causal-sink-dropout": lambda: {"causal": True, "sink": normal(4), "dropout_p": 0.3, "dropout_seed": 3},
     "softcap-bias-keep": lambda: {
-        "score": tw.softcap(3.0) >> tw.bias(normal(1, 4, 40, 70)),
+        "score": tw.softcap(3.0) >> tw.bias(normal(2, 1, 40, 70).requires_grad_()[:1]),
         "mask": lambda b, h, i, j: (i + j) % 3 != 0,
     },
     "packed-product": lambda: {
-        "score": _product(normal(4)),
+        "score": _product(normal(4).requires_grad_(), normal(60, seed=8).requires_grad_()),
         "causal": True,
         "cu_seqlens_q": CU,
         "cu_seqlens_k": CU,
@@ -30,8 +30,9 @@ CASES = {
 }
 
 
-def _product(t: torch.Tensor):
-    return lambda s, b, h, i, j: s * s * t[h]
+def _product(t: torch.Tensor, c: torch.Tensor):
+    """A score that reads one tensor by rows, another by columns and scattered."""
+    return lambda s, b, h, i, j: s * s * t[h] * torch.sigmoid(c[j]) + c[i - j + 30] * t[h]
 
 
 def found(backend, c: Call, tangents: list, changes: tuple) -> dict[str, torch.Tensor]:
@@ -56,7 +57,7 @@ def test_tangents_are_as_good_as_those_of_plain_tiles_in_fp32(name):
     options = CASES[name]()
     q, k, v = qkv(batch=1, nq=40, nk=70, hq=4, hk=2, d=16, dv=16)
     q, k, v = (x[0, :40] if "cu_seqlens_q" in options else x for x in (q, k, v))
-    c = call(q, k, v, **options).with_constant_scores()
+    c = call(q, k, v, **options)
     inputs = (c.t.q, c.t.k, c.t.v, *c.t.leaves)
     tangents = [normal(*x.shape, seed=20 + n) if x.is_floating_point() else None for n, x in enumerate(inputs)]
     changes = (normal(*c.do.shape, seed=30), normal(*c.dlse.shape, seed=31)) if c.p.packed else (None, None)
@@ -94,7 +95,8 @@ def test_half_precision_is_as_good_as_eagers():
     assert not [str(e) for e in errors if not e.ok]
 
 
-def test_the_gradient_of_a_scores_tensor_is_refused_by_name():
-    c = call(*qkv(), score=tw.alibi(normal(4).requires_grad_()))
-    assert Triton().without_tangents(c.p) == ["the second derivative of a tensor that a score reads"]
-    assert not Triton().without_tangents(c.with_constant_scores().p)
+def test_a_broadcast_biass_second_derivative_is_refused_when_deterministic():
+    c = call(*qkv(), score=tw.bias(normal(1, 4, 70, 70).requires_grad_()), deterministic=True)
+    (reason,) = Triton().without_tangents(c.p)
+    assert "added atomically" in reason
+    assert not Triton().without_tangents(call(*qkv(), score=tw.bias(normal(1, 4, 70, 70).requires_grad_())).p)

@@ -318,6 +318,103 @@ def test_output_attentions_are_eagers(name, monkeypatch):
     assert disagreements(model, found, given, rows, of=watched) == []
 
 
+# -- Families that never ask the interface -------------------------------------------------------------------------
+
+FALCON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "initializer_range": 0.2,
+}
+FALCON |= {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "parallel_attn": False,
+}
+NEO = {
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "window_size": 5,
+}
+NEO |= {"attention_types": [[["global", "local"], 1]], "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2}
+NEO |= {"attention_dropout": 0.0, "resid_dropout": 0.0, "embed_dropout": 0.0}
+BLOOM = {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "initializer_range": 0.2, "bos_token_id": 1}
+FAMILIES = {
+    "gptj": Row("GPTJConfig", "GPTJForCausalLM", GPT | {"rotary_dim": 8}),
+    "gpt-neo": Row("GPTNeoConfig", "GPTNeoForCausalLM", NEO),
+    "bloom": Row("BloomConfig", "BloomForCausalLM", BLOOM | {"eos_token_id": 2, "pad_token_id": 0}),
+    "falcon": Row("FalconConfig", "FalconForCausalLM", FALCON | {"multi_query": True, "new_decoder_architecture": False}),
+    "falcon-new": Row("FalconConfig", "FalconForCausalLM", FALCON | {"num_kv_heads": 2, "parallel_attn": True}),
+}  # fmt: skip
+
+
+def both(name: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A family's model with tilewise and the same with eager attention."""
+    models = []
+    for implementation in ("tilewise", "eager"):
+        torch.manual_seed(0)
+        row = FAMILIES[name]
+        model = getattr(hf, row.model)._from_config(
+            getattr(hf, row.config)(**row.arguments), attn_implementation=implementation
+        )
+        assert model.config._attn_implementation == implementation
+        models.append(model.eval())
+    return tuple(models)
+
+
+def of_eager(eager: torch.nn.Module, found: dict, given: dict, rows: torch.Tensor | None, of=results) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return disagreements(eager, found, given, rows, of=of)
+
+
+@pytest.mark.parametrize("side", ["none", "right"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_without_the_interface_gives_eagers_logits_and_gradients(name, side):
+    model, eager = both(name)
+    given, rows = inputs(name, side)
+    found = results(model, given, rows)
+    assert of_eager(eager, found, given, rows) == []
+    if not name.startswith("falcon"):
+        found = watched(model, given, rows)
+        assert of_eager(eager, found, given, rows, of=watched) == []
+
+
+@pytest.mark.parametrize("name", ["gptj", "gpt-neo", "bloom", "falcon"])
+def test_a_family_without_the_interface_generates_eagers_tokens(name):
+    said = [
+        m.generate(
+            tokens()[:, -9:],
+            attention_mask=padded("left")[:, 5:14],
+            max_new_tokens=9,
+            min_new_tokens=9,
+            do_sample=False,
+        )
+        for m in both(name)
+    ]
+    assert said[0].tolist() == said[1].tolist()
+
+
+def test_what_these_families_cannot_do_is_refused():
+    model, _ = both("falcon")
+    with pytest.raises(NotImplementedError, match="computes with its attention mask"):
+        model(tokens(), output_attentions=True)
+    alibi = hf.FalconConfig(**FALCON | {"alibi": True, "new_decoder_architecture": False})
+    with pytest.raises(AttributeError, match="computes with its attention mask"):
+        hf.FalconForCausalLM._from_config(alibi, attn_implementation="tilewise")(tokens())
+    neo, _ = both("gpt-neo")
+    with pytest.raises(NotImplementedError, match="a local layer of GPT-Neo with an attention mask of your own"):
+        neo(tokens(), attention_mask=torch.ones(2, 1, N, N).tril() > 0)
+    with pytest.raises(NotImplementedError, match=r"attention_mask.to\(torch.bool\)"):
+        compat.mask(batch_size=2, q_length=6, kv_length=6).to(torch.bool)
+
+
 # -- Generation ----------------------------------------------------------------------------------------------------
 
 
@@ -530,10 +627,10 @@ def test_a_mask_with_an_unknown_keyword_is_refused():
 
 
 def test_a_model_that_never_asks_the_interface_is_refused_by_name():
-    config = hf.GPTJConfig(n_embd=32, n_layer=1, n_head=2, rotary_dim=8, vocab_size=16)
-    with pytest.raises(NotImplementedError, match=r"GPTJForCausalLM cannot use .*computes attention itself"):
-        hf.GPTJForCausalLM._from_config(config, attn_implementation="tilewise")
-    hf.GPTJForCausalLM._from_config(config, attn_implementation="eager")
+    config = hf.MptConfig(d_model=32, n_layers=1, n_heads=2, vocab_size=16)
+    with pytest.raises(NotImplementedError, match=r"MptForCausalLM cannot use .*computes attention itself"):
+        hf.MptForCausalLM._from_config(config, attn_implementation="tilewise")
+    hf.MptForCausalLM._from_config(config, attn_implementation="eager")
 
 
 # -- The package ---------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from transformers.utils.output_capturing import _active_collector
 from tilewise.api import attention as tilewise_attention
 from tilewise.api import attention_varlen
 from tilewise.compat.probabilities import probabilities
+from tilewise.compat.transformers import classes
 from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, padding, read
 from tilewise.masks.catalogue import Mask, causal, dense, window
 from tilewise.scores.catalogue import Score, bias, softcap
@@ -164,7 +165,8 @@ def _refusing(checked):
 
     @functools.wraps(checked)
     def check(self, requested_attention, *arguments, **options):
-        if requested_attention == NAME and not self._can_set_attn_implementation():
+        asks = requested_attention != NAME or self._can_set_attn_implementation()
+        if not asks and not classes.prepare(self, NAME, attention):
             raise NotImplementedError(
                 f'{type(self).__name__} cannot use attn_implementation="{NAME}": its code computes attention itself and '
                 'never asks the AttentionInterface; load it with attn_implementation="eager"'
@@ -293,6 +295,8 @@ def _packed(module, qkv: tuple[Tensor, Tensor, Tensor], given_mask, given: Hande
 
 
 def _say_dense(what: str, matrix: Tensor) -> None:
+    if matrix.shape[-2] == 1:  # the same for every query: O(N)
+        return
     warnings.warn(
         f"the model hands over {what} of shape {tuple(matrix.shape)}: it is honoured, but it takes O(N²) memory, which is "
         "allocated outside of tilewise",

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from tilewise.api import attention
 from tilewise.expr import Expr, lookup
 from tilewise.masks.catalogue import Mask, causal, documents, keep, key_range, window
 
@@ -101,13 +102,17 @@ class HandedMask:
     def contiguous(self) -> HandedMask:
         return self
 
-    def to(self, device: torch.device | str, *_, **__) -> HandedMask:
+    def to(self, device: torch.device | str | torch.dtype, *_, **__) -> HandedMask:
         """On another device, as the layers of a model that is spread over several need it."""
+        if isinstance(device, torch.dtype):
+            raise NotImplementedError(_COMPUTED.format(what=f"attention_mask.to({device})"))
         move = lambda m: None if m is None else Mask(m.text, tuple(t.to(device) for t in m.leaves))  # noqa: E731
         return replace(self, mask=move(self.mask), band=move(self.band))
 
     @classmethod
-    def __torch_function__(cls, func, *_):
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _attended(*args, **(kwargs or {}))
         raise NotImplementedError(_COMPUTED.format(what=f"torch.{func.__name__}"))
 
     def __getattr__(self, name: str):
@@ -117,6 +122,17 @@ class HandedMask:
 
     def __getitem__(self, _):
         raise NotImplementedError(_COMPUTED.format(what="attention_mask[...]"))
+
+
+def _attended(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    """torch's scaled_dot_product_attention where a model hands it the description as ``attn_mask``."""
+    if is_causal or attn_mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
+        raise ValueError(
+            f"the mask was made for (Nq, Nk) = {attn_mask.shape[-2:]}, scaled_dot_product_attention was called with "
+            f"{(query.shape[-2], key.shape[-2])} and is_causal={is_causal}"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, : attn_mask.keys], value[:, :, : attn_mask.keys]))
+    return attention(q, k, v, mask=attn_mask.mask, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
 
 
 _COMPUTED = (

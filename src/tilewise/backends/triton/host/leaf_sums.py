@@ -56,7 +56,7 @@ class LeafSums:
             grad, axes = self.grads[read.slot], kept_axes(self.plan.problem, read, buffer)
             if axes is None:
                 env, sums = self._lines(read.how, buffer)
-                read_adjoint(grad, read.expr, env, self.inputs.leaves, sums)
+                read_adjoint(grad, read.expr, env, self.inputs.leaves, sums.to(grad.dtype))
             else:
                 rest = [axis for axis in range(buffer.ndim) if axis not in axes]
                 order = [sorted(axes).index(axis) for axis in axes]

@@ -13,6 +13,7 @@ from tilewise.backends.triton.config import INTERPRETED, SHARED_MEMORY, memory_l
 from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
 from tilewise.backends.triton.host.launch import _batches, _statistics
+from tilewise.backends.triton.host.leaf_sums import LeafSums
 from tilewise.backends.triton.host.plan import Plan, extents_of
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.kernels.emit import Emitted, emit
@@ -88,9 +89,11 @@ class TangentPlan(Plan):
         return tuple(extents_of(*axes[n]) for n in self.emitted.slots)
 
     @cached_property
-    def grad_extents(self) -> tuple[()]:
-        """None: kernels of tangents sum no leaf's gradient."""
-        return ()
+    def grad_extents(self) -> tuple[tuple[int, ...], ...]:
+        """Size and stride of every axis of contiguous tensors of the same shapes."""
+        extras = self.problem.extras
+        whole = [torch.empty(extras[n % len(extras)].shape, device="meta") for n in self.emitted.slots]
+        return tuple(extents_of(x.shape, x.stride()) for x in whole)
 
     def moved_facts(self, **flags: bool) -> dict[str, object]:
         """The facts that kernels of tangents have beside the others."""
@@ -125,7 +128,7 @@ def jvp(plan: TangentPlan, inputs: Inputs, out: Output, along: Directions) -> Ou
 def backward_jvp(
     plan: TangentPlan, inputs: Inputs, out: Output, grad: OutputGrads, along: Directions, moved: Output
 ) -> Grads:
-    """The tangents of dq, dk, dv and of the sink's gradient."""
+    """The tangents of dq, dk, dv and of the gradients of the sink and of the score's tensors."""
     problem = plan.problem
     call = _moving_call(plan, inputs, along, grad.do)
     buffers = BackwardBuffers.empty(problem, inputs)
@@ -133,7 +136,8 @@ def backward_jvp(
     _statistics(call, out, grad.dlse, buffers)
     changes = _moved_delta(call, out, grad, moved)
     lse2, delta = buffers.statistics.unbind()
-    tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv)
+    sums = LeafSums(plan, call.inputs)
+    tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv, grads=sums.buffers)
     given = kernels().Moved(
         **_directions(inputs, along),
         do=None if grad.do_tangent is None else aligned(grad.do_tangent),
@@ -157,7 +161,7 @@ def backward_jvp(
         by = (0.0 if along.sink is None else along.sink.float().view(-1, 1)) - moved.lse
         dsink = state.sink_gradient(sink, out.lse, by * buffers.delta(problem) + changes.delta(problem))
         dsink = dsink.sum(-1 if problem.packed else (0, 2)).to(inputs.sink.dtype)
-    return Grads(buffers.dq, buffers.dk, buffers.dv, dsink, {})
+    return Grads(buffers.dq, buffers.dk, buffers.dv, dsink, sums.totals())
 
 
 def _moved_delta(call: Call, out: Output, grad: OutputGrads, moved: Output) -> BackwardBuffers:

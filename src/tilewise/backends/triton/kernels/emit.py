@@ -21,7 +21,7 @@ import linecache
 import math
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -31,7 +31,7 @@ from tilewise.backends.triton.kernels.factors import LOG2E, Factors
 from tilewise.backends.triton.kernels.leaf_reads import leaf_layouts
 from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
 from tilewise.expr import Expr
-from tilewise.leaf_gradients import COLUMNS, ROWS, STORE, TILES, Read, classify
+from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, classify
 from tilewise.problem import Problem
 
 SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp32 holds exactly
@@ -75,8 +75,8 @@ def emit(
     Args:
         wide: the slots whose elements need 64-bit offsets.
         described: the slot whose tile the score finds in ``work.pair`` (:func:`leaf_reads.described_lookup`).
-        tangents: the slots of leaves' tangents by those of the leaves; given, there are functions of tangents too, and no gradients
-            of leaves.
+        tangents: the slots of leaves' tangents by those of the leaves; given, there are functions of tangents too, and the gradients of
+            leaves are the tangents of these.
     """
     spec, region, numbers = problem.spec, problem.spec.region, []
     slots = tuple(dict.fromkeys((*spec.mask_slots, *spec.score_slots)))
@@ -96,6 +96,8 @@ def emit(
     if region.predicate is not None:
         source.append(_returning(writer(), "keep", _KEEP, expr.abstract(region.predicate, numbers)))
     reads, binary, bounded, half = classify(problem), False, False, problem.dtype.itemsize == 2
+    if tangents is not None:
+        reads = tuple(replace(read, how=SCATTER) if read.how == TILES else read for read in reads)
     if spec.score is not None:
         score = expr.abstract(spec.score, numbers)
         factors = Factors(numbers, problem.softmax_scale)
@@ -108,7 +110,7 @@ def emit(
             source.append(_weights(writer(described=described), root))
         again = partial(writer, rough=half and tangents is None, described=described)
         source.append(_returning(again(), "again", _SCORE, root))
-        source += _gradients(again, score, reads, position, factors)
+        source += _gradients(again, score, reads, factors, tangents)
         for name, e in (
             () if tangents is None else (("moved", score), ("moved_slope", _derivative(score, expr.symbol("s"))))
         ):
@@ -141,20 +143,28 @@ def _weights(writer: Writer, root: Expr) -> str:
 
 
 def _gradients(
-    writer: Callable[[], Writer], score: Expr, reads: tuple[Read, ...], position: dict[int, int], factors: Factors
+    writer: Callable[[], Writer],
+    score: Expr,
+    reads: tuple[Read, ...],
+    factors: Factors,
+    tangents: Mapping[int, int] | None,
 ) -> list[str]:
-    """The functions of the backward: ``slope``, and those that sum the gradients of the leaves.
+    """The functions of the backward: ``slope``, and those that sum the gradients of the leaves, or with ``tangents`` their tangents.
 
-    These get ``dz``, a tile of dZ, and ``hit``, whether P is not 0. ``rows`` returns what a tile adds to the sums by rows; the
-    others write: ``columns`` and scattered sums with atomic additions, a leaf with an element for each pair with plain stores.
+    These get ``dz``, a tile of dZ, and ``hit``, whether P is not 0; with tangents ``moved_dz`` and ``ds`` too. ``rows`` returns what a
+    tile adds to the sums by rows; the others write: ``columns`` and scattered sums with atomic additions, a leaf with an element for
+    each pair with plain stores.
     """
     slope = factors.collected(_derivative(score, expr.symbol("s")))
     source = [] if expr.is_number(slope, 1) else [_returning(writer(), "slope", _SCORE, slope)]
     wanted = {read.slot for read in reads}
     lookups = [x for x in expr.lookups(score) if x.args[0][1] in wanted]
-    slopes = [factors.collected(_derivative(score, x)) for x in lookups]
+    plain = [_derivative(score, x) for x in lookups]
+    moved = [None if tangents is None else factors.collected(expr.tangent(x, tangents)) for x in plain]
+    slopes = [factors.collected(x) for x in plain]
+    given, of_score = ("dz, hit", _SCORE) if tangents is None else ("dz, moved_dz, hit", _MOVED)
     rows, columns, others, sums = writer(), writer(), writer(), []
-    for n, (read, lookup, slope) in enumerate(zip(reads, lookups, slopes, strict=True)):
+    for n, (read, lookup, slope, change) in enumerate(zip(reads, lookups, slopes, moved, strict=True)):
         if read.how == TILES:
             if not expr.is_number(slope, 1):
                 source.append(_returning(writer(), f"tile_{n}", _SCORE, slope))
@@ -163,10 +173,10 @@ def _gradients(
             source.append(_function(f"place_{n}", _KEEP, [*place.lines, f"return {offset}"]))
             continue
         lines = {ROWS: rows, COLUMNS: columns}.get(read.how, others)
-        if not expr.is_number(slope, 1):
-            lines.value(slope)
-        value = "dz" if expr.is_number(slope, 1) else f"dz * {lines.floating(slope)}"
-        value = value if _finite(slope) else f"tl.where(hit, {value}, 0.0)"
+        value = _times(lines, "dz" if change is None else "moved_dz", slope)
+        if change is not None and not expr.is_number(change, 0):
+            value = f"{value} + {_times(lines, 'dz', change)}"
+        value = value if change is None and _finite(slope) else f"tl.where(hit, {value}, 0.0)"
         if read.how == ROWS:
             sums.append(f"tl.sum({value}, 1)")
         elif read.how == COLUMNS:
@@ -177,12 +187,20 @@ def _gradients(
             scatter = f"tl.atomic_add(work.grads[{n}] + ({offset}), {value}, mask=hit, sem='relaxed')"
             lines.lines.append(write if read.how == STORE else scatter)
     if sums:
-        source.append(_function("rows", f"dz, hit, {_SCORE}", [*rows.lines, f"return ({', '.join(sums)},)"]))
+        source.append(_function("rows", f"{given}, {of_score}", [*rows.lines, f"return ({', '.join(sums)},)"]))
     if others.lines:
-        source.append(_function("leaves", f"dz, hit, inside, {_SCORE}", [*others.lines, "return"]))
+        source.append(_function("leaves", f"{given}, inside, {of_score}", [*others.lines, "return"]))
     if columns.lines:
-        source.append(_function("columns", f"dz, hit, line, valid, {_SCORE}", [*columns.lines, "return"]))
+        source.append(_function("columns", f"{given}, line, valid, {of_score}", [*columns.lines, "return"]))
     return source
+
+
+def _times(writer: Writer, name: str, slope: Expr) -> str:
+    """The product of a value of that name and a slope."""
+    if expr.is_number(slope, 1):
+        return name
+    writer.value(slope)
+    return f"{name} * {writer.floating(slope)}"
 
 
 def _derivative(root: Expr, wrt: Expr) -> Expr:

@@ -309,31 +309,39 @@ def dq_tangent_kernel(tensors, sizes, scales, moved, FACTS: tl.constexpr):
     query = load_moving_rows(work.block * FACTS.tile_m, rows, tensors, moved, sizes, work, FACTS)
     keys = moving_keys(tensors, moved, sizes, work, head // (sizes.heads_q // sizes.heads_k), FACTS)
     dq = zeros(FACTS.tile_m, False, FACTS)
+    sums = ()  # of the leaves that are summed by rows: fp32 (tile_m,) each
+    for _ in tl.static_range(len(FACTS.row_grads)):
+        sums = sums + (tl.full([FACTS.tile_m], 0.0, tl.float32),)
     if FACTS.lists:
         partial, partials, full, fulls, _ = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
         for t in range(fulls):
             n0 = tl.load(full + t) * FACTS.tile_n
-            dq = dq_tangent_block(n0, dq, query, keys, tensors, sizes, scales, work, False, FACTS)
+            dq, sums = dq_tangent_block(n0, dq, sums, query, keys, tensors, sizes, scales, work, False, FACTS)
         for t in range(partials):
             n0 = tl.load(partial + t) * FACTS.tile_n
-            dq = dq_tangent_block(n0, dq, query, keys, tensors, sizes, scales, work, True, FACTS)
+            dq, sums = dq_tangent_block(n0, dq, sums, query, keys, tensors, sizes, scales, work, True, FACTS)
     else:
         first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
         if FACTS.keep is None:
             for n in range(full, full_end):
                 n0 = n * FACTS.tile_n
-                dq = dq_tangent_block(n0, dq, query, keys, tensors, sizes, scales, work, False, FACTS)
+                dq, sums = dq_tangent_block(n0, dq, sums, query, keys, tensors, sizes, scales, work, False, FACTS)
         for t in range((full - first) + (last - full_end)):
             n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
-            dq = dq_tangent_block(n0, dq, query, keys, tensors, sizes, scales, work, True, FACTS)
+            dq, sums = dq_tangent_block(n0, dq, sums, query, keys, tensors, sizes, scales, work, True, FACTS)
+    i = query.m0 + tl.arange(0, FACTS.tile_m)
+    for n in tl.static_range(len(FACTS.row_grads)):
+        tl.store(work.grads[FACTS.row_grads[n]] + rows.lse_start + i, sums[n], mask=i < work.seqlen_q)
     to = contiguous_source(tensors.dq, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, False, FACTS)
     left = work.seqlen_q - query.m0
     store_rows(to.pointer, to.row, query.m0, left, dq, scales.softmax, FACTS.tile_m, False, FACTS)
 
 
 @triton.jit
-def dq_tangent_block(n0, dq, query, keys, tensors, sizes, scales, work, partial: tl.constexpr, FACTS: tl.constexpr):
-    """The sum of dQ's tangent after the key tile at ``n0``."""
+def dq_tangent_block(
+    n0, dq, sums, query, keys, tensors, sizes, scales, work, partial: tl.constexpr, FACTS: tl.constexpr
+):
+    """``(dq, sums)``, the sums of the tangents of dQ and of leaves by rows, after the key tile at ``n0``."""
     i, j = query.m0 + tl.arange(0, FACTS.tile_m), n0 + tl.arange(0, FACTS.tile_n)
     kept, k, v, moved_k, moved_v = load_moving_keys(n0, i, j, query, keys, work, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
@@ -353,9 +361,20 @@ def dq_tangent_block(n0, dq, query, keys, tensors, sizes, scales, work, partial:
     moved_dz = dz * (ds - query.moved_lse[:, None]) + p * (moved_dp - query.moved_delta[:, None])
     if partial or FACTS.score is not None:
         dz, moved_dz = tl.where(p == 0.0, 0.0, dz), tl.where(p == 0.0, 0.0, moved_dz)
+    moved_s = raw * scales.softmax
+    if FACTS.leaves is not None:
+        # Gradients that are stored where the leaf was read, or scattered with atomic additions.
+        inside = (i[:, None] < work.seqlen_q) & (j[None, :] < work.seqlen_k)
+        FACTS.leaves(dz, moved_dz, p > 0.0, inside, s, moved_s, work.b, query.head, i[:, None], j[None, :], work)
+    if FACTS.rows is not None:
+        more = FACTS.rows(dz, moved_dz, p > 0.0, s, moved_s, work.b, query.head, i[:, None], j[None, :], work)
+        total = ()
+        for n in tl.static_range(len(FACTS.row_grads)):
+            total = total + (sums[n] + more[n],)
+        sums = total
     dz, moved_dz = through_score(dz, moved_dz, p, s, raw, query.head, i[:, None], j[None, :], scales, work, FACTS)
     dq = accumulate(moved_dz, k, dq, FACTS)  # dQ̇ += dṠ K + dS K̇, (tile_m, head_dim) fp32; scaled when it is stored
-    return accumulate(dz, moved_k, dq, FACTS)
+    return accumulate(dz, moved_k, dq, FACTS), sums
 
 
 # -- The backward's dK and dV: key tiles outside -------------------------------------------------------------------
@@ -432,6 +451,13 @@ def dkdv_tangent_block(m0, dk, dv, n0, keys, rows, tensors, moved, sizes, scales
     dv = accumulate(shown, query.do, dv, FACTS)  # dV̇ += (Ṗ ∘ Z)ᵀ dO, (tile_n, head_dim_v) fp32
     if FACTS.moved_do:
         dv = accumulate(tl.where(z, p, 0.0) if FACTS.dropout else p, query.moved_do, dv, FACTS)
+    if FACTS.columns is not None:
+        line = tl.cast(rows.head, tl.int64) * sizes.seqlen_k + work.start_k + j
+        if not FACTS.packed:
+            line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_k
+        valid, moved_s = j < work.seqlen_k, raw * scales.softmax
+        # Sums over the tile's queries of leaves read at j alone, fp32 (tile_n,), added atomically.
+        FACTS.columns(dz, moved_dz, p > 0.0, line, valid, s, moved_s, work.b, rows.head, i[None, :], j[:, None], work)
     dz, moved_dz = through_score(dz, moved_dz, p, s, raw, rows.head, i[None, :], j[:, None], scales, work, FACTS)
     dk = accumulate(moved_dz, query.q, dk, FACTS)  # dK̇ += dṠᵀ Q + dSᵀ Q̇, (tile_n, head_dim) fp32
     return accumulate(dz, query.moved_q, dk, FACTS), dv

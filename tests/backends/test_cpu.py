@@ -10,8 +10,9 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Call, Contract, agree, call, normal, of_case, qkv, run
-from tests.backends.paged import CASES, PagedContract
+from tests.backends.paged import CASES, PagedContract, random_case
 from tests.backends.paged import run as paged_run
+from tests.fuzz import FACTOR
 from tilewise import dropout
 from tilewise.backends import base
 from tilewise.backends.cpu import Cpu, library
@@ -40,6 +41,15 @@ class TestCpuOverPages(PagedContract):
         q, cache, options = CASES[name].draw()
         c = self.call(q, cache, **options)
         wrong = [str(e) for e in c.expected().judge(paged_run(Cpu(isa=isa), c)) if not e.ok]
+        assert not wrong, "; ".join(wrong)
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_random_tables_agree_with_the_oracle(self, seed):
+        q, cache, options = random_case(seed).draw()
+        c = self.call(q, cache, **options)
+        errors = c.expected().judge(paged_run(self.backend, c))
+        # On few numbers eager attention may be exact by luck (tests/fuzz.py).
+        wrong = [str(e) for e in errors if not (e.rms <= FACTOR * e.rms_allowed and e.max <= FACTOR * e.max_allowed)]
         assert not wrong, "; ".join(wrong)
 
     def test_as_many_threads_as_there_are_change_no_bit(self):

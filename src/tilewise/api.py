@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
@@ -74,9 +74,21 @@ def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel 
     return nested.nested_like(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
 
 
+def _is_dtensor(x: Tensor) -> bool:
+    return type(x) is not Tensor and hasattr(x, "device_mesh")
+
+
+over_mesh: Callable[..., tuple[Tensor, Tensor]] | None = None
+"""Attention of DTensors, which :mod:`tilewise.parallel.dtensors` brings: the layers below it know no mesh."""
+
+
 def _run(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
+    if over_mesh is not None and _is_dtensor(q):
+        if parallel is not None:
+            raise ValueError("DTensors say themselves how they are sharded: drop parallel=, or pass x.to_local()")
+        return over_mesh(q, k, v, o, with_lse)
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
     k, v = _for_each(q, k, v)
@@ -400,6 +412,10 @@ def explain(
         (q, k, v), o = nested.packed_call(q, k, v, o)
     else:
         k, v = _keys_and_values(q, k, v, o)
+    if _is_dtensor(q):
+        raise NotImplementedError(
+            "explain of DTensors is not built; pass x.to_local(), and parallel= if the sequence is sharded"
+        )
     return dispatch.explain(q, k, v, o) if parallel is None else parallel.explain(q, k, v, o)
 
 

@@ -30,7 +30,9 @@ from tilewise.problem import Problem
 Addressing = Literal["whole", "one", "several"]
 """Where the keys of a tile lie: in the one page that a sequence has, in one page of several, or each in a page of its own."""
 
-# How keys are split. None of these was measured: a graph of `python -m bench.serving --parts tiles` on a GPU would tell.
+FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a group (docs/decisions.md#triton-pages)
+
+# How keys are split: `python -m bench.serving --parts tiles` on a GPU measures them (docs/decisions.md#triton-pages).
 PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128
@@ -105,7 +107,7 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
     rows = tiles.tile_m if problem.packed and problem.spec.deterministic else rows_of_sequence(problem)
     few = row_for(DECODING.get(arch, ()), problem) if size == 2 else None
     if few is not None and rows <= few.forward[0].tile_m:
-        tiles = few.forward[0]
+        tiles = few.forward[0] if rows > FEWEST_ROWS else replace(few.forward[0], tile_m=FEWEST_ROWS)
     elif few is None and rows < tiles.tile_m:
         tiles = replace(tiles, tile_m=width(rows))
     tiles = paged_tiles(problem, tiles, machine)

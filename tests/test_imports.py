@@ -123,6 +123,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "parallel*": (
         "own",
+        "api",
         "autograd",
         "derivatives",
         "dispatch",

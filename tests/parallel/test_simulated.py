@@ -297,7 +297,10 @@ def test_rows_that_are_not_those_of_the_layout_are_refused_on_every_rank():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda e: tw.context_parallel(e, layout="ring"), "layout must be zigzag, contiguous or a Layout, got 'ring'"),
+        (
+            lambda e: tw.context_parallel(e, layout="ring"),
+            "layout must be zigzag, contiguous, chunks or a Layout, got 'ring'",
+        ),
         (lambda e: tw.context_parallel(e, layout=balanced(None, 16, 3)), "the layout is for 3 ranks, the group has 2"),
         (lambda e: tw.context_parallel(e, scheme="ring"), "scheme must be auto, gather, heads, got 'ring'"),
         (lambda e: tw.context_parallel(), "torch.distributed is not initialized"),

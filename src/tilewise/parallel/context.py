@@ -13,11 +13,15 @@ from tilewise.backends.base import PerTensors
 from tilewise.parallel import gathered, heads, plan
 from tilewise.parallel.agreement import agreed_lengths
 from tilewise.parallel.exchange import Exchange, ordered_sum
-from tilewise.parallel.layout import Layout, contiguous, zigzag
+from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
 from tilewise.parallel.symmetric import group_of
 from tilewise.spec import Options, assemble, parse_spec
 
-LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
+    "zigzag": zigzag,
+    "contiguous": contiguous,
+    "chunks": chunks,
+}
 
 
 def context_parallel(
@@ -34,7 +38,8 @@ def context_parallel(
             reach each other's memory move rows by copy engines, others by NCCL (``tilewise.parallel.exchange.Group(group)`` for
             NCCL alone).
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
-            treat all queries alike), or a :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
+            treat all queries alike), ``"chunks"`` (the same by ``torch.chunk``, as DTensors have it), or a
+            :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
         scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
             computes all rows of some heads; the key heads must be a multiple of the ranks), or ``"auto"``, the one that
             :mod:`tilewise.parallel.cost` finds cheaper of those that can.

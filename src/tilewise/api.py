@@ -54,14 +54,17 @@ class AttentionStats(NamedTuple):
 
 def _for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
     """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
-    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if tensors and q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
+    tensors = (
+        isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and q.ndim == k.ndim == v.ndim == 4
+    )
+    if tensors and k.size(0) < q.size(0) and k.size(0) == v.size(0) == 1:
         return k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
     return k, v
 
 
 def _is_nested(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v))
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    return tensors and (q.is_nested or k.is_nested or v.is_nested)
 
 
 def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
@@ -405,7 +408,7 @@ def explain(
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
-    if _is_nested(q, k, v):
+    if isinstance(k, Tensor) and isinstance(v, Tensor) and _is_nested(q, k, v):
         (q, k, v), o = nested.packed_call(q, k, v, o)
     else:
         k, v = _keys_and_values(q, k, v, o)

@@ -346,7 +346,8 @@ def captured(call: Callable[[], object], device: str) -> tuple[Callable[[], obje
 def timed(keys: Keys, who: Iterator[tuple[str, Attend]], expected) -> tuple[dict[str, float], dict[str, str]]:
     """Milliseconds a call of those that are right, the median over rounds in orders of their own; and who is not, and why."""
     graphs, wrong = {}, {}
-    for name, attend in who:
+    kept = list(who)  # until the last replay: a graph reads the caches of its contestant where they lay at its capture
+    for name, attend in kept:
         try:
             fault = faults(attend(0), expected)
             if fault:

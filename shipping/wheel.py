@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -127,10 +129,14 @@ def audited(wheel: Path, machine: str) -> Path:
     auditwheel = [sys.executable, "-m", "auditwheel"]
     said = _run([*auditwheel, "show", wheel], wheel.parent)
     print(" ".join(said.split("The wheel references")[0].split()), flush=True)
-    platform = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+    # It knows the tags of its own machine by name, and finds those of another one itself.
+    named = f"manylinux_{GLIBC.replace('.', '_')}_{machine}" if machine == platform.machine() else "auto"
     out = wheel.parent / "audited"
-    _run([*auditwheel, "repair", "--plat", platform, "--wheel-dir", out, wheel], wheel.parent)
+    _run([*auditwheel, "repair", "--plat", named, "--wheel-dir", out, wheel], wheel.parent)
     (made,) = out.iterdir()
+    newest = max(tuple(map(int, found)) for found in re.findall(r"manylinux_(\d+)_(\d+)_", made.name) or [("99", "0")])
+    if newest > tuple(map(int, GLIBC.split("."))):
+        raise RuntimeError(f"{made.name} wants a newer glibc than {GLIBC}")
     return made
 
 

@@ -111,6 +111,8 @@ def test_jacobians_by_every_way():
     ):
         expected = torch.autograd.functional.jacobian(f, x)
         torch.testing.assert_close(torch.autograd.functional.jacobian(f, x, vectorize=True), expected)
+        forward = torch.autograd.functional.jacobian(f, x, vectorize=True, strategy="forward-mode")
+        torch.testing.assert_close(forward, expected)
         torch.testing.assert_close(jacrev(f)(x), expected)
         torch.testing.assert_close(jacfwd(f)(x), expected)
 
@@ -120,7 +122,10 @@ def test_batched_gradients_are_those_of_each():
     o, do = biased(q, k, v, bias), normal(EXAMPLES, 2, 9, 4, 3, dtype=F64, seed=9)
     found = torch.autograd.grad(o, (q, k, v, bias), do, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(o, (q, k, v, bias), x, retain_graph=True) for x in do]
-    torch.testing.assert_close(found, tuple(torch.stack(x) for x in zip(*each, strict=True)))
+    expected = tuple(torch.stack(x) for x in zip(*each, strict=True))
+    torch.testing.assert_close(found, expected)
+    mapped = vmap(lambda do: torch.autograd.grad(o, (q, k, v, bias), do, retain_graph=True))(do)
+    torch.testing.assert_close(mapped, expected)
 
 
 def test_a_hessian_is_that_of_pytorch():

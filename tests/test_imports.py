@@ -123,7 +123,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "parallel*": (
         "own",
+        "api",
         "autograd",
+        "derivatives",
         "dispatch",
         "backends.base",
         "problem",

@@ -30,7 +30,12 @@ PUBLIC = {
         "_flash_attn_backward",
         "_flash_attn_varlen_backward",
     ),
-    "compat/flash_attn/interface_3.py": ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"),
+    "compat/flash_attn/interface_3.py": (
+        "flash_attn_func",
+        "flash_attn_qkvpacked_func",
+        "flash_attn_varlen_func",
+        "flash_attn_with_kvcache",
+    ),
     "compat/flash_attn/cute.py": ("flash_attn_func", "flash_attn_varlen_func"),
     "api.py": (
         "attention",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ class Keywords(TypedDict, total=False):
 class Parallel(Protocol):
     """The ranks over which a sequence is sharded: what :func:`tilewise.context_parallel` makes."""
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool
-    ) -> tuple[Tensor, Tensor | None]: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> tuple[Any, ...]: ...
+
+    def maximum(self, x: Tensor) -> Tensor: ...
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation: ...
 
@@ -52,16 +52,19 @@ class AttentionStats(NamedTuple):
     max_logit: Tensor
 
 
-def _for_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
     """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
-    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if tensors and q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
-        return k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return k, v
+    of_q, of_k = q.shape, k.shape
+    if len(of_q) == len(of_k) == v.ndim == 4 and of_k[0] == 1 < of_q[0] and v.shape[0] == 1:
+        return k.expand(of_q[0], -1, -1, -1), v.expand(of_q[0], -1, -1, -1)
     return k, v
 
 
 def _is_nested(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v))
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    return tensors and (q.is_nested or k.is_nested or v.is_nested)
 
 
 def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None) -> tuple[Tensor, Tensor]:
@@ -71,9 +74,21 @@ def _run_nested(q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel 
     return nested.nested_like(q, *autograd.attention(*qkv, *assemble(*qkv, packed)))
 
 
+def _is_dtensor(x: Tensor) -> bool:
+    return type(x) is not Tensor and hasattr(x, "device_mesh")
+
+
+over_mesh: Callable[..., tuple[Tensor, Tensor]] | None = None
+"""Attention of DTensors, which :mod:`tilewise.parallel.dtensors` brings: the layers below it know no mesh."""
+
+
 def _run(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
+    if over_mesh is not None and _is_dtensor(q):
+        if parallel is not None:
+            raise ValueError("DTensors say themselves how they are sharded: drop parallel=, or pass x.to_local()")
+        return over_mesh(q, k, v, o, with_lse)
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
     k, v = _for_each(q, k, v)
@@ -87,8 +102,8 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
         name = type(cache).__name__
         raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
     o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
-    pages = cache.k_pages, cache.v_pages
-    return autograd.attention(q, *pages, *assemble(q, *pages, o))
+    k, v = cache.k_pages, cache.v_pages
+    return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _keys_and_values(q: Tensor, k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
@@ -199,7 +214,7 @@ def attention_with_stats(
 
     Args:
         k: keys, with v; or the cache of :func:`attention_paged`, without.
-        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device.
+        per: ``"row"``, or ``"head"``: the largest over batch and rows, found on the device; over ranks too with ``parallel``.
         cu_seqlens_q, cu_seqlens_k: for packed sequences, as in :func:`attention_varlen`.
 
     Returns:
@@ -224,6 +239,7 @@ def attention_with_stats(
         o, lse, max_logit = parallel.attention(q, k, v, options, True)
     if per == "head":
         max_logit = state.largest_of_heads(max_logit)
+        max_logit = max_logit if parallel is None else parallel.maximum(max_logit)
     return AttentionStats(o, lse, max_logit)
 
 
@@ -392,10 +408,14 @@ def explain(
     if unknown:
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
-    if _is_nested(q, k, v):
+    if isinstance(k, Tensor) and isinstance(v, Tensor) and _is_nested(q, k, v):
         (q, k, v), o = nested.packed_call(q, k, v, o)
     else:
         k, v = _keys_and_values(q, k, v, o)
+    if _is_dtensor(q):
+        raise NotImplementedError(
+            "explain of DTensors is not built; pass x.to_local(), and parallel= if the sequence is sharded"
+        )
     return dispatch.explain(q, k, v, o) if parallel is None else parallel.explain(q, k, v, o)
 
 

@@ -41,8 +41,7 @@ with_stats = torch.ops.tilewise.attention_with_stats.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
 
 
-LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
-"""The key of the gradients that ``is_grads_batched`` hands to a backward: tensors of the vmap before torch.func's."""
+_LEGACY_VMAP = torch._C._dispatch_key_parse("VmapMode")  # how is_grads_batched maps: the vmap before torch.func's
 
 
 # -- Kernels -------------------------------------------------------------------------------------------------------
@@ -124,6 +123,12 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], s
         return derivatives.operator_of(spec)(q, k, v, extras, seed, spec)
 
 
+def _gradients_are_mapped() -> bool:
+    """Whether a backward runs inside a vmap of either kind, so that its gradients may be batched."""
+    mapped = torch._C._dispatch_tls_is_dispatch_key_included(_LEGACY_VMAP)
+    return mapped or torch._C._are_functorch_transforms_active()
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, seed, spec, *extras):
@@ -143,7 +148,7 @@ class _Attention(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         quiet = not torch.is_grad_enabled() and _nobody_watches(q, k, v, (*extras, do, dlse))
-        quiet = quiet and not any(torch._C._dispatch_keys(x).has(LEGACY_BATCHED) for x in (do, dlse))
+        quiet = quiet and not _gradients_are_mapped()
         run = _backward if quiet else _attention_backward
         dq, dk, dv, dextras = run(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
         by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))

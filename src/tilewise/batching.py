@@ -8,14 +8,14 @@ or whose gradient does, gets the mapped dimension in front, and the expressions 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tilewise import autograd, derivatives, expr, state
 from tilewise.mapped import Mapped
@@ -159,17 +159,7 @@ def _tangents(fold: Fold, tangents: Sequence[Tensor | None], dims: Dims, slots: 
     return [*fold.all_rows(tangents[:3], dims[:3]), *of_extras]
 
 
-for _name, _rule in {
-    "attention": _forward,
-    "attention_with_stats": _forward,
-    "attention_backward": _backward,
-    "attention_jvp": _jvp,
-    "attention_backward_jvp": _backward_jvp,
-}.items():
-    torch.library.register_vmap(f"tilewise::{_name}", _rule, lib=autograd.library)
-
-
-# -- Batched gradients -----------------------------------------------------------------------------------------------------
+_LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
 
 
 class _Examples(NamedTuple):
@@ -178,25 +168,29 @@ class _Examples(NamedTuple):
     batch_size: int
 
 
-def _legacy_backward(*arguments):
-    """The backward for gradients of ``is_grads_batched`` and ``jacobian(vectorize=True)``, which use an older vmap of torch's."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    sizes: list[int] = []
+def _legacy(rule: Callable[..., tuple]) -> Callable[..., Any]:
+    """The rule for tensors of the vmap before torch.func's, by which ``is_grads_batched`` and ``jacobian(vectorize=True)`` still map."""
 
-    def unwrapped(x: Tensor) -> Tensor:
-        if not torch._C._dispatch_keys(x).has(autograd.LEGACY_BATCHED):
-            return x
-        whole = torch._remove_batch_dim(x, level, 1, 0)
-        sizes.append(whole.shape[0])
-        return whole
+    def kernel(*arguments: Any) -> Any:
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        flat, tree = tree_flatten(arguments)
+        batched = [isinstance(x, Tensor) and torch._C._dispatch_keys(x).has(_LEGACY_BATCHED) for x in flat]
+        given = [torch._remove_batch_dim(x, level, 1, 0) if yes else x for x, yes in zip(flat, batched, strict=True)]
+        size = next(x.shape[0] for x, yes in zip(given, batched, strict=True) if yes)
+        dims = tree_unflatten([0 if yes else None for yes in batched], tree)
+        results, _ = rule(_Examples(size), dims, *tree_unflatten(given, tree))
+        return tree_map(partial(torch._add_batch_dim, batch_dim=0, level=level), results)
 
-    *tensors, extras, seed, spec = arguments
-    given = [unwrapped(x) for x in tensors]
-    dims = [None if x is y else 0 for x, y in zip(tensors, given, strict=True)]
-    results, _ = _backward(_Examples(sizes[0]), (*dims, [None] * len(extras), None, None), *given, extras, seed, spec)
-    dq, dk, dv, dextras = tree_map(partial(torch._add_batch_dim, batch_dim=0, level=level), results)
-    return dq, dk, dv, dextras
+    return kernel
 
 
-autograd.library.impl("attention_backward", _legacy_backward, "Batched")
+for _name, _rule in {
+    "attention": _forward,
+    "attention_with_stats": _forward,
+    "attention_backward": _backward,
+    "attention_jvp": _jvp,
+    "attention_backward_jvp": _backward_jvp,
+}.items():
+    torch.library.register_vmap(f"tilewise::{_name}", _rule, lib=autograd.library)
+    autograd.library.impl(_name, _legacy(_rule), "Batched")

@@ -6,6 +6,7 @@ class TestPortable(PagedContract):
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -153,6 +154,12 @@ class PagedContract:
             got = run(self.backend, self.call(q[rows], part, **options))
             assert all(torch.equal(got[x], whole[x][rows]) for x in got)
 
+    def test_the_room_that_a_table_has_changes_no_bit_when_deterministic(self):
+        q, cache, options = Case(8, (9, 33), rows=2, options=lambda: {"causal": True, "deterministic": True}).draw()
+        wide = torch.cat([cache.block_table, ANYTHING.repeat(2, 40)], 1)
+        got, there = (run(self.backend, self.call(q, x, **options)) for x in (cache, cache._replace(block_table=wide)))
+        assert all(torch.equal(got[x], there[x]) for x in got)
+
     def test_a_dense_cache_is_one_page_a_sequence(self):
         k, v = (normal(3, 50, 2, 16, seed=n) for n in (1, 2))
         lengths = torch.tensor([50, 7, 0], dtype=torch.int32)
@@ -168,3 +175,28 @@ class PagedContract:
         got = run(self.backend, self.call(q, cache, **options))
         assert (got["o"][-2:] == 0).all()
         assert (got["lse"][:, -2:] == -torch.inf).all()
+
+
+def random_case(seed: int) -> Case:
+    """A case that the seed alone decides: page size, lengths, rows, masks, scores, widths and dtype."""
+    draw = random.Random(seed)
+    n = draw.choice((1, 2, 3, 7, 8, 16, 33, 64))
+    near = (0, 1, n - 1, n, n + 1, 2 * n + 3, draw.randint(0, 200), draw.choice((5, 2100)))
+    lengths = tuple(draw.choice(near) for _ in range(draw.randint(1, 4)))
+    rows = draw.randint(1, 9) if draw.random() < 0.5 else tuple(draw.choice((0, 1, 1, 2, 30)) for _ in lengths)
+    heads_k = draw.choice((1, 2))
+    heads = heads_k * draw.choice((1, 3, 8))
+    mask = draw.choice(
+        (None, tw.window(draw.randint(0, 40), 0), tw.keep(lambda b, h, i, j: (i + j) % 3 != 0), tw.prefix(5))
+    )
+    scores = (None, tw.softcap(3.0), tw.score(lambda s, b, h, i, j: s - 0.1 * (i + tw.offset - j)))
+    options = {
+        "causal": draw.random() < 0.5,
+        "mask": mask,
+        "score": draw.choice(scores),
+        "deterministic": draw.random() < 0.3,
+    }
+    options |= {"sink": normal(heads, seed=3)} if draw.random() < 0.3 else {}
+    dims = draw.choice(((16, 16), (64, 64), (33, 17)))
+    dtype = draw.choice((torch.float32, torch.bfloat16, torch.float16))
+    return Case(n, lengths, rows, lambda: options, (heads, heads_k), dims, dtype, heads_first=draw.random() < 0.2)

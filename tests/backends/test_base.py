@@ -19,6 +19,15 @@ def test_what_was_made_of_tensors_is_made_again_when_one_changes_or_is_another()
     assert make(a, b.clone()) is not second
 
 
+def test_what_was_made_of_two_tensors_in_turns_is_made_once_each_and_forgotten_with_them():
+    made, a, b = PerTensors(), torch.zeros(3), torch.ones(3)
+    first, second = made.of("sum", [a], a.sum), made.of("sum", [b], b.sum)
+    assert made.of("sum", [a], a.sum) is first
+    assert made.of("sum", [b], b.sum) is second
+    del b
+    assert len(made._found) == 1
+
+
 def test_nothing_is_kept_of_inference_tensors():
     made = PerTensors()
     with torch.inference_mode():

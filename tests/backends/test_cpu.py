@@ -10,13 +10,16 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Call, Contract, agree, call, normal, of_case, qkv, run
-from tests.backends.paged import CASES, PagedContract
+from tests.backends.paged import CASES, PagedContract, random_case
 from tests.backends.paged import run as paged_run
+from tests.fuzz import FACTOR
 from tilewise import dropout
 from tilewise.backends import base
 from tilewise.backends.cpu import Cpu, library
 from tilewise.backends.cpu import call as cpu_call
 from tilewise.backends.cpu.config import SPLIT_KEYS, Config
+from tilewise.backends.cpu.program import compile_spec
+from tilewise.expr import symbol
 from tilewise.piece import Piece
 
 
@@ -40,6 +43,15 @@ class TestCpuOverPages(PagedContract):
         q, cache, options = CASES[name].draw()
         c = self.call(q, cache, **options)
         wrong = [str(e) for e in c.expected().judge(paged_run(Cpu(isa=isa), c)) if not e.ok]
+        assert not wrong, "; ".join(wrong)
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_random_tables_agree_with_the_oracle(self, seed):
+        q, cache, options = random_case(seed).draw()
+        c = self.call(q, cache, **options)
+        errors = c.expected().judge(paged_run(self.backend, c))
+        # On few numbers eager attention may be exact by luck (tests/fuzz.py).
+        wrong = [str(e) for e in errors if not (e.rms <= FACTOR * e.rms_allowed and e.max <= FACTOR * e.max_allowed)]
         assert not wrong, "; ".join(wrong)
 
     def test_as_many_threads_as_there_are_change_no_bit(self):
@@ -328,6 +340,7 @@ ELEMENTWISE = {
     "log2": lambda s: torch.log2(s.abs() + 1), "log1p": lambda s: torch.log1p(s.abs()),
     "rsqrt": lambda s: torch.rsqrt(s.abs() + 1), "pow": lambda s: (s.abs() + 1) ** 1.5, "mod": lambda s: s % 3,
     "floordiv": lambda s: s + s // 2, "clamp": lambda s: s.clamp(-1, 2), "square": torch.square, "round": torch.round,
+    "ceil": torch.ceil, "trunc": torch.trunc, "gate": lambda s: s * (s > 0),
 }  # fmt: skip
 
 
@@ -338,20 +351,37 @@ def test_every_operation_of_a_score_agrees(name, dtype):
     agree(Cpu(), call(*x, score=lambda s, b, h, i, j: ELEMENTWISE[name](2 * s) + 0.1 * s))
 
 
-@pytest.mark.parametrize(
-    "predicate",
-    [
-        lambda b, h, i, j: ((i * 7919 + j * 104729 + h) % 13 > 4) | (i == j),
-        lambda b, h, i, j: ((i ^ j) & 3 != 0) & ~((i - j) // -3 == 2),
-        lambda b, h, i, j: torch.where(h % 2 == 0, j <= i, (j - i).abs() < 9),
-        lambda b, h, i, j: torch.sin(0.3 * i) < torch.cos(0.2 * j + b),
-        lambda b, h, i, j: torch.minimum(i, 2 * j).clamp(3, 50) % -5 != 0,
-        lambda b, h, i, j: ((i + j) * (1 << 62) * 2) // 3 % 7 < 3,  # 0 and the least of all integers
-    ],
-    ids=["hash", "bits", "by-head", "waves", "signs", "least"],
-)
+TABLE = torch.arange(200) % 7
+PREDICATES = {
+    "hash": lambda b, h, i, j: ((i * 7919 + j * 104729 + h) % 13 > 4) | (i == j),
+    "bits": lambda b, h, i, j: ((i ^ j) & 3 != 0) & ~((i - j) // -3 == 2),
+    "by-head": lambda b, h, i, j: torch.where(h % 2 == 0, j <= i, (j - i).abs() < 9),
+    "waves": lambda b, h, i, j: torch.sin(0.3 * i) < torch.cos(0.2 * j + b),
+    "signs": lambda b, h, i, j: torch.minimum(i, 2 * j).clamp(3, 50) % -5 != 0,
+    "least": lambda b, h, i, j: ((i + j) * (1 << 62) * 2) // 3 % 7 < 3,  # 0 and the least of all integers
+    "lengths": lambda b, h, i, j: (
+        ((~i & 3) + (i + tw.offset) // 2 < j) | (symbol("seqlen_k") - j <= symbol("seqlen_q") - i)
+    ),
+    "table": lambda b, h, i, j: (TABLE[i] - 3).bool() | ((0.3 * j).int() == TABLE[j]),
+}
+
+
+@pytest.mark.parametrize("predicate", PREDICATES.values(), ids=PREDICATES)
 def test_integer_and_float_predicates_agree(predicate):
     agree(Cpu(), call(*qkv(), mask=predicate))
+
+
+def test_no_operation_of_the_library_is_left_out_above():
+    calls = [
+        call(*qkv(dtype=dtype), score=lambda s, b, h, i, j, f=f: f(2 * s) + 0.1 * s)
+        for f in ELEMENTWISE.values()
+        for dtype in (torch.float32, torch.float64)
+    ]
+    specs = [(c.p.spec, c.p.compute_dtype) for c in [*calls, *(call(*qkv(), mask=f) for f in PREDICATES.values())]]
+    emitted = {
+        step.op for spec, dtype in specs for back in (False, True) for step in compile_spec(spec, dtype, back).steps
+    }
+    assert emitted == set(library.load().operations)
 
 
 @pytest.mark.parametrize("first", [0, 40], ids=["empty-first", "filled-first"])

@@ -198,6 +198,7 @@ class ReorderedTensors(NamedTuple):
     delta: Any = None
     lse2: Any = None
     do: Any = None
+    max_logit: Any = None
     lse: Any = None
     o: Any = None
     v: Any = None

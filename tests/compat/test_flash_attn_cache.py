@@ -5,6 +5,7 @@ import torch
 
 from tilewise import reference
 from tilewise.compat import flash_attn as fa
+from tilewise.compat.flash_attn import interface_3 as fa3
 from tilewise.testing import normal
 
 B, ROWS, H, HK, D, CAPACITY, PAGE = 3, 2, 4, 2, 16, 24, 4
@@ -139,3 +140,27 @@ def test_a_wrong_cache_call_says_what_is_wrong(changes, says):
     q, k_cache, v_cache, k, v = drawn()
     with pytest.raises(ValueError, match=says):
         fa.flash_attn_with_kvcache(q, k_cache, v_cache, **({"k": k, "v": v, "cache_seqlens": LENGTHS} | changes))
+
+
+def test_generation_3_takes_packed_rows_and_new_keys():
+    """Queries and new keys packed, as serving engines call it."""
+    _, k_cache, v_cache, _, _ = drawn()
+    news = [4, 1, 2]
+    cu = torch.tensor([0, *news]).cumsum(0).int()
+    q, k, v = normal(7, H, D), normal(7, HK, D, seed=1), normal(7, HK, D, seed=2)
+    k_pages, v_pages, table = in_pages(k_cache, v_cache)
+    out, lse = fa3.flash_attn_with_kvcache(
+        q, k_pages, v_pages, k, v, cache_seqlens=LENGTHS, page_table=table, cu_seqlens_q=cu, cu_seqlens_k_new=cu, max_seqlen_q=4,
+        causal=True, num_splits=2, return_softmax_lse=True,
+    )  # fmt: skip
+    for b, length in enumerate(LENGTHS.tolist()):
+        at = slice(cu[b], cu[b + 1])
+        keys, values = (torch.cat([cache[b, :length], new[at]]) for cache, new in ((k_cache, k), (v_cache, v)))
+        o, expected = textbook(b, q[at], keys, values, causal=True)
+        torch.testing.assert_close(out[at], o)
+        torch.testing.assert_close(lse[:, at], expected)
+    with pytest.raises(NotImplementedError, match="rotary_seqlens"):
+        fa3.flash_attn_with_kvcache(q, k_pages, v_pages, rotary_seqlens=LENGTHS)
+    cos = torch.ones(CAPACITY, 4)
+    with pytest.raises(ValueError, match="rotary embeddings of packed rows"):
+        fa3.flash_attn_with_kvcache(q, k_pages, v_pages, None, None, None, cos, cos, LENGTHS, cu_seqlens_q=cu)

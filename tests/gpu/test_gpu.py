@@ -8,6 +8,7 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Call, Contract, agree, call, qkv, run
+from tests.backends.paged import PagedContract
 from tilewise import dispatch
 
 pytestmark = [
@@ -38,6 +39,16 @@ for _name in BACKENDS:  # one class a backend, so that ids name it
     globals()[f"Test{_name.title()}OnGpu"] = type(
         f"Test{_name.title()}OnGpu", (_In16Bits if _name == "hopper" else _OnGpu,), {"backend": dispatch.backend(_name)}
     )
+
+
+class TestTritonOverPagesOnGpu(PagedContract):
+    backend = dispatch.backend("triton")
+    device = "cuda"
+
+
+class TestPortableOverPagesOnGpu(PagedContract):
+    backend = dispatch.backend("portable")
+    device = "cuda"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -27,7 +27,7 @@ from tilewise.backends.cpu import library
 
 FUNCTIONS = {"forward": 0, "backward": 1, "list": 2}
 WRITTEN = {
-    "forward": {"o", "lse"},
+    "forward": {"o", "lse", "max_logit"},
     "backward": {"delta", "dq", "dk", "dv", "gradients"},
     "list": {"status", "seen"},
 }
@@ -98,7 +98,7 @@ class Recording:
             each, lines = (1 + max(self.pages(c), default=0), c.page_size) if in_pages else (batch, lines)
             elements = length((each, x.batch), (lines, x.row), (heads, x.head), last=last)
             self.point(0, at(name), x.data, elements, type_, name)
-        for name in ("lse", "dlse", "delta"):
+        for name in ("lse", "max_logit", "dlse", "delta"):
             elements = length((batch, c.lse_batch), (c.heads_q, c.lse_head), last=c.seqlen_q)
             self.point(0, at(name), getattr(c, name), elements, statistics, name)
         for name, lines in (("lo", rows), ("hi", rows), ("first", keys), ("last", keys)):

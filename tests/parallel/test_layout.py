@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.parallel import Layout, balanced, contiguous, zigzag
-from tilewise.parallel.layout import TILE, chunk_costs
+from tilewise.parallel.layout import TILE, chunk_costs, chunks
 
-MAKERS = {"contiguous": contiguous, "zigzag": zigzag, "balanced": lambda n, ranks: balanced(tw.causal(), n, ranks)}
+MAKERS = {
+    "contiguous": contiguous,
+    "chunks": chunks,
+    "zigzag": zigzag,
+    "balanced": lambda n, ranks: balanced(tw.causal(), n, ranks),
+}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -44,6 +49,12 @@ def test_shards_are_the_positions_and_are_put_together_again(name, seqlen, ranks
 def test_a_zigzag_pairs_the_first_chunk_with_the_last():
     assert zigzag(16, 2).pieces == (((0, 4), (12, 16)), ((4, 12),))
     assert zigzag(3, 1).pieces == (((0, 3),),)
+
+
+@pytest.mark.parametrize(("seqlen", "ranks"), [(10, 4), (5, 4), (8, 2), (0, 3)])
+def test_chunks_are_those_of_torch(seqlen, ranks):
+    expected = [len(x) for x in torch.arange(seqlen).chunk(ranks)] if seqlen else []
+    assert list(chunks(seqlen, ranks).lengths) == expected + [0] * (ranks - len(expected))
 
 
 @pytest.mark.parametrize("pieces", [((0, 4), (5, 8)), ((0, 4), (3, 8)), ((0, 0),), ((1, 8),)])

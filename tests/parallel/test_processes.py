@@ -11,12 +11,45 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tilewise as tw
 from tests.parallel.ranks import on_this_rank, together, wrong
 from tests.parallel.test_simulated import _Alone
+from tilewise.testing import normal
 
 CALLS = ("causal", "documents", "blocks", "causal-bias", "dropout-window-alibi", "sink")
+
+
+def _dtensors(size: int) -> dict[str, object]:
+    """Attention of DTensors and its gradients, whole again, by how they are sharded; and what is refused."""
+    found: dict[str, object] = {}
+    for name, (shape, names, placements) in SHARDINGS.items():
+        mesh = dist.device_mesh.init_device_mesh("cpu", shape(size), mesh_dim_names=names)
+        q, k, v, do = (distribute_tensor(x, mesh, placements) for x in _whole())
+        local = [x.requires_grad_() for x in (q, k, v)]
+        o, lse = tw.attention_with_lse(*local, causal=True)
+        assert o.placements == q.placements
+        grads = torch.autograd.grad(o, local, do)
+        found[name] = [x.full_tensor().detach() for x in (o, lse, *grads)]
+        if name == "heads":
+            try:
+                tw.attention(*local, sink=torch.zeros(8))
+            except NotImplementedError as error:
+                found["refused"] = str(error)
+    return found
+
+
+def _whole() -> list[torch.Tensor]:
+    return [normal(2, 21, heads, 8, seed=n) for n, heads in enumerate((8, 4, 4, 8))]
+
+
+SHARDINGS = {
+    "sequence": (lambda size: (size,), ("cp",), [Shard(1)]),
+    "heads": (lambda size: (size,), ("tp",), [Shard(2)]),
+    "batch and sequence": (lambda size: (2, size // 2), ("dp", "cp"), [Shard(0), Shard(1)]),
+    "replicated and sequence": (lambda size: (size // 2, 2), ("dp", "cp"), [Replicate(), Shard(1)]),
+}
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt"
@@ -53,6 +86,7 @@ def _process(rank: int, size: int, folder: str) -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
         parallel = tw.context_parallel(mesh["cp"])
         found = {name: on_this_rank(parallel, name) for name in CALLS}
+        found |= {"dtensors": _dtensors(size)}
         if size == 2:
             by_heads = tw.context_parallel(mesh["cp"], scheme="heads")
             found |= {f"losses fsdp={fsdp}": _losses(fsdp) for fsdp in (False, True)}
@@ -84,6 +118,22 @@ def test_processes_compute_what_one_device_computes(parts, name):
     for key in (name, f"heads {name}"):
         if key in parts[0]:
             assert not wrong(together(parallel, [part[key] for part in parts]), name)
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_dtensors_come_back_sharded_as_they_were_with_the_numbers_of_one_device(parts, name):
+    *qkv, do = _whole()
+    local = [x.requires_grad_() for x in qkv]
+    o, lse = tw.attention_with_lse(*local, causal=True)
+    for part in parts:
+        for found, expected in zip(
+            part["dtensors"][name], (o, lse, *torch.autograd.grad(o, local, do, retain_graph=True)), strict=True
+        ):
+            torch.testing.assert_close(found, expected.detach())
+
+
+def test_dtensors_whose_heads_are_cut_refuse_what_depends_on_the_head(parts):
+    assert all("the heads are sharded, and the mask, score, sink" in part["dtensors"]["refused"] for part in parts)
 
 
 def test_processes_that_disagree_all_get_the_same_error(parts):

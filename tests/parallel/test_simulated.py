@@ -150,6 +150,25 @@ def test_the_error_does_not_grow_with_the_ranks(ranks):
     assert not wrong(whole(ranks, "causal", torch.bfloat16, scheme="gather"), "causal", torch.bfloat16)
 
 
+@pytest.mark.parametrize(("ranks", "scheme"), [(1, "gather"), (3, "gather"), (2, "heads")])
+def test_the_largest_scores_are_those_of_one_device(ranks, scheme):
+    q, k, v = qkv(nq=40, nk=40)
+    options = {"mask": tw.window(9, 3), "score": tw.softcap(2.0), "backend": "portable"}
+    rows, heads = (tw.attention_with_stats(q, k, v, per=per, **options) for per in ("row", "head"))
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange, scheme=scheme)
+        local = [parallel.shard(x).requires_grad_() for x in (q, k, v)]
+        largest = [tw.attention_with_stats(*local, per=per, parallel=parallel, **options) for per in ("row", "head")]
+        assert not any(x.max_logit.requires_grad for x in largest)
+        assert all(x.o.requires_grad for x in largest)
+        return parallel.unshard(largest[0].max_logit, 2), largest[1].max_logit
+
+    for by_row, by_head in simulate(ranks, one):
+        torch.testing.assert_close(by_row, rows.max_logit)
+        torch.testing.assert_close(by_head, heads.max_logit)
+
+
 @pytest.mark.parametrize("name", ["causal", "full"])
 def test_bytes_are_those_of_keys_and_values_of_the_other_ranks(name):
     def one(exchange):
@@ -278,7 +297,10 @@ def test_rows_that_are_not_those_of_the_layout_are_refused_on_every_rank():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda e: tw.context_parallel(e, layout="ring"), "layout must be zigzag, contiguous or a Layout, got 'ring'"),
+        (
+            lambda e: tw.context_parallel(e, layout="ring"),
+            "layout must be zigzag, contiguous, chunks or a Layout, got 'ring'",
+        ),
         (lambda e: tw.context_parallel(e, layout=balanced(None, 16, 3)), "the layout is for 3 ranks, the group has 2"),
         (lambda e: tw.context_parallel(e, scheme="ring"), "scheme must be auto, gather, heads, got 'ring'"),
         (lambda e: tw.context_parallel(), "torch.distributed is not initialized"),

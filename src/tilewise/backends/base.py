@@ -193,23 +193,29 @@ class PerProblem:
 
 
 class PerTensors:
-    """What was made of some tensors, again while they are the same ones, unchanged.
+    """What was made of some tensors, again while they are the same ones, unchanged; forgotten when one of them is gone.
 
     Nothing is kept of inference tensors, which count no versions. While a CUDA graph is captured, nothing is kept, its memory
     being the graph's, and what was made of tensors is made anew, since a replay has to see what they hold by then.
     """
 
     def __init__(self):
-        self._found: dict[Any, tuple[Any, list]] = {}
+        self._found: dict[
+            Any, tuple[Any, list]
+        ] = {}  # by key and the tensors' ids, so that masks of one text take turns
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        found = None if capturing and tensors else self._found.get(key)
+        place = (key, *[id(t) for t in tensors])
+        found = None if capturing and tensors else self._found.get(place)
         if found and all(x() is t and n == t._version for t, (x, n) in zip(tensors, found[1], strict=True)):
             return found[0]
         made = make()
         if not capturing and not any(t.is_inference() for t in tensors):
-            self._found[key] = made, [(weakref.ref(t), t._version) for t in tensors]
+            self._found[place] = (
+                made,
+                [(weakref.ref(t, lambda _: self._found.pop(place, None)), t._version) for t in tensors],
+            )
         return made
 
 

@@ -7,9 +7,11 @@
 - :mod:`tilewise.parallel.heads`: a scheme, all rows of some heads on each rank.
 - :mod:`tilewise.parallel.cost`, :mod:`tilewise.parallel.plan`: what each scheme costs, and which one is taken.
 - :mod:`tilewise.parallel.context`: what users hold.
+- :mod:`tilewise.parallel.dtensors`: DTensors, which need no ``parallel=``.
 - :mod:`tilewise.parallel.agreement`: what ranks compare before bytes move.
 """
 
+from tilewise.parallel import dtensors  # noqa: F401  (tells the public functions of itself)
 from tilewise.parallel.context import ContextParallel, context_parallel
 from tilewise.parallel.exchange import simulate
 from tilewise.parallel.layout import Layout, balanced, contiguous, zigzag

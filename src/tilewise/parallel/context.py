@@ -8,16 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise import autograd, dispatch
+from tilewise import autograd, derivatives, dispatch
 from tilewise.backends.base import PerTensors
 from tilewise.parallel import gathered, heads, plan
 from tilewise.parallel.agreement import agreed_lengths
 from tilewise.parallel.exchange import Exchange, ordered_sum
-from tilewise.parallel.layout import Layout, contiguous, zigzag
+from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
 from tilewise.parallel.symmetric import group_of
 from tilewise.spec import Options, assemble, parse_spec
 
-LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
+    "zigzag": zigzag,
+    "contiguous": contiguous,
+    "chunks": chunks,
+}
 
 
 def context_parallel(
@@ -34,7 +38,8 @@ def context_parallel(
             reach each other's memory move rows by copy engines, others by NCCL (``tilewise.parallel.exchange.Group(group)`` for
             NCCL alone).
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
-            treat all queries alike), or a :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
+            treat all queries alike), ``"chunks"`` (the same by ``torch.chunk``, as DTensors have it), or a
+            :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
         scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
             computes all rows of some heads; the key heads must be a multiple of the ranks), or ``"auto"``, the one that
             :mod:`tilewise.parallel.cost` finds cheaper of those that can.
@@ -113,8 +118,9 @@ class ContextParallel:
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """``(o, lse)`` of this rank's queries, which see the keys of all ranks at their global positions.
+    ) -> tuple[Tensor | None, ...]:
+        """``(o, lse)`` of this rank's queries, which see the keys of all ranks at their global positions; max_logit too where the
+        options ask for it.
 
         Args:
             with_lse: lse is wanted; else it may be ``None``, which saves its way back.
@@ -125,7 +131,8 @@ class ContextParallel:
         """
         _refuse(options)
         if self.size == 1:
-            return autograd.attention(q, k, v, *assemble(q, k, v, options))
+            assembled = assemble(q, k, v, options)
+            return autograd.attention(q, k, v, *assembled, derivatives.operator_of(assembled[2]))
         q, k, v = _autocast(q, k, v)
         agreed = self._agreed(q, k, v, options, {"lse": str(with_lse)})
         *_, extras, seed, spec = agreed
@@ -139,6 +146,10 @@ class ContextParallel:
         )
         run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
         return run(call, q, k, v, extras, seed)
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' numbers, for each element of ``x``; NaN where a rank has it."""
+        return torch.stack(self.exchange.gather(x)).amax(0)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> dispatch.Explanation:
         """How the ranks would share this call: ``tilewise.explain(..., parallel=...)``. Every rank must call it."""
@@ -179,7 +190,6 @@ def _refuse(options: Options) -> None:
     given = {
         "a piece of an attention": options.piece is not None,
         "a cache in pages": options.block_table is not None or options.seqlens_k is not None,
-        "the largest scores (attention_with_stats)": options.max_logit,
     }
     for what, asked in given.items():
         if asked:

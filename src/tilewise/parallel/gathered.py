@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tilewise.derivatives import operator_of
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout
 from tilewise.spec import Spec
 
-_attention = torch.ops.tilewise.attention.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
 
 
@@ -48,6 +48,7 @@ class Gathered:
         pieces: the rank's part of the work.
         grad_slots: the extras that want a gradient.
         sum_leaves: gradients of tensors that masks, scores and sinks read are summed over ranks.
+        max_logit: the largest score of each row is a result too.
     """
 
     exchange: Exchange
@@ -55,6 +56,7 @@ class Gathered:
     pieces: tuple[LocalPiece, ...]
     grad_slots: tuple[int, ...]
     sum_leaves: bool
+    max_logit: bool
 
     def whole(self, x: Tensor) -> Tensor:
         """K or V of all ranks ``(batch, total_k, heads_k, dim)``, in the order of positions, from the rank's own rows."""
@@ -77,8 +79,11 @@ def reasons(spec: Spec) -> list[str]:
 
 def attention(
     call: Gathered, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """``(o, lse)`` of the rank's queries; differentiable. Every rank must call it, and its backward, alike."""
+) -> tuple[Tensor, ...]:
+    """``(o, lse)``, differentiable, and max_logit where it is asked for, of the rank's queries.
+
+    Every rank must call it, and its backward, alike.
+    """
     return _Attention.apply(call, q, k, v, seed, *extras)
 
 
@@ -87,17 +92,23 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, call: Gathered, q, k, v, seed, *extras):
         keys, values = call.whole(k), call.whole(v)
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_compute_dtype(q))
+        # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
+        shape = (2 if call.max_logit else 1, q.shape[0], q.shape[2], q.shape[1])
+        statistics = q.new_empty(shape, dtype=_compute_dtype(q))
         for piece in call.pieces:
             part = q[:, piece.rows], keys[:, piece.keys], values[:, piece.keys]
-            o[:, piece.rows], lse[..., piece.rows] = _attention(*part, extras, seed, piece.spec)
+            o[:, piece.rows], *found = operator_of(piece.spec)(*part, extras, seed, piece.spec)
+            for target, x in zip(statistics, found, strict=True):
+                target[..., piece.rows] = x
+        lse, *stats = statistics.unbind()
         ctx.call = call
         ctx.save_for_backward(q, k, v, o, lse, seed, *extras)
-        return o, lse
+        ctx.mark_non_differentiable(*stats)
+        return o, lse, *stats
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse, *_):
         call, (q, k, v, o, lse, seed, *extras) = ctx.call, ctx.saved_tensors
         keys, values = call.whole(k), call.whole(v)
         dtype = _compute_dtype(q)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
+from tilewise.derivatives import operator_of
 from tilewise.expr import Expr
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout
@@ -24,7 +25,6 @@ from tilewise.problem import Problem
 from tilewise.spec import Spec
 from tilewise.tiles import Grid
 
-_attention = torch.ops.tilewise.attention.default
 _attention_backward = torch.ops.tilewise.attention_backward.default
 
 
@@ -93,7 +93,8 @@ class Heads:
         groups: into how many groups of key heads a rank's own are cut.
         axes: :func:`head_axes`. grad_slots: the extras that want a gradient.
         sum_leaves: gradients of tensors that scores and sinks read are summed over ranks.
-        with_lse: lse goes back to the ranks that hold its rows; else it is not returned.
+        with_lse: lse, and the largest scores where the spec asks for them, go back to the ranks that hold their rows; else
+            they are not returned.
     """
 
     exchange: Exchange
@@ -188,8 +189,9 @@ def _in_sixteens(x: Tensor) -> bool:
 
 def attention(
     call: Heads, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """``(o, lse)`` of the rank's queries; differentiable. Every rank must call it, and its backward, alike.
+) -> tuple[Tensor | None, ...]:
+    """``(o, lse)``, differentiable, and max_logit where it is asked for, of the rank's queries. Every rank must call it, and its
+    backward, alike.
 
     q, k and v are ``(batch, rows, heads, dim)``, and packed ``(rows, heads, dim)``.
     """
@@ -205,25 +207,30 @@ class _Attention(torch.autograd.Function):
         saved, going = [], []
         for group, finish in enumerate(coming):
             local = _unbatched(ctx.packed, *[x for wait in finish for x in wait()])
-            o, lse = _attention(*local, call.own(extras, group), seed, call.spec)
-            saved += [*local, o, lse]
+            o, *statistics = operator_of(call.spec)(*local, call.own(extras, group), seed, call.spec)
+            saved += [*local, o, statistics[0]]
             going.append([call.to_rows("o", call.queries, _batched(ctx.packed, o), group)])
             if call.with_lse:
-                going[-1].append(call.to_rows("lse", call.queries, _as_rows(_batched(ctx.packed, lse)), group))
+                name, rows = (
+                    "lse" if len(statistics) == 1 else "statistics",
+                    _as_rows(_batched(ctx.packed, *statistics)),
+                )
+                going[-1].append(call.to_rows(name, call.queries, rows, group))
         out = [q.new_empty((*q.shape[:-1], v.shape[-1]))]
         if call.with_lse:
-            out.append(lse.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3])))
+            out += [x.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3])) for x in statistics]
         o, *lses = _batched(ctx.packed, *out)
         for writes in going:
             for write, target in zip(writes, [[o], _as_rows(lses)], strict=False):
                 write(target)
         ctx.save_for_backward(seed, *saved, *extras)
         ctx.set_materialize_grads(False)
-        return out[0], out[1] if call.with_lse else None
+        ctx.mark_non_differentiable(*out[2:])
+        return tuple(out) if call.with_lse else (out[0], None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse, *_):
         call, (seed, *saved) = ctx.call, ctx.saved_tensors
         extras = saved[5 * call.groups :]
         if do is None and dlse is None:

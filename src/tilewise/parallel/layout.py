@@ -117,6 +117,13 @@ def contiguous(seqlen: int, ranks: int) -> Layout:
 
 
 @lru_cache(maxsize=256)
+def chunks(seqlen: int, ranks: int) -> Layout:
+    """Rank r holds the r-th chunk of ``torch.chunk``, as DTensors have it: runs of one length, the last ones shorter or empty."""
+    size = -(-seqlen // ranks)
+    return from_chunks(range(ranks), [min(n * size, seqlen) for n in range(ranks + 1)], ranks)
+
+
+@lru_cache(maxsize=256)
 def zigzag(seqlen: int, ranks: int) -> Layout:
     """Rank r holds the r-th of ``2 * ranks`` equal runs and the r-th from the end: balanced for causal masks."""
     owners = [min(n, 2 * ranks - 1 - n) for n in range(2 * ranks)]

@@ -87,7 +87,7 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
         piece = replace(spec, piece=Piece(start, low, queries.seqlen, keys.seqlen))
         check(q[:, start:stop], k[:, low:high], v[:, low:high], extras, seed, piece)
         found.append(gathered.LocalPiece(slice(first, first + stop - start), slice(low, high), piece.text()))
-    return gathered.Gathered(exchange, keys, tuple(found), spec.grad_slots, wish.sum_leaf_gradients)
+    return gathered.Gathered(exchange, keys, tuple(found), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit)
 
 
 def refusals(whole: Problem, ranks: int) -> dict[str, list[str]]:

@@ -50,7 +50,6 @@ class Cpu(Backend):
         else:
             reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
         reasons += piece_reasons(p, dropout=True)
-        reasons += ["the largest score of each row"] if p.spec.max_logit else []
         if p.paged and any(x.stride[-1] != 1 and x.shape[-1] > 1 for x in (p.k, p.v)):
             reasons.append("pages whose last stride is not 1: it would copy all of them")
         if program.too_many_dimensions(p.spec):
@@ -67,9 +66,12 @@ class Cpu(Backend):
         out = empty_output(p, t.q, t.v)
         if p.packed:  # rows past the last sequence
             out.o.zero_()
-            out.lse.fill_(-torch.inf)
+            for x in out.tensors[1:]:
+                x.fill_(-torch.inf)
         bound = Bound(self._prepared.of(p), t, backward=False)
         bound.call.o, bound.call.lse = bound.tensor(out.o), out.lse.data_ptr()
+        if out.max_logit is not None:
+            bound.call.max_logit = out.max_logit.data_ptr()
         bound.run("forward")
         return out
 

@@ -14,7 +14,7 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import why_not_built
 
-VERSION = 7
+VERSION = 8
 DIMS = 8
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
@@ -97,6 +97,7 @@ class Call(Structure):
         ("lse", c_void_p),
         ("lse_batch", c_int64),
         ("lse_head", c_int64),
+        ("max_logit", c_void_p),
         ("sink", c_void_p),
         *[(name, Ends) for name in ("lo", "hi", "first", "last")],
         *[(name, c_void_p) for name in ("status", "status_at", "status_head")],

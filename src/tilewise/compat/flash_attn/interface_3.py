@@ -1,7 +1,7 @@
 """FlashAttention-3's functions, those of its module ``flash_attn_interface``, over tilewise's op.
 
 ``num_splits``, ``pack_gqa`` and ``sm_margin`` say how the original's kernels share out their work and change no result: they are
-taken and not needed. fp8 (``*_descale``), ``qv``, unused rows (``seqused_*``) and the cache call are refused by name.
+taken and not needed. fp8 (``*_descale``), ``qv`` and unused rows (``seqused_*``) are refused by name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.compat.flash_attn import _keywords, _unpacked
+from tilewise.compat.flash_attn.kvcache import CacheCall
 from tilewise.compat.refusals import refuse
 
 _FP8 = "fp8 inputs are not built; multiply q, k and v by their scales in 16 bits"
@@ -21,6 +22,10 @@ REFUSED = {
     "v_descale": _FP8,
     "seqused_q": "unused rows; leave them out and give the cu_seqlens_q of the rest",
     "seqused_k": "unused rows; leave them out and give the cu_seqlens_k of the rest, or tw.attention_paged with a tw.dense_cache",
+}
+
+_ROTARY = {
+    "rotary_seqlens": "rotary embeddings at other positions than the cache's lengths; turn q and k before the call"
 }
 
 
@@ -158,12 +163,59 @@ def flash_attn_combine(
     return (o if out is None else out.copy_(o)), lse.transpose(1, 2)
 
 
-def flash_attn_with_kvcache(*_: object, **__: object) -> None:
-    """Refused: it is there so that a library that imports all of the original's names can be loaded."""
-    raise NotImplementedError(
-        "flash_attn_interface.flash_attn_with_kvcache is not built; tw.attention_paged attends to a cache and tw.append writes to "
-        "it, and tilewise.compat.flash_attn has FlashAttention-2's function of that name"
-    )
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q over a cache, into which ``k`` and ``v`` are written first, as
+    :func:`tilewise.compat.flash_attn.flash_attn_with_kvcache` describes it; ``page_table`` is its ``block_table``.
+
+    Args:
+        q: ``(batch, seqlen_q, heads, head_dim)``, or packed ``(total_q, heads, head_dim)`` with cu_seqlens_q ``(batch + 1,)``.
+        k, v: ``(batch, seqlen_new, heads_k, head_dim)``, or packed with cu_seqlens_k_new.
+        max_seqlen_q, scheduler_metadata, num_splits, pack_gqa, sm_margin: how the original shares out its work; they change no result.
+
+    Returns:
+        out, like q; with ``return_softmax_lse`` also softmax_lse ``(batch, heads, seqlen_q)``, packed ``(heads, total_q)``.
+    """
+    given = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refuse("flash_attn_with_kvcache", given | {"rotary_seqlens": rotary_seqlens}, REFUSED | _ROTARY)
+    options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, False)
+    del options["dropout_p"]
+    # fmt: off
+    call = CacheCall(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_seqlens, cache_batch_idx,
+                     cache_leftpad, page_table, cu_seqlens_q, cu_seqlens_k_new)
+    # fmt: on
+    out, lse = call.attend(options)
+    return (out, lse) if return_softmax_lse else out
 
 
 __all__ = [

@@ -26,6 +26,8 @@ class CacheCall:
     cache_batch_idx: Tensor | None
     cache_leftpad: Tensor | None
     block_table: Tensor | None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_new: Tensor | None = None
 
     def attend(self, options: dict) -> tuple[Tensor, Tensor]:
         """out and softmax_lse, with the keywords of :func:`tilewise.attention_paged`; writes new keys and values before."""
@@ -36,11 +38,11 @@ class CacheCall:
             turn = Rotary(self.rotary_cos, self.rotary_sin, self.rotary_interleaved, cache.seqlens_k)
             q, k = turn(q, moving), None if k is None else turn(k, True)
         if k is not None:
-            cache = tw.append(cache, k, self.v)
+            cache = tw.append(cache, k, self.v, self.cu_seqlens_new)
         if self.cache_leftpad is not None:
             seen = tw.key_range(self.cache_leftpad, self._capacity)
             options = options | {"mask": seen if options["mask"] is None else options["mask"] & seen}
-        return tw.attention_paged_with_lse(q, cache, **options)
+        return tw.attention_paged_with_lse(q, cache, self.cu_seqlens_q, **options)
 
     @property
     def _capacity(self) -> int:
@@ -49,7 +51,8 @@ class CacheCall:
 
     def _cache(self) -> tw.PagedCache:
         """The cache before anything is written: a row of a dense one is a page of its whole length."""
-        batch, device, table = self.q.shape[0], self.q.device, self.block_table
+        batch = self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+        device, table = self.q.device, self.block_table
         if table is None:
             rows = torch.arange(batch, device=device) if self.cache_batch_idx is None else self.cache_batch_idx
             table = rows.to(torch.int32).unsqueeze(1)
@@ -67,6 +70,8 @@ class CacheCall:
             "cache_batch_idx chooses rows of a dense cache, and a block_table names pages; give one of them": (
                 self.block_table is not None and self.cache_batch_idx is not None
             ),
+            "rotary embeddings of packed rows are not built; turn q and k before the call": self.rotary_cos is not None
+            and (self.cu_seqlens_q is not None or self.cu_seqlens_new is not None),
         }
         reasons = [reason for reason, is_wrong in wrong.items() if is_wrong]
         if reasons:

@@ -151,8 +151,8 @@ void run_forward(const TwCall &c) {
   const std::vector<int64_t> order = longest_first(plan.cost);
   const size_t size = c.type == TW_F64 ? 8 : 4;
   const size_t lines = size_t(plan.parts * lines_of(c));
-  std::vector<char> o(lines * size_t(c.head_dim_v) * size), lse(lines * size);
-  const Partials partials{o.data(), lse.data(), plan.parts};
+  std::vector<char> o(lines * size_t(c.head_dim_v) * size), lse(lines * size), largest(lines * size);
+  const Partials partials{o.data(), lse.data(), largest.data(), plan.parts};
   const int64_t bytes = kernels.forward_bytes(c);
   parallel(c.threads, int64_t(order.size()), [&](int64_t n) {
     const QueryItem &item = plan.items[size_t(order[size_t(n)])];

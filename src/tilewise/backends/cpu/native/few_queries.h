@@ -117,10 +117,19 @@ class FewQueries {
   static constexpr int block_of = R > 8 ? R : 8;
   static constexpr bool paired = !__is_same(X, T), as_they_lie = paired || __is_same(E, T);
 
-  // Rows as bytes.
+  // Rows as bytes, all equally far apart.
   struct Bytes {
     const char *at;
     int64_t stride;
+    TW_INLINE const char *row(int64_t n) const { return at + n * stride; }
+    TW_INLINE void advance(int64_t bytes) { at += bytes; }
+  };
+  // The same where each row lies in a page of its own.
+  struct Places {
+    const E *const *at;
+    int64_t offset = 0;
+    TW_INLINE const char *row(int64_t n) const { return (const char *)at[n] + offset; }
+    TW_INLINE void advance(int64_t bytes) { offset += bytes; }
   };
   static TW_INLINE Bytes bytes_of(const E *first, const TwTensor &t) { return {(const char *)first, t.row * int64_t(sizeof(E))}; }
 
@@ -195,11 +204,13 @@ class FewQueries {
       const int64_t count = smaller(block, keys - n);
       const Bytes key = bytes_of(k_at[n], c.k), value = bytes_of(v_at[n], c.v);
       const bool together = !c.block_table || (n0 + n) % c.page_size + block <= c.page_size;
-      if (direct && together && count == block) {
+      if (direct && count == block && !together) {
+        scores<R, block>(Places{k_at + n}, elements<X>(c.head_dim), p + n * (W / R), Places{v_at + n});
+      } else if (direct && count == block) {
         scores<R, block>(key, elements<X>(c.head_dim), p + n * (W / R), value);
       } else {
         pack_keys({nullptr, 0, count, nullptr, k_at + n}, block);
-        scores<R, block>({(const char *)k, depth * int64_t(sizeof(X))}, depth, p + n * (W / R), value);
+        scores<R, block>(Bytes{(const char *)k, depth * int64_t(sizeof(X))}, depth, p + n * (W / R), value);
       }
     }
     const int64_t whole = round_up(keys, block);
@@ -221,31 +232,31 @@ class FewQueries {
   }
 
   // S of `block` keys, R of them a vector. While a line of each key is in use, the same numbers of its V come closer.
-  template <int R, int block>
-  void scores(Bytes key, int64_t elements, T *out, Bytes value) const {
+  template <int R, int block, class Keys, class Values>
+  void scores(Keys key, int64_t elements, T *out, Values value) const {
     constexpr int steps = 64 / (R * int(sizeof(X)));  // of a line
     constexpr int64_t same = 64 / int64_t(sizeof(X)) * (paired ? 2 : 1) * int64_t(sizeof(E));
     const int64_t whole = elements / (steps * R) * (steps * R);
     Vec<T> sum[block] = {};
     const X *x = q;
     int64_t d = 0;
-    for (; d < whole; d += steps * R, value.at += same)
+    for (; d < whole; d += steps * R, value.advance(same))
 #pragma GCC unroll 16
-      for (int step = 0; step < steps; ++step, x += W, key.at += R * sizeof(X)) {
+      for (int step = 0; step < steps; ++step, x += W, key.advance(R * sizeof(X))) {
 #pragma GCC unroll 16
-        for (int n = step; n < block; n += steps) __builtin_prefetch(value.at + n * value.stride, 0, 3);
+        for (int n = step; n < block; n += steps) __builtin_prefetch(value.row(n), 0, 3);
         add_depth<R, block>(sum, x, key);
       }
-    for (; d < elements; d += R, x += W, key.at += R * sizeof(X)) add_depth<R, block>(sum, x, key);
+    for (; d < elements; d += R, x += W, key.advance(R * sizeof(X))) add_depth<R, block>(sum, x, key);
 #pragma GCC unroll 8
     for (int n = 0; n < block; n += R, out += W) store(out, sums_by_key<T, R>(sum + n) * splat(T(c.softmax_scale)));
   }
 
-  template <int R, int block>
-  static TW_INLINE void add_depth(Vec<T> *sum, const X *x, Bytes key) {
+  template <int R, int block, class Keys>
+  static TW_INLINE void add_depth(Vec<T> *sum, const X *x, Keys key) {
     const Vec<X> row = load(x);
 #pragma GCC unroll 16
-    for (int n = 0; n < block; ++n) sum[n] = multiply_add<X>(sum[n], row, repeated<X, R>(key.at + n * key.stride));
+    for (int n = 0; n < block; ++n) sum[n] = multiply_add<X>(sum[n], row, repeated<X, R>(key.row(n)));
   }
 
   template <int R>

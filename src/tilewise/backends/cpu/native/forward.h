@@ -11,9 +11,11 @@
 
 namespace tw::TW_ISA {
 
-// A finished state of one row, sink not yet in: written where it belongs.
+// A finished state of one row and its largest score, sink not yet in: written where they belong.
 template <class E, class T>
-void write_row(const TwCall &c, const Sequence &s, int64_t head, int64_t i, const T *o, T factor, T lse) {
+void write_row(const TwCall &c, const Sequence &s, int64_t head, int64_t i, const T *o, T factor, T lse, T largest) {
+  // A maximum passes over NaN, lse does not.
+  if (c.max_logit) statistic<T>(c, c.max_logit, s, head)[i] = lse != lse ? lse : largest;
   if (c.sink) {
     const T sink = ((const T *)c.sink)[head];
     const T most = lse > sink ? lse : sink, least = lse > sink ? sink : lse;
@@ -37,13 +39,13 @@ void finish_rows(const TwCall &c, const Sequence &s, const QueryItem &item, cons
     const T factor = l[r] == T(0) ? T(0) : T(1) / l[r];
     const T lse = l[r] == T(0) ? T(-INFINITY) : m[r] + std::log(l[r]);
     if (item.part < 0) {
-      write_row<E, T>(c, s, head, i, o, factor, lse);
+      write_row<E, T>(c, s, head, i, o, factor, lse, m[r]);
       continue;
     }
     const int64_t line = item.part * lines_of(c) + line_of(c, s, head, i);
     T *out = (T *)partials.o + line * c.head_dim_v;
     for (int64_t d = 0; d < c.head_dim_v; ++d) out[d] = factor == T(0) ? T(0) : o[d] * factor;
-    ((T *)partials.lse)[line] = lse;
+    ((T *)partials.lse)[line] = lse, ((T *)partials.largest)[line] = m[r];
   }
 }
 
@@ -274,9 +276,12 @@ void merge_rows(const TwCall &c, const QueryItem &item, const Partials &partials
   const int64_t stride = lines_of(c), parts = parts_of(c, s);
   for (int64_t r = 0; r < item.heads * (item.m1 - item.m0); ++r) {
     const int64_t head = item.head_of(r), i = item.query_of(r), line = line_of(c, s, head, i);
-    const T *lse = (const T *)partials.lse + line;
-    T *o = (T *)partials.o + line * c.head_dim_v, most = T(-INFINITY), sum = T(0);
-    for (int64_t part = 0; part < parts; ++part) most = lse[part * stride] > most ? lse[part * stride] : most;
+    const T *lse = (const T *)partials.lse + line, *m = (const T *)partials.largest + line;
+    T *o = (T *)partials.o + line * c.head_dim_v, most = T(-INFINITY), largest = most, sum = T(0);
+    for (int64_t part = 0; part < parts; ++part) {
+      most = lse[part * stride] > most ? lse[part * stride] : most;
+      largest = m[part * stride] > largest ? m[part * stride] : largest;
+    }
     const T shift = most == T(-INFINITY) ? T(0) : most;
     for (int64_t part = 0; part < parts; ++part) {
       const T weight = std::exp(lse[part * stride] - shift);
@@ -288,7 +293,7 @@ void merge_rows(const TwCall &c, const QueryItem &item, const Partials &partials
         for (int64_t d = 0; d < c.head_dim_v; ++d) o[d] += weight * from[d];
     }
     const bool none = sum == T(0);
-    write_row<E, T>(c, s, head, i, o, none ? T(0) : T(1) / sum, none ? T(-INFINITY) : shift + std::log(sum));
+    write_row<E, T>(c, s, head, i, o, none ? T(0) : T(1) / sum, none ? T(-INFINITY) : shift + std::log(sum), largest);
   }
 }
 

@@ -44,11 +44,11 @@ void place_keys(const TwCall &c, const TwTensor &t, const Sequence &s, int64_t h
     for (int64_t n = 0; n < count; ++n) at[n] = first + n * t.row;
     return;
   }
-  const int32_t *table = c.block_table + s.b * c.table_row;
-  for (int64_t n = 0; n < count;) {
-    const int64_t row = (n0 + n) % c.page_size, end = smaller(count, n + c.page_size - row);
-    const E *from = (const E *)t.data + table[(n0 + n) / c.page_size] * t.batch + row * t.row + head_k * t.head;
-    for (; n < end; ++n, from += t.row) at[n] = from;
+  const int32_t *page = c.block_table + s.b * c.table_row + n0 / c.page_size;
+  const E *first = (const E *)t.data + head_k * t.head;
+  for (int64_t n = 0, row = n0 % c.page_size; n < count; row = 0) {
+    const int64_t end = smaller(count, n + c.page_size - row);
+    for (const E *from = first + *page++ * t.batch + row * t.row; n < end; ++n, from += t.row) at[n] = from;
   }
 }
 

@@ -82,9 +82,10 @@ inline int64_t own_rows_of_dq(const TwCall &c) {
   return whole > pass ? whole : pass;
 }
 
-// Partial states, by chunk: o (part, line, d) and lse (part, line) in the compute type. `parts` is the most that a sequence has.
+// Partial states, by chunk: o (part, line, d), lse and the largest scores (part, line) in the compute type. `parts` is the most
+// that a sequence has.
 struct Partials {
-  void *o, *lse;
+  void *o, *lse, *largest;
   int64_t parts;
 };
 

@@ -1,0 +1,98 @@
+"""Attention of DTensors: those that are sharded along the sequence go over the ranks of that mesh dimension, others stay where they are.
+
+A mesh dimension may shard the sequence (one may), the batch, or the heads, or replicate. What is sharded by batch or heads is a plain
+call on each rank, so masks and scores may not depend on the index that is cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tilewise import api, autograd, expr
+from tilewise.parallel.context import ContextParallel, context_parallel
+from tilewise.spec import Options, assemble, parse_spec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_contexts: dict[Any, ContextParallel] = {}
+
+
+def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """``(o, lse)`` as DTensors, sharded as q is.
+
+    Raises:
+        ValueError: tensors that do not lie on one mesh alike.
+        NotImplementedError: placements, or a mask or score under them, that are not built.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, DTensor) or x.device_mesh != q.device_mesh or x.placements != q.placements:
+            raise ValueError(
+                f"attention was called wrongly\n  q is a DTensor, {q.placements} on {q.device_mesh}; {name} must be one alike"
+            )
+    packed = options.cu_seqlens_q is not None
+    axes = {0: "sequence", 1: "heads"} if packed else {0: "batch", 1: "sequence", 2: "heads"}
+    cut = {
+        n: axes.get(p.dim) if isinstance(p, Shard) else str(p)
+        for n, p in enumerate(q.placements)
+        if not p.is_replicate()
+    }
+    local = [x.to_local() for x in (q, k, v)]
+    _refuse(cut, local, options)
+    sequence = [n for n, what in cut.items() if what == "sequence"]
+    if sequence:
+        o, lse = _context(q.device_mesh, sequence[0]).attention(*local, options, with_lse)
+    else:
+        o, lse = autograd.attention(*local, *assemble(*local, options))
+
+    def whole(x: Tensor, shape: tuple[int, ...], dims: dict[str, int]) -> DTensor:
+        placements = [Shard(dims[cut[n]]) if n in cut else p for n, p in enumerate(q.placements)]
+        strides = x.new_empty(shape, device="meta").stride()
+        return DTensor.from_local(x, q.device_mesh, placements, run_check=False, shape=shape, stride=strides)
+
+    dims = {what: dim for dim, what in axes.items()}
+    o = whole(o, (*q.shape[:-1], v.shape[-1]), dims)
+    if not with_lse:
+        return o, None
+    dims |= {"heads": dims["sequence"], "sequence": dims["heads"]}
+    return o, whole(lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]), dims)
+
+
+def _refuse(cut: dict[int, str | None], local: list[Tensor], options: Options) -> None:
+    """What of a call depends on an index that the mesh cuts, and placements that are no place of rows."""
+    extras, _, text = assemble(*local, options)
+    spec = parse_spec(text)
+    roots = [*spec.whole_region.parts, *(() if spec.whole_score is None else (spec.whole_score,))]
+    reads = expr.depends_on(*roots)
+    found = (
+        ["a mask, score or sink tensor is a DTensor; pass its full_tensor()"] if any(map(_is_sharded, extras)) else []
+    )
+    if list(cut.values()).count("sequence") > 1:
+        found.append("the sequence is sharded over several mesh dimensions; flatten them into one")
+    for what in cut.values():
+        if what not in ("sequence", "batch", "heads"):
+            found.append(f"placement {what or 'along head_dim'}; redistribute q, k and v")
+        elif what != "sequence" and (
+            what[0] in reads or spec.dropout_p or (what == "heads" and spec.sink_slot is not None)
+        ):
+            found.append(f"the {what} are sharded, and the mask, score, sink or dropout depends on them")
+    if found:
+        raise NotImplementedError("attention of these DTensors is not built" + "".join(f"\n  {x}" for x in found))
+
+
+def _is_sharded(x: Tensor) -> bool:
+    return hasattr(x, "device_mesh")
+
+
+def _context(mesh: Any, dim: int) -> ContextParallel:
+    """The ranks of a mesh dimension, made once."""
+    if (mesh, dim) not in _contexts:
+        _contexts[mesh, dim] = context_parallel(mesh.get_group(dim), layout="chunks")
+    return _contexts[mesh, dim]
+
+
+api.over_mesh = attention

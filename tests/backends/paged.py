@@ -154,6 +154,12 @@ class PagedContract:
             got = run(self.backend, self.call(q[rows], part, **options))
             assert all(torch.equal(got[x], whole[x][rows]) for x in got)
 
+    def test_the_room_that_a_table_has_changes_no_bit_when_deterministic(self):
+        q, cache, options = Case(8, (9, 33), rows=2, options=lambda: {"causal": True, "deterministic": True}).draw()
+        wide = torch.cat([cache.block_table, ANYTHING.repeat(2, 40)], 1)
+        got, there = (run(self.backend, self.call(q, x, **options)) for x in (cache, cache._replace(block_table=wide)))
+        assert all(torch.equal(got[x], there[x]) for x in got)
+
     def test_a_dense_cache_is_one_page_a_sequence(self):
         k, v = (normal(3, 50, 2, 16, seed=n) for n in (1, 2))
         lengths = torch.tensor([50, 7, 0], dtype=torch.int32)

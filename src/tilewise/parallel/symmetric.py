@@ -22,6 +22,7 @@ from tilewise.parallel.exchange import Group
 from tilewise.parallel.layout import Layout
 
 GRAIN = 1 << 21
+"""Bytes: rooms have a multiple of them, as drivers map memory."""
 TIMEOUT_MS = 600_000
 """How long a rank waits for the others at a barrier before its kernel fails."""
 

@@ -170,7 +170,8 @@ def test_rows_without_a_place_are_not_written_where_nobody_checks(monkeypatch):
     assert torch.equal(kept.nan_to_num(), cache.k_pages.nan_to_num())
 
 
-def test_append_then_attend_compiles_without_graph_breaks():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_append_then_attend_compiles_without_graph_breaks(backend):
     torch._dynamo.reset()
     q, k, v = normal(4, 2, 4, 16), normal(4, 2, 2, 16), normal(4, 2, 2, 8)
 
@@ -181,7 +182,7 @@ def test_append_then_attend_compiles_without_graph_breaks():
     cache = empty_cache((0, 0, 0, 0))
     expected = step(q, k, v, cache)
     again = empty_cache((0, 0, 0, 0))
-    got = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, again)
+    got = torch.compile(step, fullgraph=True, backend=backend)(q, k, v, again)
     for x, y in zip((*got, again.k_pages), (*expected, cache.k_pages), strict=True):
         torch.testing.assert_close(x, y, equal_nan=True)
 

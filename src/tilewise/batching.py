@@ -56,9 +56,9 @@ class Fold:
         """The extras, those of ``slots`` with the mapped dimension in front."""
         return [self.in_front(x, dim) if n in slots else x for n, (x, dim) in enumerate(zip(extras, dims, strict=True))]
 
-    def text(self, slots: set[int], **changes: Any) -> str:
+    def text(self, slots: set[int]) -> str:
         """The spec of the folded call, in which the extras of ``slots`` differ from example to example."""
-        spec = replace(self.spec, **changes)
+        spec = self.spec
         region, score = spec.whole_region, spec.whole_score
         reads_b = "b" in expr.depends_on(*region.parts, *(() if score is None else (score,)))
         if slots or reads_b:

@@ -1,4 +1,6 @@
-"""A generator that needs one step: ``python -m examples.meanflow``. It trains on two spirals in under two minutes on a laptop's CPU.
+"""A generator that needs one step: ``python -m examples.meanflow``.
+
+It trains on a ring and its centre in under two minutes on a laptop's CPU, and draws samples beside the data.
 
 MeanFlow (Geng et al. 2025, arXiv:2505.13447) learns the average velocity u(z, r, t) of a flow from noise to data between two times.
 Its target holds the derivative of the network itself along (v, 0, 1), which forward mode gives beside u, through the attention too:
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 import tilewise as tw
 
-TOKENS = 4  # x, y, and the two times
+TOKENS = 4  # of a point: each a view of its coordinates and of the two times
 
 
 class Block(nn.Module):
@@ -42,25 +44,21 @@ class Velocity(nn.Module):
 
     def __init__(self, width: int = 64, heads: int = 4, depth: int = 2):
         super().__init__()
-        self.register_buffer("frequencies", 2.0 ** torch.arange(6))
-        self.inputs = nn.Linear(2 * 6 + 1, width)
-        self.place = nn.Parameter(0.1 * torch.randn(TOKENS, width))
+        self.inputs = nn.Linear(3 * 4, TOKENS * width)
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
-        self.velocity = nn.Linear(width, 1)
+        self.velocity = nn.Linear(TOKENS * width, 2)
 
     def forward(self, z: Tensor, r: Tensor, t: Tensor) -> Tensor:
-        numbers = torch.stack([z[:, 0], z[:, 1], t, t - r], 1).unsqueeze(-1)
-        waves = numbers * self.frequencies
-        x = self.inputs(torch.cat([numbers, waves.sin(), waves.cos()], -1)) + self.place
-        return self.velocity(self.blocks(x)[:, :2]).squeeze(-1)
+        numbers = torch.cat([z, t.unsqueeze(1), (t - r).unsqueeze(1)], 1)
+        x = self.inputs(torch.cat([numbers, (2 * numbers).sin(), (2 * numbers).cos()], 1)).unflatten(1, (TOKENS, -1))
+        return self.velocity(self.blocks(x).flatten(1))
 
 
-def spirals(count: int) -> Tensor:
-    """Points of two spirals, (count, 2), about as wide as the noise."""
-    turn = 3 * torch.pi * torch.rand(count).sqrt()
-    arm = torch.randint(2, (count,)) * torch.pi
-    points = torch.stack([turn * torch.cos(turn + arm), turn * torch.sin(turn + arm)], 1) / 5
-    return points + 0.03 * torch.randn(count, 2)
+def ring(count: int) -> Tensor:
+    """Points of a ring and, one in five, of its centre, (count, 2)."""
+    angle, radius = 2 * torch.pi * torch.rand(count), 2.0 * (torch.rand(count) > 0.2)
+    points = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], 1)
+    return points + 0.05 * torch.randn(count, 2)
 
 
 def loss_of(network: Velocity, data: Tensor) -> Tensor:
@@ -88,7 +86,7 @@ def train(steps: int, batch: int, seconds: float, seed: int = 0) -> tuple[Veloci
             break
         for group in optimizer.param_groups:  # warm up, then down to zero as the steps or the time run out
             group["lr"] = 2e-3 * min(1, (step + 1) / 50) * (1 - max(step / steps, spent))
-        loss = loss_of(network, spirals(batch))
+        loss = loss_of(network, ring(batch))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -106,9 +104,8 @@ def sample(network: Velocity, count: int) -> Tensor:
 
 
 def distance(points: Tensor, data: Tensor) -> float:
-    """The mean distance of a point to its nearest point of the data, and of a point of the data to its nearest point."""
-    between = torch.cdist(points, data)
-    return (between.min(0).values.mean() + between.min(1).values.mean()).item() / 2
+    """The mean distance of a point to the nearest point of the data."""
+    return torch.cdist(points, data).min(1).values.mean().item()
 
 
 def draw(points: Tensor, data: Tensor, path: Path) -> None:
@@ -135,7 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("meanflow.png"))
     options = parser.parse_args()
     network, losses = train(options.steps, options.batch, options.seconds)
-    points, data = sample(network, 2000), spirals(2000)
+    points, data = sample(network, 2000), ring(2000)
     print(
         f"{len(losses)} steps; distance to the data {distance(points, data):.3f}, of noise {distance(torch.randn(2000, 2), data):.3f}"
     )

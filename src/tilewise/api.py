@@ -78,7 +78,7 @@ def _is_dtensor(x: Tensor) -> bool:
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
-over_mesh: Callable[..., tuple[Tensor, Tensor]] | None = None
+over_mesh: Callable[..., Any] | None = None
 """Attention of DTensors, which :mod:`tilewise.parallel.dtensors` brings: the layers below it know no mesh."""
 
 

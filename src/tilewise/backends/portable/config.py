@@ -52,9 +52,13 @@ def _power_of_two(n: int, low: int, high: int) -> int:
     return max(low, min(high, 1 << max(n - 1, 0).bit_length()))
 
 
-def choose(p: Problem) -> Config:
+def choose(p: Problem, share: int = 1) -> Config:
     """By shape alone. Deterministic problems take one key head of one sequence a step, and packed ones tiles that do not
-    look at the lengths, so that bits cannot depend on the rest of the batch."""
+    look at the lengths, so that bits cannot depend on the rest of the batch.
+
+    Args:
+        share: a step takes as many times fewer scores, for what holds more tiles of them at once than a forward.
+    """
     own_lengths = p.packed or p.paged  # each sequence has lengths of its own
     seqlen_q, seqlen_k = (1 << 30, 1 << 30) if own_lengths else (p.seqlen_q, p.seqlen_k)
     tile_m = _power_of_two(seqlen_q, 1, max(16, 256 // p.group))
@@ -62,7 +66,7 @@ def choose(p: Problem) -> Config:
     batch = heads_k = 1
     if not p.spec.deterministic:
         head = tile_m * tile_n * p.group
-        elements = STEP_ELEMENTS.get(p.device.type, ACCELERATOR_ELEMENTS)
+        elements = STEP_ELEMENTS.get(p.device.type, ACCELERATOR_ELEMENTS) // share
         row_bytes = 8 * p.group * max(p.seqlen_q, 1) * max(p.head_dim, p.head_dim_v)
         at_once = max(1, min(elements // head, STEP_ROWS_BYTES // row_bytes))
         heads_k = min(p.heads_k, at_once)

@@ -70,7 +70,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
         "latent": {"causal": True},
-        "moving": {"causal": True, "score": softcap(30.0)},
+        "moving": {"causal": True, "score": score},
         "rich": {
             "mask": causal() & window(100),
             "score": score,
@@ -165,7 +165,10 @@ def recorded(item: Launch) -> Iterator[tuple]:
         do, dlse = torch.empty_like(out.o), torch.empty_like(out.lse)
         if item.feature == "moving":
             tiles = {name: tangent.tangent_tiles(problem, name, TARGETS[item.arch].shared) for name in tangent.PASSES}
-            plan, along = tangent.TangentPlan(problem, plan.config, record, tiles=tiles), Directions(q, k, v, None, [])
+            plan, along = (
+                tangent.TangentPlan(problem, plan.config, record, moving=problem.spec.score_slots, tiles=tiles),
+                Directions(q, k, v, None, [x.detach() for x in extras]),
+            )
             tangent.jvp(plan, inputs, out, along)
             tangent.backward_jvp(plan, inputs, out, OutputGrads(do, dlse), along, out)
         else:

@@ -275,6 +275,18 @@ def test_the_largest_scores_of_differentiated_calls():
     assert moved[0].tangent is not None
 
 
+class Sharded(torch.Tensor):
+    """What a call takes for a DTensor."""
+
+    device_mesh = None
+
+
+def test_the_largest_scores_of_sharded_tensors_are_refused():
+    q, k, v = (x.as_subclass(Sharded) for x in qkv())
+    with pytest.raises(NotImplementedError, match=r"attention_with_stats of DTensors.*to_local"):
+        tw.attention_with_stats(q, k, v)
+
+
 def test_who_does_not_keep_the_largest_scores_says_so():
     q, k, v = (x.bfloat16() for x in qkv(d=64, dv=64))
     assert "largest score" in str(tw.explain(q, k, v, max_logit=True).refused["hopper"])

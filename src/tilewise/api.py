@@ -78,7 +78,7 @@ def _is_dtensor(x: Tensor) -> bool:
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
-over_mesh: Callable[..., tuple[Tensor, Tensor]] | None = None
+over_mesh: Callable[..., Any] | None = None
 """Attention of DTensors, which :mod:`tilewise.parallel.dtensors` brings: the layers below it know no mesh."""
 
 
@@ -228,6 +228,10 @@ def attention_with_stats(
     """
     if per not in ("row", "head"):
         raise ValueError(f'attention_with_stats was called wrongly\n  per must be "row" or "head", got {per!r}')
+    if _is_dtensor(q):
+        raise NotImplementedError(
+            "attention_with_stats of DTensors is not built; pass x.to_local(), and parallel= if the sequence is sharded"
+        )
     # fmt: off
     options = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend,
                       cu_seqlens_q, cu_seqlens_k, max_logit=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ def agreed_lengths(
     Raises:
         ValueError: on every rank alike, where a rank's call is wrong or ranks differ; it names what differs.
     """
-    call = None
+    call: Any = None  # a call that fails raises below
     try:
         call = extras, _, text = assemble(q, k, v, options)
         shapes = tuple((*x.shape[:-3], "*", *x.shape[-2:], x.dtype) for x in (q, k, v))

@@ -136,7 +136,7 @@ class ContextParallel:
         q, k, v = _autocast(q, k, v)
         agreed = self._agreed(q, k, v, options, {"lse": str(with_lse)})
         *_, extras, seed, spec = agreed
-        facts = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)]
+        facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)]
         # What was checked of another tensor says nothing of this one.
         facts += [(x.shape, x.dtype) for x in extras]
         call = self._plans.of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from tilewise import api, autograd, expr
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 _contexts: dict[Any, ContextParallel] = {}
 
 
-def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """``(o, lse)`` as DTensors, sharded as q is.
+def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bool) -> tuple[Any, ...]:
+    """``(o, lse)`` as DTensors, sharded as q is; without ``with_lse`` lse is ``None``.
 
     Raises:
         ValueError: tensors that do not lie on one mesh alike.
@@ -36,23 +37,23 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
             )
     packed = options.cu_seqlens_q is not None
     axes = {0: "sequence", 1: "heads"} if packed else {0: "batch", 1: "sequence", 2: "heads"}
-    cut = {
-        n: axes.get(p.dim) if isinstance(p, Shard) else str(p)
-        for n, p in enumerate(q.placements)
-        if not p.is_replicate()
-    }
-    local = [x.to_local() for x in (q, k, v)]
-    _refuse(cut, local, options)
+    cut = {n: _what(p, axes) for n, p in enumerate(q.placements) if not p.is_replicate()}
+    local_q, local_k, local_v = (x.to_local() for x in (q, k, v))
+    call = assemble(local_q, local_k, local_v, options)
+    _refuse(cut, *call)
     sequence = [n for n, what in cut.items() if what == "sequence"]
     if sequence:
-        o, lse = _context(q.device_mesh, sequence[0]).attention(*local, options, with_lse)
+        parallel = _context(q.device_mesh, sequence[0])
+        o, lse, *_ = parallel.attention(local_q, local_k, local_v, options, with_lse)
     else:
-        o, lse = autograd.attention(*local, *assemble(*local, options))
+        o, lse = autograd.attention(local_q, local_k, local_v, *call)
 
-    def whole(x: Tensor, shape: tuple[int, ...], dims: dict[str, int]) -> DTensor:
+    def whole(x: Any, shape: tuple[int, ...], dims: dict[str, int]) -> DTensor:
         placements = [Shard(dims[cut[n]]) if n in cut else p for n, p in enumerate(q.placements)]
         strides = x.new_empty(shape, device="meta").stride()
-        return DTensor.from_local(x, q.device_mesh, placements, run_check=False, shape=shape, stride=strides)
+        return DTensor.from_local(
+            x, q.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+        )
 
     dims = {what: dim for dim, what in axes.items()}
     o = whole(o, (*q.shape[:-1], v.shape[-1]), dims)
@@ -62,9 +63,13 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
     return o, whole(lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]), dims)
 
 
-def _refuse(cut: dict[int, str | None], local: list[Tensor], options: Options) -> None:
-    """What of a call depends on an index that the mesh cuts, and placements that are no place of rows."""
-    extras, _, text = assemble(*local, options)
+def _what(placement: Any, axes: dict[int, str]) -> str:
+    """What a placement cuts."""
+    return axes.get(placement.dim, "head_dim") if placement.is_shard() else str(placement)
+
+
+def _refuse(cut: dict[int, str], extras: list[Tensor], seed: Tensor | None, text: str) -> None:
+    """Refuses what of a call depends on an index that the mesh cuts, and placements that are no place of rows."""
     spec = parse_spec(text)
     roots = [*spec.whole_region.parts, *(() if spec.whole_score is None else (spec.whole_score,))]
     reads = expr.depends_on(*roots)
@@ -75,9 +80,9 @@ def _refuse(cut: dict[int, str | None], local: list[Tensor], options: Options) -
         found.append("the sequence is sharded over several mesh dimensions; flatten them into one")
     for what in cut.values():
         if what not in ("sequence", "batch", "heads"):
-            found.append(f"placement {what or 'along head_dim'}; redistribute q, k and v")
+            found.append(f"placement {what}; redistribute q, k and v")
         elif what != "sequence" and (
-            what[0] in reads or spec.dropout_p or (what == "heads" and spec.sink_slot is not None)
+            what[0] in reads or seed is not None or (what == "heads" and spec.sink_slot is not None)
         ):
             found.append(f"the {what} are sharded, and the mask, score, sink or dropout depends on them")
     if found:

@@ -58,7 +58,7 @@ def head_axes(spec: Spec) -> dict[int, int]:
     nodes = expr.nodes(*roots)
     if any(_is_head(e) for e in roots) or any(_is_head(x) for e in nodes if e.op != "lookup" for x in expr.children(e)):
         raise ValueError("the mask or score computes with the head's number")
-    found = {} if spec.sink_slot is None else {spec.sink_slot: (0,)}
+    found: dict[int, tuple[int, ...]] = {} if spec.sink_slot is None else {spec.sink_slot: (0,)}
     for e in expr.lookups(*roots):
         axes = tuple(n for n, x in enumerate(e.args[1:]) if _is_head(x))
         if len(axes) > 1 or found.setdefault(e.args[0][1], axes) != axes:

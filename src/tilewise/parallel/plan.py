@@ -153,7 +153,8 @@ class Explanation(dispatch.Explanation):
 def explained(wish: Wish, call: Agreed) -> Explanation:
     """How the ranks would share a call."""
     ranks, extras, spec, (queries, keys) = wish.exchange.size, call.extras, call.spec, call.layouts
-    whole, plan = check(*call.whole, extras, call.seed, spec), planned(wish, call)
+    q, k, v = call.whole
+    whole, plan = check(q, k, v, extras, call.seed, spec), planned(wish, call)
     refused = {name: said for name, said in refusals(whole, ranks).items() if said}
     costs = {name: find(whole, ranks) for name, find in cost.COSTS.items() if name not in refused}
     local = dispatch.explained(_first_call(plan, whole, extras))

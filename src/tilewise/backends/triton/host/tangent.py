@@ -22,9 +22,11 @@ from tilewise.caching import cached_property
 from tilewise.problem import Problem
 
 PASSES = ("tangent", "dq_tangent", "dkdv_tangent")
-# Of tangents' kernels by the largest head dim: those with which ptxas spills least for sm_90.
+# Tiles of the kernels of tangents by the largest head dim: the fastest of `python -m bench.derivatives --tiles` on an H200 at N 4096
+# that also fit by `tangent_memory`; above 128, which was not timed, those with which ptxas spills least for sm_90.
 TANGENT_TILES = {
-    64: {"tangent": (128, 64, 8, 2), "dq_tangent": (128, 64, 8, 2), "dkdv_tangent": (64, 128, 8, 2)},
+    64: {"tangent": (128, 32, 4, 2), "dq_tangent": (64, 64, 4, 2), "dkdv_tangent": (32, 64, 4, 2)},
+    128: {"tangent": (128, 64, 8, 2), "dq_tangent": (64, 32, 4, 2), "dkdv_tangent": (32, 128, 8, 2)},
     256: {"tangent": (128, 64, 8, 2), "dq_tangent": (64, 64, 8, 2), "dkdv_tangent": (64, 64, 8, 2)},
 }
 # What is made smaller, in turn, until tiles fit.

@@ -34,6 +34,18 @@ from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.paging import choose_paged
 from tilewise.testing import paged_call
 
+PAGE_SIZES = (16, 64, 256)
+PEERS = {
+    "dense": "tw.attention over dense keys",
+    "dense-triton": "the same, by the triton backend",
+    "fa2": "SDPA's flash backend over dense keys",
+    "cudnn": "SDPA's cuDNN backend over dense keys",
+    "triton": "the triton backend",
+    "cache": "tw.attention_paged over tw.dense_cache",
+    "append": "tw.append",
+    "append-torch": "the same by PyTorch's operations",
+}
+PEERS |= {f"pages-{size}": f"tw.attention_paged over pages of {size} keys" for size in PAGE_SIZES}
 PARTS = ("check", "replay", "append", "time", "tiles")
 ROUNDS = 7
 TILED = ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-4k", "b2-200")
@@ -59,6 +71,12 @@ class Case:
     def bytes(self) -> int:
         """Of K and V, in bf16."""
         return 2 * 2 * self.batch * self.keys * self.heads_k * self.head_dim
+
+    @property
+    def shape(self) -> dict:
+        """The case as a result carries it."""
+        names = ("batch", "queries", "keys", "heads_q", "heads_k", "head_dim")
+        return {"what": "queries over a cache"} | {name: getattr(self, name) for name in names}
 
 
 CASES = {
@@ -374,8 +392,9 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
     if part in ("check", "replay"):
         for name, wrong in (check if part == "check" else replay)(device):
             yield records.result(
-                run, f"serving-{part}-{name}", "triton", "forward", "right", int(not wrong), of=1, why=wrong
-            )
+                run, f"serving-{part}-{name}", "triton", "forward", "right", int(not wrong), of=1, why=wrong,
+                shape={"what": f"{part}: {name}"},
+            )  # fmt: skip
         return
     if part == "append":
         yield from time_append(run, device)
@@ -389,9 +408,12 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
             found, wrong = timed(keys, who, expected_of(keys))
         for name, ms in found.items():
             rate = case.bytes / ms / 1e6
-            yield records.result(run, f"serving-{case.name}", name, "forward", "time", ms, gb_per_s=round(rate, 1))
+            numbers = {"gb_per_s": round(rate, 1), "shape": case.shape}
+            yield records.result(run, f"serving-{case.name}", name, "forward", "time", ms, **numbers)
         for name, why in wrong.items():
-            yield records.result(run, f"serving-{case.name}", name, "forward", "time", None, why=[why])
+            yield records.result(
+                run, f"serving-{case.name}", name, "forward", "time", None, why=[why], shape=case.shape
+            )
 
 
 def time_append(run: str, device: str) -> Iterator[dict]:
@@ -405,7 +427,9 @@ def time_append(run: str, device: str) -> Iterator[dict]:
         for name, write in who.items()
     }
     for name, ms in in_turns(graphs, device).items():
-        yield records.result(run, "serving-append-b64", name, "forward", "time", ms / keys.copies)
+        yield records.result(
+            run, "serving-append-b64", name, "forward", "time", ms / keys.copies, shape=keys.case.shape
+        )
 
 
 def shown(r: dict) -> str:
@@ -427,8 +451,7 @@ def main() -> int:
     parts = options.parts.split(",")
     if set(parts) - set(PARTS):
         parser.error(f"--parts takes {', '.join(PARTS)}")
-    peers = {"fa2": "SDPA's flash backend", "cudnn": "SDPA's cuDNN backend"}
-    head = records.run(f"python -m bench.serving --parts {options.parts}", options.device, peers)
+    head = records.run(f"python -m bench.serving --parts {options.parts}", options.device, PEERS)
     records.append([head], options.out)
     wrong = 0
     for part in parts:

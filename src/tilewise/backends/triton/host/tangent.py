@@ -22,8 +22,8 @@ from tilewise.caching import cached_property
 from tilewise.problem import Problem
 
 PASSES = ("tangent", "dq_tangent", "dkdv_tangent")
-# Tiles of the kernels of tangents by the largest head dim: the fastest of `python -m bench.derivatives --tiles` on an H200 at N 4096
-# that also fit by `tangent_memory`; above 128, which was not timed, those with which ptxas spills least for sm_90.
+# Tiles of the kernels of tangents by the largest head dim (docs/decisions.md#triton-tangents): the fastest on an H200 of those that
+# fit by `tangent_memory`; above 128, which was not timed, those with which ptxas spills least for sm_90.
 TANGENT_TILES = {
     64: {"tangent": (128, 32, 4, 2), "dq_tangent": (64, 64, 4, 2), "dkdv_tangent": (32, 64, 4, 2)},
     128: {"tangent": (128, 64, 8, 2), "dq_tangent": (64, 32, 4, 2), "dkdv_tangent": (32, 128, 8, 2)},

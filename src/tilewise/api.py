@@ -101,8 +101,8 @@ def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Opt
     if not isinstance(cache, PagedCache):
         name = type(cache).__name__
         raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
-    o.cu_seqlens_q, o.block_table, o.seqlens_k = cu_seqlens_q, cache.block_table, cache.seqlens_k
-    k, v = cache.k_pages, cache.v_pages
+    o.cu_seqlens_q = cu_seqlens_q
+    k, v = _keys_and_values(q, cache, None, o)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 

@@ -184,6 +184,39 @@ def load_moving_keys(n0, i, j, query, keys, work, partial: tl.constexpr, FACTS: 
     return kept, k, v, moved_k, moved_v
 
 
+@triton.jit
+def over_key_tiles(
+    block: tl.constexpr, first_sum, second_sum, query, keys, tensors, sizes, scales, work, FACTS: tl.constexpr
+):
+    """The two sums of a pass after every key tile that the query tile sees: ``block`` adds one. Full tiles come first."""
+    if FACTS.lists:
+        partial, partials, full, fulls, _ = block_lists(tensors, sizes, work.b, query.head, work.block, FACTS)
+        for t in range(fulls):
+            n0 = tl.load(full + t) * FACTS.tile_n
+            first_sum, second_sum = block(
+                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, False, FACTS
+            )
+        for t in range(partials):
+            n0 = tl.load(partial + t) * FACTS.tile_n
+            first_sum, second_sum = block(
+                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, True, FACTS
+            )
+    else:
+        first, full, full_end, last = n_block_ranges(query.m0, query.head, work, FACTS)
+        if FACTS.keep is None:  # a predicate may hide any pair: no tile is full
+            for n in range(full, full_end):
+                n0 = n * FACTS.tile_n
+                first_sum, second_sum = block(
+                    n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, False, FACTS
+                )
+        for t in range((full - first) + (last - full_end)):  # the tiles before the full ones, and those behind
+            n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
+            first_sum, second_sum = block(
+                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, True, FACTS
+            )
+    return first_sum, second_sum
+
+
 # -- Pairs ---------------------------------------------------------------------------------------------------------
 
 
@@ -231,23 +264,7 @@ def tangent_kernel(tensors, sizes, scales, moved, FACTS: tl.constexpr):
     keys = moving_keys(tensors, moved, sizes, work, head // (sizes.heads_q // sizes.heads_k), FACTS)
     mean = tl.full([FACTS.tile_m], 0.0, tl.float32)
     acc = zeros(FACTS.tile_m, True, FACTS)
-    if FACTS.lists:
-        partial, partials, full, fulls, _ = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
-        for t in range(fulls):
-            n0 = tl.load(full + t) * FACTS.tile_n
-            mean, acc = tangent_block(n0, mean, acc, query, keys, tensors, sizes, scales, work, False, FACTS)
-        for t in range(partials):
-            n0 = tl.load(partial + t) * FACTS.tile_n
-            mean, acc = tangent_block(n0, mean, acc, query, keys, tensors, sizes, scales, work, True, FACTS)
-    else:
-        first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
-        if FACTS.keep is None:
-            for n in range(full, full_end):
-                n0 = n * FACTS.tile_n
-                mean, acc = tangent_block(n0, mean, acc, query, keys, tensors, sizes, scales, work, False, FACTS)
-        for t in range((full - first) + (last - full_end)):
-            n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
-            mean, acc = tangent_block(n0, mean, acc, query, keys, tensors, sizes, scales, work, True, FACTS)
+    mean, acc = over_key_tiles(tangent_block, mean, acc, query, keys, tensors, sizes, scales, work, FACTS)
     tangent_epilogue(mean, acc, query, tensors, moved, sizes, scales, work, FACTS)
 
 
@@ -312,23 +329,7 @@ def dq_tangent_kernel(tensors, sizes, scales, moved, FACTS: tl.constexpr):
     sums = ()  # of the leaves that are summed by rows: fp32 (tile_m,) each
     for _ in tl.static_range(len(FACTS.row_grads)):
         sums = sums + (tl.full([FACTS.tile_m], 0.0, tl.float32),)
-    if FACTS.lists:
-        partial, partials, full, fulls, _ = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
-        for t in range(fulls):
-            n0 = tl.load(full + t) * FACTS.tile_n
-            dq, sums = dq_tangent_block(n0, dq, sums, query, keys, tensors, sizes, scales, work, False, FACTS)
-        for t in range(partials):
-            n0 = tl.load(partial + t) * FACTS.tile_n
-            dq, sums = dq_tangent_block(n0, dq, sums, query, keys, tensors, sizes, scales, work, True, FACTS)
-    else:
-        first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
-        if FACTS.keep is None:
-            for n in range(full, full_end):
-                n0 = n * FACTS.tile_n
-                dq, sums = dq_tangent_block(n0, dq, sums, query, keys, tensors, sizes, scales, work, False, FACTS)
-        for t in range((full - first) + (last - full_end)):
-            n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
-            dq, sums = dq_tangent_block(n0, dq, sums, query, keys, tensors, sizes, scales, work, True, FACTS)
+    dq, sums = over_key_tiles(dq_tangent_block, dq, sums, query, keys, tensors, sizes, scales, work, FACTS)
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     for n in tl.static_range(len(FACTS.row_grads)):
         tl.store(work.grads[FACTS.row_grads[n]] + rows.lse_start + i, sums[n], mask=i < work.seqlen_q)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bench import compare, records, run
+from bench import compare, records
+from bench import run as running
 from tilewise import cli
 
 CASE = "cpu-fp32-d64-n4096-full"
@@ -91,7 +92,7 @@ def test_list_json_is_the_table_of_cases(capsys):
 def test_a_tag_leaves_out_what_another_kind_of_device_is_meant_for_and_says_what_did_not_fit(
     capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(run, "predicted_seconds", lambda groups, plan: 60.0)
+    monkeypatch.setattr(running, "predicted_seconds", lambda groups, plan: 60.0)
     options = ["--contestant", "portable", "--device", "cpu", "--minutes", "0", "--out", str(tmp_path / "r.jsonl")]
     assert cli.main(["bench", "--tag", "paper", *options]) == 0
     page = capsys.readouterr().out

@@ -27,17 +27,21 @@ class OptionalParams(NamedTuple):
     """
 
     o: cute.Tensor | None = None
+    # Split keys write these instead of o and lse, and the second kernel reads them.
     part_o: cute.Tensor | None = None
     part_lse: cute.Tensor | None = None
+    # Form `rows` has lo and hi, form `lists` blocks and counts; others compute the ends from the band's numbers.
     lo: cute.Tensor | None = None
     hi: cute.Tensor | None = None
     blocks: cute.Tensor | None = None
     counts: cute.Tensor | None = None
+    # Packed sequences.
     cu_q: cute.Tensor | None = None
     cu_k: cute.Tensor | None = None
     first: I32 | None = None
     last: I32 | None = None
     queue: cute.Tensor | None = None
+    # Dropout; the seed is read on the device, so that a captured graph draws anew.
     seed: cute.Tensor | None = None
     threshold: I32 | None = None
     keep: F32 | None = None

@@ -139,7 +139,7 @@ def _of_score(
     source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, reads, factors, tangents)]
     if tangents is not None:
         # The score's change along the tangents of s and of its leaves, and the change of its slope
-        # (docs/algorithm.md, section 15).
+        # (docs/algorithm.md#15-tangents-and-second-derivatives).
         slope = _derivative(score, expr.symbol("s"))
         for name, each in (("moved", score), ("moved_slope", slope)):
             source.append(_returning(again(), name, _MOVED, factors.collected(expr.tangent(each, tangents))))

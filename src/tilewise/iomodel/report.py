@@ -203,7 +203,7 @@ def splitting(num_splits: int, seqlen: int) -> Algorithm:
     """FlashAttention-2's forward with seqlen keys split among num_splits work items."""
 
     def forward(machine: Machine, head: Head, blocks: Blocks):
-        return split.forward(machine, head, blocks, split.chunk_for(seqlen, num_splits))
+        return split.forward(machine, head, blocks, split.keys_per_split(seqlen, num_splits))
 
     return Algorithm(f"{num_splits} key splits + merge", "split keys", forward, None, QUERIES_OUTSIDE)
 

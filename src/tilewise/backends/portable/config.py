@@ -20,7 +20,7 @@ class Config:
     """One step computes the scores of ``heads_k`` key heads of ``batch`` rows, ``tile_m`` queries and ``tile_n`` keys.
 
     Attributes:
-        split: keys per chunk where keys are split, or None.
+        split: keys of a split where keys are split, or None.
     """
 
     tile_m: int

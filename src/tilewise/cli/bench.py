@@ -21,7 +21,7 @@ class BenchOptions:
         None
     )
     case: Annotated[list[str] | None, typer.Option(help="Measure this case; repeat for more.")] = None
-    contestant: Annotated[list[str] | None, typer.Option(help="Who runs; default: all backends and peers.")] = None
+    contestant: Annotated[list[str] | None, typer.Option(help="Backends and peers to run; default: all.")] = None
     check: Annotated[Path | None, typer.Option(metavar="FILE", help="Measure nothing: judge FILE by goals.toml.")] = (
         None
     )

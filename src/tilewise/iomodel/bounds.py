@@ -29,7 +29,7 @@ def block_sparse_order(n: int, d: int, m: int, s: float) -> float:
 
 
 def least_traffic(n: int, d: int) -> int:
-    """What no exact algorithm can avoid: reading Q, K, V and writing O once.
+    """The traffic that no exact algorithm can avoid: reading Q, K, V and writing O once.
 
     Proposition 3 is built on it. At M = N d the order N² d² / M is N d, this same amount; so no exact algorithm makes
     o(N² d² / M) accesses for every M between d and N d.
@@ -58,7 +58,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Exact:
-    """What a program does at one boundary, and its arithmetic (0 where the formula is about traffic alone)."""
+    """The traffic of a program at one boundary, and its arithmetic (0 where the formula is about traffic alone)."""
 
     reads: Amount
     writes: Amount

@@ -22,7 +22,7 @@ STREAMED = 16  # the short side of a streamed tile: what a tensor core takes at 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked: sizes of the problem, and the device whose memories hold it."""
+    """The question: sizes of the problem, and the device whose memories hold it."""
 
     seqlen: int
     head_dim: int

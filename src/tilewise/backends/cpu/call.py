@@ -40,7 +40,7 @@ class Region:
 
 
 class Prepared:
-    """What all calls of one problem share."""
+    """The part of a call that is the same for all calls of one problem."""
 
     def __init__(self, p: Problem, config: Config):
         self.p, self.config = p, config
@@ -63,7 +63,7 @@ class Prepared:
         return self._call(self.backward_code, backward=True)
 
     def _call(self, code: program.Code, backward: bool) -> library.Call:
-        """What all calls of a pass have in common; the addresses of tensors are a call's own."""
+        """The native call of a pass, but for the addresses of tensors, which are each call's own."""
         p, config = self.p, self.config
         call = library.Call(version=library.VERSION, type=library.TYPES[p.dtype], heads_per_item=config.heads, shares=1)
         call.isa, call.softmax_scale, call.split = config.isa.encode(), p.softmax_scale, 0 if backward else config.split
@@ -348,7 +348,7 @@ PRIVATE_ELEMENTS = 1 << 21  # fp64 sums of all groups of work units together: 16
 
 @dataclass
 class LeafSums:
-    """Where the gradients of the score's leaves are summed.
+    """The arrays in which the gradients of the score's leaves are summed.
 
     A leaf that is small has sums of its own in every group of work units, in fp64, added in their order afterwards. A large
     one has one array; units that could meet there run one after the other (``serial_batch``, ``serial_head``).

@@ -71,7 +71,7 @@ class Config:
 
 
 def choose(p: Problem, isa: str) -> Config:
-    """By shape alone, never by threads, so that bits do not depend on them; deterministic, not by the batch either.
+    """Chooses tiles by shape alone, never by threads, so that bits do not depend on them; deterministic, not by the batch either.
 
     The tiles are those that won on 1 MiB of L2 (docs/decisions.md#cpu-tiles).
     """
@@ -104,7 +104,7 @@ def _tile_m(p: Problem, block: int) -> int:
 
 
 def _tile_n(p: Problem) -> int:
-    """As many keys as let K, V and the sums of a tile stay in L2."""
+    """The keys of a tile: as many as let K, V and the sums of a tile stay in L2."""
     row = max(p.head_dim, p.head_dim_v) * (8 if p.dtype == torch.float64 else 4)
     widest = next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
     return min(widest, max(64, -(-p.seqlen_k // 64) * 64))

@@ -53,7 +53,7 @@ def _power_of_two(n: int, low: int, high: int) -> int:
 
 
 def choose(p: Problem, share: int = 1) -> Config:
-    """By shape alone. Deterministic problems take one key head of one sequence a step, and packed ones tiles that do not
+    """Chooses tiles by shape alone. Deterministic problems take one key head of one sequence a step, and packed ones tiles that do not
     look at the lengths, so that bits cannot depend on the rest of the batch.
 
     Args:

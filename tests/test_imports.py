@@ -81,6 +81,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "leaf_gradients",
         "gather",
         "masks.facts",
+        "masks.regions",
         "tiles",
         "state",
         "dropout",
@@ -146,6 +147,7 @@ LAZY = {
     ("expr.operations", "expr.text"),
     ("expr.operations", "expr.tracing"),
     ("masks.catalogue", "tiles"),
+    ("tiles", "backends.triton"),
     ("", "selfcheck"),
 }
 

@@ -72,6 +72,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "spec",
         "masks.catalogue",
         "scores.catalogue",
+        "tiles",
     ),
     "backends.*": (
         "own",

@@ -22,7 +22,8 @@ from tilewise.problem import TensorFacts
 from tilewise.tiles import Grid
 
 MOST_ROWS = 32  # of a block of pairs that a program evaluates at once: with 128 keys, 32 pairs a thread
-_PROGRAM = Tiles(MOST_ROWS, 128, 4, 1)
+SHARED_MEMORY = 1024  # bytes; a block's columns are summed up across warps
+PROGRAM = Tiles(MOST_ROWS, 128, 4, 1)
 _compiled: Memo[tuple, Any] = Memo()
 
 
@@ -42,6 +43,14 @@ def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tu
     Returns:
         uint8 ``(b|1, h|1, query tiles, key tiles)``, and bool ``(b|1, heads_k|1, keys)`` or None.
     """
+    arguments = arguments_of(grid, tile_m, tile_n, group)
+    status, seen = arguments[0].status, arguments[0].seen
+    _launch(status.numel(), *arguments)
+    return status, None if seen is None else seen.view(torch.bool)
+
+
+def arguments_of(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tuple[Any, Any, tuple[float, ...], Facts]:
+    """The kernel's arguments: tensors, the new ones among them, plain sizes, plain numbers, and facts."""
     region, device = grid.region, grid.b.device
     leaves = tuple(TensorFacts.of(leaf) for leaf in grid.leaves)
     emitted, facts, step = _functions(region, leaves, (grid.seqlen_q, grid.keys), tile_m)
@@ -52,7 +61,7 @@ def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tu
     status = torch.empty((batch, heads, *blocks), dtype=torch.uint8, device=device)
     seen = None
     if group is not None:
-        seen = torch.zeros((batch, heads // group, grid.keys), dtype=torch.bool, device=device)
+        seen = torch.zeros((batch, heads // group, grid.keys), dtype=torch.uint8, device=device)
     kernels = runtime.kernels()
     sizes = kernels.MapSizes(
         heads=heads,
@@ -66,9 +75,7 @@ def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tu
         extents=tuple(extents_of(leaves[n].shape, leaves[n].stride) for n in emitted.slots),
     )
     read = tuple(grid.leaves[n] for n in emitted.slots)
-    tensors = kernels.MapTensors(status, None if seen is None else seen.view(torch.uint8), grid.b, grid.h, read)
-    _launch(math.prod(status.shape), tensors, sizes, emitted.numbers, facts)
-    return status, seen
+    return kernels.MapTensors(status, seen, grid.b, grid.h, read), sizes, emitted.numbers, facts
 
 
 @lru_cache(maxsize=1024)
@@ -88,13 +95,13 @@ def _launch(programs: int, tensors, sizes, numbers: tuple[float, ...], facts: Fa
     arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
     given = [tensors.b, tensors.h, *tensors.leaves]
     if sum(x.data_ptr() % 16 for x in given):
-        runtime.run(runtime.kernels().tile_map, (programs,), _PROGRAM, *arguments)
+        runtime.run(runtime.kernels().tile_map, (programs,), PROGRAM, *arguments)
         return
     key = facts, sizes, numbers, tensors.seen is None, *[x.dtype for x in given], tensors.b.device
     compiled = _compiled.get(key)
     if compiled is not None:
         runtime.run_compiled(compiled, (programs, 1, 1), *arguments)
         return
-    compiled = runtime.run(runtime.kernels().tile_map, (programs,), _PROGRAM, *arguments)
+    compiled = runtime.run(runtime.kernels().tile_map, (programs,), PROGRAM, *arguments)
     if compiled is not None:
         _compiled[key] = compiled

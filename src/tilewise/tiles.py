@@ -85,7 +85,8 @@ class Grid:
         return self._local(first, j, 3, self.seqlen_q), self._local(last, j, 3, self.seqlen_q)
 
     def _local(self, end: Tensor | int, index: Tensor, axis: int, limit: int) -> Tensor:
-        end = torch.as_tensor(end, device=self.b.device).long().clamp(0, limit)
+        end = end if isinstance(end, Tensor) else expr.constant(end, self.b.device)
+        end = end.long().clamp(0, limit)
         end = end.expand(torch.broadcast_shapes(end.shape, (1, 1, 1, 1)))
         return end.flatten(2).expand(-1, -1, len(index)) if end.shape[axis] == 1 else end.flatten(2)
 

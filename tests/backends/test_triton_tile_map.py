@@ -48,7 +48,7 @@ def test_kinds_of_predicates_have_exact_states_and_seen_keys():
 
 @pytest.mark.parametrize("name", MONOTONE)
 def test_a_predicate_that_rises_or_falls_is_judged_as_its_pairs_say(name):
-    check(MONOTONE[name][0](130), 33, 130, (16, 24))
+    check(MONOTONE[name][0](130), 33, 130, (24, 48))
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

@@ -21,7 +21,10 @@ from tilewise.masks.regions import Region
 from tilewise.problem import TensorFacts
 from tilewise.tiles import Grid
 
-MOST_ROWS = 32  # of a block of pairs that a program evaluates at once: with 128 keys, 32 pairs a thread
+# Rows of a block of pairs that a program evaluates at once: with 128 keys, 16 pairs a thread. With 32 rows registers keep programs
+# off a multiprocessor: on an H200, 16k x 16k pairs of an integer division took 0.73 ms instead of 0.52, a union of intervals 0.073
+# instead of 0.042.
+MOST_ROWS = 16
 SHARED_MEMORY = 1024  # bytes; a block's columns are summed up across warps
 PROGRAM = Tiles(MOST_ROWS, 128, 4, 1)
 _compiled: Memo[tuple, Any] = Memo()

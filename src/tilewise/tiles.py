@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix are visited, and which of those are whole.
+"""The tiles of the score matrix that are visited, and those of them that are whole.
 
 :class:`Grid` is the index space of one attention (or of a part of one) with its mask; :class:`TileMap` says of each tile
 whether it is empty, partial or full, by rows (forward) or by columns (backward); :func:`seen_keys` marks the keys that
@@ -50,7 +50,7 @@ class Grid:
 
     @classmethod
     def whole(cls, kept: Region, leaves: Sequence[Tensor], shape: tuple[int, int, int, int], device) -> Grid:
-        """Of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+        """The grid of a whole attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
         batch, heads, seqlen_q, seqlen_k = shape
         b, h = torch.arange(batch, device=device), torch.arange(heads, device=device)
         return cls(kept, leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
@@ -98,7 +98,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class TileLists:
-    """For each line of tiles, the tiles to visit in increasing order.
+    """The tiles to visit in each line of tiles, in increasing order.
 
     Attributes:
         partial, full: int32 ``(b|1, h|1, lines, tiles)``; entries past the counts are meaningless.
@@ -124,7 +124,7 @@ class TileMap:
 
     @classmethod
     def build(cls, grid: Grid, tile_m: int, tile_n: int, by_columns: bool = False) -> TileMap:
-        """Of a grid; the interval is read in column form where ``by_columns`` (backward kernels do)."""
+        """The map of a grid; the interval is read in column form where ``by_columns`` (backward kernels do)."""
         found = _by_kernel(grid, tile_m, tile_n)
         if found is not None:
             return cls(found[0], tile_m, tile_n)
@@ -163,17 +163,18 @@ class TileMap:
 
 
 def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
-    """What a kernel on the grid's GPU says of the tiles and, for ``group`` query heads a key head, of the keys that are seen, where the
-    mask has a predicate that is still to be evaluated; None where there is none, or nothing runs but a tracer."""
+    """The state of every tile by a kernel on the grid's GPU and, for ``group`` query heads a key head, the keys that are seen.
+
+    None where the mask has no predicate that is still to be evaluated, off GPUs, and where a tracer runs.
+    """
     region = grid.region
     if region.predicate is None or region.prepared is not None or grid.b.device.type != "cuda":
         return None
     traced = torch.compiler.is_compiling() or type(grid.b) is not Tensor
     if traced or any(leaf.device != grid.b.device for leaf in grid.leaves):
         return None
-    from tilewise.backends.triton import (
-        judged_tiles,  # its kernels need none of Triton's attention; any backend's plan may use them
-    )
+    # Any backend's plan may use this kernel: it needs nothing of Triton's attention.
+    from tilewise.backends.triton import judged_tiles
 
     return judged_tiles(grid, tile_m, tile_n, group)
 

@@ -51,8 +51,10 @@ def interpreting() -> bool:
 
 
 def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
-    """The state of every tile of a mask with a predicate and the keys that are seen, by a kernel (:func:`tile_map.judged`); None where
-    no kernel can run here."""
+    """The state of every tile of a mask with a predicate, and the keys that are seen (:func:`tile_map.judged`).
+
+    None where no kernel can run.
+    """
     if not installed() or _device_reasons(grid.b.device) or not tile_map.can_judge(grid):
         return None
     with on_device(grid.b):
@@ -90,7 +92,7 @@ class Triton(Backend):
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
-        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem, dropout=16)
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):

@@ -1,8 +1,9 @@
-"""The state of every tile of a mask, empty, partial or full, and the keys that some query sees: one launch, no read by the host.
+"""The state of every tile of a mask, empty, partial or full, and the keys that some query sees, in one launch.
 
-Each program judges one tile, by blocks of its keys. A block is first judged by what costs little: by its columns' intervals
-``[first, last)``, and where the predicate rises or falls by its values at the block's corners (``FACTS.some``, ``FACTS.every``). Only
-where these do not tell is the predicate evaluated, for every ``step``-th row: on ``step`` rows from there it is the same.
+Each program judges one tile, by blocks of its keys. A block is first judged by what costs little: by its columns'
+intervals ``[first, last)``, and where the predicate rises or falls by its values at the block's corners (``FACTS.some``,
+``FACTS.every``). Only where these do not tell is the predicate evaluated, for every ``step``-th row: on ``step`` rows
+from there it is the same.
 
                  n0                              n_end
             m0   +----------+----------+-----------+
@@ -104,7 +105,7 @@ def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
 
 @triton.jit
 def judged_block(m0, m_end, n0, n_end, head, work, step, FACTS: tl.constexpr):
-    """The judgement of the keys from n0 on, BLOCK_N of them or up to n_end, by what queries [m0, m_end) see of them.
+    """The judgement of the keys from n0 on, BLOCK_N of them or up to n_end, by what queries [m0, m_end) see.
 
     Returns:
         Whether some query sees the key, bool (BLOCK_N,); and 1 if all queries see all keys, else 0.

@@ -21,9 +21,9 @@ from tilewise.masks.regions import Region
 from tilewise.problem import TensorFacts
 from tilewise.tiles import Grid
 
-# Rows of a block of pairs that a program evaluates at once: with 128 keys, 16 pairs a thread. With 32 rows registers keep programs
-# off a multiprocessor: on an H200, 16k x 16k pairs of an integer division took 0.73 ms instead of 0.52, a union of intervals 0.073
-# instead of 0.042.
+# Rows of a block of pairs that a program evaluates at once: with 128 keys, 16 pairs a thread. With 32 rows registers
+# keep programs off a multiprocessor: on an H200, 16k x 16k pairs of an integer division took 0.73 ms instead of 0.52,
+# a union of intervals 0.073 instead of 0.042.
 MOST_ROWS = 16
 SHARED_MEMORY = 1024  # bytes; a block's columns are summed up across warps
 PROGRAM = Tiles(MOST_ROWS, 128, 4, 1)
@@ -31,7 +31,7 @@ _compiled: Memo[tuple, Any] = Memo()
 
 
 def can_judge(grid: Grid) -> bool:
-    """Whether :func:`judged` takes a grid: its keys begin at 0, it has pairs, and all operations of its mask can be written."""
+    """Whether :func:`judged` takes a grid: keys from 0 on, pairs at all, and operations that can all be written."""
     used = {e.op for e in expr.nodes(*grid.region.parts) if e.op in expr.OPERATIONS}
     sizes = len(grid.b), len(grid.h), grid.seqlen_q, grid.keys
     return grid.key_origin is None and all(sizes) and used <= OPERATIONS
@@ -94,7 +94,7 @@ def _functions(
 
 
 def _launch(programs: int, tensors, sizes, numbers: tuple[float, ...], facts: Facts) -> None:
-    """Launches the kernel; one that was compiled before straight, without Triton's look at each argument (``Plan.start``)."""
+    """Launches the kernel: once compiled, straight, without Triton's look at each argument (``Plan.start``)."""
     arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
     given = [tensors.b, tensors.h, *tensors.leaves]
     if sum(x.data_ptr() % 16 for x in given):

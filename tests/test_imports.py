@@ -138,6 +138,17 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
+    "pictures*": (
+        "own",
+        "expr",
+        "masks",
+        "masks.catalogue",
+        "masks.patterns",
+        "scores",
+        "scores.catalogue",
+        "problem",
+        "tiles",
+    ),
     "cli*": ("*",),
     "": ("api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue", "parallel.context"),
 }
@@ -147,6 +158,7 @@ LAZY = {
     ("expr.operations", "expr.tracing"),
     ("masks.catalogue", "tiles"),
     ("", "selfcheck"),
+    ("dispatch", "pictures.explained"),
 }
 
 # Packages from outside the standard library; the first match decides.
@@ -157,6 +169,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "cli*": ("torch", "typer", "rich", "matplotlib", "bench"),
     "compat.transformers*": ("torch", "transformers"),
     "iomodel*": ("torch", "numpy", "matplotlib"),
+    "pictures*": ("torch", "rich", "matplotlib"),
+    "dispatch": ("torch", "matplotlib"),
     "*": ("torch",),
 }
 

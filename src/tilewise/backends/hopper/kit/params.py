@@ -14,7 +14,7 @@ class OptionalParams(NamedTuple):
 
     Attributes:
         o: (batch, row, head, column), where O leaves from registers and no warp stores it.
-        part_o, part_lse: (chunk, batch, head, row, width_v) and (chunk, batch, head, row), fp32: the states of chunks of keys.
+        part_o, part_lse: (split, batch, head, row, width_v) and (split, batch, head, row), fp32: the states of splits of keys.
         lo, hi: (batch, head, row), int32: the key interval of every row.
         blocks: (batch, head, query tile, step), int32: the key blocks to visit, those first that need the predicate.
         counts: (batch, head, query tile, 2), int32: how many blocks of a tile need the predicate, and how many there are.

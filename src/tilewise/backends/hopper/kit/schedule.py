@@ -124,16 +124,16 @@ def key_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):
     return pick.smaller(row_start(row, band, pick) // tile_n, stop - 1), stop
 
 
-def chunk_blocks(blocks, chunks):
-    """How many blocks a chunk has, the last one fewer."""
-    return (blocks + chunks - 1) // chunks
+def split_blocks(blocks, splits):
+    """How many blocks a split has, the last one fewer."""
+    return (blocks + splits - 1) // splits
 
 
-def within_chunk(blocks, chunk, size, pick: Pick = PLAIN):
-    """``(start, stop)`` of those of the blocks that lie in a chunk of ``size`` blocks; one of the chunk's if none does."""
+def within_split(blocks, split, size, pick: Pick = PLAIN):
+    """``(start, stop)`` of those of the blocks that lie in a split of ``size`` blocks; one of the split's if none does."""
     start, stop = blocks
-    first = chunk * size
-    # A chunk in which the tile sees nothing still visits a block, hidden, so that it writes a state: o = 0, lse = -inf.
+    first = split * size
+    # A split in which the tile sees nothing still visits a block, hidden, so that it writes a state: o = 0, lse = -inf.
     stop = pick.larger(pick.smaller(stop, first + size), first + 1)
     return pick.smaller(pick.larger(start, first), stop - 1), stop
 

@@ -25,7 +25,7 @@ class QueryTile(NamedTuple):
     Attributes:
         row, head, batch: the first query, the (first) query head and the batch index, or the packed sequence.
         start, stop: the key blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need the predicate.
-        chunk: which chunk of the keys the blocks belong to, where keys are split.
+        split: which split of the keys the blocks belong to, where keys are split.
         seqlen: where the rows and keys of its packed sequence lie; it has ``q`` and ``k``, each a :class:`packed.Span`.
     """
 
@@ -34,7 +34,7 @@ class QueryTile(NamedTuple):
     batch: I32
     start: I32
     stop: I32
-    chunk: I32 | None = None
+    split: I32 | None = None
     seqlen: NamedTuple | None = None
     partial: I32 | None = None
 

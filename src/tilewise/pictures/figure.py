@@ -62,7 +62,7 @@ def _tiles(axes: Axes, view: View) -> None:
 
 
 def _places(axes: Axes, score: ScoreView, view: View) -> None:
-    """What the score makes of s = 0, at the middle of each cell; white where the tile is skipped."""
+    """The score of s = 0, at the middle of each cell; white where the tile is skipped."""
     i, j = (centres(n, min(n, MOST_CELLS)) for n in view.lengths)
     values = score.places(i, j, view.lengths)
     skipped = (view.status == EMPTY)[i // view.tile_m][:, j // view.tile_n]

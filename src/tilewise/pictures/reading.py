@@ -93,7 +93,7 @@ def _read(text: str, what: str, kind: type, functions: Mapping[str, Callable]) -
 
 
 def _value(node: ast.AST, functions: Mapping[str, Callable], arguments: Mapping[str, expr.Expr]) -> Any:
-    """What a part of the text means; ``arguments`` are those of the lambda that it stands in."""
+    """The meaning of a part of the text; ``arguments`` are those of the lambda that it stands in."""
     value = partial(_value, functions=functions, arguments=arguments)
     match node:
         case ast.Constant(value=bool() | int() | float() | None as constant):

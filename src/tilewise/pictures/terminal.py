@@ -50,7 +50,7 @@ def tiles_text(view: View, width: int) -> Text:
 
 
 def score_text(score: ScoreView, view: View, width: int) -> Text:
-    """What a score makes of s = 0 at each place that is visited, in shades; or, where places do not matter, of some s."""
+    """The score of s = 0 at each place that is visited, in shades; or, where places do not matter, of some s."""
     from rich.text import Text
 
     if not score.by_place:

@@ -1,4 +1,4 @@
-"""What a picture of a mask or of a score shows: the status of each tile, the bytes that the visited ones move, and a score's values."""
+"""The contents of a picture of a mask or of a score: the status of each tile, the bytes that the visited ones move, and a score's values."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class ScoreView:
         return sum(self.leaves[slot].element_size() for slot in reads)
 
     def places(self, i: Tensor, j: Tensor, lengths: tuple[int, int]) -> Tensor:
-        """What it makes of s = 0 at the places ``i`` x ``j`` (1-d): fp32 ``(len(i), len(j))``."""
+        """The score of s = 0 at the places ``i`` x ``j`` (1-d): fp32 ``(len(i), len(j))``."""
         sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "off": lengths[1] - lengths[0]}
         env = {name: torch.tensor(n) for name, n in sizes.items()} | {"i": i.unsqueeze(-1), "j": j}
         env |= self._fixed | {"s": torch.tensor(0.0)}

@@ -1,4 +1,4 @@
-"""The contents of a picture of a mask or of a score: the status of each tile, the bytes that the visited ones move, and a score's values."""
+"""The contents of a picture of a mask or a score: the status of each tile, the bytes that the visited ones move, the values."""
 
 from __future__ import annotations
 

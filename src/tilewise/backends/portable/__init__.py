@@ -32,7 +32,7 @@ class Portable(Backend):
         self.override = override
 
     def unsupported(self, p: Problem) -> list[str]:
-        return piece_reasons(p, dropout=True)
+        return piece_reasons(p, dropout=1)
 
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)

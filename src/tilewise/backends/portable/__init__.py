@@ -110,7 +110,7 @@ class Portable(Backend):
 
 
 def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, whatever the strides of ``x``: what the fake kernel promises."""
+    """Zeros in the shape of ``x``, contiguous whatever its strides are, as the fake kernel promises."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 

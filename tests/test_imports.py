@@ -140,6 +140,17 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
+    "pictures*": (
+        "own",
+        "expr",
+        "masks",
+        "masks.catalogue",
+        "masks.patterns",
+        "scores",
+        "scores.catalogue",
+        "problem",
+        "tiles",
+    ),
     "cli*": ("*",),
     "": ("api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue", "parallel.context"),
 }
@@ -150,6 +161,7 @@ LAZY = {
     ("masks.catalogue", "tiles"),
     ("tiles", "backends.triton"),
     ("", "selfcheck"),
+    ("dispatch", "pictures.explained"),
 }
 
 # Packages from outside the standard library; the first match decides.
@@ -160,6 +172,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "cli*": ("torch", "typer", "rich", "matplotlib", "bench"),
     "compat.transformers*": ("torch", "transformers"),
     "iomodel*": ("torch", "numpy", "matplotlib"),
+    "pictures*": ("torch", "rich", "matplotlib"),
+    "dispatch": ("torch", "matplotlib"),
     "*": ("torch",),
 }
 

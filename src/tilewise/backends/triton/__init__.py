@@ -110,6 +110,10 @@ class Triton(Backend):
         blocks = predicate_blocks(problem)
         return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks)
 
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        tiles = self.config(problem).forward
+        return tiles.tile_m, tiles.tile_n
+
     def forward(self, problem: Problem, inputs: Inputs) -> Output:
         with on_device(inputs.q):
             return launch.forward(self._plan_of(problem), inputs)

@@ -37,6 +37,9 @@ class Portable(Backend):
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)
 
+    def tile(self, p: Problem) -> tuple[int, int]:
+        return self.config(p).tile_m, self.config(p).tile_n
+
     def without_tangents(self, p: Problem) -> list[str]:
         return ["a cache in pages has no tangents"] if p.paged else []
 
@@ -107,7 +110,7 @@ class Portable(Backend):
 
 
 def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, whatever the strides of ``x``: what the fake kernel promises."""
+    """Zeros in the shape of ``x``, contiguous whatever its strides are, as the fake kernel promises."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli import bench, demo, doctor, explain, kernels, sample, train, tune, verify
+from tilewise.cli import bench, demo, doctor, explain, kernels, sample, show, train, tune, verify
 from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
@@ -50,6 +50,7 @@ for command in (
     train.train,
     sample.sample,
     explain.explain,
+    show.show,
     verify.verify,
     doctor.doctor,
     kernels.kernels,

@@ -63,6 +63,9 @@ class Cpu(Backend):
     def config(self, p: Problem) -> Config:
         return self.override or choose(p, self.isa or library.chosen_isa())
 
+    def tile(self, p: Problem) -> tuple[int, int]:
+        return self.config(p).tile_m, self.config(p).tile_n
+
     def forward(self, p: Problem, t: Inputs) -> Output:
         out = empty_output(p, t.q, t.v)
         if p.packed:  # rows past the last sequence

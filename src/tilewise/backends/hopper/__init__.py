@@ -67,6 +67,9 @@ class Hopper(Backend):
     def config(self, p: Problem) -> Config:
         return self.override or forward_config.choose(p)
 
+    def tile(self, p: Problem) -> tuple[int, int]:
+        return self.config(p).tile_queries, self.config(p).tiles.tile_n
+
     def backward_config(self, p: Problem) -> Backward:
         return self.override_backward or backward_config.choose(p)
 

@@ -38,6 +38,9 @@ class Portable(Backend):
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)
 
+    def tile(self, p: Problem) -> tuple[int, int]:
+        return self.config(p).tile_m, self.config(p).tile_n
+
     def without_tangents(self, p: Problem) -> list[str]:
         return ["a cache in pages has no tangents"] if p.paged else []
 

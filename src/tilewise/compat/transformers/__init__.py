@@ -6,9 +6,9 @@
     tilewise.compat.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
-Masks come from :mod:`tilewise.compat.transformers.masks`, of a sequence that is sharded over ranks from
-:mod:`tilewise.compat.transformers.sharded`; the rest of what transformers hands to an attention is
-:class:`Handed`. What cannot be honoured is refused, and says why.
+Masks come from :mod:`tilewise.compat.transformers.masks`, of a sequence that is sharded over ranks from ``sharded``; ``classes`` has
+attention classes for models that never ask for one. The rest of what transformers hands to an attention is :class:`Handed`. What
+cannot be honoured is refused, and says why.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class Key:
     dropout: bool
     deterministic: bool
     max_logit: bool
+    scales: tuple[int, ...]
 
     @classmethod
     def of(cls, problem: Problem) -> Key:
@@ -90,6 +91,7 @@ class Key:
             dropout=spec.dropout_p > 0,
             deterministic=spec.deterministic,
             max_logit=spec.max_logit,
+            scales=tuple(len(problem.extras[n].shape) for n in spec.scale_slots),
         )
 
 
@@ -103,7 +105,7 @@ class Problem:
     Attributes:
         q, k, v: facts of the inputs; ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``; the k and v of a
             paged call ``(num_pages, page_size, heads_k, head_dim)``.
-        extras: facts of sink, cu_seqlens, block_table, seqlens_k and leaves, by slot.
+        extras: facts of sink, cu_seqlens, block_table, seqlens_k, k_scale, v_scale and leaves, by slot.
     """
 
     q: TensorFacts
@@ -120,6 +122,11 @@ class Problem:
     @property
     def paged(self) -> bool:
         return self.spec.paged
+
+    @property
+    def quantised(self) -> bool:
+        """Whether k and v are pages of e4m3 numbers, which k_scale and v_scale multiply."""
+        return self.spec.quantised
 
     @property
     def page_size(self) -> int:
@@ -211,9 +218,14 @@ class Problem:
         parts += ["sink"] if spec.sink_slot is not None else []
         parts += [f"packed, {self.batch} sequences"] if self.packed else []
         parts += [f"paged, {self.batch} sequences of at most {self.capacity} keys"] if self.paged else []
+        parts += [f"scales {_shapes(self.extras, spec.scale_slots)}"] if self.quantised else []
         parts += [f"{spec.piece}"] if spec.piece else []
         parts += ["deterministic"] * spec.deterministic + ["with the largest scores"] * spec.max_logit
         return "    ".join(parts)
+
+
+def _shapes(extras: Sequence[TensorFacts], slots: Sequence[int]) -> str:
+    return ", ".join(str(extras[n].shape) for n in slots)
 
 
 def regrouped_problem(problem: Problem) -> Problem:
@@ -269,15 +281,17 @@ def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     if wrong:
         return wrong
     lengths = pages.size_reasons(k, v) if spec.paged else _length_reasons(q, k, v, spec.packed)
-    return _dtype_reasons(q, k, v) + lengths + _width_reasons(q, k, v)
+    return _dtype_reasons(q, k, v, spec) + lengths + _width_reasons(q, k, v)
 
 
-def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """What is wrong with dtypes and devices."""
     reasons = []
-    if not (q.dtype == k.dtype == v.dtype):
+    if spec.paged and (spec.quantised or pages.FLOAT8 in (k.dtype, v.dtype)):
+        reasons += pages.quantised_reasons(k, v, spec)
+    elif not (q.dtype == k.dtype == v.dtype):
         reasons.append("q, k and v have different dtypes; convert them to one: k.to(q.dtype)")
-    elif q.dtype not in DTYPES:
+    if not reasons and q.dtype not in DTYPES:
         reasons.append(f"dtype {q.dtype} is not float16, bfloat16, float32 or float64; convert: q.to(torch.bfloat16)")
     if not (q.device == k.device == v.device):
         reasons.append("q, k and v are on different devices; move them to one: k.to(q.device)")
@@ -312,6 +326,7 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
         for what, slots in (
             ("cu_seqlens", spec.cu_slots),
             ("block_table or seqlens_k", spec.page_slots),
+            ("k_scale or v_scale", spec.scale_slots),
             ("mask or score tensor", spec.mask_slots + spec.score_slots),
         )
         for n in dict.fromkeys(slots)
@@ -333,6 +348,9 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
     if spec.paged and not wrong_cu:
         cu_seqlens_q = extras[spec.cu_slots[0]] if spec.packed else None
         wrong_cu = pages.table_reasons(q, *[extras[n] for n in spec.page_slots], cu_seqlens_q)
+    if spec.quantised and not wrong_cu:
+        batch = extras[spec.page_slots[0]].shape[0]
+        reasons += pages.scale_reasons(k, [extras[n] for n in spec.scale_slots], batch)
     reasons += wrong_cu
     grad_outside = [n for n in spec.grad_slots if n not in spec.score_slots and n != spec.sink_slot]
     if grad_outside:

@@ -85,6 +85,8 @@ class Triton(Backend):
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):
             reasons.append("a pool of pages whose last stride is not 1: it would be copied at each call")
+        if problem.quantised:
+            reasons += _pair_reasons(problem)
         return reasons
 
     def preferred(self, problem: Problem) -> str:
@@ -175,6 +177,15 @@ def _width_reasons(problem: Problem) -> list[str]:
     if problem.head_dim_v > MAX_HEAD_DIM:
         return [f"head_dim {problem.head_dim_v} of v is above {MAX_HEAD_DIM}"]
     return []
+
+
+def _pair_reasons(problem: Problem) -> list[str]:
+    """Why kernels cannot read two numbers of 8 bits at a time."""
+    odd = [d for d in (problem.head_dim, problem.head_dim_v) if d % 2]
+    reasons = [f"head_dim {d} of 8-bit numbers is odd" for d in odd]
+    if not odd and any(n % 2 for x in (problem.k, problem.v) for n in x.stride[:-1]):
+        reasons.append("pages of 8-bit numbers with an odd stride")
+    return reasons
 
 
 def _scattered(problem: Problem) -> list[str]:

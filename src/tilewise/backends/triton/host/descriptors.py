@@ -21,7 +21,7 @@ def operand_views(call: Call, tiles: Tiles, *names: str) -> tuple[View, ...]:
     All are None where one is impossible, or a piece is padded.
     """
     problem = call.plan.problem
-    padded = any(columns(d, tiles) != d for d in (problem.head_dim, problem.head_dim_v))
+    padded = any(columns(x.shape[-1], tiles) != x.shape[-1] for x in (call.operands[name] for name in names))
     found = {}
     if tiles.tma and call.align > 1 and not padded:
         found = {name: _operand_descriptors(call, tiles, name) for name in names}
@@ -38,12 +38,13 @@ def _operand_descriptors(call: Call, tiles: Tiles, name: str) -> list | None:
     """Descriptors of an operand's (1, 1, rows, columns) tiles, one for each piece of its head dim; None where it can have none."""
     problem, operand = call.plan.problem, call.operands[name]
     heads, rows = (problem.heads_q, tiles.tile_m) if name in ("q", "do") else (problem.heads_k, tiles.tile_n)
-    head_dim = problem.head_dim if name in ("q", "k") else problem.head_dim_v
 
     def make() -> list | None:
         strides = tuple(n * call.align for n in call.strides[name])
         view = four_axes(operand, strides, heads, operand.shape[0] if operand.ndim == 4 else 1)
-        return view and [_of_nothing(operand, *view, [1, 1, rows, piece]) for _, _, piece in pieces(head_dim, tiles)]
+        return view and [
+            _of_nothing(operand, *view, [1, 1, rows, piece]) for _, _, piece in pieces(operand.shape[-1], tiles)
+        ]
 
     return call.plan.descriptors.of((name, rows, tiles.padded, call.strides[name]), make)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from tilewise.backends.base import Output
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views
 from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.paging import addressing
-from tilewise.backends.triton.tiles import Tiles
+from tilewise.backends.triton.tiles import Tiles, pieces
 
 MERGED_AT_ONCE = 32  # states of a row that are read at once
 
@@ -34,13 +36,31 @@ def attend_pages(call: Call, to: Output) -> Launched:
         chosen |= {"sink": False, **plan.overlap("leads")}
     if to.max_logit is not None:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
+    if problem.quantised:
+        chosen |= {"k_scale": _which(inputs.k_scale), "v_scale": _which(inputs.v_scale)}
+        chosen |= {"pieces": pieces(problem.head_dim // 2, tiles), "pieces_v": pieces(problem.head_dim_v // 2, tiles)}
     slots = tile_slots(problem, problem.seqlen_q * problem.group, tiles.tile_m)
     grid = (slots * problem.heads_k * (1 if problem.packed else problem.batch), splits)
     table, lengths = inputs.block_table, inputs.seqlens_k
-    cache = runtime.kernels().CacheSizes(inputs.k.shape[0], problem.capacity, *table.stride(), *lengths.stride())
+    scales = (scale_strides(inputs.k_scale), scale_strides(inputs.v_scale)) if problem.quantised else ()
+    cache = runtime.kernels().CacheSizes(
+        inputs.k.shape[0], problem.capacity, *table.stride(), *lengths.stride(), scales
+    )
     between = View("block_table", table), View("seqlens_k", lengths), runtime.opaque(cache), *views
     tensors, facts = call.tensors(**to.named), plan.facts(tiles, call.align, **chosen)
     return call.launch(runtime.kernels().paged, grid, tiles, tensors, call.sizes(slots), facts, *between)
+
+
+def _which(scale: Tensor) -> str:
+    """Whether there is one scale for all keys of a sequence and head, or one for each."""
+    return "each" if scale.ndim == 3 else "one"
+
+
+def scale_strides(scale: Tensor) -> tuple[int, int, int, int]:
+    """``(sequence, page, row, head)`` strides of a scale, 0 for an axis that it does not have."""
+    strides = scale.stride()
+    forms = ((0, 0, 0, 0), (0, 0, 0, *strides), (*strides[:1], 0, 0, *strides[1:]), (0, *strides))
+    return forms[scale.ndim]
 
 
 def merge_rows(call: Call, out: Output, states: Output) -> Launched:

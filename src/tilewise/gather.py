@@ -1,6 +1,7 @@
 """A call over pages as the packed call that it equals: every sequence's keys gathered, one sequence after the other.
 
-For backends that read no block table, and for the oracle. It copies the keys that the sequences have, and reads their lengths on the host. Quantised numbers become what they stand for.
+For backends that read no block table, and for the oracle. It copies the keys that the sequences have, and reads their lengths on the
+host. Quantised numbers become what they stand for.
 """
 
 from __future__ import annotations

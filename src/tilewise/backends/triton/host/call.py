@@ -37,7 +37,8 @@ class Call:
         operands: q, k, v and, in a backward, do, with a last stride of 1; their bf16 terms where kernels read these; of a quantised
             cache k and v :func:`by_twos`.
         strides: of the operands, in units of ``align`` elements.
-        align: the elements of 16 bytes, of the narrowest operand, where every stride is a multiple of them and every operand is aligned; else 1.
+        align: the elements of 16 bytes, of the narrowest operand, where every stride is a multiple of them and every operand is
+            aligned; else 1.
         steady: every pointer is aligned.
         copied: some operand's last stride was not 1.
         terms: what made the operands' terms; None where there are none.

@@ -20,7 +20,6 @@ def operand_views(call: Call, tiles: Tiles, *names: str) -> tuple[View, ...]:
 
     All are None where one is impossible, or a piece is padded.
     """
-    problem = call.plan.problem
     padded = any(columns(x.shape[-1], tiles) != x.shape[-1] for x in (call.operands[name] for name in names))
     found = {}
     if tiles.tma and call.align > 1 and not padded:

@@ -5,7 +5,8 @@ Kernels see two neighbours of a row as one int16: so tiles are loaded, turned an
 byte a load (docs/decisions.md#triton-e4m3-pairs).
 """
 
-# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
+# ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
+# tuples are added, not unpacked
 
 import triton
 import triton.language as tl

@@ -14,9 +14,10 @@ The keys that a tile's rows see, in whole tiles, are cut into as many even split
 ``FACTS.split_tiles`` tiles (:func:`split_range`); so where they are cut depends on the sequence alone. Each program leaves the
 state of its rows over its split, and `merge_rows_kernel` merges them. A program without keys leaves lse = -inf and no o.
 
-Numbers of a quantised cache are e4m3, two in each int16 (:mod:`e4m3`), and become numbers of q's dtype, which holds them exactly. Tiles
-of q, k, v and acc are then those of the even columns, and behind them those of the odd ones. Scales multiply the fp32 scores, and the columns of P or, where they are one for all keys, the output: ``FACTS.k_scale`` and ``FACTS.v_scale`` are "one" for
-those that do not depend on the key, "each" for the others, None without.
+Numbers of a quantised cache are e4m3, two in each int16 (:mod:`e4m3`), and become numbers of q's dtype, which holds them exactly.
+Tiles of q, k, v and acc are then those of the even columns, and behind them those of the odd ones. Scales multiply the fp32 scores,
+and the columns of P or, where they are one for all keys, the output: ``FACTS.k_scale`` and ``FACTS.v_scale`` are "one" for those that
+do not depend on the key, "each" for the others, None without.
 
 The mathematics is :mod:`forward`'s, with the same names.
 """

@@ -127,7 +127,12 @@ def dense_cache(
 
 
 def _cache_of(
-    k: Tensor, v: Tensor, table: Tensor, seqlens_k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    seqlens_k: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> PagedCache | QuantizedCache:
     if (k_scale is None) != (v_scale is None):
         raise ValueError("a quantised cache needs both k_scale and v_scale")
@@ -215,15 +220,15 @@ def _check(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor, cu_seqlens_
         raise ValueError("append was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
 
 
-def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, k_scale=None, v_scale=None) -> None:
-    cache = _cache_of(k_pages, v_pages, block_table, seqlens_k, k_scale, v_scale)
+def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:
+    cache = _cache_of(k_pages, v_pages, block_table, seqlens_k, *scales)
     _check(cache, k, v, cu_seqlens_q, values=k.device.type == "cpu" or settings.check_values())
     if k.numel() and k_pages.numel() and block_table.numel() and not dispatch.append(cache, k, v, cu_seqlens_q):
         _write(cache, k, v, cu_seqlens_q)
 
 
-def _fake_append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, k_scale=None, v_scale=None) -> None:
-    cache = _cache_of(k_pages, v_pages, block_table, seqlens_k, k_scale, v_scale)
+def _fake_append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:
+    cache = _cache_of(k_pages, v_pages, block_table, seqlens_k, *scales)
     _check(cache, k, v, cu_seqlens_q, values=False)
 
 

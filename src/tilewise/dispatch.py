@@ -10,7 +10,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise import settings
+from tilewise import pages, settings
 from tilewise.backends.base import Backend, Inputs, Pages
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check, check_values
@@ -138,6 +138,8 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     if seed is not None:
         signature = (*signature, _signature(seed))
     found = _plans.get(signature)
+    if found is not None and found.problem.paged and found.problem.latent != pages.lies_in(v, k):
+        found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
         problem = check(q, k, v, extras, seed, parse_spec(spec))
         found = Plan(problem, select(problem))

@@ -27,6 +27,14 @@ def size_reasons(k: Tensor, v: Tensor) -> list[str]:
     return reasons
 
 
+def lies_in(v: Tensor, k: Tensor) -> bool:
+    """Whether values are the first columns of their keys' own memory, as multi-head latent attention keeps them."""
+    if k.dtype != v.dtype or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1] or v.shape[-1] > k.shape[-1]:
+        return False
+    same = k.untyped_storage()._cdata == v.untyped_storage()._cdata  # without memory too, as tensors are traced
+    return same and k.storage_offset() == v.storage_offset()
+
+
 def quantised_reasons(k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """What is wrong with the dtypes of a quantised cache's pages."""
     if not (k.dtype == v.dtype == FLOAT8):

@@ -60,7 +60,6 @@ class Key:
     dropout: bool
     deterministic: bool
     max_logit: bool
-    scales: tuple[int, ...]
 
     @classmethod
     def of(cls, problem: Problem) -> Key:
@@ -91,7 +90,6 @@ class Key:
             dropout=spec.dropout_p > 0,
             deterministic=spec.deterministic,
             max_logit=spec.max_logit,
-            scales=tuple(len(problem.extras[n].shape) for n in spec.scale_slots),
         )
 
 
@@ -105,6 +103,7 @@ class Problem:
     Attributes:
         q, k, v: facts of the inputs; ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``; the k and v of a
             paged call ``(num_pages, page_size, heads_k, head_dim)``.
+        latent: whether the v of a paged call lies in k's memory, as its first columns: it need not be read again.
         extras: facts of sink, cu_seqlens, block_table, seqlens_k, k_scale, v_scale and leaves, by slot.
     """
 
@@ -114,6 +113,7 @@ class Problem:
     extras: tuple[TensorFacts, ...]
     device: torch.device
     spec: Spec
+    latent: bool = False
 
     @property
     def packed(self) -> bool:
@@ -210,18 +210,23 @@ class Problem:
 
     def describe(self) -> str:
         """The call in one or two lines, as error messages and ``explain`` show it."""
-        parts = [f"{self.q.shown('q')} {self.device}", self.k.shown("k"), self.v.shown("v")]
-        spec = self.spec
-        parts += [f"mask {spec.mask_text}"] if spec.mask_text else []
-        parts += [f"score {spec.score_text}"] if spec.score_text else []
-        parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
-        parts += ["sink"] if spec.sink_slot is not None else []
-        parts += [f"packed, {self.batch} sequences"] if self.packed else []
-        parts += [f"paged, {self.batch} sequences of at most {self.capacity} keys"] if self.paged else []
-        parts += [f"scales {_shapes(self.extras, spec.scale_slots)}"] if self.quantised else []
-        parts += [f"{spec.piece}"] if spec.piece else []
-        parts += ["deterministic"] * spec.deterministic + ["with the largest scores"] * spec.max_logit
-        return "    ".join(parts)
+        return "    ".join(_described(self))
+
+
+def _described(p: Problem) -> list[str]:
+    spec = p.spec
+    parts = [f"{p.q.shown('q')} {p.device}", p.k.shown("k"), p.v.shown("v")]
+    parts += [f"mask {spec.mask_text}"] if spec.mask_text else []
+    parts += [f"score {spec.score_text}"] if spec.score_text else []
+    parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
+    parts += ["sink"] if spec.sink_slot is not None else []
+    parts += [f"packed, {p.batch} sequences"] if p.packed else []
+    parts += [f"paged, {p.batch} sequences of at most {p.capacity} keys"] if p.paged else []
+    parts += ["v in k"] if p.latent else []
+    parts += [f"scales {_shapes(p.extras, spec.scale_slots)}"] if p.quantised else []
+    parts += [f"{spec.piece}"] if spec.piece else []
+    parts += ["deterministic"] * spec.deterministic + ["with the largest scores"] * spec.max_logit
+    return parts
 
 
 def _shapes(extras: Sequence[TensorFacts], slots: Sequence[int]) -> str:
@@ -267,7 +272,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tenso
         )
         raise ValueError("attention was called wrongly\n    " + shown + "".join(f"\n  {reason}" for reason in reasons))
     facts = TensorFacts.of
-    return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec)
+    latent = spec.paged and pages.lies_in(v, k)
+    return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec, latent)
 
 
 def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:

@@ -36,6 +36,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     shared: int = 0  # pages at the front that all sequences have in common
     heads_first: bool = False  # whether a page keeps heads before rows
+    latent: bool = False  # whether v lies in k's memory, as its first columns
     scales: str = ""  # of a cache of e4m3 numbers, and NaN where no key is: "one", "heads", "sequences" or "tokens"
 
     def draw(self) -> tuple[Tensor, tw.PagedCache, dict]:
@@ -67,10 +68,14 @@ class Case:
             used = -(-length // n)
             table[b, used:] = ANYTHING.repeat(most)[: most - used]
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        if self.latent:
+            v = k[..., :dv]
         if not self.scales:
             return tw.paged(k, v, table, lengths)
         k_scale, v_scale = self._scale(k, 1), self._scale(v, 2)
         e4m3 = [pages.quantised(x, s.unsqueeze(-1) if s.ndim == 3 else STEP) for x, s in ((k, k_scale), (v, v_scale))]
+        if self.latent:
+            e4m3[1], v_scale = e4m3[0][..., :dv], k_scale
         return tw.paged(*e4m3, table, lengths, k_scale=k_scale, v_scale=v_scale)
 
     def _scale(self, pool: Tensor, seed: int) -> Tensor:
@@ -145,6 +150,27 @@ CASES = {
         heads_first=True,
     ),
     "fp8-float32": Case(8, (30,), rows=2, options=lambda: {"causal": True}, scales="one"),
+    "latent": Case(
+        8,
+        (21, 9),
+        rows=3,
+        options=lambda: {"causal": True},
+        heads=(6, 1),
+        dims=(48, 32),
+        dtype=torch.bfloat16,
+        latent=True,
+    ),
+    "latent-fp8": Case(
+        16,
+        (20, 5),
+        rows=(2, 5),
+        options=lambda: {"mask": tw.window(9, 0), "sink": normal(4, seed=3)},
+        heads=(4, 1),
+        dims=(36, 32),
+        dtype=torch.float16,
+        latent=True,
+        scales="tokens",
+    ),
     "capacity-alone": Case(16, (0, 0), rows=2, options=lambda: {"sink": normal(4, seed=3)}),
 }
 

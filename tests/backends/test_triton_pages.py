@@ -35,6 +35,8 @@ FEW = (
     "fp8-heads",
     "fp8-tokens",
     "fp8-sequences",
+    "latent",
+    "latent-fp8",
     "capacity-alone",
 )
 
@@ -72,8 +74,9 @@ PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype
         (DESCRIBED, PAGE_64),
         (DESCRIBED, replace(PAGE_64, lengths=(70,), rows=1, page_size=128)),
         (DESCRIBED, replace(PAGE_64, lengths=(130, 7), rows=1, scales="tokens", options=dict)),
+        (DESCRIBED, replace(PAGE_64, lengths=(130, 7), rows=1, heads=(4, 1), dims=(80, 64), latent=True)),
     ],
-    ids=["split-window-sink", "split-packed", "described", "described-dense", "described-fp8"],
+    ids=["split-window-sink", "split-packed", "described", "described-dense", "described-fp8", "described-latent"],
 )
 def test_splits_and_descriptors_agree_with_the_oracle(config, case):
     q, cache, options = case.draw()

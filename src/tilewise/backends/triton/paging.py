@@ -142,6 +142,8 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
         tiles = replace(tiles, num_stages=-(-tiles.num_stages * E4M3_BYTES // problem.dtype.itemsize) + turned)
     each = E4M3_PAIR if problem.quantised else 1
     widths = tuple(each * columns(d // each, tiles) for d in (problem.head_dim, problem.head_dim_v))
+    if problem.latent:
+        widths = (widths[0], 0)
     streams = Streams(plain=problem.spec.region.predicate is None)
     return shared_memory("paged", tiles, widths, problem.dtype.itemsize, streams, arch)
 

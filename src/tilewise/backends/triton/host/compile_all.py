@@ -92,6 +92,9 @@ PAGED = {
     "pages16": (16, 512, 1, lambda q: {"causal": True}),
     "cache": (4096, 1, 1, lambda q: {}),
     "chunk": (64, 512, 512, lambda q: {"causal": True}),
+    "mla": (64, 128, 1, lambda q: {}),
+    "mla-chunk": (64, 128, 64, lambda q: {"causal": True}),
+    "mla-fp8": (64, 128, 1, lambda q: _scales(1)),
     "fp8": (64, 512, 1, lambda q: _scales(8)),
     "fp8-each": (64, 512, 1, lambda q: _scales(4096, 64, 8)),
     "fp8-chunk": (64, 512, 512, lambda q: {"causal": True, **_scales(8)}),
@@ -107,7 +110,8 @@ PAGED = {
     ),
 }
 
-QUANTISED = ("fp8", "fp8-each", "fp8-chunk")
+QUANTISED = ("fp8", "fp8-each", "fp8-chunk", "mla-fp8")
+LATENT = ("mla", "mla-chunk", "mla-fp8")
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,11 @@ def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dic
         q, k, v = (torch.empty((2, 4096, 8, d), dtype=item.dtype, device="meta", requires_grad=True) for d in dims)
         return q, k, v, _options(item.feature, q)
     page_size, max_pages, queries, options = PAGED[item.feature]
-    q = torch.empty((8, queries, 32, dims[0]), dtype=item.dtype, device="meta")
+    heads_q, heads_k = (128, 1) if item.feature in LATENT else (32, 8)
+    q = torch.empty((8, queries, heads_q, dims[0]), dtype=item.dtype, device="meta")
     of_pages = torch.float8_e4m3fn if item.feature in QUANTISED else item.dtype
-    k, v = (torch.empty((4096, page_size, 8, d), dtype=of_pages, device="meta") for d in dims[1:])
+    k, v = (torch.empty((4096, page_size, heads_k, d), dtype=of_pages, device="meta") for d in dims[1:])
+    v = k[..., : dims[2]] if item.feature in LATENT else v
     integers = partial(torch.empty, dtype=torch.int32, device="meta")
     return q, k, v, {"block_table": integers(8, max_pages), "seqlens_k": integers(8), **options(q)}
 
@@ -323,9 +329,13 @@ def items() -> list[Launch]:
         found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
         found.append(Launch(arch, torch.float32, 128, "paged"))
-        found += [Launch(arch, torch.bfloat16, 128, feature) for feature in (PAGED if arch == "sm90" else ("pages16",))]
+        found += [
+            Launch(arch, torch.bfloat16, 128, feature)
+            for feature in ([x for x in PAGED if x not in LATENT] if arch == "sm90" else ("pages16",))
+        ]
         if arch == "sm90":
             found += [Launch(arch, torch.float16, 128, feature) for feature in QUANTISED[:2]]
+            found += [Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, feature) for feature in LATENT]
             found += [Launch(arch, torch.bfloat16, limit, "paged") for limit in (64, 96, 256, config.MAX_LATENT_DIM)]
     return found
 

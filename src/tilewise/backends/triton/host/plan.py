@@ -318,6 +318,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "max_logit": False,
         "k_scale": None,
         "v_scale": None,
+        "latent": False,
     }
     return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
 

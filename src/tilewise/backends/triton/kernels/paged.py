@@ -19,6 +19,8 @@ Tiles of q, k, v and acc are then those of the even columns, and behind them tho
 and the columns of P or, where they are one for all keys, the output: ``FACTS.k_scale`` and ``FACTS.v_scale`` are "one" for those that
 do not depend on the key, "each" for the others, None without.
 
+Where v lies in k's memory (``FACTS.latent``; DeepSeek-V2, section 2.1), its tiles are the first pieces of k's: memory is read once.
+
 The mathematics is :mod:`forward`'s, with the same names.
 """
 
@@ -389,6 +391,18 @@ def load_scales(pool, page, n0, alive, FACTS: tl.constexpr):
         return tl.load(pointers, mask=alive, other=0.0)
 
 
+@triton.jit
+def first_pieces(tiles, FACTS: tl.constexpr):
+    """The tiles of v among those of k; of a quantised cache the even columns and the odd ones."""
+    COUNT: tl.constexpr = len(FACTS.pieces)
+    OF_V: tl.constexpr = len(FACTS.pieces_v)
+    found = ()
+    for n in tl.static_range(len(tiles)):
+        if n % COUNT < OF_V:
+            found = found + (tiles[n],)
+    return found
+
+
 # -- One key block -------------------------------------------------------------------------------------------------
 
 
@@ -410,10 +424,12 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         alive = tl.max(kept.to(tl.int8), 0) > 0  # a key that no row sees is not read: it may hold NaN
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_paged(tile.k, page, n0, alive, False, partial, FACTS), ()
-    if partial or FACTS.together:
+    if (partial or FACTS.together) and not FACTS.latent:
         v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
     if FACTS.k_scale is not None:
         k = unpacked_tiles(k, tile.q[0].dtype)
+    if FACTS.latent:
+        v = first_pieces(k, FACTS)
     s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
     if FACTS.k_scale == "one":
         s = s * tile.k_scale
@@ -431,12 +447,12 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         acc = rescaled(acc, rescale)
     if len(v) == 0:
         v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
-    if FACTS.v_scale is not None:
+    if FACTS.v_scale is not None and not FACTS.latent:
         # fp16 holds P too, which is at most 1 without a scale of its own, and takes a third of the instructions that bf16 takes.
         HALF: tl.constexpr = FACTS.v_scale == "one" and not FACTS.bounded and tile.q[0].dtype == tl.bfloat16
         v = unpacked_tiles(v, tl.float16 if HALF else tile.q[0].dtype)
-        if FACTS.v_scale == "each":
-            p = p * (load_scales(tile.v_scale, page, n0, alive, FACTS) * LIFTED)[None, :]
+    if FACTS.v_scale == "each":
+        p = p * (load_scales(tile.v_scale, page, n0, alive, FACTS) * LIFTED)[None, :]
     acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
     return m_new, l, acc
 

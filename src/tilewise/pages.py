@@ -1,4 +1,4 @@
-"""What a call over pages must be: the shapes and dtypes of its table and lengths, and, where they may be read, their values.
+"""The rules of a call over pages: the shapes and dtypes of its table and lengths, and, where they may be read, their values.
 
 The key of sequence b at position j lies at ``pages[block_table[b, j // page_size], j % page_size]``.
 """
@@ -18,7 +18,7 @@ LARGEST = 448.0  # of the e4m3 numbers (Micikevicius et al., FP8 Formats for Dee
 
 
 def size_reasons(k: Tensor, v: Tensor) -> list[str]:
-    """What is wrong with the pages of the two pools, ``(num_pages, page_size, heads_k, head_dim)``."""
+    """Reasons against the pages of the two pools, ``(num_pages, page_size, heads_k, head_dim)``."""
     reasons = []
     if k.shape[:2] != v.shape[:2]:
         reasons.append(f"k has {k.shape[0]} pages of {k.shape[1]} keys, v {v.shape[0]} of {v.shape[1]}")
@@ -36,14 +36,14 @@ def lies_in(v: Tensor, k: Tensor) -> bool:
 
 
 def quantised_reasons(k: Tensor, v: Tensor, spec: Spec) -> list[str]:
-    """What is wrong with the dtypes of a quantised cache's pages."""
+    """Reasons against the dtypes of a quantised cache's pages."""
     if not (k.dtype == v.dtype == FLOAT8):
         return [f"k_scale and v_scale belong to pages of float8_e4m3fn, these are {k.dtype} and {v.dtype}"]
     return [] if spec.quantised else ["pages of float8_e4m3fn come without scales; tw.paged makes a cache with them"]
 
 
 def scale_reasons(k: Tensor, scales: Sequence[Tensor], batch: int) -> list[str]:
-    """What is wrong with ``(k_scale, v_scale)`` of a quantised cache whose pages are shaped as ``k``."""
+    """Reasons against ``(k_scale, v_scale)`` of a quantised cache whose pages are shaped as ``k``."""
     heads = k.shape[2]
     allowed = ((), (heads,), (batch, heads), tuple(k.shape[:3]))
     return [
@@ -67,7 +67,7 @@ def token_scales(x: Tensor) -> Tensor:
 
 
 def table_reasons(q: Tensor, table: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None) -> list[str]:
-    """What is wrong with the shapes and dtypes of ``block_table`` (batch, max_pages) and ``seqlens_k`` (batch,), int32."""
+    """Reasons against the shapes and dtypes of ``block_table`` (batch, max_pages) and ``seqlens_k`` (batch,), int32."""
     reasons = [
         f"{name} must be int32 {shape}, got {x.dtype} {tuple(x.shape)}"
         for name, x, ndim, shape in (("block_table", table, 2, "(batch, max_pages)"), ("seqlens_k", seqlens, 1, "(batch,)"))

@@ -99,6 +99,8 @@ def append_kernel(
         source_b, source_row = b, i
         placed = row >= 0
     else:
+        # The lengths are on the device alone, so each row finds its sequence by bisection: log2(batch + 1) loads that
+        # wait for one another. `row * 0` is a 0 of the type that the loop's variables keep.
         b, last = row * 0, row * 0 + plain(sizes.batch) + 1
         while last - b > 1:  # sequence b begins at or before the row, sequence `last` after it
             middle = (b + last) // 2
@@ -107,11 +109,13 @@ def append_kernel(
         i = row - tl.load(tensors.cu_seqlens_q + b).to(tl.int32)
         source_b, source_row = b * 0, row
         placed = b < plain(sizes.batch)
+    # Lengths and pages are read here and not on the host, so that a captured graph sees the values of each replay.
     position = tl.load(tensors.seqlens_k + b * plain(sizes.length), mask=placed, other=-1) + i
     index = position // plain(sizes.page_size)
     placed = placed & (position >= 0) & (index < plain(sizes.max_pages))
     table = tensors.block_table + tl.cast(b, tl.int64) * plain(sizes.table[0])
     page = tl.load(table + index * plain(sizes.table[1]), mask=placed, other=-1)
+    # Unused entries of a block table are often -1: they must not become an address.
     placed = placed & (page >= 0) & (page < plain(sizes.num_pages))
     place = Place(source_b, source_row, b, page, position % plain(sizes.page_size), placed)
     k_scale, v_scale = (tensors.k_scale, sizes.k_scale), (tensors.v_scale, sizes.v_scale)
@@ -137,9 +141,11 @@ def copy_row(
     Args:
         scale: of a quantised cache, the pointer and its strides. EACH: it has one for each token and head, which is written.
     """
+    # x is (heads, columns), both padded to powers of 2, as Triton wants ranges; the mask drops the padding.
     heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     columns = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
     mask = (heads < HEADS) & (columns < DIM) & place.placed
+    # 64 bits up to the row, since a pool may have more than 2³¹ elements; 32 bits within the row.
     start = tl.cast(place.b, tl.int64) * plain(from_strides[0]) + tl.cast(place.row, tl.int64) * plain(from_strides[1])
     end = tl.cast(place.page, tl.int64) * plain(to_strides[0]) + tl.cast(place.to, tl.int64) * plain(to_strides[1])
     x = tl.load(new + start * UNIT + (heads * plain(from_strides[2]) * UNIT + columns), mask=mask)

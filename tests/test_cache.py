@@ -233,6 +233,29 @@ def test_what_is_appended_is_rounded_to_e4m3_and_saturates(shape):
             assert ((got - shown).abs() <= 1.0001 * room).where(~new.isnan(), True).all()
 
 
+@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "tokens"])
+def test_values_in_the_memory_of_their_keys_are_appended_with_them(quantised):
+    k_pages, _, table, lengths = empty_cache()
+    k = normal(4, 5, 2, 16)
+    cache = tw.paged(k_pages, k_pages[..., :8], table, lengths)
+    if quantised:
+        pool, scale = torch.zeros(k_pages.shape, dtype=torch.float8_e4m3fn), torch.zeros(k_pages.shape[:3])
+        cache = tw.paged(pool, pool[..., :8], table, lengths, k_scale=scale, v_scale=scale)
+    grown = tw.append(cache, k)
+    scales = [s.unsqueeze(-1) for s in grown[4:]] or [1.0, 1.0]
+    stored = grown._replace(k_pages=grown.k_pages.float() * scales[0], v_pages=grown.v_pages.float() * scales[1])
+    for b in range(4):
+        for got, new in zip(keys_of(stored, b), (k[b], k[b, ..., :8]), strict=True):
+            torch.testing.assert_close(got[0, -5:], new, rtol=0.07 * quantised, atol=0.02 * quantised)
+    with pytest.raises(ValueError, match="v is given, but the values of this cache lie in the memory of its keys"):
+        tw.append(cache, k, k[..., :8])
+    with pytest.raises(ValueError, match="v is None, but this cache has memory for values"):
+        tw.append(empty_cache(), k)
+    if quantised:
+        with pytest.raises(ValueError, match="v_scale is another tensor than k_scale"):
+            tw.append(cache._replace(v_scale=scale.clone()), k)
+
+
 def test_appending_to_a_quantised_cache_compiles():
     torch._dynamo.reset()
     empty = empty_cache((0, 0, 0, 0))

@@ -20,7 +20,7 @@ from tilewise.problem import DTYPES
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
-    "append(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seqlens_k, "
+    "append(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor? v, Tensor block_table, Tensor seqlens_k, "
     "Tensor? cu_seqlens_q, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -144,7 +144,7 @@ def _cache_of(
 # -- Writing -------------------------------------------------------------------------------------------------------
 
 
-def append(cache: Cache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None) -> Cache:
+def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None) -> Cache:
     """The cache with new keys and values behind those of each sequence; they are written into its pages, in place.
 
     ``cache.seqlens_k`` are the lengths before, as in flash_attn_with_kvcache, and stay so: only the pages are written. The result has the
@@ -160,7 +160,8 @@ def append(cache: Cache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = Non
     Args:
         k: ``(batch, seqlen_new, heads_k, head_dim)``, packed ``(total, heads_k, head_dim)``, in the cache's dtype; for a quantised
             cache in any floating dtype of attention.
-        v: ``(batch, seqlen_new, heads_k, head_dim_v)``, packed ``(total, heads_k, head_dim_v)``.
+        v: ``(batch, seqlen_new, heads_k, head_dim_v)``, packed ``(total, heads_k, head_dim_v)``; None where the values of the cache lie
+            in the memory of its keys. A quantised cache then has one scale for both: the same tensor.
         cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in packed k and v; rows past the last are not
             written.
 
@@ -174,10 +175,18 @@ def append(cache: Cache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = Non
     return cache._replace(seqlens_k=cache.seqlens_k + new)
 
 
-def _append_reasons(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> list[str]:
+def _append_reasons(
+    cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None
+) -> list[str]:
     """Reasons against the shapes, dtypes and devices of an append."""
     layout, ndim = ("(batch, seqlen, heads, head_dim)", 4) if cu_seqlens_q is None else ("(total, heads, head_dim)", 3)
-    named = (("k", k, cache.k_pages), ("v", v, cache.v_pages))
+    latent = pages.lies_in(cache.v_pages, cache.k_pages)
+    if latent != (v is None):
+        told = (
+            "the values of this cache lie in the memory of its keys" if latent else "this cache has memory for values"
+        )
+        return [f"v is {'given' if latent else 'None'}, but {told}"]
+    named = (("k", k, cache.k_pages), *([] if v is None else [("v", v, cache.v_pages)]))
     quantised, reasons = isinstance(cache, QuantizedCache), []
     for name, x, pool in named:
         if x.ndim != ndim or pool.ndim != 4:
@@ -199,7 +208,7 @@ def _append_reasons(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor, cu
             )
     if reasons:
         return reasons
-    if k.shape[:-2] != v.shape[:-2]:
+    if v is not None and k.shape[:-2] != v.shape[:-2]:
         reasons.append(f"k has {tuple(k.shape[:-2])} rows, v {tuple(v.shape[:-2])}")
     reasons += pages.size_reasons(cache.k_pages, cache.v_pages)
     reasons += pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q)
@@ -207,10 +216,16 @@ def _append_reasons(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor, cu
         scales = cache.k_scale, cache.v_scale
         reasons += pages.scale_reasons(cache.k_pages, scales, cache.block_table.shape[0])
         reasons += [f"a scale is on {x.device}, the pages on {k.device}" for x in scales if x.device != k.device]
+        if latent and not pages.lies_in(cache.v_scale, cache.k_scale):
+            reasons.append(
+                "v_scale is another tensor than k_scale, but the values lie in the memory of the keys; pass k_scale"
+            )
     return reasons
 
 
-def _check(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, values: bool) -> None:
+def _check(
+    cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None, values: bool
+) -> None:
     reasons = _append_reasons(cache, k, v, cu_seqlens_q)
     if not reasons and values:
         new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
@@ -246,22 +261,27 @@ _library.impl("append", _append_autograd, "Autograd")
 torch.library.register_fake("tilewise::append", _fake_append, lib=_library)
 
 
-def _write(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
+def _write(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
     """Puts each row into its page. A row that has no place writes what a row with one writes, so that no host has to filter rows."""
     b, page, offset, placed = _places(cache, k, cu_seqlens_q)
     row = torch.arange(page.shape[0], device=page.device)
     source = torch.where(placed, row, placed.int().argmax())
     at = page[source], offset[source]
-    for pool, rows in _stored(cache, *(x.reshape(-1, *x.shape[-2:]) for x in (k, v)), b):
+    for pool, rows in _stored(cache, *(x if x is None else x.reshape(-1, *x.shape[-2:]) for x in (k, v)), b):
         pool.index_put_(at, torch.where(placed.any(), rows[source], pool[at]))
 
 
-def _stored(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _stored(
+    cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, b: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Pools ``(num_pages, page_size, heads, ...)`` and what is stored there for new rows ``(rows, heads, dim)`` of sequences ``b``."""
-    if not isinstance(cache, QuantizedCache):
-        yield from ((cache.k_pages, k), (cache.v_pages, v))
-        return
-    for pool, new, scale in ((cache.k_pages, k, cache.k_scale), (cache.v_pages, v, cache.v_scale)):
+    scales = (cache.k_scale, cache.v_scale) if isinstance(cache, QuantizedCache) else (None, None)
+    for pool, new, scale in zip((cache.k_pages, cache.v_pages), (k, v), scales, strict=True):
+        if new is None:  # it lies in the keys
+            return
+        if scale is None:
+            yield pool, new
+            continue
         factor = scale[b] if scale.ndim == 2 else scale
         if scale.ndim == 3:
             factor = pages.token_scales(new)

@@ -156,7 +156,7 @@ def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor
     return Inputs.of(found.problem, q, k, v, extras, seed)
 
 
-def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
     """Whether a backend of the device has written new rows into the pages of a cache."""
     rows = [row for row in BACKENDS if row.device_types is not None and k.device.type in row.device_types]
     return any(backend(row.name).append(cache, k, v, cu_seqlens_q) for row in rows)

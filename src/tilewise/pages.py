@@ -29,7 +29,7 @@ def size_reasons(k: Tensor, v: Tensor) -> list[str]:
 
 def lies_in(v: Tensor, k: Tensor) -> bool:
     """Whether values are the first columns of their keys' own memory, as multi-head latent attention keeps them."""
-    if k.dtype != v.dtype or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1] or v.shape[-1] > k.shape[-1]:
+    if k.dtype != v.dtype or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1] or v.shape[-1:] > k.shape[-1:]:
         return False
     same = k.untyped_storage()._cdata == v.untyped_storage()._cdata  # without memory too, as tensors are traced
     return same and k.storage_offset() == v.storage_offset()
@@ -62,7 +62,7 @@ def quantised(x: Tensor, scale: Tensor) -> Tensor:
 def token_scales(x: Tensor) -> Tensor:
     """The scale of each row ``(..., heads, dim)``: its largest finite number over that of e4m3, fp32; 1 where that is 0."""
     size = x.float().abs()
-    scale = size.where(size.isfinite(), 0.0).amax(-1) / LARGEST
+    scale = size.where(size.isfinite(), 0.0).amax(-1) * (1 / LARGEST)  # a product rounds alike on every device
     return torch.where(scale == 0, 1.0, scale)
 
 

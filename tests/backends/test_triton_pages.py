@@ -130,9 +130,11 @@ def test_the_kernel_that_appends_writes_what_torch_writes(packed):
 
 # Of all forms of scales, and what does not become a number: NaN, infinities, and rows of zeros alone.
 @interpreted
-@pytest.mark.parametrize("scales", ["heads", "sequences", "tokens"])
-def test_the_kernel_that_appends_quantises_as_torch_does(scales):
-    _, cache, _ = Case(8, (20, 3, 31), dims=(16, 10), scales=scales).draw()
+@pytest.mark.parametrize(
+    ("scales", "latent"), [("heads", False), ("sequences", True), ("tokens", False), ("tokens", True)]
+)
+def test_the_kernel_that_appends_quantises_as_torch_does(scales, latent):
+    _, cache, _ = Case(8, (20, 3, 31), dims=(16, 10), scales=scales, latent=latent).draw()
     cache.block_table[1] = 1000
     k, v = 1e3 * normal(9, 2, 16), normal(9, 2, 10, seed=1)
     k[0, 0, 2], k[0, 1], v[1, 0], v[2, 1, 3] = torch.nan, torch.nan, 0.0, -torch.inf
@@ -140,6 +142,8 @@ def test_the_kernel_that_appends_quantises_as_torch_does(scales):
     if cu is None:
         k, v = k.unflatten(0, (3, 3)), v.unflatten(0, (3, 3))
     written = [cache._replace(**{x: getattr(cache, x).clone() for x in POOLS}) for _ in range(2)]
+    if latent:
+        v, written = None, [x._replace(v_pages=x.k_pages[..., :10], v_scale=x.k_scale) for x in written]
     assert Triton().append(written[0], k, v, cu)
     caches._write(written[1], k, v, cu)
     for name in POOLS:

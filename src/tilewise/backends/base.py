@@ -159,7 +159,7 @@ class Backend(Protocol):
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
         """Writes checked new rows behind the keys of each sequence, as :func:`tilewise.append` says; False: it has no kernel for that."""
         return False
 

@@ -135,8 +135,12 @@ class Triton(Backend):
         plans = self._tangent_plans.of(problem)
         return plans.of((moving, tf32), lambda: tangent.new_plan(problem, self.config(problem), moving))
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
-        if not installed() or _device_reasons(k.device) or any(x.stride(-1) != 1 for x in (*cache[:2], k, v)):
+    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
+        if (
+            not installed()
+            or _device_reasons(k.device)
+            or any(x is not None and x.stride(-1) != 1 for x in (*cache[:2], k, v))
+        ):
             return False
         with on_device(k):
             append(cache, k, v, cu_seqlens_q)

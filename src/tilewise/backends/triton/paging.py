@@ -113,8 +113,6 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
         tiles = few.forward[0] if rows > FEWEST_ROWS else replace(few.forward[0], tile_m=FEWEST_ROWS)
     elif few is None and rows < tiles.tile_m:
         tiles = replace(tiles, tile_m=width(rows))
-    if problem.quantised and size == 2:  # as many bytes under way
-        tiles = replace(tiles, num_stages=2 * tiles.num_stages)
     tiles = paged_tiles(problem, tiles, machine)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
     return PagedConfig(

@@ -11,7 +11,7 @@ from tilewise.backends.triton.host.paged import scale_strides
 from tilewise.backends.triton.host.plan import operand_strides
 
 
-def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
+def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
     """Writes k and v ``(batch, rows, heads, head_dim)``, or packed, behind the keys of each sequence; unit last strides.
 
     ``cache``: as :class:`tilewise.PagedCache`, or :class:`tilewise.QuantizedCache`.
@@ -21,7 +21,9 @@ def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> N
     if scales:
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
     (num_pages, page_size), (batch, max_pages) = k_pages.shape[:2], block_table.shape
-    strides = {name: operand_strides(x) for name, x in (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v))}
+    v_pages = None if v is None else v_pages
+    named = (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v))
+    strides = {name: (0, 0, 0) if x is None else operand_strides(x) for name, x in named}
     unit = 16 // k.element_size()
     if any(n % unit for each in strides.values() for n in each):
         unit = 1
@@ -40,4 +42,6 @@ def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> N
     )
     rows = k.shape[0] * (k.shape[1] if cu_seqlens_q is None else 1)
     each = [x.ndim == 3 for x in scales] or [False, False]
-    kernels.append[rows,](tensors, runtime.opaque(sizes), *k.shape[-2:], v.shape[-1], unit, *each, num_warps=4)
+    kernels.append[rows,](
+        tensors, runtime.opaque(sizes), *k.shape[-2:], 0 if v is None else v.shape[-1], unit, *each, num_warps=4
+    )

@@ -17,7 +17,8 @@ class AppendTensors(NamedTuple):
     """The pointers of a launch.
 
     Attributes:
-        k_pages, v_pages: (num_pages, page_size, heads, head_dim). k, v: the new rows, (batch, rows, heads, head_dim), or packed.
+        k_pages, v_pages: (num_pages, page_size, heads, head_dim). k, v: the new rows, (batch, rows, heads, head_dim), or packed; v and
+            its pages None where values lie in the keys' memory.
         block_table: int32 (batch, max_pages). seqlens_k: int32 (batch,), before. cu_seqlens_q: (batch + 1,), None if not packed.
         k_scale, v_scale: fp32, of a quantised cache, whose pages are uint8 here; else None.
     """
@@ -118,9 +119,11 @@ def append_kernel(
     # Unused entries of a block table are often -1: they must not become an address.
     placed = placed & (page >= 0) & (page < plain(sizes.num_pages))
     place = Place(source_b, source_row, b, page, position % plain(sizes.page_size), placed)
+    # Rows of both tensors go to the same place; values that lie in their keys' memory are written with these.
     k_scale, v_scale = (tensors.k_scale, sizes.k_scale), (tensors.v_scale, sizes.v_scale)
     copy_row(tensors.k, tensors.k_pages, sizes.k, sizes.k_pages, k_scale, place, HEADS, DIM, UNIT, K_EACH)
-    copy_row(tensors.v, tensors.v_pages, sizes.v, sizes.v_pages, v_scale, place, HEADS, DIM_V, UNIT, V_EACH)
+    if tensors.v is not None:
+        copy_row(tensors.v, tensors.v_pages, sizes.v, sizes.v_pages, v_scale, place, HEADS, DIM_V, UNIT, V_EACH)
 
 
 @triton.jit
@@ -164,13 +167,16 @@ def quantised(x, scale, strides, place, heads, HEADS: tl.constexpr, EACH: tl.con
     offsets = tl.cast(place.sequence, tl.int64) * plain(strides[0]) + tl.cast(place.page, tl.int64) * plain(strides[1])
     pointers = scale + (offsets + tl.cast(place.to, tl.int64) * plain(strides[2])) + heads * plain(strides[3])
     mask = (heads < HEADS) & place.placed
+    # fp32 holds what e4m3 numbers are made of, and 16-bit rows exactly.
     x = x.to(tl.float32)
     if EACH:
+        # NaN and infinities have no part in the scale, or they would take the other numbers of their row along.
         size = tl.abs(x)
         largest = tl.max(tl.where(size < float("inf"), size, 0.0), 1, keep_dims=True)  # of the finite ones
-        factor = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-        factor = tl.where(factor == 0, 1.0, factor)
+        factor = largest * (1.0 / 448.0)
+        factor = tl.where(factor == 0, 1.0, factor)  # a row of zeros has no largest number
         tl.store(pointers, factor, mask=mask)
     else:
         factor = tl.load(pointers, mask=mask, other=1.0)
+    # The quotient rounded to nearest, as torch has it: an approximate one would round some numbers the other way.
     return to_bits(tl.div_rn(x, tl.broadcast_to(factor, x.shape)))

@@ -242,6 +242,7 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
 @triton.jit
 def packed_rows(cu_seqlens, b, batch, total, REST: tl.constexpr):
     """The first row and the length of packed sequence ``b``. Sequence ``batch`` has the rest of the rows if REST, else none."""
+    # cu_seqlens may be int64 and, unchecked on a GPU, end past the rows that there are.
     start = tl.minimum(tl.load(cu_seqlens + b).to(tl.int32), total)
     end = tl.minimum(tl.load(cu_seqlens + tl.minimum(b + 1, batch)).to(tl.int32), total)
     if REST:

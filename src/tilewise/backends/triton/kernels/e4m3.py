@@ -70,7 +70,8 @@ def unpacked(x, dtype: tl.constexpr):
 
 @triton.jit
 def from_bits(x, dtype: tl.constexpr):
-    """The numbers in the low bytes of ``x``, int16, by whole numbers alone: as fp16 their exponents are 8 too small."""
+    """The numbers in the low bytes of ``x``, int16, by whole numbers alone."""
+    # Sign, exponent and fraction where fp16 has them. Its exponents count from 15, those of e4m3 from 7: a factor of 2^8.
     bits = ((x & 0x80) << 8) | ((x & 0x7F) << 7)
     number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((x & 0x7F) == 0x7F, float("nan"), number).to(dtype)
@@ -81,6 +82,7 @@ def unpacked_tiles(tiles, dtype: tl.constexpr):
     """The tiles of the even columns of all pieces, and behind them those of the odd ones."""
     even, odd = (), ()
     for n in tl.static_range(len(tiles)):
+        # int16 (rows, width) to two tiles of as many numbers, each lane keeping its own.
         low, high = unpacked(tiles[n], dtype)
         even = even + (low,)
         odd = odd + (high,)
@@ -97,5 +99,6 @@ def to_bits(x):
     # Above, three bits of the fraction stay, and the exponent is 120 smaller; the carry of a rounding goes into it.
     large = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
     found = tl.where(size < 0x3C800000, small, tl.minimum(large, 0x7E))
+    # A comparison of bits: above those of infinity is NaN, which no rounding may make a number.
     found = tl.where(size > 0x7F800000, 0x7F, found)
     return (found | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -384,6 +384,7 @@ def load_scales(pool, page, n0, alive, FACTS: tl.constexpr):
         within = n0 % FACTS.page_size + within
     else:
         within = n0 + within
+    # Offsets of 64 bits, since a pool may have more than 2^31 tokens and heads.
     pointers = pool.pointer + (page.to(tl.int64) * pool.by_page + within.to(tl.int64) * pool.row)
     if alive is None:
         return tl.load(pointers)
@@ -431,6 +432,7 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
     if FACTS.latent:
         v = first_pieces(k, FACTS)
     s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+    # The scale of K comes after the product, in fp32: e4m3 times a scale would be rounded to 16 bits.
     if FACTS.k_scale == "one":
         s = s * tile.k_scale
     elif FACTS.k_scale == "each":
@@ -484,6 +486,7 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
         if FACTS.packed:
             sink = tl.where(work.b == sizes.batch, float("-inf"), sink)  # rows past the last sequence have none
         weight, lse = with_sink(weight, lse, l, sink)
+    # One scale for all values leaves the sum over the keys.
     if FACTS.v_scale == "one":
         weight = weight * tile.v_scale
     elif FACTS.v_scale == "each":
@@ -513,6 +516,7 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
             found = acc[n]
         else:
             EACH: tl.constexpr = 2
+            # Even and odd columns come together again here, (tile_m, 2 · width).
             found = tl.interleave(acc[n], acc[len(PIECES) + n])
         within = tl.arange(0, EACH * PIECES[n][2])
         ok = valid[:, None]

@@ -66,6 +66,11 @@ class QuantizedCache(NamedTuple):
 Cache = TypeVar("Cache", PagedCache, QuantizedCache)
 
 
+def not_a_cache(found: object) -> str:
+    """The reason against a call with something else than a cache."""
+    return f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {type(found).__name__}"
+
+
 @overload
 def paged(
     k_pages: Tensor,
@@ -169,6 +174,8 @@ def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tenso
         ValueError: a wrong call, with every reason. On the CPU also where a row of the table has no room for the new keys, or names a
             page that the pool does not have; on an accelerator such rows are not written, and ``TILEWISE_CHECK=1`` refuses them.
     """
+    if not hasattr(cache, "k_pages"):
+        raise ValueError(f"append was called wrongly\n  {not_a_cache(cache)}")
     k_pages, v_pages, block_table, seqlens_k, *scales = cache
     _append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
     new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff().to(torch.int32)
@@ -211,7 +218,7 @@ def _append_reasons(
     if v is not None and k.shape[:-2] != v.shape[:-2]:
         reasons.append(f"k has {tuple(k.shape[:-2])} rows, v {tuple(v.shape[:-2])}")
     reasons += pages.size_reasons(cache.k_pages, cache.v_pages)
-    reasons += pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q)
+    reasons += pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q, rows="k")
     if quantised:
         scales = cache.k_scale, cache.v_scale
         reasons += pages.scale_reasons(cache.k_pages, scales, cache.block_table.shape[0])
@@ -230,7 +237,7 @@ def _check(
     if not reasons and values:
         new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
         pools = cache.k_pages.shape[:2]
-        reasons = pages.value_reasons(cache.block_table, cache.seqlens_k + new, *pools, "seqlens_k with the new keys")
+        reasons = pages.value_reasons(cache.block_table, cache.seqlens_k + new, *pools, " with the new keys")
     if reasons:
         raise ValueError("append was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
 

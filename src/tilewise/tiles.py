@@ -159,7 +159,7 @@ class TileMap:
 
 
 def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> Tensor:
-    """Ends never decrease, so the first and the last line of a tile bound all between them."""
+    """The status of tiles by the interval alone: ends never decrease, so a tile's first and last line bound all between them."""
     lines, line_tile, cross, cross_tile = (
         (grid.keys, tile_n, grid.seqlen_q, tile_m) if by_columns else (grid.seqlen_q, tile_m, grid.keys, tile_n)
     )

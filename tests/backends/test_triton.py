@@ -91,8 +91,8 @@ class TestTriton(Contract):
     def test_agrees_with_the_oracle(self, case):
         agree(self.backend, of_case(case))
 
-    # A moving end beside a fixed one, a predicate with lists of tiles, and gradients scattered, by rows and by columns.
-    @pytest.mark.parametrize("name", ["prefix", "blocks", "causal-bias", "causal-rows-and-columns"])
+    # A moving end beside a fixed one, a predicate with lists of tiles, gradients scattered, by rows and by columns, and counters.
+    @pytest.mark.parametrize("name", ["prefix", "blocks", "causal-bias", "causal-rows-and-columns", "dropout"])
     def test_pieces_of_an_attention_are_the_whole(self, name):
         super().test_pieces_of_an_attention_are_the_whole(name)
 

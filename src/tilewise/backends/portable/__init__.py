@@ -32,7 +32,7 @@ class Portable(Backend):
         self.override = override
 
     def unsupported(self, p: Problem) -> list[str]:
-        return piece_reasons(p, dropout=True)
+        return piece_reasons(p, dropout=1)
 
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)
@@ -107,7 +107,7 @@ class Portable(Backend):
 
 
 def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, whatever the strides of ``x``: what the fake kernel promises."""
+    """Zeros in the shape of ``x``, contiguous whatever its strides are, as the fake kernel promises."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 

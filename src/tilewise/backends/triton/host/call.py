@@ -82,6 +82,7 @@ class Call:
             seed=inputs.seed,
             k_scale=inputs.k_scale,
             v_scale=inputs.v_scale,
+            piece=self.plan.piece_start,
             leaves=tuple(inputs.leaves[slot] for slot in self.plan.emitted.slots),
             **named,
         )

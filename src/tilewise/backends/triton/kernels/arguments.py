@@ -30,6 +30,7 @@ class Tensors(NamedTuple):
         cu_seqlens_q, cu_seqlens_k: where the packed sequences begin, (batch + 1,).
         sink: (heads_q,). seed: int64 (1,).
         k_scale, v_scale: fp32, what multiplies the numbers of a quantised cache.
+        piece: int64 (2,), the call's first query and key in the whole attention, which dropout counts; None where they are 0.
         sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
         lists: the four tensors of ``TileLists``: partial tiles, their counts, full tiles, their counts.
         leaves: the tensors that the mask and the score read. grads: buffers for the gradients of those that want one.
@@ -54,6 +55,7 @@ class Tensors(NamedTuple):
     seed: Any = None
     k_scale: Any = None
     v_scale: Any = None
+    piece: Any = None
     sheet: Any = None
     lists: Any = None
     leaves: Any = ()

@@ -8,6 +8,8 @@ from tilewise import accuracy
 from tilewise.backends.base import Directions, Inputs, OutputGrads
 from tilewise.backends.portable import Portable
 from tilewise.backends.triton import Triton, interpreting
+from tilewise.backends.triton.host import tangent
+from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import check
 from tilewise.testing import Call, call, normal, poisoned, qkv
 
@@ -54,6 +56,16 @@ def in_float64(c: Call) -> Call:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tangents_are_as_good_as_those_of_plain_tiles_in_fp32(name):
+    as_good_as_plain_tiles(name)
+
+
+@pytest.mark.parametrize("name", ["causal-sink-dropout", "packed-product"])
+def test_tiles_by_descriptor_change_nothing(name, monkeypatch):
+    monkeypatch.setattr(tangent, "tangent_tiles", lambda problem, kernel: Tiles(32, 32, 4, 2, tma=True))
+    as_good_as_plain_tiles(name)
+
+
+def as_good_as_plain_tiles(name):
     options = CASES[name]()
     q, k, v = qkv(batch=1, nq=40, nk=70, hq=4, hk=2, d=16, dv=16)
     q, k, v = (x[0, :40] if "cu_seqlens_q" in options else x for x in (q, k, v))
@@ -68,6 +80,17 @@ def test_tangents_are_as_good_as_those_of_plain_tiles_in_fp32(name):
     )
     errors = [accuracy.judge(n, x, exact[n], [plain[n]]) for n, x in got.items()]
     assert not [str(e) for e in errors if not e.ok]
+
+
+def test_a_tangent_that_is_zero_is_not_read():
+    c = call(*qkv(batch=1, nq=40, nk=40, hq=2, hk=1, d=16, dv=16))
+    tangents = [normal(*x.shape, seed=20 + n) for n, x in enumerate((c.t.q, c.t.k, c.t.v))]
+    for moving in range(3):
+        one = [x if n == moving else None for n, x in enumerate(tangents)]
+        zeros = [torch.zeros_like(x) if n != moving else x for n, x in enumerate(tangents)]
+        got, expected = (found(Triton(), c, x, (None, None)) for x in (one, zeros))
+        for name, x in got.items():
+            torch.testing.assert_close(x, expected[name], msg=name)
 
 
 def test_half_precision_is_as_good_as_eagers():

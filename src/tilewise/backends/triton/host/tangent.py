@@ -14,8 +14,8 @@ from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
 from tilewise.backends.triton.host.launch import _batches, _statistics
-from tilewise.backends.triton.host.leaf_sums import LeafSums
 from tilewise.backends.triton.host.launched import View
+from tilewise.backends.triton.host.leaf_sums import LeafSums
 from tilewise.backends.triton.host.plan import Plan, extents_of, operand_strides
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.kernels.emit import Emitted, emit
@@ -173,7 +173,9 @@ def backward_jvp(
         streamed = _streamed(plan, views)
         if by_columns:
             views += tuple(
-                statistics_view(call, tiles, x, 2, apart=2) if streamed["tma"] and not problem.packed else View("", None)
+                statistics_view(call, tiles, x, 2, apart=2)
+                if streamed["tma"] and not problem.packed
+                else View("", None)
                 for x in (lse2, delta)
             )
         facts = plan.facts(tiles, call.align, again=True, **streamed, **plan.moved_facts(directions, moved_sink=False))
@@ -211,7 +213,7 @@ def _directions(along: Directions, do_tangent: Tensor | None) -> dict[str, Tenso
 
 
 def _views(call: Call, tiles: Tiles, directions: dict[str, Tensor | None], *names: str) -> tuple[View, ...]:
-    """A descriptor of each operand, then one of each operand's tangent; None where it is zero, and where one of the others is impossible."""
+    """A descriptor of each operand, then one of each operand's tangent; None where it is zero, and everywhere where one is impossible."""
     none = tuple(View(name, None) for name in names)
     plain = operand_views(call, tiles, *names)
     if plain[0].value is None or any(view.value is not None for view in plain[1::2]):  # a head dim of two pieces

@@ -249,7 +249,9 @@ def stream_moving_keys(n0, i, j, query, keys, work, partial, FACTS: tl.constexpr
     tangents as tiles, () for a tangent that is zero."""
     left = work.seqlen_k - n0
     kept, alive = (), None
-    if not FACTS.whole and partial:  # a key that no row here sees has P = 0, and its rows are not read: they may hold NaN
+    if (
+        not FACTS.whole and partial
+    ):  # a key that no row here sees has P = 0, and its rows are not read: they may hold NaN
         kept = visible_pairs(query, i, j, query.head, work, FACTS)
         if FACTS.keep is not None:
             alive = tl.max(kept.to(tl.int32), 0) > 0

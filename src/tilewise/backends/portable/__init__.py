@@ -37,7 +37,7 @@ class Portable(Backend):
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)
 
-    def without_tangents(self, p: Problem) -> list[str]:
+    def without_tangents(self, p: Problem, second: bool) -> list[str]:
         return ["a cache in pages has no tangents"] if p.paged else []
 
     def forward(self, p: Problem, t: Inputs) -> Output:

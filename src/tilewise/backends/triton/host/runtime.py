@@ -15,7 +15,17 @@ from tilewise.backends.triton.tiles import Tiles
 def kernels() -> SimpleNamespace:
     """The kernels and the bundles of their arguments, by name. Triton is imported here, at the first launch."""
     import triton
-    from tilewise.backends.triton.kernels import append, arguments, backward, forward, paged, pair_bias, tangent, terms
+    from tilewise.backends.triton.kernels import (
+        append,
+        arguments,
+        backward,
+        forward,
+        paged,
+        pair_bias,
+        tangent,
+        tangent_tiles,
+        terms,
+    )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(
@@ -33,7 +43,7 @@ def kernels() -> SimpleNamespace:
         tangent=tangent.tangent_kernel,
         dq_tangent=tangent.dq_tangent_kernel,
         dkdv_tangent=tangent.dkdv_tangent_kernel,
-        Moved=tangent.Moved,
+        Moved=tangent_tiles.Moved,
         append=append.append_kernel,
         AppendTensors=append.AppendTensors,
         AppendSizes=append.AppendSizes,

@@ -33,8 +33,8 @@ TANGENT_TILES = {
     256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
 }
 HOPPER_TILES = {
-    64: (Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 2, True)),
-    128: (Tiles(64, 32, 4, 2, True), Tiles(64, 32, 4, 2, True), Tiles(32, 64, 4, 2, True)),
+    64: (Tiles(64, 32, 4, 2, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 2, True)),
+    128: (Tiles(128, 64, 8, 2, True), Tiles(64, 32, 4, 2, True), Tiles(32, 64, 4, 2, True)),
     256: (Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(64, 64, 8, 2, True)),
 }
 # What is made smaller, in turn, until tiles fit.

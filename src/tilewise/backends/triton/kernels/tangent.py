@@ -13,260 +13,44 @@ Whole tiles come by descriptor where one may read them, as in `forward` and `bac
 registers that hold the tiles of pairs. A product is written where its result is next used, so that few such tiles live at once.
 """
 
-# ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
-# tuples are added, not unpacked
-
-from typing import Any, NamedTuple
+# ruff: noqa: RUF005 - Triton's tuples are added, not unpacked
 
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, work_tile
-from tilewise.backends.triton.kernels.backward import (
-    key_sources,
-    load_statistics,
-    query_head,
-    score_exponent,
-    visible_pairs,
-)
+from tilewise.backends.triton.kernels.backward import score_exponent, visible_pairs
 from tilewise.backends.triton.kernels.mask import (
     block_lists,
     dropout_keep,
-    key_interval,
     m_block_ranges,
     n_block_ranges,
     partial_block,
     query_interval,
 )
 from tilewise.backends.triton.kernels.maths import exp, here
+from tilewise.backends.triton.kernels.tangent_tiles import (
+    contiguous_source,
+    load_moving_keys,
+    load_moving_rows,
+    load_moving_tiles,
+    load_tangent_rows,
+    moving_head,
+    moving_keys,
+    row_line,
+    stream_moving_keys,
+    stream_statistic,
+)
 from tilewise.backends.triton.kernels.tile import (
-    LOG2E,
-    Source,
     accumulate,
     dot,
     dot_transposed,
     exponential,
     load_rows,
-    load_streamed,
-    source_of,
     store_rows,
     zeros,
 )
 
-
-class Moved(NamedTuple):
-    """Pointers to tangents, all contiguous: of q, k, v, dO and the sink; of o and lse, which the first kernel writes; for the other
-    kernels, of lse and delta with ``Sizes.seqlen_q_rounded`` rows a head. None where a kernel has no use for one, or it is zero:
-    ``FACTS.moved_q`` and so on say which are not."""
-
-    q: Any = None
-    k: Any = None
-    v: Any = None
-    do: Any = None
-    o: Any = None
-    lse: Any = None
-    delta: Any = None
-    sink: Any = None
-
-
-class MovingRows(NamedTuple):
-    """A query tile and its tangents.
-
-    Attributes:
-        m0, head: its first row and its query head. lo, hi: the key interval of each row, int32 (tile_m,).
-        q, do, moved_q, moved_do: tiles; () where a kernel does not need one, or it is zero. lse2, delta, moved_lse, moved_delta: fp32
-            (tile_m,).
-    """
-
-    m0: Any
-    head: Any
-    lo: Any
-    hi: Any
-    q: Any
-    do: Any
-    moved_q: Any
-    moved_do: Any
-    lse2: Any
-    delta: Any
-    moved_lse: Any
-    moved_delta: Any
-
-
-class MovingHead(NamedTuple):
-    """The query rows of one head and their tangents, to be loaded tile by tile.
-
-    Attributes:
-        rows: the :class:`QueryHead`. moved_q, moved_do: sources; () for a tangent that is zero.
-        lse, delta: descriptors of lse2 and delta, each above its tangent; pointers, unused, where there are none.
-    """
-
-    rows: Any
-    moved_q: Any
-    moved_do: Any
-    lse: Any
-    delta: Any
-
-
-class MovingKeys(NamedTuple):
-    """The sources of k and v of a key head, or tiles of them, and of their tangents; () for a tangent that is zero."""
-
-    k: Any
-    v: Any
-    moved_k: Any
-    moved_v: Any
-
-
-# -- Load ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def contiguous_source(tensor, view, heads, seqlen, work, start, head, OF_V: tl.constexpr, FACTS: tl.constexpr):
-    """The Source of a head of a contiguous tensor (batch, seqlen, heads, head_dim), packed without batch; ``view`` is its descriptor,
-    or None."""
-    DIM: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
-    token = tl.cast(start, tl.int64)
-    if not FACTS.packed:
-        token += tl.cast(work.b, tl.int64) * seqlen
-    row = heads * DIM
-    if view is None:
-        view = tensor
-    b = work.b * 0 if FACTS.packed else work.b  # a packed tensor's descriptor has a batch of one
-    return Source(tensor + (token * row + head * DIM), row, (view, view), b, head, start)
-
-
-@triton.jit
-def moving_keys(tensors, moved, sizes, work, head_k, views, FACTS: tl.constexpr):
-    """The :class:`MovingKeys` of a key head; ``views`` are descriptors of k, v and their tangents, or None."""
-    k_view, v_view, moved_k_view, moved_v_view = views
-    k, v = key_sources(tensors, sizes, work, head_k, (k_view, None), (v_view, None), FACTS)
-    heads, length, start = sizes.heads_k, sizes.seqlen_k, work.start_k
-    moved_k, moved_v = (), ()
-    if FACTS.moved_k:
-        moved_k = contiguous_source(moved.k, moved_k_view, heads, length, work, start, head_k, False, FACTS)
-    if FACTS.moved_v:
-        moved_v = contiguous_source(moved.v, moved_v_view, heads, length, work, start, head_k, True, FACTS)
-    return MovingKeys(k, v, moved_k, moved_v)
-
-
-@triton.jit
-def moving_head(tensors, moved, sizes, work, head, views, statistics, FACTS: tl.constexpr):
-    """The :class:`MovingHead` of a query head.
-
-    Args:
-        views: descriptors of q, dO and their tangents. statistics: those of ``lse`` and ``delta``. All may be None.
-    """
-    q_view, do_view, moved_q_view, moved_do_view = views
-    rows = query_head(tensors, sizes, work, head, (q_view, None), (do_view, None), None, FACTS)
-    length, start = sizes.seqlen_q, work.start_q
-    moved_q, moved_do = (), ()
-    if FACTS.moved_q:
-        moved_q = contiguous_source(moved.q, moved_q_view, sizes.heads_q, length, work, start, head, False, FACTS)
-    if FACTS.moved_do:
-        moved_do = contiguous_source(moved.do, moved_do_view, sizes.heads_q, length, work, start, head, True, FACTS)
-    lse, delta = statistics
-    return MovingHead(
-        rows, moved_q, moved_do, moved.lse if lse is None else lse, moved.delta if delta is None else delta
-    )
-
-
-@triton.jit
-def load_tangent_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr):
-    """The :class:`MovingRows` of the forward's pass: without dO and delta."""
-    left = work.seqlen_q - m0
-    i = m0 + tl.arange(0, FACTS.tile_m)
-    q = source_of(tensors.q, (None, None), sizes.q, work, work.start_q, head, FACTS)
-    line = row_line(head, sizes, work, FACTS)
-    lse = tl.load(tensors.lse + line + i, mask=i < work.seqlen_q, other=float("-inf"))
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse if FACTS.natural else lse * LOG2E)
-    lo, hi = key_interval(i, head, work, FACTS)
-    # Q and its tangent: (tile_m, head_dim), in the inputs' dtype.
-    q = load_rows(q, m0, left, None, FACTS.tile_m, False, True, FACTS)
-    moved_q = ()
-    if FACTS.moved_q:
-        source = contiguous_source(moved.q, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, False, FACTS)
-        moved_q = load_rows(source, m0, left, None, FACTS.tile_m, False, True, FACTS)
-    return MovingRows(m0, head, lo, hi, q, (), moved_q, (), lse2, lse2, lse2, lse2)
-
-
-@triton.jit
-def row_line(head, sizes, work, FACTS: tl.constexpr):
-    """The 64-bit offset of the sequence's first row in tensors of lse's shape."""
-    line = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q
-    if not FACTS.packed:
-        line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
-    return line
-
-
-@triton.jit
-def load_moving_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr):
-    """The :class:`MovingRows` at ``m0`` of a :class:`MovingHead`; rows past the last are zero, and their P is 0."""
-    i = m0 + tl.arange(0, FACTS.tile_m)
-    lo, hi = key_interval(i, head.rows.head, work, FACTS)
-    q, do, moved_q, moved_do = load_moving_tiles(m0, head, work, True, False, FACTS)
-    start, ok = head.rows.statistics_start, i < work.seqlen_q
-    lse2, delta = load_statistics(tensors, start, i, work.seqlen_q, True)
-    moved_lse = tl.load(moved.lse + start + i, mask=ok, other=0.0)
-    moved_delta = tl.load(moved.delta + start + i, mask=ok, other=0.0)
-    return MovingRows(m0, head.rows.head, lo, hi, q, do, moved_q, moved_do, lse2, delta, moved_lse, moved_delta)
-
-
-@triton.jit
-def load_moving_tiles(m0, head, work, partial, STREAMED: tl.constexpr, FACTS: tl.constexpr):
-    """q, dO and their tangents at ``m0`` of a :class:`MovingHead`, () for a tangent that is zero; (tile_m, head_dim) and
-    (tile_m, head_dim_v), in the inputs' dtype, zero past the last row. STREAMED in a loop: by descriptor where one may read them."""
-    left = work.seqlen_q - m0
-    moved_q, moved_do = (), ()
-    if STREAMED:
-        q = load_streamed(head.rows.q, m0, left, None, FACTS.tile_m, False, partial, FACTS)
-        if FACTS.moved_q:
-            moved_q = load_streamed(head.moved_q, m0, left, None, FACTS.tile_m, False, partial, FACTS)
-        do = load_streamed(head.rows.do, m0, left, None, FACTS.tile_m, True, partial, FACTS)
-        if FACTS.moved_do:
-            moved_do = load_streamed(head.moved_do, m0, left, None, FACTS.tile_m, True, partial, FACTS)
-    else:
-        q = load_rows(head.rows.q, m0, left, None, FACTS.tile_m, False, True, FACTS)
-        if FACTS.moved_q:
-            moved_q = load_rows(head.moved_q, m0, left, None, FACTS.tile_m, False, True, FACTS)
-        do = load_rows(head.rows.do, m0, left, None, FACTS.tile_m, True, True, FACTS)
-        if FACTS.moved_do:
-            moved_do = load_rows(head.moved_do, m0, left, None, FACTS.tile_m, True, True, FACTS)
-    return q, do, moved_q, moved_do
-
-
-@triton.jit
-def stream_statistic(m0, plain, moved, view, start, work, partial, FACTS: tl.constexpr):
-    """lse2 or delta, ``plain``, of the rows at ``m0`` and its tangent, fp32 (tile_m,); past the last row they may be anything."""
-    if (FACTS.whole or (FACTS.tma and not partial)) and not FACTS.packed:
-        return tl.split(tl.trans(view.load([0, (start + m0).to(tl.int32)])))  # (2, tile_m) in one load
-    else:
-        at = start + m0 + tl.arange(0, FACTS.tile_m)
-        ok = m0 + tl.arange(0, FACTS.tile_m) < work.seqlen_q
-        return tl.load(plain + at, mask=ok, other=0.0), tl.load(moved + at, mask=ok, other=0.0)
-
-
-@triton.jit
-def stream_moving_keys(n0, i, j, query, keys, work, partial, FACTS: tl.constexpr):
-    """The pairs of the tile at ``n0`` that count, bool (tile_m, tile_n), () where all do or :func:`hide` asks; then k, v and their
-    tangents as tiles, () for a tangent that is zero."""
-    left = work.seqlen_k - n0
-    kept, alive = (), None
-    if (
-        not FACTS.whole and partial
-    ):  # a key that no row here sees has P = 0, and its rows are not read: they may hold NaN
-        kept = visible_pairs(query, i, j, query.head, work, FACTS)
-        if FACTS.keep is not None:
-            alive = tl.max(kept.to(tl.int32), 0) > 0
-        elif FACTS.masked:
-            first, last = query_interval(j, query.head, work, FACTS)
-            alive = first < last
-    # K, V and their tangents: (tile_n, head_dim) and (tile_n, head_dim_v), in the inputs' dtype, in the order of their use.
-    k = load_streamed(keys.k, n0, left, alive, FACTS.tile_n, False, partial, FACTS)
-    moved_k, moved_v = (), ()
-    if FACTS.moved_k:
-        moved_k = load_streamed(keys.moved_k, n0, left, alive, FACTS.tile_n, False, partial, FACTS)
-    v = load_streamed(keys.v, n0, left, alive, FACTS.tile_n, True, partial, FACTS)
-    if FACTS.moved_v:
-        moved_v = load_streamed(keys.moved_v, n0, left, alive, FACTS.tile_n, True, partial, FACTS)
-    return kept, k, v, moved_k, moved_v
+# -- Pairs ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -278,6 +62,45 @@ def hide(p, kept, i, j, query, work, partial, FACTS: tl.constexpr):
         else:
             p = tl.where(kept, p, 0.0)
     return p
+
+
+@triton.jit
+def tangent_of_product(left, right, moved_left, moved_right, FACTS: tl.constexpr):
+    """The tangent of ``left rightᵀ`` in fp32, (rows of left, rows of right); tangents that are () are zero."""
+    total = None
+    for piece in tl.static_range(len(moved_left)):
+        total = dot(moved_left[piece], tl.trans(right[piece]), total, FACTS)
+    for piece in tl.static_range(len(moved_right)):
+        total = dot(left[piece], tl.trans(moved_right[piece]), total, FACTS)
+    if total is None:
+        total = tl.full([left[0].shape[0], right[0].shape[0]], 0.0, tl.float32)
+    return total
+
+
+@triton.jit
+def scores_moving(s, ds, lse2, head, i, j, scales, work, FACTS: tl.constexpr):
+    """P and the tangent of the scores, (30), for tiles of products of q and k and of their tangents; i, j and lse2 broadcast."""
+    p = exponential(score_exponent(s, head, i, j, scales, work, FACTS) - lse2, FACTS)
+    ds = ds * scales.softmax
+    if FACTS.moved is not None:
+        ds = tl.broadcast_to(FACTS.moved(s, ds, work.b, head, i, j, work).to(tl.float32), s.shape)
+    return p, ds
+
+
+@triton.jit
+def through_score(dz, moved_dz, p, s, ds, head, i, j, scales, work, FACTS: tl.constexpr):
+    """dS and its tangent, from those of dZ."""
+    if FACTS.slope is not None:
+        moved_dz = moved_dz * FACTS.slope(s, work.b, head, i, j, work)
+        ds = ds * scales.softmax
+        moved_dz += dz * FACTS.moved_slope(s, ds, work.b, head, i, j, work)
+        dz = dz * FACTS.slope(s, work.b, head, i, j, work)
+        # 0 times a slope that is not finite
+        dz, moved_dz = tl.where(p == 0.0, 0.0, dz), tl.where(p == 0.0, 0.0, moved_dz)
+    return dz, moved_dz
+
+
+# -- Walking over key tiles ----------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -320,45 +143,6 @@ def over_key_tiles(
                     n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, True, FACTS
                 )
     return first_sum, second_sum
-
-
-# -- Pairs ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def tangent_of_product(left, right, moved_left, moved_right, FACTS: tl.constexpr):
-    """The tangent of ``left rightᵀ`` in fp32, (rows of left, rows of right); tangents that are () are zero."""
-    total = None
-    for piece in tl.static_range(len(moved_left)):
-        total = dot(moved_left[piece], tl.trans(right[piece]), total, FACTS)
-    for piece in tl.static_range(len(moved_right)):
-        total = dot(left[piece], tl.trans(moved_right[piece]), total, FACTS)
-    if total is None:
-        total = tl.full([left[0].shape[0], right[0].shape[0]], 0.0, tl.float32)
-    return total
-
-
-@triton.jit
-def scores_moving(s, ds, lse2, head, i, j, scales, work, FACTS: tl.constexpr):
-    """P and the tangent of the scores, (30), for tiles of products of q and k and of their tangents; i, j and lse2 broadcast."""
-    p = exponential(score_exponent(s, head, i, j, scales, work, FACTS) - lse2, FACTS)
-    ds = ds * scales.softmax
-    if FACTS.moved is not None:
-        ds = tl.broadcast_to(FACTS.moved(s, ds, work.b, head, i, j, work).to(tl.float32), s.shape)
-    return p, ds
-
-
-@triton.jit
-def through_score(dz, moved_dz, p, s, ds, head, i, j, scales, work, FACTS: tl.constexpr):
-    """dS and its tangent, from those of dZ."""
-    if FACTS.slope is not None:
-        moved_dz = moved_dz * FACTS.slope(s, work.b, head, i, j, work)
-        ds = ds * scales.softmax
-        moved_dz += dz * FACTS.moved_slope(s, ds, work.b, head, i, j, work)
-        dz = dz * FACTS.slope(s, work.b, head, i, j, work)
-        # 0 times a slope that is not finite
-        dz, moved_dz = tl.where(p == 0.0, 0.0, dz), tl.where(p == 0.0, 0.0, moved_dz)
-    return dz, moved_dz
 
 
 # -- The forward: query tiles outside ------------------------------------------------------------------------------
@@ -529,14 +313,10 @@ def dkdv_tangent_kernel(
             partial, partials, full, fulls, _ = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
             for t in range(fulls):
                 m0 = tl.load(full + t) * FACTS.tile_m
-                dk, dv = dkdv_tangent_block(
-                    m0, dk, dv, n0, keys, rows, tensors, moved, sizes, scales, work, False, FACTS
-                )
+                dk, dv = dkdv_tangent_block(m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, False, FACTS)
             for t in range(partials):
                 m0 = tl.load(partial + t) * FACTS.tile_m
-                dk, dv = dkdv_tangent_block(
-                    m0, dk, dv, n0, keys, rows, tensors, moved, sizes, scales, work, True, FACTS
-                )
+                dk, dv = dkdv_tangent_block(m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, True, FACTS)
         else:
             first, full, full_end, last = m_block_ranges(n0, head, work, FACTS)
             if FACTS.whole:
@@ -544,19 +324,19 @@ def dkdv_tangent_kernel(
                     partial = (n < full) | (n >= full_end)
                     m0 = n * FACTS.tile_m
                     dk, dv = dkdv_tangent_block(
-                        m0, dk, dv, n0, keys, rows, tensors, moved, sizes, scales, work, partial, FACTS
+                        m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, partial, FACTS
                     )
             else:
                 if FACTS.keep is None:
                     for n in range(full, full_end):
                         m0 = n * FACTS.tile_m
                         dk, dv = dkdv_tangent_block(
-                            m0, dk, dv, n0, keys, rows, tensors, moved, sizes, scales, work, False, FACTS
+                            m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, False, FACTS
                         )
                 for t in range((full - first) + (last - full_end)):
                     m0 = partial_block(t, first, full, full_end) * FACTS.tile_m
                     dk, dv = dkdv_tangent_block(
-                        m0, dk, dv, n0, keys, rows, tensors, moved, sizes, scales, work, True, FACTS
+                        m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, True, FACTS
                     )
     left, heads, length, start = work.seqlen_k - n0, sizes.heads_k, sizes.seqlen_k, work.start_k
     to_k = contiguous_source(tensors.dk, None, heads, length, work, start, head_k, False, FACTS)
@@ -567,27 +347,10 @@ def dkdv_tangent_kernel(
 
 
 @triton.jit
-def load_moving_keys(n0, tensors, moved, sizes, work, head_k, FACTS: tl.constexpr):
-    """The :class:`MovingKeys` at ``n0`` as tiles; rows past the last are zero."""
-    keys = moving_keys(tensors, moved, sizes, work, head_k, (None, None, None, None), FACTS)
-    left = work.seqlen_k - n0
-    moved_k, moved_v = (), ()
-    if FACTS.moved_k:
-        moved_k = load_rows(keys.moved_k, n0, left, None, FACTS.tile_n, False, True, FACTS)
-    if FACTS.moved_v:
-        moved_v = load_rows(keys.moved_v, n0, left, None, FACTS.tile_n, True, True, FACTS)
-    return MovingKeys(
-        load_rows(keys.k, n0, left, None, FACTS.tile_n, False, True, FACTS),
-        load_rows(keys.v, n0, left, None, FACTS.tile_n, True, True, FACTS),
-        moved_k,
-        moved_v,
-    )
-
-
-@triton.jit
-def dkdv_tangent_block(m0, dk, dv, n0, keys, rows, tensors, moved, sizes, scales, work, partial, FACTS: tl.constexpr):
+def dkdv_tangent_block(m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, partial, FACTS: tl.constexpr):
     """``(dk, dv)``, the sums of their tangents, after the query tile at ``m0``; all tiles of pairs are (tile_n, tile_m)."""
-    i, j, head = m0 + tl.arange(0, FACTS.tile_m), n0 + tl.arange(0, FACTS.tile_n), rows.rows.head
+    n0, head = work.block * FACTS.tile_n, rows.rows.head
+    i, j = m0 + tl.arange(0, FACTS.tile_m), n0 + tl.arange(0, FACTS.tile_n)
     q, do, moved_q, moved_do = load_moving_tiles(m0, rows, work, partial, True, FACTS)
     s = dot_transposed(keys.k, q, FACTS)  # Sᵀ = K Qᵀ, (tile_n, tile_m) fp32
     raw = tangent_of_product(keys.k, q, keys.moved_k, moved_q, FACTS)

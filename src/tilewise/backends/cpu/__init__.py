@@ -52,7 +52,7 @@ class Cpu(Backend):
             reasons.append(loaded)
         else:
             reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
-        reasons += piece_reasons(p, dropout=True)
+        reasons += piece_reasons(p, dropout=1)
         if p.paged and any(x.stride[-1] != 1 and x.shape[-1] > 1 for x in (p.k, p.v)):
             reasons.append("pages whose last stride is not 1: it would copy all of them")
         if program.too_many_dimensions(p.spec):

@@ -80,7 +80,7 @@ class Triton(Backend):
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
-        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem, dropout=16)
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):

@@ -157,6 +157,14 @@ class Decisions:
         return runtime.kernels().Scales(float(problem.softmax_scale), keep, runtime.opaque(self.emitted.numbers))
 
     @cached_property
+    def piece_start(self) -> torch.Tensor | None:
+        """The call's first query and key in the whole attention, int64 (2,), where dropout counts from them; else None."""
+        piece = self.problem.spec.piece
+        if piece is None or not self.problem.spec.dropout_p:
+            return None
+        return torch.tensor([piece.q_start, piece.k_start], device=self.problem.device)
+
+    @cached_property
     def pair_leaf(self) -> tuple[int, tuple] | None:
         """The leaf whose tiles a descriptor may bring to the score: ``(slot, leading indices)``, each index a name or a number."""
         lookup = described_lookup(self.problem)

@@ -1,4 +1,4 @@
-"""What the kernels of tangents load: q, k, v and dO, their tangents, and the statistics of the rows with theirs.
+"""The loads of the kernels of tangents: q, k, v and dO, their tangents, and the statistics of the rows with theirs.
 
 Tangents are contiguous. A tile of one that is zero is () and takes neither loads nor registers.
 """
@@ -85,6 +85,7 @@ def contiguous_source(tensor, view, heads, seqlen, work, start, head, OF_V: tl.c
     """The Source of a head of a contiguous tensor (batch, seqlen, heads, head_dim), packed without batch; ``view`` is its descriptor,
     or None."""
     DIM: tl.constexpr = FACTS.head_dim_v if OF_V else FACTS.head_dim
+    # The base is 64-bit: a tensor may exceed 2**31 elements.
     token = tl.cast(start, tl.int64)
     if not FACTS.packed:
         token += tl.cast(work.b, tl.int64) * seqlen
@@ -138,6 +139,7 @@ def load_tangent_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr
     q = source_of(tensors.q, (None, None), sizes.q, work, work.start_q, head, FACTS)
     line = row_line(head, sizes, work, FACTS)
     lse = tl.load(tensors.lse + line + i, mask=i < work.seqlen_q, other=float("-inf"))
+    # A row that saw no key gets +inf, and all of its P are 0.
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse if FACTS.natural else lse * LOG2E)
     lo, hi = key_interval(i, head, work, FACTS)
     # Q and its tangent: (tile_m, head_dim), in the inputs' dtype.
@@ -152,6 +154,7 @@ def load_tangent_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr
 @triton.jit
 def row_line(head, sizes, work, FACTS: tl.constexpr):
     """The 64-bit offset of the sequence's first row in tensors of lse's shape."""
+    # Heads are outside the rows; packed sequences lie one after the other within a head.
     line = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q
     if not FACTS.packed:
         line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
@@ -164,6 +167,7 @@ def load_moving_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr)
     i = m0 + tl.arange(0, FACTS.tile_m)
     lo, hi = key_interval(i, head.rows.head, work, FACTS)
     q, do, moved_q, moved_do = load_moving_tiles(m0, head, work, True, False, FACTS)
+    # lse2 and delta and their tangents: fp32 (tile_m,), a few numbers a thread, since a row lies along the warp's columns.
     start, ok = head.rows.statistics_start, i < work.seqlen_q
     lse2, delta = load_statistics(tensors, start, i, work.seqlen_q, True)
     moved_lse = tl.load(moved.lse + start + i, mask=ok, other=0.0)
@@ -177,6 +181,7 @@ def load_moving_tiles(m0, head, work, partial, STREAMED: tl.constexpr, FACTS: tl
     (tile_m, head_dim_v), in the inputs' dtype, zero past the last row. STREAMED in a loop: by descriptor where one may read them."""
     left = work.seqlen_q - m0
     moved_q, moved_do = (), ()
+    # By TMA or cp.async to shared memory. Partner: the barrier of this stage of the loop, on which the first product waits.
     if STREAMED:
         q = load_streamed(head.rows.q, m0, left, None, FACTS.tile_m, False, partial, FACTS)
         if FACTS.moved_q:
@@ -200,6 +205,7 @@ def stream_statistic(m0, plain, moved, view, start, work, partial, FACTS: tl.con
     if (FACTS.whole or (FACTS.tma and not partial)) and not FACTS.packed:
         return tl.split(tl.trans(view.load([0, (start + m0).to(tl.int32)])))  # (2, tile_m) in one load
     else:
+        # An address for every number of a thread: these tiles are few, or come without descriptors.
         at = start + m0 + tl.arange(0, FACTS.tile_m)
         ok = m0 + tl.arange(0, FACTS.tile_m) < work.seqlen_q
         return tl.load(plain + at, mask=ok, other=0.0), tl.load(moved + at, mask=ok, other=0.0)

@@ -99,6 +99,7 @@ def contiguous_source(tensor, view, heads, seqlen, work, start, head, OF_V: tl.c
 @triton.jit
 def moving_keys(tensors, moved, sizes, work, head_k, views, FACTS: tl.constexpr):
     """The :class:`MovingKeys` of a key head; ``views`` are descriptors of k, v and their tangents, or None."""
+    # A head dim of one piece has one descriptor; others come by pointers.
     k_view, v_view, moved_k_view, moved_v_view = views
     k, v = key_sources(tensors, sizes, work, head_k, (k_view, None), (v_view, None), FACTS)
     heads, length, start = sizes.heads_k, sizes.seqlen_k, work.start_k
@@ -125,6 +126,7 @@ def moving_head(tensors, moved, sizes, work, head, views, statistics, FACTS: tl.
         moved_q = contiguous_source(moved.q, moved_q_view, sizes.heads_q, length, work, start, head, False, FACTS)
     if FACTS.moved_do:
         moved_do = contiguous_source(moved.do, moved_do_view, sizes.heads_q, length, work, start, head, True, FACTS)
+    # Without a descriptor the argument must still be some tensor: it is never read.
     lse, delta = statistics
     return MovingHead(
         rows, moved_q, moved_do, moved.lse if lse is None else lse, moved.delta if delta is None else delta

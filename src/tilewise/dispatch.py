@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from tilewise.backends.base import Backend, Inputs, Pages
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check, check_values
 from tilewise.spec import Options, assemble, parse_spec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,7 @@ class Explanation:
 
     ``tangents``: the backend of forward mode; ``second``: that of second derivatives; ``tangents_refused``, ``second_refused``: why
     not those that come before it.
+    ``tile``: queries and keys of a tile of the forward, where the backend has such tiles. ``extras``: the call's tensors beside q, k, v.
     """
 
     problem: Problem
@@ -190,6 +194,8 @@ class Explanation:
     tangents_refused: dict[str, list[str]]
     second: str | None
     second_refused: dict[str, list[str]]
+    tile: tuple[int, int] | None = field(default=None, kw_only=True)
+    extras: tuple[Tensor, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def __str__(self) -> str:
         p, facts = self.problem, devices.of(self.problem.device)
@@ -221,6 +227,23 @@ class Explanation:
             "second": self.second,
         }
 
+    def plot(self, batch: int = 0, head: int = 0) -> Figure:
+        """A matplotlib figure of the tiles that the forward visits, full, partial and skipped, of the score, and of this text.
+
+        It reads the call's masks and scores back from their device. ``figure.savefig("call.png")`` saves it.
+
+        Args:
+            batch: whose tiles: the batch element, or the sequence of a packed call. head: the query head.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is no such batch element or head.
+            NotImplementedError: a part of an attention over ranks.
+        """
+        from tilewise.pictures import explained  # which nothing that computes needs
+
+        return explained.plot(self.problem, self.extras, self.tile, str(self), (batch, head))
+
 
 def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
     """Why a backend does not run a problem that another one runs, or none."""
@@ -243,11 +266,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
         ValueError: a wrong call.
     """
     extras, seed, text = assemble(q, k, v, options)
-    return explained(check(q, k, v, extras, seed, parse_spec(text)))
+    return explained(check(q, k, v, extras, seed, parse_spec(text)), extras)
 
 
-def explained(p: Problem) -> Explanation:
-    """Who would run a problem, and why not the others."""
+def explained(p: Problem, extras: Sequence[Tensor] = ()) -> Explanation:
+    """Who would run a problem, and why not the others; ``extras`` are its tensors, for a picture."""
     names = candidates(p)
     everything = get_args(What)
     reasons = {what: {name: _reasons(name, p, what) for name in names} for what in everything}
@@ -258,4 +281,5 @@ def explained(p: Problem) -> Explanation:
     return Explanation(
         p, chosen, config.describe() if config else "", flops, config.traffic(p) if config else 0, refused,
         tangents, reasons["forward mode"], second, reasons["second derivatives"],
+        tile=backend(chosen).tile(p) if chosen else None, extras=tuple(extras),
     )  # fmt: skip

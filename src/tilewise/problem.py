@@ -416,17 +416,22 @@ def read_reasons(
     return reasons
 
 
-def show_reasons(region: Region, shapes: Sequence[tuple[int, ...]], at: Mapping[str, int]) -> list[str]:
-    """Why ``tw.show_mask`` cannot show a mask ``at`` these ``seqlen_q, seqlen_k, batch, head``."""
+def show_reasons(
+    region: Region, shapes: Sequence[tuple[int, ...]], at: Mapping[str, int], score: expr.Expr | None = None
+) -> list[str]:
+    """Why a mask, or a score, cannot be shown ``at`` these ``seqlen_q, seqlen_k, batch, head``; ``shapes`` of the leaves by slot."""
     reasons = [f"{name} must be a whole number >= 0, got {n!r}" for name, n in at.items() if not _is_size(n)]
     if reasons:
         return reasons
-    for e in expr.lookups(*region.parts):
+    for e in expr.lookups(*region.parts, *([] if score is None else [score])):
         for x, size in zip(e.args[1:], shapes[e.args[0][1]], strict=True):
             name = {"b": "batch", "h": "head"}.get(_plain_index(x)[0])
             if name and at[name] >= size:
-                reasons.append(f"{name} {at[name]} is out of range: a tensor of the mask has {size}")
-    return list(dict.fromkeys(reasons + read_reasons(region, None, shapes, {"i": at["seqlen_q"], "j": at["seqlen_k"]})))
+                owner = "mask" if score is None else "mask or score"
+                reasons.append(f"{name} {at[name]} is out of range: a tensor of the {owner} has {size}")
+    return list(
+        dict.fromkeys(reasons + read_reasons(region, score, shapes, {"i": at["seqlen_q"], "j": at["seqlen_k"]}))
+    )
 
 
 def _is_size(n: object) -> bool:

@@ -151,6 +151,10 @@ class Backend(Protocol):
 
     def config(self, p: Problem) -> Config: ...
 
+    def tile(self, p: Problem) -> tuple[int, int] | None:
+        """Queries and keys of a tile of the forward; None: it has no tiles of one size."""
+        return None
+
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...

@@ -1,6 +1,7 @@
 """Attention in native C++ on the CPU: tiles nested for registers, L1 and L2, forward and backward.
 
-The library is loaded by ctypes and knows neither Python nor torch; the code is in ``native/``, one file a job.
+The library is loaded by ctypes and knows neither Python nor torch; the code is in ``native/``, one file a job. ``config`` chooses tiles,
+``call`` makes the struct of a call, ``program`` turns masks and scores into instructions for it, and ``library`` finds and runs it.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Cpu(Backend):
 
     def config(self, p: Problem) -> Config:
         return self.override or choose(p, self.isa or library.chosen_isa())
+
+    def tile(self, p: Problem) -> tuple[int, int]:
+        return self.config(p).tile_m, self.config(p).tile_n
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         out = empty_output(p, t.q, t.v)

@@ -25,6 +25,7 @@ def kernels() -> SimpleNamespace:
         tangent,
         tangent_tiles,
         terms,
+        tile_map,
     )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -44,6 +45,9 @@ def kernels() -> SimpleNamespace:
         dq_tangent=tangent.dq_tangent_kernel,
         dkdv_tangent=tangent.dkdv_tangent_kernel,
         Moved=tangent_tiles.Moved,
+        tile_map=tile_map.tile_map_kernel,
+        MapTensors=tile_map.MapTensors,
+        MapSizes=tile_map.MapSizes,
         append=append.append_kernel,
         AppendTensors=append.AppendTensors,
         AppendSizes=append.AppendSizes,

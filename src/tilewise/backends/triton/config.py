@@ -300,6 +300,8 @@ PAIRED = {
         ),
     )
 }
+# Where v lies in k's memory, and a tile of rows has many heads of one query (docs/decisions.md#triton-latent).
+LATENT = {"sm90": (Choices(576, forward=_tma((64, 64, 8, 2))),)}
 # Where one query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
 DECODING = {
     "sm90": (

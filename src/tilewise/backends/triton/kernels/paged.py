@@ -42,7 +42,7 @@ from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
 from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax, with_sink
 from tilewise.backends.triton.kernels.mask import key_interval
 from tilewise.backends.triton.kernels.maths import exp, log, plain
-from tilewise.backends.triton.kernels.tile import LN2, accumulate, dot_transposed, rescaled, zeros
+from tilewise.backends.triton.kernels.tile import LN2, accumulate, dot, dot_transposed, rescaled, zeros
 
 # P times the scale of a value is rounded to q's dtype. Times this power of two as well it keeps as many bits in fp16 as the value
 # times its scale would: e4m3 numbers go up to 448.
@@ -431,21 +431,26 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         k = unpacked_tiles(k, tile.q[0].dtype)
     if FACTS.latent:
         v = first_pieces(k, FACTS)
-    s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
-    # The scale of K comes after the product, in fp32: e4m3 times a scale would be rounded to 16 bits.
-    if FACTS.k_scale == "one":
-        s = s * tile.k_scale
-    elif FACTS.k_scale == "each":
-        s = s * load_scales(tile.k_scale, page, n0, alive, FACTS)[None, :]
-    if FACTS.bounded:  # no exponential overflows, and any m is as exact as the maximum
-        m_new, p = m, bounded_exponentials(s, tile, j, scales, work, FACTS)
-        p = hidden(p, kept, 0.0)
-        l += tl.sum(p, 1)
+    if FACTS.latent:
+        # Where a product leads to another, Triton lets warps share its rows alone: of 64 rows two warp groups would compute the same.
+        # It does not look past a branch. These are always taken, by conditions that differ, or they would become one
+        # (docs/decisions.md#triton-latent).
+        s = tl.full([FACTS.tile_m, FACTS.tile_n], 0.0, tl.float32)
+        for n in tl.static_range(len(k) - 1):
+            if n0 - n < tile.stop:
+                s = dot(tile.q[n], tl.trans(k[n]), s, FACTS)
+        m_new, l_new, rescale = m, l, m
+        p = tl.full([FACTS.tile_m, FACTS.tile_n], 0.0, v[0].dtype)
+        if n0 - len(k) < tile.stop:
+            s = dot(tile.q[len(k) - 1], tl.trans(k[len(k) - 1]), s, FACTS)
+            m_new, l_new, found, rescale = probabilities(
+                s, page, n0, m, l, kept, alive, tile, scales, work, partial, FACTS
+            )
+            p = found.to(v[0].dtype)  # here, so that P changes its layout in 16 bits
     else:
-        if FACTS.general:
-            s = apply_score(s, tile, j, scales, work, FACTS)
-        m_new, p, rescale = online_softmax(hidden(s, kept, float("-inf")), m, scales, partial, FACTS)
-        l = l * rescale + tl.sum(p, 1)
+        s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+        m_new, l_new, p, rescale = probabilities(s, page, n0, m, l, kept, alive, tile, scales, work, partial, FACTS)
+    if not FACTS.bounded:
         acc = rescaled(acc, rescale)
     if len(v) == 0:
         v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
@@ -453,10 +458,35 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         # fp16 holds P too, which is at most 1 without a scale of its own, and takes a third of the instructions that bf16 takes.
         HALF: tl.constexpr = FACTS.v_scale == "one" and not FACTS.bounded and tile.q[0].dtype == tl.bfloat16
         v = unpacked_tiles(v, tl.float16 if HALF else tile.q[0].dtype)
+    acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
+    return m_new, l_new, acc
+
+
+@triton.jit
+def probabilities(s, page, n0, m, l, kept, alive, tile, scales, work, partial: tl.constexpr, FACTS: tl.constexpr):
+    """``(m', l', P, α)`` of (6) from the products ``s`` of the key tile at ``n0``; where scores are bounded, α is of no use.
+
+    Args:
+        kept: bool (tile_m, tile_n), alive: bool (tile_n,); None where every row sees every key.
+    """
+    j = n0 + tl.arange(0, FACTS.tile_n)
+    # The scale of K comes after the product, in fp32: e4m3 times a scale would be rounded to 16 bits.
+    if FACTS.k_scale == "one":
+        s = s * tile.k_scale
+    elif FACTS.k_scale == "each":
+        s = s * load_scales(tile.k_scale, page, n0, alive, FACTS)[None, :]
+    if FACTS.bounded:  # no exponential overflows, and any m is as exact as the maximum
+        p = hidden(bounded_exponentials(s, tile, j, scales, work, FACTS), kept, 0.0)
+        l, rescale, m_new = l + tl.sum(p, 1), m, m
+    else:
+        if FACTS.general:
+            s = apply_score(s, tile, j, scales, work, FACTS)
+        m_new, p, rescale = online_softmax(hidden(s, kept, float("-inf")), m, scales, partial, FACTS)
+        l = l * rescale + tl.sum(p, 1)
+    # The scales of V: columns of P, which l leaves out.
     if FACTS.v_scale == "each":
         p = p * (load_scales(tile.v_scale, page, n0, alive, FACTS) * LIFTED)[None, :]
-    acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
-    return m_new, l, acc
+    return m_new, l, p, rescale
 
 
 @triton.jit

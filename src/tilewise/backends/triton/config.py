@@ -520,6 +520,12 @@ def pair_sum_tiles(problem: Problem, tiles: Tiles) -> Tiles:
     return with_stages(problem, "tile", paired(architecture(problem.device), problem, 1, limit).get("tile", tiles))
 
 
+def strip_tiles(problem: Problem, tiles: Tiles) -> Tiles:
+    """The tiles for the gradient of a tensor read by distance: squares, from dQ's ``tiles``; their loop streams all four tensors."""
+    side = min(tiles.tile_m, tiles.tile_n)
+    return with_stages(problem, "strip", replace(tiles, tile_m=side, tile_n=side, num_warps=4, num_stages=2, tma=False))
+
+
 def with_stages(problem: Problem, kernel: str, tiles: Tiles) -> Tiles:
     """``tiles`` with as many of their stages as fit."""
     arch, limit = architecture(problem.device), memory_limit(problem.device, SHARED_MEMORY["sm90"])

@@ -15,7 +15,7 @@ from tilewise.backends.triton.tiles import Tiles
 def kernels() -> SimpleNamespace:
     """The kernels and the bundles of their arguments, by name. Triton is imported here, at the first launch."""
     import triton
-    from tilewise.backends.triton.kernels import append, arguments, backward, forward, paged, pair_bias, tangent, terms
+    from tilewise.backends.triton.kernels import append, arguments, backward, diagonals, forward, paged, pair_bias, tangent, terms
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(
@@ -29,6 +29,7 @@ def kernels() -> SimpleNamespace:
         dq=backward.dq_kernel,
         tile=pair_bias.tile_kernel,
         sheet=pair_bias.sheet_kernel,
+        strip=diagonals.strip_kernel,
         terms=terms.terms_kernel,
         tangent=tangent.tangent_kernel,
         dq_tangent=tangent.dq_tangent_kernel,

@@ -7,8 +7,9 @@ Kernels get the functions of a module as fields of their compile-time facts:
 - ``score``: the score, of ``(s, b, h, i, j, work)`` as all below; ``weights``: 2 to its power, where there is a shorter way to it;
 - ``again``: the score as the backward computes it; ``slope``: its derivative with respect to s;
 - ``moved``, ``moved_slope``: their tangents, of ``(s, ds, b, h, i, j, work)``;
-- ``rows``, ``columns``, ``leaves``, ``tile_N`` and ``place_N``: the gradients of the tensors that the score reads
-  (docs/algorithm.md#7-scores-and-their-gradients; :func:`tilewise.leaf_gradients.classify`).
+- ``rows``, ``columns``, ``leaves``, ``tile_N``, ``place_N`` and ``start_N``: the gradients of the tensors that the score reads
+  (docs/algorithm.md#7-scores-and-their-gradients; :func:`tilewise.leaf_gradients.classify`);
+- ``near``: of ``(work)``, the distances i - j at which a tensor's index changes (:mod:`tilewise.distances`).
 
 The ``s`` that they take is the product of q and k: the softmax scale is one of their factors. ``work`` is a ``WorkTile``. Numbers
 are run-time arguments (``work.numbers``), so softcap 30 and softcap 50 share a module. Modules are made once per source.
@@ -23,6 +24,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 
 import torch
 
@@ -30,8 +32,9 @@ from tilewise import expr
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
 from tilewise.backends.triton.kernels.leaf_reads import leaf_layouts
 from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
+from tilewise.distances import by_distance, near, varying
 from tilewise.expr import Expr
-from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, classify
+from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
 from tilewise.problem import Problem
 
 SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp32 holds exactly
@@ -50,7 +53,7 @@ class Emitted:
         functions: by name; a part that the problem does not have is missing.
         numbers: the values of ``work.numbers``.
         slots: the extras that ``work.leaves`` holds, in order.
-        reads: how the gradient of each read of a leaf is summed.
+        reads: how the gradient of each read of a leaf is summed; one by distance may be several (:func:`_parts`).
         hides: whether the score may be -inf, or its slope not finite, where s is finite.
         binary: whether the score is in units of log2.
         bounded: whether it is binary and at most BOUND, for inputs in bf16.
@@ -87,8 +90,13 @@ def emit(
     layouts = leaf_layouts(problem, slots, lookups)
     slots += tuple(moved for slot, moved in (tangents or {}).items() if slot in slots)
     position = {slot: n for n, slot in enumerate(slots)}
-    writer = partial(Writer, position, layouts, wide, small)
     source = []
+    distances = _near(problem) if tangents is None else None
+    distant = None if distances is None else []
+    if distances is not None:
+        bounds = [expr.abstract(expr.number(n), numbers) for n in distances]
+        source.append(_together(Writer(position, layouts, wide, small), "near", bounds))
+    writer = partial(Writer, position, layouts, wide, small, distant=distant)
     for (name, index), end in zip(_ENDS, region.ends, strict=True):
         if end is not None:
             ends = Writer(position, {}, wide, small)
@@ -96,8 +104,9 @@ def emit(
     if region.predicate is not None:
         source.append(_returning(writer(), "keep", _KEEP, expr.abstract(region.predicate, numbers)))
     reads, binary, bounded, half = classify(problem), False, False, problem.dtype.itemsize == 2
+    parts = [_parts(problem, read) for read in reads]
     if tangents is not None:
-        reads = tuple(replace(read, how=SCATTER) if read.how == TILES else read for read in reads)
+        parts = [(replace(read, how=SCATTER),) if read.how in (TILES, DIAGONALS) else (read,) for read in reads]
     if spec.score is not None:
         score = expr.abstract(spec.score, numbers)
         factors = Factors(numbers, problem.softmax_scale)
@@ -110,14 +119,56 @@ def emit(
             source.append(_weights(writer(described=described), root))
         again = partial(writer, rough=half and tangents is None, described=described)
         source.append(_returning(again(), "again", _SCORE, root))
-        source += _gradients(again, score, reads, factors, tangents)
+        source += _gradients(again, score, parts, factors, tangents)
         for name, e in (
             () if tangents is None else (("moved", score), ("moved_slope", _derivative(score, expr.symbol("s"))))
         ):
             source.append(_returning(again(), name, _MOVED, factors.collected(expr.tangent(e, tangents))))
+    source += [_read_at_distance(n, body) for n, body in enumerate(distant or ())]
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
     hides = spec.score is not None and _hides(spec.score)
+    reads = tuple(chain.from_iterable(parts))
     return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest)
+
+
+# -- Reads by distance ---------------------------------------------------------------------------------------------
+
+
+def _near(problem: Problem) -> tuple[int, int] | None:
+    """The distances i - j in ``[start, stop)`` beyond which each of the score's reads by distance reads one element of its tensor;
+    None where there are no such reads, or no distances beyond."""
+    reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
+    reads = [x for x in reads if by_distance(*x.args[1:]) and not expr.depends_on(*x.args[1:]) & varying(problem)]
+    found = [near(problem, x) for x in reads]
+    if problem.paged or not found or any(x.everywhere for x in found):
+        return None
+    return min(x.start for x in found), max(x.stop for x in found)
+
+
+def _parts(problem: Problem, read: Read) -> tuple[Read, ...]:
+    """The sums that make one read's gradient: by distance near the diagonal, by rows on either side, where its index is constant."""
+    if read.how != DIAGONALS:
+        return (read,)
+    found = near(problem, read.expr)
+    parts = (replace(read, distances=(found.start, found.stop)),) if found.start < found.stop else ()
+    parts += (replace(read, how=ROWS, distances=(None, found.start)),) if found.below else ()
+    return parts + ((replace(read, how=ROWS, distances=(found.stop, None)),) if found.above else ())
+
+
+def _read_at_distance(n: int, body: str) -> str:
+    """The function that reads a tile's elements of a tensor, or the one element of a tile that is far from the diagonal."""
+    lines = [
+        "if len(work.far) == 0:",
+        f"    return element_{n}(b, h, i, j, work)",
+        "else:",
+        "    if work.far[0]:",
+        f"        value = tl.broadcast_to(element_{n}(b, h, work.far[1], work.far[2], work), (i + j).shape)",
+        "    else:",
+        f"        value = element_{n}(b, h, i, j, work)",
+        "    return value",
+    ]
+    element = f"@triton.jit\ndef element_{n}({_KEEP}):\n{body}"
+    return f"{element}\n\n{_function(f'at_distance_{n}', _KEEP, lines)}"
 
 
 # -- Functions of a module -----------------------------------------------------------------------------------------
@@ -134,6 +185,12 @@ def _returning(writer: Writer, name: str, arguments: str, root: Expr) -> str:
     return _function(name, arguments, [*writer.lines, f"return {result}"])
 
 
+def _together(writer: Writer, name: str, roots: list[Expr]) -> str:
+    """A function of ``work`` that returns several expressions."""
+    results = [writer.value(root) for root in roots]
+    return _function(name, "work", [*writer.lines, f"return {', '.join(results)}"])
+
+
 def _weights(writer: Writer, root: Expr) -> str:
     """The function ``weights``, for a score ``c tanh(x)``."""
     x, c = root.args[0].args[0], root.args[1]
@@ -145,7 +202,7 @@ def _weights(writer: Writer, root: Expr) -> str:
 def _gradients(
     writer: Callable[[], Writer],
     score: Expr,
-    reads: tuple[Read, ...],
+    parts: list[tuple[Read, ...]],
     factors: Factors,
     tangents: Mapping[int, int] | None,
 ) -> list[str]:
@@ -157,20 +214,19 @@ def _gradients(
     """
     slope = factors.collected(_derivative(score, expr.symbol("s")))
     source = [] if expr.is_number(slope, 1) else [_returning(writer(), "slope", _SCORE, slope)]
-    wanted = {read.slot for read in reads}
+    wanted = {read.slot for reads in parts for read in reads}
     lookups = [x for x in expr.lookups(score) if x.args[0][1] in wanted]
     plain = [_derivative(score, x) for x in lookups]
     moved = [None if tangents is None else factors.collected(expr.tangent(x, tangents)) for x in plain]
     slopes = [factors.collected(x) for x in plain]
     given, of_score = ("dz, hit", _SCORE) if tangents is None else ("dz, moved_dz, hit", _MOVED)
     rows, columns, others, sums = writer(), writer(), writer(), []
-    for n, (read, lookup, slope, change) in enumerate(zip(reads, lookups, slopes, moved, strict=True)):
-        if read.how == TILES:
+    each = [(read, *x) for reads, *x in zip(parts, lookups, slopes, moved, strict=True) for read in reads]
+    for n, (read, lookup, slope, change) in enumerate(each):
+        if read.how in (TILES, DIAGONALS):
             if not expr.is_number(slope, 1):
                 source.append(_returning(writer(), f"tile_{n}", _SCORE, slope))
-            place = writer()
-            offset = place.offset(lookup, "grad_extents")
-            source.append(_function(f"place_{n}", _KEEP, [*place.lines, f"return {offset}"]))
+            source.append(_where_summed(n, read, lookup, factors.numbers, writer()))
             continue
         lines = {ROWS: rows, COLUMNS: columns}.get(read.how, others)
         value = _times(lines, "dz" if change is None else "moved_dz", slope)
@@ -178,7 +234,7 @@ def _gradients(
             value = f"{value} + {_times(lines, 'dz', change)}"
         value = value if change is None and _finite(slope) else f"tl.where(hit, {value}, 0.0)"
         if read.how == ROWS:
-            sums.append(f"tl.sum({value}, 1)")
+            sums.append(f"tl.sum({_within(lines, read, factors.numbers, value)}, 1)")
         elif read.how == COLUMNS:
             lines.lines.append(f"tl.atomic_add(work.grads[{n}] + line, tl.sum({value}, 1), mask=valid, sem='relaxed')")
         else:
@@ -193,6 +249,25 @@ def _gradients(
     if columns.lines:
         source.append(_function("columns", f"{given}, line, valid, {of_score}", [*columns.lines, "return"]))
     return source
+
+
+def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer: Writer) -> str:
+    """Where a kernel of its own sums the gradient of the n-th read: ``place_N``, the element of a pair, or ``start_N``, the least
+    distance."""
+    if read.how == TILES:
+        offset = writer.offset(lookup, "grad_extents")
+        return _function(f"place_{n}", _KEEP, [*writer.lines, f"return {offset}"])
+    return _together(writer, f"start_{n}", [expr.abstract(expr.number(read.distances[0]), numbers)])
+
+
+def _within(writer: Writer, read: Read, numbers: list[float], value: str) -> str:
+    """A value of pairs, 0 at those that do not count for a read by distance."""
+    start, stop = read.distances
+    if start is None and stop is None:
+        return value
+    bound = expr.symbol("i") - expr.abstract(expr.number(stop if start is None else start), numbers)
+    counts = expr.apply("lt" if start is None else "ge", bound, expr.symbol("j"))
+    return f"tl.where({writer.value(counts)}, {value}, 0.0)"
 
 
 def _times(writer: Writer, name: str, slope: Expr) -> str:

@@ -32,7 +32,7 @@ from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged
-from tilewise.leaf_gradients import SCATTER, TILES, classify
+from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
 from tilewise.problem import Problem
 
 
@@ -110,9 +110,10 @@ class Triton(Backend):
         reasons = ["a cache in pages has no tangents"] if problem.paged else []
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             reasons.append(f"tangents of a head_dim above {MAX_HEAD_DIM}")
-        if problem.spec.deterministic and any(read.how == TILES for read in classify(problem)):
+        if problem.spec.deterministic and any(read.how in (TILES, DIAGONALS) for read in classify(problem)):
             reasons.append(
-                "deterministic: the second derivative of a bias that is broadcast is added atomically, in any order"
+                "deterministic: the second derivative of a bias that is broadcast, or of a table read by distance, is added "
+                "atomically, in any order"
             )
         return reasons
 

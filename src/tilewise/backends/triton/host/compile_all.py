@@ -298,7 +298,9 @@ def items() -> list[Launch]:
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
                     features += ["rich", "sparse", "softcap", "moving"]
-                    features += ["dense", "full", "window", "split", "bias", "bias32", "relative"] if arch == "sm90" else []
+                    features += (
+                        ["dense", "full", "window", "split", "bias", "bias32", "relative"] if arch == "sm90" else []
+                    )
                 if dtype == torch.float32 and limit in (64, 128) and arch == "sm90":
                     features += ["rich", "bias"]
                 found += [Launch(arch, dtype, limit, feature, products) for feature in features]

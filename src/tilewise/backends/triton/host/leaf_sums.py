@@ -72,7 +72,7 @@ class LeafSums:
 
     def __init__(self, plan: Plan, inputs: Inputs):
         self.plan, self.inputs = plan, inputs
-        problem, self.reads = plan.problem, plan.emitted.reads
+        self.reads = plan.emitted.reads
         self.grads: dict[int, Tensor] = {}
         for read in self.reads:
             if read.slot not in self.grads:
@@ -97,9 +97,7 @@ class LeafSums:
         several_launches = 0 < plan.sheet_heads < plan.problem.heads_k and "h" in read.loops
         # Thousands of numbers may be scattered to one address, in any order: of fp32 such a chain rounds more than eager's sums
         # (docs/decisions.md#triton-float64-scatter).
-        scattered = any(
-            other.how == SCATTER or _of_distances(other) for other in self.reads if other.slot == read.slot
-        )
+        scattered = any(other.how == SCATTER or _of_distances(other) for other in self.reads if other.slot == read.slot)
         dtype = torch.float64 if scattered and plan.problem.dtype == torch.float32 else torch.float32
         if read.how in (STORE, TILES) and not several_launches:
             dtype = leaf.dtype
@@ -140,7 +138,9 @@ class LeafSums:
             env = _distance_env(problem, first, last, grad.device)
             read_adjoint(grad, read.expr, env, self.inputs.leaves, sums)
         else:  # the index is known before a call: nothing is copied from the host but at the first
-            index = self.plan.indices.of((read.expr, first, grad.device), lambda: _index(problem, read.expr, first, last, grad))
+            index = self.plan.indices.of(
+                (read.expr, first, grad.device), lambda: _index(problem, read.expr, first, last, grad)
+            )
             add_at(grad, read.expr, index, sums)
 
     def _lines(self, how: str, buffer: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -15,7 +15,17 @@ from tilewise.backends.triton.tiles import Tiles
 def kernels() -> SimpleNamespace:
     """The kernels and the bundles of their arguments, by name. Triton is imported here, at the first launch."""
     import triton
-    from tilewise.backends.triton.kernels import append, arguments, backward, diagonals, forward, paged, pair_bias, tangent, terms
+    from tilewise.backends.triton.kernels import (
+        append,
+        arguments,
+        backward,
+        diagonals,
+        forward,
+        paged,
+        pair_bias,
+        tangent,
+        terms,
+    )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(

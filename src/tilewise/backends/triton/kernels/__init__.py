@@ -7,8 +7,8 @@ From the bottom up:
 - ``terms``: fp32 operands as sums of three bf16 terms.
 - ``tile``: tiles of rows, how they are loaded, multiplied and stored.
 - ``mask``: which tiles a program visits and which pairs of a tile count; dropout.
-- ``forward``, ``backward``, ``pair_bias``, ``diagonals``, ``tangent``: the kernels; ``paged``: the forward over keys in pages; ``append``: what
-  writes them.
+- ``forward``, ``backward``, ``pair_bias``, ``diagonals``, ``tangent``: the kernels; ``paged``: the forward over keys in pages;
+  ``append``: what writes them.
 
 ``emit`` turns a problem's mask and score into functions that the kernels call; it alone can be imported without Triton.
 """

@@ -32,7 +32,7 @@ from tilewise import expr
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
 from tilewise.backends.triton.kernels.leaf_reads import leaf_layouts
 from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
-from tilewise.distances import by_distance, near, varying
+from tilewise.distances import by_distance, near
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
 from tilewise.problem import Problem
@@ -90,13 +90,12 @@ def emit(
     layouts = leaf_layouts(problem, slots, lookups)
     slots += tuple(moved for slot, moved in (tangents or {}).items() if slot in slots)
     position = {slot: n for n, slot in enumerate(slots)}
-    source = []
+    writer, source = partial(Writer, position, layouts, wide, small), []
     distances = _near(problem) if tangents is None else None
     distant = None if distances is None else []
     if distances is not None:
         bounds = [expr.abstract(expr.number(n), numbers) for n in distances]
-        source.append(_together(Writer(position, layouts, wide, small), "near", bounds))
-    writer = partial(Writer, position, layouts, wide, small, distant=distant)
+        source.append(_together(writer(), "near", bounds))
     for (name, index), end in zip(_ENDS, region.ends, strict=True):
         if end is not None:
             ends = Writer(position, {}, wide, small)
@@ -114,10 +113,11 @@ def emit(
         binary = half and factors.in_log2(root) is not None
         bounded = binary and problem.dtype == torch.bfloat16 and LOG2E * _bound(spec.score) <= BOUND
         root = factors.in_log2(root) if binary else root
-        source.append(_returning(writer(described=described), "score", _SCORE, root))
+        writer = partial(writer, described=described, distant=distant)
+        source.append(_returning(writer(), "score", _SCORE, root))
         if bounded and is_scaled_tanh(root):
-            source.append(_weights(writer(described=described), root))
-        again = partial(writer, rough=half and tangents is None, described=described)
+            source.append(_weights(writer(), root))
+        again = partial(writer, rough=half and tangents is None)
         source.append(_returning(again(), "again", _SCORE, root))
         source += _gradients(again, score, parts, factors, tangents)
         for name, e in (
@@ -138,8 +138,7 @@ def _near(problem: Problem) -> tuple[int, int] | None:
     """The distances i - j in ``[start, stop)`` beyond which each of the score's reads by distance reads one element of its tensor;
     None where there are no such reads, or no distances beyond."""
     reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
-    reads = [x for x in reads if by_distance(*x.args[1:]) and not expr.depends_on(*x.args[1:]) & varying(problem)]
-    found = [near(problem, x) for x in reads]
+    found = [near(problem, x) for x in reads if by_distance(*x.args[1:])]
     if problem.paged or not found or any(x.everywhere for x in found):
         return None
     return min(x.start for x in found), max(x.stop for x in found)
@@ -152,7 +151,8 @@ def _parts(problem: Problem, read: Read) -> tuple[Read, ...]:
     found = near(problem, read.expr)
     parts = (replace(read, distances=(found.start, found.stop)),) if found.start < found.stop else ()
     parts += (replace(read, how=ROWS, distances=(None, found.start)),) if found.below else ()
-    return parts + ((replace(read, how=ROWS, distances=(found.stop, None)),) if found.above else ())
+    parts += (replace(read, how=ROWS, distances=(found.stop, None)),) if found.above else ()
+    return parts or (replace(read, how=ROWS, distances=(None, found.start)),)  # no pair is kept: a sum of none
 
 
 def _read_at_distance(n: int, body: str) -> str:
@@ -252,8 +252,7 @@ def _gradients(
 
 
 def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer: Writer) -> str:
-    """Where a kernel of its own sums the gradient of the n-th read: ``place_N``, the element of a pair, or ``start_N``, the least
-    distance."""
+    """A function for the kernel that sums the n-th read: ``place_N``, the offset of a pair's element, or ``start_N``, the least distance."""
     if read.how == TILES:
         offset = writer.offset(lookup, "grad_extents")
         return _function(f"place_{n}", _KEEP, [*writer.lines, f"return {offset}"])

@@ -44,7 +44,7 @@ class Writer:
         small: whether every position is below ``emit.SMALL``.
         rough: whether a tanh of s may err as much as the rounding of s to 16 bits makes it err.
         described: the slot whose tile a descriptor brings, as ``work.pair``; None where there is none.
-        distant: takes the functions that read a tensor once for a tile that is far from the diagonal; None where there are none.
+        distant: takes functions that read a tensor once for a tile far from the diagonal; None where there are none.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Writer:
         if node.op == "lookup" and node.args[0][1] == self.described:
             return "work.pair.to(tl.float32)"
         if node.op == "lookup" and self.distant is not None and by_distance(*node.args[1:]):
-            return f"{self._at_distance(node, self.distant)}(b, h, i, j, work)"
+            return f"{_at_distance(self, node)}(b, h, i, j, work)"
         if node.op == "lookup":
             position = self.position[node.args[0][1]]
             inside = self.inside(node, "extents")
@@ -103,18 +103,6 @@ class Writer:
             text = f"tl.load(work.leaves[{position}] + ({self.offset(node, 'extents')}){masked})"
             return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
         return _operation(self, node, [self.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
-
-    def _at_distance(self, lookup: Expr, functions: list[str]) -> str:
-        """The name of the function, among ``functions`` from now on, that reads a tensor at a distance i - j: one element where
-        the whole tile reads the same (``work.far``)."""
-        inner = Writer(self.position, self.layouts, self.wide, self.small)
-        slot = self.position[lookup.args[0][1]]
-        value = f"maths.element(work.leaves[{slot}] + ({inner.offset(lookup, 'extents')}))"
-        value = f"{value}.to(tl.float32)" if expr.kind(lookup) == "float" else value
-        body = "\n".join(f"    {line}" for line in [*inner.lines, f"return {value}"])
-        if body not in functions:
-            functions.append(body)
-        return f"at_distance_{functions.index(body)}"
 
     def offset(self, lookup: Expr, extents: str) -> str:
         """The offset of a lookup's element in its tensor, in elements; ``extents`` is the field of ``work`` with its sizes and strides.
@@ -168,6 +156,19 @@ class Writer:
             self.lines.append(f"f{len(self.lines)} = {text}")
             self.floats[id(node)] = f"f{len(self.lines) - 1}"
         return self.floats[id(node)]
+
+
+def _at_distance(writer: Writer, lookup: Expr) -> str:
+    """The name of the function, among ``writer.distant`` from now on, that reads a tensor at a distance i - j: one element where the
+    whole tile reads the same (``work.far``)."""
+    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small)
+    leaf = f"work.leaves[{writer.position[lookup.args[0][1]]}]"
+    value = f"maths.element({leaf} + ({inner.offset(lookup, 'extents')}))"
+    value = f"{value}.to(tl.float32)" if expr.kind(lookup) == "float" else value
+    body = "\n".join(f"    {line}" for line in [*inner.lines, f"return {value}"])
+    if body not in writer.distant:
+        writer.distant.append(body)
+    return f"at_distance_{writer.distant.index(body)}"
 
 
 def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) -> str:

@@ -252,7 +252,7 @@ def _gradients(
 
 
 def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer: Writer) -> str:
-    """A function for the kernel that sums the n-th read: ``place_N``, the offset of a pair's element, or ``start_N``, the least distance."""
+    """A function for the kernel that sums the n-th read: ``place_N``, where a pair is read, or ``start_N``, the least distance."""
     if read.how == TILES:
         offset = writer.offset(lookup, "grad_extents")
         return _function(f"place_{n}", _KEEP, [*writer.lines, f"return {offset}"])

@@ -90,17 +90,15 @@ class Writer:
             return f"tl.full((), {node.args[0]}, {_TYPES[expr.kind(node)]})"
         if node.op == "param":
             number = f"work.numbers[{node.args[0]}]"
-            value = number if node.args[1] == "float" else f"maths.plain({number})"
-            return f"tl.full((), {value}, {_TYPES[node.args[1]]})"
+            return f"tl.full((), {number if node.args[1] == 'float' else f'maths.plain({number})'}, {_TYPES[node.args[1]]})"
         if node.op == "lookup" and node.args[0][1] == self.described:
             return "work.pair.to(tl.float32)"
         if node.op == "lookup" and self.distant is not None and by_distance(*node.args[1:]):
             return f"{_at_distance(self, node)}(b, h, i, j, work)"
         if node.op == "lookup":
-            position = self.position[node.args[0][1]]
             inside = self.inside(node, "extents")
             masked = f", mask={inside}, other=0" if inside else ""
-            text = f"tl.load(work.leaves[{position}] + ({self.offset(node, 'extents')}){masked})"
+            text = f"tl.load(work.leaves[{self.position[node.args[0][1]]}] + ({self.offset(node, 'extents')}){masked})"
             return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
         return _operation(self, node, [self.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
 

@@ -72,7 +72,7 @@ def _norms(x: Tensor, oracle: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scale:
-    """What one tensor is judged by: eager's errors, the largest over the orders, and ``max |oracle|``."""
+    """The measure of one tensor: eager's errors, the largest over the orders, and ``max |oracle|``."""
 
     rms: float
     max: float

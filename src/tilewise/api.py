@@ -400,7 +400,7 @@ def explain(
     parallel: Parallel | None = None,
     **options: Unpack[Keywords],
 ) -> dispatch.Explanation:
-    """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
+    """Says which backend would run this call, with which tiles and traffic, and why the others would not; computes nothing.
 
     Args:
         k: keys, with v; or the cache of :func:`attention_paged`, without.
@@ -458,7 +458,7 @@ def dropout_mask(
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which pairs dropout keeps: bool ``(batch, heads_q, seqlen_q, seqlen_k)``, the same on every device and backend."""
+    """The pairs that dropout keeps: bool ``(batch, heads_q, seqlen_q, seqlen_k)``, the same on every device and backend."""
     if not dropout.possible(p):
         raise ValueError(f"dropout_mask: p {p} must round to between 1/65536 and 65535/65536")
     if not isinstance(seed, Tensor):

@@ -97,7 +97,7 @@ def append(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None 
 
 
 def _append_reasons(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> list[str]:
-    """What is wrong with shapes, dtypes and devices."""
+    """Reasons against the shapes, dtypes and devices of an append."""
     layout, ndim = ("(batch, seqlen, heads, head_dim)", 4) if cu_seqlens_q is None else ("(total, heads, head_dim)", 3)
     named = (("k", k, cache.k_pages), ("v", v, cache.v_pages))
     reasons = []

@@ -1,4 +1,4 @@
-"""Which backend runs a problem: an ordered table, a pure choice, and its explanation."""
+"""The choice of a problem's backend: an ordered table, a pure choice, and its explanation."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> b
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run a call, and why not the others. ``print`` it.
+    """The backend that would run a call, and why not the others. ``print`` it.
 
     ``tangents``: the backend of forward mode and second derivatives; ``tangents_refused``: why not those that come before it.
     """
@@ -223,7 +223,7 @@ def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
-    """Of a call with these keywords.
+    """The explanation of a call with these keywords.
 
     Raises:
         ValueError: a wrong call.

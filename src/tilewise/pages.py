@@ -1,4 +1,4 @@
-"""What a call over pages must be: the shapes and dtypes of its table and lengths, and, where they may be read, their values.
+"""The rules of a call over pages: the shapes and dtypes of its table and lengths, and, where they may be read, their values.
 
 The key of sequence b at position j lies at ``pages[block_table[b, j // page_size], j % page_size]``.
 """
@@ -14,7 +14,7 @@ LAYOUT = "(num_pages, page_size, heads, head_dim)"
 
 
 def size_reasons(k: Tensor, v: Tensor) -> list[str]:
-    """What is wrong with the pages of the two pools, ``(num_pages, page_size, heads_k, head_dim)``."""
+    """Reasons against the pages of the two pools, ``(num_pages, page_size, heads_k, head_dim)``."""
     reasons = []
     if k.shape[:2] != v.shape[:2]:
         reasons.append(f"k has {k.shape[0]} pages of {k.shape[1]} keys, v {v.shape[0]} of {v.shape[1]}")
@@ -24,7 +24,7 @@ def size_reasons(k: Tensor, v: Tensor) -> list[str]:
 
 
 def table_reasons(q: Tensor, table: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None) -> list[str]:
-    """What is wrong with the shapes and dtypes of ``block_table`` (batch, max_pages) and ``seqlens_k`` (batch,), int32."""
+    """Reasons against the shapes and dtypes of ``block_table`` (batch, max_pages) and ``seqlens_k`` (batch,), int32."""
     reasons = [
         f"{name} must be int32 {shape}, got {x.dtype} {tuple(x.shape)}"
         for name, x, ndim, shape in (("block_table", table, 2, "(batch, max_pages)"), ("seqlens_k", seqlens, 1, "(batch,)"))

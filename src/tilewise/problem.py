@@ -1,4 +1,4 @@
-"""What is to be computed, without the tensors: the checked problem and its compile-time key.
+"""A call without its tensors: the checked problem and its compile-time key.
 
 - :class:`Problem`: a call's sizes, dtypes and strides beside its Spec; made only by :func:`check`, which holds every
   input check of the package and raises with all reasons at once.
@@ -40,7 +40,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class Key:
-    """What a compiled kernel depends on: types, widths and structure; no length, no stride, no number of the user's."""
+    """The part of a call that a compiled kernel depends on: types, widths and structure; no length, no stride, no number of the user's."""
 
     dtype: torch.dtype
     device: str
@@ -170,12 +170,12 @@ class Problem:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of scores, statistics and accumulators: fp32, and fp64 for fp64."""
+        """The dtype of scores, statistics and accumulators: fp32, and fp64 for fp64."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @cached_property
     def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of o and lse; the one place that decides them."""
+        """The shapes of o and lse; the one place that decides them."""
         *lengths, heads, _ = self.q.shape
         *batch, seqlen = lengths
         return (*lengths, heads, self.head_dim_v), (*batch, heads, seqlen)
@@ -273,7 +273,7 @@ def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
-    """What is wrong with dtypes and devices."""
+    """Reasons against dtypes and devices."""
     reasons = []
     if not (q.dtype == k.dtype == v.dtype):
         reasons.append("q, k and v have different dtypes; convert them to one: k.to(q.dtype)")
@@ -381,7 +381,7 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
 def read_reasons(
     region: Region, score: expr.Expr | None, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
 ) -> list[str]:
-    """Which leaves, of ``shapes`` by slot, are too short or too long for ``sizes``, how far each of ``b h i j`` runs."""
+    """Reasons against leaves, of ``shapes`` by slot, that are too short or too long for ``sizes``, how far each of ``b h i j`` runs."""
     reasons = []
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
         leaf = e.args[0]

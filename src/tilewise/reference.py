@@ -80,7 +80,7 @@ def _shuffled(n: int, order: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """In which dtype, and in which of many equally good orders, the formulas are computed.
+    """The dtype, and which of many equally good orders, in which the formulas are computed.
 
     Attributes:
         order: 0 is the textbook's. Any other number shuffles the terms of every product's sums (by that seed), for dK and dV those

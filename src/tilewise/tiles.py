@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix are visited, and which of those are whole.
+"""The tiles of the score matrix that are visited, and those of them that are whole.
 
 :class:`Grid` is the index space of one attention (or of a part of one) with its mask; :class:`TileMap` says of each tile
 whether it is empty, partial or full, by rows (forward) or by columns (backward); :func:`seen_keys` marks the keys that
@@ -50,7 +50,7 @@ class Grid:
 
     @classmethod
     def whole(cls, kept: Region, leaves: Sequence[Tensor], shape: tuple[int, int, int, int], device) -> Grid:
-        """Of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+        """The grid of a whole attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
         batch, heads, seqlen_q, seqlen_k = shape
         b, h = torch.arange(batch, device=device), torch.arange(heads, device=device)
         return cls(kept, leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
@@ -97,7 +97,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class TileLists:
-    """For each line of tiles, the tiles to visit in increasing order.
+    """The tiles to visit in each line of tiles, in increasing order.
 
     Attributes:
         partial, full: int32 ``(b|1, h|1, lines, tiles)``; entries past the counts are meaningless.
@@ -123,7 +123,7 @@ class TileMap:
 
     @classmethod
     def build(cls, grid: Grid, tile_m: int, tile_n: int, by_columns: bool = False) -> TileMap:
-        """Of a grid; the interval is read in column form where ``by_columns`` (backward kernels do)."""
+        """The map of a grid; the interval is read in column form where ``by_columns`` (backward kernels do)."""
         status = _interval_status(grid, tile_m, tile_n, by_columns)
         if grid.region.predicate is not None:
             prepared = grid.region.prepared

@@ -618,8 +618,8 @@ def shaped(batch: int, nq: int, nk: int, hq: int, hk: int) -> object:
     [
         ((1, 4096, 4096, 1, 1), True),  # 32 query tiles for 132 multiprocessors
         ((1, 4096, 4096, 4, 4), False),  # 128: they are busy
-        ((1, 1000, 1000, 1, 1), False),  # one chunk
-        ((8, 8, 32768, 4, 4), True),  # decoding: 32 programs of 32 chunks
+        ((1, 1000, 1000, 1, 1), False),  # one split
+        ((8, 8, 32768, 4, 4), True),  # decoding: 32 programs of 32 splits
         ((64, 1, 4096, 4, 4), False),  # 256 programs
     ],
 )

@@ -1,4 +1,4 @@
-"""What expressions are worth: their values on tensors of indices, and their derivatives."""
+"""The meaning of expressions: their values on tensors of indices, and their derivatives."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
 
 
 def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:
-    """What the ``mask=`` keyword takes, as a Mask: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
+    """The Mask of whatever the ``mask=`` keyword takes: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
     if isinstance(mask, torch.Tensor):
         mask = dense(mask)
     elif mask is not None and not isinstance(mask, Mask):

@@ -109,7 +109,7 @@ class Heads:
     with_lse: bool
 
     def bundles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, Layout, list[Tensor]]]:
-        """What travels together, with a name each: all three, or, where queries lie otherwise than keys, q alone."""
+        """The tensors that travel together, with a name each: all three, or, where queries lie otherwise than keys, q alone."""
         if self.queries == self.keys:
             return [("qkv", self.keys, [q, k, v])]
         return [("q", self.queries, [q]), ("kv", self.keys, [k, v])]

@@ -93,7 +93,7 @@ def bias(t: torch.Tensor) -> Score:
 
 
 def as_score(value: Score | torch.Tensor | ScoreFunction | None) -> Score:
-    """What the ``score=`` keyword takes, as a Score: a Score, a floating tensor (``bias``) or a function."""
+    """The Score of whatever the ``score=`` keyword takes: a Score, a floating tensor (``bias``) or a function."""
     if value is None:
         return Score("")
     if isinstance(value, Score):

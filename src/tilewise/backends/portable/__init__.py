@@ -80,7 +80,7 @@ class Portable(Backend):
         return Grads(dq, dk, dv, None if dsink is None else dsink.to(t.sink.dtype), leaves)
 
     def _tangent_config(self, p: Problem) -> Config:
-        """For tangents, which hold about four times as many tiles of pairs as a forward."""
+        """The config for tangents, which hold about four times as many tiles of pairs as a forward."""
         return self.override or choose(p, share=4)
 
     def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:

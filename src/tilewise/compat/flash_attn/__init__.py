@@ -324,7 +324,7 @@ _FUNCTIONS = (
 
 
 def install_as_flash_attn(generation: int = 2) -> None:
-    """From now on ``import flash_attn`` gives this module's functions, and ``importlib.metadata`` finds a distribution of that name.
+    """Makes ``import flash_attn`` give this module's functions, and ``importlib.metadata`` find a distribution of that name.
 
     For libraries that try the import or look up the version. Call it before they are imported. Generation 3 is
     ``flash_attn_interface``, and 4 ``flash_attn.cute``; each has functions of its own (:mod:`.interface_3`, :mod:`.cute`).

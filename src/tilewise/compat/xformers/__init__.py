@@ -150,7 +150,7 @@ _STAND_IN = StandIn("xformers", "xformers", __version__)
 
 
 def install_as_xformers() -> None:
-    """From now on ``import xformers.ops`` gives this module's functions and classes; nothing else of xformers is there.
+    """Makes ``import xformers.ops`` give this module's functions and classes; nothing else of xformers is there.
 
     Call it before the libraries that import xformers. ``importlib.metadata`` finds a distribution of that name.
 

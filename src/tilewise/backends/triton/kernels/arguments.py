@@ -188,6 +188,8 @@ def scheduled(group, sizes):
     slot, pid = pid % sizes.slots, pid // sizes.slots
     first, heads = sizes.heads
     others = heads * group // some_h
+    # `first` and `heads` count key heads, of which each has `group` heads of the grid; what is left of pid runs over
+    # the rest.
     return slot, first * group + pid % others * some_h + head, pid // others * some_b + b
 
 

@@ -83,6 +83,7 @@ def emit(
     """
     spec, region, numbers = problem.spec, problem.spec.region, []
     slots = tuple(dict.fromkeys((*spec.mask_slots, *spec.score_slots)))
+    # A prepared mask's two tensors say which tiles to visit; no emitted function reads them.
     prepared = () if region.prepared is None else (region.prepared.status_slot, region.prepared.seen_slot)
     slots = tuple(slot for slot in slots if slot not in prepared)
     lookups = expr.lookups(*(x for x in (region.predicate, spec.score) if x is not None))
@@ -98,37 +99,63 @@ def emit(
         source.append(_together(writer(), "near", bounds))
     for (name, index), end in zip(_ENDS, region.ends, strict=True):
         if end is not None:
+            # Ends are asked for rows and keys past the last one too, the tail of a tile: without layouts every index is
+            # clamped.
             ends = Writer(position, {}, wide, small)
             source.append(_returning(ends, name, f"b, h, {index}, work", expr.abstract(end, numbers)))
     if region.predicate is not None:
         source.append(_returning(writer(), "keep", _KEEP, expr.abstract(region.predicate, numbers)))
-    reads, binary, bounded, half = classify(problem), False, False, problem.dtype.itemsize == 2
-    parts = [_parts(problem, read) for read in reads]
+    parts = [_parts(problem, read) for read in classify(problem)]
     if tangents is not None:
-        parts = [(replace(read, how=SCATTER),) if read.how in (TILES, DIAGONALS) else (read,) for read in reads]
+        # The passes for TILES and DIAGONALS (pair_bias.py, diagonals.py) sum dZ alone. A tangent of it has two terms, and
+        # its pairs are scattered.
+        how = {TILES: SCATTER, DIAGONALS: SCATTER}
+        parts = [(replace(read, how=how.get(read.how, read.how)),) for read in classify(problem)]
+    binary = bounded = hides = False
     if spec.score is not None:
-        score = expr.abstract(spec.score, numbers)
-        factors = Factors(numbers, problem.softmax_scale)
-        root = factors.collected(score)
-        binary = half and factors.in_log2(root) is not None
-        bounded = binary and problem.dtype == torch.bfloat16 and LOG2E * _bound(spec.score) <= BOUND
-        root = factors.in_log2(root) if binary else root
         writer = partial(writer, described=described, distant=distant)
-        source.append(_returning(writer(), "score", _SCORE, root))
-        if bounded and is_scaled_tanh(root):
-            source.append(_weights(writer(), root))
-        again = partial(writer, rough=half and tangents is None)
-        source.append(_returning(again(), "again", _SCORE, root))
-        source += _gradients(again, score, parts, factors, tangents)
-        for name, e in (
-            () if tangents is None else (("moved", score), ("moved_slope", _derivative(score, expr.symbol("s"))))
-        ):
-            source.append(_returning(again(), name, _MOVED, factors.collected(expr.tangent(e, tangents))))
+        lines, binary, bounded = _of_score(problem, writer, numbers, parts, tangents)
+        source, hides = source + lines, _hides(spec.score)
     source += [_read_at_distance(n, body) for n, body in enumerate(distant or ())]
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
-    hides = spec.score is not None and _hides(spec.score)
     reads = tuple(chain.from_iterable(parts))
     return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest)
+
+
+def _of_score(
+    problem: Problem,
+    writer: Callable[..., Writer],
+    numbers: list[float],
+    parts: list[tuple[Read, ...]],
+    tangents: Mapping[int, int] | None,
+) -> tuple[list[str], bool, bool]:
+    """The functions of a problem's score and of its derivatives, and whether it is binary and bounded (:class:`Emitted`).
+
+    The score's numbers are appended to ``numbers``.
+    """
+    half, score = problem.dtype.itemsize == 2, expr.abstract(problem.spec.score, numbers)
+    factors = Factors(numbers, problem.softmax_scale)
+    root = factors.collected(score)
+    # Where the score has a factor anyway, log2 e becomes a part of it: no multiplication more. fp32 stays in base e
+    # (maths.exp).
+    binary = half and factors.in_log2(root) is not None
+    # Exponents within BOUND need no maximum: the forward subtracts 0 (docs/decisions.md#triton-bounded-scores).
+    bounded = binary and problem.dtype == torch.bfloat16 and LOG2E * _bound(problem.spec.score) <= BOUND
+    root = factors.in_log2(root) if binary else root
+    source = [_returning(writer(), "score", _SCORE, root)]
+    if bounded and is_scaled_tanh(root):
+        source.append(_weights(writer(), root))
+    # The backward may take the tanh of one instruction, whose error is below the rounding of dS to 16 bits; tangents
+    # keep the exact one.
+    again = partial(writer, rough=half and tangents is None)
+    source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, parts, factors, tangents)]
+    if tangents is not None:
+        # The score's change along the tangents of s and of its leaves, and the change of its slope
+        # (docs/algorithm.md#15-tangents-and-second-derivatives).
+        slope = _derivative(score, expr.symbol("s"))
+        for name, each in (("moved", score), ("moved_slope", slope)):
+            source.append(_returning(again(), name, _MOVED, factors.collected(expr.tangent(each, tangents))))
+    return source, binary, bounded
 
 
 # -- Reads by distance ---------------------------------------------------------------------------------------------
@@ -193,6 +220,7 @@ def _together(writer: Writer, name: str, roots: list[Expr]) -> str:
 
 def _weights(writer: Writer, root: Expr) -> str:
     """The function ``weights``, for a score ``c tanh(x)``."""
+    # root is mul(tanh(x), c): `is_scaled_tanh` saw to that.
     x, c = root.args[0].args[0], root.args[1]
     writer.value(x)
     result = f"maths.power_of_tanh({writer.floating(x)}, {writer.value(c)})"
@@ -214,9 +242,11 @@ def _gradients(
     """
     slope = factors.collected(_derivative(score, expr.symbol("s")))
     source = [] if expr.is_number(slope, 1) else [_returning(writer(), "slope", _SCORE, slope)]
+    # `parts` has one entry for each lookup of a wanted leaf, in the order of the lookups.
     wanted = {read.slot for reads in parts for read in reads}
     lookups = [x for x in expr.lookups(score) if x.args[0][1] in wanted]
     plain = [_derivative(score, x) for x in lookups]
+    # d(score)/d(leaf) for each lookup, and the change of that derivative along the tangents.
     moved = [None if tangents is None else factors.collected(expr.tangent(x, tangents)) for x in plain]
     slopes = [factors.collected(x) for x in plain]
     given, of_score = ("dz, hit", _SCORE) if tangents is None else ("dz, moved_dz, hit", _MOVED)
@@ -229,16 +259,23 @@ def _gradients(
             source.append(_where_summed(n, read, lookup, factors.numbers, writer()))
             continue
         lines = {ROWS: rows, COLUMNS: columns}.get(read.how, others)
+        # The change of dz · slope: moved_dz · slope + dz · change.
         value = _times(lines, "dz" if change is None else "moved_dz", slope)
         if change is not None and not expr.is_number(change, 0):
             value = f"{value} + {_times(lines, 'dz', change)}"
         value = value if change is None and _finite(slope) else f"tl.where(hit, {value}, 0.0)"
         if read.how == ROWS:
+            # Tiles are (queries, keys) here: the kernel carries this sum, (queries,) in fp32, over its key tiles and
+            # stores it once.
             sums.append(f"tl.sum({_within(lines, read, factors.numbers, value)}, 1)")
         elif read.how == COLUMNS:
+            # Tiles are (keys, queries) here, so that axis 1 is again the one to sum. Nobody reads the sums before the
+            # kernel ends.
             lines.lines.append(f"tl.atomic_add(work.grads[{n}] + line, tl.sum({value}, 1), mask=valid, sem='relaxed')")
         else:
             offset = lines.offset(lookup, "grad_extents")
+            # `inside` has the pairs of both sequences, so that hidden pairs store their 0. `hit` has those with P above
+            # 0: the others add nothing.
             write = f"tl.store(work.grads[{n}] + ({offset}), {value}, mask=inside)"
             scatter = f"tl.atomic_add(work.grads[{n}] + ({offset}), {value}, mask=hit, sem='relaxed')"
             lines.lines.append(write if read.how == STORE else scatter)
@@ -302,6 +339,8 @@ def _hides(score: Expr) -> bool:
     for node in expr.nodes(score, _derivative(score, expr.symbol("s"))):
         by_number = node.op == "div" and node.args[1].op in ("number", "param")
         by_head = node.op != "lookup" or not {"i", "j"} & expr.depends_on(*node.args[1:])
+        # A lookup at b and h alone, a slope of ALiBi, is taken to be finite; a tensor read at i or j may hold -inf to
+        # hide pairs.
         if not by_head or (node.op not in _BOUNDED and not by_number):
             return True
     return False
@@ -331,8 +370,10 @@ def _module(source: str) -> tuple[dict[str, object], str]:
 
     The module needs no file: Triton reads a function's source through ``linecache``.
     """
+    # Here and not above: explain and the choice of tiles import this module on machines without Triton.
     from triton.runtime.jit import KernelInterface
 
+    # Equal sources are one module and one set of compiled kernels: the digest is a part of their key.
     source = f"{_HEADER}{source}\n"
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     filename = f"<tilewise {digest}>"

@@ -28,7 +28,7 @@ def by_distance(*roots: Expr) -> bool:
 
 
 def _growth(e: Expr, inner: list[int | None]) -> int | None:
-    """By how much a node grows where i and j both grow by one; None: not always by as much."""
+    """The growth of a node where i and j both grow by one; None: not always by as much."""
     if e.op == "symbol":
         return int(e.args[0] in ("i", "j"))
     if not any(x is None or x for x in inner):

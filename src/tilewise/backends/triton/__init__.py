@@ -29,7 +29,7 @@ from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config
 from tilewise.backends.triton.host import launch, tangent, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
-from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks, reads_by_distance
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged
 from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
@@ -96,7 +96,8 @@ class Triton(Backend):
             return self.override or choose_paged(problem, tuned.passes(problem))
         pairs = PairReads.of(problem)
         blocks = predicate_blocks(problem)
-        return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks)
+        measured = tuned.passes(problem)
+        return self.override or choose(problem, pairs.bytes, measured, pairs.shared, blocks, reads_by_distance(problem))
 
     def forward(self, problem: Problem, inputs: Inputs) -> Output:
         with on_device(inputs.q):

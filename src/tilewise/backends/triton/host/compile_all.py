@@ -188,6 +188,7 @@ def configured(item: Launch, problem: Problem) -> config.Config:
         return paged_config(problem, Machine(item.arch, limit, 132), item.products)
     passes = config.row_for(config.table(item.arch, size, item.products), problem).passes
     beside = config.paired(item.arch, problem, pair_bytes(item), limit)
+    beside |= config.distant(item.arch, problem, item.feature == "relative")
     passes |= {name: tiles for name, tiles in beside.items() if name in passes}
     for name, tiles in passes.items():
         passes[name] = fit(

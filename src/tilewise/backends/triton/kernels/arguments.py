@@ -273,6 +273,7 @@ def with_far(work, m0, n0, FACTS: tl.constexpr):
     if FACTS.near is None:
         return work
     else:
+        # Of the tile's distances i - j the largest is at its last query and first key, the smallest at its first and last.
         start, stop = FACTS.near(work)
         far = (m0 + (FACTS.tile_m - 1) - n0 < start) | (m0 - n0 - (FACTS.tile_n - 1) >= stop)
         zero = work.b * 0  # in the interpreter the tile's first pair is a number without a dtype
@@ -282,6 +283,7 @@ def with_far(work, m0, n0, FACTS: tl.constexpr):
 @triton.jit
 def _replaced(work, pair, far):
     """The WorkTile with another ``pair`` and ``far``."""
+    # Triton's tuples have no `_replace`.
     return WorkTile(
         b=work.b,
         block=work.block,

@@ -267,7 +267,7 @@ def _gradients(
         if read.how == ROWS:
             # Tiles are (queries, keys) here: the kernel carries this sum, (queries,) in fp32, over its key tiles and
             # stores it once.
-            sums.append(f"tl.sum({_within(lines, read, factors.numbers, value)}, 1)")
+            sums.append(_row_sums(n, lines, read, factors.numbers, value))
         elif read.how == COLUMNS:
             # Tiles are (keys, queries) here, so that axis 1 is again the one to sum. Nobody reads the sums before the
             # kernel ends.
@@ -296,14 +296,27 @@ def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer
     return _together(writer, f"start_{n}", [expr.abstract(expr.number(read.distances[0]), numbers)])
 
 
-def _within(writer: Writer, read: Read, numbers: list[float], value: str) -> str:
-    """A value of pairs, 0 at those that do not count for a read by distance."""
+def _row_sums(n: int, writer: Writer, read: Read, numbers: list[float], value: str) -> str:
+    """The sums of a tile's rows of the n-th read: of all pairs, or of those on one side of the distances near the diagonal."""
     start, stop = read.distances
     if start is None and stop is None:
-        return value
-    bound = expr.symbol("i") - expr.abstract(expr.number(stop if start is None else start), numbers)
-    counts = expr.apply("lt" if start is None else "ge", bound, expr.symbol("j"))
-    return f"tl.where({writer.value(counts)}, {value}, 0.0)"
+        return f"tl.sum({value}, 1)"
+    side = "lt" if start is None else "ge"
+    bound = expr.abstract(expr.number(stop if start is None else start), numbers)
+    counts = writer.value(expr.apply(side, expr.symbol("i") - bound, expr.symbol("j")))
+    some = f"tl.sum(tl.where({counts}, x{n}, 0.0), 1)"
+    writer.lines.append(f"x{n} = {value}")
+    if writer.distant is None:
+        return some
+    # A tile that is far from the diagonal is on one side as a whole: its pairs are not compared one by one.
+    whole = f"work.far[1] - work.far[2] {'<' if start is None else '>='} {writer.value(bound)}"
+    writer.lines += [
+        "if work.far[0]:",
+        f"    r{n} = tl.where({whole}, tl.sum(x{n}, 1), 0.0)",
+        "else:",
+        f"    r{n} = {some}",
+    ]
+    return f"r{n}"
 
 
 def _times(writer: Writer, name: str, slope: Expr) -> str:

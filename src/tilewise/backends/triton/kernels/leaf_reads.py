@@ -72,6 +72,12 @@ class PairReads:
         return cls(sum(problem.extras[x.args[0][1]].dtype.itemsize for x in reads), frozenset("bh") - used)
 
 
+def reads_by_distance(problem: Problem) -> bool:
+    """Whether a problem's score reads a tensor at the distance of a pair."""
+    score = problem.spec.score
+    return score is not None and any(by_distance(*x.args[1:]) for x in expr.lookups(score))
+
+
 def _constant_far_off(problem: Problem, lookup: Expr) -> bool:
     return by_distance(*lookup.args[1:]) and not near(problem, lookup).everywhere
 

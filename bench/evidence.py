@@ -7,6 +7,7 @@ page equal to all of them.
 
 import argparse
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from tilewise.iomodel.machine import Counts
 from tilewise.iomodel.tables import PAPER_FIGURES, PAPER_SETTING
 
 PAGE = page.ROOT / "docs" / "evidence.md"
+QUOTING = page.ROOT / "docs" / "training.md"
+"""The page that quotes :func:`context_table` between ``<!-- context-gpu -->`` and ``<!-- /context-gpu -->``."""
 CLAIMS = Path(__file__).with_name("claims.toml")
 HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
 EAGER, SPARSE = "be2142459054", "bf2c80d74c12"
@@ -283,6 +286,22 @@ def contexts() -> list[dict]:
     return sorted(found, key=lambda r: r["shape"]["context"])
 
 
+def context_table() -> list[str]:
+    """The held-out loss of each context, whole and by position in the row."""
+    rows = contexts()
+    spans = list(rows[-1]["by_position"]) if rows else []
+    cells = [[f"{r['by_position'][s]:.3f}" if s in r["by_position"] else "" for s in spans] for r in rows]
+    lines = [[f"{r['shape']['context']:,}", f"**{r['value']:.4f}**", *c] for r, c in zip(rows, cells, strict=True)]
+    return table(["context", "held-out loss", *(f"at {span.replace('-', ' to ')}" for span in spans)], lines)
+
+
+def quoted(text: str) -> str:
+    """The text of docs/training.md with :func:`context_table` as the results have it now."""
+    lines = "\n".join(context_table())
+    marks = r"(?s)(<!-- context-gpu -->\n).*?(\n<!-- /context-gpu -->)"
+    return re.sub(marks, lambda found: f"{found[1]}{lines}{found[2]}", text)
+
+
 def longer_context() -> Found:
     """Held-out losses over the context."""
     rows = contexts()
@@ -382,11 +401,12 @@ def traffic_section() -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints docs/evidence.md, or writes it."""
+    """Prints docs/evidence.md, or writes it and the quotation."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--write", action="store_true", help="write the page instead of printing it")
     if parser.parse_args(arguments).write:
         PAGE.write_text(text(), encoding="utf-8")
+        QUOTING.write_text(quoted(QUOTING.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         sys.stdout.write(text())
     return 0

@@ -151,6 +151,10 @@ class Backend(Protocol):
 
     def config(self, p: Problem) -> Config: ...
 
+    def tile(self, p: Problem) -> tuple[int, int] | None:
+        """Queries and keys of a tile of the forward; None: it has no tiles of one size."""
+        return None
+
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
@@ -219,12 +223,21 @@ class PerTensors:
         return made
 
 
-def piece_reasons(problem: Problem, dropout: bool = False) -> list[str]:
-    """Reasons against a piece of a larger attention; ``dropout``: whether the backend can draw from the whole's counters."""
-    if problem.spec.piece is None:
+def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:
+    """Reasons against a piece of a larger attention.
+
+    Args:
+        dropout: it draws from the whole's counters where the piece begins at a multiple of this; 0: it cannot.
+    """
+    piece = problem.spec.piece
+    if piece is None:
         return []
     reasons = ["a piece of packed sequences"] if problem.packed else []
-    return reasons + (["dropout in a piece of an attention"] if problem.spec.dropout_p and not dropout else [])
+    if problem.spec.dropout_p and not dropout:
+        reasons.append("dropout in a piece of an attention")
+    elif problem.spec.dropout_p and (piece.q_start % dropout or piece.k_start % dropout):
+        reasons.append(f"dropout in a piece that does not begin at multiples of {dropout}")
+    return reasons
 
 
 def page_reasons(problem: Problem) -> list[str]:

@@ -1,7 +1,6 @@
 """`tilewise bench`: measures cases of bench/cases.py, and judges results by bench/goals.toml."""
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -105,8 +104,7 @@ def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) 
     budget = 10.0 if seconds is None else min(10.0, seconds / (2 * cases))
     plan = run.Plan(device=device, budget=budget if options.budget is None else options.budget)
     if not options.as_json and not device.startswith("cuda"):
-        minutes = min(seconds or math.inf, run.predicted_seconds(groups, plan)) / 60
-        console().print(f"{cases} cases, about {max(1, round(minutes))} min on a machine that does nothing else.")
+        console().print(f"{cases} cases, {_how_long(groups, plan, seconds)}.")
     done: set[str] = set()
     with progress(bar=True) as bar:
         task = bar.add_task("starting", total=cases)
@@ -122,6 +120,16 @@ def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) 
     if left_out and not options.as_json:
         note(f"Left out, to end in {seconds / 60:g} min (--minutes): {', '.join(left_out)}")
     return found
+
+
+def _how_long(groups: list[list], plan, seconds: float | None) -> str:
+    """How long the cases will take on a CPU, in words; where there is an end, their time is predicted case by case."""
+    from bench import run
+
+    if seconds is not None:
+        return f"the short ones first, as many as fit {seconds / 60:g} min"
+    minutes = max(1, round(run.predicted_seconds(groups, plan) / 60))
+    return f"about {minutes} min on a machine that does nothing else"
 
 
 def _limit(options: BenchOptions, device: str) -> float | None:

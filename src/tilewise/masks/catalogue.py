@@ -209,6 +209,7 @@ def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = 
     elif mask is not None and not isinstance(mask, Mask):
         if not callable(mask):
             hint = "; give its .mask_mod" if hasattr(mask, "mask_mod") else ""  # FlexAttention's BlockMask
+            hint += "; a mask by name is causal=True or mask=tw.causal()" if isinstance(mask, str) else ""
             raise ValueError(
                 f"mask= takes a Mask, a bool tensor or a function of (b, h, i, j), got {type(mask).__name__}{hint}"
             )

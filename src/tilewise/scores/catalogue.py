@@ -101,7 +101,8 @@ def as_score(value: Score | torch.Tensor | ScoreFunction | None) -> Score:
     if isinstance(value, torch.Tensor):
         return bias(value)
     if not callable(value):
+        hint = f"; a softcap of that is score=tw.softcap({value})" if isinstance(value, (int, float)) else ""
         raise ValueError(
-            f"score= takes a Score, a float tensor or a function of (s, b, h, i, j), got {type(value).__name__}"
+            f"score= takes a Score, a float tensor or a function of (s, b, h, i, j), got {type(value).__name__}{hint}"
         )
     return score(value)

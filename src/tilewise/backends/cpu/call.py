@@ -197,7 +197,7 @@ def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, na
 
 
 def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Room for what the library lists: states of tiles, seen keys. What does not depend on b or h has one of them."""
+    """Empty arrays that the library fills: states of tiles, and seen keys, once for all b or h that they do not depend on."""
     symbols = expr.depends_on(*grid.region.parts)
     batch, heads = (len(grid.b) if "b" in symbols else 1), (p.heads_q if "h" in symbols else 1)
     tiles = (-(-grid.seqlen_q // tile[0]), -(-grid.keys // tile[1]))

@@ -25,6 +25,7 @@ def kernels() -> SimpleNamespace:
         pair_bias,
         tangent,
         terms,
+        tile_map,
     )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -45,6 +46,9 @@ def kernels() -> SimpleNamespace:
         dq_tangent=tangent.dq_tangent_kernel,
         dkdv_tangent=tangent.dkdv_tangent_kernel,
         Moved=tangent.Moved,
+        tile_map=tile_map.tile_map_kernel,
+        MapTensors=tile_map.MapTensors,
+        MapSizes=tile_map.MapSizes,
         append=append.append_kernel,
         AppendTensors=append.AppendTensors,
         AppendSizes=append.AppendSizes,

@@ -72,6 +72,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "spec",
         "masks.catalogue",
         "scores.catalogue",
+        "tiles",
     ),
     "backends.*": (
         "own",
@@ -81,6 +82,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "leaf_gradients",
         "gather",
         "masks.facts",
+        "masks.regions",
         "tiles",
         "state",
         "dropout",
@@ -157,6 +159,7 @@ LAZY = {
     ("expr.operations", "expr.text"),
     ("expr.operations", "expr.tracing"),
     ("masks.catalogue", "tiles"),
+    ("tiles", "backends.triton"),
     ("", "selfcheck"),
     ("dispatch", "pictures.explained"),
 }

@@ -255,7 +255,8 @@ def test_elements_of_a_leaf_that_no_pair_reads_get_no_gradient(how, monkeypatch)
 def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once():
     t = normal(2, 66, 72).requires_grad_()
     c = call(*qkv(batch=1, nq=66, nk=72, hq=2, hk=1), causal=True, score=tw.bias(t))
-    assert [leaf.unit for leaf in leaf_layouts(c.p, tuple(c.p.spec.score_slots), c.p.spec.lookups).values()] == [4]
+    leaves = {n: c.p.extras[n] for n in c.p.spec.score_slots}
+    assert [leaf.unit for leaf in leaf_layouts(leaves, (66, 72), c.p.spec.lookups).values()] == [4]
     agree(Triton(), c)
 
 

@@ -4,6 +4,7 @@ Kernels get the functions of a module as fields of their compile-time facts:
 
 - ``lo, hi, first, last``: the ends of the mask's intervals, of ``(b, h, i, work)`` or ``(b, h, j, work)``;
 - ``keep``: the mask's predicate, of ``(b, h, i, j, work)``;
+- ``some``, ``every``: whether the predicate may hold somewhere in a tile, and holds in all of it (:func:`emit_mask`);
 - ``score``: the score, of ``(s, b, h, i, j, work)`` as all below; ``weights``: 2 to its power, where there is a shorter way to it;
 - ``again``: the score as the backward computes it; ``slope``: its derivative with respect to s;
 - ``moved``, ``moved_slope``: their tangents, of ``(s, ds, b, h, i, j, work)``;
@@ -20,7 +21,7 @@ import hashlib
 import linecache
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -28,11 +29,13 @@ import torch
 
 from tilewise import expr
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
-from tilewise.backends.triton.kernels.leaf_reads import leaf_layouts
+from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts
 from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, classify
-from tilewise.problem import Problem
+from tilewise.masks.facts import Condition, monotone_terms
+from tilewise.masks.regions import Region
+from tilewise.problem import Problem, TensorFacts
 
 SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp32 holds exactly
 BOUND = 80.0  # up to it bf16 holds every power of 2, and fp32 the sums of a million of them times values up to 2**27
@@ -85,19 +88,11 @@ def emit(
     slots = tuple(slot for slot in slots if slot not in prepared)
     lookups = expr.lookups(*(x for x in (region.predicate, spec.score) if x is not None))
     small = max(problem.totals) < SMALL
-    layouts = leaf_layouts(problem, slots, lookups)
+    layouts = leaf_layouts({n: problem.extras[n] for n in slots}, (problem.seqlen_q, problem.seqlen_k), lookups)
     slots += tuple(moved for slot, moved in (tangents or {}).items() if slot in slots)
     position = {slot: n for n, slot in enumerate(slots)}
     writer = partial(Writer, position, layouts, wide, small)
-    source = []
-    for (name, index), end in zip(_ENDS, region.ends, strict=True):
-        if end is not None:
-            # Ends are asked for rows and keys past the last one too, the tail of a tile: without layouts every index is
-            # clamped.
-            ends = Writer(position, {}, wide, small)
-            source.append(_returning(ends, name, f"b, h, {index}, work", expr.abstract(end, numbers)))
-    if region.predicate is not None:
-        source.append(_returning(writer(), "keep", _KEEP, expr.abstract(region.predicate, numbers)))
+    source = _mask_functions(region, partial(Writer, position, {}, wide, small), writer, numbers)
     reads = classify(problem)
     if tangents is not None:
         # The pass for TILES (pair_bias.py) sums dZ alone. A tangent of it has two terms, and its pairs are scattered.
@@ -146,7 +141,66 @@ def _of_score(
     return source, binary, bounded
 
 
+def emit_mask(region: Region, leaves: Sequence[TensorFacts], lengths: tuple[int, int]) -> Emitted:
+    """The functions of a mask alone, without a problem: its ends, ``keep``, and ``some`` and ``every``.
+
+    The last two are there where the predicate rises or falls (:func:`tilewise.masks.facts.monotone_terms`). They are
+    functions of ``(b, h, i_first, i_last, j_first, j_last, work)``, the ends of a tile: where ``some`` is false no pair
+    of it is kept, where ``every`` is true all are.
+
+    Args:
+        leaves: by slot. lengths: seqlen_q and seqlen_k.
+    """
+    numbers: list[float] = []
+    lookups = expr.lookups(*region.parts)
+    slots = tuple(dict.fromkeys(x.args[0][1] for x in lookups))
+    position = {slot: n for n, slot in enumerate(slots)}
+    wide, small = frozenset(n for n in slots if is_wide(leaves[n])), max(lengths) < SMALL
+    layouts = leaf_layouts({n: leaves[n] for n in slots}, lengths, lookups)
+    of_lines = partial(Writer, position, {}, wide, small)
+    source = _mask_functions(region, of_lines, partial(Writer, position, layouts, wide, small), numbers)
+    terms = None if region.predicate is None else monotone_terms(region)
+    if terms is not None:
+        source += _corner_functions(terms, of_lines, numbers)
+    functions, digest = _module("\n\n".join(source))
+    return Emitted(functions, tuple(numbers), slots, (), False, False, False, digest)
+
+
 # -- Functions of a module -----------------------------------------------------------------------------------------
+
+
+def _mask_functions(
+    region: Region, of_lines: Callable[[], Writer], of_pairs: Callable[[], Writer], numbers: list[float]
+) -> list[str]:
+    """The functions of a mask: its ends, and ``keep``."""
+    source = []
+    for (name, index), end in zip(_ENDS, region.ends, strict=True):
+        if end is not None:
+            # Ends are asked for rows and keys past the last one too, the tail of a tile: without layouts every index is
+            # clamped.
+            source.append(_returning(of_lines(), name, f"b, h, {index}, work", expr.abstract(end, numbers)))
+    if region.predicate is not None:
+        source.append(_returning(of_pairs(), "keep", _KEEP, expr.abstract(region.predicate, numbers)))
+    return source
+
+
+def _corner_functions(
+    terms: Sequence[Sequence[Condition]], writer: Callable[[], Writer], numbers: list[float]
+) -> list[str]:
+    """A function of each condition, and ``some`` and ``every``: all of them at a tile's best and at its worst corner."""
+    source, asked = [], {"some": [], "every": []}
+    for n, term in enumerate(terms):
+        parts = {"some": [], "every": []}
+        for m, condition in enumerate(term):
+            name = f"holds_{n}_{m}"
+            source.append(_returning(writer(), name, _KEEP, expr.abstract(condition.holds, numbers)))
+            for which, best in (("some", True), ("every", False)):
+                i, j = ("last" if (by > 0) == best else "first" for by in (condition.by_i, condition.by_j))
+                parts[which].append(f"{name}(b, h, i_{i}, j_{j}, work)")
+        for which, calls in parts.items():
+            asked[which].append(f"({' & '.join(calls)})")
+    arguments = "b, h, i_first, i_last, j_first, j_last, work"
+    return source + [_function(name, arguments, [f"return {' | '.join(found)}"]) for name, found in asked.items()]
 
 
 def _function(name: str, arguments: str, lines: list[str]) -> str:

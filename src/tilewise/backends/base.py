@@ -163,9 +163,9 @@ class Backend(Protocol):
         """Writes checked new rows behind the keys of each sequence, as :func:`tilewise.append` says; False: it has no kernel for that."""
         return False
 
-    def without_tangents(self, p: Problem) -> list[str]:
-        """Every reason why :meth:`jvp` and :meth:`backward_jvp` cannot run this problem here."""
-        return ["forward mode and second derivatives are not built"]
+    def without_tangents(self, p: Problem, second: bool) -> list[str]:
+        """Every reason why :meth:`jvp` cannot run this problem here or, if ``second``, :meth:`backward_jvp`."""
+        return ["second derivatives are not built" if second else "forward mode is not built"]
 
     def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
         """The tangents of o and lse where the inputs move ``along``; ``out`` is the forward's result."""

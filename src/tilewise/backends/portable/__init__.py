@@ -41,7 +41,7 @@ class Portable(Backend):
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_m, self.config(p).tile_n
 
-    def without_tangents(self, p: Problem) -> list[str]:
+    def without_tangents(self, p: Problem, second: bool) -> list[str]:
         return ["a cache in pages has no tangents"] if p.paged else []
 
     def forward(self, p: Problem, t: Inputs) -> Output:

@@ -123,11 +123,11 @@ class Triton(Backend):
         with on_device(inputs.q):
             return launch.backward(self._plan_of(problem), inputs, out, do, dlse)
 
-    def without_tangents(self, problem: Problem) -> list[str]:
+    def without_tangents(self, problem: Problem, second: bool) -> list[str]:
         reasons = ["a cache in pages has no tangents"] if problem.paged else []
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             reasons.append(f"tangents of a head_dim above {MAX_HEAD_DIM}")
-        if problem.spec.deterministic and any(read.how == TILES for read in classify(problem)):
+        if second and problem.spec.deterministic and any(read.how == TILES for read in classify(problem)):
             reasons.append(
                 "deterministic: the second derivative of a bias that is broadcast is added atomically, in any order"
             )

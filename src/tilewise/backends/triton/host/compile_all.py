@@ -167,7 +167,8 @@ def recorded(item: Launch) -> Iterator[tuple]:
         out: Output = empty_output(problem, q, v)
         do, dlse = torch.empty_like(out.o), torch.empty_like(out.lse)
         if item.feature == "moving":
-            tiles = {name: tangent.tangent_tiles(problem, name, TARGETS[item.arch].shared) for name in tangent.PASSES}
+            limit = TARGETS[item.arch].shared
+            tiles = {name: tangent.tangent_tiles(problem, name, limit, item.arch) for name in tangent.PASSES}
             plan, along = (
                 tangent.TangentPlan(problem, plan.config, record, moving=problem.spec.score_slots, tiles=tiles),
                 Directions(q, k, v, None, [x.detach() for x in extras]),

@@ -84,17 +84,20 @@ def pair_view(call: Call, tiles: Tiles) -> View:
     return View(name, rebased(plan.descriptors.of(("pair", tiles.tile_m, tiles.tile_n), make), leaf))
 
 
-def statistics_view(call: Call, tiles: Tiles, lse2: Tensor, count: int) -> View:
+def statistics_view(call: Call, tiles: Tiles, lse2: Tensor, count: int, apart: int = 1) -> View:
     """A descriptor of the rows' statistics, of which ``lse2`` is the first: of both, or of that alone, as ``count`` says.
 
     A plain load would cost each thread an address for every number.
+
+    Args:
+        apart: the second one is so many statistics behind the first.
     """
 
     def make():
         rows = lse2.numel()
-        return _of_nothing(lse2, [2, rows], [rows, 1], [count, tiles.tile_m])
+        return _of_nothing(lse2, [2, rows], [apart * rows, 1], [count, tiles.tile_m])
 
-    return View("lse2", rebased(call.plan.descriptors.of(("statistics", tiles.tile_m, count), make), lse2))
+    return View("lse2", rebased(call.plan.descriptors.of(("statistics", tiles.tile_m, count, apart), make), lse2))
 
 
 def sheet_view(sheet: Tensor, tiles: Tiles) -> View | None:

@@ -160,8 +160,8 @@ def _first_backward(
     return leaves
 
 
-def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers) -> Launched:
-    """Computes the rows' statistics, lse in base 2 and delta."""
+def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers, **chosen: object) -> Launched:
+    """Computes the rows' statistics, lse in base 2 and delta; ``chosen`` are facts in place of the defaults."""
     plan, problem = call.plan, call.plan.problem
     tiles = Tiles(64 if plan.terms == 1 else TERM_ROWS, 64, 4, 1, padded=True)
     slots = -(-problem.seqlen_q // tiles.tile_m)
@@ -169,7 +169,7 @@ def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers)
     call = call if is_aligned(out.o, out.lse, dlse) else replace(call, steady=False)
     lse2, delta = buffers.statistics.unbind()
     tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
-    facts = plan.facts(tiles, call.align, **plan.overlap("leads"))
+    facts = plan.facts(tiles, call.align, **plan.overlap("leads"), **chosen)
     grid = (slots * problem.heads_q * _batches(problem),)
     return call.launch(kernels().delta, grid, tiles, tensors, call.sizes(slots), facts)
 

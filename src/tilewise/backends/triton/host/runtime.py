@@ -23,6 +23,7 @@ def kernels() -> SimpleNamespace:
         paged,
         pair_bias,
         tangent,
+        tangent_tiles,
         terms,
         tile_map,
     )
@@ -43,7 +44,7 @@ def kernels() -> SimpleNamespace:
         tangent=tangent.tangent_kernel,
         dq_tangent=tangent.dq_tangent_kernel,
         dkdv_tangent=tangent.dkdv_tangent_kernel,
-        Moved=tangent.Moved,
+        Moved=tangent_tiles.Moved,
         tile_map=tile_map.tile_map_kernel,
         MapTensors=tile_map.MapTensors,
         MapSizes=tile_map.MapSizes,

@@ -91,11 +91,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "settings",
         "caching",
     ),
-    "dispatch": ("backends.base", "problem", "spec", "device", "settings", "caching"),
+    "dispatch": ("backends.base", "problem", "pages", "spec", "device", "settings", "caching"),
     "derivatives": ("dispatch", "backends.base", "problem", "spec"),
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state"),
-    "cache": ("dispatch", "pages", "settings"),
+    "cache": ("dispatch", "problem", "pages", "settings"),
     "nested": ("spec",),
     "api": (
         "autograd",

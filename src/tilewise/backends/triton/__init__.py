@@ -98,6 +98,8 @@ class Triton(Backend):
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):
             reasons.append("a pool of pages whose last stride is not 1: it would be copied at each call")
+        if problem.quantised:
+            reasons += _pair_reasons(problem)
         return reasons
 
     def preferred(self, problem: Problem) -> str:
@@ -150,8 +152,12 @@ class Triton(Backend):
         plans = self._tangent_plans.of(problem)
         return plans.of((moving, tf32), lambda: tangent.new_plan(problem, self.config(problem), moving))
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
-        if not installed() or _device_reasons(k.device) or any(x.stride(-1) != 1 for x in (*cache[:2], k, v)):
+    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
+        if (
+            not installed()
+            or _device_reasons(k.device)
+            or any(x is not None and x.stride(-1) != 1 for x in (*cache[:2], k, v))
+        ):
             return False
         with on_device(k):
             append(cache, k, v, cu_seqlens_q)
@@ -192,6 +198,15 @@ def _width_reasons(problem: Problem) -> list[str]:
     if problem.head_dim_v > MAX_HEAD_DIM:
         return [f"head_dim {problem.head_dim_v} of v is above {MAX_HEAD_DIM}"]
     return []
+
+
+def _pair_reasons(problem: Problem) -> list[str]:
+    """Why kernels cannot read two numbers of 8 bits at a time."""
+    odd = [d for d in (problem.head_dim, problem.head_dim_v) if d % 2]
+    reasons = [f"head_dim {d} of 8-bit numbers is odd" for d in odd]
+    if not odd and any(n % 2 for x in (problem.k, problem.v) for n in x.stride[:-1]):
+        reasons.append("pages of 8-bit numbers with an odd stride")
+    return reasons
 
 
 def _scattered(problem: Problem) -> list[str]:

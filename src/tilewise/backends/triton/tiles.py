@@ -56,6 +56,12 @@ def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
     return ((0, head_dim, width(head_dim)),)
 
 
+def shared_pieces(head_dim: int, head_dim_v: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
+    """The :func:`pieces` of k where its first ``head_dim_v`` columns are v: those of v, and then those of the rest."""
+    rest = pieces(head_dim - head_dim_v, tiles) if head_dim > head_dim_v else ()
+    return pieces(head_dim_v, tiles) + tuple((head_dim_v + first, n, wide) for first, n, wide in rest)
+
+
 def columns(head_dim: int, tiles: Tiles) -> int:
     """The columns of the tiles that hold a head dim, padding included."""
     return sum(piece for _, _, piece in pieces(head_dim, tiles))

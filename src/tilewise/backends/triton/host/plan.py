@@ -64,7 +64,7 @@ class Layout:
     """The strides of a call's operands, ``(batch, row, head)`` each, in elements.
 
     Attributes:
-        unit: elements of 16 bytes.
+        unit: elements of 16 bytes, of the narrowest operand.
         in_units: the strides in units of 16 bytes; None where one of them is no multiple.
     """
 
@@ -75,7 +75,7 @@ class Layout:
     @classmethod
     def of(cls, problem: Problem, operands: dict[str, Tensor]) -> Layout:
         strides = {name: operand_strides(x) for name, x in operands.items()}
-        unit = 16 // operands["q"].element_size()
+        unit = 16 // min(x.element_size() for x in operands.values())
         whole = all(n % unit == 0 for each in strides.values() for n in each)
         in_units = {name: tuple(n // unit for n in each) for name, each in strides.items()}
         return cls(strides, unit, in_units if whole else None)
@@ -317,6 +317,9 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "strips": 0,
         "overlap": None,
         "max_logit": False,
+        "k_scale": None,
+        "v_scale": None,
+        "latent": False,
     }
     return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
 

@@ -29,6 +29,7 @@ class Tensors(NamedTuple):
         lse2, delta: the rows' statistics that the backward reads, fp32, as lse but with ``Sizes.seqlen_q_rounded`` rows a head.
         cu_seqlens_q, cu_seqlens_k: where the packed sequences begin, (batch + 1,).
         sink: (heads_q,). seed: int64 (1,).
+        k_scale, v_scale: fp32, what multiplies the numbers of a quantised cache.
         piece: int64 (2,), the call's first query and key in the whole attention, which dropout counts; None where they are 0.
         sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
         lists: the four tensors of ``TileLists``: partial tiles, their counts, full tiles, their counts.
@@ -52,6 +53,8 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Any = None
     sink: Any = None
     seed: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
     piece: Any = None
     sheet: Any = None
     lists: Any = None
@@ -241,6 +244,7 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
 @triton.jit
 def packed_rows(cu_seqlens, b, batch, total, REST: tl.constexpr):
     """The first row and the length of packed sequence ``b``. Sequence ``batch`` has the rest of the rows if REST, else none."""
+    # cu_seqlens may be int64 and, unchecked on a GPU, end past the rows that there are.
     start = tl.minimum(tl.load(cu_seqlens + b).to(tl.int32), total)
     end = tl.minimum(tl.load(cu_seqlens + tl.minimum(b + 1, batch)).to(tl.int32), total)
     if REST:

@@ -138,6 +138,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "expr",
         "caching",
     ),
+    "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
     "pictures*": (

@@ -41,7 +41,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "tiles": ("masks", "masks.facts", "expr"),
     "pages": ("spec",),
     "problem": ("spec", "masks", "expr", "dropout", "pages", "caching"),
-    "leaf_gradients": ("problem", "expr"),
+    "distances": ("problem", "masks.facts", "expr"),
+    "leaf_gradients": ("distances", "problem", "expr"),
     "backends.base": ("problem", "expr"),
     "gather": ("backends.base", "problem", "spec"),
     "reference": (
@@ -79,6 +80,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "backends.base",
         "problem",
         "spec",
+        "distances",
         "leaf_gradients",
         "gather",
         "masks.facts",

@@ -30,10 +30,10 @@ from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config
 from tilewise.backends.triton.host import launch, tangent, tile_map, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
-from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks, reads_by_distance
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged
-from tilewise.leaf_gradients import SCATTER, TILES, classify
+from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
 from tilewise.problem import Problem
 from tilewise.tiles import Grid
 
@@ -111,7 +111,8 @@ class Triton(Backend):
             return self.override or choose_paged(problem, tuned.passes(problem))
         pairs = PairReads.of(problem)
         blocks = predicate_blocks(problem)
-        return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks)
+        measured = tuned.passes(problem)
+        return self.override or choose(problem, pairs.bytes, measured, pairs.shared, blocks, reads_by_distance(problem))
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         tiles = self.config(problem).forward
@@ -129,9 +130,11 @@ class Triton(Backend):
         reasons = ["a cache in pages has no tangents"] if problem.paged else []
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             reasons.append(f"tangents of a head_dim above {MAX_HEAD_DIM}")
-        if second and problem.spec.deterministic and any(read.how == TILES for read in classify(problem)):
+        summed = (TILES, DIAGONALS)
+        if second and problem.spec.deterministic and any(read.how in summed for read in classify(problem)):
             reasons.append(
-                "deterministic: the second derivative of a bias that is broadcast is added atomically, in any order"
+                "deterministic: the second derivative of a bias that is broadcast, or of a table read by distance, is added "
+                "atomically, in any order"
             )
         return reasons
 

@@ -86,7 +86,7 @@ def shared_memory(
     """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
 
     Args:
-        kernel: "forward", "merge", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq", "delta" or "tile".
+        kernel: "forward", "merge", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq", "delta", "tile" or "strip".
         widths: :func:`columns` of q, k and of v.
     """
     w, wv = widths
@@ -108,6 +108,7 @@ def shared_memory(
         "merge_rows": 8 * wv,
         "terms": 0,
         "tile": stages * (m + n) * (w + wv),
+        "strip": stages * (m + n) * (w + wv),
         "sheet": stages * n * (m + w) + 2 * m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0

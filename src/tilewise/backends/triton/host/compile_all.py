@@ -29,7 +29,7 @@ from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
 from tilewise.problem import Problem, check
-from tilewise.scores.catalogue import alibi, bias, softcap
+from tilewise.scores.catalogue import alibi, bias, score, softcap
 from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import Grid
 
@@ -56,9 +56,11 @@ DTYPES = (torch.bfloat16, torch.float32)
 def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     """The options that a feature adds to a plain call; ``rich`` is everything that a kernel can have at once."""
     heads = q.shape[-2]
-    score = softcap(30.0) >> alibi(torch.empty(heads, device="meta", requires_grad=True))
+    capped = softcap(30.0) >> alibi(torch.empty(heads, device="meta", requires_grad=True))
     sink = torch.empty(heads, device="meta", requires_grad=True)
     pairs = lambda dtype: torch.empty(1, heads, *[q.shape[1]] * 2, dtype=dtype, device="meta", requires_grad=True)  # noqa: E731
+    table = torch.empty(heads, 256, device="meta", requires_grad=True)
+    relative = score(lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 255)])
     return {
         "causal": {"causal": True},
         "full": {},
@@ -70,11 +72,12 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "dense": {"mask": dense(torch.empty(*[q.shape[1]] * 2, dtype=torch.bool, device="meta"))},
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
+        "relative": {"causal": True, "score": relative},
         "latent": {"causal": True},
-        "moving": {"causal": True, "score": score},
+        "moving": {"causal": True, "score": capped},
         "rich": {
             "mask": causal() & window(100),
-            "score": score,
+            "score": capped,
             "sink": sink,
             "dropout_p": 0.1,
             "dropout_seed": 1,
@@ -220,6 +223,7 @@ def configured(item: Launch, problem: Problem) -> config.Config:
         return paged_config(problem, Machine(item.arch, limit, 132), item.products)
     passes = config.row_for(config.table(item.arch, size, item.products), problem).passes
     beside = config.paired(item.arch, problem, pair_bytes(item), limit)
+    beside |= config.distant(item.arch, problem, item.feature == "relative")
     passes |= {name: tiles for name, tiles in beside.items() if name in passes}
     for name, tiles in passes.items():
         passes[name] = fit(
@@ -332,7 +336,9 @@ def items() -> list[Launch]:
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
                     features += ["rich", "sparse", "softcap", "moving"]
-                    features += ["dense", "full", "window", "split", "bias", "bias32"] if arch == "sm90" else []
+                    features += (
+                        ["dense", "full", "window", "split", "bias", "bias32", "relative"] if arch == "sm90" else []
+                    )
                 if dtype == torch.float32 and limit in (64, 128) and arch == "sm90":
                     features += ["rich", "bias"]
                 found += [Launch(arch, dtype, limit, feature, products) for feature in features]

@@ -90,6 +90,7 @@ def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
         grad_extents=(),
         numbers=numbers,
         pair=b,
+        far=(),
     )
     m0, n_end = m * tile_m, tl.minimum((n + 1) * tile_n, seqlen_k)
     m_end = tl.minimum(m0 + tile_m, seqlen_q)

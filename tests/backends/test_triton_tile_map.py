@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
-from tests.test_tiles import HEADS, IDS, MONOTONE, grid_of, masks, matrix, true_status
+from tests.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, grid_of, masks, matrix, true_status
 from tilewise import tiles
-from tilewise.backends.triton import interpreting, judged_tiles
+from tilewise.backends.triton import ends_of_lines, interpreting, judged_tiles
 from tilewise.backends.triton.host import tile_map
 from tilewise.masks import Mask
 from tilewise.tiles import EMPTY, FULL, PARTIAL, Grid
@@ -72,6 +72,16 @@ def test_ends_of_intervals_that_tensors_hold_and_keys_that_nobody_sees():
     """Documents in any order of ids, joined with sinks: several intervals a row, some rows with none."""
     mask = (tw.documents(IDS[:66]) & tw.key_range(torch.tensor(3), 40)) | tw.key_range(0, torch.tensor([2, 0]))
     assert check(mask, 66, 66, (16, 8)) == {EMPTY, PARTIAL, FULL}
+
+
+@pytest.mark.parametrize("name", [n for n in INTERVALS if n not in ("everything", "narrow-window", "causal")])
+def test_ends_of_rows_and_columns_are_those_of_the_expressions(name):
+    grid = grid_of(INTERVALS[name](33, 130), 33, 130)
+    for lines, by_columns in ((torch.arange(33), False), (torch.arange(0, 130, 3), True)):
+        expected = grid.query_interval(lines) if by_columns else grid.key_interval(lines)
+        for x, y in zip(ends_of_lines(grid, lines, by_columns), expected, strict=True):
+            assert x.dtype == torch.int64
+            assert torch.equal(*torch.broadcast_tensors(x, y))
 
 
 def test_blocks_on_which_the_predicate_is_the_same_are_asked_once(monkeypatch):

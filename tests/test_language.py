@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -108,6 +109,15 @@ def test_the_first_line_of_a_docstring_has_a_subject():
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(package.rglob("*.py"))}
     found = {file.relative_to(package).as_posix(): without_subject(tree) for file, tree in trees.items()}
     assert {file: lines for file, lines in found.items() if lines} == {}
+
+
+def test_a_folder_says_what_its_files_hold():
+    package, missing = BACKENDS.parent, {}
+    for init in package.rglob("*/__init__.py"):  # docs/structure.md says it of the package itself
+        words = set(re.findall(r"\w+", ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""))
+        modules = {file.stem for file in init.parent.glob("*.py") if not file.stem.startswith("__")}
+        missing |= {init.parent.relative_to(package).as_posix(): unsaid} if (unsaid := modules - words) else {}
+    assert missing == {}
 
 
 def test_kernels_say_why_at_the_line():

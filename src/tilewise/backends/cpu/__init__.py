@@ -1,6 +1,7 @@
 """Attention in native C++ on the CPU: tiles nested for registers, L1 and L2, forward and backward.
 
-The library is loaded by ctypes and knows neither Python nor torch; the code is in ``native/``, one file a job.
+The library is loaded by ctypes and knows neither Python nor torch; the code is in ``native/``, one file a job. ``config`` chooses tiles,
+``call`` makes the struct of a call, ``program`` turns masks and scores into instructions for it, and ``library`` finds and runs it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Importing this imports no DSL. Where to look:
 - ``forward/``, ``backward/``: the kernels of a pass, and ``config``, which chooses among them: tiles, registers, shared memory.
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
+- ``expected``: what a compiled kernel must have, for the checks ahead of time.
 - ``operations``: the operations of masks and scores that the kernels can be traced with, and their names in the DSL.
 - ``native/launcher.cpp`` launches; ``kernels.txt``, ``proven.txt``, ``unproven.txt`` say what ships, and which bits a GPU has proven.
 """

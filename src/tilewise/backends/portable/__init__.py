@@ -1,6 +1,7 @@
 """Attention in plain PyTorch, tile by tile: linear memory on every device torch knows.
 
-Scores, statistics and sums are fp32 (fp64 for fp64). On an accelerator the tile map and ``cu_seqlens`` are read back to
+``config`` chooses tiles, ``step`` walks over the call, and ``forward``, ``backward`` and ``tangent`` (forward mode and second derivatives)
+compute a tile. Scores, statistics and sums are fp32 (fp64 for fp64). On an accelerator the tile map and ``cu_seqlens`` are read back to
 the host, once a call and once a step.
 """
 

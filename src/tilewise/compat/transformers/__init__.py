@@ -6,8 +6,8 @@
     tilewise.compat.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
-Masks come from :mod:`tilewise.compat.transformers.masks`; the rest of what transformers hands to an attention is
-:class:`Handed`. What cannot be honoured is refused, and says why.
+Masks come from :mod:`tilewise.compat.transformers.masks`, and ``classes`` has attention classes for models that never ask for one; the
+rest of what transformers hands to an attention is :class:`Handed`. What cannot be honoured is refused, and says why.
 """
 
 from __future__ import annotations

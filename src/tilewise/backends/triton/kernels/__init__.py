@@ -11,5 +11,6 @@ From the bottom up:
 - ``forward``, ``backward``, ``pair_bias``, ``tangent``: the kernels; ``paged``: the forward over keys in pages; ``append``: what
   writes them.
 
-``emit`` turns a problem's mask and score into functions that the kernels call; it alone can be imported without Triton.
+``emit`` turns a problem's mask and score into functions that the kernels call: ``writer`` writes an expression, ``factors`` collects its
+factors, and ``leaf_reads`` says how it reads its tensors. These four can be imported without Triton.
 """

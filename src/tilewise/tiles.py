@@ -145,9 +145,13 @@ class TileMap:
             status = torch.minimum(status, predicate)  # empty wins, then partial
         return cls(status, tile_m, tile_n)
 
+    def _lines(self, transposed: bool) -> Tensor:
+        """The states with the tiles of a line, of queries or of keys, one after the other: kernels read lists so."""
+        return (self.status.mT if transposed else self.status).contiguous()
+
     def lists(self, transposed: bool = False) -> TileLists:
         """Lists by query tile, or, transposed, by key tile; made on the device."""
-        status = self.status.mT if transposed else self.status
+        status = self._lines(transposed)
 
         def listed(what: int) -> tuple[Tensor, Tensor]:
             chosen = status == what
@@ -162,7 +166,7 @@ class TileMap:
 
         int32 ``(b|1, h|1, lines, tiles)``, whose entries past the count are meaningless, and ``(b|1, h|1, lines, 2)``.
         """
-        status = self.status.mT if transposed else self.status
+        status = self._lines(transposed)
         order = torch.argsort((status + 2) % 3, dim=-1, stable=True)  # partial, full, empty
         counts = torch.stack([(status == PARTIAL).sum(-1), (status != EMPTY).sum(-1)], -1)
         return order.int(), counts.int()

@@ -109,6 +109,7 @@ def whole_sequence(b, tensors, sizes, numbers):
         grad_extents=(),
         numbers=numbers,
         pair=b,
+        far=(),
     )
 
 

@@ -41,7 +41,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "tiles": ("masks", "masks.facts", "expr"),
     "pages": ("spec",),
     "problem": ("spec", "masks", "expr", "dropout", "pages", "caching"),
-    "leaf_gradients": ("problem", "expr"),
+    "distances": ("problem", "masks.facts", "expr"),
+    "leaf_gradients": ("distances", "problem", "expr"),
     "backends.base": ("problem", "expr"),
     "gather": ("backends.base", "problem", "spec"),
     "reference": (
@@ -72,15 +73,18 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "spec",
         "masks.catalogue",
         "scores.catalogue",
+        "tiles",
     ),
     "backends.*": (
         "own",
         "backends.base",
         "problem",
         "spec",
+        "distances",
         "leaf_gradients",
         "gather",
         "masks.facts",
+        "masks.regions",
         "tiles",
         "state",
         "dropout",
@@ -89,11 +93,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "settings",
         "caching",
     ),
-    "dispatch": ("backends.base", "problem", "spec", "device", "settings", "caching"),
+    "dispatch": ("backends.base", "problem", "pages", "spec", "device", "settings", "caching"),
     "derivatives": ("dispatch", "backends.base", "problem", "spec"),
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state"),
-    "cache": ("dispatch", "pages", "settings"),
+    "cache": ("dispatch", "problem", "pages", "settings"),
     "nested": ("spec",),
     "api": (
         "autograd",
@@ -136,8 +140,20 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "expr",
         "caching",
     ),
+    "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
+    "pictures*": (
+        "own",
+        "expr",
+        "masks",
+        "masks.catalogue",
+        "masks.patterns",
+        "scores",
+        "scores.catalogue",
+        "problem",
+        "tiles",
+    ),
     "cli*": ("*",),
     "": ("api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue", "parallel.context"),
 }
@@ -146,7 +162,9 @@ LAZY = {
     ("expr.operations", "expr.text"),
     ("expr.operations", "expr.tracing"),
     ("masks.catalogue", "tiles"),
+    ("tiles", "backends.triton"),
     ("", "selfcheck"),
+    ("dispatch", "pictures.explained"),
 }
 
 # Packages from outside the standard library; the first match decides.
@@ -157,6 +175,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "cli*": ("torch", "typer", "rich", "matplotlib", "bench"),
     "compat.transformers*": ("torch", "transformers"),
     "iomodel*": ("torch", "numpy", "matplotlib"),
+    "pictures*": ("torch", "rich", "matplotlib"),
+    "dispatch": ("torch", "matplotlib"),
     "*": ("torch",),
 }
 

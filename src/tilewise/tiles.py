@@ -57,9 +57,9 @@ class Grid:
 
     def env(self, i: Tensor | None = None, j: Tensor | None = None) -> dict[str, Tensor]:
         """Symbols as tensors ``(b, h, i, j)``, each with its own axis alone; ``i``, ``j`` are 1-d and local."""
-        n = lambda x: torch.tensor(x, device=self.b.device)  # noqa: E731
-        env = {"b": self.b.view(-1, 1, 1, 1), "h": self.h.view(1, -1, 1, 1)}
-        env |= {"seqlen_q": n(self.seqlen_q), "seqlen_k": n(self.seqlen_k), "off": n(self.seqlen_k - self.seqlen_q)}
+        sizes = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k, "off": self.seqlen_k - self.seqlen_q}
+        env = {name: expr.constant(n, self.b.device) for name, n in sizes.items()}
+        env |= {"b": self.b.view(-1, 1, 1, 1), "h": self.h.view(1, -1, 1, 1)}
         if i is not None:
             env["i"] = i.view(1, 1, -1, 1)
         if j is not None:
@@ -73,6 +73,9 @@ class Grid:
 
     def key_interval(self, i: Tensor) -> tuple[Tensor, Tensor]:
         """``lo, hi`` of rows ``i``, in local keys: int64 ``(b|1, h|1, len(i))``, within 0 and ``keys``."""
+        found = _ends_by_kernel(self, i, False)
+        if found is not None:
+            return found
         origin = 0 if self.key_origin is None else self.key_origin.view(-1, 1, 1, 1)
         lo = 0 if self.region.lo is None else self.evaluate(self.region.lo, i)
         hi = self.seqlen_k if self.region.hi is None else self.evaluate(self.region.hi, i)
@@ -80,12 +83,16 @@ class Grid:
 
     def query_interval(self, j: Tensor) -> tuple[Tensor, Tensor]:
         """``first, last`` of columns ``j`` (local): int64 ``(b|1, h|1, len(j))``, within 0 and ``seqlen_q``."""
+        found = _ends_by_kernel(self, j, True)
+        if found is not None:
+            return found
         first = 0 if self.region.first is None else self.evaluate(self.region.first, None, j)
         last = self.seqlen_q if self.region.last is None else self.evaluate(self.region.last, None, j)
         return self._local(first, j, 3, self.seqlen_q), self._local(last, j, 3, self.seqlen_q)
 
     def _local(self, end: Tensor | int, index: Tensor, axis: int, limit: int) -> Tensor:
-        end = torch.as_tensor(end, device=self.b.device).long().clamp(0, limit)
+        end = end if isinstance(end, Tensor) else expr.constant(end, self.b.device)
+        end = end.long().clamp(0, limit)
         end = end.expand(torch.broadcast_shapes(end.shape, (1, 1, 1, 1)))
         return end.flatten(2).expand(-1, -1, len(index)) if end.shape[axis] == 1 else end.flatten(2)
 
@@ -124,6 +131,9 @@ class TileMap:
     @classmethod
     def build(cls, grid: Grid, tile_m: int, tile_n: int, by_columns: bool = False) -> TileMap:
         """The map of a grid; the interval is read in column form where ``by_columns`` (backward kernels do)."""
+        found = _by_kernel(grid, tile_m, tile_n)
+        if found is not None:
+            return cls(found[0], tile_m, tile_n)
         status = _interval_status(grid, tile_m, tile_n, by_columns)
         if grid.region.predicate is not None:
             prepared = grid.region.prepared
@@ -135,9 +145,13 @@ class TileMap:
             status = torch.minimum(status, predicate)  # empty wins, then partial
         return cls(status, tile_m, tile_n)
 
+    def _lines(self, transposed: bool) -> Tensor:
+        """The states with the tiles of a line, of queries or of keys, one after the other: kernels read lists so."""
+        return (self.status.mT if transposed else self.status).contiguous()
+
     def lists(self, transposed: bool = False) -> TileLists:
         """Lists by query tile, or, transposed, by key tile; made on the device."""
-        status = self.status.mT if transposed else self.status
+        status = self._lines(transposed)
 
         def listed(what: int) -> tuple[Tensor, Tensor]:
             chosen = status == what
@@ -152,14 +166,44 @@ class TileMap:
 
         int32 ``(b|1, h|1, lines, tiles)``, whose entries past the count are meaningless, and ``(b|1, h|1, lines, 2)``.
         """
-        status = self.status.mT if transposed else self.status
+        status = self._lines(transposed)
         order = torch.argsort((status + 2) % 3, dim=-1, stable=True)  # partial, full, empty
         counts = torch.stack([(status == PARTIAL).sum(-1), (status != EMPTY).sum(-1)], -1)
         return order.int(), counts.int()
 
 
+def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
+    """The state of every tile by a kernel on the grid's GPU and, for ``group`` query heads a key head, the keys that are seen.
+
+    None where the mask has no predicate that is still to be evaluated, off GPUs, and where a tracer runs.
+    """
+    if grid.region.predicate is None or grid.region.prepared is not None or not _on_gpu(grid):
+        return None
+    # Any backend's plan may use this kernel: it needs nothing of Triton's attention.
+    from tilewise.backends.triton import judged_tiles
+
+    return judged_tiles(grid, tile_m, tile_n, group)
+
+
+def _ends_by_kernel(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
+    """The intervals of ``lines`` by a kernel on the grid's GPU; None where the mask has none, off GPUs and under a tracer."""
+    ends = grid.region.ends[2:] if by_columns else grid.region.ends[:2]
+    if all(end is None for end in ends) or not _on_gpu(grid):
+        return None
+    from tilewise.backends.triton import ends_of_lines
+
+    return ends_of_lines(grid, lines, by_columns)
+
+
+def _on_gpu(grid: Grid) -> bool:
+    """Whether a grid and all tensors of its mask lie on one GPU, and are neither traced nor without memory."""
+    if grid.b.device.type != "cuda" or torch.compiler.is_compiling() or type(grid.b) is not Tensor:
+        return False
+    return all(leaf.device == grid.b.device for leaf in grid.leaves)
+
+
 def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> Tensor:
-    """Ends never decrease, so the first and the last line of a tile bound all between them."""
+    """The status of tiles by the interval alone: ends never decrease, so a tile's first and last line bound all between them."""
     lines, line_tile, cross, cross_tile = (
         (grid.keys, tile_n, grid.seqlen_q, tile_m) if by_columns else (grid.seqlen_q, tile_m, grid.keys, tile_n)
     )
@@ -331,6 +375,8 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
         seen = first < last
     elif grid.region.prepared is not None and grid.key_origin is None:
         seen = _part_of(grid.leaves[grid.region.prepared.seen_slot], grid)
+    elif (found := _by_kernel(grid, PREPARED_BLOCK, PREPARED_BLOCK, group)) is not None:
+        return found[1]
     else:
         terms = monotone_terms(grid.region)
         pairs = terms is None
@@ -350,6 +396,9 @@ def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
         first, last = grid.query_interval(torch.arange(grid.keys, device=q.device))
         status = torch.full((1, 1, *blocks), FULL, dtype=torch.uint8, device=q.device)
         return with_lists(mask, PREPARED_BLOCK, shape, status, first < last)
+    found = _by_kernel(grid, PREPARED_BLOCK, PREPARED_BLOCK, 1)
+    if found is not None:
+        return with_lists(mask, PREPARED_BLOCK, shape, *found)
     terms = monotone_terms(kept)
     if terms is None:
         return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))

@@ -45,7 +45,7 @@ from tilewise.backends.triton.tiles import (
     shared_memory,
     width,
 )
-from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, classify
+from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, classify
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -91,8 +91,8 @@ class TestTriton(Contract):
     def test_agrees_with_the_oracle(self, case):
         agree(self.backend, of_case(case))
 
-    # A moving end beside a fixed one, a predicate with lists of tiles, and gradients scattered, by rows and by columns.
-    @pytest.mark.parametrize("name", ["prefix", "blocks", "causal-bias", "causal-rows-and-columns"])
+    # A moving end beside a fixed one, a predicate with lists of tiles, gradients scattered, by rows and by columns, and counters.
+    @pytest.mark.parametrize("name", ["prefix", "blocks", "causal-bias", "causal-rows-and-columns", "dropout"])
     def test_pieces_of_an_attention_are_the_whole(self, name):
         super().test_pieces_of_an_attention_are_the_whole(name)
 
@@ -217,7 +217,8 @@ LEAVES = {
     COLUMNS: ((70,), lambda t: lambda s, b, h, i, j: s + t[j] * s),
     STORE: ((2, 4, 70, 70), lambda t: lambda s, b, h, i, j: s + t[b, h, i, j]),
     TILES: ((70, 70), lambda t: lambda s, b, h, i, j: s + t[j, i]),
-    SCATTER: ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % 9]),
+    DIAGONALS: ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % 9]),
+    SCATTER: ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i + j) % 9]),
 }
 
 
@@ -255,7 +256,8 @@ def test_elements_of_a_leaf_that_no_pair_reads_get_no_gradient(how, monkeypatch)
 def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once():
     t = normal(2, 66, 72).requires_grad_()
     c = call(*qkv(batch=1, nq=66, nk=72, hq=2, hk=1), causal=True, score=tw.bias(t))
-    assert [leaf.unit for leaf in leaf_layouts(c.p, tuple(c.p.spec.score_slots), c.p.spec.lookups).values()] == [4]
+    leaves = {n: c.p.extras[n] for n in c.p.spec.score_slots}
+    assert [leaf.unit for leaf in leaf_layouts(leaves, (66, 72), c.p.spec.lookups).values()] == [4]
     agree(Triton(), c)
 
 
@@ -342,7 +344,7 @@ def test_ds_of_16_bits_is_kept_for_a_bias_in_fp32_where_its_range_is_fp32s(dtype
 
 def test_scattered_sums_of_fp32_are_taken_in_float64():
     table = normal(4, 32).requires_grad_()
-    score = tw.score(lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(0, 31)])
+    score = tw.score(lambda s, b, h, i, j: s + table[h, (i + j).clamp(0, 31)])
     c = call(*qkv(), score=score)
     sums = LeafSums(Plan(c.p, INTERPRETED), c.t)
     assert [x.dtype for x in sums.buffers] == [torch.float64]

@@ -29,6 +29,8 @@ class Inputs:
     cu_seqlens_k: Tensor | None = None
     block_table: Tensor | None = None
     seqlens_k: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @classmethod
     def of(cls, p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
@@ -36,11 +38,13 @@ class Inputs:
         sink = None if spec.sink_slot is None else extras[spec.sink_slot]
         cu_q, cu_k = (*[extras[n] for n in spec.cu_slots], None, None)[:2]
         table, lengths = [extras[n] for n in spec.page_slots] or (None, None)
-        return cls(q, k, v, seed, extras, sink, cu_q, cu_k, table, lengths)
+        scales = [extras[n] for n in spec.scale_slots]
+        return cls(q, k, v, seed, extras, sink, cu_q, cu_k, table, lengths, *scales)
 
 
-Pages = tuple[Tensor, Tensor, Tensor, Tensor]
-"""A cache: k_pages, v_pages ``(num_pages, page_size, heads, head_dim)``, block_table ``(batch, max_pages)``, seqlens_k ``(batch,)``."""
+Pages = tuple[Tensor, ...]
+"""A cache: k_pages, v_pages ``(num_pages, page_size, heads, head_dim)``, block_table ``(batch, max_pages)``, seqlens_k ``(batch,)``; of
+a quantised one also k_scale and v_scale."""
 
 
 @dataclass
@@ -151,17 +155,21 @@ class Backend(Protocol):
 
     def config(self, p: Problem) -> Config: ...
 
+    def tile(self, p: Problem) -> tuple[int, int] | None:
+        """Queries and keys of a tile of the forward; None: it has no tiles of one size."""
+        return None
+
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
         """Writes checked new rows behind the keys of each sequence, as :func:`tilewise.append` says; False: it has no kernel for that."""
         return False
 
-    def without_tangents(self, p: Problem) -> list[str]:
-        """Every reason why :meth:`jvp` and :meth:`backward_jvp` cannot run this problem here."""
-        return ["forward mode and second derivatives are not built"]
+    def without_tangents(self, p: Problem, second: bool) -> list[str]:
+        """Every reason why :meth:`jvp` cannot run this problem here or, if ``second``, :meth:`backward_jvp`."""
+        return ["second derivatives are not built" if second else "forward mode is not built"]
 
     def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
         """The tangents of o and lse where the inputs move ``along``; ``out`` is the forward's result."""
@@ -219,12 +227,21 @@ class PerTensors:
         return made
 
 
-def piece_reasons(problem: Problem, dropout: bool = False) -> list[str]:
-    """Reasons against a piece of a larger attention; ``dropout``: whether the backend can draw from the whole's counters."""
-    if problem.spec.piece is None:
+def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:
+    """Reasons against a piece of a larger attention.
+
+    Args:
+        dropout: it draws from the whole's counters where the piece begins at a multiple of this; 0: it cannot.
+    """
+    piece = problem.spec.piece
+    if piece is None:
         return []
     reasons = ["a piece of packed sequences"] if problem.packed else []
-    return reasons + (["dropout in a piece of an attention"] if problem.spec.dropout_p and not dropout else [])
+    if problem.spec.dropout_p and not dropout:
+        reasons.append("dropout in a piece of an attention")
+    elif problem.spec.dropout_p and (piece.q_start % dropout or piece.k_start % dropout):
+        reasons.append(f"dropout in a piece that does not begin at multiples of {dropout}")
+    return reasons
 
 
 def page_reasons(problem: Problem) -> list[str]:

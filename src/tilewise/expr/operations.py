@@ -75,7 +75,7 @@ class Expr:
 
     @property
     def device(self) -> None:
-        """Not known while tracing: ``None``, which torch's factory functions take for their default."""
+        """``None``, since the device is not known while tracing; torch's factory functions take it for their default."""
         return None
 
     @classmethod

@@ -94,7 +94,7 @@ def choose(p: Problem, isa: str) -> Config:
 
 
 def _tile_m(p: Problem, block: int) -> int:
-    """Tall tiles pack K and V less often; but there must be tiles for every thread. Even parts, in blocks of so many rows."""
+    """The queries of a tile: many, so that K and V are packed less often, but with tiles for every thread; in blocks of ``block`` rows."""
     if p.packed and p.paged and (p.spec.deterministic or p.seqlen_q <= PAGED_ROWS * p.batch):
         return PAGED_ROWS
     tiles = lambda m: p.heads_q * -(-p.seqlen_q // m) * (1 if p.packed else p.batch)  # noqa: E731

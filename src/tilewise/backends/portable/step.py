@@ -146,7 +146,7 @@ def steps(p: Problem, t: Inputs, config: Config) -> Iterator[Step]:
 def _dense_steps(
     p: Problem, t: Inputs, config: Config, qkv: tuple[Tensor, Tensor, Tensor], b_origin: int, at: tuple[slice, slice]
 ) -> Iterator[Step]:
-    """Rows of the batch by ``config.batch``, key heads by ``config.heads_k``; ``b_origin`` numbers the first row."""
+    """The steps of equal sequences: ``config.batch`` rows by ``config.heads_k`` key heads; ``b_origin`` is the first row."""
     q, k, v = qkv
     if not q.shape[1]:
         return

@@ -2,7 +2,7 @@
 
 Layouts are xformers': ``(batch, seqlen, heads, head_dim)``; ``(batch, seqlen, head_dim)``, one head; and ``(batch, seqlen, groups,
 heads, head_dim)``, where keys and values that were expanded over heads are read once. Biases with blocks become a packed call, without
-padding. Where the two differ:
+padding; the biases are in ``attn_bias``. Where the two differ:
 
 - A row that sees no key is zero; the original's is undefined.
 - A tensor bias needs no alignment, may broadcast, and has its gradient; a bool tensor selects.

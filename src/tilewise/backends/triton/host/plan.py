@@ -16,12 +16,12 @@ from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, decodi
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.kernels.emit import Emitted, emit
-from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, is_wide
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import ROWS, TILES
 from tilewise.masks.facts import every_key_seen, every_pair_kept
-from tilewise.problem import Problem, TensorFacts, regrouped_problem
+from tilewise.problem import Problem, regrouped_problem
 
 Role = Literal["leads", "reads", "joins"]
 """The part of a kernel that may run while its neighbour in the stream does: programmatic dependent launch.
@@ -64,7 +64,7 @@ class Layout:
     """The strides of a call's operands, ``(batch, row, head)`` each, in elements.
 
     Attributes:
-        unit: elements of 16 bytes.
+        unit: elements of 16 bytes, of the narrowest operand.
         in_units: the strides in units of 16 bytes; None where one of them is no multiple.
     """
 
@@ -75,7 +75,7 @@ class Layout:
     @classmethod
     def of(cls, problem: Problem, operands: dict[str, Tensor]) -> Layout:
         strides = {name: operand_strides(x) for name, x in operands.items()}
-        unit = 16 // operands["q"].element_size()
+        unit = 16 // min(x.element_size() for x in operands.values())
         whole = all(n % unit == 0 for each in strides.values() for n in each)
         in_units = {name: tuple(n // unit for n in each) for name, each in strides.items()}
         return cls(strides, unit, in_units if whole else None)
@@ -126,7 +126,7 @@ class Decisions:
     @cached_property
     def wide(self) -> frozenset[int]:
         """The slots of tensors whose elements need 64-bit offsets."""
-        return frozenset(n for n, leaf in enumerate(self.problem.extras) if _is_wide(leaf))
+        return frozenset(n for n, leaf in enumerate(self.problem.extras) if is_wide(leaf))
 
     @cached_property
     def leaf_names(self) -> tuple[str, ...]:
@@ -155,6 +155,14 @@ class Decisions:
         problem = self.problem
         keep = dropout.keep_scale(problem.spec.dropout_p) if problem.spec.dropout_p else 1.0
         return runtime.kernels().Scales(float(problem.softmax_scale), keep, runtime.opaque(self.emitted.numbers))
+
+    @cached_property
+    def piece_start(self) -> torch.Tensor | None:
+        """The call's first query and key in the whole attention, int64 (2,), where dropout counts from them; else None."""
+        piece = self.problem.spec.piece
+        if piece is None or not self.problem.spec.dropout_p:
+            return None
+        return torch.tensor([piece.q_start, piece.k_start], device=self.problem.device)
 
     @cached_property
     def pair_leaf(self) -> tuple[int, tuple] | None:
@@ -187,7 +195,7 @@ class Plan(Decisions):
         record: takes every launch in its place, where launches are to be listed and not run.
         facts_made, layouts, sizes, descriptors, compiled: caches; ``compiled`` holds kernels by the identity of their
             function, sizes and facts.
-        tile_lists: lists of a predicate's tiles.
+        tile_lists: lists of a predicate's tiles. indices: at which elements of a leaf the distances of a read by distance are read.
         forward_again: launches a forward once more; False, and nothing launched, where a tensor is not aligned as the first call's.
         backward_again: by dO's strides, what launches a backward once more, given what it writes, and gives the leaves' gradients; None
             as above.
@@ -200,6 +208,7 @@ class Plan(Decisions):
     descriptors: Memo[tuple, Any] = field(default_factory=Memo)
     compiled: dict[tuple, Any] = field(default_factory=dict)
     tile_lists: PerTensors = field(default_factory=PerTensors)
+    indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
     forward_again: Callable[[Inputs, Output], bool] | None = None
     backward_again: dict[tuple[int, ...], Callable[..., dict[int, Tensor] | None]] = field(default_factory=dict)
 
@@ -253,13 +262,6 @@ def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ..
     return tuple(n for axis in zip(shape, stride, strict=True) for n in axis)
 
 
-def _is_wide(leaf: TensorFacts) -> bool:
-    """Whether an element may lie 2**31 elements from the first."""
-    return (
-        sum((size - 1) * abs(stride) for size, stride in zip(leaf.shape, leaf.stride, strict=True) if size) >= 1 << 31
-    )
-
-
 def kept_sheet_heads(decisions: Decisions) -> int:
     """The key heads whose dS the backward keeps at a time, for dQ and the gradient of a broadcast bias.
 
@@ -279,7 +281,7 @@ def kept_sheet_heads(decisions: Decisions) -> int:
     return sheet_heads(problem, decisions.config.beside[1], math.prod(leaf.shape) * leaf.dtype.itemsize)
 
 
-_EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "slope", "rows", "leaves", "columns")
+_EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "slope", "rows", "leaves", "columns", "near")
 
 
 def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> Facts:
@@ -294,7 +296,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
     functions = {name: emitted.functions.get(name) for name in _EMITTED}
     if chosen.get("again"):
         functions["score"] = emitted.functions.get("again")
-    for name in ("tile", "place"):
+    for name in ("tile", "place", "start"):
         functions[name] = emitted.functions.get(f"{name}_{chosen['read']}") if chosen.get("read") is not None else None
     of_tiles = {
         "tile_m": tiles.tile_m,
@@ -316,6 +318,9 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "strips": 0,
         "overlap": None,
         "max_logit": False,
+        "k_scale": None,
+        "v_scale": None,
+        "latent": False,
     }
     return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
 

@@ -15,7 +15,19 @@ from tilewise.backends.triton.tiles import Tiles
 def kernels() -> SimpleNamespace:
     """The kernels and the bundles of their arguments, by name. Triton is imported here, at the first launch."""
     import triton
-    from tilewise.backends.triton.kernels import append, arguments, backward, forward, paged, pair_bias, tangent, terms
+    from tilewise.backends.triton.kernels import (
+        append,
+        arguments,
+        backward,
+        diagonals,
+        forward,
+        paged,
+        pair_bias,
+        tangent,
+        tangent_tiles,
+        terms,
+        tile_map,
+    )
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return SimpleNamespace(
@@ -29,11 +41,18 @@ def kernels() -> SimpleNamespace:
         dq=backward.dq_kernel,
         tile=pair_bias.tile_kernel,
         sheet=pair_bias.sheet_kernel,
+        strip=diagonals.strip_kernel,
         terms=terms.terms_kernel,
         tangent=tangent.tangent_kernel,
         dq_tangent=tangent.dq_tangent_kernel,
         dkdv_tangent=tangent.dkdv_tangent_kernel,
-        Moved=tangent.Moved,
+        Moved=tangent_tiles.Moved,
+        tile_map=tile_map.tile_map_kernel,
+        ends=tile_map.ends_kernel,
+        EndsTensors=tile_map.EndsTensors,
+        EndsSizes=tile_map.EndsSizes,
+        MapTensors=tile_map.MapTensors,
+        MapSizes=tile_map.MapSizes,
         append=append.append_kernel,
         AppendTensors=append.AppendTensors,
         AppendSizes=append.AppendSizes,

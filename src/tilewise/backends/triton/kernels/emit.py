@@ -4,11 +4,13 @@ Kernels get the functions of a module as fields of their compile-time facts:
 
 - ``lo, hi, first, last``: the ends of the mask's intervals, of ``(b, h, i, work)`` or ``(b, h, j, work)``;
 - ``keep``: the mask's predicate, of ``(b, h, i, j, work)``;
+- ``some``, ``every``: whether the predicate may hold somewhere in a tile, and holds in all of it (:func:`emit_mask`);
 - ``score``: the score, of ``(s, b, h, i, j, work)`` as all below; ``weights``: 2 to its power, where there is a shorter way to it;
 - ``again``: the score as the backward computes it; ``slope``: its derivative with respect to s;
 - ``moved``, ``moved_slope``: their tangents, of ``(s, ds, b, h, i, j, work)``;
-- ``rows``, ``columns``, ``leaves``, ``tile_N`` and ``place_N``: the gradients of the tensors that the score reads
-  (docs/algorithm.md#7-scores-and-their-gradients; :func:`tilewise.leaf_gradients.classify`).
+- ``rows``, ``columns``, ``leaves``, ``tile_N``, ``place_N`` and ``start_N``: the gradients of the tensors that the score reads
+  (docs/algorithm.md#7-scores-and-their-gradients; :func:`tilewise.leaf_gradients.classify`);
+- ``near``: of ``(work)``, the distances i - j at which a tensor's index changes (:mod:`tilewise.distances`).
 
 The ``s`` that they take is the product of q and k: the softmax scale is one of their factors. ``work`` is a ``WorkTile``. Numbers
 are run-time arguments (``work.numbers``), so softcap 30 and softcap 50 share a module. Modules are made once per source.
@@ -20,19 +22,23 @@ import hashlib
 import linecache
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 
 import torch
 
 from tilewise import expr
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
-from tilewise.backends.triton.kernels.leaf_reads import leaf_layouts
+from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts
 from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
+from tilewise.distances import by_distance, near
 from tilewise.expr import Expr
-from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, classify
-from tilewise.problem import Problem
+from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
+from tilewise.masks.facts import Condition, monotone_terms
+from tilewise.masks.regions import Region
+from tilewise.problem import Problem, TensorFacts
 
 SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp32 holds exactly
 BOUND = 80.0  # up to it bf16 holds every power of 2, and fp32 the sums of a million of them times values up to 2**27
@@ -50,7 +56,7 @@ class Emitted:
         functions: by name; a part that the problem does not have is missing.
         numbers: the values of ``work.numbers``.
         slots: the extras that ``work.leaves`` holds, in order.
-        reads: how the gradient of each read of a leaf is summed.
+        reads: how the gradient of each read of a leaf is summed; one by distance may be several (:func:`_parts`).
         hides: whether the score may be -inf, or its slope not finite, where s is finite.
         binary: whether the score is in units of log2.
         bounded: whether it is binary and at most BOUND, for inputs in bf16.
@@ -85,28 +91,30 @@ def emit(
     slots = tuple(slot for slot in slots if slot not in prepared)
     lookups = expr.lookups(*(x for x in (region.predicate, spec.score) if x is not None))
     small = max(problem.totals) < SMALL
-    layouts = leaf_layouts(problem, slots, lookups)
+    layouts = leaf_layouts({n: problem.extras[n] for n in slots}, (problem.seqlen_q, problem.seqlen_k), lookups)
     slots += tuple(moved for slot, moved in (tangents or {}).items() if slot in slots)
     position = {slot: n for n, slot in enumerate(slots)}
     writer = partial(Writer, position, layouts, wide, small)
-    source = []
-    for (name, index), end in zip(_ENDS, region.ends, strict=True):
-        if end is not None:
-            # Ends are asked for rows and keys past the last one too, the tail of a tile: without layouts every index is
-            # clamped.
-            ends = Writer(position, {}, wide, small)
-            source.append(_returning(ends, name, f"b, h, {index}, work", expr.abstract(end, numbers)))
-    if region.predicate is not None:
-        source.append(_returning(writer(), "keep", _KEEP, expr.abstract(region.predicate, numbers)))
-    reads = classify(problem)
+    source = _mask_functions(region, partial(Writer, position, {}, wide, small), writer, numbers)
+    distances = _near(problem) if tangents is None else None
+    distant = None if distances is None else []
+    if distances is not None:
+        bounds = [expr.abstract(expr.number(n), numbers) for n in distances]
+        source.append(_together(writer(), "near", bounds))
+    parts = [_parts(problem, read) for read in classify(problem)]
     if tangents is not None:
-        # The pass for TILES (pair_bias.py) sums dZ alone. A tangent of it has two terms, and its pairs are scattered.
-        reads = tuple(replace(read, how=SCATTER) if read.how == TILES else read for read in reads)
+        # The passes for TILES and DIAGONALS (pair_bias.py, diagonals.py) sum dZ alone. A tangent of it has two terms, and
+        # its pairs are scattered.
+        how = {TILES: SCATTER, DIAGONALS: SCATTER}
+        parts = [(replace(read, how=how.get(read.how, read.how)),) for read in classify(problem)]
     binary = bounded = hides = False
     if spec.score is not None:
-        lines, binary, bounded = _of_score(problem, partial(writer, described=described), numbers, reads, tangents)
+        writer = partial(writer, described=described, distant=distant)
+        lines, binary, bounded = _of_score(problem, writer, numbers, parts, tangents)
         source, hides = source + lines, _hides(spec.score)
+    source += [_read_at_distance(n, body) for n, body in enumerate(distant or ())]
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
+    reads = tuple(chain.from_iterable(parts))
     return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest)
 
 
@@ -114,7 +122,7 @@ def _of_score(
     problem: Problem,
     writer: Callable[..., Writer],
     numbers: list[float],
-    reads: tuple[Read, ...],
+    parts: list[tuple[Read, ...]],
     tangents: Mapping[int, int] | None,
 ) -> tuple[list[str], bool, bool]:
     """The functions of a problem's score and of its derivatives, and whether it is binary and bounded (:class:`Emitted`).
@@ -136,7 +144,7 @@ def _of_score(
     # The backward may take the tanh of one instruction, whose error is below the rounding of dS to 16 bits; tangents
     # keep the exact one.
     again = partial(writer, rough=half and tangents is None)
-    source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, reads, factors, tangents)]
+    source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, parts, factors, tangents)]
     if tangents is not None:
         # The score's change along the tangents of s and of its leaves, and the change of its slope
         # (docs/algorithm.md#15-tangents-and-second-derivatives).
@@ -146,7 +154,106 @@ def _of_score(
     return source, binary, bounded
 
 
+def emit_mask(region: Region, leaves: Sequence[TensorFacts], lengths: tuple[int, int]) -> Emitted:
+    """The functions of a mask alone, without a problem: its ends, ``keep``, and ``some`` and ``every``.
+
+    The last two are there where the predicate rises or falls (:func:`tilewise.masks.facts.monotone_terms`). They are
+    functions of ``(b, h, i_first, i_last, j_first, j_last, work)``, the ends of a tile: where ``some`` is false no pair
+    of it is kept, where ``every`` is true all are.
+
+    Args:
+        leaves: by slot. lengths: seqlen_q and seqlen_k.
+    """
+    numbers: list[float] = []
+    lookups = expr.lookups(*region.parts)
+    slots = tuple(dict.fromkeys(x.args[0][1] for x in lookups))
+    position = {slot: n for n, slot in enumerate(slots)}
+    wide, small = frozenset(n for n in slots if is_wide(leaves[n])), max(lengths) < SMALL
+    layouts = leaf_layouts({n: leaves[n] for n in slots}, lengths, lookups)
+    of_lines = partial(Writer, position, {}, wide, small)
+    source = _mask_functions(region, of_lines, partial(Writer, position, layouts, wide, small), numbers)
+    terms = None if region.predicate is None else monotone_terms(region)
+    if terms is not None:
+        source += _corner_functions(terms, of_lines, numbers)
+    functions, digest = _module("\n\n".join(source))
+    return Emitted(functions, tuple(numbers), slots, (), False, False, False, digest)
+
+
+# -- Reads by distance ---------------------------------------------------------------------------------------------
+
+
+def _near(problem: Problem) -> tuple[int, int] | None:
+    """The distances i - j in ``[start, stop)`` beyond which each of the score's reads by distance reads one element of its tensor;
+    None where there are no such reads, or no distances beyond."""
+    reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
+    found = [near(problem, x) for x in reads if by_distance(*x.args[1:])]
+    if problem.paged or not found or any(x.everywhere for x in found):
+        return None
+    return min(x.start for x in found), max(x.stop for x in found)
+
+
+def _parts(problem: Problem, read: Read) -> tuple[Read, ...]:
+    """The sums that make one read's gradient: by distance near the diagonal, by rows on either side, where its index is constant."""
+    if read.how != DIAGONALS:
+        return (read,)
+    found = near(problem, read.expr)
+    parts = (replace(read, distances=(found.start, found.stop)),) if found.start < found.stop else ()
+    parts += (replace(read, how=ROWS, distances=(None, found.start)),) if found.below else ()
+    parts += (replace(read, how=ROWS, distances=(found.stop, None)),) if found.above else ()
+    return parts or (replace(read, how=ROWS, distances=(None, found.start)),)  # no pair is kept: a sum of none
+
+
+def _read_at_distance(n: int, body: str) -> str:
+    """The function that reads a tile's elements of a tensor, or the one element of a tile that is far from the diagonal."""
+    lines = [
+        "if len(work.far) == 0:",
+        f"    return element_{n}(b, h, i, j, work)",
+        "else:",
+        "    if work.far[0]:",
+        f"        value = tl.broadcast_to(element_{n}(b, h, work.far[1], work.far[2], work), (i + j).shape)",
+        "    else:",
+        f"        value = element_{n}(b, h, i, j, work)",
+        "    return value",
+    ]
+    element = f"@triton.jit\ndef element_{n}({_KEEP}):\n{body}"
+    return f"{element}\n\n{_function(f'at_distance_{n}', _KEEP, lines)}"
+
+
 # -- Functions of a module -----------------------------------------------------------------------------------------
+
+
+def _mask_functions(
+    region: Region, of_lines: Callable[[], Writer], of_pairs: Callable[[], Writer], numbers: list[float]
+) -> list[str]:
+    """The functions of a mask: its ends, and ``keep``."""
+    source = []
+    for (name, index), end in zip(_ENDS, region.ends, strict=True):
+        if end is not None:
+            # Ends are asked for rows and keys past the last one too, the tail of a tile: without layouts every index is
+            # clamped.
+            source.append(_returning(of_lines(), name, f"b, h, {index}, work", expr.abstract(end, numbers)))
+    if region.predicate is not None:
+        source.append(_returning(of_pairs(), "keep", _KEEP, expr.abstract(region.predicate, numbers)))
+    return source
+
+
+def _corner_functions(
+    terms: Sequence[Sequence[Condition]], writer: Callable[[], Writer], numbers: list[float]
+) -> list[str]:
+    """A function of each condition, and ``some`` and ``every``: all of them at a tile's best and at its worst corner."""
+    source, asked = [], {"some": [], "every": []}
+    for n, term in enumerate(terms):
+        parts = {"some": [], "every": []}
+        for m, condition in enumerate(term):
+            name = f"holds_{n}_{m}"
+            source.append(_returning(writer(), name, _KEEP, expr.abstract(condition.holds, numbers)))
+            for which, best in (("some", True), ("every", False)):
+                i, j = ("last" if (by > 0) == best else "first" for by in (condition.by_i, condition.by_j))
+                parts[which].append(f"{name}(b, h, i_{i}, j_{j}, work)")
+        for which, calls in parts.items():
+            asked[which].append(f"({' & '.join(calls)})")
+    arguments = "b, h, i_first, i_last, j_first, j_last, work"
+    return source + [_function(name, arguments, [f"return {' | '.join(found)}"]) for name, found in asked.items()]
 
 
 def _function(name: str, arguments: str, lines: list[str]) -> str:
@@ -158,6 +265,12 @@ def _returning(writer: Writer, name: str, arguments: str, root: Expr) -> str:
     """A function that returns an expression."""
     result = writer.value(root)
     return _function(name, arguments, [*writer.lines, f"return {result}"])
+
+
+def _together(writer: Writer, name: str, roots: list[Expr]) -> str:
+    """A function of ``work`` that returns several expressions."""
+    results = [writer.value(root) for root in roots]
+    return _function(name, "work", [*writer.lines, f"return {', '.join(results)}"])
 
 
 def _weights(writer: Writer, root: Expr) -> str:
@@ -172,7 +285,7 @@ def _weights(writer: Writer, root: Expr) -> str:
 def _gradients(
     writer: Callable[[], Writer],
     score: Expr,
-    reads: tuple[Read, ...],
+    parts: list[tuple[Read, ...]],
     factors: Factors,
     tangents: Mapping[int, int] | None,
 ) -> list[str]:
@@ -184,8 +297,8 @@ def _gradients(
     """
     slope = factors.collected(_derivative(score, expr.symbol("s")))
     source = [] if expr.is_number(slope, 1) else [_returning(writer(), "slope", _SCORE, slope)]
-    # `reads` has one entry for each lookup of a wanted leaf, in the order of the lookups.
-    wanted = {read.slot for read in reads}
+    # `parts` has one entry for each lookup of a wanted leaf, in the order of the lookups.
+    wanted = {read.slot for reads in parts for read in reads}
     lookups = [x for x in expr.lookups(score) if x.args[0][1] in wanted]
     plain = [_derivative(score, x) for x in lookups]
     # d(score)/d(leaf) for each lookup, and the change of that derivative along the tangents.
@@ -193,13 +306,12 @@ def _gradients(
     slopes = [factors.collected(x) for x in plain]
     given, of_score = ("dz, hit", _SCORE) if tangents is None else ("dz, moved_dz, hit", _MOVED)
     rows, columns, others, sums = writer(), writer(), writer(), []
-    for n, (read, lookup, slope, change) in enumerate(zip(reads, lookups, slopes, moved, strict=True)):
-        if read.how == TILES:
+    each = [(read, *x) for reads, *x in zip(parts, lookups, slopes, moved, strict=True) for read in reads]
+    for n, (read, lookup, slope, change) in enumerate(each):
+        if read.how in (TILES, DIAGONALS):
             if not expr.is_number(slope, 1):
                 source.append(_returning(writer(), f"tile_{n}", _SCORE, slope))
-            place = writer()
-            offset = place.offset(lookup, "grad_extents")
-            source.append(_function(f"place_{n}", _KEEP, [*place.lines, f"return {offset}"]))
+            source.append(_where_summed(n, read, lookup, factors.numbers, writer()))
             continue
         lines = {ROWS: rows, COLUMNS: columns}.get(read.how, others)
         # The change of dz · slope: moved_dz · slope + dz · change.
@@ -210,7 +322,7 @@ def _gradients(
         if read.how == ROWS:
             # Tiles are (queries, keys) here: the kernel carries this sum, (queries,) in fp32, over its key tiles and
             # stores it once.
-            sums.append(f"tl.sum({value}, 1)")
+            sums.append(_row_sums(n, lines, read, factors.numbers, value))
         elif read.how == COLUMNS:
             # Tiles are (keys, queries) here, so that axis 1 is again the one to sum. Nobody reads the sums before the
             # kernel ends.
@@ -229,6 +341,37 @@ def _gradients(
     if columns.lines:
         source.append(_function("columns", f"{given}, line, valid, {of_score}", [*columns.lines, "return"]))
     return source
+
+
+def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer: Writer) -> str:
+    """A function for the kernel that sums the n-th read: ``place_N``, where a pair is read, or ``start_N``, the least distance."""
+    if read.how == TILES:
+        offset = writer.offset(lookup, "grad_extents")
+        return _function(f"place_{n}", _KEEP, [*writer.lines, f"return {offset}"])
+    return _together(writer, f"start_{n}", [expr.abstract(expr.number(read.distances[0]), numbers)])
+
+
+def _row_sums(n: int, writer: Writer, read: Read, numbers: list[float], value: str) -> str:
+    """The sums of a tile's rows of the n-th read: of all pairs, or of those on one side of the distances near the diagonal."""
+    start, stop = read.distances
+    if start is None and stop is None:
+        return f"tl.sum({value}, 1)"
+    side = "lt" if start is None else "ge"
+    bound = expr.abstract(expr.number(stop if start is None else start), numbers)
+    counts = writer.value(expr.apply(side, expr.symbol("i") - bound, expr.symbol("j")))
+    some = f"tl.sum(tl.where({counts}, x{n}, 0.0), 1)"
+    writer.lines.append(f"x{n} = {value}")
+    if writer.distant is None:
+        return some
+    # A tile that is far from the diagonal is on one side as a whole: its pairs are not compared one by one.
+    whole = f"work.far[1] - work.far[2] {'<' if start is None else '>='} {writer.value(bound)}"
+    writer.lines += [
+        "if work.far[0]:",
+        f"    r{n} = tl.where({whole}, tl.sum(x{n}, 1), 0.0)",
+        "else:",
+        f"    r{n} = {some}",
+    ]
+    return f"r{n}"
 
 
 def _times(writer: Writer, name: str, slope: Expr) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewise import expr
+from tilewise.distances import by_distance, near
 from tilewise.expr import Expr
 from tilewise.masks.facts import constant_on_blocks, granularity
-from tilewise.problem import Problem
+from tilewise.problem import Problem, TensorFacts
 
 
 def described_lookup(problem: Problem) -> Expr | None:
@@ -47,7 +49,8 @@ def described_lookup(problem: Problem) -> Expr | None:
 class PairReads:
     """The tensors of which a predicate or a score reads a number of its own for every pair (i, j).
 
-    A pattern of blocks is none of them: it gives all pairs of a block the same number.
+    A pattern of blocks is none of them: it gives all pairs of a block the same number. Nor is what is read by distance, if far from the
+    diagonal it is one number for all pairs.
 
     Attributes:
         bytes: what one pair reads of all these tensors.
@@ -63,11 +66,21 @@ class PairReads:
         roots = [x for x in (problem.spec.region.predicate, problem.spec.score) if x is not None]
         at_pairs = [x for x in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*x.args[1:])]
         # One number for a block of pairs is read once a tile and costs next to nothing.
-        reads = [x for x in at_pairs if not constant_on_blocks(x)]
+        reads = [x for x in at_pairs if not constant_on_blocks(x) and not _constant_far_off(problem, x)]
         if not reads:
             return cls()
         used = expr.depends_on(*[index for x in reads for index in x.args[1:]])
         return cls(sum(problem.extras[x.args[0][1]].dtype.itemsize for x in reads), frozenset("bh") - used)
+
+
+def reads_by_distance(problem: Problem) -> bool:
+    """Whether a problem's score reads a tensor at the distance of a pair."""
+    score = problem.spec.score
+    return score is not None and any(by_distance(*x.args[1:]) for x in expr.lookups(score))
+
+
+def _constant_far_off(problem: Problem, lookup: Expr) -> bool:
+    return by_distance(*lookup.args[1:]) and not near(problem, lookup).everywhere
 
 
 def predicate_blocks(problem: Problem) -> tuple[int, int]:
@@ -98,17 +111,19 @@ class LeafLayout:
         return index.op == "symbol" and index.args[0] in self.whole
 
 
-def leaf_layouts(problem: Problem, slots: tuple[int, ...], lookups: list[Expr]) -> dict[int, LeafLayout]:
-    """The layout of the leaf in each slot, read by these lookups."""
+def leaf_layouts(
+    leaves: Mapping[int, TensorFacts], lengths: tuple[int, int], lookups: list[Expr]
+) -> dict[int, LeafLayout]:
+    """The layout of each leaf, by its slot, as these lookups read it; ``lengths`` are seqlen_q and seqlen_k."""
     found = {}
-    for slot in slots:
-        leaf, unit = problem.extras[slot], 16 // problem.extras[slot].dtype.itemsize
+    for slot, leaf in leaves.items():
+        unit = 16 // leaf.dtype.itemsize
         indices = [pair for x in lookups if x.args[0][1] == slot for pair in enumerate(x.args[1:])]
         # The axes that i and j index by themselves, over all reads of this leaf.
         axes = [(axis, x.args[0]) for axis, x in indices if x.op == "symbol"]
         whole = [
             name
-            for name, length in (("i", problem.seqlen_q), ("j", problem.seqlen_k))
+            for name, length in zip("ij", lengths, strict=True)
             if all(leaf.shape[axis] >= length for axis, index in axes if index == name)
         ]
         # Then every row begins at a multiple of 16 bytes, and a vector of 16 bytes lies inside a row or outside as a
@@ -117,3 +132,10 @@ def leaf_layouts(problem: Problem, slots: tuple[int, ...], lookups: list[Expr]) 
         units = bool(leaf.shape) and leaf.stride[-1] == 1 and all(x % unit == 0 for x in multiples)
         found[slot] = LeafLayout(tuple(whole), unit if units else 1)
     return found
+
+
+def is_wide(leaf: TensorFacts) -> bool:
+    """Whether an element may lie 2**31 elements from the first."""
+    return (
+        sum((size - 1) * abs(stride) for size, stride in zip(leaf.shape, leaf.stride, strict=True) if size) >= 1 << 31
+    )

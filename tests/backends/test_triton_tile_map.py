@@ -1,0 +1,131 @@
+"""Tiles of a mask by a kernel: the state of each is what its pairs say, and the keys that are seen are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import tilewise as tw
+from tests.backends.contract import agree
+from tests.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, grid_of, masks, matrix, true_status
+from tilewise import tiles
+from tilewise.backends.triton import Triton, ends_of_lines, interpreting, judged_tiles
+from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.host import tile_map
+from tilewise.backends.triton.tiles import Tiles
+from tilewise.masks import Mask
+from tilewise.testing import call, qkv
+from tilewise.tiles import EMPTY, FULL, PARTIAL, Grid
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
+
+
+def check(mask: Mask, nq: int, nk: int, tile: tuple[int, int], group: int = 2) -> set[int]:
+    """The states that occur, after a comparison of all with the matrix."""
+    grid = grid_of(mask, nq, nk)
+    status, seen = judged_tiles(grid, *tile, group)
+    kept = matrix(grid)
+    true = true_status(kept, *tile)
+    assert torch.equal(status.expand(true.shape), true)
+    expected = kept.any(2).unflatten(1, (HEADS // group, group)).any(2)
+    assert torch.equal(seen.expand(expected.shape), expected)
+    return set(true.unique().tolist())
+
+
+def test_kinds_of_predicates_have_exact_states_and_seen_keys():
+    """Tensors, blocks, heads and batch elements that differ; tiles of odd sizes; ragged ends."""
+    allowed = torch.rand(1, HEADS, 33, 130, generator=torch.Generator().manual_seed(1)) < 0.002
+    pattern = torch.rand(2, 1, 5, 11, generator=torch.Generator().manual_seed(2)) < 0.5
+    found = [
+        check(tw.dense(allowed), 33, 130, (48, 80)),
+        check(tw.block_sparse(pattern, 16, 12) & tw.window(60, 30), 70, 130, (32, 48), group=1),
+        check(tw.keep(lambda b, h, i, j: (i * j + h) % 7 > b) & tw.causal(), 33, 130, (13, 64)),
+        check(tw.keep(lambda b, h, i, j: (j // 10 % 2 == b) & (i // 8 != 2)), 33, 50, (8, 10)),
+        check(tw.keep(lambda b, h, i, j: j < 3.5) & tw.causal(), 40, 5, (16, 16)),
+    ]
+    assert set.union(*found) == {EMPTY, PARTIAL, FULL}
+
+
+@pytest.mark.parametrize("name", MONOTONE)
+def test_a_predicate_that_rises_or_falls_is_judged_as_its_pairs_say(name):
+    check(MONOTONE[name][0](130), 33, 130, (24, 48))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.tuples(*[st.sampled_from([1, 31, 65])] * 2).flatmap(lambda n: st.tuples(masks(*n), st.just(n))))
+def test_any_composition_is_judged_as_its_pairs_say(drawn):
+    mask, (nq, nk) = drawn
+    if grid_of(mask, nq, nk).region.predicate is not None:
+        check(mask, nq, nk, (48, 80))
+
+
+def test_a_part_of_batch_and_heads_is_judged_as_its_own():
+    mask = tw.keep(lambda b, h, i, j: (i // 16 + j // 16 + b + h) % 3 == 0)
+    whole = grid_of(mask, 20, 35)
+    part = Grid(whole.region, whole.leaves, 20, 35, torch.tensor([1]), torch.tensor([2, 3]), 35)
+    status, seen = judged_tiles(part, 16, 16, 2)
+    assert torch.equal(status, judged_tiles(whole, 16, 16)[0][1:, 2:])
+    assert torch.equal(seen, matrix(part).any(2).any(1, keepdim=True))
+
+
+def test_ends_of_intervals_that_tensors_hold_and_keys_that_nobody_sees():
+    """Documents in any order of ids, joined with sinks: several intervals a row, some rows with none."""
+    mask = (tw.documents(IDS[:66]) & tw.key_range(torch.tensor(3), 40)) | tw.key_range(0, torch.tensor([2, 0]))
+    assert check(mask, 66, 66, (16, 8)) == {EMPTY, PARTIAL, FULL}
+
+
+@pytest.mark.parametrize("name", [n for n in INTERVALS if n not in ("everything", "narrow-window", "causal")])
+def test_ends_of_rows_and_columns_are_those_of_the_expressions(name):
+    grid = grid_of(INTERVALS[name](33, 130), 33, 130)
+    for lines, by_columns in ((torch.arange(33), False), (torch.arange(0, 130, 3), True)):
+        expected = grid.query_interval(lines) if by_columns else grid.key_interval(lines)
+        for x, y in zip(ends_of_lines(grid, lines, by_columns), expected, strict=True):
+            assert x.dtype == torch.int64
+            assert torch.equal(*torch.broadcast_tensors(x, y))
+
+
+def test_blocks_on_which_the_predicate_is_the_same_are_asked_once(monkeypatch):
+    """One row of pairs stands for all rows of its block: the program holds one row, not 32."""
+    held = []
+    launch = tile_map._launch
+    monkeypatch.setattr(tile_map, "_launch", lambda *given: held.append(given[-1].block_m) or launch(*given))
+    check(tw.block_sparse(torch.eye(3).bool(), 32, 8), 70, 24, (32, 24))
+    assert held == [1]
+
+
+def test_plans_of_a_gpu_are_made_by_the_kernel(monkeypatch):
+    """The tiles of both passes, the keys that are seen and the lists that are prepared all come from it."""
+    asked = []
+
+    def by_kernel(grid, tile_m, tile_n, group=None):
+        asked.append((tile_m, tile_n, group))
+        return judged_tiles(grid, tile_m, tile_n, group) if grid.region.prepared is None else None
+
+    monkeypatch.setattr(tiles, "_by_kernel", by_kernel)
+    mask = tw.keep(lambda b, h, i, j: (i + j) % 5 > 2) & tw.causal()
+    grid = grid_of(mask, 70, 70)
+    true = true_status(matrix(grid), 32, 48)
+    assert torch.equal(tiles.TileMap.build(grid, 32, 48).status.expand(true.shape), true)
+    assert torch.equal(tiles.seen_keys(grid, 2).expand(2, 2, 70), matrix(grid).any(2).unflatten(1, (2, 2)).any(2))
+    prepared = mask.prepare(torch.empty(2, 70, HEADS, 8), torch.empty(2, 70, 2, 8))
+    again = grid_of(prepared, 70, 70)
+    assert torch.equal(tiles.seen_keys(again, 2).expand(2, 2, 70), matrix(grid).any(2).unflatten(1, (2, 2)).any(2))
+    assert asked[:3] == [(32, 48, None), (64, 64, 2), (64, 64, 1)]
+
+
+def test_attention_over_judged_tiles_agrees_with_the_oracle(monkeypatch):
+    """Two intervals a row whose ends fall, rows without a key between others, a tensor in the predicate, and NaN in
+    keys that no query sees."""
+    monkeypatch.setattr(tiles, "_by_kernel", judged_tiles)
+    reach = torch.tensor([30] * 20 + [0] * 5 + [9] * 16)
+    mask = tw.keep(lambda b, h, i, j: ((j < reach[i] - i) & (j > 3)) | ((j > 40) & (j < 47) & (i < 9)))
+    q, k, v = qkv(batch=1, nq=41, nk=50, hq=2, hk=1, d=16, dv=16)
+    unseen = ~matrix(grid_of(mask, 41, 50)).any(2).flatten(0, 1).any(0)
+    assert 8 < int(unseen.sum()) < 50
+    for x in (k, v):
+        x.data[:, unseen] = torch.nan
+    agree(Triton(Config(*[Tiles(16, 16, 4, 1)] * 3)), call(q, k, v, mask=mask))

@@ -21,6 +21,7 @@ def near_of_all(problem: Problem) -> tuple[int, int] | None:
     None where there are no such reads, or no distances beyond."""
     reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
     found = [near(problem, x) for x in reads if by_distance(*x.args[1:])]
+    # Over pages queries may be heads of one row (`query.rows`), so that a tile's distances are not those of its corners.
     if problem.paged or not found or any(x.everywhere for x in found):
         return None
     return min(x.start for x in found), max(x.stop for x in found)
@@ -31,6 +32,7 @@ def parts_by_distance(problem: Problem, read: Read) -> tuple[Read, ...]:
     if read.how != DIAGONALS:
         return (read,)
     found = near(problem, read.expr)
+    # The three lie side by side: each pair counts in one of them, and all add to the same tensor.
     parts = (replace(read, distances=(found.start, found.stop)),) if found.start < found.stop else ()
     parts += (replace(read, how=ROWS, distances=(None, found.start)),) if found.below else ()
     parts += (replace(read, how=ROWS, distances=(found.stop, None)),) if found.above else ()
@@ -39,6 +41,8 @@ def parts_by_distance(problem: Problem, read: Read) -> tuple[Read, ...]:
 
 def read_at_distance(n: int, body: str) -> str:
     """The function that reads a tile's elements of a tensor, or the one element of a tile that is far from the diagonal."""
+    # The branch is of run time, but for kernels that never ask: Triton drops one side where `work.far` is empty. A whole tile far from
+    # the diagonal then costs one load of 4 bytes, (tile_m, tile_n) the same fp32 number.
     lines = [
         "if len(work.far) == 0:",
         f"    return element_{n}(b, h, i, j, work)",
@@ -61,6 +65,7 @@ def with_lines(problem: Problem, distances: tuple[int, int]) -> tuple[Expr, tupl
     distance below ``distances``, and its border stands for all beyond, as an index out of range is clamped.
     """
     start, stop = distances
+    # Where the line's first element is read: the writer clamps this index into [0, stop - start + 1].
     away = expr.symbol("i") - expr.symbol("j") - (start - 1)
     lines: list[torch.Tensor] = []
     new: dict[int, Expr] = {}

@@ -81,17 +81,17 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of K and V, in bf16."""
+        """The bytes of K and V, in bf16."""
         return 2 * (1 if self.values else 2) * self.batch * self.keys * self.heads_k * self.head_dim
 
     def bytes_of(self, contestant: str) -> int:
-        """Of K and V as a contestant reads them."""
+        """The bytes of K and V as a contestant reads them."""
         scales = 2 * 4 * self.batch * self.keys * self.heads_k if contestant.endswith("-each") else 0
         return self.bytes // 2 + scales if "fp8" in contestant else self.bytes
 
     @property
     def flops(self) -> int:
-        """Of the two products."""
+        """The operations of the two products."""
         widths = self.head_dim + (self.values or self.head_dim)
         return 2 * self.batch * self.queries * self.heads_q * self.keys * widths
 
@@ -257,7 +257,7 @@ def over_config(config: Config, c, caches: list[tw.PagedCache]) -> Attend:
 
 
 def faults(o: Tensor, expected) -> str:
-    """What is wrong with the first sequence's o; empty: nothing."""
+    """The faults of the first sequence's o; empty: none."""
     return "; ".join(str(e) for e in expected.judge({"o": o[:1]}) if not e.ok)
 
 

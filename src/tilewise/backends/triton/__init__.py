@@ -56,10 +56,23 @@ def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None)
 
     None where no kernel can run.
     """
-    if not installed() or _device_reasons(grid.b.device) or not tile_map.can_judge(grid):
+    if not _plans(grid):
         return None
     with on_device(grid.b):
         return tile_map.judged(grid, tile_m, tile_n, group)
+
+
+def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
+    """The intervals of queries, or of keys ``by_columns`` (:func:`tile_map.ends`); None where no kernel can run."""
+    if not _plans(grid) or not len(lines):
+        return None
+    with on_device(grid.b):
+        return tile_map.ends(grid, lines, by_columns)
+
+
+def _plans(grid: Grid) -> bool:
+    """Whether kernels here can plan a mask."""
+    return installed() and not _device_reasons(grid.b.device) and tile_map.can_judge(grid)
 
 
 _HERE = nullcontext()

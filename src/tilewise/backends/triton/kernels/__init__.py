@@ -13,5 +13,6 @@ From the bottom up:
   ``paged``: the forward over keys in pages, ``merge_rows``: of its split keys; ``append``: what writes them.
 
 ``emit`` turns a problem's mask and score into functions that the kernels call: ``writer`` writes an expression, ``factors`` collects its
-factors, and ``leaf_reads`` says how it reads its tensors. These four can be imported without Triton.
+factors, ``leaf_reads`` says how it reads its tensors, and ``distant`` how those at the distance of a pair. These five can be imported
+without Triton.
 """

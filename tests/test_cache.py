@@ -147,6 +147,80 @@ def test_explain_names_who_runs_it_and_why_others_do_not():
     assert "paged, 4 sequences of at most 48 keys" in str(said)
 
 
+# -- Shared prefixes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scales", ["", "tokens"])
+def test_a_prefix_attended_once_gives_the_same(scales):
+    from tilewise import shared_prefix
+    from tilewise.spec import Options
+
+    options = {"causal": True, "sink": normal(4, seed=3), "score": tw.softcap(3.0)}
+    q, cache, _ = Case(8, (40, 33, 50), rows=2, shared=2, scales=scales).draw()
+    shared = cache.share(2)
+    expected = tw.attention_paged_with_lse(q, cache, **options)
+    for got, wanted in zip(shared_prefix.attend_once(q, shared, Options(**options)), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    for got, wanted in zip(tw.attention_paged_with_lse(q, shared, **options), expected, strict=True):
+        assert torch.equal(got, wanted)  # on a CPU each sequence reads it
+    assert "prefix    read by each sequence: no cost is known on cpu" in str(tw.explain(q, shared, **options))
+
+
+def test_a_prefix_is_attended_once_where_that_saves_time_and_positions_do_not_matter():
+    from tilewise import shared_prefix
+    from tilewise.spec import Options
+
+    def said(batch=64, pages=128, **options):
+        q, pool = torch.empty(batch, 1, 32, 128, device="meta"), torch.empty(9, 64, 8, 128, device="meta")
+        table, lengths = (torch.empty(s, dtype=torch.int32, device="meta") for s in ((batch, 200), (batch,)))
+        reasons = shared_prefix.why_apart(
+            q, tw.paged(pool, pool.clone(), table, lengths).share(pages), Options(**options)
+        )
+        return [reason for reason in reasons if "no cost" not in reason]
+
+    assert said(causal=True) == []
+    assert said(mask=tw.causal(), score=tw.softcap(30.0)) == []
+    for word, options in {
+        "packed": {"cu_seqlens_q": torch.zeros(1)},
+        "mask": {"mask": tw.window(5, 0)},
+        "score": {"score": tw.alibi(torch.ones(32))},
+        "deterministic": {"deterministic": True},
+        "largest": {"max_logit": True},
+    }.items():
+        (reason,) = said(**options)
+        assert word in reason
+
+
+def test_the_cost_of_a_second_attention_keeps_short_prefixes_apart():
+    """The six cases of docs/serving.md, in bf16 with 8 key heads of 128: whichever was faster on an H200."""
+    from tilewise.shared_prefix import Saving
+
+    pool = torch.empty(1, 64, 8, 128, device="meta", dtype=torch.bfloat16)
+    table = torch.empty(1, 2, dtype=torch.int32, device="meta")
+    once = []
+    for batch, keys in ((8, 2048), (8, 16384), (32, 1024), (64, 2048), (64, 8192), (8, 65536)):
+        shared = tw.paged(pool, pool.clone(), table, table[:, 0]).share(keys // 64)
+        saving = Saving.of(torch.empty(batch, 1, 32, 128, device="meta"), shared)
+        once.append(saving.saved > saving.more)
+    assert once == [False, False, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("pages", "lengths", "message"),
+    [
+        (5, (40, 33, 50), "a sequence has queries before the end of the prefix of 40 keys"),
+        (3, (40, 33, 50), "the first 3 pages of the sequences differ"),
+        (0, (40, 33, 50), "prefix_pages must be above 0"),
+    ],
+)
+def test_a_prefix_that_is_none_is_refused(pages, lengths, message):
+    q, cache, _ = Case(8, lengths, rows=2, shared=2).draw()
+    if pages == 5:
+        cache = cache._replace(block_table=cache.block_table[:1].expand(3, -1))
+    with pytest.raises(ValueError, match=message):
+        tw.attention_paged(q, cache.share(pages))
+
+
 # -- Appending -----------------------------------------------------------------------------------------------------
 
 

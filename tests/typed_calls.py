@@ -77,6 +77,8 @@ def right_calls() -> None:
         tw.dense_cache(e4m3, e4m3.clone(), cache.seqlens_k, k_scale=one, v_scale=one), tw.QuantizedCache
     )
     assert_type(tw.append(quantised, k[:, :0], v[:, :0]), tw.QuantizedCache)
+    shared = assert_type(quantised.share(1), tw.SharedCache)
+    assert_type(tw.explain(q, shared), Explanation)
     assert_type(tw.attention_paged(q, quantised), Tensor)
     assert_type(tw.explain(q, cache, causal=True), Explanation)
     assert_type(tw.explain(q, k, v, causal=True, mask=tw.window(3)), Explanation)

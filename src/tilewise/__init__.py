@@ -17,7 +17,7 @@ from tilewise.api import (
     merge,
     show_mask,
 )
-from tilewise.cache import PagedCache, QuantizedCache, append, dense_cache, paged
+from tilewise.cache import PagedCache, QuantizedCache, SharedCache, append, dense_cache, paged
 from tilewise.expr import lookup
 from tilewise.masks.catalogue import (
     Mask,
@@ -56,6 +56,7 @@ __all__ = [
     "PagedCache",
     "QuantizedCache",
     "Score",
+    "SharedCache",
     "alibi",
     "append",
     "attention",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from tilewise import autograd, batching, dispatch, dropout, nested, state  # noqa: F401  (batching registers rules)
-from tilewise.cache import PagedCache, QuantizedCache, not_a_cache
+from tilewise import autograd, batching, dispatch, dropout, nested, shared_prefix, state  # noqa: F401  (batching registers rules)
+from tilewise.cache import PagedCache, QuantizedCache, SharedCache, not_a_cache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
@@ -100,19 +100,22 @@ def _run(
 
 
 def _run_paged(
-    q: Tensor, cache: PagedCache | QuantizedCache, cu_seqlens_q: Tensor | None, o: Options
+    q: Tensor, cache: PagedCache | QuantizedCache | SharedCache, cu_seqlens_q: Tensor | None, o: Options
 ) -> tuple[Tensor, Tensor]:
+    o.cu_seqlens_q = cu_seqlens_q
+    if isinstance(cache, SharedCache):
+        return shared_prefix.attend(q, cache, o)
     if not isinstance(cache, (PagedCache, QuantizedCache)):
         raise ValueError(f"attention_paged was called wrongly\n  {not_a_cache(cache)}")
-    o.cu_seqlens_q = cu_seqlens_q
     k, v = _keys_and_values(q, cache, None, o)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _keys_and_values(
-    q: Tensor, k: Tensor | PagedCache | QuantizedCache, v: Tensor | None, o: Options
+    q: Tensor, k: Tensor | PagedCache | QuantizedCache | SharedCache, v: Tensor | None, o: Options
 ) -> tuple[Tensor, Tensor]:
     """k and v, as :func:`_for_each` makes them; of a cache, its pages, whose table, lengths and scales become options."""
+    k = k.cache if isinstance(k, SharedCache) else k
     if not isinstance(k, (PagedCache, QuantizedCache)):
         return _for_each(q, k, v)
     o.block_table, o.seqlens_k = k.block_table, k.seqlens_k
@@ -200,7 +203,7 @@ def attention_with_lse(
 
 def attention_with_stats(
     q: Tensor,
-    k: Tensor | PagedCache | QuantizedCache,
+    k: Tensor | PagedCache | QuantizedCache | SharedCache,
     v: Tensor | None = None,
     *,
     per: Literal["row", "head"] = "row",
@@ -314,7 +317,7 @@ def attention_varlen(
 
 def attention_paged(
     q: Tensor,
-    cache: PagedCache | QuantizedCache,
+    cache: PagedCache | QuantizedCache | SharedCache,
     cu_seqlens_q: Tensor | None = None,
     *,
     causal: bool = False,
@@ -335,7 +338,7 @@ def attention_paged(
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``, packed ``(total_q, heads_q, head_dim)``; in the cache's dtype, over a quantised
             cache in any floating dtype, which is then that of the products and of o.
-        cache: what :func:`paged` or :func:`dense_cache` made.
+        cache: what :func:`paged` or :func:`dense_cache` made, or of that ``cache.share(prefix_pages)``.
         cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in a packed q; rows past the last give ``o = 0``.
         causal, mask, score, softmax_scale, sink, deterministic, backend: as in :func:`attention`. There is no dropout and no gradient.
 
@@ -354,7 +357,7 @@ def attention_paged(
 
 def attention_paged_with_lse(
     q: Tensor,
-    cache: PagedCache | QuantizedCache,
+    cache: PagedCache | QuantizedCache | SharedCache,
     cu_seqlens_q: Tensor | None = None,
     *,
     causal: bool = False,
@@ -399,7 +402,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def explain(
     q: Tensor,
-    k: Tensor | PagedCache | QuantizedCache,
+    k: Tensor | PagedCache | QuantizedCache | SharedCache,
     v: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor | None = None,
@@ -423,7 +426,10 @@ def explain(
     if isinstance(k, Tensor) and isinstance(v, Tensor) and _is_nested(q, k, v):
         (q, k, v), o = nested.packed_call(q, k, v, o)
     else:
+        shared = k if isinstance(k, SharedCache) else None
         k, v = _keys_and_values(q, k, v, o)
+        if shared is not None:
+            return replace(dispatch.explain(q, k, v, o), prefix=shared_prefix.described(q, shared, o))
     if _is_dtensor(q):
         raise NotImplementedError(
             "explain of DTensors is not built; pass x.to_local(), and parallel= if the sequence is sharded"

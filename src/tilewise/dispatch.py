@@ -233,6 +233,7 @@ class Explanation:
     ``tangents``: the backend of forward mode; ``second``: that of second derivatives; ``tangents_refused``, ``second_refused``: why
     not those that come before it.
     ``tile``: queries and keys of a tile of the forward, where the backend has such tiles. ``extras``: the call's tensors beside q, k, v.
+    ``prefix``: how a shared prefix is read.
     """
 
     problem: Problem
@@ -246,6 +247,7 @@ class Explanation:
     second: str | None
     second_refused: dict[str, list[str]]
     tile: tuple[int, int] | None = field(default=None, kw_only=True)
+    prefix: str = field(default="", kw_only=True)
     extras: tuple[Tensor, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -258,6 +260,7 @@ class Explanation:
             ]
         else:
             lines += ["backend   none"]
+        lines += [f"prefix    {self.prefix}"] if self.prefix else []
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items()]
         others = (("tangents", self.tangents, self.tangents_refused), ("second", self.second, self.second_refused))
         for what, found, refused in others:

@@ -159,7 +159,9 @@ def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:
     tiles = -(-rows_of_sequence(problem) // tile_m)
     programs = max(problem.heads_k * tiles * (1 if deterministic else problem.batch), 1)
     keys = SHORTEST_SPLIT if programs < cores else SPLIT_OF_MANY
-    wanted = PROGRAMS * cores // programs
+    wanted = (
+        (1 if problem.latent and tile_m >= 64 else PROGRAMS) * cores // programs
+    )  # which leaves no room for a second
     if tiles == 1:
         wanted = max(wanted, LEAST_SPLITS)
     most = min(-(-problem.capacity // keys), MOST_SPLITS_ALONE if deterministic else MOST_SPLITS)

@@ -25,7 +25,6 @@ QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 """Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
 WIDTH = 160
 SQUARES, MASKED, DECODING = "h200-squares", "h200-masks", "h200-decode"
-PLANNED = "1f2ccd51c282"
 FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
 """The runs that the page shows: name a newer one here once it is in bench/results."""
 DIMS = (64, 128, 256)
@@ -241,7 +240,7 @@ def masks() -> list[str]:
         for column, who in ((0, "tilewise-varlen"), (2, "cudnn-flex-varlen")):
             packed = pair(found.value(run, case, who, d, "rate") for d in PASSES)
             cells[column] += "" if packed == NONE else f" ({packed})"
-        plans = [found.value(run, case, who, "forward", "plan") for who in ("cudnn-flex", "flex")]
+        plans = [found.value(run, case, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
         length = f", N {shape['seqlen']}" if "seqlen" in shape else ""
         length += f", batch {shape['batch']}" if shape.get("batch", 1) > 1 else ""
         title = f"{shape['what']}{length}, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}"
@@ -257,22 +256,9 @@ def masks() -> list[str]:
         "its Triton",
         "cudnn.flex",
         "FlexAttention",
-        "plan, ms: cudnn.flex / Flex",
+        "plan, ms: tilewise / cudnn.flex / Flex",
     ]
     return section("Masks and scores on an H200", text, table(header, rows))
-
-
-def plans() -> list[str]:
-    """The time until the tiles of a new mask are known."""
-    found, run, rows = load("triton-calls"), PLANNED, []
-    for case, shape in found.cases(run).items():
-        times = [found.value(run, case, who, "forward", "plan") for who in ("tilewise", "torch", "flex")]
-        rows.append([f"{shape['what']}, N {shape['seqlen']}", *[number(ms, 2) for ms in times]])
-    text = (
-        "Milliseconds from a mask's definition to the tiles of both passes and the keys that are seen, everything compiled. Beside it, "
-        f"the same plan by PyTorch's operations and FlexAttention's compiled `create_block_mask`. {found.source(run)}"
-    )
-    return section("Plans of masks on an H200", text, table(["mask", "tilewise", "by PyTorch", "FlexAttention"], rows))
 
 
 def decoding() -> list[str]:
@@ -449,7 +435,7 @@ def training() -> list[str]:
 
 def page() -> str:
     """The whole of docs/performance.md."""
-    parts = (squares, grouped, masks, plans, decoding, single_precision, cpu, host, training)
+    parts = (squares, grouped, masks, decoding, single_precision, cpu, host, training)
     return "\n".join(["# Performance", "", *wrapped(INTRO), *[line for part in parts for line in part()], ""])
 
 

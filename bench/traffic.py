@@ -82,12 +82,21 @@ def orders() -> list[Order]:
         found.append(Order(f"flash1-{cols}", HEADS, run, count, passes=SEQLEN // cols))
     found.append(Order("flash2", HEADS, queries_outside, partial(count_flash2, None)))
     for density in DENSITIES:
-        pattern = torch.from_numpy(sparse_order.band_pattern(SEQLEN // ROWS, SEQLEN // COLS, density))
-        name, passes = f"{density:.1%}".replace(".0", ""), SEQLEN // COLS
-        run, count = partial(keys_outside, COLS), partial(count_flash1, COLS, pattern)
-        found.append(Order(f"flash1-sparse-{name}", HEADS, run, count, pattern, passes))
-        found.append(Order(f"flash2-sparse-{name}", HEADS, queries_outside, partial(count_flash2, pattern), pattern))
+        kept, name, passes = pattern(density), percent(density), SEQLEN // COLS
+        run, count = partial(keys_outside, COLS), partial(count_flash1, COLS, kept)
+        found.append(Order(f"flash1-sparse-{name}", HEADS, run, count, kept, passes))
+        found.append(Order(f"flash2-sparse-{name}", HEADS, queries_outside, partial(count_flash2, kept), kept))
     return found
+
+
+def pattern(density: float) -> Tensor:
+    """Bands of about so many of the blocks of ROWS queries and COLS keys, bool (seqlen / ROWS, seqlen / COLS)."""
+    return torch.from_numpy(sparse_order.band_pattern(SEQLEN // ROWS, SEQLEN // COLS, density))
+
+
+def percent(share: float) -> str:
+    """A share as text: 12.5%, 50%."""
+    return f"{share:.1%}".replace(".0", "")
 
 
 # ---- how each runs --------------------------------------------------------------------------------------------------
@@ -112,16 +121,17 @@ def queries_outside(q: Tensor, k: Tensor, v: Tensor, pattern: Tensor | None) -> 
     return tw.attention(q, k, v, mask=mask_of(q, k, pattern), backend="triton")[0].transpose(0, 1)
 
 
-_masks: dict[int, tw.Mask] = {}
+_masks: dict[tuple[int, int], tuple[Tensor, tw.Mask]] = {}
 
 
 def mask_of(q: Tensor, k: Tensor, pattern: Tensor | None) -> tw.Mask | None:
-    """The mask of a pattern, with its tiles listed at the first call, as for all layers of a model."""
+    """The mask of a pattern, whose tiles are listed at the first call with so many heads, as for all layers of a model."""
     if pattern is None:
         return None
-    if id(pattern) not in _masks:
-        _masks[id(pattern)] = tw.block_sparse(pattern.bool(), ROWS, COLS).prepare(q, k)
-    return _masks[id(pattern)]
+    key = id(pattern), q.shape[2]  # the pattern is kept, so that no other has its id
+    if key not in _masks:
+        _masks[key] = pattern, tw.block_sparse(pattern.bool(), ROWS, COLS).prepare(q, k)
+    return _masks[key][1]
 
 
 # ---- what each counts -----------------------------------------------------------------------------------------------

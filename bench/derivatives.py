@@ -372,8 +372,9 @@ def draw(source: Path, target: Path) -> None:
                     if points:
                         line = f"{names[who]}, {label}"
                         axes.plot(*zip(*sorted(points.items()), strict=True), styles[who], color=colour, label=line)
-            axes.set(xscale="log", yscale="log", title=f"head dim {head_dim}")
-            axes.set_xticks(SIZES, [f"{n:,}" for n in SIZES], fontsize=8)
+            sizes = sorted({r["shape"]["seqlen"] for r in rows})
+            axes.set(xscale="log", yscale="log", title=f"head dim {head_dim}" if metric == "time" else "")
+            axes.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
             axes.minorticks_off()
             axes.grid(True, color="#e6e6e6", linewidth=0.8)
             axes.spines[["top", "right"]].set_visible(False)

@@ -11,38 +11,66 @@ TIMES = (512, 1024, 2048, 4096, 8192, 16384)
 TENSORS = ("o tangent", "second dq", "second dk", "second dv", "second dsink", "second ddo")
 
 
+TEXTS = {
+    "triton-calls": "Milliseconds, and memory beyond inputs and outputs, eager attention's behind the stroke.",
+    "cpu-calls": (
+        "On one thread of a CPU that others used too, so that only times measured in turns say something: multiples of tilewise's forward "
+        "and of its backward, eager attention's behind the stroke."
+    ),
+}
+
+
 def newest(found: Results) -> str:
     """The newest run that checked derivatives and timed them."""
     runs = [name for name, run in found.runs.items() if run["command"].startswith(COMMAND)]
     return max(runs, key=lambda name: found.runs[name]["when"])
 
 
+CASES = (
+    ("forward", "forward"),
+    ("jvp", "forward"),
+    ("jvp-of-q", "forward"),
+    ("backward", "backward"),
+    ("second", "backward"),
+)
+
+
+def measured_at(found: Results, run: str, size: str) -> dict[str, list[float | None]]:
+    """By what is measured, milliseconds or, with " MiB" behind it, MiB: tilewise's and eager attention's."""
+    who = (next(iter(found.runs[run]["peers"])), EAGER)
+    cells: dict[str, list[float | None]] = {}
+    for what, direction in CASES:
+        for metric, suffix in (("time", ""), ("memory", " MiB")):
+            case = f"derivatives-{what}-{size}"
+            cells[what + suffix] = [found.value(run, case, x, direction, metric) for x in who]
+    return cells
+
+
 def times(found: Results, run: str) -> list[str]:
-    """Milliseconds and MiB by length and head dim, tilewise's, and behind a stroke eager attention's."""
-    who = next(iter(found.runs[run]["peers"]))
+    """Times and MiB by length and head dim, eager attention's behind a stroke.
+
+    Milliseconds and, of forward mode and the second derivative, multiples of forward and backward; of a CPU, whose cores others used
+    too, only multiples.
+    """
+    relative = "NVIDIA" not in found.runs[run]["device"]
     rows = []
     for head_dim in (64, 128):
         for n in TIMES:
-            cells = {}
-            for what, direction in (
-                ("forward", "forward"),
-                ("jvp", "forward"),
-                ("jvp-of-q", "forward"),
-                ("backward", "backward"),
-                ("second", "backward"),
-            ):
-                case = f"derivatives-{what}-n{n}-d{head_dim}"
-                cells[what] = [found.value(run, case, x, direction, "time") for x in (who, EAGER)]
-                cells[f"{what} MiB"] = [found.value(run, case, x, direction, "memory") for x in (who, EAGER)]
+            cells = measured_at(found, run, f"n{n}-d{head_dim}")
             if cells["forward"][0] is None:
                 continue
-            ratios = [cells[a][0] / cells[b][0] for a, b in (("jvp", "forward"), ("second", "backward"))]
-            texts = {
-                what: " / ".join(number(x, 2 if x and x < 100 else 0) for x in each) for what, each in cells.items()
-            }
-            shown = [texts["forward"], texts["jvp"], number(ratios[0], 1), texts["jvp-of-q"]]
-            shown += [texts["backward"], texts["second"], number(ratios[1], 1), texts["second MiB"]]
-            rows.append([f"{n:,}, D {head_dim}", *shown])
+
+            def text(what: str, unit: float | None = 1.0, cells=cells) -> str:
+                return " / ".join(number(x and x / unit, 2 if x and x / unit < 100 else 0) for x in cells[what])
+
+            forward, backward = cells["forward"][0], cells["backward"][0]
+            if relative:
+                shown = [text(what, forward) for what in ("jvp", "jvp-of-q")] + [text("second", backward)]
+            else:
+                over = [cells["jvp"][0] / forward, cells["second"][0] / backward]
+                shown = [text("forward"), text("jvp"), number(over[0], 1), text("jvp-of-q"), text("backward")]
+                shown += [text("second"), number(over[1], 1)]
+            rows.append([f"{n:,}, D {head_dim}", *shown, text("second MiB")])
     titles = [
         "N",
         "forward",
@@ -54,6 +82,8 @@ def times(found: Results, run: str) -> list[str]:
         "over backward",
         "second, MiB",
     ]
+    if relative:
+        titles = ["N", "`jvp` over forward", "`jvp` of q over forward", "second over backward", "second, MiB"]
     return table(titles, rows)
 
 
@@ -77,7 +107,7 @@ def measured() -> str:
         run = newest(found)
         lines += [
             "",
-            *wrapped(f"Milliseconds, eager attention's behind the stroke. {found.source(run)}"),
+            *wrapped(f"{TEXTS[name]} {found.source(run)}"),
             "",
             *times(found, run),
         ]

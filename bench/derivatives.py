@@ -349,12 +349,16 @@ def results(run: Run, part: str, sizes: Sequence[int], head_dims: Sequence[int])
 
 
 def draw(source: Path, target: Path) -> None:
-    """Time and memory of forward mode and the second derivative by length, a column for each head dim; eager attention is broken."""
+    """Time and memory of forward mode and the second derivative by length, a column for each head dim; eager attention is broken.
+
+    Times of a CPU, whose cores others may use too, are shown as multiples of the forward that was timed in turns with them.
+    """
     from matplotlib.figure import Figure
 
     found = records.read(source)
-    runs = records.runs(found)
-    titles = {"time": "ms", "memory": "MiB beyond inputs and outputs"}
+    run = next(iter(records.runs(found).values()))
+    ours, relative = next(iter(run["peers"])), "NVIDIA" not in run["device"]
+    titles = {"time": "times of tilewise's forward" if relative else "ms", "memory": "MiB beyond inputs and outputs"}
     lines = {"jvp": ("#0b6e8f", "forward mode, with o"), "second": ("#c8553d", "second derivative")}
     names = dict.fromkeys(PEERS, "tilewise") | {EAGER: "eager", PACKAGE: PACKAGE}
     styles = dict.fromkeys(PEERS, "-o") | {EAGER: "--s", PACKAGE: ":^"}
@@ -365,10 +369,14 @@ def draw(source: Path, target: Path) -> None:
         for axes, head_dim in zip(row, head_dims, strict=True):
             rows = [r for r in records.select(found, metric=metric) if r["value"] and "seqlen" in r["shape"]]
             rows = [r for r in rows if r["shape"]["head_dim"] == head_dim and r["shape"].get("mask") is None]
+            mine = [r for r in rows if (r["shape"].get("what"), r["contestant"]) == ("forward", ours)]
+            forward = {r["shape"]["seqlen"]: r["value"] for r in mine}
             for what, (colour, label) in lines.items():
                 for who in dict.fromkeys(r["contestant"] for r in rows if r["contestant"] in names):
                     of_who = [r for r in rows if (r["shape"].get("what"), r["contestant"]) == (what, who)]
                     points = {r["shape"]["seqlen"]: r["value"] for r in of_who}
+                    if metric == "time" and relative:
+                        points = {n: ms / forward[n] for n, ms in points.items()}
                     if points:
                         line = f"{names[who]}, {label}"
                         axes.plot(*zip(*sorted(points.items()), strict=True), styles[who], color=colour, label=line)
@@ -380,7 +388,6 @@ def draw(source: Path, target: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
         row[0].set_ylabel(unit)
     axes.set_xlabel("sequence length N")
-    run = next(iter(runs.values()))
     where = f"{run['device']}, {rows[0]['shape']['dtype']}, {HEADS} heads, torch {run['versions']['torch']}"
     figure.suptitle(where, fontsize=9, color="#555555")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

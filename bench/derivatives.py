@@ -230,7 +230,7 @@ WHAT = ("forward", "jvp", "jvp of q", "backward", "second")
 
 
 def calls(attend: Callable[..., Tensor], x: Inputs) -> dict[str, Callable[[], object]]:
-    """What is timed, by name, o always among it in forward mode; those of the backward and after it keep their graph."""
+    """The calls that are timed, by name, o always among it in forward mode; those of the backward and after it keep their graph."""
     forward, along = partial(attend, *x.tensors), partial(jvp, attend, x)
     return dict(zip(WHAT, (forward, along, partial(along, moving=1), *gradient_graph(attend, x)), strict=True))
 

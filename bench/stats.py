@@ -1,4 +1,4 @@
-"""What the largest scores cost on a GPU: `python -m bench.stats --out OUT/stats.jsonl`, under a minute.
+"""The cost of the largest scores on a GPU: `python -m bench.stats --out OUT/stats.jsonl`, under a minute.
 
 Each case is first judged on a shorter sequence by the error rule, the largest scores too, and at its own length o and lse have to be
 those of a call without them, bit for bit. Then the forwards without them, with those of the rows, and with those of the heads are
@@ -44,7 +44,7 @@ def drawn(name: str, device: str, most: int) -> tuple[tuple[torch.Tensor, ...], 
 
 
 def faults(name: str, device: str, backend: str, most: int) -> list[str]:
-    """What is wrong with a case; empty: nothing."""
+    """The faults of a case; empty: none."""
     tensors, options = drawn(name, device, most=300)
     with torch.no_grad():
         c = testing.call(*tensors, device=device, max_logit=True, **options).forward_only()

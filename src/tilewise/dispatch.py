@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise import settings
+from tilewise import pages, settings
 from tilewise.backends.base import Backend, Inputs, Pages
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check, check_values
@@ -150,6 +150,8 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     if seed is not None:
         signature = (*signature, _signature(seed))
     found = _plans.get(signature)
+    if found is not None and found.problem.paged and found.problem.latent != pages.lies_in(v, k):
+        found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
         problem = check(q, k, v, extras, seed, parse_spec(spec))
         found = Plan(problem, select(problem))
@@ -166,7 +168,7 @@ def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor
     return Inputs.of(found.problem, q, k, v, extras, seed)
 
 
-def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
     """Whether a backend of the device has written new rows into the pages of a cache."""
     rows = [row for row in BACKENDS if row.device_types is not None and k.device.type in row.device_types]
     return any(backend(row.name).append(cache, k, v, cu_seqlens_q) for row in rows)

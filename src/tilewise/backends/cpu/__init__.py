@@ -56,6 +56,8 @@ class Cpu(Backend):
         reasons += piece_reasons(p, dropout=1)
         if p.paged and any(x.stride[-1] != 1 and x.shape[-1] > 1 for x in (p.k, p.v)):
             reasons.append("pages whose last stride is not 1: it would copy all of them")
+        if p.quantised:
+            reasons.append("pages of float8_e4m3fn: its kernels read no 8-bit numbers")
         if program.too_many_dimensions(p.spec):
             reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")
         slots = (*p.spec.mask_slots, *p.spec.score_slots)

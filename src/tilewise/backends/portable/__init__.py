@@ -46,7 +46,7 @@ class Portable(Backend):
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         if p.paged:
-            return gather.in_layout_of(p, self._forward(*gather.gathered(p, t), self.config(p)))
+            return gather.in_layout_of(p, self._forward(*gather.gathered(p, t, p.compute_dtype), self.config(p)))
         return self._forward(p, t, self.config(p))
 
     def _forward(self, p: Problem, t: Inputs, config: Config) -> Output:

@@ -14,14 +14,15 @@ from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, pa
 from tilewise.backends.triton.host.call import Call, HeadRange, is_aligned, list_pointers, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
 from tilewise.backends.triton.host.launched import Launched, View
-from tilewise.backends.triton.host.leaf_sums import LeafSums
+from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips
 from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
 from tilewise.backends.triton.tiles import OVER_KEYS, Tiles
-from tilewise.leaf_gradients import TILES, Read
+from tilewise.leaf_gradients import DIAGONALS, TILES, Read
+from tilewise.masks.facts import as_band
 from tilewise.problem import Problem, regrouped_queries
 
 MERGING = Tiles(16, 16, 4, 1, padded=True)
@@ -153,6 +154,7 @@ def _first_backward(
         passes = [_pass(call, "dq", tensors, role="reads")]
         passes += [_pass(call, name, tensors, role="joins") for name in over_keys]
         passes += [_pair_sum(call, tensors, n, read) for n, read in enumerate(sums.reads) if read.how == TILES]
+        passes += [_strip_sum(call, tensors, n, read) for n, read in enumerate(sums.reads) if read.how == DIAGONALS]
     leaves = sums.totals()
     again = BackwardAgain.of(call, [statistics, *passes])
     if again is not None:
@@ -223,6 +225,17 @@ def _pair_sum(call: Call, tensors, n: int, read: Read) -> Launched:
     grid = (-(-problem.seqlen_q // tiles.tile_m), -(-problem.seqlen_k // tiles.tile_n), outer)
     facts = plan.facts(tiles, call.align, lists=False, again=True, read=n)
     return call.launch(kernels().tile, grid, tiles, tensors, call.sizes(1), facts, n, *loops)
+
+
+def _strip_sum(call: Call, tensors, n: int, read: Read) -> Launched:
+    """Adds up the gradient of a leaf that is read by distance, the n-th read, near the diagonal."""
+    plan, problem = call.plan, call.plan.problem
+    strips = Strips.of(plan, read)
+    grid = (strips.number, strips.parts, problem.heads_q * _batches(problem))
+    facts = plan.facts(strips.tiles, call.align, lists=False, again=True, read=n)
+    band = as_band(problem.spec.region, None if problem.packed else 0, problem.seqlen_k) is not None
+    sizes = call.sizes(strips.slots, splits=strips.slots_of_part)
+    return call.launch(kernels().strip, grid, strips.tiles, tensors, sizes, facts, n, band)
 
 
 # -- Sheets of dS --------------------------------------------------------------------------------------------------

@@ -86,6 +86,10 @@ def element(pointers):
         return tl.inline_asm_elementwise(
             "ld.global.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1
         )
+    elif on_nvidia() and kind == tl.int32:
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
     elif on_nvidia() and (kind == tl.bfloat16 or kind == tl.float16):
         bits = tl.inline_asm_elementwise(
             "ld.global.b16 $0, [$1];", "=h,l", [pointers.to(tl.int64)], dtype=tl.int16, is_pure=False, pack=1

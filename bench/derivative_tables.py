@@ -36,7 +36,7 @@ CASES = (
 
 
 def measured_at(found: Results, run: str, size: str) -> dict[str, list[float | None]]:
-    """By what is measured, milliseconds or, with " MiB" behind it, MiB: tilewise's and eager attention's."""
+    """Pairs of tilewise's and eager attention's milliseconds by what is measured or, with " MiB" behind its name, of their MiB."""
     who = (next(iter(found.runs[run]["peers"])), EAGER)
     cells: dict[str, list[float | None]] = {}
     for what, direction in CASES:

@@ -225,7 +225,7 @@ def _views(call: Call, tiles: Tiles, directions: dict[str, Tensor | None], *name
 
 
 def _new_views(call: Call, tiles: Tiles, directions: dict[str, Tensor | None], names: tuple[str, ...]) -> list[View]:
-    """What :func:`_views` gives, without the tensors' memory."""
+    """The descriptors of :func:`_views`, without the tensors' memory."""
     none = [View(name, None) for name in names]
     plain = operand_views(call, tiles, *names)
     if plain[0].value is None or any(view.value is not None for view in plain[1::2]):  # a head dim of two pieces

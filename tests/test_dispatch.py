@@ -48,14 +48,12 @@ def test_what_was_not_measured_follows_the_order_of_the_table(options):
     assert dispatch.candidates(problem(**options))[0] == "hopper"
 
 
-@pytest.mark.parametrize("row", dispatch.MEASURED, ids=lambda row: row.what)
-def test_a_measured_row_holds_what_the_results_say(row):
+@pytest.mark.parametrize("row", dispatch.MEASURED, ids=lambda row: row.case)
+def test_a_measured_row_says_what_the_results_hold(row):
     lines = [json.loads(x) for file in RESULTS.glob("*.jsonl") for x in file.read_text(encoding="utf-8").splitlines()]
-    rates = {
-        (x["contestant"], x["pass"]): x["value"] for x in lines if x.get("case") == row.case and x["metric"] == "rate"
-    }
-    for direction in ("forward", "backward"):
-        fast, slow = rates[row.faster, direction], rates[row.slower, direction]
-        assert fast > slow
-        assert f"{fast:.0f}" in row.rates
-        assert f"{slow:.0f}" in row.rates
+    found = [x for x in lines if (x.get("run"), x.get("case"), x.get("metric")) == (row.run, row.case, "rate")]
+    rates = {(x.get("backend", x["contestant"]), x["pass"]): x["value"] for x in found}
+    fast, slow = ([rates[name, x] for x in ("forward", "backward")] for name in (row.faster, row.slower))
+    assert all(x > y for x, y in zip(fast, slow, strict=True))
+    shown = "{:.0f} / {:.0f} TFLOP/s forward / backward, not {:.0f} / {:.0f}"
+    assert row.rates == shown.format(*fast, *slow)

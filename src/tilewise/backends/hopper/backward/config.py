@@ -37,6 +37,7 @@ FP32_BYTES = 4
 BARRIER_BYTES = 8
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 CLUSTER = 2  # CTAs of a cluster, where two share a key tile
+OPEN_BYTES = 48 << 20  # of the heads whose key tiles are at work, where tiles come from a queue
 HALF = 128  # columns of the parts in which a cluster keeps its tiles
 ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
 ADDITIONS = 2  # such additions that it has in flight
@@ -70,6 +71,7 @@ class KeyTiles:
         dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
+        queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
     """
 
     width: int
@@ -83,6 +85,7 @@ class KeyTiles:
     ordered: bool = False
     dq_first: bool = False
     prefetches: bool = False
+    queued: bool = False
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
@@ -267,6 +270,10 @@ class Backward(Formed):
     dropout: bool = False
 
     @property
+    def queued(self) -> bool:
+        return self.packed or self.keys.queued
+
+    @property
     def pairs(self) -> bool:
         """Whether the kernel asks something about every pair of a query and a key: an expression or dropout."""
         return self.dropout or self.traced != PLAIN
@@ -282,7 +289,7 @@ class Backward(Formed):
         (postprocess): symbols are among the bits of shipped kernels, so that modules may be renamed and they may not."""
         k = self.keys
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
-        second = self.queries.name if self.queries else "ordered" if k.ordered else "sum"
+        second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
@@ -359,9 +366,19 @@ class Backward(Formed):
         tiles, sharing = -(-seqlen_k // self.keys.tile_n), cores if self.form == "full" else config.SHARING
         at_once = self.ordered_at_once(tiles) if self.keys.ordered else sharing
         keys = spread(p.batch * p.heads_k, tiles, at_once, cores)
+        if self.keys.queued:
+            keys = self.open_heads(p), keys[1]
         if self.keys.clustered:
             keys = spread_clusters(p.batch * p.heads_k, tiles, self.form, cores)
         return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // self.tile_m), sharing, cores)
+
+    def open_heads(self, p: Problem) -> int:
+        """How many key heads' tiles are dealt out together where tiles come from a queue: as many as L2 holds the operands and the sums
+        of dQ of, with room to spare (docs/decisions.md#hopper-open-heads)."""
+        tiles, group = self.keys, p.heads_q // p.heads_k
+        row = ELEMENT_BYTES * (tiles.width + tiles.width_v)
+        head = group * p.seqlen_q * (row + FP32_BYTES * tiles.width) + p.seqlen_k * row
+        return max(1, min(p.batch * p.heads_k, OPEN_BYTES // head))
 
     def ordered_at_once(self, tiles: int) -> int:
         """How many of a head's ``tiles`` run at once where they add to dQ in order. The last one waits for all others, but L2 holds

@@ -56,7 +56,7 @@ from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import await_count
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer
-from tilewise.backends.hopper.kit.scheduler import each_tile, take_tiles
+from tilewise.backends.hopper.kit.scheduler import each_tile, follow_tiles, take_late, take_tiles
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
 
 # -- Launch and kernel ---------------------------------------------------------------------------------------------
@@ -192,7 +192,8 @@ def load_keys(tmas: KeysTmas, smem: KeysStorage, params: BackwardParams, config:
                 cute.prefetch(info.atom, g[None, key_tile.column // ROWS + n])
 
     upcoming = prefetch_tile if config.keys.prefetches else None
-    take_tiles(SCHEDULER, smem, KEY_GROUPS, params, config, load_tile, upcoming)
+    take = follow_tiles if config.keys.queued else take_tiles
+    take(SCHEDULER, smem, KEY_GROUPS, params, config, load_tile, upcoming)
 
 
 @cute.jit
@@ -209,7 +210,10 @@ def load_queries(
     def load_tile(key_tile, numbers, phase, state):
         return load(tmas, buffers, smem, key_tile, state, numbers, config)
 
-    each_tile(SCHEDULER, receive, params, config, load_tile, state)
+    if cutlass.const_expr(config.keys.queued):
+        take_late(SCHEDULER, smem, KEY_GROUPS, params, config, load_tile, state)
+    else:
+        each_tile(SCHEDULER, receive, params, config, load_tile, state)
     if cutlass.const_expr(config.flagged):
         cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
 

@@ -64,8 +64,8 @@ class BackwardParams(NamedTuple):
 
     @property
     def queue(self) -> cute.Tensor:
-        """The queue of packed tiles, as the tile scheduler reads it."""
-        return self.packed.queue
+        """The queue of tiles, as the tile scheduler reads it."""
+        return self.extra.queue if self.packed is None else self.packed.queue
 
 
 def number_band(params: BackwardParams, config: Backward) -> schedule.Band:

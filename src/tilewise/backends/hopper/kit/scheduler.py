@@ -59,13 +59,13 @@ def mailboxes(start: cute.Pointer) -> Mailboxes:
 
 
 def mailbox_words(config, stages: int) -> int:
-    """The size of :func:`mailboxes` in words of 8 bytes; only packed sequences need them."""
-    return 2 + MAILBOX_WORDS * (stages + 1) if config.packed else 0
+    """The size of :func:`mailboxes` in words of 8 bytes; only tiles from a queue need them."""
+    return 2 + MAILBOX_WORDS * (stages + 1) if config.queued else 0
 
 
 def init_mailboxes(boxes: Mailboxes, config) -> None:
     """One thread sets the counts of the two barriers."""
-    if config.packed:
+    if config.queued:
         cute.arch.mbarrier_init(boxes.next_full, 1)
         cute.arch.mbarrier_init(boxes.next_empty, 1)
 
@@ -149,11 +149,7 @@ def take_tiles(
             phase = 1 - phase
         # The tile of no sequence: every role that reads it ends.
         publish_ahead(of, smem.boxes, stages, phase)
-        for n in cutlass.range_constexpr(stages):
-            publish_tile(of, smem.boxes.words, n, smem.held_empty, phase)
-            with cute.arch.elect_one():
-                # In place of the bytes of K and V, or of Q and dO: the roles wait for this barrier.
-                cute.arch.mbarrier_arrive(smem.held_full + n)
+        end_all(of, smem, stages, phase)
     else:
         rounds = rounds_of(params, config)
         for round_ in cutlass.range(rounds, unroll=1):
@@ -161,6 +157,64 @@ def take_tiles(
             if cutlass.const_expr(upcoming is not None):
                 announce(upcoming, round_ + 1 < rounds, lambda n=round_ + 1: tile_of(n, params, config))
             phase = 1 - phase
+
+
+@cute.jit
+def take_late(
+    scheduler: cutlass.Constexpr,
+    smem,
+    stages: cutlass.Constexpr,
+    params,
+    config: cutlass.Constexpr,
+    body: cutlass.Constexpr,
+    state,
+):
+    """Runs ``state = body(tile, numbers, phase, state)`` in the warp that loads ahead, which takes each tile from the queue when it
+    has loaded all of the tile before: the CTA is then a ring of stages away from that tile's end, and deals are late enough to
+    even out. :func:`follow_tiles` hands the tile on."""
+    phase, _, _, packed_tile, place_packed = I32(1), *scheduler
+    of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
+    while of.sequence >= 0:
+        publish_ahead(of, smem.boxes, stages, phase)
+        tile, numbers = place_packed(of, params, config)
+        state = body(tile, numbers, phase, state)
+        phase = 1 - phase
+        of = packed_tile(packed.take(params.queue), params, config)
+    # The tile of no sequence: every role that reads it ends.
+    publish_ahead(of, smem.boxes, stages, phase)
+
+
+@cute.jit
+def follow_tiles(
+    scheduler: cutlass.Constexpr,
+    smem,
+    stages: cutlass.Constexpr,
+    params,
+    config: cutlass.Constexpr,
+    body: cutlass.Constexpr,
+    upcoming: cutlass.Constexpr,
+):
+    """Runs ``body(tile, packed_tile, phase)`` in the warp that loads what a CTA holds, for every tile that :func:`take_late` takes.
+    ``upcoming(tile)``, unless it is None, comes first, while the tile before is still at work: it prefetches into L2."""
+    phase, place_packed = I32(1), scheduler.place_packed
+    of = receive_ahead(smem.boxes, stages, 1 - phase)
+    while of.sequence >= 0:
+        tile = place_packed(of, params, config)[0]
+        if cutlass.const_expr(upcoming is not None):
+            upcoming(tile)
+        body(tile, of, phase)
+        phase = 1 - phase
+        of = receive_ahead(smem.boxes, stages, 1 - phase)
+    end_all(of, smem, stages, phase)
+
+
+def end_all(of: packed.PackedTile, smem, stages: int, phase) -> None:
+    """Tells the tile of no sequence to every role that waits for a stage: they end."""
+    for n in range(stages):
+        publish_tile(of, smem.boxes.words, n, smem.held_empty, phase)
+        with cute.arch.elect_one():
+            # In place of the bytes of K and V, or of Q and dO: the roles wait for this barrier.
+            cute.arch.mbarrier_arrive(smem.held_full + n)
 
 
 @cute.jit
@@ -187,7 +241,7 @@ def each_tile(
     """
     # Readers wait for phase 0 first: the arrival of the first tile.
     phase, rounds_of, tile_of, _, place_packed = I32(0), *scheduler
-    if cutlass.const_expr(config.packed):
+    if cutlass.const_expr(config.queued):
         of = receive(phase)
         while of.sequence >= 0:
             tile, numbers = place_packed(of, params, config)

@@ -36,7 +36,8 @@ KEYS = {
     "ordered": KeyTiles(64, 64, 128, 3, sums_dq=True, ordered=True),
     "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, dq_first=True),
     "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
-    "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True),
+    "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
+    "overlapping": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True),
     "paired": ClusterTiles(256, 256, 64, 7),
 }
 
@@ -142,6 +143,7 @@ PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow
 PAIRS += [(name, "ordered") for name in ("full", "causal-wide", "window", "window-left", "keys", "large-scores")]
 PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-rows", "narrow")]
 PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
+PAIRS += [(name, "overlapping") for name in ("one", "causal-empty-rows", "documents-empty-rows")]
 PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys")]
 PAIRS += [
     (name, "paired") for name in ("full", "one", "causal-wide", "causal-empty-rows", "window", "keys", "large-scores")

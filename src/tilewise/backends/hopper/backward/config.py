@@ -72,6 +72,7 @@ class KeyTiles:
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
         queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
+        overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in.
     """
 
     width: int
@@ -86,11 +87,12 @@ class KeyTiles:
     dq_first: bool = False
     prefetches: bool = False
     queued: bool = False
+    overlaps: bool = False
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
     def name(self) -> str:
-        layout = "_pair" if self.clustered else "_split" if self.split else ""
+        layout = "_pair" if self.clustered else "_split" if self.split else "_overlap" if self.overlaps else ""
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}{layout}"
 
     @property
@@ -135,7 +137,7 @@ class KeyTiles:
     def barriers(self) -> int:
         """The number of mbarriers: full and empty of every stage; full, empty and done of every tile of K and V; full and empty
         of the P that is handed over, or of two blocks of dS and of two parts of dQ."""
-        return 2 * self.stages + 6 * self.key_tiles + (2 if self.split else 8 if self.sums_dq else 0)
+        return 2 * self.stages + 6 * self.key_tiles + (2 if self.split else 8 if self.sums_dq else 0) + self.overlaps
 
     @property
     def handover_bytes(self) -> int:

@@ -171,6 +171,11 @@ def put_part(operands: SumOperands, smem: SumStorage, w, n, real):
         cute.arch.mbarrier_arrive(smem.part_full + w)
 
 
+def await_part(smem: SumStorage, w, n) -> None:
+    """Waits until the adding warp has read the part of block n, the last one that was put there; of block -1, not at all."""
+    cute.arch.mbarrier_wait(smem.part_empty + w, n % 2)
+
+
 def write_part(dq: cute.Tensor, part: cute.Tensor, w) -> None:
     """Writes a warpgroup's accumulator to shared memory, 16 bytes a thread at a time."""
     values = cute.make_tensor(dq.iterator, cute.make_layout((4, cute.size(dq) // 4)))

@@ -55,7 +55,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import await_count
-from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer
+from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer, release
 from tilewise.backends.hopper.kit.scheduler import each_tile, follow_tiles, take_late, take_tiles
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
 
@@ -86,23 +86,23 @@ def launch(t: KeysTensors, params: BackwardParams, ctas, stream, config: Backwar
         tile = sm90.make_smem_layout_a(tall, (ROWS, tiles.tile_m, width), element, 1)
         return staged_layout(tile, tiles.key_tiles, tiles.tile_elements)
 
-    def stored(width):  # 64 rows of dK or dV
+    def stored(width, apart=tiles.tile_elements):  # 64 rows of dK or dV
         tile = sm90.make_smem_layout_epi(element, tall, (ROWS, width), 1)
-        return staged_layout(tile, tiles.key_tiles, tiles.tile_elements)
+        return staged_layout(tile, tiles.key_tiles, apart)
 
     def load(tensor, layout, box):
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows_first(tensor, config), layout, box)
 
-    def save(tensor, width):
+    def save(tensor, width, *apart):
         atom, view = cpasync.CopyBulkTensorTileS2GOp(), rows_first(tensor, config)
-        return cpasync.make_tiled_tma_atom(atom, view, stored(width), (ROWS, width))
+        return cpasync.make_tiled_tma_atom(atom, view, stored(width, *apart), (ROWS, width))
 
     tmas = KeysTmas(
         load(t.q, ring(tiles.width), (tiles.tile_m, tiles.width)),
         load(t.do, ring(tiles.width_v), (tiles.tile_m, tiles.width_v)),
         load(t.k, held(tiles.width), (ROWS, tiles.width)),
         load(t.v, held(tiles.width_v), (ROWS, tiles.width_v)),
-        save(t.dk, tiles.width),
+        save(t.dk, tiles.width, *([FP32_BYTES // ELEMENT_BYTES * tiles.part_elements] if tiles.overlaps else [])),
         save(t.dv, tiles.width_v),
     )
     kernel.set_name_prefix(f"{config.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -333,6 +333,8 @@ def store_tile(
 ):  # fmt: skip
     """Stores a tile's gradients. ``phases``: of the tile's barriers and of the part of dQ; the latter is returned."""
     tiles, phase, part_phase = config.keys, *phases
+    if cutlass.const_expr(tiles.overlaps and config.queued):
+        release(smem.held_empty + w)  # this warp has read its mailbox
     if cutlass.const_expr(tiles.sums_dq):
         for g in cutlass.range(params.group, unroll=1):
             head_tile = of_query_head(key_tile, g, params, config)
@@ -347,8 +349,11 @@ def store_tile(
     gV, sV = tma_tiles(tmas.dv, (ROWS, tiles.width_v), (None, 0), key_tile.head, key_tile.keys, smem.dv)
     n = key_tile.column // ROWS
     if cutlass.const_expr(not tiles.split):
-        store_when_done(tmas.dv, sV[None, w], gV[None, n + w], smem, tiles.key_tiles + w, phase)
-        store_when_done(tmas.dk, sK[None, w], gK[None, n + w], smem, w, phase)
+        store_when_done(tmas.dv, sV[None, w], gV[None, n + w], smem, tiles.key_tiles + w, phase, not tiles.overlaps)
+        store_when_done(tmas.dk, sK[None, w], gK[None, n + w], smem, w, phase, not tiles.overlaps)
+        if cutlass.const_expr(tiles.overlaps):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            release(smem.left)  # partner: the warpgroups, before they put dS or a part of dQ there
     elif cutlass.const_expr(w == 0):
         store_when_done(tmas.dv, sV[None, 0], gV[None, n], smem, 0, phase)  # dV lies where K was
     else:
@@ -356,12 +361,14 @@ def store_tile(
     return part_phase
 
 
-def store_when_done(info: cpasync.TmaInfo, s, g, smem: KeysStorage, n: int, phase) -> None:
+def store_when_done(info: cpasync.TmaInfo, s, g, smem: KeysStorage, n: int, phase, gives_back: bool = True) -> None:
     """Waits until a warpgroup is done with tile n, stores it, and gives its shared memory back."""
     # Partner: the 128 threads of the warpgroup that rounded its gradient into shared memory.
     cute.arch.mbarrier_wait(smem.done + n, phase)
     cute.copy(info.atom, s, g)
     cute.arch.cp_async_bulk_commit_group()
+    if not gives_back:
+        return
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     # Partner: load_keys, which puts the next tile there.
     with cute.arch.elect_one():

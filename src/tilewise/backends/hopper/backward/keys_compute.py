@@ -39,6 +39,7 @@ from tilewise.backends.hopper.backward.sequences import receiver
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.ring import release
 from tilewise.backends.hopper.kit.scheduler import each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
 
@@ -328,6 +329,8 @@ def summing_tile(
     group_blocks = blocks_of_group(column, key_tile, params, config)
     for n in cutlass.range_constexpr(2 * tiles.key_tiles):  # K and V of both warpgroups: dQ takes all 128 keys
         cute.arch.mbarrier_wait(smem.held_full + n, held_phase)
+    if cutlass.const_expr(tiles.overlaps):
+        cute.arch.mbarrier_wait(smem.left, 1 - held_phase)  # dK and dV of the tile before have left, from store
     state = state.restart()
     for g in cutlass.range(params.group, unroll=1):
         blocks = blocks_of_head(group_blocks, column, key_tile, g, params, config)
@@ -343,13 +346,25 @@ def summing_tile(
             state = summing_block(operands, w, state, block, smem, params, config)
     dq_accumulate.begin_part(operands.dq, smem.dq, state.count - 1, config)  # of the last block
     warpgroup.wait_group(0)
+    if cutlass.const_expr(tiles.overlaps):
+        release_held(smem)
     put_part_before(operands, w, state, smem)
     scale(operands.dk, params.scale)
-    # Both warpgroups have read K and V for the last time
+    # Both warpgroups have read K and V, and dS, for the last time
     cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)
     finish(operands.dv, operands.mmas.dv, tile_at(smem.dv, w), smem.done + tiles.key_tiles + w, config)
+    if cutlass.const_expr(tiles.overlaps):
+        dq_accumulate.await_part(smem.dq, w, state.count - 1)
     finish(operands.dk, operands.mmas.dk, tile_at(smem.dk, w), smem.done + w, config)
     return state
+
+
+def release_held(smem: KeysStorage) -> None:
+    """Each warp says that it has read K and V for the last time. Partner: load_keys. A warpgroup arrives for the other one's V too: the
+    next V must not come before it has seen this one, even where a tile has no query blocks."""
+    cute.arch.sync_warp()
+    for n in range(2 * KEY_GROUPS):
+        release(smem.held_empty + n)
 
 
 def summing_block(

@@ -12,7 +12,7 @@ from tilewise.backends.hopper.backward import dq_accumulate
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
 from tilewise.backends.hopper.config import ALIGNMENT
-from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.scheduler import Mailboxes, init_mailboxes, mailbox_words, mailboxes
 
 
@@ -71,6 +71,7 @@ class KeysStorage(NamedTuple):
         unread_word: for :func:`hold_above_wait`.
         boxes: the mailboxes of packed tiles.
         dq: what accumulating dQ takes.
+        left: the barrier that says that dK and dV have left, where they do not lie where K and V were.
     """
 
     k: cute.Tensor
@@ -91,6 +92,7 @@ class KeysStorage(NamedTuple):
     unread_word: cute.Pointer
     boxes: Mailboxes
     dq: dq_accumulate.SumStorage | None = None
+    left: cute.Pointer | None = None
 
 
 def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
@@ -108,14 +110,26 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
     empty, held_full = full + tiles.stages, full + 2 * tiles.stages
     held_empty, done = held_full + 2 * tiles.key_tiles, held_full + 4 * tiles.key_tiles
     p_full = held_full + 6 * tiles.key_tiles
+    left = p_full
     if tiles.sums_dq:
-        dq = dq_accumulate.allocate(allocator, config, p_full)
+        dq, left = dq_accumulate.allocate(allocator, config, p_full), p_full + 8
+    if tiles.overlaps:
+        # dS and parts of dQ are done with when a tile's dK and dV are put there, and K and V make room for the next tile's.
+        dk, dv = (cute.recast_ptr(t.iterator, dtype=ELEMENT[config.dtype]) for t in (dq.part, dq.ds))
     return KeysStorage(
         with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(dk, tmas.dk), with_tma_layout(dv, tmas.dv),
         with_tma_layout(q, tmas.q), with_tma_layout(q, tmas.do), statistics, handover,
         full, empty, held_full, held_empty, done, p_full, p_full + 1, full + tiles.barriers,
-        mailboxes(full + tiles.barriers + 1), dq,
+        mailboxes(full + tiles.barriers + 1), dq, left,
     )  # fmt: skip
+
+
+def held_arrivals(n: int, config: Backward) -> int:
+    """How many arrivals free the n-th tile of K, then of V: the storing warp's, or those of all computing warps. A storing warp that
+    reads a mailbox arrives at K's tile too, since the mailbox is written again when that is free."""
+    if not config.keys.overlaps:
+        return 1
+    return 4 * KEY_GROUPS + (config.queued and n < config.keys.key_tiles)
 
 
 @cute.jit
@@ -129,13 +143,15 @@ def init_barriers(smem: KeysStorage, config: cutlass.Constexpr):
                 cute.arch.mbarrier_init(smem.empty + n, 4 * KEY_GROUPS)  # every computing warp -> load_queries
             for n in cutlass.range_constexpr(2 * tiles.key_tiles):
                 cute.arch.mbarrier_init(smem.held_full + n, 1)  # load_keys, and bytes -> warpgroups
-                cute.arch.mbarrier_init(smem.held_empty + n, 1)  # store -> load_keys
+                cute.arch.mbarrier_init(smem.held_empty + n, held_arrivals(n, config))  # -> load_keys
                 cute.arch.mbarrier_init(smem.done + n, 128)  # warpgroup -> store
             if cutlass.const_expr(tiles.split):
                 cute.arch.mbarrier_init(smem.p_full, 128)  # make_values -> make_keys
                 cute.arch.mbarrier_init(smem.p_empty, 128)  # make_keys -> make_values
             if cutlass.const_expr(tiles.sums_dq):
                 dq_accumulate.init_barriers(smem.dq)
+            if cutlass.const_expr(tiles.overlaps):
+                cute.arch.mbarrier_init(smem.left, KEY_GROUPS)  # store -> warpgroups
             init_mailboxes(smem.boxes, config)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()

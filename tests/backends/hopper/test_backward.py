@@ -37,7 +37,7 @@ KEYS = {
     "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, dq_first=True),
     "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
     "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
-    "overlapping": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True),
+    "overlapping": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
 }
 
@@ -208,7 +208,7 @@ def test_packed_keys_that_no_query_sees_never_touch_a_gradient(form):
     assert all((x[hidden] == 0).all() for x in (dirty.dk, dirty.dv))
 
 
-@pytest.mark.parametrize("form", [name for name, keys in KEYS.items() if not (keys.ordered or keys.clustered or keys.queued)])
+@pytest.mark.parametrize("form", [name for name, keys in KEYS.items() if not (keys.ordered or keys.clustered or keys.queued or keys.counts)])
 def test_a_sequence_s_gradients_never_touch_its_neighbour_s(form):
     q, k, v = (x[0] for x in qkv(150, 150))
     cu = torch.tensor([0, 33, 33, 140])

@@ -73,6 +73,7 @@ class KeyTiles:
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
         queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in.
+        counts: the tiles that have been added to a head's dQ are counted, so that dQ is rounded where multiprocessors have no tile left.
     """
 
     width: int
@@ -88,6 +89,7 @@ class KeyTiles:
     prefetches: bool = False
     queued: bool = False
     overlaps: bool = False
+    counts: bool = False
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
@@ -292,6 +294,7 @@ class Backward(Formed):
         k = self.keys
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
+        second += "_counted" if k.counts else ""
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
@@ -345,7 +348,7 @@ class Backward(Formed):
         then the flags of the query tiles, a whole number of blocks too."""
         if self.packed:  # the rows past the last sequence count as one more sequence
             return -(-(p.seqlen_q + (p.batch + 1) * self.statistics_gap) // STATISTICS_ALIGNMENT) * STATISTICS_ALIGNMENT
-        flags = -(-p.seqlen_q // (16 * self.tile_m)) * 16 if self.flagged else 0
+        flags = -(-p.seqlen_q // (16 * self.tile_m)) * 16 if self.flagged else 16 if self.keys.counts else 0
         return flags + max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
 
     def semaphores(self, p: Problem) -> int:

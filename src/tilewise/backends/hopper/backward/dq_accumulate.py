@@ -30,10 +30,11 @@ from cutlass.utils import LayoutEnum
 from tilewise.backends.hopper.backward.config import FP32_BYTES, KEY_GROUPS, Backward, KeyTiles
 from tilewise.backends.hopper.backward.fragments import begin_products, stage_of, store_fragment, transposed
 from tilewise.backends.hopper.backward.key_tiles import KeyTile
-from tilewise.backends.hopper.backward.params import BackwardParams, number_band
+from tilewise.backends.hopper.backward.params import BackwardParams, count_place, number_band
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.instructions import count_up
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import staged_layout
 
@@ -214,6 +215,13 @@ def add_all(dq: cute.Tensor, smem: SumStorage, w: cutlass.Constexpr, start, stop
         release_part(smem, w)
         phase = 1 - phase
     return phase
+
+
+def count_tile(delta: cute.Tensor, batch, head) -> None:
+    """One warp counts a tile of a head as soon as all its additions have arrived in global memory. Partner: postprocess."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+    with cute.arch.elect_one():
+        count_up(delta, count_place(batch, head, delta))
 
 
 class OrderedSums(NamedTuple):

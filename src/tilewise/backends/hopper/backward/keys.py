@@ -139,6 +139,8 @@ def kernel(tmas: KeysTmas, buffers: RowBuffers, mmas: KeysMmas, params: Backward
         cute.arch.griddepcontrol_wait()  # the statistics are there when the preprocessing kernel has ended
         if cutlass.const_expr(config.queries is not None):
             cute.arch.griddepcontrol_launch_dependents()  # the pass over queries, which reads nothing that this one writes
+        if cutlass.const_expr(tiles.counts):
+            cute.arch.griddepcontrol_launch_dependents()  # the rounding of dQ, which waits for the counts of its heads
     if group == 0:
         cute.arch.setmaxregister_decrease(tiles.registers_load)
         if warp == 0:
@@ -345,6 +347,8 @@ def store_tile(
                 part_phase = dq_accumulate.add_in_order(sums, smem.dq, w, head_tile, part_phase, params, config)
             else:
                 part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile.start, head_tile.stop, part_phase)
+            if cutlass.const_expr(tiles.counts):
+                dq_accumulate.count_tile(buffers.delta, key_tile.batch, head_tile.head)
     gK, sK = tma_tiles(tmas.dk, (ROWS, tiles.width), (None, 0), key_tile.head, key_tile.keys, smem.dk)
     gV, sV = tma_tiles(tmas.dv, (ROWS, tiles.width_v), (None, 0), key_tile.head, key_tile.keys, smem.dv)
     n = key_tile.column // ROWS

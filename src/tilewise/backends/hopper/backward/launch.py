@@ -97,7 +97,8 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
         over_keys = cluster if config.keys.clustered else keys
         over_keys.launch(keys_tensors, params_k, ctas_k, stream, config)
         if cutlass.const_expr(config.queries is None):
-            sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores)
+            counts = (buffers.delta, cute.ceil_div(k.shape[1], config.keys.tile_n)) if config.keys.counts else ()
+            sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores, *counts)
             postprocess.launch(sums, dq, scale, stream, config)
         else:
             # The statistics are there: this pass only reads lse2 and delta.

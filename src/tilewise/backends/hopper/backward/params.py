@@ -101,3 +101,9 @@ def flag_place(m_block, batch, head, lse2: cute.Tensor) -> tuple:
     """The index in ``lse2`` of a query tile's flag, which counts the warpgroups that have written their rows' statistics. The flags lie
     behind a head's rows; the first tile's flag is the last element."""
     return batch, head, lse2.shape[2] - 1 - m_block
+
+
+def count_place(batch, head, delta: cute.Tensor) -> tuple:
+    """The index in ``delta`` of a head's count of the tiles that were added to its dQ: the last row, which belongs to no query and is
+    set to zero with the others of these."""
+    return batch, head, delta.shape[2] - 1

@@ -208,7 +208,9 @@ def test_packed_keys_that_no_query_sees_never_touch_a_gradient(form):
     assert all((x[hidden] == 0).all() for x in (dirty.dk, dirty.dv))
 
 
-@pytest.mark.parametrize("form", [name for name, keys in KEYS.items() if not (keys.ordered or keys.clustered or keys.queued or keys.counts)])
+@pytest.mark.parametrize(
+    "form", [name for name, keys in KEYS.items() if backward_config.exists(keys, "full", packed=True)]
+)
 def test_a_sequence_s_gradients_never_touch_its_neighbour_s(form):
     q, k, v = (x[0] for x in qkv(150, 150))
     cu = torch.tensor([0, 33, 33, 140])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -144,13 +145,23 @@ def test_gradients_of_queries_are_summed_where_they_see_many_keys(d, seqlen, opt
     assert backward_config.mean_keys_per_query(p) == pytest.approx(pairs / seqlen, rel=0.02)
 
 
+def causal_blocks(order: schedule.Order, keys, seqlen: int) -> list[int]:
+    """Query blocks of each key tile in its order, and 4 more for the tile's begin and end."""
+    band, columns = (
+        schedule.Band(None, 1, seqlen),
+        [schedule.tile_at(n, order)[0] * keys.tile_n for n in range(order.tiles)],
+    )
+    blocks = [schedule.query_blocks(column, keys.tile_n, keys.tile_m, seqlen, band) for column in columns]
+    return [stop - start + 4 for start, stop in blocks]
+
+
 @pytest.mark.parametrize(
-    "keys", [*ONE_PASS.values(), TABLE[256, 256].two_passes.keys], ids=lambda c: f"{c.width}-{c.tile_n}"
+    "keys", [TABLE[256, 256].one_pass, TABLE[256, 256].two_passes.keys], ids=lambda c: f"{c.width}-{c.tile_n}"
 )
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
 def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
-    """Query blocks of the busiest CTA (4 more a tile, for its begin and end) over the mean. With fewer heads at a time they
-    would not be: 8 or 4 heads of these lengths cost up to 1.6."""
+    """Query blocks of the busiest CTA over the mean. With fewer heads at a time they would not be: 8 or 4 heads of these lengths cost up
+    to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
     each = backward_config.CLUSTER if keys.clustered else 1
     section, ctas = backward_config.spread(heads, tiles, sizes.SHARING, 132)
@@ -158,15 +169,27 @@ def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
         section, ctas = backward_config.spread_clusters(heads, tiles, "upper", 132)
     ctas //= each
     order = schedule.Order(tiles, heads, section, False)
-
-    def cost(n: int) -> int:
-        column = schedule.tile_at(n, order)[0] * keys.tile_n
-        blocks = schedule.query_blocks(column, keys.tile_n, keys.tile_m, seqlen, schedule.Band(None, 1, seqlen))
-        return blocks[1] - blocks[0] + 4
-
+    blocks = causal_blocks(order, keys, seqlen)
     mine = [range(schedule.rounds(cta, ctas, order.tiles)) for cta in range(ctas)]
-    work = [sum(cost(schedule.nth(cta, ctas, n)) for n in rounds) for cta, rounds in enumerate(mine)]
+    work = [sum(blocks[schedule.nth(cta, ctas, n)] for n in rounds) for cta, rounds in enumerate(mine)]
     assert max(work) <= 1.04 * sum(work) * each / 132
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("seqlen", [1024, 2048, 4096, 8192, 16384])
+def test_causal_key_tiles_from_the_queue_are_even_and_of_heads_that_l2_holds(dims, seqlen):
+    """Query blocks of the busiest of 132 CTAs over the mean, where the CTA that is free first takes the next tile."""
+    x = backward_config.Backward(TABLE[dims].summed("upper", packed=False), None, "bf16", "upper")
+    heads, tiles = 2048 // x.keys.width, -(-seqlen // x.keys.tile_n)
+    p = SimpleNamespace(batch=16384 // seqlen, heads_q=heads, heads_k=heads, seqlen_q=seqlen, seqlen_k=seqlen)
+    section, ctas, *_ = x.grids(p, seqlen, 132)
+    assert ctas == 132
+    # Q, K, V and dO in 16 bits, and the sums of dQ.
+    assert section * seqlen * dims[0] * (4 * 2 + 4) <= backward_config.OPEN_BYTES
+    work = [0] * ctas
+    for blocks in causal_blocks(schedule.Order(tiles, p.batch * heads, section, False), x.keys, seqlen):
+        heapq.heapreplace(work, work[0] + blocks)
+    assert max(work) <= 1.03 * sum(work) / ctas
 
 
 def test_the_names_of_what_is_shipped_tell_them_apart():
@@ -297,9 +320,10 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert [x.data_ptr() for x in made[:3]] == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
     assert numbers[1] == 1
     assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0)
-    lse2, delta, sums = made[3:]
+    lse2, delta, sums, queue = made[3:]
     assert lse2.shape == delta.shape == (1, 4, 128)  # whole blocks
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
+    assert (queue.shape, queue.dtype) == ((1,), torch.int32)
 
 
 def test_a_launch_that_adds_in_order_counts_in_every_part_of_a_block(launched, monkeypatch):

@@ -432,6 +432,16 @@ class BackwardRow:
             return None
         return replace(self.one_pass, ordered=True, prefetches=False)
 
+    def summed(self, form: str, packed: bool) -> KeyTiles | None:
+        """``one_pass`` as a form has it: key tiles that are not equally long come from a queue (docs/decisions.md#hopper-open-heads), and
+        equally long ones leave some multiprocessors without a last one, which round dQ (docs/decisions.md#hopper-counted-heads)."""
+        keys = self.one_pass
+        if keys is None or keys.clustered or packed:
+            return keys
+        if form == "full":
+            return replace(keys, overlaps=True, counts=True)
+        return replace(keys, overlaps=True, queued=True, prefetches=True)
+
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
         """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""
         if traced.keep:
@@ -507,30 +517,28 @@ def candidates() -> list[Backward]:
 
 def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
+    rows, forms = TABLE.values(), {False: SHIPPED, True: [form for form in SHIPPED if form != "rows"]}
+    kinds = [(form, packed) for packed in forms for form in forms[packed]]
     found = [
-        (row.passes(form, softcap), form, softcap)
+        (row.passes(form, softcap), form, softcap, packed)
         for softcap in (False, True)
-        for form in SHIPPED
-        for row in TABLE.values()
+        for form, packed in kinds
+        for row in rows
     ]
-    found += [(Passes(row.one_pass), form, False) for row in TABLE.values() if row.one_pass for form in SHIPPED]
-    found += [(Passes(row.ordered), form, False) for row in TABLE.values() if row.ordered for form in BANDS]
-    return [
-        Backward(*passes, dtype, form, softcap, packed)
-        for passes, form, softcap in found
-        if passes
-        for packed in (False, True)
-        for dtype in DTYPES.values()
-        if not (packed and form == "rows") and exists(passes.keys, form, packed)
-    ]
+    for form, packed in kinds:
+        summed = [keys for row in rows for keys in (row.summed(form, packed), row.ordered) if keys]
+        found += [(Passes(keys), form, False, packed) for keys in summed if exists(keys, form, packed)]
+    return [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and clusters, need the numbers of one band."""
-    return not (keys.ordered or keys.clustered) or (not packed and form in BANDS)
+    """Whether there is a kernel with these tiles: additions in order, and clusters, need the numbers of one band; a queue and counts are of
+    equal sequences too."""
+    banded = keys.ordered or keys.clustered
+    return not (packed and (banded or keys.queued or keys.counts)) and (not banded or form in BANDS)
 
 
 def reasons(p: Problem) -> list[str]:
@@ -562,7 +570,7 @@ def choose(p: Problem) -> Backward:
 
 def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
     """The tiles of a single pass, if this head dim has any and they pay."""
-    keys = row.ordered if p.spec.deterministic else row.one_pass
+    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
     if keys is None or mean_keys_per_query(p) < row.one_pass_from or not exists(keys, form, p.packed):
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None

@@ -129,8 +129,7 @@ def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale:
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     if cutlass.const_expr(config.keys.counts):
-        if n == cute.arch.grid_dim()[0] - 1:
-            cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dK and dV, too
+        await_pass(n)
 
 
 @cute.jit
@@ -150,3 +149,10 @@ def clear_if_unvisited(acc: cute.Tensor, visits):
     """Sets a part to zero that no key tile has been added to: nobody has written it."""
     if visits == 0:
         acc.fill(0.0)
+
+
+@cute.jit
+def await_pass(n):
+    """Makes the last CTA wait for the end of the pass over keys: what comes next in the stream finds dK and dV, too."""
+    if n == cute.arch.grid_dim()[0] - 1:
+        cute.arch.griddepcontrol_wait()

@@ -472,17 +472,20 @@ def _of_cta(cta: int, peer, body, params, config: Backward) -> None:
 def _keys_storage(kernel, config: Backward):
     tiles = config.keys
     k, v, ring = Rooms(tiles.key_tiles), Rooms(tiles.key_tiles), Rooms(tiles.stages)
-    held, arrivals = 2 * tiles.key_tiles, modules(kernel)["backward.keys_storage"].held_arrivals
+    held, storage = 2 * tiles.key_tiles, modules(kernel)["backward.keys_storage"]
     stages = bars((tiles.stages, 1), (tiles.stages, 4 * KEY_GROUPS), (held, 1))
-    emptied = Pointer([Barrier(arrivals(n, config)) for n in range(held)])
+    emptied = Pointer([Barrier(storage.held_arrivals(config)) for _ in range(held)])
     handover, dq = SimpleNamespace(values=None), _sum_storage(kernel, tiles)
     out = (v, k) if tiles.split else (k, v)
     if tiles.overlaps:  # in the very memory of parts and of dS
         out = Rooms(0), Rooms(0)
         out[0].tiles, out[1].tiles = dq.part, dq.ds.tiles
+    boxes = _mailboxes(kernel, KEY_GROUPS)
+    if tiles.queued:
+        boxes = storage.Slots(Pointer([None] * 4), *bars((2, 1), (2, storage.TILE_READERS)))
     return kernel.KeysStorage(
         k, v, *out, ring, ring, Rooms(tiles.stages), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
-        None, _mailboxes(kernel, KEY_GROUPS), dq, *bars((1, KEY_GROUPS)),
+        None, boxes, dq, *bars((1, KEY_GROUPS)),
     )  # fmt: skip
 
 

@@ -37,12 +37,6 @@ class Formed:
     """The facts that follow from the ``form`` of a kernel, one of FORMS."""
 
     form: str
-    packed: bool
-
-    @property
-    def queued(self) -> bool:
-        """Whether CTAs take tiles from a queue in global memory; otherwise each knows its own by number."""
-        return self.packed
 
     @property
     def by_rows(self) -> bool:

@@ -274,10 +274,6 @@ class Backward(Formed):
     dropout: bool = False
 
     @property
-    def queued(self) -> bool:
-        return self.packed or self.keys.queued
-
-    @property
     def pairs(self) -> bool:
         """Whether the kernel asks something about every pair of a query and a key: an expression or dropout."""
         return self.dropout or self.traced != PLAIN
@@ -433,14 +429,12 @@ class BackwardRow:
         return replace(self.one_pass, ordered=True, prefetches=False)
 
     def summed(self, form: str, packed: bool) -> KeyTiles | None:
-        """``one_pass`` as a form has it: key tiles that are not equally long come from a queue (docs/decisions.md#hopper-open-heads), and
-        equally long ones leave some multiprocessors without a last one, which round dQ (docs/decisions.md#hopper-counted-heads)."""
+        """``one_pass`` as a form has it: key tiles that are not equally long come from a queue (docs/decisions.md#hopper-open-heads)."""
         keys = self.one_pass
         if keys is None or keys.clustered or packed:
             return keys
-        if form == "full":
-            return replace(keys, overlaps=True, counts=True)
-        return replace(keys, overlaps=True, queued=True, prefetches=True)
+        keys = replace(keys, overlaps=True, counts=True)
+        return keys if form == "full" else replace(keys, queued=True, prefetches=True)
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
         """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""

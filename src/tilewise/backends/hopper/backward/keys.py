@@ -56,7 +56,7 @@ from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import await_count
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer, release
-from tilewise.backends.hopper.kit.scheduler import each_tile, follow_tiles, take_late, take_tiles
+from tilewise.backends.hopper.kit.scheduler import each_late, each_tile, take_late, take_tiles
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
 
 # -- Launch and kernel ---------------------------------------------------------------------------------------------
@@ -193,9 +193,17 @@ def load_keys(tmas: KeysTmas, smem: KeysStorage, params: BackwardParams, config:
             for n in range(config.keys.key_tiles):
                 cute.prefetch(info.atom, g[None, key_tile.column // ROWS + n])
 
+    def load_late(key_tile, numbers, phase, state):
+        if cutlass.const_expr(config.keys.prefetches):
+            prefetch_tile(key_tile)
+        load_tile(key_tile, None, 1 - phase)  # a writer lets phase 1 pass first
+        return state
+
     upcoming = prefetch_tile if config.keys.prefetches else None
-    take = follow_tiles if config.keys.queued else take_tiles
-    take(SCHEDULER, smem, KEY_GROUPS, params, config, load_tile, upcoming)
+    if cutlass.const_expr(config.keys.queued):
+        each_late(SCHEDULER, smem.boxes, params, config, load_late, I32(0))
+    else:
+        take_tiles(SCHEDULER, smem, KEY_GROUPS, params, config, load_tile, upcoming)
 
 
 @cute.jit
@@ -203,7 +211,7 @@ def load_queries(
     tmas: KeysTmas, buffers: RowBuffers, smem: KeysStorage, params: BackwardParams, config: cutlass.Constexpr
 ):
     """One warp loads the query blocks of every tile, for each query head."""
-    receive, load, state = ahead_receiver(smem, KEY_GROUPS), load_blocks, new_writer()
+    load, state = load_blocks, new_writer()
     if cutlass.const_expr(config.queries_first and not config.flagged):
         cute.arch.griddepcontrol_wait()  # the statistics are there when the pass over queries has ended
     if cutlass.const_expr(config.flagged):
@@ -213,9 +221,9 @@ def load_queries(
         return load(tmas, buffers, smem, key_tile, state, numbers, config)
 
     if cutlass.const_expr(config.keys.queued):
-        take_late(SCHEDULER, smem, KEY_GROUPS, params, config, load_tile, state)
+        take_late(SCHEDULER, smem.boxes, params, config, load_tile, state)
     else:
-        each_tile(SCHEDULER, receive, params, config, load_tile, state)
+        each_tile(SCHEDULER, ahead_receiver(smem, KEY_GROUPS), params, config, load_tile, state)
     if cutlass.const_expr(config.flagged):
         cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
 
@@ -325,7 +333,10 @@ def store(
     def store_one(key_tile, numbers, phase, part_phase):
         return store_tile(tmas, buffers, smem, w, key_tile, (phase, part_phase), numbers, config)
 
-    each_tile(SCHEDULER, receiver(smem, w), params, config, store_one, I32(0))
+    if cutlass.const_expr(config.keys.queued):
+        each_late(SCHEDULER, smem.boxes, params, config, store_one, I32(0))
+    else:
+        each_tile(SCHEDULER, receiver(smem, w), params, config, store_one, I32(0))
 
 
 @cute.jit
@@ -335,8 +346,6 @@ def store_tile(
 ):  # fmt: skip
     """Stores a tile's gradients. ``phases``: of the tile's barriers and of the part of dQ; the latter is returned."""
     tiles, phase, part_phase = config.keys, *phases
-    if cutlass.const_expr(tiles.overlaps and config.queued):
-        release(smem.held_empty + w)  # this warp has read its mailbox
     if cutlass.const_expr(tiles.sums_dq):
         for g in cutlass.range(params.group, unroll=1):
             head_tile = of_query_head(key_tile, g, params, config)

@@ -45,6 +45,79 @@ class TileScheduler(NamedTuple):
     place_packed: Callable
 
 
+class Slots(NamedTuple):
+    """Two slots, in turn for a CTA's tiles from a queue of equal sequences: the words of a tile, and barriers of each slot."""
+
+    words: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+SLOT_WORDS = 2 * (2 + MAILBOX_WORDS)  # of 8 bytes: two barriers and a tile for each slot
+
+
+def slots(start: cute.Pointer) -> Slots:
+    """The barriers, then the words."""
+    return Slots(start + 4, start, start + 2)
+
+
+def init_slots(slots: Slots, readers: int) -> None:
+    """One thread sets the counts of the barriers; ``readers`` warps read each tile."""
+    for n in range(2):
+        cute.arch.mbarrier_init(slots.full + n, 1)  # take_late -> each_late
+        cute.arch.mbarrier_init(slots.empty + n, readers)  # each_late -> take_late
+
+
+def _publish(tile: packed.PackedTile, slots: Slots, count) -> None:
+    """Tells all roles the tile of that number, as soon as all have read the one before the last."""
+    n = count % 2
+    cute.arch.mbarrier_wait(slots.empty + n, 1 - count // 2 % 2)
+    with cute.arch.elect_one():
+        put_words(slots.words + MAILBOX_WORDS * n, tile)
+        cute.arch.mbarrier_arrive(slots.full + n)
+    cute.arch.sync_warp()
+
+
+def _receive(slots: Slots, count) -> packed.PackedTile:
+    """The tile of that number; its slot is free again at once."""
+    n = count % 2
+    found = _read_mailbox(slots.full + n, count // 2 % 2, slots.words + MAILBOX_WORDS * n)
+    # All lanes have read the words before one of them gives the slot back.
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(slots.empty + n)
+    return found
+
+
+@cute.jit
+def take_late(scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state):
+    """Runs ``state = body(tile, numbers, phase, state)`` in the warp that loads ahead, for every tile of the CTA. It takes the next one
+    from the queue when it has loaded all of a tile: the CTA is then a ring of stages away from that tile's end, and tiles are dealt
+    out late enough to even out, and early enough that nobody waits for the queue."""
+    count, packed_tile, place_packed = I32(0), scheduler.packed_tile, scheduler.place_packed
+    of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
+    while of.sequence >= 0:
+        _publish(of, slots, count)
+        tile, numbers = place_packed(of, params, config)
+        state = body(tile, numbers, count % 2, state)
+        count = count + 1
+        of = packed_tile(packed.take(params.queue), params, config)
+    # The tile of no sequence: every role that reads it ends.
+    _publish(of, slots, count)
+
+
+@cute.jit
+def each_late(scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state):
+    """Runs ``state = body(tile, numbers, phase, state)`` in every other role for the tiles that :func:`take_late` takes."""
+    count, place_packed = I32(0), scheduler.place_packed
+    of = _receive(slots, count)
+    while of.sequence >= 0:
+        tile, numbers = place_packed(of, params, config)
+        state = body(tile, numbers, count % 2, state)
+        count = count + 1
+        of = _receive(slots, count)
+
+
 class Mailboxes(NamedTuple):
     """The mailboxes of every stage, and behind them the one of the warp that loads ahead, with its two barriers."""
 
@@ -59,13 +132,13 @@ def mailboxes(start: cute.Pointer) -> Mailboxes:
 
 
 def mailbox_words(config, stages: int) -> int:
-    """The size of :func:`mailboxes` in words of 8 bytes; only tiles from a queue need them."""
-    return 2 + MAILBOX_WORDS * (stages + 1) if config.queued else 0
+    """The size of :func:`mailboxes` in words of 8 bytes; only packed sequences need them."""
+    return 2 + MAILBOX_WORDS * (stages + 1) if config.packed else 0
 
 
 def init_mailboxes(boxes: Mailboxes, config) -> None:
     """One thread sets the counts of the two barriers."""
-    if config.queued:
+    if config.packed:
         cute.arch.mbarrier_init(boxes.next_full, 1)
         cute.arch.mbarrier_init(boxes.next_empty, 1)
 
@@ -149,7 +222,11 @@ def take_tiles(
             phase = 1 - phase
         # The tile of no sequence: every role that reads it ends.
         publish_ahead(of, smem.boxes, stages, phase)
-        end_all(of, smem, stages, phase)
+        for n in cutlass.range_constexpr(stages):
+            publish_tile(of, smem.boxes.words, n, smem.held_empty, phase)
+            with cute.arch.elect_one():
+                # In place of the bytes of K and V, or of Q and dO: the roles wait for this barrier.
+                cute.arch.mbarrier_arrive(smem.held_full + n)
     else:
         rounds = rounds_of(params, config)
         for round_ in cutlass.range(rounds, unroll=1):
@@ -157,64 +234,6 @@ def take_tiles(
             if cutlass.const_expr(upcoming is not None):
                 announce(upcoming, round_ + 1 < rounds, lambda n=round_ + 1: tile_of(n, params, config))
             phase = 1 - phase
-
-
-@cute.jit
-def take_late(
-    scheduler: cutlass.Constexpr,
-    smem,
-    stages: cutlass.Constexpr,
-    params,
-    config: cutlass.Constexpr,
-    body: cutlass.Constexpr,
-    state,
-):
-    """Runs ``state = body(tile, numbers, phase, state)`` in the warp that loads ahead, which takes each tile from the queue when it
-    has loaded all of the tile before: the CTA is then a ring of stages away from that tile's end, and deals are late enough to
-    even out. :func:`follow_tiles` hands the tile on."""
-    phase, _, _, packed_tile, place_packed = I32(1), *scheduler
-    of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
-    while of.sequence >= 0:
-        publish_ahead(of, smem.boxes, stages, phase)
-        tile, numbers = place_packed(of, params, config)
-        state = body(tile, numbers, phase, state)
-        phase = 1 - phase
-        of = packed_tile(packed.take(params.queue), params, config)
-    # The tile of no sequence: every role that reads it ends.
-    publish_ahead(of, smem.boxes, stages, phase)
-
-
-@cute.jit
-def follow_tiles(
-    scheduler: cutlass.Constexpr,
-    smem,
-    stages: cutlass.Constexpr,
-    params,
-    config: cutlass.Constexpr,
-    body: cutlass.Constexpr,
-    upcoming: cutlass.Constexpr,
-):
-    """Runs ``body(tile, packed_tile, phase)`` in the warp that loads what a CTA holds, for every tile that :func:`take_late` takes.
-    ``upcoming(tile)``, unless it is None, comes first, while the tile before is still at work: it prefetches into L2."""
-    phase, place_packed = I32(1), scheduler.place_packed
-    of = receive_ahead(smem.boxes, stages, 1 - phase)
-    while of.sequence >= 0:
-        tile = place_packed(of, params, config)[0]
-        if cutlass.const_expr(upcoming is not None):
-            upcoming(tile)
-        body(tile, of, phase)
-        phase = 1 - phase
-        of = receive_ahead(smem.boxes, stages, 1 - phase)
-    end_all(of, smem, stages, phase)
-
-
-def end_all(of: packed.PackedTile, smem, stages: int, phase) -> None:
-    """Tells the tile of no sequence to every role that waits for a stage: they end."""
-    for n in range(stages):
-        publish_tile(of, smem.boxes.words, n, smem.held_empty, phase)
-        with cute.arch.elect_one():
-            # In place of the bytes of K and V, or of Q and dO: the roles wait for this barrier.
-            cute.arch.mbarrier_arrive(smem.held_full + n)
 
 
 @cute.jit
@@ -241,7 +260,7 @@ def each_tile(
     """
     # Readers wait for phase 0 first: the arrival of the first tile.
     phase, rounds_of, tile_of, _, place_packed = I32(0), *scheduler
-    if cutlass.const_expr(config.queued):
+    if cutlass.const_expr(config.packed):
         of = receive(phase)
         while of.sequence >= 0:
             tile, numbers = place_packed(of, params, config)

@@ -1,4 +1,4 @@
-# make demo · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make gpu-test · make bench · make bench-cpu · make wheel · make hub
+# make demo · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make hub
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 SHELL  := /bin/bash
 PYTHON ?= python3
@@ -20,7 +20,7 @@ CMAKE   = PATH="$(BIN):$$PATH" cmake
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 EMULATED := build/native/libtilewise_cpu_emulated.so
 
-.PHONY: demo test kernels kernels-hopper kernels-hopper-sample lint format docs gpu-test bench bench-cpu asan tsan valgrind wheel hub clean setup
+.PHONY: demo test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel hub clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
@@ -99,9 +99,17 @@ kernels-hopper-sample: setup $(VENV)/ready-kernels-$(TORCH)
 gpu-test: setup
 	@$(BIN)/python -m pytest -m gpu -n 8 --maxschedchunk 1 tests/gpu
 
+# The site (mkdocs.yml), built without a network; a dead link or any other warning is an error.
+$(VENV)/ready-docs-$(TORCH): $(VENV)/ready-$(TORCH)
+	@$(INSTALL) $(CONSTRAINTS) --editable '.[test,docs]' && touch $@
+
+docs: $(VENV)/ready-docs-$(TORCH)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build && \
+	  echo "docs: build/site/index.html; its search needs a server: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
+
 # The pages that commands write: what runs where, what the algorithms move, how fast it is (docs/README.md).
-docs: setup
-	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise.iomodel.docs docs && $(BIN)/python -m bench.page --write
+pages: setup
+	@$(BIN)/python -m tests.support --write && $(BIN)/python -m tilewise.iomodel.docs docs && $(BIN)/python -m bench.page --write && $(BIN)/python -m bench.evidence --write
 
 bench: setup
 	@$(BIN)/tilewise bench

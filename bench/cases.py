@@ -3,11 +3,13 @@
 A Case holds sizes and *names* of a mask and a score; MASKS and SCORES of bench/kinds.py say what a name means.
 
 Tags: `contract` tiny shapes for tests · `cpu` / `cuda` where the case is meant to be timed · `demo` · `exact` · `h200` the 36 rows
-whose peers are in docs/performance.md · `decode`, `window`, `packed`, `sparse`, `score`, `split`, `memory`, `feature` what they probe.
+whose peers are in docs/performance.md · `paper` what repeats a figure of a paper (docs/evidence.md) · `decode`, `window`, `packed`,
+`sparse`, `score`, `split`, `memory`, `feature` what they probe.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -181,8 +183,11 @@ def _cumulative(lengths: list[int], device: str) -> Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
 
+@cache
 def _kept_pairs(case: Case, device: str) -> int:
-    """Counts an unpacked case's pairs by its predicate, in chunks of rows."""
+    """Counts an unpacked case's pairs by its predicate, in chunks of rows; causal ones row by row."""
+    if case.mask == "causal":
+        return case.batch * sum(min(max(i + case.off + 1, 0), case.seqlen_k) for i in range(case.seqlen_q))
     b_size, normal = case.batch, lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype)
     leaves = {name: t.to(device) for name, t in MASKS[case.mask].leaves(case, normal).items()}
     nothing = torch.empty(0)
@@ -217,7 +222,10 @@ def _h200() -> Iterable[Case]:
             for label, mask in (("full", None), ("causal", "causal")):
                 shape = (16384 // n, n, n, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
                 name, source = f"h200-d{head_dim}-n{n}-{label}", "FlashAttention-2 and -3 papers' grid"
-                yield _case(name, source, shape, "h200 cuda", dtype="bfloat16", mask=mask)
+                tags = (
+                    "h200 cuda" if head_dim == 256 else "h200 cuda paper"
+                )  # FlashAttention-2's Figures 4 to 7 have 64 and 128
+                yield _case(name, source, shape, tags, dtype="bfloat16", mask=mask)
 
 
 def _cpu() -> Iterable[Case]:
@@ -226,21 +234,22 @@ def _cpu() -> Iterable[Case]:
         for head_dim in (64, 128):
             for n in (1024, 2048, 4096, 8192):
                 for label, mask in (("full", None), ("causal", "causal")):
-                    name = f"cpu-{short}-d{head_dim}-n{n}-{label}"
-                    yield _case(name, "CPU grid", (1, n, n, 8, 8, head_dim, head_dim), "cpu", dtype=dtype, mask=mask)
+                    name, shape = f"cpu-{short}-d{head_dim}-n{n}-{label}", (1, n, n, 8, 8, head_dim, head_dim)
+                    tags = "cpu paper" if (short, head_dim) == ("fp32", 64) else "cpu"
+                    yield _case(name, "CPU grid", shape, tags, dtype=dtype, mask=mask)
         for n in (128, 256):
             yield _case(f"cpu-{short}-d64-n{n}-b16", "CPU, short", (16, n, n, 8, 8, 64, 64), "cpu", dtype=dtype)
         decode = (1, 1, 32768, 8, 1, 64, 64)
-        yield _case(f"cpu-{short}-decode-32k", "CPU, decode", decode, "cpu decode", dtype=dtype, backward=False)
+        yield _case(f"cpu-{short}-decode-32k", "CPU, decode", decode, "cpu decode paper", dtype=dtype, backward=False)
         batch = 4 if dtype == "float32" else 8  # 64 MiB of K and V: from memory, where those of one may stay in the L3
         several = (batch, *decode[1:])
         yield _case(
             f"cpu-{short}-decode-32k-b{batch}", "CPU, decode", several, "cpu decode", dtype=dtype, backward=False
         )
     long = (1, 16384, 16384, 8, 8, 64, 64)
-    yield _case("cpu-fp32-d64-n16384-full", "CPU, the sparse cases' whole", long, "cpu sparse")
+    yield _case("cpu-fp32-d64-n16384-full", "CPU, the sparse cases' whole", long, "cpu sparse paper")
     yield _case("cpu-fp32-d64-n16384-window512", "CPU, window", long, "cpu window", mask="window-512")
-    yield _case("cpu-fp32-d64-n16384-sparse90", "CPU, 90 % block-sparse", long, "cpu sparse", mask="sparse-90")
+    yield _case("cpu-fp32-d64-n16384-sparse90", "CPU, 90 % block-sparse", long, "cpu sparse paper", mask="sparse-90")
     yield _case("cpu-fp32-d64-n32768-full", "memory at 32k", (1, 32768, 32768, 8, 8, 64, 64), "cpu memory")
     yield _case(
         "cpu-bf16-d64-n16384-h2", "memory at 16k", (1, 16384, 16384, 2, 2, 64, 64), "cpu memory", dtype="bfloat16"
@@ -261,11 +270,11 @@ def _cuda() -> Iterable[Case]:
 
     yield row("window1024-n32768", (1, 32768, 32768, 16, 16, 128, 128), "window", mask="window-1024")
     yield row("full-n32768", (1, 32768, 32768, 16, 16, 128, 128), "window")
-    yield row("sparse90-n16384", (1, 16384, 16384, 16, 16, 128, 128), "sparse", mask="sparse-90")
+    yield row("sparse90-n16384", (1, 16384, 16384, 16, 16, 128, 128), "sparse paper", mask="sparse-90")
     yield row("documents-n32768", (1, 32768, 32768, 16, 16, 128, 128), "packed", mask="documents")
     for score in ("softcap-30", "alibi", "bias", "bias-16"):
         yield row(f"{score}-n4096", (4, 4096, 4096, 16, 16, 128, 128), "score", mask="causal", score=score)
-    yield row("one-head-n4096", (1, 4096, 4096, 1, 1, 128, 128), "split")
+    yield row("one-head-n4096", (1, 4096, 4096, 1, 1, 128, 128), "split paper")
     yield row("four-heads-n4096", (1, 4096, 4096, 4, 4, 128, 128), "split")
     for head_dim in (96, 192):
         shape = (4, 4096, 4096, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim)
@@ -278,7 +287,7 @@ def _cuda() -> Iterable[Case]:
                 name = f"cuda-{short}-d{head_dim}-n4096-{label}"
                 yield _case(name, "H200, other dtypes", shape, f"cuda {short}", dtype=dtype, mask=mask)
     yield row("gqa8-n4096-causal", (4, 4096, 4096, 16, 2, 128, 128), "gqa", mask="causal")
-    yield row("decode-32k", (8, 1, 32768, 32, 4, 128, 128), "decode", backward=False)
+    yield row("decode-32k", (8, 1, 32768, 32, 4, 128, 128), "decode paper", backward=False)
     lengths = tuple((n, n) for n in (4096, 512, 1024, 2560, 3072, 128, 1920, 3072))
     options = {"lengths": lengths, "mask": "causal", "dtype": "bfloat16"}
     yield _packed("cuda-packed-16k", wide["source"], (16, 16, 128, 128), "cuda", **options)

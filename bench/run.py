@@ -12,6 +12,7 @@ import argparse
 import math
 import random
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -304,14 +305,31 @@ def run_record(plan: Plan, contestants: Iterable[Contestant]) -> dict:
     return records.run(command, plan.device, versions, plan=plan_record) | {"run": PROCESS}
 
 
-def run(groups: Iterable[Sequence[Lineup]], plan: Plan, say: Report = lambda _: None) -> Iterator[dict]:
-    """The run's record, then the entries of every group of cases as soon as it is measured."""
+def run(
+    groups: Iterable[Sequence[Lineup]], plan: Plan, say: Report = lambda _: None, seconds: float | None = None
+) -> Iterator[dict]:
+    """The run's record, then the entries of every group of cases as soon as it is measured; of those alone that fit so many seconds."""
     groups = list(groups)
     yield run_record(plan, [c for group in groups for lineup in group for c in lineup.contestants])
-    for group in groups:
+    for group in groups if seconds is None else timely(groups, plan, seconds):
         yield from run_group(group, plan, say)
         if plan.device.startswith("cuda"):
             torch.cuda.empty_cache()
+
+
+def timely(groups: Iterable[Sequence[Lineup]], plan: Plan, seconds: float) -> Iterator[Sequence[Lineup]]:
+    """The groups that will be done within so many seconds, short ones first, by what was predicted and how true that has been so far.
+
+    A prediction is right to a factor of 2, and the first and shortest are off by more, since drawing and checking takes its time too.
+    """
+    began, predicted = time.monotonic(), 0.0
+    for expected, group in sorted(((predicted_seconds([g], plan), g) for g in groups), key=lambda each: each[0]):
+        spent = time.monotonic() - began
+        slower = min(2.0, max(1.0, spent / predicted)) if predicted else 1.0
+        if spent + expected * slower > seconds:
+            return
+        predicted += expected
+        yield group
 
 
 def predicted_seconds(groups: Iterable[Sequence[Lineup]], plan: Plan) -> float:

@@ -208,7 +208,7 @@ def draw_backend(r: Draw, name: str, isa: str | None, c: Call):
         backward_m=r.choice((1, 6, 7, 16, 64, 96)),
         backward_n=r.choice((64, 128, 256)),
         split=0 if c.p.packed else tile_n * r.choice((0, 0, 1, 2)),
-        chunks=1 if c.p.packed else r.randint(1, 3),
+        shares=1 if c.p.packed else r.randint(1, 3),
     )
     backend = Cpu(config) if r.likely(0.5) else Cpu(isa=isa)
     return backend, threads, f"{backend.config(c.p)}"

@@ -13,7 +13,9 @@ from tilewise.testing import Call, call, normal, poisoned, qkv
 
 TOTAL_Q, TOTAL_K = 37, 50
 ALL = (0, None)
-QUERIES, KEYS = ((0, 20), (20, TOTAL_Q)), ((0, 23), (23, TOTAL_K))
+CUTS = (((0, 20), (20, TOTAL_Q)), ((0, 23), (23, TOTAL_K)))
+ALIGNED = (((0, 16), (16, TOTAL_Q)), ((0, 32), (32, TOTAL_K)))
+"""The pieces' queries and keys. Backends whose kernels draw a tile's dropout at once want starts that are multiples of 16."""
 IDS = torch.tensor([0] * 9 + [4] + [2] * 20 + [3] * 20)
 
 MASKS = {
@@ -63,19 +65,25 @@ OPTIONS |= {
 
 def wrong(backend: Backend, name: str, device: str = "cpu", gradients: bool = True) -> list[str]:
     """What of an attention that was put together from pieces is beyond the error rule of the whole."""
-    options = OPTIONS[name]()
-    found = _with_gradients(backend, options, device) if gradients else _states(backend, options, device)
+    options, cuts = OPTIONS[name](), _cuts(name)
+    found = (_with_gradients if gradients else _states)(backend, cuts, options, device)
     return [str(e) for e in _call(ALL, ALL, options, device).expected().judge(found) if not e.ok]
 
 
 def refusals(backend: Backend, name: str, device: str = "cpu") -> list[str]:
     """Why a backend does not run the pieces."""
-    return backend.unsupported(_call(QUERIES[0], KEYS[0], OPTIONS[name](), device).p)
+    queries, keys = _cuts(name)
+    return backend.unsupported(_call(queries[1], keys[1], OPTIONS[name](), device).p)
 
 
-def _states(backend: Backend, options: dict, device: str) -> dict[str, Tensor]:
+def _cuts(name: str):
+    return ALIGNED if name == "dropout" else CUTS
+
+
+def _states(backend: Backend, cuts: tuple, options: dict, device: str) -> dict[str, Tensor]:
     """o and lse: the states of pieces of the keys merged, those of pieces of the queries one after the other."""
-    rows = [_merged(backend, [_call(q, k, options, device) for k in KEYS]) for q in QUERIES]
+    queries, keys = cuts
+    rows = [_merged(backend, [_call(q, k, options, device) for k in keys]) for q in queries]
     return {"o": torch.cat([out.o for out in rows], 1), "lse": torch.cat([out.lse for out in rows], 2)}
 
 
@@ -88,11 +96,12 @@ def _merged(backend: Backend, calls: list[Call]) -> Output:
     return Output(o.transpose(1, 2).contiguous(), lse)
 
 
-def _with_gradients(backend: Backend, options: dict, device: str) -> dict[str, Tensor]:
+def _with_gradients(backend: Backend, cuts: tuple, options: dict, device: str) -> dict[str, Tensor]:
     """Also the gradients: each piece's from the merged o and lse, added up where pieces share a tensor."""
+    queries, keys = cuts
     outputs, by_rows = [], []
-    for q in QUERIES:
-        calls = [_call(q, k, options, device) for k in KEYS]
+    for q in queries:
+        calls = [_call(q, k, options, device) for k in keys]
         out = _merged(backend, calls)
         with poisoned():
             grads = [backend.backward(c.p, c.t, out, c.do, c.dlse) for c in calls]
@@ -101,7 +110,7 @@ def _with_gradients(backend: Backend, options: dict, device: str) -> dict[str, T
     found = {"o": torch.cat([out.o for out in outputs], 1), "lse": torch.cat([out.lse for out in outputs], 2)}
     found["dq"] = torch.cat([sum(g["dq"] for g in grads) for grads in by_rows], 1)
     for name in ("dk", "dv"):
-        found[name] = torch.cat([sum(grads[n][name] for grads in by_rows) for n in range(len(KEYS))], 1)
+        found[name] = torch.cat([sum(grads[n][name] for grads in by_rows) for n in range(len(keys))], 1)
     leaves = by_rows[0][0].keys() - found.keys()
     return found | {name: sum(g[name] for grads in by_rows for g in grads) for name in leaves}
 

@@ -196,10 +196,10 @@ def test_the_append_operator_passes_opcheck():
 @pytest.mark.parametrize(
     ("k", "v", "message"),
     [
-        ((4, 16, 2, 16), (4, 16, 2, 8), r"seqlens_k with the new keys\[3\] is 49, a row of the table holds 0 to 48"),
+        ((4, 16, 2, 16), (4, 16, 2, 8), r"seqlens_k\[3\] with the new keys is 49, a row of the table holds 0 to 48"),
         ((4, 5, 2, 16), (4, 4, 2, 8), r"k has \(4, 5\) rows, v \(4, 4\)"),
         ((4, 5, 3, 16), (4, 5, 2, 8), r"k is \(4, 5, 3, 16\), the rows of its pages \(2, 16\)"),
-        ((3, 5, 2, 16), (3, 5, 2, 8), "batch differs: q 3, block_table 4"),
+        ((3, 5, 2, 16), (3, 5, 2, 8), "batch differs: k 3, block_table 4"),
         ((20, 2, 16), (20, 2, 8), "k has 3 dimensions"),
     ],
 )

@@ -72,6 +72,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "spec",
         "masks.catalogue",
         "scores.catalogue",
+        "tiles",
     ),
     "backends.*": (
         "own",
@@ -81,6 +82,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "leaf_gradients",
         "gather",
         "masks.facts",
+        "masks.regions",
         "tiles",
         "state",
         "dropout",
@@ -138,6 +140,17 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),
     "iomodel*": ("own", "device"),
+    "pictures*": (
+        "own",
+        "expr",
+        "masks",
+        "masks.catalogue",
+        "masks.patterns",
+        "scores",
+        "scores.catalogue",
+        "problem",
+        "tiles",
+    ),
     "cli*": ("*",),
     "": ("api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue", "parallel.context"),
 }
@@ -146,7 +159,9 @@ LAZY = {
     ("expr.operations", "expr.text"),
     ("expr.operations", "expr.tracing"),
     ("masks.catalogue", "tiles"),
+    ("tiles", "backends.triton"),
     ("", "selfcheck"),
+    ("dispatch", "pictures.explained"),
 }
 
 # Packages from outside the standard library; the first match decides.
@@ -157,6 +172,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "cli*": ("torch", "typer", "rich", "matplotlib", "bench"),
     "compat.transformers*": ("torch", "transformers"),
     "iomodel*": ("torch", "numpy", "matplotlib"),
+    "pictures*": ("torch", "rich", "matplotlib"),
+    "dispatch": ("torch", "matplotlib"),
     "*": ("torch",),
 }
 

@@ -11,6 +11,7 @@ import tilewise as tw
 from tests.masks.test_catalogue import BATCH, CASES, HEADS
 from tests.pieces import OPTIONS, wrong
 from tilewise import expr
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as hopper
 from tilewise.backends.portable import Portable
 from tilewise.backends.triton import Triton
@@ -108,8 +109,11 @@ def test_a_prepared_mask_is_of_a_whole():
 
 
 def test_what_a_backend_cannot_do_with_a_piece_is_refused_by_name():
-    dropped = piece_of(16, 0, dropout_p=0.25, dropout_seed=1).p
-    assert "dropout in a piece of an attention" in Triton().unsupported(dropped)
+    options = {"dropout_p": 0.25, "dropout_seed": 1}
+    assert "dropout in a piece of an attention" in Hopper().unsupported(piece_of(16, 0, **options).p)
+    assert "dropout in a piece that does not begin at multiples of 16" in Triton().unsupported(
+        piece_of(16, 8, **options).p
+    )
     q, k, v = (x[0] for x in qkv(nq=16, nk=16))
     cu = torch.tensor([0, 16], dtype=torch.int32)
     packed = call(q, k, v, piece=Piece(0, 0, 64, 64), cu_seqlens_q=cu, cu_seqlens_k=cu).p

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, nan
@@ -219,9 +220,38 @@ def test_a_wrong_call_is_a_value_error_that_says_what_came_and_what_to_do(name, 
         raise AssertionError("a backend was looked for")
 
     monkeypatch.setattr(dispatch, "select", not_reached)
-    with pytest.raises(ValueError, match="attention was called wrongly\n    q ") as error:
-        ENTRIES[entry](WRONG[name].options())
+    options = WRONG[name].options()
+    called = "attention_varlen" if "cu_seqlens_q" in options else "attention"
+    with pytest.raises(ValueError, match=f"^{called} was called wrongly\n    q ") as error:
+        ENTRIES[entry](options)
     assert not [said for said in WRONG[name].says if said not in str(error.value)], str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda q, cache: tw.attention(q[0], q, q), "one sequence is q.unsqueeze(0)"),
+        (lambda q, cache: tw.attention(q, q, q, mask="causal"), "mask=tw.causal()"),
+        (lambda q, cache: tw.attention(q, q, q, score=30.0), "score=tw.softcap(30.0)"),
+        (lambda q, cache: tw.attention(q, q, q, parallel="cp"), "tw.context_parallel(...)"),
+        (lambda q, cache: tw.attention_varlen(q, q, q, torch.tensor([0, 8])), "q.flatten(0, 1)"),
+        (lambda q, cache: tw.attention_varlen(q[0], q[0], q[0], [0, 8]), "torch.tensor(cu_seqlens_q, dtype=torch.int32"),
+        (lambda q, cache: tw.attention_varlen(q[0], q[0], q[0], torch.tensor([0.0])), "cu_seqlens_q.to(torch.int32)"),
+        (lambda q, cache: tw.attention_paged(q[:, 0], cache), "one query a sequence is q.unsqueeze(1)"),
+        (lambda q, cache: tw.attention_paged(q[..., :3], cache), "attention_paged was called wrongly\n    q (2, 8, 4, 3)"),
+        (lambda q, cache: tw.attention_paged(q, cache._replace(seqlens_k=torch.tensor([8, 8]))), "seqlens_k.to(torch.int32)"),
+        (lambda q, cache: tw.attention_paged(q, (q, q)), "what tw.paged(...) or tw.dense_cache(...) returns, got tuple"),
+        (lambda q, cache: tw.append((q, q), q, q), "what tw.paged(...) or tw.dense_cache(...) returns, got tuple"),
+    ],
+    ids=[
+        "no-batch", "mask-by-name", "softcap-number", "no-ranks", "not-packed", "cu-list", "cu-float", "no-rows", "head-dim",
+        "long-lengths", "paged-tuple", "append-tuple",
+    ],
+)  # fmt: skip
+def test_an_error_says_the_way_to_the_call_that_was_likely_meant(call, says):
+    q = normal(2, 8, 4, 16)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        call(q, tw.dense_cache(q, q, torch.tensor([8, 8], dtype=torch.int32)))
 
 
 def test_the_call_that_wrong_ones_are_made_of_is_right():

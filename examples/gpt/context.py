@@ -21,7 +21,7 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -40,28 +40,32 @@ LONG = TrainConfig(steps=100, context=TOKENS, batch_size=1, learning_rate=1e-3, 
 HELD_OUT = 16 * 16384
 POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Where the held-out loss by position is cut."""
+SIZES = GPTConfig(layers=2, d_model=96, heads_q=3, heads_k=1, d_hidden=256, context=SHORT.context)
 SAVE_EVERY_S = 30.0
 LIMIT_GIB = 14.0
 """What a measured process may allocate: beyond it, it fails and the machine goes on."""
 
 
-def rotary_base(context: int, head_dim: int) -> float:
-    """10,000 up to SHORT's context; beyond, so much more that the slowest pair still turns by no more than it did there.
+def rotary_base(context: int, head_dim: int, short: int = SHORT.context) -> float:
+    """10,000 up to the context ``short`` of the first steps; beyond, so much more that the slowest pair turns no further than there.
 
     The fast pairs, which tell near neighbours apart, hardly change. With 10,000 throughout, distances that SHORT never saw cost
     1.6 nats a byte before LONG and 0.01 (context 1,024) to 0.35 (16,384) after it.
     """
-    return 10000.0 * max(1.0, context / SHORT.context) ** (head_dim / (head_dim - 2))
+    return 10000.0 * max(1.0, context / short) ** (head_dim / (head_dim - 2))
 
 
 class Reader(nn.Module):
-    """A small GPT under autocast (products and attention in bf16) that cuts what it reads into rows of its context."""
+    """A GPT under autocast (products and attention in bf16) that cuts what it reads into rows of its context.
 
-    def __init__(self, context: int, attention: str):
+    sizes: all of the model but its context, which is that of the steps that it is first trained with.
+    """
+
+    def __init__(self, context: int, attention: str, sizes: GPTConfig = SIZES):
         super().__init__()
-        sizes = GPTConfig(layers=2, d_model=96, heads_q=3, heads_k=1, d_hidden=256, context=context)
-        self.gpt = GPT(sizes, ATTENTIONS[attention])
-        self.gpt.angles = rotary_angles(context, sizes.head_dim, rotary_base(context, sizes.head_dim))
+        base = rotary_base(context, sizes.head_dim, sizes.context)
+        self.gpt = GPT(replace(sizes, context=context), ATTENTIONS[attention])
+        self.gpt.angles = rotary_angles(context, sizes.head_dim, base)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = tokens.reshape(-1, min(self.gpt.config.context, tokens.shape[1]))
@@ -166,16 +170,17 @@ def evaluate(model: nn.Module, text: bytes, context: int) -> torch.Tensor:
     """
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     starts = range(0, len(data) - context, context)
-    losses = torch.zeros(context, dtype=torch.float64)
+    device = next((weight.device for weight in model.parameters()), data.device)
+    losses = torch.zeros(context, dtype=torch.float64, device=device)
     for start in starts:
-        piece = data[start : start + context + 1]
+        piece = data[start : start + context + 1].to(device)
         losses += F.cross_entropy(model(piece[None, :-1])[0], piece[1:], reduction="none").double()
-    return losses / len(starts)
+    return losses.cpu() / len(starts)
 
 
-def means(by_position: torch.Tensor) -> dict[str, float]:
-    """The mean loss between two neighbours of POSITIONS, as far as the context reaches."""
-    spans = [(low, high) for low, high in itertools.pairwise(POSITIONS) if high <= len(by_position)]
+def means(by_position: torch.Tensor, positions: tuple[int, ...] = POSITIONS) -> dict[str, float]:
+    """The mean loss between two neighbours of ``positions``, as far as the context reaches."""
+    spans = [(low, high) for low, high in itertools.pairwise(positions) if high <= len(by_position)]
     return {f"{low}-{high}": by_position[low:high].mean().item() for low, high in spans}
 
 

@@ -87,13 +87,13 @@ def rotary_angles(context: int, head_dim: int, base: float = 10000.0) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns each pair (x[t], x[t + D/2]) of x (batch, seqlen, heads, D) by angles (seqlen, D/2).
+    """Turns each pair (x[t], x[t + D/2]) of x (batch, seqlen, heads, D) by angles (seqlen, D/2); the result has x's dtype.
 
     Afterwards q_i · k_j depends on the positions only through i − j.
     """
     cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
     x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -143,7 +143,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model. Two models of the same config and seed start from the same weights, whatever their attention."""
+    """The whole model. Two models of the same config and seed start from the same weights, whatever their attention.
+
+    The weights are drawn on the default device: ``with torch.device("cuda")`` makes a large model where it will run.
+    """
 
     def __init__(self, config: GPTConfig, attention: Attention, seed: int = 0):
         super().__init__()
@@ -153,7 +156,7 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(config.d_model)
         self.to_logits = nn.Linear(config.d_model, VOCABULARY, bias=False)
         self.register_buffer("angles", rotary_angles(config.context, config.head_dim), persistent=False)
-        self._init_weights(torch.Generator().manual_seed(seed))
+        self._init_weights(torch.Generator(self.embedding.weight.device).manual_seed(seed))
 
     def _init_weights(self, generator: torch.Generator):
         """Every matrix ~ N(0, 0.02²); those that write into the residual stream are smaller by √(number of writers)."""

@@ -55,7 +55,7 @@ def load_text(path: str | Path | None) -> bytes:
     Raises ValueError, in one line, where the file cannot be read, is empty or is not text.
     """
     if path is None:
-        return _standard_library_sources()
+        return standard_library_sources()
     try:
         text = Path(path).read_bytes()
     except OSError as error:
@@ -73,19 +73,22 @@ def _looks_binary(text: bytes) -> bool:
     return b"\0" in text or len(text) - len(text.translate(None, controls)) > 0.01 * len(text)
 
 
-def _standard_library_sources() -> bytes:
-    """The .py files of the standard library in sorted order, without tests, code page tables and installed packages."""
+def standard_library_sources(limit: int | None = STDLIB_BYTES) -> bytes:
+    """The .py files of the standard library in sorted order, so that a package's lie together, up to ``limit`` bytes.
+
+    Tests, code page tables and installed packages are left out.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     text = bytearray()
     for path in sorted(path for path in paths if not left_out.intersection(path.parts)):
         text += (root / path).read_bytes()
-        if len(text) >= STDLIB_BYTES:
+        if limit is not None and len(text) >= limit:
             break
     if not text:
         raise ValueError(f"{root} holds no .py sources of the standard library: name a text file")
-    return bytes(text[:STDLIB_BYTES])
+    return bytes(text[:limit])
 
 
 def batches(text: bytes, config: TrainConfig, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -28,7 +28,7 @@ ORDERS = 16
 
 @dataclass(frozen=True)
 class Error:
-    """One tensor's errors as above, eager's, and what the rule allows."""
+    """The errors of one tensor and of eager's, relative and largest, beside what the rule allows."""
 
     tensor: str
     rms: float
@@ -57,7 +57,7 @@ def error_norms(x: Tensor, oracle: Tensor) -> tuple[float, float]:
 
 
 def _norms(x: Tensor, oracle: Tensor) -> Tensor:
-    """Both of :func:`error_norms`, where they were computed: to read a number, a process waits for its GPU."""
+    """The two numbers of :func:`error_norms` in a tensor, left on their device: a process that reads a number waits for its GPU."""
     if oracle.numel() == 0:
         return torch.zeros(2, dtype=torch.float64, device=oracle.device)
     x, oracle = x.double(), oracle.double()
@@ -72,7 +72,7 @@ def _norms(x: Tensor, oracle: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scale:
-    """What one tensor is judged by: eager's errors, the largest over the orders, and ``max |oracle|``."""
+    """The measure of one tensor: eager's errors, the largest over the orders, and ``max |oracle|``."""
 
     rms: float
     max: float

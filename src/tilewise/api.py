@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, batching, dispatch, dropout, nested, state  # noqa: F401  (batching registers rules)
-from tilewise.cache import PagedCache
+from tilewise.cache import PagedCache, not_a_cache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
@@ -93,14 +93,15 @@ def _run(
         return _run_nested(q, k, v, o, parallel)
     k, v = _for_each(q, k, v)
     if parallel is not None:
+        if not hasattr(parallel, "attention"):
+            raise ValueError(f"parallel= takes what tw.context_parallel(...) returns, got {type(parallel).__name__}")
         return parallel.attention(q, k, v, o, with_lse)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
 def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
     if not isinstance(cache, PagedCache):
-        name = type(cache).__name__
-        raise ValueError(f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {name}")
+        raise ValueError(f"attention_paged was called wrongly\n  {not_a_cache(cache)}")
     o.cu_seqlens_q = cu_seqlens_q
     k, v = _keys_and_values(q, cache, None, o)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
@@ -400,7 +401,7 @@ def explain(
     parallel: Parallel | None = None,
     **options: Unpack[Keywords],
 ) -> dispatch.Explanation:
-    """Which backend would run this call, with which tiles and traffic, and why not the others; computes nothing.
+    """Says which backend would run this call, with which tiles and traffic, and why the others would not; computes nothing.
 
     Args:
         k: keys, with v; or the cache of :func:`attention_paged`, without.
@@ -458,7 +459,7 @@ def dropout_mask(
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which pairs dropout keeps: bool ``(batch, heads_q, seqlen_q, seqlen_k)``, the same on every device and backend."""
+    """The pairs that dropout keeps: bool ``(batch, heads_q, seqlen_q, seqlen_k)``, the same on every device and backend."""
     if not dropout.possible(p):
         raise ValueError(f"dropout_mask: p {p} must round to between 1/65536 and 65535/65536")
     if not isinstance(seed, Tensor):

@@ -106,10 +106,10 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def _nobody_watches(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> bool:
-    """No tracing mode, no tensor subclass, no view marked as the negative of its memory (``z.conj().imag``), which the
-    dispatcher resolves: below autograd it would only come back to ``_forward`` or ``_backward``.
+    """Whether the dispatcher has nothing to do below autograd, so that ``_forward`` or ``_backward`` may be called directly.
 
-    Why it is asked: docs/decisions.md#operator-at-autograd-key.
+    It has with a tracing mode, a tensor subclass, and a view marked as the negative of its memory (``z.conj().imag``), which it
+    resolves (docs/decisions.md#operator-at-autograd-key).
     """
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not q.is_meta
     negative = q.is_neg() or k.is_neg() or v.is_neg() or any(x.is_neg() or type(x) not in _PLAIN for x in extras)

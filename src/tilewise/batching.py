@@ -163,7 +163,7 @@ _LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
 
 
 class _Examples(NamedTuple):
-    """What a rule asks about the mapped dimension, as torch.func's rules get it."""
+    """The facts that a rule asks about the mapped dimension, as torch.func's rules get it."""
 
     batch_size: int
 

@@ -43,6 +43,11 @@ class PagedCache(NamedTuple):
     seqlens_k: Tensor
 
 
+def not_a_cache(found: object) -> str:
+    """The reason against a call with something else than a cache."""
+    return f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {type(found).__name__}"
+
+
 def paged(k_pages: Tensor, v_pages: Tensor, block_table: Tensor, seqlens_k: Tensor) -> PagedCache:
     """A cache in pages, which sequences may share.
 
@@ -91,13 +96,15 @@ def append(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None 
         ValueError: a wrong call, with every reason. On the CPU also where a row of the table has no room for the new keys, or names a
             page that the pool does not have; on an accelerator such rows are not written, and ``TILEWISE_CHECK=1`` refuses them.
     """
+    if not hasattr(cache, "k_pages"):
+        raise ValueError(f"append was called wrongly\n  {not_a_cache(cache)}")
     _append(cache.k_pages, cache.v_pages, k, v, cache.block_table, cache.seqlens_k, cu_seqlens_q)
     new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff().to(torch.int32)
     return cache._replace(seqlens_k=cache.seqlens_k + new)
 
 
 def _append_reasons(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> list[str]:
-    """What is wrong with shapes, dtypes and devices."""
+    """Reasons against the shapes, dtypes and devices of an append."""
     layout, ndim = ("(batch, seqlen, heads, head_dim)", 4) if cu_seqlens_q is None else ("(total, heads, head_dim)", 3)
     named = (("k", k, cache.k_pages), ("v", v, cache.v_pages))
     reasons = []
@@ -119,7 +126,7 @@ def _append_reasons(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tenso
     if k.shape[:-2] != v.shape[:-2]:
         reasons.append(f"k has {tuple(k.shape[:-2])} rows, v {tuple(v.shape[:-2])}")
     reasons += pages.size_reasons(cache.k_pages, cache.v_pages)
-    reasons += pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q)
+    reasons += pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q, rows="k")
     return reasons
 
 
@@ -128,7 +135,7 @@ def _check(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     if not reasons and values:
         new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
         pools = cache.k_pages.shape[:2]
-        reasons = pages.value_reasons(cache.block_table, cache.seqlens_k + new, *pools, "seqlens_k with the new keys")
+        reasons = pages.value_reasons(cache.block_table, cache.seqlens_k + new, *pools, " with the new keys")
     if reasons:
         raise ValueError("append was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
 

@@ -1,4 +1,4 @@
-"""What an object computes once."""
+"""Properties that an object computes once."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Which backend runs a problem: an ordered table, a pure choice, and its explanation."""
+"""The choice of a problem's backend: an ordered table, a pure choice, and its explanation."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,6 +16,9 @@ from tilewise.backends.base import Backend, Inputs, Pages
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check, check_values
 from tilewise.spec import Options, assemble, parse_spec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -165,9 +169,10 @@ def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> b
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run a call, and why not the others. ``print`` it.
+    """The backend that would run a call, and why not the others. ``print`` it.
 
     ``tangents``: the backend of forward mode and second derivatives; ``tangents_refused``: why not those that come before it.
+    ``tile``: queries and keys of a tile of the forward, where the backend has such tiles. ``extras``: the call's tensors beside q, k, v.
     """
 
     problem: Problem
@@ -178,6 +183,8 @@ class Explanation:
     refused: dict[str, list[str]]
     tangents: str | None
     tangents_refused: dict[str, list[str]]
+    tile: tuple[int, int] | None = field(default=None, kw_only=True)
+    extras: tuple[Tensor, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def __str__(self) -> str:
         p, facts = self.problem, devices.of(self.problem.device)
@@ -207,6 +214,23 @@ class Explanation:
             "tangents": self.tangents,
         }
 
+    def plot(self, batch: int = 0, head: int = 0) -> Figure:
+        """A matplotlib figure of the tiles that the forward visits, full, partial and skipped, of the score, and of this text.
+
+        It reads the call's masks and scores back from their device. ``figure.savefig("call.png")`` saves it.
+
+        Args:
+            batch: whose tiles: the batch element, or the sequence of a packed call. head: the query head.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is no such batch element or head.
+            NotImplementedError: a part of an attention over ranks.
+        """
+        from tilewise.pictures import explained  # which nothing that computes needs
+
+        return explained.plot(self.problem, self.extras, self.tile, str(self), (batch, head))
+
 
 def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
     """Why a backend does not run a problem that another one runs, or none."""
@@ -223,17 +247,17 @@ def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
-    """Of a call with these keywords.
+    """The explanation of a call with these keywords.
 
     Raises:
         ValueError: a wrong call.
     """
     extras, seed, text = assemble(q, k, v, options)
-    return explained(check(q, k, v, extras, seed, parse_spec(text)))
+    return explained(check(q, k, v, extras, seed, parse_spec(text)), extras)
 
 
-def explained(p: Problem) -> Explanation:
-    """Who would run a problem, and why not the others."""
+def explained(p: Problem, extras: Sequence[Tensor] = ()) -> Explanation:
+    """Who would run a problem, and why not the others; ``extras`` are its tensors, for a picture."""
     names = candidates(p)
     chosen, tangents = (next((name for name in names if not _reasons(name, p, x)), None) for x in (False, True))
     refused = {row.name: _why_not(row, p, chosen) for row in every() if row.name != chosen}
@@ -242,4 +266,5 @@ def explained(p: Problem) -> Explanation:
     return Explanation(
         p, chosen, config.describe() if config else "", flops, config.traffic(p) if config else 0, refused,
         tangents, {name: _reasons(name, p, True) for name in names},
+        tile=backend(chosen).tile(p) if chosen else None, extras=tuple(extras),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which pairs dropout keeps: Philox4x32-7 (Salmon et al. 2011) over global indices (docs/algorithm.md#9-dropout).
+"""The pairs that dropout keeps: Philox4x32-7 (Salmon et al. 2011) over global indices (docs/algorithm.md#9-dropout).
 
 Pair ``(i, j)`` of head ``(b, h)`` is kept iff its 16-bit value is below ``threshold(p)``. One call gives eight values,
 those of ``{i, i ^ 8} x {j, j ^ 1, j ^ 8, j ^ 9}``: what one thread holds of S in a tensor-core accumulator.
@@ -28,7 +28,7 @@ def possible(p: float) -> bool:
 
 
 def keep_scale(p: float) -> float:
-    """What kept values are multiplied by, ``65536 / threshold(p)``: the inverse of the share that is really kept."""
+    """The factor of kept values, ``65536 / threshold(p)``: the inverse of the share that is really kept."""
     return 65536 / threshold(p)
 
 
@@ -50,7 +50,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tupl
 
 
 def keep(seed: Tensor, p: float, head: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-    """Which pairs of a tile are kept.
+    """The pairs of a tile that are kept.
 
     Args:
         seed: int64, one element.

@@ -1,4 +1,4 @@
-"""What a call over pages must be: the shapes and dtypes of its table and lengths, and, where they may be read, their values.
+"""The rules of a call over pages: the shapes and dtypes of its table and lengths, and, where they may be read, their values.
 
 The key of sequence b at position j lies at ``pages[block_table[b, j // page_size], j % page_size]``.
 """
@@ -14,7 +14,7 @@ LAYOUT = "(num_pages, page_size, heads, head_dim)"
 
 
 def size_reasons(k: Tensor, v: Tensor) -> list[str]:
-    """What is wrong with the pages of the two pools, ``(num_pages, page_size, heads_k, head_dim)``."""
+    """Reasons against the pages of the two pools, ``(num_pages, page_size, heads_k, head_dim)``."""
     reasons = []
     if k.shape[:2] != v.shape[:2]:
         reasons.append(f"k has {k.shape[0]} pages of {k.shape[1]} keys, v {v.shape[0]} of {v.shape[1]}")
@@ -23,17 +23,21 @@ def size_reasons(k: Tensor, v: Tensor) -> list[str]:
     return reasons
 
 
-def table_reasons(q: Tensor, table: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None) -> list[str]:
-    """What is wrong with the shapes and dtypes of ``block_table`` (batch, max_pages) and ``seqlens_k`` (batch,), int32."""
+def table_reasons(q: Tensor, table: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None, rows: str = "q") -> list[str]:
+    """Reasons against the shapes and dtypes of ``block_table`` (batch, max_pages) and ``seqlens_k`` (batch,), int32.
+
+    Args:
+        rows: the name of ``q`` in messages.
+    """
     reasons = [
-        f"{name} must be int32 {shape}, got {x.dtype} {tuple(x.shape)}"
+        f"{name} must be int32 {shape}, got {x.dtype} {tuple(x.shape)}" + f"; convert: {name}.to(torch.int32)" * (x.ndim == ndim)
         for name, x, ndim, shape in (("block_table", table, 2, "(batch, max_pages)"), ("seqlens_k", seqlens, 1, "(batch,)"))
         if x.dtype != torch.int32 or x.ndim != ndim
     ]  # fmt: skip
     if reasons:
         return reasons
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    named = "q" if cu_seqlens_q is None else "cu_seqlens_q"
+    named = rows if cu_seqlens_q is None else "cu_seqlens_q"
     if not (table.shape[0] == seqlens.shape[0] == batch):
         reasons.append(
             f"batch differs: {named} {batch}, block_table {table.shape[0]}, seqlens_k {seqlens.shape[0]}; a cache of more "
@@ -54,11 +58,15 @@ def option_reasons(spec: Spec) -> list[str]:
     return [reason for reason, asked in has.items() if asked]
 
 
-def value_reasons(table: Tensor, seqlens: Tensor, num_pages: int, page_size: int, name: str = "seqlens_k") -> list[str]:
-    """Lengths outside their row of the table, and pages in use that are not in the pool; reads the values on the host."""
+def value_reasons(table: Tensor, seqlens: Tensor, num_pages: int, page_size: int, of: str = "") -> list[str]:
+    """Lengths outside their row of the table, and pages in use that are not in the pool; reads the values on the host.
+
+    Args:
+        of: words of messages that say what the lengths count.
+    """
     capacity = table.shape[1] * page_size
     reasons = [
-        f"{name}[{b}] is {length}, a row of the table holds 0 to {capacity} keys"
+        f"seqlens_k[{b}]{of} is {length}, a row of the table holds 0 to {capacity} keys"
         for b, length in enumerate(seqlens.tolist())
         if not 0 <= length <= capacity
     ]

@@ -17,7 +17,7 @@ I, J = symbol("i"), symbol("j")
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a call lies in the whole attention: from query ``q_start`` of ``total_q`` and from key ``k_start`` of ``total_k`` on.
+    """The place of a call in the whole attention: from query ``q_start`` of ``total_q`` and from key ``k_start`` of ``total_k`` on.
 
     How many queries and keys the piece has is in its tensors. ``off`` is that of the whole, ``total_k - total_q``.
     """

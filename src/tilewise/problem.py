@@ -1,4 +1,4 @@
-"""What is to be computed, without the tensors: the checked problem and its compile-time key.
+"""A call without its tensors: the checked problem and its compile-time key.
 
 - :class:`Problem`: a call's sizes, dtypes and strides beside its Spec; made only by :func:`check`, which holds every
   input check of the package and raises with all reasons at once.
@@ -40,7 +40,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class Key:
-    """What a compiled kernel depends on: types, widths and structure; no length, no stride, no number of the user's."""
+    """The part of a call that a compiled kernel depends on: types, widths and structure; no length, no stride, no number of the user's."""
 
     dtype: torch.dtype
     device: str
@@ -170,12 +170,12 @@ class Problem:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of scores, statistics and accumulators: fp32, and fp64 for fp64."""
+        """The dtype of scores, statistics and accumulators: fp32, and fp64 for fp64."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @cached_property
     def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of o and lse; the one place that decides them."""
+        """The shapes of o and lse; the one place that decides them."""
         *lengths, heads, _ = self.q.shape
         *batch, seqlen = lengths
         return (*lengths, heads, self.head_dim_v), (*batch, heads, seqlen)
@@ -249,11 +249,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tenso
     if not reasons:
         reasons = _extras_reasons(q, k, extras, spec) + _option_reasons(q, seed, spec)
     if reasons:
+        names = ("q", "k_pages", "v_pages") if spec.paged else ("q", "k", "v")
         shown = "    ".join(
             f"{n} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} {t.device}"
-            for n, t in zip("qkv", (q, k, v), strict=True)
+            for n, t in zip(names, (q, k, v), strict=True)
         )
-        raise ValueError("attention was called wrongly\n    " + shown + "".join(f"\n  {reason}" for reason in reasons))
+        raise ValueError(f"{spec.call} was called wrongly\n    " + shown + "".join(f"\n  {x}" for x in reasons))
     facts = TensorFacts.of
     return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec)
 
@@ -261,19 +262,21 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tenso
 def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     rows = "(total, heads, head_dim)" if spec.packed else "(batch, seqlen, heads, head_dim)"
     keys = pages.LAYOUT if spec.paged else rows
-    wrong = [
-        f"{n} has {t.ndim} dimensions, {layout} has {layout.count(',') + 1}"
+    wrong = {
+        n: f"{n} has {t.ndim} dimensions, {layout} has {layout.count(',') + 1}"
         for n, t, layout in zip("qkv", (q, k, v), (rows, keys, keys), strict=True)
         if t.ndim != layout.count(",") + 1
-    ]
+    }
+    if "q" in wrong:
+        wrong["q"] += _rank_hint(q, spec)
     if wrong:
-        return wrong
+        return list(wrong.values())
     lengths = pages.size_reasons(k, v) if spec.paged else _length_reasons(q, k, v, spec.packed)
     return _dtype_reasons(q, k, v) + lengths + _width_reasons(q, k, v)
 
 
 def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
-    """What is wrong with dtypes and devices."""
+    """Reasons against dtypes and devices."""
     reasons = []
     if not (q.dtype == k.dtype == v.dtype):
         reasons.append("q, k and v have different dtypes; convert them to one: k.to(q.dtype)")
@@ -282,6 +285,16 @@ def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     if not (q.device == k.device == v.device):
         reasons.append("q, k and v are on different devices; move them to one: k.to(q.device)")
     return reasons
+
+
+def _rank_hint(q: Tensor, spec: Spec) -> str:
+    """The way from a q with too many or too few dimensions to one that the call takes; empty where none is likely."""
+    if q.ndim == 4 and spec.packed:
+        return "; rows of equal sequences are packed by q.flatten(0, 1)"
+    if q.ndim != 3 or spec.packed:
+        return ""
+    one = "one query a sequence is q.unsqueeze(1)" if spec.paged else "one sequence is q.unsqueeze(0)"
+    return f"; {one}, and packed rows come with cu_seqlens_q" + ("" if spec.paged else " to attention_varlen")
 
 
 def _length_reasons(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[str]:
@@ -298,7 +311,8 @@ def _width_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     if k.shape[-2] != v.shape[-2]:
         reasons.append(f"heads of k ({k.shape[-2]}) and v ({v.shape[-2]}) differ")
     elif k.shape[-2] == 0 or q.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        reasons.append(f"heads of q ({q.shape[-2]}) must be a positive multiple of heads of k ({k.shape[-2]})")
+        layout = "; heads come after rows, so heads first need x.transpose(1, 2)" if q.ndim == 4 else ""
+        reasons.append(f"heads of q ({q.shape[-2]}) must be a positive multiple of heads of k ({k.shape[-2]}){layout}")
     if q.shape[-1] != k.shape[-1]:
         reasons.append(f"head_dim of q ({q.shape[-1]}) and k ({k.shape[-1]}) differ")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
@@ -344,6 +358,7 @@ def _cu_reasons(q: Tensor, k: Tensor, cu: Sequence[Tensor]) -> list[str]:
     """Shapes and dtypes; the values are checked at each call by :func:`check_values`."""
     reasons = [
         f"cu_seqlens_{n} must be int32 or int64 of shape (batch + 1,), got {c.dtype} {tuple(c.shape)}"
+        + f"; convert: cu_seqlens_{n}.to(torch.int32)" * (c.ndim == 1)
         for n, c in zip("qk", cu, strict=False)
         if c.ndim != 1 or c.dtype not in (torch.int32, torch.int64) or c.shape[0] < 1
     ]
@@ -381,7 +396,7 @@ def _leaf_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) ->
 def read_reasons(
     region: Region, score: expr.Expr | None, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
 ) -> list[str]:
-    """Which leaves, of ``shapes`` by slot, are too short or too long for ``sizes``, how far each of ``b h i j`` runs."""
+    """Reasons against leaves, of ``shapes`` by slot, that are too short or too long for ``sizes``, how far each of ``b h i j`` runs."""
     reasons = []
     for e in expr.lookups(*region.parts, *([] if score is None else [score])):
         leaf = e.args[0]
@@ -401,17 +416,22 @@ def read_reasons(
     return reasons
 
 
-def show_reasons(region: Region, shapes: Sequence[tuple[int, ...]], at: Mapping[str, int]) -> list[str]:
-    """Why ``tw.show_mask`` cannot show a mask ``at`` these ``seqlen_q, seqlen_k, batch, head``."""
+def show_reasons(
+    region: Region, shapes: Sequence[tuple[int, ...]], at: Mapping[str, int], score: expr.Expr | None = None
+) -> list[str]:
+    """Why a mask, or a score, cannot be shown ``at`` these ``seqlen_q, seqlen_k, batch, head``; ``shapes`` of the leaves by slot."""
     reasons = [f"{name} must be a whole number >= 0, got {n!r}" for name, n in at.items() if not _is_size(n)]
     if reasons:
         return reasons
-    for e in expr.lookups(*region.parts):
+    for e in expr.lookups(*region.parts, *([] if score is None else [score])):
         for x, size in zip(e.args[1:], shapes[e.args[0][1]], strict=True):
             name = {"b": "batch", "h": "head"}.get(_plain_index(x)[0])
             if name and at[name] >= size:
-                reasons.append(f"{name} {at[name]} is out of range: a tensor of the mask has {size}")
-    return list(dict.fromkeys(reasons + read_reasons(region, None, shapes, {"i": at["seqlen_q"], "j": at["seqlen_k"]})))
+                owner = "mask" if score is None else "mask or score"
+                reasons.append(f"{name} {at[name]} is out of range: a tensor of the {owner} has {size}")
+    return list(
+        dict.fromkeys(reasons + read_reasons(region, score, shapes, {"i": at["seqlen_q"], "j": at["seqlen_k"]}))
+    )
 
 
 def _is_size(n: object) -> bool:
@@ -475,8 +495,7 @@ def check_values(p: Problem, extras: Sequence[Tensor]) -> None:
     if p.paged:
         reasons += pages.value_reasons(*[extras[n] for n in p.spec.page_slots], p.k.shape[0], p.page_size)
     if reasons:
-        name = "attention_paged" if p.paged else "attention_varlen"
-        raise ValueError(f"{name} was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
+        raise ValueError(f"{p.spec.call} was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
 
 
 def _cu_value_reasons(cu_seqlens: Sequence[Tensor], totals: Sequence[int]) -> list[str]:

@@ -80,7 +80,7 @@ def _shuffled(n: int, order: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """In which dtype, and in which of many equally good orders, the formulas are computed.
+    """The dtype, and which of many equally good orders, in which the formulas are computed.
 
     Attributes:
         order: 0 is the textbook's. Any other number shuffles the terms of every product's sums (by that seed), for dK and dV those
@@ -112,7 +112,7 @@ class Arithmetic:
         return a[..., shuffled] @ b[..., shuffled, :]
 
     def logsumexp(self, x: Tensor) -> Tensor:
-        """Over the last dimension, in fp32 at least; rounded to x's dtype by the textbook alone."""
+        """The log of the sum of exponentials over the last dimension, in fp32 at least; the textbook alone rounds it to x's dtype."""
         if not self.order:
             return torch.logsumexp(x, -1)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -120,12 +120,12 @@ class Arithmetic:
         return torch.logaddexp(*(torch.logsumexp(x[..., part], -1) for part in parts))
 
     def softmax(self, x: Tensor, lse: Tensor) -> Tensor:
-        """Over the last dimension; ``lse``: what :meth:`logsumexp` makes of x."""
+        """The softmax over the last dimension; ``lse``: what :meth:`logsumexp` makes of x."""
         return torch.softmax(x, -1) if not self.order else torch.exp(x.to(lse.dtype) - lse.unsqueeze(-1)).to(x.dtype)
 
     @property
     def again(self) -> Arithmetic:
-        """The order in which a backward computes S, of any but the textbook's, which keeps P."""
+        """The arithmetic in which a backward computes S again; the textbook keeps P and needs none."""
         return replace(self, order=self.order + AGAIN)
 
 

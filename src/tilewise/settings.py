@@ -27,7 +27,7 @@ def cpu_isa() -> str:
 
 
 def cpu_pool() -> str:
-    """Whose threads the cpu backend uses: ``torch`` or ``own``."""
+    """The owner of the threads that the cpu backend uses: ``torch`` or ``own``."""
     return os.environ.get("TILEWISE_CPU_POOL", "torch")
 
 

@@ -80,6 +80,11 @@ class Spec:
     def paged(self) -> bool:
         return bool(self.page_slots)
 
+    @property
+    def call(self) -> str:
+        """The public function that takes such a call, as errors name it."""
+        return _called(self.paged, self.packed)
+
     @cached_property
     def whole_region(self) -> Region:
         """The mask in the indices of the whole attention."""
@@ -201,7 +206,8 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         return [], None, _plain_text(o.causal, o.softmax_scale, deterministic, needs_grad, o.backend, o.max_logit)
     reasons = _type_reasons(q, k, v, o)
     if reasons:
-        raise ValueError("attention was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
+        name = _called(o.block_table is not None, o.cu_seqlens_q is not None)
+        raise ValueError(f"{name} was called wrongly" + "".join([f"\n  {reason}" for reason in reasons]))
     kept: Mask = masks.as_mask(o.mask, o.causal and not _decodes(q, o))
     scored: Score = as_score(o.score)
     extras = Extras()
@@ -294,6 +300,17 @@ def _text(**fields: object) -> str:
 _kept_text = lru_cache(maxsize=256)(_text)
 
 
+def _called(paged: bool, packed: bool) -> str:
+    return "attention_paged" if paged else "attention_varlen" if packed else "attention"
+
+
+def _as_tensor(name: str, x: object) -> str:
+    """The way from an argument that is no tensor to one; empty where there is none."""
+    if isinstance(x, (list, tuple)) and name not in "qkv":
+        return f"; make it one: torch.tensor({name}, dtype=torch.int32, device=q.device)"
+    return f"; make it one: torch.from_numpy({name})" if type(x).__name__ == "ndarray" else ""
+
+
 def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
     named = (
         ("q", q),
@@ -306,7 +323,7 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         ("seqlens_k", o.seqlens_k),
     )
     reasons = [
-        f"{name} must be a tensor{'' if name in 'qkv' else ' or None'}, got {type(x).__name__}"
+        f"{name} must be a tensor{'' if name in 'qkv' else ' or None'}, got {type(x).__name__}{_as_tensor(name, x)}"
         for name, x in named
         if not isinstance(x, Tensor) and (x is not None or name in "qkv")
     ]

@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix are visited, and which of those are whole.
+"""The tiles of the score matrix that are visited, and those of them that are whole.
 
 :class:`Grid` is the index space of one attention (or of a part of one) with its mask; :class:`TileMap` says of each tile
 whether it is empty, partial or full, by rows (forward) or by columns (backward); :func:`seen_keys` marks the keys that
@@ -50,16 +50,16 @@ class Grid:
 
     @classmethod
     def whole(cls, kept: Region, leaves: Sequence[Tensor], shape: tuple[int, int, int, int], device) -> Grid:
-        """Of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
+        """The grid of a whole attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
         batch, heads, seqlen_q, seqlen_k = shape
         b, h = torch.arange(batch, device=device), torch.arange(heads, device=device)
         return cls(kept, leaves, seqlen_q, seqlen_k, b, h, seqlen_k)
 
     def env(self, i: Tensor | None = None, j: Tensor | None = None) -> dict[str, Tensor]:
         """Symbols as tensors ``(b, h, i, j)``, each with its own axis alone; ``i``, ``j`` are 1-d and local."""
-        n = lambda x: torch.tensor(x, device=self.b.device)  # noqa: E731
-        env = {"b": self.b.view(-1, 1, 1, 1), "h": self.h.view(1, -1, 1, 1)}
-        env |= {"seqlen_q": n(self.seqlen_q), "seqlen_k": n(self.seqlen_k), "off": n(self.seqlen_k - self.seqlen_q)}
+        sizes = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k, "off": self.seqlen_k - self.seqlen_q}
+        env = {name: expr.constant(n, self.b.device) for name, n in sizes.items()}
+        env |= {"b": self.b.view(-1, 1, 1, 1), "h": self.h.view(1, -1, 1, 1)}
         if i is not None:
             env["i"] = i.view(1, 1, -1, 1)
         if j is not None:
@@ -85,7 +85,8 @@ class Grid:
         return self._local(first, j, 3, self.seqlen_q), self._local(last, j, 3, self.seqlen_q)
 
     def _local(self, end: Tensor | int, index: Tensor, axis: int, limit: int) -> Tensor:
-        end = torch.as_tensor(end, device=self.b.device).long().clamp(0, limit)
+        end = end if isinstance(end, Tensor) else expr.constant(end, self.b.device)
+        end = end.long().clamp(0, limit)
         end = end.expand(torch.broadcast_shapes(end.shape, (1, 1, 1, 1)))
         return end.flatten(2).expand(-1, -1, len(index)) if end.shape[axis] == 1 else end.flatten(2)
 
@@ -97,7 +98,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class TileLists:
-    """For each line of tiles, the tiles to visit in increasing order.
+    """The tiles to visit in each line of tiles, in increasing order.
 
     Attributes:
         partial, full: int32 ``(b|1, h|1, lines, tiles)``; entries past the counts are meaningless.
@@ -123,7 +124,10 @@ class TileMap:
 
     @classmethod
     def build(cls, grid: Grid, tile_m: int, tile_n: int, by_columns: bool = False) -> TileMap:
-        """Of a grid; the interval is read in column form where ``by_columns`` (backward kernels do)."""
+        """The map of a grid; the interval is read in column form where ``by_columns`` (backward kernels do)."""
+        found = _by_kernel(grid, tile_m, tile_n)
+        if found is not None:
+            return cls(found[0], tile_m, tile_n)
         status = _interval_status(grid, tile_m, tile_n, by_columns)
         if grid.region.predicate is not None:
             prepared = grid.region.prepared
@@ -158,8 +162,25 @@ class TileMap:
         return order.int(), counts.int()
 
 
+def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
+    """The state of every tile by a kernel on the grid's GPU and, for ``group`` query heads a key head, the keys that are seen.
+
+    None where the mask has no predicate that is still to be evaluated, off GPUs, and where a tracer runs.
+    """
+    region = grid.region
+    if region.predicate is None or region.prepared is not None or grid.b.device.type != "cuda":
+        return None
+    traced = torch.compiler.is_compiling() or type(grid.b) is not Tensor
+    if traced or any(leaf.device != grid.b.device for leaf in grid.leaves):
+        return None
+    # Any backend's plan may use this kernel: it needs nothing of Triton's attention.
+    from tilewise.backends.triton import judged_tiles
+
+    return judged_tiles(grid, tile_m, tile_n, group)
+
+
 def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> Tensor:
-    """Ends never decrease, so the first and the last line of a tile bound all between them."""
+    """The status of tiles by the interval alone: ends never decrease, so a tile's first and last line bound all between them."""
     lines, line_tile, cross, cross_tile = (
         (grid.keys, tile_n, grid.seqlen_q, tile_m) if by_columns else (grid.seqlen_q, tile_m, grid.keys, tile_n)
     )
@@ -331,6 +352,8 @@ def seen_keys(grid: Grid, group: int) -> Tensor | None:
         seen = first < last
     elif grid.region.prepared is not None and grid.key_origin is None:
         seen = _part_of(grid.leaves[grid.region.prepared.seen_slot], grid)
+    elif (found := _by_kernel(grid, PREPARED_BLOCK, PREPARED_BLOCK, group)) is not None:
+        return found[1]
     else:
         terms = monotone_terms(grid.region)
         pairs = terms is None
@@ -350,6 +373,9 @@ def prepare(mask: Mask, q: Tensor, k: Tensor) -> Mask:
         first, last = grid.query_interval(torch.arange(grid.keys, device=q.device))
         status = torch.full((1, 1, *blocks), FULL, dtype=torch.uint8, device=q.device)
         return with_lists(mask, PREPARED_BLOCK, shape, status, first < last)
+    found = _by_kernel(grid, PREPARED_BLOCK, PREPARED_BLOCK, 1)
+    if found is not None:
+        return with_lists(mask, PREPARED_BLOCK, shape, *found)
     terms = monotone_terms(kept)
     if terms is None:
         return with_lists(mask, PREPARED_BLOCK, shape, *_predicate_status(grid, PREPARED_BLOCK, PREPARED_BLOCK))

@@ -174,8 +174,8 @@ def test_a_library_that_is_not_there_says_why(tmp_path, monkeypatch):
 OTHER_TILES = {
     "tiny": Config(isa="portable", tile_m=5, tile_n=64, heads=1, backward_m=7, backward_n=64),
     "stacked": Config(isa="portable", tile_m=12, tile_n=128, heads=2, backward_m=24, backward_n=64),
-    "chunks": Config(isa="portable", tile_m=64, tile_n=64, heads=2, backward_m=40, backward_n=64, chunks=2),
-    "split": Config(isa="portable", tile_m=16, tile_n=64, heads=2, backward_m=16, backward_n=64, split=64, chunks=2),
+    "shares": Config(isa="portable", tile_m=64, tile_n=64, heads=2, backward_m=40, backward_n=64, shares=2),
+    "split": Config(isa="portable", tile_m=16, tile_n=64, heads=2, backward_m=16, backward_n=64, split=64, shares=2),
 }
 NAMES = (
     "gqa-causal",
@@ -223,20 +223,20 @@ def test_parts_of_the_keys_do_not_change_a_bit(mask, dtype):
     config = replace(Cpu().config(c.p), backward_m=40, backward_n=64)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    one, some, most = (run(Cpu(replace(config, chunks=n)), c) for n in (1, 3, 16))
+    one, some, most = (run(Cpu(replace(config, shares=n)), c) for n in (1, 3, 16))
     torch.set_num_threads(before)
-    assert config.chunks > 1
+    assert config.shares > 1
     assert all(torch.equal(one[name], other[name]) for name in one for other in (some, most))
 
 
-@pytest.mark.parametrize("chunks", [1, 2], ids=["alone", "shared"])
+@pytest.mark.parametrize("shares", [1, 2], ids=["alone", "shared"])
 @pytest.mark.parametrize("mask", [tw.causal(), tw.window(40, 5) & tw.keep(lambda b, h, i, j: (i + j) % 3 > 0)], ids=str)
-def test_dq_past_the_memory_that_sums_it_has_a_pass_of_its_own_and_the_same_bits(mask, chunks):
+def test_dq_past_the_memory_that_sums_it_has_a_pass_of_its_own_and_the_same_bits(mask, shares):
     """8 MiB hold 16 of 24 queries of 128 heads on one, 1024 wide; and all of 32 heads."""
 
     def dq(heads: slice) -> torch.Tensor:
         c = call(q[:, :, heads], k, v, mask=mask, score=tw.softcap(5.0), do=do[:, :, heads])
-        backend = Cpu(replace(Cpu().config(c.p), backward_m=5, backward_n=64, chunks=chunks))
+        backend = Cpu(replace(Cpu().config(c.p), backward_m=5, backward_n=64, shares=shares))
         return run(backend, replace(c, dlse=torch.zeros_like(c.dlse)))["dq"]
 
     q, k, v = qkv(batch=1, nq=24, nk=70, hq=128, hk=1, d=1024, dv=16, dtype=torch.bfloat16)
@@ -319,9 +319,9 @@ def test_prepared_masks_give_the_same_result():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_bits_do_not_depend_on_whether_threads_share_a_head(dtype):
     c = call(*qkv(nq=300, nk=700, hq=4, hk=2, dtype=dtype), mask=tw.window(left=200, right=30), score=tw.softcap(20.0))
-    whole = replace(Cpu().config(c.p), chunks=1)
+    whole = replace(Cpu().config(c.p), shares=1)
     assert whole.parts(c.p, threads=2) == 1 < whole.parts(c.p, threads=16)
-    apart = run(Cpu(override=replace(whole, chunks=whole.parts(c.p, threads=16))), c)
+    apart = run(Cpu(override=replace(whole, shares=whole.parts(c.p, threads=16))), c)
     assert all(torch.equal(apart[name], x) for name, x in run(Cpu(override=whole), c).items())
 
 

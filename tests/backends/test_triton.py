@@ -91,8 +91,8 @@ class TestTriton(Contract):
     def test_agrees_with_the_oracle(self, case):
         agree(self.backend, of_case(case))
 
-    # A moving end beside a fixed one, a predicate with lists of tiles, and gradients scattered, by rows and by columns.
-    @pytest.mark.parametrize("name", ["prefix", "blocks", "causal-bias", "causal-rows-and-columns"])
+    # A moving end beside a fixed one, a predicate with lists of tiles, gradients scattered, by rows and by columns, and counters.
+    @pytest.mark.parametrize("name", ["prefix", "blocks", "causal-bias", "causal-rows-and-columns", "dropout"])
     def test_pieces_of_an_attention_are_the_whole(self, name):
         super().test_pieces_of_an_attention_are_the_whole(name)
 
@@ -255,7 +255,8 @@ def test_elements_of_a_leaf_that_no_pair_reads_get_no_gradient(how, monkeypatch)
 def test_a_bias_whose_rows_are_whole_16_bytes_is_read_several_elements_at_once():
     t = normal(2, 66, 72).requires_grad_()
     c = call(*qkv(batch=1, nq=66, nk=72, hq=2, hk=1), causal=True, score=tw.bias(t))
-    assert [leaf.unit for leaf in leaf_layouts(c.p, tuple(c.p.spec.score_slots), c.p.spec.lookups).values()] == [4]
+    leaves = {n: c.p.extras[n] for n in c.p.spec.score_slots}
+    assert [leaf.unit for leaf in leaf_layouts(leaves, (66, 72), c.p.spec.lookups).values()] == [4]
     agree(Triton(), c)
 
 
@@ -617,8 +618,8 @@ def shaped(batch: int, nq: int, nk: int, hq: int, hk: int) -> object:
     [
         ((1, 4096, 4096, 1, 1), True),  # 32 query tiles for 132 multiprocessors
         ((1, 4096, 4096, 4, 4), False),  # 128: they are busy
-        ((1, 1000, 1000, 1, 1), False),  # one chunk
-        ((8, 8, 32768, 4, 4), True),  # decoding: 32 programs of 32 chunks
+        ((1, 1000, 1000, 1, 1), False),  # one split
+        ((8, 8, 32768, 4, 4), True),  # decoding: 32 programs of 32 splits
         ((64, 1, 4096, 4, 4), False),  # 256 programs
     ],
 )

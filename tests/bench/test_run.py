@@ -198,3 +198,10 @@ def test_unknown_contestants_are_refused_with_the_known(monkeypatch):
     monkeypatch.setattr(run, "all_contestants", lambda: {"eager": contestant("eager")})
     with pytest.raises(ValueError, match=r"no contestant is called flesh; there are eager"):
         run.pick(["eager", "flesh"])
+
+
+def test_what_fits_the_time_is_begun_short_cases_first_at_the_pace_so_far(monkeypatch):
+    clock = iter([0.0, 0.0, 4.0, 12.0])  # the first case took twice what was predicted
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(run, "predicted_seconds", lambda groups, plan: groups[0])
+    assert list(run.timely([9.0, 2.0, 4.0], run.Plan(), 25.0)) == [2.0, 4.0]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench import compare, records
+from bench import run as running
 from tilewise import cli
 
 CASE = "cpu-fp32-d64-n4096-full"
@@ -86,3 +87,17 @@ def test_list_json_is_the_table_of_cases(capsys):
     cases = json.loads(capsys.readouterr().out)
     assert len(cases) == 36
     assert {"name", "source", "tags", "seqlen_q", "head_dim", "dtype", "mask"} <= set(cases[0])
+
+
+def test_a_tag_leaves_out_what_another_kind_of_device_is_meant_for_and_says_what_did_not_fit(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(running, "predicted_seconds", lambda groups, plan: 60.0)
+    options = ["--contestant", "portable", "--device", "cpu", "--minutes", "0", "--out", str(tmp_path / "r.jsonl")]
+    assert cli.main(["bench", "--tag", "paper", *options]) == 0
+    page = capsys.readouterr().out
+    assert "Left out, to end in 0 min" in page
+    assert "cpu-fp32-d64-n1024-full" in page
+    assert "h200-" not in page
+    assert cli.main(["bench", "--tag", "h200", *options]) == 2
+    assert "no case for cpu carries all of the tags h200" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def test_help_names_every_command(capsys):
     page = capsys.readouterr().out
     assert all(
         command in page
-        for command in ("demo", "train", "sample", "explain", "verify", "doctor", "kernels", "bench", "tune")
+        for command in ("demo", "train", "sample", "explain", "show", "verify", "doctor", "kernels", "bench", "tune")
     )
 
 

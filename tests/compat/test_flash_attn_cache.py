@@ -132,7 +132,7 @@ def test_packed_queries_over_pages():
         ({"rotary_cos": torch.ones(CAPACITY, 4)}, "rotary_cos and rotary_sin come together"),
         ({"cache_seqlens": None}, "need cache_seqlens"),
         ({"cache_batch_idx": torch.arange(B), "block_table": torch.zeros(B, 1)}, "give one of them"),
-        ({"cache_seqlens": CAPACITY - 1}, r"seqlens_k with the new keys\[0\] is 25"),
+        ({"cache_seqlens": CAPACITY - 1}, r"seqlens_k\[0\] with the new keys is 25"),
     ],
     ids=["k-alone", "cos-alone", "no-lengths", "rows-and-pages", "no-room"],
 )

@@ -11,8 +11,21 @@ import torch
 
 import tilewise as tw
 from tests.backends.contract import agree
+from tests.test_tiles import (
+    BATCH,
+    HEADS,
+    INTERVALS,
+    MONOTONE,
+    PREDICATES,
+    assert_sound,
+    grid_of,
+    matrix,
+    true_status,
+)
+from tilewise import tiles
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.host import runtime
+from tilewise.masks import region
 from tilewise.testing import call, normal, qkv
 
 pytestmark = [
@@ -199,3 +212,57 @@ def test_sanitizers_find_nothing(d, dtype, monkeypatch):
     sanitized(("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9"), d, dtype, monkeypatch)
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # else one allocation's overrun is another tensor
     sanitized(("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"), d, dtype, monkeypatch)
+
+
+# -- Tiles of masks ------------------------------------------------------------------------------------------------
+
+MASKS = INTERVALS | PREDICATES | {name: lambda nq, nk, m=mask: m(nk) for name, (mask, _) in MONOTONE.items()}
+
+
+def grid_on_gpu(mask: tw.Mask, nq: int, nk: int) -> tiles.Grid:
+    leaves = [leaf.cuda() for leaf in mask.leaves]
+    kept = region(mask.text, tuple(range(len(leaves))))
+    return tiles.Grid.whole(kept, leaves, (BATCH, HEADS, nq, nk), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_and_seen_keys_of_a_mask_are_those_of_its_pairs_and_nothing_waits_for_the_gpu(name):
+    for (nq, nk), tile in (((80, 80), (16, 24)), ((33, 130), (48, 80))):
+        mask = MASKS[name](nq, nk)
+        grid, kept = grid_on_gpu(mask, nq, nk), matrix(grid_of(mask, nq, nk))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = [tiles.TileMap.build(grid, *tile, by_columns) for by_columns in (False, True)]
+            lists = [x.visits(transposed) for x in found for transposed in (False, True)]
+            seen = tiles.seen_keys(grid, 2)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        true = true_status(kept, *tile)
+        for tile_map in found:
+            assert_sound(tile_map.status.cpu(), true)
+            if grid.region.predicate is not None:
+                assert torch.equal(tile_map.status.cpu().expand(true.shape), true)
+        assert all(int(counts[..., 1].max()) <= max(true.shape) for _, counts in lists)
+        expected = kept.any(2).unflatten(1, (HEADS // 2, 2)).any(2)
+        assert torch.equal(torch.ones_like(expected) if seen is None else seen.cpu().expand(expected.shape), expected)
+
+
+def test_a_graph_plans_a_mask_anew_from_what_its_tensors_hold():
+    allowed = torch.zeros(200, 300, dtype=torch.bool, device="cuda")
+    grid = grid_on_gpu(tw.dense(allowed), 200, 300)
+
+    def step():
+        tile_map = tiles.TileMap.build(grid, 64, 64)
+        return tile_map.status, *tile_map.visits(), tiles.seen_keys(grid, 2)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # compiled before the capture
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for density in (0.5, 0.0005, 1.0):
+        grid.leaves[0].copy_(torch.rand(200, 300, device="cuda") < density)
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(captured, step(), strict=True))

@@ -88,10 +88,10 @@ def test_flash_attention_2_moves_what_its_loops_say(case: Case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("chunk", [5, 24, 1000])
-def test_split_keys_move_what_their_loops_say(case: Case, chunk: int):
-    counts = both_ways(lambda m: split.forward(m, case.head(), case.blocks, chunk))
-    same(counts[0], bounds.split_forward(sizes(case), case.blocks.rows, case.blocks.cols, chunk))
+@pytest.mark.parametrize("split_keys", [5, 24, 1000])
+def test_split_keys_move_what_their_loops_say(case: Case, split_keys: int):
+    counts = both_ways(lambda m: split.forward(m, case.head(), case.blocks, split_keys))
+    same(counts[0], bounds.split_forward(sizes(case), case.blocks.rows, case.blocks.cols, split_keys))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -107,9 +107,9 @@ def test_block_sparse_attention_masks_the_blocks_it_leaves_out(case: Case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("chunk", [5, 24, 1000])
-def test_split_keys_and_merge_equal_the_whole(case: Case, chunk: int):
-    check(case, lambda head, do: vars(split.forward(machine(), head, case.blocks, chunk)))
+@pytest.mark.parametrize("split_keys", [5, 24, 1000])
+def test_split_keys_and_merge_equal_the_whole(case: Case, split_keys: int):
+    check(case, lambda head, do: vars(split.forward(machine(), head, case.blocks, split_keys)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -173,7 +173,7 @@ class Recording:
 
     def sums(self, x: library.LeafGradient) -> tuple[int, int]:
         c = self.call
-        groups = (1 if c.serial_batch else c.batch) * (1 if c.serial_head else c.heads_k) * c.chunks
+        groups = (1 if c.serial_batch else c.batch) * (1 if c.serial_head else c.heads_k) * c.shares
         elements = math.prod(x.size[: x.dims])
         return length((groups, x.group_stride), last=elements), F64 if x.wide or c.type == F64 else F32
 

@@ -57,7 +57,7 @@ class Output:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the operator returns: o and lse, and max_logit where there is one."""
+        """The operator's results: o and lse, and max_logit where there is one."""
         return (self.o, self.lse) if self.max_logit is None else (self.o, self.lse, self.max_logit)
 
     @property
@@ -108,7 +108,7 @@ class Directions:
 
     @property
     def slots(self) -> dict[int, int]:
-        """Where the tangents of leaves are in :meth:`with_leaves`, by the leaf's slot."""
+        """The slots of the leaves' tangents in :meth:`with_leaves`, by the leaf's slot."""
         return {n: len(self.leaves) + n for n, x in enumerate(self.leaves) if x is not None}
 
     def with_leaves(self, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -137,7 +137,7 @@ class Config(Protocol):
 
 
 class Backend(Protocol):
-    """What dispatch asks of a backend; the backends derive from it."""
+    """The members that dispatch asks of a backend; the backends derive from it."""
 
     name: str
 
@@ -150,6 +150,10 @@ class Backend(Protocol):
         return ""
 
     def config(self, p: Problem) -> Config: ...
+
+    def tile(self, p: Problem) -> tuple[int, int] | None:
+        """Queries and keys of a tile of the forward; None: it has no tiles of one size."""
+        return None
 
     def forward(self, p: Problem, t: Inputs) -> Output: ...
 
@@ -175,7 +179,7 @@ class Backend(Protocol):
 
 
 class PerProblem:
-    """What a backend decides once for each Problem object, of which dispatch makes one a signature."""
+    """Memory of what a backend decides once for each Problem object, of which dispatch makes one a signature."""
 
     LIMIT = 4096
 
@@ -193,7 +197,7 @@ class PerProblem:
 
 
 class PerTensors:
-    """What was made of some tensors, again while they are the same ones, unchanged; forgotten when one of them is gone.
+    """Memory of what was made of some tensors, while they are the same ones, unchanged; forgotten when one of them is gone.
 
     Nothing is kept of inference tensors, which count no versions. While a CUDA graph is captured, nothing is kept, its memory
     being the graph's, and what was made of tensors is made anew, since a replay has to see what they hold by then.
@@ -219,16 +223,25 @@ class PerTensors:
         return made
 
 
-def piece_reasons(problem: Problem, dropout: bool = False) -> list[str]:
-    """What a backend refuses of a piece of a larger attention; ``dropout``: whether it can draw from the whole's counters."""
-    if problem.spec.piece is None:
+def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:
+    """Reasons against a piece of a larger attention.
+
+    Args:
+        dropout: it draws from the whole's counters where the piece begins at a multiple of this; 0: it cannot.
+    """
+    piece = problem.spec.piece
+    if piece is None:
         return []
     reasons = ["a piece of packed sequences"] if problem.packed else []
-    return reasons + (["dropout in a piece of an attention"] if problem.spec.dropout_p and not dropout else [])
+    if problem.spec.dropout_p and not dropout:
+        reasons.append("dropout in a piece of an attention")
+    elif problem.spec.dropout_p and (piece.q_start % dropout or piece.k_start % dropout):
+        reasons.append(f"dropout in a piece that does not begin at multiples of {dropout}")
+    return reasons
 
 
 def page_reasons(problem: Problem) -> list[str]:
-    """What a backend that reads no block table refuses."""
+    """Reasons of a backend that reads no block table."""
     return ["keys in pages: its kernels read no block table"] if problem.paged else []
 
 

@@ -2,6 +2,9 @@
 
 A user's mistake is one line on stderr and exit code 2, never a traceback; what a command judges and finds wanting (a goal
 that falls short, a check that is red) is exit code 1.
+
+Commands: ``bench``, ``demo``, ``doctor``, ``explain``, ``io``, ``kernels``, ``sample``, ``train``, ``tune``, ``verify``. What they share:
+``options``, ``page`` (tables and progress), ``figure`` (plots) and ``checkout``, which finds ``bench/`` and ``examples/``.
 """
 
 import importlib
@@ -11,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli import bench, demo, doctor, explain, kernels, sample, train, tune, verify
+from tilewise.cli import bench, demo, doctor, explain, kernels, sample, show, train, tune, verify
 from tilewise.cli.options import from_dataclass
 
 app = typer.Typer(
@@ -47,6 +50,7 @@ for command in (
     train.train,
     sample.sample,
     explain.explain,
+    show.show,
     verify.verify,
     doctor.doctor,
     kernels.kernels,

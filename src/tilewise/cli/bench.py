@@ -1,6 +1,7 @@
 """`tilewise bench`: measures cases of bench/cases.py, and judges results by bench/goals.toml."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +21,19 @@ class BenchOptions:
         None
     )
     case: Annotated[list[str] | None, typer.Option(help="Measure this case; repeat for more.")] = None
-    contestant: Annotated[list[str] | None, typer.Option(help="Who runs; default: all backends and peers.")] = None
+    contestant: Annotated[list[str] | None, typer.Option(help="Backends and peers to run; default: all.")] = None
     check: Annotated[Path | None, typer.Option(metavar="FILE", help="Measure nothing: judge FILE by goals.toml.")] = (
         None
     )
     out: Annotated[Path | None, typer.Option(help="Append results here; default: a new file under ./out.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
-    budget: Annotated[float, typer.Option(min=0.0, help="Seconds of timing a case.")] = 10.0
+    budget: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds of timing a case; default: 10, or what --minutes leaves.")
+    ] = None
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Leave out cases that would take longer; default: 3 with --tag on a CPU."),
+    ] = None
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
 
@@ -69,9 +76,11 @@ def _groups(options: BenchOptions, device: str) -> list[list]:
 
     tags, chosen = options.tag or [], pick(options.contestant or [])
     if tags or options.case:
-        found = [named(name) for name in options.case or []] + (tagged(*tags) if tags else [])
+        found = [named(name) for name in options.case or []] + (_meant_for(device, tagged(*tags)) if tags else [])
         if not found:
-            raise ValueError(f"no case carries all of the tags {', '.join(tags)}; `tilewise bench --list` shows them")
+            raise ValueError(
+                f"no case for {device} carries all of the tags {', '.join(tags)}; `tilewise bench --list` shows them"
+            )
         cases = list(dict.fromkeys(found))
         chosen = chosen or _who_can_run(cases, device)
         return [[Lineup(case, chosen)] for case in cases]
@@ -82,26 +91,61 @@ def _groups(options: BenchOptions, device: str) -> list[list]:
     return [[Lineup(named(x.case), *who(x)) for x in group] for group in groups]
 
 
+def _meant_for(device: str, cases: list) -> list:
+    """The cases of a tag without those that are meant for another kind of device."""
+    kind = device.split(":")[0]
+    return [case for case in cases if kind in case.tags or not case.tags & {"cpu", "cuda"}]
+
+
 def _measure(groups: list[list], out: Path, device: str, options: BenchOptions) -> list[dict]:
     from bench import records, run
 
-    plan = run.Plan(device=device, budget=options.budget)
+    seconds, cases = _limit(options, device), sum(map(len, groups))
+    budget = 10.0 if seconds is None else min(10.0, seconds / (2 * cases))
+    plan = run.Plan(device=device, budget=budget if options.budget is None else options.budget)
     if not options.as_json and not device.startswith("cuda"):
-        minutes = run.predicted_seconds(groups, plan) / 60
-        console().print(
-            f"{sum(map(len, groups))} cases, about {max(1, round(minutes))} min on a machine that does nothing else."
-        )
-    with progress() as bar:
-        task = bar.add_task("starting", total=None)
-        say = lambda text: bar.update(task, description=text)  # noqa: E731
-        return records.append(run.run(groups, plan, say), out)
+        console().print(f"{cases} cases, {_how_long(groups, plan, seconds)}.")
+    done: set[str] = set()
+    with progress(bar=True) as bar:
+        task = bar.add_task("starting", total=cases)
+
+        def entries() -> Iterator[dict]:
+            for record in run.run(groups, plan, lambda text: bar.update(task, description=text), seconds):
+                done.update([record["case"]] if "case" in record else [])
+                bar.update(task, completed=len(done))
+                yield record
+
+        found = records.append(entries(), out)
+    left_out = [lineup.case.name for group in groups for lineup in group if lineup.case.name not in done]
+    if left_out and not options.as_json:
+        note(f"Left out, to end in {seconds / 60:g} min (--minutes): {', '.join(left_out)}")
+    return found
+
+
+def _how_long(groups: list[list], plan, seconds: float | None) -> str:
+    """How long the cases will take on a CPU, in words; where there is an end, their time is predicted case by case."""
+    from bench import run
+
+    if seconds is not None:
+        return f"the short ones first, as many as fit {seconds / 60:g} min"
+    minutes = max(1, round(run.predicted_seconds(groups, plan) / 60))
+    return f"about {minutes} min on a machine that does nothing else"
+
+
+def _limit(options: BenchOptions, device: str) -> float | None:
+    """The seconds within which the cases have to be done, None without an end. On a GPU it is not known how long a case takes."""
+    if device.startswith("cuda"):
+        return None
+    minutes = 3.0 if options.minutes is None and options.tag else options.minutes
+    return None if minutes is None else 60 * minutes
 
 
 def _who_can_run(cases: list, device: str) -> list:
     """tilewise's backends by name, and every peer that does not refuse all of the cases."""
     from bench.peers import all_contestants
 
-    by_name = [c for c in all_contestants().values() if c.name != "tilewise"]
+    elsewhere = {"tilewise"} if device.startswith("cuda") else {"tilewise", "hopper", "triton"}
+    by_name = [c for c in all_contestants().values() if c.name not in elsewhere]
     return [c for c in by_name if any(not c.unsupported(case, device) for case in cases)]
 
 

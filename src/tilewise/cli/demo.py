@@ -39,7 +39,7 @@ EXACT = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where the demo runs and writes."""
+    """The devices that the demo runs on and the folder that it writes to."""
 
     checkout: Path
     device: str
@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Where, and how much."""
+    """Options: where the demo runs, and how much of it."""
 
     out: Annotated[Path, typer.Option(help="Folder for the figure and the JSON.")] = Path("out")
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
@@ -102,14 +102,14 @@ def load() -> float:
 
 
 def busy_hint(load: float, threads: int, environment: Mapping[str, str]) -> str:
-    """What helps where other processes use the cores, or nothing; ``load`` is the mean number of running processes."""
+    """Advice where other processes use the cores, or nothing; ``load`` is the mean number of running processes."""
     if load < threads / 2 or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
         return ""
     return f"This machine is busy (load {load:.1f} on {threads} threads). GOMP_SPINCOUNT=1000 tilewise demo loses less by it."
 
 
 def hopper_kernels(place: Place, longest: int) -> None:
-    """On a Hopper GPU, builds the kernels of the demo's calls that are not on this machine, or says what keeps them from being built."""
+    """Builds, on a Hopper GPU, the kernels of the demo's calls that are not on this machine, or says what keeps them from being built."""
     import torch
 
     from tilewise import device as devices
@@ -209,7 +209,7 @@ def time_and_memory(place: Place, longest: int) -> dict:
 
 
 def counted(place: Place) -> None:
-    """What the algorithms of the papers move at the demo's own shape, counted (`tilewise io` for more)."""
+    """Counts what the algorithms of the papers move at the demo's own shape (`tilewise io` for more)."""
     from bench.cases import tagged
     from tilewise.cli.io import show
     from tilewise.iomodel import devices, report, tables

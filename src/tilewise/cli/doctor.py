@@ -45,7 +45,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def _section(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What one look finds. The installation may be the very thing that is broken, so an error is part of the report."""
+    """The findings of one look. The installation may be the very thing that is broken, so an error is part of the report."""
     try:
         return look()
     except Exception as error:
@@ -112,7 +112,7 @@ def _devices() -> list[str]:
 
 
 def _backends() -> dict[str, Any]:
-    """For each device, every backend that would be tried: it runs a small bf16 attention and its backward, or every reason why not."""
+    """Every backend that would be tried, by device: it runs a small bf16 attention and its backward, or every reason why not."""
     import torch
 
     from tilewise import dispatch

@@ -23,7 +23,7 @@ class ExplainOptions:
     head_dim: Annotated[int, typer.Option(help="Width of q and k.")] = 64
     head_dim_v: Annotated[int | None, typer.Option(help="Width of v and o; default: the same.")] = None
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32"
-    causal: Annotated[bool, typer.Option("--causal", help="No key after its query.")] = False
+    causal: Annotated[bool, typer.Option("--causal", help="A causal mask: no key after its query.")] = False
     window: Annotated[int | None, typer.Option(help="Only this many keys to the left of a query, and itself.")] = None
     backward: Annotated[bool, typer.Option("--backward", help="Gradients are wanted too.")] = False
     backend: Annotated[str | None, typer.Option(help="Ask for this backend by name.")] = None

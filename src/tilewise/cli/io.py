@@ -13,7 +13,7 @@ def io(
     head_dim: Annotated[int, typer.Option(help="Numbers in a query, key or value.")] = 64,
     heads: Annotated[int, typer.Option(help="Heads of one batch element.")] = 16,
     batch: Annotated[int, typer.Option(help="Batch elements.")] = 64,
-    device: Annotated[str, typer.Option(help="Whose memories and rates: a100, h200 or cpu.")] = "a100",
+    device: Annotated[str, typer.Option(help="Device whose memories and rates are taken: a100, h200 or cpu.")] = "a100",
     sram: Annotated[str | None, typer.Option(help="Another size of fast memory, like 192KiB.")] = None,
     sweep: Annotated[str | None, typer.Option(help="Save a plot over block, sparsity, seqlen or sram instead.")] = None,
     output: Annotated[Path, typer.Option(help="Folder of the plot.")] = Path(),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KernelsOptions:
-    """Which kernels to build; none of them: only list."""
+    """Options: which kernels to build; none of them: only list."""
 
     wanted: Annotated[
         list[str] | None,

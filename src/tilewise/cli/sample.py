@@ -13,12 +13,12 @@ from tilewise.cli.train import CHECKPOINT
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Which model, what to continue, and how."""
+    """Options: which model, what to continue, and how."""
 
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = Path("out/train")
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def "
     length: Annotated[int, typer.Option(min=1, help="Bytes to add.")] = 400
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature; 0 takes the likeliest byte.")] = 0.8
     seed: Annotated[int, typer.Option(min=0, help="Another seed, another text.")] = 0
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
 

@@ -21,15 +21,17 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """On what, with what, and for how long."""
+    """Options: the text, the model, and for how long."""
 
     text: Annotated[Path | None, typer.Option(help="A text file; by default the standard library's sources.")] = None
     attention: Annotated[str, typer.Option(help="tilewise, standard or sdpa.")] = "tilewise"
     context: Annotated[int, typer.Option(min=1, help="Bytes that the model sees at once.")] = 256
     batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8
     steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run.")] = 300
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="Its highest, after the warm-up.")] = 1e-3
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batches.")] = 0
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Highest learning rate, reached after the warm-up.")] = (
+        1e-3
+    )
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = 0
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint, the plot and the JSON.")] = Path("out/train")
     save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 50

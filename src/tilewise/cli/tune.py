@@ -17,7 +17,7 @@ WRITES = {"forward": ("o", "lse"), "dkdv": ("dk", "dv"), "dk": ("dk",), "dv": ("
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Where to measure, and what."""
+    """Options: where to measure, and what."""
 
     case: Annotated[list[str] | None, typer.Option(help="A case of bench/cases.py; repeat for more.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"

@@ -12,7 +12,7 @@ from tilewise.cli.page import console, heading, note, progress, status_text, tab
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Where to run, and how to print it."""
+    """Options: where to run, and how to print it."""
 
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False

@@ -233,7 +233,7 @@ _saved: dict[str, object] = {}
 
 
 class _Patch(ContextDecorator):
-    """What :func:`patch` returns. It may be entered again while it is active."""
+    """The context manager that :func:`patch` returns. It may be entered again while it is active."""
 
     def __init__(self, unsupported: str):
         self.unsupported = unsupported

@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class StandIn:
-    """What libraries import, and the name and version of the distribution that holds it."""
+    """The module that libraries import, and the name and version of the distribution that holds it."""
 
     module: str
     distribution: str
@@ -30,7 +30,7 @@ class StandIn:
         return self.distribution in Distributions.standing
 
     def announce(self) -> None:
-        """From now on ``importlib.metadata`` finds the distribution."""
+        """Makes ``importlib.metadata`` find the distribution."""
         Distributions.standing[self.distribution] = self
         if Distributions not in sys.meta_path:
             sys.meta_path.append(Distributions)

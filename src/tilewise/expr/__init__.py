@@ -13,7 +13,7 @@ read at an index. It can
 What a node may be is in :mod:`tilewise.expr.operations`. The other modules of tilewise use the names below.
 """
 
-from tilewise.expr.meaning import clamp_index, derivative, evaluate, tangent
+from tilewise.expr.meaning import clamp_index, constant, derivative, evaluate, tangent
 from tilewise.expr.operations import (
     ONE,
     OPERATIONS,
@@ -43,6 +43,7 @@ __all__ = [
     "apply",
     "children",
     "clamp_index",
+    "constant",
     "depends_on",
     "derivative",
     "evaluate",

@@ -1,4 +1,4 @@
-"""What expressions are worth: their values on tensors of indices, and their derivatives."""
+"""The meaning of expressions: their values on tensors of indices, and their derivatives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evaluate(
     for e in nodes(*roots):
         if e.op in ("number", "param"):
             value = e.args[0] if e.op == "number" else numbers[e.args[0]]
-            values[id(e)] = torch.tensor(value, dtype=dtype if isinstance(value, float) else None, device=device)
+            values[id(e)] = constant(value, device, dtype)
         elif e.op == "symbol":
             values[id(e)] = env[e.args[0]]
         elif e.op == "lookup":
@@ -47,6 +47,15 @@ def evaluate(
                 args = [a if a.is_floating_point() else a.to(dtype) for a in args]
             values[id(e)] = operation.torch(*args)
     return [values[id(root)] for root in roots]
+
+
+def constant(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A number as a tensor of no dimensions: of ``dtype``, a whole one int64, a truth value bool.
+
+    It is filled in on the device: ``torch.tensor`` would copy it there from the host, which waits for all work before it.
+    """
+    kinds = {float: dtype, int: torch.int64, bool: torch.bool}
+    return torch.full((), value, dtype=kinds[type(value)], device=device)
 
 
 def clamp_index(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -70,12 +70,12 @@ class Expr:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What ``s.dtype`` asks for while tracing; the call computes floating values in its own precision."""
+        """The answer to ``s.dtype`` while tracing; the call computes floating values in its own precision."""
         return {"float": torch.float32, "int": torch.int64, "bool": torch.bool}[kind(self)]
 
     @property
     def device(self) -> None:
-        """Not known while tracing: ``None``, which torch's factory functions take for their default."""
+        """``None``, since the device is not known while tracing; torch's factory functions take it for their default."""
         return None
 
     @classmethod
@@ -239,7 +239,7 @@ def kind(e: Expr) -> str:
 
 @dataclass(frozen=True)
 class Operation:
-    """What an operation is in torch, how it prints, and its partial derivatives as functions of (args, result)."""
+    """An operation: its function in torch, how it prints, and its partial derivatives as functions of (args, result)."""
 
     torch: Callable[..., torch.Tensor]
     kind: str = "same"  # of the result; "same": promoted from the arguments

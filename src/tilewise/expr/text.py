@@ -61,7 +61,7 @@ def _node_text(e: Expr, inner: list[str], leaves: list) -> str:
 
 
 def _strip(text: str) -> str:
-    """Without the outer pair of parentheses, where they are one pair."""
+    """The text without its outer parentheses, where these are one pair."""
     if not text.startswith("(") or not text.endswith(")"):
         return text
     depth = 0

@@ -1,4 +1,4 @@
-"""From a Python function to an expression: what torch's functions and tensors' methods make of traced values."""
+"""The way from a Python function to an expression: what torch's functions and tensors' methods make of traced values."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ standard    Algorithms 0 and 3 (FlashAttention)       flash1    Algorithms 1, 2 
 block_sparse   Algorithm 5                            flash2    Algorithms 1 and 2 of FlashAttention-2
 split       split keys and merge                      warps     Figure 3 of FlashAttention-2
 nested      tiles within tiles, any number of levels  bounds    the same counts as closed forms
-blocks      the paper's blocks, and the largest that fit
+blocks      the paper's blocks, and the largest       head      one head, as every program takes it
 report      every algorithm at one setting, predicted times
 tables      the report as text                        plots     sweeps
 

@@ -1,4 +1,4 @@
-"""Which blocks to run: the papers' formula, and the largest that really fit.
+"""The blocks to run: the papers' formula, and the largest that really fit.
 
 Algorithm 1 of FlashAttention sets Bc = ⌈M / 4d⌉ and Br = min(Bc, d), so that Q, K, V and O fill the M numbers of SRAM when
 Br = Bc. The scores and statistics of a tile, and the gradients of the backward, need room too. `largest` finds by trial what

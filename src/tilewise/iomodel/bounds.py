@@ -29,7 +29,7 @@ def block_sparse_order(n: int, d: int, m: int, s: float) -> float:
 
 
 def least_traffic(n: int, d: int) -> int:
-    """What no exact algorithm can avoid: reading Q, K, V and writing O once.
+    """The traffic that no exact algorithm can avoid: reading Q, K, V and writing O once.
 
     Proposition 3 is built on it. At M = N d the order N² d² / M is N d, this same amount; so no exact algorithm makes
     o(N² d² / M) accesses for every M between d and N d.
@@ -58,7 +58,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Exact:
-    """What a program does at one boundary, and its arithmetic (0 where the formula is about traffic alone)."""
+    """The traffic of a program at one boundary, and its arithmetic (0 where the formula is about traffic alone)."""
 
     reads: Amount
     writes: Amount
@@ -226,12 +226,12 @@ def flash2_backward(sizes: Sizes, rows: int, cols: int) -> Exact:
     return Exact(reads, writes, 2 * seen.pairs * (3 * d + 2 * e), other)
 
 
-def split_forward(sizes: Sizes, rows: int, cols: int, chunk: int) -> Exact:
-    """Split keys: Q once and a partial O, lse for each chunk, then all partials read and merged."""
+def split_forward(sizes: Sizes, rows: int, cols: int, split_keys: int) -> Exact:
+    """Split keys: Q once and a partial O, lse for each split, then all partials read and merged."""
     n, k, d, e = sizes.n, sizes.k, sizes.d, sizes.e
-    chunks = edges(k, chunk)
-    col_edges = [tile for a, b in chunks for tile in edges(b - a, cols, a)]
-    seen, c = visits(edges(n, rows), col_edges, causal_rule(sizes)), len(chunks)
+    splits = edges(k, split_keys)
+    col_edges = [tile for a, b in splits for tile in edges(b - a, cols, a)]
+    seen, c = visits(edges(n, rows), col_edges, causal_rule(sizes)), len(splits)
     part = Exact(
         Amount(c * n * d + seen.cols * (d + e)),
         Amount(c * n * e, c * n),

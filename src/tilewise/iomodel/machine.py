@@ -49,7 +49,7 @@ class Level:
 
 @dataclass
 class Traffic:
-    """What crossed one boundary: reads go to the faster level, writes to the slower one."""
+    """The traffic across one boundary: reads go to the faster level, writes to the slower one."""
 
     reads: int = 0
     writes: int = 0
@@ -74,7 +74,7 @@ class Traffic:
 
 @dataclass
 class Work:
-    """What one launch did. boundaries[b] is the traffic between level b and level b + 1.
+    """The work of one launch. boundaries[b] is the traffic between level b and level b + 1.
 
     items: passes that could run at the same time; 0 is work outside of any launch, which every core can share.
     matmul_flops: 2·m·n·k for each product. other_flops: one for each elementary operation on one element (add, multiply,

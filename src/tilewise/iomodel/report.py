@@ -22,7 +22,7 @@ STREAMED = 16  # the short side of a streamed tile: what a tensor core takes at 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked: sizes of the problem, and the device whose memories hold it."""
+    """The question: sizes of the problem, and the device whose memories hold it."""
 
     seqlen: int
     head_dim: int
@@ -203,7 +203,7 @@ def splitting(num_splits: int, seqlen: int) -> Algorithm:
     """FlashAttention-2's forward with seqlen keys split among num_splits work items."""
 
     def forward(machine: Machine, head: Head, blocks: Blocks):
-        return split.forward(machine, head, blocks, split.chunk_for(seqlen, num_splits))
+        return split.forward(machine, head, blocks, split.keys_per_split(seqlen, num_splits))
 
     return Algorithm(f"{num_splits} key splits + merge", "split keys", forward, None, QUERIES_OUTSIDE)
 

@@ -1,6 +1,6 @@
 """Split keys: the keys of one query tile are shared among several work items, and their results merged.
 
-With one long head or one query (decode) the tiles of queries alone leave most cores idle. Each chunk of keys gives a partial
+With one long head or one query (decode) the tiles of queries alone leave most cores idle. Each split of the keys gives a partial
 (o, lse) by FlashAttention-2's Algorithm 1; lse = log Σ exp(lse_c) and o = Σ exp(lse_c − lse) o_c put them together.
 """
 
@@ -15,14 +15,14 @@ from tilewise.iomodel.head import Blocks, Head, tiles
 from tilewise.iomodel.machine import Machine, Tile
 
 
-def forward(machine: Machine, head: Head, blocks: Blocks, chunk: int) -> Forward:
-    """chunk: keys of one work item. Returns o and lse, as flash2.forward does."""
+def forward(machine: Machine, head: Head, blocks: Blocks, split_keys: int) -> Forward:
+    """split_keys: keys of one work item. Returns o and lse, as flash2.forward does."""
     q, k, v = head.place(machine)
     seqlen_q, seqlen_k = head.sizes
-    chunks = list(tiles(seqlen_k, chunk))
-    o_parts = [machine.empty(f"O part {c}", (seqlen_q, v.shape[1])) for c in range(len(chunks))]
-    lse_parts = [machine.empty(f"lse part {c}", (seqlen_q, 1)) for c in range(len(chunks))]
-    pairs = product(list(tiles(seqlen_q, blocks.rows)), enumerate(chunks))
+    splits = list(tiles(seqlen_k, split_keys))
+    o_parts = [machine.empty(f"O part {c}", (seqlen_q, v.shape[1])) for c in range(len(splits))]
+    lse_parts = [machine.empty(f"lse part {c}", (seqlen_q, 1)) for c in range(len(splits))]
+    pairs = product(list(tiles(seqlen_q, blocks.rows)), enumerate(splits))
     for rows, (c, keys) in machine.launch("split", pairs, alike=not head.causal):
         q_i = machine.load(q[rows])
         state = start_state(machine, q_i.shape[0], v.shape[1])
@@ -52,10 +52,10 @@ def merge(machine: Machine, o_parts: list[Tile], lse_parts: list[Tile], blocks: 
 
 
 def tiles_of(keys: slice, size: int) -> list[slice]:
-    """The tiles of one chunk of keys."""
+    """The tiles of one split of the keys."""
     return [slice(keys.start + t.start, keys.start + t.stop) for t in tiles(keys.stop - keys.start, size)]
 
 
-def chunk_for(seqlen_k: int, num_splits: int) -> int:
-    """Keys of a chunk when there are num_splits of them."""
+def keys_per_split(seqlen_k: int, num_splits: int) -> int:
+    """Keys of a split when there are num_splits of them."""
     return int(np.ceil(seqlen_k / num_splits))

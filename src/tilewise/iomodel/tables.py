@@ -106,7 +106,7 @@ def seconds(setting: Setting, row: Row) -> float:
 
 
 def paper_table(setting: Setting, rows: list[Row]) -> Table:
-    """What the paper reports for standard attention and FlashAttention, beside what is counted here."""
+    """The paper's figures for standard attention and FlashAttention, beside what is counted here."""
     by_name = {row.name: row for row in rows}
     names = ("standard", "+ mask, dropout", "FlashAttention, paper's Bc", "FlashAttention")
     columns = ("", "paper: standard", *names[:2], "paper: FlashAttention", *names[2:])

@@ -18,7 +18,7 @@ WARPS = 4
 
 
 def share(length: int, warps: int) -> list[slice]:
-    """At most `warps` slices, as even as they can be; a warp without rows has none."""
+    """Shares rows out among warps: at most `warps` slices, as even as they can be; a warp without rows has none."""
     ends = [length * w // warps for w in range(warps + 1)]
     return [slice(a, b) for a, b in pairwise(ends) if a < b]
 

@@ -1,5 +1,5 @@
 """Masks: which pairs are kept (:mod:`tilewise.masks.catalogue`), what that means as intervals and a predicate
-(:mod:`tilewise.masks.regions`), and what kernels ask about it (:mod:`tilewise.masks.facts`).
+(:mod:`tilewise.masks.regions`), and what kernels ask about it (:mod:`tilewise.masks.facts`). ``patterns`` makes patterns of blocks.
 
 The names below are those that the rest of tilewise uses beside the facts.
 """

@@ -203,12 +203,13 @@ def block_sparse(pattern: torch.Tensor, block_q: int, block_k: int) -> Mask:
 
 
 def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = False) -> Mask:
-    """What the ``mask=`` keyword takes, as a Mask: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
+    """The Mask of whatever the ``mask=`` keyword takes: a Mask, a bool tensor (``dense``) or a function (``keep``)."""
     if isinstance(mask, torch.Tensor):
         mask = dense(mask)
     elif mask is not None and not isinstance(mask, Mask):
         if not callable(mask):
             hint = "; give its .mask_mod" if hasattr(mask, "mask_mod") else ""  # FlexAttention's BlockMask
+            hint += "; a mask by name is causal=True or mask=tw.causal()" if isinstance(mask, str) else ""
             raise ValueError(
                 f"mask= takes a Mask, a bool tensor or a function of (b, h, i, j), got {type(mask).__name__}{hint}"
             )

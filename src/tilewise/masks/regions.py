@@ -1,4 +1,4 @@
-"""What a mask's text means: *interval and predicate*.
+"""The meaning of a mask's text: *interval and predicate*.
 
 A :class:`Region` has one half-open key interval per row, ``lo(i) <= j < hi(i)``, both ends never decreasing in ``i``, the same
 set by columns, ``first(j) <= i < last(j)``, and a predicate for what is no interval. ``&`` of two masks is the maximum of the
@@ -20,7 +20,7 @@ I, J, OFF, SEQLEN_Q = (symbol(name) for name in ("i", "j", "off", "seqlen_q"))
 
 @dataclass(frozen=True)
 class Prepared:
-    """Where ``Mask.prepare`` left its two tensors, and for which ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
+    """The slots of the two tensors that ``Mask.prepare`` made, and the ``shape`` that they are for: (batch, heads_q, seqlen_q, seqlen_k).
 
     The slots are those of the status on blocks of ``block`` x ``block``, and of the keys that some query sees.
     """

@@ -1,4 +1,4 @@
-"""What all ranks must say alike before any bytes move, and the error that all of them raise where they do not."""
+"""The agreement of all ranks on a call before any bytes move, and the error that all of them raise where they do not."""
 
 from __future__ import annotations
 

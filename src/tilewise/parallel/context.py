@@ -1,4 +1,4 @@
-"""What users hold of a group of ranks."""
+"""The object that users hold of a group of ranks."""
 
 from __future__ import annotations
 

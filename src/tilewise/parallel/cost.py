@@ -1,4 +1,4 @@
-"""What an attention over ranks costs beside its products, by scheme: bytes that each rank receives and copies, and their time.
+"""The cost of an attention over ranks beside its products, by scheme: bytes that each rank receives and copies, and their time.
 
 A step is a forward and, where gradients are wanted, its backward. The products are left out: they are the same in every scheme.
 The constants are those of H200s joined by NVLink under NCCL (docs/parallel.md, "Which scheme"); other machines have others, but

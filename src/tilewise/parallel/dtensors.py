@@ -64,7 +64,7 @@ def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bo
 
 
 def _what(placement: Any, axes: dict[int, str]) -> str:
-    """What a placement cuts."""
+    """The dimension that a placement cuts, in words."""
     return axes.get(placement.dim, "head_dim") if placement.is_shard() else str(placement)
 
 

@@ -40,7 +40,7 @@ class Exchange(Protocol):
         ...
 
     def exchange(self, parts: list[Tensor]) -> list[Tensor]:
-        """What every rank has for this one: rank r gets ``parts[r]`` of all ranks, by rank. All parts have one shape."""
+        """The tensors that every rank has for this one: rank r gets ``parts[r]`` of all ranks, by rank. All parts have one shape."""
         ...
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Exchange(Protocol):
         ...
 
     def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
-        """From rows of all heads to all rows of some heads: starts the exchange, and returns the function that waits for it.
+        """Starts the exchange from rows of all heads to all rows of some heads, and returns the function that waits for it.
 
         Args:
             sent: ``room(name, ...)`` with the rank's rows ``(ranks, lengths[rank], ...)``: for each rank the columns of its heads.
@@ -67,7 +67,7 @@ class Exchange(Protocol):
         ...
 
     def to_rows(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
-        """From all rows of some heads to rows of all heads, the inverse of :meth:`to_heads`.
+        """Starts the exchange from all rows of some heads to rows of all heads, the inverse of :meth:`to_heads`.
 
         Args:
             sent: ``room(name, ...)`` with ``(seqlen, ...)``, the columns of this rank's heads in the order of positions.
@@ -204,7 +204,7 @@ class Simulated(AllToAll):
 
 
 class Meeting:
-    """Where simulated ranks hand each other what they have."""
+    """The place where simulated ranks hand each other what they have."""
 
     def __init__(self, size: int):
         self.size, self.barrier = size, threading.Barrier(size)

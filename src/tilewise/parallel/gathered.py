@@ -68,7 +68,7 @@ class Gathered:
         return ordered_sum(self.exchange.exchange(parts))[:, : self.keys.lengths[self.exchange.rank]]
 
     def _padded(self, x: Tensor) -> Tensor:
-        """With as many rows as the rank that holds most: collectives want equal shapes."""
+        """The tensor with as many rows as the rank that holds most: collectives want equal shapes."""
         return pad(x, (0, 0, 0, 0, 0, max(self.keys.lengths) - x.shape[1]))
 
 

@@ -71,7 +71,7 @@ def _is_head(e: Expr) -> bool:
 
 
 def reasons(spec: Spec, heads_k: int, ranks: int) -> list[str]:
-    """Why the heads of a call cannot be dealt to so many ranks; empty: they can."""
+    """Reasons why the heads of a call cannot be dealt to so many ranks; empty: they can."""
     found = [f"{heads_k} key heads are no multiple of {ranks} ranks"] if heads_k % ranks else []
     found += ["dropout counts the heads of the whole attention"] if spec.dropout_p else []
     found += ["a prepared mask has lists for all heads"] if spec.whole_region.prepared else []
@@ -109,7 +109,7 @@ class Heads:
     with_lse: bool
 
     def bundles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, Layout, list[Tensor]]]:
-        """What travels together, with a name each: all three, or, where queries lie otherwise than keys, q alone."""
+        """The tensors that travel together, with a name each: all three, or, where queries lie otherwise than keys, q alone."""
         if self.queries == self.keys:
             return [("qkv", self.keys, [q, k, v])]
         return [("q", self.queries, [q]), ("kv", self.keys, [k, v])]

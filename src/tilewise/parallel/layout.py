@@ -181,7 +181,7 @@ def tile_shares(mask: Mask, layout: Layout) -> tuple[float, ...]:
 
 
 def _row_costs(mask: Mask, seqlen: int) -> Tensor:
-    """For each query, the key tiles that its tile visits: float64 ``(seqlen,)``, the mean over heads and batch elements."""
+    """The key tiles that each query's tile visits: float64 ``(seqlen,)``, the mean over heads and batch elements."""
     leaves = [leaf.cpu() for leaf in mask.leaves]
     kept = region(mask.text, tuple(range(len(leaves))))
     sizes = {"b": 1, "h": 1}

@@ -26,7 +26,7 @@ SCHEMES = (AUTO, *cost.COSTS)
 
 @dataclass(frozen=True)
 class Wish:
-    """What a caller asks for, besides the attention itself.
+    """The wishes of a caller, besides the attention itself.
 
     Attributes:
         scheme: one of ``SCHEMES``.
@@ -70,7 +70,7 @@ class Agreed(NamedTuple):
 
 
 def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
-    """What the rank computes, after every input check of the whole call: all ranks see the same shapes here, and fail alike."""
+    """The plan of what the rank computes, after every input check of the whole call: all ranks see the same shapes here, and fail alike."""
     exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
     extras, seed, spec = call.extras, call.seed, call.spec
     whole = check(q, k, v, extras, seed, spec)

@@ -93,7 +93,7 @@ def bias(t: torch.Tensor) -> Score:
 
 
 def as_score(value: Score | torch.Tensor | ScoreFunction | None) -> Score:
-    """What the ``score=`` keyword takes, as a Score: a Score, a floating tensor (``bias``) or a function."""
+    """The Score of whatever the ``score=`` keyword takes: a Score, a floating tensor (``bias``) or a function."""
     if value is None:
         return Score("")
     if isinstance(value, Score):
@@ -101,7 +101,8 @@ def as_score(value: Score | torch.Tensor | ScoreFunction | None) -> Score:
     if isinstance(value, torch.Tensor):
         return bias(value)
     if not callable(value):
+        hint = f"; a softcap of that is score=tw.softcap({value})" if isinstance(value, (int, float)) else ""
         raise ValueError(
-            f"score= takes a Score, a float tensor or a function of (s, b, h, i, j), got {type(value).__name__}"
+            f"score= takes a Score, a float tensor or a function of (s, b, h, i, j), got {type(value).__name__}{hint}"
         )
     return score(value)

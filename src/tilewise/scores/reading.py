@@ -1,4 +1,4 @@
-"""What a score's text means: one expression of ``s``."""
+"""The meaning of a score's text: one expression of ``s``."""
 
 from __future__ import annotations
 

@@ -193,12 +193,12 @@ def test_the_shipped_tiles_compute_attention(dims, causal):
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(config, "CHUNK", 64)
+def small_splits(monkeypatch):
+    monkeypatch.setattr(config, "MIN_SPLIT_KEYS", 64)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if form_of(name) != "lists"])
-def test_chunks_of_keys_merge_into_attention(name, small_chunks):
+def test_splits_of_keys_merge_into_attention(name, small_splits):
     tensors, options = CASES[name]
     c = without_gradient(call(*tensors, **options))
     out = emulate(c, SMALL, ctas=3, split=True)
@@ -260,7 +260,7 @@ GROUPED = {  # queries, heads: also groups that a tile does not hold or divide, 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("name", GROUPED)
-def test_heads_of_a_group_share_a_tile(name, heads, split, small_chunks):
+def test_heads_of_a_group_share_a_tile(name, heads, split, small_splits):
     lengths, shape, options = GROUPED[name]
     c = without_gradient(call(*qkv(*lengths, heads=shape, batch=2), **options))
     out = emulate(c, replace(SMALL, warpgroups=1), ctas=3, heads=heads, split=split)

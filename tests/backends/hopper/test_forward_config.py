@@ -121,14 +121,14 @@ def test_tiles_follow_the_lengths(name, h200):
 
 
 @pytest.mark.parametrize("tiles", ROWS, ids=str)
-def test_chunks_are_nearly_equal_and_no_shorter_than_they_may_be(tiles):
+def test_splits_are_nearly_equal_and_no_shorter_than_they_may_be(tiles):
     c = replace(D128, tiles=tiles)
     for seqlen_q in (1, 5000):
         for seqlen_k in range(1, 70_000, 977):
-            blocks, parts = -(-seqlen_k // tiles.tile_n), config.chunks(c, seqlen_q, seqlen_k)
+            blocks, parts = -(-seqlen_k // tiles.tile_n), config.num_splits(c, seqlen_q, seqlen_k)
             size = -(-blocks // parts)
-            assert parts <= config.CHUNKS[seqlen_q == 1]
-            assert parts == 1 or size * tiles.tile_n >= config.CHUNK
+            assert parts <= config.MAX_SPLITS[seqlen_q == 1]
+            assert parts == 1 or size * tiles.tile_n >= config.MIN_SPLIT_KEYS
             assert (parts - 1) * size < blocks <= parts * size
 
 

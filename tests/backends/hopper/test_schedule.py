@@ -126,11 +126,11 @@ def test_a_cut_band_keeps_the_same_keys_and_no_others(band, rows, first, last):
 
 
 @given(st.integers(0, 20), st.integers(1, 20), st.integers(1, 40), st.integers(1, 12))
-def test_the_chunks_of_a_tile_share_its_blocks_out(start, count, blocks, chunks):
+def test_the_splits_of_a_tile_share_its_blocks_out(start, count, blocks, splits):
     start = min(start, blocks - 1)
     stop = min(start + count, blocks)
-    size = schedule.chunk_blocks(blocks, chunks)
-    parts = [schedule.within_chunk((start, stop), c, size) for c in range(-(-blocks // size))]
+    size = schedule.split_blocks(blocks, splits)
+    parts = [schedule.within_split((start, stop), c, size) for c in range(-(-blocks // size))]
     visited = [n for first, last in parts for n in range(first, last)]
     assert all(first < last for first, last in parts)
     assert set(range(start, stop)) <= set(visited) <= set(range(blocks))

@@ -1,6 +1,7 @@
 """Attention in native C++ on the CPU: tiles nested for registers, L1 and L2, forward and backward.
 
-The library is loaded by ctypes and knows neither Python nor torch; the code is in ``native/``, one file a job.
+The library is loaded by ctypes and knows neither Python nor torch; the code is in ``native/``, one file a job. ``config`` chooses tiles,
+``call`` makes the struct of a call, ``program`` turns masks and scores into instructions for it, and ``library`` finds and runs it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Cpu(Backend):
             reasons.append(loaded)
         else:
             reasons += unknown_operations(p, {*loaded.operations, *program.LOWERED})
-        reasons += piece_reasons(p, dropout=True)
+        reasons += piece_reasons(p, dropout=1)
         if p.paged and any(x.stride[-1] != 1 and x.shape[-1] > 1 for x in (p.k, p.v)):
             reasons.append("pages whose last stride is not 1: it would copy all of them")
         if program.too_many_dimensions(p.spec):
@@ -61,6 +62,9 @@ class Cpu(Backend):
 
     def config(self, p: Problem) -> Config:
         return self.override or choose(p, self.isa or library.chosen_isa())
+
+    def tile(self, p: Problem) -> tuple[int, int]:
+        return self.config(p).tile_m, self.config(p).tile_n
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         out = empty_output(p, t.q, t.v)

@@ -40,7 +40,7 @@ class Region:
 
 
 class Prepared:
-    """What all calls of one problem share."""
+    """The part of a call that is the same for all calls of one problem."""
 
     def __init__(self, p: Problem, config: Config):
         self.p, self.config = p, config
@@ -63,9 +63,9 @@ class Prepared:
         return self._call(self.backward_code, backward=True)
 
     def _call(self, code: program.Code, backward: bool) -> library.Call:
-        """What all calls of a pass have in common; the addresses of tensors are a call's own."""
+        """The native call of a pass, but for the addresses of tensors, which are each call's own."""
         p, config = self.p, self.config
-        call = library.Call(version=library.VERSION, type=library.TYPES[p.dtype], heads_per_item=config.heads, chunks=1)
+        call = library.Call(version=library.VERSION, type=library.TYPES[p.dtype], heads_per_item=config.heads, shares=1)
         call.isa, call.softmax_scale, call.split = config.isa.encode(), p.softmax_scale, 0 if backward else config.split
         call.tile_m, call.tile_n = self.tile(backward)
         call.batch, call.heads_q, call.heads_k = p.batch, p.heads_q, p.heads_k
@@ -197,7 +197,7 @@ def _region_of(grid: Grid, p: Problem, tile: tuple[int, int], backward: bool, na
 
 
 def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Room for what the library lists: states of tiles, seen keys. What does not depend on b or h has one of them."""
+    """Empty arrays that the library fills: states of tiles, and seen keys, once for all b or h that they do not depend on."""
     symbols = expr.depends_on(*grid.region.parts)
     batch, heads = (len(grid.b) if "b" in symbols else 1), (p.heads_q if "h" in symbols else 1)
     tiles = (-(-grid.seqlen_q // tile[0]), -(-grid.keys // tile[1]))
@@ -348,7 +348,7 @@ PRIVATE_ELEMENTS = 1 << 21  # fp64 sums of all groups of work units together: 16
 
 @dataclass
 class LeafSums:
-    """Where the gradients of the score's leaves are summed.
+    """The arrays in which the gradients of the score's leaves are summed.
 
     A leaf that is small has sums of its own in every group of work units, in fp64, added in their order afterwards. A large
     one has one array; units that could meet there run one after the other (``serial_batch``, ``serial_head``).
@@ -359,26 +359,26 @@ class LeafSums:
     groups: int
     serial_batch: bool
     serial_head: bool
-    chunks: int
+    shares: int
 
     @classmethod
-    def plan(cls, p: Problem, leaves: Sequence[Tensor], code: program.Code, chunks: int) -> LeafSums:
+    def plan(cls, p: Problem, leaves: Sequence[Tensor], code: program.Code, shares: int) -> LeafSums:
         slots = sorted({read.slot for read in code.reads})
-        groups = p.batch * p.heads_k * chunks
+        groups = p.batch * p.heads_k * shares
         large = [n for n in slots if leaves[n].numel() * max(groups, 1) > PRIVATE_ELEMENTS]
         apart = frozenset("bhj").intersection(*[read.apart for read in classify(p) if read.slot in large])
         serial_batch, serial_head = "b" not in apart and p.batch > 1, "h" not in apart and p.heads_k > 1
-        chunks = chunks if "j" in apart else 1
-        groups = (1 if serial_batch else p.batch) * (1 if serial_head else p.heads_k) * chunks
+        shares = shares if "j" in apart else 1
+        groups = (1 if serial_batch else p.batch) * (1 if serial_head else p.heads_k) * shares
         wide = {n: n not in large for n in slots}
         shape = lambda n: (groups if wide[n] else 1, leaves[n].numel())  # noqa: E731
         dtype = lambda n: torch.float64 if wide[n] else p.compute_dtype  # noqa: E731
         sums = {n: torch.zeros(shape(n), dtype=dtype(n)) for n in slots}
-        return cls(sums, wide, groups, serial_batch, serial_head, chunks)
+        return cls(sums, wide, groups, serial_batch, serial_head, shares)
 
     def bind(self, bound: Bound) -> None:
         call, code = bound.call, bound.code
-        call.serial_batch, call.serial_head, call.chunks = self.serial_batch, self.serial_head, self.chunks
+        call.serial_batch, call.serial_head, call.shares = self.serial_batch, self.serial_head, self.shares
         if not code.reads:
             return
         native = (library.LeafGradient * len(code.reads))()

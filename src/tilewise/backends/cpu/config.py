@@ -8,7 +8,7 @@ import torch
 
 from tilewise.problem import Problem
 
-# The smallest chunk and the largest, and how many chunks, where few queries meet many keys: docs/decisions.md#cpu-decode-chunks.
+# The smallest split and the largest, and how many splits, where few queries meet many keys: docs/decisions.md#cpu-decode-splits.
 SPLIT_KEYS = (1024, 4096)
 SPLIT_PARTS = 16
 PAGED_SPLIT = 1024  # of a cache, whatever its capacity, so that a sequence's bits are its own
@@ -30,8 +30,8 @@ class Config:
 
     Attributes:
         isa: the instruction set.
-        split: keys per chunk of the forward, or 0.
-        chunks: parts of the keys in the backward, for as many threads; they add to dq in their order (:meth:`parts`).
+        split: keys of a split of the forward, or 0.
+        shares: parts of the keys in the backward, for as many threads; they add to dq in their order (:meth:`parts`).
     """
 
     isa: str
@@ -41,7 +41,7 @@ class Config:
     backward_m: int
     backward_n: int
     split: int = 0
-    chunks: int = 1
+    shares: int = 1
 
     def describe(self) -> str:
         split = f", keys split by {self.split}" if self.split else ""
@@ -53,12 +53,12 @@ class Config:
         )
 
     def parts(self, p: Problem, threads: int) -> int:
-        """``chunks``, or, where whole heads would leave threads idle, one part a tile of keys: the same bits, no score's leaf
+        """``shares``, or, where whole heads would leave threads idle, one part a tile of keys: the same bits, no score's leaf
         having sums of its own."""
         heads = p.batch * p.heads_k
         idle = heads < BUSY * threads * -(-heads // threads)
-        if self.chunks > 1 or p.packed or not idle or p.spec.lookups:
-            return self.chunks
+        if self.shares > 1 or p.packed or not idle or p.spec.lookups:
+            return self.shares
         return max(1, -(-p.seqlen_k // self.backward_n))
 
     def traffic(self, p: Problem) -> int:
@@ -71,7 +71,7 @@ class Config:
 
 
 def choose(p: Problem, isa: str) -> Config:
-    """By shape alone, never by threads, so that bits do not depend on them; deterministic, not by the batch either.
+    """Chooses tiles by shape alone, never by threads, so that bits do not depend on them; deterministic, not by the batch either.
 
     The tiles are those that won on 1 MiB of L2 (docs/decisions.md#cpu-tiles).
     """
@@ -89,12 +89,12 @@ def choose(p: Problem, isa: str) -> Config:
         backward_m=max(1, min(96 if p.spec.region.predicate is None else PREDICATE_TILE, p.seqlen_q)),
         backward_n=tile_n,
         split=split,
-        chunks=_chunks(p, tile_n),
+        shares=_shares(p, tile_n),
     )
 
 
 def _tile_m(p: Problem, block: int) -> int:
-    """Tall tiles pack K and V less often; but there must be tiles for every thread. Even parts, in blocks of so many rows."""
+    """The queries of a tile: many, so that K and V are packed less often, but with tiles for every thread; in blocks of ``block`` rows."""
     if p.packed and p.paged and (p.spec.deterministic or p.seqlen_q <= PAGED_ROWS * p.batch):
         return PAGED_ROWS
     tiles = lambda m: p.heads_q * -(-p.seqlen_q // m) * (1 if p.packed else p.batch)  # noqa: E731
@@ -104,14 +104,14 @@ def _tile_m(p: Problem, block: int) -> int:
 
 
 def _tile_n(p: Problem) -> int:
-    """As many keys as let K, V and the sums of a tile stay in L2."""
+    """The keys of a tile: as many as let K, V and the sums of a tile stay in L2."""
     row = max(p.head_dim, p.head_dim_v) * (8 if p.dtype == torch.float64 else 4)
     widest = next((n for n, limit in ((256, 256), (192, 512), (128, 1024)) if row <= limit), 64)
     return min(widest, max(64, -(-p.seqlen_k // 64) * 64))
 
 
 def _split(p: Problem) -> int:
-    """Keys of a chunk, by their number alone: some for every thread, yet few enough that starting one is nothing beside it."""
+    """Keys of a split, by their number alone: some for every thread, yet few enough that starting one is nothing beside it."""
     least, most = SPLIT_KEYS
     idle = p.heads_k * (1 if p.spec.deterministic else p.batch) < 2 * SPLIT_PARTS and p.seqlen_k >= 2 * least
     if p.packed or p.seqlen_q > 16 or not (idle or p.seqlen_k >= 2 * most):
@@ -119,7 +119,7 @@ def _split(p: Problem) -> int:
     return min(most, max(least, -(-p.seqlen_k // SPLIT_PARTS // 128) * 128))
 
 
-def _chunks(p: Problem, tile_n: int) -> int:
+def _shares(p: Problem, tile_n: int) -> int:
     units = p.heads_k * (1 if p.spec.deterministic else p.batch)
     if p.packed or units >= ENOUGH_UNITS or units == 0:
         return 1

@@ -109,7 +109,7 @@ class Call(Structure):
         ("q_start", c_int64),
         ("k_start", c_int64),
         ("keep_below", c_uint32),
-        *[(name, c_int32) for name in ("chunks", "serial_batch", "serial_head")],
+        *[(name, c_int32) for name in ("shares", "serial_batch", "serial_head")],
         *[(name, Tensor) for name in ("dout", "dq", "dk", "dv")],
         ("dlse", c_void_p),
         ("delta", c_void_p),

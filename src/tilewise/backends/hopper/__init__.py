@@ -6,6 +6,7 @@ Importing this imports no DSL. Where to look:
 - ``forward/``, ``backward/``: the kernels of a pass, and ``config``, which chooses among them: tiles, registers, shared memory.
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
+- ``expected``: what a compiled kernel must have, for the checks ahead of time.
 - ``operations``: the operations of masks and scores that the kernels can be traced with, and their names in the DSL.
 - ``native/launcher.cpp`` launches; ``kernels.txt``, ``proven.txt``, ``unproven.txt`` say what ships, and which bits a GPU has proven.
 """
@@ -65,6 +66,9 @@ class Hopper(Backend):
 
     def config(self, p: Problem) -> Config:
         return self.override or forward_config.choose(p)
+
+    def tile(self, p: Problem) -> tuple[int, int]:
+        return self.config(p).tile_queries, self.config(p).tiles.tile_n
 
     def backward_config(self, p: Problem) -> Backward:
         return self.override_backward or backward_config.choose(p)

@@ -1,6 +1,7 @@
 """Attention in plain PyTorch, tile by tile: linear memory on every device torch knows.
 
-Scores, statistics and sums are fp32 (fp64 for fp64). On an accelerator the tile map and ``cu_seqlens`` are read back to
+``config`` chooses tiles, ``step`` walks over the call, and ``forward``, ``backward`` and ``tangent`` (forward mode and second derivatives)
+compute a tile. Scores, statistics and sums are fp32 (fp64 for fp64). On an accelerator the tile map and ``cu_seqlens`` are read back to
 the host, once a call and once a step.
 """
 
@@ -32,10 +33,13 @@ class Portable(Backend):
         self.override = override
 
     def unsupported(self, p: Problem) -> list[str]:
-        return piece_reasons(p, dropout=True)
+        return piece_reasons(p, dropout=1)
 
     def config(self, p: Problem) -> Config:
         return self.override or choose(p)
+
+    def tile(self, p: Problem) -> tuple[int, int]:
+        return self.config(p).tile_m, self.config(p).tile_n
 
     def without_tangents(self, p: Problem) -> list[str]:
         return ["a cache in pages has no tangents"] if p.paged else []
@@ -80,7 +84,7 @@ class Portable(Backend):
         return Grads(dq, dk, dv, None if dsink is None else dsink.to(t.sink.dtype), leaves)
 
     def _tangent_config(self, p: Problem) -> Config:
-        """For tangents, which hold about four times as many tiles of pairs as a forward."""
+        """The config for tangents, which hold about four times as many tiles of pairs as a forward."""
         return self.override or choose(p, share=4)
 
     def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
@@ -107,7 +111,7 @@ class Portable(Backend):
 
 
 def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, whatever the strides of ``x``: what the fake kernel promises."""
+    """Zeros in the shape of ``x``, contiguous whatever its strides are, as the fake kernel promises."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
 

@@ -19,7 +19,7 @@ from tilewise.tiles import EMPTY, FULL
 
 @dataclass
 class Sums:
-    """What the loops add to: ``dq`` of one query tile, ``dk``, ``dv`` of one key tile, leaves by slot."""
+    """The sums that the loops add to: ``dq`` of one query tile, ``dk``, ``dv`` of one key tile, leaves by slot."""
 
     dq: Tensor
     dk: Tensor
@@ -60,7 +60,7 @@ def store_keys(step: Step, whole: Tensor, keys: slice, tile: Tensor) -> None:
 
 
 class _QueryTile:
-    """What a query tile brings to every key tile: q (scaled), dO, lse and delta as product tiles."""
+    """The part of a query tile that meets every key tile: q (scaled), dO, lse and delta as product tiles."""
 
     def __init__(self, step: Step, rows: slice, do: Tensor, lse: Tensor, delta: Tensor):
         self.rows = rows

@@ -20,7 +20,7 @@ class Config:
     """One step computes the scores of ``heads_k`` key heads of ``batch`` rows, ``tile_m`` queries and ``tile_n`` keys.
 
     Attributes:
-        split: keys per chunk where keys are split, or None.
+        split: keys of a split where keys are split, or None.
     """
 
     tile_m: int
@@ -53,7 +53,7 @@ def _power_of_two(n: int, low: int, high: int) -> int:
 
 
 def choose(p: Problem, share: int = 1) -> Config:
-    """By shape alone. Deterministic problems take one key head of one sequence a step, and packed ones tiles that do not
+    """Chooses tiles by shape alone. Deterministic problems take one key head of one sequence a step, and packed ones tiles that do not
     look at the lengths, so that bits cannot depend on the rest of the batch.
 
     Args:

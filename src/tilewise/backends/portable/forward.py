@@ -17,7 +17,7 @@ from tilewise.tiles import EMPTY, FULL
 def forward_step(step: Step) -> tuple[Tensor, Tensor, Tensor]:
     """``o`` (batch, heads_q, seqlen_q, head_dim_v), ``lse`` and the largest scores (batch, heads_q, seqlen_q), in the compute dtype."""
     if step.config.split and step.grid.key_origin is None and step.grid.keys > step.config.split:
-        return _merged_chunks(step)
+        return _merged_splits(step)
     states = []
     keys = tiles(step.grid.keys, step.config.tile_n)
     for rows, line in zip(tiles(step.grid.seqlen_q, step.config.tile_m), step.tile_map(), strict=True):
@@ -27,14 +27,14 @@ def forward_step(step: Step) -> tuple[Tensor, Tensor, Tensor]:
     return o, lse.squeeze(-1), largest.squeeze(-1)
 
 
-def _merged_chunks(step: Step) -> tuple[Tensor, Tensor, Tensor]:
-    chunks, largest = [], []
+def _merged_splits(step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    states, largest = [], []
     for part in split_keys(step):
         o, lse, part_largest = (x.unflatten(0, (step.q.shape[0], -1)) for x in forward_step(part))
-        chunks.append(state.merge_all(o, lse, 1))
+        states.append(state.merge_all(o, lse, 1))
         largest.append(part_largest.amax(1))
-    o, lse = chunks[0] if len(chunks) == 1 else state.merge(*chunks[0], *chunks[1])
-    return o, lse, largest[0] if len(chunks) == 1 else torch.maximum(*largest)
+    o, lse = states[0] if len(states) == 1 else state.merge(*states[0], *states[1])
+    return o, lse, largest[0] if len(states) == 1 else torch.maximum(*largest)
 
 
 def _query_tile(step: Step, rows: slice, visits: list[tuple[slice, bool]]) -> tuple[Tensor, Tensor, Tensor]:

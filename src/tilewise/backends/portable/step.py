@@ -117,7 +117,7 @@ class Step:
         first_row, first_key = self.p.starts  # the counters are those of the whole attention
         rows, keys = (slice(x.start + n, x.stop + n) for x, n in ((rows, first_row), (keys, first_key)))
         origin = 0 if self.grid.key_origin is None else self.grid.key_origin
-        if isinstance(origin, Tensor):  # chunks of keys: each row of the batch has its own columns
+        if isinstance(origin, Tensor):  # splits of keys: each row of the batch has its own columns
             tiles = [dropout.keep(self.t.seed, p, h, (rows.start, rows.stop), (keys.start + o, keys.stop + o))
                      for h, o in zip(head, origin.tolist(), strict=True)]  # fmt: skip
             kept = torch.stack(tiles)
@@ -146,7 +146,7 @@ def steps(p: Problem, t: Inputs, config: Config) -> Iterator[Step]:
 def _dense_steps(
     p: Problem, t: Inputs, config: Config, qkv: tuple[Tensor, Tensor, Tensor], b_origin: int, at: tuple[slice, slice]
 ) -> Iterator[Step]:
-    """Rows of the batch by ``config.batch``, key heads by ``config.heads_k``; ``b_origin`` numbers the first row."""
+    """The steps of equal sequences: ``config.batch`` rows by ``config.heads_k`` key heads; ``b_origin`` is the first row."""
     q, k, v = qkv
     if not q.shape[1]:
         return
@@ -162,18 +162,18 @@ def _dense_steps(
 
 
 def split_keys(step: Step) -> list[Step]:
-    """A step as two: whole chunks of keys as further rows of the batch, and the rest of the keys."""
+    """A step as two: whole splits of keys as further rows of the batch, and the rest of the keys."""
     size, grid = step.config.split, step.grid
-    chunks, batch = grid.keys // size, len(grid.b)
-    whole = chunks * size
-    chunked = lambda x: x[:, :whole].unflatten(1, (chunks, size)).flatten(0, 1)  # noqa: E731
+    splits, batch = grid.keys // size, len(grid.b)
+    whole = splits * size
+    by_split = lambda x: x[:, :whole].unflatten(1, (splits, size)).flatten(0, 1)  # noqa: E731
     origin = torch.arange(0, whole, size, device=grid.b.device)
     parts = [
         (
-            step.q.repeat_interleave(chunks, 0),
-            chunked(step.k),
-            chunked(step.v),
-            grid.b.repeat_interleave(chunks),
+            step.q.repeat_interleave(splits, 0),
+            by_split(step.k),
+            by_split(step.v),
+            grid.b.repeat_interleave(splits),
             origin.repeat(batch),
         )
     ]

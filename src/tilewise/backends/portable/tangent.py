@@ -67,7 +67,7 @@ def _add_key_tile(
 
 @dataclass
 class RowTangents:
-    """What belongs to the rows of a step, laid out as o, or as lse; tangents may be None, which is zero.
+    """The tensors of a step's rows, laid out as o, or as lse; tangents may be None, which is zero.
 
     Attributes:
         do, do_tangent: the gradient of o. lse, lse_tangent: of the forward.

@@ -1,6 +1,7 @@
 """Attention on any GPU that Triton knows: NVIDIA sm_80 and newer, AMD; and, for tests, Triton's interpreter on CPU tensors.
 
-Importing this imports no Triton: it is looked for when a problem is asked about.
+Importing this imports no Triton: it is looked for when a problem is asked about. ``config`` chooses tiles, ``paging`` those over a cache
+in pages, and ``tiles`` says what they need; ``kernels/`` are the kernels, and ``host/`` launches them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tilewise.backends.base import (
     unknown_operations,
 )
 from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config, choose, tf32_allowed
-from tilewise.backends.triton.host import launch, tangent, tuned
+from tilewise.backends.triton.host import launch, tangent, tile_map, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
@@ -34,6 +35,7 @@ from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged
 from tilewise.leaf_gradients import SCATTER, TILES, classify
 from tilewise.problem import Problem
+from tilewise.tiles import Grid
 
 
 @lru_cache(maxsize=1)
@@ -47,6 +49,17 @@ def interpreting() -> bool:
     import triton
 
     return triton.knobs.runtime.interpret
+
+
+def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
+    """The state of every tile of a mask with a predicate, and the keys that are seen (:func:`tile_map.judged`).
+
+    None where no kernel can run.
+    """
+    if not installed() or _device_reasons(grid.b.device) or not tile_map.can_judge(grid):
+        return None
+    with on_device(grid.b):
+        return tile_map.judged(grid, tile_m, tile_n, group)
 
 
 _HERE = nullcontext()
@@ -80,7 +93,7 @@ class Triton(Backend):
         if problem.dtype == torch.float64:
             reasons.append("float64: its kernels compute in float32")
         reasons += _width_reasons(problem)
-        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem)
+        reasons += unknown_operations(problem, OPERATIONS) + piece_reasons(problem, dropout=16)
         if problem.spec.deterministic and problem.spec.grad_slots:
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):
@@ -97,6 +110,10 @@ class Triton(Backend):
         pairs = PairReads.of(problem)
         blocks = predicate_blocks(problem)
         return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks)
+
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        tiles = self.config(problem).forward
+        return tiles.tile_m, tiles.tile_n
 
     def forward(self, problem: Problem, inputs: Inputs) -> Output:
         with on_device(inputs.q):

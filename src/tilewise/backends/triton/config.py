@@ -552,7 +552,7 @@ MERGE_KEYS = 512
 
 
 def decoding(problem: Problem, config: Config) -> Config:
-    """The configuration of a decoding step whose rows are the heads of a group (:meth:`Problem.regrouped`), from that of the step."""
+    """The configuration of a decoding step whose rows are the heads of a group (`regrouped_problem`), from that of the step."""
     if problem.device.type == "cpu":
         return config
     rows = DECODING.get(architecture(problem.device), ()) if problem.dtype.itemsize == 2 else ()

@@ -2,7 +2,9 @@
 
 They take the same tensors in the same layout, ``(batch, seqlen, heads, head_dim)`` or packed ``(total, heads, head_dim)``,
 and beyond it: any device, fp32 and fp64, any head_dim, one of v that differs from q's, dropout together with softcap, and
-gradients for ``alibi_slopes`` and ``softmax_lse``. Where the two differ:
+gradients for ``alibi_slopes`` and ``softmax_lse``. ``interface_3`` and ``cute`` are generations 3 and 4, ``kvcache`` is the call over a
+cache, ``private`` and ``bert_padding`` are what libraries import besides, and ``installation`` answers ``import flash_attn`` with all this.
+Where the two differ:
 
 - A row that sees no key has ``softmax_lse = -inf``; the original's kernels store +inf.
 - ``S_dmask`` holds signs alone: ``+1`` kept, ``-1`` dropped. The original documents signs, on probabilities that it calls not
@@ -324,7 +326,7 @@ _FUNCTIONS = (
 
 
 def install_as_flash_attn(generation: int = 2) -> None:
-    """From now on ``import flash_attn`` gives this module's functions, and ``importlib.metadata`` finds a distribution of that name.
+    """Makes ``import flash_attn`` give this module's functions, and ``importlib.metadata`` find a distribution of that name.
 
     For libraries that try the import or look up the version. Call it before they are imported. Generation 3 is
     ``flash_attn_interface``, and 4 ``flash_attn.cute``; each has functions of its own (:mod:`.interface_3`, :mod:`.cute`).

@@ -1,4 +1,4 @@
-"""What flash-attn's call over a cache does: rotary embedding, appending, attention, and where the cache lies."""
+"""The steps of flash-attn's call over a cache: rotary embedding, appending, attention, and where the cache lies."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
     tilewise.compat.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
-Masks come from :mod:`tilewise.compat.transformers.masks`; the rest of what transformers hands to an attention is
-:class:`Handed`. What cannot be honoured is refused, and says why.
+Masks come from :mod:`tilewise.compat.transformers.masks`, and ``classes`` has attention classes for models that never ask for one; the
+rest of what transformers hands to an attention is :class:`Handed`. What cannot be honoured is refused, and says why.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def _seen(module, q: Tensor, k: Tensor, given_mask, given: Handed) -> tuple[Mask
 
 
 def _unmasked(module, q: Tensor, k: Tensor, given: Handed) -> Mask | None:
-    """Where no mask says it: causal if the layer is, and its window, as flash-attention reads them."""
+    """The mask of a layer that was handed none: causal if the layer is, and its window, as flash-attention reads them."""
     is_causal = getattr(module, "is_causal", False) if given.is_causal is None else given.is_causal
     if is_causal and 1 < q.shape[1] != k.shape[1]:
         raise ValueError(

@@ -82,7 +82,7 @@ class MaskCall:
 
 @dataclass(frozen=True)
 class HandedMask:
-    """What every layer receives as its ``attention_mask``: no tensor, and of no size that grows with N².
+    """The ``attention_mask`` that every layer receives: no tensor, and of no size that grows with N².
 
     Attributes:
         mask: over the first ``keys`` of the ``shape[-1]`` keys; no query sees the others.
@@ -103,7 +103,7 @@ class HandedMask:
         return self
 
     def to(self, device: torch.device | str | torch.dtype, *_, **__) -> HandedMask:
-        """On another device, as the layers of a model that is spread over several need it."""
+        """The mask on another device, as the layers of a model that is spread over several need it."""
         if isinstance(device, torch.dtype):
             raise NotImplementedError(_COMPUTED.format(what=f"attention_mask.to({device})"))
         move = lambda m: None if m is None else Mask(m.text, tuple(t.to(device) for t in m.leaves))  # noqa: E731
@@ -285,7 +285,7 @@ def _maker(function: Callable) -> tuple[str | None, dict]:
 
 
 def read_terms(function: Callable) -> list[Band | Documents | Predicate]:
-    """What a mask function keeps, as terms that all hold."""
+    """The pairs that a mask function keeps, as terms that all hold."""
     maker, captured = _maker(function)
     return TERMS[maker](function, captured) if maker in TERMS else [Predicate(function)]
 

@@ -2,7 +2,7 @@
 
 Layouts are xformers': ``(batch, seqlen, heads, head_dim)``; ``(batch, seqlen, head_dim)``, one head; and ``(batch, seqlen, groups,
 heads, head_dim)``, where keys and values that were expanded over heads are read once. Biases with blocks become a packed call, without
-padding. Where the two differ:
+padding; the biases are in ``attn_bias``. Where the two differ:
 
 - A row that sees no key is zero; the original's is undefined.
 - A tensor bias needs no alignment, may broadcast, and has its gradient; a bool tensor selects.
@@ -150,7 +150,7 @@ _STAND_IN = StandIn("xformers", "xformers", __version__)
 
 
 def install_as_xformers() -> None:
-    """From now on ``import xformers.ops`` gives this module's functions and classes; nothing else of xformers is there.
+    """Makes ``import xformers.ops`` give this module's functions and classes; nothing else of xformers is there.
 
     Call it before the libraries that import xformers. ``importlib.metadata`` finds a distribution of that name.
 

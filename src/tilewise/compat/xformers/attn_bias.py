@@ -94,7 +94,7 @@ BANDS: dict[str, Callable[[object], Band]] = {
 
 
 class AttentionBias:
-    """What ``attn_bias`` may be besides a tensor."""
+    """The base of what ``attn_bias`` may be besides a tensor."""
 
     def to(self, device: torch.device | str) -> AttentionBias:
         return self
@@ -150,7 +150,7 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
 
 @dataclass
 class LocalAttentionFromBottomRightMask(AttentionBias):
-    """From ``window_left`` keys before a query's place to ``window_right`` after it."""
+    """Keeps from ``window_left`` keys before a query's place to ``window_right`` after it."""
 
     window_left: int
     window_right: int
@@ -161,7 +161,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
 @dataclass
 class _SeqLenInfo:
-    """Where blocks start in a dimension: ``seqstart``, int32 ``(blocks + 1,)``, and the same as a list."""
+    """The starts of blocks in a dimension: ``seqstart``, int32 ``(blocks + 1,)``, and the same as a list."""
 
     seqstart: Tensor
     max_seqlen: int

@@ -66,7 +66,7 @@ class Backward {
   void run() {
     if constexpr (held) start_sums();
     for (int64_t n0 = unit.n0; n0 < unit.n1; n0 += c.tile_n) key_tile(n0);
-    if (unit.turns) unit.turns->pass(unit.chunk, Turns::kAll);
+    if (unit.turns) unit.turns->pass(unit.share, Turns::kAll);
     if constexpr (held) write_sums();
   }
 
@@ -199,8 +199,8 @@ class Backward {
     const int64_t tiles = (s.seqlen_q + c.tile_m - 1) / c.tile_m;
     const int64_t step = (at.h - unit.head) * tiles + tiles - 1 - rows.begin / c.tile_m;  // as query_head() walks
     const bool passes = unit.turns && at.j0 + c.tile_n >= unit.n1;  // with the unit's last keys it is done with a step
-    if (passes) unit.turns->pass(unit.chunk, step);
-    if (unit.turns) unit.turns->wait(unit.chunk, step);
+    if (passes) unit.turns->pass(unit.share, step);
+    if (unit.turns) unit.turns->wait(unit.share, step);
     const TileRegisters<X> registers;  // again: signal handlers may have run meanwhile
     const int64_t count = rows.end - rows.begin, keys = columns.end - columns.begin;
     T *to = dq;
@@ -211,7 +211,7 @@ class Backward {
                                      k + d * elements<X>(width) + elements<X>(columns.begin) * part, to + d, wide);
     }
     if constexpr (!held) add_dq(at.h, rows);
-    if (passes) unit.turns->pass(unit.chunk, step + 1);
+    if (passes) unit.turns->pass(unit.share, step + 1);
   }
 
   // -- The fp32 sums of a 16-bit dQ --
@@ -222,15 +222,15 @@ class Backward {
 
   void start_sums() {
     if (unit.dq) sums = (T *)unit.dq;
-    if (unit.chunk) return;
+    if (unit.share) return;
     for (int64_t n = 0; n < unit.heads * (unit.m1 - unit.m0) * wide; ++n) sums[n] = T(0);
   }
 
   // By the last of the units that share them.
   void write_sums() {
     if (unit.turns) {
-      if (unit.chunk + 1 < c.chunks) return;
-      unit.turns->wait(unit.chunk, Turns::kAll - 1);
+      if (unit.share + 1 < c.shares) return;
+      unit.turns->wait(unit.share, Turns::kAll - 1);
     }
     for (int64_t head = unit.head; head < unit.head + unit.heads; ++head)
       for (int64_t i = unit.m0; i < unit.m1; ++i) {

@@ -82,8 +82,8 @@ void check(const TwCall &c) {
   if (c.split < 0 || c.split % c.tile_n || (c.split && c.cu_seqlens_q && !c.block_table))
     throw std::invalid_argument("split must be a multiple of tile_n, and 0 for packed sequences");
   if (c.block_table && (c.page_size < 1 || !c.cu_seqlens_k)) throw std::invalid_argument("pages need a size and lengths");
-  if (c.batch < 0 || c.heads_k < 1 || c.heads_q < 1 || c.heads_q % c.heads_k || c.head_dim < 1 || c.head_dim_v < 1 || c.chunks < 1)
-    throw std::invalid_argument("sizes and chunks must be positive, and heads_q a multiple of heads_k");
+  if (c.batch < 0 || c.heads_k < 1 || c.heads_q < 1 || c.heads_q % c.heads_k || c.head_dim < 1 || c.head_dim_v < 1 || c.shares < 1)
+    throw std::invalid_argument("sizes and shares must be positive, and heads_q a multiple of heads_k");
   if (c.q_start < 0 || c.k_start < 0) throw std::invalid_argument("a piece's first query and key must not be negative");
   if (c.seqlen_q < 0 || c.seqlen_k < 0 || std::max(c.seqlen_q, c.seqlen_k) > INT32_MAX)
     throw std::invalid_argument("the ends of masks are 32-bit numbers: at most 2147483647 rows");
@@ -106,7 +106,7 @@ int64_t visible(const TwCall &c, const Sequence &s, const QueryItem &item) {
   return std::max<int64_t>(0, std::min(end(c.hi, item.m1 - 1, item.n1), item.n1) - low);
 }
 
-// The items of the keys [n0, n1) of a sequence. Where keys are split, all heads' items of one chunk come before those of the
+// The items of the keys [n0, n1) of a sequence. Where keys are split, all heads' items of one split come before those of the
 // next: what their rows share of a page, they read at one time.
 void add_items(const TwCall &c, const Sequence &s, int64_t n0, int64_t n1, int64_t part, int64_t rows, Forward &plan) {
   const int64_t group = c.heads_q / c.heads_k;
@@ -168,36 +168,36 @@ struct Backward {
   std::vector<std::vector<GradientUnit>> groups;
   std::vector<int64_t> cost;
   std::vector<std::unique_ptr<Turns>> turns;
-  std::vector<std::unique_ptr<float[]>> sums;  // of the dq that chunks share
+  std::vector<std::unique_ptr<float[]>> sums;  // of the dq that shares share
 
   explicit Backward(const TwCall &c) {
     const int64_t batches = c.serial_batch ? 1 : c.batch, heads = c.serial_head ? 1 : c.heads_k;
-    groups.resize(size_t(batches * heads * c.chunks)), cost.resize(groups.size());
+    groups.resize(size_t(batches * heads * c.shares)), cost.resize(groups.size());
     for (int64_t b = 0; b < c.batch; ++b)
       for (int64_t head = 0; head < c.heads_k; ++head) {
-        add_keys(c, b, head, ((c.serial_batch ? 0 : b) * heads + (c.serial_head ? 0 : head)) * c.chunks);
+        add_keys(c, b, head, ((c.serial_batch ? 0 : b) * heads + (c.serial_head ? 0 : head)) * c.shares);
         add_queries(c, b, head);
       }
   }
 
  private:
-  // A head's keys, in chunks, and the dq of as many queries as are held.
+  // A head's keys, in shares, and the dq of as many queries as are held.
   void add_keys(const TwCall &c, int64_t b, int64_t head_k, int64_t group) {
     const Sequence s = sequence_of(c, b);
     const int64_t tiles = (s.seqlen_k + c.tile_n - 1) / c.tile_n, heads = c.heads_q / c.heads_k;
     const int64_t held = std::min(held_queries(c), s.seqlen_q);
     GradientUnit unit{b, head_k, head_k * heads, heads, 0, held, 0, 0, true, 0, group, nullptr, nullptr};
-    if (c.chunks > 1) {
-      turns.push_back(std::make_unique<Turns>(c.chunks)), unit.turns = turns.back().get();
+    if (c.shares > 1) {
+      turns.push_back(std::make_unique<Turns>(c.shares)), unit.turns = turns.back().get();
       const int64_t rows = sixteen_bit(c) ? heads * held : 0;
       sums.emplace_back(new float[size_t(rows * ((c.head_dim + 15) / 16 * 16))]), unit.dq = sums.back().get();
     }
-    for (; unit.chunk < c.chunks; ++unit.chunk, ++unit.group) {
-      unit.n0 = tiles * unit.chunk / c.chunks * c.tile_n;
-      unit.n1 = std::min(tiles * (unit.chunk + 1) / c.chunks * c.tile_n, s.seqlen_k);
+    for (; unit.share < c.shares; ++unit.share, ++unit.group) {
+      unit.n0 = tiles * unit.share / c.shares * c.tile_n;
+      unit.n1 = std::min(tiles * (unit.share + 1) / c.shares * c.tile_n, s.seqlen_k);
       groups[size_t(unit.group)].push_back(unit);
       const int64_t work = 5 * heads * (unit.n1 - unit.n0) * (1 + s.seqlen_q);
-      cost[size_t(unit.group)] += c.chunks > 1 ? c.chunks - unit.chunk : work;
+      cost[size_t(unit.group)] += c.shares > 1 ? c.shares - unit.share : work;
     }
   }
 
@@ -209,7 +209,7 @@ struct Backward {
       for (int64_t m0 = held_queries(c); m0 < s.seqlen_q; m0 += step) {
         const int64_t m1 = std::min(m0 + step, s.seqlen_q);
         groups.push_back({{b, head_k, head, 1, m0, m1, 0, s.seqlen_k, false, 0, 0, nullptr, nullptr}});
-        cost.push_back(c.chunks > 1 ? 0 : 3 * (m1 - m0) * s.seqlen_k);
+        cost.push_back(c.shares > 1 ? 0 : 3 * (m1 - m0) * s.seqlen_k);
       }
   }
 };

@@ -268,7 +268,7 @@ class Forward {
 
 };
 
-// The states of all chunks of an item's rows, merged in the order of the chunks (docs/algorithm.md#5-merging):
+// The states of all splits of an item's rows, merged in the order of the splits (docs/algorithm.md#5-merging):
 // lse = max + log Σ e^(lse_part - max), o = Σ e^(lse_part - lse) o_part.
 template <class E, class T>
 void merge_rows(const TwCall &c, const QueryItem &item, const Partials &partials) {

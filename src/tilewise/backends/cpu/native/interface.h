@@ -76,7 +76,7 @@ typedef struct {
   int32_t version, type, threads, heads_per_item;
   const char *isa;
   int64_t batch, heads_q, heads_k, head_dim, head_dim_v, seqlen_q, seqlen_k;
-  int64_t tile_m, tile_n, split;                   // split: keys per chunk; 0: one chunk
+  int64_t tile_m, tile_n, split;                   // split: keys of a split; 0: all keys are one
   double softmax_scale;
   const int64_t *cu_seqlens_q, *cu_seqlens_k;      // null: a dense batch
   // Forward over pages: key j of sequence b is row j % page_size of page block_table[b * table_row + j / page_size], k.batch and
@@ -97,7 +97,7 @@ typedef struct {
   uint64_t seed;
   int64_t q_start, k_start;                        // this piece's first query and key in the whole: dropout alone asks
   uint32_t keep_below;                             // dropout's threshold; 0: no dropout
-  int32_t chunks;                                  // backward: parts of the keys that threads share
+  int32_t shares;                                  // backward: parts of the keys that threads share
   int32_t serial_batch, serial_head;               // backward: units that differ there alone run one after the other
   // Backward alone:
   TwTensor dout, dq, dk, dv;                       // dq zeroed, unless the inputs are of 16 bits

@@ -176,7 +176,7 @@ void parallel(int threads, int64_t count, const std::function<void(int64_t)> &ta
   Job job{&task, count, {}, {}, {}, {}, {}};
   Pool *mates = nullptr;
   // All of OpenMP's team even where there is less to do: those that a smaller one leaves out would end, and be made again by
-  // torch's next operation (docs/decisions.md#cpu-decode-chunks).
+  // torch's next operation (docs/decisions.md#cpu-decode-splits).
   if (threads > 1 && count > 1 && !run_on_openmp(job, threads)) mates = &pool();
   if (mates && !mates->taken.exchange(true)) {
     mates->run(job, int(std::min<int64_t>(threads, count)));

@@ -23,7 +23,7 @@ inline Sequence sequence_of(const TwCall &c, int64_t b) {
   return {b, q1 - q0, k1 - k0, q0, k0};
 }
 
-// Keys of a chunk of a sequence; 0: it is not split. Over pages its own lengths decide, so that its batch-mates cannot.
+// Keys of a split of a sequence; 0: it is not split. Over pages its own lengths decide, so that its batch-mates cannot.
 constexpr int64_t kSplitRows = 16;
 inline int64_t split_of(const TwCall &c, const Sequence &s) {
   return !c.block_table || (s.seqlen_q <= kSplitRows && s.seqlen_k >= 2 * c.split) ? c.split : 0;
@@ -34,7 +34,7 @@ inline int64_t parts_of(const TwCall &c, const Sequence &s) {
 }
 
 // Forward: `heads` query heads from `head` on, queries [m0, m1), keys [n0, n1). Where keys are split, `part` numbers the
-// chunk and the state goes to the partial results; items of the same `rows` differ in their chunk alone. Else `part` is -1.
+// split and the state goes to the partial results; items of the same `rows` differ in their split alone. Else `part` is -1.
 struct QueryItem {
   int64_t b, head, heads, m0, m1, n0, n1, part, rows;
   int64_t head_of(int64_t row) const { return head + row / (m1 - m0); }
@@ -43,11 +43,11 @@ struct QueryItem {
 
 // Backward: the keys [n0, n1) of key head `head_k`, and of the query heads [head, head + heads) all queries, for dk and dv
 // (`keys`), or the queries [m0, m1) alone. It sums the dq of the latter. `group` numbers the units that share leaf sums.
-// Where `turns` is set, units of other `chunk`s add to the same `dq`; where `dq` is null, a unit has its own.
+// Where `turns` is set, units of other `share`s add to the same `dq`; where `dq` is null, a unit has its own.
 struct GradientUnit {
   int64_t b, head_k, head, heads, m0, m1, n0, n1;
   bool keys;
-  int64_t chunk, group;
+  int64_t share, group;
   void *dq;
   Turns *turns;
 };
@@ -77,12 +77,12 @@ inline int64_t pass_queries(const TwCall &c) {
 // Rows of dq in a thread's own memory.
 inline int64_t own_rows_of_dq(const TwCall &c) {
   if (!sixteen_bit(c)) return 0;
-  const int64_t held = held_queries(c), whole = c.chunks > 1 ? 0 : c.heads_q / c.heads_k * held;
+  const int64_t held = held_queries(c), whole = c.shares > 1 ? 0 : c.heads_q / c.heads_k * held;
   const int64_t pass = held < c.seqlen_q ? pass_queries(c) : 0;
   return whole > pass ? whole : pass;
 }
 
-// Partial states, by chunk: o (part, line, d), lse and the largest scores (part, line) in the compute type. `parts` is the most
+// Partial states, by split: o (part, line, d), lse and the largest scores (part, line) in the compute type. `parts` is the most
 // that a sequence has.
 struct Partials {
   void *o, *lse, *largest;

@@ -26,6 +26,6 @@ the products of a block, and what runs under what   keys_compute, keys_split, cl
 how dQ is accumulated, and in which order           dq_accumulate; head_dim 256: cluster_dq; put in place: postprocess
 lse2 and delta                                      preprocess; in the pass over queries: ``queries_compute.make_statistics``
 registers, products, shared-memory stores           fragments
-the numbers of a launch                             params, launch
+the numbers of a launch                             params, launch; stand-ins to compile for: fake_arguments
 =================================================== ==================================================================
 """

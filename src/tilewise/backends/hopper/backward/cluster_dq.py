@@ -79,6 +79,7 @@ def add_tile(
 ):  # fmt: skip
     """Adds one tile's dQ to the sums. Returns how many blocks there were so far."""
     cute.arch.mbarrier_wait(smem.held_full + K, held_phase)  # from load_keys
+    # From load_keys too: the peer's keys, in the columns of this CTA.
     cute.arch.mbarrier_wait(smem.held_full + PEER_K, held_phase)
     for g in cutlass.range(params.group, unroll=1):
         sums = buffers.dq_sums[key_tile.batch, key_tile.head * params.group + g, None, smem.rank, None]

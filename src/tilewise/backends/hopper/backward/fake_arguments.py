@@ -13,6 +13,8 @@ from tilewise.backends.hopper.kit import fake
 def fake_arguments(config: Backward) -> tuple:
     """The arguments of :func:`tilewise.backends.hopper.backward.launch.launch`, but for its config."""
     batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
+    # The copy engine wants rows at multiples of 16 bytes, so head dims are multiples of 8 elements; lse2 and delta end
+    # in whole blocks.
     dim, dim_v, lines = (cute.sym_int(divisibility=n) for n in (8, 8, 16))
     q, o, k, v = (
         (batch, seqlen_q, heads_q, dim),
@@ -24,15 +26,20 @@ def fake_arguments(config: Backward) -> tuple:
     def statistic(size, divisibility=1, align=4):
         return fake.rows(cutlass.Float32, (batch, heads_q, size), divisibility, align)
 
+    # The order is that of :func:`launch.launch`: q, k, v, o, do, lse, dlse. The host passes values by place, not by
+    # name.
     given = *(fake.tiled(config.dtype, shape) for shape in (q, k, v, o, o)), statistic(seqlen_q), statistic(seqlen_q)
+    # lse2 and delta start at multiples of 16 bytes, since a bulk copy brings their rows with a block of Q or dO.
     made = *(fake.tiled(config.dtype, shape) for shape in (q, k, v)), statistic(lines, 4, 16), statistic(lines, 4, 16)
     if config.keys.sums_dq:
+        # dQ's parts: one for each warpgroup and query block, fp32, in the order of the registers that add to it.
         shape = batch, heads_q, cute.sym_int(), KEY_GROUPS, config.keys.part_elements
         made = *made, fake.rows(cutlass.Float32, shape, 4, 16)
     if config.keys.ordered:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
     if config.keys.queued:
         made = *made, fake.vector(cutlass.Int32, 1)
+    # lo, hi, a section and a grid for each pass; scale, scale2, cap2.
     numbers = *[fake.I32] * 6, *[fake.F32] * 3
     if config.packed:
         starts = cute.sym_int()

@@ -73,10 +73,13 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     queue = buffers.pop() if config.keys.queued else None
     buffers = RowBuffers(*buffers)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
+    # Each pass takes its tiles from a queue of its own, since both may be at work at a time; the last tensor is the
+    # second queue.
     group, queue_q = q.shape[2] // k.shape[2], more.pop() if config.packed else None
     starts = PackedParams(*more, *ends) if config.packed else None
     extra_k, extra_q = optional_params(more, ends, config)
     extra_k = extra_k._replace(queue=queue)
+    # heads are key heads here: a key tile serves the whole group.
     params_k = BackwardParams(
         q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts, extra_k
     )

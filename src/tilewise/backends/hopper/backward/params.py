@@ -79,6 +79,7 @@ def row_band(batch, head, params: BackwardParams, config: Backward) -> schedule.
     """The band of a query head, read by rows. Rows past the last one have the last one's ends."""
     if not config.by_rows:
         return number_band(params, config)
+    # A load past the last row's end would be outside the tensor, and a tile's last rows may lie there.
     lo, hi = (ends_of(ends, batch, head, params.seqlen_q - 1) for ends in (params.extra.lo, params.extra.hi))
     return schedule.Band(lo, hi, params.seqlen_k)
 
@@ -88,6 +89,8 @@ def column_band(batch, head, params: BackwardParams, config: Backward) -> schedu
     the last one have the last one's ends."""
     if not config.by_rows:
         return number_band(params, config)
+    # Read by columns: first(j) <= i < last(j); the ends of rows are not needed in this pass
+    # (docs/algorithm.md#6-backward).
     first, last = (ends_of(ends, batch, head, params.seqlen_k - 1) for ends in (params.extra.lo, params.extra.hi))
     return schedule.Band(None, None, params.seqlen_k, first, last)
 
@@ -100,6 +103,7 @@ def ends_of(ends: cute.Tensor, batch, head, last):
 def flag_place(m_block, batch, head, lse2: cute.Tensor) -> tuple:
     """The index in ``lse2`` of a query tile's flag, which counts the warpgroups that have written their rows' statistics. The flags lie
     behind a head's rows; the first tile's flag is the last element."""
+    # Counted from the back, so that the place depends on no length but the buffer's.
     return batch, head, lse2.shape[2] - 1 - m_block
 
 

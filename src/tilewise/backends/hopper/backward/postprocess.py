@@ -88,6 +88,7 @@ def launch(sums: DqSums, dq: cute.Tensor, softmax_scale, stream, config: Backwar
     )
     kernel.set_name_prefix(f"{config.name}_sum", remove_cutlass_symbol=True, keep_mangled_name=False)
     batch, heads, blocks = sums.parts.shape[:3]
+    # Two warpgroups, one for each part of a block.
     kernel(sums, info, tiled_mma(config), softmax_scale, config).launch(
         grid=[blocks * heads * batch, 1, 1], block=[128 * KEY_GROUPS, 1, 1], stream=stream, use_pdl=True
     )

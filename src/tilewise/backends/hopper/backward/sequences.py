@@ -49,6 +49,7 @@ class PackedSequence(NamedTuple):
     ) -> PackedSequence:
         """The n-th sequence. ``rest_q``, ``rest_k``: the rows, or keys, past the last sequence count as one more sequence."""
         starts = params.packed
+        # A sequence without rows or keys still has a place: its tiles are none.
         q = packed.rows_of(n, starts.cu_q, params.seqlen_q, rest_q)
         k = packed.rows_of(n, starts.cu_k, params.seqlen_k, rest_k)
         off = k.size - q.size  # the band is aligned at the bottom right of each sequence
@@ -89,6 +90,7 @@ def statistics_start(n, cu: cute.Tensor, total, config: Backward):
 
 def dq_block_start(n, cu: cute.Tensor, total, config: Backward):
     """The first block of a sequence's accumulated dQ."""
+    # One block more for each sequence, because its last block may be partial and its first must be its own.
     return packed.spaced(n, cu, total, config.keys.tile_m, config.keys.tile_m)
 
 

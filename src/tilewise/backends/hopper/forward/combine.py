@@ -1,7 +1,7 @@
-"""The states of chunks of keys, merged (docs/algorithm.md, (8) and (18)): one warp a row.
+"""The states of splits of keys, merged (docs/algorithm.md, (8) and (18)): one warp a row.
 
 ``m = max(max_c lse_c, sink)``, ``w_c = exp(lse_c - m)``, ``o = sum_c w_c o_c / l`` and ``lse = m + log l`` with
-``l = sum_c w_c + exp(sink - m)``; a chunk without keys has ``lse_c = -inf`` and weighs nothing.
+``l = sum_c w_c + exp(sink - m)``; a split without keys has ``lse_c = -inf`` and weighs nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ STEP = 32  # columns that a warp takes at once: one a lane
 AHEAD = {
     True: 8,
     False: 4,
-}  # chunks whose loads are on their way together: where one tile holds the queries, and where several do
+}  # splits whose loads are on their way together: where one tile holds the queries, and where several do
 
 
 class Merge(NamedTuple):
-    """``part_o`` (chunk, batch, head, row, width_v), ``part_lse`` (chunk, batch, head, row), ``o`` (batch, row, head, D),
+    """``part_o`` (split, batch, head, row, width_v), ``part_lse`` (split, batch, head, row), ``o`` (batch, row, head, D),
     ``lse`` (batch, head, row); ``sinks``: whether ``sink`` (head,) counts, else it is not read."""
 
     part_o: cute.Tensor
@@ -47,10 +47,10 @@ def exponential(value):
 
 
 def weights(part_lse: cute.Tensor, sink, lane):
-    """``(w, l, m)`` of a row, without the sink's part of l, and w of the chunk that is the lane's: there are at most 32. ``m`` is
+    """``(w, l, m)`` of a row, without the sink's part of l, and w of the split that is the lane's: there are at most 32. ``m`` is
     0 where nothing counts. In base e as its terms: what is subtracted before a product with log2 e, and added after one
     with ln 2, keeps lse within a rounding."""
-    # One lane a chunk: its lse, and -inf in lanes without a chunk.
+    # One lane a split: its lse, and -inf in lanes without a split.
     count = cute.size(part_lse)
     lse = choose(lane < count, part_lse[cutlass.min(lane, count - 1)], -INF)
     m = cute.arch.fmax(over_warp(lse, cute.arch.fmax), sink)
@@ -60,15 +60,15 @@ def weights(part_lse: cute.Tensor, sink, lane):
 
 
 def ahead(part_o: cute.Tensor, first, columns: list, together: int) -> list:
-    """o of some chunks, whose loads so are on their way together; of chunks past the last, the last one's."""
+    """o of some splits, whose loads so are on their way together; of splits past the last, the last one's."""
     count = cute.size(part_o, mode=[0])
     return [[part_o[cutlass.min(first + n, count - 1), column] for column in columns] for n in range(together)]
 
 
-def add(sums: cute.Tensor, chunks: list, weight, first) -> None:
-    """Chunks from the ``first`` on; past the last, where a lane has none, a weight is 0."""
-    for n, o in enumerate(chunks):
-        # Lane n holds the weight of chunk n; all lanes need it.
+def add(sums: cute.Tensor, states: list, weight, first) -> None:
+    """Splits from the ``first`` on; past the last, where a lane has none, a weight is 0."""
+    for n, o in enumerate(states):
+        # Lane n holds the weight of split n; all lanes need it.
         w = cute.arch.shuffle_sync(weight, first + n)
         for c, value in enumerate(o):
             sums[c] = sums[c] + w * value
@@ -83,9 +83,9 @@ def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, config: cutl
     )
     sums = cute.make_rmem_tensor((len(columns),), F32)
     sums.fill(0.0)
-    chunks = ahead(part_o, 0, columns, together)  # on their way while the weights are made
+    states = ahead(part_o, 0, columns, together)  # on their way while the weights are made
     weight, total, m = weights(part_lse, sink, column)
-    add(sums, chunks, weight, 0)
+    add(sums, states, weight, 0)
     for first in cutlass.range(together, cute.size(part_lse), together, unroll=1):
         add(sums, ahead(part_o, first, columns, together), weight, first)
     keyless, total = total == 0.0, total + exponential(sink - m)

@@ -134,7 +134,7 @@ class Config(Formed):
 
     Attributes:
         dtype, form: one of DTYPES, and one of FORMS.
-        split: the keys of a query tile are cut into chunks, whose states a second kernel merges.
+        split: the keys of a query tile are shared out among splits, whose states a second kernel merges.
         heads: how many query heads of a group a tile holds side by side, so that its keys serve them all; divides ROWS.
         packed: sequences are packed; such a kernel neither splits keys nor holds heads side by side.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
@@ -172,7 +172,7 @@ class Config(Formed):
 
     @property
     def expected(self) -> tuple[Expected, ...]:
-        """The facts that the compiled kernel is held to; the kernel that merges chunks has no roles."""
+        """The facts that the compiled kernel is held to; the kernel that merges splits has no roles."""
         registers = self.tiles.registers, self.tiles.registers_load
         return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, self.stores),)
 
@@ -483,19 +483,19 @@ def mean_seqlen_q(problem: Problem) -> int:
     return -(-problem.seqlen_q // max(problem.batch, 1)) if problem.packed else problem.seqlen_q
 
 
-# The most chunks of a sequence's keys: where its queries fill several tiles, and where one tile holds them
+# The most splits of a sequence's keys: where its queries fill several tiles, and where one tile holds them
 # (docs/decisions.md#hopper-split-keys).
-CHUNKS = (4, 32)
-CHUNK = 256  # keys, at least
+MAX_SPLITS = (4, 32)
+MIN_SPLIT_KEYS = 256  # keys, at least
 
 
-def chunks(config: Config, seqlen_q: int, seqlen_k: int) -> int:
-    """How many chunks the keys of a query tile are cut into; all have nearly the same number of key blocks.
+def num_splits(config: Config, seqlen_q: int, seqlen_k: int) -> int:
+    """How many splits a query tile's keys have; all of them have nearly the same number of key blocks.
 
     The number depends on the lengths of one sequence alone.
     """
     blocks = -(-seqlen_k // config.tiles.tile_n)
-    size = max(-(-blocks // CHUNKS[seqlen_q <= config.tile_queries]), -(-CHUNK // config.tiles.tile_n))
+    size = max(-(-blocks // MAX_SPLITS[seqlen_q <= config.tile_queries]), -(-MIN_SPLIT_KEYS // config.tiles.tile_n))
     return -(-blocks // size)
 
 
@@ -525,7 +525,7 @@ def estimated_clocks(config: Config, problem: Problem, seqlen_k: int, cores: int
     """
     tiles, seqlen_q = config.tiles, mean_seqlen_q(problem)
     seqlen_k = -(-seqlen_k // max(problem.batch, 1)) if problem.packed else seqlen_k
-    parts = chunks(config, seqlen_q, max(seqlen_k, 1)) if config.split else 1
+    parts = num_splits(config, seqlen_q, max(seqlen_k, 1)) if config.split else 1
 
     def tile_clocks(blocks: float) -> float:
         return OPEN / tiles.q_stages + blocks / parts * block_clocks(tiles)
@@ -548,23 +548,23 @@ class Grid:
     Attributes:
         tiles, ctas: how many tiles there are, and how many CTAs that stay and take them one after the other.
         section: heads that are at work at a time, as in :class:`tilewise.backends.hopper.kit.schedule.Order`.
-        chunks: of the keys of a tile.
+        splits: of the keys of a tile.
     """
 
     tiles: int
     ctas: int
     section: int
-    chunks: int = 1
+    splits: int = 1
 
 
 def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     """The grid of a launch: one head after the other where tiles are equally long.
 
     Where they are not, as many heads at once as fill a round with SHARING tiles of each: rows of tiles are then nearly equal in
-    a round, and the to-and-fro of rounds evens out the rest. A chunk of a head counts as a head here, and heads that share a
+    a round, and the to-and-fro of rounds evens out the rest. A split of a head counts as a head here, and heads that share a
     tile count as one.
     """
-    parts = chunks(config, problem.seqlen_q, seqlen_k) if config.split else 1
+    parts = num_splits(config, problem.seqlen_q, seqlen_k) if config.split else 1
     heads = problem.batch * problem.heads_k * -(-problem.group // config.heads) * parts
     tiles = heads * -(-problem.seqlen_q // config.tile_queries)
     if problem.packed:  # at most, as only the device knows the lengths

@@ -68,14 +68,14 @@ def put_lse(lse: cute.Tensor, place: tuple, value, inside):
 
 
 def put_part(operands, query_tile: QueryTile, w, params: ForwardParams, config: Config) -> None:
-    """Writes the state of a chunk, fp32, to global memory; a sink is left to the merge."""
+    """Writes the state of a split, fp32, to global memory; a sink is left to the merge."""
     factor, statistic = softmax.finalize(operands.rows, [-softmax.INF] * 2)
     o = rows_columns(operands.o)
     softmax.scale_rows(o, kept_factor(factor, params, config))
     for r in range(2):
         place, inside = row_at(query_tile, w, r, params, config)
-        put_row(o[r, None], params.extra.part_o, (query_tile.chunk, *place), inside)
-        put_lse(params.extra.part_lse, (query_tile.chunk, *place), statistic[r], inside)
+        put_row(o[r, None], params.extra.part_o, (query_tile.split, *place), inside)
+        put_lse(params.extra.part_lse, (query_tile.split, *place), statistic[r], inside)
 
 
 @cute.jit

@@ -12,7 +12,9 @@ from tilewise.backends.hopper.kit import fake
 
 def fake_arguments(config: Config) -> tuple:
     """The arguments of :func:`tilewise.backends.hopper.forward.kernel.launch`, but for its config."""
+    # One kernel serves all lengths and heads: they are symbols, and numbers of run time.
     batch, heads_q, heads_k, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
+    # Rows of 16 bytes, as the copy engine wants them; a smaller head dim than the tile's is filled with zeros.
     dim, dim_v = (cute.sym_int(divisibility=8) for _ in range(2))
 
     def whole(*shape):
@@ -20,6 +22,7 @@ def fake_arguments(config: Config) -> tuple:
 
     def state(*columns):
         shape = cute.sym_int(), batch, heads_q, seqlen_q, *columns
+        # States are stored two numbers at a time (instructions.put_pair), so their rows are at multiples of 8 bytes.
         return fake.rows(cutlass.Float32, shape, 2 if columns else 1, 16)
 
     starts, q_tiles = cute.sym_int(), cute.sym_int()
@@ -41,6 +44,7 @@ def fake_arguments(config: Config) -> tuple:
     }
     traced = [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]
     traced += [fake.NUMBERS[kind] for kind in config.traced.numbers]
+    # lo, hi, section, CTAs, whether there are sinks; scale2, cap2. The host passes them by place.
     numbers = *[fake.I32] * 5, *[fake.F32] * 2
     return (
         fake.tiled(config.dtype, (batch, seqlen_q, heads_q, dim)),

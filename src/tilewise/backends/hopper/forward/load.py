@@ -34,6 +34,7 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
     Tiles of packed sequences differ too much to be dealt out: after its first one, a CTA takes what comes next of all. The
     tile is published with its Q, so that the other roles need not look for it. A tile of no sequence ends them.
     """
+    # A loop of its own, and no scheduler.take_tiles: docs/decisions.md#hopper-forward-loops.
     state, q_state = new_writer(), new_writer()  # in the ring of K and V, and in the tiles of Q
     if cutlass.const_expr(config.packed):
         of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)

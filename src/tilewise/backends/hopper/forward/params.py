@@ -34,7 +34,9 @@ class ForwardParams(NamedTuple):
     section: I32
     lo: I32
     hi: I32
+    # A number and no part of the config, so that one kernel serves calls with and without sinks.
     sinks: I32
+    # Base 2, since the hardware has an exponential of base 2 alone.
     scale2: F32
     cap2: F32
     extra: OptionalParams = OptionalParams()
@@ -61,6 +63,7 @@ class TensorMaps(NamedTuple):
 
 def optional_params(values: list, config: Config) -> OptionalParams:
     """The values that follow a launch's numbers, by name: those of ``config.extra``, then leaves, then numbers of expressions."""
+    # The host puts values down by place, in this order: fields of `config.extra`, then leaves, then numbers.
     named, leaves = len(config.extra), len(config.extra) + len(config.traced.tensors)
     if config.traced == PLAIN:
         return OptionalParams(**dict(zip(config.extra, values, strict=True)))

@@ -44,7 +44,7 @@ def band_of_tile(query_tile: QueryTile, params: ForwardParams, config: Config) -
 def tile_order(params: ForwardParams, config: Config) -> schedule.Order:
     """The order of all query tiles."""
     m_blocks = (params.seqlen_q + config.tile_queries - 1) // config.tile_queries
-    heads = params.batch * tiles_per_row(params, config) * chunks_of(params, config)
+    heads = params.batch * tiles_per_row(params, config) * splits_of(params, config)
     return schedule.Order(m_blocks, heads, params.section, config.has_upper)
 
 
@@ -60,8 +60,8 @@ def tiles_per_group(params: ForwardParams, config: Config):
     return (params.group + config.heads - 1) // config.heads
 
 
-def chunks_of(params: ForwardParams, config: Config):
-    """How many chunks the keys of a tile are split into."""
+def splits_of(params: ForwardParams, config: Config):
+    """How many splits a tile's keys have."""
     return cute.size(params.extra.part_lse, mode=[0]) if config.split else 1
 
 
@@ -72,14 +72,14 @@ def rounds_of(params: ForwardParams, config: Config):
 
 def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
     """This CTA's tile in a round."""
-    # `pair` counts over batch elements, heads and chunks.
+    # `pair` counts over batch elements, heads and splits.
     n = schedule.nth(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], round_)
     m_block, pair = schedule.tile_at(n, tile_order(params, config), PICK)
-    row, chunk, chunks = m_block * config.tile_queries, None, chunks_of(params, config)
+    row, split, splits = m_block * config.tile_queries, None, splits_of(params, config)
     heads, tile_n = tiles_per_row(params, config), config.tiles.tile_n
     if config.split:
-        # The chunks of one query tile follow one another in the order of tiles.
-        pair, chunk = pair // chunks, pair % chunks
+        # The splits of one query tile follow one another in the order of tiles.
+        pair, split = pair // splits, pair % splits
     head, batch = pair % heads, pair // heads
     if config.heads > 1:
         blocks = tiles_per_group(params, config)
@@ -92,9 +92,9 @@ def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
     band = band_of_head(batch, head, params, config)
     start, stop = schedule.key_blocks(row, config.tile_queries, tile_n, band, PICK)
     if config.split:
-        size = schedule.chunk_blocks((params.seqlen_k + tile_n - 1) // tile_n, chunks)
-        start, stop = schedule.within_chunk((start, stop), chunk, size, PICK)
-    return QueryTile(row, head, batch, I32(start), I32(stop), chunk)
+        size = schedule.split_blocks((params.seqlen_k + tile_n - 1) // tile_n, splits)
+        start, stop = schedule.within_split((start, stop), split, size, PICK)
+    return QueryTile(row, head, batch, I32(start), I32(stop), split)
 
 
 # -- Tiles of packed sequences -------------------------------------------------------------------------------------

@@ -4,5 +4,6 @@ A call: ``forward_call`` and ``backward_call`` decide once for a problem (``plan
 and lists of blocks); ``library`` finds the kernel's file or has it built; ``driver`` launches it by its ``recipe``.
 
 A kernel: ``aot`` compiles it, ``hostcode`` (with ``llvm_types`` and ``cubin``) reads the launch's recipe out of the compiled host function,
-``sass`` and ``proven`` judge it, ``kernel_files`` writes it; ``sample`` chooses a few that stand for all.
+``sass`` and ``proven`` judge it, ``kernel_files`` writes it; ``compiler`` says whether the DSL is here, ``selection`` reads the words by
+which users name kernels, and ``sample`` chooses a few that stand for all.
 """

@@ -28,7 +28,7 @@ class ForwardPlan(Plan):
 
     Attributes:
         bound: the launch that needs nothing but addresses, once there was one (:attr:`direct`).
-        outputs, states: tensors without memory, like the output and like the states of chunks of keys of that launch.
+        outputs, states: tensors without memory, like the output and like the states of splits of keys of that launch.
     """
 
     config: Config
@@ -77,7 +77,7 @@ class ForwardPlan(Plan):
             return ()
         found = {}
         if self.config.split:
-            states = self.grid.chunks, self.problem.batch, self.problem.heads_q, self.problem.seqlen_q
+            states = self.grid.splits, self.problem.batch, self.problem.heads_q, self.problem.seqlen_q
             part_o = inputs.q.new_empty((*states, self.config.tiles.width_v), dtype=torch.float32)
             found |= {"part_o": part_o, "part_lse": inputs.q.new_empty(states, dtype=torch.float32)}
         if self.config.by_rows:

@@ -22,6 +22,7 @@ def philox(counter: tuple, key: tuple) -> tuple:
     """The four words of 32 bits of one call (docs/algorithm.md, (20) and (21))."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
+        # Products of 64 bits: the low halves become words as they are, the high ones with a word and a part of the key.
         p0, p1 = U64(c0) * U64(M0), U64(c2) * U64(M1)
         c0, c1, c2, c3 = U32(p1 >> 32) ^ c1 ^ k0, U32(p1), U32(p0 >> 32) ^ c3 ^ k1, U32(p0)
         k0, k1 = k0 + U32(W0), k1 + U32(W1)
@@ -51,6 +52,8 @@ def drop(p: cute.Tensor, line, first_key, work) -> None:
         words = philox((U32(call), row, pair, U32(0)), key)
         for n in range(4):
             for r in range(2):
+                # Columns c + 2 and c + 3 are eight keys on: word 2 (j % 2) + (i // 8) % 2, its half by (j // 8) % 2,
+                # (21).
                 value = half(words[2 * (n % 2) + r], n >= 2)
                 p[r, c + n] = choose(value < work.extra.threshold, p[r, c + n], 0.0)
 

@@ -64,6 +64,8 @@ def scored(s: cute.Tensor, text: str, scale, pairs: Pairs) -> None:
     for c in range(cute.size(s, mode=[1])):
         values.begin(c, s)
         for r in range(2):
+            # s is the (2, N/4) view of an fp32 accumulator of 64 × N; each product gives way to its score in the same
+            # register.
             s[r, c] = F32(values.at(r, c, s[r, c] * scale)[0])
 
 
@@ -73,6 +75,7 @@ def hide(s: cute.Tensor, text: str, pairs: Pairs) -> None:
     for c in range(cute.size(s, mode=[1])):
         values.begin(c, s)
         for r in range(2):
+            # A selection, so that a NaN or an infinity of a hidden pair is gone too.
             s[r, c] = choose(values.at(r, c, None)[0], s[r, c], -INF)
 
 
@@ -93,7 +96,10 @@ class Values:
         (docs/decisions.md#hopper-held-expressions).
         """
         if c % GROUP == 0:
+            # The group before is finished with its last score; the first group waits for the products themselves.
             score = s[1, max(c - 1, 0)]
+            # New names for i and j: whatever is computed from the old ones could be moved up, so nothing known is kept
+            # either.
             self.rows = [after(n, score) for n in self.pairs.rows]
             self.column = after(self.pairs.column, score)
             self.known = {}
@@ -104,6 +110,7 @@ class Values:
 
         def key(e: Expr) -> tuple:
             names = self.depends[id(e)]
+            # None is for all rows, or all columns: a node of b and h alone has one value in the whole group of columns.
             return id(e), r if names & {"s", row} else None, c if names & {"s", column} else None
 
         for e in self.nodes:
@@ -119,6 +126,7 @@ class Values:
             return self.pairs.numbers[e.args[0]]
         if e.op == "symbol":
             row, column = self.pairs.names
+            # A thread's columns are a constant apart, so one register holds the place of all of them.
             of_pair = {"s": s, row: self.rows[r], column: self.column + constant_column(c)}
             return {**of_pair, **self.pairs.common}[e.args[0]]
         if e.op == "lookup":
@@ -130,8 +138,11 @@ def read(leaf: cute.Tensor, e: Expr, index: list):
     """The element of a leaf that a lookup reads, in 32 bits (64 for int64); truth values lie there as bytes."""
     inside = []
     for at, x, size in zip(e.args[1:], index, leaf.shape, strict=False):
+        # Every index is clamped, as the reference clamps it; b, h, i and j are never negative, so their lower clamp is
+        # left out.
         x = smaller(x, size - 1)
         inside.append(x if at.op == "symbol" and at.args[0] in "bhij" else larger(x, 0))
+    # A tensor without axes comes as one of a single element.
     value = leaf[tuple(inside)] if index else leaf[0]
     kind = expr.kind(e)
     if kind == "float":
@@ -175,6 +186,7 @@ def divide(left, right):
     """
     inverse = cute.arch.rcp_approx(right)
     first = left * inverse
+    # One step of Newton's: first + (left - first · right) / right, the rest exact because an fma rounds once.
     better = cute.math.fma(cute.math.fma(-first, right, left), inverse, first)
     return choose(better == better, better, first)
 
@@ -191,6 +203,7 @@ def floor_divide(left, right):
     quotient = I32(cute.math.floor(F32(left) * inverse))
     quotient = quotient + I32(cute.math.floor(F32(left - quotient * right) * inverse))
     rest = left - quotient * right
+    # Rounded down means a rest with the sign of `right`, and smaller than it.
     below = (rest != 0) & ((rest < 0) != (right < 0))
     beyond = ((rest >= right) & (right > 0)) | ((rest <= right) & (right < 0))
     return quotient + select(beyond, 1, select(below, -1, 0, "int"), "int")
@@ -199,6 +212,7 @@ def floor_divide(left, right):
 def square_root(value):
     """The square root of a float, exact for 0 and infinity."""
     root = value * cute.math.rsqrt(value, fastmath=True)
+    # There the product is 0 · ∞, a NaN, and the root is the number itself.
     return choose((value == 0.0) | (value == INF), value, root)
 
 
@@ -212,6 +226,7 @@ def select(condition, left, right, kind: str):
     if kind == "float":
         return choose(condition, left, right)
     if kind == "bool":
+        # Selections are of registers, and a truth value has none of its own.
         return cutlass.select_(condition, I32(left), I32(right)) != 0
     left, right = whole(left, right)
     return (cutlass.Int64 if wide(left) else I32)(cutlass.select_(condition, left, right))
@@ -338,7 +353,9 @@ def operation(e: Expr, args: list):
     if e.op == "int":
         return args[0] if wide(args[0]) else I32(args[0])
     if kind == "float" or "float" in kinds:
+        # A truth value becomes 0 or 1 first, as in torch.
         args = [F32(I32(a)) if k == "bool" else F32(a) for a, k in zip(args, kinds, strict=True)]
     else:
+        # 64 bits if one of them has 64: torch's rule for whole numbers.
         args = whole(*args)
     return FUNCTIONS[kind][name](*args)

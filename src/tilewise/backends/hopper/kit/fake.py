@@ -23,6 +23,7 @@ def strides(count: int, divisibility: int = 1) -> tuple:
 
 def tiled(dtype: str, shape: Sequence[Any]) -> Any:
     """A tensor (batch, row, head, column) in a config's ``dtype`` that the copy engine addresses: its columns lie side by side."""
+    # TMA wants strides and the address at multiples of 16 bytes; host/plan.py copies what is not.
     return make_fake_tensor(ELEMENT[dtype], tuple(shape), (*strides(3, MULTIPLE), 1), assumed_align=16)
 
 
@@ -43,5 +44,6 @@ def vector(element: Any, size: Any) -> Any:
 
 def leaf(dtype: str, rank: int) -> Any:
     """A tensor that an expression reads, as :func:`tilewise.backends.hopper.host.plan.leaf` hands it over."""
+    # torch keeps a truth value in a byte.
     element = getattr(cutlass, {"bool": "Uint8", "bfloat16": "BFloat16"}.get(dtype, dtype.capitalize()))
     return strided(element, [cute.sym_int() for _ in range(max(rank, 1))])

@@ -58,6 +58,7 @@ def pack(low, high, dtype: str):
 def all_agree(condition, barrier_id):
     """1 if a condition holds for every thread of the warpgroup, else 0; every thread gets the same answer."""
     code = "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, 128, p; selp.s32 {$w0}, 1, 0, q; }"
+    # Partners: all 128 threads of the warpgroup. It is a barrier, so that every one of them has to come.
     mine, kind = cutlass.select_(condition, cutlass.Int32(1), cutlass.Int32(0)), [cutlass.Int32]
     return cute.arch.inline_ptx(code, write_only_types=kind, read_only_args=[mine, cutlass.Int32(barrier_id)])
 
@@ -116,4 +117,5 @@ def await_count(counts: cute.Tensor, place: tuple, count: cutlass.Constexpr):
     found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
     while found < count:
         found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
+    # The acquire orders loads; copies of TMA go through another proxy and need a fence of their own.
     cute.arch.fence_proxy("async.global")

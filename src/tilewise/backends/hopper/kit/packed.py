@@ -99,6 +99,7 @@ def take(queue: cute.Tensor):
     """The next tile of all that no CTA has: CTAs begin with the first ones (docs/decisions.md#hopper-packed-queue)."""
     n = I32(0)
     if cute.arch.thread_idx()[0] % 32 == 0:
+        # One lane takes the number and the warp shares it; relaxed, since nothing but the number is handed over.
         n = cute.arch.atomic_add(queue.iterator, I32(1), sem="relaxed", scope="gpu") + cute.arch.grid_dim()[0]
     return cute.arch.make_warp_uniform(n)
 
@@ -137,6 +138,7 @@ def in_tiles(span: Span, rows: int):
 def rows_of(sequence, cu: cute.Tensor, total, rest: bool) -> Span:
     """A sequence's rows; of those past the last, the rows that are left if ``rest``, else none."""
     last = cute.size(cu) - 1
+    # cu_seqlens is checked by no host: a number past the tensor must not become an address.
     start = cutlass.min(cu[sequence], total)
     stop = cutlass.min(cu[cutlass.min(sequence + 1, last)], total)
     if rest:

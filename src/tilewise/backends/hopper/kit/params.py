@@ -14,7 +14,7 @@ class OptionalParams(NamedTuple):
 
     Attributes:
         o: (batch, row, head, column), where O leaves from registers and no warp stores it.
-        part_o, part_lse: (chunk, batch, head, row, width_v) and (chunk, batch, head, row), fp32: the states of chunks of keys.
+        part_o, part_lse: (split, batch, head, row, width_v) and (split, batch, head, row), fp32: the states of splits of keys.
         lo, hi: (batch, head, row), int32: the key interval of every row.
         blocks: (batch, head, query tile, step), int32: the key blocks to visit, those first that need the predicate.
         counts: (batch, head, query tile, 2), int32: how many blocks of a tile need the predicate, and how many there are.
@@ -27,17 +27,21 @@ class OptionalParams(NamedTuple):
     """
 
     o: cute.Tensor | None = None
+    # Split keys write these instead of o and lse, and the second kernel reads them.
     part_o: cute.Tensor | None = None
     part_lse: cute.Tensor | None = None
+    # Form `rows` has lo and hi, form `lists` blocks and counts; others compute the ends from the band's numbers.
     lo: cute.Tensor | None = None
     hi: cute.Tensor | None = None
     blocks: cute.Tensor | None = None
     counts: cute.Tensor | None = None
+    # Packed sequences.
     cu_q: cute.Tensor | None = None
     cu_k: cute.Tensor | None = None
     first: I32 | None = None
     last: I32 | None = None
     queue: cute.Tensor | None = None
+    # Dropout; the seed is read on the device, so that a captured graph draws anew.
     seed: cute.Tensor | None = None
     threshold: I32 | None = None
     keep: F32 | None = None

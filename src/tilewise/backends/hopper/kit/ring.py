@@ -38,12 +38,14 @@ def new_writer() -> PipelineState:
 
 def acquire(barriers: cute.Pointer, state: PipelineState) -> None:
     """Waits until the barrier of the state's stage turns."""
+    # Partner: for `full` the bytes that `fetch` expects, for `empty` the `release` of every computing warp.
     cute.arch.mbarrier_wait(barriers + state.index, state.phase)
 
 
 def release(empty: cute.Pointer) -> None:
     """One thread of a computing warp says that the warp is done with a stage."""
     with cute.arch.elect_one():
+        # `empty` counts warps, not threads: the storage's init_barriers gave it four for each warpgroup.
         cute.arch.mbarrier_arrive(empty)
 
 
@@ -54,5 +56,6 @@ def fetch(info: cpasync.TmaInfo, g, s, size: int, full, empty, phase) -> None:
     """
     cute.arch.mbarrier_wait(empty, phase)
     with cute.arch.elect_one():
+        # Before the copy, so that no bytes come that the barrier does not expect; this is its only arrival.
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
     cute.copy(info.atom, g, s, tma_bar_ptr=full)

@@ -43,8 +43,10 @@ def tile_at(n, order: Order, pick: Pick = PLAIN):
     """``(m_block, head)`` of the ``n``-th tile, ``head`` over batch and query heads."""
     per_section = order.m_blocks * order.section
     first = n // per_section * order.section
+    # The last section has the heads that are left, so its rows of tiles are shorter.
     within, heads = n % per_section, pick.smaller(order.section, order.heads - first)
     m_block = within // heads
+    # Heads change fastest: CTAs that are at work together have tiles of about the same length.
     return (order.m_blocks - 1 - m_block if order.backwards else m_block), first + within % heads
 
 
@@ -52,6 +54,8 @@ def rounds(cta, ctas, tiles, fro=1):
     """How many tiles a CTA gets: one a round, the last round in the direction that :func:`nth` gives it."""
     whole, rest = tiles // ctas, tiles % ctas
     place = nth(cta, ctas, whole, fro) - whole * ctas
+    # The quotient is 1 for the places of the last round that have no tile: arithmetic, because a branch would be
+    # traced.
     return whole + 1 - (place + ctas - rest) // ctas
 
 
@@ -61,6 +65,7 @@ def nth(cta, ctas, round_, fro=1):
     Rounds go to and fro, so that the CTA with the longest tile of one round gets the shortest of the next. With ``fro`` 0 all
     rounds go the same way: where each tile waits for the one before it, a CTA that had to wait then gets a tile that begins later.
     """
+    # 1 in the rounds that go back: cta then becomes ctas - 1 - cta.
     back = round_ % 2 * fro
     return round_ * ctas + cta + back * (ctas - 1 - 2 * cta)
 
@@ -81,6 +86,7 @@ class Band(NamedTuple):
 
 def row_stop(i, band: Band, pick: Pick = PLAIN):
     """One past the last key of row i, not below 0."""
+    # Limited to the length first: the end of a row before the first key is negative, and 0 has to win.
     return band.seqlen_k if band.hi is None else pick.larger(pick.smaller(_end(i, band.hi), band.seqlen_k), 0)
 
 
@@ -98,8 +104,10 @@ def cut(band: Band, first, last, seqlen_q, pick: Pick = PLAIN):
     ``start`` on, to the last of them."""
     stop = pick.smaller(last, band.seqlen_k)
     if band.hi is not None:
+        # Ends never decrease, so the last row's is the latest.
         stop = pick.smaller(stop, seqlen_q - 1 + band.hi)
     stop = pick.larger(stop, 0)
+    # Not past `stop`, so that the size of what is left is never negative.
     start = pick.smaller(first if band.lo is None else pick.larger(first, band.lo), stop)
     lo, hi = (None if end is None else end - start for end in (band.lo, band.hi))
     return start, Band(lo, hi, stop - start)
@@ -110,19 +118,22 @@ def key_blocks(row, rows, tile_n, band: Band, pick: Pick = PLAIN):
 
     They are visited from ``stop - 1`` down to ``start``.
     """
+    # The last row has the latest end, the first row the earliest start. One block at least: it is the one that sets m
+    # and l.
     stop = pick.larger((row_stop(row + rows - 1, band, pick) + tile_n - 1) // tile_n, 1)
     return pick.smaller(row_start(row, band, pick) // tile_n, stop - 1), stop
 
 
-def chunk_blocks(blocks, chunks):
-    """How many blocks a chunk has, the last one fewer."""
-    return (blocks + chunks - 1) // chunks
+def split_blocks(blocks, splits):
+    """How many blocks a split has, the last one fewer."""
+    return (blocks + splits - 1) // splits
 
 
-def within_chunk(blocks, chunk, size, pick: Pick = PLAIN):
-    """``(start, stop)`` of those of the blocks that lie in a chunk of ``size`` blocks; one of the chunk's if none does."""
+def within_split(blocks, split, size, pick: Pick = PLAIN):
+    """``(start, stop)`` of those of the blocks that lie in a split of ``size`` blocks; one of the split's if none does."""
     start, stop = blocks
-    first = chunk * size
+    first = split * size
+    # A split in which the tile sees nothing still visits a block, hidden, so that it writes a state: o = 0, lse = -inf.
     stop = pick.larger(pick.smaller(stop, first + size), first + 1)
     return pick.smaller(pick.larger(start, first), stop - 1), stop
 
@@ -133,6 +144,7 @@ def whole_blocks(row, rows, tile_n, band: Band, blocks, pick: Pick = PLAIN):
     The rows may be a part of those that ``blocks`` was made for.
     """
     start, last = blocks
+    # All rows see what the first row's end and the last row's start leave; the quotients are rounded inwards.
     stop = pick.larger(pick.smaller(row_stop(row, band, pick) // tile_n, last), start)
     first = (row_start(row + rows - 1, band, pick) + tile_n - 1) // tile_n
     return pick.smaller(pick.larger(first, start), stop), stop
@@ -149,6 +161,7 @@ def query_start(j, band: Band, pick: Pick = PLAIN):
     """The first query that sees key j, not below 0."""
     if band.first is not None:
         return band.first(j)
+    # j < i + hi turned round: i >= j - hi + 1.
     return 0 if band.hi is None else pick.larger(j - band.hi + 1, 0)
 
 
@@ -156,6 +169,7 @@ def query_stop(j, seqlen_q, band: Band, pick: Pick = PLAIN):
     """One past the last query that sees key j, not below 0."""
     if band.last is not None:
         return band.last(j)
+    # i + lo <= j turned round: i < j - lo + 1.
     return seqlen_q if band.lo is None else pick.larger(pick.smaller(j - band.lo + 1, seqlen_q), 0)
 
 
@@ -164,6 +178,7 @@ def query_blocks(column, columns, tile_m, seqlen_q, band: Band, pick: Pick = PLA
 
     They are visited from ``start`` on: under a causal mask, the ones that straddle the diagonal come first.
     """
+    # Columns past the last key are zeros that no query sees; the last key has the latest end.
     last = pick.smaller(column + columns, band.seqlen_k) - 1
     stop = (query_stop(last, seqlen_q, band, pick) + tile_m - 1) // tile_m
     return pick.smaller(query_start(column, band, pick) // tile_m, stop), stop
@@ -190,6 +205,7 @@ def advance(index, phase, stages, step=1):
 
     Between two products everything waits for this: a sign bit takes three instructions, a division fifteen.
     """
+    # 1 where index + step is past the last stage: the difference is then negative.
     turned = ((stages - 1 - index - step) >> 31) & 1
     return index + step - turned * stages, phase ^ turned
 

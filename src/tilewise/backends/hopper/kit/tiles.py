@@ -25,7 +25,7 @@ class QueryTile(NamedTuple):
     Attributes:
         row, head, batch: the first query, the (first) query head and the batch index, or the packed sequence.
         start, stop: the key blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need the predicate.
-        chunk: which chunk of the keys the blocks belong to, where keys are split.
+        split: which split of the keys the blocks belong to, where keys are split.
         seqlen: where the rows and keys of its packed sequence lie; it has ``q`` and ``k``, each a :class:`packed.Span`.
     """
 
@@ -34,7 +34,7 @@ class QueryTile(NamedTuple):
     batch: I32
     start: I32
     stop: I32
-    chunk: I32 | None = None
+    split: I32 | None = None
     seqlen: NamedTuple | None = None
     partial: I32 | None = None
 
@@ -83,10 +83,13 @@ def begin_product(mma, acc, left, right, overwrite: bool) -> None:
     The atom is made here: a field set on the caller's atom would belong to the caller's loop.
     """
     atom = cute.make_mma_atom(mma.op)
+    # acc, and a left operand in registers, must be written before the tensor cores read them (wgmma.fence).
     warpgroup.fence()
+    # acc (64 × N, fp32) += left (64 × 16) right (16 × N): 16 columns of 16-bit elements a step.
     for step in range(cute.size(left, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, not (overwrite and step == 0))
         cute.gemm(atom, acc, left[None, None, step], right[None, None, step], acc)
+    # One group; whoever needs acc waits for it with wait_group.
     warpgroup.commit_group()
 
 
@@ -131,6 +134,7 @@ def tma_tiles(info: cpasync.TmaInfo, shape, origin, head, rows, smem: cute.Tenso
     else:
         g = info.tma_tensor[None, None, head, rows]
     g = cute.local_tile(g, shape, origin)
+    # One CTA, no multicast: CTA 0 of a layout of one.
     s, g = cpasync.tma_partition(
         info.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2)
     )

@@ -75,6 +75,7 @@ class Call:
             cu_seqlens_k=inputs.cu_seqlens_k,
             sink=inputs.sink,
             seed=inputs.seed,
+            piece=self.plan.piece_start,
             leaves=tuple(inputs.leaves[slot] for slot in self.plan.emitted.slots),
             **named,
         )

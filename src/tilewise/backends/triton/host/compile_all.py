@@ -21,7 +21,7 @@ import torch
 
 from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empty_output
 from tilewise.backends.triton import config
-from tilewise.backends.triton.host import launch, runtime, tangent
+from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.paging import Machine, paged_config
@@ -31,6 +31,7 @@ from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
 from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, softcap
 from tilewise.spec import Options, assemble, parse_spec
+from tilewise.tiles import Grid
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ def pair_bytes(item: Launch) -> int:
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
+    if name == "tile_map":
+        return tile_map.SHARED_MEMORY
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
     streams = Streams(pair_bytes(item), item.feature not in ("rich", "sparse", "dense", "verify"))
@@ -175,6 +178,12 @@ def recorded(item: Launch) -> Iterator[tuple]:
             launch.forward(plan, inputs)
             if not problem.paged:
                 launch.backward(plan, inputs, out, do, dlse)
+    if plan.lists:
+        shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+        grid = Grid.whole(problem.spec.region, inputs.leaves, shape, q.device)
+        tensors, sizes, numbers, facts = tile_map.arguments_of(grid, 128, 128, problem.group)
+        arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
+        found.append(("tile_map", runtime.kernels().tile_map, tile_map.PROGRAM, arguments))
     yield from found
 
 

@@ -49,7 +49,7 @@ def _operand_descriptors(call: Call, tiles: Tiles, name: str) -> list | None:
 
 
 def _of_nothing(like: Tensor, shape: list[int], strides: list[int], block: list[int]):
-    """A descriptor to be rebased: it holds no tensor's memory."""
+    """A like descriptor that keeps no tensor's memory alive, to be moved to another address later."""
     return runtime.kernels().TensorDescriptor(torch.empty(0, dtype=like.dtype), shape, strides, block)
 
 

@@ -16,12 +16,12 @@ from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, decodi
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.kernels.emit import Emitted, emit
-from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, is_wide
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import ROWS, TILES
 from tilewise.masks.facts import every_key_seen, every_pair_kept
-from tilewise.problem import Problem, TensorFacts, regrouped_problem
+from tilewise.problem import Problem, regrouped_problem
 
 Role = Literal["leads", "reads", "joins"]
 """The part of a kernel that may run while its neighbour in the stream does: programmatic dependent launch.
@@ -126,7 +126,7 @@ class Decisions:
     @cached_property
     def wide(self) -> frozenset[int]:
         """The slots of tensors whose elements need 64-bit offsets."""
-        return frozenset(n for n, leaf in enumerate(self.problem.extras) if _is_wide(leaf))
+        return frozenset(n for n, leaf in enumerate(self.problem.extras) if is_wide(leaf))
 
     @cached_property
     def leaf_names(self) -> tuple[str, ...]:
@@ -155,6 +155,14 @@ class Decisions:
         problem = self.problem
         keep = dropout.keep_scale(problem.spec.dropout_p) if problem.spec.dropout_p else 1.0
         return runtime.kernels().Scales(float(problem.softmax_scale), keep, runtime.opaque(self.emitted.numbers))
+
+    @cached_property
+    def piece_start(self) -> torch.Tensor | None:
+        """The call's first query and key in the whole attention, int64 (2,), where dropout counts from them; else None."""
+        piece = self.problem.spec.piece
+        if piece is None or not self.problem.spec.dropout_p:
+            return None
+        return torch.tensor([piece.q_start, piece.k_start], device=self.problem.device)
 
     @cached_property
     def pair_leaf(self) -> tuple[int, tuple] | None:
@@ -251,13 +259,6 @@ class Plan(Decisions):
 def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Size and stride of every axis, one after the other."""
     return tuple(n for axis in zip(shape, stride, strict=True) for n in axis)
-
-
-def _is_wide(leaf: TensorFacts) -> bool:
-    """Whether an element may lie 2**31 elements from the first."""
-    return (
-        sum((size - 1) * abs(stride) for size, stride in zip(leaf.shape, leaf.stride, strict=True) if size) >= 1 << 31
-    )
 
 
 def kept_sheet_heads(decisions: Decisions) -> int:

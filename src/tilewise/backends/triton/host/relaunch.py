@@ -41,8 +41,9 @@ def shared_addresses(plan: Plan, inputs: Inputs) -> dict[str, int] | None:
     seed = address(inputs.seed)
     if reduce(operator.or_, leaves, seed) % 16:
         return None
+    piece = address(plan.piece_start)
     cu_q, cu_k = address(inputs.cu_seqlens_q), address(inputs.cu_seqlens_k)
-    addresses = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "sink": address(inputs.sink), "seed": seed}
+    addresses = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "sink": address(inputs.sink), "seed": seed, "piece": piece}
     if leaves:
         addresses.update(zip(plan.leaf_names, leaves, strict=True))
     if plan.problem.paged:

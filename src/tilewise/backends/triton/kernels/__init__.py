@@ -7,8 +7,10 @@ From the bottom up:
 - ``terms``: fp32 operands as sums of three bf16 terms.
 - ``tile``: tiles of rows, how they are loaded, multiplied and stored.
 - ``mask``: which tiles a program visits and which pairs of a tile count; dropout.
+- ``tile_map``: which tiles of a mask are empty, partial or full, before any kernel visits them.
 - ``forward``, ``backward``, ``pair_bias``, ``tangent``: the kernels; ``paged``: the forward over keys in pages; ``append``: what
   writes them.
 
-``emit`` turns a problem's mask and score into functions that the kernels call; it alone can be imported without Triton.
+``emit`` turns a problem's mask and score into functions that the kernels call: ``writer`` writes an expression, ``factors`` collects its
+factors, and ``leaf_reads`` says how it reads its tensors. These four can be imported without Triton.
 """

@@ -82,6 +82,8 @@ def append_kernel(tensors, sizes, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V:
         source_b, source_row = b, i
         placed = row >= 0
     else:
+        # The lengths are on the device alone, so each row finds its sequence by bisection: log2(batch + 1) loads that
+        # wait for one another. `row * 0` is a 0 of the type that the loop's variables keep.
         b, last = row * 0, row * 0 + plain(sizes.batch) + 1
         while last - b > 1:  # sequence b begins at or before the row, sequence `last` after it
             middle = (b + last) // 2
@@ -90,11 +92,13 @@ def append_kernel(tensors, sizes, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V:
         i = row - tl.load(tensors.cu_seqlens_q + b).to(tl.int32)
         source_b, source_row = b * 0, row
         placed = b < plain(sizes.batch)
+    # Lengths and pages are read here and not on the host, so that a captured graph sees the values of each replay.
     position = tl.load(tensors.seqlens_k + b * plain(sizes.length), mask=placed, other=-1) + i
     index = position // plain(sizes.page_size)
     placed = placed & (position >= 0) & (index < plain(sizes.max_pages))
     table = tensors.block_table + tl.cast(b, tl.int64) * plain(sizes.table[0])
     page = tl.load(table + index * plain(sizes.table[1]), mask=placed, other=-1)
+    # Unused entries of a block table are often -1: they must not become an address.
     placed = placed & (page >= 0) & (page < plain(sizes.num_pages))
     place = Place(source_b, source_row, page, position % plain(sizes.page_size), placed)
     copy_row(tensors.k, tensors.k_pages, sizes.k, sizes.k_pages, place, HEADS, DIM, UNIT)
@@ -104,9 +108,11 @@ def append_kernel(tensors, sizes, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V:
 @triton.jit
 def copy_row(new, pages, from_strides, to_strides, place, HEADS: tl.constexpr, DIM: tl.constexpr, UNIT: tl.constexpr):
     """Copies one row of all heads to its place: (heads, columns), from global memory through registers to global memory."""
+    # x is (heads, columns), both padded to powers of 2, as Triton wants ranges; the mask drops the padding.
     heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     columns = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
     mask = (heads < HEADS) & (columns < DIM) & place.placed
+    # 64 bits up to the row, since a pool may have more than 2³¹ elements; 32 bits within the row.
     start = tl.cast(place.b, tl.int64) * plain(from_strides[0]) + tl.cast(place.row, tl.int64) * plain(from_strides[1])
     end = tl.cast(place.page, tl.int64) * plain(to_strides[0]) + tl.cast(place.to, tl.int64) * plain(to_strides[1])
     x = tl.load(new + start * UNIT + (heads * plain(from_strides[2]) * UNIT + columns), mask=mask)

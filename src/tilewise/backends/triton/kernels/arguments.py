@@ -29,6 +29,7 @@ class Tensors(NamedTuple):
         lse2, delta: the rows' statistics that the backward reads, fp32, as lse but with ``Sizes.seqlen_q_rounded`` rows a head.
         cu_seqlens_q, cu_seqlens_k: where the packed sequences begin, (batch + 1,).
         sink: (heads_q,). seed: int64 (1,).
+        piece: int64 (2,), the call's first query and key in the whole attention, which dropout counts; None where they are 0.
         sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
         lists: the four tensors of ``TileLists``: partial tiles, their counts, full tiles, their counts.
         leaves: the tensors that the mask and the score read. grads: buffers for the gradients of those that want one.
@@ -51,6 +52,7 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Any = None
     sink: Any = None
     seed: Any = None
+    piece: Any = None
     sheet: Any = None
     lists: Any = None
     leaves: Any = ()
@@ -185,6 +187,8 @@ def scheduled(group, sizes):
     slot, pid = pid % sizes.slots, pid // sizes.slots
     first, heads = sizes.heads
     others = heads * group // some_h
+    # `first` and `heads` count key heads, of which each has `group` heads of the grid; what is left of pid runs over
+    # the rest.
     return slot, first * group + pid % others * some_h + head, pid // others * some_b + b
 
 

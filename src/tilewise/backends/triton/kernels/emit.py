@@ -4,6 +4,7 @@ Kernels get the functions of a module as fields of their compile-time facts:
 
 - ``lo, hi, first, last``: the ends of the mask's intervals, of ``(b, h, i, work)`` or ``(b, h, j, work)``;
 - ``keep``: the mask's predicate, of ``(b, h, i, j, work)``;
+- ``some``, ``every``: whether the predicate may hold somewhere in a tile, and holds in all of it (:func:`emit_mask`);
 - ``score``: the score, of ``(s, b, h, i, j, work)`` as all below; ``weights``: 2 to its power, where there is a shorter way to it;
 - ``again``: the score as the backward computes it; ``slope``: its derivative with respect to s;
 - ``moved``, ``moved_slope``: their tangents, of ``(s, ds, b, h, i, j, work)``;
@@ -20,7 +21,7 @@ import hashlib
 import linecache
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -28,11 +29,13 @@ import torch
 
 from tilewise import expr
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
-from tilewise.backends.triton.kernels.leaf_reads import leaf_layouts
+from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts
 from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, classify
-from tilewise.problem import Problem
+from tilewise.masks.facts import Condition, monotone_terms
+from tilewise.masks.regions import Region
+from tilewise.problem import Problem, TensorFacts
 
 SMALL = 1 << 20  # eight positions below it add up to less than 2**24, which fp32 holds exactly
 BOUND = 80.0  # up to it bf16 holds every power of 2, and fp32 the sums of a million of them times values up to 2**27
@@ -80,47 +83,124 @@ def emit(
     """
     spec, region, numbers = problem.spec, problem.spec.region, []
     slots = tuple(dict.fromkeys((*spec.mask_slots, *spec.score_slots)))
+    # A prepared mask's two tensors say which tiles to visit; no emitted function reads them.
     prepared = () if region.prepared is None else (region.prepared.status_slot, region.prepared.seen_slot)
     slots = tuple(slot for slot in slots if slot not in prepared)
     lookups = expr.lookups(*(x for x in (region.predicate, spec.score) if x is not None))
     small = max(problem.totals) < SMALL
-    layouts = leaf_layouts(problem, slots, lookups)
+    layouts = leaf_layouts({n: problem.extras[n] for n in slots}, (problem.seqlen_q, problem.seqlen_k), lookups)
     slots += tuple(moved for slot, moved in (tangents or {}).items() if slot in slots)
     position = {slot: n for n, slot in enumerate(slots)}
     writer = partial(Writer, position, layouts, wide, small)
-    source = []
-    for (name, index), end in zip(_ENDS, region.ends, strict=True):
-        if end is not None:
-            ends = Writer(position, {}, wide, small)
-            source.append(_returning(ends, name, f"b, h, {index}, work", expr.abstract(end, numbers)))
-    if region.predicate is not None:
-        source.append(_returning(writer(), "keep", _KEEP, expr.abstract(region.predicate, numbers)))
-    reads, binary, bounded, half = classify(problem), False, False, problem.dtype.itemsize == 2
+    source = _mask_functions(region, partial(Writer, position, {}, wide, small), writer, numbers)
+    reads = classify(problem)
     if tangents is not None:
+        # The pass for TILES (pair_bias.py) sums dZ alone. A tangent of it has two terms, and its pairs are scattered.
         reads = tuple(replace(read, how=SCATTER) if read.how == TILES else read for read in reads)
+    binary = bounded = hides = False
     if spec.score is not None:
-        score = expr.abstract(spec.score, numbers)
-        factors = Factors(numbers, problem.softmax_scale)
-        root = factors.collected(score)
-        binary = half and factors.in_log2(root) is not None
-        bounded = binary and problem.dtype == torch.bfloat16 and LOG2E * _bound(spec.score) <= BOUND
-        root = factors.in_log2(root) if binary else root
-        source.append(_returning(writer(described=described), "score", _SCORE, root))
-        if bounded and is_scaled_tanh(root):
-            source.append(_weights(writer(described=described), root))
-        again = partial(writer, rough=half and tangents is None, described=described)
-        source.append(_returning(again(), "again", _SCORE, root))
-        source += _gradients(again, score, reads, factors, tangents)
-        for name, e in (
-            () if tangents is None else (("moved", score), ("moved_slope", _derivative(score, expr.symbol("s"))))
-        ):
-            source.append(_returning(again(), name, _MOVED, factors.collected(expr.tangent(e, tangents))))
+        lines, binary, bounded = _of_score(problem, partial(writer, described=described), numbers, reads, tangents)
+        source, hides = source + lines, _hides(spec.score)
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
-    hides = spec.score is not None and _hides(spec.score)
     return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest)
 
 
+def _of_score(
+    problem: Problem,
+    writer: Callable[..., Writer],
+    numbers: list[float],
+    reads: tuple[Read, ...],
+    tangents: Mapping[int, int] | None,
+) -> tuple[list[str], bool, bool]:
+    """The functions of a problem's score and of its derivatives, and whether it is binary and bounded (:class:`Emitted`).
+
+    The score's numbers are appended to ``numbers``.
+    """
+    half, score = problem.dtype.itemsize == 2, expr.abstract(problem.spec.score, numbers)
+    factors = Factors(numbers, problem.softmax_scale)
+    root = factors.collected(score)
+    # Where the score has a factor anyway, log2 e becomes a part of it: no multiplication more. fp32 stays in base e
+    # (maths.exp).
+    binary = half and factors.in_log2(root) is not None
+    # Exponents within BOUND need no maximum: the forward subtracts 0 (docs/decisions.md#triton-bounded-scores).
+    bounded = binary and problem.dtype == torch.bfloat16 and LOG2E * _bound(problem.spec.score) <= BOUND
+    root = factors.in_log2(root) if binary else root
+    source = [_returning(writer(), "score", _SCORE, root)]
+    if bounded and is_scaled_tanh(root):
+        source.append(_weights(writer(), root))
+    # The backward may take the tanh of one instruction, whose error is below the rounding of dS to 16 bits; tangents
+    # keep the exact one.
+    again = partial(writer, rough=half and tangents is None)
+    source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, reads, factors, tangents)]
+    if tangents is not None:
+        # The score's change along the tangents of s and of its leaves, and the change of its slope
+        # (docs/algorithm.md#15-tangents-and-second-derivatives).
+        slope = _derivative(score, expr.symbol("s"))
+        for name, each in (("moved", score), ("moved_slope", slope)):
+            source.append(_returning(again(), name, _MOVED, factors.collected(expr.tangent(each, tangents))))
+    return source, binary, bounded
+
+
+def emit_mask(region: Region, leaves: Sequence[TensorFacts], lengths: tuple[int, int]) -> Emitted:
+    """The functions of a mask alone, without a problem: its ends, ``keep``, and ``some`` and ``every``.
+
+    The last two are there where the predicate rises or falls (:func:`tilewise.masks.facts.monotone_terms`). They are
+    functions of ``(b, h, i_first, i_last, j_first, j_last, work)``, the ends of a tile: where ``some`` is false no pair
+    of it is kept, where ``every`` is true all are.
+
+    Args:
+        leaves: by slot. lengths: seqlen_q and seqlen_k.
+    """
+    numbers: list[float] = []
+    lookups = expr.lookups(*region.parts)
+    slots = tuple(dict.fromkeys(x.args[0][1] for x in lookups))
+    position = {slot: n for n, slot in enumerate(slots)}
+    wide, small = frozenset(n for n in slots if is_wide(leaves[n])), max(lengths) < SMALL
+    layouts = leaf_layouts({n: leaves[n] for n in slots}, lengths, lookups)
+    of_lines = partial(Writer, position, {}, wide, small)
+    source = _mask_functions(region, of_lines, partial(Writer, position, layouts, wide, small), numbers)
+    terms = None if region.predicate is None else monotone_terms(region)
+    if terms is not None:
+        source += _corner_functions(terms, of_lines, numbers)
+    functions, digest = _module("\n\n".join(source))
+    return Emitted(functions, tuple(numbers), slots, (), False, False, False, digest)
+
+
 # -- Functions of a module -----------------------------------------------------------------------------------------
+
+
+def _mask_functions(
+    region: Region, of_lines: Callable[[], Writer], of_pairs: Callable[[], Writer], numbers: list[float]
+) -> list[str]:
+    """The functions of a mask: its ends, and ``keep``."""
+    source = []
+    for (name, index), end in zip(_ENDS, region.ends, strict=True):
+        if end is not None:
+            # Ends are asked for rows and keys past the last one too, the tail of a tile: without layouts every index is
+            # clamped.
+            source.append(_returning(of_lines(), name, f"b, h, {index}, work", expr.abstract(end, numbers)))
+    if region.predicate is not None:
+        source.append(_returning(of_pairs(), "keep", _KEEP, expr.abstract(region.predicate, numbers)))
+    return source
+
+
+def _corner_functions(
+    terms: Sequence[Sequence[Condition]], writer: Callable[[], Writer], numbers: list[float]
+) -> list[str]:
+    """A function of each condition, and ``some`` and ``every``: all of them at a tile's best and at its worst corner."""
+    source, asked = [], {"some": [], "every": []}
+    for n, term in enumerate(terms):
+        parts = {"some": [], "every": []}
+        for m, condition in enumerate(term):
+            name = f"holds_{n}_{m}"
+            source.append(_returning(writer(), name, _KEEP, expr.abstract(condition.holds, numbers)))
+            for which, best in (("some", True), ("every", False)):
+                i, j = ("last" if (by > 0) == best else "first" for by in (condition.by_i, condition.by_j))
+                parts[which].append(f"{name}(b, h, i_{i}, j_{j}, work)")
+        for which, calls in parts.items():
+            asked[which].append(f"({' & '.join(calls)})")
+    arguments = "b, h, i_first, i_last, j_first, j_last, work"
+    return source + [_function(name, arguments, [f"return {' | '.join(found)}"]) for name, found in asked.items()]
 
 
 def _function(name: str, arguments: str, lines: list[str]) -> str:
@@ -136,6 +216,7 @@ def _returning(writer: Writer, name: str, arguments: str, root: Expr) -> str:
 
 def _weights(writer: Writer, root: Expr) -> str:
     """The function ``weights``, for a score ``c tanh(x)``."""
+    # root is mul(tanh(x), c): `is_scaled_tanh` saw to that.
     x, c = root.args[0].args[0], root.args[1]
     writer.value(x)
     result = f"maths.power_of_tanh({writer.floating(x)}, {writer.value(c)})"
@@ -157,9 +238,11 @@ def _gradients(
     """
     slope = factors.collected(_derivative(score, expr.symbol("s")))
     source = [] if expr.is_number(slope, 1) else [_returning(writer(), "slope", _SCORE, slope)]
+    # `reads` has one entry for each lookup of a wanted leaf, in the order of the lookups.
     wanted = {read.slot for read in reads}
     lookups = [x for x in expr.lookups(score) if x.args[0][1] in wanted]
     plain = [_derivative(score, x) for x in lookups]
+    # d(score)/d(leaf) for each lookup, and the change of that derivative along the tangents.
     moved = [None if tangents is None else factors.collected(expr.tangent(x, tangents)) for x in plain]
     slopes = [factors.collected(x) for x in plain]
     given, of_score = ("dz, hit", _SCORE) if tangents is None else ("dz, moved_dz, hit", _MOVED)
@@ -173,16 +256,23 @@ def _gradients(
             source.append(_function(f"place_{n}", _KEEP, [*place.lines, f"return {offset}"]))
             continue
         lines = {ROWS: rows, COLUMNS: columns}.get(read.how, others)
+        # The change of dz · slope: moved_dz · slope + dz · change.
         value = _times(lines, "dz" if change is None else "moved_dz", slope)
         if change is not None and not expr.is_number(change, 0):
             value = f"{value} + {_times(lines, 'dz', change)}"
         value = value if change is None and _finite(slope) else f"tl.where(hit, {value}, 0.0)"
         if read.how == ROWS:
+            # Tiles are (queries, keys) here: the kernel carries this sum, (queries,) in fp32, over its key tiles and
+            # stores it once.
             sums.append(f"tl.sum({value}, 1)")
         elif read.how == COLUMNS:
+            # Tiles are (keys, queries) here, so that axis 1 is again the one to sum. Nobody reads the sums before the
+            # kernel ends.
             lines.lines.append(f"tl.atomic_add(work.grads[{n}] + line, tl.sum({value}, 1), mask=valid, sem='relaxed')")
         else:
             offset = lines.offset(lookup, "grad_extents")
+            # `inside` has the pairs of both sequences, so that hidden pairs store their 0. `hit` has those with P above
+            # 0: the others add nothing.
             write = f"tl.store(work.grads[{n}] + ({offset}), {value}, mask=inside)"
             scatter = f"tl.atomic_add(work.grads[{n}] + ({offset}), {value}, mask=hit, sem='relaxed')"
             lines.lines.append(write if read.how == STORE else scatter)
@@ -228,6 +318,8 @@ def _hides(score: Expr) -> bool:
     for node in expr.nodes(score, _derivative(score, expr.symbol("s"))):
         by_number = node.op == "div" and node.args[1].op in ("number", "param")
         by_head = node.op != "lookup" or not {"i", "j"} & expr.depends_on(*node.args[1:])
+        # A lookup at b and h alone, a slope of ALiBi, is taken to be finite; a tensor read at i or j may hold -inf to
+        # hide pairs.
         if not by_head or (node.op not in _BOUNDED and not by_number):
             return True
     return False
@@ -257,8 +349,10 @@ def _module(source: str) -> tuple[dict[str, object], str]:
 
     The module needs no file: Triton reads a function's source through ``linecache``.
     """
+    # Here and not above: explain and the choice of tiles import this module on machines without Triton.
     from triton.runtime.jit import KernelInterface
 
+    # Equal sources are one module and one set of compiled kernels: the digest is a part of their key.
     source = f"{_HEADER}{source}\n"
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     filename = f"<tilewise {digest}>"

@@ -21,9 +21,8 @@ class Factors:
 
     def __init__(self, numbers: list[float], softmax_scale: float):
         self.numbers, self.made = numbers, {}
-        self.powers: dict[
-            int, dict[int, int]
-        ] = {}  # of a new factor: the powers, 1 or -1, of others of which it is the product
+        # A new factor is a product of others: their powers, 1 or -1, by number.
+        self.powers: dict[int, dict[int, int]] = {}
         self.s = expr.symbol("s") * self._new(float(softmax_scale))
         self.log2e = {self._new(LOG2E).args[0]: 1}
 
@@ -41,6 +40,7 @@ class Factors:
             if node.op == "symbol":
                 new = self.s if node.args == ("s",) else node
             elif "s" in expr.depends_on(node):
+                # The first argument of a lookup names its tensor; the others are expressions.
                 leaf = node.args[:1] if node.op == "lookup" else ()
                 new = self._folded(Expr(node.op, (*leaf, *[self.made[id(x)][1] for x in expr.children(node)])))
             self.made[id(node)] = node, new  # the node too, so that nothing else gets its id
@@ -53,6 +53,7 @@ class Factors:
     def _folded(self, node: Expr) -> Expr:
         """The node with its factor and those inside it made one."""
         found = self._split(node)
+        # A product with one number and no factor inside it is as short as it gets.
         if found is None or (node.op == "mul" and self._split(found[0]) is None):
             return node
         return self._times(*found)
@@ -63,6 +64,7 @@ class Factors:
         if inner is not None:
             x, powers = inner[0], _added(inner[1], powers)
         value = math.prod(self._power(n, k) for n, k in powers.items())
+        # Half an ulp below 1 in fp32: such a factor would change no number.
         if abs(value - 1) < 2**-25:
             return x
         factor = self._new(value)
@@ -80,6 +82,7 @@ class Factors:
             return None
         x, c = node.args if node.op == "div" or "s" in expr.depends_on(node.args[0]) else node.args[::-1]
         inverse = node.op == "div"
+        # Derivatives of quotients bring 1 / c.
         if c.op == "div" and expr.is_number(c.args[0], 1):
             c, inverse = c.args[1], not inverse
         if c.op != "param":

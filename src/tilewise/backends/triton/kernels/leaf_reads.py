@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewise import expr
 from tilewise.expr import Expr
 from tilewise.masks.facts import constant_on_blocks, granularity
-from tilewise.problem import Problem
+from tilewise.problem import Problem, TensorFacts
 
 
 def described_lookup(problem: Problem) -> Expr | None:
@@ -26,9 +27,13 @@ def described_lookup(problem: Problem) -> Expr | None:
     lookup = at_pairs[0]
     leaf, index = problem.extras[lookup.args[0][1]], lookup.args[1:]
     lengths = {"b": problem.batch, "h": problem.heads_q, "i": problem.seqlen_q, "j": problem.seqlen_k}
+    # i and j must be the last axes, in this order, so that a tile of pairs is a rectangle of the tensor; the axes
+    # before pick a matrix.
     names = [x.args[0] for x in index if x.op in ("symbol", "number")]
     if len(names) != len(index) or not 2 <= len(index) <= 4 or names[-2:] != ["i", "j"] or "i" in names[:-2]:
         return None
+    # Emitted code clamps an index into its axis, and a descriptor brings 0 from outside: they agree where no index is
+    # outside.
     fits = all(
         size > name if isinstance(name, int) else size >= lengths.get(name, math.inf)
         for name, size in zip(names, leaf.shape, strict=True)
@@ -58,6 +63,7 @@ class PairReads:
         """The reads of a problem's mask and score."""
         roots = [x for x in (problem.spec.region.predicate, problem.spec.score) if x is not None]
         at_pairs = [x for x in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*x.args[1:])]
+        # One number for a block of pairs is read once a tile and costs next to nothing.
         reads = [x for x in at_pairs if not constant_on_blocks(x)]
         if not reads:
             return cls()
@@ -93,19 +99,31 @@ class LeafLayout:
         return index.op == "symbol" and index.args[0] in self.whole
 
 
-def leaf_layouts(problem: Problem, slots: tuple[int, ...], lookups: list[Expr]) -> dict[int, LeafLayout]:
-    """The layout of the leaf in each slot, read by these lookups."""
+def leaf_layouts(
+    leaves: Mapping[int, TensorFacts], lengths: tuple[int, int], lookups: list[Expr]
+) -> dict[int, LeafLayout]:
+    """The layout of each leaf, by its slot, as these lookups read it; ``lengths`` are seqlen_q and seqlen_k."""
     found = {}
-    for slot in slots:
-        leaf, unit = problem.extras[slot], 16 // problem.extras[slot].dtype.itemsize
+    for slot, leaf in leaves.items():
+        unit = 16 // leaf.dtype.itemsize
         indices = [pair for x in lookups if x.args[0][1] == slot for pair in enumerate(x.args[1:])]
+        # The axes that i and j index by themselves, over all reads of this leaf.
         axes = [(axis, x.args[0]) for axis, x in indices if x.op == "symbol"]
         whole = [
             name
-            for name, length in (("i", problem.seqlen_q), ("j", problem.seqlen_k))
+            for name, length in zip("ij", lengths, strict=True)
             if all(leaf.shape[axis] >= length for axis, index in axes if index == name)
         ]
+        # Then every row begins at a multiple of 16 bytes, and a vector of 16 bytes lies inside a row or outside as a
+        # whole.
         multiples = (*leaf.stride[:-1], *leaf.shape[-1:])
         units = bool(leaf.shape) and leaf.stride[-1] == 1 and all(x % unit == 0 for x in multiples)
         found[slot] = LeafLayout(tuple(whole), unit if units else 1)
     return found
+
+
+def is_wide(leaf: TensorFacts) -> bool:
+    """Whether an element may lie 2**31 elements from the first."""
+    return (
+        sum((size - 1) * abs(stride) for size, stride in zip(leaf.shape, leaf.stride, strict=True) if size) >= 1 << 31
+    )

@@ -134,6 +134,9 @@ def dropout_keep(m0, n0, b, head, tensors, sizes, TILE_M: tl.constexpr, TILE_N: 
     seed = tl.load(tensors.seed)
     rows = tl.arange(0, TILE_M // 2) + m0 // 2
     columns = tl.arange(0, TILE_N // 4) + n0 // 4
+    if tensors.piece is not None:  # both starts are multiples of 16, so that the calls' places in a tile stay
+        rows += tl.load(tensors.piece) // 2
+        columns += tl.load(tensors.piece + 1) // 4
     zero = tl.full((TILE_M // 2, TILE_N // 4), 0, tl.uint32)
     c0, c1 = zero + columns.to(tl.uint32)[None, :], zero + rows.to(tl.uint32)[:, None]
     c2 = zero + (b * sizes.heads_q + head).to(tl.uint32)

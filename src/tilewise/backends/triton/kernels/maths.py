@@ -95,6 +95,7 @@ def tanh(x):
 @triton.jit
 def scaled_tanh(x, c):
     """``c tanh(x)`` to 3 ulp; the number c becomes part of the numerator's coefficients."""
+    # From 9 on tanh is 1 in fp32 and the quotient is no fit any more; NaN has to stay NaN.
     x = tl.clamp(x, -9.0, 9.0, propagate_nan=tl.PropagateNan.ALL)
     y = x * x
     p = c * NUMERATOR[1] + y * (c * NUMERATOR[2] + y * (c * NUMERATOR[3] + y * (c * NUMERATOR[4])))
@@ -147,6 +148,7 @@ def powers_of_tanh(count: int) -> str:
     lines += [f"mov.b32 bits, y{n}; max.s32 far{n % 4}, far{n % 4}, bits;" for n in range(4, count)]
     lines += [f"max.s32 far0, far0, far{n};" for n in (1, 2, 3)]
     lines += [f"setp.gt.s32 any, far0, 0x{struct.pack('>f', NEAR).hex()};"]
+    # All lanes of a warp take the same way: a warp that splits would run both.
     lines += ["vote.sync.any.pred any, any, 0xffffffff;", "@any bra.uni quotient;", *near_lines]
     for n in range(count):
         lines += [*polynomial("p", f"y{n}", near), f"mul.f32 p, p, {x[n]};", f"ex2.approx.ftz.f32 ${n}, p;"]
@@ -185,6 +187,8 @@ def exp(x):
     r = tl.fma(n, 2.12194440e-4, r)
     p = 4.1665795894e-2 + r * (8.3334519073e-3 + r * (1.3981999507e-3 + r * 1.9875691500e-4))
     p = 1.0 + (r + r * r * (5.0000001201e-1 + r * (1.6666665459e-1 + r * p)))
+    # 2^n by its exponent field; n is limited so that it cannot run into the sign. Its lower end is 0, and its upper one
+    # infinity.
     power_of_two = (tl.minimum(tl.maximum(n, -127.0), 128.0).to(tl.int32) + 127) << 23
     return tl.where(x < -87.0, 0.0, p * power_of_two.to(tl.float32, bitcast=True))
 
@@ -204,6 +208,7 @@ def log(x):
     p = 2.0000714765e-1 + z * (-1.6668057665e-1 + z * (1.4249322787e-1 + z * (-1.2420140846e-1 + z * p)))
     p = z * z * z * (3.3333331174e-1 + z * (-2.4999993993e-1 + z * p))
     y = z + (p - 2.12194440e-4 * n - 0.5 * z * z)
+    # ln 2 in two parts again, the larger one last. Zero, infinity, NaN and negative numbers are the hardware's.
     return tl.where((x > 0) & (x < float("inf")), y + 0.693359375 * n, tl.log(x))
 
 
@@ -211,6 +216,7 @@ def log(x):
 def expm1(x):
     """``e^x - 1`` by Kahan's formula: the rounding of e^x cancels between the numerator and the logarithm."""
     e = tl.exp(x)
+    # Both sides of a selection are computed: where the formula is 0 / 0 or ∞ - ∞ its operand becomes a harmless 2.
     inner = tl.where((e == 1.0) | (e == 0.0) | (e == float("inf")), 2.0, e)
     return tl.where(e == 1.0, x, tl.where((e == 0.0) | (e == float("inf")), e - 1.0, (inner - 1.0) * x / tl.log(inner)))
 
@@ -255,6 +261,7 @@ def power(x, c):
     rest = tl.where(size == 0, 1.0, size) * tl.exp2(-k)
     general = tl.exp2(c * k) * tl.exp2(c * tl.log2(rest))
     general = tl.where(size == 0, tl.where(c > 0, 0.0, tl.where(c < 0, float("inf"), 1.0)), general)
+    # A negative base keeps its sign for odd exponents, loses it for even ones, and has no power else.
     signed = tl.where(x < 0, tl.where(odd, -general, tl.where(whole, general, float("nan"))), general)
     signed = tl.where(c == 0.5, tl.sqrt(x), signed)
     return tl.where(c == 2.0, x * x, tl.where(c == 1.0, x, tl.where(c == 3.0, x * x * x, signed)))

@@ -26,6 +26,7 @@ _CALLS = {
 _INFIXES = ("add", "sub", "mul", "div", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne")
 _INFIX = {name: expr.OPERATIONS[name].infix for name in _INFIXES}
 _ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "round": "maths.round_even", "trunc": "maths.trunc"}
+# The operations that are exact on few positions in fp32, and how those of one operand are written.
 _OF_POSITIONS = {"symbol": "", "add": "", "sub": "", "mul": "", "neg": "-", "abs": "tl.abs"}
 _OF_BOOLS = {"add": "|", "mul": "&"}  # torch's sums and products of truth values
 _TYPES = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
@@ -75,27 +76,9 @@ class Writer:
             if name == "off":
                 return "(work.seqlen_k - work.seqlen_q)"
             return f"work.{name}" if name.startswith("seqlen") else name
-        text = self._text(node)  # which may add lines of its own
+        text = _text(self, node)  # which may add lines of its own
         self.lines.append(f"v{len(self.lines)} = {text}")
         return f"v{len(self.lines) - 1}"
-
-    def _text(self, node: Expr) -> str:
-        """The right-hand side of a node's line."""
-        if node.op == "number":
-            return f"tl.full((), {node.args[0]}, {_TYPES[expr.kind(node)]})"
-        if node.op == "param":
-            number = f"work.numbers[{node.args[0]}]"
-            value = number if node.args[1] == "float" else f"maths.plain({number})"
-            return f"tl.full((), {value}, {_TYPES[node.args[1]]})"
-        if node.op == "lookup" and node.args[0][1] == self.described:
-            return "work.pair.to(tl.float32)"
-        if node.op == "lookup":
-            position = self.position[node.args[0][1]]
-            inside = self.inside(node, "extents")
-            masked = f", mask={inside}, other=0" if inside else ""
-            text = f"tl.load(work.leaves[{position}] + ({self.offset(node, 'extents')}){masked})"
-            return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
-        return _operation(self, node, [self.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
 
     def offset(self, lookup: Expr, extents: str) -> str:
         """The offset of a lookup's element in its tensor, in elements; ``extents`` is the field of ``work`` with its sizes and strides.
@@ -109,9 +92,13 @@ class Writer:
         for axis, index in enumerate(lookup.args[1:]):
             value, stride = self.value(index), f"maths.plain({sizes}[{2 * axis + 1}])"
             if not layout.holds(index):
+                # As the reference does with an index out of range.
                 value = f"tl.minimum(tl.maximum({value}, 0), maths.plain({sizes}[{2 * axis}]) - 1)"
             if layout.unit > 1:
+                # The last axis lies side by side and rows begin at multiples of 16 bytes: said so, a load takes 16
+                # bytes at a time.
                 stride = "1" if axis == len(lookup.args) - 2 else f"maths.multiple({stride}, {layout.unit})"
+            # 64 bits only where the tensor needs them, since each such product is several instructions for every pair.
             value = f"({value}).to(tl.int64)" if slot in self.wide else value
             terms.append(value if stride == "1" else f"{value} * {stride}")
         return " + ".join(terms) or "0"
@@ -123,6 +110,7 @@ class Writer:
         for axis, index in enumerate(lookup.args[1:]):
             if layout.holds(index):
                 size = f"maths.plain(work.{extents}[{self.position[slot]}][{2 * axis}])"
+                # The size said to be a multiple of the unit: one mask then holds for all elements of a vector.
                 last = axis == len(lookup.args) - 2 and layout.unit > 1
                 terms.append(f"({self.value(index)} < {f'maths.multiple({size}, {layout.unit})' if last else size})")
         return " & ".join(terms)
@@ -136,7 +124,9 @@ class Writer:
         if expr.kind(node) == "float":
             return self.names[id(node)]
         if id(node) not in self.floats:
+            # -1 is how the trees write a difference's sign; it is no position.
             few = [x for x in expr.nodes(node) if not expr.is_number(x, -1)]
+            # Eight positions below SMALL stay below 2**24, so that no order of additions rounds.
             exact = self.small and all(x.op in _OF_POSITIONS for x in few) and len(few) < 9
             if exact and node.op == "number":
                 text = "-1.0"
@@ -151,12 +141,39 @@ class Writer:
         return self.floats[id(node)]
 
 
+def _text(writer: Writer, node: Expr) -> str:
+    """The right-hand side of a node's line; the lines that it needs before are added to the writer's."""
+    if node.op == "number":
+        # A scalar with a type: a literal of Python would take the type of the other operand, and expressions have
+        # torch's.
+        return f"tl.full((), {node.args[0]}, {_TYPES[expr.kind(node)]})"
+    if node.op == "param":
+        number = f"work.numbers[{node.args[0]}]"
+        # Whole numbers come as 2 x + 3, floats as they are (docs/decisions.md#triton-opaque-sizes).
+        value = number if node.args[1] == "float" else f"maths.plain({number})"
+        return f"tl.full((), {value}, {_TYPES[node.args[1]]})"
+    if node.op == "lookup" and node.args[0][1] == writer.described:
+        # A tile (tile_m, tile_n) in the tensor's dtype, which the kernel has loaded a step ahead by its descriptor.
+        return "work.pair.to(tl.float32)"
+    if node.op == "lookup":
+        position = writer.position[node.args[0][1]]
+        inside = writer.inside(node, "extents")
+        # Pairs outside the sequences are hidden afterwards; 0 because what lies there may be a NaN or another
+        # tensor.
+        masked = f", mask={inside}, other=0" if inside else ""
+        text = f"tl.load(work.leaves[{position}] + ({writer.offset(node, 'extents')}){masked})"
+        return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
+    return _operation(writer, node, [writer.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
+
+
 def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) -> str:
     """The text of one operation, whose arguments have these names and kinds."""
     operation, result = expr.OPERATIONS[node.op], expr.kind(node)
     if operation.float_args or (result == "float" and (node.op == "pow" or operation.infix)):
+        # torch computes these in floats, whatever their operands are.
         args = [writer.floating(x) for x in node.args]
     elif node.op != "where" and result != "bool" and node.op not in ("int", "bool"):
+        # As numbers, truth values are 0 and 1.
         args = [f"{x}.to(tl.int32)" if kind == "bool" else x for x, kind in zip(args, kinds, strict=True)]
     if node.op in ("float", "int", "bool"):
         to_bool = node.op == "bool" and kinds[0] != "bool"
@@ -164,22 +181,27 @@ def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) ->
     if node.op == "where":
         if result == "float":
             pairs = zip(args[1:], kinds[1:], strict=True)
+            # Either side of a float's selection becomes a float, as torch promotes.
             args[1:] = [x if kind == "float" else f"{x}.to(tl.float32)" for x, kind in pairs]
         return f"tl.where({', '.join(args)})"
     if node.op in _ROUNDING:
+        # Whole numbers are rounded already.
         return f"{_ROUNDING[node.op]}({args[0]})" if kinds[0] == "float" else args[0]
     if node.op == "relu":
         return f"tl.maximum({args[0]}, 0)"
     if node.op == "neg":
         return f"-{args[0]}"
     if node.op == "not":
+        # torch's `~`: the opposite of a truth value, the complement of a whole number.
         return f"{args[0]} == 0" if result == "bool" else f"{args[0]} ^ -1"
     if node.op in _CALLS:
+        # A tanh of positions is exact: its error would have nothing to hide behind.
         rough = writer.rough and node.op == "tanh" and "s" in expr.depends_on(node)
         call = f"{'maths.rough_tanh' if rough else _CALLS[node.op]}({', '.join(args)})"
         return f"{call}.to(tl.int32)" if node.op == "pow" and result != "float" else call
     if is_scaled_tanh(node) and not writer.rough:
         return f"maths.scaled_tanh({writer.floating(node.args[0].args[0])}, {args[1]})"
+    # A comparison's result is a truth value too, and keeps its operator.
     infix = _OF_BOOLS.get(node.op, _INFIX[node.op]) if result == "bool" else _INFIX[node.op]
     return f"{args[0]} {infix} {args[1]}"
 

@@ -1,0 +1,162 @@
+"""The state of every tile of a mask, empty, partial or full, and the keys that some query sees, in one launch.
+
+Each program judges one tile, by blocks of its keys. A block is first judged by what costs little: by its columns'
+intervals ``[first, last)``, and where the predicate rises or falls by its values at the block's corners
+(``FACTS.some``, ``FACTS.every``). Only where these do not tell is the predicate evaluated, for every ``step``-th row:
+on ``step`` rows from there it is the same.
+
+                 n0                              n_end
+            m0   +----------+----------+-----------+
+                 |  block   |  block   |  block    |     a block: BLOCK_N keys, its pairs in steps of BLOCK_M rows
+           m_end +----------+----------+-----------+
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from tilewise.backends.triton.kernels.arguments import WorkTile
+from tilewise.backends.triton.kernels.mask import query_interval
+from tilewise.backends.triton.kernels.maths import plain
+
+BLOCK_N = tl.constexpr(128)
+
+
+class MapTensors(NamedTuple):
+    """The pointers of a launch.
+
+    Attributes:
+        status: uint8 (batch, heads, query tiles, key tiles), written: 0 for empty, 1 for partial, 2 for full.
+        seen: uint8 (batch, seen_heads, seqlen_k), zeros; 1 is written for each key that some query sees. None where
+            nobody asks.
+        b, h: int64, the batch elements and the query heads that the first two axes of ``status`` stand for.
+        leaves: the tensors that the mask reads.
+    """
+
+    status: Any
+    seen: Any
+    b: Any
+    h: Any
+    leaves: Any
+
+
+class MapSizes(NamedTuple):
+    """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`.
+
+    Attributes:
+        heads: of ``status``. seen_heads: of ``seen``; each is that of ``group`` heads.
+        tile_m, tile_n: queries and keys of a tile; any numbers.
+        step: the predicate is the same for queries of one ``i // step``; it divides tile_m.
+        extents: size and stride of each axis, for each leaf.
+    """
+
+    heads: int
+    seen_heads: int
+    group: int
+    seqlen_q: int
+    seqlen_k: int
+    tile_m: int
+    tile_n: int
+    step: int
+    extents: tuple
+
+
+@triton.jit
+def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Judges one tile.
+
+    Grid: (batch * heads * query tiles * key tiles); the key tile changes first.
+
+    Args:
+        numbers: those of the mask's expressions.
+    """
+    pid = tl.program_id(0)
+    seqlen_q, seqlen_k = plain(sizes.seqlen_q), plain(sizes.seqlen_k)
+    tile_m, tile_n, heads = plain(sizes.tile_m), plain(sizes.tile_n), plain(sizes.heads)
+    n, line = pid % tl.cdiv(seqlen_k, tile_n), pid // tl.cdiv(seqlen_k, tile_n)
+    m, outer = line % tl.cdiv(seqlen_q, tile_m), line // tl.cdiv(seqlen_q, tile_m)
+    # The grid may be a part of the batch and of the heads; expressions see the indices in the whole.
+    b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
+    work = WorkTile(
+        b=b,
+        block=m,
+        start_q=0,
+        start_k=0,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        leaves=tensors.leaves,
+        extents=sizes.extents,
+        grads=(),
+        grad_extents=(),
+        numbers=numbers,
+        pair=b,
+    )
+    m0, n_end = m * tile_m, tl.minimum((n + 1) * tile_n, seqlen_k)
+    m_end = tl.minimum(m0 + tile_m, seqlen_q)
+    some, every = m0 * 0, m0 * 0 + 1
+    # A loop of run time over blocks of one size: one compiled kernel serves tiles of every size.
+    for n0 in range(n * tile_n, n_end, BLOCK_N):
+        seen, whole = judged_block(m0, m_end, n0, n_end, head, work, plain(sizes.step), FACTS)
+        some, every = tl.maximum(some, tl.max(seen.to(tl.int32), 0)), tl.minimum(every, whole)
+        if tensors.seen is not None:
+            of_head = outer // heads * plain(sizes.seen_heads) + outer % heads // plain(sizes.group)
+            # Other tiles of these keys store the same 1: in whichever order, the result is one.
+            keys = n0 + tl.arange(0, BLOCK_N)
+            tl.store(tensors.seen + of_head.to(tl.int64) * seqlen_k + keys, 1, mask=seen)
+    tl.store(tensors.status + pid, some + tl.minimum(some, every))
+
+
+@triton.jit
+def judged_block(m0, m_end, n0, n_end, head, work, step, FACTS: tl.constexpr):
+    """The judgement of the keys from n0 on, BLOCK_N of them or up to n_end, by what queries [m0, m_end) see.
+
+    Returns:
+        Whether some query sees the key, bool (BLOCK_N,); and 1 if all queries see all keys, else 0.
+    """
+    # The block's columns and their queries, (BLOCK_N,) each, the queries cut to the tile's.
+    j = n0 + tl.arange(0, BLOCK_N)
+    first, last = query_interval(j, head, work, FACTS)
+    first, last = tl.maximum(first, m0), tl.minimum(last, m_end)
+    seen = (j < n_end) & (first < last)
+    whole = tl.min(((j >= n_end) | ((first == m0) & (last == m_end))).to(tl.int32), 0)
+    open_ = tl.max(seen.to(tl.int32), 0) > 0  # whether pairs have to be asked
+    if FACTS.some is not None:
+        # At a million keys most tiles are decided here: the time is that of tiles, not of pairs.
+        i_last, j_first = m_end - 1, n_end * 0 + n0
+        j_last = tl.minimum(n0 + BLOCK_N, n_end) - 1
+        possible = tl.where(FACTS.some(work.b, head, m0, i_last, j_first, j_last, work), 1, 0)
+        certain = tl.where(FACTS.every(work.b, head, m0, i_last, j_first, j_last, work), 1, 0)
+        seen, whole = seen & (possible > 0), whole * possible
+        open_ = open_ & (possible > certain)
+    if open_:
+        seen, kept = kept_pairs(m0, m_end, j, first, last, head, work, step, FACTS)
+        seen = seen & (j < n_end)
+        whole = whole * tl.min((kept | (j >= n_end)).to(tl.int32), 0)
+    else:
+        # No pair is reached, or all that intervals leave are kept.
+        whole = whole * tl.max(seen.to(tl.int32), 0)
+    return seen, whole
+
+
+@triton.jit
+def kept_pairs(m0, m_end, j, first, last, head, work, step, FACTS: tl.constexpr):
+    """The predicate of queries [m0, m_end) and the keys j, of every ``step``-th query.
+
+    Args:
+        first, last: the queries that see each key, within m0 and m_end.
+
+    Returns:
+        Whether the predicate holds for some query of [first, last), and for all of [m0, m_end): bool (BLOCK_N,) each.
+    """
+    # By elements, (block_m, BLOCK_N): what crosses threads and warps is asked once, after the last rows.
+    some = tl.full([FACTS.block_m, BLOCK_N], 0, tl.int1)
+    every = tl.full([FACTS.block_m, BLOCK_N], 1, tl.int1)
+    for row in range(m0, m_end, FACTS.block_m * step):
+        i = row + tl.arange(0, FACTS.block_m)[:, None] * step
+        inside = (i < m_end) & (j >= 0)[None, :]  # (block_m, BLOCK_N), whichever of i and j the predicate knows
+        kept = FACTS.keep(work.b, head, i, j[None, :], work) & inside
+        # The rows [i, i + step) for which this pair stands meet the column's interval.
+        reached = (first[None, :] < i + step) & (last[None, :] > i) & (first < last)[None, :]
+        some |= kept & reached
+        every &= kept | (i >= m_end)
+    return tl.max(some.to(tl.int32), 0) > 0, tl.min(every.to(tl.int32), 0) > 0

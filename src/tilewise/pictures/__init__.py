@@ -1,0 +1,8 @@
+"""Pictures of masks and scores: which tiles a kernel visits, which of them are full, and the bytes that this moves.
+
+- :mod:`tilewise.pictures.reading`: a mask or a score from text, without running any of it as code.
+- :mod:`tilewise.pictures.view`: what a picture shows, taken from :mod:`tilewise.tiles`.
+- :mod:`tilewise.pictures.terminal`, :mod:`tilewise.pictures.figure`, :mod:`tilewise.pictures.svg`: it, drawn.
+- :mod:`tilewise.pictures.explained`: ``explain(...).plot()``.
+- :mod:`tilewise.pictures.catalogue`: docs/catalogue.md and docs/explorer.html.
+"""

@@ -1,0 +1,90 @@
+"""A picture as a matplotlib figure, which is imported when one is drawn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.pictures.view import ScoreView, View, centres
+from tilewise.tiles import EMPTY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {"skipped": "#f1f3f4", "partial": "#f2a541", "full": "#0b6e8f"}  # in the order of EMPTY, PARTIAL, FULL
+MOST_CELLS = 512  # of a score, along an axis
+
+
+def draw(view: View, score: ScoreView | None = None, notes: tuple[str, ...] = ()) -> Figure:
+    """The tiles of a view, beside it the score where there is one, and ``notes`` below.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a picture is drawn by matplotlib, which is not here: pip install matplotlib") from None
+    panels = 1 if score is None else 2
+    figure = Figure(figsize=(5.2 * panels + 0.4, 5 + 0.16 * len(notes)), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    _tiles(axes[0], view)
+    if score is not None:
+        (_places if score.by_place else _curve)(axes[1], score, view)
+    figure.supxlabel("\n".join(notes), fontsize=7.5, color="#444444", x=0.02, ha="left", family="monospace", wrap=True)
+    return figure
+
+
+def _tiles(axes: Axes, view: View) -> None:
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    queries, keys = view.lengths
+    lines, columns = view.status.shape
+    extent = (0, columns * view.tile_n, lines * view.tile_m, 0)
+    axes.imshow(
+        view.status.numpy(), cmap=ListedColormap(list(COLOURS.values())), vmin=0, vmax=2, extent=extent,
+        interpolation="nearest", aspect="auto",
+    )  # fmt: skip
+    if max(lines, columns) <= 64:
+        for n in range(1, lines):
+            axes.axhline(n * view.tile_m, color="white", linewidth=0.6)
+        for n in range(1, columns):
+            axes.axvline(n * view.tile_n, color="white", linewidth=0.6)
+    axes.set(xlim=(0, max(1, keys)), ylim=(max(1, queries), 0), xlabel="key", ylabel="query")
+    axes.set_title(_wrapped(view.title), fontsize=9, family="monospace")
+    patches = [
+        Patch(facecolor=COLOURS[name], edgecolor="#bbbbbb", label=f"{n:,} {name}") for name, n in view.counts.items()
+    ]
+    axes.legend(handles=patches, loc="lower center", bbox_to_anchor=(0.5, -0.24), ncols=3, frameon=False, fontsize=8)
+
+
+def _places(axes: Axes, score: ScoreView, view: View) -> None:
+    """The score of s = 0, at the middle of each cell; white where the tile is skipped."""
+    i, j = (centres(n, min(n, MOST_CELLS)) for n in view.lengths)
+    values = score.places(i, j, view.lengths)
+    skipped = (view.status == EMPTY)[i // view.tile_m][:, j // view.tile_n]
+    shown = values.masked_fill(skipped, torch.nan).numpy()
+    extent = (0, view.lengths[1], view.lengths[0], 0)
+    image = axes.imshow(shown, cmap="viridis", extent=extent, interpolation="nearest", aspect="auto")
+    axes.figure.colorbar(image, ax=axes, fraction=0.046, label="score of s = 0")
+    axes.set(xlabel="key", ylabel="query")
+    axes.set_title(_wrapped(score.title), fontsize=9, family="monospace")
+
+
+def _curve(axes: Axes, score: ScoreView, view: View) -> None:
+    """The score of every s from -100 to 100, beside the line of a score that changes nothing."""
+    s = torch.linspace(-100, 100, 401)
+    axes.plot(s, s, color="#bbbbbb", linewidth=1, linestyle="--", label="s")
+    axes.plot(s, score.curve(s), color=COLOURS["full"], linewidth=2, label="score")
+    axes.set(xlabel="s = softmax_scale · q·k", ylabel="score")
+    axes.grid(True, color="#e6e6e6", linewidth=0.8)
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(_wrapped(score.title), fontsize=9, family="monospace")
+
+
+def _wrapped(title: str, width: int = 64) -> str:
+    lines = [title[n : n + width] for n in range(0, len(title), width)]
+    return "\n".join([*lines[:2], "…"] if len(lines) > 3 else lines)

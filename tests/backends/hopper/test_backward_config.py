@@ -16,6 +16,7 @@ from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward import grids
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, TABLE, shipped
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
 from tilewise.backends.hopper.forward import config as forward_config
@@ -164,9 +165,9 @@ def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
     to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
     each = backward_config.CLUSTER if keys.clustered else 1
-    section, ctas = backward_config.spread(heads, tiles, sizes.SHARING, 132)
+    section, ctas = grids.spread(heads, tiles, sizes.SHARING, 132)
     if keys.clustered:
-        section, ctas = backward_config.spread_clusters(heads, tiles, "upper", 132)
+        section, ctas = grids.spread_clusters(heads, tiles, "upper", 132)
     ctas //= each
     order = schedule.Order(tiles, heads, section, False)
     blocks = causal_blocks(order, keys, seqlen)
@@ -182,10 +183,10 @@ def test_causal_key_tiles_from_the_queue_are_even_and_of_heads_that_l2_holds(dim
     x = backward_config.Backward(TABLE[dims].summed("upper", packed=False), None, "bf16", "upper")
     heads, tiles = 2048 // x.keys.width, -(-seqlen // x.keys.tile_n)
     p = SimpleNamespace(batch=16384 // seqlen, heads_q=heads, heads_k=heads, seqlen_q=seqlen, seqlen_k=seqlen)
-    section, ctas, *_ = x.grids(p, seqlen, 132)
+    section, ctas, *_ = grids.grids(x, p, seqlen, 132)
     assert ctas == 132
     # Q, K, V and dO in 16 bits, and the sums of dQ.
-    assert section * seqlen * dims[0] * (4 * 2 + 4) <= backward_config.OPEN_BYTES
+    assert section * seqlen * dims[0] * (4 * 2 + 4) <= grids.OPEN_BYTES
     work = [0] * ctas
     for blocks in causal_blocks(schedule.Order(tiles, p.batch * heads, section, False), x.keys, seqlen):
         heapq.heapreplace(work, work[0] + blocks)
@@ -321,7 +322,7 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert numbers[1] == 1
     assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0)
     lse2, delta, sums, queue = made[3:]
-    assert lse2.shape == delta.shape == (1, 4, 128)  # whole blocks
+    assert lse2.shape == delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
     assert (queue.shape, queue.dtype) == ((1,), torch.int32)
 

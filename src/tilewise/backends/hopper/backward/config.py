@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tilewise import device as devices
-from tilewise.backends.hopper import config
 from tilewise.backends.hopper.config import (
     ALIGNMENT,
     DTYPES,
@@ -37,7 +36,6 @@ FP32_BYTES = 4
 BARRIER_BYTES = 8
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
 CLUSTER = 2  # CTAs of a cluster, where two share a key tile
-OPEN_BYTES = 48 << 20  # of the heads whose key tiles are at work, where tiles come from a queue
 HALF = 128  # columns of the parts in which a cluster keeps its tiles
 ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
 ADDITIONS = 2  # such additions that it has in flight
@@ -356,36 +354,6 @@ class Backward(Formed):
         m = self.keys.tile_m
         return p.seqlen_q // m + p.batch + 1 if self.packed else -(-p.seqlen_q // m)
 
-    def grids(self, p: Problem, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
-        """``(section, ctas)`` of the pass over ``seqlen_k`` keys, then of the pass over queries; see :func:`spread`."""
-        if self.packed:
-            # At most so many tiles: only the device knows the lengths. Keys that are seen and those on either side are tiles apart.
-            keys = p.heads_k * (seqlen_k // self.keys.tile_n + 3 * (p.batch + 1))
-            rows = p.heads_q * (p.seqlen_q // self.tile_m + p.batch + 1)
-            return 1, min(keys, cores), 1, min(rows, cores)
-        # docs/decisions.md#hopper-open-heads
-        tiles, sharing = -(-seqlen_k // self.keys.tile_n), cores if self.form == "full" else config.SHARING
-        at_once = self.ordered_at_once(tiles) if self.keys.ordered else sharing
-        keys = spread(p.batch * p.heads_k, tiles, at_once, cores)
-        if self.keys.queued:
-            keys = self.open_heads(p), keys[1]
-        if self.keys.clustered:
-            keys = spread_clusters(p.batch * p.heads_k, tiles, self.form, cores)
-        return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // self.tile_m), sharing, cores)
-
-    def open_heads(self, p: Problem) -> int:
-        """How many key heads' tiles are dealt out together where tiles come from a queue: as many as L2 holds the operands and the sums
-        of dQ of, with room to spare (docs/decisions.md#hopper-open-heads)."""
-        tiles, group = self.keys, p.heads_q // p.heads_k
-        row = ELEMENT_BYTES * (tiles.width + tiles.width_v)
-        head = group * p.seqlen_q * (row + FP32_BYTES * tiles.width) + p.seqlen_k * row
-        return max(1, min(p.batch * p.heads_k, OPEN_BYTES // head))
-
-    def ordered_at_once(self, tiles: int) -> int:
-        """How many of a head's ``tiles`` run at once where they add to dQ in order. The last one waits for all others, but L2 holds
-        more of fewer heads (docs/decisions.md#hopper-ordered-dq)."""
-        return 2 * config.SHARING if self.form == "full" and tiles >= 4 * config.SHARING else config.SHARING
-
 
 # -- The tiles that were measured to be the fastest ----------------------------------------------------------------
 
@@ -600,25 +568,3 @@ def mean_keys_per_query(p: Problem) -> float:
         return max(0.0, (stop if band.hi is None else min(stop, i + off + band.hi)) - first)
 
     return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
-
-
-# -- The order of tiles --------------------------------------------------------------------------------------------
-
-
-def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
-    """``(section, ctas)`` for ``tiles`` of each of ``heads``: heads of a section, as
-    :class:`tilewise.backends.hopper.kit.schedule.Order` has them, and CTAs of the launch. ``sharing`` tiles of a head are at work at
-    once, if there are heads enough."""
-    section = min(heads, max(1, cores // sharing))
-    return section, min(heads * tiles, cores)
-
-
-SHARING_CLUSTERS = 6  # clusters that add to one head's dQ at a time (docs/decisions.md#hopper-d256-pairs)
-
-
-def spread_clusters(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:
-    """``(section, ctas)`` as of :func:`spread`, where two CTAs share a tile. All heads are one section where a second section would be
-    a short one."""
-    few = max(1, cores // CLUSTER // SHARING_CLUSTERS)
-    section = 1 if form == "full" else few if heads >= 2 * few else heads
-    return section, CLUSTER * min(heads * tiles, cores // CLUSTER)

@@ -121,6 +121,7 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
     of the keys that are seen come first."""
     if not config.packed:
         order = tile_order(params, config)
+        # Every CTA takes one number past the last tile before it ends; there is no head to divide by there.
         n_block, head = schedule.tile_at(PICK.smaller(n, order.tiles - 1), order, PICK)
         sequence = I32(cutlass.select_(n < order.tiles, I32(0), I32(-1)))
         return packed.PackedTile(sequence, I32(n_block), I32(head))

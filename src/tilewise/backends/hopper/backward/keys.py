@@ -13,16 +13,20 @@ tiles, and sums over the query heads of a group. Its roles::
                  make_keys        dP dS dK, of the same 64 keys
 
 The first three computing roles are in :mod:`tilewise.backends.hopper.backward.keys_compute`, the split ones in
-:mod:`tilewise.backends.hopper.backward.keys_split`. Of packed sequences load_keys alone knows which tile is next and tells the others.
+:mod:`tilewise.backends.hopper.backward.keys_split`. Of packed sequences load_keys alone knows which tile is next and tells the
+others; where tiles of equal sequences come from a queue, load_queries takes them.
 
 mbarriers (arrivals in brackets), each waited for by the other side::
 
     full[stage]      (1 + bytes)  load_queries -> warpgroups     empty[stage]     (8 warps)  warpgroups -> load_queries
     held_full[tile]  (1 + bytes)  load_keys -> warpgroups        held_empty[tile] (1)        store -> load_keys
+      with overlaps                                              held_empty[tile] (8 warps)  warpgroups -> load_keys
+    left             (2)          store -> warpgroups, with overlaps
     done[tile]       (128)        warpgroup -> store
     p_full           (128)        make_values -> make_keys       p_empty          (128)      make_keys -> make_values
 
-A tile of dK or dV takes the place of the tile of K or V that its warpgroup alone has read.
+A tile of dK or dV takes the place of the tile of K or V that its warpgroup alone has read; with ``overlaps`` that of a part of dQ or of
+dS, so that K and V of the next tile come while it leaves.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale:
     blocks, heads, n = sums.parts.shape[2], sums.parts.shape[1], cute.arch.block_idx()[0]
     block, head, batch = n % blocks, n // blocks % heads, n // blocks // heads
     if cutlass.const_expr(config.keys.counts):
+        # This kernel has begun where a CTA of the pass over keys found no tile left: others may still add to the last heads.
         await_head(sums, batch, head)
     thread = cute.arch.thread_idx()[0] % 128
     w = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
@@ -139,6 +140,7 @@ def await_head(sums: DqSums, batch, head):
     if cute.arch.thread_idx()[0] == 0:
         place = count_place(batch, head, sums.counts)
         pointer, wanted = cute.domain_offset(place, sums.counts).iterator, F32(KEY_GROUPS * sums.key_tiles)
+        # Acquires what the storing warps released with their counts: the additions before them.
         found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
         while found < wanted:
             found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")

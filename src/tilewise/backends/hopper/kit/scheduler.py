@@ -1,10 +1,12 @@
 """The tile that a CTA takes next, and how the role that takes it tells the others.
 
-Tiles of equal sequences are dealt out by number: every role counts the rounds for itself. Tiles of packed sequences differ too
-much for that. The loading warp of a CTA takes the next tile of all from a queue in global memory and publishes it in mailboxes
-in shared memory: one for each stage that a computing warpgroup waits for, and one for the warp that loads ahead. A mailbox is
-written before its stage is filled, so that the stage's ``full`` barrier also says that the mailbox can be read. A tile of no
-sequence (``sequence`` -1) ends every role.
+Tiles of equal sequences are dealt out by number: every role counts the rounds for itself (:func:`each_tile`). Or the warp that
+loads ahead takes them from a queue in global memory and tells every role by two slots in shared memory (:func:`take_late`).
+
+Tiles of packed sequences differ too much to be dealt out by number. The loading warp of a CTA takes the next tile of all from a
+queue in global memory and publishes it in mailboxes in shared memory: one for each stage that a computing warpgroup waits for, and
+one for the warp that loads ahead. A mailbox is written before its stage is filled, so that the stage's ``full`` barrier also says
+that the mailbox can be read. A tile of no sequence (``sequence`` -1) ends every role.
 
 mbarriers (arrivals in brackets): ``held_full[stage]``, ``held_empty[stage]`` belong to the kernel; ``next_full`` (1) goes from
 the warp that takes tiles to the warp that loads ahead, ``next_empty`` (1) goes back.
@@ -90,7 +92,9 @@ def _receive(slots: Slots, count) -> packed.PackedTile:
 
 
 @cute.jit
-def take_late(scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state):
+def take_late(
+    scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state
+):
     """Runs ``state = body(tile, numbers, phase, state)`` in the warp that loads ahead, for every tile of the CTA. It takes the next one
     from the queue when it has loaded all of a tile: the CTA is then a ring of stages away from that tile's end, and tiles are dealt
     out late enough to even out, and early enough that nobody waits for the queue."""
@@ -107,7 +111,9 @@ def take_late(scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlas
 
 
 @cute.jit
-def each_late(scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state):
+def each_late(
+    scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state
+):
     """Runs ``state = body(tile, numbers, phase, state)`` in every other role for the tiles that :func:`take_late` takes."""
     count, place_packed = I32(0), scheduler.place_packed
     of = _receive(slots, count)

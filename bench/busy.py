@@ -1,4 +1,4 @@
-"""What other busy processes cost on a CPU, by how long OpenMP's threads spin: `python -m bench.busy --out FILE`.
+"""The cost of other busy processes on a CPU, by how long OpenMP's threads spin: `python -m bench.busy --out FILE`.
 
 Each setting is a process of its own, since OpenMP reads it when torch loads it: PyTorch's small operations (40 products of
 256 x 1,024 with gelu), and tilewise's forward and backward (N 1,024, 8 heads of 64, fp32), first alone, then beside processes

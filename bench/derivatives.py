@@ -1,30 +1,41 @@
 """Forward mode and second derivatives: are they right on this device, how fast, and what memory they take.
 
-    python -m bench.derivatives --out FILE.json             # the check, then times and memory from N 512 to 16,384
-    python -m bench.derivatives --out FILE.json --tiles     # times of a few tiles of each kernel of tangents
+    python -m bench.derivatives --out FILE.jsonl                    # the check, then times and memory from N 512 to 16,384
+    python -m bench.derivatives --out FILE.jsonl --parts tiles      # times of a few tiles of each kernel of tangents
+    python -m bench.derivatives --draw FILE.jsonl PICTURE.png       # the times and the memory of a run as a picture
 
 The check comes first, and nothing is timed where it fails. Times are medians over rounds in which forward, backward, forward mode and
-second derivative take turns, beside eager attention where that fits.
+second derivative take turns, beside eager attention where that fits. The results are records of the one form (bench/records.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import tilewise as tw
-from bench.measure import PeakMemory, in_turns, machine
-from tilewise import accuracy
+from bench import records
+from bench.measure import PeakMemory, in_turns
+from tilewise import accuracy, dispatch, testing
+from tilewise.backends.base import Directions, OutputGrads
 
+CAUSAL = (4096, 16384)  # the sizes at which a causal mask is timed too
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)
-EAGER_UP_TO = 4096
+EAGER = "eager"
+PEERS = {
+    EAGER: "standard attention in PyTorch, differentiated by it",
+    "cpu": "the cpu backend",
+    "portable": "the portable backend",
+    "triton": "the triton backend",
+}
 HEADS = 8
 HALF, SINGLE = torch.bfloat16, torch.float32
 # Few, since each compiles kernels of its own: options and dtypes.
@@ -32,6 +43,7 @@ CASES = {
     "full": ({}, (SINGLE,)),
     "sink": ({"causal": True, "sink": True}, (HALF,)),
     "softcap": ({"causal": True, "cap": 5.0}, (HALF,)),
+    "lengths": ({"keys": 0.8}, (HALF,)),
 }
 
 
@@ -59,12 +71,14 @@ class Inputs:
         )
 
 
-def tilewise_attention(backend: str | None, causal=False, sink=False, cap=None) -> Callable[..., Tensor]:
-    """Attention of q, k, v and a sink by tilewise."""
+def tilewise_attention(backend: str | None, causal=False, sink=False, cap=None, keys=1.0) -> Callable[..., Tensor]:
+    """Attention of q, k, v and a sink by tilewise; ``keys``: the part of them that is seen."""
     score = None if cap is None else tw.softcap(cap)
 
     def attend(q, k, v, logit):
-        return tw.attention(q, k, v, causal=causal, sink=logit if sink else None, score=score, backend=backend)
+        mask = None if keys == 1 else tw.key_lengths(torch.tensor([int(keys * k.shape[1])], device=k.device))
+        given = {"causal": causal, "mask": mask, "sink": logit if sink else None, "score": score}
+        return tw.attention(q, k, v, backend=backend, **given)
 
     return attend
 
@@ -76,7 +90,8 @@ class _ByStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, s, v):
         ctx.save_for_backward(s, v)
-        return torch.einsum("bhij,bjhd->bihd", torch.exp(s - s.logsumexp(-1, keepdim=True))[..., : v.shape[1]], v)
+        p = torch.exp(s - s.logsumexp(-1, keepdim=True))
+        return torch.einsum("bhij,bjhd->bihd", p[..., : v.shape[1]], v)
 
     @staticmethod
     def backward(ctx, do):
@@ -86,12 +101,11 @@ class _ByStatistics(torch.autograd.Function):
         o = torch.einsum("bhij,bjhd->bihd", p[..., :keys], v)
         dp = torch.einsum("bihd,bjhd->bhij", do, v)
         dp = torch.nn.functional.pad(dp, (0, s.shape[-1] - keys))
-        return p * (dp - (do * o).sum(-1).transpose(1, 2).unsqueeze(-1)), torch.einsum(
-            "bhij,bihd->bjhd", p[..., :keys], do
-        )
+        ds = p * (dp - (do * o).sum(-1).transpose(1, 2).unsqueeze(-1))
+        return ds, torch.einsum("bhij,bihd->bjhd", p[..., :keys], do)
 
 
-def eager_attention(causal=False, sink=False, cap=None, statistics=False) -> Callable[..., Tensor]:
+def eager_attention(causal=False, sink=False, cap=None, keys=1.0, statistics=False) -> Callable[..., Tensor]:
     """The same with the whole score matrix in plain torch; ``statistics``: with FlashAttention's formulas (:class:`_ByStatistics`)."""
 
     def attend(q, k, v, logit):
@@ -101,6 +115,7 @@ def eager_attention(causal=False, sink=False, cap=None, statistics=False) -> Cal
         n = q.shape[1]
         if causal:
             s = s.masked_fill(torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        s[..., int(keys * n) :] = -torch.inf
         if sink:
             s = torch.cat([s, logit.view(1, -1, 1, 1).expand(1, q.shape[2], n, 1)], -1)
         return _ByStatistics.apply(s, v) if statistics else torch.einsum("bhij,bjhd->bihd", s.softmax(-1)[..., :n], v)
@@ -111,11 +126,12 @@ def eager_attention(causal=False, sink=False, cap=None, statistics=False) -> Cal
 # ---- what is measured -------------------------------------------------------------------------------------------------
 
 
-def jvp(attend: Callable[..., Tensor], x: Inputs) -> Tensor:
-    """o's tangent, by dual tensors."""
+def jvp(attend: Callable[..., Tensor], x: Inputs, moving: int = 4) -> tuple[Tensor, Tensor]:
+    """o and its tangent, by dual tensors, along the first ``moving`` of q, k, v and the sink."""
     with forward_ad.dual_level():
-        o = attend(*[forward_ad.make_dual(t, d) for t, d in zip(x.tensors, x.along, strict=True)])
-        return forward_ad.unpack_dual(o).tangent
+        dual = [forward_ad.make_dual(t, d) for t, d in zip(x.tensors[:moving], x.along[:moving], strict=True)]
+        o = attend(*dual, *x.tensors[moving:])
+        return tuple(forward_ad.unpack_dual(o))
 
 
 def gradient_graph(attend: Callable[..., Tensor], x: Inputs) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
@@ -143,106 +159,252 @@ def second_derivatives(attend: Callable[..., Tensor], x: Inputs) -> dict[str, Te
 
 def derivatives(attend: Callable[..., Tensor], x: Inputs) -> dict[str, Tensor]:
     """o's tangent and all second derivatives, by name."""
-    return {"o tangent": jvp(attend, x)} | second_derivatives(attend, x)
+    return {"o tangent": jvp(attend, x)[1]} | second_derivatives(attend, x)
 
 
-def check(backend: str | None, device: str, n: int) -> list[dict]:
-    """Errors of each case and dtype beside eager's, against eager's in float64."""
-    rows = []
+# ---- the parts of a run ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """The record of a run, the backend that is asked for (None: the first that can), and the device."""
+
+    name: str
+    backend: str | None
+    device: str
+
+    def result(self, what: str, who: str, metric: str, value: object, **more: object) -> dict:
+        """A result; ``what`` begins with what is differentiated how."""
+        direction = "backward" if what.startswith(("backward", "second")) else "forward"
+        return records.result(self.name, f"derivatives-{what}", who, direction, metric, value, **more)
+
+    @property
+    def who(self) -> str:
+        """The backend of the tangents."""
+        q = Inputs.draw(16, 64, self.dtype, self.device).tensors[0]
+        return tw.explain(q, q, q, backend=self.backend).tangents
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return SINGLE if self.device == "cpu" else HALF
+
+
+def check(run: Run, n: int) -> Iterator[dict]:
+    """Errors of each case and dtype as parts of what is allowed, beside eager's, against eager's in float64."""
     for name, (options, dtypes) in CASES.items():
         for dtype in dtypes:
-            x = Inputs.draw(n, 64, dtype, device, (4, 2))
-            attend, eager = tilewise_attention(backend, **options), eager_attention(**options)
+            x = Inputs.draw(n, 64, dtype, run.device, (4, 2))
+            attend, eager = tilewise_attention(run.backend, **options), eager_attention(**options)
             got, exact = derivatives(attend, x), derivatives(eager, x.to(torch.float64))
             orders = [derivatives(eager, x), second_derivatives(eager_attention(**options, statistics=True), x)]
+            shape = {"seqlen": n, "heads_q": 4, "heads_k": 2, "head_dim": 64, "case": name}
+            shape |= {"dtype": str(dtype).removeprefix("torch.")}
             for tensor, value in got.items():
                 error = accuracy.judge(tensor, value, exact[tensor], [e[tensor] for e in orders if tensor in e])
-                rows.append({"case": name, "dtype": str(dtype), "ok": error.ok} | error.__dict__)
-    return rows
+                share = max(error.rms / error.rms_allowed, error.max / error.max_allowed)
+                what = f"{tensor.replace(' ', '-')}-{name}-{shape['dtype']}"
+                numbers = {"rms": error.rms, "rms_eager": error.rms_eager, "status": "green" if error.ok else "red"}
+                yield run.result(what, run.who, "error", share, shape=shape | {"tensor": tensor}, **numbers)
 
 
-def timed(backend: str | None, device: str, n: int, head_dim: int) -> dict:
-    """Milliseconds and peak bytes beside the inputs of each derivative at one size, and eager's."""
-    dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    x = Inputs.draw(n, head_dim, dtype, device)
-    calls: dict[str, Callable[[], object]] = {}
-    for who, attend in (("", tilewise_attention(backend)), ("eager ", eager_attention())):
-        if who and n > EAGER_UP_TO:
-            continue
-        backward, second = gradient_graph(attend, x)
-        calls |= {f"{who}backward": backward, f"{who}second derivative": second}
-        calls |= {f"{who}forward": lambda a=attend: a(*x.tensors), f"{who}jvp": lambda a=attend: jvp(a, x)}
-    row = {"n": n, "head_dim": head_dim, "dtype": str(dtype), "ms": in_turns(calls, device, rounds=5), "peak_mib": {}}
-    for name, call in calls.items():
-        with PeakMemory(device) as peak:
-            call()
-        row["peak_mib"][name] = round(peak.bytes / 2**20, 1)
-    return row
+WHAT = ("forward", "jvp", "jvp of q", "backward", "second")
 
 
-# ---- tiles -----------------------------------------------------------------------------------------------------------
+def calls(attend: Callable[..., Tensor], x: Inputs) -> dict[str, Callable[[], object]]:
+    """The calls that are timed, by name, o always among it in forward mode; those of the backward and after it keep their graph."""
+    forward, along = partial(attend, *x.tensors), partial(jvp, attend, x)
+    return dict(zip(WHAT, (forward, along, partial(along, moving=1), *gradient_graph(attend, x)), strict=True))
 
+
+def time(run: Run, n: int, head_dim: int, causal: bool = False) -> Iterator[dict]:
+    """Milliseconds, and peak MiB beyond the inputs and beyond inputs and outputs, of each derivative at one size."""
+    x = Inputs.draw(n, head_dim, run.dtype, run.device)
+    found = {run.who: calls(tilewise_attention(run.backend, causal=causal), x)}
+    shape = {"batch": 1, "heads_q": HEADS, "heads_k": HEADS, "seqlen": n, "head_dim": head_dim}
+    shape |= {"mask": "causal" if causal else None, "dtype": str(x.weight.dtype).removeprefix("torch.")}
+    name = f"n{n}-d{head_dim}" + ("-causal" if causal else "")
+    try:
+        found[EAGER] = calls(eager_attention(causal=causal), x)
+        found[EAGER]["second"]()
+    except (torch.OutOfMemoryError, RuntimeError) as error:  # a CPU's allocator raises the latter
+        found.pop(EAGER, None)
+        for what in WHAT:
+            why = [str(error).partition("\n")[0]]
+            case = f"{what.replace(' ', '-')}-{name}"
+            yield run.result(case, EAGER, "time", None, shape=shape | {"what": what}, why=why)
+    ms = in_turns({(who, what): call for who, each in found.items() for what, call in each.items()}, run.device)
+    for (who, what), value in ms.items():
+        with PeakMemory(run.device) as peak:
+            result = found[who][what]()
+        outputs = {
+            x.data_ptr(): x.nbytes for x in (result if isinstance(result, tuple) else (result,)) if x is not None
+        }
+        beyond = {"shape": shape | {"what": what}}
+        case = f"{what.replace(' ', '-')}-{name}"
+        yield run.result(case, who, "time", round(value, 5), **beyond)
+        mib = [round(n / records.MIB, 2) for n in (max(0, peak.bytes - sum(outputs.values())), peak.bytes)]
+        yield run.result(case, who, "memory", mib[0], peak=mib[1], **beyond)
+        del result
+
+
+# By head dim, for each kernel of tangents: tile_m, tile_n, warps, stages, and whether tiles come by descriptor.
 TILES = {
-    "tangent": ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 1)),
-    "dq_tangent": ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2)),
-    "dkdv_tangent": ((64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2)),
-}
+    64: {
+        "tangent": ((64, 32, 4, 2, True), (64, 32, 4, 3, True), (64, 64, 4, 2, True), (64, 64, 4, 3, True),
+                    (128, 32, 4, 2, False)),
+        "dq_tangent": ((64, 64, 4, 2, True), (64, 64, 4, 3, True), (64, 64, 4, 2, False)),
+        "dkdv_tangent": ((64, 64, 4, 2, True), (64, 64, 4, 3, True), (64, 128, 8, 2, True), (32, 64, 4, 2, False)),
+    },
+    128: {
+        "tangent": ((128, 64, 8, 2, True), (128, 32, 8, 3, True), (64, 32, 4, 2, True), (128, 64, 8, 2, False)),
+        "dq_tangent": ((64, 32, 4, 2, True), (128, 32, 8, 2, True), (64, 32, 4, 2, False)),
+        "dkdv_tangent": ((32, 64, 4, 2, True), (32, 128, 8, 2, True), (32, 128, 8, 2, False)),
+    },
+}  # fmt: skip
 
 
-def timed_tiles(device: str, n: int, head_dim: int) -> list[dict]:
-    """Milliseconds of the forward's and the backward's tangents with other tiles of one kernel."""
+def tile_calls(device: str, n: int, head_dim: int, causal: bool) -> dict[tuple[str, str], Callable[[], object]]:
+    """The passes of tangents with each choice of :data:`TILES`, and forward and backward, by what they are and by tiles."""
     from tilewise.backends.triton.host import tangent
     from tilewise.backends.triton.tiles import Tiles
-    from tilewise.dispatch import backend
 
-    x, rows, chosen = Inputs.draw(n, head_dim, torch.bfloat16, device), [], tangent.tangent_tiles
-    for kernel, choices in TILES.items():
-        for tiles in choices:
-            backend.cache_clear()
-            tw.dispatch._plans.clear()
-            tangent.tangent_tiles = lambda p, name, *rest, k=kernel, t=tiles: (
-                Tiles(*t) if name == k else chosen(p, name)
-            )
-            attend = tilewise_attention("triton")
-            row = {"kernel": kernel, "tiles": tiles, "n": n, "head_dim": head_dim}
-            try:
-                call = (lambda a=attend: jvp(a, x)) if kernel == "tangent" else gradient_graph(attend, x)[1]
-                row["ms"] = in_turns({"ms": call}, device)["ms"]
-            except Exception as error:  # too much shared memory, say
-                row["error"] = str(error)[-200:]
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    tangent.tangent_tiles = chosen
-    return rows
+    x, triton = Inputs.draw(n, head_dim, HALF, device), dispatch.backend("triton")
+    c = testing.call(*x.tensors[:3], device=device, causal=causal)
+    out, along = triton.forward(c.p, c.t), Directions(*x.along[:3], None, [])
+    moved, grad = triton.jvp(c.p, c.t, out, along), OutputGrads(x.weight, c.dlse)
+    found: dict[tuple[str, str], Callable[[], object]] = {
+        ("forward", "triton"): lambda: triton.forward(c.p, c.t),
+        ("backward", "triton"): lambda: triton.backward(c.p, c.t, out, x.weight, c.dlse),
+    }
+    for kernel, choices in TILES[head_dim].items():
+        for row in choices:
+            plan, tiles = tangent.new_plan(c.p, triton.config(c.p), ()), Tiles(*row)
+            plan.tiles[kernel] = tiles
+            call = partial(tangent.jvp, plan, c.t, out, along)
+            if kernel != "tangent":
+                call = partial(tangent.backward_jvp, plan, c.t, out, grad, along, moved)
+            found["second" if kernel != "tangent" else "tangent", f"{kernel} {tiles.describe()}"] = call
+    return found
+
+
+def tiles(run: Run, n: int, head_dim: int, causal: bool) -> Iterator[dict]:
+    """Milliseconds of the pass of o's tangent, and of the passes of the gradients' tangents, with other tiles of one kernel."""
+    shape = {"batch": 1, "heads_q": HEADS, "heads_k": HEADS, "seqlen": n, "head_dim": head_dim}
+    shape |= {"mask": "causal" if causal else None, "dtype": "bfloat16"}
+    name = f"n{n}-d{head_dim}" + ("-causal" if causal else "")
+    found = tile_calls(run.device, n, head_dim, causal)
+    for (what, who), call in list(found.items()):
+        try:
+            call()
+        except Exception as error:  # too much shared memory, say
+            del found[what, who]
+            why = [str(error)[-200:]]
+            yield run.result(f"{what}-tiles-{name}", who, "time", None, why=why, shape=shape | {"what": what})
+    for (what, who), ms in in_turns(found, run.device).items():
+        yield run.result(f"{what}-tiles-{name}", who, "time", round(ms, 5), shape=shape | {"what": what})
+
+
+def results(run: Run, part: str, sizes: list[int]) -> Iterator[dict]:
+    """The results of one part of a run."""
+    if part == "check":
+        yield from check(run, 24 if run.device == "cpu" else 300)
+        return
+    measured = time if part == "time" else tiles
+    for n in sizes:
+        for head_dim in (64, 128):
+            yield from measured(run, n, head_dim, False)
+            if n in CAUSAL:
+                yield from measured(run, n, head_dim, True)
+
+
+def draw(source: Path, target: Path) -> None:
+    """Time and memory of forward mode and the second derivative by length, a column for each head dim; eager attention is broken."""
+    from matplotlib.figure import Figure
+
+    found = records.read(source)
+    runs = records.runs(found)
+    titles = {"time": "ms", "memory": "MiB beyond inputs and outputs"}
+    lines = {"jvp": ("#0b6e8f", "forward mode, with o"), "second": ("#c8553d", "second derivative")}
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    for row, (metric, unit) in zip(figure.subplots(2, 2, sharex=True, sharey="row"), titles.items(), strict=True):
+        for axes, head_dim in zip(row, (64, 128), strict=True):
+            rows = [r for r in records.select(found, metric=metric) if r["value"] and "seqlen" in r["shape"]]
+            rows = [r for r in rows if r["shape"]["head_dim"] == head_dim and r["shape"].get("mask") is None]
+            for what, (colour, label) in lines.items():
+                for who in dict.fromkeys(r["contestant"] for r in rows):
+                    of_who = [r for r in rows if (r["shape"].get("what"), r["contestant"]) == (what, who)]
+                    points = {r["shape"]["seqlen"]: r["value"] for r in of_who}
+                    style = {"linestyle": "--", "marker": "s"} if who == EAGER else {"marker": "o"}
+                    name = "eager" if who == EAGER else "tilewise"
+                    axes.plot(
+                        *zip(*sorted(points.items()), strict=True), color=colour, label=f"{name}, {label}", **style
+                    )
+            axes.set(xscale="log", yscale="log", title=f"head dim {head_dim}")
+            axes.set_xticks(SIZES, [f"{n:,}" for n in SIZES], fontsize=8)
+            axes.minorticks_off()
+            axes.grid(True, color="#e6e6e6", linewidth=0.8)
+            axes.spines[["top", "right"]].set_visible(False)
+        row[0].set_ylabel(unit)
+    axes.set_xlabel("sequence length N")
+    run = next(iter(runs.values()))
+    where = f"{run['device']}, {rows[0]['shape']['dtype']}, {HEADS} heads, torch {run['versions']['torch']}"
+    figure.suptitle(where, fontsize=9, color="#555555")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(target, dpi=110)
+
+
+def shown(r: dict) -> str:
+    """A line about a result."""
+    more = f"  rms {r['rms']:.2e}, eager's {r['rms_eager']:.2e}" if "rms" in r else ""
+    more = f"  {r['peak']:.1f} beyond the inputs" if "peak" in r else more
+    value = r["why"][0] if r["value"] is None else f"{r['value']:10.4f} {r['unit']}{more}"
+    return f"{r['case']:48} {r['contestant']:44} {value}"
+
+
+def peers_of(name: str, parts: list[str]) -> dict[str, str]:
+    """Who the contestants of a run are."""
+    found = {who: PEERS[who] for who in (name, EAGER) if "check" in parts or "time" in parts}
+    if "tiles" in parts:
+        said = "these tiles of one kernel of tangents: tile_m x tile_n, warps, stages, tma: whole tiles by descriptor"
+        from tilewise.backends.triton.tiles import Tiles
+
+        rows = {
+            f"{kernel} {Tiles(*row).describe()}" for each in TILES.values() for kernel in each for row in each[kernel]
+        }
+        found |= {"triton": PEERS["triton"]} | dict.fromkeys(sorted(rows), said)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Exit code 1: a derivative is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--backend", help="default: triton on CUDA, else the first that can")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
-    parser.add_argument("--tiles", action="store_true", help="times of a few tiles of each kernel instead")
-    parser.add_argument("--out", help="a file for the results as JSON")
+    parser.add_argument("--parts", nargs="*", default=["check", "time"], choices=("check", "time", "tiles"))
+    parser.add_argument("--out", type=Path, default=Path("out/derivatives.jsonl"))
+    parser.add_argument("--draw", type=Path, nargs=2, help="the file of a run, and the picture to write")
     options = parser.parse_args(arguments)
-    backend = options.backend or ("triton" if options.device.startswith("cuda") else None)
-    found: dict = {"machine": machine(options.device), "backend": backend}
-    if options.tiles:
-        found["tiles"] = [row for d in (64, 128) for row in timed_tiles(options.device, 4096, d)]
-    else:
-        found["check"] = check(backend, options.device, 300 if options.device != "cpu" else 24)
-        wrong = [row for row in found["check"] if not row["ok"]]
-        print(f"{len(found['check'])} derivatives checked, {len(wrong)} wrong")
-        for row in wrong:
-            print(json.dumps(row))
-        found["times"] = []
-        for n in () if wrong else options.sizes:
-            for head_dim in (64, 128):
-                found["times"].append(timed(backend, options.device, n, head_dim))
-                print(json.dumps(found["times"][-1]), flush=True)
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
-    return 1 if [row for row in found.get("check", ()) if not row["ok"]] else 0
+    if options.draw:
+        draw(*options.draw)
+        return 0
+    backend = options.backend or ("triton" if options.device == "cuda" else None)
+    run = Run("", backend, options.device)
+    command = (
+        f"python -m bench.derivatives --parts {' '.join(options.parts)} --sizes {' '.join(map(str, options.sizes))}"
+    )
+    head = records.run(command, options.device, peers_of(run.who, options.parts))
+    records.append([head], options.out)
+    run = Run(head["run"], backend, options.device)
+    for part in options.parts:
+        wrong = 0
+        for r in results(run, part, options.sizes):
+            records.append([r], options.out)
+            print(shown(r), flush=True)
+            wrong += r.get("status") == "red"
+        if wrong:
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

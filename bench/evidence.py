@@ -63,7 +63,7 @@ def setting() -> report.Setting:
 
 @cache
 def counted(program: Callable, rows: int, cols: int) -> Counts:
-    """What a forward of one head of :func:`setting` counts with such blocks."""
+    """The counts of a forward of one head of :func:`setting` counts with such blocks."""
     machine = setting().machine(roomy=True)
     program(machine, Head.blank(setting().seqlen, setting().head_dim), Blocks(rows, cols))
     return machine.counts

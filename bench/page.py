@@ -299,7 +299,7 @@ def single_precision() -> list[str]:
 
 
 def host() -> list[str]:
-    """What a call costs the host, by backend."""
+    """The time that a call costs the host, by backend."""
     rows = []
     for backend, file in (("hopper", "hopper-calls"), ("triton", "triton-calls")):
         found = load(file)

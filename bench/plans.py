@@ -94,14 +94,14 @@ def without(*names: str):
 
 def in_torch(mask: Mask, n: int, device: str) -> tuple[tiles.TileMap | None, Tensor | None]:
     """:func:`planned` by PyTorch's operations."""
-    with without("_by_kernel"):
+    with without("_by_kernel", "_ends_by_kernel"):
         return planned(mask, n, device)
 
 
 def agrees(mask: Mask, n: int, device: str) -> bool:
     """Whether the plan claims nothing that all pairs deny, and marks the same keys."""
     fast, seen = planned(mask, n, device)
-    with without("_by_kernel", "monotone_terms"):
+    with without("_by_kernel", "_ends_by_kernel", "monotone_terms"):
         slow, known = planned(mask, n, device)
     if fast is None:
         return seen is None or torch.equal(seen, known)

@@ -90,11 +90,6 @@ class Entry:
 # ---- one case -----------------------------------------------------------------------------------------------------
 
 
-def run_case(lineup: Lineup, plan: Plan, say: Report = lambda _: None) -> list[dict]:
-    """Records of one case, one a contestant, in their order; timings only where the check allows them."""
-    return run_group([lineup], plan, say)
-
-
 def run_group(lineups: Sequence[Lineup], plan: Plan, say: Report = lambda _: None) -> list[dict]:
     """Records of cases whose times are compared: checked one after the other, then timed in the same rounds, since the
     pace of a machine changes from minute to minute."""

@@ -7,16 +7,19 @@ time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA
 tiles   decoding over pages with other tiles and splits than the configured ones
 
 Keys come from slow memory: a graph holds calls over so many copies of K and V that the L2 keeps none. GB/s are the bytes of K and V
-over the time. What is not right is not timed. ``--device cpu`` rehearses it on small calls, of Triton in its interpreter.
+over the time, of a cache in 8 bits those of its numbers and scales, of a latent one those of K, in which V lies. What is not right is
+not timed. ``--device cpu`` rehearses it on small calls, of Triton in its interpreter.
 """
 
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -29,6 +32,7 @@ import tilewise as tw
 from bench import records
 from bench.measure import in_turns, seconds_per_call
 from tilewise import cache as caches
+from tilewise import pages
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.paging import choose_paged
@@ -45,7 +49,13 @@ PEERS = {
     "append": "tw.append",
     "append-torch": "the same by PyTorch's operations",
 }
+PEERS |= {
+    "pages-64-fp8": "tw.attention_paged over pages of 64 keys in e4m3, one scale for each head",
+    "pages-64-fp8-each": "the same, one scale for each token and head",
+}
 PEERS |= {f"pages-{size}": f"tw.attention_paged over pages of {size} keys" for size in PAGE_SIZES}
+FP8 = re.compile(r"(fp8(-each)?)?$")  # what a contestant's name says of its numbers
+POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
 PARTS = ("check", "replay", "append", "time", "tiles")
 ROUNDS = 7
 TILED = ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-4k", "b2-200")
@@ -66,11 +76,24 @@ class Case:
     head_dim: int = 128
     queries: int = 1
     pages: tuple[int, ...] = (64,)
+    fp8: bool = False  # whether caches in 8 bits are timed too
+    values: int = 0  # the columns of K that are V, of a latent cache; 0: V has memory of its own
 
     @property
     def bytes(self) -> int:
-        """Of K and V, in bf16."""
-        return 2 * 2 * self.batch * self.keys * self.heads_k * self.head_dim
+        """The bytes of K and V, in bf16."""
+        return 2 * (1 if self.values else 2) * self.batch * self.keys * self.heads_k * self.head_dim
+
+    def bytes_of(self, contestant: str) -> int:
+        """The bytes of K and V as a contestant reads them."""
+        scales = 2 * 4 * self.batch * self.keys * self.heads_k if contestant.endswith("-each") else 0
+        return self.bytes // 2 + scales if "fp8" in contestant else self.bytes
+
+    @property
+    def flops(self) -> int:
+        """The operations of the two products."""
+        widths = self.head_dim + (self.values or self.head_dim)
+        return 2 * self.batch * self.queries * self.heads_q * self.keys * widths
 
     @property
     def shape(self) -> dict:
@@ -82,16 +105,22 @@ class Case:
 CASES = {
     "cuda": (
         Case("b1-1k", 1, 1024, pages=(16, 64)),
-        Case("b1-16k", 1, 16384),
+        Case("b1-16k", 1, 16384, fp8=True),
         Case("b1-128k", 1, 131072),
-        Case("b8-32k", 8, 32768, pages=(16, 64, 256)),
-        Case("b64-4k", 64, 4096),
+        Case("b8-32k", 8, 32768, pages=(16, 64, 256), fp8=True),
+        Case("b64-4k", 64, 4096, fp8=True),
         Case("b64-1k", 64, 1024),
         Case("b16-8k-d64", 16, 8192, 64, 8, 64),
         Case("b8-8k-h16", 8, 8192, 16, 16),
-        Case("chunk-512-32k", 1, 32768, queries=512, pages=(16, 64)),
+        Case("chunk-512-32k", 1, 32768, queries=512, pages=(16, 64), fp8=True),
+        Case("latent-b32-8k", 32, 8192, 128, 1, 576, values=512),
+        Case("latent-chunk-64-8k", 4, 8192, 128, 1, 576, 64, values=512),
     ),
-    "cpu": (Case("b2-200", 2, 200, 4, 2, 16, pages=(64,)), Case("chunk-3-70", 1, 70, 4, 2, 16, 3, (16,))),
+    "cpu": (
+        Case("b2-200", 2, 200, 4, 2, 16, pages=(64,), fp8=True),
+        Case("chunk-3-70", 1, 70, 4, 2, 16, 3, (16,)),
+        Case("latent-b2-70", 2, 70, 4, 1, 32, values=16),
+    ),
 }
 
 
@@ -108,7 +137,10 @@ class Keys:
         self.lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=device)
         self.q = self.drawn(case.batch, case.queries, case.heads_q, case.head_dim)
         shape = case.batch, case.keys, case.heads_k, case.head_dim
-        self.dense = [(self.drawn(*shape), self.drawn(*shape)) for _ in range(copies)]
+        self.dense = [(k := self.drawn(*shape), self.values_of(k)) for _ in range(copies)]
+
+    def values_of(self, k: Tensor) -> Tensor:
+        return k[..., : self.case.values] if self.case.values else self.drawn(*k.shape)
 
     def drawn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.bfloat16)
@@ -123,12 +155,24 @@ class Keys:
         for k, v in self.dense:
             order = torch.randperm(case.batch * most, generator=self.generator, device=self.device)
             pools = []
-            for x in (k, v):
+            for x in (k, k if case.values else v):
                 whole = F.pad(x, (0, 0, 0, 0, 0, most * page_size - case.keys))
                 pool = torch.empty_like(whole).view(-1, page_size, *x.shape[2:])
                 pool[order] = whole.view(pool.shape)
                 pools.append(pool)
+            if case.values:
+                pools[1] = pools[0][..., : case.values]
             found.append(tw.paged(*pools, order.view(case.batch, most).int(), self.lengths))
+        return found
+
+    def quantised(self, page_size: int, each: bool) -> list[tw.QuantizedCache]:
+        """The caches of :meth:`paged` in e4m3, with a scale for each head, or for each token and head."""
+        found = []
+        for cache in self.paged(page_size):
+            scales = [pages.token_scales(x) for x in cache[:2]]
+            scales = scales if each else [s.amax((0, 1)) for s in scales]
+            pools = [pages.quantised(x, s.unsqueeze(-1)) for x, s in zip(cache[:2], scales, strict=True)]
+            found.append(tw.paged(*pools, *cache[2:], k_scale=scales[0], v_scale=scales[1]))
         return found
 
 
@@ -144,16 +188,20 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
     def dense(backend: str | None) -> Attend:
         return lambda n: tw.attention(q, *keys.dense[n], causal=causal, backend=backend)
 
-    def over(caches: list[tw.PagedCache]) -> Attend:
+    def over(caches: list[tw.PagedCache] | list[tw.QuantizedCache]) -> Attend:
         return lambda n: tw.attention_paged(q, caches[n], causal=causal, backend=backend)
 
-    yield "dense", dense(backend)
-    if keys.device == "cuda":
+    if not case.values:
+        yield "dense", dense(backend)
+    if keys.device == "cuda" and not case.values:
         yield "dense-triton", dense("triton")
     yield "cache", over(keys.dense_caches())
     for page_size in case.pages:
         yield f"pages-{page_size}", over(keys.paged(page_size))
-    if keys.device == "cuda":
+    if case.fp8:
+        yield "pages-64-fp8", over(keys.quantised(64, False))
+        yield "pages-64-fp8-each", over(keys.quantised(64, True))
+    if keys.device == "cuda" and not case.values:
         for name, which in (("fa2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             if not causal or name == "fa2":
                 yield name, sdpa(keys, which)
@@ -209,14 +257,17 @@ def over_config(config: Config, c, caches: list[tw.PagedCache]) -> Attend:
 
 
 def faults(o: Tensor, expected) -> str:
-    """What is wrong with the first sequence's o; empty: nothing."""
+    """The faults of the first sequence's o; empty: none."""
     return "; ".join(str(e) for e in expected.judge({"o": o[:1]}) if not e.ok)
 
 
-def expected_of(keys: Keys):
-    """The oracle of the first sequence over the first copy."""
-    (k, v), causal = keys.dense[0], keys.case.queries > 1
-    return paged_call(keys.q[:1], tw.dense_cache(k[:1], v[:1], keys.lengths[:1]), causal=causal).expected()
+def expected_of(keys: Keys, contestant: str):
+    """The oracle of the first sequence over the first copy of what a contestant reads."""
+    cache = tw.dense_cache(*keys.dense[0], keys.lengths)
+    if "fp8" in contestant:
+        cache = keys.quantised(64, contestant.endswith("-each"))[0]
+    first = cache._replace(block_table=cache.block_table[:1], seqlens_k=cache.seqlens_k[:1])
+    return paged_call(keys.q[:1], first, causal=keys.case.queries > 1).expected()
 
 
 @dataclass(frozen=True)
@@ -229,6 +280,7 @@ class Kind:
     packed: bool = False
     options: Callable[[str], dict] = lambda device: {}
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    scales: str = ""  # of a cache in 8 bits: "heads", "sequences" or "tokens"
 
 
 KINDS = (
@@ -257,6 +309,18 @@ KINDS = (
         4,
         options=lambda device: {"mask": tw.keep(lambda b, h, i, j: (j <= i + tw.offset) & ((i + j) % 3 > 0))},
     ),
+    Kind("8 bits, heads", 64, 3, options=lambda device: {"causal": True}, scales="heads"),
+    Kind(
+        "8 bits, tokens",
+        16,
+        40,
+        True,
+        lambda device: {"causal": True},
+        (torch.bfloat16, torch.float16),
+        scales="tokens",
+    ),
+    Kind("8 bits, sequences", 48, 4, options=lambda device: {"score": tw.softcap(5.0)}, scales="sequences"),
+    Kind("8 bits, chunk", 64, 300, options=lambda device: {"causal": True}, scales="tokens"),
     Kind("deterministic", 64, options=lambda device: {"deterministic": True}),
 )
 
@@ -284,12 +348,24 @@ def ragged(
     return q, tw.paged(*pools, table, lengths), ends if packed else None
 
 
+def in_8_bits(cache: tw.PagedCache, scales: str) -> tw.QuantizedCache:
+    """A cache's numbers in e4m3, NaN where they are; the scales of sequences and heads are any."""
+    each = [pages.token_scales(x) for x in cache[:2]]
+    if scales != "tokens":
+        shape = cache.k_pages.shape[2:3] if scales == "heads" else (len(cache.seqlens_k), cache.k_pages.shape[2])
+        each = [torch.rand(shape, device=x.device) / 64 + 1 / 128 for x in cache[:2]]
+    factors = [s.unsqueeze(-1) if scales == "tokens" else 1 / 64 for s in each]
+    pools = [pages.quantised(x, s) for x, s in zip(cache[:2], factors, strict=True)]
+    return tw.paged(*pools, *cache[2:], k_scale=each[0], v_scale=each[1])
+
+
 def check(device: str) -> Iterator[tuple[str, str]]:
     """``(kind, what is wrong)``; nothing is wrong where that is empty."""
     longest, most = (3000, 300) if device == "cuda" else (70, 3)
     for kind in KINDS:
         for dtype in kind.dtypes:
             q, cache, cu = ragged(device, kind.page_size, min(kind.queries, most), kind.packed, dtype, longest)
+            cache = in_8_bits(cache, kind.scales) if kind.scales else cache
             options = kind.options(device)
             o, lse = tw.attention_paged_with_lse(q, cache, cu, backend="triton", **options)
             expected = paged_call(q, cache, cu_seqlens_q=cu, **options).expected()
@@ -310,6 +386,17 @@ def check_append(device: str) -> Iterator[tuple[str, str]]:
         caches._write(other, *new, cu)
         same = all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(one[:2], other[:2], strict=True))
         yield f"append, {name}", "" if took and same else "other bits" if took else "no kernel took it"
+        for scales in ("heads", "sequences", "tokens"):
+            one, other = (in_8_bits(cache, scales) for _ in range(2))
+            other = other._replace(k_scale=one.k_scale.clone(), v_scale=one.v_scale.clone())
+            took = Triton().append(one, *new, cu)
+            caches._write(other, *new, cu)
+            left, right = ([getattr(x, name).float().nan_to_num() for name in POOLS] for x in (one, other))
+            same = all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+            yield (
+                f"append in 8 bits, {name}, {scales}",
+                "" if took and same else "other bits" if took else "no kernel took it",
+            )
 
 
 def replay(device: str) -> Iterator[tuple[str, str]]:
@@ -361,13 +448,14 @@ def captured(call: Callable[[], object], device: str) -> tuple[Callable[[], obje
 # ---- how fast ------------------------------------------------------------------------------------------------------
 
 
-def timed(keys: Keys, who: Iterator[tuple[str, Attend]], expected) -> tuple[dict[str, float], dict[str, str]]:
+def timed(keys: Keys, who: Iterator[tuple[str, Attend]]) -> tuple[dict[str, float], dict[str, str]]:
     """Milliseconds a call of those that are right, the median over rounds in orders of their own; and who is not, and why."""
     graphs, wrong = {}, {}
+    oracles = lru_cache(partial(expected_of, keys))  # one for all that read the same numbers
     kept = list(who)  # until the last replay: a graph reads the caches of its contestant where they lay at its capture
     for name, attend in kept:
         try:
-            fault = faults(attend(0), expected)
+            fault = faults(attend(0), oracles(FP8.search(name)[0]))
             if fault:
                 wrong[name] = fault
                 continue
@@ -405,10 +493,10 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
         with torch.no_grad():
             keys = Keys(case, device)
             who = contestants(keys) if part == "time" else tiled(keys, keys.paged(case.pages[-1]))
-            found, wrong = timed(keys, who, expected_of(keys))
+            found, wrong = timed(keys, who)
         for name, ms in found.items():
-            rate = case.bytes / ms / 1e6
-            numbers = {"gb_per_s": round(rate, 1), "shape": case.shape}
+            numbers = {"gb_per_s": round(case.bytes_of(name) / ms / 1e6, 1), "shape": case.shape}
+            numbers |= {"tflop_per_s": round(case.flops / ms / 1e9, 1)} if case.values else {}
             yield records.result(run, f"serving-{case.name}", name, "forward", "time", ms, **numbers)
         for name, why in wrong.items():
             yield records.result(
@@ -438,6 +526,7 @@ def shown(r: dict) -> str:
     if r["value"] is None:
         return f"{r['case']:26} {r['contestant']:40} {r['why'][0]}"
     rate = f"{r['gb_per_s']:8.1f} GB/s" if "gb_per_s" in r else ""
+    rate += f" {r['tflop_per_s']:8.1f} TFLOP/s" if "tflop_per_s" in r else ""
     return f"{r['case']:26} {r['contestant']:40} {1e3 * r['value']:9.2f} us  {rate}"
 
 

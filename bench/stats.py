@@ -1,22 +1,21 @@
-"""What the largest scores cost on a GPU: `python -m bench.stats --out OUT/stats.json`, under a minute.
+"""The cost of the largest scores on a GPU: `python -m bench.stats --out OUT/stats.jsonl`, under a minute.
 
 Each case is first judged on a shorter sequence by the error rule, the largest scores too, and at its own length o and lse have to be
 those of a call without them, bit for bit. Then the forwards without them, with those of the rows, and with those of the heads are
 timed in turns. Bounded scores (a softcap in bf16) are summed up without maxima where nobody asks for these, so there they cost more.
-`--device cpu` rehearses it with the portable backend on small calls.
+`--device cpu` rehearses it with the portable backend on small calls. The results are records of the one form (bench/records.py).
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 
 import tilewise as tw
-from bench import measure
+from bench import measure, records
 from tilewise import dispatch, testing
 
 GOAL = 1.01
@@ -45,7 +44,7 @@ def drawn(name: str, device: str, most: int) -> tuple[tuple[torch.Tensor, ...], 
 
 
 def faults(name: str, device: str, backend: str, most: int) -> list[str]:
-    """What is wrong with a case; empty: nothing."""
+    """The faults of a case; empty: none."""
     tensors, options = drawn(name, device, most=300)
     with torch.no_grad():
         c = testing.call(*tensors, device=device, max_logit=True, **options).forward_only()
@@ -76,20 +75,45 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     device, cuda = options.device, options.device == "cuda"
     where = (device, "triton" if cuda else "portable", 1 << 30 if cuda else 300)
-    rows, ok = [], True
+    peers = {
+        "lse": f"tw.attention_with_lse by the {where[1]} backend",
+        "row": "tw.attention_with_stats, per row",
+        "head": "the same, per head",
+    }
+    head = records.run(f"python -m bench.stats --device {device}", device, peers)
+    records.append([head], options.out)
+    ok = True
     for name in CASES:
-        wrong = faults(name, *where)
-        row: dict = {"case": name, "wrong": wrong}
-        if not wrong:
-            ms = timed(name, *where)
-            row |= {"ms": ms, **{f"{per}_of_lse": ms[per] / ms["lse"] for per in ("row", "head")}}
-            row["meets"] = name == BOUNDED or row["row_of_lse"] <= GOAL
-        ok = ok and not wrong
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": measure.machine(device), "rows": rows}, indent=1) + "\n")
+        found = list(results(head["run"], name, *where))
+        records.append(found, options.out)
+        ok = ok and all(r["value"] for r in found)
+        print(
+            *[f"{r['case']:36} {r['contestant']:6} {r['value']:9.4f} {r['unit']}" for r in found], sep="\n", flush=True
+        )
     return 0 if ok else 1
+
+
+def results(run: str, name: str, device: str, backend: str, most: int) -> Iterator[dict]:
+    """Whether a case is right and, if so, its times, as records."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, dtype, options = CASES[name]
+    shape = {
+        "what": f"largest scores, {name}",
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "most": most,
+    }
+    shape |= {"heads_q": heads_q, "heads_k": heads_k, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch.")}
+    made = partial(records.result, run, f"stats-{name}", shape=shape | options)
+    wrong = faults(name, device, backend, most)
+    yield made("row", "forward", "right", int(not wrong), of=1, **({"why": "; ".join(wrong)} if wrong else {}))
+    if wrong:
+        return
+    ms = timed(name, device, backend, most)
+    for who, value in ms.items():
+        meets = {} if who == "lse" else {"of_lse": round(value / ms["lse"], 4)}
+        meets |= {"meets": name == BOUNDED or value / ms["lse"] <= GOAL} if who == "row" else {}
+        yield made(who, "forward", "time", round(value, 5), **meets)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What iomodel counts beside what a GPU's counters say: ``python -m bench.traffic --out FILE`` (NVIDIA, with Nsight Compute).
+"""The bytes that iomodel counts beside what a GPU's counters say: ``python -m bench.traffic --out FILE`` (NVIDIA, with Nsight Compute).
 
 Four orders of the loops: standard attention, whose scores go through memory; FlashAttention's, keys outside (bench/baselines/flash1.py),
 whole and with a pattern of blocks; FlashAttention-2's, queries outside, which is the Triton backend's forward, whole and with a pattern.

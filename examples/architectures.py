@@ -94,12 +94,12 @@ def multi_query(q, k, v):
 
 
 def mla(q, k, v):
-    """As trained: q and k have 128 + 64 rotated dimensions a head, v has 128."""
+    """Training form: q and k have 128 + 64 rotated dimensions a head, v has 128."""
     return tw.attention(q, k, v, causal=True)
 
 
 def mla_absorbed(q_nope, q_rope, cache, w_k, w_v):
-    """As decoded: the cache (batch, seqlen_k, 1, 512 + 64) is the one key head, and its first 512 numbers the values.
+    """Decoding form: the cache (batch, seqlen_k, 1, 512 + 64) is the one key head, and its first 512 numbers the values.
 
     w_k (heads, 128, 512), w_v (heads, 512, 128): what would have made keys and values of the cache.
     """

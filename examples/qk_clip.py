@@ -47,7 +47,7 @@ def qk_clip(model: GPT, max_logits: list[Tensor], threshold: float) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step measured before its update: the mean loss in nats per byte, and the largest score of all layers and heads."""
+    """The figures of one step before its update: the mean loss in nats per byte, and the largest score of all layers and heads."""
 
     loss: float
     max_logit: float

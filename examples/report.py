@@ -98,7 +98,7 @@ def expected_bytes(record: dict, row: dict) -> float:
 
 
 def pathfinder_table(record: dict) -> str:
-    """What an image costs at each size, and how long the same number of images would take."""
+    """The cost of an image at each size, and how long the same number of images would take."""
     rows = [
         [row["images"], f"{row['seqlen']:,}", f"{1e3 * row['seconds_an_image']:,.1f}", f"{row['hours']:,.1f}"]
         for row in record["costs"]

@@ -51,7 +51,7 @@ class Request:
 
 
 class PagePool:
-    """Which pages are free, how many requests use each of the others, and which prefix each full page ends."""
+    """The pages that are free, how many requests use each of the others, and which prefix each full page ends."""
 
     def __init__(self, num_pages: int, page_size: int):
         self.page_size = page_size

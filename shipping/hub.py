@@ -78,7 +78,7 @@ def make(wheel: Path, out: Path) -> list[Path]:
 
 
 def metadata(version: str, backend: str, digest: str) -> dict:
-    """What the hub's library reads before it imports a kernel; its version is the first number of the package's."""
+    """The metadata that the hub's library reads before it imports a kernel; its version is the first number of the package's."""
     number = int(version.split(".")[0])
     return {
         "id": f"_tilewise_{backend}_{digest}",

@@ -70,6 +70,21 @@ def test_autocast_casts_queries_to_the_cache_and_not_the_cache():
     torch.testing.assert_close(o, tw.attention_paged(q, cache, **options))
 
 
+@pytest.mark.parametrize("name", ["fp8-heads", "fp8-sequences", "fp8-tokens"])
+def test_a_quantised_cache_holds_its_numbers_times_their_scales(name):
+    q, cache, options = CASES[name].draw()
+    k, v = (x.double() for x in cache[:2])
+    for b in range(len(cache.seqlens_k)):  # a copy of each sequence's pages, in float64
+        k_scale, v_scale = (s[b] if s.ndim == 2 else s for s in cache[4:])
+        plain = tw.paged(k * k_scale.unsqueeze(-1), v * v_scale.unsqueeze(-1), cache.block_table, cache.seqlens_k)
+        o, lse = tw.attention_paged_with_lse(q.double(), plain, **options)
+        got, got_lse = tw.attention_paged_with_lse(q.double(), cache, **options)
+        rows = slice(*options["cu_seqlens_q"][b : b + 2]) if options["cu_seqlens_q"] is not None else b
+        torch.testing.assert_close(got[rows], o[rows])
+        at = (slice(None), rows) if o.ndim == 3 else rows
+        torch.testing.assert_close(got_lse[at], lse[at])
+
+
 def wrong(message, **changes):
     """The cache of ``CAUSAL`` with one thing wrong, and what the error must say of it."""
     return pytest.param(changes, message, id=next(iter(changes)) + "-" + message.split(" ")[0])
@@ -88,10 +103,14 @@ def wrong(message, **changes):
         wrong("v 22 of 8", v_pages=lambda x: x[:22]),
         wrong("k has 3 dimensions", k_pages=lambda x: x[0]),
         wrong("page_size is 0", k_pages=lambda x: x[:, :0], v_pages=lambda x: x[:, :0]),
+        wrong(r"v_scale must be float32 of shape .* got torch.float32 \(3,\)", v_scale=lambda x: x.new_ones(3)),
+        wrong("k_scale must be float32", k_scale=lambda x: x.double()),
+        wrong("k_scale and v_scale belong to pages of float8_e4m3fn", k_pages=lambda x: x.float()),
     ],
 )
 def test_a_wrong_cache_is_refused(changes, message):
-    q, cache, options = CAUSAL.draw()
+    case = CASES["fp8-heads"] if "scale" in message else CAUSAL
+    q, cache, options = case.draw()
     cache = cache._replace(**{name: change(getattr(cache, name)) for name, change in changes.items()})
     with pytest.raises(ValueError, match=message):
         tw.attention_paged(q, cache, **options)
@@ -185,6 +204,76 @@ def test_append_then_attend_compiles_without_graph_breaks(backend):
     got = torch.compile(step, fullgraph=True, backend=backend)(q, k, v, again)
     for x, y in zip((*got, again.k_pages), (*expected, cache.k_pages), strict=True):
         torch.testing.assert_close(x, y, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (4, 2), (24, 8, 2)], ids=str)
+def test_what_is_appended_is_rounded_to_e4m3_and_saturates(shape):
+    cache = empty_cache()
+    scale = torch.full(shape, 0.25)
+    pools = (torch.zeros(x.shape, dtype=torch.float8_e4m3fn) for x in cache[:2])
+    cache = tw.paged(*pools, *cache[2:], k_scale=scale.clone(), v_scale=scale.clone())
+    k, v = normal(4, 5, 2, 16, seed=1), normal(4, 5, 2, 8, seed=2)
+    k[0, 0, 0, :3], v[1, 2, 1, 0] = torch.tensor([1e9, -torch.inf, 3.0]), torch.nan
+    grown = tw.append(cache, k.bfloat16(), v.bfloat16())
+    factors = cache[4:] if len(shape) == 3 else [s.expand(24, 8, 2) for s in (scale.new_full((), 0.25),) * 2]
+    stored = grown._replace(
+        **{
+            name: x.float() * s.unsqueeze(-1)
+            for name, x, s in zip(("k_pages", "v_pages"), grown[:2], factors, strict=True)
+        }
+    )
+    for b in range(4):
+        for got, new in zip(keys_of(stored, b), (k, v), strict=True):
+            got, new = got[0, -5:], new[b].bfloat16().float()
+            assert torch.equal(got.isnan(), new.isnan())
+            finite = new.where(new.isfinite(), 0.0).abs().amax(-1, keepdim=True)
+            largest = finite if len(shape) == 3 else torch.tensor(448 * 0.25)
+            shown = new.clamp(-largest, largest)
+            room = shown.abs() / 16 + largest / 448 * 2**-10  # half a step of the number, or of the smallest
+            assert ((got - shown).abs() <= 1.0001 * room).where(~new.isnan(), True).all()
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "tokens"])
+def test_values_in_the_memory_of_their_keys_are_appended_with_them(quantised):
+    k_pages, _, table, lengths = empty_cache()
+    k = normal(4, 5, 2, 16)
+    cache = tw.paged(k_pages, k_pages[..., :8], table, lengths)
+    if quantised:
+        pool, scale = torch.zeros(k_pages.shape, dtype=torch.float8_e4m3fn), torch.zeros(k_pages.shape[:3])
+        cache = tw.paged(pool, pool[..., :8], table, lengths, k_scale=scale, v_scale=scale)
+    grown = tw.append(cache, k)
+    scales = [s.unsqueeze(-1) for s in grown[4:]] or [1.0, 1.0]
+    stored = grown._replace(k_pages=grown.k_pages.float() * scales[0], v_pages=grown.v_pages.float() * scales[1])
+    for b in range(4):
+        for got, new in zip(keys_of(stored, b), (k[b], k[b, ..., :8]), strict=True):
+            torch.testing.assert_close(got[0, -5:], new, rtol=0.07 * quantised, atol=0.02 * quantised)
+    with pytest.raises(ValueError, match="v is given, but the values of this cache lie in the memory of its keys"):
+        tw.append(cache, k, k[..., :8])
+    with pytest.raises(ValueError, match="v is None, but this cache has memory for values"):
+        tw.append(empty_cache(), k)
+    if quantised:
+        with pytest.raises(ValueError, match="v_scale is another tensor than k_scale"):
+            tw.append(cache._replace(v_scale=scale.clone()), k)
+
+
+def test_appending_to_a_quantised_cache_compiles():
+    torch._dynamo.reset()
+    empty = empty_cache((0, 0, 0, 0))
+
+    def cache():
+        pools = (torch.zeros(x.shape, dtype=torch.float8_e4m3fn) for x in empty[:2])
+        return tw.paged(*pools, *empty[2:], k_scale=torch.ones(24, 8, 2), v_scale=torch.ones(2))
+
+    def step(q, k, v, cache):
+        return tw.attention_paged(q, tw.append(cache, k, v), causal=True)
+
+    tensors = normal(4, 2, 4, 16), normal(4, 2, 2, 16), normal(4, 2, 2, 8)
+    one, other = cache(), cache()
+    expected = step(*tensors, one)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(*tensors, other)
+    torch.testing.assert_close(got, expected)
+    for x, y in zip(one[:2] + one[4:], other[:2] + other[4:], strict=True):
+        assert torch.equal(x.float(), y.float())
 
 
 def test_the_append_operator_passes_opcheck():

@@ -8,7 +8,7 @@ import torch
 import tilewise as tw
 from tests.test_expr import COMPUTED_INDEX, NAMES, SHAPE, environment
 from tilewise.expr import evaluate, parse, trace
-from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, classify, read_adjoint
+from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, classify, read_adjoint
 from tilewise.testing import call, normal, qkv
 
 # Shape, score, how its gradient is summed, the indices over which it is broadcast.
@@ -18,7 +18,8 @@ CLASSES = {
     "columns": ((70,), lambda t: lambda s, b, h, i, j: s + t[j] * s, COLUMNS, ()),
     "pairs": ((2, 4, 70, 70), lambda t: lambda s, b, h, i, j: s + t[b, h, i, j], STORE, ()),
     "broadcast-pairs": ((70, 70), lambda t: lambda s, b, h, i, j: s + t[j, i], TILES, ("b", "h")),
-    "relative": ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % 9], SCATTER, ()),
+    "relative": ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % 9], DIAGONALS, ()),
+    "computed": ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i + j) % 9], SCATTER, ()),
     "diagonal": ((70, 70), lambda t: lambda s, b, h, i, j: s + t[i, i] + t[i, j], SCATTER, ()),
 }
 

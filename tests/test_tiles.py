@@ -341,6 +341,8 @@ def test_lists_hold_the_tiles_of_each_line_in_increasing_order(transposed):
     lists = tile_map.lists(transposed)
     for what, order, count in ((PARTIAL, lists.partial, lists.partial_count), (FULL, lists.full, lists.full_count)):
         assert (order.dtype, count.dtype) == (torch.int32, torch.int32)
+        assert order.is_contiguous()  # as kernels read it
+        assert count.is_contiguous()
         for b, h, line in [(b, h, line) for b in range(BATCH) for h in range(HEADS) for line in range(status.shape[2])]:
             expected = (status[b, h, line] == what).nonzero().flatten().tolist()
             assert order[b, h, line, : count[b, h, line]].tolist() == expected

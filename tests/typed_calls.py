@@ -72,6 +72,12 @@ def right_calls() -> None:
     assert_type(tw.attention_paged(q, tw.paged(*cache), causal=True), Tensor)
     assert_type(tw.attention_paged_with_lse(q, cache, mask=tw.window(3)), tuple[Tensor, Tensor])
     assert_type(tw.append(cache, k[:, :0], v[:, :0]), tw.PagedCache)
+    e4m3, one = k.to(torch.float8_e4m3fn), torch.ones(())
+    quantised = assert_type(
+        tw.dense_cache(e4m3, e4m3.clone(), cache.seqlens_k, k_scale=one, v_scale=one), tw.QuantizedCache
+    )
+    assert_type(tw.append(quantised, k[:, :0], v[:, :0]), tw.QuantizedCache)
+    assert_type(tw.attention_paged(q, quantised), Tensor)
     assert_type(tw.explain(q, cache, causal=True), Explanation)
     assert_type(tw.explain(q, k, v, causal=True, mask=tw.window(3)), Explanation)
     tw.explain(packed, packed, packed, cu_seqlens_q=cu_seqlens)

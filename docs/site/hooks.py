@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("*.md", "docs/*.md", "bench/*.md", "bench/results/*.md")
-ASSETS = ("docs/img/*", "docs/*.html", "docs/site/*.css")
+ASSETS = ("docs/img/*", "docs/img/*/*", "docs/*.html", "docs/site/*.css")
 # Built from docs/site, since GitHub would show its directives.
 REFERENCE = "docs/reference.md"
 
@@ -25,7 +25,9 @@ FROM_ELSEWHERE = re.compile(r'<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)="
 def on_files(files: Files, config) -> Files:
     """The pages and what they show or link to, each at its path in the repository; MkDocs' own search of docs/ is left out."""
     pages = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
-    shown = {path for pattern in ASSETS for path in ROOT.glob(pattern)} | {x for page in pages for x in linked(page)}
+    shown = {path for pattern in ASSETS for path in ROOT.glob(pattern) if path.is_file()} | {
+        x for page in pages for x in linked(page)
+    }
     found = [file for file in files if file.src_dir != config.docs_dir]  # of the theme and of plugins
     paths = [path.relative_to(ROOT).as_posix() for path in [*pages, *sorted(shown - set(pages))]]
     found += [File(path, str(ROOT), config.site_dir, config.use_directory_urls) for path in paths]

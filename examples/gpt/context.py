@@ -145,7 +145,7 @@ def train_all(folder: Path, contexts: tuple[int, ...], until: float) -> bool:
 
 
 def record_of(run: Run, short: Run) -> dict:
-    """What a finished run says: the losses while training, and the one on the held-out text."""
+    """The record of a finished run: the losses while training, and the one on the held-out text."""
     context = run.model.gpt.config.context
     by_position = evaluate(run.model, texts()[1], context)
     return {
@@ -241,7 +241,7 @@ def measure_all(folder: Path, contexts: tuple[int, ...]):
 
 
 def one_step(context: int, attention: str):
-    """What `measure_apart` starts."""
+    """One step in a process of its own, which `measure_apart` starts."""
     limit = int(LIMIT_GIB * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     print(json.dumps(measure(context, attention)))

@@ -42,7 +42,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step measured: the mean loss in nats per byte, before the step's update, and the speed."""
+    """The figures of one step: the mean loss in nats per byte, before the step's update, and the speed."""
 
     step: int
     loss: float

@@ -123,7 +123,7 @@ def _fits(config: PathfinderConfig, walks: Tensor, border: int) -> Tensor:
 
 
 def _choose(config: PathfinderConfig, taken: Tensor, dashes: int, border: int, generator: torch.Generator):
-    """For each image the first candidate that fits beside `taken` (count, side, side) bool: (found (count,), its walk)."""
+    """The first candidate of each image that fits beside `taken` (count, side, side) bool: (found (count,), its walk)."""
     count = len(taken)
     walks = _walks(config, (count, CANDIDATES), dashes, border, generator)
     inside = walks.clamp(0, config.side - 1)
@@ -135,7 +135,7 @@ def _choose(config: PathfinderConfig, taken: Tensor, dashes: int, border: int, g
 
 
 def _around(path: Tensor, margin: int) -> Tensor:
-    """Where no other path may go: `margin` pixels around what is taken."""
+    """The pixels where no other path may go: `margin` pixels around what is taken."""
     return F.max_pool2d((path > 0).float().unsqueeze(1), 2 * margin + 1, 1, margin).squeeze(1) > 0
 
 
@@ -200,7 +200,7 @@ def _fill_squares(images: Tensor, centre: Tensor, value: int | bool):
 
 
 def _pairs_of_ends(lines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each image's two long paths (count, 2, points, 2), the two pairs of ends that are alike in distance.
+    """The two pairs of ends that are alike in distance, of each image's two long paths (count, 2, points, 2).
 
     Returns a path's own ends and one end of each path, both (count, 2, 2), and by how many pixels their distances differ.
     """

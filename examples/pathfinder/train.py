@@ -122,7 +122,7 @@ def accuracy(model: nn.Module, images: PathfinderConfig, count: int = TEST_IMAGE
 
 
 def accuracy_of_distance(images: PathfinderConfig, count: int = TEST_IMAGES) -> float:
-    """What the distance between the dots tells alone: the share right of the best answer for each whole distance."""
+    """The accuracy by the distance between the dots alone: the share right of the best answer for each whole distance."""
     learn, test = (draw(images, count, TEST_SEED + n) for n in (1, 2))
     bins = 2 * images.side
     far = [(x.dots[:, 0] - x.dots[:, 1]).double().norm(dim=1).round().long() for x in (learn, test)]
@@ -140,7 +140,7 @@ def cost(images: PathfinderConfig, batch_size: int) -> float:
 
 
 def costs(seen: int) -> list[dict]:
-    """For each of SIZES: pixels, seconds an image, and the hours that `seen` images take."""
+    """The costs of each of SIZES: pixels, seconds an image, and the hours that `seen` images take."""
     rows = []
     for name, images in SIZES.items():
         seconds = cost(images, batch_size=max(1, 16 * 32**2 // images.seqlen))

@@ -17,7 +17,7 @@ from tilewise.api import (
     merge,
     show_mask,
 )
-from tilewise.cache import PagedCache, append, dense_cache, paged
+from tilewise.cache import PagedCache, QuantizedCache, append, dense_cache, paged
 from tilewise.expr import lookup
 from tilewise.masks.catalogue import (
     Mask,
@@ -54,6 +54,7 @@ __all__ = [
     "AttentionStats",
     "Mask",
     "PagedCache",
+    "QuantizedCache",
     "Score",
     "alibi",
     "append",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, batching, dispatch, dropout, nested, state  # noqa: F401  (batching registers rules)
-from tilewise.cache import PagedCache, not_a_cache
+from tilewise.cache import PagedCache, QuantizedCache, not_a_cache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
@@ -99,19 +99,25 @@ def _run(
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
-def _run_paged(q: Tensor, cache: PagedCache, cu_seqlens_q: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
-    if not isinstance(cache, PagedCache):
+def _run_paged(
+    q: Tensor, cache: PagedCache | QuantizedCache, cu_seqlens_q: Tensor | None, o: Options
+) -> tuple[Tensor, Tensor]:
+    if not isinstance(cache, (PagedCache, QuantizedCache)):
         raise ValueError(f"attention_paged was called wrongly\n  {not_a_cache(cache)}")
     o.cu_seqlens_q = cu_seqlens_q
     k, v = _keys_and_values(q, cache, None, o)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
-def _keys_and_values(q: Tensor, k: Tensor | PagedCache, v: Tensor | None, o: Options) -> tuple[Tensor, Tensor]:
-    """k and v, as :func:`_for_each` makes them; of a cache, its pages, whose table and lengths become options."""
-    if not isinstance(k, PagedCache):
+def _keys_and_values(
+    q: Tensor, k: Tensor | PagedCache | QuantizedCache, v: Tensor | None, o: Options
+) -> tuple[Tensor, Tensor]:
+    """k and v, as :func:`_for_each` makes them; of a cache, its pages, whose table, lengths and scales become options."""
+    if not isinstance(k, (PagedCache, QuantizedCache)):
         return _for_each(q, k, v)
     o.block_table, o.seqlens_k = k.block_table, k.seqlens_k
+    if isinstance(k, QuantizedCache):
+        o.k_scale, o.v_scale = k.k_scale, k.v_scale
     return k.k_pages, k.v_pages
 
 
@@ -194,7 +200,7 @@ def attention_with_lse(
 
 def attention_with_stats(
     q: Tensor,
-    k: Tensor | PagedCache,
+    k: Tensor | PagedCache | QuantizedCache,
     v: Tensor | None = None,
     *,
     per: Literal["row", "head"] = "row",
@@ -308,7 +314,7 @@ def attention_varlen(
 
 def attention_paged(
     q: Tensor,
-    cache: PagedCache,
+    cache: PagedCache | QuantizedCache,
     cu_seqlens_q: Tensor | None = None,
     *,
     causal: bool = False,
@@ -327,7 +333,8 @@ def attention_paged(
     holds this call is right for whatever they say when it is replayed.
 
     Args:
-        q: ``(batch, seqlen_q, heads_q, head_dim)``, in the cache's dtype; packed ``(total_q, heads_q, head_dim)``.
+        q: ``(batch, seqlen_q, heads_q, head_dim)``, packed ``(total_q, heads_q, head_dim)``; in the cache's dtype, over a quantised
+            cache in any floating dtype, which is then that of the products and of o.
         cache: what :func:`paged` or :func:`dense_cache` made.
         cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in a packed q; rows past the last give ``o = 0``.
         causal, mask, score, softmax_scale, sink, deterministic, backend: as in :func:`attention`. There is no dropout and no gradient.
@@ -347,7 +354,7 @@ def attention_paged(
 
 def attention_paged_with_lse(
     q: Tensor,
-    cache: PagedCache,
+    cache: PagedCache | QuantizedCache,
     cu_seqlens_q: Tensor | None = None,
     *,
     causal: bool = False,
@@ -392,7 +399,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def explain(
     q: Tensor,
-    k: Tensor | PagedCache,
+    k: Tensor | PagedCache | QuantizedCache,
     v: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor | None = None,

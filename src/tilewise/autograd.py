@@ -194,9 +194,9 @@ library.impl("attention_backward", _backward_autograd, "Autograd")
 
 
 def _cast(q: Tensor, k: Tensor, v: Tensor, device_type: str, spec: str) -> list[Tensor]:
-    if parse_spec(spec).paged:  # a cache keeps its dtype: to cast it would copy all of it
-        return [q.to(k.dtype), k, v]
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype, known = torch.get_autocast_dtype(device_type), parse_spec(spec)
+    if known.paged:  # a cache keeps its dtype: to cast it would copy all of it
+        return [q.to(dtype if known.quantised else k.dtype), k, v]
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
 
 

@@ -1,24 +1,27 @@
 """Keys and values of many sequences in pages, as serving keeps them.
 
 One form serves all caches: the key of sequence b at position j lies at ``k_pages[block_table[b, j // page_size], j % page_size]``.
-A dense cache is one with a page for each sequence. :func:`append` writes into it:
+A dense cache is one with a page for each sequence. A quantised one holds e4m3 numbers and float32 scales, which multiply them.
+:func:`append` writes into them:
 
-tilewise::append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q) -> ()
+tilewise::append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale) -> ()
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from tilewise import dispatch, pages, settings
+from tilewise.problem import DTYPES
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
-    "append(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seqlens_k, "
-    "Tensor? cu_seqlens_q) -> ()",
+    "append(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor? v, Tensor block_table, Tensor seqlens_k, "
+    "Tensor? cu_seqlens_q, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _append = torch.ops.tilewise.append.default
@@ -43,12 +46,54 @@ class PagedCache(NamedTuple):
     seqlens_k: Tensor
 
 
+class QuantizedCache(NamedTuple):
+    """A :class:`PagedCache` of 8-bit numbers: a key is ``k_scale * k_pages``, a value ``v_scale * v_pages``.
+
+    Attributes:
+        k_pages, v_pages, block_table, seqlens_k: as in :class:`PagedCache`, the pages float8_e4m3fn.
+        k_scale, v_scale: float32, each ``()``, ``(heads_k,)``, ``(batch, heads_k)``, or for each token and head ``(num_pages, page_size,
+            heads_k)``, any strides.
+    """
+
+    k_pages: Tensor
+    v_pages: Tensor
+    block_table: Tensor
+    seqlens_k: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+
+Cache = TypeVar("Cache", PagedCache, QuantizedCache)
+
+
 def not_a_cache(found: object) -> str:
     """The reason against a call with something else than a cache."""
     return f"cache must be what tw.paged(...) or tw.dense_cache(...) returns, got {type(found).__name__}"
 
 
-def paged(k_pages: Tensor, v_pages: Tensor, block_table: Tensor, seqlens_k: Tensor) -> PagedCache:
+@overload
+def paged(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    k_scale: None = None,
+    v_scale: None = None,
+) -> PagedCache: ...
+@overload
+def paged(
+    k_pages: Tensor, v_pages: Tensor, block_table: Tensor, seqlens_k: Tensor, *, k_scale: Tensor, v_scale: Tensor
+) -> QuantizedCache: ...
+def paged(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> PagedCache | QuantizedCache:
     """A cache in pages, which sequences may share.
 
     Args:
@@ -57,27 +102,54 @@ def paged(k_pages: Tensor, v_pages: Tensor, block_table: Tensor, seqlens_k: Tens
         block_table: int32 ``(batch, max_pages)`` on the same device: position j of sequence b lies at row ``j % page_size`` of page
             ``block_table[b, j // page_size]``.
         seqlens_k: int32 ``(batch,)``, between 0 and ``max_pages * page_size``.
+        k_scale, v_scale: of pages in float8_e4m3fn, the factors of keys and of values: float32, each ``()``, ``(heads_k,)``, ``(batch,
+            heads_k)`` or ``(num_pages, page_size, heads_k)``. Attention is exact on the numbers that the cache then holds; q may be
+            of any floating dtype, in which the products are computed.
 
     Nothing is read or checked here; the calls that use the cache check it.
     """
-    return PagedCache(k_pages, v_pages, block_table, seqlens_k)
+    return _cache_of(k_pages, v_pages, block_table, seqlens_k, k_scale, v_scale)
 
 
-def dense_cache(k: Tensor, v: Tensor, seqlens_k: Tensor) -> PagedCache:
+@overload
+def dense_cache(
+    k: Tensor, v: Tensor, seqlens_k: Tensor, *, k_scale: None = None, v_scale: None = None
+) -> PagedCache: ...
+@overload
+def dense_cache(k: Tensor, v: Tensor, seqlens_k: Tensor, *, k_scale: Tensor, v_scale: Tensor) -> QuantizedCache: ...
+def dense_cache(
+    k: Tensor, v: Tensor, seqlens_k: Tensor, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> PagedCache | QuantizedCache:
     """A cache with room for ``capacity`` keys of each sequence: pages of that size, one a sequence.
 
     Args:
         k: ``(batch, capacity, heads_k, head_dim)``. v: ``(batch, capacity, heads_k, head_dim_v)``.
         seqlens_k: int32 ``(batch,)``, how many of them each sequence has.
+        k_scale, v_scale: as in :func:`paged`; for each token and head ``(batch, capacity, heads_k)``.
     """
     rows = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
-    return PagedCache(k, v, rows.unsqueeze(1), seqlens_k)
+    return _cache_of(k, v, rows.unsqueeze(1), seqlens_k, k_scale, v_scale)
+
+
+def _cache_of(
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    seqlens_k: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> PagedCache | QuantizedCache:
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("a quantised cache needs both k_scale and v_scale")
+    if k_scale is None:
+        return PagedCache(k, v, table, seqlens_k)
+    return QuantizedCache(k, v, table, seqlens_k, k_scale, v_scale)
 
 
 # -- Writing -------------------------------------------------------------------------------------------------------
 
 
-def append(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None) -> PagedCache:
+def append(cache: Cache, k: Tensor, v: Tensor | None = None, cu_seqlens_q: Tensor | None = None) -> Cache:
     """The cache with new keys and values behind those of each sequence; they are written into its pages, in place.
 
     ``cache.seqlens_k`` are the lengths before, as in flash_attn_with_kvcache, and stay so: only the pages are written. The result has the
@@ -86,9 +158,15 @@ def append(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None 
     reads them: ``seqlens_k.add_(1)``. The table must already name the pages for the new rows, and a page that is written must belong to
     one sequence. Nothing is read on the host.
 
+    A quantised cache is written ``k / k_scale`` rounded to the nearest e4m3 number, to even; what is larger than 448, infinities too,
+    becomes 448 with its sign, and NaN stays NaN. Scales for each token and head are written as well: the largest finite number of the
+    head's row over 448, or 1 where that is 0.
+
     Args:
-        k: ``(batch, seqlen_new, heads_k, head_dim)``, packed ``(total, heads_k, head_dim)``, in the cache's dtype.
-        v: ``(batch, seqlen_new, heads_k, head_dim_v)``, packed ``(total, heads_k, head_dim_v)``.
+        k: ``(batch, seqlen_new, heads_k, head_dim)``, packed ``(total, heads_k, head_dim)``, in the cache's dtype; for a quantised
+            cache in any floating dtype of attention.
+        v: ``(batch, seqlen_new, heads_k, head_dim_v)``, packed ``(total, heads_k, head_dim_v)``; None where the values of the cache lie
+            in the memory of its keys. A quantised cache then has one scale for both: the same tensor.
         cu_seqlens_q: int32 or int64 ``(batch + 1,)``, where the sequences' rows start in packed k and v; rows past the last are not
             written.
 
@@ -98,16 +176,25 @@ def append(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None 
     """
     if not hasattr(cache, "k_pages"):
         raise ValueError(f"append was called wrongly\n  {not_a_cache(cache)}")
-    _append(cache.k_pages, cache.v_pages, k, v, cache.block_table, cache.seqlens_k, cu_seqlens_q)
+    k_pages, v_pages, block_table, seqlens_k, *scales = cache
+    _append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
     new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff().to(torch.int32)
     return cache._replace(seqlens_k=cache.seqlens_k + new)
 
 
-def _append_reasons(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> list[str]:
+def _append_reasons(
+    cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None
+) -> list[str]:
     """Reasons against the shapes, dtypes and devices of an append."""
     layout, ndim = ("(batch, seqlen, heads, head_dim)", 4) if cu_seqlens_q is None else ("(total, heads, head_dim)", 3)
-    named = (("k", k, cache.k_pages), ("v", v, cache.v_pages))
-    reasons = []
+    latent = pages.lies_in(cache.v_pages, cache.k_pages)
+    if latent != (v is None):
+        told = (
+            "the values of this cache lie in the memory of its keys" if latent else "this cache has memory for values"
+        )
+        return [f"v is {'given' if latent else 'None'}, but {told}"]
+    named = (("k", k, cache.k_pages), *([] if v is None else [("v", v, cache.v_pages)]))
+    quantised, reasons = isinstance(cache, QuantizedCache), []
     for name, x, pool in named:
         if x.ndim != ndim or pool.ndim != 4:
             reasons.append(
@@ -117,20 +204,35 @@ def _append_reasons(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tenso
             reasons.append(
                 f"{name} is {tuple(x.shape)}, the rows of its pages {tuple(pool.shape[-2:])} (heads, head_dim)"
             )
-        if x.dtype != pool.dtype or x.device != pool.device:
+        if quantised and (x.dtype not in DTYPES or pool.dtype != pages.FLOAT8 or x.device != pool.device):
+            reasons.append(
+                f"{name} is {x.dtype} on {x.device}, its pages {pool.dtype} on {pool.device}; a cache with scales has pages of "
+                "float8_e4m3fn and takes float16, bfloat16, float32 and float64"
+            )
+        elif not quantised and (x.dtype != pool.dtype or pool.dtype not in DTYPES or x.device != pool.device):
             reasons.append(
                 f"{name} is {x.dtype} on {x.device}, its pages {pool.dtype} on {pool.device}; convert: {name}.to(...)"
             )
     if reasons:
         return reasons
-    if k.shape[:-2] != v.shape[:-2]:
+    if v is not None and k.shape[:-2] != v.shape[:-2]:
         reasons.append(f"k has {tuple(k.shape[:-2])} rows, v {tuple(v.shape[:-2])}")
     reasons += pages.size_reasons(cache.k_pages, cache.v_pages)
     reasons += pages.table_reasons(k, cache.block_table, cache.seqlens_k, cu_seqlens_q, rows="k")
+    if quantised:
+        scales = cache.k_scale, cache.v_scale
+        reasons += pages.scale_reasons(cache.k_pages, scales, cache.block_table.shape[0])
+        reasons += [f"a scale is on {x.device}, the pages on {k.device}" for x in scales if x.device != k.device]
+        if latent and not pages.lies_in(cache.v_scale, cache.k_scale):
+            reasons.append(
+                "v_scale is another tensor than k_scale, but the values lie in the memory of the keys; pass k_scale"
+            )
     return reasons
 
 
-def _check(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, values: bool) -> None:
+def _check(
+    cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None, values: bool
+) -> None:
     reasons = _append_reasons(cache, k, v, cu_seqlens_q)
     if not reasons and values:
         new = k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
@@ -140,15 +242,16 @@ def _check(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
         raise ValueError("append was called wrongly" + "".join(f"\n  {reason}" for reason in reasons))
 
 
-def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q) -> None:
-    cache = PagedCache(k_pages, v_pages, block_table, seqlens_k)
+def _append_into(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:
+    cache = _cache_of(k_pages, v_pages, block_table, seqlens_k, *scales)
     _check(cache, k, v, cu_seqlens_q, values=k.device.type == "cpu" or settings.check_values())
     if k.numel() and k_pages.numel() and block_table.numel() and not dispatch.append(cache, k, v, cu_seqlens_q):
         _write(cache, k, v, cu_seqlens_q)
 
 
-def _fake_append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q) -> None:
-    _check(PagedCache(k_pages, v_pages, block_table, seqlens_k), k, v, cu_seqlens_q, values=False)
+def _fake_append(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales) -> None:
+    cache = _cache_of(k_pages, v_pages, block_table, seqlens_k, *scales)
+    _check(cache, k, v, cu_seqlens_q, values=False)
 
 
 def _append_autograd(*tensors: Tensor | None) -> None:
@@ -165,19 +268,36 @@ _library.impl("append", _append_autograd, "Autograd")
 torch.library.register_fake("tilewise::append", _fake_append, lib=_library)
 
 
-def _write(cache: PagedCache, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
+def _write(cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
     """Puts each row into its page. A row that has no place writes what a row with one writes, so that no host has to filter rows."""
-    page, offset, placed = _places(cache, k, cu_seqlens_q)
+    b, page, offset, placed = _places(cache, k, cu_seqlens_q)
     row = torch.arange(page.shape[0], device=page.device)
     source = torch.where(placed, row, placed.int().argmax())
     at = page[source], offset[source]
-    for pool, new in ((cache.k_pages, k), (cache.v_pages, v)):
-        rows = new.reshape(-1, *new.shape[-2:])[source]
-        pool.index_put_(at, torch.where(placed.any(), rows, pool[at]))
+    for pool, rows in _stored(cache, *(x if x is None else x.reshape(-1, *x.shape[-2:]) for x in (k, v)), b):
+        pool.index_put_(at, torch.where(placed.any(), rows[source], pool[at]))
 
 
-def _places(cache: PagedCache, k: Tensor, cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The page of each new row, its row there, and whether there is such a place; both within the pool."""
+def _stored(
+    cache: PagedCache | QuantizedCache, k: Tensor, v: Tensor | None, b: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pools ``(num_pages, page_size, heads, ...)`` and what is stored there for new rows ``(rows, heads, dim)`` of sequences ``b``."""
+    scales = (cache.k_scale, cache.v_scale) if isinstance(cache, QuantizedCache) else (None, None)
+    for pool, new, scale in zip((cache.k_pages, cache.v_pages), (k, v), scales, strict=True):
+        if new is None:  # it lies in the keys
+            return
+        if scale is None:
+            yield pool, new
+            continue
+        factor = scale[b] if scale.ndim == 2 else scale
+        if scale.ndim == 3:
+            factor = pages.token_scales(new)
+            yield scale, factor
+        yield pool, pages.quantised(new, factor.unsqueeze(-1))
+
+
+def _places(cache: PagedCache | QuantizedCache, k: Tensor, cu_seqlens_q: Tensor | None) -> tuple[Tensor, ...]:
+    """The sequence of each new row, its page, its row there, and whether there is such a place; all within the pool."""
     num_pages, page_size = cache.k_pages.shape[:2]
     batch, max_pages = cache.block_table.shape
     if cu_seqlens_q is None:
@@ -195,4 +315,4 @@ def _places(cache: PagedCache, k: Tensor, cu_seqlens_q: Tensor | None) -> tuple[
     position = position.clamp(0, max_pages * page_size - 1)
     page = cache.block_table[b, position // page_size].long()
     placed = placed & (page >= 0) & (page < num_pages)
-    return page.clamp(0, num_pages - 1), position % page_size, placed
+    return b, page.clamp(0, num_pages - 1), position % page_size, placed

@@ -48,7 +48,7 @@ INPUTS = 5  # q, k, v, o, lse
 
 def _run_jvp(inputs, extras, seed, tangents, spec):
     q, k, v, o, lse = inputs
-    plan = dispatch.plan(q, k, v, extras, seed, spec).tangents
+    plan = dispatch.plan(q, k, v, extras, seed, spec).forward_mode
     given = dispatch.inputs(plan, q, k, v, extras, seed)
     moved = plan.backend.jvp(plan.problem, given, Output(o, lse), _directions(plan.problem, tangents))
     return moved.o, moved.lse
@@ -57,7 +57,7 @@ def _run_jvp(inputs, extras, seed, tangents, spec):
 def _run_backward_jvp(grads, moved, inputs, extras, seed, tangents, spec):
     q, k, v, o, lse = inputs
     do, dlse, do_tangent, dlse_tangent = grads
-    plan = dispatch.plan(q, k, v, extras, seed, spec).tangents
+    plan = dispatch.plan(q, k, v, extras, seed, spec).second
     p, given = plan.problem, dispatch.inputs(plan, q, k, v, extras, seed)
     grad = OutputGrads(unit_last(do), dlse, None if do_tangent is None else unit_last(do_tangent), dlse_tangent)
     found = plan.backend.backward_jvp(p, given, Output(o, lse), grad, _directions(p, tangents), Output(*moved))

@@ -6,12 +6,12 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise import settings
+from tilewise import pages, settings
 from tilewise.backends.base import Backend, Inputs, Pages
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, check, check_values
@@ -68,14 +68,19 @@ def candidates(p: Problem) -> list[str]:
     return sorted(names, key=lambda name: not backend(name).preferred(p))
 
 
-def _reasons(name: str, p: Problem, tangents: bool) -> list[str]:
-    """Why a backend cannot run a problem, or its ``tangents``: forward mode and second derivatives."""
+What = Literal["attention", "forward mode", "second derivatives"]
+
+
+def _reasons(name: str, p: Problem, what: What) -> list[str]:
+    """Why a backend cannot run a problem, or derivatives of it beyond the first backward."""
     reasons = backend(name).unsupported(p)
-    return [*reasons, *(backend(name).without_tangents(p) if tangents else [])]
+    if what == "attention":
+        return reasons
+    return reasons + backend(name).without_tangents(p, what == "second derivatives")
 
 
-def select(p: Problem, tangents: bool = False) -> Backend:
-    """The backend that runs a problem, or its ``tangents``: forward mode and second derivatives.
+def select(p: Problem, what: What = "attention") -> Backend:
+    """The backend that runs a problem, or derivatives of it beyond the first backward.
 
     Raises:
         ValueError: the backend asked for does not exist.
@@ -83,15 +88,15 @@ def select(p: Problem, tangents: bool = False) -> Backend:
     """
     refused: dict[str, list[str]] = {}
     for name in candidates(p):
-        reasons = _reasons(name, p, tangents)
+        reasons = _reasons(name, p, what)
         if not reasons:
             return backend(name)
         refused[name] = reasons
-    raise NotImplementedError(_refusal(p, refused, tangents))
+    raise NotImplementedError(_refusal(p, refused, what))
 
 
-def _refusal(p: Problem, refused: dict[str, list[str]], tangents: bool) -> str:
-    asked, what = p.spec.backend, "the tangents of this attention" if tangents else "this attention"
+def _refusal(p: Problem, refused: dict[str, list[str]], wanted: What) -> str:
+    asked, what = p.spec.backend, "this attention" if wanted == "attention" else f"{wanted} of this attention"
     lines = [f'backend="{asked}" cannot run {what}' if asked else f"no backend can run {what}"]
     lines += [f"    {p.describe()}"]
     lines += [
@@ -99,9 +104,7 @@ def _refusal(p: Problem, refused: dict[str, list[str]], tangents: bool) -> str:
     ]
     if asked:
         others = [
-            name
-            for name in candidates(replace(p, spec=replace(p.spec, backend=None)))
-            if not _reasons(name, p, tangents)
+            name for name in candidates(replace(p, spec=replace(p.spec, backend=None))) if not _reasons(name, p, wanted)
         ]
         lines += [f"  Drop backend= and {others[0]} runs it."] if others else []
     return "\n".join(lines)
@@ -115,13 +118,18 @@ class Plan:
     backend: Backend
 
     @cached_property
-    def tangents(self) -> Plan:
-        """The plan of forward mode and second derivatives, which may have another backend.
+    def forward_mode(self) -> Plan:
+        """The plan of forward mode, which may have another backend.
 
         Raises:
             NotImplementedError: none can; every reason of each.
         """
-        return Plan(self.problem, select(self.problem, tangents=True))
+        return Plan(self.problem, select(self.problem, "forward mode"))
+
+    @cached_property
+    def second(self) -> Plan:
+        """The plan of second derivatives; as :attr:`forward_mode`."""
+        return Plan(self.problem, select(self.problem, "second derivatives"))
 
 
 _plans: dict[tuple, Plan] = {}
@@ -142,6 +150,8 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     if seed is not None:
         signature = (*signature, _signature(seed))
     found = _plans.get(signature)
+    if found is not None and found.problem.paged and found.problem.latent != pages.lies_in(v, k):
+        found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
         problem = check(q, k, v, extras, seed, parse_spec(spec))
         found = Plan(problem, select(problem))
@@ -158,7 +168,7 @@ def inputs(found: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor
     return Inputs.of(found.problem, q, k, v, extras, seed)
 
 
-def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
     """Whether a backend of the device has written new rows into the pages of a cache."""
     rows = [row for row in BACKENDS if row.device_types is not None and k.device.type in row.device_types]
     return any(backend(row.name).append(cache, k, v, cu_seqlens_q) for row in rows)
@@ -171,7 +181,8 @@ def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> b
 class Explanation:
     """The backend that would run a call, and why not the others. ``print`` it.
 
-    ``tangents``: the backend of forward mode and second derivatives; ``tangents_refused``: why not those that come before it.
+    ``tangents``: the backend of forward mode; ``second``: that of second derivatives; ``tangents_refused``, ``second_refused``: why
+    not those that come before it.
     ``tile``: queries and keys of a tile of the forward, where the backend has such tiles. ``extras``: the call's tensors beside q, k, v.
     """
 
@@ -183,6 +194,8 @@ class Explanation:
     refused: dict[str, list[str]]
     tangents: str | None
     tangents_refused: dict[str, list[str]]
+    second: str | None
+    second_refused: dict[str, list[str]]
     tile: tuple[int, int] | None = field(default=None, kw_only=True)
     extras: tuple[Tensor, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
@@ -197,9 +210,10 @@ class Explanation:
         else:
             lines += ["backend   none"]
         lines += [f"not       {name}: {'; '.join(reasons)}" for name, reasons in self.refused.items()]
-        if self.chosen and self.chosen != self.tangents:
-            because = f", as {self.chosen} has none: {'; '.join(self.tangents_refused[self.chosen])}"
-            lines += [f"tangents  {self.tangents or 'no backend'}{because}"]
+        others = (("tangents", self.tangents, self.tangents_refused), ("second", self.second, self.second_refused))
+        for what, found, refused in others:
+            if self.chosen and self.chosen != found:
+                lines += [f"{what:9} {found or 'no backend'}, not {self.chosen}: {'; '.join(refused[self.chosen])}"]
         return "\n".join(lines)
 
     def as_dict(self) -> dict:
@@ -212,6 +226,7 @@ class Explanation:
             "traffic_bytes": self.traffic,
             "refused": self.refused,
             "tangents": self.tangents,
+            "second": self.second,
         }
 
     def plot(self, batch: int = 0, head: int = 0) -> Figure:
@@ -259,12 +274,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
 def explained(p: Problem, extras: Sequence[Tensor] = ()) -> Explanation:
     """Who would run a problem, and why not the others; ``extras`` are its tensors, for a picture."""
     names = candidates(p)
-    chosen, tangents = (next((name for name in names if not _reasons(name, p, x)), None) for x in (False, True))
+    everything = get_args(What)
+    reasons = {what: {name: _reasons(name, p, what) for name in names} for what in everything}
+    chosen, tangents, second = (next((x for x in names if not reasons[what][x]), None) for what in everything)
     refused = {row.name: _why_not(row, p, chosen) for row in every() if row.name != chosen}
     config = backend(chosen).config(p) if chosen else None
     flops = 2 * p.heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v) * (1 if p.packed else p.batch)
     return Explanation(
         p, chosen, config.describe() if config else "", flops, config.traffic(p) if config else 0, refused,
-        tangents, {name: _reasons(name, p, True) for name in names},
+        tangents, reasons["forward mode"], second, reasons["second derivatives"],
         tile=backend(chosen).tile(p) if chosen else None, extras=tuple(extras),
     )  # fmt: skip

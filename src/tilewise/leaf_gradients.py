@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from tilewise import expr
+from tilewise.distances import by_distance, varying
 from tilewise.expr import Expr
 from tilewise.problem import Problem
 
-ROWS, COLUMNS, STORE, TILES, SCATTER = "rows", "columns", "store", "tiles", "scatter"
+ROWS, COLUMNS, STORE, TILES = "rows", "columns", "store", "tiles"
+DIAGONALS, SCATTER = "diagonals", "scatter"
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,16 @@ class Read:
         expr: the lookup.
         how: ``ROWS``, sums over the keys of a row, where the index does not depend on j; ``COLUMNS``, sums over the queries
             of a key, where it does not depend on i; ``STORE``, where each pair has an element of its own; ``TILES``, the same
-            but for the broadcast indices ``loops``, which are to be added in order; ``SCATTER``, additions anywhere.
+            but for the broadcast indices ``loops``, which are to be added in order; ``DIAGONALS``, sums over the pairs of a distance
+            i - j, where the index depends on that alone; ``SCATTER``, additions anywhere.
         loops: for ``TILES``, the broadcast indices among b and h.
+        distances: the pairs that count: those with i - j in ``[start, stop)``; None is unbounded.
     """
 
     expr: Expr
     how: str
     loops: tuple[str, ...] = ()
+    distances: tuple[int | None, int | None] = (None, None)
 
     @property
     def slot(self) -> int:
@@ -59,7 +64,7 @@ def _classify(p: Problem, e: Expr, alone: bool) -> Read:
     plain = all(x.op in ("symbol", "number") for x in e.args[1:])
     names = [x.args[0] for x in e.args[1:] if x.op == "symbol"]
     if not (plain and alone and len(set(names)) == len(names) and used <= set("bhij")) or p.packed:
-        return Read(e, SCATTER)
+        return Read(e, DIAGONALS if by_distance(*e.args[1:]) and not used & varying(p) else SCATTER)
     loops = tuple(name for name, size in (("b", p.batch), ("h", p.heads_q)) if name not in used and size > 1)
     return Read(e, TILES if loops else STORE, loops)
 
@@ -74,7 +79,11 @@ def read_adjoint(
     if not e.args[1:]:
         grad += g.sum()
         return
-    index = expr.clamp_index(grad, expr.evaluate(e.args[1:], env, leaves, torch.float32))
+    add_at(grad, e, expr.clamp_index(grad, expr.evaluate(e.args[1:], env, leaves, torch.float32)), g)
+
+
+def add_at(grad: torch.Tensor, e: Expr, index: Sequence[torch.Tensor], g: torch.Tensor) -> None:
+    """:func:`read_adjoint` where the values of the lookup's indices are known, each within its axis of ``grad``."""
     index = [x.view((1,) * (g.ndim - x.ndim) + tuple(x.shape)) for x in index]
     free = [axis for axis in range(g.ndim) if all(x.shape[axis] == 1 for x in index)]
     g = g.sum(free, keepdim=True) if free else g

@@ -5,12 +5,16 @@ The key of sequence b at position j lies at ``pages[block_table[b, j // page_siz
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tilewise.spec import Spec
 
 LAYOUT = "(num_pages, page_size, heads, head_dim)"
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of the e4m3 numbers (Micikevicius et al., FP8 Formats for Deep Learning, 2022, table 1)
 
 
 def size_reasons(k: Tensor, v: Tensor) -> list[str]:
@@ -21,6 +25,45 @@ def size_reasons(k: Tensor, v: Tensor) -> list[str]:
     if k.shape[1] == 0:
         reasons.append("page_size is 0")
     return reasons
+
+
+def lies_in(v: Tensor, k: Tensor) -> bool:
+    """Whether values are the first columns of their keys' own memory, as multi-head latent attention keeps them."""
+    if k.dtype != v.dtype or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1] or v.shape[-1:] > k.shape[-1:]:
+        return False
+    same = k.untyped_storage()._cdata == v.untyped_storage()._cdata  # without memory too, as tensors are traced
+    return same and k.storage_offset() == v.storage_offset()
+
+
+def quantised_reasons(k: Tensor, v: Tensor, spec: Spec) -> list[str]:
+    """Reasons against the dtypes of a quantised cache's pages."""
+    if not (k.dtype == v.dtype == FLOAT8):
+        return [f"k_scale and v_scale belong to pages of float8_e4m3fn, these are {k.dtype} and {v.dtype}"]
+    return [] if spec.quantised else ["pages of float8_e4m3fn come without scales; tw.paged makes a cache with them"]
+
+
+def scale_reasons(k: Tensor, scales: Sequence[Tensor], batch: int) -> list[str]:
+    """Reasons against ``(k_scale, v_scale)`` of a quantised cache whose pages are shaped as ``k``."""
+    heads = k.shape[2]
+    allowed = ((), (heads,), (batch, heads), tuple(k.shape[:3]))
+    return [
+        f"{name} must be float32 of shape (), (heads_k,) = {allowed[1]}, (batch, heads_k) = {allowed[2]} or "
+        f"(num_pages, page_size, heads_k) = {allowed[3]}, got {x.dtype} {tuple(x.shape)}"
+        for name, x in zip(("k_scale", "v_scale"), scales, strict=True)
+        if x.dtype != torch.float32 or tuple(x.shape) not in allowed
+    ]
+
+
+def quantised(x: Tensor, scale: Tensor) -> Tensor:
+    """``x / scale`` as the nearest e4m3 numbers, in fp32; beyond the largest it is the largest, and NaN stays NaN."""
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FLOAT8)
+
+
+def token_scales(x: Tensor) -> Tensor:
+    """The scale of each row ``(..., heads, dim)``: its largest finite number over that of e4m3, fp32; 1 where that is 0."""
+    size = x.float().abs()
+    scale = size.where(size.isfinite(), 0.0).amax(-1) * (1 / LARGEST)  # a product rounds alike on every device
+    return torch.where(scale == 0, 1.0, scale)
 
 
 def table_reasons(q: Tensor, table: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None, rows: str = "q") -> list[str]:

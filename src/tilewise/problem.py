@@ -103,7 +103,8 @@ class Problem:
     Attributes:
         q, k, v: facts of the inputs; ``(batch, seqlen, heads, head_dim)``, packed ``(total, heads, head_dim)``; the k and v of a
             paged call ``(num_pages, page_size, heads_k, head_dim)``.
-        extras: facts of sink, cu_seqlens, block_table, seqlens_k and leaves, by slot.
+        latent: whether the v of a paged call lies in k's memory, as its first columns: it need not be read again.
+        extras: facts of sink, cu_seqlens, block_table, seqlens_k, k_scale, v_scale and leaves, by slot.
     """
 
     q: TensorFacts
@@ -112,6 +113,7 @@ class Problem:
     extras: tuple[TensorFacts, ...]
     device: torch.device
     spec: Spec
+    latent: bool = False
 
     @property
     def packed(self) -> bool:
@@ -120,6 +122,11 @@ class Problem:
     @property
     def paged(self) -> bool:
         return self.spec.paged
+
+    @property
+    def quantised(self) -> bool:
+        """Whether k and v are pages of e4m3 numbers, which k_scale and v_scale multiply."""
+        return self.spec.quantised
 
     @property
     def page_size(self) -> int:
@@ -203,17 +210,27 @@ class Problem:
 
     def describe(self) -> str:
         """The call in one or two lines, as error messages and ``explain`` show it."""
-        parts = [f"{self.q.shown('q')} {self.device}", self.k.shown("k"), self.v.shown("v")]
-        spec = self.spec
-        parts += [f"mask {spec.mask_text}"] if spec.mask_text else []
-        parts += [f"score {spec.score_text}"] if spec.score_text else []
-        parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
-        parts += ["sink"] if spec.sink_slot is not None else []
-        parts += [f"packed, {self.batch} sequences"] if self.packed else []
-        parts += [f"paged, {self.batch} sequences of at most {self.capacity} keys"] if self.paged else []
-        parts += [f"{spec.piece}"] if spec.piece else []
-        parts += ["deterministic"] * spec.deterministic + ["with the largest scores"] * spec.max_logit
-        return "    ".join(parts)
+        return "    ".join(_described(self))
+
+
+def _described(p: Problem) -> list[str]:
+    spec = p.spec
+    parts = [f"{p.q.shown('q')} {p.device}", p.k.shown("k"), p.v.shown("v")]
+    parts += [f"mask {spec.mask_text}"] if spec.mask_text else []
+    parts += [f"score {spec.score_text}"] if spec.score_text else []
+    parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
+    parts += ["sink"] if spec.sink_slot is not None else []
+    parts += [f"packed, {p.batch} sequences"] if p.packed else []
+    parts += [f"paged, {p.batch} sequences of at most {p.capacity} keys"] if p.paged else []
+    parts += ["v in k"] if p.latent else []
+    parts += [f"scales {_shapes(p.extras, spec.scale_slots)}"] if p.quantised else []
+    parts += [f"{spec.piece}"] if spec.piece else []
+    parts += ["deterministic"] * spec.deterministic + ["with the largest scores"] * spec.max_logit
+    return parts
+
+
+def _shapes(extras: Sequence[TensorFacts], slots: Sequence[int]) -> str:
+    return ", ".join(str(extras[n].shape) for n in slots)
 
 
 def regrouped_problem(problem: Problem) -> Problem:
@@ -256,7 +273,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tenso
         )
         raise ValueError(f"{spec.call} was called wrongly\n    " + shown + "".join(f"\n  {x}" for x in reasons))
     facts = TensorFacts.of
-    return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec)
+    latent = spec.paged and pages.lies_in(v, k)
+    return Problem(facts(q), facts(k), facts(v), tuple(facts(t) for t in extras), q.device, spec, latent)
 
 
 def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
@@ -272,15 +290,17 @@ def _qkv_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     if wrong:
         return list(wrong.values())
     lengths = pages.size_reasons(k, v) if spec.paged else _length_reasons(q, k, v, spec.packed)
-    return _dtype_reasons(q, k, v) + lengths + _width_reasons(q, k, v)
+    return _dtype_reasons(q, k, v, spec) + lengths + _width_reasons(q, k, v)
 
 
-def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+def _dtype_reasons(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """Reasons against dtypes and devices."""
     reasons = []
-    if not (q.dtype == k.dtype == v.dtype):
+    if spec.paged and (spec.quantised or pages.FLOAT8 in (k.dtype, v.dtype)):
+        reasons += pages.quantised_reasons(k, v, spec)
+    elif not (q.dtype == k.dtype == v.dtype):
         reasons.append("q, k and v have different dtypes; convert them to one: k.to(q.dtype)")
-    elif q.dtype not in DTYPES:
+    if not reasons and q.dtype not in DTYPES:
         reasons.append(f"dtype {q.dtype} is not float16, bfloat16, float32 or float64; convert: q.to(torch.bfloat16)")
     if not (q.device == k.device == v.device):
         reasons.append("q, k and v are on different devices; move them to one: k.to(q.device)")
@@ -326,6 +346,7 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
         for what, slots in (
             ("cu_seqlens", spec.cu_slots),
             ("block_table or seqlens_k", spec.page_slots),
+            ("k_scale or v_scale", spec.scale_slots),
             ("mask or score tensor", spec.mask_slots + spec.score_slots),
         )
         for n in dict.fromkeys(slots)
@@ -347,6 +368,9 @@ def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) 
     if spec.paged and not wrong_cu:
         cu_seqlens_q = extras[spec.cu_slots[0]] if spec.packed else None
         wrong_cu = pages.table_reasons(q, *[extras[n] for n in spec.page_slots], cu_seqlens_q)
+    if spec.quantised and not wrong_cu:
+        batch = extras[spec.page_slots[0]].shape[0]
+        reasons += pages.scale_reasons(k, [extras[n] for n in spec.scale_slots], batch)
     reasons += wrong_cu
     grad_outside = [n for n in spec.grad_slots if n not in spec.score_slots and n != spec.sink_slot]
     if grad_outside:

@@ -325,7 +325,7 @@ class Reference(Backend):
             return [
                 f"its score matrix would take {scores / 2**30:.1f} GiB, above 2 GiB; tilewise.reference.attention has no bound"
             ]
-        reasons = piece_reasons(p, dropout=True)
+        reasons = piece_reasons(p, dropout=1)
         if p.spec.needs_grad and p.seqlen_k < p.totals[1]:
             reasons.append("gradients of a piece of the keys: its backward computes a softmax over these keys alone")
         return reasons

@@ -36,6 +36,7 @@ class Spec:
         grad_slots: the extras that want a gradient.
         sink_slot, cu_slots, mask_slots, score_slots: where sink, cu_seqlens (q, k; over pages q alone) and the leaves are.
         page_slots: where block_table and seqlens_k of a paged cache are, or empty.
+        scale_slots: where k_scale and v_scale of a quantised cache are, or empty.
         backend: the one asked for, or ``None``.
         piece: where the call lies in a larger attention, in whose indices mask and score are written, or ``None``.
         mapped: the dimensions of ``torch.vmap`` that were folded into the batch, the innermost first.
@@ -56,6 +57,7 @@ class Spec:
     backend: str | None = None
     piece: Piece | None = None
     page_slots: tuple[int, ...] = ()
+    scale_slots: tuple[int, ...] = ()
     mapped: tuple[Mapped, ...] = ()
 
     def text(self) -> str:
@@ -69,7 +71,8 @@ class Spec:
         mapped = "/".join([_ints([x.batch, *x.slots]) for x in self.mapped])
         return (
             f"{self.mask_text};{self.score_text};{scale};{float(self.dropout_p)};{flags};{_ints(self.grad_slots)};{sink};"
-            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{piece};{_ints(self.page_slots)};{mapped};{backend}"
+            f"{_ints(self.cu_slots)};{_ints(self.mask_slots)};{_ints(self.score_slots)};{piece};{_ints(self.page_slots)};"
+            f"{_ints(self.scale_slots)};{mapped};{backend}"
         )
 
     @property
@@ -79,6 +82,10 @@ class Spec:
     @property
     def paged(self) -> bool:
         return bool(self.page_slots)
+
+    @property
+    def quantised(self) -> bool:
+        return bool(self.scale_slots)
 
     @property
     def call(self) -> str:
@@ -134,7 +141,7 @@ def _ints(values: Sequence[int]) -> str:
 @lru_cache(maxsize=4096)
 def parse_spec(text: str) -> Spec:
     """The record of :meth:`Spec.text`."""
-    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, piece, pages, mapped, backend = text.split(";", 13)
+    m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, piece, pages, scales, mapped, backend = text.split(";", 14)
     ints = lambda line: tuple(int(x) for x in line.split(",")) if line else ()  # noqa: E731
     return Spec(
         mask_text=m,
@@ -152,6 +159,7 @@ def parse_spec(text: str) -> Spec:
         backend=backend[1:] if backend else None,
         piece=Piece(*ints(piece)) if piece else None,
         page_slots=ints(pages),
+        scale_slots=ints(scales),
         mapped=tuple(Mapped(batch, tuple(slots)) for batch, *slots in map(ints, mapped.split("/"))) if mapped else (),
     )
 
@@ -191,6 +199,8 @@ class Options:
     piece: Piece | None = None
     block_table: Tensor | None = None
     seqlens_k: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
     max_logit: bool = False
 
 
@@ -214,6 +224,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     sink_slot = None if o.sink is None else extras.slot(o.sink)
     cu_slots = extras.slots(_cu_seqlens(o))
     page_slots = () if o.block_table is None else extras.slots((o.block_table, o.seqlens_k))
+    scale_slots = () if o.k_scale is None else extras.slots((o.k_scale, o.v_scale))
     mask_slots = extras.slots(kept.leaves)
     score_slots = extras.slots(scored.leaves)
     tensors = extras.tensors
@@ -238,6 +249,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         backend=o.backend,
         piece=o.piece,
         page_slots=page_slots,
+        scale_slots=scale_slots,
     )
     return tensors, _seed(q, o), spec
 
@@ -321,6 +333,8 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         ("cu_seqlens_k", o.cu_seqlens_k),
         ("block_table", o.block_table),
         ("seqlens_k", o.seqlens_k),
+        ("k_scale", o.k_scale),
+        ("v_scale", o.v_scale),
     )
     reasons = [
         f"{name} must be a tensor{'' if name in 'qkv' else ' or None'}, got {type(x).__name__}{_as_tensor(name, x)}"
@@ -341,6 +355,8 @@ def _type_reasons(q: Tensor, k: Tensor, v: Tensor, o: Options) -> list[str]:
         reasons.append("cu_seqlens_k comes without cu_seqlens_q; a packed call needs cu_seqlens_q")
     if (o.block_table is None) != (o.seqlens_k is None):
         reasons.append("a cache needs both block_table and seqlens_k")
+    if (o.k_scale is None) != (o.v_scale is None):
+        reasons.append("a quantised cache needs both k_scale and v_scale")
     if o.cu_seqlens_k is not None and o.block_table is not None:
         reasons.append("cu_seqlens_k comes with a cache, whose seqlens_k are its lengths; leave cu_seqlens_k out")
     if not (o.softmax_scale is None or isinstance(o.softmax_scale, (int, float))) or isinstance(o.softmax_scale, bool):

@@ -73,7 +73,8 @@ def call(
 def paged_call(q: Tensor, cache: tw.PagedCache, device: str | None = None, **options: object) -> Call:
     """A call over a cache; ``options`` as of :func:`tilewise.attention_paged`. It wants no gradient: its do and dlse are empty."""
     device = device or q.device.type
-    k, v, table, lengths = cache
+    k, v, table, lengths, *scales = cache
+    options |= dict(zip(("k_scale", "v_scale"), scales, strict=False))
     with torch.no_grad():
         extras, seed, text = assemble(q, k, v, Options(block_table=table, seqlens_k=lengths, **options))
     q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))

@@ -73,6 +73,9 @@ class Grid:
 
     def key_interval(self, i: Tensor) -> tuple[Tensor, Tensor]:
         """``lo, hi`` of rows ``i``, in local keys: int64 ``(b|1, h|1, len(i))``, within 0 and ``keys``."""
+        found = _ends_by_kernel(self, i, False)
+        if found is not None:
+            return found
         origin = 0 if self.key_origin is None else self.key_origin.view(-1, 1, 1, 1)
         lo = 0 if self.region.lo is None else self.evaluate(self.region.lo, i)
         hi = self.seqlen_k if self.region.hi is None else self.evaluate(self.region.hi, i)
@@ -80,6 +83,9 @@ class Grid:
 
     def query_interval(self, j: Tensor) -> tuple[Tensor, Tensor]:
         """``first, last`` of columns ``j`` (local): int64 ``(b|1, h|1, len(j))``, within 0 and ``seqlen_q``."""
+        found = _ends_by_kernel(self, j, True)
+        if found is not None:
+            return found
         first = 0 if self.region.first is None else self.evaluate(self.region.first, None, j)
         last = self.seqlen_q if self.region.last is None else self.evaluate(self.region.last, None, j)
         return self._local(first, j, 3, self.seqlen_q), self._local(last, j, 3, self.seqlen_q)
@@ -139,9 +145,13 @@ class TileMap:
             status = torch.minimum(status, predicate)  # empty wins, then partial
         return cls(status, tile_m, tile_n)
 
+    def _lines(self, transposed: bool) -> Tensor:
+        """The states with the tiles of a line, of queries or of keys, one after the other: kernels read lists so."""
+        return (self.status.mT if transposed else self.status).contiguous()
+
     def lists(self, transposed: bool = False) -> TileLists:
         """Lists by query tile, or, transposed, by key tile; made on the device."""
-        status = self.status.mT if transposed else self.status
+        status = self._lines(transposed)
 
         def listed(what: int) -> tuple[Tensor, Tensor]:
             chosen = status == what
@@ -156,7 +166,7 @@ class TileMap:
 
         int32 ``(b|1, h|1, lines, tiles)``, whose entries past the count are meaningless, and ``(b|1, h|1, lines, 2)``.
         """
-        status = self.status.mT if transposed else self.status
+        status = self._lines(transposed)
         order = torch.argsort((status + 2) % 3, dim=-1, stable=True)  # partial, full, empty
         counts = torch.stack([(status == PARTIAL).sum(-1), (status != EMPTY).sum(-1)], -1)
         return order.int(), counts.int()
@@ -167,16 +177,29 @@ def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -
 
     None where the mask has no predicate that is still to be evaluated, off GPUs, and where a tracer runs.
     """
-    region = grid.region
-    if region.predicate is None or region.prepared is not None or grid.b.device.type != "cuda":
-        return None
-    traced = torch.compiler.is_compiling() or type(grid.b) is not Tensor
-    if traced or any(leaf.device != grid.b.device for leaf in grid.leaves):
+    if grid.region.predicate is None or grid.region.prepared is not None or not _on_gpu(grid):
         return None
     # Any backend's plan may use this kernel: it needs nothing of Triton's attention.
     from tilewise.backends.triton import judged_tiles
 
     return judged_tiles(grid, tile_m, tile_n, group)
+
+
+def _ends_by_kernel(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
+    """The intervals of ``lines`` by a kernel on the grid's GPU; None where the mask has none, off GPUs and under a tracer."""
+    ends = grid.region.ends[2:] if by_columns else grid.region.ends[:2]
+    if all(end is None for end in ends) or not _on_gpu(grid):
+        return None
+    from tilewise.backends.triton import ends_of_lines
+
+    return ends_of_lines(grid, lines, by_columns)
+
+
+def _on_gpu(grid: Grid) -> bool:
+    """Whether a grid and all tensors of its mask lie on one GPU, and are neither traced nor without memory."""
+    if grid.b.device.type != "cuda" or torch.compiler.is_compiling() or type(grid.b) is not Tensor:
+        return False
+    return all(leaf.device == grid.b.device for leaf in grid.leaves)
 
 
 def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> Tensor:

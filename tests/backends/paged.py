@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import accuracy
+from tilewise import accuracy, pages
 from tilewise.backends.base import Backend
 from tilewise.testing import Call, normal, paged_call, poisoned
 
+STEP = 1 / 64  # of the scales that are drawn
 ANYTHING = torch.tensor([-1, 2**30, 0, 3], dtype=torch.int32)  # what stands in a table behind a sequence's last page
 
 
@@ -35,6 +36,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     shared: int = 0  # pages at the front that all sequences have in common
     heads_first: bool = False  # whether a page keeps heads before rows
+    latent: bool = False  # whether v lies in k's memory, as its first columns
+    scales: str = ""  # of a cache of e4m3 numbers, and NaN where no key is: "one", "heads", "sequences" or "tokens"
 
     def draw(self) -> tuple[Tensor, tw.PagedCache, dict]:
         """q, the cache and the options of :func:`tilewise.attention_paged`."""
@@ -49,8 +52,8 @@ class Case:
         n, (_, heads), (d, dv) = self.page_size, self.heads, self.dims
         most = max(-(-max(self.lengths) // n), 1) + 1
         count = len(self.lengths) * most + 3
-        pages = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).int()
-        table = pages[: len(self.lengths) * most].view(-1, most).clone()
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).int()
+        table = order[: len(self.lengths) * most].view(-1, most).clone()
         table[:, : self.shared] = table[:1, : self.shared]
         shape = (count, heads, n) if self.heads_first else (count, n, heads)
         k, v = (torch.full((*shape, width), torch.nan, dtype=self.dtype) for width in (d, dv))
@@ -64,7 +67,22 @@ class Case:
                     pool[table[b, j // n], j % n] = keys[j]
             used = -(-length // n)
             table[b, used:] = ANYTHING.repeat(most)[: most - used]
-        return tw.paged(k, v, table, torch.tensor(self.lengths, dtype=torch.int32))
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        if self.latent:
+            v = k[..., :dv]
+        if not self.scales:
+            return tw.paged(k, v, table, lengths)
+        k_scale, v_scale = self._scale(k, 1), self._scale(v, 2)
+        e4m3 = [pages.quantised(x, s.unsqueeze(-1) if s.ndim == 3 else STEP) for x, s in ((k, k_scale), (v, v_scale))]
+        if self.latent:
+            e4m3[1], v_scale = e4m3[0][..., :dv], k_scale
+        return tw.paged(*e4m3, table, lengths, k_scale=k_scale, v_scale=v_scale)
+
+    def _scale(self, pool: Tensor, seed: int) -> Tensor:
+        if self.scales == "tokens":
+            return pages.token_scales(pool).where(~pool.isnan().any(-1), torch.nan)
+        shape = {"one": (), "heads": self.heads[1:], "sequences": (len(self.lengths), self.heads[1])}[self.scales]
+        return STEP * (0.5 + normal(*shape, seed=seed).abs())
 
 
 TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
@@ -104,6 +122,55 @@ CASES = {
     "float64": Case(16, (45, 20), rows=2, options=lambda: {"causal": True}, dtype=torch.float64),
     "many-keys": Case(64, (2500, 900), heads=(8, 2), dtype=torch.bfloat16, dims=(32, 32)),
     "many-keys-windowed": Case(16, (2500,), rows=2, options=lambda: {"mask": tw.window(1200, 0)}, heads=(4, 1)),
+    "fp8-heads": Case(
+        16,
+        (20, 33, 0, 5),
+        rows=2,
+        options=lambda: {"causal": True},
+        dims=(32, 16),
+        dtype=torch.bfloat16,
+        scales="heads",
+    ),
+    "fp8-tokens": Case(
+        7,
+        (20, 33, 5),
+        rows=(3, 0, 2),
+        options=lambda: {"mask": tw.window(9, 0), "sink": normal(4, seed=3)},
+        dims=(18, 48),
+        dtype=torch.float16,
+        scales="tokens",
+    ),
+    "fp8-sequences": Case(
+        64,
+        (70, 3),
+        rows=4,
+        options=lambda: {"mask": tw.keep(tree), "score": tw.softcap(2.0)},
+        dtype=torch.bfloat16,
+        scales="sequences",
+        heads_first=True,
+    ),
+    "fp8-float32": Case(8, (30,), rows=2, options=lambda: {"causal": True}, scales="one"),
+    "latent": Case(
+        8,
+        (21, 9),
+        rows=3,
+        options=lambda: {"causal": True},
+        heads=(6, 1),
+        dims=(48, 32),
+        dtype=torch.bfloat16,
+        latent=True,
+    ),
+    "latent-fp8": Case(
+        16,
+        (20, 5),
+        rows=(2, 5),
+        options=lambda: {"mask": tw.window(9, 0), "sink": normal(4, seed=3)},
+        heads=(4, 1),
+        dims=(36, 32),
+        dtype=torch.float16,
+        latent=True,
+        scales="tokens",
+    ),
     "capacity-alone": Case(16, (0, 0), rows=2, options=lambda: {"sink": normal(4, seed=3)}),
 }
 

@@ -45,7 +45,7 @@ from tilewise.backends.triton.tiles import (
     shared_memory,
     width,
 )
-from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, classify
+from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, classify
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -217,7 +217,8 @@ LEAVES = {
     COLUMNS: ((70,), lambda t: lambda s, b, h, i, j: s + t[j] * s),
     STORE: ((2, 4, 70, 70), lambda t: lambda s, b, h, i, j: s + t[b, h, i, j]),
     TILES: ((70, 70), lambda t: lambda s, b, h, i, j: s + t[j, i]),
-    SCATTER: ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % 9]),
+    DIAGONALS: ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % 9]),
+    SCATTER: ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i + j) % 9]),
 }
 
 
@@ -343,7 +344,7 @@ def test_ds_of_16_bits_is_kept_for_a_bias_in_fp32_where_its_range_is_fp32s(dtype
 
 def test_scattered_sums_of_fp32_are_taken_in_float64():
     table = normal(4, 32).requires_grad_()
-    score = tw.score(lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(0, 31)])
+    score = tw.score(lambda s, b, h, i, j: s + table[h, (i + j).clamp(0, 31)])
     c = call(*qkv(), score=score)
     sums = LeafSums(Plan(c.p, INTERPRETED), c.t)
     assert [x.dtype for x in sums.buffers] == [torch.float64]

@@ -32,6 +32,11 @@ FEW = (
     "softcap-alibi",
     "tree",
     "packed",
+    "fp8-heads",
+    "fp8-tokens",
+    "fp8-sequences",
+    "latent",
+    "latent-fp8",
     "capacity-alone",
 )
 
@@ -53,6 +58,7 @@ class TestTritonOverPages(PagedContract):
         super().test_a_sequence_does_not_depend_on_its_batch_mates_when_deterministic(lengths)
 
 
+POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
 SPLIT = Config(*[Tiles(16, 16, 4, 1)] * 3, splits=4)
 DESCRIBED = Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3, splits=2)
 PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype=torch.bfloat16, dims=(64, 32))
@@ -67,8 +73,10 @@ PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype
         (SPLIT, replace(CASES["packed"], rows=(1, 0, 1, 1))),
         (DESCRIBED, PAGE_64),
         (DESCRIBED, replace(PAGE_64, lengths=(70,), rows=1, page_size=128)),
+        (DESCRIBED, replace(PAGE_64, lengths=(130, 7), rows=1, scales="tokens", options=dict)),
+        (DESCRIBED, replace(PAGE_64, lengths=(130, 7), rows=1, heads=(4, 1), dims=(80, 64), latent=True)),
     ],
-    ids=["split-window-sink", "split-packed", "described", "described-dense"],
+    ids=["split-window-sink", "split-packed", "described", "described-dense", "described-fp8", "described-latent"],
 )
 def test_splits_and_descriptors_agree_with_the_oracle(config, case):
     q, cache, options = case.draw()
@@ -118,6 +126,29 @@ def test_the_kernel_that_appends_writes_what_torch_writes(packed):
     caches._write(other, k, v, cu)
     for pool, expected in zip(cache[:2], other[:2], strict=True):
         torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# Of all forms of scales, and what does not become a number: NaN, infinities, and rows of zeros alone.
+@interpreted
+@pytest.mark.parametrize(
+    ("scales", "latent"), [("heads", False), ("sequences", True), ("tokens", False), ("tokens", True)]
+)
+def test_the_kernel_that_appends_quantises_as_torch_does(scales, latent):
+    _, cache, _ = Case(8, (20, 3, 31), dims=(16, 10), scales=scales, latent=latent).draw()
+    cache.block_table[1] = 1000
+    k, v = 1e3 * normal(9, 2, 16), normal(9, 2, 10, seed=1)
+    k[0, 0, 2], k[0, 1], v[1, 0], v[2, 1, 3] = torch.nan, torch.nan, 0.0, -torch.inf
+    cu = torch.tensor([0, 4, 6, 7]) if scales == "sequences" else None
+    if cu is None:
+        k, v = k.unflatten(0, (3, 3)), v.unflatten(0, (3, 3))
+    written = [cache._replace(**{x: getattr(cache, x).clone() for x in POOLS}) for _ in range(2)]
+    if latent:
+        v, written = None, [x._replace(v_pages=x.k_pages[..., :10], v_scale=x.k_scale) for x in written]
+    assert Triton().append(written[0], k, v, cu)
+    caches._write(written[1], k, v, cu)
+    for name in POOLS:
+        x, y = (getattr(each, name).float() for each in written)
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 # -- What is chosen, without a kernel ------------------------------------------------------------------------------

@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import tilewise as tw
-from tests.test_tiles import HEADS, IDS, MONOTONE, grid_of, masks, matrix, true_status
+from tests.backends.contract import agree
+from tests.test_tiles import HEADS, IDS, INTERVALS, MONOTONE, grid_of, masks, matrix, true_status
 from tilewise import tiles
-from tilewise.backends.triton import interpreting, judged_tiles
+from tilewise.backends.triton import Triton, ends_of_lines, interpreting, judged_tiles
+from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import tile_map
+from tilewise.backends.triton.tiles import Tiles
 from tilewise.masks import Mask
+from tilewise.testing import call, qkv
 from tilewise.tiles import EMPTY, FULL, PARTIAL, Grid
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted (tests/conftest.py)")
@@ -74,6 +78,16 @@ def test_ends_of_intervals_that_tensors_hold_and_keys_that_nobody_sees():
     assert check(mask, 66, 66, (16, 8)) == {EMPTY, PARTIAL, FULL}
 
 
+@pytest.mark.parametrize("name", [n for n in INTERVALS if n not in ("everything", "narrow-window", "causal")])
+def test_ends_of_rows_and_columns_are_those_of_the_expressions(name):
+    grid = grid_of(INTERVALS[name](33, 130), 33, 130)
+    for lines, by_columns in ((torch.arange(33), False), (torch.arange(0, 130, 3), True)):
+        expected = grid.query_interval(lines) if by_columns else grid.key_interval(lines)
+        for x, y in zip(ends_of_lines(grid, lines, by_columns), expected, strict=True):
+            assert x.dtype == torch.int64
+            assert torch.equal(*torch.broadcast_tensors(x, y))
+
+
 def test_blocks_on_which_the_predicate_is_the_same_are_asked_once(monkeypatch):
     """One row of pairs stands for all rows of its block: the program holds one row, not 32."""
     held = []
@@ -101,3 +115,17 @@ def test_plans_of_a_gpu_are_made_by_the_kernel(monkeypatch):
     again = grid_of(prepared, 70, 70)
     assert torch.equal(tiles.seen_keys(again, 2).expand(2, 2, 70), matrix(grid).any(2).unflatten(1, (2, 2)).any(2))
     assert asked[:3] == [(32, 48, None), (64, 64, 2), (64, 64, 1)]
+
+
+def test_attention_over_judged_tiles_agrees_with_the_oracle(monkeypatch):
+    """Two intervals a row whose ends fall, rows without a key between others, a tensor in the predicate, and NaN in
+    keys that no query sees."""
+    monkeypatch.setattr(tiles, "_by_kernel", judged_tiles)
+    reach = torch.tensor([30] * 20 + [0] * 5 + [9] * 16)
+    mask = tw.keep(lambda b, h, i, j: ((j < reach[i] - i) & (j > 3)) | ((j > 40) & (j < 47) & (i < 9)))
+    q, k, v = qkv(batch=1, nq=41, nk=50, hq=2, hk=1, d=16, dv=16)
+    unseen = ~matrix(grid_of(mask, 41, 50)).any(2).flatten(0, 1).any(0)
+    assert 8 < int(unseen.sum()) < 50
+    for x in (k, v):
+        x.data[:, unseen] = torch.nan
+    agree(Triton(Config(*[Tiles(16, 16, 4, 1)] * 3)), call(q, k, v, mask=mask))

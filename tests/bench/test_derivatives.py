@@ -1,14 +1,16 @@
 """bench/derivatives.py on a CPU, at sizes that take no time."""
 
-import json
-
-from bench import derivatives
+from bench import derivatives, records
 
 
 def test_every_derivative_is_checked_and_timed_beside_eagers(tmp_path):
-    file = tmp_path / "found.json"
+    file = tmp_path / "found.jsonl"
     assert derivatives.main(["--device", "cpu", "--sizes", "32", "--out", str(file)]) == 0
-    found = json.loads(file.read_text())
-    assert {row["tensor"] for row in found["check"]} >= {"o tangent", "second dq", "second dsink", "second ddo"}
-    assert all(row["ok"] for row in found["check"])
-    assert all({"jvp", "second derivative", "eager jvp"} <= set(row["ms"]) for row in found["times"])
+    found = records.read(file)
+    errors = list(records.select(found, metric="error"))
+    assert {r["shape"]["tensor"] for r in errors} >= {"o tangent", "second dq", "second dsink", "second ddo"}
+    assert all(r["status"] == "green" for r in errors)
+    (run,) = records.runs(found).values()
+    for metric in ("time", "memory"):
+        timed = {(r["contestant"], r["shape"]["what"]) for r in records.select(found, metric=metric)}
+        assert timed == {(who, what) for who in run["peers"] for what in derivatives.WHAT}

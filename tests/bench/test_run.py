@@ -40,7 +40,7 @@ def test_a_red_contestant_is_checked_once_and_never_timed():
     case = named("contract-n129-causal")
     wrong = Counted(error=0.01, seqlen=129)
     # The warm-up runs at 128: at 129 there is the one call that is checked.
-    red, green = run.run_case(run.Lineup(case, [contestant("wrong", wrong), contestant()]), PLAN)
+    red, green = run.run_group([run.Lineup(case, [contestant("wrong", wrong), contestant()])], PLAN)
     assert red["status"] == "red"
     assert not {"forward", "backward", "both"} & set(red)
     assert wrong.calls == 1
@@ -50,8 +50,8 @@ def test_a_red_contestant_is_checked_once_and_never_timed():
 
 
 def test_a_red_peer_is_not_timed_either():
-    (found,) = run.run_case(
-        run.Lineup(named("contract-n63-full"), [contestant("peer", Counted(error=0.1), ours=False)]), PLAN
+    (found,) = run.run_group(
+        [run.Lineup(named("contract-n63-full"), [contestant("peer", Counted(error=0.1), ours=False)])], PLAN
     )
     assert found["status"] == "red"
     assert "forward" not in found
@@ -68,7 +68,7 @@ def test_wrong_gradients_are_red():
 
         return doubled
 
-    (found,) = run.run_case(run.Lineup(named("contract-n63-full"), [contestant("wrong", wrong_gradient)]), PLAN)
+    (found,) = run.run_group([run.Lineup(named("contract-n63-full"), [contestant("wrong", wrong_gradient)])], PLAN)
     assert found["status"] == "red"
     assert {e["tensor"] for e in found["errors"] if not e["green"]} == {"dq", "dk", "dv"}
 
@@ -81,8 +81,8 @@ def test_refusals_and_failures_are_recorded_and_do_not_stop_the_others():
         raise RuntimeError("out of luck\nsecond line")
 
     crowd = [contestant("declares", refuses=["no causal"]), contestant("raises", raises), contestant("breaks", breaks)]
-    declared, raised, broke, right = run.run_case(
-        run.Lineup(named("contract-n63-causal"), [*crowd, contestant()]), PLAN
+    declared, raised, broke, right = run.run_group(
+        [run.Lineup(named("contract-n63-causal"), [*crowd, contestant()])], PLAN
     )
     assert (declared["status"], declared["why"]) == ("refused", ["no causal"])
     assert (raised["status"], raised["why"]) == ("refused", ["cannot run this", "head_dim 16 is odd"])
@@ -132,7 +132,7 @@ def test_a_very_long_case_stops_after_one_round():
 
 
 def test_record_has_timings_noise_memory_bounds_and_what_was_checked():
-    (found,) = run.run_case(run.Lineup(named("contract-gqa-causal"), [contestant()]), PLAN)
+    (found,) = run.run_group([run.Lineup(named("contract-gqa-causal"), [contestant()])], PLAN)
     assert {"run", "contestant", "version", "shape", "errors", "memory", "bound_ms", "checked"} <= set(found)
     for direction in ("forward", "backward", "both"):
         assert {"median_ms", "low_ms", "high_ms", "rounds", "calls", "gflops", "noise"} <= set(found[direction])
@@ -142,7 +142,7 @@ def test_record_has_timings_noise_memory_bounds_and_what_was_checked():
 
 def test_a_case_without_backward_has_no_backward_time():
     case = named("cpu-fp32-decode-32k")
-    (found,) = run.run_case(run.Lineup(case, [contestant()]), run.Plan(budget=0.0, min_rounds=1, max_rounds=1))
+    (found,) = run.run_group([run.Lineup(case, [contestant()])], run.Plan(budget=0.0, min_rounds=1, max_rounds=1))
     assert found["status"] == "green"
     assert "forward" in found
     assert not {"backward", "both"} & set(found)
@@ -151,7 +151,7 @@ def test_a_case_without_backward_has_no_backward_time():
 def test_a_limit_is_timed_and_not_checked():
     case = named("cpu-fp32-decode-32k")
     (read,) = run.pick(["read"])
-    (found,) = run.run_case(run.Lineup(case, [read]), run.Plan(budget=0.0, min_rounds=1, max_rounds=1, again=False))
+    (found,) = run.run_group([run.Lineup(case, [read])], run.Plan(budget=0.0, min_rounds=1, max_rounds=1, again=False))
     assert found["status"] == "limit"
     assert found["forward"]["median_ms"] > 0
     assert read.unsupported(named("cpu-fp32-d64-n1024-full"), "cpu")
@@ -168,7 +168,7 @@ def test_cases_that_are_compared_are_timed_in_the_same_rounds(monkeypatch):
 
 def test_whoever_is_asked_for_memory_alone_is_checked_and_not_timed():
     who = [contestant("weighed"), contestant("timed")]
-    weighed, timed = run.run_case(run.Lineup(named("contract-n63-full"), who, frozenset({"weighed"})), PLAN)
+    weighed, timed = run.run_group([run.Lineup(named("contract-n63-full"), who, frozenset({"weighed"}))], PLAN)
     assert (weighed["status"], timed["status"]) == ("green", "green")
     assert weighed["memory"]["peak_bytes"] > 0
     assert "forward" not in weighed

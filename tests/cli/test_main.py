@@ -94,7 +94,9 @@ def test_explain_json_has_the_backend_its_tiles_and_the_refusals(capsys):
     sizes = ["--seqlen", "4096", "--heads", "8", "--head-dim", "64", "--causal", "--window", "100", "--backward"]
     assert cli.main(["explain", "--device", "cpu", "--json", *sizes]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert {"problem", "device", "backend", "tiles", "flops", "traffic_bytes", "refused", "tangents"} == set(told)
+    assert {"problem", "device", "backend", "tiles", "flops", "traffic_bytes", "refused", "tangents", "second"} == set(
+        told
+    )
     assert told["backend"]
     assert "window" in told["problem"]
     assert "causal" in told["problem"]

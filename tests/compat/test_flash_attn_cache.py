@@ -142,6 +142,40 @@ def test_a_wrong_cache_call_says_what_is_wrong(changes, says):
         fa.flash_attn_with_kvcache(q, k_cache, v_cache, **({"k": k, "v": v, "cache_seqlens": LENGTHS} | changes))
 
 
+@pytest.mark.parametrize("eight", [True, False], ids=["8-bit-rows", "16-bit-rows"])
+def test_generation_3_reads_and_writes_a_cache_in_8_bits(eight):
+    """Each sequence and head has its factors, a query's too; new rows of 8 bits are taken as they are."""
+    q, k_cache, v_cache, k, v = drawn()
+    q_scale, k_scale, v_scale = (0.5 + normal(B, HK, seed=n).abs() for n in (3, 4, 5))
+    k_cache, v_cache = (x.to(torch.float8_e4m3fn) for x in (k_cache, v_cache))
+    q, k, v = (x.to(torch.float8_e4m3fn if eight else torch.bfloat16) for x in (q, k, v))
+    q_scale = q_scale if eight else None
+    before = [x.float() for x in (k_cache, v_cache)]
+    out = fa3.flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=LENGTHS,
+        causal=True,
+        q_descale=q_scale,
+        k_descale=k_scale,
+        v_descale=v_scale,
+    )
+    assert out.dtype == torch.bfloat16
+    for b, length in enumerate(LENGTHS.tolist()):
+        news = [x[b].float() if eight else (x[b].float() / s[b, :, None]) for x, s in ((k, k_scale), (v, v_scale))]
+        news = [x.to(torch.float8_e4m3fn).float() for x in news]
+        keys, values = (
+            torch.cat([old[b, :length], new]) * s[b, :, None]
+            for old, new, s in zip(before, news, (k_scale, v_scale), strict=True)
+        )
+        rows = q[b].float() * (q_scale[b].repeat_interleave(H // HK)[:, None] if eight else 1.0)
+        o, _ = textbook(b, rows, keys, values, causal=True)
+        torch.testing.assert_close(out[b].float(), o, rtol=2e-2, atol=2e-2)
+
+
 def test_generation_3_takes_packed_rows_and_new_keys():
     """Queries and new keys packed, as serving engines call it."""
     _, k_cache, v_cache, _, _ = drawn()

@@ -29,6 +29,8 @@ class Inputs:
     cu_seqlens_k: Tensor | None = None
     block_table: Tensor | None = None
     seqlens_k: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @classmethod
     def of(cls, p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
@@ -36,11 +38,13 @@ class Inputs:
         sink = None if spec.sink_slot is None else extras[spec.sink_slot]
         cu_q, cu_k = (*[extras[n] for n in spec.cu_slots], None, None)[:2]
         table, lengths = [extras[n] for n in spec.page_slots] or (None, None)
-        return cls(q, k, v, seed, extras, sink, cu_q, cu_k, table, lengths)
+        scales = [extras[n] for n in spec.scale_slots]
+        return cls(q, k, v, seed, extras, sink, cu_q, cu_k, table, lengths, *scales)
 
 
-Pages = tuple[Tensor, Tensor, Tensor, Tensor]
-"""A cache: k_pages, v_pages ``(num_pages, page_size, heads, head_dim)``, block_table ``(batch, max_pages)``, seqlens_k ``(batch,)``."""
+Pages = tuple[Tensor, ...]
+"""A cache: k_pages, v_pages ``(num_pages, page_size, heads, head_dim)``, block_table ``(batch, max_pages)``, seqlens_k ``(batch,)``; of
+a quantised one also k_scale and v_scale."""
 
 
 @dataclass
@@ -159,13 +163,13 @@ class Backend(Protocol):
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads: ...
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
+    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
         """Writes checked new rows behind the keys of each sequence, as :func:`tilewise.append` says; False: it has no kernel for that."""
         return False
 
-    def without_tangents(self, p: Problem) -> list[str]:
-        """Every reason why :meth:`jvp` and :meth:`backward_jvp` cannot run this problem here."""
-        return ["forward mode and second derivatives are not built"]
+    def without_tangents(self, p: Problem, second: bool) -> list[str]:
+        """Every reason why :meth:`jvp` cannot run this problem here or, if ``second``, :meth:`backward_jvp`."""
+        return ["second derivatives are not built" if second else "forward mode is not built"]
 
     def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
         """The tangents of o and lse where the inputs move ``along``; ``out`` is the forward's result."""

@@ -3,8 +3,8 @@
 A user's mistake is one line on stderr and exit code 2, never a traceback; what a command judges and finds wanting (a goal
 that falls short, a check that is red) is exit code 1.
 
-Commands: ``bench``, ``demo``, ``doctor``, ``explain``, ``io``, ``kernels``, ``sample``, ``train``, ``tune``, ``verify``. What they share:
-``options``, ``page`` (tables and progress), ``figure`` (plots) and ``checkout``, which finds ``bench/`` and ``examples/``.
+Commands: ``bench``, ``demo``, ``doctor``, ``explain``, ``io``, ``kernels``, ``sample``, ``show``, ``train``, ``tune``, ``verify``. What
+they share: ``options``, ``page`` (tables and progress), ``figure`` (plots) and ``checkout``, which finds ``bench/`` and ``examples/``.
 """
 
 import importlib

@@ -23,11 +23,6 @@ def flash_order(n: int, d: int, m: int) -> float:
     return n * n * d * d / m
 
 
-def block_sparse_order(n: int, d: int, m: int, s: float) -> float:
-    """Proposition 4: Θ(N d + N² d² s / M) accesses, where a fraction s of the blocks is not zero."""
-    return n * d + flash_order(n, d, m) * s
-
-
 def least_traffic(n: int, d: int) -> int:
     """The traffic that no exact algorithm can avoid: reading Q, K, V and writing O once.
 

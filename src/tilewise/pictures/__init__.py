@@ -4,5 +4,5 @@
 - :mod:`tilewise.pictures.view`: what a picture shows, taken from :mod:`tilewise.tiles`.
 - :mod:`tilewise.pictures.terminal`, :mod:`tilewise.pictures.figure`, :mod:`tilewise.pictures.svg`: it, drawn.
 - :mod:`tilewise.pictures.explained`: ``explain(...).plot()``.
-- :mod:`tilewise.pictures.catalogue`: docs/catalogue.md and docs/explorer.html.
+- :mod:`tilewise.pictures.catalogue`, :mod:`tilewise.pictures.explorer`: docs/catalogue.md and docs/explorer.html.
 """

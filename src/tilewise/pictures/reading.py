@@ -43,7 +43,7 @@ def _arange(stop: int) -> torch.Tensor:
     return torch.arange(stop)
 
 
-VALUES: dict[str, Callable[..., Any]] = {"arange": _arange, **PATTERNS}
+VALUES: dict[str, Callable[..., Any]] = {"arange": _arange, "tensor": torch.as_tensor, **PATTERNS}
 # What a list becomes that one of the catalogue's functions is given.
 ELEMENTS = {"dense": torch.bool, "block_sparse": torch.bool, "alibi": torch.float32, "bias": torch.float32}
 

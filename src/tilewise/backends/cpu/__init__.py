@@ -6,12 +6,15 @@ The library is loaded by ctypes and knows neither Python nor torch; the code is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from tilewise import state
 from tilewise.backends.base import (
     Backend,
+    Directions,
     Grads,
     Inputs,
     Output,
@@ -53,6 +56,8 @@ class Cpu(Backend):
         reasons += piece_reasons(p, dropout=1)
         if p.paged and any(x.stride[-1] != 1 and x.shape[-1] > 1 for x in (p.k, p.v)):
             reasons.append("pages whose last stride is not 1: it would copy all of them")
+        if p.quantised:
+            reasons.append("pages of float8_e4m3fn: its kernels read no 8-bit numbers")
         if program.too_many_dimensions(p.spec):
             reasons.append(f"a mask or score tensor has more than {library.DIMS} dimensions")
         slots = (*p.spec.mask_slots, *p.spec.score_slots)
@@ -93,6 +98,32 @@ class Cpu(Backend):
         call.dlse, call.delta = bound.data(dlse.to(lse.dtype)), delta.data_ptr()
         bound.run("backward")
         return Grads(dq, dk, dv, _sink_gradient(t, lse, delta), sums.result(t.leaves))
+
+    def without_tangents(self, p: Problem, second: bool) -> list[str]:
+        if second:
+            return ["second derivatives are not built"]
+        reasons = ["a cache in pages has no tangents"] if p.paged else []
+        loaded = library.load()
+        if isinstance(loaded, library.Library) and not loaded.moves:
+            reasons.append("its library was built without forward mode; install tilewise again")
+        return reasons
+
+    def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
+        new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero
+        found = Output(new(out.o, memory_format=torch.contiguous_format), new(out.lse))
+        inputs = replace(t, leaves=along.with_leaves(t.leaves))
+        bound = Bound(self._prepared.of(p), inputs, backward=False, moving=along.slots)
+        bound.call.o, bound.call.lse = bound.tensor(unit_last(out.o)), bound.data(out.lse)
+        moved = library.Moved(o=bound.tensor(found.o), lse=found.lse.data_ptr())
+        for name in "qkv":
+            if (tangent := getattr(along, name)) is not None:
+                setattr(moved, name, bound.tensor(unit_last(tangent)))
+        if along.sink is not None:
+            moved.sink = bound.data(along.sink.to(p.compute_dtype))
+        if bound.code.moved is not None:
+            moved.raw = bound.code.moved.register
+        bound.run("jvp", moved)
+        return found
 
 
 def _sink_gradient(t: Inputs, lse: Tensor, delta: Tensor) -> Tensor | None:

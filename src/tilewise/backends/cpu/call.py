@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 
@@ -45,6 +45,7 @@ class Prepared:
     def __init__(self, p: Problem, config: Config):
         self.p, self.config = p, config
         self.loaded = library.load()
+        self._tangents: dict[tuple[int, ...], tuple[program.Code, library.Call]] = {}
 
     @cached_property
     def forward_code(self) -> program.Code:
@@ -53,6 +54,16 @@ class Prepared:
     @cached_property
     def backward_code(self) -> program.Code:
         return program.compile_spec(self.p.spec, self.p.compute_dtype, backward=True)
+
+    def tangent(self, moving: Mapping[int, int]) -> tuple[program.Code, library.Call]:
+        """The program and the call of forward mode, where the leaves of these slots have tangents (:attr:`Directions.slots`)."""
+        key = tuple(moving)
+        if key not in self._tangents:
+            code = program.compile_spec(self.p.spec, self.p.compute_dtype, backward=False, moving=moving)
+            call = self._call(code, backward=False)
+            call.split = 0
+            self._tangents[key] = code, call
+        return self._tangents[key]
 
     @cached_property
     def forward_call(self) -> library.Call:
@@ -240,13 +251,21 @@ def _joined(tensors: list[Tensor], packed: bool) -> Tensor:
 
 
 class Bound:
-    """One call's struct: the pass's own, and the addresses of this call's tensors. ``keep`` is what it points to."""
+    """One call's struct: the pass's own, and the addresses of this call's tensors. ``keep`` is what it points to.
 
-    def __init__(self, prepared: Prepared, t: Inputs, backward: bool):
+    Args:
+        moving: of forward mode, as in :meth:`Prepared.tangent`; the tangents of leaves lie behind the leaves.
+    """
+
+    def __init__(self, prepared: Prepared, t: Inputs, backward: bool, moving: Mapping[int, int] | None = None):
         self.prepared, self.t, p = prepared, t, prepared.p
         self.packed, self.region = p.packed, prepared.region(t, backward)
-        self.code = prepared.backward_code if backward else prepared.forward_code
-        shared = prepared.backward_call if backward else prepared.forward_call
+        if moving is not None:
+            self.code, shared = prepared.tangent(moving)
+        elif backward:
+            self.code, shared = prepared.backward_code, prepared.backward_call
+        else:
+            self.code, shared = prepared.forward_code, prepared.forward_call
         call = self.call = library.Call.from_buffer_copy(shared)
         self.keep: list[object] = []
         call.threads = torch.get_num_threads()
@@ -317,13 +336,13 @@ class Bound:
         self.call.program.leaves = leaves
         self.keep.append(leaves)
 
-    def run(self, name: str) -> None:
+    def run(self, name: str, *more: ctypes.Structure) -> None:
         region = self.region
         with region.listing:
             if not region.listed:
                 self.prepared.loaded.run("list", self.call)
                 region.listed = True
-        self.prepared.loaded.run(name, self.call)
+        self.prepared.loaded.run(name, self.call, *more)
 
 
 def _instructions(code: program.Code, numbers: dict[str, int]) -> ctypes.Array:

@@ -117,6 +117,15 @@ class Call(Structure):
     ]
 
 
+class Moved(Structure):
+    _fields_ = [
+        *[(name, Tensor) for name in "qkvo"],
+        ("lse", c_void_p),
+        ("sink", c_void_p),
+        ("raw", c_int64),
+    ]
+
+
 # What a long call needs of this interpreter to run its signal handlers, which is the main thread's business alone.
 _SIGNALS = Signals(
     *[
@@ -133,6 +142,7 @@ class Library:
     Attributes:
         isas: the instruction sets that this machine can run, best first.
         operations: the numbers of the score program's operations, by name.
+        moves: whether it has forward mode, which a library of older sources has not.
     """
 
     def __init__(self, path: Path):
@@ -150,9 +160,13 @@ class Library:
         self._functions = {"forward": c.tw_forward, "backward": c.tw_backward, "list": c.tw_list_mask}
         for function in self._functions.values():
             function.argtypes = (POINTER(Call), POINTER(c_char), c_int64)
+        self.moves = hasattr(c, "tw_jvp")
+        if self.moves:
+            c.tw_jvp.argtypes = (POINTER(Call), POINTER(Moved), POINTER(c_char), c_int64)
+            self._functions["jvp"] = c.tw_jvp
 
-    def run(self, name: str, call: Call) -> None:
-        """Runs ``forward``, ``backward`` or ``list``; the GIL is free meanwhile.
+    def run(self, name: str, call: Call, *more: Structure) -> None:
+        """Runs ``forward``, ``backward``, ``list`` or, with a Moved, ``jvp``; the GIL is free meanwhile.
 
         On the main thread signal handlers run every 50 ms; what one raises (Ctrl-C) ends the call.
 
@@ -162,7 +176,7 @@ class Library:
         if threading.get_ident() == threading.main_thread().ident:
             call.signals = ctypes.addressof(_SIGNALS)
         text = ctypes.create_string_buffer(256)
-        code = self._functions[name](call, text, len(text))
+        code = self._functions[name](call, *more, text, len(text))
         if code == _INTERRUPTED:
             _raise_again(*_SIGNALS.raised)
         if code:

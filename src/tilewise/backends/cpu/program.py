@@ -6,7 +6,7 @@ Registers of the last kind are used again after their last reader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,10 +66,14 @@ class Read:
 
 @dataclass
 class Code:
-    """A compiled call: steps in running order, and the values that the kernels exchange with them."""
+    """A compiled call: steps in running order, and the values that the kernels exchange with them.
+
+    ``raw``: the scaled products of q and k; ``moved``: their tangents; ``slope``: dz/ds or, in forward mode, z's tangent.
+    """
 
     steps: list[Step] = field(default_factory=list)
     raw: Value | None = None
+    moved: Value | None = None
     score: Value | None = None
     keep: Value | None = None
     slope: Value | None = None
@@ -77,11 +81,12 @@ class Code:
     registers: int = 0
 
 
-def compile_spec(spec: Spec, dtype: torch.dtype, backward: bool) -> Code:
+def compile_spec(spec: Spec, dtype: torch.dtype, backward: bool, moving: Mapping[int, int] | None = None) -> Code:
     """The program of one pass.
 
     Args:
         dtype: of the scores, fp32 or fp64. Masks and indices are fp32 always.
+        moving: of forward mode: where the tangent of a leaf is found, by the leaf's slot.
     """
     c = _Compiler(F64 if dtype == torch.float64 else F32)
     code = Code(steps=c.steps)
@@ -91,6 +96,10 @@ def compile_spec(spec: Spec, dtype: torch.dtype, backward: bool) -> Code:
     if spec.region.predicate is not None:
         c.part = PREDICATE
         code.keep = c.value(spec.region.predicate, "mask")
+    if spec.score is not None and moving is not None:
+        c.part = SLOPES
+        code.moved = c.moved = Value(c.float_type, frozenset("s"))
+        code.slope = c.as_float(c.value(expr.tangent(spec.score, moving)))
     if spec.score is not None and backward:
         c.part = SLOPES
         slope, *leaf_slopes = spec.score_slopes
@@ -108,6 +117,7 @@ class _Compiler:
         self.part = SCORE
         self.steps: list[Step] = []
         self.raw: Value | None = None
+        self.moved: Value | None = None
         self.made: dict[tuple[int, str], Value] = {}
         self.alive: list[Expr] = []  # ids stay taken
 
@@ -145,8 +155,8 @@ class _Compiler:
             return self._number(e.args[0], floats)
         if e.op == "symbol":
             name = e.args[0]
-            if name == "s":
-                return self.raw
+            if name in ("s", "ds"):
+                return self.raw if name == "s" else self.moved
             return self._emit(name, I64, I64, symbols=frozenset({name} & {"i", "j"}))
         if e.op == "lookup":
             values = tuple(self.value(x, "mask" if context == "mask" else "index") for x in e.args[1:])
@@ -216,8 +226,9 @@ def _give_registers(code: Code) -> None:
         for a in step.args:
             last[id(a)] = n
     free: list[int] = []
-    if code.raw is not None:
-        code.raw.register, code.registers = 0, 1
+    given = [v for v in (code.raw, code.moved) if v is not None]
+    for code.registers, v in enumerate(given, 1):
+        v.register = code.registers - 1
     for n, step in enumerate(code.steps):
         reusable = step.out.level == PER_PAIR and id(step.out) not in kept
         if step.out.level == PER_PAIR and free:
@@ -228,7 +239,7 @@ def _give_registers(code: Code) -> None:
         if reusable and id(step.out) not in last:
             free.append(step.out.register)
         done = {id(a): a for a in step.args if last[id(a)] == n and a.level == PER_PAIR and id(a) not in kept}
-        free += [a.register for a in done.values() if a is not code.raw]
+        free += [a.register for a in done.values() if a not in given]
 
 
 LOWERED = frozenset({*_RENAMED, *_CLAMPS, "bool", "float", "int"})

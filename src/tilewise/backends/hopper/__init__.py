@@ -49,8 +49,8 @@ class Hopper(Backend):
         self._plans, self._backward_plans = PerProblem(self._plan), PerProblem(self._backward_plan)
 
     def unsupported(self, p: Problem) -> list[str]:
-        """Every reason why this problem cannot run: of the problem, or else of the machine."""
-        return self.refused(p) or _device_reasons(p) or library.missing(*self.configs(p))
+        """Every reason why this problem cannot run, of the machine and of the problem; where there is none, what is not installed."""
+        return [*_device_reasons(p), *self.refused(p)] or library.missing(*self.configs(p))
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""

@@ -41,12 +41,12 @@ class Portable(Backend):
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_m, self.config(p).tile_n
 
-    def without_tangents(self, p: Problem) -> list[str]:
+    def without_tangents(self, p: Problem, second: bool) -> list[str]:
         return ["a cache in pages has no tangents"] if p.paged else []
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         if p.paged:
-            return gather.in_layout_of(p, self._forward(*gather.gathered(p, t), self.config(p)))
+            return gather.in_layout_of(p, self._forward(*gather.gathered(p, t, p.compute_dtype), self.config(p)))
         return self._forward(p, t, self.config(p))
 
     def _forward(self, p: Problem, t: Inputs, config: Config) -> Output:

@@ -30,10 +30,10 @@ from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config
 from tilewise.backends.triton.host import launch, tangent, tile_map, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
-from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks, reads_by_distance
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged
-from tilewise.leaf_gradients import SCATTER, TILES, classify
+from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
 from tilewise.problem import Problem
 from tilewise.tiles import Grid
 
@@ -56,10 +56,23 @@ def judged_tiles(grid: Grid, tile_m: int, tile_n: int, group: int | None = None)
 
     None where no kernel can run.
     """
-    if not installed() or _device_reasons(grid.b.device) or not tile_map.can_judge(grid):
+    if not _plans(grid):
         return None
     with on_device(grid.b):
         return tile_map.judged(grid, tile_m, tile_n, group)
+
+
+def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor] | None:
+    """The intervals of queries, or of keys ``by_columns`` (:func:`tile_map.ends`); None where no kernel can run."""
+    if not _plans(grid) or not len(lines):
+        return None
+    with on_device(grid.b):
+        return tile_map.ends(grid, lines, by_columns)
+
+
+def _plans(grid: Grid) -> bool:
+    """Whether kernels here can plan a mask."""
+    return installed() and not _device_reasons(grid.b.device) and tile_map.can_judge(grid)
 
 
 _HERE = nullcontext()
@@ -98,6 +111,8 @@ class Triton(Backend):
             reasons += _scattered(problem)
         if problem.paged and any(x.stride[-1] != 1 for x in (problem.k, problem.v)):
             reasons.append("a pool of pages whose last stride is not 1: it would be copied at each call")
+        if problem.quantised:
+            reasons += _pair_reasons(problem)
         return reasons
 
     def preferred(self, problem: Problem) -> str:
@@ -109,7 +124,8 @@ class Triton(Backend):
             return self.override or choose_paged(problem, tuned.passes(problem))
         pairs = PairReads.of(problem)
         blocks = predicate_blocks(problem)
-        return self.override or choose(problem, pairs.bytes, tuned.passes(problem), pairs.shared, blocks)
+        measured = tuned.passes(problem)
+        return self.override or choose(problem, pairs.bytes, measured, pairs.shared, blocks, reads_by_distance(problem))
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         tiles = self.config(problem).forward
@@ -123,13 +139,15 @@ class Triton(Backend):
         with on_device(inputs.q):
             return launch.backward(self._plan_of(problem), inputs, out, do, dlse)
 
-    def without_tangents(self, problem: Problem) -> list[str]:
+    def without_tangents(self, problem: Problem, second: bool) -> list[str]:
         reasons = ["a cache in pages has no tangents"] if problem.paged else []
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             reasons.append(f"tangents of a head_dim above {MAX_HEAD_DIM}")
-        if problem.spec.deterministic and any(read.how == TILES for read in classify(problem)):
+        summed = (TILES, DIAGONALS)
+        if second and problem.spec.deterministic and any(read.how in summed for read in classify(problem)):
             reasons.append(
-                "deterministic: the second derivative of a bias that is broadcast is added atomically, in any order"
+                "deterministic: the second derivative of a bias that is broadcast, or of a table read by distance, is added "
+                "atomically, in any order"
             )
         return reasons
 
@@ -150,8 +168,12 @@ class Triton(Backend):
         plans = self._tangent_plans.of(problem)
         return plans.of((moving, tf32), lambda: tangent.new_plan(problem, self.config(problem), moving))
 
-    def append(self, cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> bool:
-        if not installed() or _device_reasons(k.device) or any(x.stride(-1) != 1 for x in (*cache[:2], k, v)):
+    def append(self, cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> bool:
+        if (
+            not installed()
+            or _device_reasons(k.device)
+            or any(x is not None and x.stride(-1) != 1 for x in (*cache[:2], k, v))
+        ):
             return False
         with on_device(k):
             append(cache, k, v, cu_seqlens_q)
@@ -192,6 +214,15 @@ def _width_reasons(problem: Problem) -> list[str]:
     if problem.head_dim_v > MAX_HEAD_DIM:
         return [f"head_dim {problem.head_dim_v} of v is above {MAX_HEAD_DIM}"]
     return []
+
+
+def _pair_reasons(problem: Problem) -> list[str]:
+    """Why kernels cannot read two numbers of 8 bits at a time."""
+    odd = [d for d in (problem.head_dim, problem.head_dim_v) if d % 2]
+    reasons = [f"head_dim {d} of 8-bit numbers is odd" for d in odd]
+    if not odd and any(n % 2 for x in (problem.k, problem.v) for n in x.stride[:-1]):
+        reasons.append("pages of 8-bit numbers with an odd stride")
+    return reasons
 
 
 def _scattered(problem: Problem) -> list[str]:

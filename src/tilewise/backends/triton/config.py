@@ -300,6 +300,8 @@ PAIRED = {
         ),
     )
 }
+# dK dV beside a tensor that is read by distance: at D 128 tiles of 64 x 64 spill. docs/decisions.md#triton-diagonals
+DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tma((32, 64, 4, 3))))}
 # Where one query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
 DECODING = {
     "sm90": (
@@ -394,6 +396,7 @@ def choose(
     measured: dict[str, Tiles] | None = None,
     shared: frozenset[str] = frozenset(),
     blocks: tuple[int, int] = (0, 0),
+    by_distance: bool = False,
 ) -> Config:
     """The configuration of a problem: by head dim and dtype, with keys split where one sequence's query tiles leave most of the
     machine idle.
@@ -403,6 +406,7 @@ def choose(
         measured: tiles that ``tilewise tune`` measured on this device, by pass.
         shared: as in :func:`beside`.
         blocks: as in :func:`within_blocks`.
+        by_distance: as in :func:`distant`.
     """
     together = beside(problem, shared)
     if problem.device.type == "cpu":
@@ -412,6 +416,7 @@ def choose(
     passes = (row_for(rows, problem) or rows[-1]).passes
     limit = memory_limit(problem.device, UNLIMITED)
     passes |= {name: x for name, x in paired(arch, problem, pair_bytes, limit).items() if name in passes}
+    passes |= {name: x for name, x in distant(arch, problem, by_distance).items() if name in passes}
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
     fitted = fit_all(problem, passes, pair_bytes)
     split = split_keys(problem, fitted["forward"].tile_m, devices.of(problem.device).cores)
@@ -477,6 +482,12 @@ def paired(arch: str, problem: Problem, pair_bytes: int, limit: int) -> dict[str
     return found
 
 
+def distant(arch: str, problem: Problem, by_distance: bool) -> dict[str, Tiles]:
+    """:data:`DISTANT`'s tiles of a problem by kernel, where its score reads a tensor ``by_distance``."""
+    row = row_for(DISTANT.get(arch, ()), problem) if by_distance and problem.dtype.itemsize == 2 else None
+    return {} if row is None else {name: choices[0] for name, choices in row.kernels.items()}
+
+
 SHEET_STRIP = 64  # queries that lie side by side in a sheet of dS: docs/decisions.md#triton-kept-ds
 SHEET_UNIT = 128  # its rows and columns are whole tiles of so many
 SHEET_HEAD_DIM = 256  # the largest at which its kernels were seen on a GPU
@@ -518,6 +529,12 @@ def pair_sum_tiles(problem: Problem, tiles: Tiles) -> Tiles:
     """The tiles for the gradient of a broadcast pair bias, whose loop streams all four tensors: PAIRED's or dQ's ``tiles``."""
     limit = memory_limit(problem.device, SHARED_MEMORY["sm90"])
     return with_stages(problem, "tile", paired(architecture(problem.device), problem, 1, limit).get("tile", tiles))
+
+
+def strip_tiles(problem: Problem, tiles: Tiles) -> Tiles:
+    """The tiles for the gradient of a tensor read by distance: squares, from dQ's ``tiles``; their loop streams all four tensors."""
+    side = min(tiles.tile_m, tiles.tile_n)
+    return with_stages(problem, "strip", replace(tiles, tile_m=side, tile_n=side, num_warps=4, num_stages=2, tma=False))
 
 
 def with_stages(problem: Problem, kernel: str, tiles: Tiles) -> Tiles:

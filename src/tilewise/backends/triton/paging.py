@@ -32,6 +32,8 @@ Addressing = Literal["whole", "one", "several"]
 
 FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a group (docs/decisions.md#triton-pages)
 
+E4M3_BYTES, E4M3_PAIR = 1, 2  # kernels read two numbers at a time
+
 # How keys are split: `python -m bench.serving --parts tiles` on a GPU measures them (docs/decisions.md#triton-pages).
 PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
@@ -81,8 +83,9 @@ class PagedConfig(Config):
         """Bytes of Q and O once, and of K and V once for each tile of rows, where every sequence is as long as it may be."""
         queries = problem.seqlen_q * (1 if problem.packed else problem.batch)
         tiles = -(-rows_of_sequence(problem) // self.forward.tile_m) * problem.batch
-        rows = queries * problem.heads_q + tiles * problem.heads_k * problem.capacity
-        return problem.dtype.itemsize * rows * (problem.head_dim + problem.head_dim_v)
+        rows = problem.dtype.itemsize * queries * problem.heads_q
+        rows += problem.k.dtype.itemsize * tiles * problem.heads_k * problem.capacity
+        return rows * (problem.head_dim + problem.head_dim_v)
 
 
 def choose_paged(problem: Problem, measured: dict[str, Tiles]) -> PagedConfig:
@@ -130,7 +133,15 @@ def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
 
 def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
     """:func:`tiles.shared_memory` of a problem's kernel."""
-    widths = columns(problem.head_dim, tiles), columns(problem.head_dim_v, tiles)
+    if (
+        problem.quantised
+    ):  # a stage of e4m3 takes half; wgmma reads tiles in q's dtype from shared memory, mma.sync from registers
+        turned = 1 if tiles.tile_m >= 64 else 0
+        tiles = replace(tiles, num_stages=-(-tiles.num_stages * E4M3_BYTES // problem.dtype.itemsize) + turned)
+    each = E4M3_PAIR if problem.quantised else 1
+    widths = tuple(each * columns(d // each, tiles) for d in (problem.head_dim, problem.head_dim_v))
+    if problem.latent:
+        widths = (widths[0], 0)
     streams = Streams(plain=problem.spec.region.predicate is None)
     return shared_memory("paged", tiles, widths, problem.dtype.itemsize, streams, arch)
 

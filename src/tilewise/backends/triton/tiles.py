@@ -56,6 +56,12 @@ def pieces(head_dim: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
     return ((0, head_dim, width(head_dim)),)
 
 
+def shared_pieces(head_dim: int, head_dim_v: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
+    """The :func:`pieces` of k where its first ``head_dim_v`` columns are v: those of v, and then those of the rest."""
+    rest = pieces(head_dim - head_dim_v, tiles) if head_dim > head_dim_v else ()
+    return pieces(head_dim_v, tiles) + tuple((head_dim_v + first, n, wide) for first, n, wide in rest)
+
+
 def columns(head_dim: int, tiles: Tiles) -> int:
     """The columns of the tiles that hold a head dim, padding included."""
     return sum(piece for _, _, piece in pieces(head_dim, tiles))
@@ -80,7 +86,7 @@ def shared_memory(
     """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
 
     Args:
-        kernel: "forward", "merge", "paged", "merge_rows", "dkdv", "dk", "dv", "dq", "delta" or "tile".
+        kernel: "forward", "merge", "paged", "merge_rows", "dkdv", "dk", "dv", "dq", "delta", "tile" or "strip".
         widths: :func:`columns` of q, k and of v.
     """
     w, wv = widths
@@ -101,6 +107,7 @@ def shared_memory(
         "merge_rows": 8 * wv,
         "terms": 0,
         "tile": stages * (m + n) * (w + wv),
+        "strip": stages * (m + n) * (w + wv),
         "sheet": stages * n * (m + w) + 2 * m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0

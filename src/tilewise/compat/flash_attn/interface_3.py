@@ -1,7 +1,7 @@
 """FlashAttention-3's functions, those of its module ``flash_attn_interface``, over tilewise's op.
 
 ``num_splits``, ``pack_gqa`` and ``sm_margin`` say how the original's kernels share out their work and change no result: they are
-taken and not needed. fp8 (``*_descale``), ``qv`` and unused rows (``seqused_*``) are refused by name.
+taken and not needed. fp8 (``*_descale``), of which only a cache may be, ``qv`` and unused rows (``seqused_*``) are refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tilewise.compat.flash_attn import _keywords, _unpacked
 from tilewise.compat.flash_attn.kvcache import CacheCall
 from tilewise.compat.refusals import refuse
 
-_FP8 = "fp8 inputs are not built; multiply q, k and v by their scales in 16 bits"
+_FP8 = "fp8 is built for caches alone; multiply q, k and v by their scales in 16 bits"
 REFUSED = {
     "qv": "a second product of queries with values is not built; append qv to q, and v to k",
     "q_descale": _FP8,
@@ -201,18 +201,19 @@ def flash_attn_with_kvcache(
     Args:
         q: ``(batch, seqlen_q, heads, head_dim)``, or packed ``(total_q, heads, head_dim)`` with cu_seqlens_q ``(batch + 1,)``.
         k, v: ``(batch, seqlen_new, heads_k, head_dim)``, or packed with cu_seqlens_k_new.
+        q_descale, k_descale, v_descale: float32 ``(batch, heads_k)`` or one number, the factors of numbers in float8_e4m3fn. The cache has
+            to be of that dtype; q and the new rows may be. Products and out are then in bf16, or in q's dtype of 16 bits.
         max_seqlen_q, scheduler_metadata, num_splits, pack_gqa, sm_margin: how the original shares out its work; they change no result.
 
     Returns:
         out, like q; with ``return_softmax_lse`` also softmax_lse ``(batch, heads, seqlen_q)``, packed ``(heads, total_q)``.
     """
-    given = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refuse("flash_attn_with_kvcache", given | {"rotary_seqlens": rotary_seqlens}, REFUSED | _ROTARY)
+    refuse("flash_attn_with_kvcache", {"qv": qv, "rotary_seqlens": rotary_seqlens}, REFUSED | _ROTARY)
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, False)
     del options["dropout_p"]
     # fmt: off
     call = CacheCall(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_seqlens, cache_batch_idx,
-                     cache_leftpad, page_table, cu_seqlens_q, cu_seqlens_k_new)
+                     cache_leftpad, page_table, cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale)
     # fmt: on
     out, lse = call.attend(options)
     return (out, lse) if return_softmax_lse else out

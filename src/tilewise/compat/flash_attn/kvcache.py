@@ -9,6 +9,8 @@ from torch import Tensor
 
 import tilewise as tw
 
+FLOAT8 = torch.float8_e4m3fn
+
 
 @dataclass(frozen=True)
 class CacheCall:
@@ -28,17 +30,22 @@ class CacheCall:
     block_table: Tensor | None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_new: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
     def attend(self, options: dict) -> tuple[Tensor, Tensor]:
         """out and softmax_lse, with the keywords of :func:`tilewise.attention_paged`; writes new keys and values before."""
         self._refuse_wrong()
         cache, q, k = self._cache(), self.q, self.k
+        if q.dtype == FLOAT8:
+            q = q.bfloat16()  # which holds it exactly
         if self.rotary_cos is not None:
             moving = options["causal"] or options["mask"] is not None  # causal or within a window
             turn = Rotary(self.rotary_cos, self.rotary_sin, self.rotary_interleaved, cache.seqlens_k)
             q, k = turn(q, moving), None if k is None else turn(k, True)
         if k is not None:
-            cache = tw.append(cache, k, self.v, self.cu_seqlens_new)
+            cache = self._appended(cache, k)
         if self.cache_leftpad is not None:
             seen = tw.key_range(self.cache_leftpad, self._capacity)
             options = options | {"mask": seen if options["mask"] is None else options["mask"] & seen}
@@ -49,7 +56,29 @@ class CacheCall:
         pages = 1 if self.block_table is None else self.block_table.shape[1]
         return pages * self.k_cache.shape[1]
 
-    def _cache(self) -> tw.PagedCache:
+    @property
+    def _quantised(self) -> bool:
+        descales = (self.q_descale, self.k_descale, self.v_descale)
+        return self.k_cache.dtype == FLOAT8 or any(x is not None for x in descales)
+
+    def _scales(self) -> dict[str, Tensor]:
+        """The factors of the cache's keys, times those of the queries, and of its values: each ``()`` or ``(batch, heads_k)``."""
+        one = torch.ones((), device=self.q.device)
+        q, k, v = (one if x is None else x for x in (self.q_descale, self.k_descale, self.v_descale))
+        return {"k_scale": q * k, "v_scale": v}
+
+    def _appended(self, cache: tw.PagedCache | tw.QuantizedCache, k: Tensor) -> tw.PagedCache | tw.QuantizedCache:
+        """The cache with new rows. Rows of 16 bits are divided by the factors of the cache's numbers, rows of 8 bits are such numbers."""
+        if not self._quantised:
+            return tw.append(cache, k, self.v, self.cu_seqlens_new)
+        one = torch.ones((), device=k.device)
+        descales = ((k, self.k_descale), (self.v, self.v_descale))
+        scales = [one if x.dtype == FLOAT8 or factor is None else factor for x, factor in descales]
+        rows = [x.float() if x.dtype == FLOAT8 else x for x, _ in descales]
+        grown = tw.append(cache._replace(k_scale=scales[0], v_scale=scales[1]), *rows, self.cu_seqlens_new)
+        return cache._replace(seqlens_k=grown.seqlens_k)
+
+    def _cache(self) -> tw.PagedCache | tw.QuantizedCache:
         """The cache before anything is written: a row of a dense one is a page of its whole length."""
         batch = self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
         device, table = self.q.device, self.block_table
@@ -59,7 +88,8 @@ class CacheCall:
         lengths = self._capacity if self.cache_seqlens is None else self.cache_seqlens
         if not isinstance(lengths, Tensor):
             lengths = torch.full((batch,), lengths, dtype=torch.int32, device=device)
-        return tw.paged(self.k_cache, self.v_cache, table, lengths.to(torch.int32))
+        scales = self._scales() if self._quantised else {}
+        return tw.paged(self.k_cache, self.v_cache, table, lengths.to(torch.int32), **scales)
 
     def _refuse_wrong(self) -> None:
         wrong = {

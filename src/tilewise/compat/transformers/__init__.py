@@ -6,8 +6,9 @@
     tilewise.compat.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
-Masks come from :mod:`tilewise.compat.transformers.masks`, and ``classes`` has attention classes for models that never ask for one; the
-rest of what transformers hands to an attention is :class:`Handed`. What cannot be honoured is refused, and says why.
+Masks come from :mod:`tilewise.compat.transformers.masks`, of a sequence that is sharded over ranks from ``sharded``; ``classes`` has
+attention classes for models that never ask for one. The rest of what transformers hands to an attention is :class:`Handed`. What
+cannot be honoured is refused, and says why.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ from tilewise.api import attention_varlen
 from tilewise.compat.probabilities import probabilities
 from tilewise.compat.transformers import classes
 from tilewise.compat.transformers.masks import HandedMask, MaskCall, joined, padding, read
+from tilewise.compat.transformers.sharded import ShardedMask, group, read_sharded, sharded
 from tilewise.masks.catalogue import Mask, causal, dense, window
 from tilewise.scores.catalogue import Score, bias, softcap
+
+__all__ = ["attention", "mask", "register", "sharded"]
 
 NAME = "tilewise"
 OLDEST = (5, 17)
@@ -189,7 +193,8 @@ def mask(**call) -> HandedMask:
 @torch.compiler.disable
 def _read(call: dict) -> HandedMask:
     """Outside of torch.compile's graph: it looks into functions, and at whether there is padding at all."""
-    return read(MaskCall.of(call))
+    parallel = group()
+    return read(MaskCall.of(call)) if parallel is None else read_sharded(MaskCall.of(call), parallel)
 
 
 def attention(
@@ -218,6 +223,8 @@ def attention(
     """
     given = Handed.of(handed)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if group() is not None or isinstance(attention_mask, ShardedMask):
+        return _over_ranks(q, k, v, attention_mask, given, handed.get("position_ids")), None
     if given.cu_seq_lens_q is not None:
         return _packed(module, (q, k, v), attention_mask, given), None
     seen, keys, added = _seen(module, q, k, attention_mask, given)
@@ -231,6 +238,18 @@ def attention(
         options["dropout_seed"] = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
     weights = torch.nn.functional.pad(probabilities(q, k, **options), (0, cut))
     return tilewise_attention(q, k, v, **options), weights
+
+
+def _over_ranks(q: Tensor, k: Tensor, v: Tensor, given_mask, given: Handed, positions: Tensor | None) -> Tensor:
+    """Attention of a rank's rows, within a sequence that is sharded over ranks (:func:`sharded`)."""
+    wrong = [] if isinstance(given_mask, ShardedMask) else ["a layer that is handed no mask, or one of its own"]
+    wrong += ["cu_seq_lens_q: pass position_ids, which tell documents apart"] if given.cu_seq_lens_q is not None else []
+    wrong += ["position_bias, which is of this rank's rows"] if given.position_bias is not None else []
+    wrong += ["output_attentions"] if given.output_attentions or _recorded() else []
+    if wrong:
+        raise NotImplementedError("not built for a sharded sequence: " + "; ".join(wrong))
+    options = {"mask": given_mask.whole(positions), "parallel": given_mask.parallel} | given.options(k.shape[1])
+    return tilewise_attention(q, k, v, **options)
 
 
 def _recorded() -> bool:

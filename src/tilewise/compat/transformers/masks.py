@@ -277,7 +277,7 @@ TERMS: dict[str, Callable[[Callable, dict], list]] = {
 }
 
 
-def _maker(function: Callable) -> tuple[str | None, dict]:
+def made_by(function: Callable) -> tuple[str | None, dict]:
     """The function of masking_utils that made this one, or is it; and what this one captured."""
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None, {}
@@ -286,13 +286,13 @@ def _maker(function: Callable) -> tuple[str | None, dict]:
 
 def read_terms(function: Callable) -> list[Band | Documents | Predicate]:
     """The pairs that a mask function keeps, as terms that all hold."""
-    maker, captured = _maker(function)
+    maker, captured = made_by(function)
     return TERMS[maker](function, captured) if maker in TERMS else [Predicate(function)]
 
 
 def _kept(function: Callable, b: Expr, h: Expr, q: Expr, kv: Expr) -> Expr | bool:
     """A mask function of traced indices; those that combine others do it by tensor methods, and are combined here."""
-    maker, captured = _maker(function)
+    maker, captured = made_by(function)
     match maker:
         case "and_masks":
             return reduce(and_, [_kept(part, b, h, q, kv) for part in captured["mask_functions"]])

@@ -162,6 +162,18 @@ void run_forward(const TwCall &c) {
   });
 }
 
+void run_jvp(const TwCall &c, const TwMoved &moved) {
+  check(c);
+  if (c.split || c.block_table) throw std::invalid_argument("forward mode takes neither split keys nor pages");
+  if (!c.batch) return;
+  const Kernels &kernels = chosen(c);
+  const Forward plan = plan_forward(c);
+  const std::vector<int64_t> order = longest_first(plan.cost);
+  const int64_t bytes = kernels.tangent_bytes(c, moved);
+  parallel(c.threads, int64_t(order.size()),
+           [&](int64_t n) { kernels.tangent(c, moved, plan.items[size_t(order[size_t(n)])], scratch(bytes)); });
+}
+
 // Units by group: those of one group run one after the other, in order. Where the keys are parted, all first parts come
 // first, so that whoever waits its turn waits for work that has begun.
 struct Backward {
@@ -278,6 +290,10 @@ TW_EXPORT int tw_forward(const TwCall *call, char *error, int64_t error_size) {
 
 TW_EXPORT int tw_backward(const TwCall *call, char *error, int64_t error_size) {
   return tw::guarded([&] { tw::run_backward(*call); }, call->signals, error, error_size);
+}
+
+TW_EXPORT int tw_jvp(const TwCall *call, const TwMoved *moved, char *error, int64_t error_size) {
+  return tw::guarded([&] { tw::run_jvp(*call, *moved); }, call->signals, error, error_size);
 }
 
 TW_EXPORT int tw_list_mask(const TwCall *call, char *error, int64_t error_size) {

@@ -89,7 +89,7 @@ class Forward {
     finish_rows<E, T>(c, s, item, partials, acc, wide, m, l);
   }
 
- private:
+ protected:
   static constexpr bool paired = !__is_same(X, T);
 
   const TwCall &c;
@@ -108,6 +108,7 @@ class Forward {
   int64_t head_of(int64_t row) const { return item.head_of(row); }
   int64_t query_of(int64_t row) const { return item.query_of(row); }
   bool scored() const { return c.program.score >= 0; }
+  Place place(int64_t n0, int64_t row) const { return {s.b, head_of(row), s.seqlen_q, s.seqlen_k, query_of(row), n0}; }
 
   // Packs Q, reads the ends of every row; [begin, end) holds all of them.
   void start(int64_t &begin, int64_t &end) {
@@ -163,12 +164,18 @@ class Forward {
     return true;
   }
 
-  void row_block(int64_t n0, int64_t width, int64_t r0, int64_t count) {
-    int64_t begin = width, end = 0;
+  // The columns [begin, end) of the tile at n0 that some of the rows see, in whole panels.
+  TW_INLINE void reach(int64_t n0, int64_t width, int64_t r0, int64_t count, int64_t &begin, int64_t &end) const {
+    begin = width, end = 0;
     for (int64_t r = r0; r < r0 + count; ++r)
       if (lo[r] < hi[r]) begin = smaller(begin, lo[r] - n0), end = greater(end, hi[r] - n0);
     begin = greater(begin, 0) / kPanelWidth<T> * kPanelWidth<T>;
     end = smaller(round_up(end, kPanelWidth<T>), width);
+  }
+
+  void row_block(int64_t n0, int64_t width, int64_t r0, int64_t count) {
+    int64_t begin, end;
+    reach(n0, width, r0, count, begin, end);
     if (begin >= end) return;
     const int64_t vectors = (end - begin) / kLanes<T>, depth = elements<X>(D);
     multiply<X, Form::plain, false>(count, vectors, depth, {q + r0 * depth, depth}, k + begin * depth, p + begin,
@@ -178,22 +185,23 @@ class Forward {
       prefetch_rows(next_k, from, to, D), prefetch_rows(next_v, from, to, Dv);
       softmax_row(n0, begin, end, r0 + n, p + n * c.tile_n);
     }
-    add_values(width, begin, end, r0, count);
+    add_product(width, begin, end, r0, count, p, rounded, v);
   }
 
-  // acc += P V. V's panels hold all keys of the tile: they start at `begin`.
-  void add_values(int64_t width, int64_t begin, int64_t end, int64_t r0, int64_t count) {
+  // acc += x values, P V for one. The panels of `values` hold all keys of the tile: they start at `begin`.
+  TW_INLINE void add_product(int64_t width, int64_t begin, int64_t end, int64_t r0, int64_t count, const T *x, X *rounded,
+                             const X *values) {
     Operand<X> a;
     if constexpr (paired) {
-      for (int64_t n = 0; n < count; ++n) round_row(p + n * c.tile_n, begin, end, rounded + n * c.tile_n / 2);
+      for (int64_t n = 0; n < count; ++n) round_row(x + n * c.tile_n, begin, end, rounded + n * c.tile_n / 2);
       a = {rounded + begin / 2, c.tile_n / 2};
     } else {
-      a = {p + begin, c.tile_n};
+      a = {x + begin, c.tile_n};
     }
     const int64_t first = elements<X>(begin), depth = elements<X>(end - begin);
     for (int64_t d = 0; d < wide; d += kPanelWidth<T>) {
       const int64_t columns = smaller(kPanelWidth<T>, wide - d);
-      multiply<X, Form::plain, true>(count, columns / kLanes<T>, depth, a, v + d * elements<X>(width) + first * columns,
+      multiply<X, Form::plain, true>(count, columns / kLanes<T>, depth, a, values + d * elements<X>(width) + first * columns,
                                      acc + r0 * wide + d, wide);
     }
   }
@@ -248,7 +256,7 @@ class Forward {
     const int64_t head = head_of(row);
     const bool partial = c.program.keep >= 0 && tile_state(c, s, head, item.m0 / c.tile_m, n0 / c.tile_n) != TW_FULL;
     if (!scored() && !partial) return;
-    const Place at{s.b, head, s.seqlen_q, s.seqlen_k, query_of(row), n0};
+    const Place at = place(n0, row);
     if (entered != head) machine.enter_head(at), machine.enter_tile(at), entered = head;
     if (scored()) {
       if (c.program.raw >= 0) __builtin_memcpy(machine.at<T>(c.program.raw) + begin, x + begin, (end - begin) * sizeof(T));
@@ -262,7 +270,7 @@ class Forward {
   }
 
   void drop_row(int64_t n0, int64_t begin, int64_t end, int64_t row, T *x) {
-    Dropout{c}.row({s.b, head_of(row), s.seqlen_q, s.seqlen_k, query_of(row), n0}, begin, end, factor);
+    Dropout{c}.row(place(n0, row), begin, end, factor);
     for (int64_t n = begin; n < end; ++n) x[n] *= factor[n];
   }
 

@@ -106,8 +106,19 @@ typedef struct {
   TwSignals *signals;                              // null: nothing interrupts the call
 } TwCall;
 
+// Forward mode: the tangents of q, k, v and the sink (null data: zero), and where those of o and lse go, which are as o and lse.
+// The call's o and lse are the forward's. `raw` is the register of the products' tangents, and the program's `slope` that of dz/ds
+// times these and of all that the tangents of leaves add.
+typedef struct {
+  TwTensor q, k, v, o;
+  void *lse;
+  const void *sink;
+  int64_t raw;
+} TwMoved;
+
 int tw_forward(const TwCall *call, char *error, int64_t error_size);
 int tw_backward(const TwCall *call, char *error, int64_t error_size);
+int tw_jvp(const TwCall *call, const TwMoved *moved, char *error, int64_t error_size);
 int tw_list_mask(const TwCall *call, char *error, int64_t error_size);  // fills status and seen
 void tw_use_openmp(void *gomp_parallel);  // the process's GOMP_parallel, whose threads then do the work; null: our own
 int tw_version(void);

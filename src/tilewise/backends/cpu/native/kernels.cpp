@@ -4,6 +4,7 @@
 #include "few_queries.h"
 #include "list_mask.h"
 #include "forward.h"
+#include "tangent.h"
 
 namespace tw::TW_ISA {
 
@@ -36,6 +37,8 @@ using ForwardOf = Forward<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
 using FewQueriesOf = FewQueries<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
+using TangentOf = Tangent<typename Y::E, typename Y::T, typename Y::X>;
+template <class Y>
 using BackwardOf = Backward<typename Y::E, typename Y::T, typename Y::X>;
 
 static int64_t forward_bytes(const TwCall &c) {
@@ -62,6 +65,15 @@ static void merge(const TwCall &c, const QueryItem &item, const Partials &partia
   with_types(c, [&](auto y) { merge_rows<typename decltype(y)::E, typename decltype(y)::T>(c, item, partials); });
 }
 
+static int64_t tangent_bytes(const TwCall &c, const TwMoved &moved) {
+  const QueryItem none{};
+  return with_types(c, [&](auto y) { return TangentOf<decltype(y)>(c, moved, none, nullptr).bytes; });
+}
+
+static void tangent(const TwCall &c, const TwMoved &moved, const QueryItem &item, char *scratch) {
+  with_types(c, [&](auto y) { TangentOf<decltype(y)>(c, moved, item, scratch).run(); });
+}
+
 static int64_t backward_bytes(const TwCall &c) {
   const GradientUnit none{};
   return with_types(c, [&](auto y) { return BackwardOf<decltype(y)>(c, none, nullptr).bytes; });
@@ -79,6 +91,7 @@ static void backward(const TwCall &c, const GradientUnit &unit, char *scratch) {
 #define TW_STRING(x) TW_STRING_OF(x)
 
 extern const Kernels kernels;
-const Kernels kernels = {TW_STRING(TW_ISA), forward_bytes, forward, list_bytes, list_mask, merge, backward_bytes, delta, backward};
+const Kernels kernels = {TW_STRING(TW_ISA), forward_bytes, forward, list_bytes, list_mask, merge,
+                         tangent_bytes, tangent, backward_bytes, delta, backward};
 
 }  // namespace tw::TW_ISA

@@ -102,6 +102,8 @@ struct Kernels {
   int64_t (*list_bytes)(const TwCall &);
   void (*list_mask)(const TwCall &, int64_t b, int64_t head_k, char *scratch);
   void (*merge)(const TwCall &, const QueryItem &, const Partials &);
+  int64_t (*tangent_bytes)(const TwCall &, const TwMoved &);
+  void (*tangent)(const TwCall &, const TwMoved &, const QueryItem &, char *scratch);
   int64_t (*backward_bytes)(const TwCall &);
   void (*delta)(const TwCall &, int64_t b, int64_t head);
   void (*backward)(const TwCall &, const GradientUnit &, char *scratch);

@@ -352,6 +352,7 @@ def rows_for(head_dim: int, head_dim_v: int) -> Iterator[TileRow]:
 def shipped() -> list[Config]:
     """Every kernel that is compiled ahead of time."""
     kinds = [(dtype, form) for dtype in DTYPES.values() for form in SHIPPED]
+    # Every form of every head dim and dtype; then, of forms whose ends are numbers, what short or packed calls want.
     plain = [Config(row.of_form(form), dtype, form) for row in TABLE.values() for dtype, form in kinds]
     capped = [
         Config(row.of_form(form, softcap=True), dtype, form, softcap=True)
@@ -459,6 +460,7 @@ def choose(problem: Problem) -> Config:
     def clocks(other: Config) -> float:
         return estimated_clocks(other, problem, band.stop - band.start, cores)
 
+    # Only kernels that ship compete: another would be compiled at a user's first call.
     others = (*smaller(config), *(grouped(config) if problem.group > 1 else ()))
     options = [config, *(c for c in others if c in _shipped())]
     idle = (c for c in options if 2 * tile_count(c, problem) < cores and not problem.packed)
@@ -510,6 +512,7 @@ LOADED = 38  # bytes a clock that TMA brings
 
 def block_clocks(tiles: Tiles) -> float:
     """The model's clocks of one key block of a tile: its products and its softmax, or its loads where these take longer."""
+    # An SM's tensor cores do 4096 floating-point operations a clock in 16 bits, and it issues 128 lanes' instructions.
     products = 2 * tiles.tile_m * tiles.tile_n * (tiles.width + tiles.width_v) / 4096
     issue = INSTRUCTIONS * tiles.tile_m * tiles.tile_n / 128
     loads = tiles.element_bytes * tiles.tile_n * (tiles.width + tiles.width_v) / LOADED
@@ -533,6 +536,7 @@ def estimated_clocks(config: Config, problem: Problem, seqlen_k: int, cores: int
     most, count = -(-seqlen_k // tiles.tile_n // parts) * parts, tile_count(config, problem) * parts
     if config.form == "full":
         return -(-count // cores) * tile_clocks(most) + MERGE * config.split
+    # Along a diagonal the last rows of tiles end half of the square before the last key, on average.
     shorter = max(0, min(seqlen_q, seqlen_k) - config.tile_queries) / 2
     mean = (seqlen_k - shorter) / tiles.tile_n + (config.tile_queries % tiles.tile_n > 0) / 2
     return max(tile_clocks(most), count / cores * tile_clocks(min(mean, most))) + MERGE * config.split

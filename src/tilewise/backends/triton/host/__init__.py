@@ -6,7 +6,7 @@
 - ``call``: the tensors of one call, as kernels read them; ``descriptors``: tensor descriptors of them; ``terms``: fp32 as three bf16
   terms; ``buffers``: what a call writes; ``leaf_sums``: the gradients of the tensors that a score reads.
 - ``paged``: the launches over keys in pages; ``append``: the one that writes them.
-- ``tangent``: the launches of forward mode and second derivatives.
+- ``tangent``: the launches of forward mode and second derivatives; ``tile_map``: the launch that judges the tiles of a mask.
 - ``launched``: one launch and what of it is the same in every call; ``runtime``: Triton itself.
 
 Later calls of the same problem go from ``launch`` to ``relaunch``, which gives the launches of the first call new addresses, and from

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tilewise.backends.base import Pages
 from tilewise.backends.triton.host import runtime
+from tilewise.backends.triton.host.paged import scale_strides
 from tilewise.backends.triton.host.plan import operand_strides
 
 
-def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
-    """Writes k and v ``(batch, rows, heads, head_dim)``, or packed, behind the keys of each sequence; unit last strides."""
+def append(cache: Pages, k: Tensor, v: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
+    """Writes k and v ``(batch, rows, heads, head_dim)``, or packed, behind the keys of each sequence; unit last strides.
+
+    ``cache``: as :class:`tilewise.PagedCache`, or :class:`tilewise.QuantizedCache`.
+    """
     kernels = runtime.kernels()
-    k_pages, v_pages, block_table, seqlens_k = cache
+    k_pages, v_pages, block_table, seqlens_k, *scales = cache
+    if scales:
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
     (num_pages, page_size), (batch, max_pages) = k_pages.shape[:2], block_table.shape
-    strides = {name: operand_strides(x) for name, x in (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v))}
+    v_pages = None if v is None else v_pages
+    named = (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v))
+    strides = {name: (0, 0, 0) if x is None else operand_strides(x) for name, x in named}
     unit = 16 // k.element_size()
     if any(n % unit for each in strides.values() for n in each):
         unit = 1
     strides = {name: tuple(n // unit for n in each) for name, each in strides.items()}
-    tensors = kernels.AppendTensors(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q)
+    tensors = kernels.AppendTensors(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens_q, *scales)
     sizes = kernels.AppendSizes(
         batch=batch,
         new=k.shape[1],
@@ -29,6 +38,10 @@ def append(cache: Pages, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> N
         table=block_table.stride(),
         length=seqlens_k.stride(0),
         **strides,
+        **{name: scale_strides(x) for name, x in zip(("k_scale", "v_scale"), scales, strict=False)},
     )
     rows = k.shape[0] * (k.shape[1] if cu_seqlens_q is None else 1)
-    kernels.append[rows,](tensors, runtime.opaque(sizes), *k.shape[-2:], v.shape[-1], unit, num_warps=4)
+    each = [x.ndim == 3 for x in scales] or [False, False]
+    kernels.append[rows,](
+        tensors, runtime.opaque(sizes), *k.shape[-2:], 0 if v is None else v.shape[-1], unit, *each, num_warps=4
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tilewise import dropout
@@ -33,9 +34,11 @@ class Call:
     """A plan and the tensors of one call.
 
     Attributes:
-        operands: q, k, v and, in a backward, do, with a last stride of 1; their bf16 terms where kernels read these.
+        operands: q, k, v and, in a backward, do, with a last stride of 1; their bf16 terms where kernels read these; of a quantised
+            cache k and v :func:`by_twos`.
         strides: of the operands, in units of ``align`` elements.
-        align: the elements of 16 bytes where every stride is a multiple of them and every operand is aligned; else 1.
+        align: the elements of 16 bytes, of the narrowest operand, where every stride is a multiple of them and every operand is
+            aligned; else 1.
         steady: every pointer is aligned.
         copied: some operand's last stride was not 1.
         terms: what made the operands' terms; None where there are none.
@@ -55,6 +58,8 @@ class Call:
         given = {"q": inputs.q, "k": inputs.k, "v": inputs.v} | ({} if do is None else {"do": do})
         operands = {name: unit_last(x) for name, x in given.items()}
         copied = any(operands[name] is not x for name, x in given.items())
+        if plan.problem.quantised:
+            operands |= {name: by_twos(operands[name]) for name in ("k", "v")}
         terms = None
         if plan.terms > 1:
             operands, terms = split_into_terms(plan, operands, is_aligned(*operands.values()))
@@ -75,6 +80,8 @@ class Call:
             cu_seqlens_k=inputs.cu_seqlens_k,
             sink=inputs.sink,
             seed=inputs.seed,
+            k_scale=inputs.k_scale,
+            v_scale=inputs.v_scale,
             piece=self.plan.piece_start,
             leaves=tuple(inputs.leaves[slot] for slot in self.plan.emitted.slots),
             **named,
@@ -143,6 +150,11 @@ class Call:
         leaves = [self.inputs.leaves[n] for n in plan.problem.spec.mask_slots]
         key = tiles.tile_m, tiles.tile_n, by_columns
         return plan.tile_lists.of(key, leaves, lambda: new_tile_lists(plan.problem, self.inputs, tiles, by_columns))
+
+
+def by_twos(x: Tensor) -> Tensor:
+    """Numbers of 8 bits as half as many int16 (``kernels.e4m3``): a view."""
+    return x.view(torch.int16)
 
 
 def is_aligned(*tensors: Tensor) -> bool:

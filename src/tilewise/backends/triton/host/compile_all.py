@@ -24,12 +24,12 @@ from tilewise.backends.triton import config
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.plan import Plan
-from tilewise.backends.triton.paging import Machine, paged_config
+from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
 from tilewise.problem import Problem, check
-from tilewise.scores.catalogue import alibi, bias, softcap
+from tilewise.scores.catalogue import alibi, bias, score, softcap
 from tilewise.spec import Options, assemble, parse_spec
 from tilewise.tiles import Grid
 
@@ -56,9 +56,11 @@ DTYPES = (torch.bfloat16, torch.float32)
 def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     """The options that a feature adds to a plain call; ``rich`` is everything that a kernel can have at once."""
     heads = q.shape[-2]
-    score = softcap(30.0) >> alibi(torch.empty(heads, device="meta", requires_grad=True))
+    capped = softcap(30.0) >> alibi(torch.empty(heads, device="meta", requires_grad=True))
     sink = torch.empty(heads, device="meta", requires_grad=True)
     pairs = lambda dtype: torch.empty(1, heads, *[q.shape[1]] * 2, dtype=dtype, device="meta", requires_grad=True)  # noqa: E731
+    table = torch.empty(heads, 256, device="meta", requires_grad=True)
+    relative = score(lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 255)])
     return {
         "causal": {"causal": True},
         "full": {},
@@ -70,16 +72,22 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "dense": {"mask": dense(torch.empty(*[q.shape[1]] * 2, dtype=torch.bool, device="meta"))},
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
+        "relative": {"causal": True, "score": relative},
         "latent": {"causal": True},
-        "moving": {"causal": True, "score": score},
+        "moving": {"causal": True, "score": capped},
         "rich": {
             "mask": causal() & window(100),
-            "score": score,
+            "score": capped,
             "sink": sink,
             "dropout_p": 0.1,
             "dropout_seed": 1,
         },
     }[feature]
+
+
+def _scales(*shape: int) -> dict[str, object]:
+    """The scales of a quantised cache."""
+    return {name: torch.empty(shape, device="meta") for name in ("k_scale", "v_scale")}
 
 
 # Calls over pages: page size, pages of a sequence, queries of each, and options of q.
@@ -88,6 +96,12 @@ PAGED = {
     "pages16": (16, 512, 1, lambda q: {"causal": True}),
     "cache": (4096, 1, 1, lambda q: {}),
     "chunk": (64, 512, 512, lambda q: {"causal": True}),
+    "mla": (64, 128, 1, lambda q: {}),
+    "mla-chunk": (64, 128, 64, lambda q: {"causal": True}),
+    "mla-fp8": (64, 128, 1, lambda q: _scales(1)),
+    "fp8": (64, 512, 1, lambda q: _scales(8)),
+    "fp8-each": (64, 512, 1, lambda q: _scales(4096, 64, 8)),
+    "fp8-chunk": (64, 512, 512, lambda q: {"causal": True, **_scales(8)}),
     "verify": (
         64,
         512,
@@ -99,6 +113,9 @@ PAGED = {
         },
     ),
 }
+
+QUANTISED = ("fp8", "fp8-each", "fp8-chunk", "mla-fp8")
+LATENT = ("mla", "mla-chunk", "mla-fp8")
 
 
 @dataclass(frozen=True)
@@ -127,6 +144,8 @@ def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
         return tile_map.SHARED_MEMORY
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
+    if name == "paged":
+        return paged_memory(problem_of(item), item.arch, tiles)
     streams = Streams(pair_bytes(item), item.feature not in ("rich", "sparse", "dense", "verify"))
     return promised_memory(
         name,
@@ -145,10 +164,19 @@ def call_of(item: Launch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dic
         q, k, v = (torch.empty((2, 4096, 8, d), dtype=item.dtype, device="meta", requires_grad=True) for d in dims)
         return q, k, v, _options(item.feature, q)
     page_size, max_pages, queries, options = PAGED[item.feature]
-    shapes = (8, queries, 32), (4096, page_size, 8), (4096, page_size, 8)
-    q, k, v = (torch.empty((*s, d), dtype=item.dtype, device="meta") for s, d in zip(shapes, dims, strict=True))
+    heads_q, heads_k = (128, 1) if item.feature in LATENT else (32, 8)
+    q = torch.empty((8, queries, heads_q, dims[0]), dtype=item.dtype, device="meta")
+    of_pages = torch.float8_e4m3fn if item.feature in QUANTISED else item.dtype
+    k, v = (torch.empty((4096, page_size, heads_k, d), dtype=of_pages, device="meta") for d in dims[1:])
+    v = k[..., : dims[2]] if item.feature in LATENT else v
     integers = partial(torch.empty, dtype=torch.int32, device="meta")
     return q, k, v, {"block_table": integers(8, max_pages), "seqlens_k": integers(8), **options(q)}
+
+
+def problem_of(item: Launch) -> Problem:
+    q, k, v, options = call_of(item)
+    extras, seed, text = assemble(q, k, v, Options(**options))
+    return check(q, k, v, extras, seed, parse_spec(text))
 
 
 def recorded(item: Launch) -> Iterator[tuple]:
@@ -167,7 +195,8 @@ def recorded(item: Launch) -> Iterator[tuple]:
         out: Output = empty_output(problem, q, v)
         do, dlse = torch.empty_like(out.o), torch.empty_like(out.lse)
         if item.feature == "moving":
-            tiles = {name: tangent.tangent_tiles(problem, name, TARGETS[item.arch].shared) for name in tangent.PASSES}
+            limit = TARGETS[item.arch].shared
+            tiles = {name: tangent.tangent_tiles(problem, name, limit, item.arch) for name in tangent.PASSES}
             plan, along = (
                 tangent.TangentPlan(problem, plan.config, record, moving=problem.spec.score_slots, tiles=tiles),
                 Directions(q, k, v, None, [x.detach() for x in extras]),
@@ -194,6 +223,7 @@ def configured(item: Launch, problem: Problem) -> config.Config:
         return paged_config(problem, Machine(item.arch, limit, 132), item.products)
     passes = config.row_for(config.table(item.arch, size, item.products), problem).passes
     beside = config.paired(item.arch, problem, pair_bytes(item), limit)
+    beside |= config.distant(item.arch, problem, item.feature == "relative")
     passes |= {name: tiles for name, tiles in beside.items() if name in passes}
     for name, tiles in passes.items():
         passes[name] = fit(
@@ -209,6 +239,8 @@ def signature(x: object, path: tuple, constants: dict, aligned: dict) -> object:
 
     if isinstance(x, torch.Tensor):
         aligned[path] = [["tt.divisibility", 16]]
+        if x.dtype == torch.float8_e4m3fn:
+            return "*fp8e4nv"
         names = {"float": "fp", "bfloat": "bf", "int": "i", "bool": "i1", "uint": "u"}
         kind, bits = re.fullmatch(r"torch\.([a-z]+)(\d*)", str(x.dtype)).groups()
         return f"*{names[kind]}{bits}"
@@ -304,15 +336,22 @@ def items() -> list[Launch]:
                 features = ["causal"]
                 if dtype == torch.bfloat16 and limit in (64, 128):
                     features += ["rich", "sparse", "softcap", "moving"]
-                    features += ["dense", "full", "window", "split", "bias", "bias32"] if arch == "sm90" else []
+                    features += (
+                        ["dense", "full", "window", "split", "bias", "bias32", "relative"] if arch == "sm90" else []
+                    )
                 if dtype == torch.float32 and limit in (64, 128) and arch == "sm90":
                     features += ["rich", "bias"]
                 found += [Launch(arch, dtype, limit, feature, products) for feature in features]
         found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
         found.append(Launch(arch, torch.float32, 128, "paged"))
-        found += [Launch(arch, torch.bfloat16, 128, feature) for feature in (PAGED if arch == "sm90" else ("pages16",))]
+        found += [
+            Launch(arch, torch.bfloat16, 128, feature)
+            for feature in ([x for x in PAGED if x not in LATENT] if arch == "sm90" else ("pages16",))
+        ]
         if arch == "sm90":
+            found += [Launch(arch, torch.float16, 128, feature) for feature in QUANTISED[:2]]
+            found += [Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, feature) for feature in LATENT]
             found += [Launch(arch, torch.bfloat16, limit, "paged") for limit in (64, 96, 256, config.MAX_LATENT_DIM)]
     return found
 

@@ -5,6 +5,8 @@ Each is made once for a plan and then given the tensor of a call: its checks wou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,19 +14,20 @@ from tilewise.backends.triton.config import SHEET_STRIP
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, is_aligned
 from tilewise.backends.triton.host.launched import View, rebased
-from tilewise.backends.triton.tiles import Tiles, columns, pieces
+from tilewise.backends.triton.tiles import Tiles, pieces
+
+Pieces = tuple[tuple[int, int, int], ...]
 
 
-def operand_views(call: Call, tiles: Tiles, *names: str) -> tuple[View, ...]:
+def operand_views(call: Call, tiles: Tiles, *names: str, cuts: Mapping[str, Pieces] | None = None) -> tuple[View, ...]:
     """Two descriptors of each operand, for the pieces of its head dim; the second is None where there is one piece.
 
-    All are None where one is impossible, or a piece is padded.
+    All are None where one is impossible, or a piece is padded. ``cuts``: the pieces, where they are not :func:`tiles.pieces`.
     """
-    problem = call.plan.problem
-    padded = any(columns(d, tiles) != d for d in (problem.head_dim, problem.head_dim_v))
+    cuts = {name: pieces(call.operands[name].shape[-1], tiles) for name in names} if cuts is None else cuts
     found = {}
-    if tiles.tma and call.align > 1 and not padded:
-        found = {name: _operand_descriptors(call, tiles, name) for name in names}
+    if tiles.tma and call.align > 1 and not any(n != wide or len(cuts[x]) > 2 for x in names for _, n, wide in cuts[x]):
+        found = {name: _operand_descriptors(call, tiles, name, cuts[name]) for name in names}
     if not found or None in found.values():
         return tuple(View(name, None) for name in names for _ in range(2))
     return tuple(
@@ -34,18 +37,17 @@ def operand_views(call: Call, tiles: Tiles, *names: str) -> tuple[View, ...]:
     )
 
 
-def _operand_descriptors(call: Call, tiles: Tiles, name: str) -> list | None:
+def _operand_descriptors(call: Call, tiles: Tiles, name: str, cuts: Pieces) -> list | None:
     """Descriptors of an operand's (1, 1, rows, columns) tiles, one for each piece of its head dim; None where it can have none."""
     problem, operand = call.plan.problem, call.operands[name]
     heads, rows = (problem.heads_q, tiles.tile_m) if name in ("q", "do") else (problem.heads_k, tiles.tile_n)
-    head_dim = problem.head_dim if name in ("q", "k") else problem.head_dim_v
 
     def make() -> list | None:
         strides = tuple(n * call.align for n in call.strides[name])
         view = four_axes(operand, strides, heads, operand.shape[0] if operand.ndim == 4 else 1)
-        return view and [_of_nothing(operand, *view, [1, 1, rows, piece]) for _, _, piece in pieces(head_dim, tiles)]
+        return view and [_of_nothing(operand, *view, [1, 1, rows, piece]) for _, _, piece in cuts]
 
-    return call.plan.descriptors.of((name, rows, tiles.padded, call.strides[name]), make)
+    return call.plan.descriptors.of((name, rows, cuts, call.strides[name]), make)
 
 
 def _of_nothing(like: Tensor, shape: list[int], strides: list[int], block: list[int]):
@@ -84,17 +86,20 @@ def pair_view(call: Call, tiles: Tiles) -> View:
     return View(name, rebased(plan.descriptors.of(("pair", tiles.tile_m, tiles.tile_n), make), leaf))
 
 
-def statistics_view(call: Call, tiles: Tiles, lse2: Tensor, count: int) -> View:
+def statistics_view(call: Call, tiles: Tiles, lse2: Tensor, count: int, apart: int = 1) -> View:
     """A descriptor of the rows' statistics, of which ``lse2`` is the first: of both, or of that alone, as ``count`` says.
 
     A plain load would cost each thread an address for every number.
+
+    Args:
+        apart: the second one is so many statistics behind the first.
     """
 
     def make():
         rows = lse2.numel()
-        return _of_nothing(lse2, [2, rows], [rows, 1], [count, tiles.tile_m])
+        return _of_nothing(lse2, [2, rows], [apart * rows, 1], [count, tiles.tile_m])
 
-    return View("lse2", rebased(call.plan.descriptors.of(("statistics", tiles.tile_m, count), make), lse2))
+    return View("lse2", rebased(call.plan.descriptors.of(("statistics", tiles.tile_m, count, apart), make), lse2))
 
 
 def sheet_view(sheet: Tensor, tiles: Tiles) -> View | None:

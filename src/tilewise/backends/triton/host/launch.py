@@ -14,14 +14,15 @@ from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, pa
 from tilewise.backends.triton.host.call import Call, HeadRange, is_aligned, list_pointers, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
 from tilewise.backends.triton.host.launched import Launched, View
-from tilewise.backends.triton.host.leaf_sums import LeafSums
+from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips
 from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
 from tilewise.backends.triton.tiles import OVER_KEYS, Tiles
-from tilewise.leaf_gradients import TILES, Read
+from tilewise.leaf_gradients import DIAGONALS, TILES, Read
+from tilewise.masks.facts import as_band
 from tilewise.problem import Problem, regrouped_queries
 
 MERGING = Tiles(16, 16, 4, 1, padded=True)
@@ -153,6 +154,7 @@ def _first_backward(
         passes = [_pass(call, "dq", tensors, role="reads")]
         passes += [_pass(call, name, tensors, role="joins") for name in over_keys]
         passes += [_pair_sum(call, tensors, n, read) for n, read in enumerate(sums.reads) if read.how == TILES]
+        passes += [_strip_sum(call, tensors, n, read) for n, read in enumerate(sums.reads) if read.how == DIAGONALS]
     leaves = sums.totals()
     again = BackwardAgain.of(call, [statistics, *passes])
     if again is not None:
@@ -160,8 +162,8 @@ def _first_backward(
     return leaves
 
 
-def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers) -> Launched:
-    """Computes the rows' statistics, lse in base 2 and delta."""
+def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers, **chosen: object) -> Launched:
+    """Computes the rows' statistics, lse in base 2 and delta; ``chosen`` are facts in place of the defaults."""
     plan, problem = call.plan, call.plan.problem
     tiles = Tiles(64 if plan.terms == 1 else TERM_ROWS, 64, 4, 1, padded=True)
     slots = -(-problem.seqlen_q // tiles.tile_m)
@@ -169,7 +171,7 @@ def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers)
     call = call if is_aligned(out.o, out.lse, dlse) else replace(call, steady=False)
     lse2, delta = buffers.statistics.unbind()
     tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
-    facts = plan.facts(tiles, call.align, **plan.overlap("leads"))
+    facts = plan.facts(tiles, call.align, **plan.overlap("leads"), **chosen)
     grid = (slots * problem.heads_q * _batches(problem),)
     return call.launch(kernels().delta, grid, tiles, tensors, call.sizes(slots), facts)
 
@@ -223,6 +225,17 @@ def _pair_sum(call: Call, tensors, n: int, read: Read) -> Launched:
     grid = (-(-problem.seqlen_q // tiles.tile_m), -(-problem.seqlen_k // tiles.tile_n), outer)
     facts = plan.facts(tiles, call.align, lists=False, again=True, read=n)
     return call.launch(kernels().tile, grid, tiles, tensors, call.sizes(1), facts, n, *loops)
+
+
+def _strip_sum(call: Call, tensors, n: int, read: Read) -> Launched:
+    """Adds up the gradient of a leaf that is read by distance, the n-th read, near the diagonal."""
+    plan, problem = call.plan, call.plan.problem
+    strips = Strips.of(plan, read)
+    grid = (strips.number, strips.parts, problem.heads_q * _batches(problem))
+    facts = plan.facts(strips.tiles, call.align, lists=False, again=True, read=n)
+    band = as_band(problem.spec.region, None if problem.packed else 0, problem.seqlen_k) is not None
+    sizes = call.sizes(strips.slots, splits=strips.slots_of_part)
+    return call.launch(kernels().strip, grid, strips.tiles, tensors, sizes, facts, n, band)
 
 
 # -- Sheets of dS --------------------------------------------------------------------------------------------------

@@ -2,13 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from tilewise import device as devices
+from tilewise import expr
 from tilewise.backends.base import Inputs
+from tilewise.backends.triton.config import strip_tiles
+from tilewise.backends.triton.host.call import tile_slots
 from tilewise.backends.triton.host.plan import Plan
-from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, read_adjoint
+from tilewise.backends.triton.tiles import Tiles
+from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, add_at, read_adjoint
 from tilewise.problem import Problem
+
+LEAST_SLOTS = 8  # tiles of a part of a strip
+BUSY = 4  # programs for each multiprocessor
+
+
+@dataclass(frozen=True)
+class Strips:
+    """The strips of square tiles that hold the distances of a read (:mod:`kernels.diagonals`).
+
+    Attributes:
+        first: the tiles by which a strip's queries are ahead of its keys, of the first strip; the others follow.
+        number: of strips. parts: programs of each. slots: query tiles; of a part, ``slots_of_part``.
+    """
+
+    tiles: Tiles
+    first: int
+    number: int
+    parts: int
+    slots: int
+    slots_of_part: int
+
+    @classmethod
+    def of(cls, plan: Plan, read: Read) -> Strips:
+        problem, tiles = plan.problem, strip_tiles(plan.problem, plan.config.dq)
+        start, stop = read.distances
+        first, side = start // tiles.tile_m, tiles.tile_m
+        number = (stop - 1) // side + 2 - first
+        slots = tile_slots(problem, problem.seqlen_q, side)
+        # Deterministic results of a sequence do not depend on its batch-mates.
+        batch = 1 if problem.packed or problem.spec.deterministic else problem.batch
+        programs = max(number * problem.heads_q * batch, 1)
+        parts = -(-BUSY * devices.of(problem.device).cores // programs)
+        of_part = max(-(-slots // parts), LEAST_SLOTS)
+        return cls(tiles, first, number, max(-(-slots // of_part), 1), slots, of_part)
+
+    def line(self, sums: Tensor, read: Read) -> Tensor:
+        """The sums of the distances of ``read``, in order, from those of the strips' tiles, ``(.., strips, 2 T)``."""
+        side = self.tiles.tile_m
+        below, above = sums.split(side, -1)  # a distance between two strips' middles lies in both
+        line = (pad(below, (0, 0, 0, 1)) + pad(above, (0, 0, 1, 0))).flatten(-2)
+        start = read.distances[0] - (self.first - 1) * side
+        return line[..., start : start + read.distances[1] - read.distances[0]]
 
 
 class LeafSums:
@@ -16,24 +66,30 @@ class LeafSums:
 
     Attributes:
         grads: the gradients, by slot.
-        buffers: what kernels write for each read: a gradient, or sums of rows or columns (batch, heads_q, length), packed without batch.
+        buffers: what kernels write for each read: a gradient; sums of rows or columns (batch, heads_q, length), packed without batch; or
+            sums of strips' distances (batch, heads_q, parts, strips, 2 T), the same.
     """
 
     def __init__(self, plan: Plan, inputs: Inputs):
         self.plan, self.inputs = plan, inputs
-        problem, self.reads = plan.problem, plan.emitted.reads
+        self.reads = plan.emitted.reads
         self.grads: dict[int, Tensor] = {}
         for read in self.reads:
             if read.slot not in self.grads:
                 self.grads[read.slot] = self._new_gradient(read)
+        self.buffers = tuple(self._buffer(read) for read in self.reads)
+
+    def _buffer(self, read: Read) -> Tensor:
+        problem, q = self.plan.problem, self.inputs.q
         outer = (problem.heads_q,) if problem.packed else (problem.batch, problem.heads_q)
-        lengths = {ROWS: problem.seqlen_q, COLUMNS: problem.seqlen_k}
-        self.buffers = tuple(
-            inputs.q.new_zeros((*outer, lengths[read.how]), dtype=torch.float32)
-            if read.how in lengths
-            else self.grads[read.slot]
-            for read in self.reads
-        )
+        if read.how in (ROWS, COLUMNS):
+            length = problem.seqlen_q if read.how == ROWS else problem.seqlen_k
+            return q.new_zeros((*outer, length), dtype=torch.float32)
+        if read.how == DIAGONALS:
+            strips = Strips.of(self.plan, read)
+            shape = (*outer, strips.parts, strips.number, 2 * strips.tiles.tile_m)
+            return q.new_empty(shape, dtype=torch.float32)
+        return self.grads[read.slot]
 
     def _new_gradient(self, read: Read) -> Tensor:
         """Memory for the gradient of a leaf, of which ``read`` is the first read: in its own dtype where one kernel writes it once."""
@@ -41,7 +97,7 @@ class LeafSums:
         several_launches = 0 < plan.sheet_heads < plan.problem.heads_k and "h" in read.loops
         # Thousands of numbers may be scattered to one address, in any order: of fp32 such a chain rounds more than eager's sums
         # (docs/decisions.md#triton-float64-scatter).
-        scattered = any(other.how == SCATTER for other in self.reads if other.slot == read.slot)
+        scattered = any(other.how == SCATTER or _of_distances(other) for other in self.reads if other.slot == read.slot)
         dtype = torch.float64 if scattered and plan.problem.dtype == torch.float32 else torch.float32
         if read.how in (STORE, TILES) and not several_launches:
             dtype = leaf.dtype
@@ -51,6 +107,9 @@ class LeafSums:
     def totals(self) -> dict[int, Tensor]:
         """The leaves' gradients, by slot, once the kernels have run."""
         for read, buffer in zip(self.reads, self.buffers, strict=True):
+            if _of_distances(read):
+                self._add_distances(read, buffer)
+                continue
             if read.how not in (ROWS, COLUMNS):
                 continue
             grad, axes = self.grads[read.slot], kept_axes(self.plan.problem, read, buffer)
@@ -62,6 +121,27 @@ class LeafSums:
                 order = [sorted(axes).index(axis) for axis in axes]
                 grad += (buffer.sum(rest) if rest else buffer).permute(order)
         return {slot: grad.to(self.inputs.leaves[slot].dtype) for slot, grad in self.grads.items()}
+
+    def _add_distances(self, read: Read, buffer: Tensor) -> None:
+        """Adds to a leaf's gradient the sums of a read by distance: of each distance near the diagonal, or of all beyond it."""
+        grad, problem = self.grads[read.slot], self.plan.problem
+        buffer = buffer.unsqueeze(0) if problem.packed else buffer
+        start, stop = read.distances
+        if read.how == DIAGONALS:
+            sums = Strips.of(self.plan, read).line(buffer.to(grad.dtype).sum(2), read)
+            first, last = start, stop
+        else:
+            sums = buffer.to(grad.dtype).sum(-1, keepdim=True)
+            first, last = (stop - 1, stop) if start is None else (start, start + 1)
+        sums = sums.unsqueeze(-1)  # on axes (b, h, i, j)
+        if expr.lookups(*read.expr.args[1:]):
+            env = _distance_env(problem, first, last, grad.device)
+            read_adjoint(grad, read.expr, env, self.inputs.leaves, sums)
+        else:  # the index is known before a call: nothing is copied from the host but at the first
+            index = self.plan.indices.of(
+                (read.expr, first, grad.device), lambda: _index(problem, read.expr, first, last, grad)
+            )
+            add_at(grad, read.expr, index, sums)
 
     def _lines(self, how: str, buffer: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """The indices of a buffer of row or column sums, and the buffer, on axes ``(b, h, i, j)``."""
@@ -90,6 +170,29 @@ class LeafSums:
             "seqlen_q": (cu_q[1:] - cu_q[:-1])[b].view(shape),
             "seqlen_k": (cu_k[1:] - cu_k[:-1])[b].view(shape),
         }
+
+
+def _of_distances(read: Read) -> bool:
+    """Whether a read's sums are of distances: near the diagonal, or, by rows, beyond it."""
+    return read.distances != (None, None)
+
+
+def _distance_env(problem: Problem, first: int, last: int, device: torch.device) -> dict[str, Tensor]:
+    """The indices, on axes ``(b, h, i, j)``, of a pair of each distance in ``[first, last)``."""
+    sizes = {"seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "j": 0}
+    sizes["off"] = 0 if problem.packed else problem.seqlen_k - problem.seqlen_q
+    batch = 1 if problem.packed else problem.batch
+    return {name: torch.full((1, 1, 1, 1), size, device=device) for name, size in sizes.items()} | {
+        "b": torch.arange(batch, device=device).view(-1, 1, 1, 1),
+        "h": torch.arange(problem.heads_q, device=device).view(1, -1, 1, 1),
+        "i": torch.arange(first, last, device=device).view(1, 1, -1, 1),
+    }
+
+
+def _index(problem: Problem, e: expr.Expr, first: int, last: int, grad: Tensor) -> list[Tensor]:
+    """The indices of a read by distance that reads no tensor for them, on ``grad``'s device."""
+    env = _distance_env(problem, first, last, torch.device("cpu"))
+    return [x.to(grad.device) for x in expr.clamp_index(grad, expr.evaluate(e.args[1:], env, (), torch.float32))]
 
 
 def _line_shape(how: str) -> tuple[int, ...]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from tilewise.backends.base import Output
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views
 from tilewise.backends.triton.host.launched import Launched, View
-from tilewise.backends.triton.paging import addressing
-from tilewise.backends.triton.tiles import Tiles
+from tilewise.backends.triton.paging import E4M3_PAIR, addressing
+from tilewise.backends.triton.tiles import Tiles, pieces, shared_pieces
+from tilewise.problem import Problem
 
 MERGED_AT_ONCE = 32  # states of a row that are read at once
 
@@ -20,8 +23,11 @@ def attend_pages(call: Call, to: Output) -> Launched:
     plan, problem, inputs = call.plan, call.plan.problem, call.inputs
     tiles, splits = plan.config.forward, plan.config.splits
     pages = addressing(problem, tiles.tile_n)
+    cuts = stored_pieces(problem, tiles)
+    names = ("k",) if problem.latent else ("k", "v")
     # A descriptor brings a tile of one page.
-    views = operand_views(call, tiles if pages != "several" else replace(tiles, tma=False), "k", "v")
+    views = operand_views(call, tiles if pages != "several" else replace(tiles, tma=False), *names, cuts=cuts)
+    views += (View("v", None),) * (4 - len(views))
     chosen = {
         "tma": views[0].value is not None,
         "pages": pages,
@@ -29,18 +35,45 @@ def attend_pages(call: Call, to: Output) -> Launched:
         "group": problem.group,
         "split": splits > 1,
         "split_tiles": max((plan.config.split or 0) // tiles.tile_n, 1),
+        "pieces": cuts["k"],
+        "pieces_v": cuts["v"],
+        "latent": problem.latent,
     }
     if splits > 1:
         chosen |= {"sink": False, **plan.overlap("leads")}
     if to.max_logit is not None:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
+    if problem.quantised:
+        chosen |= {"k_scale": _which(inputs.k_scale), "v_scale": _which(inputs.v_scale)}
     slots = tile_slots(problem, problem.seqlen_q * problem.group, tiles.tile_m)
     grid = (slots * problem.heads_k * (1 if problem.packed else problem.batch), splits)
     table, lengths = inputs.block_table, inputs.seqlens_k
-    cache = runtime.kernels().CacheSizes(inputs.k.shape[0], problem.capacity, *table.stride(), *lengths.stride())
+    scales = (scale_strides(inputs.k_scale), scale_strides(inputs.v_scale)) if problem.quantised else ()
+    cache = runtime.kernels().CacheSizes(
+        inputs.k.shape[0], problem.capacity, *table.stride(), *lengths.stride(), scales
+    )
     between = View("block_table", table), View("seqlens_k", lengths), runtime.opaque(cache), *views
     tensors, facts = call.tensors(**to.named), plan.facts(tiles, call.align, **chosen)
     return call.launch(runtime.kernels().paged, grid, tiles, tensors, call.sizes(slots), facts, *between)
+
+
+def stored_pieces(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, int, int], ...]]:
+    """The pieces of k's and of v's head dim, in the elements that kernels see: of a quantised cache one for two numbers."""
+    each = E4M3_PAIR if problem.quantised else 1
+    d, dv = problem.head_dim // each, problem.head_dim_v // each
+    return {"k": shared_pieces(d, dv, tiles) if problem.latent else pieces(d, tiles), "v": pieces(dv, tiles)}
+
+
+def _which(scale: Tensor) -> str:
+    """Whether there is one scale for all keys of a sequence and head, or one for each."""
+    return "each" if scale.ndim == 3 else "one"
+
+
+def scale_strides(scale: Tensor) -> tuple[int, int, int, int]:
+    """``(sequence, page, row, head)`` strides of a scale, 0 for an axis that it does not have."""
+    strides = scale.stride()
+    forms = ((0, 0, 0, 0), (0, 0, 0, *strides), (*strides[:1], 0, 0, *strides[1:]), (0, *strides))
+    return forms[scale.ndim]
 
 
 def merge_rows(call: Call, out: Output, states: Output) -> Launched:

@@ -64,7 +64,7 @@ class Layout:
     """The strides of a call's operands, ``(batch, row, head)`` each, in elements.
 
     Attributes:
-        unit: elements of 16 bytes.
+        unit: elements of 16 bytes, of the narrowest operand.
         in_units: the strides in units of 16 bytes; None where one of them is no multiple.
     """
 
@@ -75,7 +75,7 @@ class Layout:
     @classmethod
     def of(cls, problem: Problem, operands: dict[str, Tensor]) -> Layout:
         strides = {name: operand_strides(x) for name, x in operands.items()}
-        unit = 16 // operands["q"].element_size()
+        unit = 16 // min(x.element_size() for x in operands.values())
         whole = all(n % unit == 0 for each in strides.values() for n in each)
         in_units = {name: tuple(n // unit for n in each) for name, each in strides.items()}
         return cls(strides, unit, in_units if whole else None)
@@ -195,7 +195,7 @@ class Plan(Decisions):
         record: takes every launch in its place, where launches are to be listed and not run.
         facts_made, layouts, sizes, descriptors, compiled: caches; ``compiled`` holds kernels by the identity of their
             function, sizes and facts.
-        tile_lists: lists of a predicate's tiles.
+        tile_lists: lists of a predicate's tiles. indices: at which elements of a leaf the distances of a read by distance are read.
         forward_again: launches a forward once more; False, and nothing launched, where a tensor is not aligned as the first call's.
         backward_again: by dO's strides, what launches a backward once more, given what it writes, and gives the leaves' gradients; None
             as above.
@@ -208,6 +208,7 @@ class Plan(Decisions):
     descriptors: Memo[tuple, Any] = field(default_factory=Memo)
     compiled: dict[tuple, Any] = field(default_factory=dict)
     tile_lists: PerTensors = field(default_factory=PerTensors)
+    indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
     forward_again: Callable[[Inputs, Output], bool] | None = None
     backward_again: dict[tuple[int, ...], Callable[..., dict[int, Tensor] | None]] = field(default_factory=dict)
 
@@ -280,7 +281,7 @@ def kept_sheet_heads(decisions: Decisions) -> int:
     return sheet_heads(problem, decisions.config.beside[1], math.prod(leaf.shape) * leaf.dtype.itemsize)
 
 
-_EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "slope", "rows", "leaves", "columns")
+_EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "slope", "rows", "leaves", "columns", "near")
 
 
 def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> Facts:
@@ -295,7 +296,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
     functions = {name: emitted.functions.get(name) for name in _EMITTED}
     if chosen.get("again"):
         functions["score"] = emitted.functions.get("again")
-    for name in ("tile", "place"):
+    for name in ("tile", "place", "start"):
         functions[name] = emitted.functions.get(f"{name}_{chosen['read']}") if chosen.get("read") is not None else None
     of_tiles = {
         "tile_m": tiles.tile_m,
@@ -317,6 +318,9 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "strips": 0,
         "overlap": None,
         "max_logit": False,
+        "k_scale": None,
+        "v_scale": None,
+        "latent": False,
     }
     return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
 

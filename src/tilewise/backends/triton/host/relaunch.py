@@ -48,7 +48,9 @@ def shared_addresses(plan: Plan, inputs: Inputs) -> dict[str, int] | None:
         addresses.update(zip(plan.leaf_names, leaves, strict=True))
     if plan.problem.paged:
         addresses["block_table"], addresses["seqlens_k"] = address(inputs.block_table), address(inputs.seqlens_k)
-        return None if (addresses["block_table"] | addresses["seqlens_k"]) % 16 else addresses
+        addresses["k_scale"], addresses["v_scale"] = address(inputs.k_scale), address(inputs.v_scale)
+        cache = ("block_table", "seqlens_k", "k_scale", "v_scale")
+        return None if any(addresses[name] % 16 for name in cache) else addresses
     return addresses
 
 

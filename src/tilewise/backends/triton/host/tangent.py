@@ -9,12 +9,14 @@ from torch import Tensor
 
 from tilewise import state
 from tilewise.backends.base import Directions, Grads, Inputs, Output, OutputGrads
-from tilewise.backends.triton.config import INTERPRETED, SHARED_MEMORY, memory_limit
+from tilewise.backends.triton.config import INTERPRETED, SHARED_MEMORY, architecture, memory_limit
 from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
+from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
 from tilewise.backends.triton.host.launch import _batches, _statistics
+from tilewise.backends.triton.host.launched import View
 from tilewise.backends.triton.host.leaf_sums import LeafSums
-from tilewise.backends.triton.host.plan import Plan, extents_of
+from tilewise.backends.triton.host.plan import Plan, extents_of, operand_strides
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.tiles import Tiles, columns
@@ -22,12 +24,18 @@ from tilewise.caching import cached_property
 from tilewise.problem import Problem
 
 PASSES = ("tangent", "dq_tangent", "dkdv_tangent")
-# Tiles of the kernels of tangents by the largest head dim (docs/decisions.md#triton-tangents): the fastest on an H200 of those that
-# fit by `tangent_memory`; above 128, which was not timed, those with which ptxas spills least for sm_90.
+# Tiles of the kernels of tangents by the largest head dim (docs/decisions.md#triton-tangents), of the pass over query tiles that computes
+# o's tangent, of that which computes dQ's, and of the pass over key tiles. On Hopper the fastest on an H200; elsewhere, where tiles do
+# not come by descriptor, those with which ptxas spills least for sm_90.
 TANGENT_TILES = {
-    64: {"tangent": (128, 32, 4, 2), "dq_tangent": (64, 64, 4, 2), "dkdv_tangent": (32, 64, 4, 2)},
-    128: {"tangent": (128, 64, 8, 2), "dq_tangent": (64, 32, 4, 2), "dkdv_tangent": (32, 128, 8, 2)},
-    256: {"tangent": (128, 64, 8, 2), "dq_tangent": (64, 64, 8, 2), "dkdv_tangent": (64, 64, 8, 2)},
+    64: (Tiles(128, 32, 4, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)),
+    128: (Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 128, 8, 2)),
+    256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+}
+HOPPER_TILES = {
+    64: (Tiles(64, 32, 4, 2, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 2, True)),
+    128: (Tiles(128, 64, 8, 2, True), Tiles(64, 32, 4, 2, True), Tiles(32, 64, 4, 2, True)),
+    256: (Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(64, 64, 8, 2, True)),
 }
 # What is made smaller, in turn, until tiles fit.
 _SMALLER = (
@@ -38,15 +46,16 @@ _SMALLER = (
 )
 
 
-def tangent_tiles(problem: Problem, kernel: str, limit: int | None = None) -> Tiles:
-    """The tiles of a kernel of tangents, for ``limit`` bytes of shared memory: by default those of the problem's device."""
+def tangent_tiles(problem: Problem, kernel: str, limit: int | None = None, arch: str | None = None) -> Tiles:
+    """The tiles of a kernel of tangents, for ``limit`` bytes of shared memory and ``arch``: by default those of the problem's device."""
     if problem.device.type == "cpu":
         return INTERPRETED.forward
     limit = limit or memory_limit(problem.device, SHARED_MEMORY["sm90"])
-    largest = max(problem.head_dim, problem.head_dim_v)
-    tiles = Tiles(*next(row for most, row in TANGENT_TILES.items() if largest <= most)[kernel])
+    half = problem.dtype.itemsize == 2
+    table = HOPPER_TILES if half and (arch or architecture(problem.device)) == "sm90" else TANGENT_TILES
+    dims = problem.head_dim, problem.head_dim_v
+    tiles = next(row for most, row in table.items() if max(dims) <= most)[PASSES.index(kernel)]
     for smaller in _SMALLER:
-        dims = problem.head_dim, problem.head_dim_v
         if tangent_memory(dims, problem.dtype.itemsize, kernel, tiles) > limit:
             tiles = replace(tiles, **{name: min(n, getattr(tiles, name)) for name, n in smaller.items()})
     return tiles
@@ -97,9 +106,11 @@ class TangentPlan(Plan):
         whole = [torch.empty(extras[n % len(extras)].shape, device="meta") for n in self.emitted.slots]
         return tuple(extents_of(x.shape, x.stride()) for x in whole)
 
-    def moved_facts(self, **flags: bool) -> dict[str, object]:
+    def moved_facts(self, directions: dict[str, Tensor | None], moved_sink: bool) -> dict[str, object]:
         """The facts that kernels of tangents have beside the others."""
-        return flags | {name: self.emitted.functions.get(name) for name in ("moved", "moved_slope")}
+        flags = {f"moved_{name}": x is not None for name, x in directions.items()}
+        functions = {name: self.emitted.functions.get(name) for name in ("moved", "moved_slope")}
+        return flags | {"moved_sink": moved_sink} | functions
 
 
 def new_plan(problem: Problem, config, moving: tuple[int, ...]) -> TangentPlan:
@@ -113,17 +124,22 @@ def jvp(plan: TangentPlan, inputs: Inputs, out: Output, along: Directions) -> Ou
     problem = plan.problem
     call = _moving_call(plan, inputs, along, None)
     moved = Output(torch.empty_like(out.o, memory_format=torch.contiguous_format), torch.empty_like(out.lse))
-    directions = _directions(inputs, along)
+    directions = _directions(along, None)
     tiles = plan.tiles["tangent"]
     lists = call.tile_lists(tiles, False)
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
     tensors = call.tensors(o=aligned(out.o), lse=out.lse.contiguous(), lists=list_pointers(lists))
     given = kernels().Moved(**directions, o=moved.o, lse=moved.lse, sink=along.sink)
+    views = _views(call, tiles, directions, "k", "v")
     facts = plan.facts(
-        tiles, call.align, again=True, **plan.moved_facts(moved_sink=along.sink is not None, moved_do=False)
+        tiles,
+        call.align,
+        again=True,
+        **_streamed(plan, views),
+        **plan.moved_facts(directions, moved_sink=along.sink is not None),
     )
     grid = (slots * problem.heads_q * _batches(problem),)
-    call.launch(kernels().tangent, grid, tiles, tensors, call.sizes(slots, lists=lists), facts, given)
+    call.launch(kernels().tangent, grid, tiles, tensors, call.sizes(slots, lists=lists), facts, given, *views)
     return moved
 
 
@@ -134,19 +150,17 @@ def backward_jvp(
     problem = plan.problem
     call = _moving_call(plan, inputs, along, grad.do)
     buffers = BackwardBuffers.empty(problem, inputs)
+    # By what they are of, and by lse and delta: fp32 (2, 2, rows). Each lies at the same distance from its tangent.
+    statistics = buffers.statistics.new_empty((2, *buffers.statistics.shape))
+    buffers.statistics, changes = statistics[0], replace(buffers, statistics=statistics[1])
     out = Output(aligned(out.o), out.lse.contiguous())
     _statistics(call, out, grad.dlse, buffers)
-    changes = _moved_delta(call, out, grad, moved)
-    lse2, delta = buffers.statistics.unbind()
+    _moved_statistics(call, out, grad, moved, changes)
+    (lse2, delta), (moved_lse, moved_delta) = (x.unbind() for x in statistics)
     sums = LeafSums(plan, call.inputs)
     tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv, grads=sums.buffers)
-    given = kernels().Moved(
-        **_directions(inputs, along),
-        do=None if grad.do_tangent is None else aligned(grad.do_tangent),
-        lse=moved.lse.contiguous(),
-        delta=changes.statistics[1],
-    )
-    more = plan.moved_facts(moved_sink=False, moved_do=grad.do_tangent is not None)
+    directions = _directions(along, grad.do_tangent)
+    given = kernels().Moved(**directions, lse=moved_lse, delta=moved_delta)
     for name, by_columns in (("dq_tangent", False), ("dkdv_tangent", True)):
         tiles = plan.tiles[name]
         lists = call.tile_lists(tiles, by_columns)
@@ -155,8 +169,18 @@ def backward_jvp(
         heads = problem.heads_k if by_columns else problem.heads_q
         grid = (slots * heads * _batches(problem),)
         bundle = tensors if lists is None else tensors._replace(lists=list_pointers(lists))
-        facts = plan.facts(tiles, call.align, again=True, **more)
-        call.launch(getattr(kernels(), name), grid, tiles, bundle, call.sizes(slots, lists=lists), facts, given)
+        views = _views(call, tiles, directions, *(("q", "do") if by_columns else ("k", "v")))
+        streamed = _streamed(plan, views)
+        if by_columns:
+            views += tuple(
+                statistics_view(call, tiles, x, 2, apart=2)
+                if streamed["tma"] and not problem.packed
+                else View("", None)
+                for x in (lse2, delta)
+            )
+        facts = plan.facts(tiles, call.align, again=True, **streamed, **plan.moved_facts(directions, moved_sink=False))
+        sizes = call.sizes(slots, lists=lists)
+        call.launch(getattr(kernels(), name), grid, tiles, bundle, sizes, facts, given, *views)
     dsink = None
     if inputs.sink is not None:
         sink = inputs.sink.float().view(-1, 1)
@@ -166,17 +190,14 @@ def backward_jvp(
     return Grads(buffers.dq, buffers.dk, buffers.dv, dsink, sums.totals())
 
 
-def _moved_delta(call: Call, out: Output, grad: OutputGrads, moved: Output) -> BackwardBuffers:
-    """The tangent of delta, (32), in the statistics of buffers that are otherwise empty."""
-    problem, none = call.plan.problem, call.inputs.q.new_empty(0)
-    buffers = BackwardBuffers.empty(problem, Inputs(none, none, none))
+def _moved_statistics(call: Call, out: Output, grad: OutputGrads, moved: Output, changes: BackwardBuffers) -> None:
+    """Computes the tangents of lse and of delta, (32), as the statistics of ``changes``."""
     no_dlse = torch.zeros_like(out.lse) if grad.dlse_tangent is None else grad.dlse_tangent
-    buffers.statistics = torch.empty_like(BackwardBuffers.empty(problem, call.inputs).statistics)
-    _statistics(call, Output(aligned(moved.o), out.lse), no_dlse, buffers)
+    # In fp32's units the kernel passes on an lse as it is.
+    _statistics(call, Output(aligned(moved.o), moved.lse.contiguous()), no_dlse, changes, natural=True)
     if grad.do_tangent is not None:
         products = (grad.do_tangent.float() * out.o.float()).sum(-1)
-        buffers.delta(problem).add_(products.transpose(-1, -2))
-    return buffers
+        changes.delta(call.plan.problem).add_(products.transpose(-1, -2))
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -185,10 +206,31 @@ def aligned(x: Tensor) -> Tensor:
     return x if is_aligned(x) else x.clone()
 
 
-def _directions(inputs: Inputs, along: Directions) -> dict[str, Tensor]:
-    """The tangents of q, k and v by name, zeros where there is none."""
-    pairs = {"q": (inputs.q, along.q), "k": (inputs.k, along.k), "v": (inputs.v, along.v)}
-    return {name: x.new_zeros(x.shape) if tangent is None else aligned(tangent) for name, (x, tangent) in pairs.items()}
+def _directions(along: Directions, do_tangent: Tensor | None) -> dict[str, Tensor | None]:
+    """The tangents of q, k, v and dO by name, None where one is zero."""
+    named = {"q": along.q, "k": along.k, "v": along.v, "do": do_tangent}
+    return {name: None if x is None else aligned(x) for name, x in named.items()}
+
+
+def _views(call: Call, tiles: Tiles, directions: dict[str, Tensor | None], *names: str) -> tuple[View, ...]:
+    """A descriptor of each operand, then one of each operand's tangent; None where it is zero, and everywhere where one is impossible."""
+    none = tuple(View(name, None) for name in names)
+    plain = operand_views(call, tiles, *names)
+    if plain[0].value is None or any(view.value is not None for view in plain[1::2]):  # a head dim of two pieces
+        return none + none
+    given = {name: directions[name] for name in names if directions[name] is not None}
+    strides = {name: tuple(n // call.align for n in operand_strides(x)) for name, x in given.items()}
+    moved = operand_views(replace(call, operands=given, strides=strides), tiles, *given)[::2]
+    if any(view.value is None for view in moved):
+        return none + none
+    by_name = dict(zip(given, moved, strict=True))
+    return (*plain[::2], *(by_name.get(name, View(name, None)) for name in names))
+
+
+def _streamed(plan: TangentPlan, views: tuple[View, ...]) -> dict[str, bool]:
+    """The facts that say whether tiles come by descriptor."""
+    tma = views[0].value is not None
+    return {"tma": tma, "whole": tma and plan.whole}
 
 
 def _moving_call(plan: TangentPlan, inputs: Inputs, along: Directions, do: Tensor | None) -> Call:

@@ -1,4 +1,7 @@
-"""The launch that finds the state of every tile of a mask, and the keys that some query sees (``kernels.tile_map``)."""
+"""The launches that plan a mask: the state of every tile, the keys that some query sees, and the ends of intervals.
+
+Their kernels are those of ``kernels.tile_map``.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from tilewise.backends.triton.host.plan import Memo, extents_of
 from tilewise.backends.triton.kernels.emit import Emitted, emit_mask
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.tiles import Tiles
+from tilewise.expr import Expr
 from tilewise.masks.facts import granularity
 from tilewise.masks.regions import Region
 from tilewise.problem import TensorFacts
@@ -27,11 +31,12 @@ from tilewise.tiles import Grid
 MOST_ROWS = 16
 SHARED_MEMORY = 1024  # bytes; a block's columns are summed up across warps
 PROGRAM = Tiles(MOST_ROWS, 128, 4, 1)
+_LINES = 128  # of a program that writes ends
 _compiled: Memo[tuple, Any] = Memo()
 
 
 def can_judge(grid: Grid) -> bool:
-    """Whether :func:`judged` takes a grid: keys from 0 on, pairs at all, and operations that can all be written."""
+    """Whether kernels take a grid: keys from 0 on, pairs at all, and operations that can all be written."""
     used = {e.op for e in expr.nodes(*grid.region.parts) if e.op in expr.OPERATIONS}
     sizes = len(grid.b), len(grid.h), grid.seqlen_q, grid.keys
     return grid.key_origin is None and all(sizes) and used <= OPERATIONS
@@ -48,7 +53,7 @@ def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tu
     """
     arguments = arguments_of(grid, tile_m, tile_n, group)
     status, seen = arguments[0].status, arguments[0].seen
-    _launch(status.numel(), *arguments)
+    _launch(runtime.kernels().tile_map, (status.numel(),), *arguments)
     return status, None if seen is None else seen.view(torch.bool)
 
 
@@ -81,6 +86,42 @@ def arguments_of(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tup
     return kernels.MapTensors(status, seen, grid.b, grid.h, read), sizes, emitted.numbers, facts
 
 
+def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
+    """Both ends of the intervals of these queries, or keys ``by_columns``: int64 ``(b|1, h|1, len(lines))``."""
+    leaves = tuple(TensorFacts.of(leaf) for leaf in grid.leaves)
+    emitted, facts = _end_functions(grid.region, leaves, (grid.seqlen_q, grid.keys), by_columns)
+    needs = expr.depends_on(*[e for e in _ends_of(grid.region, by_columns) if e is not None])
+    batch, heads = len(grid.b) if "b" in needs else 1, len(grid.h) if "h" in needs else 1
+    start, end = torch.empty((2, batch, heads, len(lines)), dtype=torch.int64, device=grid.b.device)
+    kernels, read = runtime.kernels(), emitted.slots
+    sizes = kernels.EndsSizes(
+        heads=heads,
+        count=len(lines),
+        seqlen_q=grid.seqlen_q,
+        seqlen_k=grid.keys,
+        extents=tuple(extents_of(leaves[n].shape, leaves[n].stride) for n in read),
+    )
+    tensors = kernels.EndsTensors(start, end, lines, grid.b, grid.h, tuple(grid.leaves[n] for n in read))
+    _launch(kernels.ends, (batch * heads, -(-len(lines) // _LINES)), tensors, sizes, emitted.numbers, facts)
+    return start, end
+
+
+def _ends_of(region: Region, by_columns: bool) -> tuple[Expr | None, ...]:
+    """The ends of rows, or of columns."""
+    return region.ends[2:] if by_columns else region.ends[:2]
+
+
+@lru_cache(maxsize=1024)
+def _end_functions(
+    region: Region, leaves: tuple[TensorFacts, ...], lengths: tuple[int, int], by_columns: bool
+) -> tuple[Emitted, Facts]:
+    """The functions of the ends, and the facts of the launch."""
+    names = ("first", "last") if by_columns else ("lo", "hi")
+    emitted = emit_mask(Region(**dict(zip(names, _ends_of(region, by_columns), strict=True))), leaves, lengths)
+    functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "first", "last")}
+    return emitted, Facts(**functions, by_columns=by_columns, digest=emitted.digest, overlap=None)
+
+
 @lru_cache(maxsize=1024)
 def _functions(
     region: Region, leaves: tuple[TensorFacts, ...], lengths: tuple[int, int], tile_m: int
@@ -93,18 +134,16 @@ def _functions(
     return emitted, Facts(**functions, block_m=rows, digest=emitted.digest, overlap=None), step
 
 
-def _launch(programs: int, tensors, sizes, numbers: tuple[float, ...], facts: Facts) -> None:
-    """Launches the kernel: once compiled, straight, without Triton's look at each argument (``Plan.start``)."""
+def _launch(kernel, programs: tuple[int, ...], tensors, sizes, numbers: tuple[float, ...], facts: Facts) -> None:
+    """Launches a kernel: once compiled, straight, without Triton's look at each argument (``Plan.start``)."""
     arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
-    given = [tensors.b, tensors.h, *tensors.leaves]
-    if sum(x.data_ptr() % 16 for x in given):
-        runtime.run(runtime.kernels().tile_map, (programs,), PROGRAM, *arguments)
-        return
-    key = facts, sizes, numbers, tensors.seen is None, *[x.dtype for x in given], tensors.b.device
-    compiled = _compiled.get(key)
+    given = [x for x in (*tensors[:-1], *tensors.leaves) if x is not None]
+    aligned = not sum(x.data_ptr() % 16 for x in given)
+    key = kernel, facts, sizes, numbers, tuple(x.dtype for x in given), tensors.b.device
+    compiled = _compiled.get(key) if aligned else None
     if compiled is not None:
-        runtime.run_compiled(compiled, (programs, 1, 1), *arguments)
+        runtime.run_compiled(compiled, (*programs, 1, 1)[:3], *arguments)
         return
-    compiled = runtime.run(runtime.kernels().tile_map, (programs,), PROGRAM, *arguments)
-    if compiled is not None:
+    compiled = runtime.run(kernel, programs, PROGRAM, *arguments)
+    if compiled is not None and aligned:
         _compiled[key] = compiled

@@ -5,11 +5,12 @@ From the bottom up:
 - ``maths``: the arithmetic of scores, where torch's differs from Triton's.
 - ``arguments``: the bundles of arguments of all kernels, the tile scheduler, and launches that overlap.
 - ``terms``: fp32 operands as sums of three bf16 terms.
+- ``e4m3``: numbers of 8 bits, read two at a time and written.
 - ``tile``: tiles of rows, how they are loaded, multiplied and stored.
 - ``mask``: which tiles a program visits and which pairs of a tile count; dropout.
 - ``tile_map``: which tiles of a mask are empty, partial or full, before any kernel visits them.
-- ``forward``, ``backward``, ``pair_bias``, ``tangent``: the kernels; ``paged``: the forward over keys in pages; ``append``: what
-  writes them.
+- ``forward``, ``backward``, ``pair_bias``, ``diagonals``, ``tangent``: the kernels; ``tangent_tiles``: what the last one loads;
+  ``paged``: the forward over keys in pages; ``append``: what writes them.
 
 ``emit`` turns a problem's mask and score into functions that the kernels call: ``writer`` writes an expression, ``factors`` collects its
 factors, and ``leaf_reads`` says how it reads its tensors. These four can be imported without Triton.

@@ -2,13 +2,14 @@
 
 Row i of the new rows of sequence b goes to position ``seqlens_k[b] + i``: row ``position % page_size`` of page
 ``block_table[b, position // page_size]``. A row past the last sequence, behind the last page of its sequence, or with a page number
-outside the pool is not written.
+outside the pool is not written. Numbers of a quantised cache are written as bytes, the quotients of the new ones and their scales.
 """
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from tilewise.backends.triton.kernels.e4m3 import to_bits
 from tilewise.backends.triton.kernels.maths import plain
 
 
@@ -16,8 +17,10 @@ class AppendTensors(NamedTuple):
     """The pointers of a launch.
 
     Attributes:
-        k_pages, v_pages: (num_pages, page_size, heads, head_dim). k, v: the new rows, (batch, rows, heads, head_dim), or packed.
+        k_pages, v_pages: (num_pages, page_size, heads, head_dim). k, v: the new rows, (batch, rows, heads, head_dim), or packed; v and
+            its pages None where values lie in the keys' memory.
         block_table: int32 (batch, max_pages). seqlens_k: int32 (batch,), before. cu_seqlens_q: (batch + 1,), None if not packed.
+        k_scale, v_scale: fp32, of a quantised cache, whose pages are uint8 here; else None.
     """
 
     k_pages: Any
@@ -27,6 +30,8 @@ class AppendTensors(NamedTuple):
     block_table: Any
     seqlens_k: Any
     cu_seqlens_q: Any
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 class AppendSizes(NamedTuple):
@@ -37,6 +42,7 @@ class AppendSizes(NamedTuple):
         table: strides of the block table. length: stride of seqlens_k.
         k_pages, v_pages: ``(page, row, head)`` strides. k, v: ``(batch, row, head)`` strides; packed, the first is 0. All of them
             are in units of ``UNIT`` elements.
+        k_scale, v_scale: ``(sequence, page, row, head)`` strides of the scales, 0 for an axis that they do not have.
     """
 
     batch: int
@@ -50,25 +56,37 @@ class AppendSizes(NamedTuple):
     v_pages: tuple
     k: tuple
     v: tuple
+    k_scale: tuple = ()
+    v_scale: tuple = ()
 
 
 class Place(NamedTuple):
     """The place of one new row.
 
     Attributes:
-        b, row: batch element (packed, 0) and row in the new tensors.
+        b, row: batch element (packed, 0) and row in the new tensors. sequence: which it belongs to.
         page, to: its page, and the row there. placed: whether there is such a place.
     """
 
     b: Any
     row: Any
+    sequence: Any
     page: Any
     to: Any
     placed: Any
 
 
 @triton.jit
-def append_kernel(tensors, sizes, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, UNIT: tl.constexpr):
+def append_kernel(
+    tensors,
+    sizes,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    UNIT: tl.constexpr,
+    K_EACH: tl.constexpr,
+    V_EACH: tl.constexpr,
+):
     """Writes one new row of all heads, of k and of v.
 
     Grid: (new rows of all sequences).
@@ -100,14 +118,32 @@ def append_kernel(tensors, sizes, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V:
     page = tl.load(table + index * plain(sizes.table[1]), mask=placed, other=-1)
     # Unused entries of a block table are often -1: they must not become an address.
     placed = placed & (page >= 0) & (page < plain(sizes.num_pages))
-    place = Place(source_b, source_row, page, position % plain(sizes.page_size), placed)
-    copy_row(tensors.k, tensors.k_pages, sizes.k, sizes.k_pages, place, HEADS, DIM, UNIT)
-    copy_row(tensors.v, tensors.v_pages, sizes.v, sizes.v_pages, place, HEADS, DIM_V, UNIT)
+    place = Place(source_b, source_row, b, page, position % plain(sizes.page_size), placed)
+    # Rows of both tensors go to the same place; values that lie in their keys' memory are written with these.
+    k_scale, v_scale = (tensors.k_scale, sizes.k_scale), (tensors.v_scale, sizes.v_scale)
+    copy_row(tensors.k, tensors.k_pages, sizes.k, sizes.k_pages, k_scale, place, HEADS, DIM, UNIT, K_EACH)
+    if tensors.v is not None:
+        copy_row(tensors.v, tensors.v_pages, sizes.v, sizes.v_pages, v_scale, place, HEADS, DIM_V, UNIT, V_EACH)
 
 
 @triton.jit
-def copy_row(new, pages, from_strides, to_strides, place, HEADS: tl.constexpr, DIM: tl.constexpr, UNIT: tl.constexpr):
-    """Copies one row of all heads to its place: (heads, columns), from global memory through registers to global memory."""
+def copy_row(
+    new,
+    pages,
+    from_strides,
+    to_strides,
+    scale,
+    place,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Copies one row of all heads to its place: (heads, columns), from global memory through registers to global memory.
+
+    Args:
+        scale: of a quantised cache, the pointer and its strides. EACH: it has one for each token and head, which is written.
+    """
     # x is (heads, columns), both padded to powers of 2, as Triton wants ranges; the mask drops the padding.
     heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     columns = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
@@ -116,4 +152,31 @@ def copy_row(new, pages, from_strides, to_strides, place, HEADS: tl.constexpr, D
     start = tl.cast(place.b, tl.int64) * plain(from_strides[0]) + tl.cast(place.row, tl.int64) * plain(from_strides[1])
     end = tl.cast(place.page, tl.int64) * plain(to_strides[0]) + tl.cast(place.to, tl.int64) * plain(to_strides[1])
     x = tl.load(new + start * UNIT + (heads * plain(from_strides[2]) * UNIT + columns), mask=mask)
+    if scale[0] is not None:
+        x = quantised(x, scale[0], scale[1], place, heads, HEADS, EACH)
     tl.store(pages + end * UNIT + (heads * plain(to_strides[2]) * UNIT + columns), x, mask=mask)
+
+
+@triton.jit
+def quantised(x, scale, strides, place, heads, HEADS: tl.constexpr, EACH: tl.constexpr):
+    """A row ``x`` (heads, columns) over its scales, as e4m3 numbers in uint8; if EACH, the scales are made of it and written.
+
+    Args:
+        heads: int (heads, 1).
+    """
+    offsets = tl.cast(place.sequence, tl.int64) * plain(strides[0]) + tl.cast(place.page, tl.int64) * plain(strides[1])
+    pointers = scale + (offsets + tl.cast(place.to, tl.int64) * plain(strides[2])) + heads * plain(strides[3])
+    mask = (heads < HEADS) & place.placed
+    # fp32 holds what e4m3 numbers are made of, and 16-bit rows exactly.
+    x = x.to(tl.float32)
+    if EACH:
+        # NaN and infinities have no part in the scale, or they would take the other numbers of their row along.
+        size = tl.abs(x)
+        largest = tl.max(tl.where(size < float("inf"), size, 0.0), 1, keep_dims=True)  # of the finite ones
+        factor = largest * (1.0 / 448.0)
+        factor = tl.where(factor == 0, 1.0, factor)  # a row of zeros has no largest number
+        tl.store(pointers, factor, mask=mask)
+    else:
+        factor = tl.load(pointers, mask=mask, other=1.0)
+    # The quotient rounded to nearest, as torch has it: an approximate one would round some numbers the other way.
+    return to_bits(tl.div_rn(x, tl.broadcast_to(factor, x.shape)))

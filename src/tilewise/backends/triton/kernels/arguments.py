@@ -29,6 +29,7 @@ class Tensors(NamedTuple):
         lse2, delta: the rows' statistics that the backward reads, fp32, as lse but with ``Sizes.seqlen_q_rounded`` rows a head.
         cu_seqlens_q, cu_seqlens_k: where the packed sequences begin, (batch + 1,).
         sink: (heads_q,). seed: int64 (1,).
+        k_scale, v_scale: fp32, what multiplies the numbers of a quantised cache.
         piece: int64 (2,), the call's first query and key in the whole attention, which dropout counts; None where they are 0.
         sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
         lists: the four tensors of ``TileLists``: partial tiles, their counts, full tiles, their counts.
@@ -52,6 +53,8 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Any = None
     sink: Any = None
     seed: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
     piece: Any = None
     sheet: Any = None
     lists: Any = None
@@ -121,6 +124,8 @@ class WorkTile(NamedTuple):
         seqlen_q, seqlen_k: lengths of the sequence.
         leaves, extents, grads, grad_extents, numbers: as in :class:`Tensors`, :class:`Sizes` and :class:`Scales`.
         pair: the tile of the leaf that the score reads at i and j, where a descriptor brings it (:func:`with_pair_tile`).
+        far: ``(whether, i, j)``: whether all pairs of a tile are so far from the diagonal that a tensor read by distance has one
+            element for them, and the tile's first pair; empty where that is not asked (:func:`with_far`).
     """
 
     b: Any
@@ -135,6 +140,7 @@ class WorkTile(NamedTuple):
     grad_extents: Any
     numbers: Any
     pair: Any
+    far: Any = ()
 
 
 @triton.jit
@@ -235,12 +241,14 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
         grad_extents=sizes.grad_extents,
         numbers=scales.numbers,
         pair=b,  # until with_pair_tile puts a tile in its place
+        far=(),
     )
 
 
 @triton.jit
 def packed_rows(cu_seqlens, b, batch, total, REST: tl.constexpr):
     """The first row and the length of packed sequence ``b``. Sequence ``batch`` has the rest of the rows if REST, else none."""
+    # cu_seqlens may be int64 and, unchecked on a GPU, end past the rows that there are.
     start = tl.minimum(tl.load(cu_seqlens + b).to(tl.int32), total)
     end = tl.minimum(tl.load(cu_seqlens + tl.minimum(b + 1, batch)).to(tl.int32), total)
     if REST:
@@ -262,20 +270,41 @@ def with_pair_tile(work, view, head, m0, n0, OVER_KEYS: tl.constexpr, FACTS: tl.
         # The leaf's tile, (tile_m, tile_n) in its own dtype, from global to shared memory: the load waits on a barrier of its own.
         first, second = _leading_index(work.b, head, 0, FACTS), _leading_index(work.b, head, 1, FACTS)
         pair = view.load([first, second, m0, n0]).reshape(FACTS.tile_m, FACTS.tile_n)
-        return WorkTile(
-            b=work.b,
-            block=work.block,
-            start_q=work.start_q,
-            start_k=work.start_k,
-            seqlen_q=work.seqlen_q,
-            seqlen_k=work.seqlen_k,
-            leaves=work.leaves,
-            extents=work.extents,
-            grads=work.grads,
-            grad_extents=work.grad_extents,
-            numbers=work.numbers,
-            pair=tl.trans(pair) if OVER_KEYS else pair,
-        )
+        return _replaced(work, tl.trans(pair) if OVER_KEYS else pair, work.far)
+
+
+@triton.jit
+def with_far(work, m0, n0, FACTS: tl.constexpr):
+    """The WorkTile with ``far`` of the tile at (m0, n0), where the score reads a tensor by distance."""
+    if FACTS.near is None:
+        return work
+    else:
+        # Of the tile's distances i - j the largest is at its last query and first key, the smallest at its first and last.
+        start, stop = FACTS.near(work)
+        far = (m0 + (FACTS.tile_m - 1) - n0 < start) | (m0 - n0 - (FACTS.tile_n - 1) >= stop)
+        zero = work.b * 0  # in the interpreter the tile's first pair is a number without a dtype
+        return _replaced(work, work.pair, (far, m0 + zero, n0 + zero))
+
+
+@triton.jit
+def _replaced(work, pair, far):
+    """The WorkTile with another ``pair`` and ``far``."""
+    # Triton's tuples have no `_replace`.
+    return WorkTile(
+        b=work.b,
+        block=work.block,
+        start_q=work.start_q,
+        start_k=work.start_k,
+        seqlen_q=work.seqlen_q,
+        seqlen_k=work.seqlen_k,
+        leaves=work.leaves,
+        extents=work.extents,
+        grads=work.grads,
+        grad_extents=work.grad_extents,
+        numbers=work.numbers,
+        pair=pair,
+        far=far,
+    )
 
 
 @triton.jit

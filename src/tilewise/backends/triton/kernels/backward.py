@@ -14,7 +14,8 @@ products more than one pass would, which would need atomics (docs/decisions.md#t
 transposed tiles, (tile_n, tile_m), read the mask by columns, and sum the query heads of a group in order.
 
 Gradients of the tensors that a score reads (section 7): a leaf that is not read at j gets its sums in the pass over query tiles, a
-leaf that is read at j alone gets them in the pass over key tiles; :mod:`pair_bias` sums a bias that is broadcast. Where many
+leaf that is read at j alone gets them in the pass over key tiles; :mod:`pair_bias` sums a bias that is broadcast, :mod:`diagonals`
+what is read at the distance i - j, near the diagonal (far from it, where one element is read, sums go by rows). Where many
 programs add to one number, the emitted functions do use atomics: sums by columns over tiles of queries, and scattered sums.
 
 The pass over key tiles gets a bias's tiles by descriptor, as the forward does, where there can be one: turned, by pointers, they
@@ -33,6 +34,7 @@ from tilewise.backends.triton.kernels.arguments import (
     end_overlap,
     plain_sizes,
     scheduled,
+    with_far,
     with_pair_tile,
     work_tile,
 )
@@ -332,7 +334,7 @@ def dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, partial, FA
     else:
         lse2, delta = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, False)
     s = dot_transposed(k, q, FACTS)  # Sᵀ = K Qᵀ, (tile_n, tile_m) fp32
-    work = with_pair_tile(work, keys.pairs, rows.head, m0, n0, True, FACTS)
+    work = with_far(with_pair_tile(work, keys.pairs, rows.head, m0, n0, True, FACTS), m0, n0, FACTS)
     s2 = score_exponent(s, rows.head, i[None, :], j[:, None], scales, work, FACTS)
     p = exponential(s2 - lse2[None, :], FACTS)  # (11); normalised, as lse holds the row's sum
     inside = (j[:, None] < work.seqlen_k) & (i[None, :] < work.seqlen_q)
@@ -483,6 +485,7 @@ def dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, part
     k = load_streamed(keys[0], n0, left, alive, FACTS.tile_n, False, partial, FACTS)
     v = load_streamed(keys[1], n0, left, alive, FACTS.tile_n, True, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+    work = with_far(work, query.m0, n0, FACTS)
     s2 = score_exponent(s, rows.head, i[:, None], j[None, :], scales, work, FACTS)
     p = exponential(s2 - query.lse2[:, None], FACTS)
     dp = dot_transposed(query.do, v, FACTS)  # dP = dO Vᵀ, (tile_m, tile_n) fp32

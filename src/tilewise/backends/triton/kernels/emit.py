@@ -8,8 +8,9 @@ Kernels get the functions of a module as fields of their compile-time facts:
 - ``score``: the score, of ``(s, b, h, i, j, work)`` as all below; ``weights``: 2 to its power, where there is a shorter way to it;
 - ``again``: the score as the backward computes it; ``slope``: its derivative with respect to s;
 - ``moved``, ``moved_slope``: their tangents, of ``(s, ds, b, h, i, j, work)``;
-- ``rows``, ``columns``, ``leaves``, ``tile_N`` and ``place_N``: the gradients of the tensors that the score reads
-  (docs/algorithm.md#7-scores-and-their-gradients; :func:`tilewise.leaf_gradients.classify`).
+- ``rows``, ``columns``, ``leaves``, ``tile_N``, ``place_N`` and ``start_N``: the gradients of the tensors that the score reads
+  (docs/algorithm.md#7-scores-and-their-gradients; :func:`tilewise.leaf_gradients.classify`);
+- ``near``: of ``(work)``, the distances i - j at which a tensor's index changes (:mod:`tilewise.distances`).
 
 The ``s`` that they take is the product of q and k: the softmax scale is one of their factors. ``work`` is a ``WorkTile``. Numbers
 are run-time arguments (``work.numbers``), so softcap 30 and softcap 50 share a module. Modules are made once per source.
@@ -24,6 +25,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 
 import torch
 
@@ -31,8 +33,9 @@ from tilewise import expr
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
 from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts
 from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
+from tilewise.distances import by_distance, near
 from tilewise.expr import Expr
-from tilewise.leaf_gradients import COLUMNS, ROWS, SCATTER, STORE, TILES, Read, classify
+from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
 from tilewise.masks.facts import Condition, monotone_terms
 from tilewise.masks.regions import Region
 from tilewise.problem import Problem, TensorFacts
@@ -53,7 +56,7 @@ class Emitted:
         functions: by name; a part that the problem does not have is missing.
         numbers: the values of ``work.numbers``.
         slots: the extras that ``work.leaves`` holds, in order.
-        reads: how the gradient of each read of a leaf is summed.
+        reads: how the gradient of each read of a leaf is summed; one by distance may be several (:func:`_parts`).
         hides: whether the score may be -inf, or its slope not finite, where s is finite.
         binary: whether the score is in units of log2.
         bounded: whether it is binary and at most BOUND, for inputs in bf16.
@@ -93,15 +96,25 @@ def emit(
     position = {slot: n for n, slot in enumerate(slots)}
     writer = partial(Writer, position, layouts, wide, small)
     source = _mask_functions(region, partial(Writer, position, {}, wide, small), writer, numbers)
-    reads = classify(problem)
+    distances = _near(problem) if tangents is None else None
+    distant = None if distances is None else []
+    if distances is not None:
+        bounds = [expr.abstract(expr.number(n), numbers) for n in distances]
+        source.append(_together(writer(), "near", bounds))
+    parts = [_parts(problem, read) for read in classify(problem)]
     if tangents is not None:
-        # The pass for TILES (pair_bias.py) sums dZ alone. A tangent of it has two terms, and its pairs are scattered.
-        reads = tuple(replace(read, how=SCATTER) if read.how == TILES else read for read in reads)
+        # The passes for TILES and DIAGONALS (pair_bias.py, diagonals.py) sum dZ alone. A tangent of it has two terms, and
+        # its pairs are scattered.
+        how = {TILES: SCATTER, DIAGONALS: SCATTER}
+        parts = [(replace(read, how=how.get(read.how, read.how)),) for read in classify(problem)]
     binary = bounded = hides = False
     if spec.score is not None:
-        lines, binary, bounded = _of_score(problem, partial(writer, described=described), numbers, reads, tangents)
+        writer = partial(writer, described=described, distant=distant)
+        lines, binary, bounded = _of_score(problem, writer, numbers, parts, tangents)
         source, hides = source + lines, _hides(spec.score)
+    source += [_read_at_distance(n, body) for n, body in enumerate(distant or ())]
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
+    reads = tuple(chain.from_iterable(parts))
     return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest)
 
 
@@ -109,7 +122,7 @@ def _of_score(
     problem: Problem,
     writer: Callable[..., Writer],
     numbers: list[float],
-    reads: tuple[Read, ...],
+    parts: list[tuple[Read, ...]],
     tangents: Mapping[int, int] | None,
 ) -> tuple[list[str], bool, bool]:
     """The functions of a problem's score and of its derivatives, and whether it is binary and bounded (:class:`Emitted`).
@@ -131,7 +144,7 @@ def _of_score(
     # The backward may take the tanh of one instruction, whose error is below the rounding of dS to 16 bits; tangents
     # keep the exact one.
     again = partial(writer, rough=half and tangents is None)
-    source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, reads, factors, tangents)]
+    source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, parts, factors, tangents)]
     if tangents is not None:
         # The score's change along the tangents of s and of its leaves, and the change of its slope
         # (docs/algorithm.md#15-tangents-and-second-derivatives).
@@ -164,6 +177,46 @@ def emit_mask(region: Region, leaves: Sequence[TensorFacts], lengths: tuple[int,
         source += _corner_functions(terms, of_lines, numbers)
     functions, digest = _module("\n\n".join(source))
     return Emitted(functions, tuple(numbers), slots, (), False, False, False, digest)
+
+
+# -- Reads by distance ---------------------------------------------------------------------------------------------
+
+
+def _near(problem: Problem) -> tuple[int, int] | None:
+    """The distances i - j in ``[start, stop)`` beyond which each of the score's reads by distance reads one element of its tensor;
+    None where there are no such reads, or no distances beyond."""
+    reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
+    found = [near(problem, x) for x in reads if by_distance(*x.args[1:])]
+    if problem.paged or not found or any(x.everywhere for x in found):
+        return None
+    return min(x.start for x in found), max(x.stop for x in found)
+
+
+def _parts(problem: Problem, read: Read) -> tuple[Read, ...]:
+    """The sums that make one read's gradient: by distance near the diagonal, by rows on either side, where its index is constant."""
+    if read.how != DIAGONALS:
+        return (read,)
+    found = near(problem, read.expr)
+    parts = (replace(read, distances=(found.start, found.stop)),) if found.start < found.stop else ()
+    parts += (replace(read, how=ROWS, distances=(None, found.start)),) if found.below else ()
+    parts += (replace(read, how=ROWS, distances=(found.stop, None)),) if found.above else ()
+    return parts or (replace(read, how=ROWS, distances=(None, found.start)),)  # no pair is kept: a sum of none
+
+
+def _read_at_distance(n: int, body: str) -> str:
+    """The function that reads a tile's elements of a tensor, or the one element of a tile that is far from the diagonal."""
+    lines = [
+        "if len(work.far) == 0:",
+        f"    return element_{n}(b, h, i, j, work)",
+        "else:",
+        "    if work.far[0]:",
+        f"        value = tl.broadcast_to(element_{n}(b, h, work.far[1], work.far[2], work), (i + j).shape)",
+        "    else:",
+        f"        value = element_{n}(b, h, i, j, work)",
+        "    return value",
+    ]
+    element = f"@triton.jit\ndef element_{n}({_KEEP}):\n{body}"
+    return f"{element}\n\n{_function(f'at_distance_{n}', _KEEP, lines)}"
 
 
 # -- Functions of a module -----------------------------------------------------------------------------------------
@@ -214,6 +267,12 @@ def _returning(writer: Writer, name: str, arguments: str, root: Expr) -> str:
     return _function(name, arguments, [*writer.lines, f"return {result}"])
 
 
+def _together(writer: Writer, name: str, roots: list[Expr]) -> str:
+    """A function of ``work`` that returns several expressions."""
+    results = [writer.value(root) for root in roots]
+    return _function(name, "work", [*writer.lines, f"return {', '.join(results)}"])
+
+
 def _weights(writer: Writer, root: Expr) -> str:
     """The function ``weights``, for a score ``c tanh(x)``."""
     # root is mul(tanh(x), c): `is_scaled_tanh` saw to that.
@@ -226,7 +285,7 @@ def _weights(writer: Writer, root: Expr) -> str:
 def _gradients(
     writer: Callable[[], Writer],
     score: Expr,
-    reads: tuple[Read, ...],
+    parts: list[tuple[Read, ...]],
     factors: Factors,
     tangents: Mapping[int, int] | None,
 ) -> list[str]:
@@ -238,8 +297,8 @@ def _gradients(
     """
     slope = factors.collected(_derivative(score, expr.symbol("s")))
     source = [] if expr.is_number(slope, 1) else [_returning(writer(), "slope", _SCORE, slope)]
-    # `reads` has one entry for each lookup of a wanted leaf, in the order of the lookups.
-    wanted = {read.slot for read in reads}
+    # `parts` has one entry for each lookup of a wanted leaf, in the order of the lookups.
+    wanted = {read.slot for reads in parts for read in reads}
     lookups = [x for x in expr.lookups(score) if x.args[0][1] in wanted]
     plain = [_derivative(score, x) for x in lookups]
     # d(score)/d(leaf) for each lookup, and the change of that derivative along the tangents.
@@ -247,13 +306,12 @@ def _gradients(
     slopes = [factors.collected(x) for x in plain]
     given, of_score = ("dz, hit", _SCORE) if tangents is None else ("dz, moved_dz, hit", _MOVED)
     rows, columns, others, sums = writer(), writer(), writer(), []
-    for n, (read, lookup, slope, change) in enumerate(zip(reads, lookups, slopes, moved, strict=True)):
-        if read.how == TILES:
+    each = [(read, *x) for reads, *x in zip(parts, lookups, slopes, moved, strict=True) for read in reads]
+    for n, (read, lookup, slope, change) in enumerate(each):
+        if read.how in (TILES, DIAGONALS):
             if not expr.is_number(slope, 1):
                 source.append(_returning(writer(), f"tile_{n}", _SCORE, slope))
-            place = writer()
-            offset = place.offset(lookup, "grad_extents")
-            source.append(_function(f"place_{n}", _KEEP, [*place.lines, f"return {offset}"]))
+            source.append(_where_summed(n, read, lookup, factors.numbers, writer()))
             continue
         lines = {ROWS: rows, COLUMNS: columns}.get(read.how, others)
         # The change of dz · slope: moved_dz · slope + dz · change.
@@ -264,7 +322,7 @@ def _gradients(
         if read.how == ROWS:
             # Tiles are (queries, keys) here: the kernel carries this sum, (queries,) in fp32, over its key tiles and
             # stores it once.
-            sums.append(f"tl.sum({value}, 1)")
+            sums.append(_row_sums(n, lines, read, factors.numbers, value))
         elif read.how == COLUMNS:
             # Tiles are (keys, queries) here, so that axis 1 is again the one to sum. Nobody reads the sums before the
             # kernel ends.
@@ -283,6 +341,37 @@ def _gradients(
     if columns.lines:
         source.append(_function("columns", f"{given}, line, valid, {of_score}", [*columns.lines, "return"]))
     return source
+
+
+def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer: Writer) -> str:
+    """A function for the kernel that sums the n-th read: ``place_N``, where a pair is read, or ``start_N``, the least distance."""
+    if read.how == TILES:
+        offset = writer.offset(lookup, "grad_extents")
+        return _function(f"place_{n}", _KEEP, [*writer.lines, f"return {offset}"])
+    return _together(writer, f"start_{n}", [expr.abstract(expr.number(read.distances[0]), numbers)])
+
+
+def _row_sums(n: int, writer: Writer, read: Read, numbers: list[float], value: str) -> str:
+    """The sums of a tile's rows of the n-th read: of all pairs, or of those on one side of the distances near the diagonal."""
+    start, stop = read.distances
+    if start is None and stop is None:
+        return f"tl.sum({value}, 1)"
+    side = "lt" if start is None else "ge"
+    bound = expr.abstract(expr.number(stop if start is None else start), numbers)
+    counts = writer.value(expr.apply(side, expr.symbol("i") - bound, expr.symbol("j")))
+    some = f"tl.sum(tl.where({counts}, x{n}, 0.0), 1)"
+    writer.lines.append(f"x{n} = {value}")
+    if writer.distant is None:
+        return some
+    # A tile that is far from the diagonal is on one side as a whole: its pairs are not compared one by one.
+    whole = f"work.far[1] - work.far[2] {'<' if start is None else '>='} {writer.value(bound)}"
+    writer.lines += [
+        "if work.far[0]:",
+        f"    r{n} = tl.where({whole}, tl.sum(x{n}, 1), 0.0)",
+        "else:",
+        f"    r{n} = {some}",
+    ]
+    return f"r{n}"
 
 
 def _times(writer: Writer, name: str, slope: Expr) -> str:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, with_pair_tile, work_tile
+from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, with_far, with_pair_tile, work_tile
 from tilewise.backends.triton.kernels.mask import (
     block_lists,
     dropout_keep,
@@ -178,7 +178,7 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial, FACTS
     """
     j = n0 + tl.arange(0, FACTS.tile_n)
     left = work.seqlen_k - n0
-    work = with_pair_tile(work, query.pairs, query.head, query.m0, n0, False, FACTS)
+    work = with_far(with_pair_tile(work, query.pairs, query.head, query.m0, n0, False, FACTS), query.m0, n0, FACTS)
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_key_value(query, n0, left, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32

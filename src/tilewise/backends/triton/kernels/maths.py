@@ -76,6 +76,26 @@ def here(x, FACTS: tl.constexpr):
 
 
 @triton.jit
+def element(pointers):
+    """The elements at ``pointers``, in the layout that these have.
+
+    ``tl.load`` of a tile reads in a layout of its own and changes it through shared memory, though neighbours share most elements.
+    """
+    kind: tl.constexpr = pointers.dtype.element_ty
+    if on_nvidia() and kind == tl.float32:
+        return tl.inline_asm_elementwise(
+            "ld.global.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1
+        )
+    elif on_nvidia() and (kind == tl.bfloat16 or kind == tl.float16):
+        bits = tl.inline_asm_elementwise(
+            "ld.global.b16 $0, [$1];", "=h,l", [pointers.to(tl.int64)], dtype=tl.int16, is_pure=False, pack=1
+        )
+        return bits.to(kind, bitcast=True)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
 def reciprocal(x):
     """``1 / x`` to 1 ulp for normal numbers; a division costs five instructions more."""
     if on_nvidia():

@@ -14,6 +14,13 @@ The keys that a tile's rows see, in whole tiles, are cut into as many even split
 ``FACTS.split_tiles`` tiles (:func:`split_range`); so where they are cut depends on the sequence alone. Each program leaves the
 state of its rows over its split, and `merge_rows_kernel` merges them. A program without keys leaves lse = -inf and no o.
 
+Numbers of a quantised cache are e4m3, two in each int16 (:mod:`e4m3`), and become numbers of q's dtype, which holds them exactly.
+Tiles of q, k, v and acc are then those of the even columns, and behind them those of the odd ones. Scales multiply the fp32 scores,
+and the columns of P or, where they are one for all keys, the output: ``FACTS.k_scale`` and ``FACTS.v_scale`` are "one" for those that
+do not depend on the key, "each" for the others, None without.
+
+Where v lies in k's memory (``FACTS.latent``; DeepSeek-V2, section 2.1), its tiles are the first pieces of k's: memory is read once.
+
 The mathematics is :mod:`forward`'s, with the same names.
 """
 
@@ -31,10 +38,15 @@ from tilewise.backends.triton.kernels.arguments import (
     plain_sizes,
     scheduled,
 )
+from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
 from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax, with_sink
 from tilewise.backends.triton.kernels.mask import key_interval
 from tilewise.backends.triton.kernels.maths import exp, log, plain
 from tilewise.backends.triton.kernels.tile import LN2, accumulate, dot_transposed, rescaled, zeros
+
+# P times the scale of a value is rounded to q's dtype. Times this power of two as well it keeps as many bits in fp16 as the value
+# times its scale would: e4m3 numbers go up to 448.
+LIFTED = tl.constexpr(256.0)
 
 
 class PagedTile(NamedTuple):
@@ -46,6 +58,7 @@ class PagedTile(NamedTuple):
         start, stop: no row sees a key before or after these.
         table: pointer to the sequence's page numbers. cache: :class:`CacheSizes`.
         k, v: :class:`Pool` of the key head.
+        k_scale, v_scale: fp32 scalars where the scale is "one", :class:`ScalePool` where it is "each"; of no use without.
     """
 
     rows: Any
@@ -59,6 +72,8 @@ class PagedTile(NamedTuple):
     cache: Any
     k: Any
     v: Any
+    k_scale: Any
+    v_scale: Any
 
 
 class CacheSizes(NamedTuple):
@@ -67,6 +82,7 @@ class CacheSizes(NamedTuple):
     Attributes:
         num_pages: of the pool. capacity: the most keys that a sequence has pages for.
         by_sequence, by_page: strides of the block table. by_length: of seqlens_k.
+        scales: ``(sequence, page, row, head)`` strides of k_scale and of v_scale, 0 for an axis that they do not have; empty without.
     """
 
     num_pages: int
@@ -74,6 +90,15 @@ class CacheSizes(NamedTuple):
     by_sequence: int
     by_page: int
     by_length: int
+    scales: tuple = ()
+
+
+class ScalePool(NamedTuple):
+    """The scales of the keys of one head: a pointer to those of page 0, and the strides of pages and rows, in elements."""
+
+    pointer: Any
+    by_page: Any
+    row: Any
 
 
 class Pool(NamedTuple):
@@ -114,6 +139,8 @@ def paged_kernel(
     m = tl.full([FACTS.tile_m], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
     l = tl.full([FACTS.tile_m], 0.0, tl.float32)
     acc = zeros(FACTS.tile_m, True, FACTS)
+    if FACTS.v_scale is not None:
+        acc = acc + zeros(FACTS.tile_m, True, FACTS)
     first, full, full_end, last = paged_block_ranges(tile, work, FACTS)
     if FACTS.keep is None:
         page = page_numbers(full * FACTS.tile_n, tile, FACTS)
@@ -169,6 +196,7 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
         grad_extents=sizes.grad_extents,
         numbers=scales.numbers,
         pair=b,
+        far=(),
     )
 
 
@@ -210,7 +238,11 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
     offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
     if not FACTS.packed:
         offsets += tl.cast(work.b, tl.int64) * sizes.q[0]
-    q = load_gathered(tensors.q, offsets * FACTS.align, i < work.seqlen_q, False, True, FACTS)
+    if FACTS.k_scale is None:
+        q = load_gathered(tensors.q, offsets * FACTS.align, i < work.seqlen_q, False, True, FACTS)
+    else:
+        even = load_every_other(tensors.q, offsets * FACTS.align, i < work.seqlen_q, FACTS)
+        q = even + load_every_other(tensors.q + 1, offsets * FACTS.align, i < work.seqlen_q, FACTS)
     lo, hi = key_interval(i, head, work, FACTS)
     start, stop = work.seqlen_k * 0, work.seqlen_k
     if FACTS.lo is not None or FACTS.hi is not None:
@@ -221,7 +253,32 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
     table = block_table + tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
     k = pool_of(tensors.k, sizes.k, head_k, views[0], views[1], FACTS)
     v = pool_of(tensors.v, sizes.v, head_k, views[2], views[3], FACTS)
-    return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, cache, k, v)
+    k_scale, v_scale = table, table
+    if FACTS.k_scale is not None:
+        k_scale = scale_of(
+            tensors.k_scale, plain_strides(cache.scales[0]), work, sizes, head_k, FACTS.k_scale == "each"
+        )
+        v_scale = scale_of(
+            tensors.v_scale, plain_strides(cache.scales[1]), work, sizes, head_k, FACTS.v_scale == "each"
+        )
+    return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, cache, k, v, k_scale, v_scale)
+
+
+@triton.jit
+def plain_strides(strides):
+    """The four strides of a scale as plain numbers."""
+    return (plain(strides[0]), plain(strides[1]), plain(strides[2]), plain(strides[3]))
+
+
+@triton.jit
+def scale_of(tensor, strides, work, sizes, head, EACH: tl.constexpr):
+    """The scale of the key head's numbers, fp32; if EACH, the :class:`ScalePool` of its keys."""
+    sequence = tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64)
+    pointer = tensor + (sequence * strides[0] + tl.cast(head, tl.int64) * strides[3])
+    if EACH:
+        return ScalePool(pointer, strides[1], strides[2])
+    else:
+        return tl.load(pointer)
 
 
 @triton.jit
@@ -306,6 +363,48 @@ def load_gathered(pointer, offsets, alive, OF_V: tl.constexpr, MASKED: tl.conste
     return tiles
 
 
+@triton.jit
+def load_every_other(pointer, offsets, alive, FACTS: tl.constexpr):
+    """Columns 0, 2, 4 ... of the rows of q at these ``offsets``, in pieces of half its head dim; rows not ``alive`` are zero."""
+    PIECES: tl.constexpr = FACTS.pieces
+    tiles = ()
+    for n in tl.static_range(len(PIECES)):
+        within = tl.arange(0, PIECES[n][2])
+        pointers = pointer + (offsets[:, None] + 2 * (PIECES[n][0] + within)[None, :])
+        tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
+    return tiles
+
+
+@triton.jit
+def load_scales(pool, page, n0, alive, FACTS: tl.constexpr):
+    """The scales of the key tile at ``n0``, fp32 (tile_n,); 0 for keys that are not ``alive``, where some are not."""
+    within = tl.arange(0, FACTS.tile_n)
+    if FACTS.pages == "several":
+        within = (n0 + within) % FACTS.page_size
+    elif FACTS.pages == "one":
+        within = n0 % FACTS.page_size + within
+    else:
+        within = n0 + within
+    # Offsets of 64 bits, since a pool may have more than 2^31 tokens and heads.
+    pointers = pool.pointer + (page.to(tl.int64) * pool.by_page + within.to(tl.int64) * pool.row)
+    if alive is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=alive, other=0.0)
+
+
+@triton.jit
+def first_pieces(tiles, FACTS: tl.constexpr):
+    """The tiles of v among those of k; of a quantised cache the even columns and the odd ones."""
+    COUNT: tl.constexpr = len(FACTS.pieces)
+    OF_V: tl.constexpr = len(FACTS.pieces_v)
+    found = ()
+    for n in tl.static_range(len(tiles)):
+        if n % COUNT < OF_V:
+            found = found + (tiles[n],)
+    return found
+
+
 # -- One key block -------------------------------------------------------------------------------------------------
 
 
@@ -327,9 +426,18 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         alive = tl.max(kept.to(tl.int8), 0) > 0  # a key that no row sees is not read: it may hold NaN
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_paged(tile.k, page, n0, alive, False, partial, FACTS), ()
-    if partial or FACTS.together:
+    if (partial or FACTS.together) and not FACTS.latent:
         v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
+    if FACTS.k_scale is not None:
+        k = unpacked_tiles(k, tile.q[0].dtype)
+    if FACTS.latent:
+        v = first_pieces(k, FACTS)
     s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+    # The scale of K comes after the product, in fp32: e4m3 times a scale would be rounded to 16 bits.
+    if FACTS.k_scale == "one":
+        s = s * tile.k_scale
+    elif FACTS.k_scale == "each":
+        s = s * load_scales(tile.k_scale, page, n0, alive, FACTS)[None, :]
     if FACTS.bounded:  # no exponential overflows, and any m is as exact as the maximum
         m_new, p = m, bounded_exponentials(s, tile, j, scales, work, FACTS)
         p = hidden(p, kept, 0.0)
@@ -342,6 +450,12 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         acc = rescaled(acc, rescale)
     if len(v) == 0:
         v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
+    if FACTS.v_scale is not None and not FACTS.latent:
+        # fp16 holds P too, which is at most 1 without a scale of its own, and takes a third of the instructions that bf16 takes.
+        HALF: tl.constexpr = FACTS.v_scale == "one" and not FACTS.bounded and tile.q[0].dtype == tl.bfloat16
+        v = unpacked_tiles(v, tl.float16 if HALF else tile.q[0].dtype)
+    if FACTS.v_scale == "each":
+        p = p * (load_scales(tile.v_scale, page, n0, alive, FACTS) * LIFTED)[None, :]
     acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
     return m_new, l, acc
 
@@ -373,6 +487,11 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
         if FACTS.packed:
             sink = tl.where(work.b == sizes.batch, float("-inf"), sink)  # rows past the last sequence have none
         weight, lse = with_sink(weight, lse, l, sink)
+    # One scale for all values leaves the sum over the keys.
+    if FACTS.v_scale == "one":
+        weight = weight * tile.v_scale
+    elif FACTS.v_scale == "each":
+        weight = weight * (1.0 / LIFTED)
     # 64-bit offsets of the rows: `token` in o, `line` in lse, whose heads are outside its rows.
     token = tl.cast(work.start_q, tl.int64) + i
     line = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q + i
@@ -393,12 +512,19 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
         valid = valid & (l != 0)
     rows = (token * sizes.heads_q + head) * FACTS.head_dim_v
     for n in tl.static_range(len(PIECES)):
-        within = tl.arange(0, PIECES[n][2])
+        if FACTS.v_scale is None:
+            EACH: tl.constexpr = 1  # columns of o for each of the piece
+            found = acc[n]
+        else:
+            EACH: tl.constexpr = 2
+            # Even and odd columns come together again here, (tile_m, 2 · width).
+            found = tl.interleave(acc[n], acc[len(PIECES) + n])
+        within = tl.arange(0, EACH * PIECES[n][2])
         ok = valid[:, None]
         if PIECES[n][1] < PIECES[n][2]:
-            ok = ok & (within < PIECES[n][1])[None, :]
-        pointers = tensors.o + rows[:, None] + (PIECES[n][0] + within)[None, :]
-        tl.store(pointers, (acc[n] * weight[:, None]).to(tensors.o.dtype.element_ty), mask=ok)
+            ok = ok & (within < EACH * PIECES[n][1])[None, :]
+        pointers = tensors.o + rows[:, None] + (EACH * PIECES[n][0] + within)[None, :]
+        tl.store(pointers, (found * weight[:, None]).to(tensors.o.dtype.element_ty), mask=ok)
 
 
 # -- The merge of split keys ---------------------------------------------------------------------------------------

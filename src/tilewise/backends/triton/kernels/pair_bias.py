@@ -10,7 +10,7 @@ turn. Either adds in a fixed order, without atomics.
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, work_tile
+from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, with_far, work_tile
 from tilewise.backends.triton.kernels.backward import (
     key_sources,
     load_grad_query_tile,
@@ -177,6 +177,7 @@ def pair_gradient(m0, i, j, n0, head, work, tensors, sizes, scales, FACTS: tl.co
     _, k, v, _, _ = load_key_tile(k, v, n0, tensors.q, tensors.q, work, FACTS)
     query = load_grad_query_tile(m0, rows, tensors, work, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+    work = with_far(work, m0, n0, FACTS)
     s2 = score_exponent(s, head, i[:, None], j[None, :], scales, work, FACTS)
     kept = visible_pairs(query, i, j, head, work, FACTS)
     p = tl.where(kept, exponential(s2 - query.lse2[:, None], FACTS), 0.0)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.arguments import WorkTile
-from tilewise.backends.triton.kernels.mask import query_interval
+from tilewise.backends.triton.kernels.mask import key_interval, query_interval
 from tilewise.backends.triton.kernels.maths import plain
 
 BLOCK_N = tl.constexpr(128)
@@ -77,20 +77,7 @@ def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     m, outer = line % tl.cdiv(seqlen_q, tile_m), line // tl.cdiv(seqlen_q, tile_m)
     # The grid may be a part of the batch and of the heads; expressions see the indices in the whole.
     b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
-    work = WorkTile(
-        b=b,
-        block=m,
-        start_q=0,
-        start_k=0,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        leaves=tensors.leaves,
-        extents=sizes.extents,
-        grads=(),
-        grad_extents=(),
-        numbers=numbers,
-        pair=b,
-    )
+    work = whole_sequence(b, tensors, sizes, numbers)
     m0, n_end = m * tile_m, tl.minimum((n + 1) * tile_n, seqlen_k)
     m_end = tl.minimum(m0 + tile_m, seqlen_q)
     some, every = m0 * 0, m0 * 0 + 1
@@ -104,6 +91,26 @@ def tile_map_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
             keys = n0 + tl.arange(0, BLOCK_N)
             tl.store(tensors.seen + of_head.to(tl.int64) * seqlen_k + keys, 1, mask=seen)
     tl.store(tensors.status + pid, some + tl.minimum(some, every))
+
+
+@triton.jit
+def whole_sequence(b, tensors, sizes, numbers):
+    """The WorkTile of batch element b, for the emitted functions: they read lengths, tensors and numbers of it."""
+    return WorkTile(
+        b=b,
+        block=0,
+        start_q=0,
+        start_k=0,
+        seqlen_q=plain(sizes.seqlen_q),
+        seqlen_k=plain(sizes.seqlen_k),
+        leaves=tensors.leaves,
+        extents=sizes.extents,
+        grads=(),
+        grad_extents=(),
+        numbers=numbers,
+        pair=b,
+        far=(),
+    )
 
 
 @triton.jit
@@ -160,3 +167,55 @@ def kept_pairs(m0, m_end, j, first, last, head, work, step, FACTS: tl.constexpr)
         some |= kept & reached
         every &= kept | (i >= m_end)
     return tl.max(some.to(tl.int32), 0) > 0, tl.min(every.to(tl.int32), 0) > 0
+
+
+# -- Ends of intervals ---------------------------------------------------------------------------------------------
+
+
+class EndsTensors(NamedTuple):
+    """The pointers of a launch.
+
+    Attributes:
+        start, end: int64 (batch, heads, lines), written: the keys ``[start, end)`` that each query of ``lines`` sees, or
+            the queries that see each key.
+        lines: int64, the queries or the keys that are asked for.
+        b, h, leaves: as in :class:`MapTensors`.
+    """
+
+    start: Any
+    end: Any
+    lines: Any
+    b: Any
+    h: Any
+    leaves: Any
+
+
+class EndsSizes(NamedTuple):
+    """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`; ``count``: how many lines there are."""
+
+    heads: int
+    count: int
+    seqlen_q: int
+    seqlen_k: int
+    extents: tuple
+
+
+@triton.jit
+def ends_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Writes the ends of the intervals of BLOCK_N lines.
+
+    Grid: (batch * heads, blocks of lines).
+    """
+    outer, heads, count = tl.program_id(0), plain(sizes.heads), plain(sizes.count)
+    b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
+    work = whole_sequence(b, tensors, sizes, numbers)
+    at = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    line = tl.load(tensors.lines + at, mask=at < count, other=0).to(tl.int32)
+    if FACTS.by_columns:
+        start, end = query_interval(line, head, work, FACTS)
+    else:
+        start, end = key_interval(line, head, work, FACTS)
+    # 64-bit offsets: heads times lines may pass 2**31.
+    to = outer.to(tl.int64) * count + at
+    tl.store(tensors.start + to, start.to(tl.int64), mask=at < count)
+    tl.store(tensors.end + to, end.to(tl.int64), mask=at < count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewise import expr
 from tilewise.backends.triton.kernels.leaf_reads import LeafLayout
+from tilewise.distances import by_distance
 from tilewise.expr import Expr
 
 _FLOAT_CALLS = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos")}
@@ -44,6 +45,7 @@ class Writer:
         small: whether every position is below ``emit.SMALL``.
         rough: whether a tanh of s may err as much as the rounding of s to 16 bits makes it err.
         described: the slot whose tile a descriptor brings, as ``work.pair``; None where there is none.
+        distant: takes functions that read a tensor once for a tile far from the diagonal; None where there are none.
     """
 
     def __init__(
@@ -55,15 +57,18 @@ class Writer:
         *,
         rough: bool = False,
         described: int | None = None,
+        distant: list[str] | None = None,
     ):
         self.position, self.layouts, self.wide, self.small = position, layouts, wide, small
-        self.rough, self.described = rough, described
+        self.rough, self.described, self.distant = rough, described, distant
         self.lines: list[str] = []
+        self.roots: list[Expr] = []  # kept, as names go by identity
         self.names: dict[int, str] = {}
         self.floats: dict[int, str] = {}
 
     def value(self, root: Expr) -> str:
         """The name of an expression's value, after the lines that compute it."""
+        self.roots.append(root)
         for node in expr.nodes(root):
             if id(node) not in self.names:
                 self.names[id(node)] = self._name(node)
@@ -155,6 +160,8 @@ def _text(writer: Writer, node: Expr) -> str:
     if node.op == "lookup" and node.args[0][1] == writer.described:
         # A tile (tile_m, tile_n) in the tensor's dtype, which the kernel has loaded a step ahead by its descriptor.
         return "work.pair.to(tl.float32)"
+    if node.op == "lookup" and writer.distant is not None and by_distance(*node.args[1:]):
+        return f"{_at_distance(writer, node, writer.distant)}(b, h, i, j, work)"
     if node.op == "lookup":
         position = writer.position[node.args[0][1]]
         inside = writer.inside(node, "extents")
@@ -164,6 +171,19 @@ def _text(writer: Writer, node: Expr) -> str:
         text = f"tl.load(work.leaves[{position}] + ({writer.offset(node, 'extents')}){masked})"
         return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
     return _operation(writer, node, [writer.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
+
+
+def _at_distance(writer: Writer, lookup: Expr, functions: list[str]) -> str:
+    """The name of the function, among ``functions`` from now on, that reads a tensor at a distance i - j: one element where the
+    whole tile reads the same (``work.far``)."""
+    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small)
+    leaf = f"work.leaves[{writer.position[lookup.args[0][1]]}]"
+    value = f"maths.element({leaf} + ({inner.offset(lookup, 'extents')}))"
+    value = f"{value}.to(tl.float32)" if expr.kind(lookup) == "float" else value
+    body = "\n".join(f"    {line}" for line in [*inner.lines, f"return {value}"])
+    if body not in functions:
+        functions.append(body)
+    return f"at_distance_{functions.index(body)}"
 
 
 def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) -> str:

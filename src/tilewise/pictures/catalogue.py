@@ -1,0 +1,149 @@
+"""docs/catalogue.md: every mask and score of the catalogue as a picture with its code, and docs/explorer.html's cases.
+
+``python -m tilewise.pictures.catalogue docs`` writes them; tests hold them equal to what it would write.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tilewise.pictures.explorer import with_cases
+from tilewise.pictures.reading import MASKS, PATTERNS, SCORES, read_mask, read_score
+from tilewise.pictures.svg import mask_svg, score_svg
+from tilewise.pictures.view import ScoreView, mask_view
+
+SIZE, TILE = 64, 8
+FOLDER = "img/catalogue"
+
+
+class Entry(NamedTuple):
+    """One picture: its heading, what it draws, and what is said of it (else the first sentence of the function of that name)."""
+
+    heading: str
+    code: str
+    said: str = ""
+    lengths: tuple[int, int] = (SIZE, SIZE)
+
+    @property
+    def file(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-") + ".svg"
+
+
+MASK_ENTRIES = (
+    Entry("causal", "tw.causal()"),
+    Entry(
+        "causal, more keys than queries", "tw.causal()",
+        "32 queries are the last ones of 64 positions, as in a prompt that continues a cache.", (32, 64),
+    ),
+    Entry("window", "tw.window(left=20, right=4)"),
+    Entry("prefix", "tw.prefix(20)"),
+    Entry("key_range", "tw.key_range(10, 50)"),
+    Entry("key_lengths", "tw.key_lengths(44)"),
+    Entry("documents", "tw.documents(torch.arange(64) // 20)"),
+    Entry("dense", "tw.dense(torch.arange(64) % 16 < 12)"),
+    Entry("keep", "tw.keep(lambda b, h, i, j: (i - j) % 6 == 0)"),
+    Entry("butterfly", "tw.block_sparse(tw.butterfly(8), 8, 8)"),
+    Entry("strided", "tw.block_sparse(tw.strided(8, 8, stride=3, local=2), 8, 8)"),
+    Entry("local_global", "tw.block_sparse(tw.local_global(8, 8), 8, 8)"),
+    Entry(
+        "block_sparse", "tw.block_sparse(tw.butterfly(6), 12, 12) & tw.causal()",
+        "Blocks of a pattern need not match the tiles: these have 12 pairs on a side, the tiles 8.",
+    ),
+    Entry(
+        "Both of two masks", "tw.causal() & tw.window(left=20) & tw.documents(torch.arange(64) // 36)",
+        "`&` keeps the pairs that every mask keeps: a sliding window that does not cross into another document.",
+    ),
+    Entry(
+        "Either of two masks", "tw.window(left=6, right=6) | tw.key_range(0, 5) | tw.keep(lambda b, h, i, j: i < 5)",
+        "`|` keeps the pairs that some mask keeps: a window, and five positions that see and are seen by all (Longformer).",
+    ),
+    Entry(
+        "A window with first keys", "tw.causal() & (tw.window(left=16) | tw.key_lengths(4))",
+        "The first keys stay visible while the window moves on (StreamingLLM).",
+    ),
+)  # fmt: skip
+SCORE_ENTRIES = (
+    Entry("softcap", "tw.softcap(30.0)"),
+    Entry("alibi", "tw.alibi(torch.tensor([0.25]))"),
+    Entry("bias", "tw.bias((torch.arange(64) % 24) / 8)"),
+    Entry("score", "tw.score(lambda s, b, h, i, j: s + torch.where(i > j, (i - j) // 8, 0))"),
+    Entry(
+        "One score, then another", "tw.alibi(torch.tensor([1.0])) >> tw.softcap(20.0)",
+        "`>>` means \"then\": the distances' penalty is capped with the score.",
+    ),
+)  # fmt: skip
+
+PAGE = """# Masks and scores to look at
+
+Every mask and score of the catalogue, drawn by the rules of `tiles.py` for {size} queries (rows, from the top) and {size} keys (columns)
+in tiles of {tile} x {tile}. A kernel computes a *full* tile without looking at the mask, looks at every pair of a *partial* tile, and skips
+the others, whose keys it never loads. Larger sizes: [the explorer](explorer.html), one file to open in a browser, or the command
+
+```
+tilewise show "causal() & window(256, 0)" --seqlen 1024 --tile 128 --png mask.png
+```
+
+Blue pairs lie in full tiles, orange ones in partial tiles; pale pairs of a partial tile are hidden, and grey tiles are skipped.
+
+## Masks
+
+{masks}
+## Scores
+
+A score changes `s = softmax_scale · q·k` before the mask. The pictures show what it makes of s = 0 at each pair, the largest value darkest;
+where the place does not matter, the curve from s = -100 to 100, beside the line of a score that changes nothing.
+
+{scores}"""
+
+
+def first_sentence(heading: str) -> str:
+    """The first sentence of the function of that name, without Sphinx's roles."""
+    function = {**MASKS, **SCORES, **PATTERNS}[heading]
+    said = " ".join(inspect.getdoc(function).split("\n\n")[0].split())
+    said = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", said).replace("``", "`").removesuffix("::")
+    return said if said.endswith(".") else said + "."
+
+
+def section(entry: Entry) -> str:
+    """The picture, the sentence and the code of an entry."""
+    heading = f"`{entry.heading}`" if entry.heading in {**MASKS, **SCORES, **PATTERNS} else entry.heading
+    said = entry.said or first_sentence(entry.heading)
+    picture = f"![{entry.heading}]({FOLDER}/{entry.file})"
+    return f"### {heading}\n\n{said}\n\n{picture}\n\n```python\n{entry.code}\n```\n"
+
+
+def page() -> str:
+    """The text of docs/catalogue.md."""
+    masks, scores = ("\n".join(map(section, entries)) for entries in (MASK_ENTRIES, SCORE_ENTRIES))
+    return PAGE.format(size=SIZE, tile=TILE, masks=masks, scores=scores)
+
+
+def pictures() -> dict[str, str]:
+    """The SVG of every entry, by its file."""
+    drawn = {
+        x.file: mask_svg(mask_view(read_mask(x.code), x.lengths, (TILE, TILE), title=x.code)) for x in MASK_ENTRIES
+    }
+    shown = ((x, ScoreView.of(read_score(x.code), x.lengths, title=x.code)) for x in SCORE_ENTRIES)
+    return drawn | {x.file: score_svg(view, x.lengths) for x, view in shown}
+
+
+def files(docs: Path) -> dict[Path, str]:
+    """The generated files of the folder of documents: the page, its pictures and the explorer, whose text stands there."""
+    explorer = docs / "explorer.html"
+    found = {docs / "catalogue.md": page(), explorer: with_cases(explorer.read_text(encoding="utf-8"))}
+    return found | {docs / FOLDER / name: text for name, text in pictures().items()}
+
+
+def main(folder: str) -> None:
+    """Write them into a folder."""
+    (Path(folder) / FOLDER).mkdir(parents=True, exist_ok=True)
+    for path, text in files(Path(folder)).items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

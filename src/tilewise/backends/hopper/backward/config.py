@@ -70,8 +70,10 @@ class KeyTiles:
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
         queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
-        overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in.
-        counts: the tiles that have been added to a head's dQ are counted, so that dQ is rounded where multiprocessors have no tile left.
+        overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
+            (docs/decisions.md#hopper-overlapped-tiles).
+        counts: the tiles that have been added to a head's dQ are counted, so that dQ is rounded where multiprocessors have no tile left
+            (docs/decisions.md#hopper-counted-heads).
     """
 
     width: int

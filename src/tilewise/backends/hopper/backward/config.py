@@ -380,6 +380,7 @@ class BackwardRow:
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
         one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
             an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
+        counted_from: the same where tiles are counted, which hides a part of that; None: as many.
     """
 
     two_passes: Passes
@@ -389,6 +390,11 @@ class BackwardRow:
     predicate: Passes | None = None
     one_pass: KeyTiles | None = None
     one_pass_from: int = 0
+    counted_from: int | None = None
+
+    def least_keys(self, keys: KeyTiles) -> int:
+        """How many keys a query must see on average for these tiles of ``one_pass``."""
+        return self.one_pass_from if self.counted_from is None or not keys.counts else self.counted_from
 
     @property
     def ordered(self) -> KeyTiles | None:
@@ -398,10 +404,11 @@ class BackwardRow:
             return None
         return replace(self.one_pass, ordered=True, prefetches=False)
 
-    def summed(self, form: str, packed: bool) -> KeyTiles | None:
-        """``one_pass`` as a form has it: key tiles that are not equally long come from a queue (docs/decisions.md#hopper-open-heads)."""
+    def summed(self, form: str, packed: bool, seqlen_k: int) -> KeyTiles | None:
+        """``one_pass`` as a form has it: key tiles that are not equally long come from a queue (docs/decisions.md#hopper-open-heads), and
+        tiles of many blocks, whose begin and end are a small part of them, stay as they are (docs/decisions.md#hopper-overlapped-tiles)."""
         keys = self.one_pass
-        if keys is None or keys.clustered or packed:
+        if keys is None or keys.clustered or packed or (form == "full" and seqlen_k >= LONG):
             return keys
         keys = replace(keys, overlaps=True, counts=True)
         return keys if form == "full" else replace(keys, queued=True, prefetches=True)
@@ -428,6 +435,7 @@ TABLE = {
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
         one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True),
         one_pass_from=1100,
+        counted_from=900,
     ),
     (96, 96): BackwardRow(
         two_passes=Passes(KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6, makes_statistics=True)),
@@ -461,6 +469,7 @@ TABLE = {
         one_pass_from=900,
     ),
 }
+LONG = 8192  # keys from which tiles of equal length are not overlapped
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
 # Additions in order pay from this many keys a query where tiles are not equally long, as each waits for a longer one.
 ORDERED_FROM = 1500
@@ -490,7 +499,9 @@ def shipped() -> list[Backward]:
         for row in rows
     ]
     for form, packed in kinds:
-        summed = [keys for row in rows for keys in (row.summed(form, packed), row.ordered) if keys]
+        lengths = (0, LONG) if form == "full" and not packed else (0,)
+        summed = [row.summed(form, packed, n) for n in lengths for row in rows] + [row.ordered for row in rows]
+        summed = [keys for keys in dict.fromkeys(summed) if keys]
         found += [(Passes(keys), form, False, packed) for keys in summed if exists(keys, form, packed)]
     return [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
 
@@ -534,8 +545,8 @@ def choose(p: Problem) -> Backward:
 
 def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
     """The tiles of a single pass, if this head dim has any and they pay."""
-    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
-    if keys is None or mean_keys_per_query(p) < row.one_pass_from or not exists(keys, form, p.packed):
+    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed, p.seqlen_k)
+    if keys is None or mean_keys_per_query(p) < row.least_keys(keys) or not exists(keys, form, p.packed):
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None
 

@@ -225,7 +225,11 @@ def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
 @pytest.mark.parametrize("options", [{"score": tw.alibi(torch.ones(4))}, {"dropout_p": 0.5, "dropout_seed": 1},
                                      {"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}], ids=["score", "dropout", "predicate"])  # fmt: skip
 def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(options, monkeypatch):
-    monkeypatch.setattr(backward_config, "TABLE", {dims: replace(row, one_pass_from=0) for dims, row in TABLE.items()})
+    monkeypatch.setattr(
+        backward_config,
+        "TABLE",
+        {dims: replace(row, one_pass_from=0, counted_from=None) for dims, row in TABLE.items()},
+    )
     for d in (64, 96, 128, 256):
         x = backward_config.choose(small(d=d, **options).p)
         assert x.pairs
@@ -241,7 +245,11 @@ def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(op
 def launched(monkeypatch):
     """The arguments of each launch; dQ is summed however few keys there are."""
     found = []
-    monkeypatch.setattr(backward_config, "TABLE", {dims: replace(row, one_pass_from=0) for dims, row in TABLE.items()})
+    monkeypatch.setattr(
+        backward_config,
+        "TABLE",
+        {dims: replace(row, one_pass_from=0, counted_from=None) for dims, row in TABLE.items()},
+    )
     put = lambda x, numbers: lambda *tensors: found.append((x.name, tensors[:7], tensors[7:], numbers))  # noqa: E731
     bound = lambda x: SimpleNamespace(bound=lambda given, made, numbers: put(x, numbers))  # noqa: E731
     monkeypatch.setattr(library, "function", bound)

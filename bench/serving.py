@@ -281,6 +281,7 @@ class Kind:
     options: Callable[[str], dict] = lambda device: {}
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     scales: str = ""  # of a cache in 8 bits: "heads", "sequences" or "tokens"
+    latent: bool = False  # whether v is the first half of k's columns
 
 
 KINDS = (
@@ -321,6 +322,8 @@ KINDS = (
     ),
     Kind("8 bits, sequences", 48, 4, options=lambda device: {"score": tw.softcap(5.0)}, scales="sequences"),
     Kind("8 bits, chunk", 64, 300, options=lambda device: {"causal": True}, scales="tokens"),
+    Kind("latent, decode", 64, latent=True),
+    Kind("latent, chunk", 64, 70, options=lambda device: {"causal": True}, latent=True),
     Kind("deterministic", 64, options=lambda device: {"deterministic": True}),
 )
 
@@ -365,6 +368,7 @@ def check(device: str) -> Iterator[tuple[str, str]]:
     for kind in KINDS:
         for dtype in kind.dtypes:
             q, cache, cu = ragged(device, kind.page_size, min(kind.queries, most), kind.packed, dtype, longest)
+            cache = cache._replace(v_pages=cache.k_pages[..., :32]) if kind.latent else cache
             cache = in_8_bits(cache, kind.scales) if kind.scales else cache
             options = kind.options(device)
             o, lse = tw.attention_paged_with_lse(q, cache, cu, backend="triton", **options)

@@ -112,16 +112,17 @@ def queries_outside(q: Tensor, k: Tensor, v: Tensor, pattern: Tensor | None) -> 
     return tw.attention(q, k, v, mask=mask_of(q, k, pattern), backend="triton")[0].transpose(0, 1)
 
 
-_masks: dict[int, tw.Mask] = {}
+_masks: dict[tuple[int, int], tuple[Tensor, tw.Mask]] = {}
 
 
 def mask_of(q: Tensor, k: Tensor, pattern: Tensor | None) -> tw.Mask | None:
-    """The mask of a pattern, with its tiles listed at the first call, as for all layers of a model."""
+    """The mask of a pattern, whose tiles are listed at the first call with so many heads, as for all layers of a model."""
     if pattern is None:
         return None
-    if id(pattern) not in _masks:
-        _masks[id(pattern)] = tw.block_sparse(pattern.bool(), ROWS, COLS).prepare(q, k)
-    return _masks[id(pattern)]
+    key = id(pattern), q.shape[2]  # the pattern is kept, so that no other has its id
+    if key not in _masks:
+        _masks[key] = pattern, tw.block_sparse(pattern.bool(), ROWS, COLS).prepare(q, k)
+    return _masks[key][1]
 
 
 # ---- what each counts -----------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_every_example_of_what_one_switches_to_runs_in_a_namespace_of_its_own():
 
 def test_the_page_on_serving_is_one_program():
     texts = [b.text for b in blocks(SERVING.read_text(encoding="utf-8")) if b.language == "python"]
-    assert len(texts) == 5
+    assert len(texts) == 6
     python(ROOT, "-c", "\n".join(texts))
 
 

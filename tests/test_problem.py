@@ -241,17 +241,19 @@ def test_a_wrong_call_is_a_value_error_that_says_what_came_and_what_to_do(name, 
         (lambda q, cache: tw.attention_paged(q[..., :3], cache), "attention_paged was called wrongly\n    q (2, 8, 4, 3)"),
         (lambda q, cache: tw.attention_paged(q, cache._replace(seqlens_k=torch.tensor([8, 8]))), "seqlens_k.to(torch.int32)"),
         (lambda q, cache: tw.attention_paged(q, (q, q)), "what tw.paged(...) or tw.dense_cache(...) returns, got tuple"),
+        (lambda q, cache: tw.append(cache, q[:, 0], q[:, 0]), "one row a sequence is k.unsqueeze(1)"),
+        (lambda q, cache: tw.attention(q, q, q, sink=0.0), "torch.tensor(sink, dtype=torch.float32, device=q.device)"),
         (lambda q, cache: tw.append((q, q), q, q), "what tw.paged(...) or tw.dense_cache(...) returns, got tuple"),
     ],
     ids=[
         "no-batch", "mask-by-name", "softcap-number", "no-ranks", "not-packed", "cu-list", "cu-float", "no-rows", "head-dim",
-        "long-lengths", "paged-tuple", "append-tuple",
+        "long-lengths", "paged-tuple", "append-rows", "sink-number", "append-tuple",
     ],
 )  # fmt: skip
 def test_an_error_says_the_way_to_the_call_that_was_likely_meant(call, says):
     q = normal(2, 8, 4, 16)
     with pytest.raises(ValueError, match=re.escape(says)):
-        call(q, tw.dense_cache(q, q, torch.tensor([8, 8], dtype=torch.int32)))
+        call(q, tw.dense_cache(q, q.clone(), torch.tensor([8, 8], dtype=torch.int32)))
 
 
 def test_the_call_that_wrong_ones_are_made_of_is_right():

@@ -19,6 +19,8 @@ REFERENCE = "docs/reference.md"
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+)(?:#[^)\s]*)?\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(?:\\\(|\\\[)?(.*?)(?:\\\)|\\\])?</\1>', re.DOTALL)
 TAG = re.compile(r"\\tag\{(\d+)\}")
+# What latex2mathml does not know; and roots, whose sign browsers leave out where no mathematical font is installed: write a power.
+NOT_DRAWN = ("<mi>&</mi>", "<mi>\\", "<msqrt>", "<mroot>")
 FROM_ELSEWHERE = re.compile(r'<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
 
 
@@ -55,7 +57,10 @@ def on_page_content(content: str, **_) -> str:
 def _formula(found: re.Match) -> str:
     latex, tag = html.unescape(found[2]).strip(), TAG.search(found[2])
     display = "block" if found[1] == "div" else "inline"
-    mathml = convert(TAG.sub("", latex), display=display)
+    # The converter knows `aligned` by the name of the environment outside a formula, which looks the same.
+    mathml = convert(TAG.sub("", latex).replace("{aligned}", "{align*}"), display=display)
+    if any(x in mathml for x in NOT_DRAWN):
+        raise PluginError(f"a formula has what the site cannot draw: {latex}")
     if display == "inline":
         return mathml
     number = f'<span class="formula-number">({tag[1]})</span>' if tag else ""

@@ -24,7 +24,7 @@ CONTEXTS = (1024, 4096, 16384, 65536)
 LONGEST = CONTEXTS[-1]
 SIZES = GPTConfig(layers=6, d_model=512, heads_q=4, heads_k=4, d_hidden=1408, context=CONTEXTS[0])
 SHORT = TrainConfig(steps=800, context=1024, batch_size=64, learning_rate=2e-3, warmup_steps=100)
-LONG = TrainConfig(steps=100, context=LONGEST, batch_size=2, learning_rate=6e-4, warmup_steps=10, seed=1)
+LONG = TrainConfig(steps=120, context=LONGEST, batch_size=2, learning_rate=6e-4, warmup_steps=10, seed=1)
 HELD_OUT = 16 * LONGEST
 POSITIONS = (0, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Where the held-out loss by position is cut."""

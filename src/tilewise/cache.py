@@ -197,8 +197,9 @@ def _append_reasons(
     quantised, reasons = isinstance(cache, QuantizedCache), []
     for name, x, pool in named:
         if x.ndim != ndim or pool.ndim != 4:
+            likely = f"; packed rows come with cu_seqlens_q, one row a sequence is {name}.unsqueeze(1)" * (x.ndim == 3)
             reasons.append(
-                f"{name} has {x.ndim} dimensions, {layout} has {ndim}; its pages {pages.LAYOUT} have {pool.ndim}"
+                f"{name} has {x.ndim} dimensions, {layout} has {ndim}; its pages {pages.LAYOUT} have {pool.ndim}{likely}"
             )
         elif x.shape[-2:] != pool.shape[-2:]:
             reasons.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -38,6 +39,52 @@ BACKENDS = (
     Row("triton", "tilewise.backends.triton:Triton", ("cuda",)),
     Row("portable", "tilewise.backends.portable:Portable", None),  # last: it refuses nothing
 )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured exception to that order: a softcap at which the backend ``faster`` goes before the others, in 16 bits.
+
+    Attributes:
+        mask, head_dim, least: the mask's text, the head dim of q, k and v, and the shortest sequence, for which it holds.
+        rates: TFLOP/s of ``faster`` and of ``slower``, both forward and backward, as the lines of bench/results with this
+            ``run`` and ``case`` say.
+    """
+
+    faster: str
+    slower: str
+    mask: str
+    head_dim: int
+    least: int
+    rates: str
+    run: str
+    case: str
+
+    def holds(self, p: Problem) -> bool:
+        plain = p.spec.mask_text == self.mask and not (p.packed or p.paged or p.spec.dropout_p)
+        sizes = (p.head_dim, p.head_dim_v) == (self.head_dim, self.head_dim) and min(
+            p.seqlen_q, p.seqlen_k
+        ) >= self.least
+        return plain and sizes and p.dtype.itemsize == 2 and bool(_SOFTCAP.fullmatch(str(p.spec.score)))
+
+    @property
+    def why(self) -> str:
+        return f"was measured to be faster for this softcap: {self.rates} (bench/results, {self.run}, {self.case})"
+
+
+_SOFTCAP = re.compile(r"([0-9.e+]+) \* tanh\(s / \1\)")
+MEASURED = (
+    Measured(
+        faster="triton",
+        slower="hopper",
+        mask="causal()",
+        head_dim=128,
+        least=16384,
+        rates="420 / 385 TFLOP/s forward / backward, not 390 / 348",
+        run="h200-masks",
+        case="h200-causal-softcap-30-d128-h16-16",
+    ),
+)
 NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None, "runs only when named"),)
 
 
@@ -65,7 +112,12 @@ def candidates(p: Problem) -> list[str]:
     if p.spec.backend is not None:
         return [p.spec.backend]
     names = [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
-    return sorted(names, key=lambda name: not backend(name).preferred(p))
+    return sorted(names, key=lambda name: not _why_first(name, p))
+
+
+def _why_first(name: str, p: Problem) -> str:
+    """Why a backend is tried before those of earlier rows of :data:`BACKENDS`: what it does, or a measurement; empty: it is not."""
+    return backend(name).preferred(p) or next((x.why for x in MEASURED if x.faster == name and x.holds(p)), "")
 
 
 What = Literal["attention", "forward mode", "second derivatives"]
@@ -257,7 +309,7 @@ def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
         return reasons
     if p.spec.backend is not None or chosen is None:
         return [row.only_named or "not asked for"]
-    because = backend(chosen).preferred(p)
+    because = _why_first(chosen, p)
     return [row.only_named or f"comes after {chosen}" + (f", which {because}" if because else "")]
 
 

@@ -85,25 +85,35 @@ class Near:
         return not (self.below or self.above)
 
 
-def near(p: Problem, lookup: Expr) -> Near:
-    """The distances at which a lookup :func:`by_distance` may read different elements of its tensor.
+def indices(p: Problem, lookup: Expr, start: int, stop: int) -> dict[int, torch.Tensor] | None:
+    """The indices of a lookup :func:`by_distance` at the distances in ``[start, stop)``, int64, by axis; of the axes that move.
 
-    All that are visible, where the index reads a tensor or moves with b or h other than as an index of its own.
+    None where they read a tensor, or move with b or h too: they are not known before a call.
     """
-    low, high = visible(p)
-    every = Near(low, high + 1, False, False)
-    moving = [(axis, x) for axis, x in enumerate(lookup.args[1:]) if {"i", "j"} & expr.depends_on(x)]
-    index = [x for _, x in moving]
-    if low >= high or expr.lookups(*index) or expr.depends_on(*index) & ({"b", "h"} | varying(p)):
-        return every
-    line = torch.arange(low, high + 1, device="cpu")
+    moving = {axis: x for axis, x in enumerate(lookup.args[1:]) if {"i", "j"} & expr.depends_on(x)}
+    index = list(moving.values())
+    if expr.lookups(*index) or expr.depends_on(*index) & ({"b", "h"} | varying(p)):
+        return None
+    line = torch.arange(start, stop, device="cpu")
     sizes = {"seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k, "off": 0 if p.packed else p.seqlen_k - p.seqlen_q}
     env = {name: torch.tensor(size, device="cpu") for name, size in sizes.items()}
     env |= {"i": line, "j": torch.zeros_like(line)}
     shape = p.extras[lookup.args[0][1]].shape
-    changes = torch.zeros(len(line) - 1, dtype=torch.bool, device="cpu")
-    for (axis, _), at in zip(moving, expr.evaluate(index, env, [], torch.float32), strict=True):
-        at = at.clamp(0, max(shape[axis] - 1, 0)).expand_as(line)
+    found = zip(moving, expr.evaluate(index, env, [], torch.float32), strict=True)
+    return {axis: x.clamp(0, max(shape[axis] - 1, 0)).expand_as(line) for axis, x in found}
+
+
+def near(p: Problem, lookup: Expr) -> Near:
+    """The distances at which a lookup :func:`by_distance` may read different elements of its tensor.
+
+    All that are visible, where the :func:`indices` are not known.
+    """
+    low, high = visible(p)
+    found = indices(p, lookup, low, high + 1) if low < high else None
+    if found is None:
+        return Near(low, high + 1, False, False)
+    changes = torch.zeros(high - low, dtype=torch.bool, device="cpu")
+    for at in found.values():
         changes |= at[1:] != at[:-1]
     places = changes.nonzero().flatten()
     if not len(places):

@@ -39,7 +39,11 @@ def quantised_reasons(k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """Reasons against the dtypes of a quantised cache's pages."""
     if not (k.dtype == v.dtype == FLOAT8):
         return [f"k_scale and v_scale belong to pages of float8_e4m3fn, these are {k.dtype} and {v.dtype}"]
-    return [] if spec.quantised else ["pages of float8_e4m3fn come without scales; tw.paged makes a cache with them"]
+    return (
+        []
+        if spec.quantised
+        else ["pages of float8_e4m3fn come without scales; give them: tw.paged(..., k_scale=..., v_scale=...)"]
+    )
 
 
 def scale_reasons(k: Tensor, scales: Sequence[Tensor], batch: int) -> list[str]:

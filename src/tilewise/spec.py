@@ -318,8 +318,9 @@ def _called(paged: bool, packed: bool) -> str:
 
 def _as_tensor(name: str, x: object) -> str:
     """The way from an argument that is no tensor to one; empty where there is none."""
-    if isinstance(x, (list, tuple)) and name not in "qkv":
-        return f"; make it one: torch.tensor({name}, dtype=torch.int32, device=q.device)"
+    if isinstance(x, (int, float, list, tuple)) and name not in "qkv":
+        dtype = "float32" if name == "sink" or name.endswith("scale") else "int32"
+        return f"; make it one: torch.tensor({name}, dtype=torch.{dtype}, device=q.device)"
     return f"; make it one: torch.from_numpy({name})" if type(x).__name__ == "ndarray" else ""
 
 

@@ -22,6 +22,9 @@ def orders(monkeypatch):
 @pytest.mark.parametrize("name", ["flash1-64", "flash1-sparse-50%", "flash2-sparse-12.5%"])
 def test_an_order_computes_attention(orders, name):
     assert traffic.share(orders[name], "cpu") <= 1
+    order, qkv = orders[name], traffic.tensors(2, "cpu")
+    pattern = None if order.pattern is None else order.pattern.to(torch.int8)
+    assert torch.equal(order.run(*qkv, pattern)[:1], order.run(*(x[:1].contiguous() for x in qkv), pattern))
 
 
 def test_blocks_that_do_not_divide_the_sequence_are_refused():

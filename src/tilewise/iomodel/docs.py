@@ -53,7 +53,8 @@ For these sizes the programs run without their arithmetic, and of the loop passe
 and counts for all; the tests hold that this changes no count.
 
 The predicted time is a bound: for each launch the slowest of products, other operations and each boundary at the data
-sheet's rate, one launch after the other. No kernel reaches it. Caches that a program does not control (L2) are not modelled.
+sheet's rate, one launch after the other. No kernel reaches it. Caches that a program does not control (L2) are not modelled;
+[evidence.md](evidence.md) has a GPU's counters beside the counts.
 
 ## GPT-2 medium's attention on an A100
 

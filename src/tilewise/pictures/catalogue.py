@@ -81,7 +81,8 @@ PAGE = """# Masks and scores to look at
 
 Every mask and score of the catalogue, drawn by the rules of `tiles.py` for {size} queries (rows, from the top) and {size} keys (columns)
 in tiles of {tile} x {tile}. A kernel computes a *full* tile without looking at the mask, looks at every pair of a *partial* tile, and skips
-the others, whose keys it never loads. Larger sizes: [the explorer](explorer.html), one file to open in a browser, or the command
+the others, whose keys it never loads. For other sizes there are [the explorer](explorer.html), one file to open in a browser, and the
+command
 
 ```
 tilewise show "causal() & window(256, 0)" --seqlen 1024 --tile 128 --png mask.png
@@ -97,7 +98,20 @@ Blue pairs lie in full tiles, orange ones in partial tiles; pale pairs of a part
 A score changes `s = softmax_scale · q·k` before the mask. The pictures show what it makes of s = 0 at each pair, the largest value darkest;
 where the place does not matter, the curve from s = -100 to 100, beside the line of a score that changes nothing.
 
-{scores}"""
+{scores}
+## A call
+
+`tw.explain(q, k, v, ...).plot()` draws the tiles that the chosen backend visits for a call, and its score, above what `explain` says.
+Here it is a causal window of 1,024 keys that stays within documents, with linear biases.
+
+![The tiles of a call, its score, and what explain says of it](img/explain-plot.png)
+
+## The explorer
+
+[explorer.html](explorer.html) needs no server: choose masks, a score and sizes, and see the tiles, the bytes that they move and the code.
+
+![The explorer: causal and documents, 2,048 queries and 3,072 keys](img/explorer.png)
+"""
 
 
 def first_sentence(heading: str) -> str:

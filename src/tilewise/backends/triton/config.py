@@ -302,6 +302,8 @@ PAIRED = {
 }
 # dK dV beside a tensor that is read by distance: at D 128 tiles of 64 x 64 spill. docs/decisions.md#triton-diagonals
 DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tma((32, 64, 4, 3))))}
+# Where v lies in k's memory, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
+LATENT = {"sm90": (Choices(576, forward=_tma((64, 64, 8, 2))),)}
 # Where one query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
 DECODING = {
     "sm90": (

@@ -15,6 +15,7 @@ from tilewise import device as devices
 from tilewise.backends.triton.config import (
     DECODING,
     INTERPRETED,
+    LATENT,
     OVERLAPPING,
     UNLIMITED,
     Config,
@@ -106,6 +107,8 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
     arch, size = machine.arch, problem.dtype.itemsize
     by_width = table(arch, size, products)
     tiles = measured or (row_for(by_width, problem) or by_width[-1]).forward
+    if problem.latent and size == 2 and measured is None and (row := row_for(LATENT.get(arch, ()), problem)):
+        tiles = row.forward[0]
     # Packed, other sequences of the batch decide whether rows are few on average: a deterministic choice does not look.
     rows = tiles.tile_m if problem.packed and problem.spec.deterministic else rows_of_sequence(problem)
     few = row_for(DECODING.get(arch, ()), problem) if size == 2 else None
@@ -140,10 +143,8 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
         tiles = replace(tiles, num_stages=-(-tiles.num_stages * E4M3_BYTES // problem.dtype.itemsize) + turned)
     each = E4M3_PAIR if problem.quantised else 1
     widths = tuple(each * columns(d // each, tiles) for d in (problem.head_dim, problem.head_dim_v))
-    if problem.latent:
-        widths = (widths[0], 0)
     streams = Streams(plain=problem.spec.region.predicate is None)
-    return shared_memory("paged", tiles, widths, problem.dtype.itemsize, streams, arch)
+    return shared_memory("latent" if problem.latent else "paged", tiles, widths, problem.dtype.itemsize, streams, arch)
 
 
 def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:

@@ -86,7 +86,7 @@ def shared_memory(
     """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
 
     Args:
-        kernel: "forward", "merge", "paged", "merge_rows", "dkdv", "dk", "dv", "dq", "delta", "tile" or "strip".
+        kernel: "forward", "merge", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq", "delta", "tile" or "strip".
         widths: :func:`columns` of q, k and of v.
     """
     w, wv = widths
@@ -98,6 +98,7 @@ def shared_memory(
     rows = {
         "forward": m * w + stages * n * (w + wv),
         "paged": m * w + stages * n * (w + wv),
+        "latent": m * w + stages * n * w + m * n,  # v is in k; P changes its layout
         "dkdv": n * (w + wv) + over_keys,
         "dk": n * (w + wv) + over_keys,
         "dv": n * w + over_keys,
@@ -115,8 +116,9 @@ def shared_memory(
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
     pairs += m * n * itemsize if bytes_ and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet
-    scratch = max(scratch, 4096) if w & (w - 1) else scratch
-    scratch += 128 if w > WIDEST_PIECE else 0
+    if kernel != "latent":
+        scratch = max(scratch, 4096) if w & (w - 1) else scratch
+        scratch += 128 if w > WIDEST_PIECE else 0
     return itemsize * rows[kernel] + statistics + pairs + scratch
 
 

@@ -49,6 +49,7 @@ class DqOperands(NamedTuple):
 def make_dq_operands(mmas: ClusterMmas, smem: ClusterStorage, config: Backward) -> DqOperands:
     """The operands of the warpgroup."""
     mine, parts = mmas.dq.get_slice(0), config.keys.parts + 1
+    # Parts of K transposed, (64 columns, 64 keys): in dQ = dS K the keys are what is summed over.
     columns = [cute.local_tile(transposed(smem.k), (ROWS, ROWS, parts), (n, 0, 0)) for n in range(HALVES)]
     return DqOperands(
         mmas.dq,

@@ -67,10 +67,12 @@ def allocate(tmas: QueriesTmas, config: Backward) -> QueriesStorage:
     """Allocates in the order of :attr:`QueryTiles.shared`."""
     allocator, tiles = cutlass.utils.SmemAllocator(), config.queries
     full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + mailbox_words(config, tiles.warpgroups))
+    # Q and dO of every warpgroup, then the ring; a stage holds a block of K or of V, or of O while statistics are made.
     sizes = (*[tiles.warpgroups * tiles.tile_elements] * 2, tiles.stages * tiles.stage_elements)
     q, do, k = (allocate_elements(allocator, elements, config.dtype) for elements in sizes)
     empty, held_full = full + tiles.stages, full + 2 * tiles.stages
     held_empty, done = held_full + tiles.warpgroups, held_full + 2 * tiles.warpgroups
+    # dQ is stored from Q's memory: after a tile's last block nobody reads Q.
     views = (q, tmas.q), (do, tmas.do), (q, tmas.dq), (k, tmas.k), (k, tmas.v)
     barriers = full, empty, held_full, held_empty, done
     boxes = mailboxes(full + tiles.barriers + 1)
@@ -92,5 +94,6 @@ def init_barriers(smem: QueriesStorage, config: cutlass.Constexpr):
                 cute.arch.mbarrier_init(smem.held_empty + n, 1)  # store -> load_rows
                 cute.arch.mbarrier_init(smem.done + n, 128)  # warpgroup n -> store
             init_mailboxes(smem.boxes, config)
+    # The copy engine sees the barriers after the fence, the other threads after the sync.
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()

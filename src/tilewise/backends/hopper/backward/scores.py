@@ -45,6 +45,7 @@ class ColumnLimits(NamedTuple):
     @classmethod
     def of(cls, lower: list | None, upper: list | None) -> ColumnLimits:
         """The limits from columns of the whole matrix."""
+        # Counted from the thread's own columns once a tile: a block then subtracts its start alone.
         start = column_of(cute.arch.thread_idx()[0] % 128, 0)
         return cls(tuple(None if end is None else [n - start for n in end] for end in (lower, upper)))
 
@@ -74,6 +75,7 @@ class ScoreBlock(NamedTuple):
         """The score and slope of each pair and, where some pairs may be hidden, whether the predicate keeps it."""
         if config.traced == PLAIN:
             return None
+        # In a whole block every pair is kept, and the predicate is not computed.
         hides = self.limits is not None and config.traced.keep
         return expression.Values(
             [*config.traced.trees(), *([expr.parse(config.traced.keep)] if hides else [])], self.pairs
@@ -157,6 +159,7 @@ def score_point(
 
 def probability(point: ScorePoint, lse2, column: int, ends, params: BackwardParams):
     """``P = 2**(score · scale2 - lse2)``, selected to 0 unless ``ends[0] <= column < ends[1]``; an end that is None is unbounded."""
+    # Of a hidden pair it may be infinite: so P is selected to 0, not multiplied by it.
     p = cute.math.exp2(point.score * params.scale2 - lse2, fastmath=True)
     if point.keep is not None:
         p = choose(point.keep, p, 0.0)
@@ -187,4 +190,5 @@ def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta, kept=None, params: B
         for c in range(cute.size(dp, mode=[1])):
             # Dropout acts here on the dP that enters dS.
             value = dp[r, c] if kept is None else choose(kept(r, c), dp[r, c] * params.extra.keep, 0.0)
+            # (14), in fp32: dS is rounded once, where it becomes an operand.
             dp[r, c] = F32(p[r, c]) * (value - delta(r, c))

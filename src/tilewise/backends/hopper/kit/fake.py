@@ -18,6 +18,7 @@ NUMBERS = {"i": I32, "f": F32}  # by the letters of :attr:`tilewise.backends.hop
 
 def strides(count: int, divisibility: int = 1) -> tuple:
     """So many 64-bit strides, each a symbol of its own and a multiple of ``divisibility`` elements."""
+    # 64 bits, since a stride of heads or batch elements may be above 2³¹.
     return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
 
 

@@ -65,6 +65,7 @@ def ragged(tensor: cute.Tensor, columns_first: bool = False) -> cute.Tensor:
 
 def matrix(tensor: cute.Tensor, head, span: Span, columns_first: bool) -> cute.Tensor:
     """A head's rows of one sequence, of :func:`ragged`'s coordinates."""
+    # Row LONG - size + i of the ragged view is row end - size + i: the sequence's own row i.
     first = LONG - span.size
     return cute.domain_offset((0, first) if columns_first else (first, 0), tensor[None, None, head, span.end, LONG])
 

@@ -83,7 +83,7 @@ class Call:
             k_scale=inputs.k_scale,
             v_scale=inputs.v_scale,
             piece=self.plan.piece_start,
-            leaves=tuple(inputs.leaves[slot] for slot in self.plan.emitted.slots),
+            leaves=tuple(self.plan.leaves(inputs)),
             **named,
         )
 

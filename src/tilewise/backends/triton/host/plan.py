@@ -131,7 +131,7 @@ class Decisions:
     @cached_property
     def leaf_names(self) -> tuple[str, ...]:
         """Names of the addresses of the leaves that kernels read."""
-        return tuple(f"leaves[{n}]" for n in range(len(self.emitted.slots)))
+        return tuple(f"leaves[{n}]" for n in range(len(self.emitted.slots) + len(self.emitted.lines)))
 
     @cached_property
     def grad_names(self) -> tuple[str, ...]:
@@ -140,8 +140,9 @@ class Decisions:
 
     @cached_property
     def extents(self) -> tuple[tuple[int, ...], ...]:
-        """Size and stride of every axis, for each leaf that kernels read."""
-        return tuple(extents_of(x.shape, x.stride) for x in (self.problem.extras[n] for n in self.emitted.slots))
+        """Size and stride of every axis, for each leaf that kernels read, and each line."""
+        leaves = [extents_of(x.shape, x.stride) for x in (self.problem.extras[n] for n in self.emitted.slots)]
+        return (*leaves, *[extents_of(x.shape, x.stride()) for x in self.emitted.lines])
 
     @cached_property
     def grad_extents(self) -> tuple[tuple[int, ...], ...]:
@@ -195,7 +196,8 @@ class Plan(Decisions):
         record: takes every launch in its place, where launches are to be listed and not run.
         facts_made, layouts, sizes, descriptors, compiled: caches; ``compiled`` holds kernels by the identity of their
             function, sizes and facts.
-        tile_lists: lists of a predicate's tiles. indices: at which elements of a leaf the distances of a read by distance are read.
+        tile_lists: lists of a predicate's tiles. lines: ``Emitted.lines`` by device.
+        indices: at which elements of a leaf the distances of a read by distance are read.
         forward_again: launches a forward once more; False, and nothing launched, where a tensor is not aligned as the first call's.
         backward_again: by dO's strides, what launches a backward once more, given what it writes, and gives the leaves' gradients; None
             as above.
@@ -208,6 +210,7 @@ class Plan(Decisions):
     descriptors: Memo[tuple, Any] = field(default_factory=Memo)
     compiled: dict[tuple, Any] = field(default_factory=dict)
     tile_lists: PerTensors = field(default_factory=PerTensors)
+    lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
     indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
     forward_again: Callable[[Inputs, Output], bool] | None = None
     backward_again: dict[tuple[int, ...], Callable[..., dict[int, Tensor] | None]] = field(default_factory=dict)
@@ -241,6 +244,12 @@ class Plan(Decisions):
     def facts(self, tiles: Tiles, align: int, **chosen: object) -> Facts:
         """The compile-time part of a launch: :func:`all_facts` with ``chosen`` in place of its defaults."""
         return self.facts_made.of((tiles, align, *chosen.items()), lambda: all_facts(self, tiles, align, chosen))
+
+    def leaves(self, inputs: Inputs) -> list[Tensor]:
+        """The tensors that kernels read as ``work.leaves``: those of the mask and the score, then lines."""
+        device = inputs.q.device
+        lines = self.lines.of(device, lambda: tuple(x.to(device) for x in self.emitted.lines))
+        return [*[inputs.leaves[slot] for slot in self.emitted.slots], *lines]
 
     @cached_property
     def regrouped(self) -> Plan | None:

@@ -37,7 +37,7 @@ def prepared(call: Call, launches: list[Launched]) -> bool:
 
 def shared_addresses(plan: Plan, inputs: Inputs) -> dict[str, int] | None:
     """The addresses that forward and backward have in common beside q, k and v; None where one is not aligned that has to be."""
-    leaves = [inputs.leaves[slot].data_ptr() for slot in plan.emitted.slots]
+    leaves = [x.data_ptr() for x in plan.leaves(inputs)]
     seed = address(inputs.seed)
     if reduce(operator.or_, leaves, seed) % 16:
         return None

@@ -2,7 +2,7 @@
 
 Kernels see two neighbours of a row as one int16: so tiles are loaded, turned and brought into the layouts of matrix units as those of
 16-bit numbers are, and become two tiles, of the even and of the odd columns. Read as bytes, values would reach the matrix units one
-byte a load (docs/decisions.md#triton-e4m3-pairs).
+byte a load (docs/decisions.md#triton-pages).
 """
 
 # ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's

@@ -30,10 +30,10 @@ from itertools import chain
 import torch
 
 from tilewise import expr
+from tilewise.backends.triton.kernels.distant import near_of_all, parts_by_distance, read_at_distance, with_lines
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
 from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts
 from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
-from tilewise.distances import by_distance, near
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
 from tilewise.masks.facts import Condition, monotone_terms
@@ -56,11 +56,12 @@ class Emitted:
         functions: by name; a part that the problem does not have is missing.
         numbers: the values of ``work.numbers``.
         slots: the extras that ``work.leaves`` holds, in order.
-        reads: how the gradient of each read of a leaf is summed; one by distance may be several (:func:`_parts`).
+        reads: how the gradient of each read of a leaf is summed; one by distance may be several (:func:`parts_by_distance`).
         hides: whether the score may be -inf, or its slope not finite, where s is finite.
         binary: whether the score is in units of log2.
         bounded: whether it is binary and at most BOUND, for inputs in bf16.
         digest: of the source, so that compiled kernels are told apart.
+        lines: int32 tensors that ``work.leaves`` holds behind the extras (:func:`with_lines`).
     """
 
     functions: dict[str, object]
@@ -71,6 +72,7 @@ class Emitted:
     binary: bool
     bounded: bool
     digest: str
+    lines: tuple[torch.Tensor, ...] = ()
 
 
 def emit(
@@ -93,43 +95,48 @@ def emit(
     small = max(problem.totals) < SMALL
     layouts = leaf_layouts({n: problem.extras[n] for n in slots}, (problem.seqlen_q, problem.seqlen_k), lookups)
     slots += tuple(moved for slot, moved in (tangents or {}).items() if slot in slots)
-    position = {slot: n for n, slot in enumerate(slots)}
+    # The tensors of lines lie behind the leaves.
+    distances = near_of_all(problem) if tangents is None else None
+    score, lines = (spec.score, ()) if distances is None else with_lines(problem, distances)
+    distant = None if distances is None else []
+    position = {
+        slot: n for n, slot in enumerate((*slots, *range(len(problem.extras), len(problem.extras) + len(lines))))
+    }
     writer = partial(Writer, position, layouts, wide, small)
     source = _mask_functions(region, partial(Writer, position, {}, wide, small), writer, numbers)
-    distances = _near(problem) if tangents is None else None
-    distant = None if distances is None else []
     if distances is not None:
         bounds = [expr.abstract(expr.number(n), numbers) for n in distances]
         source.append(_together(writer(), "near", bounds))
-    parts = [_parts(problem, read) for read in classify(problem)]
+    parts = [parts_by_distance(problem, read) for read in classify(problem)]
     if tangents is not None:
         # The passes for TILES and DIAGONALS (pair_bias.py, diagonals.py) sum dZ alone. A tangent of it has two terms, and
         # its pairs are scattered.
         how = {TILES: SCATTER, DIAGONALS: SCATTER}
         parts = [(replace(read, how=how.get(read.how, read.how)),) for read in classify(problem)]
     binary = bounded = hides = False
-    if spec.score is not None:
+    if score is not None:
         writer = partial(writer, described=described, distant=distant)
-        lines, binary, bounded = _of_score(problem, writer, numbers, parts, tangents)
-        source, hides = source + lines, _hides(spec.score)
-    source += [_read_at_distance(n, body) for n, body in enumerate(distant or ())]
+        of_score, binary, bounded = _of_score(problem, score, writer, numbers, parts, tangents)
+        source, hides = source + of_score, _hides(score)
+    source += [read_at_distance(n, body) for n, body in enumerate(distant or ())]
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
     reads = tuple(chain.from_iterable(parts))
-    return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest)
+    return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest, lines)
 
 
 def _of_score(
     problem: Problem,
+    score: Expr,
     writer: Callable[..., Writer],
     numbers: list[float],
     parts: list[tuple[Read, ...]],
     tangents: Mapping[int, int] | None,
 ) -> tuple[list[str], bool, bool]:
-    """The functions of a problem's score and of its derivatives, and whether it is binary and bounded (:class:`Emitted`).
+    """The functions of a problem's ``score`` and of its derivatives, and whether it is binary and bounded (:class:`Emitted`).
 
     The score's numbers are appended to ``numbers``.
     """
-    half, score = problem.dtype.itemsize == 2, expr.abstract(problem.spec.score, numbers)
+    half, score = problem.dtype.itemsize == 2, expr.abstract(score, numbers)
     factors = Factors(numbers, problem.softmax_scale)
     root = factors.collected(score)
     # Where the score has a factor anyway, log2 e becomes a part of it: no multiplication more. fp32 stays in base e
@@ -177,46 +184,6 @@ def emit_mask(region: Region, leaves: Sequence[TensorFacts], lengths: tuple[int,
         source += _corner_functions(terms, of_lines, numbers)
     functions, digest = _module("\n\n".join(source))
     return Emitted(functions, tuple(numbers), slots, (), False, False, False, digest)
-
-
-# -- Reads by distance ---------------------------------------------------------------------------------------------
-
-
-def _near(problem: Problem) -> tuple[int, int] | None:
-    """The distances i - j in ``[start, stop)`` beyond which each of the score's reads by distance reads one element of its tensor;
-    None where there are no such reads, or no distances beyond."""
-    reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
-    found = [near(problem, x) for x in reads if by_distance(*x.args[1:])]
-    if problem.paged or not found or any(x.everywhere for x in found):
-        return None
-    return min(x.start for x in found), max(x.stop for x in found)
-
-
-def _parts(problem: Problem, read: Read) -> tuple[Read, ...]:
-    """The sums that make one read's gradient: by distance near the diagonal, by rows on either side, where its index is constant."""
-    if read.how != DIAGONALS:
-        return (read,)
-    found = near(problem, read.expr)
-    parts = (replace(read, distances=(found.start, found.stop)),) if found.start < found.stop else ()
-    parts += (replace(read, how=ROWS, distances=(None, found.start)),) if found.below else ()
-    parts += (replace(read, how=ROWS, distances=(found.stop, None)),) if found.above else ()
-    return parts or (replace(read, how=ROWS, distances=(None, found.start)),)  # no pair is kept: a sum of none
-
-
-def _read_at_distance(n: int, body: str) -> str:
-    """The function that reads a tile's elements of a tensor, or the one element of a tile that is far from the diagonal."""
-    lines = [
-        "if len(work.far) == 0:",
-        f"    return element_{n}(b, h, i, j, work)",
-        "else:",
-        "    if work.far[0]:",
-        f"        value = tl.broadcast_to(element_{n}(b, h, work.far[1], work.far[2], work), (i + j).shape)",
-        "    else:",
-        f"        value = element_{n}(b, h, i, j, work)",
-        "    return value",
-    ]
-    element = f"@triton.jit\ndef element_{n}({_KEEP}):\n{body}"
-    return f"{element}\n\n{_function(f'at_distance_{n}', _KEEP, lines)}"
 
 
 # -- Functions of a module -----------------------------------------------------------------------------------------

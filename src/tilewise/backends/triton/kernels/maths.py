@@ -39,6 +39,7 @@ def floordiv(x, y):
     else:
         quotient = x // y
         rest = x - quotient * y
+        # Triton's quotient is rounded towards zero: one too many where a rest is left and the signs differ.
         return quotient - tl.where((rest != 0) & ((rest < 0) != (y < 0)), 1, 0)
 
 
@@ -86,6 +87,10 @@ def element(pointers):
         return tl.inline_asm_elementwise(
             "ld.global.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1
         )
+    elif on_nvidia() and kind == tl.int32:
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
     elif on_nvidia() and (kind == tl.bfloat16 or kind == tl.float16):
         bits = tl.inline_asm_elementwise(
             "ld.global.b16 $0, [$1];", "=h,l", [pointers.to(tl.int64)], dtype=tl.int16, is_pure=False, pack=1
@@ -118,6 +123,7 @@ def scaled_tanh(x, c):
     # From 9 on tanh is 1 in fp32 and the quotient is no fit any more; NaN has to stay NaN.
     x = tl.clamp(x, -9.0, 9.0, propagate_nan=tl.PropagateNan.ALL)
     y = x * x
+    # c times the coefficients costs nothing where c is a scalar: once for a tile, not once an element.
     p = c * NUMERATOR[1] + y * (c * NUMERATOR[2] + y * (c * NUMERATOR[3] + y * (c * NUMERATOR[4])))
     p = c * NUMERATOR[0] + y * p
     q = DENOMINATOR[1] + y * (DENOMINATOR[2] + y * (DENOMINATOR[3] + y * DENOMINATOR[4]))
@@ -253,6 +259,7 @@ def log1p(x):
 def round_even(x):
     """The whole number nearest to x; a half is rounded to the even one."""
     r = tl.floor(x + 0.5)
+    # x + 0.5 went up at a half: back to the even neighbour where r is odd.
     r = tl.where((r - x == 0.5) & (r - 2.0 * tl.floor(r * 0.5) != 0), r - 1.0, r)
     return tl.where(tl.abs(x) < 8388608.0, r, x)  # from 2**23 on every fp32 number is whole
 

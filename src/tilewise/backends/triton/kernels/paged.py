@@ -12,7 +12,7 @@ and head ``r % group`` of the group. With one query and a group of 4, a tile of 
 
 The keys that a tile's rows see, in whole tiles, are cut into as many even splits as the grid has, each of at least
 ``FACTS.split_tiles`` tiles (:func:`split_range`); so where they are cut depends on the sequence alone. Each program leaves the
-state of its rows over its split, and `merge_rows_kernel` merges them. A program without keys leaves lse = -inf and no o.
+state of its rows over its split, and :func:`merge_rows.merge_rows_kernel` merges them. A program without keys leaves lse = -inf and no o.
 
 Numbers of a quantised cache are e4m3, two in each int16 (:mod:`e4m3`), and become numbers of q's dtype, which holds them exactly.
 Tiles of q, k, v and acc are then those of the even columns, and behind them those of the odd ones. Scales multiply the fp32 scores,
@@ -41,8 +41,8 @@ from tilewise.backends.triton.kernels.arguments import (
 from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
 from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax, with_sink
 from tilewise.backends.triton.kernels.mask import key_interval
-from tilewise.backends.triton.kernels.maths import exp, log, plain
-from tilewise.backends.triton.kernels.tile import LN2, accumulate, dot_transposed, rescaled, zeros
+from tilewise.backends.triton.kernels.maths import log, plain
+from tilewise.backends.triton.kernels.tile import LN2, accumulate, dot, dot_transposed, rescaled, zeros
 
 # P times the scale of a value is rounded to q's dtype. Times this power of two as well it keeps as many bits in fp16 as the value
 # times its scale would: e4m3 numbers go up to 448.
@@ -432,21 +432,26 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         k = unpacked_tiles(k, tile.q[0].dtype)
     if FACTS.latent:
         v = first_pieces(k, FACTS)
-    s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
-    # The scale of K comes after the product, in fp32: e4m3 times a scale would be rounded to 16 bits.
-    if FACTS.k_scale == "one":
-        s = s * tile.k_scale
-    elif FACTS.k_scale == "each":
-        s = s * load_scales(tile.k_scale, page, n0, alive, FACTS)[None, :]
-    if FACTS.bounded:  # no exponential overflows, and any m is as exact as the maximum
-        m_new, p = m, bounded_exponentials(s, tile, j, scales, work, FACTS)
-        p = hidden(p, kept, 0.0)
-        l += tl.sum(p, 1)
+    if FACTS.latent:
+        # Where a product leads to another, Triton lets warps share its rows alone: of 64 rows two warp groups would compute the same.
+        # It does not look past a branch. These are always taken, by conditions that differ, or they would become one
+        # (docs/decisions.md#triton-pages).
+        s = tl.full([FACTS.tile_m, FACTS.tile_n], 0.0, tl.float32)
+        for n in tl.static_range(len(k) - 1):
+            if n0 - n < tile.stop:
+                s = dot(tile.q[n], tl.trans(k[n]), s, FACTS)
+        m_new, l_new, rescale = m, l, m
+        p = tl.full([FACTS.tile_m, FACTS.tile_n], 0.0, v[0].dtype)
+        if n0 - len(k) < tile.stop:
+            s = dot(tile.q[len(k) - 1], tl.trans(k[len(k) - 1]), s, FACTS)
+            m_new, l_new, found, rescale = probabilities(
+                s, page, n0, m, l, kept, alive, tile, scales, work, partial, FACTS
+            )
+            p = found.to(v[0].dtype)  # here, so that P changes its layout in 16 bits
     else:
-        if FACTS.general:
-            s = apply_score(s, tile, j, scales, work, FACTS)
-        m_new, p, rescale = online_softmax(hidden(s, kept, float("-inf")), m, scales, partial, FACTS)
-        l = l * rescale + tl.sum(p, 1)
+        s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+        m_new, l_new, p, rescale = probabilities(s, page, n0, m, l, kept, alive, tile, scales, work, partial, FACTS)
+    if not FACTS.bounded:
         acc = rescaled(acc, rescale)
     if len(v) == 0:
         v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
@@ -454,10 +459,35 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         # fp16 holds P too, which is at most 1 without a scale of its own, and takes a third of the instructions that bf16 takes.
         HALF: tl.constexpr = FACTS.v_scale == "one" and not FACTS.bounded and tile.q[0].dtype == tl.bfloat16
         v = unpacked_tiles(v, tl.float16 if HALF else tile.q[0].dtype)
+    acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
+    return m_new, l_new, acc
+
+
+@triton.jit
+def probabilities(s, page, n0, m, l, kept, alive, tile, scales, work, partial: tl.constexpr, FACTS: tl.constexpr):
+    """``(m', l', P, α)`` of (6) from the products ``s`` of the key tile at ``n0``; where scores are bounded, α is of no use.
+
+    Args:
+        kept: bool (tile_m, tile_n), alive: bool (tile_n,); None where every row sees every key.
+    """
+    j = n0 + tl.arange(0, FACTS.tile_n)
+    # The scale of K comes after the product, in fp32: e4m3 times a scale would be rounded to 16 bits.
+    if FACTS.k_scale == "one":
+        s = s * tile.k_scale
+    elif FACTS.k_scale == "each":
+        s = s * load_scales(tile.k_scale, page, n0, alive, FACTS)[None, :]
+    if FACTS.bounded:  # no exponential overflows, and any m is as exact as the maximum
+        p = hidden(bounded_exponentials(s, tile, j, scales, work, FACTS), kept, 0.0)
+        l, rescale, m_new = l + tl.sum(p, 1), m, m
+    else:
+        if FACTS.general:
+            s = apply_score(s, tile, j, scales, work, FACTS)
+        m_new, p, rescale = online_softmax(hidden(s, kept, float("-inf")), m, scales, partial, FACTS)
+        l = l * rescale + tl.sum(p, 1)
+    # The scales of V: columns of P, which l leaves out.
     if FACTS.v_scale == "each":
         p = p * (load_scales(tile.v_scale, page, n0, alive, FACTS) * LIFTED)[None, :]
-    acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
-    return m_new, l, acc
+    return m_new, l, p, rescale
 
 
 @triton.jit
@@ -525,59 +555,3 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
             ok = ok & (within < EACH * PIECES[n][1])[None, :]
         pointers = tensors.o + rows[:, None] + (EACH * PIECES[n][0] + within)[None, :]
         tl.store(pointers, (found * weight[:, None]).to(tensors.o.dtype.element_ty), mask=ok)
-
-
-# -- The merge of split keys ---------------------------------------------------------------------------------------
-
-
-@triton.jit
-def merge_rows_kernel(tensors, sizes, scales, states, states_lse, states_max, FACTS: tl.constexpr):
-    """The merge (8) of the partial states of one row, all splits at once, and the sink; numbers are natural.
-
-    Grid: (tokens · heads_q). States whose lse is -inf are not read.
-
-    Args:
-        states: fp32 (num_splits, tokens, heads_q, head_dim_v).
-        states_lse: fp32 (num_splits, batch, heads_q, seqlen_q), packed (num_splits, heads_q, tokens). states_max: the same of the
-            largest scores, or None.
-    """
-    begin_overlap(FACTS)
-    WIDTH: tl.constexpr = FACTS.pieces_v[0][2]
-    SPLITS: tl.constexpr = FACTS.splits
-    CHUNK: tl.constexpr = FACTS.tile_m  # states that are read at once
-    sizes = plain_sizes(sizes)
-    token, head = tl.program_id(0) // sizes.heads_q, tl.program_id(0) % sizes.heads_q
-    line = tl.cast(head, tl.int64) * sizes.seqlen_q + token
-    lines = tl.cast(sizes.seqlen_q, tl.int64) * sizes.heads_q
-    if not FACTS.packed:
-        b = token // sizes.seqlen_q
-        line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q + token % sizes.seqlen_q
-        lines *= sizes.batch
-    splits = tl.arange(0, SPLITS)
-    parts = tl.load(states_lse + splits.to(tl.int64) * lines + line)  # fp32 (splits,)
-    top = tl.max(parts, 0)
-    l = tl.sum(exp(parts - tl.where(top == float("-inf"), 0.0, top)), 0)  # 0 where no split saw a key
-    lse = tl.where(l == 0, float("-inf"), top + log(l))
-    weight = tl.where(l == 0, 0.0, 1.0 / tl.where(l == 0, 1.0, l))
-    if FACTS.sink:
-        sink = tl.load(tensors.sink + head).to(tl.float32)
-        if FACTS.packed:
-            past = token >= tl.load(tensors.cu_seqlens_q + sizes.batch).to(tl.int32)
-            sink = tl.where(past, float("-inf"), sink)
-        weight, lse = with_sink(weight, lse, l, sink)
-    columns = tl.arange(0, WIDTH)
-    within = columns < FACTS.head_dim_v
-    row = tl.cast(tl.program_id(0), tl.int64) * FACTS.head_dim_v + columns
-    acc = tl.full([WIDTH], 0.0, tl.float32)
-    for first in tl.static_range(0, SPLITS, CHUNK):
-        part = first + tl.arange(0, CHUNK)
-        part_lse = tl.load(states_lse + part.to(tl.int64) * lines + line)
-        # The states of some splits: lse fp32 (CHUNK,), o fp32 (CHUNK, WIDTH).
-        offsets = part.to(tl.int64)[:, None] * (lines * FACTS.head_dim_v) + row[None, :]
-        o = tl.load(states + offsets, mask=(part_lse != float("-inf"))[:, None] & within[None, :], other=0.0)
-        acc += tl.sum(o * exp(part_lse - tl.where(top == float("-inf"), 0.0, top))[:, None], 0)
-    tl.store(tensors.o + row, (acc * weight).to(tensors.o.dtype.element_ty), mask=within)
-    tl.store(tensors.lse + line, lse)
-    if FACTS.max_logit:
-        largest = tl.max(tl.load(states_max + splits.to(tl.int64) * lines + line), 0)
-        tl.store(tensors.max_logit + line, tl.where(l != l, l, largest))

@@ -45,6 +45,7 @@ class Writer:
         small: whether every position is below ``emit.SMALL``.
         rough: whether a tanh of s may err as much as the rounding of s to 16 bits makes it err.
         described: the slot whose tile a descriptor brings, as ``work.pair``; None where there is none.
+        gathers: whether tensors are read by :func:`maths.element`.
         distant: takes functions that read a tensor once for a tile far from the diagonal; None where there are none.
     """
 
@@ -58,9 +59,10 @@ class Writer:
         rough: bool = False,
         described: int | None = None,
         distant: list[str] | None = None,
+        gathers: bool = False,
     ):
         self.position, self.layouts, self.wide, self.small = position, layouts, wide, small
-        self.rough, self.described, self.distant = rough, described, distant
+        self.rough, self.described, self.distant, self.gathers = rough, described, distant, gathers
         self.lines: list[str] = []
         self.roots: list[Expr] = []  # kept, as names go by identity
         self.names: dict[int, str] = {}
@@ -169,6 +171,8 @@ def _text(writer: Writer, node: Expr) -> str:
         # tensor.
         masked = f", mask={inside}, other=0" if inside else ""
         text = f"tl.load(work.leaves[{position}] + ({writer.offset(node, 'extents')}){masked})"
+        if writer.gathers:
+            text = f"maths.element(work.leaves[{position}] + ({writer.offset(node, 'extents')}))"
         return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
     return _operation(writer, node, [writer.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
 
@@ -176,10 +180,8 @@ def _text(writer: Writer, node: Expr) -> str:
 def _at_distance(writer: Writer, lookup: Expr, functions: list[str]) -> str:
     """The name of the function, among ``functions`` from now on, that reads a tensor at a distance i - j: one element where the
     whole tile reads the same (``work.far``)."""
-    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small)
-    leaf = f"work.leaves[{writer.position[lookup.args[0][1]]}]"
-    value = f"maths.element({leaf} + ({inner.offset(lookup, 'extents')}))"
-    value = f"{value}.to(tl.float32)" if expr.kind(lookup) == "float" else value
+    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small, gathers=True)
+    value = _text(inner, lookup)
     body = "\n".join(f"    {line}" for line in [*inner.lines, f"return {value}"])
     if body not in functions:
         functions.append(body)

@@ -1,0 +1,81 @@
+"""Reads of a score's tensors at the distance of a pair: how a module reads them, and the sums that make their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tilewise import expr
+from tilewise.distances import by_distance, indices, near
+from tilewise.expr import Expr
+from tilewise.leaf_gradients import DIAGONALS, ROWS, Read
+from tilewise.problem import Problem
+
+# An index of these operations alone is computed for every pair; any other is looked up.
+_SHORT = ("symbol", "number", "add", "sub", "neg", "mul", "abs", "maximum", "minimum", "clamp_min", "clamp_max")
+
+
+def near_of_all(problem: Problem) -> tuple[int, int] | None:
+    """The distances i - j in ``[start, stop)`` beyond which each of the score's reads by distance reads one element of its tensor;
+    None where there are no such reads, or no distances beyond."""
+    reads = [] if problem.spec.score is None else expr.lookups(problem.spec.score)
+    found = [near(problem, x) for x in reads if by_distance(*x.args[1:])]
+    # Over pages queries may be heads of one row (`query.rows`), so that a tile's distances are not those of its corners.
+    if problem.paged or not found or any(x.everywhere for x in found):
+        return None
+    return min(x.start for x in found), max(x.stop for x in found)
+
+
+def parts_by_distance(problem: Problem, read: Read) -> tuple[Read, ...]:
+    """The sums that make one read's gradient: by distance near the diagonal, by rows on either side, where its index is constant."""
+    if read.how != DIAGONALS:
+        return (read,)
+    found = near(problem, read.expr)
+    # The three lie side by side: each pair counts in one of them, and all add to the same tensor.
+    parts = (replace(read, distances=(found.start, found.stop)),) if found.start < found.stop else ()
+    parts += (replace(read, how=ROWS, distances=(None, found.start)),) if found.below else ()
+    parts += (replace(read, how=ROWS, distances=(found.stop, None)),) if found.above else ()
+    return parts or (replace(read, how=ROWS, distances=(None, found.start)),)  # no pair is kept: a sum of none
+
+
+def read_at_distance(n: int, body: str) -> str:
+    """The function that reads a tile's elements of a tensor, or the one element of a tile that is far from the diagonal."""
+    # The branch is of run time, but for kernels that never ask: Triton drops one side where `work.far` is empty. A whole tile far from
+    # the diagonal then costs one load of 4 bytes, (tile_m, tile_n) the same fp32 number.
+    lines = [
+        "if len(work.far) == 0:",
+        f"    return element_{n}(b, h, i, j, work)",
+        "else:",
+        "    if work.far[0]:",
+        f"        value = tl.broadcast_to(element_{n}(b, h, work.far[1], work.far[2], work), (i + j).shape)",
+        "    else:",
+        f"        value = element_{n}(b, h, i, j, work)",
+        "    return value",
+    ]
+    reading = "\n".join(f"    {line}" for line in lines)
+    heads = [f"@triton.jit\ndef {name}_{n}(b, h, i, j, work):\n" for name in ("element", "at_distance")]
+    return f"{heads[0]}{body}\n\n{heads[1]}{reading}"
+
+
+def with_lines(problem: Problem, distances: tuple[int, int]) -> tuple[Expr, tuple[torch.Tensor, ...]]:
+    """A problem's score with long indices by distance replaced by reads of *lines*, and these: int32, an index for each distance.
+
+    T5's buckets take a logarithm, which every pair of a tile near the diagonal would compute. A line begins at the last
+    distance below ``distances``, and its border stands for all beyond, as an index out of range is clamped.
+    """
+    start, stop = distances
+    # Where the line's first element is read: the writer clamps this index into [0, stop - start + 1].
+    away = expr.symbol("i") - expr.symbol("j") - (start - 1)
+    lines: list[torch.Tensor] = []
+    new: dict[int, Expr] = {}
+    for e in expr.nodes(problem.spec.score):
+        args = tuple(new.get(id(x), x) for x in e.args) if e.op not in ("number", "symbol", "param") else e.args
+        if e.op == "lookup" and by_distance(*e.args[1:]) and any(x.op not in _SHORT for x in expr.nodes(*e.args[1:])):
+            args = list(e.args)
+            # Every read by distance is known here: there would be no distances beyond where one is not.
+            for axis, line in (indices(problem, e, start - 1, stop + 1) or {}).items():
+                args[axis + 1] = Expr("lookup", (("int", len(problem.extras) + len(lines)), away))
+                lines.append(line.int().contiguous())
+        new[id(e)] = Expr(e.op, tuple(args)) if any(x is not y for x, y in zip(args, e.args, strict=True)) else e
+    return new[id(problem.spec.score)], tuple(lines)

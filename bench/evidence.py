@@ -16,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from bench import page
+from bench import page, traffic
 from bench.page import RESULTS, load, number, section, table, wrapped
 from tilewise.iomodel import flash1, flash2, report
 from tilewise.iomodel.devices import DEVICES
@@ -31,7 +31,7 @@ CLAIMS = Path(__file__).with_name("claims.toml")
 HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
 EAGER, SPARSE = "be2142459054", "bf2c80d74c12"
 """Runs of a CPU: beside standard attention, and a block pattern beside the whole."""
-TRAFFIC = TABLE = CONTEXT = None
+TRAFFIC, TABLE, CONTEXT = "90ece5c3a062", ("dd5883c7fbf9",), None
 """The runs of bench.traffic, bench.gpt_speed and examples.gpt.context_gpu that are shown: name a newer one here."""
 INTRO = (
     "What the papers claim, what they report, and what comes out here. `python -m bench.evidence --write` writes this page from "
@@ -153,20 +153,38 @@ def memory() -> Found:
     return Found(text, values[16384] <= values[2048])
 
 
-def sparsity() -> Found:
-    """Time of a block pattern over the whole's, beside the share of the blocks that it keeps."""
-    found, kept, cells = load("cpu-goals"), page.kept_share("cpu-fp32-d64-n16384-sparse90"), []
-    for direction in ("forward", "backward"):
-        names = ("sparse90", "full")
-        times = [found.value(SPARSE, f"cpu-fp32-d64-n16384-{name}", "cpu", direction, "time") for name in names]
-        cells.append(times[0] / times[1])
-    text = f"{kept:.1%} of the blocks take {cells[0]:.1%} of the time forward, {cells[1]:.1%} backward, on a CPU at N 16,384"
-    shares = [traffic_times(128, f"flash2-sparse-{name}", "flash2") for name in ("50%", "12.5%")]
-    if all(shares):
-        text += "; by Triton on an H200 " + ", ".join(
-            f"{name} take {a / b:.1%}" for name, (a, b) in zip(("50 %", "12.5 %"), shares, strict=True)
+def sparse_time() -> Found:
+    """Time of block patterns over the whole's, beside the shares of the blocks that they keep."""
+    found, kept = load("cpu-goals"), page.kept_share("cpu-fp32-d64-n16384-sparse90")
+    said, over = [], []
+    for direction in page.PASSES:
+        names = [f"cpu-fp32-d64-n16384-{name}" for name in ("sparse90", "full")]
+        mine, whole = (found.value(SPARSE, name, "cpu", direction, "time") for name in names)
+        said.append(f"{mine / whole:.1%} {direction}")
+        over.append(mine / whole / kept)
+    text = f"{kept:.1%} of the blocks take {' and '.join(said)} of the time on a CPU at N 16,384"
+    for density in traffic.DENSITIES:
+        times = traffic_times(128, f"flash2-sparse-{traffic.percent(density)}", "flash2")
+        if times:
+            kept = traffic.pattern(density).float().mean().item()
+            text += f"; {kept:.1%} take {times[0] / times[1]:.1%} by Triton on an H200, forward"
+            over.append(times[0] / times[1] / kept)
+    return Found(text, max(over) <= 1.25)
+
+
+def sparse_bytes() -> Found:
+    """Bytes of block patterns over the whole's by a GPU's counters, beside the shares of the blocks that they keep."""
+    whole, said, over = moved("flash2", "l2"), [], []
+    for density in traffic.DENSITIES:
+        mine, kept = (
+            moved(f"flash2-sparse-{traffic.percent(density)}", "l2"),
+            traffic.pattern(density).float().mean().item(),
         )
-    return Found(text, max(cells) / kept <= 1.25)
+        if mine and whole:
+            said.append(f"{kept:.1%} of the blocks move {mine / whole:.1%}")
+            over.append(mine / whole / kept)
+    text = f"{', '.join(said)} of the bytes between multiprocessors and L2, N 8192, D 64, H200"
+    return Found(text, max(abs(x - 1) for x in over) <= 0.1) if over else Found("not measured", None)
 
 
 def share_of_peak() -> Found:
@@ -212,9 +230,9 @@ def several_gpus() -> Found:
 # ---- measured by this page's own commands --------------------------------------------------------------------------------
 
 
-def traffic(name: str, who: str, heads: int = 128) -> dict | None:
-    """The record of bytes of an order of the loops."""
-    return load("triton-calls").found.get((TRAFFIC, f"traffic-{name}-h{heads}", who, "forward", "traffic"))
+def moved(name: str, who: str) -> float | None:
+    """MB of one head by an order of the loops, as ``who`` saw or counted them."""
+    return load("triton-calls").value(TRAFFIC, f"traffic-{name}-h128", who, "forward", "traffic")
 
 
 def traffic_times(heads: int, *names: str) -> list[float]:
@@ -225,10 +243,9 @@ def traffic_times(heads: int, *names: str) -> list[float]:
 
 def io_complexity() -> Found:
     """Bytes of FlashAttention's order with key blocks of 64 and 128, by counters."""
-    found = [traffic(f"flash1-{cols}", "dram") for cols in (64, 128, 256)]
-    if not all(found):
-        return Found("Counted, it does: [io.md](io.md). With a GPU's counters it was not measured", None)
-    mb = [each["value"] for each in found]
+    mb = [moved(f"flash1-{cols}", "dram") for cols in traffic.WIDTHS]
+    if not all(mb):
+        return Found("not measured", None)
     text = (
         f"{', '.join(f'{x:.0f}' for x in mb)} MB of DRAM a head with blocks of 64, 128 and 256 keys, N 8192, D 64, H200"
     )
@@ -237,13 +254,9 @@ def io_complexity() -> Found:
 
 def loop_order() -> Found:
     """Bytes and time of both orders with the same tile."""
-    bytes_, times = (
-        [traffic(name, "dram") for name in ("flash1-128", "flash2")],
-        traffic_times(128, "flash1-128", "flash2"),
-    )
-    if not all(bytes_) or not times:
-        return Found("Counted, it does: [io.md](io.md). With a GPU's counters it was not measured", None)
-    mb = [each["value"] for each in bytes_]
+    mb, times = [moved(name, "dram") for name in ("flash1-128", "flash2")], traffic_times(128, "flash1-128", "flash2")
+    if not all(mb) or not times:
+        return Found("not measured", None)
     text = (
         f"{mb[0]:.0f} MB of DRAM a head with keys outside, {mb[1]:.1f} with queries outside; {times[0]:.2f} and {times[1]:.2f} ms for "
         "128 heads, N 8192, D 64, H200"
@@ -381,23 +394,40 @@ def training_section() -> list[str]:
 def traffic_section() -> list[str]:
     """Counted bytes beside a GPU's counters."""
     found, rows = load("triton-calls"), []
-    for case, shape in found.cases(*([TRAFFIC] if TRAFFIC else [])).items():
+    for case, shape in found.cases(TRAFFIC).items():
         values = {
             who: found.value(TRAFFIC, case, who, "forward", "traffic") for who in ("counted", "l2", "dram", "least")
         }
         if values["counted"]:
             share = [f"{values[who] / values['counted']:.2f}" for who in ("l2", "dram")]
-            rows.append([shape["order"], *[number(values[who], 1) for who in values], *share])
-    if not rows:
-        return []
+            ms = found.value(TRAFFIC, f"traffic-{shape['order']}-h128", "kernel", "forward", "time")
+            rows.append([order_title(shape["order"]), *[number(x, 1) for x in values.values()], *share, number(ms, 2)])
     words = (
         "MB of one head, forward, N 8192, D 64, fp16. *Counted* is what iomodel counts, whose fast memory is one multiprocessor's; *L2* is "
-        "what the counters saw between multiprocessors and L2, *DRAM* between L2 and memory, *least* reads Q, K and V and writes O once. "
-        "The model has no L2. Where programs side by side read the same tiles, or what is read was just written, L2 serves them, and "
-        f"DRAM moves less than is counted, down to the least. {found.source(TRAFFIC)} {found.runs[TRAFFIC]['statistic']}"
+        "what the counters saw between multiprocessors and L2, *DRAM* between L2 and memory; *least* reads Q, K and V and writes O once. "
+        "With keys outside, a head's Q and O pass by for each key block: 128 heads side by side hold more of them than L2 does, and DRAM "
+        "moves what is counted, until a pattern's band is narrow enough to stay in L2 (the last pattern). With queries outside, "
+        "the programs of a head read the same K and V at about the same time, L2 serves all but the first, and DRAM moves the least that "
+        "any algorithm can. Standard attention's products are cuBLAS's, whose tiles read Q, K, P and V more often than the long blocks "
+        "that the model keeps; S and P themselves go through DRAM as counted. Its counters are of 16 heads, all others of 128; the last "
+        "column is the time of 128. "
+        f"{found.source(TRAFFIC)} {found.runs[TRAFFIC]['statistic']}"
     )
-    head = ["order", "counted", "L2", "DRAM", "least", "L2 / counted", "DRAM / counted"]
-    return section("Counted beside measured", words, table(head, rows))
+    head = ["order of the loops", "counted", "L2", "DRAM", "least", "L2 / counted", "DRAM / counted", "ms"]
+    return section(
+        "Counted beside measured", words, table(head, sorted(rows, key=lambda row: row[0] != order_title("standard")))
+    )
+
+
+def order_title(order: str) -> str:
+    """The title of a row: flash1-sparse-50% is keys outside, half of the blocks."""
+    if order == "standard":
+        return "standard attention"
+    name, *rest = order.split("-")
+    outside = "keys outside" if name == "flash1" else "queries outside"
+    if rest[:1] == ["sparse"]:
+        return f"{outside}, {rest[1].replace('%', ' %')} of the blocks"
+    return f"{outside}, blocks of {rest[0]} keys" if rest else f"{outside}, tiles of {traffic.ROWS} × {traffic.COLS}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -82,12 +82,21 @@ def orders() -> list[Order]:
         found.append(Order(f"flash1-{cols}", HEADS, run, count, passes=SEQLEN // cols))
     found.append(Order("flash2", HEADS, queries_outside, partial(count_flash2, None)))
     for density in DENSITIES:
-        pattern = torch.from_numpy(sparse_order.band_pattern(SEQLEN // ROWS, SEQLEN // COLS, density))
-        name, passes = f"{density:.1%}".replace(".0", ""), SEQLEN // COLS
-        run, count = partial(keys_outside, COLS), partial(count_flash1, COLS, pattern)
-        found.append(Order(f"flash1-sparse-{name}", HEADS, run, count, pattern, passes))
-        found.append(Order(f"flash2-sparse-{name}", HEADS, queries_outside, partial(count_flash2, pattern), pattern))
+        kept, name, passes = pattern(density), percent(density), SEQLEN // COLS
+        run, count = partial(keys_outside, COLS), partial(count_flash1, COLS, kept)
+        found.append(Order(f"flash1-sparse-{name}", HEADS, run, count, kept, passes))
+        found.append(Order(f"flash2-sparse-{name}", HEADS, queries_outside, partial(count_flash2, kept), kept))
     return found
+
+
+def pattern(density: float) -> Tensor:
+    """Bands of about so many of the blocks of ROWS queries and COLS keys, bool (seqlen / ROWS, seqlen / COLS)."""
+    return torch.from_numpy(sparse_order.band_pattern(SEQLEN // ROWS, SEQLEN // COLS, density))
+
+
+def percent(share: float) -> str:
+    """A share as text: 12.5%, 50%."""
+    return f"{share:.1%}".replace(".0", "")
 
 
 # ---- how each runs --------------------------------------------------------------------------------------------------

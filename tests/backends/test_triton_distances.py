@@ -57,6 +57,15 @@ def test_a_table_of_all_distances_composes_with_scores_dropout_windows_and_sinks
     agree(Triton(), c)
 
 
+def test_a_far_tile_reads_what_its_kept_pairs_read_though_its_corner_is_hidden():
+    # The index turns back where the window ends: of the tile at (192, 0), with distances 129 to 255, the corner reads another element.
+    t = normal(9).requires_grad_()
+    score = tw.score(lambda s, b, h, i, j: s + t[torch.where(i - j < 180, (i - j).clamp(0, 8), 3)])
+    c = call(*qkv(batch=1, nq=320, nk=320, hq=1, hk=1), mask=tw.window(left=179, right=0), score=score)
+    assert sums(c) == [(DIAGONALS, (0, 8)), (ROWS, (8, None))]
+    agree(Triton(), c)
+
+
 def test_buckets_of_packed_sequences_are_summed_over_all_of_them():
     t = normal(8, 2).requires_grad_()
     cu = torch.tensor([0, 70, 70, 190, 230], dtype=torch.int32)

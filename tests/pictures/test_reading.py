@@ -1,10 +1,15 @@
 """Masks and scores from text: what the catalogue writes is read, everything else is refused in words and never run."""
 
+import inspect
+
 import pytest
 import torch
 
 import tilewise as tw
-from tilewise.pictures.reading import read_mask, read_score
+from tilewise.masks import catalogue as masks
+from tilewise.masks import patterns
+from tilewise.pictures.reading import MASKS, PATTERNS, SCORES, read_mask, read_score
+from tilewise.scores import catalogue as scores
 
 LONG = torch.arange(40)
 
@@ -80,3 +85,12 @@ def test_any_other_text_is_refused_in_words(text):
 def test_a_mask_is_no_score():
     with pytest.raises(ValueError, match="a score is made of softcap, alibi, bias, score"):
         read_score("causal()")
+
+
+def test_every_public_mask_pattern_and_score_can_be_read():
+    rooms = {module.__name__ for module in (masks, patterns, scores)}
+    functions = [name for name in tw.__all__ if inspect.isfunction(getattr(tw, name))]
+    public = {name for name in functions if getattr(tw, name).__module__ in rooms}
+    assert public == {*MASKS, *PATTERNS, *SCORES}, (
+        "tilewise.pictures.reading has the names; the catalogue's page draws each"
+    )

@@ -125,7 +125,7 @@ class WorkTile(NamedTuple):
         leaves, extents, grads, grad_extents, numbers: as in :class:`Tensors`, :class:`Sizes` and :class:`Scales`.
         pair: the tile of the leaf that the score reads at i and j, where a descriptor brings it (:func:`with_pair_tile`).
         far: ``(whether, i, j)``: whether all pairs of a tile are so far from the diagonal that a tensor read by distance has one
-            element for them, and the tile's first pair; empty where that is not asked (:func:`with_far`).
+            element for them, and a pair that reads it; empty where that is not asked (:func:`with_far`).
     """
 
     b: Any
@@ -282,8 +282,10 @@ def with_far(work, m0, n0, FACTS: tl.constexpr):
         # Of the tile's distances i - j the largest is at its last query and first key, the smallest at its first and last.
         start, stop = FACTS.near(work)
         far = (m0 + (FACTS.tile_m - 1) - n0 < start) | (m0 - n0 - (FACTS.tile_n - 1) >= stop)
-        zero = work.b * 0  # in the interpreter the tile's first pair is a number without a dtype
-        return _replaced(work, work.pair, (far, m0 + zero, n0 + zero))
+        # The pair that is read for all has the nearest distance beyond, which the mask may keep: at the tile's corner it may not,
+        # and there the index may be another.
+        j = n0 + work.b * 0  # in the interpreter n0 is a number without a dtype
+        return _replaced(work, work.pair, (far, j + tl.minimum(tl.maximum(m0 - j, start - 1), stop), j))
 
 
 @triton.jit

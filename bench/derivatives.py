@@ -11,8 +11,9 @@ second derivative take turns, beside eager attention where that fits. The result
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,14 +30,16 @@ from tilewise.backends.base import Directions, OutputGrads
 
 CAUSAL = (4096, 16384)  # the sizes at which a causal mask is timed too
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)
-EAGER = "eager"
+EAGER, PACKAGE = "eager", "jvp-flash-attention"
 PEERS = {
     EAGER: "standard attention in PyTorch, differentiated by it",
+    PACKAGE: "JVPAttn.fwd_dual of the package jvp_flash_attention, where it is installed, on (batch, heads, seqlen, head_dim)",
     "cpu": "the cpu backend",
     "portable": "the portable backend",
     "triton": "the triton backend",
 }
 HEADS = 8
+WRONG = 0.05  # of a row's norm: a peer's tangent that is farther from tilewise's is not timed
 HALF, SINGLE = torch.bfloat16, torch.float32
 # Few, since each compiles kernels of its own: options and dtypes.
 CASES = {
@@ -134,6 +137,22 @@ def jvp(attend: Callable[..., Tensor], x: Inputs, moving: int = 4) -> tuple[Tens
         return tuple(forward_ad.unpack_dual(o))
 
 
+def by_package(x: Inputs, causal: bool) -> Callable[[], tuple[Tensor, Tensor]] | None:
+    """o and its tangent by the package jvp_flash_attention, in its own layout; None where it is not installed, or not on a GPU."""
+    if not x.weight.is_cuda or importlib.util.find_spec("jvp_flash_attention") is None:
+        return None
+    from jvp_flash_attention.jvp_attention import JVPAttn
+
+    turned = [[t.transpose(1, 2).contiguous() for t in tensors[:3]] for tensors in (x.tensors, x.along)]
+
+    def call() -> tuple[Tensor, Tensor]:
+        with forward_ad.dual_level():
+            dual = [forward_ad.make_dual(t, d) for t, d in zip(*turned, strict=True)]
+            return tuple(forward_ad.unpack_dual(JVPAttn.fwd_dual(*dual, causal=causal)))
+
+    return call
+
+
 def gradient_graph(attend: Callable[..., Tensor], x: Inputs) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
     """The backward, and the second derivative of a weighted sum of its results, as calls that may be repeated."""
     wanted = [t.detach().requires_grad_() for t in x.tensors]
@@ -223,6 +242,17 @@ def time(run: Run, n: int, head_dim: int, causal: bool = False) -> Iterator[dict
     shape = {"batch": 1, "heads_q": HEADS, "heads_k": HEADS, "seqlen": n, "head_dim": head_dim}
     shape |= {"mask": "causal" if causal else None, "dtype": str(x.weight.dtype).removeprefix("torch.")}
     name = f"n{n}-d{head_dim}" + ("-causal" if causal else "")
+    package = by_package(x, causal)
+    if package is not None:
+        try:
+            result = package()[1].transpose(1, 2)
+            error = accuracy.error_norms(result, found[run.who]["jvp"]()[1])[0]
+            if not error < WRONG:
+                raise ArithmeticError(f"its tangent differs from tilewise's by {error:.2g} of a row's norm")
+            found[PACKAGE] = {"jvp": package}
+        except Exception as error:  # it refuses, does not compile, or is wrong
+            why = [str(error)[-300:]]
+            yield run.result(f"jvp-{name}", PACKAGE, "time", None, shape=shape | {"what": "jvp"}, why=why)
     try:
         found[EAGER] = calls(eager_attention(causal=causal), x)
         found[EAGER]["second"]()
@@ -232,7 +262,8 @@ def time(run: Run, n: int, head_dim: int, causal: bool = False) -> Iterator[dict
             why = [str(error).partition("\n")[0]]
             case = f"{what.replace(' ', '-')}-{name}"
             yield run.result(case, EAGER, "time", None, shape=shape | {"what": what}, why=why)
-    ms = in_turns({(who, what): call for who, each in found.items() for what, call in each.items()}, run.device)
+    rounds = 3 if run.device == "cpu" else 5
+    ms = in_turns({(who, what): call for who, each in found.items() for what, call in each.items()}, run.device, rounds)
     for (who, what), value in ms.items():
         with PeakMemory(run.device) as peak:
             result = found[who][what]()
@@ -304,49 +335,59 @@ def tiles(run: Run, n: int, head_dim: int, causal: bool) -> Iterator[dict]:
         yield run.result(f"{what}-tiles-{name}", who, "time", round(ms, 5), shape=shape | {"what": what})
 
 
-def results(run: Run, part: str, sizes: list[int]) -> Iterator[dict]:
+def results(run: Run, part: str, sizes: Sequence[int], head_dims: Sequence[int]) -> Iterator[dict]:
     """The results of one part of a run."""
     if part == "check":
         yield from check(run, 24 if run.device == "cpu" else 300)
         return
     measured = time if part == "time" else tiles
     for n in sizes:
-        for head_dim in (64, 128):
+        for head_dim in head_dims:
             yield from measured(run, n, head_dim, False)
-            if n in CAUSAL:
+            if n in CAUSAL and run.device != "cpu":
                 yield from measured(run, n, head_dim, True)
 
 
 def draw(source: Path, target: Path) -> None:
-    """Time and memory of forward mode and the second derivative by length, a column for each head dim; eager attention is broken."""
+    """Time and memory of forward mode and the second derivative by length, a column for each head dim; eager attention is broken.
+
+    Times of a CPU, whose cores others may use too, are shown as multiples of the forward that was timed in turns with them.
+    """
     from matplotlib.figure import Figure
 
     found = records.read(source)
-    runs = records.runs(found)
-    titles = {"time": "ms", "memory": "MiB beyond inputs and outputs"}
+    run = next(iter(records.runs(found).values()))
+    ours, relative = next(iter(run["peers"])), "NVIDIA" not in run["device"]
+    titles = {"time": "times of tilewise's forward" if relative else "ms", "memory": "MiB beyond inputs and outputs"}
     lines = {"jvp": ("#0b6e8f", "forward mode, with o"), "second": ("#c8553d", "second derivative")}
+    names = dict.fromkeys(PEERS, "tilewise") | {EAGER: "eager", PACKAGE: PACKAGE}
+    styles = dict.fromkeys(PEERS, "-o") | {EAGER: "--s", PACKAGE: ":^"}
     figure = Figure(figsize=(9, 6), layout="constrained")
-    for row, (metric, unit) in zip(figure.subplots(2, 2, sharex=True, sharey="row"), titles.items(), strict=True):
-        for axes, head_dim in zip(row, (64, 128), strict=True):
+    head_dims = sorted({r["shape"]["head_dim"] for r in records.select(found, metric="time")})
+    grid = figure.subplots(2, len(head_dims), sharex=True, sharey="row", squeeze=False)
+    for row, (metric, unit) in zip(grid, titles.items(), strict=True):
+        for axes, head_dim in zip(row, head_dims, strict=True):
             rows = [r for r in records.select(found, metric=metric) if r["value"] and "seqlen" in r["shape"]]
             rows = [r for r in rows if r["shape"]["head_dim"] == head_dim and r["shape"].get("mask") is None]
+            mine = [r for r in rows if (r["shape"].get("what"), r["contestant"]) == ("forward", ours)]
+            forward = {r["shape"]["seqlen"]: r["value"] for r in mine}
             for what, (colour, label) in lines.items():
-                for who in dict.fromkeys(r["contestant"] for r in rows):
+                for who in dict.fromkeys(r["contestant"] for r in rows if r["contestant"] in names):
                     of_who = [r for r in rows if (r["shape"].get("what"), r["contestant"]) == (what, who)]
                     points = {r["shape"]["seqlen"]: r["value"] for r in of_who}
-                    style = {"linestyle": "--", "marker": "s"} if who == EAGER else {"marker": "o"}
-                    name = "eager" if who == EAGER else "tilewise"
-                    axes.plot(
-                        *zip(*sorted(points.items()), strict=True), color=colour, label=f"{name}, {label}", **style
-                    )
-            axes.set(xscale="log", yscale="log", title=f"head dim {head_dim}")
-            axes.set_xticks(SIZES, [f"{n:,}" for n in SIZES], fontsize=8)
+                    if metric == "time" and relative:
+                        points = {n: ms / forward[n] for n, ms in points.items()}
+                    if points:
+                        line = f"{names[who]}, {label}"
+                        axes.plot(*zip(*sorted(points.items()), strict=True), styles[who], color=colour, label=line)
+            sizes = sorted({r["shape"]["seqlen"] for r in rows})
+            axes.set(xscale="log", yscale="log", title=f"head dim {head_dim}" if metric == "time" else "")
+            axes.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
             axes.minorticks_off()
             axes.grid(True, color="#e6e6e6", linewidth=0.8)
             axes.spines[["top", "right"]].set_visible(False)
         row[0].set_ylabel(unit)
     axes.set_xlabel("sequence length N")
-    run = next(iter(runs.values()))
     where = f"{run['device']}, {rows[0]['shape']['dtype']}, {HEADS} heads, torch {run['versions']['torch']}"
     figure.suptitle(where, fontsize=9, color="#555555")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
@@ -363,7 +404,7 @@ def shown(r: dict) -> str:
 
 def peers_of(name: str, parts: list[str]) -> dict[str, str]:
     """Who the contestants of a run are."""
-    found = {who: PEERS[who] for who in (name, EAGER) if "check" in parts or "time" in parts}
+    found = {who: PEERS[who] for who in (name, EAGER, PACKAGE) if "check" in parts or "time" in parts}
     if "tiles" in parts:
         said = "these tiles of one kernel of tangents: tile_m x tile_n, warps, stages, tma: whole tiles by descriptor"
         from tilewise.backends.triton.tiles import Tiles
@@ -381,6 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--backend", help="default: triton on CUDA, else the first that can")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--head-dims", type=int, nargs="*", default=(64, 128), choices=(64, 128))
     parser.add_argument("--parts", nargs="*", default=["check", "time"], choices=("check", "time", "tiles"))
     parser.add_argument("--out", type=Path, default=Path("out/derivatives.jsonl"))
     parser.add_argument("--draw", type=Path, nargs=2, help="the file of a run, and the picture to write")
@@ -398,7 +440,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = Run(head["run"], backend, options.device)
     for part in options.parts:
         wrong = 0
-        for r in results(run, part, options.sizes):
+        for r in results(run, part, options.sizes, options.head_dims):
             records.append([r], options.out)
             print(shown(r), flush=True)
             wrong += r.get("status") == "red"

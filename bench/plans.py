@@ -26,7 +26,8 @@ TILE, BATCH, HEADS = 128, 1, 16
 PEERS = {
     "tilewise": "TileMap of a new mask",
     "torch": "the same by PyTorch's operations alone",
-    "flex": "FlexAttention's create_block_mask, compiled",
+    "flex": "FlexAttention's create_block_mask",
+    "flex-compiled": "the same, compiled",
 }
 
 
@@ -117,14 +118,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seqlen", type=int, default=16384)
+    parser.add_argument("--compiled", action="store_true", help="FlexAttention's compiled, which takes seconds a mask")
     options = parser.parse_args()
     n, device = options.seqlen, options.device
     run = records.run("python -m bench.plans", device, PEERS)
-    lines = [run]
+    records.append([run], options.out)
     for name, (make, flex) in masks(n, device).items():
         shape, case = {"what": name, "batch": BATCH, "heads_q": HEADS, "seqlen": n}, f"plan-{name}-n{n}"
         right = agrees(make(), n, device)
-        lines.append(records.result(run["run"], case, "tilewise", "forward", "right", int(right), of=1, shape=shape))
+        checked = records.result(run["run"], case, "tilewise", "forward", "right", int(right), of=1, shape=shape)
+        records.append([checked], options.out)
         print(f"{case}: {'right' if right else 'WRONG'}", flush=True)
         if not right:
             continue
@@ -135,12 +138,14 @@ def main() -> None:
         if device.startswith("cuda"):
             from torch.nn.attention.flex_attention import create_block_mask
 
-            compiled = torch.compile(create_block_mask)
-            calls["flex"] = lambda flex=flex, compiled=compiled: compiled(flex, None, None, n, n, device=device)
+            who, plan = "flex", create_block_mask
+            if options.compiled:
+                who, plan = "flex-compiled", torch.compile(create_block_mask)
+            calls[who] = lambda flex=flex, plan=plan: plan(flex, None, None, n, n, device=device)
         for who, ms in in_turns(calls, device, rounds=5, budget_ms=30.0).items():
-            lines.append(records.result(run["run"], case, who, "forward", "plan", round(ms, 4), shape=shape))
+            timed = records.result(run["run"], case, who, "forward", "plan", round(ms, 4), shape=shape)
+            records.append([timed], options.out)
             print(f"  {who}: {ms:.2f} ms", flush=True)
-    records.append(lines, options.out)
 
 
 if __name__ == "__main__":

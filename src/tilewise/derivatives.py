@@ -14,6 +14,7 @@ cotangents as dO and dlse, and for the tangents the plain backward.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -263,6 +264,11 @@ class AttentionBackwardJvp(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *_):
         raise _third("a third derivative, or a second one inside forward_ad.dual_level(), which has to end first,")
+
+
+for _function in (Attention, AttentionBackward, AttentionJvp, AttentionBackwardJvp):
+    # PyTorch asks for this signature at every call, and inspect works it out anew each time unless it is written down.
+    _function.forward.__signature__ = inspect.signature(_function.forward)  # type: ignore[attr-defined]
 
 
 def _parted(tensors: Sequence[Tensor | None], count: int) -> tuple[Sequence[Tensor | None], ...]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bench import page
+from bench import derivative_tables, page
 
 WRITE = "python -m bench.page --write"
 
@@ -22,6 +22,12 @@ def test_a_quotation_is_what_the_results_say(path):
     text = path.read_text(encoding="utf-8")
     assert text.count("<!-- speed -->") == 1
     assert text == page.quoted(text), f"run {WRITE}"
+
+
+def test_the_tables_of_derivatives_are_what_the_results_say():
+    text = derivative_tables.PAGE.read_text(encoding="utf-8")
+    assert text.count("<!-- measured -->") == 1
+    assert text == derivative_tables.quoted(text), f"run {WRITE}"
 
 
 def test_the_page_is_short():

@@ -385,7 +385,7 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     make, make_dq = modules(kernel)["backward.keys_compute"].DkDvOperands, kernel.dq_accumulate.SumOperands
     mmas = SimpleNamespace(make=make, make_dq=make_dq, names=names, dk=None, dv=None)
     for cta in range(ctas):
-        smem = _keys_storage(kernel, tiles)
+        smem = _keys_storage(kernel, config)
         stores = [partial(kernel.store, tmas, buffers, smem, w, params, config) for w in range(2)]
         loads = [
             partial(kernel.load_keys, tmas, smem, params, config),
@@ -469,17 +469,24 @@ def _of_cta(cta: int, peer, body, params, config: Backward) -> None:
     body(params, config)
 
 
-def _keys_storage(kernel, tiles: KeyTiles):
+def _keys_storage(kernel, config: Backward):
+    tiles = config.keys
     k, v, ring = Rooms(tiles.key_tiles), Rooms(tiles.key_tiles), Rooms(tiles.stages)
-    held = 2 * tiles.key_tiles
-    barriers = bars(
-        (tiles.stages, 1), (tiles.stages, 4 * KEY_GROUPS), (held, 1), (held, 1), (held, 128), (1, 128), (1, 128)
-    )
-    out = (v, k) if tiles.split else (k, v)
+    held, storage = 2 * tiles.key_tiles, modules(kernel)["backward.keys_storage"]
+    stages = bars((tiles.stages, 1), (tiles.stages, 4 * KEY_GROUPS), (held, 1))
+    emptied = Pointer([Barrier(storage.held_arrivals(config)) for _ in range(held)])
     handover, dq = SimpleNamespace(values=None), _sum_storage(kernel, tiles)
+    out = (v, k) if tiles.split else (k, v)
+    if tiles.overlaps:  # in the very memory of parts and of dS
+        out = Rooms(0), Rooms(0)
+        out[0].tiles, out[1].tiles = dq.part, dq.ds.tiles
+    boxes = _mailboxes(kernel, KEY_GROUPS)
+    if tiles.queued:
+        boxes = storage.Slots(Pointer([None] * 4), *bars((2, 1), (2, storage.TILE_READERS)))
     return kernel.KeysStorage(
-        k, v, *out, ring, ring, Rooms(tiles.stages), handover, *barriers, None, _mailboxes(kernel, KEY_GROUPS), dq
-    )
+        k, v, *out, ring, ring, Rooms(tiles.stages), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
+        None, boxes, dq, *bars((1, KEY_GROUPS)),
+    )  # fmt: skip
 
 
 def _cluster_storage(kernel, tiles: KeyTiles, rank: int):

@@ -35,6 +35,9 @@ KEYS = {
     "summed-wide": KeyTiles(128, 128, 64, 4, sums_dq=True),
     "ordered": KeyTiles(64, 64, 128, 3, sums_dq=True, ordered=True),
     "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, dq_first=True),
+    "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
+    "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
+    "overlapping": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
 }
 
@@ -61,6 +64,8 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     if not c.p.packed:
         t["k"], t["v"] = (x.float().numpy()[:, plan.keys] for x in plan.without_unseen(c.t))
     extras = extras_of(plan, c)
+    if x.keys.queued:
+        extras[0]["queue"] = np.zeros(1, np.int32)
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
     scales, ends = scales[:3], scales[3:]
 
@@ -137,6 +142,9 @@ PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "document
 PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]
 PAIRS += [(name, "ordered") for name in ("full", "causal-wide", "window", "window-left", "keys", "large-scores")]
 PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-rows", "narrow")]
+PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
+PAIRS += [(name, "overlapping") for name in ("one", "causal-empty-rows", "documents-empty-rows")]
+PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys")]
 PAIRS += [
     (name, "paired") for name in ("full", "one", "causal-wide", "causal-empty-rows", "window", "keys", "large-scores")
 ]
@@ -200,7 +208,9 @@ def test_packed_keys_that_no_query_sees_never_touch_a_gradient(form):
     assert all((x[hidden] == 0).all() for x in (dirty.dk, dirty.dv))
 
 
-@pytest.mark.parametrize("form", [name for name, keys in KEYS.items() if not (keys.ordered or keys.clustered)])
+@pytest.mark.parametrize(
+    "form", [name for name, keys in KEYS.items() if backward_config.exists(keys, "full", packed=True)]
+)
 def test_a_sequence_s_gradients_never_touch_its_neighbour_s(form):
     q, k, v = (x[0] for x in qkv(150, 150))
     cu = torch.tensor([0, 33, 33, 140])

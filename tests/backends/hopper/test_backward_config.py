@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tilewise.backends.base import Output
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward import grids
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, TABLE, shipped
 from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
 from tilewise.backends.hopper.forward import config as forward_config
@@ -125,9 +127,9 @@ def test_whether_dq_is_added_in_order_is_decided_by_one_sequence(heads, mask):
         (256, 1024, {"causal": True}, False),
         (256, 2048, {"causal": True}, True),
         (64, 512, {}, False),
-        (64, 1024, {}, False),
+        (64, 1024, {}, True),
         (64, 1024, {"causal": True}, False),
-        (64, 2048, {"causal": True}, False),
+        (64, 2048, {"causal": True}, True),
         (64, 2048, {}, True),
         (128, 512, {}, False),
         (128, 1024, {}, True),
@@ -144,29 +146,51 @@ def test_gradients_of_queries_are_summed_where_they_see_many_keys(d, seqlen, opt
     assert backward_config.mean_keys_per_query(p) == pytest.approx(pairs / seqlen, rel=0.02)
 
 
+def causal_blocks(order: schedule.Order, keys, seqlen: int) -> list[int]:
+    """Query blocks of each key tile in its order, and 4 more for the tile's begin and end."""
+    band, columns = (
+        schedule.Band(None, 1, seqlen),
+        [schedule.tile_at(n, order)[0] * keys.tile_n for n in range(order.tiles)],
+    )
+    blocks = [schedule.query_blocks(column, keys.tile_n, keys.tile_m, seqlen, band) for column in columns]
+    return [stop - start + 4 for start, stop in blocks]
+
+
 @pytest.mark.parametrize(
-    "keys", [*ONE_PASS.values(), TABLE[256, 256].two_passes.keys], ids=lambda c: f"{c.width}-{c.tile_n}"
+    "keys", [TABLE[256, 256].one_pass, TABLE[256, 256].two_passes.keys], ids=lambda c: f"{c.width}-{c.tile_n}"
 )
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
 def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
-    """Query blocks of the busiest CTA (4 more a tile, for its begin and end) over the mean. With fewer heads at a time they
-    would not be: 8 or 4 heads of these lengths cost up to 1.6."""
+    """Query blocks of the busiest CTA over the mean. With fewer heads at a time they would not be: 8 or 4 heads of these lengths cost up
+    to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
     each = backward_config.CLUSTER if keys.clustered else 1
-    section, ctas = backward_config.spread(heads, tiles, sizes.SHARING, 132)
+    section, ctas = grids.spread(heads, tiles, sizes.SHARING, 132)
     if keys.clustered:
-        section, ctas = backward_config.spread_clusters(heads, tiles, "upper", 132)
+        section, ctas = grids.spread_clusters(heads, tiles, "upper", 132)
     ctas //= each
     order = schedule.Order(tiles, heads, section, False)
-
-    def cost(n: int) -> int:
-        column = schedule.tile_at(n, order)[0] * keys.tile_n
-        blocks = schedule.query_blocks(column, keys.tile_n, keys.tile_m, seqlen, schedule.Band(None, 1, seqlen))
-        return blocks[1] - blocks[0] + 4
-
+    blocks = causal_blocks(order, keys, seqlen)
     mine = [range(schedule.rounds(cta, ctas, order.tiles)) for cta in range(ctas)]
-    work = [sum(cost(schedule.nth(cta, ctas, n)) for n in rounds) for cta, rounds in enumerate(mine)]
+    work = [sum(blocks[schedule.nth(cta, ctas, n)] for n in rounds) for cta, rounds in enumerate(mine)]
     assert max(work) <= 1.04 * sum(work) * each / 132
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("seqlen", [1024, 2048, 4096, 8192, 16384])
+def test_causal_key_tiles_from_the_queue_are_even_and_of_heads_that_l2_holds(dims, seqlen):
+    """Query blocks of the busiest of 132 CTAs over the mean, where the CTA that is free first takes the next tile."""
+    x = backward_config.Backward(TABLE[dims].summed("upper", packed=False, seqlen_k=seqlen), None, "bf16", "upper")
+    heads, tiles = 2048 // x.keys.width, -(-seqlen // x.keys.tile_n)
+    p = SimpleNamespace(batch=16384 // seqlen, heads_q=heads, heads_k=heads, seqlen_q=seqlen, seqlen_k=seqlen)
+    section, ctas, *_ = grids.grids(x, p, seqlen, 132)
+    assert ctas == 132
+    # Q, K, V and dO in 16 bits, and the sums of dQ.
+    assert section * seqlen * dims[0] * (4 * 2 + 4) <= grids.OPEN_BYTES
+    work = [0] * ctas
+    for blocks in causal_blocks(schedule.Order(tiles, p.batch * heads, section, False), x.keys, seqlen):
+        heapq.heapreplace(work, work[0] + blocks)
+    assert max(work) <= 1.03 * sum(work) / ctas
 
 
 def test_the_names_of_what_is_shipped_tell_them_apart():
@@ -201,7 +225,11 @@ def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
 @pytest.mark.parametrize("options", [{"score": tw.alibi(torch.ones(4))}, {"dropout_p": 0.5, "dropout_seed": 1},
                                      {"mask": tw.keep(lambda b, h, i, j: j % 2 == 0)}], ids=["score", "dropout", "predicate"])  # fmt: skip
 def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(options, monkeypatch):
-    monkeypatch.setattr(backward_config, "TABLE", {dims: replace(row, one_pass_from=0) for dims, row in TABLE.items()})
+    monkeypatch.setattr(
+        backward_config,
+        "TABLE",
+        {dims: replace(row, one_pass_from=0, counted_from=None) for dims, row in TABLE.items()},
+    )
     for d in (64, 96, 128, 256):
         x = backward_config.choose(small(d=d, **options).p)
         assert x.pairs
@@ -217,7 +245,11 @@ def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(op
 def launched(monkeypatch):
     """The arguments of each launch; dQ is summed however few keys there are."""
     found = []
-    monkeypatch.setattr(backward_config, "TABLE", {dims: replace(row, one_pass_from=0) for dims, row in TABLE.items()})
+    monkeypatch.setattr(
+        backward_config,
+        "TABLE",
+        {dims: replace(row, one_pass_from=0, counted_from=None) for dims, row in TABLE.items()},
+    )
     put = lambda x, numbers: lambda *tensors: found.append((x.name, tensors[:7], tensors[7:], numbers))  # noqa: E731
     bound = lambda x: SimpleNamespace(bound=lambda given, made, numbers: put(x, numbers))  # noqa: E731
     monkeypatch.setattr(library, "function", bound)
@@ -297,9 +329,10 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert [x.data_ptr() for x in made[:3]] == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
     assert numbers[1] == 1
     assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0)
-    lse2, delta, sums = made[3:]
-    assert lse2.shape == delta.shape == (1, 4, 128)  # whole blocks
+    lse2, delta, sums, queue = made[3:]
+    assert lse2.shape == delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
+    assert (queue.shape, queue.dtype) == ((1,), torch.int32)
 
 
 def test_a_launch_that_adds_in_order_counts_in_every_part_of_a_block(launched, monkeypatch):

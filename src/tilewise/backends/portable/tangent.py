@@ -150,8 +150,9 @@ def _add_block(
         sums.dv.baddbmm_((pairs.p if z is None else pairs.p * z).mT, moved_do)
     centred, moved_centred = (dp, moved_dp) if z is None else (dp * z, moved_dp * z)
     centred, moved_centred = centred - delta, moved_centred - delta_tangent
-    ds = (pairs.p * centred).masked_fill_(pairs.hidden, 0)
-    moved_ds = (moved_p * centred + pairs.p * moved_centred).masked_fill_(pairs.hidden, 0)
+    ds, moved_ds = pairs.p * centred, torch.addcmul(moved_p * centred, pairs.p, moved_centred)
+    if pairs.hidden is not None:
+        ds.masked_fill_(pairs.hidden, 0), moved_ds.masked_fill_(pairs.hidden, 0)
     if step.p.spec.score is not None:
         ds, moved_ds = _through_score(step, at, pairs, (ds, moved_ds), along, sums.leaves)
     sums.dk.baddbmm_(moved_ds.mT, query.q)
@@ -230,13 +231,13 @@ class Pairs:
     """One tile of pairs, as product tiles.
 
     Attributes:
-        p: P, normalised. hidden: where it is 0.
+        p: P, normalised. hidden: where it is 0; None where every pair is seen and finite.
         ds: the tangent of the scores, 0 where hidden.
         raw, draw: ``softmax_scale * q·k`` and its tangent.
     """
 
     p: Tensor
-    hidden: Tensor
+    hidden: Tensor | None
     ds: Tensor
     raw: Tensor
     draw: Tensor
@@ -251,11 +252,12 @@ class Pairs:
         if key.dk is not None:
             draw.baddbmm_(query.q, key.dk.mT)
         p = step.scores(raw.clone(), query.rows, key.keys, full).sub_(query.lse).exp_()
-        pairs = cls(p, p == 0, draw, raw, draw)
+        pairs = cls(p, None if full and score is None else p == 0, draw, raw, draw)
         if score is not None:
             (ds,) = _evaluate(step, (query, key), pairs, [expr.tangent(score, along.slots)], along)
             pairs.ds = ds.to(raw.dtype).expand(step.by_head(raw, query.length).shape).reshape(raw.shape)
-        pairs.ds = pairs.ds.masked_fill(pairs.hidden, 0)  # what is hidden may be NaN
+        if pairs.hidden is not None:
+            pairs.ds = pairs.ds.masked_fill(pairs.hidden, 0)  # what is hidden may be NaN
         return pairs
 
 

@@ -20,6 +20,7 @@ tile sizes, registers, which kernels a call gets    config (no DSL); a row of it
 P of a score, masks, softcap, dropout, dS           scores: ``probabilities``, ``score_gradients``
 the gradient of a tensor that a score reads         scores: ``score_gradients``, before its slope; config: ``reasons``
 the order of tiles, which blocks a tile visits      key_tiles, query_tiles; packed: sequences
+CTAs of a launch, heads at work at a time           grids (no DSL)
 shared memory and barriers                          keys_storage, cluster_storage, queries_storage
 who loads and stores                                keys, cluster, queries
 the products of a block, and what runs under what   keys_compute, keys_split, cluster_compute, cluster_dq, queries_compute

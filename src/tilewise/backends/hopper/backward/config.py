@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tilewise import device as devices
-from tilewise.backends.hopper import config
 from tilewise.backends.hopper.config import (
     ALIGNMENT,
     DTYPES,
@@ -70,6 +69,11 @@ class KeyTiles:
         dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
+        queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
+        overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
+            (docs/decisions.md#hopper-overlapped-tiles).
+        counts: the tiles that have been added to a head's dQ are counted, so that dQ is rounded where multiprocessors have no tile left
+            (docs/decisions.md#hopper-counted-heads).
     """
 
     width: int
@@ -83,11 +87,14 @@ class KeyTiles:
     ordered: bool = False
     dq_first: bool = False
     prefetches: bool = False
+    queued: bool = False
+    overlaps: bool = False
+    counts: bool = False
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
     def name(self) -> str:
-        layout = "_pair" if self.clustered else "_split" if self.split else ""
+        layout = "_pair" if self.clustered else "_split" if self.split else "_overlap" if self.overlaps else ""
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}{layout}"
 
     @property
@@ -132,7 +139,7 @@ class KeyTiles:
     def barriers(self) -> int:
         """The number of mbarriers: full and empty of every stage; full, empty and done of every tile of K and V; full and empty
         of the P that is handed over, or of two blocks of dS and of two parts of dQ."""
-        return 2 * self.stages + 6 * self.key_tiles + (2 if self.split else 8 if self.sums_dq else 0)
+        return 2 * self.stages + 6 * self.key_tiles + (2 if self.split else 8 if self.sums_dq else 0) + self.overlaps
 
     @property
     def handover_bytes(self) -> int:
@@ -282,7 +289,8 @@ class Backward(Formed):
         (postprocess): symbols are among the bits of shipped kernels, so that modules may be renamed and they may not."""
         k = self.keys
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
-        second = self.queries.name if self.queries else "ordered" if k.ordered else "sum"
+        second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
+        second += "_counted" if k.counts else ""
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
@@ -336,7 +344,7 @@ class Backward(Formed):
         then the flags of the query tiles, a whole number of blocks too."""
         if self.packed:  # the rows past the last sequence count as one more sequence
             return -(-(p.seqlen_q + (p.batch + 1) * self.statistics_gap) // STATISTICS_ALIGNMENT) * STATISTICS_ALIGNMENT
-        flags = -(-p.seqlen_q // (16 * self.tile_m)) * 16 if self.flagged else 0
+        flags = -(-p.seqlen_q // (16 * self.tile_m)) * 16 if self.flagged else 16 if self.keys.counts else 0
         return flags + max(-(-p.seqlen_q // m) * m for m in (self.keys.tile_m, self.tile_m))
 
     def semaphores(self, p: Problem) -> int:
@@ -347,26 +355,6 @@ class Backward(Formed):
         """The number of query blocks of a head whose dQ is accumulated."""
         m = self.keys.tile_m
         return p.seqlen_q // m + p.batch + 1 if self.packed else -(-p.seqlen_q // m)
-
-    def grids(self, p: Problem, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
-        """``(section, ctas)`` of the pass over ``seqlen_k`` keys, then of the pass over queries; see :func:`spread`."""
-        if self.packed:
-            # At most so many tiles: only the device knows the lengths. Keys that are seen and those on either side are tiles apart.
-            keys = p.heads_k * (seqlen_k // self.keys.tile_n + 3 * (p.batch + 1))
-            rows = p.heads_q * (p.seqlen_q // self.tile_m + p.batch + 1)
-            return 1, min(keys, cores), 1, min(rows, cores)
-        # docs/decisions.md#hopper-open-heads
-        tiles, sharing = -(-seqlen_k // self.keys.tile_n), cores if self.form == "full" else config.SHARING
-        at_once = self.ordered_at_once(tiles) if self.keys.ordered else sharing
-        keys = spread(p.batch * p.heads_k, tiles, at_once, cores)
-        if self.keys.clustered:
-            keys = spread_clusters(p.batch * p.heads_k, tiles, self.form, cores)
-        return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // self.tile_m), sharing, cores)
-
-    def ordered_at_once(self, tiles: int) -> int:
-        """How many of a head's ``tiles`` run at once where they add to dQ in order. The last one waits for all others, but L2 holds
-        more of fewer heads (docs/decisions.md#hopper-ordered-dq)."""
-        return 2 * config.SHARING if self.form == "full" and tiles >= 4 * config.SHARING else config.SHARING
 
 
 # -- The tiles that were measured to be the fastest ----------------------------------------------------------------
@@ -392,6 +380,7 @@ class BackwardRow:
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
         one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
             an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
+        counted_from: the same where tiles are counted, which hides a part of that; None: as many.
     """
 
     two_passes: Passes
@@ -401,6 +390,11 @@ class BackwardRow:
     predicate: Passes | None = None
     one_pass: KeyTiles | None = None
     one_pass_from: int = 0
+    counted_from: int | None = None
+
+    def least_keys(self, keys: KeyTiles) -> int:
+        """How many keys a query must see on average for these tiles of ``one_pass``."""
+        return self.one_pass_from if self.counted_from is None or not keys.counts else self.counted_from
 
     @property
     def ordered(self) -> KeyTiles | None:
@@ -409,6 +403,15 @@ class BackwardRow:
         if self.one_pass is None or self.one_pass.clustered:
             return None
         return replace(self.one_pass, ordered=True, prefetches=False)
+
+    def summed(self, form: str, packed: bool, seqlen_k: int) -> KeyTiles | None:
+        """``one_pass`` as a form has it: key tiles that are not equally long come from a queue (docs/decisions.md#hopper-open-heads), and
+        tiles of many blocks, whose begin and end are a small part of them, stay as they are (docs/decisions.md#hopper-overlapped-tiles)."""
+        keys = self.one_pass
+        if keys is None or keys.clustered or packed or (form == "full" and seqlen_k >= LONG):
+            return keys
+        keys = replace(keys, overlaps=True, counts=True)
+        return keys if form == "full" else replace(keys, queued=True, prefetches=True)
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
         """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""
@@ -432,6 +435,7 @@ TABLE = {
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
         one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True),
         one_pass_from=1100,
+        counted_from=900,
     ),
     (96, 96): BackwardRow(
         two_passes=Passes(KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6, makes_statistics=True)),
@@ -465,6 +469,7 @@ TABLE = {
         one_pass_from=900,
     ),
 }
+LONG = 8192  # keys from which tiles of equal length are not overlapped
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
 # Additions in order pay from this many keys a query where tiles are not equally long, as each waits for a longer one.
 ORDERED_FROM = 1500
@@ -485,30 +490,30 @@ def candidates() -> list[Backward]:
 
 def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
+    rows, forms = TABLE.values(), {False: SHIPPED, True: [form for form in SHIPPED if form != "rows"]}
+    kinds = [(form, packed) for packed in forms for form in forms[packed]]
     found = [
-        (row.passes(form, softcap), form, softcap)
+        (row.passes(form, softcap), form, softcap, packed)
         for softcap in (False, True)
-        for form in SHIPPED
-        for row in TABLE.values()
+        for form, packed in kinds
+        for row in rows
     ]
-    found += [(Passes(row.one_pass), form, False) for row in TABLE.values() if row.one_pass for form in SHIPPED]
-    found += [(Passes(row.ordered), form, False) for row in TABLE.values() if row.ordered for form in BANDS]
-    return [
-        Backward(*passes, dtype, form, softcap, packed)
-        for passes, form, softcap in found
-        if passes
-        for packed in (False, True)
-        for dtype in DTYPES.values()
-        if not (packed and form == "rows") and exists(passes.keys, form, packed)
-    ]
+    for form, packed in kinds:
+        lengths = (0, LONG) if form == "full" and not packed else (0,)
+        summed = [row.summed(form, packed, n) for n in lengths for row in rows] + [row.ordered for row in rows]
+        summed = [keys for keys in dict.fromkeys(summed) if keys]
+        found += [(Passes(keys), form, False, packed) for keys in summed if exists(keys, form, packed)]
+    return [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and clusters, need the numbers of one band."""
-    return not (keys.ordered or keys.clustered) or (not packed and form in BANDS)
+    """Whether there is a kernel with these tiles: additions in order, and clusters, need the numbers of one band; a queue and counts are of
+    equal sequences too."""
+    banded = keys.ordered or keys.clustered
+    return not (packed and (banded or keys.queued or keys.counts)) and (not banded or form in BANDS)
 
 
 def reasons(p: Problem) -> list[str]:
@@ -540,8 +545,8 @@ def choose(p: Problem) -> Backward:
 
 def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
     """The tiles of a single pass, if this head dim has any and they pay."""
-    keys = row.ordered if p.spec.deterministic else row.one_pass
-    if keys is None or mean_keys_per_query(p) < row.one_pass_from or not exists(keys, form, p.packed):
+    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed, p.seqlen_k)
+    if keys is None or mean_keys_per_query(p) < row.least_keys(keys) or not exists(keys, form, p.packed):
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None
 
@@ -576,25 +581,3 @@ def mean_keys_per_query(p: Problem) -> float:
         return max(0.0, (stop if band.hi is None else min(stop, i + off + band.hi)) - first)
 
     return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
-
-
-# -- The order of tiles --------------------------------------------------------------------------------------------
-
-
-def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
-    """``(section, ctas)`` for ``tiles`` of each of ``heads``: heads of a section, as
-    :class:`tilewise.backends.hopper.kit.schedule.Order` has them, and CTAs of the launch. ``sharing`` tiles of a head are at work at
-    once, if there are heads enough."""
-    section = min(heads, max(1, cores // sharing))
-    return section, min(heads * tiles, cores)
-
-
-SHARING_CLUSTERS = 6  # clusters that add to one head's dQ at a time (docs/decisions.md#hopper-d256-pairs)
-
-
-def spread_clusters(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:
-    """``(section, ctas)`` as of :func:`spread`, where two CTAs share a tile. All heads are one section where a second section would be
-    a short one."""
-    few = max(1, cores // CLUSTER // SHARING_CLUSTERS)
-    section = 1 if form == "full" else few if heads >= 2 * few else heads
-    return section, CLUSTER * min(heads * tiles, cores // CLUSTER)

@@ -30,10 +30,11 @@ from cutlass.utils import LayoutEnum
 from tilewise.backends.hopper.backward.config import FP32_BYTES, KEY_GROUPS, Backward, KeyTiles
 from tilewise.backends.hopper.backward.fragments import begin_products, stage_of, store_fragment, transposed
 from tilewise.backends.hopper.backward.key_tiles import KeyTile
-from tilewise.backends.hopper.backward.params import BackwardParams, number_band
+from tilewise.backends.hopper.backward.params import BackwardParams, count_place, number_band
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.instructions import count_up
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import staged_layout
 
@@ -171,6 +172,11 @@ def put_part(operands: SumOperands, smem: SumStorage, w, n, real):
         cute.arch.mbarrier_arrive(smem.part_full + w)
 
 
+def await_part(smem: SumStorage, w, n) -> None:
+    """Waits until the adding warp has read the part of block n, the last one that was put there; of block -1, not at all."""
+    cute.arch.mbarrier_wait(smem.part_empty + w, n % 2)
+
+
 def write_part(dq: cute.Tensor, part: cute.Tensor, w) -> None:
     """Writes a warpgroup's accumulator to shared memory, 16 bytes a thread at a time."""
     values = cute.make_tensor(dq.iterator, cute.make_layout((4, cute.size(dq) // 4)))
@@ -209,6 +215,13 @@ def add_all(dq: cute.Tensor, smem: SumStorage, w: cutlass.Constexpr, start, stop
         release_part(smem, w)
         phase = 1 - phase
     return phase
+
+
+def count_tile(delta: cute.Tensor, batch, head) -> None:
+    """One warp counts a tile of a head as soon as all its additions have arrived in global memory. Partner: postprocess."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+    with cute.arch.elect_one():
+        count_up(delta, count_place(batch, head, delta))
 
 
 class OrderedSums(NamedTuple):

@@ -102,8 +102,11 @@ def rounds_of(params: BackwardParams, config: Backward):
 def tile_of(round_, params: BackwardParams, config: Backward) -> KeyTile:
     """This CTA's tile in a round."""
     n = schedule.nth(*cta_of(config), round_, direction(config))
-    # The head counts key heads over all batch elements.
-    n_block, head = schedule.tile_at(n, tile_order(params, config), PICK)
+    return key_tile(*schedule.tile_at(n, tile_order(params, config), PICK), params, config)
+
+
+def key_tile(n_block, head, params: BackwardParams, config: Backward) -> KeyTile:
+    """The n-th tile of a head, which counts key heads over all batch elements."""
     column, tiles = n_block * config.keys.tile_n, config.keys
     # Ends in tensors differ by query head: of_query_head finds the blocks later.
     if config.by_rows:
@@ -114,7 +117,14 @@ def tile_of(round_, params: BackwardParams, config: Backward) -> KeyTile:
 
 
 def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTile:
-    """The n-th tile of packed sequences; in each sequence the tiles of the keys that are seen come first."""
+    """The n-th tile of the queue. Equal sequences are one, whose rows are the tiles of a head; of packed ones, in each sequence the tiles
+    of the keys that are seen come first."""
+    if not config.packed:
+        order = tile_order(params, config)
+        # Every CTA takes one number past the last tile before it ends; there is no head to divide by there.
+        n_block, head = schedule.tile_at(PICK.smaller(n, order.tiles - 1), order, PICK)
+        sequence = I32(cutlass.select_(n < order.tiles, I32(0), I32(-1)))
+        return packed.PackedTile(sequence, I32(n_block), I32(head))
 
     def tiles_of(sequence):
         parts = PackedSequence.of(sequence, params, config, rest_k=True).parts
@@ -124,7 +134,9 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
 
 
 def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backward) -> tuple[KeyTile, BackwardParams]:
-    """A packed tile, and the numbers of its sequence. Keys that nobody sees have no query blocks."""
+    """A tile of the queue, and the numbers of its sequence. Keys that nobody sees have no query blocks."""
+    if not config.packed:
+        return key_tile(tile.row, tile.head, params, config), params
     tiles, sequence = config.keys, PackedSequence.of(tile.sequence, params, config, rest_k=True)
     numbers, parts = sequence.numbers, sequence.parts
     # The tile's number within the seen keys, within those before, and within those after; a later part where it is not negative.

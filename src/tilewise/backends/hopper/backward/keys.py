@@ -13,16 +13,20 @@ tiles, and sums over the query heads of a group. Its roles::
                  make_keys        dP dS dK, of the same 64 keys
 
 The first three computing roles are in :mod:`tilewise.backends.hopper.backward.keys_compute`, the split ones in
-:mod:`tilewise.backends.hopper.backward.keys_split`. Of packed sequences load_keys alone knows which tile is next and tells the others.
+:mod:`tilewise.backends.hopper.backward.keys_split`. Of packed sequences load_keys alone knows which tile is next and tells the
+others; where tiles of equal sequences come from a queue, load_queries takes them.
 
 mbarriers (arrivals in brackets), each waited for by the other side::
 
     full[stage]      (1 + bytes)  load_queries -> warpgroups     empty[stage]     (8 warps)  warpgroups -> load_queries
     held_full[tile]  (1 + bytes)  load_keys -> warpgroups        held_empty[tile] (1)        store -> load_keys
+      with overlaps                                              held_empty[tile] (8 warps)  warpgroups -> load_keys
+    left             (2)          store -> warpgroups, with overlaps
     done[tile]       (128)        warpgroup -> store
     p_full           (128)        make_values -> make_keys       p_empty          (128)      make_keys -> make_values
 
-A tile of dK or dV takes the place of the tile of K or V that its warpgroup alone has read.
+A tile of dK or dV takes the place of the tile of K or V that its warpgroup alone has read; with ``overlaps`` that of a part of dQ or of
+dS, so that K and V of the next tile come while it leaves.
 """
 
 from __future__ import annotations
@@ -55,8 +59,8 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import await_count
-from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer
-from tilewise.backends.hopper.kit.scheduler import each_tile, take_tiles
+from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer, release
+from tilewise.backends.hopper.kit.scheduler import each_late, each_tile, take_late, take_tiles
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
 
 # -- Launch and kernel ---------------------------------------------------------------------------------------------
@@ -86,23 +90,23 @@ def launch(t: KeysTensors, params: BackwardParams, ctas, stream, config: Backwar
         tile = sm90.make_smem_layout_a(tall, (ROWS, tiles.tile_m, width), element, 1)
         return staged_layout(tile, tiles.key_tiles, tiles.tile_elements)
 
-    def stored(width):  # 64 rows of dK or dV
+    def stored(width, apart=tiles.tile_elements):  # 64 rows of dK or dV
         tile = sm90.make_smem_layout_epi(element, tall, (ROWS, width), 1)
-        return staged_layout(tile, tiles.key_tiles, tiles.tile_elements)
+        return staged_layout(tile, tiles.key_tiles, apart)
 
     def load(tensor, layout, box):
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows_first(tensor, config), layout, box)
 
-    def save(tensor, width):
+    def save(tensor, width, *apart):
         atom, view = cpasync.CopyBulkTensorTileS2GOp(), rows_first(tensor, config)
-        return cpasync.make_tiled_tma_atom(atom, view, stored(width), (ROWS, width))
+        return cpasync.make_tiled_tma_atom(atom, view, stored(width, *apart), (ROWS, width))
 
     tmas = KeysTmas(
         load(t.q, ring(tiles.width), (tiles.tile_m, tiles.width)),
         load(t.do, ring(tiles.width_v), (tiles.tile_m, tiles.width_v)),
         load(t.k, held(tiles.width), (ROWS, tiles.width)),
         load(t.v, held(tiles.width_v), (ROWS, tiles.width_v)),
-        save(t.dk, tiles.width),
+        save(t.dk, tiles.width, *([FP32_BYTES // ELEMENT_BYTES * tiles.part_elements] if tiles.overlaps else [])),
         save(t.dv, tiles.width_v),
     )
     kernel.set_name_prefix(f"{config.name}_keys", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -139,6 +143,8 @@ def kernel(tmas: KeysTmas, buffers: RowBuffers, mmas: KeysMmas, params: Backward
         cute.arch.griddepcontrol_wait()  # the statistics are there when the preprocessing kernel has ended
         if cutlass.const_expr(config.queries is not None):
             cute.arch.griddepcontrol_launch_dependents()  # the pass over queries, which reads nothing that this one writes
+        if cutlass.const_expr(tiles.counts):
+            cute.arch.griddepcontrol_launch_dependents()  # the rounding of dQ, which waits for the counts of its heads
     if group == 0:
         cute.arch.setmaxregister_decrease(tiles.registers_load)
         if warp == 0:
@@ -191,8 +197,17 @@ def load_keys(tmas: KeysTmas, smem: KeysStorage, params: BackwardParams, config:
             for n in range(config.keys.key_tiles):
                 cute.prefetch(info.atom, g[None, key_tile.column // ROWS + n])
 
+    def load_late(key_tile, numbers, phase, state):
+        if cutlass.const_expr(config.keys.prefetches):
+            prefetch_tile(key_tile)
+        load_tile(key_tile, None, 1 - phase)  # a writer lets phase 1 pass first
+        return state
+
     upcoming = prefetch_tile if config.keys.prefetches else None
-    take_tiles(SCHEDULER, smem, KEY_GROUPS, params, config, load_tile, upcoming)
+    if cutlass.const_expr(config.keys.queued):
+        each_late(SCHEDULER, smem.boxes, params, config, load_late, I32(0))
+    else:
+        take_tiles(SCHEDULER, smem, KEY_GROUPS, params, config, load_tile, upcoming)
 
 
 @cute.jit
@@ -200,7 +215,7 @@ def load_queries(
     tmas: KeysTmas, buffers: RowBuffers, smem: KeysStorage, params: BackwardParams, config: cutlass.Constexpr
 ):
     """One warp loads the query blocks of every tile, for each query head."""
-    receive, load, state = ahead_receiver(smem, KEY_GROUPS), load_blocks, new_writer()
+    load, state = load_blocks, new_writer()
     if cutlass.const_expr(config.queries_first and not config.flagged):
         cute.arch.griddepcontrol_wait()  # the statistics are there when the pass over queries has ended
     if cutlass.const_expr(config.flagged):
@@ -209,7 +224,10 @@ def load_queries(
     def load_tile(key_tile, numbers, phase, state):
         return load(tmas, buffers, smem, key_tile, state, numbers, config)
 
-    each_tile(SCHEDULER, receive, params, config, load_tile, state)
+    if cutlass.const_expr(config.keys.queued):
+        take_late(SCHEDULER, smem.boxes, params, config, load_tile, state)
+    else:
+        each_tile(SCHEDULER, ahead_receiver(smem, KEY_GROUPS), params, config, load_tile, state)
     if cutlass.const_expr(config.flagged):
         cute.arch.griddepcontrol_wait()  # what comes next in the stream finds dQ, too
 
@@ -319,7 +337,10 @@ def store(
     def store_one(key_tile, numbers, phase, part_phase):
         return store_tile(tmas, buffers, smem, w, key_tile, (phase, part_phase), numbers, config)
 
-    each_tile(SCHEDULER, receiver(smem, w), params, config, store_one, I32(0))
+    if cutlass.const_expr(config.keys.queued):
+        each_late(SCHEDULER, smem.boxes, params, config, store_one, I32(0))
+    else:
+        each_tile(SCHEDULER, receiver(smem, w), params, config, store_one, I32(0))
 
 
 @cute.jit
@@ -339,12 +360,17 @@ def store_tile(
                 part_phase = dq_accumulate.add_in_order(sums, smem.dq, w, head_tile, part_phase, params, config)
             else:
                 part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile.start, head_tile.stop, part_phase)
+            if cutlass.const_expr(tiles.counts):
+                dq_accumulate.count_tile(buffers.delta, key_tile.batch, head_tile.head)
     gK, sK = tma_tiles(tmas.dk, (ROWS, tiles.width), (None, 0), key_tile.head, key_tile.keys, smem.dk)
     gV, sV = tma_tiles(tmas.dv, (ROWS, tiles.width_v), (None, 0), key_tile.head, key_tile.keys, smem.dv)
     n = key_tile.column // ROWS
     if cutlass.const_expr(not tiles.split):
-        store_when_done(tmas.dv, sV[None, w], gV[None, n + w], smem, tiles.key_tiles + w, phase)
-        store_when_done(tmas.dk, sK[None, w], gK[None, n + w], smem, w, phase)
+        store_when_done(tmas.dv, sV[None, w], gV[None, n + w], smem, tiles.key_tiles + w, phase, not tiles.overlaps)
+        store_when_done(tmas.dk, sK[None, w], gK[None, n + w], smem, w, phase, not tiles.overlaps)
+        if cutlass.const_expr(tiles.overlaps):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            release(smem.left)  # partner: the warpgroups, before they put dS or a part of dQ there
     elif cutlass.const_expr(w == 0):
         store_when_done(tmas.dv, sV[None, 0], gV[None, n], smem, 0, phase)  # dV lies where K was
     else:
@@ -352,12 +378,14 @@ def store_tile(
     return part_phase
 
 
-def store_when_done(info: cpasync.TmaInfo, s, g, smem: KeysStorage, n: int, phase) -> None:
+def store_when_done(info: cpasync.TmaInfo, s, g, smem: KeysStorage, n: int, phase, gives_back: bool = True) -> None:
     """Waits until a warpgroup is done with tile n, stores it, and gives its shared memory back."""
     # Partner: the 128 threads of the warpgroup that rounded its gradient into shared memory.
     cute.arch.mbarrier_wait(smem.done + n, phase)
     cute.copy(info.atom, s, g)
     cute.arch.cp_async_bulk_commit_group()
+    if not gives_back:
+        return
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     # Partner: load_keys, which puts the next tile there.
     with cute.arch.elect_one():

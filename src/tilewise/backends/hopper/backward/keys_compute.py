@@ -39,7 +39,8 @@ from tilewise.backends.hopper.backward.sequences import receiver
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.scheduler import each_tile
+from tilewise.backends.hopper.kit.ring import release
+from tilewise.backends.hopper.kit.scheduler import each_late, each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
 
 # -- Operands ------------------------------------------------------------------------------------------------------
@@ -312,7 +313,10 @@ def compute_and_sum(smem: KeysStorage, w, mmas: KeysMmas, params: BackwardParams
     def sum_one(key_tile, numbers, held_phase, state):
         return summing_tile(operands, w, smem, key_tile, held_phase, state, numbers, config)
 
-    each_tile(SCHEDULER, receiver(smem, w), params, config, sum_one, new_state())
+    if cutlass.const_expr(config.keys.queued):
+        each_late(SCHEDULER, smem.boxes, params, config, sum_one, new_state())
+    else:
+        each_tile(SCHEDULER, receiver(smem, w), params, config, sum_one, new_state())
 
 
 @cute.jit
@@ -328,32 +332,48 @@ def summing_tile(
     group_blocks = blocks_of_group(column, key_tile, params, config)
     for n in cutlass.range_constexpr(2 * tiles.key_tiles):  # K and V of both warpgroups: dQ takes all 128 keys
         cute.arch.mbarrier_wait(smem.held_full + n, held_phase)
+    left = (smem.left, 1 - held_phase) if tiles.overlaps else None
     state = state.restart()
     for g in cutlass.range(params.group, unroll=1):
         blocks = blocks_of_head(group_blocks, column, key_tile, g, params, config)
         if cutlass.const_expr(config.has_upper):
             for step in cutlass.range(blocks.start - blocks.tile.start, unroll=1):
                 block = blocks.block(blocks.tile.start + step, False, params, config)
-                state = summing_block(operands, w, state, block, smem, params, config)
+                state = summing_block(operands, w, state, block, smem, params, config, left)
         for _ in cutlass.range(blocks.stop - blocks.start, unroll=1):
-            state = summing_block(operands, w, state, ScoreBlock(), smem, params, config)
+            state = summing_block(operands, w, state, ScoreBlock(), smem, params, config, left)
         # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
         for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
             block = blocks.block(blocks.stop + step, False, params, config)
-            state = summing_block(operands, w, state, block, smem, params, config)
+            state = summing_block(operands, w, state, block, smem, params, config, left)
     dq_accumulate.begin_part(operands.dq, smem.dq, state.count - 1, config)  # of the last block
     warpgroup.wait_group(0)
+    if cutlass.const_expr(tiles.overlaps):
+        release_held(smem)
     put_part_before(operands, w, state, smem)
     scale(operands.dk, params.scale)
-    # Both warpgroups have read K and V for the last time
+    if cutlass.const_expr(tiles.overlaps):
+        cute.arch.mbarrier_wait(*left)  # a tile without blocks has not waited
+    # Both warpgroups have read K and V, and dS, for the last time
     cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)
     finish(operands.dv, operands.mmas.dv, tile_at(smem.dv, w), smem.done + tiles.key_tiles + w, config)
+    if cutlass.const_expr(tiles.overlaps):
+        dq_accumulate.await_part(smem.dq, w, state.count - 1)
     finish(operands.dk, operands.mmas.dk, tile_at(smem.dk, w), smem.done + w, config)
     return state
 
 
+def release_held(smem: KeysStorage) -> None:
+    """Each warp says that it has read K and V for the last time. Partner: load_keys. A warpgroup arrives for the other one's V too: the
+    next V must not come before it has seen this one, even where a tile has no query blocks."""
+    cute.arch.sync_warp()
+    for n in range(2 * KEY_GROUPS):
+        release(smem.held_empty + n)
+
+
 def summing_block(
-    operands: DkDvOperands, w, state: KeysPipelineState, block: ScoreBlock, smem: KeysStorage, params: BackwardParams, config: Backward
+    operands: DkDvOperands, w, state: KeysPipelineState, block: ScoreBlock, smem: KeysStorage, params: BackwardParams, config: Backward,
+    left: tuple | None = None,
 ) -> KeysPipelineState:  # fmt: skip
     """Adds one query block to dK and dV, and makes the part of dQ of the block before: both warpgroups' dS of that block is there
     without waiting, so that they may be most of a block apart. Nothing is in flight between blocks.
@@ -376,10 +396,19 @@ def summing_block(
     score_gradients(rows_columns(operands.dp), p, delta)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     ds = as_accumulator(operands.ds, operands.dp)
+    if left is not None:
+        await_left(*left, state)
     dq_accumulate.put_scores(ds, operands.mmas.score, smem.dq, state.count, w, config)
     end = dq_then_dk if config.keys.dq_first else dk_then_dq
     end(operands, w, state, smem, q_stage, do_stage, config)
     return state.next_block(config.keys.stages)
+
+
+@cute.jit
+def await_left(barrier: cute.Pointer, phase, state: KeysPipelineState):
+    """Waits in a tile's first block until dK and dV of the tile before have left: dS and parts of dQ come to where they were."""
+    if state.count == state.first:
+        cute.arch.mbarrier_wait(barrier, phase)
 
 
 def dk_then_dq(

@@ -12,8 +12,19 @@ from tilewise.backends.hopper.backward import dq_accumulate
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
 from tilewise.backends.hopper.config import ALIGNMENT
-from tilewise.backends.hopper.kit.dtypes import F32, I32
-from tilewise.backends.hopper.kit.scheduler import Mailboxes, init_mailboxes, mailbox_words, mailboxes
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.scheduler import (
+    SLOT_WORDS,
+    Mailboxes,
+    Slots,
+    init_mailboxes,
+    init_slots,
+    mailbox_words,
+    mailboxes,
+    slots,
+)
+
+TILE_READERS = 1 + KEY_GROUPS + 4 * KEY_GROUPS  # warps: load_keys, both that store, and those that compute
 
 
 class KeysTmas(NamedTuple):
@@ -69,8 +80,9 @@ class KeysStorage(NamedTuple):
         full, empty: barriers of a stage. held_full, held_empty, done: barriers of a tile of K, then of V.
         p_full, p_empty: barriers of ``handover``.
         unread_word: for :func:`hold_above_wait`.
-        boxes: the mailboxes of packed tiles.
+        boxes: the mailboxes of packed tiles, or the slots of tiles from a queue.
         dq: what accumulating dQ takes.
+        left: the barrier that says that dK and dV have left, where they do not lie where K and V were.
     """
 
     k: cute.Tensor
@@ -89,14 +101,16 @@ class KeysStorage(NamedTuple):
     p_full: cute.Pointer
     p_empty: cute.Pointer
     unread_word: cute.Pointer
-    boxes: Mailboxes
+    boxes: Mailboxes | Slots
     dq: dq_accumulate.SumStorage | None = None
+    left: cute.Pointer | None = None
 
 
 def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
     """Allocates in the order of :attr:`KeyTiles.shared`."""
     allocator, tiles = cutlass.utils.SmemAllocator(), config.keys
-    full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + mailbox_words(config, KEY_GROUPS))
+    words = SLOT_WORDS if tiles.queued else mailbox_words(config, KEY_GROUPS)
+    full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + words)
     statistics = allocator.allocate_tensor(F32, statistics_layout(tiles.tile_m, tiles.stages), 128)
     sizes = (*[tiles.key_tiles * tiles.tile_elements] * 2, tiles.stages * tiles.stage_elements)
     k, v, q = (allocate_elements(allocator, elements, config.dtype) for elements in sizes)
@@ -108,14 +122,23 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
     empty, held_full = full + tiles.stages, full + 2 * tiles.stages
     held_empty, done = held_full + 2 * tiles.key_tiles, held_full + 4 * tiles.key_tiles
     p_full = held_full + 6 * tiles.key_tiles
+    left = p_full
     if tiles.sums_dq:
-        dq = dq_accumulate.allocate(allocator, config, p_full)
+        dq, left = dq_accumulate.allocate(allocator, config, p_full), p_full + 8
+    if tiles.overlaps:
+        # dS and parts of dQ are done with when a tile's dK and dV are put there, and K and V make room for the next tile's.
+        dk, dv = (cute.recast_ptr(t.iterator, dtype=ELEMENT[config.dtype]) for t in (dq.part, dq.ds))
     return KeysStorage(
         with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(dk, tmas.dk), with_tma_layout(dv, tmas.dv),
         with_tma_layout(q, tmas.q), with_tma_layout(q, tmas.do), statistics, handover,
         full, empty, held_full, held_empty, done, p_full, p_full + 1, full + tiles.barriers,
-        mailboxes(full + tiles.barriers + 1), dq,
+        (slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left,
     )  # fmt: skip
+
+
+def held_arrivals(config: Backward) -> int:
+    """How many arrivals free a tile of K or V: the storing warp's, or those of all computing warps."""
+    return 4 * KEY_GROUPS if config.keys.overlaps else 1
 
 
 @cute.jit
@@ -129,13 +152,18 @@ def init_barriers(smem: KeysStorage, config: cutlass.Constexpr):
                 cute.arch.mbarrier_init(smem.empty + n, 4 * KEY_GROUPS)  # every computing warp -> load_queries
             for n in cutlass.range_constexpr(2 * tiles.key_tiles):
                 cute.arch.mbarrier_init(smem.held_full + n, 1)  # load_keys, and bytes -> warpgroups
-                cute.arch.mbarrier_init(smem.held_empty + n, 1)  # store -> load_keys
+                cute.arch.mbarrier_init(smem.held_empty + n, held_arrivals(config))  # -> load_keys
                 cute.arch.mbarrier_init(smem.done + n, 128)  # warpgroup -> store
             if cutlass.const_expr(tiles.split):
                 cute.arch.mbarrier_init(smem.p_full, 128)  # make_values -> make_keys
                 cute.arch.mbarrier_init(smem.p_empty, 128)  # make_keys -> make_values
             if cutlass.const_expr(tiles.sums_dq):
                 dq_accumulate.init_barriers(smem.dq)
-            init_mailboxes(smem.boxes, config)
+            if cutlass.const_expr(tiles.overlaps):
+                cute.arch.mbarrier_init(smem.left, KEY_GROUPS)  # store -> warpgroups
+            if cutlass.const_expr(tiles.queued):
+                init_slots(smem.boxes, TILE_READERS)
+            else:
+                init_mailboxes(smem.boxes, config)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()

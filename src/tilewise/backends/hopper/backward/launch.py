@@ -61,7 +61,8 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
             element and have cu_q, cu_k (sequence + 1,) and two zeros (1,) that count the tiles of each pass. Others have the tensors of
             :func:`optional_params`.
         made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
-            its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2).
+            its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where key tiles come from
+            a queue, (1,) that counts them.
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
             cap2. Packed sequences have the first and the end of the keys that each may see, others the numbers of
             :func:`optional_params`.
@@ -69,6 +70,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     # Tensors come in the order in which host/backward_call.py gives them.
     q, k, v, o, do, lse, dlse, *more = given
     dq, dk, dv, *buffers = made
+    queue = buffers.pop() if config.keys.queued else None
     buffers = RowBuffers(*buffers)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
     # Each pass takes its tiles from a queue of its own, since both may be at work at a time; the last tensor is the
@@ -76,13 +78,14 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     group, queue_q = q.shape[2] // k.shape[2], more.pop() if config.packed else None
     starts = PackedParams(*more, *ends) if config.packed else None
     extra_k, extra_q = optional_params(more, ends, config)
+    extra_k = extra_k._replace(queue=queue)
     # heads are key heads here: a key tile serves the whole group.
     params_k = BackwardParams(
         q.shape[1], k.shape[1], k.shape[2], group, q.shape[0], section_k, lo, hi, scale, scale2, cap2, starts, extra_k
     )
     cu = starts.cu_q if config.packed else None
     rows = preprocess.StatisticsTensors(
-        o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores
+        o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores, queue
     )
     keys_tensors = keys.KeysTensors(q, k, v, do, dk, dv, buffers)
     starts = starts._replace(queue=queue_q) if config.packed else None
@@ -97,7 +100,8 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
         over_keys = cluster if config.keys.clustered else keys
         over_keys.launch(keys_tensors, params_k, ctas_k, stream, config)
         if cutlass.const_expr(config.queries is None):
-            sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores)
+            counts = (buffers.delta, cute.ceil_div(k.shape[1], config.keys.tile_n)) if config.keys.counts else ()
+            sums = postprocess.DqSums(buffers.dq_sums, cu, params_k.seqlen_q, buffers.semaphores, *counts)
             postprocess.launch(sums, dq, scale, stream, config)
         else:
             # The statistics are there: this pass only reads lse2 and delta.

@@ -64,8 +64,8 @@ class BackwardParams(NamedTuple):
 
     @property
     def queue(self) -> cute.Tensor:
-        """The queue of packed tiles, as the tile scheduler reads it."""
-        return self.packed.queue
+        """The queue of tiles, as the tile scheduler reads it."""
+        return self.extra.queue if self.packed is None else self.packed.queue
 
 
 def number_band(params: BackwardParams, config: Backward) -> schedule.Band:
@@ -105,3 +105,9 @@ def flag_place(m_block, batch, head, lse2: cute.Tensor) -> tuple:
     behind a head's rows; the first tile's flag is the last element."""
     # Counted from the back, so that the place depends on no length but the buffer's.
     return batch, head, lse2.shape[2] - 1 - m_block
+
+
+def count_place(batch, head, delta: cute.Tensor) -> tuple:
+    """The index in ``delta`` of a head's count of the tiles that were added to its dQ: the last row, which belongs to no query and is
+    set to zero with the others of these."""
+    return batch, head, delta.shape[2] - 1

@@ -19,6 +19,7 @@ from cutlass.utils import LayoutEnum
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward, KeyTiles
 from tilewise.backends.hopper.backward.dq_accumulate import fours, part_columns, tiled_mma
 from tilewise.backends.hopper.backward.fragments import rows_first, scale, store_accumulator, transposed
+from tilewise.backends.hopper.backward.params import count_place
 from tilewise.backends.hopper.backward.sequences import dq_block_start
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit import packed
@@ -34,12 +35,15 @@ class DqSums(NamedTuple):
         cu: (sequence + 1,), int32: where packed sequences begin; None where none are packed.
         rows: the rows of packed sequences.
         semaphores: (batch, heads_q, block x warpgroup), int32: how many key tiles have been added to each part; only in order.
+        counts, key_tiles: delta, which holds the counts of :func:`count_place`, and the number of a head's key tiles; only with counts.
     """
 
     parts: cute.Tensor
     cu: cute.Tensor | None
     rows: I32
     semaphores: cute.Tensor | None = None
+    counts: cute.Tensor | None = None
+    key_tiles: I32 | None = None
 
 
 def part_queries(tiles: KeyTiles) -> int:
@@ -93,9 +97,13 @@ def launch(sums: DqSums, dq: cute.Tensor, softmax_scale, stream, config: Backwar
 @cute.kernel
 def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale: F32, config: cutlass.Constexpr):
     """Puts one block of dQ in place. Grid: query blocks of all heads and batch elements, one after the other."""
-    cute.arch.griddepcontrol_wait()  # all parts are there when the pass over keys has ended
+    if cutlass.const_expr(not config.keys.counts):
+        cute.arch.griddepcontrol_wait()  # all parts are there when the pass over keys has ended
     blocks, heads, n = sums.parts.shape[2], sums.parts.shape[1], cute.arch.block_idx()[0]
     block, head, batch = n % blocks, n // blocks % heads, n // blocks // heads
+    if cutlass.const_expr(config.keys.counts):
+        # This kernel has begun where a CTA of the pass over keys found no tile left: others may still add to the last heads.
+        await_head(sums, batch, head)
     thread = cute.arch.thread_idx()[0] % 128
     w = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
     layout, tiles = dq.smem_layout, config.keys
@@ -122,6 +130,21 @@ def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale:
         cute.copy(dq.atom, sQ[None, w], gQ[None, row, column])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+    if cutlass.const_expr(config.keys.counts):
+        await_pass(n)
+
+
+@cute.jit
+def await_head(sums: DqSums, batch, head):
+    """Waits until all key tiles of a head have been added to its dQ. Partner: count_tile of both storing warps."""
+    if cute.arch.thread_idx()[0] == 0:
+        place = count_place(batch, head, sums.counts)
+        pointer, wanted = cute.domain_offset(place, sums.counts).iterator, F32(KEY_GROUPS * sums.key_tiles)
+        # Acquires what the storing warps released with their counts: the additions before them.
+        found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
+        while found < wanted:
+            found = cute.arch.load(pointer, F32, sem="acquire", scope="gpu")
+    cute.arch.sync_threads()
 
 
 @cute.jit
@@ -129,3 +152,10 @@ def clear_if_unvisited(acc: cute.Tensor, visits):
     """Sets a part to zero that no key tile has been added to: nobody has written it."""
     if visits == 0:
         acc.fill(0.0)
+
+
+@cute.jit
+def await_pass(n):
+    """Makes the last CTA wait for the end of the pass over keys: what comes next in the stream finds dK and dV, too."""
+    if n == cute.arch.grid_dim()[0] - 1:
+        cute.arch.griddepcontrol_wait()

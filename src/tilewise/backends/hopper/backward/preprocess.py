@@ -38,6 +38,7 @@ class StatisticsTensors(NamedTuple):
         cu: (sequence + 1,), int32: where packed sequences begin.
         dq_sums: (batch, heads_q, block, warpgroup, part), fp32; set to zero.
         semaphores: (batch, heads_q, block x warpgroup), int32; set to zero. There are fewer than statistics rows.
+        queue: (1,), int32: how many key tiles were taken after each CTA's first; set to zero.
     """
 
     o: cute.Tensor | None
@@ -49,6 +50,7 @@ class StatisticsTensors(NamedTuple):
     cu: cute.Tensor | None = None
     dq_sums: cute.Tensor | None = None
     semaphores: cute.Tensor | None = None
+    queue: cute.Tensor | None = None
 
 
 class StatisticsRow(NamedTuple):
@@ -103,6 +105,8 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
         clear_semaphores(t.semaphores[batch, head, None], block * THREADS + thread)
     elif cutlass.const_expr(config.keys.sums_dq):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)
+    if cutlass.const_expr(config.keys.queued):
+        clear_queue(t.queue, n + head + thread)
     total = F32(0.0)
     for n, (one, other) in enumerate(parts):
         # delta = rowsum(dO ∘ O): 8 products a thread, then the sum over the row's threads.
@@ -180,6 +184,13 @@ def clear_semaphores(semaphores: cute.Tensor, n):
     """Sets a head's n-th semaphore to zero, if there is one."""
     if n < cute.size(semaphores):
         semaphores[n] = cutlass.Int32(0)
+
+
+@cute.jit
+def clear_queue(queue: cute.Tensor, n):
+    """Sets the queue to zero in one thread, whose ``n`` is 0."""
+    if n == 0:
+        queue[0] = cutlass.Int32(0)
 
 
 @cute.jit

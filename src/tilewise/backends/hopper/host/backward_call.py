@@ -14,6 +14,7 @@ from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.grids import grids
 from tilewise.backends.hopper.config import Band, band_of, cap_of, keys_of
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import PerStrides
@@ -76,7 +77,7 @@ class BackwardPlan(Plan):
         """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`; the band's ends count from the first key."""
         problem, band, cap = self.problem, self.band, cap_of(self.problem)
         lo, hi = (far if end is None else end - self.keys.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
-        grids = self.config.grids(problem, self.keys.stop - self.keys.start, devices.of(problem.device).cores)
+        launched = grids(self.config, problem, self.keys.stop - self.keys.start, devices.of(problem.device).cores)
         scale2, cap2 = LOG2_E * problem.softmax_scale, 0.0
         if self.config.traced.score:
             scale2 = LOG2_E
@@ -84,7 +85,7 @@ class BackwardPlan(Plan):
             scale2, cap2 = LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
         more = (band.start, band.stop) if problem.packed else self.expressions.numbers
         drop = (threshold(problem.spec.dropout_p), keep_scale(problem.spec.dropout_p)) if self.config.dropout else ()
-        return lo, hi, *grids, problem.softmax_scale, scale2, cap2, *drop, *more
+        return lo, hi, *launched, problem.softmax_scale, scale2, cap2, *drop, *more
 
     def starts(self, inputs: Inputs) -> list[Tensor]:
         """The starts of packed sequences, and zeros that count the tiles of the two passes."""
@@ -140,6 +141,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     given = q, k, v, o, do, lse, dlse, *plan.starts(inputs), *plan.extra(inputs)
     made = dq, dk, dv, lse2, delta, *([lse.new_empty(plan.sums_shape)] if plan.sums_shape else ())
     made += (lse.new_empty(plan.semaphores_shape, dtype=torch.int32),) if plan.semaphores_shape else ()
+    made += (lse.new_empty(1, dtype=torch.int32),) if plan.config.keys.queued else ()
     plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if inputs.sink is None:
         return Grads(*grads, None, {})

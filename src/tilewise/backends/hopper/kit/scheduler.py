@@ -1,10 +1,12 @@
 """The tile that a CTA takes next, and how the role that takes it tells the others.
 
-Tiles of equal sequences are dealt out by number: every role counts the rounds for itself. Tiles of packed sequences differ too
-much for that. The loading warp of a CTA takes the next tile of all from a queue in global memory and publishes it in mailboxes
-in shared memory: one for each stage that a computing warpgroup waits for, and one for the warp that loads ahead. A mailbox is
-written before its stage is filled, so that the stage's ``full`` barrier also says that the mailbox can be read. A tile of no
-sequence (``sequence`` -1) ends every role.
+Tiles of equal sequences are dealt out by number: every role counts the rounds for itself (:func:`each_tile`). Or the warp that
+loads ahead takes them from a queue in global memory and tells every role by two slots in shared memory (:func:`take_late`).
+
+Tiles of packed sequences differ too much to be dealt out by number. The loading warp of a CTA takes the next tile of all from a
+queue in global memory and publishes it in mailboxes in shared memory: one for each stage that a computing warpgroup waits for, and
+one for the warp that loads ahead. A mailbox is written before its stage is filled, so that the stage's ``full`` barrier also says
+that the mailbox can be read. A tile of no sequence (``sequence`` -1) ends every role.
 
 mbarriers (arrivals in brackets): ``held_full[stage]``, ``held_empty[stage]`` belong to the kernel; ``next_full`` (1) goes from
 the warp that takes tiles to the warp that loads ahead, ``next_empty`` (1) goes back.
@@ -43,6 +45,83 @@ class TileScheduler(NamedTuple):
     tile_of: Callable
     packed_tile: Callable
     place_packed: Callable
+
+
+class Slots(NamedTuple):
+    """Two slots, in turn for a CTA's tiles from a queue of equal sequences: the words of a tile, and barriers of each slot."""
+
+    words: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+SLOT_WORDS = 2 * (2 + MAILBOX_WORDS)  # of 8 bytes: two barriers and a tile for each slot
+
+
+def slots(start: cute.Pointer) -> Slots:
+    """The barriers, then the words."""
+    return Slots(start + 4, start, start + 2)
+
+
+def init_slots(slots: Slots, readers: int) -> None:
+    """One thread sets the counts of the barriers; ``readers`` warps read each tile."""
+    for n in range(2):
+        cute.arch.mbarrier_init(slots.full + n, 1)  # take_late -> each_late
+        cute.arch.mbarrier_init(slots.empty + n, readers)  # each_late -> take_late
+
+
+def _publish(tile: packed.PackedTile, slots: Slots, count) -> None:
+    """Tells all roles the tile of that number, as soon as all have read the one before the last."""
+    n = count % 2
+    cute.arch.mbarrier_wait(slots.empty + n, 1 - count // 2 % 2)
+    with cute.arch.elect_one():
+        put_words(slots.words + MAILBOX_WORDS * n, tile)
+        cute.arch.mbarrier_arrive(slots.full + n)
+    cute.arch.sync_warp()
+
+
+def _receive(slots: Slots, count) -> packed.PackedTile:
+    """The tile of that number; its slot is free again at once."""
+    n = count % 2
+    found = _read_mailbox(slots.full + n, count // 2 % 2, slots.words + MAILBOX_WORDS * n)
+    # All lanes have read the words before one of them gives the slot back.
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(slots.empty + n)
+    return found
+
+
+@cute.jit
+def take_late(
+    scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state
+):
+    """Runs ``state = body(tile, numbers, phase, state)`` in the warp that loads ahead, for every tile of the CTA. It takes the next one
+    from the queue when it has loaded all of a tile: the CTA is then a ring of stages away from that tile's end, and tiles are dealt
+    out late enough to even out, and early enough that nobody waits for the queue."""
+    count, packed_tile, place_packed = I32(0), scheduler.packed_tile, scheduler.place_packed
+    of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
+    while of.sequence >= 0:
+        _publish(of, slots, count)
+        tile, numbers = place_packed(of, params, config)
+        state = body(tile, numbers, count % 2, state)
+        count = count + 1
+        of = packed_tile(packed.take(params.queue), params, config)
+    # The tile of no sequence: every role that reads it ends.
+    _publish(of, slots, count)
+
+
+@cute.jit
+def each_late(
+    scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state
+):
+    """Runs ``state = body(tile, numbers, phase, state)`` in every other role for the tiles that :func:`take_late` takes."""
+    count, place_packed = I32(0), scheduler.place_packed
+    of = _receive(slots, count)
+    while of.sequence >= 0:
+        tile, numbers = place_packed(of, params, config)
+        state = body(tile, numbers, count % 2, state)
+        count = count + 1
+        of = _receive(slots, count)
 
 
 class Mailboxes(NamedTuple):

@@ -14,9 +14,9 @@ from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
 from tilewise.backends.triton.host.launch import _batches, _statistics
-from tilewise.backends.triton.host.launched import View
+from tilewise.backends.triton.host.launched import View, rebased
 from tilewise.backends.triton.host.leaf_sums import LeafSums
-from tilewise.backends.triton.host.plan import Plan, extents_of, operand_strides
+from tilewise.backends.triton.host.plan import Layout, Plan, extents_of
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.tiles import Tiles, columns
@@ -33,7 +33,7 @@ TANGENT_TILES = {
     256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
 }
 HOPPER_TILES = {
-    64: (Tiles(64, 32, 4, 2, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 2, True)),
+    64: (Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 3, True)),
     128: (Tiles(128, 64, 8, 2, True), Tiles(64, 32, 4, 2, True), Tiles(32, 64, 4, 2, True)),
     256: (Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(64, 64, 8, 2, True)),
 }
@@ -214,17 +214,31 @@ def _directions(along: Directions, do_tangent: Tensor | None) -> dict[str, Tenso
 
 def _views(call: Call, tiles: Tiles, directions: dict[str, Tensor | None], *names: str) -> tuple[View, ...]:
     """A descriptor of each operand, then one of each operand's tangent; None where it is zero, and everywhere where one is impossible."""
-    none = tuple(View(name, None) for name in names)
+    tensors: list[Tensor | None] = [*(call.operands[name] for name in names), *(directions[name] for name in names)]
+    strides = tuple(call.strides[name] for name in names)
+    key = ("tangents", names, tiles.tile_m, tiles.tile_n, call.align, strides, tuple(x is None for x in tensors))
+    made = call.plan.descriptors.of(key, lambda: _new_views(call, tiles, directions, names))
+    return tuple(
+        view if x is None or view.value is None else View(view.name, rebased(view.value, x))
+        for view, x in zip(made, tensors, strict=True)
+    )
+
+
+def _new_views(call: Call, tiles: Tiles, directions: dict[str, Tensor | None], names: tuple[str, ...]) -> list[View]:
+    """The descriptors of :func:`_views`, without the tensors' memory."""
+    none = [View(name, None) for name in names]
     plain = operand_views(call, tiles, *names)
     if plain[0].value is None or any(view.value is not None for view in plain[1::2]):  # a head dim of two pieces
         return none + none
-    given = {name: directions[name] for name in names if directions[name] is not None}
-    strides = {name: tuple(n // call.align for n in operand_strides(x)) for name, x in given.items()}
-    moved = operand_views(replace(call, operands=given, strides=strides), tiles, *given)[::2]
+    given = {name: x for name in names if (x := directions[name]) is not None}
+    in_units = Layout.of(call.plan.problem, {"q": call.operands["q"], **given}).in_units
+    if in_units is None:
+        return none + none
+    moved = operand_views(replace(call, operands=given, strides=in_units), tiles, *given)[::2]
     if any(view.value is None for view in moved):
         return none + none
     by_name = dict(zip(given, moved, strict=True))
-    return (*plain[::2], *(by_name.get(name, View(name, None)) for name in names))
+    return [view.without_memory() for view in (*plain[::2], *(by_name.get(view.name, view) for view in none))]
 
 
 def _streamed(plan: TangentPlan, views: tuple[View, ...]) -> dict[str, bool]:

@@ -1,0 +1,63 @@
+"""How many CTAs each pass of a backward gets, and how many heads are at work at a time. No DSL: it runs on any machine.
+
+A section of heads, as :class:`tilewise.backends.hopper.kit.schedule.Order` has it, is dealt out before the next one begins: few heads at a
+time keep the operands and the sums of dQ in L2, many heads keep the CTAs evenly at work.
+"""
+
+from __future__ import annotations
+
+from tilewise.backends.hopper import config
+from tilewise.backends.hopper.backward.config import CLUSTER, ELEMENT_BYTES, FP32_BYTES, Backward
+from tilewise.problem import Problem
+
+OPEN_BYTES = 48 << 20  # of the heads of a section, where tiles come from a queue
+SHARING_CLUSTERS = 6  # clusters that add to one head's dQ at a time (docs/decisions.md#hopper-d256-pairs)
+
+
+def grids(x: Backward, p: Problem, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
+    """``(section, ctas)`` of the pass over ``seqlen_k`` keys, then of the pass over queries."""
+    if x.packed:
+        # At most so many tiles: only the device knows the lengths. Keys that are seen and those on either side are tiles apart.
+        keys = p.heads_k * (seqlen_k // x.keys.tile_n + 3 * (p.batch + 1))
+        rows = p.heads_q * (p.seqlen_q // x.tile_m + p.batch + 1)
+        return 1, min(keys, cores), 1, min(rows, cores)
+    heads, tiles, sharing = (
+        p.batch * p.heads_k,
+        -(-seqlen_k // x.keys.tile_n),
+        cores if x.form == "full" else config.SHARING,
+    )
+    keys = spread(heads, tiles, ordered_at_once(x, tiles) if x.keys.ordered else sharing, cores)
+    if x.keys.queued:
+        keys = open_heads(x, p, tiles, cores), keys[1]
+    if x.keys.clustered:
+        keys = spread_clusters(heads, tiles, x.form, cores)
+    return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // x.tile_m), sharing, cores)
+
+
+def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
+    """``(section, ctas)`` for ``tiles`` of each of ``heads``: heads of a section, and CTAs of the launch. ``sharing`` tiles of a head are
+    at work at once, if there are heads enough."""
+    section = min(heads, max(1, cores // sharing))
+    return section, min(heads * tiles, cores)
+
+
+def spread_clusters(heads: int, tiles: int, form: str, cores: int) -> tuple[int, int]:
+    """``(section, ctas)`` as of :func:`spread`, where two CTAs share a tile. All heads are one section where a second section would be
+    a short one."""
+    few = max(1, cores // CLUSTER // SHARING_CLUSTERS)
+    section = 1 if form == "full" else few if heads >= 2 * few else heads
+    return section, CLUSTER * min(heads * tiles, cores // CLUSTER)
+
+
+def open_heads(x: Backward, p: Problem, tiles: int, cores: int) -> int:
+    """The key heads of a section whose ``tiles`` come from a queue: as many as L2 holds the operands and the sums of dQ of, with room to
+    spare, and no fewer than give every CTA a tile (docs/decisions.md#hopper-open-heads)."""
+    group, row = p.heads_q // p.heads_k, ELEMENT_BYTES * (x.keys.width + x.keys.width_v)
+    head = group * p.seqlen_q * (row + FP32_BYTES * x.keys.width) + p.seqlen_k * row
+    return min(p.batch * p.heads_k, max(OPEN_BYTES // head, -(-cores // tiles)))
+
+
+def ordered_at_once(x: Backward, tiles: int) -> int:
+    """How many of a head's ``tiles`` run at once where they add to dQ in order. The last one waits for all others, but L2 holds more of
+    fewer heads (docs/decisions.md#hopper-ordered-dq)."""
+    return 2 * config.SHARING if x.form == "full" and tiles >= 4 * config.SHARING else config.SHARING

@@ -161,10 +161,10 @@ def problem(
 ) -> Problem:
     """A call of 32 query heads and 8 key heads of 128 in bf16; packed, of ``seqlen_q`` rows in all."""
     q = normal(*((seqlen_q,) if packed else (batch, seqlen_q)), 32, 128, dtype=torch.bfloat16)
-    pool = torch.empty(1, dtype=torch.bfloat16).expand(1, page_size, 8, 128)
+    pools = (torch.empty(1, dtype=torch.bfloat16).expand(1, page_size, 8, 128) for _ in range(2))
     table, lengths = torch.zeros(batch, max_pages, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
     options = {"cu_seqlens_q": torch.zeros(batch + 1, dtype=torch.int32)} if packed else {}
-    return paged_call(q, tw.paged(pool, pool, table, lengths), deterministic=deterministic, **options).p
+    return paged_call(q, tw.paged(*pools, table, lengths), deterministic=deterministic, **options).p
 
 
 def test_tiles_lie_in_one_page_wherever_pages_have_64_keys():

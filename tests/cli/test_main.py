@@ -57,7 +57,7 @@ def test_help_flows_however_the_docstring_is_broken_into_lines(capsys):
         (["bench", "--case", "alibi"], "near it: cpu-fp32-d64-n2048-alibi"),
         (["bench", "--case", "xyzzy"], "`tilewise bench --list` names them"),
         (["bench", "--tag", "h100"], "no case carries the tag 'h100'"),
-        (["bench", "--tag", "cpu", "--tag", "h200"], "no case carries all of the tags cpu, h200"),
+        (["bench", "--tag", "cpu", "--tag", "h200"], "no case for cpu carries all of the tags cpu, h200"),
         (["bench", "--case", "contract-one-full", "--contestant", "fa9"], "no contestant is called fa9; there are"),
         (["bench", "--check", "no/such/file"], "no/such/file cannot be read"),
         (["demo", "--steps", "0"], "Invalid value for '--steps'"),

@@ -24,7 +24,9 @@ def operand_views(call: Call, tiles: Tiles, *names: str, cuts: Mapping[str, Piec
 
     All are None where one is impossible, or a piece is padded. ``cuts``: the pieces, where they are not :func:`tiles.pieces`.
     """
-    cuts = {name: pieces(call.operands[name].shape[-1], tiles) for name in names} if cuts is None else cuts
+    problem = call.plan.problem  # an operand's own rows may hold several terms of a head dim
+    dims = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v, "do": problem.head_dim_v}
+    cuts = {name: pieces(dims[name], tiles) for name in names} if cuts is None else cuts
     found = {}
     if tiles.tma and call.align > 1 and not any(n != wide or len(cuts[x]) > 2 for x in names for _, n, wide in cuts[x]):
         found = {name: _operand_descriptors(call, tiles, name, cuts[name]) for name in names}

@@ -12,7 +12,9 @@
   wrong ones.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -50,3 +52,16 @@ def hopper_kernels() -> str:
 def launcher_library() -> str:
     """The file of the library that launches compiled kernels; empty: the one that was built with the package."""
     return os.environ.get("TILEWISE_LAUNCHER", "")
+
+
+@contextlib.contextmanager
+def hash_seed(seed: int) -> Iterator[None]:
+    """Python processes that are started inside hash with this seed (PYTHONHASHSEED)."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = str(seed)
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONHASHSEED"]
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before

@@ -541,12 +541,11 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
     if FACTS.split:
         valid = valid & (l != 0)
     rows = (token * sizes.heads_q + head) * FACTS.head_dim_v
+    EACH: tl.constexpr = 1 if FACTS.v_scale is None else 2  # columns of o for each of a piece
     for n in tl.static_range(len(PIECES)):
-        if FACTS.v_scale is None:
-            EACH: tl.constexpr = 1  # columns of o for each of the piece
+        if EACH == 1:
             found = acc[n]
         else:
-            EACH: tl.constexpr = 2
             # Even and odd columns come together again here, (tile_m, 2 · width).
             found = tl.interleave(acc[n], acc[len(PIECES) + n])
         within = tl.arange(0, EACH * PIECES[n][2])

@@ -144,6 +144,8 @@ class ContextParallel:
             [extras[n] for n in spec.mask_slots],
             lambda: plan.planned(self._wish(with_lse), agreed),
         )
+        if isinstance(call, gathered.Gathered) and call.digest:
+            self._compare(call.digest)
         run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
         return run(call, q, k, v, extras, seed)
 
@@ -158,6 +160,16 @@ class ContextParallel:
             return dispatch.explain(q, k, v, options)
         q, k, v = _autocast(q, k, v)
         return plan.explained(self._wish(False), self._agreed(q, k, v, options, {}))
+
+    def _compare(self, digest: int) -> None:
+        """Raises on every rank where the mask's tensors tell ranks of different keys, before one waits for what no other sends."""
+        found = [number for (number,) in self.exchange.numbers([digest])]
+        if len(set(found)) > 1:
+            said = [found.index(number) for number in found]
+            raise ValueError(
+                f"the {self.size} ranks were called differently\n  the mask's tensors hold other numbers on each rank; ranks "
+                f"that agree have one letter: {' '.join(chr(ord('a') + n) for n in said)}"
+            )
 
     def _wish(self, with_lse: bool) -> plan.Wish:
         return plan.Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)

@@ -1,4 +1,6 @@
-"""Training steps of a GPT of 1.3 billion weights on several GPUs, beside one GPU with as many tokens: `python -m bench.gpt_ranks --ranks 2`.
+"""Training steps of a GPT of 1.3 billion weights on several GPUs, beside one GPU with as many tokens.
+
+    python -m bench.gpt_ranks --ranks 2 --out FILE
 
 Every GPU has 8,192 tokens of a step, in sequences of 8,192. *alone*: each GPU trains a model of its own. *fsdp*: weights, gradients and
 AdamW's moments are sharded over all GPUs (FSDP2), a sequence a GPU. *fsdp-cp*: the same, and every sequence is shared by all GPUs.

@@ -47,6 +47,11 @@ class Exchange(Protocol):
         """The first rank's tensor."""
         ...
 
+    def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+        """Starts to send ``counts[r]`` rows to each rank r, in order, and to receive ``received[r]`` rows from it; the result waits for
+        the rows of all ranks, in order."""
+        ...
+
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
         """Uninitialised memory for what :meth:`to_heads` or :meth:`to_rows` sends; the next call of that name may use it again.
 
@@ -85,7 +90,7 @@ class AllToAll:
     size: int
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
-        """Starts to send ``counts[r]`` rows to each rank r, in order, and to receive ``received[r]`` rows from it."""
+        """The collective: :meth:`Exchange.swap`."""
         raise NotImplementedError
 
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:

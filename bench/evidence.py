@@ -31,7 +31,7 @@ CLAIMS = Path(__file__).with_name("claims.toml")
 HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
 EAGER, SPARSE = "be2142459054", "bf2c80d74c12"
 """Runs of a CPU: beside standard attention, and a block pattern beside the whole."""
-TRAFFIC, TABLE, CONTEXT = "90ece5c3a062", ("dd5883c7fbf9",), None
+TRAFFIC, TABLE, CONTEXT = "90ece5c3a062", ("dd5883c7fbf9", "ad2ae5caef49"), None
 """The runs of bench.traffic, bench.gpt_speed and examples.gpt.context_gpu that are shown: name a newer one here."""
 INTRO = (
     "What the papers claim, what they report, and what comes out here. `python -m bench.evidence --write` writes this page from "

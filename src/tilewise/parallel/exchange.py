@@ -39,10 +39,6 @@ class Exchange(Protocol):
         """A tensor of one shape and dtype from every rank, by rank."""
         ...
 
-    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
-        """The tensors that every rank has for this one: rank r gets ``parts[r]`` of all ranks, by rank. All parts have one shape."""
-        ...
-
     def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's tensor."""
         ...
@@ -155,13 +151,6 @@ class Group(AllToAll):
         self.received += (self.size - 1) * x.nbytes
         return list(out.unbind(0))
 
-    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
-        sent = torch.stack(parts)
-        out = torch.empty_like(sent)
-        dist.all_to_all_single(out.view(-1), sent.view(-1), group=self.group)
-        self.received += (self.size - 1) * parts[0].nbytes
-        return list(out.unbind(0))
-
     def broadcast(self, x: Tensor) -> Tensor:
         return self.gather(x)[0]
 
@@ -194,10 +183,6 @@ class Simulated(AllToAll):
     def gather(self, x: Tensor) -> list[Tensor]:
         self.received += (self.size - 1) * x.nbytes
         return self.objects(x.clone())
-
-    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
-        self.received += (self.size - 1) * parts[0].nbytes
-        return [theirs[self.rank].clone() for theirs in self.objects(parts)]
 
     def broadcast(self, x: Tensor) -> Tensor:
         return self.gather(x)[0]

@@ -4,6 +4,7 @@
 - :mod:`tilewise.parallel.balance`: positions dealt so that the work is equal for any mask and few keys travel.
 - :mod:`tilewise.parallel.exchange`: how ranks talk, over torch.distributed or simulated in one process.
 - :mod:`tilewise.parallel.symmetric`: the same by copy engines, for ranks that reach each other's memory.
+- :mod:`tilewise.parallel.route`: which keys travel, and to whom.
 - :mod:`tilewise.parallel.gathered`: a scheme, gathering K and V.
 - :mod:`tilewise.parallel.heads`: a scheme, all rows of some heads on each rank.
 - :mod:`tilewise.parallel.cost`, :mod:`tilewise.parallel.plan`: what each scheme costs, and which one is taken.

@@ -95,7 +95,7 @@ class _Work:
         return _Load(sum(self.costs[n] for n in held), fetched, sum(n - 1 not in held for n in held))
 
     def time(self, loads: Sequence[_Load]) -> float:
-        """What is to be made small: the most that one rank computes and fetches, in visits."""
+        """The time of the slowest rank, in visits of a tile by a query."""
         most = max(load.visits for load in loads)
         excess = 10 * max(0.0, most - UNEVEN * self.mean)
         fetched = max(load.fetched for load in loads) + sum(load.fetched for load in loads) / (4 * len(loads))

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import autograd, derivatives, dispatch
 from tilewise.backends.base import PerTensors
 from tilewise.parallel import gathered, heads, plan
-from tilewise.parallel.agreement import agreed_lengths
+from tilewise.parallel.agreement import agree_on_tensors, agreed_lengths
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
 from tilewise.parallel.symmetric import group_of
@@ -145,7 +145,7 @@ class ContextParallel:
             lambda: plan.planned(self._wish(with_lse), agreed),
         )
         if isinstance(call, gathered.Gathered) and call.digest:
-            self._compare(call.digest)
+            agree_on_tensors(self.exchange, call.digest)
         run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
         return run(call, q, k, v, extras, seed)
 
@@ -160,16 +160,6 @@ class ContextParallel:
             return dispatch.explain(q, k, v, options)
         q, k, v = _autocast(q, k, v)
         return plan.explained(self._wish(False), self._agreed(q, k, v, options, {}))
-
-    def _compare(self, digest: int) -> None:
-        """Raises on every rank where the mask's tensors tell ranks of different keys, before one waits for what no other sends."""
-        found = [number for (number,) in self.exchange.numbers([digest])]
-        if len(set(found)) > 1:
-            said = [found.index(number) for number in found]
-            raise ValueError(
-                f"the {self.size} ranks were called differently\n  the mask's tensors hold other numbers on each rank; ranks "
-                f"that agree have one letter: {' '.join(chr(ord('a') + n) for n in said)}"
-            )
 
     def _wish(self, with_lse: bool) -> plan.Wish:
         return plan.Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)

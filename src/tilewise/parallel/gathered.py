@@ -120,14 +120,14 @@ class Gathered:
         return self.exchange.swap(sent, counts, received)
 
     def _places(self, rank: int) -> list[tuple[Segment, slice]]:
-        """What a rank puts together, and where it lies there."""
+        """The keys that a rank puts together, each run with its place there."""
         first, found = 0, []
         for x in self.route.segments(rank):
             found.append((x, slice(first, first := first + x.length)))
         return found
 
     def _arrivals(self, segments: list[Segment]) -> list[slice | None]:
-        """Where the keys of each segment lie among those that came from other ranks; None: they are the rank's own."""
+        """The place of each segment's keys among those that came from other ranks; None: they are the rank's own."""
         found: list[slice | None] = [None] * len(segments)
         first = 0
         for n, x in sorted(enumerate(segments), key=lambda item: (item[1].owner, item[0])):

@@ -1,4 +1,4 @@
-"""Which keys travel between ranks: those alone that a rank's queries see and other ranks hold.
+"""The keys that travel between ranks: those alone that a rank's queries see and other ranks hold.
 
 Everything here is a pure function of layouts and of the keys that each piece of queries sees; no rank talks to another.
 """
@@ -90,7 +90,7 @@ class Route:
         return tuple(tuple(_union([(x.low, x.high) for x in parts])) for parts in far)
 
     def place(self, rank: int, part: Part) -> slice:
-        """Where the keys of a far part lie among those that the rank puts together."""
+        """The place of a far part's keys among those that the rank puts together."""
         first = 0
         for start, stop in self.wanted[rank]:
             if start <= part.low and part.high <= stop:
@@ -99,7 +99,7 @@ class Route:
         raise ValueError(f"{part} sees keys that rank {rank} does not put together")
 
     def segments(self, rank: int) -> list[Segment]:
-        """What a rank puts together, in the order of positions."""
+        """The keys that a rank puts together, in the order of positions."""
         return [
             _cut(x, start, stop)
             for start, stop in self.wanted[rank]
@@ -108,12 +108,12 @@ class Route:
         ]
 
     def sent(self, owner: int, rank: int) -> list[Segment]:
-        """What a rank fetches from another, in the order of positions; nothing from itself."""
+        """The keys that a rank fetches from another, in the order of positions; none from itself."""
         return [x for x in self.segments(rank) if x.owner == owner != rank]
 
     @cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:
-        """How many keys travel, by owner and by the rank that fetches them."""
+        """The number of keys that travel, by owner and by the rank that fetches them."""
         ranks = range(self.keys.ranks)
         return tuple(tuple(sum(x.length for x in self.sent(owner, rank)) for rank in ranks) for owner in ranks)
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from tilewise import autograd, derivatives, dispatch
 from tilewise.backends.base import PerTensors
-from tilewise.parallel import gathered, heads, plan
-from tilewise.parallel.agreement import agree_on_tensors, agreed_lengths
-from tilewise.parallel.exchange import Exchange, ordered_sum
+from tilewise.parallel import gathered, heads, operators, plan
+from tilewise.parallel.agreement import Assembled, agree_on_tensors, agreed_lengths
+from tilewise.parallel.exchange import Exchange, Silent, ordered_sum
 from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
 from tilewise.parallel.symmetric import group_of
 from tilewise.spec import Options, assemble, parse_spec
@@ -79,6 +80,7 @@ class ContextParallel:
         self.sum_leaf_gradients = sum_leaf_gradients
         self.most_groups = heads.MOST_GROUPS
         self._plans = PerTensors()
+        self.name = operators.named(self)
 
     @property
     def rank(self) -> int:
@@ -134,20 +136,65 @@ class ContextParallel:
             assembled = assemble(q, k, v, options)
             return autograd.attention(q, k, v, *assembled, derivatives.operator_of(assembled[2]))
         q, k, v = _autocast(q, k, v)
-        agreed = self._agreed(q, k, v, options, {"lse": str(with_lse)})
-        *_, extras, seed, spec = agreed
-        facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)]
-        # What was checked of another tensor says nothing of this one.
-        facts += [(x.shape, x.dtype) for x in extras]
-        call = self._plans.of(
-            (spec.text(), with_lse, *agreed.layouts, *facts),
-            [extras[n] for n in spec.mask_slots],
-            lambda: plan.planned(self._wish(with_lse), agreed),
-        )
+        if torch.compiler.is_compiling():
+            return operators.compiled(q, k, v, *assemble(q, k, v, options), self.name, with_lse)
+        agreed, call = self.agreed_call(q, k, v, lambda: assemble(q, k, v, options), with_lse)
+        return operators.attention(call, q, k, v, agreed.extras, agreed.seed)
+
+    def agreed_call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        assembled: Callable[[], Assembled],
+        with_lse: bool,
+        compiled: bool = False,
+    ) -> tuple[plan.Agreed, operators.Call]:
+        """A call that all ranks have agreed on, and this rank's part of it."""
+        agreed = self._agreed(q, k, v, assembled, {"lse": str(with_lse), "compiled": str(compiled)})
+        if compiled:
+            for layout in agreed.layouts:
+                self._even(layout)
+        call = self._call(agreed, with_lse, compiled)
         if isinstance(call, gathered.Gathered) and call.digest:
             agree_on_tensors(self.exchange, call.digest)
-        run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
-        return run(call, q, k, v, extras, seed)
+        return agreed, call
+
+    def compiled_call(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor], seed: Tensor | None, spec: str, with_lse: bool
+    ) -> operators.Call:
+        """This rank's part of a compiled call without a word to the others: of fake tensors, its shapes alone."""
+        queries, keys = self._compiled_layout(q.shape[-3]), self._compiled_layout(k.shape[-3])
+        agreed = plan.Agreed((queries, keys), q, k, v, list(extras), seed, parse_spec(spec))
+        return self._call(agreed, with_lse, True)
+
+    def _compiled_layout(self, rows: int) -> Layout:
+        """The layout in which this rank has so many rows, and without a layout of its own every other rank as many."""
+        if isinstance(self.layout, Layout):
+            return self.layout
+        return self._even(self.layout_of(int(rows) * self.size))
+
+    def _even(self, layout: Layout) -> Layout:
+        """The layout, refused where ranks hold unequal parts of it and it follows from its length, which no rank knows alone."""
+        if not isinstance(self.layout, Layout) and len(set(layout.lengths)) > 1:
+            raise ValueError(
+                f"attention over ranks was compiled, and they hold {list(layout.lengths)} rows: inside torch.compile ranks hold as many "
+                "rows each, or layout= is a Layout"
+            )
+        return layout
+
+    def _call(self, agreed: plan.Agreed, with_lse: bool, compiled: bool) -> operators.Call:
+        extras, spec = agreed.extras, agreed.spec
+        tensors = agreed.q, agreed.k, agreed.v
+        silent = isinstance(agreed.q, FakeTensor)
+        wish = self._wish(with_lse, compiled, silent)
+        if silent:
+            return plan.planned(wish, agreed)
+        facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in tensors]
+        # What was checked of another tensor says nothing of this one.
+        facts += [(x.shape, x.dtype) for x in extras]
+        key = spec.text(), with_lse, compiled, *agreed.layouts, *facts
+        return self._plans.of(key, [extras[n] for n in spec.mask_slots], lambda: plan.planned(wish, agreed))
 
     def maximum(self, x: Tensor) -> Tensor:
         """The largest of all ranks' numbers, for each element of ``x``; NaN where a rank has it."""
@@ -159,21 +206,24 @@ class ContextParallel:
         if self.size == 1:
             return dispatch.explain(q, k, v, options)
         q, k, v = _autocast(q, k, v)
-        return plan.explained(self._wish(False), self._agreed(q, k, v, options, {}))
+        return plan.explained(self._wish(False), self._agreed(q, k, v, lambda: assemble(q, k, v, options), {}))
 
-    def _wish(self, with_lse: bool) -> plan.Wish:
-        return plan.Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)
+    def _wish(self, with_lse: bool, compiled: bool = False, silent: bool = False) -> plan.Wish:
+        exchange = Silent(self.rank, self.size) if silent else self.exchange
+        return plan.Wish(exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse, compiled, silent)
 
-    def _agreed(self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]) -> plan.Agreed:
+    def _agreed(
+        self, q: Tensor, k: Tensor, v: Tensor, assembled: Callable[[], Assembled], also: dict[str, str]
+    ) -> plan.Agreed:
         """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
         also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
         lengths, (extras, seed, text) = agreed_lengths(
-            self.exchange, q, k, v, options, (*also.items(), ("scheme", self.scheme))
+            self.exchange, q, k, v, assembled, (*also.items(), ("scheme", self.scheme))
         )
         queries, keys = (
             self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
         )
-        if seed is not None and not isinstance(options.dropout_seed, int):
+        if seed is not None:
             # The first rank's, so that the pairs that are dropped are those of one device.
             seed = self.exchange.broadcast(seed)
         return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))

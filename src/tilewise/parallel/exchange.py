@@ -168,6 +168,19 @@ class Group(AllToAll):
         return finish
 
 
+class Silent(AllToAll):
+    """A rank that talks to nobody: what would come has its shape and no content. Fake kernels compute shapes by it."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size, self.received = rank, size, 0
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [x] * self.size
+
+    def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+        return lambda: sent.new_empty((sum(received), *sent.shape[1:]))
+
+
 class Simulated(AllToAll):
     """All ranks as threads of one process, for tests and for looking: each collective is a meeting of all threads."""
 

@@ -7,16 +7,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from tilewise import autograd, derivatives, dispatch
 from tilewise.backends.base import PerTensors
-from tilewise.parallel import gathered, heads, operators, plan
-from tilewise.parallel.agreement import Assembled, agree_on_tensors, agreed_lengths
-from tilewise.parallel.exchange import Exchange, Silent, ordered_sum
+from tilewise.parallel import calls, heads, operators, plan
+from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
 from tilewise.parallel.symmetric import group_of
-from tilewise.spec import Options, assemble, parse_spec
+from tilewise.spec import Options, assemble
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "zigzag": zigzag,
@@ -79,7 +77,7 @@ class ContextParallel:
         self.exchange, self.layout, self.scheme = exchange, layout, scheme
         self.sum_leaf_gradients = sum_leaf_gradients
         self.most_groups = heads.MOST_GROUPS
-        self._plans = PerTensors()
+        self.plans = PerTensors()
         self.name = operators.named(self)
 
     @property
@@ -138,63 +136,8 @@ class ContextParallel:
         q, k, v = _autocast(q, k, v)
         if torch.compiler.is_compiling():
             return operators.compiled(q, k, v, *assemble(q, k, v, options), self.name, with_lse)
-        agreed, call = self.agreed_call(q, k, v, lambda: assemble(q, k, v, options), with_lse)
+        agreed, call = calls.agreed_call(self, q, k, v, lambda: assemble(q, k, v, options), with_lse)
         return operators.attention(call, q, k, v, agreed.extras, agreed.seed)
-
-    def agreed_call(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        assembled: Callable[[], Assembled],
-        with_lse: bool,
-        compiled: bool = False,
-    ) -> tuple[plan.Agreed, operators.Call]:
-        """A call that all ranks have agreed on, and this rank's part of it."""
-        agreed = self._agreed(q, k, v, assembled, {"lse": str(with_lse), "compiled": str(compiled)})
-        if compiled:
-            for layout in agreed.layouts:
-                self._even(layout)
-        call = self._call(agreed, with_lse, compiled)
-        if isinstance(call, gathered.Gathered) and call.digest:
-            agree_on_tensors(self.exchange, call.digest)
-        return agreed, call
-
-    def compiled_call(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor], seed: Tensor | None, spec: str, with_lse: bool
-    ) -> operators.Call:
-        """This rank's part of a compiled call without a word to the others: of fake tensors, its shapes alone."""
-        queries, keys = self._compiled_layout(q.shape[-3]), self._compiled_layout(k.shape[-3])
-        agreed = plan.Agreed((queries, keys), q, k, v, list(extras), seed, parse_spec(spec))
-        return self._call(agreed, with_lse, True)
-
-    def _compiled_layout(self, rows: int) -> Layout:
-        """The layout in which this rank has so many rows, and without a layout of its own every other rank as many."""
-        if isinstance(self.layout, Layout):
-            return self.layout
-        return self._even(self.layout_of(int(rows) * self.size))
-
-    def _even(self, layout: Layout) -> Layout:
-        """The layout, refused where ranks hold unequal parts of it and it follows from its length, which no rank knows alone."""
-        if not isinstance(self.layout, Layout) and len(set(layout.lengths)) > 1:
-            raise ValueError(
-                f"attention over ranks was compiled, and they hold {list(layout.lengths)} rows: inside torch.compile ranks hold as many "
-                "rows each, or layout= is a Layout"
-            )
-        return layout
-
-    def _call(self, agreed: plan.Agreed, with_lse: bool, compiled: bool) -> operators.Call:
-        extras, spec = agreed.extras, agreed.spec
-        tensors = agreed.q, agreed.k, agreed.v
-        silent = isinstance(agreed.q, FakeTensor)
-        wish = self._wish(with_lse, compiled, silent)
-        if silent:
-            return plan.planned(wish, agreed)
-        facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in tensors]
-        # What was checked of another tensor says nothing of this one.
-        facts += [(x.shape, x.dtype) for x in extras]
-        key = spec.text(), with_lse, compiled, *agreed.layouts, *facts
-        return self._plans.of(key, [extras[n] for n in spec.mask_slots], lambda: plan.planned(wish, agreed))
 
     def maximum(self, x: Tensor) -> Tensor:
         """The largest of all ranks' numbers, for each element of ``x``; NaN where a rank has it."""
@@ -206,36 +149,9 @@ class ContextParallel:
         if self.size == 1:
             return dispatch.explain(q, k, v, options)
         q, k, v = _autocast(q, k, v)
-        return plan.explained(self._wish(False), self._agreed(q, k, v, lambda: assemble(q, k, v, options), {}))
-
-    def _wish(self, with_lse: bool, compiled: bool = False, silent: bool = False) -> plan.Wish:
-        exchange = Silent(self.rank, self.size) if silent else self.exchange
-        return plan.Wish(exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse, compiled, silent)
-
-    def _agreed(
-        self, q: Tensor, k: Tensor, v: Tensor, assembled: Callable[[], Assembled], also: dict[str, str]
-    ) -> plan.Agreed:
-        """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
-        also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
-        lengths, (extras, seed, text) = agreed_lengths(
-            self.exchange, q, k, v, assembled, (*also.items(), ("scheme", self.scheme))
+        return plan.explained(
+            calls.wish(self, False), calls.agreed(self, q, k, v, lambda: assemble(q, k, v, options), {})
         )
-        queries, keys = (
-            self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
-        )
-        if seed is not None:
-            # The first rank's, so that the pairs that are dropped are those of one device.
-            seed = self.exchange.broadcast(seed)
-        return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))
-
-    def _checked_layout(self, lengths: list[int], name: str) -> Layout:
-        layout = self.layout_of(sum(lengths))
-        if layout.lengths != tuple(lengths):
-            raise ValueError(
-                f"attention over {self.size} ranks was called wrongly\n  the ranks hold {lengths} {name}, the layout of {sum(lengths)} "
-                f"is {list(layout.lengths)}; cut tensors by shard()"
-            )
-        return layout
 
 
 def _refuse(options: Options) -> None:
@@ -272,7 +188,7 @@ class _Unshard(torch.autograd.Function):
 
 def _unsharded(parallel: ContextParallel, x: Tensor, dim: int) -> Tensor:
     lengths = [n for (n,) in parallel.exchange.numbers([x.shape[dim]])]
-    layout = parallel._checked_layout(lengths, f"rows of dim {dim}")
+    layout = calls.checked_layout(parallel, lengths, f"rows of dim {dim}")
     missing = x.new_zeros(
         [max(lengths) - x.shape[dim] if n == dim % x.ndim else size for n, size in enumerate(x.shape)]
     )

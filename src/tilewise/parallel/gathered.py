@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilewise.derivatives import operator_of
 from tilewise.parallel import cost
-from tilewise.parallel.exchange import Exchange, ordered_sum
+from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
 from tilewise.parallel.route import Route, Segment
 from tilewise.spec import Spec
 
@@ -167,19 +167,14 @@ def forward(
 
 
 def backward(
-    call: Gathered,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    saved: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    seed: Tensor | None,
+    call: Gathered, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """dq, dk and dv of the rank's rows, and the gradient of each extra.
 
     Args:
         saved: q, k, v, o, lse, and what the forward kept.
     """
-    q, k, v, o, lse, *gathered = saved
+    (do, dlse), (q, k, v, o, lse, *gathered) = of, saved
     do = torch.zeros_like(o) if do is None else do
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     dtype = _compute_dtype(q)
@@ -233,7 +228,7 @@ def _summed(like: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dt
 
 def _each(parts: Sequence[tuple[slice, Tensor, Tensor]], which: int) -> list[tuple[slice, Tensor]]:
     """The rows of each part with the gradient of K (1) or of V (2)."""
-    return [(part[0], part[which]) for part in parts]
+    return [(rows, dk if which == 1 else dv) for rows, dk, dv in parts]
 
 
 def _packed(parts: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> Tensor:

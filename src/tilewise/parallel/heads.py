@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 from tilewise import expr
 from tilewise.derivatives import operator_of
 from tilewise.expr import Expr
-from tilewise.parallel.exchange import Exchange, ordered_sum
+from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
 from tilewise.parallel.layout import Layout
 from tilewise.problem import Problem
 from tilewise.spec import Spec
@@ -235,14 +235,10 @@ def forward(
 
 
 def backward(
-    call: Heads,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    saved: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    seed: Tensor | None,
+    call: Heads, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """dq, dk and dv of the rank's rows, and the gradient of each extra."""
+    do, dlse = of
     given = {} if do is None else {"do": _batched(call.packed, do)}
     given |= {} if dlse is None else {"dlse": _as_rows(_batched(call.packed, dlse))}
     coming = [

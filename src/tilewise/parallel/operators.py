@@ -12,19 +12,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.autograd import library
-from tilewise.parallel import gathered, heads
+from tilewise.parallel import calls, gathered, heads
+from tilewise.parallel.calls import Call
+from tilewise.parallel.exchange import Gradients
 from tilewise.spec import parse_spec
 
 if TYPE_CHECKING:
     from tilewise.parallel.context import ContextParallel
-
-Call = heads.Heads | gathered.Gathered
 
 _groups: weakref.WeakValueDictionary[str, ContextParallel] = weakref.WeakValueDictionary()
 _count = itertools.count()
@@ -37,23 +37,22 @@ def named(group: ContextParallel) -> str:
     return name
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None):
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
     """``(outputs, saved)`` of a scheme."""
-    run = heads.forward if isinstance(call, heads.Heads) else gathered.forward
-    return run(call, q, k, v, extras, seed)
+    if isinstance(call, heads.Heads):
+        return heads.forward(call, q, k, v, extras, seed)
+    return gathered.forward(call, q, k, v, extras, seed)
 
 
 def backward(
-    call: Call,
-    do: Tensor | None,
-    dlse: Tensor | None,
-    saved: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    seed: Tensor | None,
-):
-    """``(dq, dk, dv, dextras)`` of a scheme; saved begins with q, k, v, o and lse where the scheme reads them."""
-    run = heads.backward if isinstance(call, heads.Heads) else gathered.backward
-    return run(call, do, dlse, saved, extras, seed)
+    call: Call, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """``(dq, dk, dv, dextras)`` of a scheme; ``saved`` begins with q, k, v, o and lse where the scheme reads them."""
+    if isinstance(call, heads.Heads):
+        return heads.backward(call, of, saved, extras, seed)
+    return gathered.backward(call, of, saved, extras, seed)
 
 
 def attention(
@@ -84,7 +83,7 @@ class _Attention(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * (5 + ctx.extras)
         extras = saved[: ctx.extras]
-        dq, dk, dv, dextras = backward(ctx.call, do, dlse, saved[ctx.extras :], extras, seed)
+        dq, dk, dv, dextras = backward(ctx.call, (do, dlse), saved[ctx.extras :], extras, seed)
         return None, dq, dk, dv, None, *dextras
 
 
@@ -107,28 +106,46 @@ _over_ranks_backward = torch.ops.tilewise.attention_over_ranks_backward.default
 def compiled(
     q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor], seed: Tensor | None, spec: str, ranks: str, with_lse: bool
 ) -> tuple[Tensor | None, ...]:
-    """What :func:`attention` returns, as one node of a graph."""
+    """The results of :func:`attention` from one node of a graph."""
     outputs, _ = _over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
     return tuple(outputs) if len(outputs) > 1 else (outputs[0], None)
 
 
 def _kernel(q, k, v, extras, seed, spec, ranks, with_lse):
-    agreed, call = _group(ranks).agreed_call(q, k, v, lambda: (extras, seed, spec), with_lse, True)
+    agreed, call = calls.agreed_call(_group(ranks), q, k, v, lambda: (extras, seed, spec), with_lse, True)
     outputs, saved = forward(call, q, k, v, extras, agreed.seed)
     return outputs, saved if agreed.seed is None else [agreed.seed.clone(), *saved]
 
 
 def _fake(q, k, v, extras, seed, spec, ranks, with_lse):
-    call = _group(ranks).compiled_call(q, k, v, extras, seed, spec, with_lse)
+    call = calls.compiled_call(_group(ranks), q, k, v, extras, seed, spec, with_lse)
     outputs, saved = forward(call, q, k, v, extras, seed)
     return outputs, saved if seed is None else [torch.empty_like(seed), *saved]
 
 
-def _backward_kernel(do, dlse, saved, extras, seed, spec, ranks, shapes, with_lse):
-    like, third = saved[0], len(shapes) // 3
-    q, k, v = (like.new_empty((1,) * third).expand(shapes[n * third : (n + 1) * third]) for n in range(3))
-    call = _group(ranks).compiled_call(q, k, v, extras, seed, spec, with_lse)
-    dq, dk, dv, dextras = backward(call, do, dlse, saved, extras, seed)
+class _BackwardCall(NamedTuple):
+    """The arguments of ``attention_over_ranks_backward``."""
+
+    do: Tensor | None
+    dlse: Tensor | None
+    saved: Sequence[Tensor]
+    extras: list[Tensor]
+    seed: Tensor | None
+    spec: str
+    ranks: str
+    shapes: Sequence[int]
+    with_lse: bool
+
+    def whole(self) -> list[Tensor]:
+        """Tensors with the shapes and the dtype of the rank's q, k and v, without memory of their own."""
+        like, dims = self.saved[0], len(self.shapes) // 3
+        return [like.new_empty((1,) * dims).expand(self.shapes[n : n + dims]) for n in range(0, 3 * dims, dims)]
+
+
+def _backward_kernel(*arguments):
+    c = _BackwardCall(*arguments)
+    call = calls.compiled_call(_group(c.ranks), *c.whole(), c.extras, c.seed, c.spec, c.with_lse)
+    dq, dk, dv, dextras = backward(call, (c.do, c.dlse), c.saved, c.extras, c.seed)
     return dq, dk, dv, [dextras[slot] for slot in call.grad_slots]
 
 

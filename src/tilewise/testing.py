@@ -19,6 +19,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import accuracy, problem
 from tilewise.backends.base import Backend, Inputs
+from tilewise.pages import lies_in
 from tilewise.spec import Options, assemble, parse_spec
 
 # ---- calls ------------------------------------------------------------------------------------------------------------
@@ -77,7 +78,10 @@ def paged_call(q: Tensor, cache: tw.PagedCache, device: str | None = None, **opt
     options |= dict(zip(("k_scale", "v_scale"), scales, strict=False))
     with torch.no_grad():
         extras, seed, text = assemble(q, k, v, Options(block_table=table, seqlens_k=lengths, **options))
+    latent = lies_in(v, k)
     q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
+    if latent:  # on the other device too
+        v = k[..., : v.shape[-1]]
     p = problem.check(q, k, v, extras, seed, parse_spec(text))
     return Call(p, Inputs.of(p, q, k, v, extras, seed), q.new_empty(0), q.new_empty(0))
 

@@ -153,8 +153,9 @@ def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
 def value_pieces(head_dim_v: int, tiles: Tiles) -> tuple[tuple[int, int, int], ...]:
     """The :func:`tiles.pieces` of v in a quantised cache, whose head dim is counted in pairs; none is narrower than 32 columns.
 
-    Of a v of 16 columns ptxas 12.8 makes a wrong kernel: it adds to a uniform register that nothing has written, so that all but the first
-    16 keys of a tile meet other memory than v's odd columns (docs/decisions.md#triton-unset-registers).
+    Of a v of 16 columns ptxas 12.8 makes a wrong kernel: the address of v's odd columns for all but the first 16 keys of a tile comes
+    from a register that nothing has written, and o was wrong by 0.236 of its size (H200, 11-22). The kernel's PTX, executed step by step,
+    gives the right o. ``make kernels`` fails where machine code reads such a register (:mod:`host.machine_code`).
     """
     found = pieces(head_dim_v, tiles)
     if found[-1][2] >= NARROWEST_VALUES:

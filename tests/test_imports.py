@@ -97,7 +97,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "derivatives": ("dispatch", "backends.base", "problem", "spec"),
     "autograd": ("derivatives", "dispatch", "backends.base", "problem", "spec"),
     "batching": ("autograd", "derivatives", "mapped", "spec", "expr", "state"),
-    "cache": ("dispatch", "problem", "pages", "settings"),
+    "cache": ("dispatch", "problem", "pages", "settings", "spec"),
     "shared_prefix": ("autograd", "cache", "pages", "settings", "state", "masks", "scores", "spec", "expr"),
     "nested": ("spec",),
     "api": (

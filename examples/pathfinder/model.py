@@ -85,7 +85,7 @@ class PathTransformer(nn.Module):
         return self.answer(self.features(pixels))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """What is known of each pixel after the last block, (batch, side², d_model)."""
+        """Each pixel after the last block, (batch, side², d_model)."""
         angles = angles_on(pixels.device, pixels.shape[-1], self.config.d_model // self.config.heads)
         x = self.embed(BACKGROUND + SCALE * pixels.flatten(1).float().unsqueeze(-1))
         for block in self.blocks:

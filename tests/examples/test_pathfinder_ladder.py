@@ -56,6 +56,13 @@ def test_a_lit_pixel_is_told_how_many_dots_lie_on_its_path_which_is_two_in_posit
         assert (dots[torch.arange(24), at[:, 0], at[:, 1]] > 0).all()
 
 
+def test_a_row_of_images_has_the_logits_that_the_encoder_has_for_each_image():
+    student, images = ladder.Student(EncoderConfig(2, 16, 1, 16), 0), draw(SMALL, 5, seed=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = student.encoder(images.pixels)
+    assert torch.equal(student(images.pixels)[0], expected.float())
+
+
 def test_scores_are_as_sharp_over_more_keys_as_over_256():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64, generator=generator) for n in (5, 1024, 1024))
@@ -71,4 +78,5 @@ def test_the_rungs_rise_to_path_x_and_their_times_are_in_order():
     assert shares == sorted(shares)
     assert shares[-1] == 1
     assert [r.images.seqlen for r in ladder.LADDER if r.tested] == [64**2, 128**2]
+    assert all(Recipe.tokens % r.images.seqlen == 0 for r in ladder.LADDER)  # one shape, compiled once
     assert ladder.means([0.0, 1.0, 1.0, 1.0, 5.0], 2) == [0.5, 1.0]

@@ -25,7 +25,7 @@ QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 """Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
 WIDTH = 160
 SQUARES, MASKED, DECODING = "h200-squares", "h200-masks", "h200-decode"
-FP32, STEPS, PARTS, AMX = "h200-triton-fp32", "h200-training", "h200-step-parts", "xeon-amx-2"
+FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
 """The runs that the page shows: name a newer one here once it is in bench/results."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -409,20 +409,6 @@ def sparse_on_cpu() -> str:
 # ---- Training ---------------------------------------------------------------------------------------------------------
 
 
-PARTS_ROWS = (
-    ("the whole step", "gpt-part-step", "time"),
-    ("forward and backward", "gpt-part-both", "time"),
-    ("forward and backward, captured in a CUDA graph", "gpt-part-graph", "time"),
-    ("the host's part of forward and backward", "gpt-part-both", "host"),
-)
-PARTS_TEXT = (
-    "The first row again, taken apart, in milliseconds. So small a model launches over 600 kernels of 0.03 ms each in the mean, and its "
-    "host takes about as long as its GPU. Where kernels follow each other without a gap, captured in a graph, tilewise is faster; in the "
-    "whole step the same contestant twice differs by more than the two attentions; and the host alone, on a GPU that was idle before, "
-    "takes longer with tilewise, whose backward is Python where SDPA's is C++. "
-)
-
-
 def training() -> list[str]:
     """A training step of a small GPT, on an H200 and on a CPU."""
     gpu, on_cpu, rows = load("hopper-calls"), load("cpu-calls"), []
@@ -441,19 +427,7 @@ def training() -> list[str]:
         "Milliseconds of one step of a small GPT: forward, backward and AdamW; [training.md](training.md) shows losses. "
         f"{gpu.source(STEPS)} {on_cpu.source(*runs)}"
     )
-    lines = section("A training step", text, table(["", "tilewise", "its Triton", "SDPA"], rows))
-    return [*lines, "", *wrapped(PARTS_TEXT + gpu.source(PARTS)), "", *parts(gpu)]
-
-
-def parts(gpu: Results) -> list[str]:
-    """A short step taken apart: tilewise twice, SDPA, and how much longer SDPA takes than the two's mean."""
-    rows = []
-    for title, case, metric in PARTS_ROWS:
-        values = [gpu.value(PARTS, case, who, "step", metric) for who in ("tilewise", "tilewise again", "sdpa")]
-        values = [x / 1e3 if x and metric == "host" else x for x in values]
-        ours = [x for x in values[:2] if x]
-        rows.append([title, *[number(x, 2) for x in values], f"{values[2] * len(ours) / sum(ours):.3f}"])
-    return table(["", "tilewise", "tilewise again", "SDPA", "SDPA / tilewise"], rows)
+    return section("A training step", text, table(["", "tilewise", "its Triton", "SDPA"], rows))
 
 
 # ---- The pages --------------------------------------------------------------------------------------------------------

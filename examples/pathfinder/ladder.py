@@ -132,7 +132,7 @@ class Student(nn.Module):
         self.parts = wrap(before), wrap(after), wrap(Student.end)
 
     def end(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is pooled, and the logits of the dots of each pixel's path, of x (1, tokens, d_model) after the last block."""
+        """The features that are pooled, and the logits of the dots of each pixel's path, of x (1, tokens, d_model) after the last block."""
         features = self.encoder.norm(x)
         return self.encoder.to_pool(features), self.to_dots(features).float()
 

@@ -415,10 +415,11 @@ def parts_section() -> list[str]:
         ours = [x for x in values[:2] if x]
         rows.append([title, *[number(x, 2) for x in values], f"{values[2] * len(ours) / sum(ours):.3f}"])
     words = (
-        "Milliseconds of a step of a GPT of 6 layers and width 512, context 1,024 × 16 rows, bf16, compiled nowhere. So small a model launches "
-        "over 600 kernels of 0.03 ms each in the mean, and its host takes about as long as its GPU. Where kernels follow each other without a "
-        "gap, captured in a graph, tilewise is faster; in the whole step the same contestant twice differs by more than the two attentions; "
-        "and the host alone, on a GPU that was idle before, takes longer with tilewise, whose backward is Python where SDPA's is C++. "
+        "Milliseconds of a step of a GPT of 6 layers and width 512, context 1,024 × 16 rows, bf16, not compiled. So small a model "
+        "launches over 600 kernels of 0.03 ms each in the mean, and its host takes about as long as its GPU. Where kernels follow each "
+        "other without a gap, captured in a graph, tilewise is faster; in the whole step one contestant, twice, differs by more than the "
+        "two attentions; and the host alone, on a GPU that was idle before, takes longer with tilewise, whose backward is Python where "
+        "SDPA's is C++. "
         f"{found.source(PARTS)}"
     )
     head = ["", "tilewise", "tilewise again", "SDPA", "SDPA / tilewise"]

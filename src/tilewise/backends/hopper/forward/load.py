@@ -7,6 +7,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.pages import PagedBlocks, fetch_pages, in_parts
 from tilewise.backends.hopper.forward.params import ForwardParams, TensorMaps
 from tilewise.backends.hopper.forward.query_tiles import (
     block_at,
@@ -86,11 +87,15 @@ def load_tile(
     head_k = query_tile.head // params.group
     # (box, tile) in global memory and (box, stage) in shared memory.
     gQ, sQ = query_rows(maps.q, tiles.width, query_tile, params, config, smem.q)
-    gK, sK = tma_tiles(maps.k, (tiles.tile_n, tiles.width), (None, 0), head_k, query_tile.keys, smem.k)
-    gV, sV = tma_tiles(maps.v, (tiles.width_v, tiles.tile_n), (0, None), head_k, query_tile.keys, smem.v)
+    if cutlass.const_expr(config.paged):
+        gK, sK = PagedBlocks(query_tile, head_k, params.extra.k_page_rows, 0), in_parts(smem.k, config, 0)
+        gV, sV = PagedBlocks(query_tile, head_k, params.extra.v_page_rows, 1), in_parts(smem.v, config, 1)
+    else:
+        gK, sK = tma_tiles(maps.k, (tiles.tile_n, tiles.width), (None, 0), head_k, query_tile.keys, smem.k)
+        gV, sV = tma_tiles(maps.v, (tiles.width_v, tiles.tile_n), (0, None), head_k, query_tile.keys, smem.v)
 
     n = block_at(query_tile, 0, params, config)
-    state = fetch_block(maps.k, gK[None, n], sK, k_bytes, state, smem, config)
+    state = fetch_block(maps.k, gK, n, sK, k_bytes, state, smem, params, config)
     if cutlass.const_expr(config.packed):
         publish(packed.PackedTile(query_tile.batch, query_tile.row, query_tile.head), smem, q_state, config)
     for w in cutlass.range_constexpr(tiles.warpgroups):
@@ -101,16 +106,22 @@ def load_tile(
     for step in cutlass.range(query_tile.stop - query_tile.start - 1, unroll=1):
         n, before = block_at(query_tile, step + 1, params, config), block_at(query_tile, step, params, config)
         # K of the next block before V of this one: S of the next block is begun first (compute.both_products).
-        state = fetch_block(maps.k, gK[None, n], sK, k_bytes, state, smem, config)
-        state = fetch_block(maps.v, gV[None, before], sV, v_bytes, state, smem, config)
+        state = fetch_block(maps.k, gK, n, sK, k_bytes, state, smem, params, config)
+        state = fetch_block(maps.v, gV, before, sV, v_bytes, state, smem, params, config)
     n = block_at(query_tile, query_tile.stop - query_tile.start - 1, params, config)
-    return fetch_block(maps.v, gV[None, n], sV, v_bytes, state, smem, config)
+    return fetch_block(maps.v, gV, n, sV, v_bytes, state, smem, params, config)
 
 
-def fetch_block(info, g, s, size: int, state: PipelineState, smem: ForwardStorage, config: Config) -> PipelineState:
-    """Fetches a block of K or V into the state's stage of the ring. Returns the next state."""
+def fetch_block(
+    info, g, n, s, size: int, state: PipelineState, smem: ForwardStorage, params: ForwardParams, config: Config
+) -> PipelineState:
+    """Fetches block n of K or V into the state's stage of the ring. Returns the next state."""
     # `full` turns for the computing warpgroups, which arrive at `empty`.
-    fetch(info, g, s[None, state.index], size, smem.full + state.index, smem.empty + state.index, state.phase)
+    if isinstance(g, PagedBlocks):
+        fetch_pages(info, g, n, s, size, state, smem, params, config)
+    else:
+        g, s = g[None, n], s[None, state.index]
+        fetch(info, g, s, size, smem.full + state.index, smem.empty + state.index, state.phase)
     return state.advance(config.tiles.stages)
 
 

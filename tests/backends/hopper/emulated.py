@@ -385,10 +385,10 @@ def cut(info, shape, origin, head, batch, room):
     return Matrix(values[:, head : head + 1], (rows, 1), width), room
 
 
-def copy_part(info, blocks, box, rooms, m, stage, full, config) -> None:
+def copy_part(of, box, m, stage, full, config) -> None:
     """A part of a key block, from the pool (page, row, head, column): rows of the pool outside [0, LONG) of the box are zeros."""
-    t, rows = config.tiles, config.paged
-    width = t.width if blocks.rows_mode == 0 else t.width_v
+    t, rows, rooms, pool = config.tiles, config.paged, of.smem, of.info.values
+    width = t.width if of.rows_mode == 0 else t.width_v
     if m == 0:
         rooms.tiles[stage] = np.full((t.tile_n, width), np.nan, np.float32)
     part = rooms.tiles[stage][m * rows : (m + 1) * rows]
@@ -396,10 +396,9 @@ def copy_part(info, blocks, box, rooms, m, stage, full, config) -> None:
     for i in range(rows):
         at = box.row + i
         if 0 <= at < LONG:
-            page, row = divmod(at + box.end - box.wrap, blocks.page_rows)
-            assert row < info.values.shape[1], "a row between two pages"
-            found = info.values[page, row, blocks.head]
-            part[i, : len(found)] = found
+            page, row = divmod(at + box.end - box.wrap, of.info.page_rows)
+            assert row < pool.shape[1], "a row between two pages"
+            part[i, : pool.shape[3]] = pool[page, row, of.head]
     full.barrier.change(0, -2 * rows * width)
 
 
@@ -495,7 +494,7 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
         q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
         np.float32(scale2), np.float32(cap2), extra,
     )  # fmt: skip
-    info = lambda x: SimpleNamespace(values=x, atom=None, group=params.group)  # noqa: E731
+    info = lambda x: SimpleNamespace(values=x, atom=None, group=params.group, page_rows=extra.page_rows)  # noqa: E731
     maps = forward.params.TensorMaps(info(q), info(k), info(v), info(o))
     for cta in range(ctas):
         ring, tiles = Rooms(t.stages), Rooms(t.q_tiles)

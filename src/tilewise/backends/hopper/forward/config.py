@@ -171,7 +171,7 @@ class Config(Formed):
         found += ("blocks", "counts") if self.form == "lists" else ()
         found += ("seed", "threshold", "keep") if self.dropout else ()
         if self.paged:
-            return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "k_page_rows", "v_page_rows")
+            return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
 
     @property

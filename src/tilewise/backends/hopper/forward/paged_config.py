@@ -1,4 +1,4 @@
-"""Which forwards over pages there are, which one a call gets, and which calls are theirs. Nothing here imports the DSL."""
+"""The choice of a forward over pages, and the reasons against calls that have none. Nothing here imports the DSL."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def _pool_reasons(problem: Problem) -> list[str]:
     pools = problem.k, problem.v
     if any(not _addressable(x) for x in pools):
         return ["pages whose rows do not lie at multiples of 16 bytes, in pages that are multiples of rows apart"]
-    rows = max(x.shape[0] * page_rows(x) for x in pools)
+    between = [page_rows(x) for x in pools]
+    if between[0] != between[1]:
+        return [f"pages that are {between[0]} rows apart in k and {between[1]} in v"]
+    rows = problem.k.shape[0] * between[0]
     return [f"a pool of {rows} rows, {LONG} or more"] if rows >= LONG else []
 
 

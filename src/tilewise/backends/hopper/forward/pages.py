@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from tilewise.backends.hopper.forward.config import Config
-from tilewise.backends.hopper.forward.params import ForwardParams
+from tilewise.backends.hopper.forward.params import ForwardParams, TensorMaps
 from tilewise.backends.hopper.forward.storage import ForwardStorage
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
@@ -87,7 +87,7 @@ def place_pages(sequence, q: packed.Span, params: ForwardParams, config: Config)
 
 
 class Box(NamedTuple):
-    """The coordinates of a part in :func:`packed.ragged`'s view, of its first row, of ``ends`` and of ``wrap``."""
+    """The coordinates of a part in :func:`packed.ragged`'s view: of its first row, of ``ends`` and of ``wrap``."""
 
     row: I32
     end: I32
@@ -97,68 +97,96 @@ class Box(NamedTuple):
 def box_of(start, rows: int, keys, first):
     """The box of the ``rows`` rows of the pool from ``start`` on, of which only those from ``first`` on and below ``keys`` are read.
 
-    Either ``first`` is above 0 or ``keys`` below ``rows``, not both (:func:`config.paged_reasons`); see :mod:`packed` for the sum of
-    the coordinates. The row at coordinates (row, end, wrap) is ``row + end`` or, with wrap, ``row + end - LONG``, and rows outside
-    ``[0, LONG)`` arrive as zeros.
+    Either ``first`` is above 0 or ``keys`` below ``rows``, not both (``paged_config.reasons``); ``first`` None is 0. See
+    :mod:`packed` for the sum of the coordinates: they mean row ``row + end - wrap`` of the pool, and rows of the view outside ``[0,
+    LONG)`` arrive as zeros.
     """
     size = PICK.larger(PICK.smaller(keys, rows), 0)
+    at_end = I32(packed.LONG - size), I32(start + size), I32(packed.LONG)
+    if first is None:
+        return Box(*at_end)
     cut = PICK.larger(PICK.smaller(first, rows), 0)
-    at_end = packed.LONG - size, start + size, I32(packed.LONG)
-    at_start = 0 - cut, start + cut, I32(0)
-    return Box(*(I32(cutlass.select_(cut > 0, I32(a), I32(b))) for a, b in zip(at_start, at_end, strict=True)))
+    at_start = I32(0 - cut), I32(start + cut), I32(0)
+    return Box(*(I32(cutlass.select_(cut > 0, a, b)) for a, b in zip(at_start, at_end, strict=True)))
 
 
-def part_at(position, query_tile: QueryTile, page_rows, params: ForwardParams, config: Config) -> Box:
-    """The box of the part of a sequence's keys that begins at a position; ``page_rows``: from one page of the pool to the next."""
-    extra, size, seqlen = params.extra, params.seqlen_k, query_tile.seqlen
-    table = extra.block_table
+def boxes_of(n, query_tile: QueryTile, params: ForwardParams, config: Config) -> tuple[Box, ...]:
+    """The boxes of key block n, one for each part."""
+    tile_n, rows = config.tiles.tile_n, config.paged
+    return tuple(box_at(n * tile_n + start, query_tile, params, config) for start in range(0, tile_n, rows))
+
+
+def box_at(position, query_tile: QueryTile, params: ForwardParams, config: Config) -> Box:
+    """The box of the part of a sequence's keys that begins at a position."""
+    extra, seqlen, table = params.extra, query_tile.seqlen, params.extra.block_table
+    # Unsigned, since a signed division takes twice the instructions; seqlen_k is the size of a page.
+    number = I32(cutlass.Uint32(position) // cutlass.Uint32(params.seqlen_k))
     # A block may end behind the table; such a part has no keys, and any entry serves.
-    entry = PICK.smaller(position // size, cute.size(table, mode=[1]) - 1)
+    entry = PICK.smaller(number, cute.size(table, mode=[1]) - 1)
     sequence = PICK.smaller(query_tile.batch, cute.size(table, mode=[0]) - 1)
+    # The table is checked by no host: a number outside the pool must not become an address.
     page = PICK.larger(PICK.smaller(table[sequence, entry], extra.num_pages - 1), 0)
-    first = I32(0) if seqlen.lo is None else seqlen.lo - position  # the first row's first key
-    return box_of(page * page_rows + position % size, config.paged, seqlen.k.size - position, first)
+    start = page * extra.page_rows + (position - number * params.seqlen_k)
+    first = None if seqlen.lo is None else seqlen.lo - position  # the first row's first key
+    return box_of(start, config.paged, seqlen.k.size - position, first)
 
 
 # -- Copies --------------------------------------------------------------------------------------------------------
 
 
-class PagedBlocks(NamedTuple):
-    """The key blocks of one head of a sequence; ``rows_mode`` as :func:`paged_map` takes it, ``page_rows`` as :func:`part_at`."""
+class KeyParts(NamedTuple):
+    """K or V of a head in the pool, and its blocks in shared memory by parts (:func:`in_parts`); ``rows_mode`` as there."""
 
-    query_tile: QueryTile
+    info: cpasync.TmaInfo
     head: I32
-    page_rows: I32
+    smem: cute.Tensor
     rows_mode: int
 
 
-def fetch_pages(
-    info: cpasync.TmaInfo, blocks: PagedBlocks, n, smem_blocks: cute.Tensor, size: int, state: PipelineState, smem: ForwardStorage,
-    params: ForwardParams, config: Config,
-) -> None:  # fmt: skip
-    """Fetches block n of K or V, of ``size`` bytes, into the state's stage of the ring, part by part."""
-    tile_n, full = config.tiles.tile_n, smem.full + state.index
-    starts = [n * tile_n + start for start in range(0, tile_n, config.paged)]
-    # The table is read before the wait, which hides how long that takes.
-    boxes = [part_at(start, blocks.query_tile, blocks.page_rows, params, config) for start in starts]
+class KeyBlocks(NamedTuple):
+    """K and V of a tile."""
+
+    k: KeyParts
+    v: KeyParts
+
+
+def key_blocks(
+    maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, params: ForwardParams, config: Config
+) -> KeyBlocks:
+    """The keys and values that a tile of queries reads."""
+    head = query_tile.head // params.group
+    return KeyBlocks(
+        KeyParts(maps.k, head, in_parts(smem.k, config, 0), 0), KeyParts(maps.v, head, in_parts(smem.v, config, 1), 1)
+    )
+
+
+def fetch_parts(
+    of: KeyParts, boxes: tuple[Box, ...], state: PipelineState, smem: ForwardStorage, config: Config
+) -> PipelineState:
+    """Fetches a block of K or V into the state's stage of the ring, part by part. Returns the next state."""
+    full = smem.full + state.index
     cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
     with cute.arch.elect_one():
         # The bytes of all parts, before the first of them comes; this is the barrier's only arrival.
+        size = config.tiles.element_bytes * config.tiles.tile_n * columns_of(of, config)
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
     for m, box in enumerate(boxes):
-        copy_part(info, blocks, box, smem_blocks, m, state.index, full, config)
+        copy_part(of, box, m, state.index, full, config)
+    return state.advance(config.tiles.stages)
 
 
-def copy_part(
-    info: cpasync.TmaInfo, blocks: PagedBlocks, box: Box, smem_blocks: cute.Tensor, m: int, stage, full: cute.Pointer, config: Config
-) -> None:  # fmt: skip
+def columns_of(of: KeyParts, config: Config) -> int:
+    """The columns of a block of K or of V in shared memory."""
+    return config.tiles.width if of.rows_mode == 0 else config.tiles.width_v
+
+
+def copy_part(of: KeyParts, box: Box, m: int, stage, full: cute.Pointer, config: Config) -> None:
     """Starts the copy of a part, ``config.paged`` rows of all columns, to its place in a stage."""
-    mode = blocks.rows_mode
-    matrix = info.tma_tensor[None, None, blocks.head, box.end, box.wrap]
-    matrix = cute.domain_offset((box.row, 0) if mode == 0 else (0, box.row), matrix)
-    columns = config.tiles.width if mode == 0 else config.tiles.width_v
-    shape = (config.paged, columns) if mode == 0 else (columns, config.paged)
-    g = cute.local_tile(matrix, shape, (0, 0))
+    matrix = of.info.tma_tensor[None, None, of.head, box.end, box.wrap]
+    first, shape = (box.row, 0), (config.paged, columns_of(of, config))
+    if of.rows_mode == 1:
+        first, shape = first[::-1], shape[::-1]
+    g = cute.local_tile(cute.domain_offset(first, matrix), shape, (0, 0))
     whole = cute.make_layout(1)  # one CTA, no multicast
-    s, g = cpasync.tma_partition(info.atom, 0, whole, cute.group_modes(smem_blocks, 0, 2), cute.group_modes(g, 0, 2))
-    cute.copy(info.atom, g, s[None, m, stage], tma_bar_ptr=full)
+    s, g = cpasync.tma_partition(of.info.atom, 0, whole, cute.group_modes(of.smem, 0, 2), cute.group_modes(g, 0, 2))
+    cute.copy(of.info.atom, g, s[None, m, stage], tma_bar_ptr=full)

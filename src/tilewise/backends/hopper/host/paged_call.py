@@ -53,8 +53,7 @@ class PagedPlan(ForwardPlan):
             "seqlens_k": inputs.seqlens_k,
             "block_table": inputs.block_table,
             "num_pages": problem.k.shape[0],
-            "k_page_rows": page_rows(problem.k),
-            "v_page_rows": page_rows(problem.v),
+            "page_rows": page_rows(problem.k),
         }
         return tuple(found[name] for name in self.config.extra)
 

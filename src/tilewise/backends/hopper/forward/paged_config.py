@@ -19,6 +19,7 @@ def reasons(problem: Problem) -> list[str]:
         found.append("a cache in 8 bits: its kernels over pages take 16 bits")
     if problem.latent:
         found.append("v in the memory of k: its kernels would read it twice")
+    # A part of a key block comes from one page, in one box.
     if problem.page_size % PAGE_ROWS:
         found.append(f"page_size {problem.page_size} is not a multiple of {PAGE_ROWS}")
     if problem.spec.score is not None:
@@ -39,8 +40,10 @@ def _mask_reasons(problem: Problem) -> list[str]:
 
 def _pool_reasons(problem: Problem) -> list[str]:
     pools = problem.k, problem.v
+    # A pool is never copied to where the copy engine could address it.
     if any(not _addressable(x) for x in pools):
         return ["pages whose rows do not lie at multiples of 16 bytes, in pages that are multiples of rows apart"]
+    # The boxes of a block serve its K and its V.
     between = [page_rows(x) for x in pools]
     if between[0] != between[1]:
         return [f"pages that are {between[0]} rows apart in k and {between[1]} in v"]

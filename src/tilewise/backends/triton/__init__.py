@@ -119,7 +119,7 @@ class Triton(Backend):
         """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/decisions.md#triton-for-pair-bias).
 
         Over pages they neither split keys nor share a tile among heads, so that few queries leave them idle
-        (docs/decisions.md#hopper-pages).
+        (docs/decisions.md#triton-pages).
         """
         if problem.paged and few_queries(problem, devices.of(problem.device).cores):
             return "splits the keys of few queries"

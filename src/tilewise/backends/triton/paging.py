@@ -31,7 +31,7 @@ from tilewise.problem import Problem
 Addressing = Literal["whole", "one", "several"]
 """Where the keys of a tile lie: in the one page that a sequence has, in one page of several, or each in a page of its own."""
 
-LARGE_TILE = 128  # queries (docs/decisions.md#hopper-pages)
+LARGE_TILE = 128  # queries (docs/decisions.md#triton-pages)
 FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a group (docs/decisions.md#triton-pages)
 
 E4M3_BYTES, E4M3_PAIR = 1, 2  # kernels read two numbers at a time

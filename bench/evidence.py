@@ -32,7 +32,7 @@ HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
 EAGER, SPARSE = "be2142459054", "bf2c80d74c12"
 """Runs of a CPU: beside standard attention, and a block pattern beside the whole."""
 PARTS = "h200-step-parts"
-TRAFFIC, TABLE, CONTEXT, LADDER = "90ece5c3a062", ("dd5883c7fbf9", "ad2ae5caef49"), None, None
+TRAFFIC, TABLE, CONTEXT, LADDER = "90ece5c3a062", ("dd5883c7fbf9", "ad2ae5caef49"), "f3c36a1dc8aa", None
 """The runs of bench.traffic, bench.gpt_speed, examples.gpt.context_gpu and examples.pathfinder.ladder that are shown: name a newer one
 here."""
 INTRO = (

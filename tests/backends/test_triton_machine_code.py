@@ -33,6 +33,7 @@ START = "S2UR UR12, SR_CgaCtaId"
         # Registers 6 and 7 are the descriptor of the second matrix, 4 and 5 of a first one that lies in registers.
         ((START, "ULDC.64 UR6, c[0x0][0x208]", PRODUCT, "EXIT"), []),
         ((START, BASE, PRODUCT, "EXIT"), [PRODUCT]),
+        ((START, BASE, "UIMAD.WIDE.U32 UR6, UR12, UR4, URZ", "EXIT"), []),  # of single registers
         ((START, "MOV R5, UR9", "R2UR UR9, R5", "EXIT"), []),  # saved for nobody
     ],
 )

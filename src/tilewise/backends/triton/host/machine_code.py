@@ -35,7 +35,8 @@ class Instruction:
         """``(written, read)`` uniform registers. A copy reads none: a loop may save a register for nobody."""
         operation, parts = self.operation, [x.strip() for x in self.operands.split(",")]
         writes = operation.startswith(WRITERS) or (operation[0] == "U" and not operation.startswith(READERS))
-        wide = ".64" in operation or ".WIDE" in operation
+        wide = ".64" in operation or ".WIDE" in operation  # a product of two single registers, to which a pair is added
+        pairs = () if not wide or operation.startswith("ULDC") else (3,) if ".WIDE" in operation else (1, 2, 3)
         written, read = set(), set()
         for n, part in enumerate(parts):
             for number in (int(x) for x in UNIFORM.findall(part)):
@@ -45,7 +46,7 @@ class Instruction:
                     "gdesc" in part
                 ):  # descriptors of both matrices, of the second alone where the first is in registers
                     read |= set(range(number + 2 if n >= 2 else number, number + 4))
-                elif "desc[" in part or (wide and writes):
+                elif "desc[" in part or (n in pairs and writes):
                     read |= {number, number + 1}
                 else:
                     read.add(number)

@@ -5,9 +5,9 @@
 
 One model climbs LADDER: it leaves a rung when it answers 95 % of the images of the last batches, or when the rung's share of the time
 is over; on a rung that is tested it stays to the end of its time. Weights go from rung to rung as they are, since angles tell rows and
-columns apart by pixels, whatever the side (the FlashAttention paper also starts Path-X from a model of 64 × 64 pixels). A pixel's scores
-are multiplied by log N / log 256, so that a softmax over more keys is as sharp as at 16 × 16, where training starts (Chiang and Cholak
-2022).
+columns apart by pixels, whatever the side. Path-X's dashes are twice as long; there neighbouring pixels count as half a pixel apart, as
+the FlashAttention paper starts Path-X from a model of 64 × 64 pixels whose positions it interpolates. Scores are multiplied by log N /
+log 256, so that a softmax over more keys is as sharp as at 16 × 16, where training starts (Chiang and Cholak 2022).
 
 Images are drawn on the GPU, a pool at a time, and each is seen once; the accuracy on a batch is taken before it is learnt from. All but
 the attention is compiled, since a step of so narrow a model mostly reads and writes activations. With `--paths WEIGHT` every lit pixel
@@ -41,12 +41,14 @@ COMMAND = "python -m examples.pathfinder.ladder"
 class Rung:
     """Images of one difficulty, and the share of the whole time at which the model leaves them at the latest.
 
-    A rung that is ``tested`` is left no sooner; its learning rate falls to nothing, and images that training never drew follow.
+    A rung that is ``tested`` is left no sooner; its learning rate falls to nothing, and images that training never drew follow. ``scale``
+    is how far apart neighbouring pixels are for the angles: a half where dashes are twice as long as those that the model knows.
     """
 
     images: PathfinderConfig
     until: float
     tested: bool = False
+    scale: float = 1.0
 
 
 WIDE = {"dash": 6, "gap": 2, "margin": 3}
@@ -58,10 +60,10 @@ LADDER = (
     Rung(SIZES["32 × 32"], 0.28),
     Rung(PathfinderConfig(side=64, dashes=8, distractors=6), 0.34),
     Rung(PathfinderConfig(side=64, dashes=11, distractors=8), 0.40),
-    Rung(SIZES["64 × 64"], 0.64, tested=True),
-    Rung(PathfinderConfig(side=64, dashes=7, distractors=5, **WIDE), 0.70),
-    Rung(PathfinderConfig(side=128, dashes=10, distractors=7, **WIDE), 0.80),
-    Rung(SIZES[PATH_X], 1.0, tested=True),
+    Rung(SIZES["64 × 64"], 0.62, tested=True),
+    Rung(PathfinderConfig(side=64, dashes=7, distractors=5, **WIDE), 0.70, scale=0.5),
+    Rung(PathfinderConfig(side=128, dashes=10, distractors=7, **WIDE), 0.78, scale=0.5),
+    Rung(SIZES[PATH_X], 1.0, tested=True, scale=0.5),
 )
 ENCODER = EncoderConfig(layers=8, d_model=128, heads=2, d_hidden=384)
 
@@ -136,12 +138,12 @@ class Student(nn.Module):
         features = self.encoder.norm(x)
         return self.encoder.to_pool(features), self.to_dots(features).float()
 
-    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pixels: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """The logits of images (batch,) and of the dots of each pixel's path (batch · side², 3)."""
         encoder, (first, second, end) = self.encoder, self.parts
         images, tokens = pixels.flatten(1).shape
         angles = angles_on(pixels.device, pixels.shape[-1], encoder.config.d_model // encoder.config.heads)
-        angles = angles.repeat(images, 1)
+        angles = (scale * angles).repeat(images, 1)
         with torch.autocast(pixels.device.type, torch.bfloat16):
             x = encoder.embed(BACKGROUND + SCALE * pixels.view(1, -1, 1).float())
             for block in encoder.blocks:
@@ -161,9 +163,9 @@ def dots_of_paths(images: Images) -> Tensor:
     return torch.where(images.pixels.flatten(1) > 0, dots, -100)
 
 
-def loss_of(student: Student, images: Images, paths: float) -> tuple[Tensor, Tensor]:
+def loss_of(student: Student, images: Images, scale: float, paths: float) -> tuple[Tensor, Tensor]:
     """The loss of a batch, and how many of its answers are right, both on the device."""
-    logits, dots = student(images.pixels)
+    logits, dots = student(images.pixels, scale)
     loss = F.binary_cross_entropy_with_logits(logits, images.label.float())
     if paths:
         loss = loss + paths * F.cross_entropy(dots, dots_of_paths(images).flatten())
@@ -198,7 +200,7 @@ def climb(student: Student, rungs: tuple[Rung, ...], recipe: Recipe, device: str
             rate = recipe.learning_rate * min(1.0, (steps + 1) / recipe.warmup_steps) * max(falling, 0.0)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss, correct = loss_of(student, images, recipe.paths)
+            loss, correct = loss_of(student, images, rung.scale, recipe.paths)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(student.parameters(), recipe.clip_norm)
@@ -214,12 +216,12 @@ def climb(student: Student, rungs: tuple[Rung, ...], recipe: Recipe, device: str
         yield found
 
 
-def accuracy(student: Student, config: PathfinderConfig, recipe: Recipe, device: str) -> float:
+def accuracy(student: Student, rung: Rung, recipe: Recipe, device: str) -> float:
     """The share of new images that the student answers rightly. (Without no_grad, for which everything would be compiled again.)"""
-    test = draw(config, recipe.test_images, TEST_SEED, device)
-    size = max(1, recipe.tokens // config.seqlen)
+    test = draw(rung.images, recipe.test_images, TEST_SEED, device)
+    size = max(1, recipe.tokens // rung.images.seqlen)
     right = sum(
-        ((student(pixels)[0] > 0) == label.bool()).sum().item()
+        ((student(pixels, rung.scale)[0] > 0) == label.bool()).sum().item()
         for pixels, label in zip(test.pixels.split(size), test.label.split(size), strict=True)
     )
     return right / recipe.test_images
@@ -229,7 +231,7 @@ def compile_seconds(student: Student, recipe: Recipe, device: str) -> float:
     """The seconds of a first step, in which kernels are compiled; no weight changes."""
     began = time.perf_counter()
     images = draw(LADDER[0].images, recipe.tokens // LADDER[0].images.seqlen, TEST_SEED + 1, device)
-    loss_of(student, images, recipe.paths)[0].backward()
+    loss_of(student, images, 1.0, recipe.paths)[0].backward()
     student.zero_grad()
     return time.perf_counter() - began
 
@@ -247,9 +249,10 @@ def study(recipe: Recipe, device: str, compiled: bool = False) -> Iterator[dict]
     for found in climb(student, LADDER, recipe, device):
         images, size = found.rung.images, max(1, recipe.tokens // found.rung.images.seqlen)
         tested = found.rung.tested
-        value = accuracy(student, images, recipe, device) if tested else found.recent(recipe.window)
+        value = accuracy(student, found.rung, recipe, device) if tested else found.recent(recipe.window)
         more = {
             "shape": asdict(images) | {"context": images.seqlen, "batch": size},
+            "scale": found.rung.scale,
             "tested_images": recipe.test_images if tested else 0,
             "steps": len(found.accuracy),
             "images_seen": size * len(found.accuracy),

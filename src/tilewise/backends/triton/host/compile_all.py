@@ -275,9 +275,8 @@ def compile_item(item: Launch) -> list[str]:
         started = time.perf_counter()
         try:
             source = ASTSource(kernel, types, constants, aligned)
-            options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             compiled = triton.compile(
-                source, target=GPUTarget(target.backend, target.arch, target.warp), options=options
+                source, target=GPUTarget(target.backend, target.arch, target.warp), options=tiles.options
             )
         except Exception as error:
             while error.__cause__ is not None:  # the innermost says what; Triton wraps it once per function

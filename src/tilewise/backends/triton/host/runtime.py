@@ -80,7 +80,7 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     if not all(grid):
         return None
     early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
-    return kernel[grid](*arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **early)
+    return kernel[grid](*arguments, **tiles.options, **early)
 
 
 def listening() -> bool:

@@ -46,7 +46,9 @@ class Writer:
         rough: whether a tanh of s may err as much as the rounding of s to 16 bits makes it err.
         described: the slot whose tile a descriptor brings, as ``work.pair``; None where there is none.
         gathers: whether tensors are read by :func:`maths.element`.
-        distant: takes functions that read a tensor once for a tile far from the diagonal; None where there are none.
+        heads: takes functions that read a tensor at b and h alone, once for all tiles of a head; None where there are none.
+        corner: whether ``work.corner`` is there.
+        distant: takes functions that read a tensor by distance, once for a tile far from the diagonal; None where there are none.
     """
 
     def __init__(
@@ -60,9 +62,12 @@ class Writer:
         described: int | None = None,
         distant: list[str] | None = None,
         gathers: bool = False,
+        heads: list[str] | None = None,
+        corner: bool = False,
     ):
         self.position, self.layouts, self.wide, self.small = position, layouts, wide, small
         self.rough, self.described, self.distant, self.gathers = rough, described, distant, gathers
+        self.heads, self.corner = heads, corner
         self.lines: list[str] = []
         self.roots: list[Expr] = []  # kept, as names go by identity
         self.names: dict[int, str] = {}
@@ -135,8 +140,11 @@ class Writer:
             few = [x for x in expr.nodes(node) if not expr.is_number(x, -1)]
             # Eight positions below SMALL stay below 2**24, so that no order of additions rounds.
             exact = self.small and all(x.op in _OF_POSITIONS for x in few) and len(few) < 9
+            signs = _signs(node) if exact and self.corner else {}
             if exact and node.op == "number":
                 text = "-1.0"
+            elif {"i", "j"} <= set(signs):
+                text = self._from_corner(node, signs)
             elif exact and node.op != "symbol":
                 args = [self.floating(x) for x in node.args]
                 infix = expr.OPERATIONS[node.op].infix
@@ -146,6 +154,34 @@ class Writer:
             self.lines.append(f"f{len(self.lines)} = {text}")
             self.floats[id(node)] = f"f{len(self.lines) - 1}"
         return self.floats[id(node)]
+
+    def _from_corner(self, node: Expr, signs: dict[str, int]) -> str:
+        """A sum of positions with these ``signs``, as fp32: counted from the tile's corner, rows and columns are the same numbers in
+        every tile, which are converted once."""
+        terms = {"i": "work.corner[0]", "j": "work.corner[1]"}
+        whole = " ".join(
+            f"{'+-'[sign < 0]} {terms.get(name) or self.value(expr.symbol(name))}" for name, sign in signs.items()
+        )
+        i, j = (f"{'-' if signs[name] < 0 else ''}({name} - {terms[name]}).to(tl.float32)" for name in "ij")
+        return f"maths.together((0 {whole}).to(tl.float32), {i}, {j})"
+
+
+def _signs(node: Expr) -> dict[str, int]:
+    """The sign of each symbol in a sum and difference of symbols, each at most once; empty for any other expression."""
+    if node.op == "symbol":
+        return {node.args[0]: 1}
+    if node.op not in ("add", "sub", "mul", "neg"):
+        return {}
+    if node.op == "mul":
+        numbers = [x for x in node.args if expr.is_number(x, -1)]
+        others = [x for x in node.args if not expr.is_number(x, -1)]
+        parts = [_signs(x) for x in others]
+        return {name: -sign for name, sign in parts[0].items()} if len(numbers) == len(parts) == 1 else {}
+    parts = [_signs(x) for x in node.args]
+    if not all(parts) or (len(parts) == 2 and set(parts[0]) & set(parts[1])):
+        return {}
+    last = {name: -sign if node.op in ("sub", "neg") else sign for name, sign in parts[-1].items()}
+    return last if len(parts) == 1 else parts[0] | last
 
 
 def _text(writer: Writer, node: Expr) -> str:
@@ -164,6 +200,8 @@ def _text(writer: Writer, node: Expr) -> str:
         return "work.pair.to(tl.float32)"
     if node.op == "lookup" and writer.distant is not None and by_distance(*node.args[1:]):
         return f"{_at_distance(writer, node, writer.distant)}(b, h, i, j, work)"
+    if node.op == "lookup" and writer.heads is not None and expr.depends_on(*node.args[1:]) <= {"b", "h"}:
+        return f"work.heads[{_at_head(writer, node, writer.heads)}]"
     if node.op == "lookup":
         position = writer.position[node.args[0][1]]
         inside = writer.inside(node, "extents")
@@ -186,6 +224,16 @@ def _at_distance(writer: Writer, lookup: Expr, functions: list[str]) -> str:
     if body not in functions:
         functions.append(body)
     return f"at_distance_{functions.index(body)}"
+
+
+def _at_head(writer: Writer, lookup: Expr, functions: list[str]) -> int:
+    """The number of the function, among ``functions`` from now on, that reads a tensor at b and h alone."""
+    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small)
+    value = _text(inner, lookup)
+    body = "\n".join(f"    {line}" for line in [*inner.lines, f"return {value}"])
+    if body not in functions:
+        functions.append(body)
+    return functions.index(body)
 
 
 def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) -> str:

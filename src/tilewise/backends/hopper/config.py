@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewise import expr
@@ -23,6 +24,7 @@ MULTIPLE = 8  # of a head dim: TMA wants rows that begin at multiples of 16 byte
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 ELEMENT_BYTES = 2  # of an element of q, k, v and o, whichever of DTYPES
 LONG = 1 << 30  # packed tensors have fewer rows than this
+APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
 # The kept keys of a row: all; up to an end that moves with the row; between two such ends; between two ends that tensors hold;
 # those between such ends that a predicate keeps, by lists of key blocks.
 FORMS = ("full", "upper", "band", "rows", "lists")
@@ -60,8 +62,8 @@ class Formed:
 
 
 def band_of(problem: Problem) -> Band | None:
-    """The mask of a problem as a band, or None if it is none; packed sequences add their own offsets later."""
-    off = None if problem.packed else problem.seqlen_k - problem.seqlen_q
+    """The mask of a problem as a band, or None if it is none; packed and paged sequences add their own offsets later."""
+    off = None if problem.packed or problem.paged else problem.seqlen_k - problem.seqlen_q
     return as_band(problem.spec.region, off, problem.seqlen_k)
 
 
@@ -75,11 +77,20 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
     band, every = band_of(problem), Band(None, None, 0, problem.seqlen_k)
     if band is None:
         return ("rows" if problem.spec.region.predicate is None else "lists"), every
-    if problem.packed:
+    if problem.packed or problem.paged:
         return band.form, band
     band = band.cut(problem.seqlen_q)
     whole = (band.start, band.stop) == (0, problem.seqlen_k)
     return (band.form, band) if whole or not (is_traced(problem) or problem.spec.dropout_p) else ("rows", every)
+
+
+# -- Tensors -------------------------------------------------------------------------------------------------------
+
+
+def strides_addressable(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether rows have unit stride and lie at multiples of 16 bytes from each other, no two in one place."""
+    outer = [n for size, n in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
+    return (stride[-1] == 1 or shape[-1] == 1) and all(0 < n < APART and n % MULTIPLE == 0 for n in outer)
 
 
 # -- Scores --------------------------------------------------------------------------------------------------------

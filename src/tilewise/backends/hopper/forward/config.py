@@ -137,6 +137,7 @@ class Config(Formed):
         split: the keys of a query tile are shared out among splits, whose states a second kernel merges.
         heads: how many query heads of a group a tile holds side by side, so that its keys serve them all; divides ROWS.
         packed: sequences are packed; such a kernel neither splits keys nor holds heads side by side.
+        paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped; such a kernel too is compiled at the first call.
     """
@@ -150,6 +151,7 @@ class Config(Formed):
     packed: bool = False
     traced: Traced = PLAIN
     dropout: bool = False
+    paged: int = 0
 
     @property
     def queries(self) -> int:
@@ -168,6 +170,8 @@ class Config(Formed):
         found += ("lo", "hi") if self.by_rows else ()
         found += ("blocks", "counts") if self.form == "lists" else ()
         found += ("seed", "threshold", "keep") if self.dropout else ()
+        if self.paged:
+            return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
 
     @property
@@ -198,7 +202,8 @@ class Config(Formed):
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split", "packed") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split") if getattr(self, name))
+        flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{tiles.name}"
@@ -337,6 +342,8 @@ TABLE = {
     ),
 }  # fmt: skip
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
+PAGED_DIMS = ((64, 64), (128, 128))  # the rows of TABLE whose kernels are built for keys in pages, too
+PAGE_ROWS = 64  # of a page that one box brings
 # How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
 HEADS = (8, 64)
 
@@ -364,9 +371,11 @@ def shipped() -> list[Config]:
     ends = [c for c in whole if c.of_numbers]
     split = [replace(c, split=True) for c in ends if row_of(c.tiles).softcap and not c.softcap]
     packed = [replace(c, packed=True) for c in ends]
+    dense = [c for c in ends if (c.tiles.width, c.tiles.width_v) in PAGED_DIMS and not c.softcap]
+    paged = [replace(c, packed=True, paged=PAGE_ROWS) for c in dense]
     few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
     both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
-    return list(dict.fromkeys((*whole, *split, *packed, *both)))
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both)))
 
 
 @lru_cache(maxsize=1)
@@ -421,7 +430,7 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"head_dim {wide} is above {MAX_HEAD_DIM}")
     if any(dim % MULTIPLE for dim in dims):
         found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
-    found += _reasons_of_packed(problem) if problem.packed else []
+    found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
     found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
     if problem.softmax_scale <= 0 and not is_traced(problem):

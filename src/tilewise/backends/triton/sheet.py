@@ -1,4 +1,4 @@
-"""What a backward keeps of dS for dQ and the gradient of a broadcast bias: which parts, one after the other, and the tiles that read them.
+"""The parts of dS that a backward keeps, one after the other, for dQ and the gradient of a broadcast bias, and the tiles that read them.
 
 A *sheet* is the memory of a part, in strips of SHEET_STRIP queries (docs/decisions.md#triton-kept-ds).
 """

@@ -34,7 +34,7 @@ from tilewise import expr
 from tilewise.backends.triton.kernels.distant import near_of_all, parts_by_distance, read_at_distance, with_lines
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
 from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts, reads_by_distance
-from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
+from tilewise.backends.triton.kernels.writer import Ways, Writer, is_scaled_tanh
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
 from tilewise.masks.facts import Condition, monotone_terms
@@ -121,8 +121,8 @@ def emit(
         parts = [(replace(read, how=how.get(read.how, read.how)),) for read in classify(problem)]
     binary = bounded = hides = False
     if score is not None:
-        writer = partial(writer, described=described, distant=distant, heads=heads)
-        of_score, binary, bounded = _of_score(problem, score, writer, numbers, parts, tangents)
+        ways = Ways(described=described, distant=distant, heads=heads)
+        of_score, binary, bounded = _of_score(problem, score, partial(writer, ways=ways), numbers, parts, tangents)
         source, hides = source + of_score, _hides(score)
     source += [read_at_distance(n, body) for n, body in enumerate(distant or ())]
     if heads:
@@ -162,7 +162,8 @@ def _of_score(
     # The backward may take the tanh of one instruction, whose error is below the rounding of dS to 16 bits; tangents
     # keep the exact one.
     # Its positions count from a tile's corner, for which the forward, whose tiles are wider, has no registers.
-    again = partial(writer, rough=half and tangents is None, corner=tangents is None and not problem.paged)
+    ways = replace(writer().ways, rough=half and tangents is None, corner=tangents is None and not problem.paged)
+    again = partial(writer, ways=ways)
     source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, parts, factors, tangents)]
     if half and not binary and tangents is None:
         source += _exponent(again(), root, factors)
@@ -390,7 +391,7 @@ def _row_sums(n: int, writer: Writer, read: Read, numbers: list[float], value: s
     counts = writer.value(expr.apply(side, expr.symbol("i") - bound, expr.symbol("j")))
     some = f"maths.partial_sums(tl.where({counts}, x{n}, 0.0))"
     writer.lines.append(f"x{n} = {value}")
-    if writer.distant is None:
+    if writer.ways.distant is None:
         return some
     # A tile that is far from the diagonal is on one side as a whole: its pairs are not compared one by one.
     whole = f"work.far[1] - work.far[2] {'<' if start is None else '>='} {writer.value(bound)}"

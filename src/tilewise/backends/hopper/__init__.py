@@ -29,6 +29,7 @@ from tilewise.backends.base import (
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.config import why_no_bits
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
@@ -50,7 +51,16 @@ class Hopper(Backend):
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why this problem cannot run, of the machine and of the problem; where there is none, what is not installed."""
-        return [*_device_reasons(p), *self.refused(p)] or library.missing(*self.configs(p))
+        found = [*_device_reasons(p), *self.refused(p)]
+        if found:
+            return found
+        found = library.missing(*self.configs(p))
+        bits = forward_config.bit_tiles_of(p)
+        if (
+            found and bits and self.config(p).form == "lists"
+        ):  # the kernel that would serve any mask, and is shipped, does not
+            found.append(why_no_bits(p, bits.tile_n))
+        return found
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from tilewise import expr
+from tilewise.bit_tiles import BUDGET, bits_bytes
 from tilewise.expr import Expr
 from tilewise.masks.facts import Band, as_band
 from tilewise.problem import Problem
@@ -24,8 +25,8 @@ DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 ELEMENT_BYTES = 2  # of an element of q, k, v and o, whichever of DTYPES
 LONG = 1 << 30  # packed tensors have fewer rows than this
 # The kept keys of a row: all; up to an end that moves with the row; between two such ends; between two ends that tensors hold;
-# those between such ends that a predicate keeps, by lists of key blocks.
-FORMS = ("full", "upper", "band", "rows", "lists")
+# those between such ends that a predicate keeps, by lists of key blocks; those of any mask, by lists and a bit for each pair.
+FORMS = ("full", "upper", "band", "rows", "lists", "bits")
 SHIPPED = FORMS[:4]
 SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
 
@@ -42,6 +43,11 @@ class Formed:
     def by_rows(self) -> bool:
         """Whether the ends of rows are tensors."""
         return self.form in ("rows", "lists")
+
+    @property
+    def listed(self) -> bool:
+        """Whether the blocks to visit come as lists."""
+        return self.form in ("lists", "bits")
 
     @property
     def of_numbers(self) -> bool:
@@ -80,6 +86,20 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
     band = band.cut(problem.seqlen_q)
     whole = (band.start, band.stop) == (0, problem.seqlen_k)
     return (band.form, band) if whole or not (is_traced(problem) or problem.spec.dropout_p) else ("rows", every)
+
+
+def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False) -> str:
+    """The reason why a mask's predicate is traced into a kernel of its own; empty: a bit for each pair of a partial tile says what is
+    kept, and one kernel serves all masks.
+
+    Args:
+        crossing, by_columns: of the kernel's tiles, as :class:`tilewise.bit_tiles.BitTiles` has them.
+    """
+    if problem.spec.score is not None or problem.spec.dropout_p:
+        return "kernels that read a bit for each pair take neither a score nor dropout"
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    size = bits_bytes(problem.spec.region, shape, crossing, by_columns)
+    return f"a bit for each pair may take {size >> 20} MiB, more than {BUDGET >> 20}" if size > BUDGET else ""
 
 
 # -- Scores --------------------------------------------------------------------------------------------------------

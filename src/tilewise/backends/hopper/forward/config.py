@@ -525,6 +525,7 @@ OPEN = 3584  # of a tile's beginning and end; half of it where the next tile's Q
 MERGE = 6000  # of a second kernel
 INSTRUCTIONS = 4.6  # of a thread for each score
 LOADED = 38  # bytes a clock that TMA brings
+L2_HELD = 12 << 20  # bytes of K and V; each half of L2 keeps what its own cores read
 
 
 def block_clocks(tiles: Tiles) -> float:
@@ -559,7 +560,6 @@ def estimated_clocks(config: Config, problem: Problem, seqlen_k: int, cores: int
     return max(tile_clocks(most), count / cores * tile_clocks(min(mean, most))) + MERGE * config.split
 
 
-L2_HELD = 12 << 20  # bytes of K and V; each half of L2 keeps what its own cores read
 # -- How a launch is spread ----------------------------------------------------------------------------------------
 
 

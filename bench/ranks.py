@@ -47,6 +47,7 @@ class Contestant:
 
 CONTESTANTS = {
     "gather": Contestant("gather"),
+    "auto": Contestant("auto", engines=True),
     "nccl": Contestant("heads"),
     "engines": Contestant("heads", engines=True),
     "engines-1": Contestant("heads", 1, engines=True),

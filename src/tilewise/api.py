@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, batching, dispatch, dropout, nested, shared_prefix, state  # noqa: F401  (batching registers rules)
-from tilewise.cache import PagedCache, QuantizedCache, SharedCache, not_a_cache
+from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
@@ -107,8 +107,7 @@ def _run_paged(
         return shared_prefix.attend(q, cache, o)
     if not isinstance(cache, (PagedCache, QuantizedCache)):
         raise ValueError(f"attention_paged was called wrongly\n  {not_a_cache(cache)}")
-    k, v = _keys_and_values(q, cache, None, o)
-    return autograd.attention(q, k, v, *assemble(q, k, v, o))
+    return shared_prefix.over(q, cache, o)
 
 
 def _keys_and_values(
@@ -116,12 +115,7 @@ def _keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """k and v, as :func:`_for_each` makes them; of a cache, its pages, whose table, lengths and scales become options."""
     k = k.cache if isinstance(k, SharedCache) else k
-    if not isinstance(k, (PagedCache, QuantizedCache)):
-        return _for_each(q, k, v)
-    o.block_table, o.seqlens_k = k.block_table, k.seqlens_k
-    if isinstance(k, QuantizedCache):
-        o.k_scale, o.v_scale = k.k_scale, k.v_scale
-    return k.k_pages, k.v_pages
+    return cache_as_options(k, o) if isinstance(k, (PagedCache, QuantizedCache)) else _for_each(q, k, v)
 
 
 def attention(

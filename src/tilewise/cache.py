@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewise import dispatch, pages, settings
 from tilewise.problem import DTYPES
+from tilewise.spec import Options
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
@@ -91,6 +92,13 @@ class SharedCache(NamedTuple):
 
 
 Cache = TypeVar("Cache", PagedCache, QuantizedCache)
+
+
+def cache_as_options(cache: PagedCache | QuantizedCache, o: Options) -> tuple[Tensor, Tensor]:
+    """The pages of k and v; the table, the lengths and the scales become options of the call."""
+    k, v, o.block_table, o.seqlens_k, *scales = cache
+    o.k_scale, o.v_scale = scales or (None, None)
+    return k, v
 
 
 def not_a_cache(found: object) -> str:

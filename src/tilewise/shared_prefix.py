@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import autograd, expr, masks, pages, settings, state
-from tilewise.cache import PagedCache, QuantizedCache, SharedCache
+from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options
 from tilewise.scores import as_score, expression
 from tilewise.spec import Options, assemble
 
@@ -104,8 +104,7 @@ def attend_once(q: Tensor, shared: SharedCache, o: Options) -> state.State:
 
 def over(q: Tensor, cache: PagedCache | QuantizedCache, o: Options) -> state.State:
     """The attention of q over a cache, by the operator."""
-    k, v, o.block_table, o.seqlens_k, *scales = cache
-    o.k_scale, o.v_scale = scales or (None, None)
+    k, v = cache_as_options(cache, o)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 

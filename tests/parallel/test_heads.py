@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,7 +130,13 @@ def test_bytes_that_ranks_receive_are_those_of_the_cost_model():
 def test_the_cheaper_scheme_is_chosen_and_the_other_where_it_cannot():
     few_keys = cost.Cost(received=1 << 20, copied=0, collectives=4)
     assert few_keys.milliseconds < cost.Cost(received=1 << 30, copied=0, collectives=4).milliseconds
-    assert chosen("auto", whole_of(causal=True), 2) == "heads"
+    whole = whole_of(causal=True)
+    assert cost.exchanging_heads(whole, 2).milliseconds > cost.gathering(whole, 2).milliseconds
+    assert chosen("auto", whole, 2) == "gather"
+    long = replace(whole, **{x: replace(getattr(whole, x), shape=(64, 1 << 16, HEADS_K, 64)) for x in "qkv"})
+    assert cost.exchanging_heads(long, 4).milliseconds < cost.gathering(long, 4).milliseconds
+    assert chosen("auto", long, 4) == "heads"
+    assert chosen("auto", long, 4, cost.Keys(fetched=1 << 10, lent=1 << 10, kept=True)) == "gather"
     assert chosen("auto", whole_of(causal=True), 3) == "gather"
     assert chosen("auto", whole_of(dropout_p=0.5, dropout_seed=1), 2) == "gather"
 
@@ -176,7 +183,7 @@ def explained(ranks: int, inputs, dim: int = 1, **options) -> list[str]:
     """What ``explain`` says on each rank."""
 
     def one(rank):
-        parallel = context_parallel(rank)
+        parallel = context_parallel(rank, scheme="heads" if ranks == 2 else "auto")
         local = [parallel.shard(x, dim).requires_grad_() for x in inputs[:3]]
         return str(tw.explain(*local, parallel=parallel, **options))
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.parallel import Layout, balanced, contiguous, zigzag
-from tilewise.parallel.layout import TILE, chunk_costs, chunks
+from tilewise.parallel.balance import TILE, chunk_costs
+from tilewise.parallel.layout import chunks
 
 MAKERS = {
     "contiguous": contiguous,

@@ -7,7 +7,7 @@ import torch
 
 import tilewise as tw
 from tests.parallel.ranks import CALLS, inputs, on_this_rank, together, wrong
-from tests.pieces import TOTAL_K
+from tests.pieces import TOTAL_K, TOTAL_Q
 from tilewise.parallel import Layout, balanced, simulate
 from tilewise.piece import Piece
 from tilewise.spec import Options
@@ -170,7 +170,7 @@ def test_the_largest_scores_are_those_of_one_device(ranks, scheme):
 
 
 @pytest.mark.parametrize("name", ["causal", "full"])
-def test_bytes_are_those_of_keys_and_values_of_the_other_ranks(name):
+def test_bytes_are_those_of_the_keys_of_other_ranks_that_a_ranks_rows_see(name):
     def one(exchange):
         parallel = tw.context_parallel(exchange, layout="contiguous", scheme="gather")
         q, k, v, *_ = inputs()
@@ -178,13 +178,48 @@ def test_bytes_are_those_of_keys_and_values_of_the_other_ranks(name):
         o = tw.attention(*local, parallel=parallel, **CALLS[name]())
         forward = exchange.received
         o.sum().backward()
-        return forward, exchange.received - forward, max(parallel.layout_of(TOTAL_K).lengths)
+        return forward, exchange.received - forward, parallel.positions(TOTAL_Q), parallel.positions(TOTAL_K)
 
-    agreement = 3 * 8
-    for forward, backward, rows in simulate(2, one):
-        keys = 2 * rows * 2 * 16 * 4  # batch, rows, heads, head_dim, bytes of fp32
-        assert forward - 2 * keys in (0, agreement)
-        assert backward == 4 * keys  # K and V again, dK and dV in fp32
+    agreement, key = 3 * 8, 2 * 2 * 2 * 16 * 4  # of K and V: batch, heads, head_dim, bytes of fp32
+    seen = torch.ones(TOTAL_Q, TOTAL_K).tril(TOTAL_K - TOTAL_Q) if name == "causal" else torch.ones(TOTAL_Q, TOTAL_K)
+    parts = simulate(2, one)
+    for (forward, backward, queries, keys), (_, _, others, _) in zip(parts, reversed(parts), strict=True):
+        fetched = int(seen[queries].any(0).sum()) - int(seen[queries].any(0)[keys].sum())
+        lent = int(seen[others].any(0)[keys].sum())
+        assert forward - fetched * key in (0, agreement)
+        assert backward == lent * key  # dK and dV in fp32; the other rank's keys are kept
+
+
+@pytest.mark.parametrize("scheme", ["gather", "heads"])
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "zigzag"), (4, "contiguous")])
+def test_bytes_on_the_wire_are_those_of_the_cost_model(ranks, layout, scheme):
+    """The most that one rank receives in each direction; the model knows it, since no tensor tells which keys a window leaves."""
+    q, k, v, do = (normal(1, 640, heads, 16, seed=n) for n, heads in enumerate((8, 4, 4, 8)))
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange, layout=layout, scheme=scheme)
+        local = [parallel.shard(x).requires_grad_() for x in (q, k, v)]
+        options = Options(mask=tw.causal() & tw.window(left=150))
+        found = parallel.explain(*local, options)
+        before = exchange.received
+        o = tw.attention(*local, mask=options.mask, parallel=parallel)
+        forward = exchange.received - before
+        torch.autograd.grad(o, local, parallel.shard(do))
+        return forward, exchange.received - before - forward, found.costs[scheme].received
+
+    forward, backward, model = zip(*simulate(ranks, one), strict=True)
+    assert max(forward) + max(backward) == model[0]
+
+
+def test_masks_whose_tensors_differ_are_the_same_error_on_every_rank():
+    ids = torch.arange(16) // 5
+
+    errors = refused(2, run_with(lambda rank: {"mask": tw.documents(ids + (ids > 1) * rank), "causal": True}))
+    assert not any(errors)  # other numbers, the same documents
+    errors = refused(2, run_with(lambda rank: {"mask": tw.documents(torch.arange(16) // (5 + rank))}))
+    assert len(set(errors)) == 1
+    assert "the mask's tensors hold other numbers on each rank" in errors[0]
+    assert errors[0].endswith("a b")
 
 
 # -- Index maps ----------------------------------------------------------------------------------------------------

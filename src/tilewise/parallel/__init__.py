@@ -1,8 +1,10 @@
 """One attention over several memories: q, k and v are sharded over ranks along the sequence.
 
-- :mod:`tilewise.parallel.layout`: who holds which positions, dealt so that the work is equal for any mask.
+- :mod:`tilewise.parallel.layout`: who holds which positions.
+- :mod:`tilewise.parallel.balance`: positions dealt so that the work is equal for any mask and few keys travel.
 - :mod:`tilewise.parallel.exchange`: how ranks talk, over torch.distributed or simulated in one process.
 - :mod:`tilewise.parallel.symmetric`: the same by copy engines, for ranks that reach each other's memory.
+- :mod:`tilewise.parallel.route`: which keys travel, and to whom.
 - :mod:`tilewise.parallel.gathered`: a scheme, gathering K and V.
 - :mod:`tilewise.parallel.heads`: a scheme, all rows of some heads on each rank.
 - :mod:`tilewise.parallel.cost`, :mod:`tilewise.parallel.plan`: what each scheme costs, and which one is taken.
@@ -12,8 +14,9 @@
 """
 
 from tilewise.parallel import dtensors  # noqa: F401  (tells the public functions of itself)
+from tilewise.parallel.balance import balanced
 from tilewise.parallel.context import ContextParallel, context_parallel
 from tilewise.parallel.exchange import simulate
-from tilewise.parallel.layout import Layout, balanced, contiguous, zigzag
+from tilewise.parallel.layout import Layout, contiguous, zigzag
 
 __all__ = ["ContextParallel", "Layout", "balanced", "context_parallel", "contiguous", "simulate", "zigzag"]

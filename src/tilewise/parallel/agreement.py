@@ -45,6 +45,21 @@ def agreed_lengths(
     return [(queries, keys) for _, queries, keys in answers], call
 
 
+def agree_on_tensors(exchange: Exchange, digest: int) -> None:
+    """Raises on every rank where the mask's tensors tell ranks of different keys, before one waits for what no other sends.
+
+    Args:
+        digest: of the keys that are to travel.
+    """
+    found = [number for (number,) in exchange.numbers([digest])]
+    if len(set(found)) > 1:
+        said = " ".join(chr(ord("a") + found.index(number)) for number in found)
+        raise ValueError(
+            f"the {exchange.size} ranks were called differently\n  the mask's tensors hold other numbers on each rank; ranks that "
+            f"agree have one letter: {said}"
+        )
+
+
 @lru_cache(maxsize=1024)
 def _facts(
     text: str, packed: bool, batched: bool, shapes: tuple, extras: tuple, also: tuple[tuple[str, str], ...]

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import autograd, derivatives, dispatch
 from tilewise.backends.base import PerTensors
 from tilewise.parallel import gathered, heads, plan
-from tilewise.parallel.agreement import agreed_lengths
+from tilewise.parallel.agreement import agree_on_tensors, agreed_lengths
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
 from tilewise.parallel.symmetric import group_of
@@ -144,6 +144,8 @@ class ContextParallel:
             [extras[n] for n in spec.mask_slots],
             lambda: plan.planned(self._wish(with_lse), agreed),
         )
+        if isinstance(call, gathered.Gathered) and call.digest:
+            agree_on_tensors(self.exchange, call.digest)
         run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
         return run(call, q, k, v, extras, seed)
 

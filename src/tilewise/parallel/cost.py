@@ -7,7 +7,9 @@ what is compared are two exchanges over the same links.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilewise.problem import Problem
 
@@ -40,17 +42,50 @@ class Cost:
         )
 
 
-def gathering(whole: Problem, ranks: int) -> Cost:
-    """K and V of all ranks on each, in the order of positions; backward again, and dK and dV of all keys, in fp32, to their ranks."""
-    keys, element, wide = _elements(whole)[1], whole.dtype.itemsize, whole.compute_dtype.itemsize
-    received, copied = keys * element * (ranks - 1) // ranks, keys * element
+class Keys(NamedTuple):
+    """How many keys travel when they are gathered.
+
+    Attributes:
+        fetched: the most that one rank fetches from others. lent: the most that others fetch from one, counted for each.
+        kept: the backward does not fetch them again.
+    """
+
+    fetched: int
+    lent: int
+    kept: bool
+
+    @staticmethod
+    def all(seqlen: int, ranks: int) -> Keys:
+        """Every rank's rows see all keys."""
+        others = seqlen - seqlen // ranks
+        return Keys(others, others, ranks < 3)
+
+
+def kept(fetched: int, lengths: Sequence[int]) -> bool:
+    """Whether ranks keep the keys of others for the backward: where none keeps more of them than the most that one has of its own."""
+    return fetched <= max(lengths)
+
+
+def gathering(whole: Problem, ranks: int, keys: Keys | None = None) -> Cost:
+    """K and V of the keys that a rank's rows see, and dK and dV of them, in fp32, back to their ranks.
+
+    Args:
+        keys: how many travel; by default all.
+    """
+    keys = Keys.all(whole.seqlen_k, ranks) if keys is None else keys
+    if not keys.fetched:
+        return Cost(0, 0, 0)
+    row = _elements(whole)[1] // max(whole.seqlen_k, 1)
+    narrow, wide = row * whole.dtype.itemsize, row * whole.compute_dtype.itemsize
+    # What travels is copied before it leaves and after it has come.
     if not whole.spec.needs_grad:
-        return Cost(received, copied, 2)
-    # dK and dV are set to zero, added to by each piece (two are usual), dealt to ranks, and added up.
-    return Cost(2 * received + keys * wide * (ranks - 1) // ranks, 2 * copied + 6 * keys * wide, 6)
+        return Cost(keys.fetched * narrow, 2 * keys.fetched * narrow, 1)
+    passes = 1 if keys.kept else 2
+    received = passes * keys.fetched * narrow + keys.lent * wide
+    return Cost(received, 2 * passes * keys.fetched * narrow + 2 * (keys.fetched + keys.lent) * wide, passes + 1)
 
 
-def exchanging_heads(whole: Problem, ranks: int) -> Cost:
+def exchanging_heads(whole: Problem, ranks: int, keys: Keys | None = None) -> Cost:
     """q, K and V to all rows of some heads and o back to rows of all heads; backward dO, and dq, dK and dV back."""
     own = sum(_elements(whole)) * whole.dtype.itemsize // ranks
     passes = 2 if whole.spec.needs_grad else 1

@@ -39,12 +39,13 @@ class Exchange(Protocol):
         """A tensor of one shape and dtype from every rank, by rank."""
         ...
 
-    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
-        """The tensors that every rank has for this one: rank r gets ``parts[r]`` of all ranks, by rank. All parts have one shape."""
-        ...
-
     def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's tensor."""
+        ...
+
+    def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+        """Starts to send ``counts[r]`` rows to each rank r, in order, and to receive ``received[r]`` rows from it; the result waits for
+        the rows of all ranks, in order."""
         ...
 
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
@@ -85,7 +86,7 @@ class AllToAll:
     size: int
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
-        """Starts to send ``counts[r]`` rows to each rank r, in order, and to receive ``received[r]`` rows from it."""
+        """The collective: :meth:`Exchange.swap`."""
         raise NotImplementedError
 
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
@@ -150,13 +151,6 @@ class Group(AllToAll):
         self.received += (self.size - 1) * x.nbytes
         return list(out.unbind(0))
 
-    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
-        sent = torch.stack(parts)
-        out = torch.empty_like(sent)
-        dist.all_to_all_single(out.view(-1), sent.view(-1), group=self.group)
-        self.received += (self.size - 1) * parts[0].nbytes
-        return list(out.unbind(0))
-
     def broadcast(self, x: Tensor) -> Tensor:
         return self.gather(x)[0]
 
@@ -189,10 +183,6 @@ class Simulated(AllToAll):
     def gather(self, x: Tensor) -> list[Tensor]:
         self.received += (self.size - 1) * x.nbytes
         return self.objects(x.clone())
-
-    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
-        self.received += (self.size - 1) * parts[0].nbytes
-        return [theirs[self.rank].clone() for theirs in self.objects(parts)]
 
     def broadcast(self, x: Tensor) -> Tensor:
         return self.gather(x)[0]

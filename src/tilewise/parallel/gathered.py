@@ -1,25 +1,29 @@
-"""Attention over ranks by gathering K and V: each rank computes its own queries against the keys of all.
+"""Attention over ranks by gathering K and V: each rank computes its own queries against all keys that they see.
 
-    forward    K, V <- all ranks;  for each piece of the rank's queries (o, lse) = attention(q, K, V) at its global positions,
-               of K and V the keys between the first and the last that some row of the piece may see
-    backward   K, V <- all ranks;  for each piece dq, dK, dV;  dK and dV summed over pieces, then over ranks, in fp32
+    forward    K, V <- the ranks that hold them;  for each piece of the rank's queries (o, lse) = attention(q, K, V) at its global
+               positions, of K and V the keys between the first and the last that some row of the piece may see
+    backward   for each piece dq, dK, dV;  dK and dV -> the ranks that hold them, summed over pieces and ranks in fp32
 
 A piece is one plain call that is told where it lies (:class:`tilewise.piece.Piece`), so masks, scores and dropout see global
 indices. A row's softmax runs over all of its keys in one kernel: nothing is merged, so no error grows with the ranks.
+
+A piece whose keys all lie in one run of the rank's own is *near*, others are *far*. Only keys that far pieces of some rank see
+travel (:class:`tilewise.parallel.route.Route`), while near pieces are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tilewise.derivatives import operator_of
+from tilewise.parallel import cost
 from tilewise.parallel.exchange import Exchange, ordered_sum
-from tilewise.parallel.layout import Layout
+from tilewise.parallel.route import Route, Segment
 from tilewise.spec import Spec
 
 _attention_backward = torch.ops.tilewise.attention_backward.default
@@ -27,10 +31,11 @@ _attention_backward = torch.ops.tilewise.attention_backward.default
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """A contiguous run of the rank's queries, with the keys of the whole sequence between which all keys lie that it sees.
+    """A contiguous run of the rank's queries, with the keys between which all keys lie that it sees.
 
     Attributes:
-        rows: among the rank's queries. keys: among all keys.
+        rows: among the rank's queries.
+        keys: among the rank's own keys, for a near piece; else among those that the rank puts together.
         spec: the call, told where it lies, as the operator takes it.
     """
 
@@ -44,32 +49,91 @@ class Gathered:
     """One attention over ranks.
 
     Attributes:
-        keys: who holds which keys.
-        pieces: the rank's part of the work.
+        route: the keys that travel.
+        near, far: the rank's part of the work.
         grad_slots: the extras that want a gradient.
         sum_leaves: gradients of tensors that masks, scores and sinks read are summed over ranks.
         max_logit: the largest score of each row is a result too.
+        digest: of the route, where it depends on tensors, which ranks might hold otherwise; else 0.
     """
 
     exchange: Exchange
-    keys: Layout
-    pieces: tuple[LocalPiece, ...]
+    route: Route
+    near: tuple[LocalPiece, ...]
+    far: tuple[LocalPiece, ...]
     grad_slots: tuple[int, ...]
     sum_leaves: bool
     max_logit: bool
+    digest: int
 
-    def whole(self, x: Tensor) -> Tensor:
-        """K or V of all ranks ``(batch, total_k, heads_k, dim)``, in the order of positions, from the rank's own rows."""
-        return self.keys.unshard(self.exchange.gather(self._padded(x)), 1)
+    @property
+    def kept(self) -> bool:
+        """Whether the keys of others are kept for the backward, and not fetched again."""
+        return cost.kept(self.route.fetched, self.route.keys.lengths)
 
-    def own(self, whole: Tensor) -> Tensor:
-        """The rank's rows of the sum over ranks of a gradient of all keys."""
-        parts = [self._padded(self.keys.shard(whole, rank, 1)) for rank in range(self.exchange.size)]
-        return ordered_sum(self.exchange.exchange(parts))[:, : self.keys.lengths[self.exchange.rank]]
+    def fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Starts to fetch the keys that far pieces see; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
+        ranks, rank = range(self.exchange.size), self.exchange.rank
+        sent = _packed([(k[:, x.rows], v[:, x.rows]) for to in ranks for x in self.route.sent(rank, to)], k, v)
+        finish = self._swap(sent, self.route.counts[rank], [counts[rank] for counts in self.route.counts])
 
-    def _padded(self, x: Tensor) -> Tensor:
-        """The tensor with as many rows as the rank that holds most: collectives want equal shapes."""
-        return pad(x, (0, 0, 0, 0, 0, max(self.keys.lengths) - x.shape[1]))
+        def gathered() -> tuple[Tensor, Tensor]:
+            found = _unpacked(finish(), k, v)
+            segments, parts = self.route.segments(rank), []
+            for x, at in zip(segments, self._arrivals(segments), strict=True):
+                parts.append((k[:, x.rows], v[:, x.rows]) if at is None else (found[0][:, at], found[1][:, at]))
+            return _joined([a for a, _ in parts], k), _joined([b for _, b in parts], v)
+
+        return gathered
+
+    def give_back(self, dk: Tensor, dv: Tensor) -> Callable[[], list[tuple[slice, Tensor, Tensor]]]:
+        """Starts to send the gradients of fetched keys to their ranks.
+
+        Args:
+            dk, dv: ``(batch, keys, heads_k, dim)`` of the keys that the rank put together.
+
+        Returns:
+            A function that waits for what others send, and returns the rank's rows with their gradients, in the order of ranks.
+        """
+        ranks, rank = range(self.exchange.size), self.exchange.rank
+        places = self._places(rank)
+        sent = [(dk[:, at], dv[:, at]) for owner in ranks for x, at in places if x.owner == owner != rank]
+        finish = self._swap(
+            _packed(sent, dk, dv), [counts[rank] for counts in self.route.counts], self.route.counts[rank]
+        )
+
+        def returned() -> list[tuple[slice, Tensor, Tensor]]:
+            found, first, parts = _unpacked(finish(), dk, dv), 0, []
+            for source in ranks:
+                if source == rank:
+                    parts += [(x.rows, dk[:, at], dv[:, at]) for x, at in places if x.owner == rank]
+                for x in self.route.sent(rank, source):
+                    at = slice(first, first := first + x.length)
+                    parts.append((x.rows, found[0][:, at], found[1][:, at]))
+            return parts
+
+        return returned
+
+    def _swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+        if not self.route.fetched:  # all ranks know that nothing travels
+            return lambda: sent
+        return self.exchange.swap(sent, counts, received)
+
+    def _places(self, rank: int) -> list[tuple[Segment, slice]]:
+        """The keys that a rank puts together, each run with its place there."""
+        first, found = 0, []
+        for x in self.route.segments(rank):
+            found.append((x, slice(first, first := first + x.length)))
+        return found
+
+    def _arrivals(self, segments: list[Segment]) -> list[slice | None]:
+        """The place of each segment's keys among those that came from other ranks; None: they are the rank's own."""
+        found: list[slice | None] = [None] * len(segments)
+        first = 0
+        for n, x in sorted(enumerate(segments), key=lambda item: (item[1].owner, item[0])):
+            if x.owner != self.exchange.rank:
+                found[n] = slice(first, first := first + x.length)
+        return found
 
 
 def reasons(spec: Spec) -> list[str]:
@@ -90,44 +154,110 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Gathered, q, k, v, seed, *extras):
-        keys, values = call.whole(k), call.whole(v)
+        finish = call.fetch(k, v)
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
         shape = (2 if call.max_logit else 1, q.shape[0], q.shape[2], q.shape[1])
         statistics = q.new_empty(shape, dtype=_compute_dtype(q))
-        for piece in call.pieces:
-            part = q[:, piece.rows], keys[:, piece.keys], values[:, piece.keys]
-            o[:, piece.rows], *found = operator_of(piece.spec)(*part, extras, seed, piece.spec)
-            for target, x in zip(statistics, found, strict=True):
-                target[..., piece.rows] = x
+
+        def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> None:
+            for piece in pieces:
+                part = q[:, piece.rows], keys[:, piece.keys], values[:, piece.keys]
+                o[:, piece.rows], *found = operator_of(piece.spec)(*part, extras, seed, piece.spec)
+                for target, x in zip(statistics, found, strict=True):
+                    target[..., piece.rows] = x
+
+        compute(call.near, k, v)  # under the exchange
+        gathered = finish()
+        compute(call.far, *gathered)
         lse, *stats = statistics.unbind()
         ctx.call = call
-        ctx.save_for_backward(q, k, v, o, lse, seed, *extras)
+        ctx.save_for_backward(q, k, v, o, lse, seed, *(gathered if call.kept else (None, None)), *extras)
         ctx.mark_non_differentiable(*stats)
         return o, lse, *stats
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse, *_):
-        call, (q, k, v, o, lse, seed, *extras) = ctx.call, ctx.saved_tensors
-        keys, values = call.whole(k), call.whole(v)
+        call, (q, k, v, o, lse, seed, keys, values, *extras) = ctx.call, ctx.saved_tensors
         dtype = _compute_dtype(q)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys, dtype=dtype), torch.zeros_like(values, dtype=dtype)
+        dq = torch.empty_like(q)
         leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in call.grad_slots}
-        for piece in call.pieces:
-            rows = piece.rows
-            dq[:, rows], dk_part, dv_part, dextras = _attention_backward(
-                do[:, rows], dlse[..., rows].contiguous(), q[:, rows], keys[:, piece.keys], values[:, piece.keys],
-                o[:, rows].contiguous(), lse[..., rows].contiguous(), extras, seed, piece.spec,
-            )  # fmt: skip
-            dk[:, piece.keys] += dk_part
-            dv[:, piece.keys] += dv_part
-            for slot, grad in zip(call.grad_slots, dextras, strict=True):
-                leaves[slot] += grad
+
+        def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
+            found = []
+            for piece in pieces:
+                rows = piece.rows
+                dq[:, rows], dk, dv, dextras = _attention_backward(
+                    do[:, rows], dlse[..., rows].contiguous(), q[:, rows], keys[:, piece.keys], values[:, piece.keys],
+                    o[:, rows].contiguous(), lse[..., rows].contiguous(), extras, seed, piece.spec,
+                )  # fmt: skip
+                found.append((piece.keys, dk, dv))
+                for slot, grad in zip(call.grad_slots, dextras, strict=True):
+                    leaves[slot] += grad
+            return found
+
+        if keys is None:
+            keys, values = call.fetch(k, v)()
+        parts = compute(call.far, keys, values)
+        wide = [
+            _summed(keys, [part[:2] for part in parts], dtype),
+            _summed(values, [part[::2] for part in parts], dtype),
+        ]
+        finish = call.give_back(*wide)
+        parts = [*compute(call.near, k, v), *finish()]  # the near ones under the exchange
+        dk = _summed(k, [part[:2] for part in parts], k.dtype)
+        dv = _summed(v, [part[::2] for part in parts], v.dtype)
         if call.sum_leaves:
             leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}
         dextras = [leaves[n].to(x.dtype) if n in leaves else None for n, x in enumerate(extras)]
-        return None, dq, call.own(dk).to(k.dtype), call.own(dv).to(v.dtype), None, *dextras
+        return None, dq, dk, dv, None, *dextras
+
+
+def _summed(like: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
+    """The sum of gradients of some rows each, in order, as a tensor of ``dtype`` shaped as ``like`` ``(batch, rows, heads, dim)``.
+
+    Rows of one part alone are copied; the others are summed in fp32 or fp64 first.
+    """
+    total = like.new_empty(like.shape, dtype=dtype)
+    ends = sorted({0, like.shape[1], *[end for rows, _ in parts for end in (rows.start, rows.stop)]})
+    for start, stop in pairwise(ends):
+        found = [
+            x[:, start - rows.start : stop - rows.start]
+            for rows, x in parts
+            if rows.start <= start and stop <= rows.stop
+        ]
+        target = total[:, start:stop]
+        if len(found) < 2:
+            target.copy_(found[0]) if found else target.zero_()
+        else:
+            target.copy_(ordered_sum([x.to(_compute_dtype(like)) for x in found]))
+    return total
+
+
+def _packed(parts: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> Tensor:
+    """Rows of K and V ``(batch, rows, heads, dim)``, one part after the other, as rows ``(rows, batch * heads * (dim + dim_v))``."""
+    widths = [x.shape[0] * x.shape[2] * x.shape[3] for x in (k, v)]
+    sent, first = k.new_empty((sum(part.shape[1] for part, _ in parts), sum(widths))), 0
+    for pair in parts:
+        at = slice(first, first := first + pair[0].shape[1])
+        for target, x in zip(sent[at].split(widths, -1), pair, strict=True):
+            target.unflatten(-1, (x.shape[0], *x.shape[2:])).copy_(x.transpose(0, 1))
+    return sent
+
+
+def _unpacked(rows: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The inverse of :func:`_packed`: all rows of K, and of V, shaped otherwise as ``k`` and ``v``."""
+    widths = [x.shape[0] * x.shape[2] * x.shape[3] for x in (k, v)]
+    return [
+        part.unflatten(-1, (x.shape[0], *x.shape[2:])).transpose(0, 1)
+        for part, x in zip(rows.split(widths, -1), (k, v), strict=True)
+    ]
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Rows of several tensors as one; none: no rows."""
+    return torch.cat(parts, 1) if parts else like[:, :0]
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:

@@ -1,26 +1,16 @@
-"""Who holds which positions of a sequence: contiguous pieces, dealt to ranks so that their work is equal.
-
-Everything here is a pure function of lengths and masks; no rank talks to another.
-"""
+"""Who holds which positions of a sequence: contiguous pieces of it on each rank."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from tilewise import expr
 from tilewise.caching import cached_property
-from tilewise.masks import Mask, as_mask, region
-from tilewise.tiles import EMPTY, Grid, TileMap
-
-TILE = 128
-"""Queries and keys of the tiles that :func:`balanced` counts: about those of the GPU kernels."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +18,14 @@ class Layout:
     """The pieces ``[start, stop)`` of a sequence that each rank holds, in the order in which its tensors hold them.
 
     Every position belongs to one piece of one rank. A rank may hold nothing.
+
+    Attributes:
+        fetched: the most keys of other ranks that the queries of one rank see, under the masks for which the layout was made; None where
+            it was made for none. The cost model reads it.
     """
 
     pieces: tuple[tuple[tuple[int, int], ...], ...]
+    fetched: int | None = None
 
     def __post_init__(self):
         ends = [0, *[stop for _, stop in self._in_order]]
@@ -97,7 +92,7 @@ class Layout:
         return "\n".join(lines)
 
 
-def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int) -> Layout:
+def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int, fetched: int | None = None) -> Layout:
     """The layout in which chunk n, positions ``bounds[n]`` to ``bounds[n + 1]``, belongs to rank ``owners[n]``; neighbours are joined."""
     held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for n, owner in enumerate(owners):
@@ -107,7 +102,7 @@ def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int) -> Lay
         if held[owner] and held[owner][-1][1] == start:
             start = held[owner].pop()[0]
         held[owner].append((start, stop))
-    return Layout(tuple(map(tuple, held)))
+    return Layout(tuple(map(tuple, held)), fetched)
 
 
 @lru_cache(maxsize=256)
@@ -128,68 +123,3 @@ def zigzag(seqlen: int, ranks: int) -> Layout:
     """Rank r holds the r-th of ``2 * ranks`` equal runs and the r-th from the end: balanced for causal masks."""
     owners = [min(n, 2 * ranks - 1 - n) for n in range(2 * ranks)]
     return from_chunks(owners, [seqlen * n // (2 * ranks) for n in range(2 * ranks + 1)], ranks)
-
-
-def balanced(
-    masks: Mask | Sequence[Mask | None] | None, seqlen: int, ranks: int, *, chunks: int | None = None
-) -> Layout:
-    """Chunks of queries dealt so that every rank visits about as many tiles, whatever the masks.
-
-    Args:
-        masks: one mask, or those of all layers of a model, each counting alike; ``None`` keeps every pair. Their tensors may lie on
-            any device; where they differ by batch element or head, all of them count.
-        chunks: how many equal chunks are dealt; default ``8 * ranks``. More balance better, and cost more launches.
-
-    Every rank gets equally many chunks, as far as they divide, so that it also holds as many rows as the others: the heaviest
-    chunk goes to the least loaded rank that has room.
-    """
-    count = max(1, min(8 * ranks if chunks is None else chunks, seqlen))
-    bounds = [seqlen * n // count for n in range(count + 1)]
-    costs = chunk_costs(masks, seqlen, bounds)
-    room = [-(-count // ranks)] * ranks
-    heap = [(0, rank) for rank in range(ranks)]
-    owners = [0] * count
-    for n in sorted(range(count), key=lambda n: (-costs[n], n)):
-        load, rank = heapq.heappop(heap)
-        owners[n] = rank
-        room[rank] -= 1
-        if room[rank]:
-            heapq.heappush(heap, (load + costs[n], rank))
-    return from_chunks(owners, bounds, ranks)
-
-
-def chunk_costs(masks: Mask | Sequence[Mask | None] | None, seqlen: int, bounds: Sequence[int]) -> list[int]:
-    """Visited tiles of the queries ``bounds[n]`` to ``bounds[n + 1]``, for each n.
-
-    The sum over masks of the mean over heads and batch elements.
-
-    A tile that lies in two chunks counts in each for the rows that it has there.
-    """
-    rows = torch.zeros(seqlen, dtype=torch.float64)
-    for mask in masks if isinstance(masks, Sequence) else [masks]:
-        rows += _row_costs(as_mask(mask), seqlen)
-    total = torch.cat([torch.zeros(1, dtype=torch.float64), rows.cumsum(0)])
-    return [round(float(total[b] - total[a])) for a, b in pairwise(bounds)]
-
-
-def tile_shares(mask: Mask, layout: Layout) -> tuple[float, ...]:
-    """The part of all visited tiles that the queries of each rank visit."""
-    bounds = sorted({end for held in layout.pieces for piece in held for end in piece})
-    costs = dict(zip(bounds, chunk_costs(mask, layout.seqlen, bounds), strict=False))
-    loads = [sum(costs[start] for start, _ in held) for held in layout.pieces]
-    return tuple(load / max(sum(loads), 1) for load in loads)
-
-
-def _row_costs(mask: Mask, seqlen: int) -> Tensor:
-    """The key tiles that each query's tile visits: float64 ``(seqlen,)``, the mean over heads and batch elements."""
-    leaves = [leaf.cpu() for leaf in mask.leaves]
-    kept = region(mask.text, tuple(range(len(leaves))))
-    sizes = {"b": 1, "h": 1}
-    for read in expr.lookups(*kept.parts):
-        for index, size in zip(read.args[1:], leaves[read.args[0][1]].shape, strict=True):
-            if index.op == "symbol" and index.args[0] in sizes:
-                sizes[index.args[0]] = max(sizes[index.args[0]], size)
-    grid = Grid.whole(kept, leaves, (sizes["b"], sizes["h"], seqlen, seqlen), torch.device("cpu"))
-    status = TileMap.build(grid, TILE, TILE).status
-    visits = (status != EMPTY).double().sum(-1).flatten(0, 1).mean(0)
-    return visits.repeat_interleave(TILE)[:seqlen]

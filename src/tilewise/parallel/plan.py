@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import dispatch
+from tilewise import dispatch, expr
 from tilewise.masks import Mask
 from tilewise.parallel import cost, gathered, heads
+from tilewise.parallel.balance import tile_shares
 from tilewise.parallel.exchange import Exchange
-from tilewise.parallel.layout import Layout, tile_shares
+from tilewise.parallel.layout import Layout
+from tilewise.parallel.route import Route
 from tilewise.piece import Piece
 from tilewise.problem import Problem, TensorFacts, check
 from tilewise.spec import Spec, parse_spec
@@ -74,20 +76,27 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
     exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
     extras, seed, spec = call.extras, call.seed, call.spec
     whole = check(q, k, v, extras, seed, spec)
-    if chosen(wish.scheme, whole, exchange.size) == "heads":
+    if chosen(wish.scheme, whole, exchange.size, travelling(whole, queries, keys)) == "heads":
         groups = heads.groups_of(whole, exchange.size, wish.most_groups)
         return heads.Heads(
             exchange, queries, keys, spec.text(), whole.heads_q, groups, heads.head_axes(spec),
             spec.grad_slots, wish.sum_leaf_gradients, wish.with_lse,
         )  # fmt: skip
     grid = Grid.whole(spec.region, extras, (whole.batch, whole.heads_q, queries.seqlen, keys.seqlen), q.device)
-    found = []
-    for start, stop, first in queries.rows(exchange.rank):
-        low, high = _keys_between(grid, start, stop)
-        piece = replace(spec, piece=Piece(start, low, queries.seqlen, keys.seqlen))
-        check(q[:, start:stop], k[:, low:high], v[:, low:high], extras, seed, piece)
-        found.append(gathered.LocalPiece(slice(first, first + stop - start), slice(low, high), piece.text()))
-    return gathered.Gathered(exchange, keys, tuple(found), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit)
+    route = Route.of(grid, queries, keys)
+    near: list[gathered.LocalPiece] = []
+    far: list[gathered.LocalPiece] = []
+    for part in route.parts[exchange.rank]:
+        piece = replace(spec, piece=Piece(part.start, part.low, queries.seqlen, keys.seqlen))
+        queried, seen = slice(part.start, part.stop), slice(part.low, part.high)
+        check(q[:, queried], k[:, seen], v[:, seen], extras, seed, piece)
+        own = route.near(exchange.rank, part)
+        at = route.place(exchange.rank, part) if own is None else own.rows
+        (far if own is None else near).append(gathered.LocalPiece(part.rows, at, piece.text()))
+    return gathered.Gathered(
+        exchange, route, tuple(near), tuple(far), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit,
+        route.digest if _reads_tensors(spec) else 0,
+    )  # fmt: skip
 
 
 def refusals(whole: Problem, ranks: int) -> dict[str, list[str]]:
@@ -95,8 +104,30 @@ def refusals(whole: Problem, ranks: int) -> dict[str, list[str]]:
     return {"gather": gathered.reasons(whole.spec), "heads": heads.reasons(whole.spec, whole.heads_k, ranks)}
 
 
-def chosen(scheme: str, whole: Problem, ranks: int) -> str:
+def _reads_tensors(spec: Spec) -> bool:
+    """Whether tensors tell which keys a query sees: documents, say, or lengths."""
+    return bool(expr.lookups(*[end for end in spec.whole_region.ends if end is not None]))
+
+
+def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
+    """How many keys travel when they are gathered, as all ranks know it without a look at tensors.
+
+    Where tensors tell it, the layout does, if it was made for a mask; else all keys are counted.
+    """
+    if not _reads_tensors(whole.spec):
+        shape = 1, 1, queries.seqlen, keys.seqlen
+        route = Route.of(Grid.whole(whole.spec.whole_region, (), shape, torch.device("cpu")), queries, keys)
+        return cost.Keys(route.fetched, route.lent, cost.kept(route.fetched, keys.lengths))
+    if keys.fetched is None:
+        return cost.Keys.all(keys.seqlen, keys.ranks)
+    return cost.Keys(keys.fetched, keys.fetched, cost.kept(keys.fetched, keys.lengths))
+
+
+def chosen(scheme: str, whole: Problem, ranks: int, keys: cost.Keys | None = None) -> str:
     """The scheme of a call, the one that was asked for or the cheapest that can: a function of what all ranks know alike.
+
+    Args:
+        keys: how many travel when they are gathered; by default all.
 
     Raises:
         NotImplementedError: the one that was asked for, or every one, cannot.
@@ -107,16 +138,7 @@ def chosen(scheme: str, whole: Problem, ranks: int) -> str:
     if not able:
         lines = [f"  {name}: {reason}" for name in asked for reason in refused[name]]
         raise NotImplementedError("\n".join(["no scheme can compute this attention over ranks", *lines]))
-    return min(able, key=lambda name: cost.COSTS[name](whole, ranks).milliseconds)
-
-
-def _keys_between(grid: Grid, start: int, stop: int) -> tuple[int, int]:
-    """The first, and one past the last, key that queries ``start`` to ``stop`` may see; at least one key. Reads the mask's tensors."""
-    lo, hi = grid.key_interval(torch.arange(start, stop, device=grid.b.device))
-    sees = lo < hi
-    first = int(torch.where(sees, lo, grid.keys).amin())
-    last = int(torch.where(sees, hi, 0).amax())
-    return (first, last) if first < last else (0, min(1, grid.keys))
+    return min(able, key=lambda name: cost.COSTS[name](whole, ranks, keys).milliseconds)
 
 
 # -- Explaining ----------------------------------------------------------------------------------------------------
@@ -156,7 +178,8 @@ def explained(wish: Wish, call: Agreed) -> Explanation:
     q, k, v = call.whole
     whole, plan = check(q, k, v, extras, call.seed, spec), planned(wish, call)
     refused = {name: said for name, said in refusals(whole, ranks).items() if said}
-    costs = {name: find(whole, ranks) for name, find in cost.COSTS.items() if name not in refused}
+    travel = travelling(whole, queries, keys)
+    costs = {name: find(whole, ranks, travel) for name, find in cost.COSTS.items() if name not in refused}
     local = dispatch.explained(_first_call(plan, whole, extras))
     found = {x.name: getattr(local, x.name) for x in fields(local)} | {"tangents": None}  # ranks exchange none
     if isinstance(plan, heads.Heads):
@@ -172,8 +195,8 @@ def _first_call(call: heads.Heads | gathered.Gathered, whole: Problem, extras: l
         parts = call.exchange.size * call.groups
         shapes = [(*x.shape[:-2], x.shape[-2] // parts, x.shape[-1]) for x in (whole.q, whole.k, whole.v)]
         text, extras = call.spec, call.own(extras, 0)
-    elif call.pieces:
-        piece = call.pieces[0]
+    elif pieces := call.near + call.far:
+        piece = pieces[0]
         lengths = [part.stop - part.start for part in (piece.rows, piece.keys, piece.keys)]
         shapes = [(x.shape[0], n, *x.shape[2:]) for x, n in zip((whole.q, whole.k, whole.v), lengths, strict=True)]
         text = piece.spec

@@ -180,7 +180,7 @@ def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
 @pytest.mark.parametrize("seqlen", [1024, 2048, 4096, 8192, 16384])
 def test_causal_key_tiles_from_the_queue_are_even_and_of_heads_that_l2_holds(dims, seqlen):
     """Query blocks of the busiest of 132 CTAs over the mean, where the CTA that is free first takes the next tile."""
-    x = backward_config.Backward(TABLE[dims].summed("upper", packed=False, seqlen_k=seqlen), None, "bf16", "upper")
+    x = backward_config.Backward(TABLE[dims].summed("upper", packed=False), None, "bf16", "upper")
     heads, tiles = 2048 // x.keys.width, -(-seqlen // x.keys.tile_n)
     p = SimpleNamespace(batch=16384 // seqlen, heads_q=heads, heads_k=heads, seqlen_q=seqlen, seqlen_k=seqlen)
     section, ctas, *_ = grids.grids(x, p, seqlen, 132)

@@ -32,7 +32,7 @@ from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks, reads_by_distance
 from tilewise.backends.triton.kernels.writer import OPERATIONS
-from tilewise.backends.triton.paging import choose_paged
+from tilewise.backends.triton.paging import choose_paged, few_queries
 from tilewise.bit_tiles import BitTiles
 from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
 from tilewise.problem import Problem
@@ -126,7 +126,13 @@ class Triton(Backend):
         return reasons
 
     def preferred(self, problem: Problem) -> str:
-        """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/decisions.md#triton-for-pair-bias)."""
+        """Hopper's kernels read a bias by pair number by number: they take twice the time (docs/decisions.md#triton-for-pair-bias).
+
+        Over pages they neither split keys nor share a tile among heads, so that few queries leave them idle
+        (docs/decisions.md#triton-pages).
+        """
+        if problem.paged and few_queries(problem, devices.of(problem.device).cores):
+            return "splits the keys of few queries"
         return "" if described_lookup(problem) is None else "brings the tensor that the score reads tile by tile"
 
     def config(self, problem: Problem) -> Config:

@@ -409,11 +409,11 @@ class BackwardRow:
             return None
         return replace(self.one_pass, ordered=True, prefetches=False)
 
-    def summed(self, form: str, packed: bool, seqlen_k: int) -> KeyTiles | None:
-        """``one_pass`` as a form has it: key tiles that are not equally long come from a queue (docs/decisions.md#hopper-open-heads), and
-        tiles of many blocks, whose begin and end are a small part of them, stay as they are (docs/decisions.md#hopper-overlapped-tiles)."""
+    def summed(self, form: str, packed: bool) -> KeyTiles | None:
+        """``one_pass`` as a form has it: tiles overlap (docs/decisions.md#hopper-overlapped-tiles), and key tiles that are not equally long
+        come from a queue (docs/decisions.md#hopper-open-heads)."""
         keys = self.one_pass
-        if keys is None or keys.clustered or packed or (form == "full" and seqlen_k >= LONG):
+        if keys is None or keys.clustered or packed:
             return keys
         keys = replace(keys, overlaps=True, counts=True)
         return keys if form == "full" else replace(keys, queued=True, prefetches=True)
@@ -474,7 +474,6 @@ TABLE = {
         one_pass_from=900,
     ),
 }
-LONG = 8192  # keys from which tiles of equal length are not overlapped
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
 # Additions in order pay from this many keys a query where tiles are not equally long, as each waits for a longer one.
 ORDERED_FROM = 1500
@@ -504,8 +503,7 @@ def shipped() -> list[Backward]:
         for row in rows
     ]
     for form, packed in kinds:
-        lengths = (0, LONG) if form == "full" and not packed else (0,)
-        summed = [row.summed(form, packed, n) for n in lengths for row in rows] + [row.ordered for row in rows]
+        summed = [row.summed(form, packed) for row in rows] + [row.ordered for row in rows]
         summed = [keys for keys in dict.fromkeys(summed) if keys]
         found += [(Passes(keys), form, False, packed) for keys in summed if exists(keys, form, packed)]
     found += [(Passes(row.bits), "bits", False, False) for row in rows if row.bits]
@@ -560,7 +558,7 @@ def bit_tiles_of(p: Problem) -> KeyTiles | None:
 
 def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
     """The tiles of a single pass, if this head dim has any and they pay."""
-    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed, p.seqlen_k)
+    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
     if keys is None or mean_keys_per_query(p) < row.least_keys(keys) or not exists(keys, form, p.packed):
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None

@@ -332,29 +332,28 @@ def summing_tile(
     group_blocks = blocks_of_group(column, key_tile, params, config)
     for n in cutlass.range_constexpr(2 * tiles.key_tiles):  # K and V of both warpgroups: dQ takes all 128 keys
         cute.arch.mbarrier_wait(smem.held_full + n, held_phase)
-    left = (smem.left, 1 - held_phase) if tiles.overlaps else None
+    if cutlass.const_expr(tiles.overlaps):
+        cute.arch.mbarrier_wait(smem.left, 1 - held_phase)  # dK and dV of the tile before have left, from store
     state = state.restart()
     for g in cutlass.range(params.group, unroll=1):
         blocks = blocks_of_head(group_blocks, column, key_tile, g, params, config)
         if cutlass.const_expr(config.has_upper):
             for step in cutlass.range(blocks.start - blocks.tile.start, unroll=1):
                 block = blocks.block(blocks.tile.start + step, False, params, config)
-                state = summing_block(operands, w, state, block, smem, params, config, left)
+                state = summing_block(operands, w, state, block, smem, params, config)
         for _ in cutlass.range(blocks.stop - blocks.start, unroll=1):
-            state = summing_block(operands, w, state, ScoreBlock(), smem, params, config, left)
+            state = summing_block(operands, w, state, ScoreBlock(), smem, params, config)
         if cutlass.const_expr(not config.listed):
             # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
                 block = blocks.block(blocks.stop + step, False, params, config)
-                state = summing_block(operands, w, state, block, smem, params, config, left)
+                state = summing_block(operands, w, state, block, smem, params, config)
     dq_accumulate.begin_part(operands.dq, smem.dq, state.count - 1, config)  # of the last block
     warpgroup.wait_group(0)
     if cutlass.const_expr(tiles.overlaps):
         release_held(smem)
     put_part_before(operands, w, state, smem)
     scale(operands.dk, params.scale)
-    if cutlass.const_expr(tiles.overlaps):
-        cute.arch.mbarrier_wait(*left)  # a tile without blocks has not waited
     # Both warpgroups have read K and V, and dS, for the last time
     cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)
     finish(operands.dv, operands.mmas.dv, tile_at(smem.dv, w), smem.done + tiles.key_tiles + w, config)
@@ -374,7 +373,6 @@ def release_held(smem: KeysStorage) -> None:
 
 def summing_block(
     operands: DkDvOperands, w, state: KeysPipelineState, block: ScoreBlock, smem: KeysStorage, params: BackwardParams, config: Backward,
-    left: tuple | None = None,
 ) -> KeysPipelineState:  # fmt: skip
     """Adds one query block to dK and dV, and makes the part of dQ of the block before: both warpgroups' dS of that block is there
     without waiting, so that they may be most of a block apart. Nothing is in flight between blocks.
@@ -397,19 +395,10 @@ def summing_block(
     score_gradients(rows_columns(operands.dp), p, delta)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     ds = as_accumulator(operands.ds, operands.dp)
-    if left is not None:
-        await_left(*left, state)
     dq_accumulate.put_scores(ds, operands.mmas.score, smem.dq, state.count, w, config)
     end = dq_then_dk if config.keys.dq_first else dk_then_dq
     end(operands, w, state, smem, q_stage, do_stage, config)
     return state.next_block(config.keys.stages)
-
-
-@cute.jit
-def await_left(barrier: cute.Pointer, phase, state: KeysPipelineState):
-    """Waits in a tile's first block until dK and dV of the tile before have left: dS and parts of dQ come to where they were."""
-    if state.count == state.first:
-        cute.arch.mbarrier_wait(barrier, phase)
 
 
 def dk_then_dq(

@@ -24,12 +24,12 @@ from tilewise.backends.hopper.config import (
     Formed,
     Traced,
     band_of,
+    heads_held,
     is_traced,
     keys_of,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
-from tilewise.masks.facts import monotone_terms
 from tilewise.problem import Problem
 
 # -- Sizes of a kernel ---------------------------------------------------------------------------------------------
@@ -139,6 +139,7 @@ class Config(Formed):
         split: the keys of a query tile are shared out among splits, whose states a second kernel merges.
         heads: how many query heads of a group a tile holds side by side, so that its keys serve them all; divides ROWS.
         packed: sequences are packed; such a kernel neither splits keys nor holds heads side by side.
+        paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped; such a kernel too is compiled at the first call.
     """
@@ -152,6 +153,7 @@ class Config(Formed):
     packed: bool = False
     traced: Traced = PLAIN
     dropout: bool = False
+    paged: int = 0
 
     @property
     def queries(self) -> int:
@@ -170,6 +172,8 @@ class Config(Formed):
         found += ("lo", "hi") if self.by_rows else ()
         found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits")}.get(self.form, ())
         found += ("seed", "threshold", "keep") if self.dropout else ()
+        if self.paged:
+            return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
 
     @property
@@ -200,7 +204,8 @@ class Config(Formed):
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split", "packed") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split") if getattr(self, name))
+        flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{tiles.name}"
@@ -260,9 +265,8 @@ class TileRow:
     @property
     def columns(self) -> tuple[Tiles, ...]:
         """Every tile of the row that a call may get."""
-        short = () if self.short is None else (self.short,)
-        bits = () if self.bits is None else (self.bits,)
-        return (self.full, self.ends, self.traced, self.listed, *bits, *short, *self.fewer, *self.fewer_ends)
+        more = (tiles for tiles in (self.bits, self.short) if tiles is not None)
+        return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
 
     def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
         """The tiles of a kernel of this form."""
@@ -345,6 +349,8 @@ TABLE = {
     ),
 }  # fmt: skip
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
+PAGED_DIMS = ((64, 64), (128, 128))  # the rows of TABLE whose kernels are built for keys in pages, too
+PAGE_ROWS = 64  # of a page that one box brings
 # How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
 HEADS = (8, 64)
 
@@ -372,10 +378,12 @@ def shipped() -> list[Config]:
     ends = [c for c in whole if c.of_numbers]
     split = [replace(c, split=True) for c in ends if row_of(c.tiles).softcap and not c.softcap]
     packed = [replace(c, packed=True) for c in ends]
+    dense = [c for c in ends if (c.tiles.width, c.tiles.width_v) in PAGED_DIMS and not c.softcap]
+    paged = [replace(c, packed=True, paged=PAGE_ROWS) for c in dense]
     few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
     both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
-    return list(dict.fromkeys((*whole, *split, *packed, *both, *bits)))
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits)))
 
 
 @lru_cache(maxsize=1)
@@ -430,7 +438,7 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"head_dim {wide} is above {MAX_HEAD_DIM}")
     if any(dim % MULTIPLE for dim in dims):
         found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
-    found += _reasons_of_packed(problem) if problem.packed else []
+    found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
     found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
     if problem.softmax_scale <= 0 and not is_traced(problem):
@@ -460,7 +468,7 @@ def choose(problem: Problem) -> Config:
     """
     (form, band), traced, cores = keys_of(problem), Expressions.of(problem).traced, devices.of(problem.device).cores
     capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
-    bits = bit_tiles_of(problem)
+    bits = next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
     if form == "lists" and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
     row = next(r for r in rows_for(problem.head_dim, problem.head_dim_v) if r.softcap or not capped)
@@ -480,11 +488,6 @@ def choose(problem: Problem) -> Config:
     whole = min(options, key=clocks)
     split = min((c for c in halves if c in _shipped() or traced != PLAIN or dropout), key=clocks, default=whole)
     return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
-
-
-def bit_tiles_of(problem: Problem) -> Tiles | None:
-    """The tiles whose pairs have bits, for a problem's head dims; None where no kernel has such tiles."""
-    return next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
 
 
 def tile_count(config: Config, problem: Problem) -> int:
@@ -525,7 +528,6 @@ OPEN = 3584  # of a tile's beginning and end; half of it where the next tile's Q
 MERGE = 6000  # of a second kernel
 INSTRUCTIONS = 4.6  # of a thread for each score
 LOADED = 38  # bytes a clock that TMA brings
-L2_HELD = 12 << 20  # bytes of K and V; each half of L2 keeps what its own cores read
 
 
 def block_clocks(tiles: Tiles) -> float:
@@ -592,8 +594,6 @@ def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     if problem.packed:  # at most, as only the device knows the lengths
         tiles = problem.heads_q * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
     section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
-    if config.form == "bits" and monotone_terms(problem.spec.region) is None:
-        # Tiles of one head read its keys in any order: they stay in L2 if few heads are at work.
-        head = problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-        section = min(heads, max(1, problem.group * (L2_HELD // max(1, head))))
+    if config.form == "bits":
+        section = min(section, heads_held(problem))
     return Grid(tiles, min(tiles, cores), section, parts)

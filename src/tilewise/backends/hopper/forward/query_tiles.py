@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.pages import place_pages
 from tilewise.backends.hopper.forward.params import ForwardParams
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
@@ -127,6 +128,11 @@ def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: 
     """A packed tile as a query tile: its sequence's rows, and the keys that some row of the sequence sees."""
     extra, (sequence, row, head) = params.extra, packed_tile
     q = packed.rows_of(sequence, extra.cu_q, params.seqlen_q, rest=True)
+    if config.paged:
+        seqlen = place_pages(sequence, q, params, config)
+        band = schedule.Band(seqlen.lo, seqlen.hi, seqlen.k.size)
+        start, stop = schedule.key_blocks(row, config.tile_queries, config.tiles.tile_n, band, PICK)
+        return QueryTile(row, head, sequence, I32(start), I32(stop), seqlen=seqlen)
     k = packed.rows_of(sequence, extra.cu_k, params.seqlen_k, rest=False)
     # Bottom-right alignment: the sequence's last row sees its last key.
     off = k.size - q.size

@@ -15,10 +15,10 @@ from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.backward.grids import grids
-from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of
+from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import PerStrides
-from tilewise.backends.hopper.host.plan import FAR, LOG2_E, Plan, addressed, leaf, strides_addressable
+from tilewise.backends.hopper.host.plan import FAR, LOG2_E, Plan, addressed, leaf
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 

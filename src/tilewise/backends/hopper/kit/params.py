@@ -23,6 +23,9 @@ class OptionalParams(NamedTuple):
         cu_q, cu_k: (sequence + 1,), int32: where packed sequences begin.
         first, last: packed sequences only: keys before ``first`` or from ``last`` on are masked in every sequence.
         queue: (1,), int32: how many tiles were taken after each CTA's first.
+        seqlens_k: (sequence,), int32: keys of each sequence in pages.
+        block_table: (sequence, page of the sequence), int32: pages of the pool.
+        num_pages, page_rows: pages of the pool, and rows from the beginning of a page to that of the next, in K and in V.
         seed: (1,), int64: the seed of dropout.
         threshold, keep: a pair is kept where its 16-bit value is below ``threshold``; ``keep`` is the factor of a kept pair.
         leaves, numbers: the tensors and numbers that expressions read.
@@ -46,6 +49,11 @@ class OptionalParams(NamedTuple):
     first: I32 | None = None
     last: I32 | None = None
     queue: cute.Tensor | None = None
+    # Keys in pages, which have cu_q and the queue too.
+    seqlens_k: cute.Tensor | None = None
+    block_table: cute.Tensor | None = None
+    num_pages: I32 | None = None
+    page_rows: I32 | None = None
     # Dropout; the seed is read on the device, so that a captured graph draws anew.
     seed: cute.Tensor | None = None
     threshold: I32 | None = None

@@ -2,7 +2,8 @@
 
 For each architecture, dtype and row of config's table, the launches of a forward and a backward are recorded on tensors
 without memory and compiled; then shared memory is held against ``tiles.shared_memory`` and the architecture's limit, and
-registers and spills are reported. Exit code 1 if a kernel does not compile, or needs more shared memory than promised.
+registers and spills are reported. Exit code 1 if a kernel does not compile, or needs more shared memory than promised, or if its machine
+code for sm_90 has a fault that :mod:`machine_code` knows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empt
 from tilewise.backends.triton import config
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.host.machine_code import serialised, unset_registers
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit
@@ -293,21 +295,15 @@ def compile_item(item: Launch) -> list[str]:
         used, spills = compiled.metadata.shared, _registers(compiled, item.arch)
         allowed = min(shared_memory(item, name, tiles), target.shared)
         seconds = time.perf_counter() - started
-        serial = serialised(compiled, item.arch)
-        state = "ok  " if used <= allowed and not serial else "FAIL"
+        sass = _cuobjdump(compiled, "-sass") if item.arch == "sm90" else ""
+        serial, unset = serialised(sass), unset_registers(sass)
+        state = "ok  " if used <= allowed and not serial and not unset else "FAIL"
         spills += ", wgmma serialised" if serial else ""
+        spills += f", reads what nothing wrote: {unset[0]}" if unset else ""
         lines.append(
             f"{state} {head}{name:8} {tiles.describe():32} shared {used:6} of {allowed:6}  {spills}  {seconds:.1f} s"
         )
     return lines
-
-
-def serialised(compiled, arch: str) -> bool:
-    """Whether ptxas made every wgmma wait for the one before (docs/decisions.md#triton-one-loop)."""
-    if arch != "sm90":
-        return False
-    text = _cuobjdump(compiled, "-sass")
-    return 2 * text.count("WARPGROUP.DEPBAR") > text.count("HGMMA")
 
 
 def _cuobjdump(compiled, option: str) -> str:
@@ -357,6 +353,7 @@ def items() -> list[Launch]:
         ]
         if arch == "sm90":
             found += [Launch(arch, torch.float16, 128, feature) for feature in QUANTISED[:2]]
+            found.append(Launch(arch, torch.bfloat16, 80, "fp8-chunk"))  # v of 40 pairs has no piece of 8
             found += [Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, feature) for feature in LATENT]
             found += [Launch(arch, torch.bfloat16, limit, "paged") for limit in (64, 96, 256, config.MAX_LATENT_DIM)]
     return found

@@ -60,12 +60,12 @@ class AppendSizes(NamedTuple):
     v_scale: tuple = ()
 
 
-class Place(NamedTuple):
-    """The place of one new row.
+class CopiedRow(NamedTuple):
+    """A new row: where it lies and where it goes.
 
     Attributes:
         b, row: batch element (packed, 0) and row in the new tensors. sequence: which it belongs to.
-        page, to: its page, and the row there. placed: whether there is such a place.
+        page, to: its page, and the row there. placed: whether there is such a page.
     """
 
     b: Any
@@ -118,12 +118,12 @@ def append_kernel(
     page = tl.load(table + index * plain(sizes.table[1]), mask=placed, other=-1)
     # Unused entries of a block table are often -1: they must not become an address.
     placed = placed & (page >= 0) & (page < plain(sizes.num_pages))
-    place = Place(source_b, source_row, b, page, position % plain(sizes.page_size), placed)
+    copied = CopiedRow(source_b, source_row, b, page, position % plain(sizes.page_size), placed)
     # Rows of both tensors go to the same place; values that lie in their keys' memory are written with these.
     k_scale, v_scale = (tensors.k_scale, sizes.k_scale), (tensors.v_scale, sizes.v_scale)
-    copy_row(tensors.k, tensors.k_pages, sizes.k, sizes.k_pages, k_scale, place, HEADS, DIM, UNIT, K_EACH)
+    copy_row(tensors.k, tensors.k_pages, sizes.k, sizes.k_pages, k_scale, copied, HEADS, DIM, UNIT, K_EACH)
     if tensors.v is not None:
-        copy_row(tensors.v, tensors.v_pages, sizes.v, sizes.v_pages, v_scale, place, HEADS, DIM_V, UNIT, V_EACH)
+        copy_row(tensors.v, tensors.v_pages, sizes.v, sizes.v_pages, v_scale, copied, HEADS, DIM_V, UNIT, V_EACH)
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def copy_row(
     from_strides,
     to_strides,
     scale,
-    place,
+    copied,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     UNIT: tl.constexpr,
@@ -147,26 +147,30 @@ def copy_row(
     # x is (heads, columns), both padded to powers of 2, as Triton wants ranges; the mask drops the padding.
     heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     columns = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
-    mask = (heads < HEADS) & (columns < DIM) & place.placed
+    mask = (heads < HEADS) & (columns < DIM) & copied.placed
     # 64 bits up to the row, since a pool may have more than 2³¹ elements; 32 bits within the row.
-    start = tl.cast(place.b, tl.int64) * plain(from_strides[0]) + tl.cast(place.row, tl.int64) * plain(from_strides[1])
-    end = tl.cast(place.page, tl.int64) * plain(to_strides[0]) + tl.cast(place.to, tl.int64) * plain(to_strides[1])
+    start = tl.cast(copied.b, tl.int64) * plain(from_strides[0]) + tl.cast(copied.row, tl.int64) * plain(
+        from_strides[1]
+    )
+    end = tl.cast(copied.page, tl.int64) * plain(to_strides[0]) + tl.cast(copied.to, tl.int64) * plain(to_strides[1])
     x = tl.load(new + start * UNIT + (heads * plain(from_strides[2]) * UNIT + columns), mask=mask)
     if scale[0] is not None:
-        x = quantised(x, scale[0], scale[1], place, heads, HEADS, EACH)
+        x = quantised(x, scale[0], scale[1], copied, heads, HEADS, EACH)
     tl.store(pages + end * UNIT + (heads * plain(to_strides[2]) * UNIT + columns), x, mask=mask)
 
 
 @triton.jit
-def quantised(x, scale, strides, place, heads, HEADS: tl.constexpr, EACH: tl.constexpr):
+def quantised(x, scale, strides, copied, heads, HEADS: tl.constexpr, EACH: tl.constexpr):
     """A row ``x`` (heads, columns) over its scales, as e4m3 numbers in uint8; if EACH, the scales are made of it and written.
 
     Args:
         heads: int (heads, 1).
     """
-    offsets = tl.cast(place.sequence, tl.int64) * plain(strides[0]) + tl.cast(place.page, tl.int64) * plain(strides[1])
-    pointers = scale + (offsets + tl.cast(place.to, tl.int64) * plain(strides[2])) + heads * plain(strides[3])
-    mask = (heads < HEADS) & place.placed
+    offsets = tl.cast(copied.sequence, tl.int64) * plain(strides[0]) + tl.cast(copied.page, tl.int64) * plain(
+        strides[1]
+    )
+    pointers = scale + (offsets + tl.cast(copied.to, tl.int64) * plain(strides[2])) + heads * plain(strides[3])
+    mask = (heads < HEADS) & copied.placed
     # fp32 holds what e4m3 numbers are made of, and 16-bit rows exactly.
     x = x.to(tl.float32)
     if EACH:

@@ -21,7 +21,7 @@ def merge_rows_kernel(tensors, sizes, scales, states, states_lse, states_max, FA
     begin_overlap(FACTS)
     WIDTH: tl.constexpr = FACTS.pieces_v[0][2]
     SPLITS: tl.constexpr = FACTS.splits
-    CHUNK: tl.constexpr = FACTS.tile_m  # states that are read at once
+    AT_ONCE: tl.constexpr = FACTS.tile_m  # states whose o is in registers together
     sizes = plain_sizes(sizes)
     token, head = tl.program_id(0) // sizes.heads_q, tl.program_id(0) % sizes.heads_q
     line = tl.cast(head, tl.int64) * sizes.seqlen_q + token
@@ -46,10 +46,10 @@ def merge_rows_kernel(tensors, sizes, scales, states, states_lse, states_max, FA
     within = columns < FACTS.head_dim_v
     row = tl.cast(tl.program_id(0), tl.int64) * FACTS.head_dim_v + columns
     acc = tl.full([WIDTH], 0.0, tl.float32)
-    for first in tl.static_range(0, SPLITS, CHUNK):
-        part = first + tl.arange(0, CHUNK)
+    for first in tl.static_range(0, SPLITS, AT_ONCE):
+        part = first + tl.arange(0, AT_ONCE)
         part_lse = tl.load(states_lse + part.to(tl.int64) * lines + line)
-        # The states of some splits: lse fp32 (CHUNK,), o fp32 (CHUNK, WIDTH).
+        # The states of some splits: lse fp32 (AT_ONCE,), o fp32 (AT_ONCE, WIDTH).
         offsets = part.to(tl.int64)[:, None] * (lines * FACTS.head_dim_v) + row[None, :]
         o = tl.load(states + offsets, mask=(part_lse != float("-inf"))[:, None] & within[None, :], other=0.0)
         acc += tl.sum(o * exp(part_lse - tl.where(top == float("-inf"), 0.0, top))[:, None], 0)

@@ -181,24 +181,25 @@ def load_moving_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr)
 def load_moving_tiles(m0, head, work, partial, STREAMED: tl.constexpr, FACTS: tl.constexpr):
     """q, dO and their tangents at ``m0`` of a :class:`MovingHead`, () for a tangent that is zero; (tile_m, head_dim) and
     (tile_m, head_dim_v), in the inputs' dtype, zero past the last row. STREAMED in a loop: by descriptor where one may read them."""
-    left = work.seqlen_q - m0
     moved_q, moved_do = (), ()
-    # By TMA or cp.async to shared memory. Partner: the barrier of this stage of the loop, on which the first product waits.
-    if STREAMED:
-        q = load_streamed(head.rows.q, m0, left, None, FACTS.tile_m, False, partial, FACTS)
-        if FACTS.moved_q:
-            moved_q = load_streamed(head.moved_q, m0, left, None, FACTS.tile_m, False, partial, FACTS)
-        do = load_streamed(head.rows.do, m0, left, None, FACTS.tile_m, True, partial, FACTS)
-        if FACTS.moved_do:
-            moved_do = load_streamed(head.moved_do, m0, left, None, FACTS.tile_m, True, partial, FACTS)
-    else:
-        q = load_rows(head.rows.q, m0, left, None, FACTS.tile_m, False, True, FACTS)
-        if FACTS.moved_q:
-            moved_q = load_rows(head.moved_q, m0, left, None, FACTS.tile_m, False, True, FACTS)
-        do = load_rows(head.rows.do, m0, left, None, FACTS.tile_m, True, True, FACTS)
-        if FACTS.moved_do:
-            moved_do = load_rows(head.moved_do, m0, left, None, FACTS.tile_m, True, True, FACTS)
+    q = load_moving_tile(head.rows.q, m0, work, partial, False, STREAMED, FACTS)
+    if FACTS.moved_q:
+        moved_q = load_moving_tile(head.moved_q, m0, work, partial, False, STREAMED, FACTS)
+    do = load_moving_tile(head.rows.do, m0, work, partial, True, STREAMED, FACTS)
+    if FACTS.moved_do:
+        moved_do = load_moving_tile(head.moved_do, m0, work, partial, True, STREAMED, FACTS)
     return q, do, moved_q, moved_do
+
+
+@triton.jit
+def load_moving_tile(source, m0, work, partial, OF_V: tl.constexpr, STREAMED: tl.constexpr, FACTS: tl.constexpr):
+    """The tile at ``m0`` of a Source; the arguments are those of :func:`load_moving_tiles`."""
+    left = work.seqlen_q - m0
+    if STREAMED:
+        # By TMA or cp.async to shared memory. Partner: the barrier of this stage of the loop, on which the first product waits.
+        return load_streamed(source, m0, left, None, FACTS.tile_m, OF_V, partial, FACTS)
+    else:
+        return load_rows(source, m0, left, None, FACTS.tile_m, OF_V, True, FACTS)
 
 
 @triton.jit

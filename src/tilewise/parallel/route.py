@@ -1,0 +1,202 @@
+"""The keys that travel between ranks: those alone that a rank's queries see and other ranks hold.
+
+Everything here is a pure function of layouts and of the keys that each piece of queries sees; no rank talks to another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.caching import cached_property
+from tilewise.parallel.layout import Layout
+from tilewise.tiles import Grid
+
+Interval = tuple[int, int]
+
+
+ALIGNED = 16
+"""Parts begin at multiples of it where they can: dropout's counters serve so many rows and keys at once."""
+WORTH_A_PART = 128
+"""The fewest rows of a part that are worth a call of their own: a tile."""
+
+
+class Part(NamedTuple):
+    """The queries ``[start, stop)``, which a rank holds as its rows from ``row`` on, and the keys ``[low, high)`` between which all lie
+    that they see."""
+
+    start: int
+    stop: int
+    row: int
+    low: int
+    high: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.stop - self.start)
+
+
+class Segment(NamedTuple):
+    """The keys ``[start, stop)`` that one rank, the owner, holds as its rows from ``row`` on."""
+
+    start: int
+    stop: int
+    owner: int
+    row: int
+
+    @property
+    def rows(self) -> slice:
+        """The owner's rows."""
+        return slice(self.row, self.row + self.stop - self.start)
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Route:
+    """The keys that ranks fetch from each other for one attention.
+
+    Attributes:
+        keys: who holds which keys.
+        parts: the queries, by rank: a rank's contiguous pieces, each cut where its keys begin or end to lie in one run of the rank's own.
+    """
+
+    keys: Layout
+    parts: tuple[tuple[Part, ...], ...]
+
+    @staticmethod
+    def of(grid: Grid, queries: Layout, keys: Layout) -> Route:
+        """The route of a whole attention. Reads the tensors of the mask's intervals, if it has any."""
+        return Route(keys, _parts(grid, queries, keys))
+
+    def near(self, rank: int, part: Part) -> Segment | None:
+        """The rank's own keys of a part, where all of them lie in one run of it; None: some lie elsewhere."""
+        found = [x for x in held(self.keys) if x.owner == rank and x.start <= part.low and part.high <= x.stop]
+        return _cut(found[0], part.low, part.high) if found else None
+
+    @cached_property
+    def wanted(self) -> tuple[tuple[Interval, ...], ...]:
+        """The keys that a rank puts together from its own and others', by rank: disjoint intervals, in order."""
+        far = ([x for x in parts if self.near(rank, x) is None] for rank, parts in enumerate(self.parts))
+        return tuple(tuple(_union([(x.low, x.high) for x in parts])) for parts in far)
+
+    def place(self, rank: int, part: Part) -> slice:
+        """The place of a far part's keys among those that the rank puts together."""
+        first = 0
+        for start, stop in self.wanted[rank]:
+            if start <= part.low and part.high <= stop:
+                return slice(first + part.low - start, first + part.high - start)
+            first += stop - start
+        raise ValueError(f"{part} sees keys that rank {rank} does not put together")
+
+    def segments(self, rank: int) -> list[Segment]:
+        """The keys that a rank puts together, in the order of positions."""
+        return [
+            _cut(x, start, stop)
+            for start, stop in self.wanted[rank]
+            for x in held(self.keys)
+            if max(x.start, start) < min(x.stop, stop)
+        ]
+
+    def sent(self, owner: int, rank: int) -> list[Segment]:
+        """The keys that a rank fetches from another, in the order of positions; none from itself."""
+        return [x for x in self.segments(rank) if x.owner == owner != rank]
+
+    @cached_property
+    def counts(self) -> tuple[tuple[int, ...], ...]:
+        """The number of keys that travel, by owner and by the rank that fetches them."""
+        ranks = range(self.keys.ranks)
+        return tuple(tuple(sum(x.length for x in self.sent(owner, rank)) for rank in ranks) for owner in ranks)
+
+    @cached_property
+    def fetched(self) -> int:
+        """The most keys that one rank fetches."""
+        return max(map(sum, zip(*self.counts, strict=True)))
+
+    @cached_property
+    def lent(self) -> int:
+        """The most keys that others fetch from one rank, counted for each of them: whose gradients come back."""
+        return max(map(sum, self.counts))
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that differs where routes do: ranks that read other tensors would wait for keys that nobody sends."""
+        return int.from_bytes(hashlib.sha256(repr(self.parts).encode()).digest()[:7])
+
+
+@lru_cache(maxsize=64)
+def held(keys: Layout) -> tuple[Segment, ...]:
+    """All keys in the order of positions, as runs of one rank."""
+    runs = [Segment(start, stop, rank, row) for rank in range(keys.ranks) for start, stop, row in keys.rows(rank)]
+    return tuple(sorted(runs))
+
+
+def _parts(grid: Grid, queries: Layout, keys: Layout) -> tuple[tuple[Part, ...], ...]:
+    """The parts of every rank. What no query of a part sees is left out at both ends; each has one key at least."""
+    low, high = grid.key_interval(torch.arange(queries.seqlen, device=grid.b.device))
+    sees = low < high
+    low = torch.where(sees, low, grid.keys).amin((0, 1)).cpu()
+    high = torch.where(sees, high, 0).amax((0, 1)).cpu()
+    found = []
+    for rank in range(queries.ranks):
+        own = [x for x in held(keys) if x.owner == rank]
+        parts: list[Part] = []
+        for start, stop, row in queries.rows(rank):
+            cuts = [start, *_near_rows(low[start:stop], high[start:stop], start, own), stop]
+            parts += [
+                _part(a, b, row + a - start, low[a:b], high[a:b], own, grid.keys) for a, b in pairwise(cuts) if a < b
+            ]
+        found.append(tuple(parts))
+    return tuple(found)
+
+
+def _near_rows(low: Tensor, high: Tensor, start: int, own: Sequence[Segment]) -> list[int]:
+    """The first, and one past the last, query of the longest run whose keys all lie in one own run; none where it is not worth a call.
+
+    Ends of keys never decrease with the query, so such queries are neighbours.
+    """
+    found: list[int] = []
+    for x in own:
+        near = ((low >= x.start) & (high <= x.stop) | (low >= high)).nonzero().flatten()
+        if not len(near) or int(near[-1] - near[0]) + 1 != len(near):
+            continue
+        first, last = start + int(near[0]), start + int(near[-1]) + 1
+        first, last = first if first == start else -(-first // ALIGNED) * ALIGNED, last
+        last = last if last == start + len(low) else last // ALIGNED * ALIGNED
+        if last - first >= WORTH_A_PART and (not found or last - first > found[1] - found[0]):
+            found = [first, last]
+    return found
+
+
+def _part(start: int, stop: int, row: int, low: Tensor, high: Tensor, own: Sequence[Segment], keys: int) -> Part:
+    first, last = int(low.amin()), int(high.amax())
+    if first >= last:
+        return Part(start, stop, row, 0, min(1, keys))
+    run = max((x.start for x in own if x.start <= first and last <= x.stop), default=0)
+    return Part(start, stop, row, max(first // ALIGNED * ALIGNED, run), last)
+
+
+def _cut(x: Segment, start: int, stop: int) -> Segment:
+    """The part of a segment within an interval."""
+    first, last = max(x.start, start), min(x.stop, stop)
+    return Segment(first, last, x.owner, x.row + first - x.start)
+
+
+def _union(intervals: Sequence[Interval]) -> list[Interval]:
+    """The same keys as disjoint intervals, in order."""
+    found: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
-from tilewise.masks.catalogue import Mask, intervals
+from tilewise.masks import Mask, intervals
 from tilewise.parallel.layout import Layout
 from tilewise.parallel.route import Part, Route
 from tilewise.spec import Spec

@@ -25,8 +25,11 @@ QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 """Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
 WIDTH = 160
 SQUARES, MASKED, DECODING = "h200-squares", "h200-masks", "h200-decode"
-PLANNED, BITS = "267ab0b04c17", "h200-bits"
 FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
+PLANNED = {
+    "block-causal (1024)": ("267ab0b04c17", "plan-block-causal-n16384"),
+    "block-sparse 90 % (128 × 128)": ("267ab0b04c17", "plan-block-sparse-90-n16384"),
+}
 """The runs that the page shows: name a newer one here once it is in bench/results."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -241,7 +244,9 @@ def masks() -> list[str]:
         for column, who in ((0, "tilewise-varlen"), (2, "cudnn-flex-varlen")):
             packed = pair(found.value(run, case, who, d, "rate") for d in PASSES)
             cells[column] += "" if packed == NONE else f" ({packed})"
-        plans = [found.value(run, case, who, "forward", "plan") for who in ("cudnn-flex", "flex")]
+        plans = [found.value(run, case, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
+        if shape["what"] in PLANNED:  # planned anew since, on the same chip
+            plans[0] = load("triton-calls").value(*PLANNED[shape["what"]], "tilewise", "forward", "plan")
         length = f", N {shape['seqlen']}" if "seqlen" in shape else ""
         length += f", batch {shape['batch']}" if shape.get("batch", 1) > 1 else ""
         title = f"{shape['what']}{length}, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}"
@@ -257,40 +262,9 @@ def masks() -> list[str]:
         "its Triton",
         "cudnn.flex",
         "FlexAttention",
-        "plan, ms: cudnn.flex / Flex",
+        "plan, ms: tilewise / cudnn.flex / Flex",
     ]
     return section("Masks and scores on an H200", text, table(header, rows))
-
-
-def bit_masks() -> list[str]:
-    """Masks that are no bands, by one kernel that reads bits."""
-    found, rows = load("hopper-calls"), []
-    for case, shape in found.cases(BITS).items():
-        rates = {who: [found.value(BITS, case, who, d, "rate") for d in PASSES] for who in ("bits", "triton", "full")}
-        share = [number(a / b, 2) if a and b else NONE for a, b in zip(rates["bits"], rates["full"], strict=True)]
-        title = f"{shape['what']}, D {shape['head_dim']}"
-        rows.append([title, *map(pair, rates.values()), " / ".join(share)])
-    text = (
-        "TFLOP/s of kept pairs, forward / backward, N 16384, 16 heads: one kernel that reads a bit for each pair of a partial tile, beside "
-        "Triton's traced one; and the same sizes without a mask, all pairs counted. The last column is the share of that pace that a kept "
-        f"pair has. {found.source(BITS)}"
-    )
-    header = ["mask", "tilewise", "its Triton", "without a mask", "share"]
-    return section("Masks that are no bands on an H200", text, table(header, rows))
-
-
-def plans() -> list[str]:
-    """The time until the tiles of a new mask are known."""
-    found, run, rows = load("triton-calls"), PLANNED, []
-    for case, shape in found.cases(run).items():
-        times = [found.value(run, case, who, "forward", "plan") for who in ("tilewise", "torch", "flex")]
-        rows.append([f"{shape['what']}, N {shape['seqlen']}", *[number(ms, 2) for ms in times]])
-    text = (
-        "Milliseconds from a mask's definition to the tiles of both passes and the keys that are seen, all kernels compiled before. Beside "
-        "it, the same plan by PyTorch's operations, and FlexAttention's `create_block_mask`, which plans both passes too and is not "
-        f"compiled here. {found.source(run)}"
-    )
-    return section("Plans of masks on an H200", text, table(["mask", "tilewise", "by PyTorch", "FlexAttention"], rows))
 
 
 def decoding() -> list[str]:
@@ -467,7 +441,7 @@ def training() -> list[str]:
 
 def page() -> str:
     """The whole of docs/performance.md."""
-    parts = (squares, grouped, masks, bit_masks, plans, decoding, single_precision, cpu, host, training)
+    parts = (squares, grouped, masks, decoding, single_precision, cpu, host, training)
     return "\n".join(["# Performance", "", *wrapped(INTRO), *[line for part in parts for line in part()], ""])
 
 

@@ -74,7 +74,7 @@ ROWS = (
 )  # fmt: skip
 MANY = (Row(65536, 32, 8, "documents"), Row(262144, 32, 8), Row(1048576, 32, 8))
 """Rows for eight GPUs; fewer take longer than a step is worth, or do not hold them."""
-REHEARSAL = (Row(256, 4, 4), Row(256, 4, 4, "documents"))
+REHEARSAL = (Row(256, 8, 8), Row(256, 8, 8, "documents"))
 CHECKS = ("causal", "documents", "window")
 
 
@@ -175,6 +175,25 @@ def timed(contestants: dict[str, dict[str, Callable]], device: str, rounds: int)
         for key in chance.sample(list(runs), len(runs)):
             samples[key].append(milliseconds(runs[key], device, counts[key]))
     return {key: statistics.median(values) for key, values in samples.items()}
+
+
+def peak(run: Callable[[], object]) -> float:
+    """The most memory that a step takes beside what lies there before it: MiB on this rank, without symmetric memory."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def predicted_peak(row: Row, size: int) -> float:
+    """The peak of a step by heads with copy engines, in MiB a rank, for bf16: what is alive where the backward's kernel runs.
+
+    That is q, k, v of the rank's heads, their gradients, o of its heads, o of its rows, dO of its heads, and dQ in fp32.
+    """
+    rows = row.seqlen * HEAD_DIM / size
+    return rows * (2 * 2 * (row.heads_q + 2 * row.heads_k) + (3 * 2 + 4) * row.heads_q) / 2**20
 
 
 EXCHANGE, PLAIN = ("nccl", "memcpy", "barrier"), ("at::", "cub::", "memset")
@@ -286,6 +305,11 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
         contestants = contests(row, green, groups, device)
         ms = timed(contestants, device, options.rounds)
         parts = {} if device == "cpu" else {who: breakdown(ways["both"]) for who, ways in contestants.items()}
+        for who in parts:
+            parts[who] |= {
+                "peak_mib": round(peak(contestants[who]["both"])),
+                "predicted_mib": round(predicted_peak(row, size)),
+            }
         flops = 4 * kept_pairs(row.mask, row.seqlen) * row.heads_q * HEAD_DIM / size
         shape = {"gpus": size, "seqlen": row.seqlen, "heads_q": row.heads_q, "heads_k": row.heads_k, "mask": row.mask}
         for (who, way), t in ms.items():

@@ -31,7 +31,7 @@ from itertools import chain
 import torch
 
 from tilewise import expr
-from tilewise.backends.triton.kernels.distant import near_of_all, parts_by_distance, read_at_distance, with_lines
+from tilewise.backends.triton.kernels.distant import near_of_all, parts_of, read_at_distance, with_lines
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
 from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts, reads_by_distance
 from tilewise.backends.triton.kernels.writer import Ways, Writer, is_scaled_tanh
@@ -57,7 +57,7 @@ class Emitted:
         functions: by name; a part that the problem does not have is missing.
         numbers: the values of ``work.numbers``.
         slots: the extras that ``work.leaves`` holds, in order.
-        reads: how the gradient of each read of a leaf is summed; one by distance may be several (:func:`parts_by_distance`).
+        reads: how the gradient of each read of a leaf is summed; one by distance may be several (:func:`parts_of`).
         hides: whether the score may be -inf, or its slope not finite, where s is finite.
         binary: whether the score is in units of log2.
         bounded: whether it is binary and at most BOUND, for inputs in bf16.
@@ -113,7 +113,7 @@ def emit(
     if distances is not None:
         bounds = [expr.abstract(expr.number(n), numbers) for n in distances]
         source.append(_together(writer(), "near", bounds))
-    parts = [parts_by_distance(problem, read) for read in classify(problem)]
+    parts = [parts_of(problem, read) for read in classify(problem)]
     if tangents is not None:
         # The passes for TILES and DIAGONALS (pair_bias.py, diagonals.py) sum dZ alone. A tangent of it has two terms, and
         # its pairs are scattered.
@@ -375,6 +375,9 @@ def _gradients(
 
 def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer: Writer) -> str:
     """A function for the kernel that sums the n-th read: ``place_N``, where a pair is read, or ``start_N``, the least distance."""
+    if read.pairs:
+        head = "0" if "h" in read.loops or "h" not in expr.depends_on(*lookup.args[1:]) else "h"
+        return _function(f"place_{n}", _KEEP, [f"return ({head} * work.seqlen_q + i) * work.seqlen_k + j"])
     if read.how == TILES:
         offset = writer.offset(lookup, "grad_extents")
         return _function(f"place_{n}", _KEEP, [*writer.lines, f"return {offset}"])

@@ -12,7 +12,7 @@ from tilewise.expr import Expr
 from tilewise.leaf_gradients import DIAGONALS, ROWS, SCATTER, TILES, Read
 from tilewise.problem import Problem
 
-PAIRS_MEMORY = 1 << 28  # bytes of sums that are kept for each pair
+PAIRS_MEMORY = 1 << 26  # bytes of the sums of pairs; adding them to a leaf sorts them, which takes more
 # An index of these operations alone is computed for every pair; any other is looked up.
 _SHORT = ("symbol", "number", "add", "sub", "neg", "mul", "abs", "maximum", "minimum", "clamp_min", "clamp_max")
 

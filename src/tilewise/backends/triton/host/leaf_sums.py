@@ -104,7 +104,11 @@ class LeafSums:
         dtype = torch.float64 if scattered and plan.problem.dtype == torch.float32 else torch.float32
         if read.how in (STORE, TILES) and not read.pairs:
             dtype = leaf.dtype
-        new = torch.empty if read.how == TILES and not read.pairs and _reads_every_element(plan.problem, read) else torch.zeros
+        new = (
+            torch.empty
+            if read.how == TILES and not read.pairs and _reads_every_element(plan.problem, read)
+            else torch.zeros
+        )
         return new(leaf.shape, dtype=dtype, device=leaf.device)
 
     def totals(self) -> dict[int, Tensor]:

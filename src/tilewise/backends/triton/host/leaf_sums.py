@@ -118,8 +118,8 @@ class LeafSums:
                 self._add_distances(read, buffer)
                 continue
             if read.pairs:
-                grad = self.grads[read.slot]
-                read_adjoint(grad, read.expr, self._pairs(buffer), self.inputs.leaves, buffer.to(grad.dtype))
+                grad, env = self.grads[read.slot], _pair_env(self.plan.problem, buffer)
+                read_adjoint(grad, read.expr, env, self.inputs.leaves, buffer.to(grad.dtype))
             if read.how not in (ROWS, COLUMNS):
                 continue
             grad, axes = self.grads[read.slot], kept_axes(self.plan.problem, read, buffer)
@@ -152,14 +152,6 @@ class LeafSums:
                 (read.expr, first, grad.device), lambda: _index(problem, read.expr, first, last, grad)
             )
             add_at(grad, read.expr, index, sums)
-
-    def _pairs(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The indices of a buffer of pairs, on axes ``(b, h, i, j)``."""
-        problem, device = self.plan.problem, buffer.device
-        env = {name: torch.full((), getattr(problem, name), device=device) for name in ("seqlen_q", "seqlen_k")}
-        for axis, name in enumerate("bhij"):
-            env[name] = torch.arange(buffer.shape[axis], device=device).view([-1 if n == axis else 1 for n in range(4)])
-        return env | {"off": env["seqlen_k"] - env["seqlen_q"]}
 
     def _lines(self, how: str, buffer: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """The indices of a buffer of row or column sums, and the buffer, on axes ``(b, h, i, j)``."""
@@ -205,6 +197,15 @@ def _distance_env(problem: Problem, first: int, last: int, device: torch.device)
         "h": torch.arange(problem.heads_q, device=device).view(1, -1, 1, 1),
         "i": torch.arange(first, last, device=device).view(1, 1, -1, 1),
     }
+
+
+def _pair_env(problem: Problem, buffer: Tensor) -> dict[str, Tensor]:
+    """The indices of a buffer of sums of pairs, on axes ``(b, h, i, j)``."""
+    device = buffer.device
+    env = {name: torch.full((), getattr(problem, name), device=device) for name in ("seqlen_q", "seqlen_k")}
+    for axis, name in enumerate("bhij"):
+        env[name] = torch.arange(buffer.shape[axis], device=device).view([-1 if n == axis else 1 for n in range(4)])
+    return env | {"off": env["seqlen_k"] - env["seqlen_q"]}
 
 
 def _index(problem: Problem, e: expr.Expr, first: int, last: int, grad: Tensor) -> list[Tensor]:

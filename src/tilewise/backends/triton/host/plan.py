@@ -332,7 +332,6 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
         "align": align,
         "together": tiles.ahead,
-        "registers": tiles.registers,
     }
     defaults = {
         "split": False,

@@ -121,7 +121,9 @@ def emit(
         parts = [(replace(read, how=how.get(read.how, read.how)),) for read in classify(problem)]
     binary = bounded = hides = False
     if score is not None:
-        ways = Ways(described=described, distant=distant, heads=heads)
+        # Positions that count from a tile's corner take registers: up to D 64 the forward's tiles are wide and leave it none.
+        corner = heads is not None and max(problem.head_dim, problem.head_dim_v) > 64
+        ways = Ways(described=described, distant=distant, heads=heads, corner=corner)
         of_score, binary, bounded = _of_score(problem, score, partial(writer, ways=ways), numbers, parts, tangents)
         source, hides = source + of_score, _hides(score)
     source += [read_at_distance(n, body) for n, body in enumerate(distant or ())]
@@ -161,8 +163,7 @@ def _of_score(
         source.append(_weights(writer(), root))
     # The backward may take the tanh of one instruction, whose error is below the rounding of dS to 16 bits; tangents
     # keep the exact one.
-    # Its positions count from a tile's corner, for which the forward, whose tiles are wider, has no registers.
-    ways = replace(writer().ways, rough=half and tangents is None, corner=tangents is None and not problem.paged)
+    ways = replace(writer().ways, rough=half and tangents is None, corner=writer().ways.heads is not None)
     again = partial(writer, ways=ways)
     source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, parts, factors, tangents)]
     if half and not binary and tangents is None:

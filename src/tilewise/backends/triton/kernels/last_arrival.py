@@ -28,7 +28,7 @@ def merge_when_last(head_k, tensors, sizes, work, FACTS: tl.constexpr):
 
 @triton.jit
 def merge_states(head_k, tensors, sizes, work, FACTS: tl.constexpr):
-    """The merge (8) of the partial states of a tile's rows and the sink. States whose lse is -inf are not read.
+    """The merge (8) of the partial states of a tile's rows and the sink. States whose lse is -inf count for nothing.
 
     ``tensors.states_o`` is fp32 (num_splits, tokens, heads_q, head_dim_v), ``tensors.states_lse`` fp32 (num_splits, batch, heads_q,
     seqlen_q), packed (num_splits, heads_q, tokens). ``FACTS.merged`` is the number of rows of the tile that may count.
@@ -36,7 +36,9 @@ def merge_states(head_k, tensors, sizes, work, FACTS: tl.constexpr):
     ROWS: tl.constexpr = FACTS.merged
     SPLITS: tl.constexpr = FACTS.splits
     WIDTH: tl.constexpr = FACTS.merged_width  # of head_dim_v, padded
-    CHUNK: tl.constexpr = min(SPLITS, 32 // min(ROWS, 32))  # states that are read at once
+    CHUNK: tl.constexpr = min(
+        SPLITS, max(8192 // (ROWS * WIDTH), 1)
+    )  # states that are read at once: 64 registers of a thread
     row = work.block * FACTS.tile_m + tl.arange(0, ROWS)
     i, head = row // FACTS.group, head_k * FACTS.group + row % FACTS.group
     valid = i < work.seqlen_q
@@ -65,15 +67,16 @@ def merge_states(head_k, tensors, sizes, work, FACTS: tl.constexpr):
     within = columns < FACTS.head_dim_v
     place = (token * sizes.heads_q + head)[:, None] * FACTS.head_dim_v + columns[None, :]
     acc = tl.full([ROWS, WIDTH], 0.0, tl.float32)
-    for first in tl.static_range(0, SPLITS, CHUNK):
+    for first in range(0, SPLITS, CHUNK):
         part = (first + tl.arange(0, CHUNK)).to(tl.int64)
         # The states of some splits: lse fp32 (CHUNK, ROWS), o fp32 (CHUNK, ROWS, WIDTH).
         pointers = tensors.states_lse + part[:, None] * lines + line[None, :]
         part_lse = tl.load(pointers, mask=valid[None, :], other=float("-inf"), cache_modifier=".cg")
-        seen = (part_lse != float("-inf"))[:, :, None] & within[None, None, :]
+        # Read whether there is a state or not: a load that waited for lse to know would take twice as long.
         pointers = tensors.states_o + part[:, None, None] * (lines * FACTS.head_dim_v) + place[None, :, :]
-        o = tl.load(pointers, mask=seen, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(o * exp(part_lse - shift[None, :])[:, :, None], 0)
+        o = tl.load(pointers, mask=valid[None, :, None] & within[None, None, :], other=0.0, cache_modifier=".cg")
+        seen = part_lse != float("-inf")
+        acc += tl.sum(tl.where(seen[:, :, None], o, 0.0) * exp(part_lse - shift[None, :])[:, :, None], 0)
     # O: (ROWS, WIDTH) in o's dtype; lse: fp32 (ROWS,).
     stored = (acc * weight[:, None]).to(tensors.o.dtype.element_ty)
     tl.store(tensors.o + place, stored, mask=valid[:, None] & within[None, :])

@@ -32,6 +32,7 @@ from tilewise.problem import Problem
 Addressing = Literal["whole", "one", "several"]
 """Where the keys of a tile lie: in the one page that a sequence has, in one page of several, or each in a page of its own."""
 
+LARGE_TILE = 128  # queries (docs/decisions.md#triton-pages)
 FEWEST_ROWS = 16  # of a tile: a step of decoding has a row for each head of a group (docs/decisions.md#triton-pages)
 
 E4M3_BYTES, E4M3_PAIR = 1, 2  # kernels read two numbers at a time
@@ -59,6 +60,21 @@ def rows_of_sequence(problem: Problem) -> int:
     """The rows of one sequence's tiles, its queries times the heads of a group; packed, what they are on average, rounded up."""
     queries = -(-problem.seqlen_q // max(problem.batch, 1)) if problem.packed else problem.seqlen_q
     return queries * problem.group
+
+
+def few_queries(problem: Problem, cores: int) -> bool:
+    """Whether a kernel that gives each tile of LARGE_TILE queries of a head to one multiprocessor would leave a quarter of it idle:
+    of the rows of all tiles, or of the multiprocessors.
+
+    A deterministic call counts one sequence, whoever shares its batch; packed, no host knows how many queries that has.
+    """
+    deterministic = problem.spec.deterministic
+    if problem.packed and deterministic:
+        return True
+    heads = problem.heads_q * (1 if deterministic else problem.batch)
+    queries = rows_of_sequence(problem) // problem.group
+    tiles = heads * -(-queries // LARGE_TILE)
+    return 4 * heads * queries < 3 * LARGE_TILE * max(tiles, cores)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ WIDEST_MERGED = 256  # columns of v in tiles whose last program merges their sta
 
 @dataclass(frozen=True)
 class Merging:
-    """What the last program of a tile needs to merge: the partial states of all, and the tiles' counters."""
+    """The partial states of all programs of a tile, and the counters of the tiles: with them the last program merges."""
 
     states: Output
     arrivals: Tensor

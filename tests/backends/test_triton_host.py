@@ -190,9 +190,6 @@ class ReorderedTensors(NamedTuple):
     leaves: Any = ()
     lists: Any = None
     sheet: Any = None
-    arrivals: Any = None
-    states_lse: Any = None
-    states_o: Any = None
     seed: Any = None
     sink: Any = None
     cu_seqlens_k: Any = None

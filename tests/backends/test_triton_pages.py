@@ -12,8 +12,6 @@ from tests.backends.paged import CASES, Case, PagedContract, run
 from tilewise import cache as caches
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.host import paged as paged_host
-from tilewise.backends.triton.host.arrivals import Counters, arrivals
 from tilewise.backends.triton.paging import LEAST_SPLITS, PROGRAMS, Machine, addressing, paged_config, paged_splits
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import Problem
@@ -87,29 +85,6 @@ def test_splits_and_descriptors_agree_with_the_oracle(config, case):
     c = paged_call(q, cache, **options, max_logit=True)
     wrong = [str(e) for e in c.expected().judge(run(Triton(config), c)) if not e.ok]
     assert not wrong, "; ".join(wrong)
-
-
-# Programs of a tile come in any order on a GPU: here in that of the grid. Some splits have no key, and some rows see none.
-@interpreted
-@pytest.mark.parametrize("name", ["window-sink", "packed", "fp8-heads"])
-def test_the_last_program_of_a_tile_merges_its_states_and_leaves_its_counter_at_zero(name, monkeypatch):
-    case = replace(CASES[name], rows=(1, 0, 1, 1) if name == "packed" else 1)
-    q, cache, options = case.draw()
-    c, dealt = paged_call(q, cache, **options), []
-    monkeypatch.setattr(paged_host, "arrivals", lambda *a: dealt.append(arrivals(*a)) or dealt[-1])
-    merged = run(Triton(SPLIT), c)
-    assert [int(x.sum()) for x in dealt] == [0]
-    wrong = [str(e) for e in c.expected().judge(merged) if not e.ok]
-    assert not wrong, "; ".join(wrong)
-    monkeypatch.setattr(paged_host, "arrivals", lambda *a: None)  # there are no counters: another launch merges
-    assert torch.equal(run(Triton(SPLIT), c)["lse"], merged["lse"])
-
-
-def test_counters_are_dealt_once_and_not_beyond_their_memory():
-    counters = Counters(torch.arange(16, dtype=torch.int32))
-    assert [counters.deal(n).tolist() for n in (3, 1)] == [[0, 1, 2], [4]]
-    assert counters.deal(9) is None
-    assert counters.of_stream(1) is None
 
 
 @interpreted

@@ -136,6 +136,10 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
         tiles = few.forward[0] if rows > FEWEST_ROWS else replace(few.forward[0], tile_m=FEWEST_ROWS)
     elif few is None and rows < tiles.tile_m:
         tiles = replace(tiles, tile_m=width(rows))
+    if problem.quantised and scales_of_keys(problem) and tiles.tile_m <= FEWEST_ROWS:
+        tiles = replace(
+            tiles, tma=False
+        )  # beside descriptors, loads of scales wait longer (docs/decisions.md#triton-pages)
     tiles = paged_tiles(problem, tiles, machine)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
     return PagedConfig(

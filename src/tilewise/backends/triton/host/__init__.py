@@ -5,8 +5,7 @@
 - ``plan``: what is decided once for a problem; ``facts``: the compile-time part of a launch.
 - ``call``: the tensors of one call, as kernels read them; ``descriptors``: tensor descriptors of them; ``terms``: fp32 as three bf16
   terms; ``buffers``: what a call writes; ``leaf_sums``: the gradients of the tensors that a score reads.
-- ``paged``: the launches over keys in pages; ``arrivals``: counters of the programs that split a tile's keys; ``append``: the launch
-  that writes them.
+- ``paged``: the launches over keys in pages; ``append``: the one that writes them.
 - ``tangent``: the launches of forward mode and second derivatives; ``tile_map``: the launch that judges the tiles of a mask.
 - ``launched``: one launch and what of it is the same in every call; ``runtime``: Triton itself.
 

@@ -15,7 +15,7 @@ from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, 
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
 from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips
-from tilewise.backends.triton.host.paged import Merging, attend_pages, merge_rows
+from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
 from tilewise.backends.triton.host.runtime import kernels
@@ -55,9 +55,8 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
 
 def _forward_over_pages(call: Call, out: Output) -> ForwardAgain | None:
     splits = call.plan.config.splits
-    merging = Merging.of(call.plan, out)
-    if splits == 1 or merging is not None:
-        return ForwardAgain.of(call, attend_pages(call, out, merging), merging=merging is not None)
+    if splits == 1:
+        return ForwardAgain.of(call, attend_pages(call, out))
     states = partial_states(out, splits)
     return ForwardAgain.of(call, attend_pages(call, states), merge_rows(call, out, states), splits)
 

@@ -2,69 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from tilewise.backends.base import Output
 from tilewise.backends.triton.host import runtime
-from tilewise.backends.triton.host.arrivals import arrivals
-from tilewise.backends.triton.host.buffers import partial_states
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views
 from tilewise.backends.triton.host.launched import Launched, View
-from tilewise.backends.triton.host.plan import Plan
-from tilewise.backends.triton.paging import E4M3_PAIR, FEWEST_ROWS, addressing, value_pieces
-from tilewise.backends.triton.tiles import Tiles, pieces, shared_pieces, width
+from tilewise.backends.triton.paging import E4M3_PAIR, addressing, value_pieces
+from tilewise.backends.triton.tiles import Tiles, pieces, shared_pieces
 from tilewise.problem import Problem
 
 MERGED_AT_ONCE = 32  # states of a row that are read at once
-WIDEST_MERGED = 256  # columns of v in tiles whose last program merges their states
 
 
-@dataclass(frozen=True)
-class Merging:
-    """The partial states of all programs of a tile, and the counters of the tiles: with them the last program merges."""
-
-    states: Output
-    arrivals: Tensor
-
-    @classmethod
-    def of(cls, plan: Plan, out: Output) -> Merging | None:
-        """Memory for one launch; None where its states are merged by another launch."""
-        if merged_rows(plan) is None:
-            return None
-        counters = arrivals(tile_count(plan), out.o.device)
-        return None if counters is None else cls(partial_states(out, plan.config.splits), counters)
-
-    @property
-    def named(self) -> dict[str, Tensor]:
-        return {"states_o": self.states.o, "states_lse": self.states.lse, "arrivals": self.arrivals}
-
-
-def tile_count(plan: Plan) -> int:
-    """The tiles of rows of a launch over pages, all key heads and sequences together."""
-    problem = plan.problem
-    slots = tile_slots(problem, problem.seqlen_q * problem.group, plan.config.forward.tile_m)
-    return slots * problem.heads_k * (1 if problem.packed else problem.batch)
-
-
-def merged_rows(plan: Plan) -> int | None:
-    """The rows of a tile whose states its last program merges, a power of two; None where another launch does."""
-    problem, tiles = plan.problem, plan.config.forward
-    if (
-        plan.config.splits == 1
-        or tiles.tile_m > FEWEST_ROWS
-        or problem.spec.max_logit
-        or problem.head_dim_v > WIDEST_MERGED
-    ):
-        return None
-    rows = tiles.tile_m if problem.packed else min(tiles.tile_m, problem.seqlen_q * problem.group)
-    return 1 << (rows - 1).bit_length()
-
-
-def attend_pages(call: Call, to: Output, merging: Merging | None = None) -> Launched:
-    """Runs the kernel over pages: o and lse, or their partial states of each split of the keys; with ``merging`` both."""
+def attend_pages(call: Call, to: Output) -> Launched:
+    """Runs the kernel over pages: o and lse, or their partial states of each split of the keys."""
     plan, problem, inputs = call.plan, call.plan.problem, call.inputs
     tiles, splits = plan.config.forward, plan.config.splits
     pages = addressing(problem, tiles.tile_n)
@@ -84,26 +39,22 @@ def attend_pages(call: Call, to: Output, merging: Merging | None = None) -> Laun
         "pieces_v": cuts["v"],
         "latent": problem.latent,
     }
-    if merging is not None:
-        chosen |= {"merged": merged_rows(plan), "merged_width": width(problem.head_dim_v), "splits": splits}
-    elif splits > 1:
+    if splits > 1:
         chosen |= {"sink": False, **plan.overlap("leads")}
     if to.max_logit is not None:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
     if problem.quantised:
         chosen |= {"k_scale": _which(inputs.k_scale), "v_scale": _which(inputs.v_scale)}
     slots = tile_slots(problem, problem.seqlen_q * problem.group, tiles.tile_m)
+    grid = (slots * problem.heads_k * (1 if problem.packed else problem.batch), splits)
     table, lengths = inputs.block_table, inputs.seqlens_k
     scales = (scale_strides(inputs.k_scale), scale_strides(inputs.v_scale)) if problem.quantised else ()
     cache = runtime.kernels().CacheSizes(
         inputs.k.shape[0], problem.capacity, *table.stride(), *lengths.stride(), scales
     )
     between = View("block_table", table), View("seqlens_k", lengths), runtime.opaque(cache), *views
-    named = to.named if merging is None else to.named | merging.named
-    tensors, facts = call.tensors(**named), plan.facts(tiles, call.align, **chosen)
-    return call.launch(
-        runtime.kernels().paged, (tile_count(plan), splits), tiles, tensors, call.sizes(slots), facts, *between
-    )
+    tensors, facts = call.tensors(**to.named), plan.facts(tiles, call.align, **chosen)
+    return call.launch(runtime.kernels().paged, grid, tiles, tensors, call.sizes(slots), facts, *between)
 
 
 def stored_pieces(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, int, int], ...]]:

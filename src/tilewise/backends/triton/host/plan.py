@@ -348,7 +348,6 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "k_scale": None,
         "v_scale": None,
         "latent": False,
-        "merged": None,
     }
     return Facts(**(functions | of_tiles | _problem_facts(decisions, emitted) | defaults | chosen))
 

@@ -18,7 +18,6 @@ from tilewise.backends.triton.host.call import Call
 from tilewise.backends.triton.host.driver import address
 from tilewise.backends.triton.host.launched import Launched
 from tilewise.backends.triton.host.leaf_sums import LeafSums
-from tilewise.backends.triton.host.paged import Merging
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.host.terms import TermsLaunch
 
@@ -61,7 +60,7 @@ class ForwardAgain:
 
     Attributes:
         terms: what makes the operands' bf16 terms; None where kernels read the operands themselves.
-        merge: merges ``num_splits`` partial states; None where keys are not split, or where the main launch merges (``merging``).
+        merge: merges ``num_splits`` partial states; None where keys are not split.
     """
 
     plan: Plan
@@ -69,15 +68,12 @@ class ForwardAgain:
     main: Launched
     merge: Launched | None
     num_splits: int
-    merging: bool = False
 
     @classmethod
-    def of(
-        cls, call: Call, main: Launched, merge: Launched | None = None, num_splits: int = 1, *, merging: bool = False
-    ) -> ForwardAgain | None:
+    def of(cls, call: Call, main: Launched, merge: Launched | None = None, num_splits: int = 1) -> ForwardAgain | None:
         """The launches that repeat a forward; None where another call may need other numbers."""
         launches = [main] if merge is None else [main, merge]
-        return cls(call.plan, call.terms, main, merge, num_splits, merging) if prepared(call, launches) else None
+        return cls(call.plan, call.terms, main, merge, num_splits) if prepared(call, launches) else None
 
     def __call__(self, inputs: Inputs, out: Output) -> bool:
         """Launches; False, and nothing is launched, where a tensor is not aligned as those of the first call were."""
@@ -88,11 +84,6 @@ class ForwardAgain:
         if addresses is None or (q | k | v | o | lse) % 16:
             return False
         addresses |= {"q": q, "k": k, "v": v, "o": o, "lse": lse}
-        if self.merging:
-            merging = Merging.of(self.plan, out)
-            if merging is None:
-                return False
-            addresses |= {name: x.data_ptr() for name, x in merging.named.items()}
         if to.max_logit is not None:
             addresses["max_logit"] = to.max_logit.data_ptr()
         if self.terms is not None:

@@ -31,8 +31,6 @@ class Tensors(NamedTuple):
         sink: (heads_q,). seed: int64 (1,).
         k_scale, v_scale: fp32, what multiplies the numbers of a quantised cache.
         piece: int64 (2,), the call's first query and key in the whole attention, which dropout counts; None where they are 0.
-        states_o, states_lse, arrivals: partial states of split keys and counters of the programs that have left theirs
-            (:mod:`last_arrival`).
         sheet: dS of some heads, kept between two passes (:func:`tile.sheet_pointers`).
         lists: the four tensors of ``TileLists``: partial tiles, their counts, full tiles, their counts.
         leaves: the tensors that the mask and the score read. grads: buffers for the gradients of those that want one.
@@ -58,9 +56,6 @@ class Tensors(NamedTuple):
     k_scale: Any = None
     v_scale: Any = None
     piece: Any = None
-    states_o: Any = None
-    states_lse: Any = None
-    arrivals: Any = None
     sheet: Any = None
     lists: Any = None
     leaves: Any = ()

@@ -12,8 +12,7 @@ and head ``r % group`` of the group. With one query and a group of 4, a tile of 
 
 The keys that a tile's rows see, in whole tiles, are cut into as many even splits as the grid has, each of at least
 ``FACTS.split_tiles`` tiles (:func:`split_range`); so where they are cut depends on the sequence alone. Each program leaves the
-state of its rows over its split; the last of a tile merges them (``FACTS.merged``, :mod:`last_arrival`), or another launch
-(:mod:`merge_rows`). A program without keys leaves lse = -inf and no o.
+state of its rows over its split, and :func:`merge_rows.merge_rows_kernel` merges them. A program without keys leaves lse = -inf and no o.
 
 Numbers of a quantised cache are e4m3, two in each int16 (:mod:`e4m3`), and become numbers of q's dtype, which holds them exactly.
 Tiles of q, k, v and acc are then those of the even columns, and behind them those of the odd ones. Scales multiply the fp32 scores,
@@ -41,7 +40,6 @@ from tilewise.backends.triton.kernels.arguments import (
 )
 from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
 from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax, with_sink
-from tilewise.backends.triton.kernels.last_arrival import merge_when_last
 from tilewise.backends.triton.kernels.mask import key_interval
 from tilewise.backends.triton.kernels.maths import log, plain
 from tilewise.backends.triton.kernels.tile import LN2, accumulate, dot, dot_transposed, rescaled, zeros
@@ -156,8 +154,6 @@ def paged_kernel(
         page = page_numbers(n0, tile, FACTS)
         m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, True, FACTS)
     paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
-    if FACTS.merged is not None:
-        merge_when_last(head_k, tensors, sizes, work, FACTS)
 
 
 # -- The tile scheduler --------------------------------------------------------------------------------------------
@@ -516,10 +512,7 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
     i, head, valid = tile.rows, tl.reshape(tile.head, [FACTS.tile_m]), tile.rows < work.seqlen_q
     lse = tl.where(l == 0, float("-inf"), (m if FACTS.natural else m * LN2) + log(l))
     weight = 1.0 / tl.where(l == 0, 1.0, l)  # a row that saw no key: o = 0
-    to_o, to_lse = tensors.o, tensors.lse
-    if FACTS.merged is not None:
-        to_o, to_lse = tensors.states_o, tensors.states_lse
-    if FACTS.sink and FACTS.merged is None:
+    if FACTS.sink:
         sink = tl.load(tensors.sink + head, mask=valid, other=0.0).to(tl.float32)
         if FACTS.packed:
             sink = tl.where(work.b == sizes.batch, float("-inf"), sink)  # rows past the last sequence have none
@@ -542,7 +535,7 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
         token += tl.program_id(1) * tokens
         line += tl.program_id(1) * tokens * sizes.heads_q
     # lse: fp32 (tile_m,). O: (tile_m, head_dim_v) in o's dtype, of a split only for rows that saw a key.
-    tl.store(to_lse + line, lse, mask=valid)
+    tl.store(tensors.lse + line, lse, mask=valid)
     if FACTS.max_logit:  # a maximum passes over NaN, the sum of the row does not
         tl.store(tensors.max_logit + line, tl.where(l != l, l, m if FACTS.natural else m * LN2), mask=valid)
     if FACTS.split:
@@ -559,5 +552,5 @@ def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
         ok = valid[:, None]
         if PIECES[n][1] < PIECES[n][2]:
             ok = ok & (within < EACH * PIECES[n][1])[None, :]
-        pointers = to_o + rows[:, None] + (EACH * PIECES[n][0] + within)[None, :]
-        tl.store(pointers, (found * weight[:, None]).to(to_o.dtype.element_ty), mask=ok)
+        pointers = tensors.o + rows[:, None] + (EACH * PIECES[n][0] + within)[None, :]
+        tl.store(pointers, (found * weight[:, None]).to(tensors.o.dtype.element_ty), mask=ok)

@@ -74,6 +74,8 @@ class KeyTiles:
             (docs/decisions.md#hopper-overlapped-tiles).
         counts: the tiles that have been added to a head's dQ are counted, so that dQ is rounded where multiprocessors have no tile left
             (docs/decisions.md#hopper-counted-heads).
+        held_steps: how many steps of 16 of V's columns a warpgroup keeps in registers, which each block then need not read from shared
+            memory (docs/decisions.md#hopper-shared-memory).
     """
 
     width: int
@@ -90,6 +92,7 @@ class KeyTiles:
     queued: bool = False
     overlaps: bool = False
     counts: bool = False
+    held_steps: int = 0
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
@@ -433,7 +436,7 @@ TABLE = {
         ),
         softcap=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True)),
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
-        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True),
+        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, held_steps=4),
         one_pass_from=1100,
         counted_from=900,
     ),
@@ -450,7 +453,7 @@ TABLE = {
         ),
         pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
         predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
-        one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True),
+        one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, held_steps=1),
         one_pass_from=560,
     ),
     (192, 128): BackwardRow(

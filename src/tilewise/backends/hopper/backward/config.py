@@ -73,8 +73,8 @@ class KeyTiles:
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
             (docs/decisions.md#hopper-overlapped-tiles).
         counts: the tiles that have been added to a head's dQ are counted, so that dQ is rounded where multiprocessors have no tile left
-            (docs/decisions.md#hopper-counted-heads).
-        held_steps: how many steps of 16 of V's columns a warpgroup keeps in registers, which each block then need not read from shared
+            (docs/decisions.md#hopper-overlapped-tiles).
+        v_register_steps: how many steps of 16 of V's columns a warpgroup keeps in registers, so that no block reads them from shared
             memory (docs/decisions.md#hopper-shared-memory).
     """
 
@@ -92,7 +92,7 @@ class KeyTiles:
     queued: bool = False
     overlaps: bool = False
     counts: bool = False
-    held_steps: int = 0
+    v_register_steps: int = 0
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
@@ -411,8 +411,10 @@ class BackwardRow:
         """``one_pass`` as a form has it: tiles overlap (docs/decisions.md#hopper-overlapped-tiles), and key tiles that are not equally long
         come from a queue (docs/decisions.md#hopper-open-heads)."""
         keys = self.one_pass
-        if keys is None or keys.clustered or packed:
+        if keys is None or keys.clustered:
             return keys
+        if packed:  # the numbers of a sequence take registers too
+            return replace(keys, v_register_steps=min(keys.v_register_steps, 3))
         keys = replace(keys, overlaps=True, counts=True)
         return keys if form == "full" else replace(keys, queued=True, prefetches=True)
 
@@ -436,7 +438,7 @@ TABLE = {
         ),
         softcap=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True)),
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
-        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, held_steps=4),
+        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
         one_pass_from=1100,
         counted_from=900,
     ),
@@ -453,7 +455,7 @@ TABLE = {
         ),
         pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
         predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
-        one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, held_steps=1),
+        one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, v_register_steps=1),
         one_pass_from=560,
     ),
     (192, 128): BackwardRow(

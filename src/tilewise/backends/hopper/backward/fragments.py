@@ -31,7 +31,7 @@ def warp_and_warpgroup():
 # -- Products ------------------------------------------------------------------------------------------------------
 
 
-class HeldOperand(NamedTuple):
+class RegisterOperand(NamedTuple):
     """The first k steps of an operand A in registers, (.., 1, k steps), and the product that takes them from there."""
 
     mma: cute.TiledMma
@@ -39,21 +39,21 @@ class HeldOperand(NamedTuple):
 
 
 def begin_products(
-    mma: cute.TiledMma, acc: cute.Tensor, factors, overwrite: bool, held: HeldOperand | None = None
+    mma: cute.TiledMma, acc: cute.Tensor, factors, overwrite: bool, registers: RegisterOperand | None = None
 ) -> None:
     """Issues the wgmmas of ``acc (+)= sum of a b`` over the ``factors`` ``(a, b)`` as one group. Mode 2 of an operand counts its
-    k steps; of ``held``, if it is given, the first ones of each a are taken.
+    k steps; the first ones of each a come from ``registers``, if these are given.
 
     The atoms are made here: a field set on the caller's atom would belong to the caller's loop.
     """
-    atom, held_steps = cute.make_mma_atom(mma.op), 0
-    if held is not None:
-        held_atom, held_steps = cute.make_mma_atom(held.mma.op), cute.size(held.a, mode=[2])
+    atom, steps = cute.make_mma_atom(mma.op), 0
+    if registers is not None:
+        register_atom, steps = cute.make_mma_atom(registers.mma.op), cute.size(registers.a, mode=[2])
     # Registers that were written since the last product are visible to this one.
     warpgroup.fence()
     for n, (a, b) in enumerate(factors):
         for step in range(cute.size(a, mode=[2])):
-            one, left = (held_atom, held.a) if step < held_steps else (atom, a)
+            one, left = (register_atom, registers.a) if step < steps else (atom, a)
             one.set(warpgroup.Field.ACCUMULATE, not (overwrite and n == step == 0))
             cute.gemm(one, acc, left[None, None, step], b[None, None, step], acc)
     # One group, whatever the number of products: a wait counts it as one.
@@ -95,7 +95,7 @@ class OperandValues:
         return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[self.words[c - c % 2 + r]])
 
 
-def hold_steps(operand: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor) -> None:
+def load_register_steps(operand: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor) -> None:
     """Loads the first k steps of an operand A of ``mma`` into registers, as many as ``operand`` has; ``smem``: (rows, columns)."""
     # Four 8 × 8 matrices an instruction: a k step of 16 columns for each warp's 16 rows.
     copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), operand.element_type), mma)

@@ -20,13 +20,13 @@ from cutlass.cute.nvgpu import warpgroup
 from tilewise.backends.hopper.backward import dq_accumulate
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.backward.fragments import (
-    HeldOperand,
     OperandValues,
+    RegisterOperand,
     as_accumulator,
     begin_products,
     column_statistic,
     hold_above_wait,
-    hold_steps,
+    load_register_steps,
     release_read,
     round_to_operand,
     scale,
@@ -61,7 +61,7 @@ class DkDvOperands(NamedTuple):
         p, ds: operands of Pᵀ and dSᵀ, 64 x tile_m, in registers in the order of ``s``.
         dk, dv: accumulators, 64 x width and 64 x width_v, fp32.
         dq: the operands of a part of dQ, where it is accumulated.
-        held: the first columns of V in registers, if any are kept there.
+        v_registers: the first columns of V in registers, if any are there.
     """
 
     mmas: KeysMmas
@@ -78,7 +78,7 @@ class DkDvOperands(NamedTuple):
     dk: cute.Tensor
     dv: cute.Tensor
     dq: dq_accumulate.SumOperands | None = None
-    held: HeldOperand | None = None
+    v_registers: RegisterOperand | None = None
 
 
 def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkDvOperands:
@@ -102,7 +102,7 @@ def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkD
         accumulator(mmas.score, tiles.tile_m), accumulator(mmas.score, tiles.tile_m), operand(mmas.dv), operand(mmas.dk),
         accumulator(mmas.dk, tiles.width), accumulator(mmas.dv, tiles.width_v),
         dq_accumulate.make_operands(mmas.dq, smem.dq, smem.k, w, config) if tiles.sums_dq else None,
-        HeldOperand(mmas.held, operand(mmas.held, K_STEP * tiles.held_steps)) if tiles.held_steps else None,
+        RegisterOperand(mmas.dp_registers, operand(mmas.dp_registers, K_STEP * tiles.v_register_steps)) if tiles.v_register_steps else None,
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def begin_s(operands: DkDvOperands, w, q_stage) -> None:
 def begin_dp(operands: DkDvOperands, w, do_stage) -> None:
     """Begins dPᵀ = V dOᵀ, 64 x tile_m, with the V of tile w."""
     v, do = stage_of(operands.v, w), stage_of(operands.do, do_stage)
-    begin_products(operands.mmas.score, operands.dp, [(v, do)], overwrite=True, held=operands.held)
+    begin_products(operands.mmas.score, operands.dp, [(v, do)], overwrite=True, registers=operands.v_registers)
 
 
 def begin_dv(operands: DkDvOperands, do_stage) -> None:
@@ -340,8 +340,8 @@ def summing_tile(
     group_blocks = blocks_of_group(column, key_tile, params, config)
     for n in cutlass.range_constexpr(2 * tiles.key_tiles):  # K and V of both warpgroups: dQ takes all 128 keys
         cute.arch.mbarrier_wait(smem.held_full + n, held_phase)
-    if cutlass.const_expr(tiles.held_steps):
-        hold_steps(operands.held.a, operands.mmas.held, tile_at(smem.v, w))
+    if cutlass.const_expr(tiles.v_register_steps):
+        load_register_steps(operands.v_registers.a, operands.mmas.dp_registers, tile_at(smem.v, w))
     if cutlass.const_expr(tiles.overlaps):
         cute.arch.mbarrier_wait(smem.left, 1 - held_phase)  # dK and dV of the tile before have left, from store
     state = state.restart()

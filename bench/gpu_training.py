@@ -1,6 +1,7 @@
 """A small GPT trained in bf16 on a Hopper GPU with tilewise's kernels, and with SDPA from the same and from other weights.
 
     python -m bench.gpu_training --out FILE.jsonl [--steps 2000]
+    python -m bench.gpu_training --out FILE.jsonl --parts      # trains nothing: where the time of a short step goes, in half a minute
     python -m bench.gpu_training --out FILE.jsonl --draw docs/img/h200-training.png   # the file's last such run, on any machine
 
 Every run reads the same batches. Gradients that were wrong, or merely noisier, would show as losses further from SDPA's than
@@ -12,18 +13,20 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilewise as tw
 from bench import records
-from bench.measure import in_turns
+from bench.measure import host_microseconds, in_turns
 from bench.train_step import step
-from examples.gpt.model import GPT, Attention, GPTConfig, sdpa_attention
+from examples.gpt.model import GPT, Attention, GPTConfig, sdpa_attention, tilewise_attention
 from examples.gpt.train import TrainConfig, load_text, train
 
 SIZES = GPTConfig(layers=6, d_model=512, heads_q=8, heads_k=2, d_hidden=1365, context=1024)
@@ -37,11 +40,14 @@ RUNS = (
 )  # attention, seed of the weights
 TIMED = ((1024, 16), (4096, 4), (16384, 1))  # context, batch
 DEVICE = "cuda"
+COMMAND = "python -m bench.gpu_training"
 
 
 def attention(name: str) -> Attention:
     if name == "sdpa":
         return sdpa_attention
+    if name.startswith("tilewise"):
+        return tilewise_attention
     backend, _, deterministic = name.partition("-")
     return partial(tw.attention, causal=True, backend=backend, deterministic=bool(deterministic))
 
@@ -113,13 +119,69 @@ def draw(lines: list[dict], path: str) -> None:
     plt.close(figure)
 
 
+# ---- the parts of a short step ------------------------------------------------------------------------------------------
+
+PARTS = ("tilewise", "tilewise again", "sdpa")
+"""Who makes the steps; the same one twice shows the noise."""
+
+
+def parts() -> list[dict]:
+    """A step of TIMED's shortest context as records: whole, without its update, that in a CUDA graph, and the host's part of it.
+
+    The host's part is the time until a forward and backward are launched on an idle GPU. A loop whose host takes longer than its GPU
+    waits for the host, whatever the kernels take.
+    """
+    context, batch = TIMED[0]
+    text = torch.randint(256, (batch, context + 1), device=DEVICE)
+    models = {name: InBf16(name, 0, context) for name in PARTS}
+    steps = {name: step(model, context, batch, DEVICE) for name, model in models.items()}
+    halves = {name: partial(forward_backward, model, text) for name, model in models.items()}
+    graphs = {name: captured(half, models[name]) for name, half in halves.items()}
+    shape = {"context": context, "batch": batch, "d_model": SIZES.d_model, "layers": SIZES.layers}
+    head = records.run(COMMAND, DEVICE, {name: name.partition(" ")[0] for name in PARTS}, again=f"{COMMAND} --parts")
+    found = [head]
+    for case, calls in (("gpt-part-step", steps), ("gpt-part-both", halves), ("gpt-part-graph", graphs)):
+        ms = in_turns(calls, DEVICE, 15, 100.0)
+        found += [records.result(head["run"], case, who, "step", "time", t, shape=shape) for who, t in ms.items()]
+    for who, half in halves.items():
+        us = host_microseconds(half, DEVICE, calls=1)
+        found.append(records.result(head["run"], "gpt-part-both", who, "step", "host", us, shape=shape))
+    return found
+
+
+def forward_backward(model: nn.Module, text: Tensor) -> None:
+    """Leaves the gradients of text (batch, context + 1) in the model's weights."""
+    model.zero_grad()
+    F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+
+
+def captured(half: Callable[[], None], model: nn.Module) -> Callable[[], None]:
+    """A forward and backward as a CUDA graph, captured after three that warm up on a stream of their own."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            half()
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        half()
+    return graph.replay
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--draw", help="a picture of what --out holds already; nothing is run")
     parser.add_argument("--worker", nargs=2)
+    parser.add_argument("--parts", action="store_true", help="time the parts of a short step and train nothing")
     options = parser.parse_args()
+    if options.parts:
+        for r in records.append(parts(), Path(options.out))[1:]:
+            print(f"{r['case']} {r['contestant']}: {r['value']:.2f} {r['unit']}")
+        return
     if options.worker:
         worker(options.worker[0], int(options.worker[1]), options.steps)
         return
@@ -141,7 +203,7 @@ def results(found: list[dict], ms: dict[tuple[int, int], dict[str, float]]) -> l
     """The run, its losses (means of WINDOW steps) and its steps' times as records."""
     names = {run["attention"] for run in found} | {name for times in ms.values() for name in times}
     peers = {name: "F.scaled_dot_product_attention" if name == "sdpa" else "tilewise" for name in sorted(names)}
-    head = records.run("python -m bench.gpu_training", DEVICE, peers)
+    head = records.run(COMMAND, DEVICE, peers)
     sizes = {"layers": SIZES.layers, "d_model": SIZES.d_model, "heads_q": SIZES.heads_q, "heads_k": SIZES.heads_k}
 
     def made(case: str, who: str, metric: str, value: object, context: int, batch: int, **more: object) -> dict:

@@ -23,6 +23,7 @@ METRICS = {
     "error": "of what is allowed",
     "right": "calls",
     "loss": "nats/byte",
+    "accuracy": "of the answers",
     "traffic": "MB",
 }
 """Each metric has one unit. README.md of the results says what each metric measures."""

@@ -315,12 +315,16 @@ def run(
 def timely(groups: Iterable[Sequence[Lineup]], plan: Plan, seconds: float) -> Iterator[Sequence[Lineup]]:
     """The groups that will be done within so many seconds, short ones first, by what was predicted and how true that has been so far.
 
-    A prediction is right to a factor of 2, and the first and shortest are off by more, since drawing and checking takes its time too.
+    A prediction is right to a factor of 2 on a quiet machine. The first and shortest are off by more, since drawing and checking takes
+    its time too; so what they took counts twice at most, until a tenth of the time is over. A machine that is busy with other work is
+    then known to be slow by whatever factor.
     """
     began, predicted = time.monotonic(), 0.0
     for expected, group in sorted(((predicted_seconds([g], plan), g) for g in groups), key=lambda each: each[0]):
         spent = time.monotonic() - began
-        slower = min(2.0, max(1.0, spent / predicted)) if predicted else 1.0
+        slower = max(1.0, spent / predicted) if predicted else 1.0
+        if spent < 0.1 * seconds:
+            slower = min(2.0, slower)
         if spent + expected * slower > seconds:
             return
         predicted += expected

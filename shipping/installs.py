@@ -4,8 +4,9 @@
 
 For each Python: a fresh virtual environment, an empty working folder, a home that nothing can be written to, no compiler on the path, and
 no cache folder. Then, one after the other and each in a process of its own: the install, ``import tilewise``, an attention with its
-backward, ``tilewise verify``, ``tilewise explain``; on a Hopper GPU also the first call of a shipped kernel. ``--torch machine`` takes
-the packages that each Python already has, without a network. Exit code 1: a step fails, or something was compiled or written.
+backward, ``tilewise explain``, on a Hopper GPU the first calls of shipped kernels, ``tilewise doctor`` and ``tilewise verify``. ``--torch
+machine`` takes the packages that each Python already has, without a network. Exit code 1: a step fails, or something was compiled or
+written.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ CALL = """
 FIRST_CALL = """
     import json, sys, time, torch, tilewise as tw
     q, k, v, do = (torch.randn(1, 4096, 16, 128, dtype=torch.bfloat16, device="cuda") for _ in range(4))
-    torch.nn.functional.softmax(q @ q.mT, -1).sum().item()  # CUDA and its libraries are loaded before the clock starts
+    # CUDA, its libraries, and what PyTorch loads at its own first backward are there before the clock starts.
+    torch.nn.functional.softmax(q @ q.mT, -1).sum().item()
     for x in (q, k, v):
         x.requires_grad_()
+        for _ in range(2):
+            (x * 2).backward(do)
     found = {}
     for name in ("first", "second"):
         torch.cuda.synchronize()
@@ -86,6 +90,8 @@ class Trial:
         begin = time.perf_counter()
         done = subprocess.run(command, cwd=self.folder / "empty", env=variables, capture_output=True, text=True)
         self.seen[f"{name}, s"] = round(time.perf_counter() - begin, 2)
+        last = "".join(done.stdout.splitlines()[-1:])
+        print(f"{name}: {self.seen[f'{name}, s']} s  {last}", file=sys.stderr, flush=True)
         if done.returncode:
             self.failed = True
             self.seen[f"{name}, error"] = (done.stdout + done.stderr)[-2000:]
@@ -151,12 +157,13 @@ def _use(t: Trial) -> None:
     t.seen["explain says"] = t.step(
         "tilewise explain", command, "explain", "--causal", "--dtype", "bfloat16", "--backward"
     )
-    t.seen["verify says"] = t.step("tilewise verify", command, "verify", bare=False).strip().splitlines()[-3:]
     capability = "import torch; print(torch.cuda.is_available() and torch.cuda.get_device_capability())"
     if t.run("ask for a GPU", capability) == "(9, 0)":
         found = json.loads(t.run("first calls", FIRST_CALL) or "{}")
         t.seen |= found
         t.failed |= found.get("backend") != "hopper" or bool(found.get("compilers imported"))
+    t.seen["doctor says"] = t.step("tilewise doctor", command, "doctor").strip().splitlines()
+    t.seen["verify says"] = t.step("tilewise verify", command, "verify", bare=False).strip().splitlines()[-3:]
 
 
 def _bytes(folder: Path) -> int:

@@ -198,6 +198,11 @@ def test_lookup_says_the_same_as_indexing():
     assert str(spelt) == str(indexed) == "float0[h, i - 1]"
 
 
+@pytest.mark.parametrize("shapes", [((3, 1), (4,)), ((), (0, 1)), ((1, 1, 1, 1), (2, 5)), ((0,), (1,)), ((2, 3),)])
+def test_broadcast_shape_is_torch_s(shapes):
+    assert expr.broadcast_shape(*shapes) == tuple(torch.broadcast_shapes(*shapes))
+
+
 def test_one_tensor_read_twice_is_one_leaf_and_equal_tensors_are_two():
     t, twin = leaves().h, leaves().h
     text, tensors = to_text(trace(lambda s, b, h, i, j: t[h] + t[2 - h] + twin[h], NAMES))

@@ -19,7 +19,7 @@ from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import kernel_files
 from tilewise.backends.hopper.host import proven as proofs
-from tilewise.testing import HIDING, Call, call, of_case, qkv
+from tilewise.testing import HIDING, Call, call, of_case, paged_call, qkv
 
 PROBES = (
     "forward_bf16_d128_upper_128", "forward_bf16_d64_full_192", "forward_bf16_d256_band_128",
@@ -35,6 +35,7 @@ FORM_OPTIONS = {
     "upper": [{"causal": True}, {"mask": tw.window(None, 5)}, {"mask": tw.causal() & tw.key_lengths(150)}],
     "band": [{"mask": tw.window(100, 0)}, {"mask": tw.window(70, 33)}, {"mask": tw.window(20)}],
     "rows": [{"mask": "documents"}, {"mask": "lengths"}, {"mask": "prefix"}],
+    "bits": [{"mask": "pairs"}, {"mask": "blocks"}, {"mask": "sinks"}, {"mask": "heads"}],
 }
 SHAPES = [  # batch, seqlen_q, seqlen_k, heads_q, heads_k: odd lengths, empty rows, more CTAs than tiles and fewer
     (1, 1, 1, 1, 1),
@@ -60,11 +61,25 @@ PACKED = [  # lengths of q and k; rows past the last sequence
 ]
 
 
+PAGED_OPTIONS = {
+    "full": [{}],
+    "upper": [{"causal": True}, {"mask": tw.window(None, 5)}],
+    "band": [{"mask": tw.window(100, 0)}, {"mask": tw.window(70, 33)}, {"mask": tw.window(700)}],
+}
+PAGED = [  # page size, lengths of q and k, rows past the last sequence; without those and with one length of q not packed
+    (64, [(70, 300), (1, 5), (0, 9), (130, 0), (64, 64), (65, 63), (33, 4000)], 37),
+    (128, [(1000, 1000), (33, 2000), (515, 200)], 5),
+    (64, [(300, 1), (300, 65), (300, 127), (300, 128), (300, 129), (300, 3000)], 0),
+    (256, [(512, 9000)], 0),
+]
+
+
 class Sizes(NamedTuple):
     """The sizes of the calls that kernels are checked by, and where these are made."""
 
     shapes: Sequence[tuple[int, ...]] = SHAPES
     packed: Sequence[tuple] = PACKED
+    paged: Sequence[tuple] = PAGED
     device: str = "cuda"
 
 
@@ -76,21 +91,28 @@ class Kind(NamedTuple):
     form: str
     softcap: bool
     packed: bool
+    paged: int = 0
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
         t = x.keys if isinstance(x, Backward) else x.tiles
-        return cls((t.width, t.width_v), x.dtype, x.form, x.softcap, x.packed)
+        return cls((t.width, t.width_v), x.dtype, x.form, x.softcap, x.packed, getattr(x, "paged", 0))
 
 
 def options_of(form: str, shape: tuple[int, ...], device: str) -> list[dict]:
     """The options of a form; masks of tensors are made for the shape."""
-    batch, _, nk = shape[:3]
+    batch, nq, nk = shape[:3]
     spread = torch.linspace(0, nk, batch, device=device).int()
     rows = {
         "documents": lambda: tw.documents(torch.arange(nk, device=device).expand(batch, -1) // 77),
         "lengths": lambda: tw.key_lengths(spread),
         "prefix": lambda: tw.prefix(spread),
+        "pairs": lambda: tw.keep(lambda b, h, i, j: (i * 79 + j * 104729) % 13 > 4),
+        "blocks": lambda: tw.block_sparse(
+            torch.rand(batch, 1, -(-nq // 128), -(-nk // 128), device=device) < 0.4, 128, 128
+        ),
+        "sinks": lambda: tw.causal() & (tw.window(left=70) | tw.key_range(0, spread)),
+        "heads": lambda: tw.keep(lambda b, h, i, j: (i // 50 + j // 70 + h) % 3 == 0),
     }
     return [{k: rows[v]() if isinstance(v, str) else v for k, v in options.items()} for options in FORM_OPTIONS[form]]
 
@@ -105,7 +127,8 @@ def check_calls(x: Config | Backward, sizes: Sizes | None = None) -> Named:
     def new(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=sizes.device).to(dtype)
 
-    yield from (packed_calls if kind.packed else unpacked_calls)(kind, new, score, sizes)
+    calls = paged_calls if kind.paged else packed_calls if kind.packed else unpacked_calls
+    yield from calls(kind, new, score, sizes)
 
 
 def unpacked_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Sizes) -> Named:
@@ -146,6 +169,54 @@ def packed_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Siz
             c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **score, **options)
             c.do[last_q:] = torch.nan
             yield f"packed-{n}-{m}", c
+
+
+def paged_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Sizes) -> Named:
+    """Sequences in shuffled pages, with NaN wherever no key lies, and numbers of no page behind a sequence's last one."""
+    (width, width_v), device = kind.dims, sizes.device
+    for n, (page_size, lengths, rest) in enumerate(sizes.paged):
+        q_lengths, k_lengths = zip(*lengths, strict=True)
+        even = len(set(q_lengths)) == 1 and not rest
+        rows = (len(lengths), q_lengths[0]) if even else (sum(q_lengths) + rest,)
+        cu_q = None if even else torch.tensor([0, *q_lengths], device=device).cumsum(0).int()
+        for m, options in enumerate(PAGED_OPTIONS[kind.form]):
+            # The second call of a kind is narrower, with heads before rows.
+            d, dv = (width, width_v) if m != 1 else (width - 24, width_v - 40)
+            q, cache = new(*rows, 4, d), cache_of(new, page_size, k_lengths, (2, d, dv), m == 1)
+            if not even:
+                q[sum(q_lengths) :] = torch.nan
+            sink = torch.randn(4, device=device) if m % 2 else None
+            yield f"paged-{n}-{m}", paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **score, **options)
+
+
+def cache_of(
+    new: Callable[..., Tensor],
+    page_size: int,
+    lengths: Sequence[int],
+    sizes: tuple[int, int, int],
+    heads_first: bool = False,
+) -> tw.PagedCache:
+    """Sequences of these lengths in shuffled pages; ``sizes`` are heads and the head dims of k and v.
+
+    Where no key lies there is NaN; entries of the table behind a sequence's last page are no pages of the pool.
+    """
+    heads, *dims = sizes
+    most = max(-(-length // page_size) for length in lengths) + 1
+    count = len(lengths) * most + 3
+    shape = (count, heads, page_size) if heads_first else (count, page_size, heads)
+    pools = [new(*shape, d) for d in dims]
+    device = pools[0].device
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(count)).to(device)
+    table = order[: len(lengths) * most].view(-1, most).int()
+    ends = torch.tensor(lengths, dtype=torch.int32, device=device)
+    position = torch.arange(most * page_size, device=device).view(most, page_size)
+    empty = torch.ones(count, page_size, dtype=torch.bool, device=device)
+    empty[table.long()] = position >= ends.view(-1, 1, 1)
+    pools = [x.transpose(1, 2) if heads_first else x for x in pools]
+    for x in pools:
+        x.masked_fill_(empty.view(count, page_size, 1, 1), torch.nan)
+    unused = position[:, 0] >= ends.unsqueeze(-1)
+    return tw.paged(*pools, table.where(~unused, 2**30), ends)
 
 
 # ---- the kernels ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The picture of a run: images of the target, and the accuracy on each batch before it was learnt from."""
+"""The pictures of runs: images of the target, and the accuracy on each batch before it was learnt from."""
 
 from pathlib import Path
 
@@ -57,3 +57,52 @@ def _accuracy(axes, record: dict):
     axes.grid(True, axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="lower right")
+
+
+def draw_ladder(head: dict, rungs: list[dict], path: Path):
+    """Writes a PNG of a run of ladder.py: an image of each rung above, the accuracy over the seconds of training below.
+
+    head, rungs: the run's record and its results, as ``ladder.found`` returns them.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure = plt.figure(figsize=(11, 5.5), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 2.2))
+    for place, rung in zip(above.subplots(1, len(rungs)), rungs, strict=True):
+        place.imshow(draw(_images_of(rung), 1, seed=2).pixels[0], cmap="gray")
+        place.set_title(f"{rung['shape']['side']} × {rung['shape']['side']}", fontsize=9)
+        place.set_axis_off()
+    axes = below.subplots()
+    for number, rung in enumerate(rungs):
+        _rung(axes, rung, shade=0.05 * (number % 2))
+    axes.axhline(0.5, color="#777777", linewidth=1, linestyle=":")
+    axes.set(xlabel=f"seconds of training, {head['device']}", ylabel="accuracy on new images", ylim=(0.4, 1.02))
+    axes.set_xlim(0, rungs[-1]["ended_s"])
+    axes.grid(True, axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _images_of(rung: dict) -> PathfinderConfig:
+    """The difficulty of a rung's images."""
+    return PathfinderConfig(**{name: rung["shape"][name] for name in PathfinderConfig.__dataclass_fields__})
+
+
+def _rung(axes, rung: dict, shade: float):
+    """A rung's accuracy, means over a few steps each, its dashes, and what it answers in its test if it has one."""
+    began, ended, curve = rung["began_s"], rung["ended_s"], rung["curve"]
+    axes.axvspan(began, ended, color="#000000", alpha=shade, linewidth=0)
+    seconds = [began + (ended - began) * (n + 0.5) / len(curve) for n in range(len(curve))]
+    axes.plot(seconds, curve, color=COLOURS[1], linewidth=1.4)
+    axes.text(
+        (began + ended) / 2, 1.015, f"{rung['shape']['dashes']}", ha="center", va="bottom", fontsize=8, color="#555555"
+    )
+    if rung["tested_images"]:
+        axes.plot(ended, rung["value"], marker="o", color=COLOURS[0])
+        said = f"{rung['value']:.1%} of {rung['tested_images']:,} test images"
+        axes.annotate(said, (ended, rung["value"] - 0.06), ha="right", fontsize=9, color=COLOURS[0])

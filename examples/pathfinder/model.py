@@ -13,6 +13,7 @@ depends on where j lies from i; weights trained on small images therefore start 
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,12 @@ def pixel_angles(side: int, head_dim: int, base: float = 100.0) -> Tensor:
     return torch.cat((one_axis.repeat_interleave(side, 0), one_axis.repeat(side, 1)), dim=1).float()
 
 
+@cache
+def angles_on(device: torch.device, side: int, head_dim: int) -> Tensor:
+    """:func:`pixel_angles` on a device, computed once."""
+    return pixel_angles(side, head_dim).to(device)
+
+
 class PathTransformer(nn.Module):
     """The whole model; the weights follow from the seed and fit images of any side."""
 
@@ -75,8 +82,16 @@ class PathTransformer(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """The logit of each image of pixels (batch, side, side)."""
-        angles = pixel_angles(pixels.shape[-1], self.config.d_model // self.config.heads).to(pixels.device)
+        return self.answer(self.features(pixels))
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Each pixel after the last block, (batch, side², d_model)."""
+        angles = angles_on(pixels.device, pixels.shape[-1], self.config.d_model // self.config.heads)
         x = self.embed(BACKGROUND + SCALE * pixels.flatten(1).float().unsqueeze(-1))
         for block in self.blocks:
             x = block(x, angles)
-        return self.to_logit(self.to_pool(self.norm(x)).amax(dim=1)).squeeze(-1)
+        return self.norm(x)
+
+    def answer(self, features: Tensor) -> Tensor:
+        """The logit of each image of its pixels' features."""
+        return self.to_logit(self.to_pool(features).amax(dim=1)).squeeze(-1)

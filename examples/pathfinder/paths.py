@@ -80,9 +80,17 @@ class Images(NamedTuple):
     dots: Tensor
 
 
-def draw(config: PathfinderConfig, count: int, seed: int) -> Images:
-    """`count` images, half of them positive (one more where count is odd), in random order. The same seed, the same images."""
-    generator = torch.Generator().manual_seed(seed)
+def draw(config: PathfinderConfig, count: int, seed: int, device: str = "cpu") -> Images:
+    """`count` images, half of them positive (one more where count is odd), in random order, drawn on a device.
+
+    The same seed gives the same images on the same kind of device. A GPU wants thousands at once: a few images need over a hundred
+    attempts, and each attempt costs its launches.
+    """
+    with torch.device(device):
+        return _draw(config, count, torch.Generator(device).manual_seed(seed))
+
+
+def _draw(config: PathfinderConfig, count: int, generator: torch.Generator) -> Images:
     path, lines = _long_paths(config, count, generator)
     lit = _dashes_of(config, path, lines)
     for number in range(3, 3 + config.distractors):

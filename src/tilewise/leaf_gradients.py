@@ -98,7 +98,7 @@ def add_at(grad: torch.Tensor, e: Expr, index: Sequence[torch.Tensor], g: torch.
             sizes = [high - low + 1 for low, high in bounds]
             grad[tuple(slice(low, high + 1) for low, high in bounds)] += g.permute(*order, *rest).reshape(sizes)
             return
-    g = g.expand(torch.broadcast_shapes(*[x.shape for x in index]))
+    g = g.expand(expr.broadcast_shape(*[x.shape for x in index]))
     if grad.device.type == "cpu":  # one thread, in order; index_put_ adds from several in any order
         flat = sum(x * stride for x, stride in zip(index, grad.stride(), strict=True))
         grad.view(-1).index_add_(0, flat.expand(g.shape).reshape(-1), g.reshape(-1))

@@ -77,7 +77,10 @@ def paged_call(q: Tensor, cache: tw.PagedCache, device: str | None = None, **opt
     options |= dict(zip(("k_scale", "v_scale"), scales, strict=False))
     with torch.no_grad():
         extras, seed, text = assemble(q, k, v, Options(block_table=table, seqlens_k=lengths, **options))
+    latent = problem.check(q, k, v, extras, seed, parse_spec(text)).latent
     q, k, v, *extras = (_moved(x, device) for x in (q, k, v, *extras))
+    if latent:  # v lies in k's memory on the other device too
+        v = k[..., : v.shape[-1]]
     p = problem.check(q, k, v, extras, seed, parse_spec(text))
     return Call(p, Inputs.of(p, q, k, v, extras, seed), q.new_empty(0), q.new_empty(0))
 

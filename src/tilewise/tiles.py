@@ -93,7 +93,7 @@ class Grid:
     def _local(self, end: Tensor | int, index: Tensor, axis: int, limit: int) -> Tensor:
         end = end if isinstance(end, Tensor) else expr.constant(end, self.b.device)
         end = end.long().clamp(0, limit)
-        end = end.expand(torch.broadcast_shapes(end.shape, (1, 1, 1, 1)))
+        end = end.expand(expr.broadcast_shape(end.shape, (1, 1, 1, 1)))
         return end.flatten(2).expand(-1, -1, len(index)) if end.shape[axis] == 1 else end.flatten(2)
 
     def kept(self, i: Tensor, j: Tensor) -> Tensor | None:
@@ -252,7 +252,7 @@ def _predicate_status(grid: Grid, tile_m: int, tile_n: int) -> tuple[Tensor, Ten
     for row in range(0, grid.seqlen_q, rows):
         i = torch.arange(row, min(row + rows, grid.seqlen_q), step_m, device=device)
         true = grid.evaluate(predicate, i, j)
-        true = true.expand(torch.broadcast_shapes(true.shape, (1, 1, len(i), len(j))))
+        true = true.expand(expr.broadcast_shape(true.shape, (1, 1, len(i), len(j))))
         statuses.append(_block_status(true, tile_m // step_m, tile_n // step_n))
         seen = seen | _seen_by(true, (first - row, last - row), step_m, step_n)
     return torch.cat(statuses, 2), seen
@@ -272,7 +272,7 @@ def _status_by_corners(grid: Grid, terms: Sequence[Sequence[Condition]], tile_m:
     rows, columns = ends(grid.seqlen_q, tile_m), ends(grid.keys, tile_n)
     some, every = (_any_of(_all_of(holds(x, best) for x in term) for term in terms) for best in (True, False))
     status = some.to(torch.uint8) + (some & every).to(torch.uint8)
-    return status.expand(torch.broadcast_shapes(status.shape, (1, 1, len(rows[0]), len(columns[0]))))
+    return status.expand(expr.broadcast_shape(status.shape, (1, 1, len(rows[0]), len(columns[0]))))
 
 
 def _seen_by_terms(grid: Grid, terms: Sequence[Sequence[Condition]]) -> Tensor:
@@ -296,7 +296,7 @@ def _seen_by_terms(grid: Grid, terms: Sequence[Sequence[Condition]]) -> Tensor:
         return hold(others, low) & (low < last)
 
     seen = _any_of(map(some_query, terms)) & (first < last)
-    return seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, 1, grid.keys))).squeeze(2)
+    return seen.expand(expr.broadcast_shape(seen.shape, (1, 1, 1, grid.keys))).squeeze(2)
 
 
 def _any_of(each: Iterable[Tensor]) -> Tensor:
@@ -320,7 +320,7 @@ def _seen_by(true: Tensor, interval: tuple[Tensor, Tensor], step_m: int, step_n:
     rows, columns = true.shape[-2:]
     above = torch.nn.functional.pad(true.cumsum(-2, dtype=torch.int32), (0, 0, 1, 0)).flatten(-2)
     column = torch.arange(first.shape[-1], device=true.device) // step_n
-    shape = (*torch.broadcast_shapes(true.shape[:2], first.shape[:2]), -1)
+    shape = (*expr.broadcast_shape(true.shape[:2], first.shape[:2]), -1)
 
     def count(row: Tensor) -> Tensor:
         at = row.clamp(0, rows) * columns + column

@@ -16,6 +16,12 @@ def test_the_page_is_what_the_claims_and_the_results_say():
     assert evidence.PAGE.read_text(encoding="utf-8") == evidence.text(), "run python -m bench.evidence --write"
 
 
+def test_training_quotes_the_losses_by_position():
+    text = evidence.QUOTING.read_text(encoding="utf-8")
+    assert text == evidence.quoted(text), "run python -m bench.evidence --write"
+    assert evidence.context_table()[0] in text
+
+
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim["found"])
 def test_a_claim_says_whose_it_is_what_is_claimed_and_how_to_see_it(claim):
     assert all(claim[name] for name in ("paper", "where", "claim", "theirs", "holds", "command"))

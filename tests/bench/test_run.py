@@ -205,3 +205,10 @@ def test_what_fits_the_time_is_begun_short_cases_first_at_the_pace_so_far(monkey
     monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(run, "predicted_seconds", lambda groups, plan: groups[0])
     assert list(run.timely([9.0, 2.0, 4.0], run.Plan(), 25.0)) == [2.0, 4.0]
+
+
+def test_a_machine_that_is_four_times_as_slow_is_believed_after_a_tenth_of_the_time(monkeypatch):
+    clock = iter([0.0, 0.0, 8.0, 28.0])
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(run, "predicted_seconds", lambda groups, plan: groups[0])
+    assert list(run.timely([9.0, 2.0, 5.0], run.Plan(), 60.0)) == [2.0, 5.0]  # twice as slow, 9.0 would have fitted

@@ -13,7 +13,7 @@ read at an index. It can
 What a node may be is in :mod:`tilewise.expr.operations`. The other modules of tilewise use the names below.
 """
 
-from tilewise.expr.meaning import clamp_index, constant, derivative, evaluate, tangent
+from tilewise.expr.meaning import broadcast_shape, clamp_index, constant, derivative, evaluate, tangent
 from tilewise.expr.operations import (
     ONE,
     OPERATIONS,
@@ -41,6 +41,7 @@ __all__ = [
     "Operation",
     "abstract",
     "apply",
+    "broadcast_shape",
     "children",
     "clamp_index",
     "constant",

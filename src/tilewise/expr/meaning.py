@@ -63,9 +63,19 @@ def clamp_index(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> list[torch
     return [x.long().clamp(0, size - 1) for x, size in zip(index, leaf.shape, strict=True)]
 
 
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape to which tensors of these shapes are expanded together.
+
+    ``torch.broadcast_shapes`` imports sympy when it is first called: half a second, for which the first attention would wait.
+    """
+    rank = max(map(len, shapes), default=0)
+    aligned = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*aligned, strict=True))
+
+
 def read(leaf: torch.Tensor, index: Sequence[torch.Tensor]) -> torch.Tensor:
     if not leaf.numel():  # of a sequence without keys; the checks admit no other
-        return leaf.new_zeros(torch.broadcast_shapes(*[x.shape for x in index]))
+        return leaf.new_zeros(broadcast_shape(*[x.shape for x in index]))
     return leaf[tuple(clamp_index(leaf, index))] if index else leaf
 
 

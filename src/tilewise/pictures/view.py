@@ -180,7 +180,7 @@ class ScoreView:
         env = {name: torch.tensor(n) for name, n in sizes.items()} | {"i": i.unsqueeze(-1), "j": j}
         env |= self._fixed | {"s": torch.tensor(0.0)}
         found = expr.evaluate([self.score], env, self.leaves, torch.float32)[0]
-        return found.expand(torch.broadcast_shapes(found.shape, (len(i), len(j))))
+        return found.expand(expr.broadcast_shape(found.shape, (len(i), len(j))))
 
     def curve(self, s: Tensor) -> Tensor:
         """Its value at scores ``s`` (1-d) for the first query and key."""

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.config import LONG, ROWS
 from tilewise.backends.hopper.forward.config import Config
 
 HOPPER = "tilewise.backends.hopper"
@@ -344,7 +344,7 @@ def stand_in(module: types.ModuleType, **functions: object) -> None:
 
 def load_kernel() -> SimpleNamespace:
     """The forward's modules by name, imported with the stand-in."""
-    names = ("compute", "epilogue", "load", "params", "storage", "combine")
+    names = ("compute", "epilogue", "load", "params", "storage", "combine", "pages")
     rooms = [f"forward.{name}" for name in names]
     *found, tiles, instructions, softmax, packed = imported(
         *rooms, "kit.tiles", "kit.instructions", "kit.softmax", "kit.packed"
@@ -383,6 +383,23 @@ def cut(info, shape, origin, head, batch, room):
     else:
         values = info.values[batch]
     return Matrix(values[:, head : head + 1], (rows, 1), width), room
+
+
+def copy_part(of, box, m, stage, full, config) -> None:
+    """A part of a key block, from the pool (page, row, head, column): rows of the pool outside [0, LONG) of the box are zeros."""
+    t, rows, rooms, pool = config.tiles, config.paged, of.smem, of.info.values
+    width = t.width if of.rows_mode == 0 else t.width_v
+    if m == 0:
+        rooms.tiles[stage] = np.full((t.tile_n, width), np.nan, np.float32)
+    part = rooms.tiles[stage][m * rows : (m + 1) * rows]
+    part[:] = 0
+    for i in range(rows):
+        at = box.row + i
+        if 0 <= at < LONG:
+            page, row = divmod(at + box.end - box.wrap, of.info.page_rows)
+            assert row < pool.shape[1], "a row between two pages"
+            part[i, : pool.shape[3]] = pool[page, row, of.head]
+    full.barrier.change(0, -2 * rows * width)
 
 
 def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
@@ -443,6 +460,7 @@ def _stand_in(forward, tiles, instructions, softmax, packed) -> None:
     stand_in(forward.epilogue, put_lse=put_lse, put_row=put_row, put_columns=put_columns, put_tile=put_tile)
     stand_in(tiles, begin_product=begin, rows_columns=lambda acc: acc.values, tma_tiles=cut)
     stand_in(forward.combine, put=put_merged)
+    stand_in(forward.pages, in_parts=lambda rooms, config, rows_mode: rooms, copy_part=copy_part)
     stand_in_for_queues(instructions, packed)
     stand_in(
         instructions,
@@ -476,7 +494,7 @@ def run(config: Config, q, k, v, sink, numbers) -> tuple[np.ndarray, np.ndarray]
         q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[0], section, lo, hi, sinks,
         np.float32(scale2), np.float32(cap2), extra,
     )  # fmt: skip
-    info = lambda x: SimpleNamespace(values=x, atom=None, group=params.group)  # noqa: E731
+    info = lambda x: SimpleNamespace(values=x, atom=None, group=params.group, page_rows=extra.page_rows)  # noqa: E731
     maps = forward.params.TensorMaps(info(q), info(k), info(v), info(o))
     for cta in range(ctas):
         ring, tiles = Rooms(t.stages), Rooms(t.q_tiles)

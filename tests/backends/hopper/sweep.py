@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from bench.gpu.hopper import Sizes, check_calls
 from tests.backends.hopper.test_backward import emulate_kernels, wrong
 from tests.backends.hopper.test_forward import emulate_kernel
+from tests.backends.hopper.test_pages import emulate_pages
 from tilewise import accuracy
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
@@ -23,6 +24,7 @@ from tilewise.testing import Call
 
 EMULATED = Sizes(
     shapes=[(2, 150, 400, 4, 2), (1, 300, 130, 3, 1), (1, 333, 333, 2, 2), (1, 5, 700, 8, 1)],
+    paged=[(64, [(70, 200), (1, 5), (0, 9), (130, 0), (64, 64)], 37), (128, [(150, 400)], 0)],
     packed=[([(70, 200), (1, 5), (0, 9), (130, 0), (64, 64)], 37)],
     device="cpu",
 )
@@ -30,7 +32,7 @@ CTAS = 3
 
 
 def form_of(c: Call, x: Config | Backward) -> str:
-    if x.packed:
+    if x.packed or x.form == "bits":  # of any mask
         return x.form
     return backward_config.form_of(c.p) if isinstance(x, Backward) else config.keys_of(c.p)[0]
 
@@ -46,7 +48,8 @@ def of_the_kernel(x: Config | Backward) -> Iterator[tuple[str, Call]]:
 def faults(c: Call, x: Config | Backward) -> list[str]:
     if isinstance(x, Backward):
         return wrong(c, emulate_kernels(c, x, CTAS))
-    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(emulate_kernel(c, x, CTAS), None))
+    out = emulate_pages(c, x, CTAS) if x.paged else emulate_kernel(c, x, CTAS)
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     return [str(e) for e in errors if not e.ok]
 
 

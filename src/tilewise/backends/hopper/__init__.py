@@ -22,14 +22,15 @@ from tilewise.backends.base import (
     Inputs,
     Output,
     PerProblem,
-    page_reasons,
     piece_reasons,
     unknown_operations,
 )
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.config import why_no_bits
 from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
 from tilewise.problem import Problem
@@ -50,13 +51,18 @@ class Hopper(Backend):
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why this problem cannot run, of the machine and of the problem; where there is none, what is not installed."""
-        return [*_device_reasons(p), *self.refused(p)] or library.missing(*self.configs(p))
+        found = [*_device_reasons(p), *self.refused(p)]
+        if found:
+            return found
+        found = library.missing(*self.configs(p))
+        # A kernel for this predicate alone: the one that serves any mask is shipped.
+        why = why_no_bits(p, self.config(p).tiles.tile_m) if found and self.config(p).form == "lists" else ""
+        return [*found, why] if why else found
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
-        if p.paged:
-            return page_reasons(p)
-        reasons = forward_config.reasons(p) + unknown_operations(p, operations.traceable()) + piece_reasons(p)
+        reasons = paged_config.reasons(p) if p.paged else forward_config.reasons(p)
+        reasons += unknown_operations(p, operations.traceable()) + piece_reasons(p)
         reasons += (
             ["the largest score of each row (attention_with_stats): its kernels do not keep it"]
             if p.spec.max_logit
@@ -65,7 +71,7 @@ class Hopper(Backend):
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def config(self, p: Problem) -> Config:
-        return self.override or forward_config.choose(p)
+        return self.override or (paged_config if p.paged else forward_config).choose(p)
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_queries, self.config(p).tiles.tile_n
@@ -87,8 +93,10 @@ class Hopper(Backend):
         return backward_call.backward(self._backward_plans.of(p), t, out, do, dlse)
 
     def _plan(self, p: Problem):
-        from tilewise.backends.hopper.host.forward_call import ForwardPlan
-
+        if p.paged:
+            from tilewise.backends.hopper.host.paged_call import PagedPlan as ForwardPlan
+        else:
+            from tilewise.backends.hopper.host.forward_call import ForwardPlan
         return ForwardPlan(p, self.config(p))
 
     def _backward_plan(self, p: Problem):

@@ -1,11 +1,11 @@
 """O and lse on Hopper (sm_90a); the mathematics is docs/algorithm.md#4-forward. To change one thing, edit one file:
 
 =================================================== ==================================================================
-tile sizes, registers, which kernel a call gets     config (no DSL); a row of its TABLE
+tile sizes, registers, which kernel a call gets     config (no DSL); a row of its TABLE; over pages paged_config
 roles, barriers and who waits for whom              kernel: its docstring and ``kernel``; the launch
 which tile a CTA computes, which blocks it visits   query_tiles
 shared memory and barriers                          storage
-who loads Q, K and V                                load
+who loads Q, K and V                                load; parts of key blocks from the pages of a cache: pages
 the products of a block, masks and softmax          compute
 o and lse to memory                                 epilogue
 states of split keys                                combine

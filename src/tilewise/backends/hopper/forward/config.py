@@ -24,8 +24,10 @@ from tilewise.backends.hopper.config import (
     Formed,
     Traced,
     band_of,
+    heads_held,
     is_traced,
     keys_of,
+    why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
@@ -137,6 +139,7 @@ class Config(Formed):
         split: the keys of a query tile are shared out among splits, whose states a second kernel merges.
         heads: how many query heads of a group a tile holds side by side, so that its keys serve them all; divides ROWS.
         packed: sequences are packed; such a kernel neither splits keys nor holds heads side by side.
+        paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped; such a kernel too is compiled at the first call.
     """
@@ -150,6 +153,7 @@ class Config(Formed):
     packed: bool = False
     traced: Traced = PLAIN
     dropout: bool = False
+    paged: int = 0
 
     @property
     def queries(self) -> int:
@@ -166,8 +170,10 @@ class Config(Formed):
         """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
-        found += ("blocks", "counts") if self.form == "lists" else ()
+        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits")}.get(self.form, ())
         found += ("seed", "threshold", "keep") if self.dropout else ()
+        if self.paged:
+            return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
 
     @property
@@ -191,14 +197,15 @@ class Config(Formed):
         """Whether a warpgroup may see nothing of a block that another one of its CTA sees, since rows end one after the other
         (docs/decisions.md#hopper-skipped-blocks)."""
         several = self.tiles.warpgroups > 1 and self.tile_queries > self.tiles.tile_n
-        return several and self.has_upper and self.form != "lists"
+        return several and self.has_upper and not self.listed
 
     @property
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split", "packed") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split") if getattr(self, name))
+        flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{tiles.name}"
@@ -208,6 +215,7 @@ class Config(Formed):
         tiles = self.tiles
         extra = f", {self.heads} heads of a group in a tile" if self.heads > 1 else ""
         extra += ", keys split" if self.split else ""
+        extra += {"lists": ", pairs judged one by one", "bits": ", a bit for each pair"}.get(self.form, "")
         return (
             f"{tiles.tile_m} x {tiles.tile_n}, {tiles.warpgroups} warpgroups compute and one loads, "
             f"{tiles.stages} blocks of K or V in flight, {tiles.shared.total >> 10} KiB shared{extra}"
@@ -238,6 +246,7 @@ class TileRow:
         short: one warpgroup for few queries, alone or with heads side by side; None: the tiles of the next row that has some.
         fewer: tiles beside ``full`` that short sequences may get.
         fewer_ends: tiles beside ``ends`` that short sequences may get.
+        bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
         softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
         candidates: what else is worth a measurement, for "full" and "upper" in bf16.
     """
@@ -249,14 +258,15 @@ class TileRow:
     short: Tiles | None = None
     fewer: tuple[Tiles, ...] = ()
     fewer_ends: tuple[Tiles, ...] = ()
+    bits: Tiles | None = None
     softcap: bool = False
     candidates: tuple[Tiles, ...] = ()
 
     @property
     def columns(self) -> tuple[Tiles, ...]:
         """Every tile of the row that a call may get."""
-        short = () if self.short is None else (self.short,)
-        return (self.full, self.ends, self.traced, self.listed, *short, *self.fewer, *self.fewer_ends)
+        more = (tiles for tiles in (self.bits, self.short) if tiles is not None)
+        return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
 
     def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
         """The tiles of a kernel of this form."""
@@ -289,6 +299,7 @@ TABLE = {
         short=Tiles(64, 64, warpgroups=1, tile_n=128, stages=8, q_stages=2, registers=256),
         fewer=(_D64_128,),
         fewer_ends=(_D64_128,),
+        bits=_D64_128,
         softcap=True,
         candidates=(replace(_D64_192, pingpong=False), _D64_128, replace(_D64_128, pingpong=False)),
     ),
@@ -305,6 +316,7 @@ TABLE = {
         traced=Tiles(128, 128, warpgroups=2, tile_n=80, stages=8, q_stages=2, registers=240),
         listed=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
         short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
+        bits=_D128,
         softcap=True,
         candidates=(
             replace(_D128, pingpong=False),
@@ -337,6 +349,8 @@ TABLE = {
     ),
 }  # fmt: skip
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
+PAGED_DIMS = ((64, 64), (128, 128))  # the rows of TABLE whose kernels are built for keys in pages, too
+PAGE_ROWS = 64  # of a page that one box brings
 # How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
 HEADS = (8, 64)
 
@@ -364,9 +378,12 @@ def shipped() -> list[Config]:
     ends = [c for c in whole if c.of_numbers]
     split = [replace(c, split=True) for c in ends if row_of(c.tiles).softcap and not c.softcap]
     packed = [replace(c, packed=True) for c in ends]
+    dense = [c for c in ends if (c.tiles.width, c.tiles.width_v) in PAGED_DIMS and not c.softcap]
+    paged = [replace(c, packed=True, paged=PAGE_ROWS) for c in dense]
     few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
     both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
-    return list(dict.fromkeys((*whole, *split, *packed, *both)))
+    bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits)))
 
 
 @lru_cache(maxsize=1)
@@ -421,7 +438,7 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"head_dim {wide} is above {MAX_HEAD_DIM}")
     if any(dim % MULTIPLE for dim in dims):
         found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
-    found += _reasons_of_packed(problem) if problem.packed else []
+    found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
     found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
     if problem.softmax_scale <= 0 and not is_traced(problem):
@@ -451,6 +468,9 @@ def choose(problem: Problem) -> Config:
     """
     (form, band), traced, cores = keys_of(problem), Expressions.of(problem).traced, devices.of(problem.device).cores
     capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
+    bits = next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
+    if form == "lists" and bits and not why_no_bits(problem, bits.tile_n):
+        return Config(bits, DTYPES[str(problem.dtype)], "bits")
     row = next(r for r in rows_for(problem.head_dim, problem.head_dim_v) if r.softcap or not capped)
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
     config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
@@ -574,4 +594,6 @@ def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     if problem.packed:  # at most, as only the device knows the lengths
         tiles = problem.heads_q * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
     section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
+    if config.form == "bits":
+        section = min(section, heads_held(problem))
     return Grid(tiles, min(tiles, cores), section, parts)

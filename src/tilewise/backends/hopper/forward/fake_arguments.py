@@ -8,6 +8,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kit import fake
+from tilewise.bit_tiles import THREADS, words_of
 
 
 def fake_arguments(config: Config) -> tuple:
@@ -25,6 +26,8 @@ def fake_arguments(config: Config) -> tuple:
         # States are stored two numbers at a time (instructions.put_pair), so their rows are at multiples of 8 bytes.
         return fake.rows(cutlass.Float32, shape, 2 if columns else 1, 16)
 
+    # In pages keys lie as (page, row of the page, head, column).
+    pool = cute.sym_int() if config.paged else batch
     starts, q_tiles = cute.sym_int(), cute.sym_int()
     optional = {
         "part_o": lambda: state(config.tiles.width_v),
@@ -33,11 +36,17 @@ def fake_arguments(config: Config) -> tuple:
         "hi": lambda: whole(seqlen_q),
         "blocks": lambda: whole(q_tiles, cute.sym_int()),
         "counts": lambda: whole(q_tiles, 2),
+        "work": lambda: fake.rows(cutlass.Int32, (batch, heads_q, q_tiles, 4), 4, 16),
+        "bits": lambda: fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.tiles.tile_n))),
         "cu_q": lambda: fake.vector(cutlass.Int32, starts),
         "cu_k": lambda: fake.vector(cutlass.Int32, starts),
         "first": lambda: fake.I32,
         "last": lambda: fake.I32,
         "queue": lambda: fake.vector(cutlass.Int32, 1),
+        "seqlens_k": lambda: fake.strided(cutlass.Int32, (cute.sym_int(),)),
+        "block_table": lambda: fake.strided(cutlass.Int32, (cute.sym_int(), cute.sym_int())),
+        "num_pages": lambda: fake.I32,
+        "page_rows": lambda: fake.I32,
         "seed": lambda: fake.vector(cutlass.Int64, 1),
         "threshold": lambda: fake.I32,
         "keep": lambda: fake.F32,
@@ -48,8 +57,8 @@ def fake_arguments(config: Config) -> tuple:
     numbers = *[fake.I32] * 5, *[fake.F32] * 2
     return (
         fake.tiled(config.dtype, (batch, seqlen_q, heads_q, dim)),
-        fake.tiled(config.dtype, (batch, seqlen_k, heads_k, dim)),
-        fake.tiled(config.dtype, (batch, seqlen_k, heads_k, dim_v)),
+        fake.tiled(config.dtype, (pool, seqlen_k, heads_k, dim)),
+        fake.tiled(config.dtype, (pool, seqlen_k, heads_k, dim_v)),
         fake.tiled(config.dtype, (batch, seqlen_q, heads_q, dim_v)),
         fake.rows(cutlass.Float32, (batch, heads_q, seqlen_q)),
         fake.vector(cutlass.Float32, heads_q),

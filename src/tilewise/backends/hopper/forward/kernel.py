@@ -34,6 +34,7 @@ from tilewise.backends.hopper.forward import combine
 from tilewise.backends.hopper.forward.compute import compute
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.load import load, store
+from tilewise.backends.hopper.forward.pages import paged_map
 from tilewise.backends.hopper.forward.params import ForwardParams, TensorMaps, optional_params
 from tilewise.backends.hopper.forward.storage import allocate, init_barriers
 from tilewise.backends.hopper.kit import packed
@@ -70,6 +71,17 @@ def views_of(q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, con
         ragged_q, ragged_o, ragged_k = packed.ragged(q), packed.ragged(o), packed.ragged(k)
         views = Views(ragged_q, ragged_k, packed.ragged(v, columns_first=True), ragged_o)
     return views
+
+
+def key_maps(views: Views, layout_k, layout_v, config: Config) -> tuple[cpasync.TmaInfo, cpasync.TmaInfo]:
+    """The descriptors of K and V: boxes of whole blocks, or of the parts of blocks that lie in one page each."""
+    tiles, bring = config.tiles, cpasync.CopyBulkTensorTileG2SOp()
+    if config.paged:
+        return paged_map(views.k, layout_k, config, 0), paged_map(views.v, layout_v, config, 1)
+    return (
+        cpasync.make_tiled_tma_atom(bring, views.k, layout_k, (tiles.tile_n, tiles.width)),
+        cpasync.make_tiled_tma_atom(bring, views.v, layout_v, (tiles.width_v, tiles.tile_n)),
+    )
 
 
 def by_group(t: cute.Tensor, group, groups) -> cute.Tensor:
@@ -123,8 +135,7 @@ def launch(
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(
         tma(bring, views.q, layout_q, (rows, tiles.width)),
-        tma(bring, views.k, layout_k, (tiles.tile_n, tiles.width)),
-        tma(bring, views.v, layout_v, (tiles.width_v, tiles.tile_n)),
+        *key_maps(views, layout_k, layout_v, config),
         tma(send, views.o, layout_o, (rows, tiles.width_v)),
         lse, sink, qk, pv, params, config,
     ).launch(grid=[ctas, 1, 1], block=[tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip

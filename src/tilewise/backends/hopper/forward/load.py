@@ -7,6 +7,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.pages import boxes_of, fetch_parts, key_blocks
 from tilewise.backends.hopper.forward.params import ForwardParams, TensorMaps
 from tilewise.backends.hopper.forward.query_tiles import (
     block_at,
@@ -40,7 +41,9 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
         of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
         while of.sequence >= 0:
             following, query_tile = packed.take(params.queue), place_packed(of, params, config)
-            state = load_tile(maps, smem, query_tile, state, q_state, params, config)
+            state = (load_paged_tile if config.paged else load_tile)(
+                maps, smem, query_tile, state, q_state, params, config
+            )
             q_state = q_state.advance(config.tiles.q_stages)
             of = packed_tile(following, params, config)
         publish(of, smem, q_state, config)
@@ -82,7 +85,6 @@ def load_tile(
     tiles = config.tiles
     k_bytes = tiles.element_bytes * tiles.tile_n * tiles.width
     v_bytes = tiles.element_bytes * tiles.tile_n * tiles.width_v
-    q_bytes = tiles.element_bytes * ROWS * tiles.width
     head_k = query_tile.head // params.group
     # (box, tile) in global memory and (box, stage) in shared memory.
     gQ, sQ = query_rows(maps.q, tiles.width, query_tile, params, config, smem.q)
@@ -93,11 +95,7 @@ def load_tile(
     state = fetch_block(maps.k, gK[None, n], sK, k_bytes, state, smem, config)
     if cutlass.const_expr(config.packed):
         publish(packed.PackedTile(query_tile.batch, query_tile.row, query_tile.head), smem, q_state, config)
-    for w in cutlass.range_constexpr(tiles.warpgroups):
-        n_q = w * tiles.q_stages + q_state.index
-        # Q, 64 × width: each warpgroup waits for its own, so that the first may begin while the others' come.
-        g, s = gQ[None, query_tile.row // config.queries + w], sQ[None, n_q]
-        fetch(maps.q, g, s, q_bytes, smem.q_full + n_q, smem.q_empty + n_q, q_state.phase)
+    fetch_queries(maps, gQ, sQ, query_tile, q_state, smem, config)
     for step in cutlass.range(query_tile.stop - query_tile.start - 1, unroll=1):
         n, before = block_at(query_tile, step + 1, params, config), block_at(query_tile, step, params, config)
         # K of the next block before V of this one: S of the next block is begun first (compute.both_products).
@@ -105,6 +103,38 @@ def load_tile(
         state = fetch_block(maps.v, gV[None, before], sV, v_bytes, state, smem, config)
     n = block_at(query_tile, query_tile.stop - query_tile.start - 1, params, config)
     return fetch_block(maps.v, gV[None, n], sV, v_bytes, state, smem, config)
+
+
+@cute.jit
+def load_paged_tile(
+    maps: TensorMaps, smem: ForwardStorage, query_tile: QueryTile, state: PipelineState, q_state: PipelineState,
+    params: ForwardParams, config: cutlass.Constexpr,
+):  # fmt: skip
+    """:func:`load_tile` where keys lie in pages: the boxes of a block are found once, for its K and for its V."""
+    gQ, sQ = query_rows(maps.q, config.tiles.width, query_tile, params, config, smem.q)
+    blocks = key_blocks(maps, smem, query_tile, params, config)
+
+    boxes = boxes_of(block_at(query_tile, 0, params, config), query_tile, params, config)
+    state = fetch_parts(blocks.k, boxes, state, smem, config)
+    publish(packed.PackedTile(query_tile.batch, query_tile.row, query_tile.head), smem, q_state, config)
+    fetch_queries(maps, gQ, sQ, query_tile, q_state, smem, config)
+    for step in cutlass.range(query_tile.stop - query_tile.start - 1, unroll=1):
+        before, n = boxes, block_at(query_tile, step + 1, params, config)
+        boxes = boxes_of(n, query_tile, params, config)
+        state = fetch_parts(blocks.k, boxes, state, smem, config)
+        state = fetch_parts(blocks.v, before, state, smem, config)
+    return fetch_parts(blocks.v, boxes, state, smem, config)
+
+
+def fetch_queries(
+    maps: TensorMaps, gQ, sQ, query_tile: QueryTile, q_state: PipelineState, smem: ForwardStorage, config: Config
+) -> None:
+    """Fetches a tile's Q: each warpgroup waits for its own 64 rows, so that the first may begin while the others' come."""
+    tiles, size = config.tiles, config.tiles.element_bytes * ROWS * config.tiles.width
+    for w in range(tiles.warpgroups):
+        n_q = w * tiles.q_stages + q_state.index
+        g, s = gQ[None, query_tile.row // config.queries + w], sQ[None, n_q]
+        fetch(maps.q, g, s, size, smem.q_full + n_q, smem.q_empty + n_q, q_state.phase)
 
 
 def fetch_block(info, g, s, size: int, state: PipelineState, smem: ForwardStorage, config: Config) -> PipelineState:

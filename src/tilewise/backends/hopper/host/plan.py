@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs, PerTensors
-from tilewise.backends.hopper.config import MULTIPLE, Expressions
+from tilewise.backends.hopper.config import Expressions, strides_addressable
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, TensorFacts
 
 LOG2_E = math.log2(math.e)
 FAR = 1 << 30  # the end of a band that has none: no key reaches it
 ALIGNED = 16  # bytes: the copy engine reads from multiples of them
-APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
 
 
 @dataclass(eq=False)
@@ -53,12 +52,6 @@ def leaf(tensor: Tensor) -> Tensor:
 def addressable(tensor: TensorFacts) -> bool:
     """Whether the copy engine can address a tensor."""
     return strides_addressable(tensor.shape, tensor.stride)
-
-
-def strides_addressable(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether rows have unit stride and lie at multiples of 16 bytes from each other, no two in one place."""
-    outer = [n for size, n in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
-    return (stride[-1] == 1 or shape[-1] == 1) and all(0 < n < APART and n % MULTIPLE == 0 for n in outer)
 
 
 def addressed(tensor: Tensor, good: bool) -> Tensor:

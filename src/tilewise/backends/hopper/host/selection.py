@@ -11,10 +11,10 @@ from tilewise.backends.hopper.config import DTYPES, SHIPPED
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
 
-FORMS = dict(zip(("full", "causal", "window", "rows"), SHIPPED, strict=True))
-"""The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold."""
+FORMS = dict(zip(("full", "causal", "window", "rows", "bits"), (*SHIPPED, "bits"), strict=True))
+"""The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold, by a bit for each pair."""
 PASSES = {"forward": Config, "backward": Backward}
-FEATURES = ("softcap", "packed")
+FEATURES = ("softcap", "packed", "paged")
 _DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
 _OFTEN = ((128, 128), (64, 64))  # head dims that most models have
 
@@ -29,8 +29,17 @@ def _rank(config: Config | Backward) -> tuple:
     before others."""
     dims = dims_of(config)
     usual = _OFTEN.index(dims) if dims in _OFTEN else len(_OFTEN)
-    form = ("upper", "full", "band", "rows").index(config.form)
-    return config.softcap, config.packed, config.dtype == "fp16", usual, form, dims, isinstance(config, Backward)
+    form = ("upper", "full", "band", "rows", "bits").index(config.form)
+    return (
+        config.softcap,
+        config.packed,
+        paged(config),
+        config.dtype == "fp16",
+        usual,
+        form,
+        dims,
+        isinstance(config, Backward),
+    )
 
 
 def dims_of(config: Config | Backward) -> tuple[int, int]:
@@ -39,11 +48,22 @@ def dims_of(config: Config | Backward) -> tuple[int, int]:
     return tiles.width, tiles.width_v
 
 
+def paged(config: Config | Backward) -> bool:
+    """Whether a kernel reads keys from pages; no backward does."""
+    return isinstance(config, Config) and config.paged > 0
+
+
+def features_of(config: Config | Backward) -> set[str]:
+    """The words of FEATURES that name a kernel; one that reads pages takes packed queries without saying so."""
+    kind = "paged" if paged(config) else "packed"
+    return {name for name, has in (("softcap", config.softcap), (kind, config.packed)) if has}
+
+
 def words_of(config: Config | Backward) -> str:
     """The words that name a shipped kernel, together with others of its kind."""
     dim, dim_v = dims_of(config)
     form = next(word for word, form in FORMS.items() if form == config.form)
-    features = (name for name in FEATURES if getattr(config, name))
+    features = (name for name in FEATURES if name in features_of(config))
     return " ".join([config.dtype, f"d{dim}" + (f"v{dim_v}" if dim_v != dim else ""), form, *features])
 
 
@@ -51,7 +71,7 @@ def selected(text: str) -> list[Config | Backward]:
     """The shipped kernels of calls that these words describe, in the order of use.
 
     Words of one kind are alternatives: ``bf16 fp16``; ``d80``, ``d192v128`` (a call's head dims); ``full causal window rows``;
-    ``forward backward``. A kind without a word is not restricted, but ``softcap`` and ``packed`` are only named by their words.
+    ``forward backward``. A kind without a word is not restricted, but ``softcap``, ``packed`` and ``paged`` are only named by their words.
     Or the words are names of kernels.
 
     Raises:
@@ -64,11 +84,11 @@ def selected(text: str) -> list[Config | Backward]:
     if unknown:
         known = " ".join((*DTYPES.values(), "d128 d192v128", *FORMS, *PASSES, *FEATURES))
         raise ValueError(f"{unknown[0]!r} names no kernels; words that do: {known}")
-    forms = {FORMS[word] for word in words if word in FORMS} or set(SHIPPED)
+    forms = {FORMS[word] for word in words if word in FORMS} or set(FORMS.values())
     dtypes = {word for word in words if word in DTYPES.values()} or set(DTYPES.values())
     kinds = tuple(PASSES[word] for word in words if word in PASSES) or tuple(PASSES.values())
     fitting = [c for c in in_order_of_use() if isinstance(c, kinds) and c.form in forms and c.dtype in dtypes]
-    fitting = [c for c in fitting if all(getattr(c, name) == (name in words) for name in FEATURES)]
+    fitting = [c for c in fitting if features_of(c) == {name for name in FEATURES if name in words}]
     dims = [(int(found[1]), int(found[2] or found[1])) for word in words if (found := _DIMS.fullmatch(word))]
     names = {c.name for one in dims for c in _with_dims(fitting, *one)}
     found = [c for c in fitting if c.name in names or not dims]

@@ -18,9 +18,14 @@ class OptionalParams(NamedTuple):
         lo, hi: (batch, head, row), int32: the key interval of every row.
         blocks: (batch, head, query tile, step), int32: the key blocks to visit, those first that need the predicate.
         counts: (batch, head, query tile, 2), int32: how many blocks of a tile need the predicate, and how many there are.
+        work, bits: the lines of tiles in the order in which they are taken, and the bits of partial tiles
+            (:class:`tilewise.bit_tiles.BitTiles`), expanded to every batch element and head.
         cu_q, cu_k: (sequence + 1,), int32: where packed sequences begin.
         first, last: packed sequences only: keys before ``first`` or from ``last`` on are masked in every sequence.
         queue: (1,), int32: how many tiles were taken after each CTA's first.
+        seqlens_k: (sequence,), int32: keys of each sequence in pages.
+        block_table: (sequence, page of the sequence), int32: pages of the pool.
+        num_pages, page_rows: pages of the pool, and rows from the beginning of a page to that of the next, in K and in V.
         seed: (1,), int64: the seed of dropout.
         threshold, keep: a pair is kept where its 16-bit value is below ``threshold``; ``keep`` is the factor of a kept pair.
         leaves, numbers: the tensors and numbers that expressions read.
@@ -30,17 +35,25 @@ class OptionalParams(NamedTuple):
     # Split keys write these instead of o and lse, and the second kernel reads them.
     part_o: cute.Tensor | None = None
     part_lse: cute.Tensor | None = None
-    # Form `rows` has lo and hi, form `lists` blocks and counts; others compute the ends from the band's numbers.
+    # Form `rows` has lo and hi, form `lists` these, blocks and counts, form `bits` blocks, work and bits; others compute the
+    # ends from the band's numbers.
     lo: cute.Tensor | None = None
     hi: cute.Tensor | None = None
     blocks: cute.Tensor | None = None
     counts: cute.Tensor | None = None
+    work: cute.Tensor | None = None
+    bits: cute.Tensor | None = None
     # Packed sequences.
     cu_q: cute.Tensor | None = None
     cu_k: cute.Tensor | None = None
     first: I32 | None = None
     last: I32 | None = None
     queue: cute.Tensor | None = None
+    # Keys in pages, which have cu_q and the queue too.
+    seqlens_k: cute.Tensor | None = None
+    block_table: cute.Tensor | None = None
+    num_pages: I32 | None = None
+    page_rows: I32 | None = None
     # Dropout; the seed is read on the device, so that a captured graph draws anew.
     seed: cute.Tensor | None = None
     threshold: I32 | None = None

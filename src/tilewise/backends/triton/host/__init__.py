@@ -11,5 +11,6 @@
 
 Later calls of the same problem go from ``launch`` to ``relaunch``, which gives the launches of the first call new addresses, and from
 there to ``driver``, which hands them to NVIDIA's driver. ``tuned`` keeps the tiles that ``tilewise tune`` measured, and
-``compile_all`` is a program that compiles every configuration for GPUs that need not be there.
+``compile_all`` is a program that compiles every configuration for GPUs that need not be there, and ``machine_code`` finds faults in
+what it made.
 """

@@ -2,7 +2,8 @@
 
 For each architecture, dtype and row of config's table, the launches of a forward and a backward are recorded on tensors
 without memory and compiled; then shared memory is held against ``tiles.shared_memory`` and the architecture's limit, and
-registers and spills are reported. Exit code 1 if a kernel does not compile, or needs more shared memory than promised.
+registers and spills are reported. Exit code 1 if a kernel does not compile, or needs more shared memory than promised, or if its machine
+code for sm_90 has a fault that :mod:`machine_code` knows.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empt
 from tilewise.backends.triton import config
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
+from tilewise.backends.triton.host.machine_code import serialised, unset_registers
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
+from tilewise.bit_tiles import THREADS, BitTiles, words_of
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
 from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, score, softcap
@@ -140,7 +143,7 @@ def pair_bytes(item: Launch) -> int:
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
-    if name == "tile_map":
+    if name in ("tile_map", "tile_bits"):
         return tile_map.SHARED_MEMORY
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
@@ -213,6 +216,11 @@ def recorded(item: Launch) -> Iterator[tuple]:
         tensors, sizes, numbers, facts = tile_map.arguments_of(grid, 128, 128, problem.group)
         arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
         found.append(("tile_map", runtime.kernels().tile_map, tile_map.PROGRAM, arguments))
+        new = partial(torch.empty, dtype=torch.int32, device="meta")
+        tiles = BitTiles(new(1, 1, 2, 2), new(1, 1, 2, 4), new(5, THREADS, words_of(128)))
+        tensors, sizes, numbers, facts = tile_map.bit_arguments_of(tiles, grid, 128, False)
+        arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
+        found.append(("tile_bits", runtime.kernels().tile_bits, tile_map.PROGRAM, arguments))
     yield from found
 
 
@@ -275,9 +283,8 @@ def compile_item(item: Launch) -> list[str]:
         started = time.perf_counter()
         try:
             source = ASTSource(kernel, types, constants, aligned)
-            options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             compiled = triton.compile(
-                source, target=GPUTarget(target.backend, target.arch, target.warp), options=options
+                source, target=GPUTarget(target.backend, target.arch, target.warp), options=tiles.options
             )
         except Exception as error:
             while error.__cause__ is not None:  # the innermost says what; Triton wraps it once per function
@@ -287,21 +294,15 @@ def compile_item(item: Launch) -> list[str]:
         used, spills = compiled.metadata.shared, _registers(compiled, item.arch)
         allowed = min(shared_memory(item, name, tiles), target.shared)
         seconds = time.perf_counter() - started
-        serial = serialised(compiled, item.arch)
-        state = "ok  " if used <= allowed and not serial else "FAIL"
+        sass = _cuobjdump(compiled, "-sass") if item.arch == "sm90" else ""
+        serial, unset = serialised(sass), unset_registers(sass)
+        state = "ok  " if used <= allowed and not serial and not unset else "FAIL"
         spills += ", wgmma serialised" if serial else ""
+        spills += f", reads what nothing wrote: {unset[0]}" if unset else ""
         lines.append(
             f"{state} {head}{name:8} {tiles.describe():32} shared {used:6} of {allowed:6}  {spills}  {seconds:.1f} s"
         )
     return lines
-
-
-def serialised(compiled, arch: str) -> bool:
-    """Whether ptxas made every wgmma wait for the one before (docs/decisions.md#triton-one-loop)."""
-    if arch != "sm90":
-        return False
-    text = _cuobjdump(compiled, "-sass")
-    return 2 * text.count("WARPGROUP.DEPBAR") > text.count("HGMMA")
 
 
 def _cuobjdump(compiled, option: str) -> str:
@@ -351,6 +352,7 @@ def items() -> list[Launch]:
         ]
         if arch == "sm90":
             found += [Launch(arch, torch.float16, 128, feature) for feature in QUANTISED[:2]]
+            found.append(Launch(arch, torch.bfloat16, 80, "fp8-chunk"))  # v of 40 pairs has no piece of 8
             found += [Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, feature) for feature in LATENT]
             found += [Launch(arch, torch.bfloat16, limit, "paged") for limit in (64, 96, 256, config.MAX_LATENT_DIM)]
     return found

@@ -11,7 +11,7 @@ from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views
 from tilewise.backends.triton.host.launched import Launched, View
-from tilewise.backends.triton.paging import E4M3_PAIR, addressing
+from tilewise.backends.triton.paging import E4M3_PAIR, addressing, value_pieces
 from tilewise.backends.triton.tiles import Tiles, pieces, shared_pieces
 from tilewise.problem import Problem
 
@@ -61,7 +61,9 @@ def stored_pieces(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, 
     """The pieces of k's and of v's head dim, in the elements that kernels see: of a quantised cache one for two numbers."""
     each = E4M3_PAIR if problem.quantised else 1
     d, dv = problem.head_dim // each, problem.head_dim_v // each
-    return {"k": shared_pieces(d, dv, tiles) if problem.latent else pieces(d, tiles), "v": pieces(dv, tiles)}
+    if problem.latent:
+        return {"k": shared_pieces(d, dv, tiles), "v": pieces(dv, tiles)}
+    return {"k": pieces(d, tiles), "v": value_pieces(dv, tiles) if problem.quantised else pieces(dv, tiles)}
 
 
 def _which(scale: Tensor) -> str:

@@ -1,0 +1,68 @@
+"""The choice of a forward over pages, and the reasons against calls that have none. Nothing here imports the DSL."""
+
+from __future__ import annotations
+
+from tilewise.backends.hopper.config import DTYPES, LONG, band_of, strides_addressable
+from tilewise.backends.hopper.forward import config
+from tilewise.backends.hopper.forward.config import PAGE_ROWS, PAGED_DIMS, Config
+from tilewise.problem import Problem, TensorFacts
+
+
+def reasons(problem: Problem) -> list[str]:
+    """Every reason why no forward over pages computes a problem, whatever machine it is."""
+    found = config.reasons(problem)
+    widest = max(max(dims) for dims in PAGED_DIMS)
+    wide = max(problem.head_dim, problem.head_dim_v)
+    if wide > widest:
+        found.append(f"pages with head_dim {wide}, above {widest}")
+    if problem.quantised:
+        found.append("a cache in 8 bits: its kernels over pages take 16 bits")
+    if problem.latent:
+        found.append("v in the memory of k: its kernels would read it twice")
+    # A part of a key block comes from one page, in one box.
+    if problem.page_size % PAGE_ROWS:
+        found.append(f"page_size {problem.page_size} is not a multiple of {PAGE_ROWS}")
+    if problem.spec.score is not None:
+        found.append("pages with a score")
+    return found + _mask_reasons(problem) + _pool_reasons(problem)
+
+
+def _mask_reasons(problem: Problem) -> list[str]:
+    band = band_of(problem)
+    if band is None or (band.start, band.stop) != (0, problem.capacity):
+        return ["pages with a mask other than causal and window"]
+    # Keys on both sides of a window are kept from the copy engine, if they lie in two parts of blocks (pages.box_of).
+    last = 1 if band.hi is None else min(band.hi, 1)
+    if band.lo is not None and last - band.lo < PAGE_ROWS:
+        return [f"pages with a window of {max(last - band.lo, 0)} keys, fewer than {PAGE_ROWS}"]
+    return []
+
+
+def _pool_reasons(problem: Problem) -> list[str]:
+    pools = problem.k, problem.v
+    # A pool is never copied to where the copy engine could address it.
+    if any(not _addressable(x) for x in pools):
+        return ["pages whose rows do not lie at multiples of 16 bytes, in pages that are multiples of rows apart"]
+    # The boxes of a block serve its K and its V.
+    between = [page_rows(x) for x in pools]
+    if between[0] != between[1]:
+        return [f"pages that are {between[0]} rows apart in k and {between[1]} in v"]
+    rows = problem.k.shape[0] * between[0]
+    return [f"a pool of {rows} rows, {LONG} or more"] if rows >= LONG else []
+
+
+def _addressable(pool: TensorFacts) -> bool:
+    """Whether the copy engine can address a pool of pages as one tensor of rows (:mod:`packed`)."""
+    return strides_addressable(pool.shape, pool.stride) and (pool.shape[0] < 2 or pool.stride[0] % pool.stride[1] == 0)
+
+
+def page_rows(pool: TensorFacts) -> int:
+    """How many rows of a pool ``(num_pages, page_size, heads, head_dim)`` lie between the beginnings of two pages."""
+    return pool.stride[0] // pool.stride[1] if pool.shape[0] > 1 else pool.shape[1]
+
+
+def choose(problem: Problem) -> Config:
+    """The kernel for a problem that has no :func:`reasons` against it."""
+    dims = next(d for d in PAGED_DIMS if problem.head_dim <= d[0] and problem.head_dim_v <= d[1])
+    form = band_of(problem).form
+    return Config(config.TABLE[dims].of_form(form), DTYPES[str(problem.dtype)], form, packed=True, paged=PAGE_ROWS)

@@ -1,0 +1,86 @@
+"""The ladder up to Path-X, at a size for a CPU: when a rung is left, what a run records, and what pixels are told of their paths."""
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from bench import records
+from examples.pathfinder import ladder
+from examples.pathfinder.figure import draw_ladder
+from examples.pathfinder.ladder import Recipe, Rung
+from examples.pathfinder.model import EncoderConfig
+from examples.pathfinder.paths import PathfinderConfig, draw
+
+SMALL = PathfinderConfig(side=12, dashes=2, distractors=0)
+LARGER = PathfinderConfig(side=16, dashes=3, distractors=1)
+RECIPE = Recipe(6.0, tokens=8 * 144, pool=4, warmup_steps=2, good=0.0, window=10, test_images=16)
+ENCODER = EncoderConfig(layers=1, d_model=16, heads=1, d_hidden=16)
+
+
+def test_a_rung_is_left_when_it_is_learnt_and_a_tested_one_when_its_time_is_over(monkeypatch):
+    now = iter(range(1000))
+    monkeypatch.setattr(ladder.time, "perf_counter", lambda: 0.1 * next(now))
+    rungs = (Rung(SMALL, 0.9), Rung(SMALL, 0.6, tested=True), Rung(SMALL, 0.61))
+    recipe = replace(RECIPE, seconds=4.0, tokens=2 * 144)
+    first, second, third = ladder.climb(ladder.Student(ENCODER, 0), rungs, recipe, "cpu")
+    assert (first.helped, second.helped) == (False, True)  # nothing is learnt in half of the second's time
+    assert len(first.accuracy) == 10  # any accuracy is good enough here
+    assert second.ended >= 2.4
+    assert len(second.accuracy) == 20
+    assert len(third.accuracy) == 10  # it is past its time when it begins
+
+
+def test_a_run_records_every_rung_and_is_drawn(monkeypatch, tmp_path):
+    monkeypatch.setattr(ladder, "LADDER", (Rung(SMALL, 0.5), Rung(LARGER, 0.6, tested=True)))
+    monkeypatch.setattr(ladder, "ENCODER", ENCODER)
+    path = tmp_path / "ladder.jsonl"
+    records.append(ladder.study(replace(RECIPE, seconds=0.5), "cpu"), path)
+    head, rungs = ladder.found(path)
+    assert head["encoder"]["d_model"] == 16
+    assert [(r["shape"]["side"], r["tested_images"]) for r in rungs] == [(12, 0), (16, 16)]
+    assert all(len(r["curve"]) == r["steps"] // 10 and 0 <= r["value"] <= 1 for r in rungs)
+    assert rungs[0]["images_seen"] == 8 * rungs[0]["steps"]
+    draw_ladder(head, rungs, tmp_path / "ladder.png")
+    assert (tmp_path / "ladder.png").stat().st_size > 10_000
+
+
+def test_a_lit_pixel_is_told_how_many_dots_lie_on_its_path_which_is_two_in_positives_alone():
+    images = draw(LARGER, 24, seed=1)
+    dots = ladder.dots_of_paths(images).view_as(images.pixels)
+    assert torch.equal(dots >= 0, images.pixels > 0)
+    assert torch.equal((dots == 2).flatten(1).any(1), images.label.bool())
+    assert torch.equal((dots == 1).flatten(1).any(1), ~images.label.bool())
+    for n in (0, 1):  # a dot's own pixels lie on its path
+        at = images.dots[:, n]
+        assert (dots[torch.arange(24), at[:, 0], at[:, 1]] > 0).all()
+
+
+def test_a_row_of_images_has_the_logits_that_the_encoder_has_for_each_image():
+    student, images = ladder.Student(EncoderConfig(2, 16, 1, 16), 0), draw(SMALL, 5, seed=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = student.encoder(images.pixels)
+    assert torch.equal(student(images.pixels)[0], expected.float())
+    filled = ladder.Student(EncoderConfig(2, 16, 1, 16), 0, tokens=1000)
+    logits, dots = filled(images.pixels)
+    assert torch.equal(logits, expected.float())
+    assert dots.shape == (5 * SMALL.seqlen, 3)
+
+
+def test_scores_are_as_sharp_over_more_keys_as_over_256():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64, generator=generator) for n in (5, 1024, 1024))
+    exact = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=1.25 / math.sqrt(8))
+    assert (ladder.sharpened_attention(q, k, v) - exact.transpose(1, 2)).abs().max() < 1e-12
+
+
+def test_the_rungs_rise_to_path_x_and_their_times_are_in_order():
+    tops = [r.images.seqlen for r in ladder.LADDER]
+    shares = [r.until for r in ladder.LADDER]
+    assert tops == sorted(tops)
+    assert tops[-1] == 128**2
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert [r.images.seqlen for r in ladder.LADDER if r.tested] == [64**2, 128**2]
+    assert ladder.means([0.0, 1.0, 1.0, 1.0, 5.0], 2) == [0.5, 1.0]

@@ -401,14 +401,22 @@ def summing_block(
     probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config)
     begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v, runs while dS is made
     warpgroup.wait_group(1)  # dP is done
-    p, delta = OperandValues(operands.p, operands.dp, config.dtype), column_statistic(smem.statistics, do_stage)
-    score_gradients(rows_columns(operands.dp), p, delta)
+    delta = column_statistic(smem.statistics, do_stage)
+    score_gradients(rows_columns(operands.dp), rounded_p(operands, config), delta)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     ds = as_accumulator(operands.ds, operands.dp)
     dq_accumulate.put_scores(ds, operands.mmas.score, smem.dq, state.count, w, config)
     end = dq_then_dk if config.keys.dq_first else dk_then_dq
     end(operands, w, state, smem, q_stage, do_stage, config)
     return state.next_block(config.keys.stages)
+
+
+def rounded_p(operands: DkDvOperands, config: Backward) -> cute.Tensor | OperandValues:
+    """The operand P as fp32 numbers at a thread's (row, column). Only tiles with columns of V in registers were measured with fewer
+    instructions for it; the bits of the other kernels are left as they were proven."""
+    if config.keys.v_register_steps:
+        return OperandValues(operands.p, operands.dp, config.dtype)
+    return as_rows_columns(operands.p, operands.dp)
 
 
 def dk_then_dq(

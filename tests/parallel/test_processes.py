@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,18 @@ def _compiled(parallel: tw.parallel.ContextParallel, scheme: str) -> list[torch.
     return [a - b for a, b in zip(*found, strict=True)]
 
 
+def _left_alone(size: int) -> str:
+    """What the first rank raises in a call that no other rank makes, after the group's timeout."""
+    parallel = tw.context_parallel(dist.new_group(range(size), timeout=timedelta(seconds=2)))
+    if parallel.rank:
+        return ""
+    try:
+        tw.attention(*[torch.ones(1, 4, 1, 8)] * 3, parallel=parallel)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def _refused_in_a_graph(parallel: tw.parallel.ContextParallel) -> str:
     """What a rank says of unequal parts of a sequence inside a graph."""
     local = [parallel.shard(x).detach() for x in _whole()[:3]]
@@ -96,10 +109,13 @@ def _training():
     return sizes, _example("train").TrainConfig(steps=STEPS, context=CONTEXT, batch_size=2, warmup_steps=1)
 
 
-def _losses(fsdp: bool) -> list[float]:
-    """Of the example, on this process and the others."""
+WAYS = {"DDP": (False, False), "FSDP2": (True, False), "FSDP2, recomputed": (True, True)}
+
+
+def _losses(way: str) -> list[float]:
+    """Losses of the example, on this process and the others."""
     sizes, training = _training()
-    return [record.loss for record in _example("parallel").losses(sizes, TEXT, training, "cpu", fsdp)]
+    return [record.loss for record in _example("parallel").losses(sizes, TEXT, training, "cpu", *WAYS[way])]
 
 
 def _process(rank: int, size: int, folder: str) -> None:
@@ -113,13 +129,14 @@ def _process(rank: int, size: int, folder: str) -> None:
         parallel = tw.context_parallel(mesh["cp"])
         found = {name: on_this_rank(parallel, name) for name in CALLS}
         found |= {"dtensors": _dtensors(size)}
+        found["losses"] = {way: _losses(way) for way in (WAYS if size == 2 else ["FSDP2, recomputed"])}
         if size == 2:
             by_heads = tw.context_parallel(mesh["cp"], scheme="heads")
-            found |= {f"losses fsdp={fsdp}": _losses(fsdp) for fsdp in (False, True)}
             ways = {scheme: tw.context_parallel(mesh["cp"], scheme=scheme) for scheme in ("gather", "heads")}
             found["compiled"] = {scheme: _compiled(way, scheme) for scheme, way in ways.items()}
             found["uneven"] = _refused_in_a_graph(ways["gather"])
             found |= {f"heads {name}": on_this_rank(by_heads, name) for name in CALLS if "dropout" not in name}
+        found["left alone"] = _left_alone(size)
         try:
             tw.attention(*[torch.ones(1, 4, 1, 8)] * 3, causal=rank == 0, parallel=parallel)
         except ValueError as error:
@@ -171,16 +188,20 @@ def test_processes_that_disagree_all_get_the_same_error(parts):
     assert "mask\n    rank 0: causal()" in said.pop()
 
 
-@pytest.mark.parametrize("parts", [2], indirect=True)
 def test_the_example_trains_over_processes_with_the_losses_of_one(parts):
     sizes, training = _training()
     model = _example("model")
     gpt = model.GPT(sizes, model.ATTENTIONS["tilewise"])
     alone = [record.loss for record in _example("train").train(gpt, TEXT, training)]
     assert alone[-1] < alone[0]
-    for fsdp in (False, True):
-        for part in parts:
-            torch.testing.assert_close(part[f"losses fsdp={fsdp}"], alone)
+    for part in parts:
+        assert "FSDP2, recomputed" in part["losses"]
+        for found in part["losses"].values():
+            torch.testing.assert_close(found, alone)
+
+
+def test_a_rank_whose_others_are_gone_raises_within_the_groups_timeout(parts):
+    assert "timed out" in parts[0]["left alone"].lower()
 
 
 @pytest.mark.parametrize("parts", [2], indirect=True)

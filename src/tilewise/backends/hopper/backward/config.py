@@ -73,10 +73,8 @@ class KeyTiles:
         queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
             (docs/decisions.md#hopper-overlapped-tiles).
-        counts: the tiles that have been added to a head's dQ are counted, so that dQ is rounded where multiprocessors have no tile left
-            (docs/decisions.md#hopper-overlapped-tiles).
-        v_register_steps: how many steps of 16 of V's columns a warpgroup keeps in registers, so that no block reads them from shared
-            memory (docs/decisions.md#hopper-shared-memory).
+        counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
+        v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
     """
 
     width: int
@@ -383,8 +381,7 @@ class BackwardRow:
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
-        bits: where the pass over keys accumulates dQ, with lists of blocks and a bit for each pair of a partial one; blocks of 64 or 128
-            queries.
+        bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
         one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
             an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
         counted_from: the same where tiles are counted, which hides a part of that; None: as many.

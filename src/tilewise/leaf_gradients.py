@@ -32,12 +32,14 @@ class Read:
             i - j, where the index depends on that alone; ``SCATTER``, additions anywhere.
         loops: for ``TILES``, the broadcast indices among b and h.
         distances: the pairs that count: those with i - j in ``[start, stop)``; None is unbounded.
+        pairs: of ``TILES``, whether the sums are of each (h, i, j), or each (i, j), and the leaf's gradient is made of them afterwards.
     """
 
     expr: Expr
     how: str
     loops: tuple[str, ...] = ()
     distances: tuple[int | None, int | None] = (None, None)
+    pairs: bool = False
 
     @property
     def slot(self) -> int:

@@ -218,7 +218,7 @@ LEAVES = {
     STORE: ((2, 4, 70, 70), lambda t: lambda s, b, h, i, j: s + t[b, h, i, j]),
     TILES: ((70, 70), lambda t: lambda s, b, h, i, j: s + t[j, i]),
     DIAGONALS: ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % 9]),
-    SCATTER: ((4, 9), lambda t: lambda s, b, h, i, j: s + t[h, (i + j) % 9]),
+    SCATTER: ((2, 9), lambda t: lambda s, b, h, i, j: s + t[b, (i + j) % 9]),
 }
 
 
@@ -227,6 +227,19 @@ def test_gradients_of_leaves_are_summed_as_classified(how):
     shape, build = LEAVES[how]
     c = call(*qkv(), causal=True, score=tw.score(build(normal(*shape).requires_grad_())))
     assert [read.how for read in classify(c.p)] == [how]
+    agree(Triton(), c)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_head", "kept"), [(torch.bfloat16, True, True), (torch.float16, False, False)], ids=["kept", "again"]
+)
+def test_a_table_read_through_a_tensor_of_pairs_is_summed_over_the_batch_in_order(dtype, by_head, kept):
+    at, table = torch.arange(49 * 50).view(49, 50) * 7 % 31, normal(31, 2).requires_grad_()
+    score = tw.score(lambda s, b, h, i, j: s + table[at[i, j], h if by_head else 1])
+    c = call(*qkv(batch=3, nq=49, nk=50, hq=2, hk=1, dtype=dtype), score=score, deterministic=True)
+    plan = Plan(c.p, INTERPRETED)
+    assert [(read.loops, read.pairs) for read in plan.emitted.reads] == [(("b",) if by_head else ("b", "h"), True)]
+    assert bool(plan.sheet) == kept
     agree(Triton(), c)
 
 
@@ -347,8 +360,8 @@ def test_ds_of_16_bits_is_kept_for_a_bias_in_fp32_where_its_range_is_fp32s(dtype
 
 
 def test_scattered_sums_of_fp32_are_taken_in_float64():
-    table = normal(4, 32).requires_grad_()
-    score = tw.score(lambda s, b, h, i, j: s + table[h, (i + j).clamp(0, 31)])
+    table = normal(2, 32).requires_grad_()
+    score = tw.score(lambda s, b, h, i, j: s + table[b, (i + j).clamp(0, 31)])
     c = call(*qkv(), score=score)
     sums = LeafSums(Plan(c.p, INTERPRETED), c.t)
     assert [x.dtype for x in sums.buffers] == [torch.float64]
@@ -496,7 +509,7 @@ def test_positions_are_subtracted_as_fp32_where_that_is_exact(monkeypatch):
 
 
 def test_a_scattered_gradient_is_refused_when_deterministic():
-    c = call(*qkv(), score=tw.score(LEAVES[SCATTER][1](normal(4, 9).requires_grad_())), deterministic=True)
+    c = call(*qkv(), score=tw.score(LEAVES[SCATTER][1](normal(2, 9).requires_grad_())), deterministic=True)
     assert any("deterministic" in reason for reason in Triton().unsupported(c.p))
 
 

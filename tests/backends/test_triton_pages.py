@@ -190,3 +190,10 @@ def test_splits_fill_the_machine_and_stop_where_it_is_full():
     assert short < long
     assert paged_splits(problem(4, 2048, 64, 64), 64, H200.cores)[0] == 1
     assert paged_splits(problem(1, 1, 16, 4), 64, H200.cores)[0] == 1  # 64 keys are no more than a split has
+
+
+@pytest.mark.parametrize(("scales", "rows", "tile_m"), [("heads", 64, 128), ("heads", 60, 64), ("tokens", 64, 64)])
+def test_a_chunk_over_keys_of_8_bits_has_more_rows_in_a_tile_unless_each_key_has_its_scale(scales, rows, tile_m):
+    case = Case(64, (64,), rows=rows, dims=(128, 128), dtype=torch.bfloat16, scales=scales)
+    q, cache, _ = case.draw()
+    assert paged_config(paged_call(q, cache).p, H200, "ieee").forward.tile_m == tile_m

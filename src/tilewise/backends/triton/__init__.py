@@ -31,6 +31,7 @@ from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config
 from tilewise.backends.triton.host import launch, tangent, tile_map, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
+from tilewise.backends.triton.kernels.distant import parts_of
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks, reads_by_distance
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged, few_queries
@@ -243,7 +244,7 @@ def _pair_reasons(problem: Problem) -> list[str]:
 
 
 def _scattered(problem: Problem) -> list[str]:
-    reads = [read for read in classify(problem) if read.how == SCATTER]
+    reads = [part for read in classify(problem) for part in parts_of(problem, read) if part.how == SCATTER]
     return [
         f"deterministic: the gradient of a tensor read at [{', '.join(str(x) for x in read.expr.args[1:])}] is scattered "
         "by atomic additions, in any order"

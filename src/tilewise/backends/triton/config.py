@@ -304,6 +304,9 @@ PAIRED = {
 DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tma((32, 64, 4, 3))))}
 # Where v lies in k's memory, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
 LATENT = {"sm90": (Choices(576, forward=_tma((64, 64, 8, 2))),)}
+# A chunk of queries over e4m3 numbers whose scales are not those of single keys: with more rows, fewer tiles convert each key
+# (docs/decisions.md#triton-pages).
+E4M3 = {"sm90": (Choices(96), Choices(128, forward=_tma((128, 64, 8, 3))))}
 # Where one query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
 DECODING = {
     "sm90": (

@@ -14,6 +14,7 @@ import torch
 from tilewise import device as devices
 from tilewise.backends.triton.config import (
     DECODING,
+    E4M3,
     INTERPRETED,
     LATENT,
     OVERLAPPING,
@@ -128,16 +129,35 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
         tiles = row.forward[0]
     # Packed, other sequences of the batch decide whether rows are few on average: a deterministic choice does not look.
     rows = tiles.tile_m if problem.packed and problem.spec.deterministic else rows_of_sequence(problem)
+    if measured is None:
+        tiles = chunk_tiles(arch, problem, rows) or tiles
     few = row_for(DECODING.get(arch, ()), problem) if size == 2 else None
     if few is not None and rows <= few.forward[0].tile_m:
         tiles = few.forward[0] if rows > FEWEST_ROWS else replace(few.forward[0], tile_m=FEWEST_ROWS)
     elif few is None and rows < tiles.tile_m:
         tiles = replace(tiles, tile_m=width(rows))
+    if problem.quantised and scales_of_keys(problem) and tiles.tile_m <= FEWEST_ROWS:
+        tiles = replace(
+            tiles, tma=False
+        )  # beside descriptors, loads of scales wait longer (docs/decisions.md#triton-pages)
     tiles = paged_tiles(problem, tiles, machine)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
     return PagedConfig(
         tiles, tiles, tiles, split=keys, splits=splits, overlapping=arch in OVERLAPPING, products=products
     )
+
+
+def chunk_tiles(arch: str, problem: Problem, rows: int) -> Tiles | None:
+    """The tiles of a chunk of so many rows over a quantised cache, where it has some of its own."""
+    row = row_for(E4M3.get(arch, ()), problem)
+    if row is None or not row.forward or not problem.quantised or problem.latent or problem.dtype.itemsize != 2:
+        return None
+    return row.forward[0] if rows >= row.forward[0].tile_m and not scales_of_keys(problem) else None
+
+
+def scales_of_keys(problem: Problem) -> bool:
+    """Whether a quantised cache has a scale for each key and head."""
+    return any(len(problem.extras[n].shape) == 3 for n in problem.spec.scale_slots)
 
 
 def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:

@@ -66,8 +66,8 @@ class LeafSums:
 
     Attributes:
         grads: the gradients, by slot.
-        buffers: what kernels write for each read: a gradient; sums of rows or columns (batch, heads_q, length), packed without batch; or
-            sums of strips' distances (batch, heads_q, parts, strips, 2 T), the same.
+        buffers: what kernels write for each read: a gradient; sums of rows or columns (batch, heads_q, length), packed without batch;
+            sums of strips' distances (batch, heads_q, parts, strips, 2 T), the same; or of pairs (1, heads_q or 1, seqlen_q, seqlen_k).
     """
 
     def __init__(self, plan: Plan, inputs: Inputs):
@@ -89,6 +89,9 @@ class LeafSums:
             strips = Strips.of(self.plan, read)
             shape = (*outer, strips.parts, strips.number, 2 * strips.tiles.tile_m)
             return q.new_empty(shape, dtype=torch.float32)
+        if read.pairs:
+            heads = problem.heads_q if "h" in expr.depends_on(*read.expr.args[1:]) else 1
+            return q.new_empty((1, heads, problem.seqlen_q, problem.seqlen_k), dtype=torch.float32)
         return self.grads[read.slot]
 
     def _new_gradient(self, read: Read) -> Tensor:
@@ -96,11 +99,16 @@ class LeafSums:
         plan, leaf = self.plan, self.inputs.leaves[read.slot]
         # Thousands of numbers may be scattered to one address, in any order: of fp32 such a chain rounds more than eager's sums
         # (docs/decisions.md#triton-float64-scatter).
-        scattered = any(other.how == SCATTER or _of_distances(other) for other in self.reads if other.slot == read.slot)
+        parts = [other for other in self.reads if other.slot == read.slot]
+        scattered = any(part.how == SCATTER or part.pairs or _of_distances(part) for part in parts)
         dtype = torch.float64 if scattered and plan.problem.dtype == torch.float32 else torch.float32
-        if read.how in (STORE, TILES):
+        if read.how in (STORE, TILES) and not read.pairs:
             dtype = leaf.dtype
-        new = torch.empty if read.how == TILES and _reads_every_element(plan.problem, read) else torch.zeros
+        new = (
+            torch.empty
+            if read.how == TILES and not read.pairs and _reads_every_element(plan.problem, read)
+            else torch.zeros
+        )
         return new(leaf.shape, dtype=dtype, device=leaf.device)
 
     def totals(self) -> dict[int, Tensor]:
@@ -109,6 +117,9 @@ class LeafSums:
             if _of_distances(read):
                 self._add_distances(read, buffer)
                 continue
+            if read.pairs:
+                grad, env = self.grads[read.slot], _pair_env(self.plan.problem, buffer)
+                read_adjoint(grad, read.expr, env, self.inputs.leaves, buffer.to(grad.dtype))
             if read.how not in (ROWS, COLUMNS):
                 continue
             grad, axes = self.grads[read.slot], kept_axes(self.plan.problem, read, buffer)
@@ -186,6 +197,15 @@ def _distance_env(problem: Problem, first: int, last: int, device: torch.device)
         "h": torch.arange(problem.heads_q, device=device).view(1, -1, 1, 1),
         "i": torch.arange(first, last, device=device).view(1, 1, -1, 1),
     }
+
+
+def _pair_env(problem: Problem, buffer: Tensor) -> dict[str, Tensor]:
+    """The indices of a buffer of sums of pairs, on axes ``(b, h, i, j)``."""
+    device = buffer.device
+    env = {name: torch.full((), getattr(problem, name), device=device) for name in ("seqlen_q", "seqlen_k")}
+    for axis, name in enumerate("bhij"):
+        env[name] = torch.arange(buffer.shape[axis], device=device).view([-1 if n == axis else 1 for n in range(4)])
+    return env | {"off": env["seqlen_k"] - env["seqlen_q"]}
 
 
 def _index(problem: Problem, e: expr.Expr, first: int, last: int, grad: Tensor) -> list[Tensor]:

@@ -284,11 +284,12 @@ def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
         or {"slope", "tile_0"} & set(emitted.functions)
     ):
         return ()
-    leaf = problem.extras[emitted.reads[0].slot]
+    read = emitted.reads[0]
+    leaf = problem.extras[read.slot]
     # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
     if leaf.dtype != problem.dtype != torch.bfloat16:
         return ()
-    over_heads, gradient = "h" in emitted.reads[0].loops, math.prod(leaf.shape) * leaf.dtype.itemsize
+    over_heads, gradient = "h" in read.loops, 0 if read.pairs else math.prod(leaf.shape) * leaf.dtype.itemsize
     return sheet_parts(problem, over_heads, decisions.config.beside[1], gradient)
 
 
@@ -331,7 +332,6 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
         "align": align,
         "together": tiles.ahead,
-        "registers": tiles.registers,
     }
     defaults = {
         "split": False,

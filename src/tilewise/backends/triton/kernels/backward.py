@@ -523,9 +523,7 @@ def dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, part
     if FACTS.rows is not None:
         # Sums over the tile's keys of leaves that are not read at j, fp32 (tile_m, PARTIAL), kept in registers: a sum of
         # whole rows would pass between threads at every tile.
-        # With few registers what the score made of i and j is made again.
-        again = here(i, FACTS) if FACTS.registers else i
-        more = FACTS.rows(ds, p > 0.0, s, work.b, rows.head, again[:, None], j[None, :], work)
+        more = FACTS.rows(ds, p > 0.0, s, work.b, rows.head, i[:, None], j[None, :], work)
         total = ()
         for n in tl.static_range(len(FACTS.row_grads)):
             total = total + (sums[n] + more[n],)

@@ -1,4 +1,4 @@
-"""Reads of a score's tensors at the distance of a pair: how a module reads them, and the sums that make their gradients."""
+"""Reads of a score's tensors at the distance of a pair: how a module reads them; and the sums that make the gradients of all reads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from tilewise import expr
 from tilewise.distances import by_distance, indices, near
 from tilewise.expr import Expr
-from tilewise.leaf_gradients import DIAGONALS, ROWS, Read
+from tilewise.leaf_gradients import DIAGONALS, ROWS, SCATTER, TILES, Read
 from tilewise.problem import Problem
 
+PAIRS_MEMORY = 1 << 26  # bytes of the sums of pairs; adding them to a leaf sorts them, which takes more
 # An index of these operations alone is computed for every pair; any other is looked up.
 _SHORT = ("symbol", "number", "add", "sub", "neg", "mul", "abs", "maximum", "minimum", "clamp_min", "clamp_max")
 
@@ -27,8 +28,14 @@ def near_of_all(problem: Problem) -> tuple[int, int] | None:
     return min(x.start for x in found), max(x.stop for x in found)
 
 
-def parts_by_distance(problem: Problem, read: Read) -> tuple[Read, ...]:
-    """The sums that make one read's gradient: by distance near the diagonal, by rows on either side, where its index is constant."""
+def parts_of(problem: Problem, read: Read) -> tuple[Read, ...]:
+    """The sums that make one read's gradient.
+
+    By distance near the diagonal, by rows on either side, where an index by distance is constant. What would be scattered for each batch
+    element, though its index is the same in all, as in a table read through a tensor of pairs, is summed over the batch first.
+    """
+    if read.how == SCATTER:
+        return (_over_batch(problem, read),)
     if read.how != DIAGONALS:
         return (read,)
     found = near(problem, read.expr)
@@ -37,6 +44,17 @@ def parts_by_distance(problem: Problem, read: Read) -> tuple[Read, ...]:
     parts += (replace(read, how=ROWS, distances=(None, found.start)),) if found.below else ()
     parts += (replace(read, how=ROWS, distances=(found.stop, None)),) if found.above else ()
     return parts or (replace(read, how=ROWS, distances=(None, found.start)),)  # no pair is kept: a sum of none
+
+
+def _over_batch(problem: Problem, read: Read) -> Read:
+    """A scattered read summed over the batch, and over heads where its index does not depend on h; itself where it cannot be, or the
+    sums would take more than PAIRS_MEMORY."""
+    used = expr.depends_on(*read.expr.args[1:])
+    heads = problem.heads_q if "h" in used else 1
+    if problem.packed or used & {"b", "s"} or 4 * heads * problem.seqlen_q * problem.seqlen_k > PAIRS_MEMORY:
+        return read
+    sizes = {"b": problem.batch, "h": problem.heads_q // heads}
+    return replace(read, how=TILES, loops=tuple(name for name, size in sizes.items() if size > 1), pairs=True)
 
 
 def read_at_distance(n: int, body: str) -> str:

@@ -31,7 +31,7 @@ from itertools import chain
 import torch
 
 from tilewise import expr
-from tilewise.backends.triton.kernels.distant import near_of_all, parts_by_distance, read_at_distance, with_lines
+from tilewise.backends.triton.kernels.distant import near_of_all, parts_of, read_at_distance, with_lines
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
 from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts, reads_by_distance
 from tilewise.backends.triton.kernels.writer import Ways, Writer, is_scaled_tanh
@@ -57,7 +57,7 @@ class Emitted:
         functions: by name; a part that the problem does not have is missing.
         numbers: the values of ``work.numbers``.
         slots: the extras that ``work.leaves`` holds, in order.
-        reads: how the gradient of each read of a leaf is summed; one by distance may be several (:func:`parts_by_distance`).
+        reads: how the gradient of each read of a leaf is summed; one by distance may be several (:func:`parts_of`).
         hides: whether the score may be -inf, or its slope not finite, where s is finite.
         binary: whether the score is in units of log2.
         bounded: whether it is binary and at most BOUND, for inputs in bf16.
@@ -113,7 +113,7 @@ def emit(
     if distances is not None:
         bounds = [expr.abstract(expr.number(n), numbers) for n in distances]
         source.append(_together(writer(), "near", bounds))
-    parts = [parts_by_distance(problem, read) for read in classify(problem)]
+    parts = [parts_of(problem, read) for read in classify(problem)]
     if tangents is not None:
         # The passes for TILES and DIAGONALS (pair_bias.py, diagonals.py) sum dZ alone. A tangent of it has two terms, and
         # its pairs are scattered.
@@ -121,7 +121,9 @@ def emit(
         parts = [(replace(read, how=how.get(read.how, read.how)),) for read in classify(problem)]
     binary = bounded = hides = False
     if score is not None:
-        ways = Ways(described=described, distant=distant, heads=heads)
+        # Positions that count from a tile's corner take registers: up to D 64 the forward's tiles are wide and leave it none.
+        corner = heads is not None and max(problem.head_dim, problem.head_dim_v) > 64
+        ways = Ways(described=described, distant=distant, heads=heads, corner=corner)
         of_score, binary, bounded = _of_score(problem, score, partial(writer, ways=ways), numbers, parts, tangents)
         source, hides = source + of_score, _hides(score)
     source += [read_at_distance(n, body) for n, body in enumerate(distant or ())]
@@ -161,8 +163,7 @@ def _of_score(
         source.append(_weights(writer(), root))
     # The backward may take the tanh of one instruction, whose error is below the rounding of dS to 16 bits; tangents
     # keep the exact one.
-    # Its positions count from a tile's corner, for which the forward, whose tiles are wider, has no registers.
-    ways = replace(writer().ways, rough=half and tangents is None, corner=tangents is None and not problem.paged)
+    ways = replace(writer().ways, rough=half and tangents is None, corner=writer().ways.heads is not None)
     again = partial(writer, ways=ways)
     source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, parts, factors, tangents)]
     if half and not binary and tangents is None:
@@ -375,6 +376,9 @@ def _gradients(
 
 def _where_summed(n: int, read: Read, lookup: Expr, numbers: list[float], writer: Writer) -> str:
     """A function for the kernel that sums the n-th read: ``place_N``, where a pair is read, or ``start_N``, the least distance."""
+    if read.pairs:
+        head = "0" if "h" in read.loops or "h" not in expr.depends_on(*lookup.args[1:]) else "h"
+        return _function(f"place_{n}", _KEEP, [f"return ({head} * work.seqlen_q + i) * work.seqlen_k + j"])
     if read.how == TILES:
         offset = writer.offset(lookup, "grad_extents")
         return _function(f"place_{n}", _KEEP, [*writer.lines, f"return {offset}"])

@@ -60,7 +60,7 @@ def _accuracy(axes, record: dict):
 
 
 def draw_ladder(head: dict, rungs: list[dict], path: Path):
-    """Writes a PNG of a run of ladder.py: an image of each rung above, the accuracy over the seconds of training below.
+    """Writes a PNG of a run of ladder.py: an image of each rung and its side above, the accuracy over the seconds of training below.
 
     head, rungs: the run's record and its results, as ``ladder.found`` returns them.
     """
@@ -74,12 +74,13 @@ def draw_ladder(head: dict, rungs: list[dict], path: Path):
     above, below = figure.subfigures(2, 1, height_ratios=(1, 2.2))
     for place, rung in zip(above.subplots(1, len(rungs)), rungs, strict=True):
         place.imshow(draw(_images_of(rung), 1, seed=2).pixels[0], cmap="gray")
-        place.set_title(f"{rung['shape']['side']} × {rung['shape']['side']}", fontsize=9)
+        place.set_title(f"{rung['shape']['side']}", fontsize=9)
         place.set_axis_off()
     axes = below.subplots()
     for number, rung in enumerate(rungs):
         _rung(axes, rung, shade=0.05 * (number % 2))
     axes.axhline(0.5, color="#777777", linewidth=1, linestyle=":")
+    axes.text(0, 1.06, "dashes of a path", fontsize=8, color="#555555")
     axes.set(xlabel=f"seconds of training, {head['device']}", ylabel="accuracy on new images", ylim=(0.4, 1.02))
     axes.set_xlim(0, rungs[-1]["ended_s"])
     axes.grid(True, axis="y", color="#e6e6e6", linewidth=0.8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tests.backends.hopper.test_forward import CASES as FORWARD
 from tests.backends.hopper.test_forward import PACKED, array, packed_call, qkv
 from tilewise import accuracy
 from tilewise.backends.base import Grads
+from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import ClusterTiles, KeyTiles, QueryTiles
 from tilewise.backends.hopper.config import PLAIN
@@ -38,12 +40,16 @@ KEYS = {
     "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
     "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
     "overlapping": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
+    "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, overlaps=True, counts=True),
+    "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
 }
 
 
 def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
-    x = backward_config.choose(c.p)
+    # Bits are for tiles that accumulate dQ; for others the same predicate is traced.
+    with patch.object(shared, "BUDGET", 0 if tiles and not tiles.sums_dq else shared.BUDGET):
+        x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
     return emulate_kernels(c, replace(x, keys=tiles, queries=queries) if tiles else x, ctas)
 
@@ -145,6 +151,8 @@ PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-row
 PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
 PAIRS += [(name, "overlapping") for name in ("one", "causal-empty-rows", "documents-empty-rows")]
 PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys")]
+PAIRS += [(name, "bits") for name in ("keep", "keep-causal", "dense", "dense-empty", "union")]
+PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse-odd")]
 PAIRS += [
     (name, "paired") for name in ("full", "one", "causal-wide", "causal-empty-rows", "window", "keys", "large-scores")
 ]

@@ -230,12 +230,23 @@ def test_what_asks_about_every_pair_gets_tiles_of_its_own_and_is_never_summed(op
         "TABLE",
         {dims: replace(row, one_pass_from=0, counted_from=None) for dims, row in TABLE.items()},
     )
+    monkeypatch.setattr(sizes, "BUDGET", 0)  # else bits say what a predicate keeps
     for d in (64, 96, 128, 256):
         x = backward_config.choose(small(d=d, **options).p)
         assert x.pairs
         passes = [row.predicate if x.traced.keep else row.pairs or row.predicate for row in TABLE.values()]
         assert (x.keys, x.queries) in passes
         assert x not in shipped()
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
+def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
+    masks = tw.keep(lambda b, h, i, j: j % 2 == 0), tw.dense(normal(70, 70) > 0), tw.causal() | tw.prefix(9)
+    (found,) = {backward_config.choose(small(d=d, mask=mask).p) for mask in masks}
+    assert found.form == "bits"
+    assert found in shipped()
+    # Its dQ is added up in any order.
+    assert backward_config.choose(small(d=d, mask=masks[0], deterministic=True).p).traced.keep
 
 
 # -- What a launch is given ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tilewise import expr
 from tilewise.bit_tiles import BUDGET, bits_bytes
 from tilewise.expr import Expr
-from tilewise.masks.facts import Band, as_band, monotone_terms
+from tilewise.masks.facts import Band, as_band
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes of shared memory that one CTA may have
@@ -102,21 +102,6 @@ def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False) -> st
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     size = bits_bytes(problem.spec.region, shape, crossing, by_columns)
     return f"a bit for each pair may take {size >> 20} MiB, more than {BUDGET >> 20}" if size > BUDGET else ""
-
-
-L2_HELD = 12 << 20  # bytes of K and V; each half of L2 keeps what its own cores read
-
-
-def heads_held(problem: Problem) -> int:
-    """How many query heads are to be at work at a time, where lists of blocks say which keys a tile visits.
-
-    Where lists are in no order that tiles share, L2 has to hold all keys of these heads. Tiles under rising or falling ends visit
-    nearly the same keys at a time, so that any number of heads may be open, and their lengths even out.
-    """
-    if monotone_terms(problem.spec.region) is not None:
-        return problem.batch * problem.heads_q
-    head = problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return max(1, problem.group * (L2_HELD // max(1, head)))
 
 
 # -- Tensors -------------------------------------------------------------------------------------------------------

@@ -441,6 +441,7 @@ TABLE = {
         softcap=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True)),
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
         one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
+        bits=KeyTiles(64, 64, 128, 5, sums_dq=True, queued=True, overlaps=True, counts=True),
         one_pass_from=1100,
         counted_from=900,
     ),
@@ -458,6 +459,7 @@ TABLE = {
         pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
         predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
         one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, v_register_steps=1),
+        bits=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
         one_pass_from=560,
     ),
     (192, 128): BackwardRow(

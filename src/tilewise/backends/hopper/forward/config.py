@@ -24,7 +24,6 @@ from tilewise.backends.hopper.config import (
     Formed,
     Traced,
     band_of,
-    heads_held,
     is_traced,
     keys_of,
     why_no_bits,
@@ -594,6 +593,4 @@ def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     if problem.packed:  # at most, as only the device knows the lengths
         tiles = problem.heads_q * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
     section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
-    if config.form == "bits":
-        section = min(section, heads_held(problem))
     return Grid(tiles, min(tiles, cores), section, parts)

@@ -91,7 +91,7 @@ def load(name: str) -> ModuleType:
 def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Places) -> None:
     """Products, and what goes between registers and shared memory."""
 
-    def begin_products(mma, acc, factors, overwrite: bool) -> None:
+    def begin_products(mma, acc, factors, overwrite: bool, registers=None) -> None:
         def product() -> None:
             for n, (a, b) in enumerate(factors):
                 left, right = places.matrix(a.values) if isinstance(a, Registers) else seen(a), seen(b)
@@ -179,6 +179,8 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
         found["backward.keys_compute"],
         make_operands=_key_operands,
         as_rows_columns=lambda operand, acc: operand.values,
+        OperandValues=lambda operand, acc, dtype: operand.values,
+        load_register_steps=lambda operand, mma, smem: None,  # products take all columns from shared memory
     )
     stand_in(found["backward.dq_accumulate"], write_part=write_part, begin_copy=begin_copy, **semaphores())
 

@@ -73,8 +73,8 @@ class KeyTiles:
         queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
             (docs/decisions.md#hopper-overlapped-tiles).
-        counts: the tiles that have been added to a head's dQ are counted, so that dQ is rounded where multiprocessors have no tile left
-            (docs/decisions.md#hopper-counted-heads).
+        counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
+        v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
     """
 
     width: int
@@ -91,6 +91,7 @@ class KeyTiles:
     queued: bool = False
     overlaps: bool = False
     counts: bool = False
+    v_register_steps: int = 0
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
@@ -380,8 +381,7 @@ class BackwardRow:
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
-        bits: where the pass over keys accumulates dQ, with lists of blocks and a bit for each pair of a partial one; blocks of 64 or 128
-            queries.
+        bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
         one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
             an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
         counted_from: the same where tiles are counted, which hides a part of that; None: as many.
@@ -413,8 +413,10 @@ class BackwardRow:
         """``one_pass`` as a form has it: tiles overlap (docs/decisions.md#hopper-overlapped-tiles), and key tiles that are not equally long
         come from a queue (docs/decisions.md#hopper-open-heads)."""
         keys = self.one_pass
-        if keys is None or keys.clustered or packed:
+        if keys is None or keys.clustered:
             return keys
+        if packed:  # the numbers of a sequence take registers too
+            return replace(keys, v_register_steps=min(keys.v_register_steps, 3))
         keys = replace(keys, overlaps=True, counts=True)
         return keys if form == "full" else replace(keys, queued=True, prefetches=True)
 
@@ -438,7 +440,7 @@ TABLE = {
         ),
         softcap=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True)),
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
-        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True),
+        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
         bits=KeyTiles(64, 64, 128, 5, sums_dq=True, queued=True, overlaps=True, counts=True),
         one_pass_from=1100,
         counted_from=900,
@@ -456,7 +458,7 @@ TABLE = {
         ),
         pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
         predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
-        one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True),
+        one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, v_register_steps=1),
         bits=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
         one_pass_from=560,
     ),

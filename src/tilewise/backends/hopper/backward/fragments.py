@@ -7,6 +7,8 @@ wgmma accumulator of 64 x N are, in the same order, those of an operand of 64 x 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
@@ -17,6 +19,7 @@ from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import pack
 from tilewise.backends.hopper.kit.ring import release
+from tilewise.backends.hopper.kit.tiles import rows_columns
 
 
 def warp_and_warpgroup():
@@ -28,19 +31,31 @@ def warp_and_warpgroup():
 # -- Products ------------------------------------------------------------------------------------------------------
 
 
-def begin_products(mma: cute.TiledMma, acc: cute.Tensor, factors, overwrite: bool) -> None:
-    """Issues the wgmmas of ``acc (+)= sum of a b`` over the ``factors`` ``(a, b)`` as one group. Mode 2 of an operand counts its
-    k steps.
+class RegisterOperand(NamedTuple):
+    """The first k steps of an operand A in registers, (.., 1, k steps), and the product that takes them from there."""
 
-    The atom is made here: a field set on the caller's atom would belong to the caller's loop.
+    mma: cute.TiledMma
+    a: cute.Tensor
+
+
+def begin_products(
+    mma: cute.TiledMma, acc: cute.Tensor, factors, overwrite: bool, registers: RegisterOperand | None = None
+) -> None:
+    """Issues the wgmmas of ``acc (+)= sum of a b`` over the ``factors`` ``(a, b)`` as one group. Mode 2 of an operand counts its
+    k steps; the first ones of each a come from ``registers``, if these are given.
+
+    The atoms are made here: a field set on the caller's atom would belong to the caller's loop.
     """
-    atom = cute.make_mma_atom(mma.op)
+    atom, steps = cute.make_mma_atom(mma.op), 0
+    if registers is not None:
+        register_atom, steps = cute.make_mma_atom(registers.mma.op), cute.size(registers.a, mode=[2])
     # Registers that were written since the last product are visible to this one.
     warpgroup.fence()
     for n, (a, b) in enumerate(factors):
         for step in range(cute.size(a, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, not (overwrite and n == step == 0))
-            cute.gemm(atom, acc, a[None, None, step], b[None, None, step], acc)
+            one, left = (register_atom, registers.a) if step < steps else (atom, a)
+            one.set(warpgroup.Field.ACCUMULATE, not (overwrite and n == step == 0))
+            cute.gemm(one, acc, left[None, None, step], b[None, None, step], acc)
     # One group, whatever the number of products: a wait counts it as one.
     warpgroup.commit_group()
 
@@ -61,6 +76,33 @@ def transposed(tiles: cute.Tensor) -> cute.Tensor:
 def words(operand: cute.Tensor) -> cute.Tensor:
     """An operand in registers viewed as 32-bit words, two elements each, in the registers' order."""
     return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), I32)
+
+
+class OperandValues:
+    """An operand in registers, read as fp32 numbers at a thread's (row, column). Of bf16 each takes one instruction here; the compiler
+    takes two for the upper one of a word."""
+
+    def __init__(self, operand: cute.Tensor, acc: cute.Tensor, dtype: str):
+        self.words = words(operand) if dtype == "bf16" else None
+        self.elements = rows_columns(as_accumulator(operand, acc))
+
+    def __getitem__(self, place: tuple[int, int]):
+        r, c = place
+        if self.words is None:
+            return F32(self.elements[r, c])
+        # Word c + r of an even column c holds columns c and c + 1 of row r.
+        code = "and.b32 {$w0}, {$r0}, 0xffff0000;" if c % 2 else "shl.b32 {$w0}, {$r0}, 16;"
+        return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[self.words[c - c % 2 + r]])
+
+
+def load_register_steps(operand: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor) -> None:
+    """Loads the first k steps of an operand A of ``mma`` into registers, as many as ``operand`` has; ``smem``: (rows, columns)."""
+    # Four 8 × 8 matrices an instruction: a k step of 16 columns for each warp's 16 rows.
+    copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), operand.element_type), mma)
+    mine = copy.get_slice(cute.arch.thread_idx()[0] % 128)
+    source, target = mine.partition_S(smem), mine.retile(operand)
+    for step in range(cute.size(operand, mode=[2])):
+        cute.copy(copy, source[None, None, step], target[None, None, step])
 
 
 def round_to_operand(operand: cute.Tensor, acc: cute.Tensor, dtype: str) -> None:

@@ -130,6 +130,7 @@ def tiled_mmas(config: Backward) -> KeysMmas:
         mma(major.MN, tiles.width, registers),  # dK += dSᵀ Q
         mma(major.MN, tiles.width_v, registers),  # dV += Pᵀ dO
         dq_accumulate.tiled_mma(config) if tiles.sums_dq else None,
+        mma(major.K, tiles.tile_m, registers) if tiles.v_register_steps else None,
     )
 
 

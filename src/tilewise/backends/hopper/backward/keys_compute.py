@@ -20,10 +20,13 @@ from cutlass.cute.nvgpu import warpgroup
 from tilewise.backends.hopper.backward import dq_accumulate
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.backward.fragments import (
+    OperandValues,
+    RegisterOperand,
     as_accumulator,
     begin_products,
     column_statistic,
     hold_above_wait,
+    load_register_steps,
     release_read,
     round_to_operand,
     scale,
@@ -43,6 +46,8 @@ from tilewise.backends.hopper.kit.ring import release
 from tilewise.backends.hopper.kit.scheduler import each_late, each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
 
+K_STEP = 16  # columns of an operand that one wgmma takes
+
 # -- Operands ------------------------------------------------------------------------------------------------------
 
 
@@ -56,6 +61,7 @@ class DkDvOperands(NamedTuple):
         p, ds: operands of Pᵀ and dSᵀ, 64 x tile_m, in registers in the order of ``s``.
         dk, dv: accumulators, 64 x width and 64 x width_v, fp32.
         dq: the operands of a part of dQ, where it is accumulated.
+        v_registers: the first columns of V in registers, if any are there.
     """
 
     mmas: KeysMmas
@@ -72,6 +78,7 @@ class DkDvOperands(NamedTuple):
     dk: cute.Tensor
     dv: cute.Tensor
     dq: dq_accumulate.SumOperands | None = None
+    v_registers: RegisterOperand | None = None
 
 
 def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkDvOperands:
@@ -81,8 +88,8 @@ def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkD
     def accumulator(mma, columns):
         return cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), F32)
 
-    def operand(mma):
-        return cute.make_rmem_tensor(mma.partition_shape_A((ROWS, tiles.tile_m)), ELEMENT[config.dtype])
+    def operand(mma, columns=tiles.tile_m):
+        return cute.make_rmem_tensor(mma.partition_shape_A((ROWS, columns)), ELEMENT[config.dtype])
 
     return DkDvOperands(
         mmas,
@@ -95,6 +102,7 @@ def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkD
         accumulator(mmas.score, tiles.tile_m), accumulator(mmas.score, tiles.tile_m), operand(mmas.dv), operand(mmas.dk),
         accumulator(mmas.dk, tiles.width), accumulator(mmas.dv, tiles.width_v),
         dq_accumulate.make_operands(mmas.dq, smem.dq, smem.k, w, config) if tiles.sums_dq else None,
+        RegisterOperand(mmas.dp_registers, operand(mmas.dp_registers, K_STEP * tiles.v_register_steps)) if tiles.v_register_steps else None,
     )  # fmt: skip
 
 
@@ -115,7 +123,7 @@ def begin_s(operands: DkDvOperands, w, q_stage) -> None:
 def begin_dp(operands: DkDvOperands, w, do_stage) -> None:
     """Begins dPᵀ = V dOᵀ, 64 x tile_m, with the V of tile w."""
     v, do = stage_of(operands.v, w), stage_of(operands.do, do_stage)
-    begin_products(operands.mmas.score, operands.dp, [(v, do)], overwrite=True)
+    begin_products(operands.mmas.score, operands.dp, [(v, do)], overwrite=True, registers=operands.v_registers)
 
 
 def begin_dv(operands: DkDvOperands, do_stage) -> None:
@@ -332,6 +340,8 @@ def summing_tile(
     group_blocks = blocks_of_group(column, key_tile, params, config)
     for n in cutlass.range_constexpr(2 * tiles.key_tiles):  # K and V of both warpgroups: dQ takes all 128 keys
         cute.arch.mbarrier_wait(smem.held_full + n, held_phase)
+    if cutlass.const_expr(tiles.v_register_steps):
+        load_register_steps(operands.v_registers.a, operands.mmas.dp_registers, tile_at(smem.v, w))
     if cutlass.const_expr(tiles.overlaps):
         cute.arch.mbarrier_wait(smem.left, 1 - held_phase)  # dK and dV of the tile before have left, from store
     state = state.restart()
@@ -391,14 +401,22 @@ def summing_block(
     probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config)
     begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v, runs while dS is made
     warpgroup.wait_group(1)  # dP is done
-    p, delta = as_rows_columns(operands.p, operands.dp), column_statistic(smem.statistics, do_stage)
-    score_gradients(rows_columns(operands.dp), p, delta)
+    delta = column_statistic(smem.statistics, do_stage)
+    score_gradients(rows_columns(operands.dp), rounded_p(operands, config), delta)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     ds = as_accumulator(operands.ds, operands.dp)
     dq_accumulate.put_scores(ds, operands.mmas.score, smem.dq, state.count, w, config)
     end = dq_then_dk if config.keys.dq_first else dk_then_dq
     end(operands, w, state, smem, q_stage, do_stage, config)
     return state.next_block(config.keys.stages)
+
+
+def rounded_p(operands: DkDvOperands, config: Backward) -> cute.Tensor | OperandValues:
+    """The operand P as fp32 numbers at a thread's (row, column). Only tiles with columns of V in registers were measured with fewer
+    instructions for it; the bits of the other kernels are left as they were proven."""
+    if config.keys.v_register_steps:
+        return OperandValues(operands.p, operands.dp, config.dtype)
+    return as_rows_columns(operands.p, operands.dp)
 
 
 def dk_then_dq(

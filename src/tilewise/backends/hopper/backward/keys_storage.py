@@ -46,12 +46,14 @@ class KeysMmas(NamedTuple):
         score: Sᵀ or dPᵀ, 64 x tile_m; both operands in shared memory.
         dk, dv: 64 x width; dSᵀ or Pᵀ in registers, and a block of Q or dO seen transposed.
         dq: a part of dQ, where it is accumulated.
+        dp_registers: dPᵀ of the columns of V that are in registers, if any are.
     """
 
     score: cute.TiledMma
     dk: cute.TiledMma
     dv: cute.TiledMma
     dq: cute.TiledMma | None = None
+    dp_registers: cute.TiledMma | None = None
 
 
 class RowBuffers(NamedTuple):

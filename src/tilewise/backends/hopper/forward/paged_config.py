@@ -22,6 +22,9 @@ def reasons(problem: Problem) -> list[str]:
     # A part of a key block comes from one page, in one box.
     if problem.page_size % PAGE_ROWS:
         found.append(f"page_size {problem.page_size} is not a multiple of {PAGE_ROWS}")
+    # The kernel reads the table at one place at least.
+    if not problem.capacity or not problem.k.shape[0]:
+        found.append("a cache without room for a key")
     if problem.spec.score is not None:
         found.append("pages with a score")
     return found + _mask_reasons(problem) + _pool_reasons(problem)

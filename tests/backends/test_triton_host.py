@@ -112,7 +112,7 @@ def test_a_second_backward_is_the_first_with_new_addresses(launches):
     [
         ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
         ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "sheet": None}),
-        ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv", "tile_map"))),
+        ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv", "tile_map", "tile_bits"))),
     ],
 )
 def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):

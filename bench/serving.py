@@ -1,9 +1,10 @@
-"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,time,tiles]`.
+"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,time,rates,tiles]`.
 
 check   every kind of page, row and mask against float64
 replay  one CUDA graph replayed with other lengths, tables and keys: each result against float64 and against a call without a graph
 append  one new key for each of 64 sequences, by Triton's kernel and by PyTorch's operations
 time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
+rates   decoding over sequences of ever more keys, which ``--draw PICTURE`` shows
 tiles   decoding over pages with other tiles and splits than the configured ones
 
 Keys come from slow memory: a graph holds calls over so many copies of K and V that the L2 keeps none. GB/s are the bytes of K and V
@@ -31,6 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 import tilewise as tw
 from bench import records
 from bench.measure import in_turns, seconds_per_call
+from bench.serving_plot import draw
 from tilewise import cache as caches
 from tilewise import pages
 from tilewise.backends.triton import Triton
@@ -57,7 +59,8 @@ PEERS |= {f"pages-{size}": f"tw.attention_paged over pages of {size} keys" for s
 PEERS |= {f"pages-{size}-triton": f"the same over pages of {size} keys, by the triton backend" for size in PAGE_SIZES}
 FP8 = re.compile(r"(fp8(-each)?)?$")  # what a contestant's name says of its numbers
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
-PARTS = ("check", "replay", "append", "time", "tiles")
+PARTS = ("check", "replay", "append", "time", "rates", "tiles")
+RATES = ("pages-64", "cudnn")  # the contestants of that part
 ROUNDS = 7
 TILED = ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-4k", "b2-200")
 ROTATED = 400 << 20  # bytes of K and V that one graph reads at least: an H200's L2 has 50 MiB
@@ -114,9 +117,6 @@ CASES = {
         Case("b16-8k-d64", 16, 8192, 64, 8, 64),
         Case("b8-8k-h16", 8, 8192, 16, 16),
         Case("chunk-512-32k", 1, 32768, queries=512, pages=(16, 64), fp8=True),
-        Case("chunk-512-32k-d64", 1, 32768, 32, 8, 64, queries=512, pages=(16, 64)),
-        Case("chunk-2048-32k", 1, 32768, queries=2048),
-        Case("chunks-4-256-8k", 4, 8192, queries=256, pages=(16, 64)),
         Case("latent-b32-8k", 32, 8192, 128, 1, 576, values=512),
         Case("latent-chunk-64-8k", 4, 8192, 128, 1, 576, 64, values=512),
     ),
@@ -126,6 +126,11 @@ CASES = {
         Case("latent-b2-70", 2, 70, 4, 1, 32, values=16),
     ),
 }
+
+SWEPT = {
+    "cuda": {1: (1024, 4096, 16384, 65536, 131072), 8: (1024, 4096, 16384, 32768), 64: (256, 1024, 4096, 8192)},
+    "cpu": {1: (128, 256), 8: (64,)},
+}  # keys, by batch
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
@@ -497,12 +502,14 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
     if part == "append":
         yield from time_append(run, device)
         return
-    for case in CASES[device]:
+    for case in swept(device) if part == "rates" else CASES[device]:
         if part == "tiles" and case.name not in TILED:
             continue
         with torch.no_grad():
             keys = Keys(case, device)
-            who = contestants(keys) if part == "time" else tiled(keys, keys.paged(case.pages[-1]))
+            who = tiled(keys, keys.paged(case.pages[-1])) if part == "tiles" else contestants(keys)
+            if part == "rates":
+                who = ((name, attend) for name, attend in who if name in RATES)
             found, wrong = timed(keys, who)
         for name, ms in found.items():
             numbers = {"gb_per_s": round(case.bytes_of(name) / ms / 1e6, 1), "shape": case.shape}
@@ -512,6 +519,13 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
             yield records.result(
                 run, f"serving-{case.name}", name, "forward", "time", None, why=[why], shape=case.shape
             )
+
+
+def swept(device: str) -> Iterator[Case]:
+    """Decoding steps of 32 query heads and 8 key heads of 128, over ever more keys; on a CPU of few narrow ones."""
+    heads = () if device == "cuda" else (4, 2, 16)
+    for batch, lengths in SWEPT[device].items():
+        yield from (Case(f"rate-b{batch}-{keys}", batch, keys, *heads) for keys in lengths)
 
 
 def time_append(run: str, device: str) -> Iterator[dict]:
@@ -546,7 +560,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/serving.jsonl"))
     parser.add_argument("--parts", default="check,replay,append,time")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument(
+        "--draw", type=Path, metavar="PICTURE", help="draw the rates in the file of results, and measure nothing"
+    )
     options = parser.parse_args()
+    if options.draw:
+        draw(options.out, options.draw)
+        return 0
     parts = options.parts.split(",")
     if set(parts) - set(PARTS):
         parser.error(f"--parts takes {', '.join(PARTS)}")

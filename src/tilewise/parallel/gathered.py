@@ -154,9 +154,8 @@ def forward(
     if call.route.joined and call.far:
         gathered = finish()
         piece = call.far[0]
-        return list(operator_of(piece.spec)(q, *gathered, extras, seed, piece.spec)), list(
-            gathered
-        ) if call.kept else []
+        outputs = operator_of(piece.spec)(q, *gathered, extras, seed, piece.spec)
+        return list(outputs), list(gathered) if call.kept else []
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
     shape = q.shape[0], q.shape[2], q.shape[1]

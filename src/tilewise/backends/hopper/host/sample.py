@@ -19,12 +19,15 @@ def values(record: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from values(value, f"{path}{field.name}.")
 
 
+def options(config: Config | Backward) -> Hashable:
+    """The form of a kernel together with all its options: what it is but for its dtype and its tiles."""
+    found = [(name, x) for name, x in values(config) if name != "dtype" and "." not in name and not is_dataclass(x)]
+    return type(config).__name__, *found
+
+
 def traits(config: Config | Backward) -> frozenset[Hashable]:
-    """The traits that a kernel shows in a sample: each value of its fields, tiles as a whole and by their parts; and its form together with
-    all its options."""
-    kind, found = type(config).__name__, list(values(config))
-    options = [(name, x) for name, x in found if name != "dtype" and "." not in name and not is_dataclass(x)]
-    return frozenset({*((kind, *each) for each in found), (kind, *options)})
+    """The traits that a kernel shows in a sample: each value of its fields, tiles as a whole and by their parts; and its options."""
+    return frozenset({*((type(config).__name__, *each) for each in values(config)), options(config)})
 
 
 def sample(configs: Sequence[Config | Backward]) -> list[Config | Backward]:

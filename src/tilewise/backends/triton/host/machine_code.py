@@ -42,9 +42,8 @@ class Instruction:
             for number in (int(x) for x in UNIFORM.findall(part)):
                 if n == 0 and writes and part == f"UR{number}":
                     written |= {number, number + 1} if wide else {number}
-                elif (
-                    "gdesc" in part
-                ):  # descriptors of both matrices, of the second alone where the first is in registers
+                elif "gdesc" in part:
+                    # Descriptors of both matrices; of the second alone where the first is in registers.
                     read |= set(range(number + 2 if n >= 2 else number, number + 4))
                 elif "desc[" in part or (n in pairs and writes):
                     read |= {number, number + 1}

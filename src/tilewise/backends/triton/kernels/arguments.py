@@ -143,9 +143,9 @@ class WorkTile(NamedTuple):
     grad_extents: Any
     numbers: Any
     pair: Any
-    heads: Any = ()
-    corner: Any = ()
-    far: Any = ()
+    heads: Any
+    corner: Any
+    far: Any
 
 
 @triton.jit

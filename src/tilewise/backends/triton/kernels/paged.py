@@ -196,6 +196,8 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
         grad_extents=sizes.grad_extents,
         numbers=scales.numbers,
         pair=b,
+        heads=(),
+        corner=(),
         far=(),
     )
 

@@ -109,6 +109,8 @@ def whole_sequence(b, tensors, sizes, numbers):
         grad_extents=(),
         numbers=numbers,
         pair=b,
+        heads=(),
+        corner=(),
         far=(),
     )
 

@@ -366,7 +366,7 @@ def text() -> str:
     """The whole page."""
     verdicts = [globals()[claim["found"]]().verdict for claim in claims()]
     said = ", ".join(
-        f"{verdicts.count(v)} {w}" for v, w in ((HOLDS, "hold"), (FAILS, "do not"), (UNSEEN, "were not measured here"))
+        f"{verdicts.count(v)} {w}" for v, w in ((HOLDS, "hold"), (FAILS, "do not"), (UNSEEN, "not measured here"))
     )
     lines = ["# Evidence", "", *wrapped(INTRO), "", f"Of {len(verdicts)} claims {said}.", "", *claim_table()]
     for part in (training_section, parts_section, traffic_section, newcomer_section):

@@ -11,13 +11,10 @@ are compared, then their steps are timed in turns. `--device cpu` rehearses with
 import argparse
 import random
 import statistics
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import tilewise as tw
 from bench import records
 from bench.gpt_speed import SIZES, step_flops
-from bench.ranks import milliseconds
+from bench.ranks import milliseconds, parser_of, start
 from examples.gpt.model import GPT, GPTConfig, tilewise_attention
 
 CASE, CONTEXT, WARM, TIMED = "gpt-1.3B-ranks", 8192, 2, 6
@@ -137,14 +134,7 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
 
 def main() -> None:
     """Starts the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--rounds", type=int, default=TIMED)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(process, (options.ranks, options, folder), nprocs=options.ranks, start_method="spawn")
+    start(process, parser_of(__doc__.partition(":")[0], TIMED).parse_args())
 
 
 if __name__ == "__main__":

@@ -26,11 +26,19 @@ QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 WIDTH = 160
 SQUARES, MASKED, DECODING = "h200-squares", "h200-masks", "h200-decode"
 FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
-PLANNED = {
-    "block-causal (1024)": ("267ab0b04c17", "plan-block-causal-n16384"),
-    "block-sparse 90 % (128 × 128)": ("267ab0b04c17", "plan-block-sparse-90-n16384"),
-}
 """The runs that the page shows: name a newer one here once it is in bench/results."""
+LATER_PLANS = "267ab0b04c17"
+LATER_RATES = {
+    ("tilewise", "forward"): ("h200-bits-heads", "heads-16"),
+    ("tilewise", "backward"): ("h200-bits", "bits"),
+    ("triton", "forward"): ("h200-bits-heads", "triton"),
+    ("triton", "backward"): ("h200-bits", "triton"),
+}
+LATER = {
+    "block-causal (1024)": ("h200-bits-block-causal-1024-d128-n16384", "plan-block-causal-n16384"),
+    "block-sparse 90 % (128 × 128)": ("h200-bits-block-sparse-90-d128-n16384", "plan-block-sparse-90-n16384"),
+}
+"""Masks whose rows are of later runs: the case of their rates and of their plan, and the run and the contestant of each rate."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "backward")
@@ -232,12 +240,20 @@ def grouped() -> list[str]:
     return section("Grouped queries on an H200", text, table(["", "tilewise", "FA3", "cuDNN"], rows))
 
 
+def mask_rate(case: str, what: str, who: str, direction: str) -> float | None:
+    """The newest rate of a contestant under a mask of the table."""
+    if what in LATER and (who, direction) in LATER_RATES:
+        run, contestant = LATER_RATES[who, direction]
+        return load("hopper-calls").value(run, LATER[what][0], contestant, direction, "rate")
+    return load("h200-peers").value(MASKED, case, who, direction, "rate")
+
+
 def masks() -> list[str]:
     """Masks and scores beside cudnn.flex_attention and compiled FlexAttention."""
     found, run, rows, behind = load("h200-peers"), MASKED, [], dict.fromkeys(PASSES, 0)
     cases = found.cases(run)
     for case, shape in cases.items():
-        rates = {who: [found.value(run, case, who, d, "rate") for d in PASSES] for who in MASK_PEERS}
+        rates = {who: [mask_rate(case, shape["what"], who, d) for d in PASSES] for who in MASK_PEERS}
         for n, direction in enumerate(PASSES):
             behind[direction] += rates["tilewise"][n] < LEVEL * max(rate[n] or 0 for rate in rates.values())
         cells = [pair(rate) for rate in rates.values()]
@@ -245,16 +261,17 @@ def masks() -> list[str]:
             packed = pair(found.value(run, case, who, d, "rate") for d in PASSES)
             cells[column] += "" if packed == NONE else f" ({packed})"
         plans = [found.value(run, case, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
-        if shape["what"] in PLANNED:  # planned anew since, on the same chip
-            plans[0] = load("triton-calls").value(*PLANNED[shape["what"]], "tilewise", "forward", "plan")
+        later = shape["what"] in LATER
+        if later:
+            plans[0] = load("triton-calls").value(LATER_PLANS, LATER[shape["what"]][1], "tilewise", "forward", "plan")
         length = f", N {shape['seqlen']}" if "seqlen" in shape else ""
         length += f", batch {shape['batch']}" if shape.get("batch", 1) > 1 else ""
-        title = f"{shape['what']}{length}, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}"
+        title = f"{shape['what']}{length}, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}{' *' * later}"
         rows.append([title, *cells, " / ".join(number(ms, 2) for ms in plans)])
     text = (
-        "TFLOP/s, forward / backward, in brackets of the same mask as a packed call; a dash where a contestant cannot run the case or "
-        f"failed. Another of the four is faster than tilewise in {behind['forward']} of {len(cases)} forwards and {behind['backward']} "
-        f"backwards. {found.source(run)} {found.runs[run]['statistic']}"
+        "TFLOP/s, forward / backward, in brackets as a packed call; a dash: it cannot; a star: tilewise and its Triton in "
+        f"later runs, `h200-bits*`. Another is faster than tilewise in {behind['forward']} of {len(cases)} forwards and "
+        f"{behind['backward']} backwards. {found.source(run)} {found.runs[run]['statistic']}"
     )
     header = [
         "mask and score",

@@ -326,18 +326,28 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Starts the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+def parser_of(description: str, rounds: int) -> argparse.ArgumentParser:
+    """The options of every benchmark over ranks."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), help="some contestants")
-    parser.add_argument("--rows", nargs="*", default=(), choices=[row.name for row in (*ROWS, *MANY)], help="some rows")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    return parser
+
+
+def start(process: Callable[[int, int, argparse.Namespace, str], None], options: argparse.Namespace) -> None:
+    """Runs ``process(rank, ranks, options, folder)`` in a process for each rank; they meet in the folder."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(process, (options.ranks, options, folder), nprocs=options.ranks, start_method="spawn")
+
+
+def main() -> None:
+    """Starts the ranks."""
+    parser = parser_of(__doc__.partition(":")[0], 5)
+    parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), help="some contestants")
+    parser.add_argument("--rows", nargs="*", default=(), choices=[row.name for row in (*ROWS, *MANY)], help="some rows")
+    start(process, parser.parse_args())
 
 
 if __name__ == "__main__":

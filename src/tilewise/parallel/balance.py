@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise import expr
 from tilewise.masks import Mask, as_mask, region
 from tilewise.parallel.layout import Layout, from_chunks
+from tilewise.parallel.route import key_ends
 from tilewise.tiles import EMPTY, Grid, TileMap
 
 TILE = 128
@@ -80,7 +81,7 @@ class _Work:
         covers = [_cells(start, stop, cell) for start, stop in pairwise(bounds)]
         sees = [0] * len(costs)
         for mask in _as_masks(masks):
-            low, high = _key_ends(mask, seqlen)
+            low, high = key_ends(_grid(mask, seqlen), seqlen)
             for n, (start, stop) in enumerate(pairwise(bounds)):
                 if start < stop:
                     sees[n] |= _cells(int(low[start:stop].amin()), int(high[start:stop].amax()), cell)
@@ -186,13 +187,6 @@ def _row_costs(mask: Mask, seqlen: int) -> Tensor:
     status = TileMap.build(_grid(mask, seqlen), TILE, TILE).status
     visits = (status != EMPTY).double().sum(-1).flatten(0, 1).mean(0)
     return visits.repeat_interleave(TILE)[:seqlen]
-
-
-def _key_ends(mask: Mask, seqlen: int) -> tuple[Tensor, Tensor]:
-    """The first key, and one past the last, that each query may see in some head of some batch element: int64 ``(seqlen,)``."""
-    low, high = _grid(mask, seqlen).key_interval(torch.arange(seqlen))
-    sees = low < high
-    return torch.where(sees, low, seqlen).amin((0, 1)), torch.where(sees, high, 0).amax((0, 1))
 
 
 def _grid(mask: Mask, seqlen: int) -> Grid:

@@ -231,8 +231,8 @@ def modules() -> dict[str, types.ModuleType]:
         cp_async_bulk_commit_group=lambda: None,
         cp_async_bulk_wait_group=lambda n, read: None,
         thread_idx=lambda: (THREADS[: role.threads], 0, 0),
-        block_idx=lambda: (role.cta, 0, 0),
-        grid_dim=lambda: (role.ctas, 1, 1),
+        block_idx=lambda: (role.cta, getattr(role, "split", 0), 0),
+        grid_dim=lambda: (role.ctas, getattr(role, "splits", 1), 1),
         warp_idx=lambda: role.warp,
         shuffle_sync=shuffle,
         vote_ballot_sync=lambda p: sum(1 << n for n, x in enumerate(p[:32]) if x),
@@ -301,7 +301,7 @@ def wait_group(left: int) -> None:
 def kernel_modules() -> list[str]:
     """The modules that are traced into kernels: all of the kit's and both passes' but the configs, which need no DSL."""
     folder = Path(importlib.util.find_spec(HOPPER).submodule_search_locations[0])
-    files = (file for room in ("kit", "forward", "backward") for file in sorted((folder / room).glob("*.py")))
+    files = (file for room in ("kit", "forward", "backward", "latent") for file in sorted((folder / room).glob("*.py")))
     return [f"{HOPPER}.{file.parent.name}.{file.stem}" for file in files if file.stem not in ("__init__", "config")]
 
 

@@ -4,6 +4,7 @@ Importing this imports no DSL. Where to look:
 
 - ``config``: what both passes share: limits, dtypes, forms of masks, expressions that are compiled in. No DSL.
 - ``forward/``, ``backward/``: the kernels of a pass, and ``config``, which chooses among them: tiles, registers, shared memory.
+- ``latent/``: the forward over pages where V lies in K's memory.
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
 - ``expected``: what a compiled kernel must have, for the checks ahead of time.
@@ -93,7 +94,9 @@ class Hopper(Backend):
         return backward_call.backward(self._backward_plans.of(p), t, out, do, dlse)
 
     def _plan(self, p: Problem):
-        if p.paged:
+        if p.latent:
+            from tilewise.backends.hopper.host.latent_call import LatentPlan as ForwardPlan
+        elif p.paged:
             from tilewise.backends.hopper.host.paged_call import PagedPlan as ForwardPlan
         else:
             from tilewise.backends.hopper.host.forward_call import ForwardPlan

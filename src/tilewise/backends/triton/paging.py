@@ -66,8 +66,11 @@ def few_queries(problem: Problem, cores: int) -> bool:
     """Whether a kernel that gives each tile of LARGE_TILE queries of a head to one multiprocessor would leave a quarter of it idle:
     of the rows of all tiles, or of the multiprocessors.
 
-    A deterministic call counts one sequence, whoever shares its batch; packed, no host knows how many queries that has.
+    A deterministic call counts one sequence, whoever shares its batch; packed, no host knows how many queries that has. Where v lies in
+    k's memory, the other kernel has tiles of 64 rows and splits keys too.
     """
+    if problem.latent:
+        return rows_of_sequence(problem) < LATENT_ROWS
     deterministic = problem.spec.deterministic
     if problem.packed and deterministic:
         return True
@@ -75,6 +78,9 @@ def few_queries(problem: Problem, cores: int) -> bool:
     queries = rows_of_sequence(problem) // problem.group
     tiles = heads * -(-queries // LARGE_TILE)
     return 4 * heads * queries < 3 * LARGE_TILE * max(tiles, cores)
+
+
+LATENT_ROWS = 64  # heads of queries that fill a tile of the kernel for v in k's memory
 
 
 @dataclass(frozen=True)

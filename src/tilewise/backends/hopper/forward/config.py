@@ -429,12 +429,13 @@ def grouped(config: Config) -> list[Config]:
 # -- What a call gets ----------------------------------------------------------------------------------------------
 
 
-def reasons(problem: Problem) -> list[str]:
-    """Every reason why no forward kernel computes a problem, whatever machine it is."""
+def reasons(problem: Problem, widest: int | None = None) -> list[str]:
+    """Every reason why no forward kernel computes a problem, whatever machine it is. ``widest``: of its head dims; None: MAX_HEAD_DIM."""
+    widest = widest or MAX_HEAD_DIM
     wide, dims = max(problem.head_dim, problem.head_dim_v), (problem.head_dim, problem.head_dim_v)
     found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}: its kernels take float16 and bfloat16"]
-    if wide > MAX_HEAD_DIM:
-        found.append(f"head_dim {wide} is above {MAX_HEAD_DIM}")
+    if wide > widest:
+        found.append(f"head_dim {wide} is above {widest}")
     if any(dim % MULTIPLE for dim in dims):
         found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
     found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []

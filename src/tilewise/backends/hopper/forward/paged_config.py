@@ -5,20 +5,16 @@ from __future__ import annotations
 from tilewise.backends.hopper.config import DTYPES, LONG, band_of, strides_addressable
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import PAGE_ROWS, PAGED_DIMS, Config
+from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.problem import Problem, TensorFacts
 
 
 def reasons(problem: Problem) -> list[str]:
     """Every reason why no forward over pages computes a problem, whatever machine it is."""
-    found = config.reasons(problem)
-    widest = max(max(dims) for dims in PAGED_DIMS)
-    wide = max(problem.head_dim, problem.head_dim_v)
-    if wide > widest:
-        found.append(f"pages with head_dim {wide}, above {widest}")
+    found = config.reasons(problem, latent_config.WIDTH if problem.latent else None) + _width_reasons(problem)
     if problem.quantised:
         found.append("a cache in 8 bits: its kernels over pages take 16 bits")
-    if problem.latent:
-        found.append("v in the memory of k: its kernels would read it twice")
     # A part of a key block comes from one page, in one box.
     if problem.page_size % PAGE_ROWS:
         found.append(f"page_size {problem.page_size} is not a multiple of {PAGE_ROWS}")
@@ -28,6 +24,14 @@ def reasons(problem: Problem) -> list[str]:
     if problem.spec.score is not None:
         found.append("pages with a score")
     return found + _mask_reasons(problem) + _pool_reasons(problem)
+
+
+def _width_reasons(problem: Problem) -> list[str]:
+    dims, latent = (problem.head_dim, problem.head_dim_v), (latent_config.WIDTH, latent_config.WIDTH_V)
+    if problem.latent:
+        return [] if dims == latent else [f"v in the memory of k with head dims {dims}: its kernel takes {latent}"]
+    widest = max(max(dims) for dims in PAGED_DIMS)
+    return [f"pages with head_dim {max(dims)}, above {widest}"] if max(dims) > widest else []
 
 
 def _mask_reasons(problem: Problem) -> list[str]:
@@ -64,8 +68,10 @@ def page_rows(pool: TensorFacts) -> int:
     return pool.stride[0] // pool.stride[1] if pool.shape[0] > 1 else pool.shape[1]
 
 
-def choose(problem: Problem) -> Config:
+def choose(problem: Problem) -> Config | LatentConfig:
     """The kernel for a problem that has no :func:`reasons` against it."""
+    if problem.latent:
+        return latent_config.choose(problem)
     dims = next(d for d in PAGED_DIMS if problem.head_dim <= d[0] and problem.head_dim_v <= d[1])
     form = band_of(problem).form
     return Config(config.TABLE[dims].of_form(form), DTYPES[str(problem.dtype)], form, packed=True, paged=PAGE_ROWS)

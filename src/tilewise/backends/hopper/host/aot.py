@@ -37,6 +37,8 @@ from tilewise.backends.hopper.host import hostcode, kernel_files, proven, sass
 from tilewise.backends.hopper.host.kernel_files import file_name
 from tilewise.backends.hopper.host.recipe import Recipe
 from tilewise.backends.hopper.host.sample import sample
+from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.latent.config import LatentConfig
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
 SEEDS = 16  # tried for a kernel that comes out in several forms
@@ -50,6 +52,9 @@ def compiled(config: Config | Backward, scratch: Path, options: str = OPTIONS) -
     if isinstance(config, Backward):
         from tilewise.backends.hopper.backward.fake_arguments import fake_arguments
         from tilewise.backends.hopper.backward.launch import launch
+    elif isinstance(config, LatentConfig):
+        from tilewise.backends.hopper.latent.fake_arguments import fake_arguments
+        from tilewise.backends.hopper.latent.kernel import launch
     else:
         from tilewise.backends.hopper.forward.fake_arguments import fake_arguments
         from tilewise.backends.hopper.forward.kernel import launch
@@ -202,7 +207,7 @@ def main(arguments: list[str]) -> int:
             "hopper: skipped, the extra 'kernels' (nvidia-cutlass-dsl) is not installed; make kernels-hopper installs it"
         )
         return 0
-    kept = shipped() + backward_config.shipped()
+    kept = shipped() + backward_config.shipped() + latent_config.shipped()
     every = sample(kept) if options.sample else kept
     every += candidates() + backward_config.candidates() if options.candidates else []
     configs, started = [c for c in every if options.only in c.name], time.perf_counter()

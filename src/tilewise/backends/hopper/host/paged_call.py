@@ -31,18 +31,21 @@ class PagedPlan(ForwardPlan):
             sink = lse.view(-1)[: problem.heads_q]  # any memory will do: it is not read
         # Copied is only a pool that begins between two multiples of 16 bytes.
         k, v = (addressed(x, True) for x in (inputs.k, inputs.v))
-        tensors = rows[None], k, v, out.o.view(1, len(rows), *out.o.shape[-2:]), lse[None], sink
-        extra = self.extra(inputs)
-        named = [x for x in extra if isinstance(x, Tensor)]
-        self.launch((*tensors, *named), lambda: (*tensors, (*self.numbers, *extra)))
+        self.run(inputs, (rows[None], k, v, out.o.view(1, len(rows), *out.o.shape[-2:]), lse[None], sink))
         if not direct:
             out.lse.copy_(statistic_in_layout_of(problem, lse))
         return out
 
+    def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
+        """Launches with q, k, v, o, lse and sink as the kernel takes them."""
+        extra = self.extra(inputs)
+        named = [x for x in extra if isinstance(x, Tensor)]
+        self.launch((*tensors, *named), lambda: (*tensors, (*self.numbers, *extra)))
+
     def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
         problem = self.problem
         found = {
-            "cu_q": self._starts(inputs),
+            "cu_q": self.starts(inputs),
             "queue": torch.zeros(1, dtype=torch.int32, device=inputs.q.device),
             "seqlens_k": inputs.seqlens_k,
             "block_table": inputs.block_table,
@@ -51,7 +54,7 @@ class PagedPlan(ForwardPlan):
         }
         return tuple(found[name] for name in self.config.extra)
 
-    def _starts(self, inputs: Inputs) -> Tensor:
+    def starts(self, inputs: Inputs) -> Tensor:
         """The first row of each sequence, and behind the last; made once where all have as many."""
         problem = self.problem
         if problem.packed:

@@ -10,18 +10,20 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import DTYPES, SHIPPED
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.latent.config import LatentConfig
 
 FORMS = dict(zip(("full", "causal", "window", "rows", "bits"), (*SHIPPED, "bits"), strict=True))
 """The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold, by a bit for each pair."""
-PASSES = {"forward": Config, "backward": Backward}
-FEATURES = ("softcap", "packed", "paged")
+PASSES = {"forward": (Config, LatentConfig), "backward": (Backward,)}
+FEATURES = ("softcap", "packed", "paged", "latent")
 _DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
 _OFTEN = ((128, 128), (64, 64))  # head dims that most models have
 
 
 def in_order_of_use() -> list[Config | Backward]:
     """Every kernel that is shipped, those that most calls need first."""
-    return sorted([*forward_config.shipped(), *backward_config.shipped()], key=_rank)
+    return sorted([*forward_config.shipped(), *backward_config.shipped(), *latent_config.shipped()], key=_rank)
 
 
 def _rank(config: Config | Backward) -> tuple:
@@ -50,11 +52,13 @@ def dims_of(config: Config | Backward) -> tuple[int, int]:
 
 def paged(config: Config | Backward) -> bool:
     """Whether a kernel reads keys from pages; no backward does."""
-    return isinstance(config, Config) and config.paged > 0
+    return isinstance(config, LatentConfig) or (isinstance(config, Config) and config.paged > 0)
 
 
 def features_of(config: Config | Backward) -> set[str]:
-    """The words of FEATURES that name a kernel; one that reads pages takes packed queries without saying so."""
+    """The words of FEATURES that name a kernel; one that reads pages takes packed queries without saying so, and latent ones read pages."""
+    if isinstance(config, LatentConfig):
+        return {"latent"}
     kind = "paged" if paged(config) else "packed"
     return {name for name, has in (("softcap", config.softcap), (kind, config.packed)) if has}
 
@@ -62,16 +66,17 @@ def features_of(config: Config | Backward) -> set[str]:
 def words_of(config: Config | Backward) -> str:
     """The words that name a shipped kernel, together with others of its kind."""
     dim, dim_v = dims_of(config)
-    form = next(word for word, form in FORMS.items() if form == config.form)
+    form = [word for word, form in FORMS.items() if form == config.form and not isinstance(config, LatentConfig)]
     features = (name for name in FEATURES if name in features_of(config))
-    return " ".join([config.dtype, f"d{dim}" + (f"v{dim_v}" if dim_v != dim else ""), form, *features])
+    return " ".join([config.dtype, f"d{dim}" + (f"v{dim_v}" if dim_v != dim else ""), *form, *features])
 
 
 def selected(text: str) -> list[Config | Backward]:
     """The shipped kernels of calls that these words describe, in the order of use.
 
     Words of one kind are alternatives: ``bf16 fp16``; ``d80``, ``d192v128`` (a call's head dims); ``full causal window rows``;
-    ``forward backward``. A kind without a word is not restricted, but ``softcap``, ``packed`` and ``paged`` are only named by their words.
+    ``forward backward``. A kind without a word is not restricted, but those of FEATURES are only named by their words; ``latent``
+    kernels serve every form.
     Or the words are names of kernels.
 
     Raises:
@@ -86,8 +91,9 @@ def selected(text: str) -> list[Config | Backward]:
         raise ValueError(f"{unknown[0]!r} names no kernels; words that do: {known}")
     forms = {FORMS[word] for word in words if word in FORMS} or set(FORMS.values())
     dtypes = {word for word in words if word in DTYPES.values()} or set(DTYPES.values())
-    kinds = tuple(PASSES[word] for word in words if word in PASSES) or tuple(PASSES.values())
-    fitting = [c for c in in_order_of_use() if isinstance(c, kinds) and c.form in forms and c.dtype in dtypes]
+    kinds = tuple(kind for name in [word for word in words if word in PASSES] or PASSES for kind in PASSES[name])
+    fitting = [c for c in in_order_of_use() if isinstance(c, kinds) and c.dtype in dtypes]
+    fitting = [c for c in fitting if c.form in forms or isinstance(c, LatentConfig)]
     fitting = [c for c in fitting if features_of(c) == {name for name in FEATURES if name in words}]
     dims = [(int(found[1]), int(found[2] or found[1])) for word in words if (found := _DIMS.fullmatch(word))]
     names = {c.name for one in dims for c in _with_dims(fitting, *one)}
@@ -105,4 +111,5 @@ def _with_dims(configs: Sequence[Config | Backward], dim: int, dim_v: int) -> li
     few = [c for c in forwards if holding and c.tiles == forward_config.short(holding[0].full)]
     rows = [dims for dims in backward_config.TABLE if dim <= dims[0] and dim_v <= dims[1]]
     backwards = ([c for c in configs if isinstance(c, Backward) and dims_of(c) == dims] for dims in rows)
-    return [*next(filter(None, by_row), []), *few, *next(filter(None, backwards), [])]
+    latent = [c for c in configs if isinstance(c, LatentConfig) and dims_of(c) == (dim, dim_v)]
+    return [*next(filter(None, by_row), []), *few, *next(filter(None, backwards), []), *latent]

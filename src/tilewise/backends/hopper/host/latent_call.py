@@ -1,0 +1,46 @@
+"""The launch of latent attention: queries as packed ones, and the pool of keys, in whose memory the values lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Inputs
+from tilewise.backends.hopper.host.driver import PerStrides
+from tilewise.backends.hopper.host.forward_call import Grid, library
+from tilewise.backends.hopper.host.paged_call import PagedPlan
+from tilewise.backends.hopper.host.plan import FAR, LOG2_E
+from tilewise.backends.hopper.latent.config import LEAST_TILES, WIDTH_V, splits_of, tiles_of
+from tilewise.caching import cached_property
+
+
+class LatentPlan(PagedPlan):
+    """The decisions for one problem whose values are the first columns of its keys, in pages."""
+
+    @cached_property
+    def grid(self) -> Grid:
+        tiles, splits = tiles_of(self.problem), splits_of(self.problem)
+        return Grid(tiles, tiles * splits, 1, splits)
+
+    @cached_property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The numbers of :func:`tilewise.backends.hopper.latent.kernel.launch`."""
+        problem, grid = self.problem, self.grid
+        lo, hi = (far if end is None else end for end, far in ((self.band.lo, -FAR), (self.band.hi, FAR)))
+        sinks = int(problem.spec.sink_slot is not None)
+        return lo, hi, grid.tiles, grid.splits, LEAST_TILES, problem.k.shape[0], sinks, LOG2_E * problem.softmax_scale
+
+    @cached_property
+    def launch(self) -> PerStrides:
+        return PerStrides(lambda: library.function(self.config), fixed=5)
+
+    def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
+        q, k, _, o, lse, sink = tensors
+        extra = self.starts(inputs), inputs.seqlens_k, inputs.block_table
+        if self.config.split:
+            rows = self.grid.splits, *lse.shape
+            extra += tuple(
+                torch.empty(shape, dtype=torch.float32, device=q.device) for shape in ((*rows, WIDTH_V), rows)
+            )
+        given = q, k, o, lse, sink
+        self.launch((*given, *extra), lambda: (*given, extra, self.numbers))

@@ -1,0 +1,154 @@
+"""The kernels of latent attention over pages: their sizes, the choice of one, and the reasons against calls that have none.
+
+Nothing here imports the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise import device as devices
+from tilewise.backends.hopper.config import ALIGNMENT, DTYPES, ELEMENT_BYTES, PLAIN, ROWS, Formed
+from tilewise.backends.hopper.expected import Expected
+from tilewise.problem import Problem
+
+WIDTH, WIDTH_V = 576, 512  # columns of a key, and of a value: the sizes of DeepSeek-V2, section 2.1
+CHUNK = 64  # columns of 16 bits that lie side by side in shared memory: the 128 bytes of the swizzle
+CHUNKS = WIDTH // CHUNK
+# The chunks of a key tile that come as one box and whose place becomes free at once: the two halves of V, and the rotary columns.
+PARTS = (range(4), range(4, 8), range(8, 9))
+P_CHUNK = 8  # the rotary columns are read by the scores alone: P of the tile takes their place
+VALUE_GROUPS = 2  # warpgroups that hold half of O's columns each
+COLUMNS = 128  # of V in one product: with more, one instruction has more registers than threads have at the launch
+STAGES = 2  # key tiles in shared memory; each belongs to one of as many warpgroups that compute scores
+
+
+@dataclass(frozen=True)
+class LatentTiles:
+    """The sizes of a kernel: 64 rows, each a head of a query, by 64 keys.
+
+    Attributes:
+        registers, registers_score: of a thread that holds O, and of one that computes scores.
+    """
+
+    registers: int = 184
+    registers_score: int = 72
+    width: int = WIDTH
+    width_v: int = WIDTH_V
+    tile_n: int = 64
+
+    @property
+    def name(self) -> str:
+        """The part of a kernel's name that tells these sizes."""
+        return f"64x{self.tile_n}_s{STAGES}"
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that hold O, as the merge of split keys asks."""
+        return VALUE_GROUPS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 128 * (STAGES + VALUE_GROUPS)
+
+    @property
+    def barriers(self) -> int:
+        """How many mbarriers there are (:class:`storage.LatentStorage`)."""
+        return 2 * STAGES * len(PARTS) + 2 * STAGES + 2
+
+    @property
+    def statistics(self) -> int:
+        """The fp32 numbers of rows that warpgroups tell each other: a factor, m and l for each stage."""
+        return 3 * 2 * 128 * STAGES
+
+    @property
+    def shared(self) -> int:
+        """The bytes of shared memory."""
+        barriers = -(-8 * self.barriers // ALIGNMENT) * ALIGNMENT
+        return barriers + ELEMENT_BYTES * WIDTH * (ROWS + STAGES * self.tile_n) + 4 * self.statistics
+
+
+@dataclass(frozen=True)
+class LatentConfig(Formed):
+    """The compile-time facts of one kernel. ``split``: the keys of a tile of rows are shared out among splits."""
+
+    dtype: str
+    split: bool = False
+    tiles: LatentTiles = LatentTiles()
+    # The options of other kernels, which these have not. The ends of rows are numbers of run time, and queries come packed.
+    form = "band"
+    packed, softcap, dropout, traced = True, False, False, PLAIN
+
+    @property
+    def name(self) -> str:
+        """The kernel's name: its symbol in the cubin, and its file."""
+        return f"latent_{self.dtype}_d{WIDTH}v{WIDTH_V}{'_split' if self.split else ''}_{self.tiles.name}"
+
+    @property
+    def tile_queries(self) -> int:
+        """Rows of a tile."""
+        return ROWS
+
+    @property
+    def expected(self) -> tuple[Expected, ...]:
+        """The facts that the compiled kernel is held to; the kernel that merges splits has no roles."""
+        registers = self.tiles.registers, self.tiles.registers_score
+        return (Expected(self.name, registers, self.tiles.shared, None, stores=False),)
+
+    def describe(self) -> str:
+        """The kernel in a sentence, as ``explain`` shows it."""
+        tiles = self.tiles
+        return (
+            f"64 rows x {tiles.tile_n} keys, v in k, {STAGES} warpgroups score and {VALUE_GROUPS} hold o, "
+            f"{tiles.shared >> 10} KiB shared{', keys split' if self.split else ''}"
+        )
+
+    def traffic(self, problem: Problem) -> int:
+        """Bytes of the forward: Q and O once, K once for all heads of a group of 128."""
+        rows = problem.seqlen_q if problem.packed else problem.batch * problem.seqlen_q
+        keys = problem.heads_k * problem.batch * problem.capacity * -(-problem.group // (2 * ROWS))
+        return problem.dtype.itemsize * (rows * problem.heads_q * (WIDTH + WIDTH_V) + keys * WIDTH)
+
+
+def shipped() -> list[LatentConfig]:
+    """Every kernel that is compiled ahead of time."""
+    return [LatentConfig(dtype, split) for dtype in DTYPES.values() for split in (False, True)]
+
+
+# -- What a call gets ----------------------------------------------------------------------------------------------
+
+LEAST_TILES = 8  # of a split: fewer keys cost more in the merge than they save
+MOST_SPLITS = 32  # what one warp merges
+
+
+def choose(problem: Problem) -> LatentConfig:
+    """The kernel for a problem that has no reasons against it."""
+    return LatentConfig(DTYPES[str(problem.dtype)], splits_of(problem) > 1)
+
+
+def tiles_of(problem: Problem) -> int:
+    """How many tiles of rows a launch has; packed, at most, as only the device knows the lengths."""
+    if problem.packed:
+        return problem.heads_k * (problem.seqlen_q * problem.group // ROWS + problem.batch + 1)
+    return problem.heads_k * problem.batch * -(-problem.seqlen_q * problem.group // ROWS)
+
+
+def splits_of(problem: Problem) -> int:
+    """Into how many splits keys are cut: as many as let all tiles run at once.
+
+    With ``deterministic`` they depend on one sequence's shapes: a result does not depend on its batch-mates. Packed, queries belong
+    to sequences of any length, of which no host knows; a deterministic call then does not split.
+    """
+    deterministic = problem.spec.deterministic
+    if deterministic and problem.packed:
+        return 1
+    tiles = problem.heads_k * -(-mean_rows(problem) // ROWS) * (1 if deterministic else problem.batch)
+    most = min(MOST_SPLITS, -(-problem.capacity // (LEAST_TILES * 64)))
+    return max(1, min(devices.of(problem.device).cores // max(tiles, 1), most))
+
+
+def mean_rows(problem: Problem) -> int:
+    """The rows of a key head in a sequence, a row for each query and head; packed, their mean, rounded up."""
+    rows = problem.seqlen_q * problem.group
+    return -(-rows // max(problem.batch, 1)) if problem.packed else rows

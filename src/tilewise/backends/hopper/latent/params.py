@@ -1,0 +1,48 @@
+"""The arguments of the kernel of latent attention: numbers, tensors and descriptors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from tilewise.backends.hopper.kit.dtypes import F32, I32
+from tilewise.backends.hopper.kit.params import OptionalParams
+
+
+class LatentParams(NamedTuple):
+    """The numbers and tensors of a launch.
+
+    Attributes:
+        seqlen_q: rows of q, those past the last sequence too. seqlen_k: rows of a page.
+        heads_k, group: key heads, and query heads that share one.
+        lo, hi: the band's ends, without a sequence's offset.
+        least: key tiles that a split has at least.
+        sinks: whether there are sinks; without them the sink tensor is not read.
+        scale2: softmax_scale · log2(e).
+        q: (row, head, column); o, lse as in the launch, or the states of splits in ``extra``.
+        extra: ``cu_q``, ``seqlens_k``, ``block_table``, ``num_pages``, ``part_o`` and ``part_lse`` of it.
+    """
+
+    seqlen_q: I32
+    seqlen_k: I32
+    heads_k: I32
+    group: I32
+    lo: I32
+    hi: I32
+    least: I32
+    sinks: I32
+    scale2: F32
+    q: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+    sink: cute.Tensor
+    extra: OptionalParams
+
+
+class KeyMaps(NamedTuple):
+    """The descriptors of the pool, by columns (64, 9), rows of a page, head and page: of four chunks of columns, and of one."""
+
+    half: cpasync.TmaInfo
+    rotary: cpasync.TmaInfo

@@ -1,0 +1,133 @@
+"""The rows and keys of a CTA of latent attention.
+
+The heads that share a key head are rows of one tile: row p of a sequence's rows is query ``p // group``, head ``p % group``. A tile
+has 64 of them, and visits the key tiles ``[first, last)`` of 64 keys, each in one page.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.forward.pages import keys_of
+from tilewise.backends.hopper.kit import packed
+from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.tiles import row_of
+from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.hopper.latent.params import LatentParams
+
+KEYS = 64  # of a key tile
+
+
+class LatentTile(NamedTuple):
+    """The work of a CTA.
+
+    Attributes:
+        sequence, key_head, row: the sequence, the key head, and the first of the sequence's rows.
+        q: the sequence's rows of q.
+        lo, hi, keys: query i sees the keys ``i + lo <= j < i + hi`` below ``keys``.
+        start, stop: no row sees a key before or after these. whole_start, whole_stop: every row sees the keys between these.
+        first, last: the key tiles of this split. split: which one it is.
+    """
+
+    sequence: I32
+    key_head: I32
+    row: I32
+    q: packed.Span
+    lo: I32
+    hi: I32
+    keys: I32
+    start: I32
+    stop: I32
+    whole_start: I32
+    whole_stop: I32
+    first: I32
+    last: I32
+    split: I32
+
+
+def tile_of(params: LatentParams, config: LatentConfig) -> LatentTile:
+    """This CTA's tile; one past the last tile has no rows."""
+    n, split, _ = cute.arch.block_idx()
+    cu, group = params.extra.cu_q, params.group
+
+    def tiles_in(sequence):
+        return (packed.rows_of(sequence, cu, params.seqlen_q, rest=True).size * group + ROWS - 1) // ROWS
+
+    sequence, block, count = packed.find(n // params.heads_k, tiles_in, cute.size(cu))
+    there = n // params.heads_k < count
+    q = packed.rows_of(sequence, cu, params.seqlen_q, rest=True)
+    q = packed.Span(q.end, I32(cutlass.select_(there, I32(q.size), I32(0))))
+    keys = I32(cutlass.select_(there, I32(keys_of(sequence, params)), I32(0)))
+    row, off = block * ROWS, keys - q.size  # bottom-right alignment: the sequence's last row sees its last key
+    lo, hi = params.lo + off, params.hi + off
+    first_query, last_query = row // group, PICK.smaller((row + ROWS - 1) // group, q.size - 1)
+    stop = PICK.larger(PICK.smaller(last_query + hi, keys), 0)
+    start = PICK.smaller(PICK.larger(first_query + lo, 0), stop)
+    whole = PICK.larger(last_query + lo, 0), PICK.smaller(first_query + hi, keys)
+    first, last = split_range(start, stop, split, params)
+    return LatentTile(sequence, n % params.heads_k, row, q, lo, hi, keys, start, stop, *whole, first, last, split)
+
+
+def split_range(start, stop, split, params: LatentParams) -> tuple[I32, I32]:
+    """The key tiles of a split: even parts of all that hold a key of ``[start, stop)``, each of at least ``params.least``."""
+    first = start // KEYS
+    last = I32(cutlass.select_(stop > start, I32((stop + KEYS - 1) // KEYS), I32(first)))
+    splits = cute.arch.grid_dim()[1]
+    each = PICK.larger((last - first + splits - 1) // splits, params.least)
+    first = PICK.smaller(first + split * each, last)
+    return I32(first), I32(PICK.smaller(first + each, last))
+
+
+# -- Keys of a tile ------------------------------------------------------------------------------------------------
+
+
+def shift_of(n, tile: LatentTile):
+    """How many rows further on the box of key tile n begins than its page's rows: what lies outside a page arrives as zeros.
+
+    In the first and the last tile no row may see some keys, which may be NaN: the box is moved so that they lie outside of it. It then
+    begins with the first key that is seen, or ends with the last one, whatever it holds besides are keys of other tiles or zeros.
+    """
+    low, high = tile.start - n * KEYS, PICK.smaller(tile.stop - n * KEYS, KEYS)
+    return I32(cutlass.select_(low > 0, I32(low), I32(high - KEYS)))
+
+
+class TileEnds(NamedTuple):
+    """The first key that each of a thread's two rows sees, and the first one past them, counted from its first column on."""
+
+    lower: list
+    upper: list
+
+
+def row_ends(n, tile: LatentTile, params: LatentParams) -> TileEnds:
+    """The ends of a thread's rows in key tile n, whose first row in shared memory is key ``64 n + shift_of(n)``."""
+    thread = cute.arch.thread_idx()[0] % 128
+    begin = n * KEYS
+    column = begin + shift_of(n, tile) + thread % 4 * 2
+    lower, upper = [], []
+    for r in range(2):
+        i = (tile.row + row_of(thread, r)) // params.group
+        # A tile next to this one may share rows of shared memory with it: its keys are its own.
+        lower.append(cutlass.max(i + tile.lo, begin) - column)
+        upper.append(cutlass.min(cutlass.min(i + tile.hi, tile.keys), begin + KEYS) - column)
+    return TileEnds(lower, upper)
+
+
+def is_partial(n, tile: LatentTile):
+    """Whether some row may not see some key of key tile n."""
+    # As numbers: neither is above 0 where every row sees every key.
+    return PICK.larger(tile.whole_start - n * KEYS, n * KEYS + KEYS - tile.whole_stop) > 0
+
+
+# -- Rows of a tile ------------------------------------------------------------------------------------------------
+
+
+def place_of(row, tile: LatentTile, params: LatentParams) -> tuple[tuple, bool]:
+    """``((0, head, row of q), whether there is such a row)`` of a row of the tile."""
+    p = tile.row + row
+    i = p // params.group
+    return (0, tile.key_head * params.group + p % params.group, tile.q.start + i), i < tile.q.size

@@ -1,0 +1,141 @@
+"""Latent attention on Hopper: the kernel's source on the emulated machine, its splits, and which calls are its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.hopper import emulated, emulated_latent
+from tests.backends.paged import Case
+from tilewise import accuracy, dispatch
+from tilewise.backends.base import Output
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.host.latent_call import LatentPlan
+from tilewise.backends.hopper.latent import config
+from tilewise.gather import in_layout_of
+from tilewise.problem import Problem
+from tilewise.testing import Call, normal, paged_call
+
+KIND = {"dims": (576, 512), "dtype": torch.bfloat16, "latent": True}
+
+
+def emulate(c: Call, splits: int, least: int = 1) -> Output:
+    """o and lse of a call, from the source of its kernel with so many splits."""
+    plan = LatentPlan(c.p, replace(config.choose(c.p), split=splits > 1))
+    lo, hi, _, _, _, *rest = plan.numbers
+    numbers = lo, hi, config.tiles_of(c.p), splits, least, *rest
+    q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
+    sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
+    extra = tuple(x.numpy() for x in (plan.starts(c.t), c.t.seqlens_k, c.t.block_table))
+    arrays = (x.float().numpy() for x in (q[None], c.t.k, sink))
+    o, lse = (torch.from_numpy(np.array(x[0])) for x in emulated_latent.run(plan.config, *arrays, extra, numbers))
+    return in_layout_of(c.p, Output(o.to(c.p.dtype), lse))
+
+
+CASES = {
+    "lengths": (Case(64, (0, 1, 63, 65, 300), heads=(6, 1), rows=3, options=lambda: {"causal": True}, **KIND), 1),
+    "splits-sink": (Case(64, (130, 1), heads=(66, 1), options=lambda: {"sink": normal(66, seed=3)}, **KIND), 3),
+    "packed": (
+        Case(128, (200, 0, 65), rows=(13, 0, 3), heads=(8, 2), options=lambda: {"causal": True, "sink": normal(8, seed=3)}, **KIND),
+        2,
+    ),
+    "window": (Case(128, (330, 70), heads=(16, 1), rows=9, options=lambda: {"mask": tw.window(left=70, right=0)}, **KIND), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_source_computes_attention(name):
+    case, splits = CASES[name]
+    q, cache, options = case.draw()
+    if isinstance(case.rows, tuple):
+        q[sum(case.rows) :] = torch.nan
+    c = paged_call(q, cache, **options)
+    assert Hopper().refused(c.p) == []
+    errors = c.expected().judge(accuracy.tensors(emulate(c, splits), None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+# -- Keys of a tile ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 64), (0, 65), (70, 300), (63, 127), (64, 192), (130, 700)])
+def test_each_key_is_kept_in_one_tile_and_no_unseen_key_of_a_page_is_loaded(start, stop):
+    (tiles,) = emulated.imported("latent.tiles")
+    tile = SimpleNamespace(start=start, stop=stop)
+    kept = []
+    for n in range(start // 64, -(-stop // 64)):
+        shift = tiles.shift_of(n, tile)
+        for size in (64, 192):  # rows of a page
+            rows = [n * 64 % size + shift + r for r in range(64)]
+            keys = [n * 64 + shift + r for r, row in enumerate(rows) if 0 <= row < size]
+            seen = [key for key in keys if n * 64 <= key < n * 64 + 64 and start <= key < stop]
+            assert all(start <= key < stop for key in keys)
+        kept += seen
+    assert kept == list(range(start, stop))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("least", [1, 8])
+def test_splits_share_out_the_tiles(splits, least, monkeypatch):
+    (tiles,) = emulated.imported("latent.tiles")
+    monkeypatch.setattr(emulated.role, "splits", splits, raising=False)
+    monkeypatch.setattr(emulated.role, "ctas", 1, raising=False)
+    for start, stop in ((0, 0), (70, 70), (0, 1), (100, 3000), (64, 128)):
+        parts = [tiles.split_range(start, stop, n, SimpleNamespace(least=least)) for n in range(splits)]
+        found = [n for first, last in parts for n in range(first, last)]
+        assert found == (list(range(start // 64, -(-stop // 64))) if stop > start else [])
+        assert all(last - first >= least for first, last in parts[:-1] if len(found) >= splits * least)
+
+
+# -- Which calls ---------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "small-pages": (Case(16, (40,), heads=(4, 1), **KIND), "page_size 16"),
+    "8-bits": (Case(64, (40,), heads=(4, 1), scales="one", **KIND), "8 bits"),
+    "softcap": (Case(64, (40,), heads=(4, 1), options=lambda: {"score": tw.softcap(2.0)}, **KIND), "score"),
+    "narrow-window": (Case(64, (40,), heads=(4, 1), options=lambda: {"mask": tw.window(20, 0)}, **KIND), "21 keys"),
+    "fp32": (Case(64, (40,), heads=(4, 1), **KIND | {"dtype": torch.float32}), "float32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_calls_are_refused_with_the_reason(name):
+    case, word = REFUSED[name]
+    q, cache, options = case.draw()
+    (reason,) = Hopper().refused(paged_call(q, cache, **options).p)
+    assert word in reason
+
+
+def problem(queries: int, heads: int = 128, batch: int = 32, **options) -> Problem:
+    """A decoding step of 8,192 keys as an H200 would have it: tensors without memory, whose device is called one."""
+    q = torch.empty(batch, queries, heads, 576, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(600, 64, 1, 576, dtype=torch.bfloat16, device="meta")
+    table, lengths = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((batch, 128), (batch,)))
+    p = paged_call(q, tw.paged(k, k[..., :512], table, lengths), causal=True, **options).p
+    for name, value in (("device", torch.device("cuda", 0)), ("latent", True)):
+        object.__setattr__(p, name, value)
+    return p
+
+
+@pytest.mark.parametrize(
+    ("p", "first", "splits"),
+    [
+        (problem(1), True, 2),
+        (problem(1, heads=16), False, 4),
+        (problem(4, heads=16), True, 4),
+        (problem(1, batch=1), True, 16),
+        (problem(64, batch=4), True, 1),
+        (problem(1, deterministic=True), True, 16),
+    ],
+    ids=["decoding", "few-heads", "few-heads-verified", "alone", "chunks", "deterministic"],
+)
+def test_it_goes_first_with_as_many_splits_as_run_at_once(p, first, splits, monkeypatch):
+    monkeypatch.setattr(dispatch.devices, "of", lambda device: SimpleNamespace(cores=132))
+    assert Hopper().refused(p) == []
+    assert (dispatch.candidates(p)[0] == "hopper") == first
+    assert config.splits_of(p) == splits

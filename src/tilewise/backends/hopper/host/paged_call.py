@@ -24,17 +24,22 @@ class PagedPlan(ForwardPlan):
         # The kernel takes packed rows; those of a batch lie one sequence after the other.
         rows = q if problem.packed else q.flatten(0, 1)
         rows = addressed(rows, strides_addressable(rows.shape, rows.stride()))
-        direct = problem.packed or problem.batch == 1
-        lse = out.lse if direct else q.new_empty((problem.heads_q, len(rows)), dtype=torch.float32)
-        lse = lse.view(problem.heads_q, -1)
+        lse = self.lse_by_rows(out, len(rows))
         if sink is None:
-            sink = lse.view(-1)[: problem.heads_q]  # any memory will do: it is not read
+            sink = out.lse.view(-1)[: problem.heads_q]  # any memory will do: it is not read
         # Copied is only a pool that begins between two multiples of 16 bytes.
         k, v = (addressed(x, True) for x in (inputs.k, inputs.v))
         self.run(inputs, (rows[None], k, v, out.o.view(1, len(rows), *out.o.shape[-2:]), lse[None], sink))
-        if not direct:
+        if lse.data_ptr() != out.lse.data_ptr():
             out.lse.copy_(statistic_in_layout_of(problem, lse))
         return out
+
+    def lse_by_rows(self, out: Output, rows: int) -> Tensor:
+        """The output's lse as (heads_q, row of q), or memory from which it is to be copied."""
+        heads = self.problem.heads_q
+        if self.problem.packed or self.problem.batch == 1:
+            return out.lse.view(heads, -1)
+        return out.lse.new_empty((heads, rows))
 
     def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
         """Launches with q, k, v, o, lse and sink as the kernel takes them."""

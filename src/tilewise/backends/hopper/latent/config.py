@@ -15,11 +15,13 @@ from tilewise.problem import Problem
 WIDTH, WIDTH_V = 576, 512  # columns of a key, and of a value: the sizes of DeepSeek-V2, section 2.1
 CHUNK = 64  # columns of 16 bits that lie side by side in shared memory: the 128 bytes of the swizzle
 CHUNKS = WIDTH // CHUNK
-# The chunks of a key tile that come as one box and whose place becomes free at once: the two halves of V, and the rotary columns.
-PARTS = (range(4), range(4, 8), range(8, 9))
 P_CHUNK = 8  # the rotary columns are read by the scores alone: P of the tile takes their place
 VALUE_GROUPS = 2  # warpgroups that hold half of O's columns each
 COLUMNS = 128  # of V in one product: with more, one instruction has more registers than threads have at the launch
+PRODUCTS = WIDTH_V // VALUE_GROUPS // COLUMNS  # of a warpgroup and a key tile
+# The chunks of a key tile that come as one box, in the order in which their places become free: the rotary ones as soon as P is in
+# registers, then those of each warpgroup's first product with V, then those of its second.
+PARTS = (range(8, 9), range(2), range(4, 6), range(2, 4), range(6, 8))
 STAGES = 2  # key tiles in shared memory; each belongs to one of as many warpgroups that compute scores
 
 
@@ -33,6 +35,7 @@ class LatentTiles:
 
     registers: int = 184
     registers_score: int = 72
+    prefetch: bool = False
     width: int = WIDTH
     width_v: int = WIDTH_V
     tile_n: int = 64
@@ -40,7 +43,7 @@ class LatentTiles:
     @property
     def name(self) -> str:
         """The part of a kernel's name that tells these sizes."""
-        return f"64x{self.tile_n}_s{STAGES}"
+        return f"64x{self.tile_n}_s{STAGES}" + ("_l2" if self.prefetch else "")
 
     @property
     def warpgroups(self) -> int:
@@ -120,6 +123,9 @@ def shipped() -> list[LatentConfig]:
 
 LEAST_TILES = 8  # of a split: fewer keys cost more in the merge than they save
 MOST_SPLITS = 32  # what one warp merges
+# The time that a CTA's beginning and end take, and that merging takes and takes more for each split, in that of a key tile
+# (docs/decisions.md#hopper-latent).
+OPEN, MERGE, MERGE_EACH = 3.0, 4.0, 0.25
 
 
 def choose(problem: Problem) -> LatentConfig:
@@ -135,7 +141,7 @@ def tiles_of(problem: Problem) -> int:
 
 
 def splits_of(problem: Problem) -> int:
-    """Into how many splits keys are cut: as many as let all tiles run at once.
+    """Into how many splits keys are cut: as takes the least time, by a model, if every sequence has all keys that its pages hold.
 
     With ``deterministic`` they depend on one sequence's shapes: a result does not depend on its batch-mates. Packed, queries belong
     to sequences of any length, of which no host knows; a deterministic call then does not split.
@@ -144,11 +150,21 @@ def splits_of(problem: Problem) -> int:
     if deterministic and problem.packed:
         return 1
     tiles = problem.heads_k * -(-mean_rows(problem) // ROWS) * (1 if deterministic else problem.batch)
-    most = min(MOST_SPLITS, -(-problem.capacity // (LEAST_TILES * 64)))
-    return max(1, min(devices.of(problem.device).cores // max(tiles, 1), most))
+    cores, blocks = devices.of(problem.device).cores, -(-problem.capacity // 64)
+
+    def time(splits: int) -> float:
+        rounds = -(-tiles * splits // cores)
+        return rounds * (-(-blocks // splits) + OPEN) + (MERGE + MERGE_EACH * splits if splits > 1 else 0)
+
+    return min(range(1, max(1, min(MOST_SPLITS, blocks // LEAST_TILES)) + 1), key=time)
 
 
 def mean_rows(problem: Problem) -> int:
     """The rows of a key head in a sequence, a row for each query and head; packed, their mean, rounded up."""
     rows = problem.seqlen_q * problem.group
     return -(-rows // max(problem.batch, 1)) if problem.packed else rows
+
+
+def candidates() -> list[LatentTiles]:
+    """Tiles that are worth a measurement."""
+    return [LatentTiles(prefetch=True)]

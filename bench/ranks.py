@@ -51,6 +51,7 @@ class Contestant:
 
 CONTESTANTS = {
     "gather": Contestant("gather"),
+    "ring": Contestant("ring"),
     "auto": Contestant("auto", engines=True),
     "nccl": Contestant("heads"),
     "engines": Contestant("heads", engines=True),
@@ -184,7 +185,8 @@ def torch_contests(
 def received(
     parallel: ContextParallel, ways: dict[str, Callable[[], object]], inputs: list[Tensor], mask: Mask
 ) -> dict[str, float]:
-    """MiB that ranks receive in a step, counted, and by the cost model: the most of all ranks, in the forward and in the backward."""
+    """MiB that ranks receive in a step, counted, and by the cost model, the most of all ranks, in the forward and in the backward; and
+    the model's peak of memory and milliseconds of a step beside its products."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     plan, exchange = tw.explain(*inputs, mask=mask, parallel=parallel), parallel.exchange
     before = exchange.received
@@ -193,8 +195,11 @@ def received(
     ways["both"]()
     backward = exchange.received - before - 2 * forward
     most = sum(map(max, zip(*exchange.numbers([forward, backward]), strict=True)))
-    predicted = plan.costs[plan.scheme].received
-    return {"received_mib": round(most / 2**20, 3), "predicted_received_mib": round(predicted / 2**20, 3)}
+    model = plan.costs[plan.scheme]
+    counts = {"received_mib": most, "predicted_received_mib": model.received, "predicted_mib": model.memory}
+    return {name: round(count / 2**20, 3) for name, count in counts.items()} | {
+        "predicted_ms": round(model.milliseconds, 3)
+    }
 
 
 def timed(contestants: dict[str, dict[str, Callable]], device: str, rounds: int) -> dict[tuple[str, str], float]:
@@ -221,15 +226,6 @@ def peak(run: Callable[[], object]) -> float:
     run()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def predicted_peak(row: Row, size: int) -> float:
-    """The peak of a step by heads with copy engines, in MiB a rank, for bf16: what is alive where the backward's kernel runs.
-
-    That is q, k, v of the rank's heads, their gradients, o of its heads, o of its rows, dO of its heads, and dQ in fp32.
-    """
-    rows = row.seqlen * HEAD_DIM / size
-    return rows * (2 * 2 * (row.heads_q + 2 * row.heads_k) + (3 * 2 + 4) * row.heads_q) / 2**20
 
 
 EXCHANGE, PLAIN = ("nccl", "memcpy", "barrier"), ("at::", "cub::", "memset")
@@ -389,8 +385,7 @@ def compared(
     for who, ways in contestants.items() if device != "cpu" else ():
         if who not in ranks_torch.NAMES:
             parts[who] = parts.get(who, {}) | breakdown(ways["both"])
-        peaks = {"peak_mib": round(peak(ways["both"])), "predicted_mib": round(predicted_peak(row, size))}
-        parts[who] = parts.get(who, {}) | peaks
+        parts[who] = parts.get(who, {}) | {"peak_mib": round(peak(ways["both"]))}
     flops = 4 * kept_pairs(row.mask, row.seqlen) * row.heads_q * HEAD_DIM / size
     shape = {"gpus": size, "seqlen": row.seqlen, "heads_q": row.heads_q, "heads_k": row.heads_k, "mask": row.mask}
     for (who, way), t in ms.items():

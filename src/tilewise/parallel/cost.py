@@ -180,7 +180,7 @@ COSTS = {"gather": gathering, "heads": exchanging_heads, "ring": passing}
 
 
 class _Sizes(NamedTuple):
-    """What a rank holds of an attention.
+    """The part of an attention that a rank holds.
 
     Attributes:
         queries, outputs: bytes of q, and of o. keys: how many. row: numbers of K and V for each key.

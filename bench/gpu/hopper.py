@@ -19,6 +19,8 @@ from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import kernel_files
 from tilewise.backends.hopper.host import proven as proofs
+from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.testing import HIDING, Call, call, of_case, paged_call, qkv
 
 PROBES = (
@@ -92,11 +94,14 @@ class Kind(NamedTuple):
     softcap: bool
     packed: bool
     paged: int = 0
+    latent: bool = False
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
         t = x.keys if isinstance(x, Backward) else x.tiles
-        return cls((t.width, t.width_v), x.dtype, x.form, x.softcap, x.packed, getattr(x, "paged", 0))
+        latent = isinstance(x, LatentConfig)
+        paged = latent or getattr(x, "paged", 0)
+        return cls((t.width, t.width_v), x.dtype, x.form, x.softcap, x.packed, paged, latent)
 
 
 def options_of(form: str, shape: tuple[int, ...], device: str) -> list[dict]:
@@ -179,10 +184,13 @@ def paged_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Size
         even = len(set(q_lengths)) == 1 and not rest
         rows = (len(lengths), q_lengths[0]) if even else (sum(q_lengths) + rest,)
         cu_q = None if even else torch.tensor([0, *q_lengths], device=device).cumsum(0).int()
-        for m, options in enumerate(PAGED_OPTIONS[kind.form]):
+        forms = PAGED_OPTIONS if kind.latent else (kind.form,)
+        for m, options in enumerate(options for form in forms for options in PAGED_OPTIONS[form]):
             # The second call of a kind is narrower, with heads before rows.
-            d, dv = (width, width_v) if m != 1 else (width - 24, width_v - 40)
+            d, dv = (width, width_v) if m != 1 or kind.latent else (width - 24, width_v - 40)
             q, cache = new(*rows, 4, d), cache_of(new, page_size, k_lengths, (2, d, dv), m == 1)
+            if kind.latent:
+                cache = cache._replace(v_pages=cache.k_pages[..., :dv])
             if not even:
                 q[sum(q_lengths) :] = torch.nan
             sink = torch.randn(4, device=device) if m % 2 else None
@@ -224,7 +232,8 @@ def cache_of(
 
 def every() -> list[Config | Backward]:
     """All configurations that are shipped or candidates."""
-    return [*config.shipped(), *config.candidates(), *backward_config.shipped(), *backward_config.candidates()]
+    forwards = [*config.shipped(), *config.candidates(), *latent_config.shipped()]
+    return [*forwards, *backward_config.shipped(), *backward_config.candidates()]
 
 
 def kernel_of(x: Config | Backward, bits: str = "") -> Kernel:

@@ -19,7 +19,7 @@ class LatentPlan(PagedPlan):
 
     @cached_property
     def grid(self) -> Grid:
-        tiles, splits = tiles_of(self.problem), splits_of(self.problem)
+        tiles, splits = tiles_of(self.problem), splits_of(self.problem) if self.config.split else 1
         return Grid(tiles, tiles * splits, 1, splits)
 
     @cached_property

@@ -31,11 +31,12 @@ class LatentTiles:
 
     Attributes:
         registers, registers_score: of a thread that holds O, and of one that computes scores.
+        prefetch: key tiles are brought to L2 while their place in shared memory is not free yet.
     """
 
     registers: int = 184
     registers_score: int = 72
-    prefetch: bool = False
+    prefetch: bool = True
     width: int = WIDTH
     width_v: int = WIDTH_V
     tile_n: int = 64
@@ -167,4 +168,4 @@ def mean_rows(problem: Problem) -> int:
 
 def candidates() -> list[LatentTiles]:
     """Tiles that are worth a measurement."""
-    return [LatentTiles(prefetch=True)]
+    return [LatentTiles(prefetch=False)]

@@ -72,14 +72,16 @@ def compute_values(
         cute.arch.mbarrier_wait(smem.p_full + stage, phase)  # P and its factors: a score group
         take_factors(operands.rows, smem, stage)
         take_p(operands, smem, stage)
-        cute.arch.sync_warp()  # all lanes have read P before one of them gives its place back
-        release(smem.empty + part_of(stage, 0))  # the score group of this stage
         rescale(operands)
         for n in cutlass.range_constexpr(PRODUCTS):
             cute.arch.mbarrier_wait(smem.full + part_of(stage, part_of_v(w, n)), phase)  # V: the copy engine
             # O += P V, 64 × 128, fp32
             v = operands.v[None, None, None, (PRODUCTS * w + n, stage)]
             begin_product(operands.pv, operands.o[n], operands.p, v, overwrite=False)
+        # P's words have come, since the products read them: an arrival alone would wait for no load (hopper-stage-release).
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        release(smem.empty + part_of(stage, 0))  # P: the score group of this stage
         for n in cutlass.range_constexpr(PRODUCTS):
             warpgroup.wait_group(PRODUCTS - 1 - n)  # O += P V of these columns
             release(smem.empty + part_of(stage, part_of_v(w, n)))  # V: the score group of this stage

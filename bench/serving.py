@@ -207,7 +207,7 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
     yield "cache", over(keys.dense_caches())
     for page_size in case.pages:
         yield f"pages-{page_size}", over(keys.paged(page_size))
-        if causal and keys.device == "cuda":  # a chunk of a prompt, which Hopper's forward takes
+        if (causal or case.values) and keys.device == "cuda":  # chunks of a prompt, and v in k, which Hopper's kernels take
             yield f"pages-{page_size}-triton", over(keys.paged(page_size), "triton")
     if case.fp8:
         yield "pages-64-fp8", over(keys.quantised(64, False))

@@ -54,6 +54,7 @@ PEERS |= {
     "pages-64-fp8-each": "the same, one scale for each token and head",
 }
 PEERS |= {f"pages-{size}": f"tw.attention_paged over pages of {size} keys" for size in PAGE_SIZES}
+PEERS |= {f"pages-{size}-triton": f"the same over pages of {size} keys, by the triton backend" for size in PAGE_SIZES}
 FP8 = re.compile(r"(fp8(-each)?)?$")  # what a contestant's name says of its numbers
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
 PARTS = ("check", "replay", "append", "time", "tiles")
@@ -113,6 +114,9 @@ CASES = {
         Case("b16-8k-d64", 16, 8192, 64, 8, 64),
         Case("b8-8k-h16", 8, 8192, 16, 16),
         Case("chunk-512-32k", 1, 32768, queries=512, pages=(16, 64), fp8=True),
+        Case("chunk-512-32k-d64", 1, 32768, 32, 8, 64, queries=512, pages=(16, 64)),
+        Case("chunk-2048-32k", 1, 32768, queries=2048),
+        Case("chunks-4-256-8k", 4, 8192, queries=256, pages=(16, 64)),
         Case("latent-b32-8k", 32, 8192, 128, 1, 576, values=512),
         Case("latent-chunk-64-8k", 4, 8192, 128, 1, 576, 64, values=512),
     ),
@@ -188,7 +192,7 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
     def dense(backend: str | None) -> Attend:
         return lambda n: tw.attention(q, *keys.dense[n], causal=causal, backend=backend)
 
-    def over(caches: list[tw.PagedCache] | list[tw.QuantizedCache]) -> Attend:
+    def over(caches: list[tw.PagedCache] | list[tw.QuantizedCache], backend: str | None = backend) -> Attend:
         return lambda n: tw.attention_paged(q, caches[n], causal=causal, backend=backend)
 
     if not case.values:
@@ -198,6 +202,8 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
     yield "cache", over(keys.dense_caches())
     for page_size in case.pages:
         yield f"pages-{page_size}", over(keys.paged(page_size))
+        if causal and keys.device == "cuda":  # a chunk of a prompt, which Hopper's forward takes
+            yield f"pages-{page_size}-triton", over(keys.paged(page_size), "triton")
     if case.fp8:
         yield "pages-64-fp8", over(keys.quantised(64, False))
         yield "pages-64-fp8-each", over(keys.quantised(64, True))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.config import DTYPES, LONG, band_of, strides_addressable
 from tilewise.backends.hopper.forward import config
-from tilewise.backends.hopper.forward.config import PAGE_ROWS, PAGED_DIMS, Config
+from tilewise.backends.hopper.forward.config import PAGE_ROWS, PAGED_TILES, Config
 from tilewise.problem import Problem, TensorFacts
 
 
 def reasons(problem: Problem) -> list[str]:
     """Every reason why no forward over pages computes a problem, whatever machine it is."""
     found = config.reasons(problem)
-    widest = max(max(dims) for dims in PAGED_DIMS)
+    widest = max(max(dims) for dims in PAGED_TILES)
     wide = max(problem.head_dim, problem.head_dim_v)
     if wide > widest:
         found.append(f"pages with head_dim {wide}, above {widest}")
@@ -19,9 +19,8 @@ def reasons(problem: Problem) -> list[str]:
         found.append("a cache in 8 bits: its kernels over pages take 16 bits")
     if problem.latent:
         found.append("v in the memory of k: its kernels would read it twice")
-    # A part of a key block comes from one page, in one box.
-    if problem.page_size % PAGE_ROWS:
-        found.append(f"page_size {problem.page_size} is not a multiple of {PAGE_ROWS}")
+    if part_rows(problem) is None:
+        found.append(f"page_size {problem.page_size} is not a multiple of {min(PAGE_ROWS)}")
     if problem.spec.score is not None:
         found.append("pages with a score")
     return found + _mask_reasons(problem) + _pool_reasons(problem)
@@ -33,9 +32,15 @@ def _mask_reasons(problem: Problem) -> list[str]:
         return ["pages with a mask other than causal and window"]
     # Keys on both sides of a window are kept from the copy engine, if they lie in two parts of blocks (pages.box_of).
     last = 1 if band.hi is None else min(band.hi, 1)
-    if band.lo is not None and last - band.lo < PAGE_ROWS:
-        return [f"pages with a window of {max(last - band.lo, 0)} keys, fewer than {PAGE_ROWS}"]
+    rows = part_rows(problem) or 0
+    if band.lo is not None and last - band.lo < rows:
+        return [f"pages with a window of {max(last - band.lo, 0)} keys, fewer than {rows}"]
     return []
+
+
+def part_rows(problem: Problem) -> int | None:
+    """The rows that one box brings: a part of a key block comes from one page."""
+    return next((rows for rows in PAGE_ROWS if problem.page_size % rows == 0), None)
 
 
 def _pool_reasons(problem: Problem) -> list[str]:
@@ -63,6 +68,7 @@ def page_rows(pool: TensorFacts) -> int:
 
 def choose(problem: Problem) -> Config:
     """The kernel for a problem that has no :func:`reasons` against it."""
-    dims = next(d for d in PAGED_DIMS if problem.head_dim <= d[0] and problem.head_dim_v <= d[1])
+    wanted = problem.head_dim, problem.head_dim_v
+    tiles = next(tiles for dims, tiles in PAGED_TILES.items() if wanted[0] <= dims[0] and wanted[1] <= dims[1])
     form = band_of(problem).form
-    return Config(config.TABLE[dims].of_form(form), DTYPES[str(problem.dtype)], form, packed=True, paged=PAGE_ROWS)
+    return Config(tiles, DTYPES[str(problem.dtype)], form, packed=True, paged=part_rows(problem))

@@ -343,7 +343,7 @@ TABLE = {
 }  # fmt: skip
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
 # The tiles over pages: few rows, since chunks of a prompt are short, and registers for a loading warp that reads a table.
-PAGED_TILES = {(t.width, t.width_v): replace(t, registers_load=32) for t in (_D64_128, _D128)}
+PAGED_TILES = {(t.width, t.width_v): replace(t, registers=232, registers_load=48) for t in (_D64_128, _D128)}
 PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
 # How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
 HEADS = (8, 64)

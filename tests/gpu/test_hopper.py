@@ -16,7 +16,7 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.forward.config import Config, shipped
 from tilewise.backends.hopper.host import library
-from tilewise.testing import qkv
+from tilewise.testing import paged_call, qkv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +36,7 @@ def by_kind(configs: list[Config | Backward]) -> dict[Kind, list[Config | Backwa
 
 def name_of(kind: Kind) -> str:
     options = [name for name in ("softcap", "packed") if getattr(kind, name)]
+    options += [f"pages-of-{kind.paged}"] if kind.paged else []
     return "-".join(["x".join(map(str, sorted(set(kind.dims), reverse=True))), kind.dtype, kind.form, *options])
 
 
@@ -90,6 +91,32 @@ def test_a_graph_replays_it_and_another_stream_runs_it():
     torch.cuda.synchronize()
     assert torch.equal(aside, expected)
     assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize("page_size", [64, 48])
+def test_a_graph_over_pages_replays_with_other_lengths_tables_and_queries(page_size):
+    draw = torch.Generator("cuda").manual_seed(0)
+    new = lambda *shape: torch.randn(shape, generator=draw, device="cuda").bfloat16()  # noqa: E731
+    k, v, q = new(300, page_size, 2, 128), new(300, page_size, 2, 128), new(4, 200, 8, 128)
+    table, lengths = torch.zeros(4, 64, dtype=torch.int32, device="cuda"), q.new_full((4,), 200, dtype=torch.int32)
+    cache = tw.paged(k, v, table, lengths)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return tw.attention_paged_with_lse(q, cache, causal=True, backend="hopper")
+
+    with torch.no_grad():
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        for step in range(10):
+            table.random_(0, len(k), generator=draw)
+            lengths.random_(0, 64 * page_size + 1, generator=draw) if step else lengths.copy_(torch.arange(4))
+            q.normal_(generator=draw)
+            graph.replay()
+            assert all(torch.equal(x, y) for x, y in zip(captured, run(), strict=True))
+            c = paged_call(q, cache, causal=True)
+            assert not [str(e) for e in c.expected().judge(dict(zip(("o", "lse"), captured, strict=True))) if not e.ok]
 
 
 FIRST = """

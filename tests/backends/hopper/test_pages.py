@@ -121,6 +121,12 @@ def test_other_calls_are_refused_with_the_reason(name):
     assert word in reason
 
 
+def test_a_table_without_pages_is_refused():
+    q, cache, options = Case(64, (0,), **HALF).draw()
+    c = paged_call(q, cache._replace(block_table=cache.block_table[:, :0]), **options)
+    assert Hopper().refused(c.p) == ["a cache without room for a key"]
+
+
 GPU = torch.device("cuda", 0)
 
 

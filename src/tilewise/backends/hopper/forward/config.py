@@ -213,6 +213,7 @@ class Config(Formed):
         tiles = self.tiles
         extra = f", {self.heads} heads of a group in a tile" if self.heads > 1 else ""
         extra += ", keys split" if self.split else ""
+        extra += f", {self.paged} keys of a page at a time" if self.paged else ""
         return (
             f"{tiles.tile_m} x {tiles.tile_n}, {tiles.warpgroups} warpgroups compute and one loads, "
             f"{tiles.stages} blocks of K or V in flight, {tiles.shared.total >> 10} KiB shared{extra}"

@@ -17,10 +17,13 @@ def reasons(problem: Problem) -> list[str]:
         found.append(f"pages with head_dim {wide}, above {widest}")
     if problem.quantised:
         found.append("a cache in 8 bits: its kernels over pages take 16 bits")
+    # It would be right, and slower than Triton, which reads it once.
     if problem.latent:
         found.append("v in the memory of k: its kernels would read it twice")
     if part_rows(problem) is None:
         found.append(f"page_size {problem.page_size} is not a multiple of {min(PAGE_ROWS)}")
+    if not problem.capacity or not problem.k.shape[0]:
+        found.append("a cache without room for a key")
     if problem.spec.score is not None:
         found.append("pages with a score")
     return found + _mask_reasons(problem) + _pool_reasons(problem)
@@ -45,7 +48,7 @@ def part_rows(problem: Problem) -> int | None:
 
 def _pool_reasons(problem: Problem) -> list[str]:
     pools = problem.k, problem.v
-    # A pool is never copied to where the copy engine could address it.
+    # A pool is not copied to where the copy engine could address it.
     if any(not _addressable(x) for x in pools):
         return ["pages whose rows do not lie at multiples of 16 bytes, in pages that are multiples of rows apart"]
     # The boxes of a block serve its K and its V.
@@ -63,6 +66,7 @@ def _addressable(pool: TensorFacts) -> bool:
 
 def page_rows(pool: TensorFacts) -> int:
     """How many rows of a pool ``(num_pages, page_size, heads, head_dim)`` lie between the beginnings of two pages."""
+    # The stride of a single page says nothing.
     return pool.stride[0] // pool.stride[1] if pool.shape[0] > 1 else pool.shape[1]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -23,11 +21,6 @@ class PagedPlan(ForwardPlan):
         if not out.o.numel():
             return out
         sink = None if inputs.sink is None else inputs.sink.detach().float().contiguous()
-        if not problem.capacity or not problem.k.shape[0]:  # nobody has a key
-            out.o.zero_()
-            lse = out.lse.movedim(-2, -1)  # heads last
-            lse.fill_(-math.inf) if sink is None else lse.copy_(sink.expand_as(lse))
-            return out
         # The kernel takes packed rows; those of a batch lie one sequence after the other.
         rows = q if problem.packed else q.flatten(0, 1)
         rows = addressed(rows, strides_addressable(rows.shape, rows.stride()))
@@ -36,6 +29,7 @@ class PagedPlan(ForwardPlan):
         lse = lse.view(problem.heads_q, -1)
         if sink is None:
             sink = lse.view(-1)[: problem.heads_q]  # any memory will do: it is not read
+        # Copied is only a pool that begins between two multiples of 16 bytes.
         k, v = (addressed(x, True) for x in (inputs.k, inputs.v))
         tensors = rows[None], k, v, out.o.view(1, len(rows), *out.o.shape[-2:]), lse[None], sink
         extra = self.extra(inputs)

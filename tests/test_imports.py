@@ -39,6 +39,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "mapped": ("masks", "expr"),
     "spec": ("masks", "scores", "piece", "mapped", "expr", "dropout", "caching"),
     "tiles": ("masks", "masks.facts", "expr"),
+    "bit_tiles": ("tiles", "masks", "masks.facts", "expr"),
     "pages": ("spec",),
     "problem": ("spec", "masks", "expr", "dropout", "pages", "caching"),
     "distances": ("problem", "masks.facts", "expr"),
@@ -59,9 +60,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # A kernel's key holds the expressions traced into it.
     "backends.hopper.expected": (),
-    "backends.hopper.config": ("problem", "masks.facts", "expr"),
-    "backends.hopper.forward.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
-    "backends.hopper.backward.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
+    "backends.hopper.config": ("bit_tiles", "problem", "masks.facts", "expr"),
+    "backends.hopper.*.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
     "backends.triton.tiles": (),
     "backends.triton.config": ("backends.triton.tiles", "problem", "device"),
     "backends.*.config": ("problem", "device"),
@@ -74,6 +74,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "masks.catalogue",
         "scores.catalogue",
         "tiles",
+        "bit_tiles",
     ),
     "backends.*": (
         "own",
@@ -86,6 +87,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "masks.facts",
         "masks.regions",
         "tiles",
+        "bit_tiles",
         "state",
         "dropout",
         "expr",
@@ -165,6 +167,7 @@ LAZY = {
     ("expr.operations", "expr.tracing"),
     ("masks.catalogue", "tiles"),
     ("tiles", "backends.triton"),
+    ("bit_tiles", "backends.triton"),
     ("", "selfcheck"),
     ("dispatch", "pictures.explained"),
 }

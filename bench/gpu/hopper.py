@@ -35,6 +35,7 @@ FORM_OPTIONS = {
     "upper": [{"causal": True}, {"mask": tw.window(None, 5)}, {"mask": tw.causal() & tw.key_lengths(150)}],
     "band": [{"mask": tw.window(100, 0)}, {"mask": tw.window(70, 33)}, {"mask": tw.window(20)}],
     "rows": [{"mask": "documents"}, {"mask": "lengths"}, {"mask": "prefix"}],
+    "bits": [{"mask": "pairs"}, {"mask": "blocks"}, {"mask": "sinks"}, {"mask": "heads"}],
 }
 SHAPES = [  # batch, seqlen_q, seqlen_k, heads_q, heads_k: odd lengths, empty rows, more CTAs than tiles and fewer
     (1, 1, 1, 1, 1),
@@ -100,12 +101,18 @@ class Kind(NamedTuple):
 
 def options_of(form: str, shape: tuple[int, ...], device: str) -> list[dict]:
     """The options of a form; masks of tensors are made for the shape."""
-    batch, _, nk = shape[:3]
+    batch, nq, nk = shape[:3]
     spread = torch.linspace(0, nk, batch, device=device).int()
     rows = {
         "documents": lambda: tw.documents(torch.arange(nk, device=device).expand(batch, -1) // 77),
         "lengths": lambda: tw.key_lengths(spread),
         "prefix": lambda: tw.prefix(spread),
+        "pairs": lambda: tw.keep(lambda b, h, i, j: (i * 79 + j * 104729) % 13 > 4),
+        "blocks": lambda: tw.block_sparse(
+            torch.rand(batch, 1, -(-nq // 128), -(-nk // 128), device=device) < 0.4, 128, 128
+        ),
+        "sinks": lambda: tw.causal() & (tw.window(left=70) | tw.key_range(0, spread)),
+        "heads": lambda: tw.keep(lambda b, h, i, j: (i // 50 + j // 70 + h) % 3 == 0),
     }
     return [{k: rows[v]() if isinstance(v, str) else v for k, v in options.items()} for options in FORM_OPTIONS[form]]
 

@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from tests.backends.contract import (
     run,
 )
 from tilewise import expr
-from tilewise.backends.triton import Triton, config, interpreting
+from tilewise.backends.triton import Triton, config, interpreting, sheet
 from tilewise.backends.triton.config import INTERPRETED, MAX_HEAD_DIM, MAX_LATENT_DIM, TABLE, Config
 from tilewise.backends.triton.host.leaf_sums import LeafSums
 from tilewise.backends.triton.host.plan import Plan
@@ -249,7 +249,7 @@ def test_elements_of_a_leaf_that_no_pair_reads_get_no_gradient(how, monkeypatch)
     monkeypatch.setattr(torch, "empty", poisoned)
     c = call(*qkv(), causal=True, score=tw.score(build(normal(*shape).requires_grad_())))
     assert [read.how for read in classify(c.p)] == [TILES if how == "sheet" else how]
-    assert (Plan(c.p, INTERPRETED).sheet_heads > 0) == (how == "sheet")
+    assert bool(Plan(c.p, INTERPRETED).sheet) == (how == "sheet")
     agree(Triton(), c)
 
 
@@ -306,39 +306,43 @@ def test_a_bias_by_descriptor_of_packed_sequences():
 @pytest.mark.parametrize("tiles", ["tma", "wide"])
 def test_programs_take_turns_at_a_sum_that_three_or_four_or_all_share(shape, tiles):
     c = call(*qkv(batch=3, nq=70, nk=72), mask=tw.window(20, 5), score=tw.bias(normal(*shape).requires_grad_()))
-    assert Plan(c.p, OTHER_TILES[tiles]).sheet_heads
+    assert Plan(c.p, OTHER_TILES[tiles]).sheet
     agree(Triton(OTHER_TILES[tiles]), c)
 
 
 @pytest.mark.parametrize(
-    ("shape", "override"),
-    [((3, 48, 72), Config(*[Tiles(32, 64, 4, 1)] * 3)), ((48, 72), Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3))],
+    ("shape", "override", "kept"),
+    [
+        ((3, 48, 136), Config(*[Tiles(32, 64, 4, 1)] * 3), [(0, 1, 0, 256), (1, 1, 0, 256), (2, 1, 0, 256)]),
+        ((48, 136), Config(*[Tiles(32, 32, 4, 1, tma=True)] * 3), [(0, 3, 0, 128), (0, 3, 128, 128)]),
+    ],
     ids=["heads", "shared"],
 )
-def test_ds_is_kept_of_some_heads_at_a_time(shape, override, monkeypatch):
-    monkeypatch.setattr(config, "sheet_memory", lambda p: 2 * 128 * 128 * 4)  # one head's
+def test_ds_is_kept_of_some_heads_or_keys_at_a_time(shape, override, kept, monkeypatch):
+    monkeypatch.setattr(sheet, "sheet_memory", lambda p: 3 * 128 * 128 * 4)  # one head's, or half of the keys of all
+    monkeypatch.setattr(sheet, "SHEET_KEYS", 128)
     score = tw.bias(normal(*shape).requires_grad_())
-    c = call(*qkv(nq=48, nk=72, hq=3, hk=3), mask=tw.causal() & tw.window(40), score=score)
-    assert Plan(c.p, override).sheet_heads == 1
+    c = call(*qkv(batch=2, nq=48, nk=136, hq=3, hk=3, d=8, dv=8), mask=tw.causal() & tw.window(100), score=score)
+    assert [astuple(part) for part in Plan(c.p, override).sheet] == kept
     agree(Triton(override), c)
 
 
 def test_ds_is_kept_only_where_it_is_the_one_gradient_that_a_score_wants(monkeypatch):
     t, slopes = normal(70, 70).requires_grad_(), normal(4).requires_grad_()
-    heads = lambda **options: Plan(call(*qkv(), **options).p, INTERPRETED).sheet_heads  # noqa: E731
-    assert heads(causal=True, score=tw.bias(t)) > 0
-    assert heads(score=tw.bias(t) >> tw.softcap(5.0)) == 0  # dS has a slope yet to come
-    assert heads(score=tw.bias(t) >> tw.alibi(slopes)) == 0
-    assert heads(mask=tw.key_range(0, 60), score=tw.bias(t)) == 0  # rows and columns may disagree about tiles
-    assert heads(score=tw.bias(t.detach().double().requires_grad_())) == 0
-    monkeypatch.setattr(config, "sheet_memory", lambda p: 1)
-    assert heads(causal=True, score=tw.bias(t)) == 0
+    parts = lambda **options: len(Plan(call(*qkv(), **options).p, INTERPRETED).sheet)  # noqa: E731
+    assert parts(causal=True, score=tw.bias(t)) > 0
+    assert parts(score=tw.bias(t) >> tw.softcap(5.0)) == 0  # dS has a slope yet to come
+    assert parts(score=tw.bias(t) >> tw.alibi(slopes)) == 0
+    assert parts(mask=tw.key_range(0, 60), score=tw.bias(t)) == 0  # rows and columns may disagree about tiles
+    assert parts(score=tw.bias(t.detach().double().requires_grad_())) == 0
+    monkeypatch.setattr(sheet, "sheet_memory", lambda p: 1)
+    assert parts(causal=True, score=tw.bias(t)) == 0
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_ds_of_16_bits_is_kept_for_a_bias_in_fp32_where_its_range_is_fp32s(dtype, kept):
     c = call(*qkv(nq=48, nk=72, dtype=dtype), causal=True, score=tw.bias(normal(48, 72).requires_grad_()))
-    assert (Plan(c.p, INTERPRETED).sheet_heads > 0) == kept
+    assert bool(Plan(c.p, INTERPRETED).sheet) == kept
     agree(Triton(), c)
 
 
@@ -380,7 +384,7 @@ def test_three_terms_hold_all_of_fp32():
 
 def test_a_bias_beside_terms_gets_its_gradient_of_fp32s_ds():
     c = call(*qkv(nq=48, nk=72, d=80, dv=96), causal=True, score=tw.bias(normal(48, 72).requires_grad_()))
-    assert Plan(c.p, TERMS).sheet_heads
+    assert Plan(c.p, TERMS).sheet
     agree(Triton(TERMS), c)
 
 

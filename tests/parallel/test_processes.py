@@ -52,6 +52,32 @@ SHARDINGS = {
 }
 
 
+def _compiled(parallel: tw.parallel.ContextParallel, scheme: str) -> list[torch.Tensor]:
+    """Differences of o and all gradients, between one graph and the same function run eagerly."""
+    slopes = torch.rand(8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    options = {"causal": True} | ({"dropout_p": 0.3, "dropout_seed": torch.tensor([7])} if scheme == "gather" else {})
+
+    def function(q, k, v, slopes):
+        return tw.attention(q * 1.5, k, v, score=tw.alibi(slopes), parallel=parallel, **options).sin()
+
+    found = []
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        *local, do = (parallel.shard(x[:, :20]).detach().requires_grad_() for x in _whole())
+        o = run(*local, slopes)
+        found.append([o.detach(), *torch.autograd.grad(o, [*local, slopes], do)])
+    return [a - b for a, b in zip(*found, strict=True)]
+
+
+def _refused_in_a_graph(parallel: tw.parallel.ContextParallel) -> str:
+    """What a rank says of unequal parts of a sequence inside a graph."""
+    local = [parallel.shard(x).detach() for x in _whole()[:3]]
+    try:
+        torch.compile(lambda *x: tw.attention(*x, parallel=parallel), fullgraph=True, backend="aot_eager")(*local)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt"
 TEXT, STEPS, CONTEXT = b"def tile(row, column):\n    return row * column\n" * 9, 3, 40
 
@@ -90,6 +116,9 @@ def _process(rank: int, size: int, folder: str) -> None:
         if size == 2:
             by_heads = tw.context_parallel(mesh["cp"], scheme="heads")
             found |= {f"losses fsdp={fsdp}": _losses(fsdp) for fsdp in (False, True)}
+            ways = {scheme: tw.context_parallel(mesh["cp"], scheme=scheme) for scheme in ("gather", "heads")}
+            found["compiled"] = {scheme: _compiled(way, scheme) for scheme, way in ways.items()}
+            found["uneven"] = _refused_in_a_graph(ways["gather"])
             found |= {f"heads {name}": on_this_rank(by_heads, name) for name in CALLS if "dropout" not in name}
         try:
             tw.attention(*[torch.ones(1, 4, 1, 8)] * 3, causal=rank == 0, parallel=parallel)
@@ -152,3 +181,11 @@ def test_the_example_trains_over_processes_with_the_losses_of_one(parts):
     for fsdp in (False, True):
         for part in parts:
             torch.testing.assert_close(part[f"losses fsdp={fsdp}"], alone)
+
+
+@pytest.mark.parametrize("parts", [2], indirect=True)
+def test_a_sharded_call_is_a_node_of_one_graph_with_the_same_bits(parts):
+    for part in parts:
+        assert set(part["compiled"]) == {"gather", "heads"}
+        assert not any(bool(x.any()) for found in part["compiled"].values() for x in found)
+        assert "inside torch.compile ranks hold as many rows each, or layout= is a Layout" in part["uneven"]

@@ -8,6 +8,8 @@
 - :mod:`tilewise.parallel.gathered`: a scheme, gathering K and V.
 - :mod:`tilewise.parallel.heads`: a scheme, all rows of some heads on each rank.
 - :mod:`tilewise.parallel.cost`, :mod:`tilewise.parallel.plan`: what each scheme costs, and which one is taken.
+- :mod:`tilewise.parallel.calls`: a call, from what ranks agree on to a rank's part of it.
+- :mod:`tilewise.parallel.operators`: its gradient, and the operators of compiled graphs.
 - :mod:`tilewise.parallel.context`: what users hold.
 - :mod:`tilewise.parallel.dtensors`: DTensors, which need no ``parallel=``.
 - :mod:`tilewise.parallel.agreement`: what ranks compare before bytes move.

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 from tilewise.parallel.exchange import Exchange
-from tilewise.spec import Options, assemble, parse_spec
+from tilewise.spec import parse_spec
+
+Assembled = tuple[list[Tensor], Tensor | None, str]
+"""The extras, the seed and the text of a call."""
 
 
 def agreed_lengths(
-    exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, options: Options, also: tuple[tuple[str, str], ...]
-) -> tuple[list[tuple[int, int]], tuple[list[Tensor], Tensor | None, str]]:
+    exchange: Exchange,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    assembled: Callable[[], Assembled],
+    also: tuple[tuple[str, str], ...],
+) -> tuple[list[tuple[int, int]], Assembled]:
     """``(queries, keys)`` that each rank holds, by rank, and the call as the operator takes it, with this rank's seed.
 
     The ranks compare a hash of what they are about to do.
 
     Args:
+        assembled: makes the call as the operator takes it.
         also: what else must be the same on all ranks, each with what a person calls it.
 
     Raises:
@@ -27,7 +37,7 @@ def agreed_lengths(
     """
     call: Any = None  # a call that fails raises below
     try:
-        call = extras, _, text = assemble(q, k, v, options)
+        call = extras, _, text = assembled()
         shapes = tuple((*x.shape[:-3], "*", *x.shape[-2:], x.dtype) for x in (q, k, v))
         dims = {x.ndim for x in (q, k, v)}
         digest, facts = _facts(

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from tilewise import autograd, derivatives, dispatch
 from tilewise.backends.base import PerTensors
-from tilewise.parallel import gathered, heads, plan
-from tilewise.parallel.agreement import agree_on_tensors, agreed_lengths
+from tilewise.parallel import calls, heads, operators, plan
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
 from tilewise.parallel.symmetric import group_of
-from tilewise.spec import Options, assemble, parse_spec
+from tilewise.spec import Options, assemble
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "zigzag": zigzag,
@@ -78,7 +77,8 @@ class ContextParallel:
         self.exchange, self.layout, self.scheme = exchange, layout, scheme
         self.sum_leaf_gradients = sum_leaf_gradients
         self.most_groups = heads.MOST_GROUPS
-        self._plans = PerTensors()
+        self.plans = PerTensors()
+        self.name = operators.named(self)
 
     @property
     def rank(self) -> int:
@@ -134,20 +134,10 @@ class ContextParallel:
             assembled = assemble(q, k, v, options)
             return autograd.attention(q, k, v, *assembled, derivatives.operator_of(assembled[2]))
         q, k, v = _autocast(q, k, v)
-        agreed = self._agreed(q, k, v, options, {"lse": str(with_lse)})
-        *_, extras, seed, spec = agreed
-        facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (q, k, v)]
-        # What was checked of another tensor says nothing of this one.
-        facts += [(x.shape, x.dtype) for x in extras]
-        call = self._plans.of(
-            (spec.text(), with_lse, *agreed.layouts, *facts),
-            [extras[n] for n in spec.mask_slots],
-            lambda: plan.planned(self._wish(with_lse), agreed),
-        )
-        if isinstance(call, gathered.Gathered) and call.digest:
-            agree_on_tensors(self.exchange, call.digest)
-        run = heads.attention if isinstance(call, heads.Heads) else gathered.attention
-        return run(call, q, k, v, extras, seed)
+        if torch.compiler.is_compiling():
+            return operators.compiled(q, k, v, *assemble(q, k, v, options), self.name, with_lse)
+        agreed, call = calls.agreed_call(self, q, k, v, lambda: assemble(q, k, v, options), with_lse)
+        return operators.attention(call, q, k, v, agreed.extras, agreed.seed)
 
     def maximum(self, x: Tensor) -> Tensor:
         """The largest of all ranks' numbers, for each element of ``x``; NaN where a rank has it."""
@@ -159,33 +149,9 @@ class ContextParallel:
         if self.size == 1:
             return dispatch.explain(q, k, v, options)
         q, k, v = _autocast(q, k, v)
-        return plan.explained(self._wish(False), self._agreed(q, k, v, options, {}))
-
-    def _wish(self, with_lse: bool) -> plan.Wish:
-        return plan.Wish(self.exchange, self.scheme, self.most_groups, self.sum_leaf_gradients, with_lse)
-
-    def _agreed(self, q: Tensor, k: Tensor, v: Tensor, options: Options, also: dict[str, str]) -> plan.Agreed:
-        """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
-        also = also | {"layout": str(self.layout), "sum_leaf_gradients": str(self.sum_leaf_gradients)}
-        lengths, (extras, seed, text) = agreed_lengths(
-            self.exchange, q, k, v, options, (*also.items(), ("scheme", self.scheme))
+        return plan.explained(
+            calls.wish(self, False), calls.agreed(self, q, k, v, lambda: assemble(q, k, v, options), {})
         )
-        queries, keys = (
-            self._checked_layout([x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
-        )
-        if seed is not None and not isinstance(options.dropout_seed, int):
-            # The first rank's, so that the pairs that are dropped are those of one device.
-            seed = self.exchange.broadcast(seed)
-        return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))
-
-    def _checked_layout(self, lengths: list[int], name: str) -> Layout:
-        layout = self.layout_of(sum(lengths))
-        if layout.lengths != tuple(lengths):
-            raise ValueError(
-                f"attention over {self.size} ranks was called wrongly\n  the ranks hold {lengths} {name}, the layout of {sum(lengths)} "
-                f"is {list(layout.lengths)}; cut tensors by shard()"
-            )
-        return layout
 
 
 def _refuse(options: Options) -> None:
@@ -222,7 +188,7 @@ class _Unshard(torch.autograd.Function):
 
 def _unsharded(parallel: ContextParallel, x: Tensor, dim: int) -> Tensor:
     lengths = [n for (n,) in parallel.exchange.numbers([x.shape[dim]])]
-    layout = parallel._checked_layout(lengths, f"rows of dim {dim}")
+    layout = calls.checked_layout(parallel, lengths, f"rows of dim {dim}")
     missing = x.new_zeros(
         [max(lengths) - x.shape[dim] if n == dim % x.ndim else size for n, size in enumerate(x.shape)]
     )

@@ -20,6 +20,10 @@ from tilewise.parallel.layout import Layout
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+Gradients = tuple[Tensor | None, Tensor | None]
+"""do and dlse; None where nothing depends on o, or on lse."""
+
+
 class Exchange(Protocol):
     """One rank's end of a group of ranks."""
 
@@ -166,6 +170,28 @@ class Group(AllToAll):
             return out
 
         return finish
+
+
+class Silent(AllToAll):
+    """A rank that talks to nobody: what would come has its shape and no content. Fake kernels compute shapes by it."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size, self.received = rank, size, 0
+
+    def numbers(self, values: list[int]) -> list[list[int]]:
+        return [values] * self.size
+
+    def objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [x] * self.size
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+    def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+        return lambda: sent.new_empty((sum(received), *sent.shape[1:]))
 
 
 class Simulated(AllToAll):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilewise.derivatives import operator_of
 from tilewise.parallel import cost
-from tilewise.parallel.exchange import Exchange, ordered_sum
+from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
 from tilewise.parallel.route import Route, Segment
 from tilewise.spec import Spec
 
@@ -54,6 +54,7 @@ class Gathered:
         grad_slots: the extras that want a gradient.
         sum_leaves: gradients of tensors that masks, scores and sinks read are summed over ranks.
         max_logit: the largest score of each row is a result too.
+        keeps: keys of others may be kept for the backward.
         digest: of the route, where it depends on tensors, which ranks might hold otherwise; else 0.
     """
 
@@ -65,11 +66,12 @@ class Gathered:
     sum_leaves: bool
     max_logit: bool
     digest: int
+    keeps: bool = True
 
     @property
     def kept(self) -> bool:
         """Whether the keys of others are kept for the backward, and not fetched again."""
-        return cost.kept(self.route.fetched, self.route.keys.lengths)
+        return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths)
 
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         """Starts to fetch the keys that far pieces see; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
@@ -141,77 +143,66 @@ def reasons(spec: Spec) -> list[str]:
     return ["packed sequences are not cut into pieces; write them as mask=tw.documents(ids)"] if spec.packed else []
 
 
-def attention(
+def forward(
     call: Gathered, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
-) -> tuple[Tensor, ...]:
-    """``(o, lse)``, differentiable, and max_logit where it is asked for, of the rank's queries.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """``[o, lse]`` of the rank's queries, and max_logit where it is asked for; and what the backward reads beside q, k, v, o and lse."""
+    finish = call.fetch(k, v)
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
+    shape = q.shape[0], q.shape[2], q.shape[1]
+    statistics = [q.new_empty(shape, dtype=_compute_dtype(q)) for _ in range(2 if call.max_logit else 1)]
 
-    Every rank must call it, and its backward, alike.
+    def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> None:
+        for piece in pieces:
+            part = q[:, piece.rows], keys[:, piece.keys], values[:, piece.keys]
+            o[:, piece.rows], *found = operator_of(piece.spec)(*part, extras, seed, piece.spec)
+            for target, x in zip(statistics, found, strict=True):
+                target[..., piece.rows] = x
+
+    compute(call.near, k, v)  # under the exchange
+    gathered = finish()
+    compute(call.far, *gathered)
+    return [o, *statistics], list(gathered) if call.kept else []
+
+
+def backward(
+    call: Gathered, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """dq, dk and dv of the rank's rows, and the gradient of each extra.
+
+    Args:
+        saved: q, k, v, o, lse, and what the forward kept.
     """
-    return _Attention.apply(call, q, k, v, seed, *extras)
+    (do, dlse), (q, k, v, o, lse, *gathered) = of, saved
+    do = torch.zeros_like(o) if do is None else do
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    dtype = _compute_dtype(q)
+    dq = torch.empty_like(q)
+    leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in call.grad_slots}
 
+    def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
+        found = []
+        for piece in pieces:
+            rows = piece.rows
+            dq[:, rows], dk, dv, dextras = _attention_backward(
+                do[:, rows], dlse[..., rows].contiguous(), q[:, rows], keys[:, piece.keys], values[:, piece.keys],
+                o[:, rows].contiguous(), lse[..., rows].contiguous(), extras, seed, piece.spec,
+            )  # fmt: skip
+            found.append((piece.keys, dk, dv))
+            for slot, grad in zip(call.grad_slots, dextras, strict=True):
+                leaves[slot] += grad
+        return found
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call: Gathered, q, k, v, seed, *extras):
-        finish = call.fetch(k, v)
-        o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
-        shape = (2 if call.max_logit else 1, q.shape[0], q.shape[2], q.shape[1])
-        statistics = q.new_empty(shape, dtype=_compute_dtype(q))
-
-        def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> None:
-            for piece in pieces:
-                part = q[:, piece.rows], keys[:, piece.keys], values[:, piece.keys]
-                o[:, piece.rows], *found = operator_of(piece.spec)(*part, extras, seed, piece.spec)
-                for target, x in zip(statistics, found, strict=True):
-                    target[..., piece.rows] = x
-
-        compute(call.near, k, v)  # under the exchange
-        gathered = finish()
-        compute(call.far, *gathered)
-        lse, *stats = statistics.unbind()
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, o, lse, seed, *(gathered if call.kept else (None, None)), *extras)
-        ctx.mark_non_differentiable(*stats)
-        return o, lse, *stats
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dlse, *_):
-        call, (q, k, v, o, lse, seed, keys, values, *extras) = ctx.call, ctx.saved_tensors
-        dtype = _compute_dtype(q)
-        dq = torch.empty_like(q)
-        leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in call.grad_slots}
-
-        def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
-            found = []
-            for piece in pieces:
-                rows = piece.rows
-                dq[:, rows], dk, dv, dextras = _attention_backward(
-                    do[:, rows], dlse[..., rows].contiguous(), q[:, rows], keys[:, piece.keys], values[:, piece.keys],
-                    o[:, rows].contiguous(), lse[..., rows].contiguous(), extras, seed, piece.spec,
-                )  # fmt: skip
-                found.append((piece.keys, dk, dv))
-                for slot, grad in zip(call.grad_slots, dextras, strict=True):
-                    leaves[slot] += grad
-            return found
-
-        if keys is None:
-            keys, values = call.fetch(k, v)()
-        parts = compute(call.far, keys, values)
-        wide = [
-            _summed(keys, [part[:2] for part in parts], dtype),
-            _summed(values, [part[::2] for part in parts], dtype),
-        ]
-        finish = call.give_back(*wide)
-        parts = [*compute(call.near, k, v), *finish()]  # the near ones under the exchange
-        dk = _summed(k, [part[:2] for part in parts], k.dtype)
-        dv = _summed(v, [part[::2] for part in parts], v.dtype)
-        if call.sum_leaves:
-            leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}
-        dextras = [leaves[n].to(x.dtype) if n in leaves else None for n, x in enumerate(extras)]
-        return None, dq, dk, dv, None, *dextras
+    keys, values = gathered or call.fetch(k, v)()
+    parts = compute(call.far, keys, values)
+    wide = [_summed(x, _each(parts, n), dtype) for n, x in ((1, keys), (2, values))]
+    finish = call.give_back(*wide)
+    parts = [*compute(call.near, k, v), *finish()]  # the near ones under the exchange
+    dk, dv = (_summed(x, _each(parts, n), x.dtype) for n, x in ((1, k), (2, v)))
+    if call.sum_leaves:
+        leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}
+    return dq, dk, dv, [leaves[n].to(x.dtype) if n in leaves else None for n, x in enumerate(extras)]
 
 
 def _summed(like: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
@@ -233,6 +224,11 @@ def _summed(like: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dt
         else:
             target.copy_(ordered_sum([x.to(_compute_dtype(like)) for x in found]))
     return total
+
+
+def _each(parts: Sequence[tuple[slice, Tensor, Tensor]], which: int) -> list[tuple[slice, Tensor]]:
+    """The rows of each part with the gradient of K (1) or of V (2)."""
+    return [(rows, dk if which == 1 else dv) for rows, dk, dv in parts]
 
 
 def _packed(parts: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from tilewise import expr
 from tilewise.derivatives import operator_of
 from tilewise.expr import Expr
-from tilewise.parallel.exchange import Exchange, ordered_sum
+from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
 from tilewise.parallel.layout import Layout
 from tilewise.problem import Problem
 from tilewise.spec import Spec
@@ -89,7 +90,7 @@ class Heads:
     Attributes:
         queries, keys: who holds which rows.
         spec: the call, as the operator takes it: that of the whole, with fewer heads.
-        heads_q: how many query heads the whole attention has.
+        shapes: those of q, k and v with this rank's rows and all heads.
         groups: into how many groups of key heads a rank's own are cut.
         axes: :func:`head_axes`. grad_slots: the extras that want a gradient.
         sum_leaves: gradients of tensors that scores and sinks read are summed over ranks.
@@ -101,12 +102,16 @@ class Heads:
     queries: Layout
     keys: Layout
     spec: str
-    heads_q: int
+    shapes: tuple[tuple[int, ...], ...]
     groups: int
     axes: dict[int, int]
     grad_slots: tuple[int, ...]
     sum_leaves: bool
     with_lse: bool
+
+    @property
+    def packed(self) -> bool:
+        return len(self.shapes[0]) == 3
 
     def bundles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, Layout, list[Tensor]]]:
         """The tensors that travel together, with a name each: all three, or, where queries lie otherwise than keys, q alone."""
@@ -114,15 +119,22 @@ class Heads:
             return [("qkv", self.keys, [q, k, v])]
         return [("q", self.queries, [q]), ("kv", self.keys, [k, v])]
 
-    def to_heads(self, name: str, layout: Layout, tensors: list[Tensor], group: int) -> Callable[[], list[Tensor]]:
-        """Sends one group's heads of the rank's rows ``(batch, rows, heads, dim)``; the result waits for ``(batch, seqlen, heads of the
-        group, dim)`` of each tensor."""
+    def to_heads(self, name: str, layout: Layout, tensors: list[Tensor], group: int) -> Callable[[], Tensor]:
+        """Sends one group's heads of the rank's rows ``(batch, rows, heads, dim)``; the result waits for the rows of all ranks ``(seqlen,
+        batch, columns)``, the tensors side by side."""
         ranks, name = self.exchange.size, f"in {name} {group}"
         parts = [x.unflatten(2, (ranks, self.groups, -1))[:, :, :, group].permute(2, 1, 0, 3, 4) for x in tensors]
         shape = (*parts[0].shape[:3], sum(x.shape[3] * x.shape[4] for x in parts))
         sent = self._filled(name, shape, max(layout.lengths) * ranks, parts)
-        finish = self.exchange.to_heads(name, sent, layout)
-        return lambda: [x.transpose(0, 1) for x in _columns(finish(), parts)]
+        return self.exchange.to_heads(name, sent, layout)
+
+    def local(self, arrived: Sequence[Tensor]) -> list[Tensor]:
+        """q, k and v of one group, as the operator takes them, from what came of each of :meth:`bundles`."""
+        parts = self.exchange.size * self.groups
+        shapes = [(shape[-2] // parts, shape[-1]) for shape in self.shapes]
+        bundled = [shapes] if len(arrived) == 1 else [shapes[:1], shapes[1:]]
+        found = [x for rows, like in zip(arrived, bundled, strict=True) for x in _columns(rows, like)]
+        return _unbatched(self.packed, *[x.transpose(0, 1) for x in found])
 
     def to_rows(self, name: str, layout: Layout, tensors: list[Tensor], group: int) -> Callable[[list[Tensor]], None]:
         """Sends one group's heads ``(batch, seqlen, heads of the group, dim)`` of all rows; the result waits, and writes them where they
@@ -134,7 +146,7 @@ class Heads:
         finish = self.exchange.to_rows(name, sent, layout)
 
         def write(targets: list[Tensor]) -> None:
-            for target, found in zip(targets, _columns(finish(), parts), strict=True):
+            for target, found in zip(targets, _columns(finish(), _last_axes(parts)), strict=True):
                 _copy(target.unflatten(2, (ranks, self.groups, -1))[:, :, :, group], found.permute(2, 1, 0, 3, 4))
 
         return write
@@ -142,7 +154,7 @@ class Heads:
     def _filled(self, name: str, shape: Sequence[int], rows: int, parts: list[Tensor]) -> Tensor:
         """A room with the parts side by side in its columns; no rank's has more than ``rows`` rows."""
         room = self.exchange.room(name, shape, parts[0], rows * shape[-2] * shape[-1])
-        for columns, part in zip(_columns(room, parts), parts, strict=True):
+        for columns, part in zip(_columns(room, _last_axes(parts)), parts, strict=True):
             _copy(columns, part)
         return room
 
@@ -151,7 +163,7 @@ class Heads:
         return [self._heads_of(x, slot, group) for slot, x in enumerate(extras)]
 
     def _heads_of(self, x: Tensor, slot: int, group: int) -> Tensor:
-        count = self.heads_q // self.exchange.size // self.groups
+        count = self.shapes[0][-2] // self.exchange.size // self.groups
         first = (self.exchange.rank * self.groups + group) * count
         return x.narrow(self.axes[slot], first, count) if slot in self.axes else x
 
@@ -167,10 +179,15 @@ class Heads:
         return found
 
 
-def _columns(x: Tensor, like: list[Tensor]) -> list[Tensor]:
+def _last_axes(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Heads and dim of each tensor."""
+    return [(x.shape[-2], x.shape[-1]) for x in tensors]
+
+
+def _columns(x: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
     """The columns of ``x`` ``(..., columns)`` that belong to each of several tensors, as their last two axes (heads, dim)."""
-    widths = [part.shape[-2] * part.shape[-1] for part in like]
-    return [piece.unflatten(-1, part.shape[-2:]) for piece, part in zip(x.split(widths, -1), like, strict=True)]
+    widths = [heads * dim for heads, dim in shapes]
+    return [piece.unflatten(-1, shape) for piece, shape in zip(x.split(widths, -1), shapes, strict=True)]
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -181,81 +198,71 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _in_sixteens(x: Tensor) -> bool:
-    """Whether a tensor can be viewed as one of elements of 16 bytes."""
+    """Whether a tensor can be viewed as one of elements of 16 bytes; one without memory, in the trace of a graph, cannot."""
+    if isinstance(x, FakeTensor):
+        return False
     strides, n = x.stride(), 16 // x.element_size()
     whole = strides[-1] == 1 and x.shape[-1] % n == 0 and all(stride % n == 0 for stride in strides[:-1])
     return whole and x.storage_offset() % n == 0 and x.data_ptr() % 16 == 0
 
 
-def attention(
+def forward(
     call: Heads, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """``(o, lse)``, differentiable, and max_logit where it is asked for, of the rank's queries. Every rank must call it, and its
-    backward, alike.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """``[o]`` of the rank's queries, with lse, and max_logit where it is asked for, if they are wanted; and all that the backward reads.
 
-    q, k and v are ``(batch, rows, heads, dim)``, and packed ``(rows, heads, dim)``.
+    q, k and v are ``(batch, rows, heads, dim)``, and packed ``(rows, heads, dim)``. Every rank must call it, and the backward, alike.
     """
-    return _Attention.apply(call, q, k, v, seed, *extras)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call: Heads, q, k, v, seed, *extras):
-        ctx.call, ctx.packed, ctx.shapes = call, q.ndim == 3, [x.shape for x in (q, k, v)]
-        bundles = call.bundles(*_batched(ctx.packed, q, k, v))
-        coming = [[call.to_heads(*bundle, group) for bundle in bundles] for group in range(call.groups)]
-        saved, going = [], []
-        for group, finish in enumerate(coming):
-            local = _unbatched(ctx.packed, *[x for wait in finish for x in wait()])
-            o, *statistics = operator_of(call.spec)(*local, call.own(extras, group), seed, call.spec)
-            saved += [*local, o, statistics[0]]
-            going.append([call.to_rows("o", call.queries, _batched(ctx.packed, o), group)])
-            if call.with_lse:
-                name, rows = (
-                    "lse" if len(statistics) == 1 else "statistics",
-                    _as_rows(_batched(ctx.packed, *statistics)),
-                )
-                going[-1].append(call.to_rows(name, call.queries, rows, group))
-        out = [q.new_empty((*q.shape[:-1], v.shape[-1]))]
+    bundles = call.bundles(*_batched(call.packed, q, k, v))
+    coming = [[call.to_heads(*bundle, group) for bundle in bundles] for group in range(call.groups)]
+    saved, going, statistics = [], [], []
+    for group, waits in enumerate(coming):
+        arrived = [wait() for wait in waits]
+        o, *statistics = operator_of(call.spec)(*call.local(arrived), call.own(extras, group), seed, call.spec)
+        saved += [*arrived, o, statistics[0]]
+        going.append([call.to_rows("o", call.queries, _batched(call.packed, o), group)])
         if call.with_lse:
-            out += [x.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3])) for x in statistics]
-        o, *lses = _batched(ctx.packed, *out)
-        for writes in going:
-            for write, target in zip(writes, [[o], _as_rows(lses)], strict=False):
-                write(target)
-        ctx.save_for_backward(seed, *saved, *extras)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out[2:])
-        return tuple(out) if call.with_lse else (out[0], None)
+            name = "lse" if len(statistics) == 1 else "statistics"
+            going[-1].append(call.to_rows(name, call.queries, _as_rows(_batched(call.packed, *statistics)), group))
+    out = [q.new_empty((*q.shape[:-1], v.shape[-1]))]
+    if call.with_lse:
+        out += [x.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3])) for x in statistics]
+    o, *lses = _batched(call.packed, *out)
+    for writes in going:
+        for write, target in zip(writes, [[o], _as_rows(lses)], strict=False):
+            write(target)
+    return out, saved
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dlse, *_):
-        call, (seed, *saved) = ctx.call, ctx.saved_tensors
-        extras = saved[5 * call.groups :]
-        if do is None and dlse is None:
-            return (None,) * (5 + len(extras))
-        given = [] if do is None else [("do", call.queries, _batched(ctx.packed, do))]
-        given += [] if dlse is None else [("dlse", call.queries, _as_rows(_batched(ctx.packed, dlse)))]
-        coming = [{x[0]: call.to_heads(*x, group) for x in given} for group in range(call.groups)]
-        going, dextras = [], []
-        for group, finish in enumerate(coming):
-            q, k, v, o, lse = saved[5 * group : 5 * group + 5]
-            (do,) = _unbatched(ctx.packed, *finish["do"]()) if "do" in finish else (torch.zeros_like(o),)
-            (dlse,) = (
-                _unbatched(ctx.packed, *_as_lse(finish["dlse"]())) if "dlse" in finish else (torch.zeros_like(lse),)
-            )
-            own = call.own(extras, group)
-            *grads, leaves = _attention_backward(do, dlse, q, k, v, o, lse, own, seed, call.spec)
-            bundles = call.bundles(*_batched(ctx.packed, *grads))
-            going.append([call.to_rows(f"d{name}", layout, tensors, group) for name, layout, tensors in bundles])
-            dextras.append(leaves)
-        out = [q.new_empty(shape) for shape in ctx.shapes]
-        targets = call.bundles(*_batched(ctx.packed, *out))
-        for writes in going:
-            for write, (_, _, target) in zip(writes, targets, strict=True):
-                write(target)
-        return None, *out, None, *call.leaf_gradients(extras, dextras)
+
+def backward(
+    call: Heads, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """dq, dk and dv of the rank's rows, and the gradient of each extra."""
+    do, dlse = of
+    given = {} if do is None else {"do": _batched(call.packed, do)}
+    given |= {} if dlse is None else {"dlse": _as_rows(_batched(call.packed, dlse))}
+    coming = [
+        {name: call.to_heads(name, call.queries, x, group) for name, x in given.items()} for group in range(call.groups)
+    ]
+    count, going, dextras = len(saved) // call.groups, [], []
+    for group, waits in enumerate(coming):
+        *arrived, o, lse = saved[count * group : count * (group + 1)]
+        do, dlse = torch.zeros_like(o), torch.zeros_like(lse)
+        if "do" in waits:
+            (do,) = _unbatched(call.packed, waits["do"]().unflatten(-1, o.shape[-2:]).transpose(0, 1))
+        if "dlse" in waits:
+            (dlse,) = _unbatched(call.packed, waits["dlse"]().permute(1, 2, 0).contiguous())
+        own = call.own(extras, group)
+        *grads, leaves = _attention_backward(do, dlse, *call.local(arrived), o, lse, own, seed, call.spec)
+        bundles = call.bundles(*_batched(call.packed, *grads))
+        going.append([call.to_rows(f"d{name}", layout, tensors, group) for name, layout, tensors in bundles])
+        dextras.append(leaves)
+    dq, dk, dv = (o.new_empty(shape) for shape in call.shapes)
+    targets = call.bundles(*_batched(call.packed, dq, dk, dv))
+    for writes in going:
+        for write, (_, _, target) in zip(writes, targets, strict=True):
+            write(target)
+    return dq, dk, dv, call.leaf_gradients(extras, dextras)
 
 
 def _batched(packed: bool, *tensors: Tensor) -> list[Tensor]:
@@ -270,8 +277,3 @@ def _unbatched(packed: bool, *tensors: Tensor) -> list[Tensor]:
 def _as_rows(lses: Sequence[Tensor]) -> list[Tensor]:
     """Statistics ``(batch, heads, rows)`` as ``(batch, rows, heads, 1)``."""
     return [x.mT.unsqueeze(-1) for x in lses]
-
-
-def _as_lse(rows: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of :func:`_as_rows`, contiguous."""
-    return [x.squeeze(-1).mT.contiguous() for x in rows]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tilewise import dispatch, expr
 from tilewise.masks import Mask
@@ -35,6 +36,8 @@ class Wish:
         most_groups: into how many groups a rank's heads may be cut.
         sum_leaf_gradients: gradients of sinks and of tensors that scores read are summed over ranks.
         with_lse: lse is wanted.
+        compiled: the call is a node of a compiled graph: what it saves for its backward has shapes that no tensor tells.
+        silent: only the shapes of results are wanted, and no tensor may be read.
     """
 
     exchange: Exchange
@@ -42,6 +45,8 @@ class Wish:
     most_groups: int
     sum_leaf_gradients: bool
     with_lse: bool
+    compiled: bool = False
+    silent: bool = False
 
 
 class Agreed(NamedTuple):
@@ -76,12 +81,19 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
     exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
     extras, seed, spec = call.extras, call.seed, call.spec
     whole = check(q, k, v, extras, seed, spec)
-    if chosen(wish.scheme, whole, exchange.size, travelling(whole, queries, keys)) == "heads":
+    with unset_fake_temporarily():  # what is computed of lengths alone needs numbers, in a graph's trace too
+        scheme = chosen(wish.scheme, whole, exchange.size, travelling(whole, queries, keys))
         groups = heads.groups_of(whole, exchange.size, wish.most_groups)
+    if scheme == "heads":
         return heads.Heads(
-            exchange, queries, keys, spec.text(), whole.heads_q, groups, heads.head_axes(spec),
+            exchange, queries, keys, spec.text(), tuple(x.shape for x in (call.q, call.k, call.v)), groups, heads.head_axes(spec),
             spec.grad_slots, wish.sum_leaf_gradients, wish.with_lse,
         )  # fmt: skip
+    if wish.silent:
+        nothing = Route(keys, ((),) * exchange.size)
+        return gathered.Gathered(
+            exchange, nothing, (), (), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit, 0, False
+        )
     grid = Grid.whole(spec.region, extras, (whole.batch, whole.heads_q, queries.seqlen, keys.seqlen), q.device)
     route = Route.of(grid, queries, keys)
     near: list[gathered.LocalPiece] = []
@@ -95,7 +107,7 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
         (far if own is None else near).append(gathered.LocalPiece(part.rows, at, piece.text()))
     return gathered.Gathered(
         exchange, route, tuple(near), tuple(far), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit,
-        route.digest if _reads_tensors(spec) else 0,
+        route.digest if _reads_tensors(spec) else 0, not wish.compiled,
     )  # fmt: skip
 
 

@@ -94,8 +94,13 @@ def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Pla
     def begin_products(mma, acc, factors, overwrite: bool) -> None:
         def product() -> None:
             for n, (a, b) in enumerate(factors):
-                left = places.matrix(a.values) if isinstance(a, Registers) else seen(a)
-                values = places.registers(left @ seen(b).T)
+                left, right = places.matrix(a.values) if isinstance(a, Registers) else seen(a), seen(b)
+                if (len(left), len(right)) != (ROWS, 4 * acc.values.shape[1]):
+                    acc.values[:] = (
+                        np.nan
+                    )  # a tile's first part of dQ, of the dK that lies where dS will: it is dropped
+                    return
+                values = places.registers(left @ right.T)
                 acc.values[:] = values if overwrite and n == 0 else acc.values + values
 
         role.products.append(product)

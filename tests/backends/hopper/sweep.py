@@ -32,7 +32,7 @@ CTAS = 3
 
 
 def form_of(c: Call, x: Config | Backward) -> str:
-    if x.packed:
+    if x.packed or x.form == "bits":  # of any mask
         return x.form
     return backward_config.form_of(c.p) if isinstance(x, Backward) else config.keys_of(c.p)[0]
 

@@ -15,6 +15,7 @@ from tests.backends.contract import qkv as contract_qkv
 from tests.backends.hopper import emulated
 from tilewise import accuracy
 from tilewise.backends.base import Output
+from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Tiles
 from tilewise.backends.hopper.host import forward_call as hopper
@@ -38,7 +39,10 @@ def array(name: object, x: torch.Tensor | float):
 def emulate(c: Call, tiles: Tiles | None, ctas: int, **flags) -> Output:
     """``flags``: of the Config, other than chosen."""
     chosen = config.choose(c.p)
-    return emulate_kernel(c, replace(chosen, tiles=tiles or chosen.tiles, **flags), ctas)
+    tiles = tiles or chosen.tiles
+    if chosen.form == "bits":  # of tiles of two warpgroups
+        tiles = replace(tiles, warpgroups=2)
+    return emulate_kernel(c, replace(chosen, tiles=tiles, **flags), ctas)
 
 
 def emulate_kernel(c: Call, x: config.Config, ctas: int) -> Output:
@@ -130,6 +134,20 @@ def test_the_source_computes_attention(name, tiles):
     c = without_gradient(call(*tensors, **options))
     out = emulate(c, tiles, ctas=3)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+LISTED = [name for name in CASES if form_of(name) == "lists" and "score" not in CASES[name][1]]
+
+
+@pytest.mark.parametrize("tiles", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("name", LISTED)
+def test_predicates_are_traced_where_their_bits_would_be_too_many(name, tiles, monkeypatch):
+    monkeypatch.setattr(shared, "BUDGET", 0)
+    tensors, options = CASES[name]
+    c = without_gradient(call(*tensors, **options))
+    assert config.choose(c.p).form == "lists"
+    errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(emulate(c, tiles, ctas=3), None))
     assert not [str(e) for e in errors if not e.ok]
 
 

@@ -11,6 +11,7 @@ import torch
 
 import tilewise as tw
 from tests.backends.contract import call, normal
+from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.config import ALIGNMENT, MAX_COLUMNS, PLAIN, REGISTERS, SHARED_LIMIT
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import TABLE, shipped
@@ -185,8 +186,14 @@ EXPRESSIONS = {
 }
 
 
+@pytest.fixture
+def no_bits(monkeypatch):
+    """A mask's bits take more than they may."""
+    monkeypatch.setattr(shared, "BUDGET", 0)
+
+
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_other_masks_and_scores_are_traced_and_their_numbers_and_tensors_share_a_kernel(name):
+def test_other_masks_and_scores_are_traced_and_their_numbers_and_tensors_share_a_kernel(name, no_bits):
     two, three = (problem(**EXPRESSIONS[name](n)) for n in (2, 3))
     assert config.reasons(two) == []
     assert config.choose(two) == config.choose(three)
@@ -194,11 +201,34 @@ def test_other_masks_and_scores_are_traced_and_their_numbers_and_tensors_share_a
     assert config.choose(two) not in shipped()
 
 
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
+def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
+    masks = tw.keep(lambda b, h, i, j: j % 2 == 0), tw.dense(normal(70, 70) > 0), tw.causal() | tw.prefix(9)
+    (found,) = {config.choose(problem(d=d, mask=mask)) for mask in masks}
+    assert found.form == "bits"
+    assert found in shipped()
+
+
+ELSE = {
+    "a-score": ({"score": tw.softcap(3.0)}, "a score"),
+    "dropout": ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout"),
+    "many-pairs": ({"nq": 1 << 16, "nk": 1 << 16}, "MiB"),
+}
+
+
+@pytest.mark.parametrize("name", ELSE)
+def test_masks_are_traced_where_bits_do_not_serve_and_the_reason_is_known(name):
+    options, word = ELSE[name]
+    p = problem(mask=tw.keep(lambda b, h, i, j: (i + j + h) % 2 == 0), **options)
+    assert config.choose(p).traced != PLAIN
+    assert word in shared.why_no_bits(p, 128)
+
+
 def test_a_tensor_s_place_among_the_extras_does_not_make_another_kernel():
     bias = tw.bias(normal(70, 70))
     assert config.choose(problem(score=bias, sink=normal(4))) == config.choose(problem(score=bias))
 
 
-def test_kernels_of_other_expressions_have_other_names():
+def test_kernels_of_other_expressions_have_other_names(no_bits):
     names = {config.choose(problem(**make(2))).name for make in EXPRESSIONS.values()}
     assert len(names) == len(EXPRESSIONS)

@@ -28,6 +28,7 @@ from tilewise.backends.base import (
 from tilewise.backends.hopper import operations
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.config import why_no_bits
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward.config import Config
@@ -50,7 +51,13 @@ class Hopper(Backend):
 
     def unsupported(self, p: Problem) -> list[str]:
         """Every reason why this problem cannot run, of the machine and of the problem; where there is none, what is not installed."""
-        return [*_device_reasons(p), *self.refused(p)] or library.missing(*self.configs(p))
+        found = [*_device_reasons(p), *self.refused(p)]
+        if found:
+            return found
+        found = library.missing(*self.configs(p))
+        # A kernel for this predicate alone: the one that serves any mask is shipped.
+        why = why_no_bits(p, self.config(p).tiles.tile_m) if found and self.config(p).form == "lists" else ""
+        return [*found, why] if why else found
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""

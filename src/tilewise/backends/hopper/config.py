@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewise import expr
+from tilewise.bit_tiles import BUDGET, bits_bytes
 from tilewise.expr import Expr
-from tilewise.masks.facts import Band, as_band
+from tilewise.masks.facts import Band, as_band, monotone_terms
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes of shared memory that one CTA may have
@@ -26,8 +27,8 @@ ELEMENT_BYTES = 2  # of an element of q, k, v and o, whichever of DTYPES
 LONG = 1 << 30  # packed tensors have fewer rows than this
 APART = 1 << 34  # elements between two rows, more than tensor maps of packed sequences can say
 # The kept keys of a row: all; up to an end that moves with the row; between two such ends; between two ends that tensors hold;
-# those between such ends that a predicate keeps, by lists of key blocks.
-FORMS = ("full", "upper", "band", "rows", "lists")
+# those between such ends that a predicate keeps, by lists of key blocks; those of any mask, by lists and a bit for each pair.
+FORMS = ("full", "upper", "band", "rows", "lists", "bits")
 SHIPPED = FORMS[:4]
 SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
 
@@ -44,6 +45,11 @@ class Formed:
     def by_rows(self) -> bool:
         """Whether the ends of rows are tensors."""
         return self.form in ("rows", "lists")
+
+    @property
+    def listed(self) -> bool:
+        """Whether the blocks to visit come as lists."""
+        return self.form in ("lists", "bits")
 
     @property
     def of_numbers(self) -> bool:
@@ -82,6 +88,35 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
     band = band.cut(problem.seqlen_q)
     whole = (band.start, band.stop) == (0, problem.seqlen_k)
     return (band.form, band) if whole or not (is_traced(problem) or problem.spec.dropout_p) else ("rows", every)
+
+
+def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False) -> str:
+    """The reason why a mask's predicate is traced into a kernel of its own; empty: a bit for each pair of a partial tile says what is
+    kept, and one kernel serves all masks.
+
+    Args:
+        crossing, by_columns: of the kernel's tiles, as :class:`tilewise.bit_tiles.BitTiles` has them.
+    """
+    if problem.spec.score is not None or problem.spec.dropout_p:
+        return "kernels that read a bit for each pair take neither a score nor dropout"
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    size = bits_bytes(problem.spec.region, shape, crossing, by_columns)
+    return f"a bit for each pair may take {size >> 20} MiB, more than {BUDGET >> 20}" if size > BUDGET else ""
+
+
+L2_HELD = 12 << 20  # bytes of K and V; each half of L2 keeps what its own cores read
+
+
+def heads_held(problem: Problem) -> int:
+    """How many query heads are to be at work at a time, where lists of blocks say which keys a tile visits.
+
+    Where lists are in no order that tiles share, L2 has to hold all keys of these heads. Tiles under rising or falling ends visit
+    nearly the same keys at a time, so that any number of heads may be open, and their lengths even out.
+    """
+    if monotone_terms(problem.spec.region) is not None:
+        return problem.batch * problem.heads_q
+    head = problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return max(1, problem.group * (L2_HELD // max(1, head)))
 
 
 # -- Tensors -------------------------------------------------------------------------------------------------------

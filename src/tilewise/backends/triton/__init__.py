@@ -1,7 +1,8 @@
 """Attention on any GPU that Triton knows: NVIDIA sm_80 and newer, AMD; and, for tests, Triton's interpreter on CPU tensors.
 
 Importing this imports no Triton: it is looked for when a problem is asked about. ``config`` chooses tiles, ``paging`` those over a cache
-in pages, and ``tiles`` says what they need; ``kernels/`` are the kernels, and ``host/`` launches them.
+in pages, ``sheet`` the parts of dS that are kept, and ``tiles`` says what they need; ``kernels/`` are the kernels, and ``host/`` launches
+them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tilewise.backends.triton.host.plan import Memo, Plan
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks, reads_by_distance
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged, few_queries
+from tilewise.bit_tiles import BitTiles
 from tilewise.leaf_gradients import DIAGONALS, SCATTER, TILES, classify
 from tilewise.problem import Problem
 from tilewise.tiles import Grid
@@ -68,6 +70,15 @@ def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, 
         return None
     with on_device(grid.b):
         return tile_map.ends(grid, lines, by_columns)
+
+
+def bits_of_tiles(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> bool:
+    """Whether a kernel has written the bits of a mask's partial tiles (:func:`tile_map.bits`)."""
+    if not _plans(grid):
+        return False
+    with on_device(grid.b):
+        tile_map.bits(tiles, grid, crossing, by_columns)
+    return True
 
 
 def _plans(grid: Grid) -> bool:

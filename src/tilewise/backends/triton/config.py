@@ -383,11 +383,11 @@ def beside(problem: Problem, shared: frozenset[str]) -> tuple[int, int]:
     Those are the ones that share what is read for every pair, which then comes from slow memory once: ``shared`` holds "b" and "h" where
     it is the same for all batch elements and all heads.
     """
-    some_b = _divisor(problem.batch, BESIDE) if "b" in shared and not problem.packed else 1
-    return some_b, _divisor(problem.heads_k, BESIDE // some_b) if "h" in shared else 1
+    some_b = divisor(problem.batch, BESIDE) if "b" in shared and not problem.packed else 1
+    return some_b, divisor(problem.heads_k, BESIDE // some_b) if "h" in shared else 1
 
 
-def _divisor(n: int, most: int) -> int:
+def divisor(n: int, most: int) -> int:
     """The largest divisor of n that is at most ``most``."""
     return max(d for d in range(1, most + 1) if n % d == 0)
 
@@ -488,43 +488,6 @@ def distant(arch: str, problem: Problem, by_distance: bool) -> dict[str, Tiles]:
     """:data:`DISTANT`'s tiles of a problem by kernel, where its score reads a tensor ``by_distance``."""
     row = row_for(DISTANT.get(arch, ()), problem) if by_distance and problem.dtype.itemsize == 2 else None
     return {} if row is None else {name: choices[0] for name, choices in row.kernels.items()}
-
-
-SHEET_STRIP = 64  # queries that lie side by side in a sheet of dS: docs/decisions.md#triton-kept-ds
-SHEET_UNIT = 128  # its rows and columns are whole tiles of so many
-SHEET_HEAD_DIM = 256  # the largest at which its kernels were seen on a GPU
-
-
-def sheet_memory(problem: Problem) -> int:
-    """The bytes of dS that a backward keeps at a time: a part of its device's memory."""
-    return devices.of(problem.device).memory // 64 or 2 << 30
-
-
-def sheet_heads(problem: Problem, together: int, gradient: int) -> int:
-    """The key heads whose dS is kept at a time; 0 where it is not kept.
-
-    They are a divisor of all key heads and a multiple of those that run side by side. Their dS takes no more memory than the gradient of
-    the bias or :func:`sheet_memory`; that of the fewest may take twice as much.
-
-    Args:
-        together: the heads that run side by side.
-        gradient: bytes of the bias whose gradient dS is.
-    """
-    queries, keys = (-(-n // SHEET_UNIT) * SHEET_UNIT for n in (problem.seqlen_q, problem.seqlen_k))
-    head = problem.batch * problem.group * queries * keys * problem.dtype.itemsize
-    most = max(gradient, sheet_memory(problem))
-    if max(problem.head_dim, problem.head_dim_v) > SHEET_HEAD_DIM or together * head > 2 * most:
-        return 0
-    counts = range(together, problem.heads_k + 1, together)
-    return max([n for n in counts if problem.heads_k % n == 0 and n * head <= most] or [together])
-
-
-def sheet_tiles(problem: Problem, config: Config) -> Tiles:
-    """The tiles for dQ from a sheet of dS, and for the sum of dS over what a bias is broadcast over."""
-    stages = 3 if max(problem.head_dim, problem.head_dim_v) <= 128 else 2
-    tiles = Tiles(64, 64, 4, stages, True) if config.dkdv.tma else config.dq
-    tiles = replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
-    return with_stages(problem, "sheet", tiles)
 
 
 def pair_sum_tiles(problem: Problem, tiles: Tiles) -> Tiles:

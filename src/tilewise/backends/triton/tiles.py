@@ -17,6 +17,7 @@ class Tiles:
     Attributes:
         tma: whole tiles are loaded through tensor descriptors (Hopper and newer) where the strides allow it.
         padded: a head dim that is no power of two is padded to one, rather than two pieces (:func:`pieces`).
+        registers: the most that a thread may have, so that one more program runs beside the others; 0 leaves it to the compiler.
     """
 
     tile_m: int
@@ -25,6 +26,13 @@ class Tiles:
     num_stages: int
     tma: bool = False
     padded: bool = False
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The compiler's options."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
     @property
     def ahead(self) -> bool:
@@ -35,6 +43,7 @@ class Tiles:
     def describe(self) -> str:
         how = ", tma" if self.tma else ""
         how += ", padded" if self.padded else ""
+        how += f", {self.registers} registers" if self.registers else ""
         return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
 
 

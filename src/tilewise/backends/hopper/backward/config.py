@@ -27,6 +27,7 @@ from tilewise.backends.hopper.config import (
     Traced,
     band_of,
     keys_of,
+    why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
@@ -311,7 +312,8 @@ class Backward(Formed):
     def extra(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The tensors that belong to the pass over keys alone, and those that belong to the pass over queries alone, by the names
         of their fields."""
-        each = (("lo", "hi") if self.by_rows else ()) + (("blocks", "counts") if self.form == "lists" else ())
+        each = ("lo", "hi") if self.by_rows else ()
+        each += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits")}.get(self.form, ())
         return each, each if self.queries else ()
 
     @property
@@ -378,6 +380,8 @@ class BackwardRow:
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
+        bits: where the pass over keys accumulates dQ, with lists of blocks and a bit for each pair of a partial one; blocks of 64 or 128
+            queries.
         one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
             an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
         counted_from: the same where tiles are counted, which hides a part of that; None: as many.
@@ -389,6 +393,7 @@ class BackwardRow:
     pairs: Passes | None = None
     predicate: Passes | None = None
     one_pass: KeyTiles | None = None
+    bits: KeyTiles | None = None
     one_pass_from: int = 0
     counted_from: int | None = None
 
@@ -501,6 +506,7 @@ def shipped() -> list[Backward]:
         summed = [row.summed(form, packed) for row in rows] + [row.ordered for row in rows]
         summed = [keys for keys in dict.fromkeys(summed) if keys]
         found += [(Passes(keys), form, False, packed) for keys in summed if exists(keys, form, packed)]
+    found += [(Passes(row.bits), "bits", False, False) for row in rows if row.bits]
     return [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
 
 
@@ -535,10 +541,19 @@ def choose(p: Problem) -> Backward:
     """The kernels of a problem that has no :func:`reasons` against it."""
     form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
     softcap = p.spec.score is not None and not traced.score
+    bits = bit_tiles_of(p)
+    if form == "lists" and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
+        return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
     row, passes = chosen_row(p)
     if not (softcap or dropout or traced != PLAIN):
         passes = one_pass(row, p, form) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
+
+
+def bit_tiles_of(p: Problem) -> KeyTiles | None:
+    """The tiles whose pairs have bits; None where there are none, or where dQ must be added up in one order."""
+    fitting = (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
+    return None if p.spec.deterministic else next((row.bits for row in fitting if row.bits), None)
 
 
 def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:

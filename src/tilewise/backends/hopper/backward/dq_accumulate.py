@@ -29,7 +29,7 @@ from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper.backward.config import FP32_BYTES, KEY_GROUPS, Backward, KeyTiles
 from tilewise.backends.hopper.backward.fragments import begin_products, stage_of, store_fragment, transposed
-from tilewise.backends.hopper.backward.key_tiles import KeyTile
+from tilewise.backends.hopper.backward.key_tiles import KeyTile, block_at
 from tilewise.backends.hopper.backward.params import BackwardParams, count_place, number_band
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit import schedule
@@ -206,12 +206,15 @@ def release_part(smem: SumStorage, w) -> None:
 
 
 @cute.jit
-def add_all(dq: cute.Tensor, smem: SumStorage, w: cutlass.Constexpr, start, stop, phase):
-    """One warp adds the parts of query blocks ``[start, stop)`` to a head's ``dq``, (block, warpgroup, part). Returns the phase."""
-    for step in cutlass.range(stop - start, unroll=1):
+def add_all(
+    dq: cute.Tensor, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
+):  # fmt: skip
+    """One warp adds the parts of a tile's query blocks to a head's ``dq``, (block, warpgroup, part). Returns the phase."""
+    for step in cutlass.range(tile.stop - tile.start, unroll=1):
+        m = block_at(tile, tile.start + step, params, config)
         # Partner: put_part of warpgroup w. Additions of different CTAs meet in L2, in any order.
         cute.arch.mbarrier_wait(smem.part_full + w, phase)
-        begin_copy(ADD, dq[start + step, w, None], smem.part, w)
+        begin_copy(ADD, dq[m, w, None], smem.part, w)
         release_part(smem, w)
         phase = 1 - phase
     return phase

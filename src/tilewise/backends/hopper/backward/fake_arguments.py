@@ -8,6 +8,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.kit import fake
+from tilewise.bit_tiles import THREADS, words_of
 
 
 def fake_arguments(config: Backward) -> tuple:
@@ -59,6 +60,9 @@ def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
     for rows, names in zip(lengths, config.extra, strict=True):
         tiles = cute.sym_int()
         shapes = {"lo": (rows,), "hi": (rows,), "blocks": (tiles, cute.sym_int()), "counts": (tiles, 2)}
-        found += [fake.strided(cutlass.Int32, (*heads, *shapes[name])) for name in names]
+        made = {name: fake.strided(cutlass.Int32, (*heads, *shape)) for name, shape in shapes.items()}
+        made["work"] = fake.rows(cutlass.Int32, (*heads, tiles, 4), 4, 16)
+        made["bits"] = fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.keys.tile_m)))
+        found += [made[name] for name in names]
     found += [fake.vector(cutlass.Int64, 1)] if config.dropout else []
     return found + [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]

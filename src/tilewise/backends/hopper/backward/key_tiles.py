@@ -19,7 +19,7 @@ from tilewise.backends.hopper.backward.params import BackwardParams, column_band
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
 from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, PackedSequence, seqlen_info
 from tilewise.backends.hopper.config import ROWS
-from tilewise.backends.hopper.kit import packed, schedule
+from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile
 
@@ -34,6 +34,7 @@ class KeyTile(NamedTuple):
             :func:`of_query_head` makes ``head`` a query head.
         start, stop: the query blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need the predicate.
             Where ends are tensors, only :func:`of_query_head` knows them.
+        bits: the slot of the bits of the first partial block; those of the others follow.
         seqlen: where the tile's packed sequence lies.
     """
 
@@ -44,6 +45,7 @@ class KeyTile(NamedTuple):
     stop: I32
     seqlen: BackwardSeqlenInfo | None = None
     partial: I32 | None = None
+    bits: I32 | None = None
 
     @property
     def keys(self):
@@ -108,8 +110,8 @@ def tile_of(round_, params: BackwardParams, config: Backward) -> KeyTile:
 def key_tile(n_block, head, params: BackwardParams, config: Backward) -> KeyTile:
     """The n-th tile of a head, which counts key heads over all batch elements."""
     column, tiles = n_block * config.keys.tile_n, config.keys
-    # Ends in tensors differ by query head: of_query_head finds the blocks later.
-    if config.by_rows:
+    # Ends in tensors, and lists, differ by query head: of_query_head finds the blocks later.
+    if not config.of_numbers:
         return KeyTile(column, head % params.heads, head // params.heads, I32(0), I32(0))
     band = number_band(params, config)
     start, stop = schedule.query_blocks(column, tiles.tile_n, tiles.tile_m, params.seqlen_q, band, PICK)
@@ -164,8 +166,12 @@ SCHEDULER = TileScheduler(rounds_of, tile_of, packed_tile, place_packed)
 def of_query_head(tile: KeyTile, g, params: BackwardParams, config: Backward) -> KeyTile:
     """The tile for the g-th query head of its group, with that head's query blocks."""
     tiles, tile = config.keys, tile._replace(head=tile.head * params.group + g)
-    if not config.by_rows:
+    if config.of_numbers:
         return tile
+    if config.form == "bits":
+        line = tile.column // tiles.tile_n
+        partial, count, first = (params.extra.work[tile.batch, tile.head, line, n] for n in range(1, 4))
+        return tile._replace(start=I32(0), stop=count, partial=partial, bits=first)
     if config.form == "lists":
         # The list has the partial blocks first.
         partial, count = (params.extra.counts[tile.batch, tile.head, tile.column // tiles.tile_n, n] for n in range(2))
@@ -177,7 +183,7 @@ def of_query_head(tile: KeyTile, g, params: BackwardParams, config: Backward) ->
 
 def block_at(tile: KeyTile, n, params: BackwardParams, config: Backward):
     """The n-th query block, or the one that a head's list has at step n."""
-    if config.form == "lists":
+    if config.listed:
         return params.extra.blocks[tile.batch, tile.head, tile.column // config.keys.tile_n, n]
     return n
 
@@ -199,13 +205,17 @@ class VisibleBlocks(NamedTuple):
     tile: KeyTile
     start: I32
     stop: I32
-    limits: ColumnLimits
+    limits: ColumnLimits | None
     hidden: I32 | int = 0
 
     def block(self, n, whole: bool, params: BackwardParams, config: Backward) -> ScoreBlock:
         """The n-th of the tile's blocks, or of its list."""
         if whole and not config.pairs:
             return ScoreBlock()
+        if config.form == "bits":
+            # Two threads of 256 for each key of the tile: the second warpgroup's keys are 64 further.
+            thread = 2 * (self.column - self.tile.column) + cute.arch.thread_idx()[0] % 128
+            return ScoreBlock(words=bits.words_of(params.extra.bits, self.tile.bits + n, thread))
         # The block's first query.
         first = block_at(self.tile, n, params, config) * config.keys.tile_m
         limits = None if whole else self.limits.within(first)
@@ -215,6 +225,8 @@ class VisibleBlocks(NamedTuple):
 
 def visible_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward) -> VisibleBlocks:
     """The blocks that the 64 keys of a warpgroup see, which begin at ``column``."""
+    if config.form == "bits":
+        return VisibleBlocks(column, tile, tile.partial, tile.stop, None)
     start, stop = whole_blocks(column, tile, params, config)
     limits = limits_of(column, tile, params, config)
     return VisibleBlocks(column, tile, start, stop, limits, hidden_blocks(column, tile, start, params, config))
@@ -256,7 +268,7 @@ def limits_of(column, tile: KeyTile, params: BackwardParams, config: Backward) -
 
 def blocks_of_group(column, tile: KeyTile, params: BackwardParams, config: Backward) -> VisibleBlocks | None:
     """The visible blocks for all query heads of a group at once; None where each head has its own."""
-    return None if config.by_rows else visible_blocks(column, tile, params, config)
+    return visible_blocks(column, tile, params, config) if config.of_numbers else None
 
 
 def blocks_of_head(
@@ -264,6 +276,6 @@ def blocks_of_head(
 ) -> VisibleBlocks:
     """The visible blocks for the g-th query head, where ``blocks`` are those of :func:`blocks_of_group`."""
     tile = of_query_head(tile, g, params, config)
-    if config.by_rows:
+    if not config.of_numbers:
         return visible_blocks(column, tile, params, config)
     return blocks._replace(tile=tile) if config.pairs else blocks

@@ -359,7 +359,7 @@ def store_tile(
                 sums = dq_accumulate.OrderedSums(sums, buffers.semaphores[key_tile.batch, head_tile.head, None])
                 part_phase = dq_accumulate.add_in_order(sums, smem.dq, w, head_tile, part_phase, params, config)
             else:
-                part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile.start, head_tile.stop, part_phase)
+                part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile, part_phase, params, config)
             if cutlass.const_expr(tiles.counts):
                 dq_accumulate.count_tile(buffers.delta, key_tile.batch, head_tile.head)
     gK, sK = tma_tiles(tmas.dk, (ROWS, tiles.width), (None, 0), key_tile.head, key_tile.keys, smem.dk)

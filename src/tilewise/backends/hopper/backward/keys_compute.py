@@ -229,7 +229,7 @@ def compute_tile(
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
             block = blocks.block(blocks.start + step, True, params, config)
             state = query_block(operands, w, state, block, smem, params, config)
-        if cutlass.const_expr(config.has_lower and config.form != "lists"):
+        if cutlass.const_expr(config.has_lower and not config.listed):
             # Blocks at the lower end of the band
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
                 block = blocks.block(blocks.stop + step, False, params, config)
@@ -343,10 +343,11 @@ def summing_tile(
                 state = summing_block(operands, w, state, block, smem, params, config)
         for _ in cutlass.range(blocks.stop - blocks.start, unroll=1):
             state = summing_block(operands, w, state, ScoreBlock(), smem, params, config)
-        # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
-        for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
-            block = blocks.block(blocks.stop + step, False, params, config)
-            state = summing_block(operands, w, state, block, smem, params, config)
+        if cutlass.const_expr(not config.listed):
+            # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
+            for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
+                block = blocks.block(blocks.stop + step, False, params, config)
+                state = summing_block(operands, w, state, block, smem, params, config)
     dq_accumulate.begin_part(operands.dq, smem.dq, state.count - 1, config)  # of the last block
     warpgroup.wait_group(0)
     if cutlass.const_expr(tiles.overlaps):

@@ -89,7 +89,7 @@ def value_tile(
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
             block = blocks.block(blocks.start + step, True, params, config)
             state = value_block(operands, state, block, smem, params, config)
-        if cutlass.const_expr(config.has_lower and config.form != "lists"):
+        if cutlass.const_expr(config.has_lower and not config.listed):
             # Blocks at the lower end of the band
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
                 block = blocks.block(blocks.stop + step, False, params, config)

@@ -21,7 +21,7 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import words
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.config import PLAIN
-from tilewise.backends.hopper.kit import dropout, expression
+from tilewise.backends.hopper.kit import bits, dropout, expression
 from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import choose, pack
 from tilewise.backends.hopper.kit.softmax import softcap_roughly
@@ -60,10 +60,12 @@ class ScoreBlock(NamedTuple):
     Attributes:
         limits: the ends of its two rows' kept columns, counted as in :class:`ColumnLimits`; None where all columns are kept.
         pairs: the pairs of a query and a key, where there are expressions or dropout.
+        words: a bit for each pair of a partial block, where bits say which are kept.
     """
 
     limits: list | None = None
     pairs: expression.Pairs | None = None
+    words: list | None = None
 
     def dropout_keeps(self, acc: cute.Tensor, params: BackwardParams, config: Backward) -> Callable | None:
         """The condition ``(r, c)`` by which dropout keeps a pair of an accumulator; None without dropout."""
@@ -121,6 +123,9 @@ def probabilities(
                 probability(point, lse2(r, c + n), constant_column(c + n), ends, params)
                 for n, point in enumerate(points)
             ]
+            if block.words is not None:
+                at = r * cute.size(s, mode=[1]) + c
+                pair = [choose(bits.is_set(block.words, at + n), pair[n], 0.0) for n in range(2)]
             for n, point in enumerate(points):
                 s[r, c + n] = times_slope(pair[n], point, config)
             if p is not None:

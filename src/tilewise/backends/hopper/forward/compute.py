@@ -20,13 +20,14 @@ from tilewise.backends.hopper.forward.params import ForwardParams
 from tilewise.backends.hopper.forward.query_tiles import (
     band_of_tile,
     block_at,
+    kept_words,
     place_packed,
     rounds_of,
     tile_of,
     whole_steps,
 )
 from tilewise.backends.hopper.forward.storage import ForwardStorage
-from tilewise.backends.hopper.kit import dropout, expression, schedule, softmax
+from tilewise.backends.hopper.kit import bits, dropout, expression, schedule, softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, pack
 from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, release
@@ -144,20 +145,24 @@ def compute_tile(
     whole_block = steady_block if config.steady else key_block
     operands.o.fill(0.0)
 
-    block = KeyBlock(ends, block_at(query_tile, hidden, params, config), True)
+    words = kept_words(query_tile, hidden, w, params, config)
+    block = KeyBlock(ends, block_at(query_tile, hidden, params, config), True, words)
     state = first_block(operands, state, block, smem, params, config)
     if cutlass.const_expr(config.skips):
         state = skip(hidden, state, w, smem, config, False)
     if cutlass.const_expr(config.has_upper):
-        for step in cutlass.range(whole - 1 - hidden, unroll=1):  # the right edge, or blocks that need the predicate
-            block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), True)
+        for step in cutlass.range(
+            whole - 1 - hidden, unroll=1
+        ):  # the right edge, or blocks that need the predicate or bits
+            words = kept_words(query_tile, hidden + 1 + step, w, params, config)  # under the products that follow
+            block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), True, words)
             state = key_block(operands, n_q, state, block, smem, params, config)
     for step in cutlass.range(rest - whole, unroll=1):
-        block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), False)
+        block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), False, words)
         state = whole_block(operands, n_q, state, block, smem, params, config)
-    if cutlass.const_expr(config.has_lower and config.form != "lists"):
+    if cutlass.const_expr(config.has_lower and not config.listed):
         for step in cutlass.range(query_tile.stop - query_tile.start - rest, unroll=1):  # the left edge
-            block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), True)
+            block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), True, words)
             state = key_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(not config.stores):
         release(smem.q_empty + n_q)  # the loading warp may bring the next Q
@@ -210,11 +215,13 @@ class RowEnds(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """Key block n, for a thread's rows; ``partial``: whether some row may not see all of it."""
+    """Key block n, for a thread's rows; ``partial``: whether some row may not see all of it; ``words``: the bits that then say which
+    pairs are kept, where such bits do."""
 
     ends: RowEnds
     n: I32
     partial: bool
+    words: list | None = None
 
 
 def row_ends(query_tile: QueryTile, row, thread, band: schedule.Band, config: Config) -> RowEnds:
@@ -330,7 +337,9 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
         softmax.softcap(s, params.cap2)
     if config.traced.score:
         expression.scored(s, config.traced.score, params.cap2, pairs)
-    if block.partial:
+    if block.partial and block.words is not None:
+        bits.hide(s, block.words)
+    elif block.partial:
 
         def within_block(limits: list | None) -> list | None:
             return None if limits is None else [end - first for end in limits]

@@ -24,8 +24,10 @@ from tilewise.backends.hopper.config import (
     Formed,
     Traced,
     band_of,
+    heads_held,
     is_traced,
     keys_of,
+    why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
@@ -168,7 +170,7 @@ class Config(Formed):
         """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
-        found += ("blocks", "counts") if self.form == "lists" else ()
+        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits")}.get(self.form, ())
         found += ("seed", "threshold", "keep") if self.dropout else ()
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
@@ -195,7 +197,7 @@ class Config(Formed):
         """Whether a warpgroup may see nothing of a block that another one of its CTA sees, since rows end one after the other
         (docs/decisions.md#hopper-skipped-blocks)."""
         several = self.tiles.warpgroups > 1 and self.tile_queries > self.tiles.tile_n
-        return several and self.has_upper and self.form != "lists"
+        return several and self.has_upper and not self.listed
 
     @property
     def name(self) -> str:
@@ -213,7 +215,7 @@ class Config(Formed):
         tiles = self.tiles
         extra = f", {self.heads} heads of a group in a tile" if self.heads > 1 else ""
         extra += ", keys split" if self.split else ""
-        extra += f", {self.paged} keys of a page at a time" if self.paged else ""
+        extra += {"lists": ", pairs judged one by one", "bits": ", a bit for each pair"}.get(self.form, "")
         return (
             f"{tiles.tile_m} x {tiles.tile_n}, {tiles.warpgroups} warpgroups compute and one loads, "
             f"{tiles.stages} blocks of K or V in flight, {tiles.shared.total >> 10} KiB shared{extra}"
@@ -244,6 +246,7 @@ class TileRow:
         short: one warpgroup for few queries, alone or with heads side by side; None: the tiles of the next row that has some.
         fewer: tiles beside ``full`` that short sequences may get.
         fewer_ends: tiles beside ``ends`` that short sequences may get.
+        bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
         softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
         candidates: what else is worth a measurement, for "full" and "upper" in bf16.
     """
@@ -255,14 +258,15 @@ class TileRow:
     short: Tiles | None = None
     fewer: tuple[Tiles, ...] = ()
     fewer_ends: tuple[Tiles, ...] = ()
+    bits: Tiles | None = None
     softcap: bool = False
     candidates: tuple[Tiles, ...] = ()
 
     @property
     def columns(self) -> tuple[Tiles, ...]:
         """Every tile of the row that a call may get."""
-        short = () if self.short is None else (self.short,)
-        return (self.full, self.ends, self.traced, self.listed, *short, *self.fewer, *self.fewer_ends)
+        more = (tiles for tiles in (self.bits, self.short) if tiles is not None)
+        return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
 
     def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
         """The tiles of a kernel of this form."""
@@ -295,6 +299,7 @@ TABLE = {
         short=Tiles(64, 64, warpgroups=1, tile_n=128, stages=8, q_stages=2, registers=256),
         fewer=(_D64_128,),
         fewer_ends=(_D64_128,),
+        bits=_D64_128,
         softcap=True,
         candidates=(replace(_D64_192, pingpong=False), _D64_128, replace(_D64_128, pingpong=False)),
     ),
@@ -311,6 +316,7 @@ TABLE = {
         traced=Tiles(128, 128, warpgroups=2, tile_n=80, stages=8, q_stages=2, registers=240),
         listed=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
         short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
+        bits=_D128,
         softcap=True,
         candidates=(
             replace(_D128, pingpong=False),
@@ -377,7 +383,8 @@ def shipped() -> list[Config]:
     paged = [Config(*each, packed=True, paged=rows) for each in numbered for rows in PAGE_ROWS]
     few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
     both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both)))
+    bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits)))
 
 
 @lru_cache(maxsize=1)
@@ -462,6 +469,9 @@ def choose(problem: Problem) -> Config:
     """
     (form, band), traced, cores = keys_of(problem), Expressions.of(problem).traced, devices.of(problem.device).cores
     capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
+    bits = next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
+    if form == "lists" and bits and not why_no_bits(problem, bits.tile_n):
+        return Config(bits, DTYPES[str(problem.dtype)], "bits")
     row = next(r for r in rows_for(problem.head_dim, problem.head_dim_v) if r.softcap or not capped)
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
     config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
@@ -585,4 +595,6 @@ def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     if problem.packed:  # at most, as only the device knows the lengths
         tiles = problem.heads_q * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
     section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
+    if config.form == "bits":
+        section = min(section, heads_held(problem))
     return Grid(tiles, min(tiles, cores), section, parts)

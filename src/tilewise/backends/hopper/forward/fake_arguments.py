@@ -8,6 +8,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.kit import fake
+from tilewise.bit_tiles import THREADS, words_of
 
 
 def fake_arguments(config: Config) -> tuple:
@@ -35,6 +36,8 @@ def fake_arguments(config: Config) -> tuple:
         "hi": lambda: whole(seqlen_q),
         "blocks": lambda: whole(q_tiles, cute.sym_int()),
         "counts": lambda: whole(q_tiles, 2),
+        "work": lambda: fake.rows(cutlass.Int32, (batch, heads_q, q_tiles, 4), 4, 16),
+        "bits": lambda: fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.tiles.tile_n))),
         "cu_q": lambda: fake.vector(cutlass.Int32, starts),
         "cu_k": lambda: fake.vector(cutlass.Int32, starts),
         "first": lambda: fake.I32,

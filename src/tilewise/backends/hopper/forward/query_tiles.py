@@ -10,7 +10,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.pages import place_pages
 from tilewise.backends.hopper.forward.params import ForwardParams
-from tilewise.backends.hopper.kit import packed, schedule
+from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import QueryTile, row_of, tma_tiles
@@ -46,7 +46,8 @@ def tile_order(params: ForwardParams, config: Config) -> schedule.Order:
     """The order of all query tiles."""
     m_blocks = (params.seqlen_q + config.tile_queries - 1) // config.tile_queries
     heads = params.batch * tiles_per_row(params, config) * splits_of(params, config)
-    return schedule.Order(m_blocks, heads, params.section, config.has_upper)
+    # Lines of tiles with bits are numbered in the order in which they are to be taken.
+    return schedule.Order(m_blocks, heads, params.section, config.has_upper and config.form != "bits")
 
 
 def tiles_per_row(params: ForwardParams, config: Config):
@@ -90,6 +91,10 @@ def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
         # A tile visits at least one block; where none is listed, the predicate hides all of it.
         partial, count = (params.extra.counts[batch, head, m_block, n] for n in range(2))
         return QueryTile(row, head, batch, I32(0), PICK.larger(count, 1), partial=PICK.larger(partial, 1))
+    if config.form == "bits":
+        line, partial, count, first = (params.extra.work[batch, head, m_block, n] for n in range(4))
+        row = line * config.tile_queries
+        return QueryTile(row, head, batch, I32(0), count, partial=partial, bits=first)
     band = band_of_head(batch, head, params, config)
     start, stop = schedule.key_blocks(row, config.tile_queries, tile_n, band, PICK)
     if config.split:
@@ -147,10 +152,18 @@ def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: 
 
 def block_at(query_tile: QueryTile, step, params: ForwardParams, config: Config):
     """The key block that a tile visits at a step: from the last to the first, or in the order of its list."""
-    if config.form == "lists":
+    if config.listed:
         m_block = query_tile.row // config.tile_queries
         return params.extra.blocks[query_tile.batch, query_tile.head, m_block, step]
     return query_tile.stop - 1 - step
+
+
+def kept_words(query_tile: QueryTile, step, w, params: ForwardParams, config: Config) -> list | None:
+    """The bits of a thread's pairs in the partial block that warpgroup w visits at a step; None where ends or a predicate tell."""
+    if config.form != "bits":
+        return None
+    thread = w * 128 + cute.arch.thread_idx()[0] % 128
+    return bits.words_of(params.extra.bits, query_tile.bits + step, thread)
 
 
 def whole_steps(query_tile: QueryTile, row, band: schedule.Band, config: Config):
@@ -160,7 +173,7 @@ def whole_steps(query_tile: QueryTile, row, band: schedule.Band, config: Config)
     whole blocks; its first step is none of these. It could not leave out two steps: while it waits for the next tile's first K,
     this tile's last V is still held.
     """
-    if config.form == "lists":
+    if config.listed:
         return I32(0), query_tile.partial, query_tile.stop
     rows = row, config.queries, config.tiles.tile_n, band
     start, stop = query_tile.start, query_tile.stop

@@ -15,7 +15,7 @@ from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.backward.grids import grids
-from tilewise.backends.hopper.config import Band, band_of, cap_of, keys_of, strides_addressable
+from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import PerStrides
 from tilewise.backends.hopper.host.plan import FAR, LOG2_E, Plan, addressed, leaf
@@ -35,7 +35,7 @@ class BackwardPlan(Plan):
     @cached_property
     def band(self) -> Band:
         """The band of the mask, cut to the keys that are seen. Packed, it leaves out each sequence's offset, and the kernels cut it."""
-        if self.config.by_rows:
+        if not self.config.of_numbers:
             return keys_of(self.problem)[1]
         found = band_of(self.problem)
         return found if self.problem.packed else found.cut(self.problem.seqlen_q)
@@ -83,7 +83,8 @@ class BackwardPlan(Plan):
             scale2 = LOG2_E
         elif cap is not None:
             scale2, cap2 = LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
-        more = (band.start, band.stop) if problem.packed else self.expressions.numbers
+        more = (band.start, band.stop) if problem.packed else ()
+        more += () if self.config.traced == PLAIN else self.expressions.numbers
         drop = (threshold(problem.spec.dropout_p), keep_scale(problem.spec.dropout_p)) if self.config.dropout else ()
         return lo, hi, *launched, problem.softmax_scale, scale2, cap2, *drop, *more
 
@@ -101,15 +102,20 @@ class BackwardPlan(Plan):
             return found
         passes = (masks.column_ends, config.keys, True), (masks.row_ends, config.queries, False)
         for names, (ends, tiles, by_columns) in zip(config.extra, passes, strict=True):
-            found += self.of_mask(inputs, ends) if names else ()
+            found += self.of_mask(inputs, ends) if "lo" in names else ()
+            if "bits" in names:
+                found += self.of_mask(inputs, masks.tiles_with_bits, tiles, by_columns)
+                continue
             if "blocks" in names:
                 found += self.of_mask(inputs, masks.visits, tiles, by_columns)
         found += [inputs.seed] if config.dropout else []
-        return found + [leaf(inputs.leaves[n]) for n in self.expressions.slots]
+        return found + ([] if config.traced == PLAIN else [leaf(inputs.leaves[n]) for n in self.expressions.slots])
 
     def without_unseen(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """k and v, or copies with zeros for the keys that no query sees, where kernels are not kept from these otherwise."""
-        seen = self.of_mask(inputs, masks.seen) if self.config.by_rows else None
+        keys = self.config.keys
+        visited = ((keys.tile_m, keys.tile_n),) if self.config.form == "bits" else ()
+        seen = None if self.config.of_numbers else self.of_mask(inputs, masks.seen, *visited)
         return (inputs.k, inputs.v) if seen is None else tuple(torch.where(seen, x, 0) for x in (inputs.k, inputs.v))
 
     @cached_property

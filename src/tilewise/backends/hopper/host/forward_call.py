@@ -85,6 +85,9 @@ class ForwardPlan(Plan):
         if self.config.form == "lists":
             lists = self.of_mask(inputs, masks.visits, self.config.tiles)
             found |= dict(zip(("blocks", "counts"), lists, strict=True))
+        if self.config.form == "bits":
+            bits = self.of_mask(inputs, masks.tiles_with_bits, self.config.tiles)
+            found |= dict(zip(("blocks", "work", "bits"), bits, strict=True))
         if self.config.packed:
             found |= {"cu_q": inputs.cu_seqlens_q.int().contiguous(), "cu_k": inputs.cu_seqlens_k.int().contiguous()}
             queue = torch.zeros(1, dtype=torch.int32, device=inputs.q.device)
@@ -92,21 +95,22 @@ class ForwardPlan(Plan):
         if self.config.dropout:
             p_drop = self.problem.spec.dropout_p
             found |= {"seed": inputs.seed, "threshold": threshold(p_drop), "keep": keep_scale(p_drop)}
+        named = tuple(found[name] for name in self.config.extra)
+        if self.config.traced == PLAIN:
+            return named
         traced = self.expressions
-        return (
-            *(found[name] for name in self.config.extra),
-            *(leaf(inputs.leaves[n]) for n in traced.slots),
-            *traced.numbers,
-        )
+        return *named, *(leaf(inputs.leaves[n]) for n in traced.slots), *traced.numbers
 
     def values(self, inputs: Inputs) -> Tensor:
         """v, or a copy with zeros for the keys that no query sees, where kernels are not kept from these otherwise.
 
         They may be NaN, and in P V even a P of zero would let them through.
         """
-        if not self.config.by_rows:
+        if self.config.of_numbers:
             return inputs.v
-        seen = self.of_mask(inputs, masks.seen)
+        tiles = self.config.tiles
+        visited = ((tiles.tile_m, tiles.tile_n),) if self.config.form == "bits" else ()
+        seen = self.of_mask(inputs, masks.seen, *visited)
         return inputs.v if seen is None else torch.where(seen, inputs.v, 0)
 
     @cached_property

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
+from tilewise.bit_tiles import BitTiles, only_seen_keys
 from tilewise.masks.facts import every_key_seen
 from tilewise.problem import Problem
 from tilewise.tiles import PARTIAL, Grid, TileMap, seen_keys
@@ -52,8 +53,22 @@ def visits(problem: Problem, inputs: Inputs, tiles: Sized, by_columns: bool = Fa
     return tuple(x.expand(problem.batch, problem.heads_q, -1, -1) for x in tile_map.visits(transposed=by_columns))
 
 
-def seen(problem: Problem, inputs: Inputs) -> Tensor | None:
-    """The keys that some query of their batch and head group sees: bool (batch|1, seqlen_k, heads_k|1, 1); None: all."""
+def tiles_with_bits(
+    problem: Problem, inputs: Inputs, tiles: Sized, by_columns: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(blocks, work, bits)`` of :class:`tilewise.bit_tiles.BitTiles`, the first two expanded to every batch element and head."""
+    found = BitTiles.build(grid_of(problem, inputs), tiles.tile_m if by_columns else tiles.tile_n, by_columns)
+    each = (x.expand(problem.batch, problem.heads_q, -1, -1) for x in (found.blocks, found.work))
+    return *each, found.bits
+
+
+def seen(problem: Problem, inputs: Inputs, tile: tuple[int, int] | None = None) -> Tensor | None:
+    """The keys that some query of their batch and head group sees: bool (batch|1, seqlen_k, heads_k|1, 1); None: all.
+
+    Args:
+        tile: the queries and keys of a tile, if only tiles that are not empty are visited; None is then all keys of these.
+    """
     known = every_key_seen(problem.spec.region, problem.seqlen_q, problem.seqlen_k)
+    known = known or (tile is not None and only_seen_keys(problem.spec.region, tile))
     found = None if known else seen_keys(grid_of(problem, inputs), problem.group)
     return None if found is None else found.mT.unsqueeze(-1)

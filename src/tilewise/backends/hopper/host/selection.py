@@ -11,8 +11,8 @@ from tilewise.backends.hopper.config import DTYPES, SHIPPED
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
 
-FORMS = dict(zip(("full", "causal", "window", "rows"), SHIPPED, strict=True))
-"""The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold."""
+FORMS = dict(zip(("full", "causal", "window", "rows", "bits"), (*SHIPPED, "bits"), strict=True))
+"""The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold, by a bit for each pair."""
 PASSES = {"forward": Config, "backward": Backward}
 FEATURES = ("softcap", "packed", "paged")
 _DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
@@ -29,7 +29,7 @@ def _rank(config: Config | Backward) -> tuple:
     before others."""
     dims = dims_of(config)
     usual = _OFTEN.index(dims) if dims in _OFTEN else len(_OFTEN)
-    form = ("upper", "full", "band", "rows").index(config.form)
+    form = ("upper", "full", "band", "rows", "bits").index(config.form)
     return (
         config.softcap,
         config.packed,
@@ -84,7 +84,7 @@ def selected(text: str) -> list[Config | Backward]:
     if unknown:
         known = " ".join((*DTYPES.values(), "d128 d192v128", *FORMS, *PASSES, *FEATURES))
         raise ValueError(f"{unknown[0]!r} names no kernels; words that do: {known}")
-    forms = {FORMS[word] for word in words if word in FORMS} or set(SHIPPED)
+    forms = {FORMS[word] for word in words if word in FORMS} or set(FORMS.values())
     dtypes = {word for word in words if word in DTYPES.values()} or set(DTYPES.values())
     kinds = tuple(PASSES[word] for word in words if word in PASSES) or tuple(PASSES.values())
     fitting = [c for c in in_order_of_use() if isinstance(c, kinds) and c.form in forms and c.dtype in dtypes]

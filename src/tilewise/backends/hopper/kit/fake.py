@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,12 @@ def rows(element: Any, shape: Sequence[Any], divisibility: int = 1, align: int |
 def vector(element: Any, size: Any) -> Any:
     """A tensor of one dimension whose elements lie side by side."""
     return make_fake_tensor(element, (size,), (1,))
+
+
+def packed(element: Any, shape: Sequence[Any]) -> Any:
+    """A tensor whose elements lie side by side; all sizes but the first are numbers."""
+    stride = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
+    return make_fake_tensor(element, tuple(shape), tuple(stride), assumed_align=16)
 
 
 def leaf(dtype: str, rank: int) -> Any:

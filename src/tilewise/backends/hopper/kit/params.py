@@ -18,6 +18,8 @@ class OptionalParams(NamedTuple):
         lo, hi: (batch, head, row), int32: the key interval of every row.
         blocks: (batch, head, query tile, step), int32: the key blocks to visit, those first that need the predicate.
         counts: (batch, head, query tile, 2), int32: how many blocks of a tile need the predicate, and how many there are.
+        work, bits: the lines of tiles in the order in which they are taken, and the bits of partial tiles
+            (:class:`tilewise.bit_tiles.BitTiles`), expanded to every batch element and head.
         cu_q, cu_k: (sequence + 1,), int32: where packed sequences begin.
         first, last: packed sequences only: keys before ``first`` or from ``last`` on are masked in every sequence.
         queue: (1,), int32: how many tiles were taken after each CTA's first.
@@ -33,11 +35,14 @@ class OptionalParams(NamedTuple):
     # Split keys write these instead of o and lse, and the second kernel reads them.
     part_o: cute.Tensor | None = None
     part_lse: cute.Tensor | None = None
-    # Form `rows` has lo and hi, form `lists` blocks and counts; others compute the ends from the band's numbers.
+    # Form `rows` has lo and hi, form `lists` these, blocks and counts, form `bits` blocks, work and bits; others compute the
+    # ends from the band's numbers.
     lo: cute.Tensor | None = None
     hi: cute.Tensor | None = None
     blocks: cute.Tensor | None = None
     counts: cute.Tensor | None = None
+    work: cute.Tensor | None = None
+    bits: cute.Tensor | None = None
     # Packed sequences.
     cu_q: cute.Tensor | None = None
     cu_k: cute.Tensor | None = None

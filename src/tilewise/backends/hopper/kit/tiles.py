@@ -24,7 +24,9 @@ class QueryTile(NamedTuple):
 
     Attributes:
         row, head, batch: the first query, the (first) query head and the batch index, or the packed sequence.
-        start, stop: the key blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need the predicate.
+        start, stop: the key blocks ``[start, stop)``; with lists of blocks, steps, of which the first ``partial`` need the predicate
+            or bits.
+        bits: the slot of the bits of the first partial block; those of the others follow.
         split: which split of the keys the blocks belong to, where keys are split.
         seqlen: where the rows and keys of its packed sequence lie; it has ``q`` and ``k``, each a :class:`packed.Span`.
     """
@@ -37,6 +39,7 @@ class QueryTile(NamedTuple):
     split: I32 | None = None
     seqlen: NamedTuple | None = None
     partial: I32 | None = None
+    bits: I32 | None = None
 
     @property
     def rows(self):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs, Output
-from tilewise.backends.triton.config import SHEET_STRIP, SHEET_UNIT
 from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.sheet import SHEET_STRIP, SHEET_UNIT
 from tilewise.problem import Problem
 
 PADDING = 256  # rows that the pass over key tiles may read past the last one: a tile
@@ -54,11 +54,13 @@ class BackwardBuffers:
         return self.statistics[1, : math.prod(shape)].view(shape)[..., : problem.seqlen_q]
 
 
-def new_sheet(plan: Plan, q: Tensor) -> Tensor | None:
-    """Memory for dS of as many heads as are kept at a time, (batch, heads, strips, keys, queries of a strip); None where none are."""
-    if not plan.sheet_heads:
-        return None
-    problem = plan.problem
-    keys, queries = (-(-n // SHEET_UNIT) * SHEET_UNIT for n in (problem.seqlen_k, problem.seqlen_q))
-    shape = (problem.batch, plan.sheet_heads * problem.group, queries // SHEET_STRIP, keys, SHEET_STRIP)
-    return q.new_empty(shape, dtype=problem.dtype)
+def new_sheet(plan: Plan, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for a part of dS, (batch, heads, strips, keys, queries of a strip), and in fp32 for the sum of dQ that earlier parts of
+    the keys make, laid out as dQ; None where there is none."""
+    if not plan.sheet:
+        return None, None
+    problem, part = plan.problem, plan.sheet[0]  # no later part is larger
+    strips = -(-problem.seqlen_q // SHEET_UNIT) * SHEET_UNIT // SHEET_STRIP
+    shape = (problem.batch, part.heads * problem.group, strips, part.keys, SHEET_STRIP)
+    some_keys = plan.sheet[-1].first_key > 0
+    return q.new_empty(shape, dtype=problem.dtype), q.new_empty(q.shape, dtype=torch.float32) if some_keys else None

@@ -20,15 +20,6 @@ from tilewise.problem import Problem
 from tilewise.tiles import PARTIAL, Grid, TileLists, TileMap
 
 
-@dataclass(frozen=True)
-class HeadRange:
-    """The key heads that a launch is for, and the size of a head's sheet of dS: strips, and rows of a strip."""
-
-    first: int
-    heads: int
-    sheet: tuple[int, int] = (0, 0)
-
-
 @dataclass
 class Call:
     """A plan and the tensors of one call.
@@ -87,21 +78,22 @@ class Call:
             **named,
         )
 
-    def sizes(self, slots: int, *, splits: int = 0, lists: TileLists | None = None, heads: HeadRange | None = None):
+    def sizes(self, slots: int, *, splits: int = 0, lists: TileLists | None = None, **chosen: tuple[int, ...]):
         """The whole numbers of a launch; the same object again where they are the same and all pointers are aligned.
 
         Args:
             slots: programs of a head (:func:`tile_slots`).
-            splits: for the forward, the key tiles of a split; for the merge, the number of splits.
+            splits: for the forward, the key tiles of a split; for the merge, the number of splits; of a sheet of dS, its first key.
+            chosen: fields of Sizes in place of the defaults.
         """
         if not self.steady:
-            return self._sizes(slots, splits, lists, heads)
-        key = (slots, splits, self.strides.get("do"), list_strides(lists), heads)
-        return self.plan.sizes.of(key, lambda: self._sizes(slots, splits, lists, heads))
+            return self._sizes(slots, splits, lists, chosen)
+        key = (slots, splits, self.strides.get("do"), list_strides(lists), *chosen.items())
+        return self.plan.sizes.of(key, lambda: self._sizes(slots, splits, lists, chosen))
 
-    def _sizes(self, slots: int, splits: int, lists: TileLists | None, heads: HeadRange | None):
+    def _sizes(self, slots: int, splits: int, lists: TileLists | None, chosen: dict[str, tuple[int, ...]]):
         plan, problem = self.plan, self.plan.problem
-        heads = heads or HeadRange(0, problem.heads_k)
+        chosen = {"beside": plan.config.beside, "heads": (0, problem.heads_k)} | chosen
         sizes = runtime.kernels().Sizes(
             batch=problem.batch,
             heads_q=problem.heads_q,
@@ -113,9 +105,7 @@ class Call:
             seqlen_q_rounded=seqlen_q_rounded(problem),
             splits=splits,
             threshold=dropout.threshold(problem.spec.dropout_p) if problem.spec.dropout_p else 0,
-            beside=plan.config.beside,
-            heads=(heads.first, heads.heads),
-            sheet=heads.sheet,
+            **chosen,
             list_strides=list_strides(lists),
             extents=plan.extents,
             grad_extents=plan.grad_extents,

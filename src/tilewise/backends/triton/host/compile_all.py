@@ -29,6 +29,7 @@ from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
+from tilewise.bit_tiles import THREADS, BitTiles, words_of
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
 from tilewise.problem import Problem, check
 from tilewise.scores.catalogue import alibi, bias, score, softcap
@@ -142,7 +143,7 @@ def pair_bytes(item: Launch) -> int:
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
-    if name == "tile_map":
+    if name in ("tile_map", "tile_bits"):
         return tile_map.SHARED_MEMORY
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
@@ -215,6 +216,11 @@ def recorded(item: Launch) -> Iterator[tuple]:
         tensors, sizes, numbers, facts = tile_map.arguments_of(grid, 128, 128, problem.group)
         arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
         found.append(("tile_map", runtime.kernels().tile_map, tile_map.PROGRAM, arguments))
+        new = partial(torch.empty, dtype=torch.int32, device="meta")
+        tiles = BitTiles(new(1, 1, 2, 2), new(1, 1, 2, 4), new(5, THREADS, words_of(128)))
+        tensors, sizes, numbers, facts = tile_map.bit_arguments_of(tiles, grid, 128, False)
+        arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
+        found.append(("tile_bits", runtime.kernels().tile_bits, tile_map.PROGRAM, arguments))
     yield from found
 
 
@@ -277,9 +283,8 @@ def compile_item(item: Launch) -> list[str]:
         started = time.perf_counter()
         try:
             source = ASTSource(kernel, types, constants, aligned)
-            options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             compiled = triton.compile(
-                source, target=GPUTarget(target.backend, target.arch, target.warp), options=options
+                source, target=GPUTarget(target.backend, target.arch, target.warp), options=tiles.options
             )
         except Exception as error:
             while error.__cause__ is not None:  # the innermost says what; Triton wraps it once per function

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tilewise.backends.triton.config import SHEET_STRIP
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.call import Call, is_aligned
 from tilewise.backends.triton.host.launched import View, rebased
+from tilewise.backends.triton.sheet import SHEET_STRIP
 from tilewise.backends.triton.tiles import Tiles, pieces
 
 Pieces = tuple[tuple[int, int, int], ...]

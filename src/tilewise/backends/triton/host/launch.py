@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, empty_output
-from tilewise.backends.triton.config import SHEET_STRIP, pair_sum_tiles, sheet_tiles
+from tilewise.backends.triton.config import pair_sum_tiles
 from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, partial_states
-from tilewise.backends.triton.host.call import Call, HeadRange, is_aligned, list_pointers, tile_slots
+from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, pair_view, sheet_view, statistics_view
 from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips
@@ -20,6 +20,7 @@ from tilewise.backends.triton.host.plan import Plan, Role
 from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
+from tilewise.backends.triton.sheet import SHEET_STRIP, SheetPart, sheet_tiles, summed_beside
 from tilewise.backends.triton.tiles import OVER_KEYS, Tiles
 from tilewise.leaf_gradients import DIAGONALS, TILES, Read
 from tilewise.masks.facts import as_band
@@ -146,7 +147,7 @@ def _first_backward(
     statistics = _statistics(call, out, dlse, buffers)
     lse2, delta = buffers.statistics.unbind()
     tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv, grads=sums.buffers)
-    if plan.sheet_heads:
+    if plan.sheet:
         passes = _passes_over_sheets(call, tensors, sums.reads[0])
     else:
         # dQ first: where its programs have a multiprocessor each, two of the next pass's fill one that has no more of them.
@@ -176,32 +177,34 @@ def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers,
     return call.launch(kernels().delta, grid, tiles, tensors, call.sizes(slots), facts)
 
 
-def _pass(call: Call, name: str, tensors, heads: HeadRange | None = None, *, role: Role = "reads") -> Launched:
-    """Runs one of ``Config.passes`` of the backward: for some ``heads`` alone, it leaves their dS in a sheet."""
+def _pass(call: Call, name: str, tensors, part: SheetPart | None = None, *, role: Role = "reads") -> Launched:
+    """Runs one of ``Config.passes`` of the backward: for a ``part`` of heads and keys alone, it leaves their dS in a sheet."""
     plan, problem, over_keys = call.plan, call.plan.problem, name in OVER_KEYS
     tiles = plan.config.passes[name]
     length, tile = (problem.seqlen_k, tiles.tile_n) if over_keys else (problem.seqlen_q, tiles.tile_m)
+    if part is not None:
+        length = min(part.keys, problem.seqlen_k - part.first_key)
     slots = tile_slots(problem, length, tile)
     lists = call.tile_lists(tiles, over_keys)
     views = operand_views(call, tiles, *(("q", "do") if over_keys else ("k", "v")))
     tma = views[0].value is not None
     chosen = {"dk": name != "dv", "dv": name != "dk", "again": True, **plan.overlap(role)}
-    if heads is not None:
-        chosen["sheet"] = SHEET_STRIP
+    if part is not None:
+        chosen["sheet"] = max(SHEET_STRIP, sheet_tiles(problem, plan.config).tile_m)
     if over_keys:
-        more, facts_of_them = _views_over_keys(call, name, tensors, heads, tma)
+        more, facts_of_them = _views_over_keys(call, name, tensors, part, tma)
         views, chosen = (*views, *more), chosen | facts_of_them
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
-    sizes = call.sizes(slots, lists=lists, heads=heads)
+    sizes = call.sizes(slots, lists=lists) if part is None else _sheet_sizes(call, slots, tensors, part)
     if lists is not None:
         tensors = tensors._replace(lists=list_pointers(lists))
-    outer = (heads.heads if heads else problem.heads_k) if over_keys else problem.heads_q
+    outer = (part.heads if part else problem.heads_k) if over_keys else problem.heads_q
     kernel = kernels().dkdv if over_keys else kernels().dq
     return call.launch(kernel, (slots * outer * _batches(problem),), tiles, tensors, sizes, facts, *views)
 
 
 def _views_over_keys(
-    call: Call, name: str, tensors, heads: HeadRange | None, tma: bool
+    call: Call, name: str, tensors, part: SheetPart | None, tma: bool
 ) -> tuple[tuple[View, ...], dict[str, object]]:
     """The further views of a pass over key tiles, of the statistics, a pair leaf and a sheet; and the facts that tell of them."""
     plan, tiles, facts = call.plan, call.plan.config.passes[name], {}
@@ -211,7 +214,7 @@ def _views_over_keys(
     statistics, sheet = View("lse2", None), View("sheet", None)
     if tma and not plan.problem.packed:
         statistics = statistics_view(call, tiles, tensors.lse2, 1 if name == "dv" else 2)
-    if heads is not None and tma and tiles.tile_m <= SHEET_STRIP:
+    if part is not None and tma and tiles.tile_m <= SHEET_STRIP:
         sheet, facts["strips"] = sheet_view(tensors.sheet, tiles), SHEET_STRIP
     return (statistics, pair, sheet), facts
 
@@ -242,28 +245,39 @@ def _strip_sum(call: Call, tensors, n: int, read: Read) -> Launched:
 
 
 def _passes_over_sheets(call: Call, tensors, read: Read) -> list[Launched]:
-    """The passes over key tiles leave dS of some heads behind; from it come dQ and the gradient of a pair bias.
+    """The passes over key tiles leave parts of dS behind; from these come dQ and the gradient of a pair bias.
 
     These then take one product of a tile, not five.
     """
     plan, config = call.plan, call.plan.config
-    tensors = tensors._replace(sheet=new_sheet(plan, call.inputs.q))
+    sheet, sums = new_sheet(plan, call.inputs.q)
+    tensors = tensors._replace(sheet=sheet)
     launched = [] if config.dv is None else [_pass(call, "dv", tensors)]
-    for first in range(0, plan.problem.heads_k, plan.sheet_heads):
-        heads = HeadRange(first, plan.sheet_heads, tuple(tensors.sheet.shape[2:4]))
-        launched.append(_pass(call, "dkdv" if config.dv is None else "dk", tensors, heads))
-        launched.append(_sum_sheet(call, tensors, read, heads))
+    for part in plan.sheet:
+        launched.append(_pass(call, "dkdv" if config.dv is None else "dk", tensors, part))
+        launched.append(_sum_sheet(call, tensors, sums, read, part))
     return launched
 
 
-def _sum_sheet(call: Call, tensors, read: Read, heads: HeadRange) -> Launched:
-    """Computes dQ of some heads from their dS, and adds that to the gradient of a pair bias."""
+def _sheet_sizes(call: Call, slots: int, tensors, part: SheetPart, **chosen: tuple[int, int]):
+    """The whole numbers of a launch for a part of dS; ``chosen`` as in :meth:`Call.sizes`."""
+    sheet = tuple(tensors.sheet.shape[2:4])
+    return call.sizes(slots, splits=part.first_key, heads=(part.first_head, part.heads), sheet=sheet, **chosen)
+
+
+def _sum_sheet(call: Call, tensors, sums: Tensor | None, read: Read, part: SheetPart) -> Launched:
+    """Adds up dQ of a part of dS, with ``sums`` from part to part of the keys, and the gradient of a pair bias that it makes."""
     plan, problem, tiles = call.plan, call.plan.problem, sheet_tiles(call.plan.problem, call.plan.config)
     slots = tile_slots(problem, problem.seqlen_q, tiles.tile_m)
     views = operand_views(call, tiles, "k")
     tma = views[0].value is not None
     unit = math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit)
-    grid = (slots * heads.heads * problem.group * problem.batch,)
-    loops = ("b" in read.loops, "h" in read.loops, "h" in read.loops and heads.first > 0)
-    return call.launch(kernels().sheet, grid, tiles, tensors, call.sizes(slots, heads=heads), facts, *views, 0, *loops)
+    grid = (slots * part.heads * problem.group * problem.batch,)
+    loops = ("b" in read.loops, "h" in read.loops)
+    more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key
+    together = summed_beside(problem, part.heads * problem.group, read.loops)
+    sizes = _sheet_sizes(call, slots, tensors, part, beside=together)
+    return call.launch(
+        kernels().sheet, grid, tiles, tensors, sizes, facts, *views, View("dq_sums", sums), 0, *loops, more, last
+    )

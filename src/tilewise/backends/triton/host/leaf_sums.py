@@ -94,12 +94,11 @@ class LeafSums:
     def _new_gradient(self, read: Read) -> Tensor:
         """Memory for the gradient of a leaf, of which ``read`` is the first read: in its own dtype where one kernel writes it once."""
         plan, leaf = self.plan, self.inputs.leaves[read.slot]
-        several_launches = 0 < plan.sheet_heads < plan.problem.heads_k and "h" in read.loops
         # Thousands of numbers may be scattered to one address, in any order: of fp32 such a chain rounds more than eager's sums
         # (docs/decisions.md#triton-float64-scatter).
         scattered = any(other.how == SCATTER or _of_distances(other) for other in self.reads if other.slot == read.slot)
         dtype = torch.float64 if scattered and plan.problem.dtype == torch.float32 else torch.float32
-        if read.how in (STORE, TILES) and not several_launches:
+        if read.how in (STORE, TILES):
             dtype = leaf.dtype
         new = torch.empty if read.how == TILES and _reads_every_element(plan.problem, read) else torch.zeros
         return new(leaf.shape, dtype=dtype, device=leaf.device)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tilewise import dropout, expr
 from tilewise.backends.base import Inputs, Output, PerTensors
-from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, decoding, sheet_heads
+from tilewise.backends.triton.config import TERM_PRODUCTS, TERMS, Config, decoding
 from tilewise.backends.triton.host import runtime
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.kernels.emit import Emitted, emit
 from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, is_wide
+from tilewise.backends.triton.sheet import SheetPart, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
 from tilewise.leaf_gradients import ROWS, TILES
@@ -183,9 +184,9 @@ class Decisions:
         return not problem.packed and every_key_seen(problem.spec.region, problem.seqlen_q, problem.seqlen_k)
 
     @cached_property
-    def sheet_heads(self) -> int:
-        """The key heads whose dS the backward keeps at a time (:func:`kept_sheet_heads`)."""
-        return kept_sheet_heads(self)
+    def sheet(self) -> tuple[SheetPart, ...]:
+        """The parts of dS that the backward keeps, one after the other (:func:`kept_sheet`)."""
+        return kept_sheet(self)
 
 
 @dataclass(eq=False)
@@ -271,10 +272,10 @@ def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ..
     return tuple(n for axis in zip(shape, stride, strict=True) for n in axis)
 
 
-def kept_sheet_heads(decisions: Decisions) -> int:
-    """The key heads whose dS the backward keeps at a time, for dQ and the gradient of a broadcast bias.
+def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
+    """The parts of dS that the backward keeps for dQ and the gradient of a broadcast bias.
 
-    It keeps none, which is 0, unless that bias is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold it.
+    There are none unless that bias is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold a part of it.
     """
     problem, emitted = decisions.problem, decisions.emitted
     if (
@@ -282,15 +283,31 @@ def kept_sheet_heads(decisions: Decisions) -> int:
         or not decisions.whole
         or {"slope", "tile_0"} & set(emitted.functions)
     ):
-        return 0
+        return ()
     leaf = problem.extras[emitted.reads[0].slot]
     # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
     if leaf.dtype != problem.dtype != torch.bfloat16:
-        return 0
-    return sheet_heads(problem, decisions.config.beside[1], math.prod(leaf.shape) * leaf.dtype.itemsize)
+        return ()
+    over_heads, gradient = "h" in emitted.reads[0].loops, math.prod(leaf.shape) * leaf.dtype.itemsize
+    return sheet_parts(problem, over_heads, decisions.config.beside[1], gradient)
 
 
-_EMITTED = ("lo", "hi", "first", "last", "keep", "score", "weights", "slope", "rows", "leaves", "columns", "near")
+_EMITTED = (
+    "lo",
+    "hi",
+    "first",
+    "last",
+    "keep",
+    "score",
+    "weights",
+    "slope",
+    "rows",
+    "leaves",
+    "columns",
+    "near",
+    "heads",
+    "exponent",
+)
 
 
 def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, object]) -> Facts:
@@ -314,6 +331,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
         "align": align,
         "together": tiles.ahead,
+        "registers": tiles.registers,
     }
     defaults = {
         "split": False,
@@ -360,4 +378,5 @@ def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
         "binary": emitted.binary,
         "bounded": emitted.bounded,
         "digest": emitted.digest,
+        "corner": emitted.corner,
     }

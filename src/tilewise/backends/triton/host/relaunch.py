@@ -127,7 +127,7 @@ class BackwardAgain:
         shared = shared_addresses(self.plan, inputs)
         if shared is None or reduce(operator.or_, read.values()) % 16 or not dlse.is_contiguous():
             return None
-        sheet, leaves = new_sheet(self.plan, inputs.q), LeafSums(self.plan, inputs)
+        (sheet, sums), leaves = new_sheet(self.plan, inputs.q), LeafSums(self.plan, inputs)
         lse2, delta = buffers.statistics.unbind()
         addresses = {
             **read,
@@ -138,6 +138,7 @@ class BackwardAgain:
             "dk": buffers.dk.data_ptr(),
             "dv": buffers.dv.data_ptr(),
             "sheet": address(sheet),
+            "dq_sums": address(sums),
         }
         if leaves.buffers:
             addresses.update(zip(self.plan.grad_names, [x.data_ptr() for x in leaves.buffers], strict=True))

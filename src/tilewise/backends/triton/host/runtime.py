@@ -27,6 +27,7 @@ def kernels() -> SimpleNamespace:
         tangent,
         tangent_tiles,
         terms,
+        tile_bits,
         tile_map,
     )
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -49,6 +50,9 @@ def kernels() -> SimpleNamespace:
         dkdv_tangent=tangent.dkdv_tangent_kernel,
         Moved=tangent_tiles.Moved,
         tile_map=tile_map.tile_map_kernel,
+        tile_bits=tile_bits.tile_bits_kernel,
+        BitTensors=tile_bits.BitTensors,
+        BitSizes=tile_bits.BitSizes,
         ends=tile_map.ends_kernel,
         EndsTensors=tile_map.EndsTensors,
         EndsSizes=tile_map.EndsSizes,
@@ -80,7 +84,7 @@ def run(kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> obje
     if not all(grid):
         return None
     early = {"launch_pdl": True} if arguments[-1].overlap in ("reads", "joins") else {}
-    return kernel[grid](*arguments, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **early)
+    return kernel[grid](*arguments, **tiles.options, **early)
 
 
 def listening() -> bool:

@@ -1,6 +1,7 @@
-"""The launches that plan a mask: the state of every tile, the keys that some query sees, and the ends of intervals.
+"""The launches that plan a mask: the state of every tile, the keys that some query sees, the bits of partial tiles, and the ends of
+intervals.
 
-Their kernels are those of ``kernels.tile_map``.
+Their kernels are those of ``kernels.tile_map`` and ``kernels.tile_bits``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tilewise.backends.triton.host.plan import Memo, extents_of
 from tilewise.backends.triton.kernels.emit import Emitted, emit_mask
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.tiles import Tiles
+from tilewise.bit_tiles import BitTiles
 from tilewise.expr import Expr
 from tilewise.masks.facts import granularity
 from tilewise.masks.regions import Region
@@ -84,6 +86,42 @@ def arguments_of(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tup
     )
     read = tuple(grid.leaves[n] for n in emitted.slots)
     return kernels.MapTensors(status, seen, grid.b, grid.h, read), sizes, emitted.numbers, facts
+
+
+def bits(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> None:
+    """Writes ``tiles.bits``, a bit for each pair of a partial tile of 128 lines by ``crossing``."""
+    _launch(runtime.kernels().tile_bits, (tiles.blocks.numel(),), *bit_arguments_of(tiles, grid, crossing, by_columns))
+
+
+def bit_arguments_of(
+    tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool
+) -> tuple[Any, Any, tuple[float, ...], Facts]:
+    """The arguments of the kernel that writes bits, as :func:`arguments_of` has them."""
+    leaves = tuple(TensorFacts.of(leaf) for leaf in grid.leaves)
+    emitted, facts = _bit_functions(grid.region, leaves, (grid.seqlen_q, grid.keys), crossing, by_columns)
+    kernels, (_, heads, lines, steps) = runtime.kernels(), tiles.blocks.shape
+    sizes = kernels.BitSizes(
+        heads=heads,
+        lines=lines,
+        steps=steps,
+        slots=len(tiles.bits),
+        seqlen_q=grid.seqlen_q,
+        seqlen_k=grid.keys,
+        extents=tuple(extents_of(leaves[n].shape, leaves[n].stride) for n in emitted.slots),
+    )
+    read = tuple(grid.leaves[n] for n in emitted.slots)
+    tensors = kernels.BitTensors(tiles.bits, tiles.blocks, tiles.work, grid.b, grid.h, read)
+    return tensors, sizes, emitted.numbers, facts
+
+
+@lru_cache(maxsize=1024)
+def _bit_functions(
+    region: Region, leaves: tuple[TensorFacts, ...], lengths: tuple[int, int], crossing: int, by_columns: bool
+) -> tuple[Emitted, Facts]:
+    """The functions of a mask's pairs, and the facts of the launch."""
+    emitted = emit_mask(Region(lo=region.lo, hi=region.hi, predicate=region.predicate), leaves, lengths)
+    functions = {name: emitted.functions.get(name) for name in ("lo", "hi", "keep")}
+    return emitted, Facts(**functions, crossing=crossing, by_columns=by_columns, digest=emitted.digest, overlap=None)
 
 
 def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:

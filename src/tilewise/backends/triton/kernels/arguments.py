@@ -70,7 +70,8 @@ class Sizes(NamedTuple):
         slots: programs of a head: its tiles; packed, at least as many (:func:`work_tile`).
         q, k, v, do: ``(batch, row, head)`` strides in units of ``FACTS.align`` elements.
         seqlen_q_rounded: rows from one head to the next in lse2 and delta.
-        splits: where keys are split: for the forward the key tiles of each split, for the merge the number of splits.
+        splits: where keys are split: for the forward the key tiles of each split, for the merge the number of splits; where a part of dS
+            is kept, its first key.
         threshold: dropout keeps a pair whose 16-bit value is below it.
         beside: batch elements and heads whose programs of one tile run side by side (:func:`scheduled`).
         heads: the first and the number of the key heads that the launch is for.
@@ -124,8 +125,10 @@ class WorkTile(NamedTuple):
         seqlen_q, seqlen_k: lengths of the sequence.
         leaves, extents, grads, grad_extents, numbers: as in :class:`Tensors`, :class:`Sizes` and :class:`Scales`.
         pair: the tile of the leaf that the score reads at i and j, where a descriptor brings it (:func:`with_pair_tile`).
+        heads: the elements that the score reads at b and h alone, read once a head (:func:`with_heads`).
+        corner: the first query and key of a tile, where the score counts positions from there (:func:`with_tile`); else empty.
         far: ``(whether, i, j)``: whether all pairs of a tile are so far from the diagonal that a tensor read by distance has one
-            element for them, and a pair that reads it; empty where that is not asked (:func:`with_far`).
+            element for them, and a pair that reads it; empty where that is not asked (:func:`with_tile`).
     """
 
     b: Any
@@ -140,6 +143,8 @@ class WorkTile(NamedTuple):
     grad_extents: Any
     numbers: Any
     pair: Any
+    heads: Any = ()
+    corner: Any = ()
     far: Any = ()
 
 
@@ -241,6 +246,8 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
         grad_extents=sizes.grad_extents,
         numbers=scales.numbers,
         pair=b,  # until with_pair_tile puts a tile in its place
+        heads=(),
+        corner=(),
         far=(),
     )
 
@@ -270,12 +277,24 @@ def with_pair_tile(work, view, head, m0, n0, OVER_KEYS: tl.constexpr, FACTS: tl.
         # The leaf's tile, (tile_m, tile_n) in its own dtype, from global to shared memory: the load waits on a barrier of its own.
         first, second = _leading_index(work.b, head, 0, FACTS), _leading_index(work.b, head, 1, FACTS)
         pair = view.load([first, second, m0, n0]).reshape(FACTS.tile_m, FACTS.tile_n)
-        return _replaced(work, tl.trans(pair) if OVER_KEYS else pair, work.far)
+        return _replaced(work, tl.trans(pair) if OVER_KEYS else pair, work.heads, work.corner, work.far)
 
 
 @triton.jit
-def with_far(work, m0, n0, FACTS: tl.constexpr):
-    """The WorkTile with ``far`` of the tile at (m0, n0), where the score reads a tensor by distance."""
+def with_heads(work, head, FACTS: tl.constexpr):
+    """The WorkTile with ``heads`` of a query head. In a loop over tiles each of these loads would have a barrier of its own."""
+    if FACTS.heads is None:
+        return work
+    else:
+        return _replaced(work, work.pair, FACTS.heads(work.b, head, work), work.corner, work.far)
+
+
+@triton.jit
+def with_tile(work, m0, n0, FACTS: tl.constexpr):
+    """The WorkTile with ``corner`` and ``far`` of the tile at (m0, n0), where the score counts positions, or reads a tensor by distance."""
+    if FACTS.corner:
+        # In the interpreter m0 and n0 may be numbers without a dtype.
+        work = _replaced(work, work.pair, work.heads, (m0 + work.b * 0, n0 + work.b * 0), work.far)
     if FACTS.near is None:
         return work
     else:
@@ -284,13 +303,14 @@ def with_far(work, m0, n0, FACTS: tl.constexpr):
         far = (m0 + (FACTS.tile_m - 1) - n0 < start) | (m0 - n0 - (FACTS.tile_n - 1) >= stop)
         # The pair that is read for all has the nearest distance beyond, which the mask may keep: at the tile's corner it may not,
         # and there the index may be another.
-        j = n0 + work.b * 0  # in the interpreter n0 is a number without a dtype
-        return _replaced(work, work.pair, (far, j + tl.minimum(tl.maximum(m0 - j, start - 1), stop), j))
+        j = n0 + work.b * 0
+        far = (far, j + tl.minimum(tl.maximum(m0 - j, start - 1), stop), j)
+        return _replaced(work, work.pair, work.heads, work.corner, far)
 
 
 @triton.jit
-def _replaced(work, pair, far):
-    """The WorkTile with another ``pair`` and ``far``."""
+def _replaced(work, pair, heads, corner, far):
+    """The WorkTile with another ``pair``, ``heads``, ``corner`` and ``far``."""
     # Triton's tuples have no `_replace`.
     return WorkTile(
         b=work.b,
@@ -305,6 +325,8 @@ def _replaced(work, pair, far):
         grad_extents=work.grad_extents,
         numbers=work.numbers,
         pair=pair,
+        heads=heads,
+        corner=corner,
         far=far,
     )
 

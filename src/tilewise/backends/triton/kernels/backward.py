@@ -34,8 +34,9 @@ from tilewise.backends.triton.kernels.arguments import (
     end_overlap,
     plain_sizes,
     scheduled,
-    with_far,
+    with_heads,
     with_pair_tile,
+    with_tile,
     work_tile,
 )
 from tilewise.backends.triton.kernels.mask import (
@@ -48,7 +49,7 @@ from tilewise.backends.triton.kernels.mask import (
     partial_block,
     query_interval,
 )
-from tilewise.backends.triton.kernels.maths import here
+from tilewise.backends.triton.kernels.maths import PARTIAL, here
 from tilewise.backends.triton.kernels.tile import (
     LOG2E,
     accumulate,
@@ -233,6 +234,15 @@ def score_exponent(s, head, i, j, scales, work, FACTS: tl.constexpr):
         return s * (scales.softmax * LOG2E)
 
 
+@triton.jit
+def exponent(s, lse2, head, i, j, scales, work, FACTS: tl.constexpr):
+    """The exponents of P (11) for :func:`tile.exponential`, of a tile of products; lse2 is a row or a column of it, as i is."""
+    if FACTS.exponent is not None:
+        return FACTS.exponent(s, lse2, work.b, head, i, j, work)
+    else:
+        return score_exponent(s, head, i, j, scales, work, FACTS) - lse2
+
+
 # -- dK and dV: key tiles outside ----------------------------------------------------------------------------------
 
 
@@ -249,6 +259,8 @@ def dkdv_kernel(
     sizes = plain_sizes(sizes)
     begin_overlap(FACTS)
     slot, head_k, b = scheduled(1, sizes)
+    if FACTS.sheet:  # the slots are of some keys
+        slot += sizes.splits // FACTS.tile_n
     work = work_tile(slot, b, tensors, sizes, scales, True, FACTS)
     n0 = work.block * FACTS.tile_n
     left = work.seqlen_k - n0
@@ -262,16 +274,17 @@ def dkdv_kernel(
     group = sizes.heads_q // sizes.heads_k
     for g in range(group):  # the query heads of the key head, in order: dK and dV are sums over them
         head = head_k * group + g
+        of_head = with_heads(work, head, FACTS)
         rows = query_head(tensors, sizes, work, head, (q_view, q_rest), (do_view, do_rest), statistics, FACTS)
         if FACTS.lists:
             partial, partials, full, fulls, ahead = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
             for t in range(fulls):
                 m0 = ahead * FACTS.tile_m
                 ahead = listed_block(full, fulls, t + 1)
-                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, False, FACTS)
+                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, False, FACTS)
             for t in tl.range(partials, num_stages=FACTS.partial_stages):
                 m0 = tl.load(partial + t) * FACTS.tile_m
-                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, True, FACTS)
+                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, True, FACTS)
         else:
             first, full, full_end, last = m_block_ranges(n0, head, work, FACTS)
             if FACTS.sheet:  # sheet_kernel reads `FACTS.sheet` queries at a time, so all of these are written
@@ -281,15 +294,15 @@ def dkdv_kernel(
                 for n in range(first, last):
                     partial = (n < full) | (n >= full_end)
                     m0 = n * FACTS.tile_m
-                    dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, partial, FACTS)
+                    dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial, FACTS)
             else:
                 if FACTS.keep is None:
                     for n in range(full, full_end):
                         m0 = n * FACTS.tile_m
-                        dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, False, FACTS)
+                        dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, False, FACTS)
                 for t in range((full - first) + (last - full_end)):
                     m0 = partial_block(t, first, full, full_end) * FACTS.tile_m
-                    dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, True, FACTS)
+                    dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, True, FACTS)
 
     token = tl.cast(work.start_k, tl.int64)
     if not FACTS.packed:
@@ -334,9 +347,9 @@ def dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, partial, FA
     else:
         lse2, delta = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, False)
     s = dot_transposed(k, q, FACTS)  # Sᵀ = K Qᵀ, (tile_n, tile_m) fp32
-    work = with_far(with_pair_tile(work, keys.pairs, rows.head, m0, n0, True, FACTS), m0, n0, FACTS)
-    s2 = score_exponent(s, rows.head, i[None, :], j[:, None], scales, work, FACTS)
-    p = exponential(s2 - lse2[None, :], FACTS)  # (11); normalised, as lse holds the row's sum
+    work = with_tile(with_pair_tile(work, keys.pairs, rows.head, m0, n0, True, FACTS), m0, n0, FACTS)
+    x = exponent(s, lse2[None, :], rows.head, i[None, :], j[:, None], scales, work, FACTS)
+    p = exponential(x, FACTS)  # (11); normalised, as lse holds the row's sum
     inside = (j[:, None] < work.seqlen_k) & (i[None, :] < work.seqlen_q)
     d = p  # will be dP - delta
     if FACTS.dropout:
@@ -386,7 +399,7 @@ def store_sheet(ds, m0, n0, keys, rows, tensors, sizes, work, FACTS: tl.constexp
         head = rows.head - sizes.heads[0] * (sizes.heads_q // sizes.heads_k)
         strip = ds.to(tensors.sheet.dtype.element_ty).reshape(1, 1, 1, FACTS.tile_n, FACTS.tile_m)
         # By TMA from shared to global memory; Triton waits before it writes the shared tile again.
-        keys.sheet.store([work.b, head, m0 // FACTS.strips, n0, m0 % FACTS.strips], strip)
+        keys.sheet.store([work.b, head, m0 // FACTS.strips, n0 - sizes.splits, m0 % FACTS.strips], strip)
     else:
         to = sheet_pointers(tensors, sizes, work.b, rows.head, m0, n0, FACTS)
         tl.store(to, ds.to(tensors.sheet.dtype.element_ty))
@@ -406,15 +419,16 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
     begin_overlap(FACTS)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
     work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = with_heads(work, head, FACTS)
     rows = query_head(tensors, sizes, work, head, (None, None), (None, None), None, FACTS)
     head_k = head // (sizes.heads_q // sizes.heads_k)
     k, v = key_sources(tensors, sizes, work, head_k, (k_view, k_rest), (v_view, v_rest), FACTS)
     query = load_grad_query_tile(work.block * FACTS.tile_m, rows, tensors, work, FACTS)
     keys = (k, v)
     dq = zeros(FACTS.tile_m, False, FACTS)
-    sums = ()  # of the leaves that are summed by rows: fp32 (tile_m,) each
+    sums = ()  # of the leaves that are summed by rows: fp32 (tile_m, PARTIAL) each
     for _ in tl.static_range(len(FACTS.row_grads)):
-        sums = sums + (tl.full([FACTS.tile_m], 0.0, tl.float32),)
+        sums = sums + (tl.full([FACTS.tile_m, PARTIAL], 0.0, tl.float32),)
 
     if FACTS.lists:
         partial, partials, full, fulls, ahead = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
@@ -450,7 +464,7 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
     store_rows(base, row, query.m0, work.seqlen_q - query.m0, dq, scales.softmax, FACTS.tile_m, False, FACTS)
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     for n in tl.static_range(len(FACTS.row_grads)):
-        tl.store(work.grads[FACTS.row_grads[n]] + rows.lse_start + i, sums[n], mask=i < work.seqlen_q)
+        tl.store(work.grads[FACTS.row_grads[n]] + rows.lse_start + i, tl.sum(sums[n], 1), mask=i < work.seqlen_q)
 
 
 @triton.jit
@@ -485,9 +499,9 @@ def dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, part
     k = load_streamed(keys[0], n0, left, alive, FACTS.tile_n, False, partial, FACTS)
     v = load_streamed(keys[1], n0, left, alive, FACTS.tile_n, True, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
-    work = with_far(work, query.m0, n0, FACTS)
-    s2 = score_exponent(s, rows.head, i[:, None], j[None, :], scales, work, FACTS)
-    p = exponential(s2 - query.lse2[:, None], FACTS)
+    work = with_tile(work, query.m0, n0, FACTS)
+    x = exponent(s, query.lse2[:, None], rows.head, i[:, None], j[None, :], scales, work, FACTS)
+    p = exponential(x, FACTS)
     dp = dot_transposed(query.do, v, FACTS)  # dP = dO Vᵀ, (tile_m, tile_n) fp32
     if FACTS.dropout:
         z = dropout_keep(query.m0, n0, work.b, rows.head, tensors, sizes, FACTS.tile_m, FACTS.tile_n)
@@ -507,8 +521,11 @@ def dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, part
         inside = (i[:, None] < work.seqlen_q) & (j[None, :] < work.seqlen_k)
         FACTS.leaves(ds, p > 0.0, inside, s, work.b, rows.head, i[:, None], j[None, :], work)
     if FACTS.rows is not None:
-        # Sums over the tile's keys of leaves that are not read at j, fp32 (tile_m,), kept in registers.
-        more = FACTS.rows(ds, p > 0.0, s, work.b, rows.head, i[:, None], j[None, :], work)
+        # Sums over the tile's keys of leaves that are not read at j, fp32 (tile_m, PARTIAL), kept in registers: a sum of
+        # whole rows would pass between threads at every tile.
+        # With few registers what the score made of i and j is made again.
+        again = here(i, FACTS) if FACTS.registers else i
+        more = FACTS.rows(ds, p > 0.0, s, work.b, rows.head, again[:, None], j[None, :], work)
         total = ()
         for n in tl.static_range(len(FACTS.row_grads)):
             total = total + (sums[n] + more[n],)

@@ -41,7 +41,8 @@ def parts_by_distance(problem: Problem, read: Read) -> tuple[Read, ...]:
 
 def read_at_distance(n: int, body: str) -> str:
     """The function that reads a tile's elements of a tensor, or the one element of a tile that is far from the diagonal."""
-    # The branch is of run time, but for kernels that never ask: Triton drops one side where `work.far` is empty. A whole tile far from
+    # The branch is of run time, but for kernels that never ask, and where each distance has an element of its own: Triton drops one side
+    # where `work.far` is empty. A whole tile far from
     # the diagonal then costs one load of 4 bytes, (tile_m, tile_n) the same fp32 number.
     lines = [
         "if len(work.far) == 0:",

@@ -6,7 +6,8 @@ Kernels get the functions of a module as fields of their compile-time facts:
 - ``keep``: the mask's predicate, of ``(b, h, i, j, work)``;
 - ``some``, ``every``: whether the predicate may hold somewhere in a tile, and holds in all of it (:func:`emit_mask`);
 - ``score``: the score, of ``(s, b, h, i, j, work)`` as all below; ``weights``: 2 to its power, where there is a shorter way to it;
-- ``again``: the score as the backward computes it; ``slope``: its derivative with respect to s;
+- ``again``: the score as the backward computes it; ``slope``: its derivative with respect to s; ``exponent``: what ``again`` is above
+  ``lse2``, in units of log2, where there is a shorter way to it;
 - ``moved``, ``moved_slope``: their tangents, of ``(s, ds, b, h, i, j, work)``;
 - ``rows``, ``columns``, ``leaves``, ``tile_N``, ``place_N`` and ``start_N``: the gradients of the tensors that the score reads
   (docs/algorithm.md#7-scores-and-their-gradients; :func:`tilewise.leaf_gradients.classify`);
@@ -32,8 +33,8 @@ import torch
 from tilewise import expr
 from tilewise.backends.triton.kernels.distant import near_of_all, parts_by_distance, read_at_distance, with_lines
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
-from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts
-from tilewise.backends.triton.kernels.writer import Writer, is_scaled_tanh
+from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts, reads_by_distance
+from tilewise.backends.triton.kernels.writer import Ways, Writer, is_scaled_tanh
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
 from tilewise.masks.facts import Condition, monotone_terms
@@ -62,6 +63,7 @@ class Emitted:
         bounded: whether it is binary and at most BOUND, for inputs in bf16.
         digest: of the source, so that compiled kernels are told apart.
         lines: int32 tensors that ``work.leaves`` holds behind the extras (:func:`with_lines`).
+        corner: whether functions read ``work.corner``.
     """
 
     functions: dict[str, object]
@@ -73,6 +75,7 @@ class Emitted:
     bounded: bool
     digest: str
     lines: tuple[torch.Tensor, ...] = ()
+    corner: bool = False
 
 
 def emit(
@@ -98,7 +101,10 @@ def emit(
     # The tensors of lines lie behind the leaves.
     distances = near_of_all(problem) if tangents is None else None
     score, lines = (spec.score, ()) if distances is None else with_lines(problem, distances)
-    distant = None if distances is None else []
+    by_distance = tangents is None and not problem.paged and reads_by_distance(problem)
+    distant = [] if by_distance else None
+    # Kernels of tangents, and those over pages, whose rows may be several heads, do not know these parts of a WorkTile.
+    heads = [] if tangents is None and not problem.paged else None
     position = {
         slot: n for n, slot in enumerate((*slots, *range(len(problem.extras), len(problem.extras) + len(lines))))
     }
@@ -115,13 +121,18 @@ def emit(
         parts = [(replace(read, how=how.get(read.how, read.how)),) for read in classify(problem)]
     binary = bounded = hides = False
     if score is not None:
-        writer = partial(writer, described=described, distant=distant)
-        of_score, binary, bounded = _of_score(problem, score, writer, numbers, parts, tangents)
+        ways = Ways(described=described, distant=distant, heads=heads)
+        of_score, binary, bounded = _of_score(problem, score, partial(writer, ways=ways), numbers, parts, tangents)
         source, hides = source + of_score, _hides(score)
     source += [read_at_distance(n, body) for n, body in enumerate(distant or ())]
+    if heads:
+        source += [f"@triton.jit\ndef at_head_{n}(b, h, work):\n{body}" for n, body in enumerate(heads)]
+        results = "".join(f"at_head_{n}(b, h, work), " for n in range(len(heads)))
+        source.append(_function("heads", "b, h, work", [f"return ({results})"]))
     functions, digest = _module("\n\n".join(source)) if source else ({}, "plain")
     reads = tuple(chain.from_iterable(parts))
-    return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest, lines)
+    corner = any("work.corner" in x for x in source)
+    return Emitted(functions, tuple(numbers), slots, reads, hides, binary, bounded, digest, lines, corner)
 
 
 def _of_score(
@@ -150,8 +161,12 @@ def _of_score(
         source.append(_weights(writer(), root))
     # The backward may take the tanh of one instruction, whose error is below the rounding of dS to 16 bits; tangents
     # keep the exact one.
-    again = partial(writer, rough=half and tangents is None)
+    # Its positions count from a tile's corner, for which the forward, whose tiles are wider, has no registers.
+    ways = replace(writer().ways, rough=half and tangents is None, corner=tangents is None and not problem.paged)
+    again = partial(writer, ways=ways)
     source += [_returning(again(), "again", _SCORE, root), *_gradients(again, score, parts, factors, tangents)]
+    if half and not binary and tangents is None:
+        source += _exponent(again(), root, factors)
     if tangents is not None:
         # The score's change along the tangents of s and of its leaves, and the change of its slope
         # (docs/algorithm.md#15-tangents-and-second-derivatives).
@@ -249,6 +264,54 @@ def _weights(writer: Writer, root: Expr) -> str:
     return _function("weights", _SCORE, [*writer.lines, f"return {result}"])
 
 
+def _exponent(writer: Writer, root: Expr, factors: Factors) -> list[str]:
+    """The function ``exponent``, for a score that adds to a multiple of s products with a number of each head, as ALiBi does.
+
+    Then log2 e is a part of that number and of s's factor, and each sum of two is one fused multiply-add. No functions for any other score.
+    """
+    of_s, others = [], []
+    for sign, term in _terms(root):
+        (of_s if "s" in expr.depends_on(term) else others).append((sign, term))
+    by_head = [_head_factor(term) for _, term in others]
+    if len(of_s) != 1 or of_s[0][0] < 0 or not any(by_head) or not _is_multiple_of_s(of_s[0][1]):
+        return []
+    s, c = of_s[0][1].args
+    log2e = writer.value(factors.log2e_factor)
+    writer.lines.append(f"x = {writer.value(s)} * ({writer.value(c)} * {log2e}) - lse2")
+    for (sign, term), found in zip(others, by_head, strict=True):
+        head, rest = found or (None, term)
+        for each in (rest,) if head is None else (head, rest):
+            writer.value(each)
+        factor = log2e if head is None else f"({writer.floating(head)} * {log2e})"
+        writer.lines.append(f"x = x {'+-'[sign < 0]} {factor} * {writer.floating(rest)}")
+    return [_function("exponent", f"s, lse2, {_KEEP}", [*writer.lines, "return x"])]
+
+
+def _terms(root: Expr, sign: int = 1) -> list[tuple[int, Expr]]:
+    """The terms of a sum, each with its sign."""
+    if root.op in ("add", "sub"):
+        return _terms(root.args[0], sign) + _terms(root.args[1], -sign if root.op == "sub" else sign)
+    if root.op == "neg":
+        return _terms(root.args[0], -sign)
+    if root.op == "mul" and any(expr.is_number(x, -1) for x in root.args):
+        return _terms(next((x for x in root.args if not expr.is_number(x, -1)), root.args[0]), -sign)
+    return [(sign, root)]
+
+
+def _head_factor(term: Expr) -> tuple[Expr, Expr] | None:
+    """A product's factor that is read at b and h alone, and its other factor; None of any other term."""
+    if term.op != "mul":
+        return None
+    for head, rest in (term.args, term.args[::-1]):
+        if head.op == "lookup" and expr.depends_on(head) <= {"b", "h"}:
+            return head, rest
+    return None
+
+
+def _is_multiple_of_s(term: Expr) -> bool:
+    return term.op == "mul" and term.args[0].op == "symbol" and term.args[1].op == "param"
+
+
 def _gradients(
     writer: Callable[[], Writer],
     score: Expr,
@@ -287,8 +350,8 @@ def _gradients(
             value = f"{value} + {_times(lines, 'dz', change)}"
         value = value if change is None and _finite(slope) else f"tl.where(hit, {value}, 0.0)"
         if read.how == ROWS:
-            # Tiles are (queries, keys) here: the kernel carries this sum, (queries,) in fp32, over its key tiles and
-            # stores it once.
+            # Tiles are (queries, keys) here: the kernel carries this sum, (queries, PARTIAL) in fp32, over its key tiles,
+            # and stores the rows' sums of it once.
             sums.append(_row_sums(n, lines, read, factors.numbers, value))
         elif read.how == COLUMNS:
             # Tiles are (keys, queries) here, so that axis 1 is again the one to sum. Nobody reads the sums before the
@@ -322,19 +385,21 @@ def _row_sums(n: int, writer: Writer, read: Read, numbers: list[float], value: s
     """The sums of a tile's rows of the n-th read: of all pairs, or of those on one side of the distances near the diagonal."""
     start, stop = read.distances
     if start is None and stop is None:
-        return f"tl.sum({value}, 1)"
+        return f"maths.partial_sums({value})"
     side = "lt" if start is None else "ge"
     bound = expr.abstract(expr.number(stop if start is None else start), numbers)
     counts = writer.value(expr.apply(side, expr.symbol("i") - bound, expr.symbol("j")))
-    some = f"tl.sum(tl.where({counts}, x{n}, 0.0), 1)"
+    some = f"maths.partial_sums(tl.where({counts}, x{n}, 0.0))"
     writer.lines.append(f"x{n} = {value}")
-    if writer.distant is None:
+    if writer.ways.distant is None:
         return some
     # A tile that is far from the diagonal is on one side as a whole: its pairs are not compared one by one.
     whole = f"work.far[1] - work.far[2] {'<' if start is None else '>='} {writer.value(bound)}"
     writer.lines += [
-        "if work.far[0]:",
-        f"    r{n} = tl.where({whole}, tl.sum(x{n}, 1), 0.0)",
+        "if len(work.far) == 0:",
+        f"    r{n} = {some}",
+        "elif work.far[0]:",
+        f"    r{n} = tl.where({whole}, maths.partial_sums(x{n}), 0.0)",
         "else:",
         f"    r{n} = {some}",
     ]

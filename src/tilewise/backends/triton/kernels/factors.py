@@ -24,7 +24,8 @@ class Factors:
         # A new factor is a product of others: their powers, 1 or -1, by number.
         self.powers: dict[int, dict[int, int]] = {}
         self.s = expr.symbol("s") * self._new(float(softmax_scale))
-        self.log2e = {self._new(LOG2E).args[0]: 1}
+        self.log2e_factor = self._new(LOG2E)
+        self.log2e = {self.log2e_factor.args[0]: 1}
 
     def _new(self, value: float) -> Expr:
         """A new parameter with this value."""

@@ -31,7 +31,14 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, with_far, with_pair_tile, work_tile
+from tilewise.backends.triton.kernels.arguments import (
+    plain_sizes,
+    scheduled,
+    with_heads,
+    with_pair_tile,
+    with_tile,
+    work_tile,
+)
 from tilewise.backends.triton.kernels.mask import (
     block_lists,
     dropout_keep,
@@ -91,6 +98,7 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
     sizes = plain_sizes(sizes)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
     work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = with_heads(work, head, FACTS)
     pairs = tensors.q if pairs is None else pairs
     query = load_query_tile(tensors, sizes, work, head, (k_view, k_rest), (v_view, v_rest), pairs, FACTS)
     # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
@@ -178,7 +186,7 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial, FACTS
     """
     j = n0 + tl.arange(0, FACTS.tile_n)
     left = work.seqlen_k - n0
-    work = with_far(with_pair_tile(work, query.pairs, query.head, query.m0, n0, False, FACTS), query.m0, n0, FACTS)
+    work = with_tile(with_pair_tile(work, query.pairs, query.head, query.m0, n0, False, FACTS), query.m0, n0, FACTS)
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_key_value(query, n0, left, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32

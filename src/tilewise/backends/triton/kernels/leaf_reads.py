@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewise import expr
-from tilewise.distances import by_distance, near
+from tilewise.distances import by_distance
 from tilewise.expr import Expr
 from tilewise.masks.facts import constant_on_blocks, granularity
 from tilewise.problem import Problem, TensorFacts
@@ -49,8 +49,8 @@ def described_lookup(problem: Problem) -> Expr | None:
 class PairReads:
     """The tensors of which a predicate or a score reads a number of its own for every pair (i, j).
 
-    A pattern of blocks is none of them: it gives all pairs of a block the same number. Nor is what is read by distance, if far from the
-    diagonal it is one number for all pairs.
+    A pattern of blocks is none of them: it gives all pairs of a block the same number. Nor is what is read by distance: the pairs of a tile
+    share a few numbers, which their threads read from the cache.
 
     Attributes:
         bytes: what one pair reads of all these tensors.
@@ -66,7 +66,7 @@ class PairReads:
         roots = [x for x in (problem.spec.region.predicate, problem.spec.score) if x is not None]
         at_pairs = [x for x in expr.lookups(*roots) if {"i", "j"} <= expr.depends_on(*x.args[1:])]
         # One number for a block of pairs is read once a tile and costs next to nothing.
-        reads = [x for x in at_pairs if not constant_on_blocks(x) and not _constant_far_off(problem, x)]
+        reads = [x for x in at_pairs if not constant_on_blocks(x) and not by_distance(*x.args[1:])]
         if not reads:
             return cls()
         used = expr.depends_on(*[index for x in reads for index in x.args[1:]])
@@ -77,10 +77,6 @@ def reads_by_distance(problem: Problem) -> bool:
     """Whether a problem's score reads a tensor at the distance of a pair."""
     score = problem.spec.score
     return score is not None and any(by_distance(*x.args[1:]) for x in expr.lookups(score))
-
-
-def _constant_far_off(problem: Problem, lookup: Expr) -> bool:
-    return by_distance(*lookup.args[1:]) and not near(problem, lookup).everywhere
 
 
 def predicate_blocks(problem: Problem) -> tuple[int, int]:

@@ -18,6 +18,8 @@ DENOMINATOR = tl.constexpr((1.0, 0.46714340, 2.5876977e-2, 3.2856326e-4, 7.77654
 NEAR = 0.5
 POLYNOMIAL = (0.9999999847, -0.33333111247, 0.13328055876, -0.053502928255, 0.019964745232, -5.0348893575e-3)
 
+PARTIAL = tl.constexpr(8)  # sums of a row that are added up at last: the columns after which a product's layout repeats
+
 
 @triton.jit
 def plain(x):
@@ -74,6 +76,23 @@ def here(x, FACTS: tl.constexpr):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     else:
         return x
+
+
+@triton.jit
+def partial_sums(x):
+    """The sums of every eighth column of a tile, (rows, PARTIAL): in the layout of a product a thread holds all that it adds."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // PARTIAL, PARTIAL]), 1)
+
+
+@triton.jit
+def together(whole, i, j):
+    """The sum of a scalar ``whole``, and of numbers of a tile's queries and keys, a row and a column of it, all whole numbers in fp32."""
+    if (
+        i.shape[1] == 1
+    ):  # a thread holds few rows of a tile and many columns: first the one addition that is not of every pair
+        return (whole + i) + j
+    else:
+        return (whole + j) + i
 
 
 @triton.jit

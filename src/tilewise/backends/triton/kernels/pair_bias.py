@@ -3,28 +3,32 @@
     dbias[.., i, j] = Σ dZ[b, h, i, j] · slope    over the batch elements b and the heads h that share a number of the bias
 
 There are two ways. Where the bias is all that a score reads, and dS is its gradient, the pass over key tiles leaves dS of some
-heads behind in a *sheet*, and `sheet_kernel` makes dQ and the bias's gradient from it, with one product of a tile
+heads and keys behind in a *sheet*, and `sheet_kernel` makes dQ and the bias's gradient from it, with one product of a tile
 (docs/decisions.md#triton-kept-ds). Elsewhere `tile_kernel` computes dZ of a tile again, for each batch element and head in
 turn. Either adds in a fixed order, without atomics.
 """
 
+# ruff: noqa: RUF005 - Triton's tuples are added, not unpacked
+
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, with_far, work_tile
+from tilewise.backends.triton.kernels.arguments import plain_sizes, scheduled, with_heads, with_tile, work_tile
 from tilewise.backends.triton.kernels.backward import (
+    exponent,
     key_sources,
     load_grad_query_tile,
     load_key_tile,
     query_head,
-    score_exponent,
     visible_pairs,
 )
 from tilewise.backends.triton.kernels.mask import dropout_keep, key_interval, n_block_ranges
 from tilewise.backends.triton.kernels.maths import multiple
 from tilewise.backends.triton.kernels.tile import (
+    STRIP,
     accumulate,
     dot_transposed,
     exponential,
+    load_piece,
     load_streamed,
     sheet_pointers,
     source_of,
@@ -42,13 +46,15 @@ def sheet_kernel(
     scales,
     k_view,
     k_rest,
+    dq_sums,
     GRAD: tl.constexpr,
     LOOP_B: tl.constexpr,
     LOOP_H: tl.constexpr,
     MORE: tl.constexpr,
+    LAST: tl.constexpr,
     FACTS: tl.constexpr,
 ):
-    """``dQ = scale · dS K`` of one query tile, and the sums of dS that make the gradient of a pair bias.
+    """``dQ = scale · dS K`` of one query tile over the keys of a sheet, and the sums of dS that make the gradient of a pair bias.
 
     Programs whose tiles of dS are added up to one take turns at it, key tile by key tile: each reads the others' dS just when they
     do, so that it comes from memory once. Every key is seen by some query, so the rows and the columns of the mask agree on
@@ -56,8 +62,9 @@ def sheet_kernel(
 
     Args:
         k_view, k_rest: descriptors for the first and the second piece of the head dim, None where there is none.
+        dq_sums: fp32, laid out as dQ: the sums over the keys of earlier sheets, and of this one. None where one sheet has all keys.
         GRAD, LOOP_B, LOOP_H: as in :func:`tile_kernel`.
-        MORE: the sum is added to that of earlier heads, which the gradient's buffer holds.
+        MORE: earlier sheets had other keys. LAST: no later sheet has, so that dQ is complete.
     """
     sizes = plain_sizes(sizes)
     group = sizes.heads_q // sizes.heads_k
@@ -71,7 +78,15 @@ def sheet_kernel(
     to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
     # Of the `turns` programs that share a sum, this one stores the tiles n with n % turns == turn.
     turn, turns = (b - to_b) * heads + (head - to_h), batches * heads
+    # From one of their tiles of dS to the next, in elements: over all heads of the sheet, or over batch elements alone.
+    step = tl.cast(sizes.sheet[0], tl.int64) * sizes.sheet[1] * STRIP
+    step = step if LOOP_H else step * (sizes.heads[1] * group)
+    # The key tiles of this sheet, and among them those that some row sees.
+    start = sizes.splits // FACTS.tile_n
+    stop = tl.minimum(start + sizes.sheet[1] // FACTS.tile_n, tl.cdiv(sizes.seqlen_k, FACTS.tile_n))
     first, _full, _full_end, last = n_block_ranges(m0, head, work, FACTS)
+    first = tl.minimum(tl.maximum(first, start), stop)
+    last = tl.maximum(tl.minimum(last, stop), first)
     for n in range(first, last):
         n0 = n * FACTS.tile_n
         ds = tl.load(
@@ -80,23 +95,39 @@ def sheet_kernel(
         tile = load_streamed(k, n0, work.seqlen_k - n0, None, FACTS.tile_n, False, True, FACTS)  # K, (tile_n, head_dim)
         dq = accumulate(tl.trans(ds), tile, dq, FACTS)  # dQ += dS K, (tile_m, head_dim) fp32
         if n % turns == turn:
-            store_sheet_sum(m0, n0, to_b, to_h, turns, heads, tensors, sizes, work, GRAD, MORE, FACTS)
-    for t in range(first + tl.cdiv(sizes.seqlen_k, FACTS.tile_n) - last):  # tiles that no row sees: zeros
-        n = tl.where(t < first, t, last + t - first)
+            store_sheet_sum(m0, n0, to_b, to_h, turns, step, tensors, sizes, work, GRAD, FACTS)
+    for t in range(first - start + stop - last):  # tiles that no row sees: zeros
+        n = tl.where(t < first - start, start + t, last + t - (first - start))
         if n % turns == turn:
-            store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, 0, heads, tensors, sizes, work, GRAD, MORE, FACTS)
+            store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, 0, step, tensors, sizes, work, GRAD, FACTS)
 
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim
-    base = tensors.dq + token * row + head * FACTS.head_dim
-    store_rows(base, row, m0, work.seqlen_q - m0, dq, scales.softmax, FACTS.tile_m, False, FACTS)
+    base = token * row + head * FACTS.head_dim
+    left = work.seqlen_q - m0
+    if MORE:
+        dq = added_rows(dq, dq_sums + base, row, m0, left, FACTS)
+    if LAST:
+        store_rows(tensors.dq + base, row, m0, left, dq, scales.softmax, FACTS.tile_m, False, FACTS)
+    else:
+        if MORE:  # where no row sees a key of this sheet, the sums of earlier ones stay as they are
+            left = tl.where(last > first, left, 0)
+        store_rows(dq_sums + base, row, m0, left, dq, 1.0, FACTS.tile_m, False, FACTS)
 
 
 @triton.jit
-def store_sheet_sum(
-    m0, n0, b, head, count, heads, tensors, sizes, work, GRAD: tl.constexpr, MORE: tl.constexpr, FACTS: tl.constexpr
-):
-    """Stores the sum of ``count`` tiles of dS at (m0, n0), those of batch element b and ``heads`` heads first, then the next element's.
+def added_rows(tiles, pointer, row, first, left, FACTS: tl.constexpr):
+    """``tiles`` and the rows of q's head dim at ``first``, as :func:`tile.load_piece` reads them."""
+    PIECES: tl.constexpr = len(FACTS.pieces)
+    sums = ()
+    for n in tl.static_range(PIECES):
+        sums = sums + (tiles[n] + load_piece(pointer, row, first, left, None, FACTS.tile_m, False, n, True, FACTS),)
+    return sums
+
+
+@triton.jit
+def store_sheet_sum(m0, n0, b, head, count, step, tensors, sizes, work, GRAD: tl.constexpr, FACTS: tl.constexpr):
+    """Stores the sum of ``count`` tiles of dS at (m0, n0), each ``step`` elements behind the one before.
 
     Args:
         b, head: the first batch element and the first head of the sum.
@@ -104,16 +135,14 @@ def store_sheet_sum(
     i = m0 + tl.arange(0, FACTS.tile_m)
     j = n0 + tl.arange(0, FACTS.tile_n)
     total = tl.full([FACTS.tile_n, FACTS.tile_m], 0.0, tl.float32)
+    tiles = sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS)
     for bh in tl.range(count, loop_unroll_factor=4):  # so that the loads of four tiles are under way at once
-        tile = tl.load(sheet_pointers(tensors, sizes, b + bh // heads, head + bh % heads, m0, n0, FACTS))
-        total += tile.to(tl.float32)
+        total += tl.load(tiles + bh * step).to(tl.float32)
     lo, hi = key_interval(i, head, work, FACTS)
     total = tl.where((j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]), total, 0.0)
     grad = work.grads[GRAD]
     pointers = grad + FACTS.place(b, head, i[None, :], j[:, None], work)
     inside = (i[None, :] < sizes.seqlen_q) & (j[:, None] < multiple(sizes.seqlen_k, FACTS.unit))
-    if MORE:
-        total += tl.load(pointers, mask=inside, other=0.0)
     # (tile_n, tile_m), rounded to the gradient's dtype; along j its elements lie side by side.
     tl.store(pointers, total.to(grad.dtype.element_ty), mask=inside)
 
@@ -177,10 +206,10 @@ def pair_gradient(m0, i, j, n0, head, work, tensors, sizes, scales, FACTS: tl.co
     _, k, v, _, _ = load_key_tile(k, v, n0, tensors.q, tensors.q, work, FACTS)
     query = load_grad_query_tile(m0, rows, tensors, work, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
-    work = with_far(work, m0, n0, FACTS)
-    s2 = score_exponent(s, head, i[:, None], j[None, :], scales, work, FACTS)
+    work = with_tile(with_heads(work, head, FACTS), m0, n0, FACTS)
+    x = exponent(s, query.lse2[:, None], head, i[:, None], j[None, :], scales, work, FACTS)
     kept = visible_pairs(query, i, j, head, work, FACTS)
-    p = tl.where(kept, exponential(s2 - query.lse2[:, None], FACTS), 0.0)
+    p = tl.where(kept, exponential(x, FACTS), 0.0)
     dp = dot_transposed(query.do, v, FACTS)  # dP = dO Vᵀ, (tile_m, tile_n) fp32
     if FACTS.dropout:
         z = dropout_keep(m0, n0, work.b, head, tensors, sizes, FACTS.tile_m, FACTS.tile_n)

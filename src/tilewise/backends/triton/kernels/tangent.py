@@ -27,7 +27,7 @@ from tilewise.backends.triton.kernels.mask import (
     partial_block,
     query_interval,
 )
-from tilewise.backends.triton.kernels.maths import exp, here
+from tilewise.backends.triton.kernels.maths import PARTIAL, exp, here
 from tilewise.backends.triton.kernels.tangent_tiles import (
     contiguous_source,
     load_moving_keys,
@@ -229,13 +229,13 @@ def dq_tangent_kernel(tensors, sizes, scales, moved, k_view, v_view, moved_k_vie
     views = (k_view, v_view, moved_k_view, moved_v_view)
     keys = moving_keys(tensors, moved, sizes, work, head // (sizes.heads_q // sizes.heads_k), views, FACTS)
     dq = zeros(FACTS.tile_m, False, FACTS)
-    sums = ()  # of the leaves that are summed by rows: fp32 (tile_m,) each
+    sums = ()  # of the leaves that are summed by rows: fp32 (tile_m, PARTIAL) each
     for _ in tl.static_range(len(FACTS.row_grads)):
-        sums = sums + (tl.full([FACTS.tile_m], 0.0, tl.float32),)
+        sums = sums + (tl.full([FACTS.tile_m, PARTIAL], 0.0, tl.float32),)
     dq, sums = over_key_tiles(dq_tangent_block, dq, sums, query, keys, tensors, sizes, scales, work, FACTS)
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     for n in tl.static_range(len(FACTS.row_grads)):
-        tl.store(work.grads[FACTS.row_grads[n]] + rows.rows.lse_start + i, sums[n], mask=i < work.seqlen_q)
+        tl.store(work.grads[FACTS.row_grads[n]] + rows.rows.lse_start + i, tl.sum(sums[n], 1), mask=i < work.seqlen_q)
     to = contiguous_source(tensors.dq, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, False, FACTS)
     left = work.seqlen_q - query.m0
     store_rows(to.pointer, to.row, query.m0, left, dq, scales.softmax, FACTS.tile_m, False, FACTS)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.config import SHEET_STRIP
 from tilewise.backends.triton.kernels.maths import exp
 from tilewise.backends.triton.kernels.terms import split_into_terms
+from tilewise.backends.triton.sheet import SHEET_STRIP
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -166,13 +166,13 @@ def store_rows(pointer, row, first, left, tiles, factor, TILE: tl.constexpr, OF_
 def sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS: tl.constexpr):
     """Pointers to the tile at (m0, n0) of dSᵀ, (tile_n, tile_m), in the sheet that the pass over key tiles leaves behind.
 
-    ``tensors.sheet`` is (batch, heads, strips, rows, STRIP) for the heads of a launch, with room for whole tiles: a strip holds
+    ``tensors.sheet`` is (batch, heads, strips, rows, STRIP) for the heads and keys of a launch, with room for whole tiles: a strip holds
     STRIP queries, its rows are the keys. So what lies side by side in memory is read and written at once.
     """
     strips, rows = sizes.sheet
     first, heads = sizes.heads
     group = sizes.heads_q // sizes.heads_k
-    n, m = n0 + tl.arange(0, FACTS.tile_n), m0 + tl.arange(0, FACTS.tile_m)
+    n, m = n0 - sizes.splits + tl.arange(0, FACTS.tile_n), m0 + tl.arange(0, FACTS.tile_m)
     base = (tl.cast(b, tl.int64) * (heads * group) + (head - first * group)) * strips * rows * STRIP
     return tensors.sheet + base + ((m // STRIP)[None, :] * rows + n[:, None]) * STRIP + (m % STRIP)[None, :]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tilewise import expr
 from tilewise.backends.triton.kernels.leaf_reads import LeafLayout
 from tilewise.distances import by_distance
@@ -35,6 +37,30 @@ OPERATIONS = frozenset({*_CALLS, *_INFIX, *_ROUNDING, *_TYPES, "where", "relu", 
 """The operations that can be written; the last four have branches of their own in ``_operation``."""
 
 
+@dataclass(frozen=True)
+class Ways:
+    """How a writer reads tensors and computes with positions.
+
+    Attributes:
+        rough: whether a tanh of s may err as much as the rounding of s to 16 bits makes it err.
+        described: the slot whose tile a descriptor brings, as ``work.pair``; None where there is none.
+        gathers: whether tensors are read by :func:`maths.element`.
+        heads: takes functions that read a tensor at b and h alone, once for all tiles of a head; None where there are none.
+        corner: whether ``work.corner`` is there.
+        distant: takes functions that read a tensor by distance, once for a tile far from the diagonal; None where there are none.
+    """
+
+    rough: bool = False
+    described: int | None = None
+    distant: list[str] | None = None
+    gathers: bool = False
+    heads: list[str] | None = None
+    corner: bool = False
+
+
+PLAIN = Ways()
+
+
 class Writer:
     """Lines of source that compute expressions of ``s, b, h, i, j`` and a ``WorkTile`` called ``work``; each shared node once.
 
@@ -43,10 +69,7 @@ class Writer:
         layouts: of the leaves, where i and j are a tile's; empty where they are ends of intervals.
         wide: the slots whose elements need 64-bit offsets.
         small: whether every position is below ``emit.SMALL``.
-        rough: whether a tanh of s may err as much as the rounding of s to 16 bits makes it err.
-        described: the slot whose tile a descriptor brings, as ``work.pair``; None where there is none.
-        gathers: whether tensors are read by :func:`maths.element`.
-        distant: takes functions that read a tensor once for a tile far from the diagonal; None where there are none.
+        ways: how it writes.
     """
 
     def __init__(
@@ -55,14 +78,9 @@ class Writer:
         layouts: dict[int, LeafLayout],
         wide: frozenset[int],
         small: bool,
-        *,
-        rough: bool = False,
-        described: int | None = None,
-        distant: list[str] | None = None,
-        gathers: bool = False,
+        ways: Ways = PLAIN,
     ):
-        self.position, self.layouts, self.wide, self.small = position, layouts, wide, small
-        self.rough, self.described, self.distant, self.gathers = rough, described, distant, gathers
+        self.position, self.layouts, self.wide, self.small, self.ways = position, layouts, wide, small, ways
         self.lines: list[str] = []
         self.roots: list[Expr] = []  # kept, as names go by identity
         self.names: dict[int, str] = {}
@@ -135,8 +153,11 @@ class Writer:
             few = [x for x in expr.nodes(node) if not expr.is_number(x, -1)]
             # Eight positions below SMALL stay below 2**24, so that no order of additions rounds.
             exact = self.small and all(x.op in _OF_POSITIONS for x in few) and len(few) < 9
+            signs = _signs(node) if exact and self.ways.corner else {}
             if exact and node.op == "number":
                 text = "-1.0"
+            elif {"i", "j"} <= set(signs):
+                text = _from_corner(self, signs)
             elif exact and node.op != "symbol":
                 args = [self.floating(x) for x in node.args]
                 infix = expr.OPERATIONS[node.op].infix
@@ -146,6 +167,33 @@ class Writer:
             self.lines.append(f"f{len(self.lines)} = {text}")
             self.floats[id(node)] = f"f{len(self.lines) - 1}"
         return self.floats[id(node)]
+
+
+def _from_corner(writer: Writer, signs: dict[str, int]) -> str:
+    """A sum of positions with these ``signs``, as fp32: counted from the tile's corner, rows and columns are the same numbers in
+    every tile, which are converted once."""
+    corner = {"i": "work.corner[0]", "j": "work.corner[1]"}
+    terms = (f"{'+-'[sign < 0]} {corner.get(name) or writer.value(expr.symbol(name))}" for name, sign in signs.items())
+    i, j = (f"{'-' if signs[name] < 0 else ''}({name} - {corner[name]}).to(tl.float32)" for name in "ij")
+    return f"maths.together((0 {' '.join(terms)}).to(tl.float32), {i}, {j})"
+
+
+def _signs(node: Expr) -> dict[str, int]:
+    """The sign of each symbol in a sum and difference of symbols, each at most once; empty for any other expression."""
+    if node.op == "symbol":
+        return {node.args[0]: 1}
+    if node.op not in ("add", "sub", "mul", "neg"):
+        return {}
+    if node.op == "mul":
+        numbers = [x for x in node.args if expr.is_number(x, -1)]
+        others = [x for x in node.args if not expr.is_number(x, -1)]
+        parts = [_signs(x) for x in others]
+        return {name: -sign for name, sign in parts[0].items()} if len(numbers) == len(parts) == 1 else {}
+    parts = [_signs(x) for x in node.args]
+    if not all(parts) or (len(parts) == 2 and set(parts[0]) & set(parts[1])):
+        return {}
+    last = {name: -sign if node.op in ("sub", "neg") else sign for name, sign in parts[-1].items()}
+    return last if len(parts) == 1 else parts[0] | last
 
 
 def _text(writer: Writer, node: Expr) -> str:
@@ -159,11 +207,13 @@ def _text(writer: Writer, node: Expr) -> str:
         # Whole numbers come as 2 x + 3, floats as they are (docs/decisions.md#triton-opaque-sizes).
         value = number if node.args[1] == "float" else f"maths.plain({number})"
         return f"tl.full((), {value}, {_TYPES[node.args[1]]})"
-    if node.op == "lookup" and node.args[0][1] == writer.described:
+    if node.op == "lookup" and node.args[0][1] == writer.ways.described:
         # A tile (tile_m, tile_n) in the tensor's dtype, which the kernel has loaded a step ahead by its descriptor.
         return "work.pair.to(tl.float32)"
-    if node.op == "lookup" and writer.distant is not None and by_distance(*node.args[1:]):
-        return f"{_at_distance(writer, node, writer.distant)}(b, h, i, j, work)"
+    if node.op == "lookup" and writer.ways.distant is not None and by_distance(*node.args[1:]):
+        return f"{_at_distance(writer, node, writer.ways.distant)}(b, h, i, j, work)"
+    if node.op == "lookup" and writer.ways.heads is not None and expr.depends_on(*node.args[1:]) <= {"b", "h"}:
+        return f"work.heads[{_at_head(writer, node, writer.ways.heads)}]"
     if node.op == "lookup":
         position = writer.position[node.args[0][1]]
         inside = writer.inside(node, "extents")
@@ -171,7 +221,7 @@ def _text(writer: Writer, node: Expr) -> str:
         # tensor.
         masked = f", mask={inside}, other=0" if inside else ""
         text = f"tl.load(work.leaves[{position}] + ({writer.offset(node, 'extents')}){masked})"
-        if writer.gathers:
+        if writer.ways.gathers:
             text = f"maths.element(work.leaves[{position}] + ({writer.offset(node, 'extents')}))"
         return f"{text}.to(tl.float32)" if expr.kind(node) == "float" else text
     return _operation(writer, node, [writer.names[id(x)] for x in node.args], [expr.kind(x) for x in node.args])
@@ -180,12 +230,22 @@ def _text(writer: Writer, node: Expr) -> str:
 def _at_distance(writer: Writer, lookup: Expr, functions: list[str]) -> str:
     """The name of the function, among ``functions`` from now on, that reads a tensor at a distance i - j: one element where the
     whole tile reads the same (``work.far``)."""
-    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small, gathers=True)
+    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small, Ways(gathers=True))
     value = _text(inner, lookup)
     body = "\n".join(f"    {line}" for line in [*inner.lines, f"return {value}"])
     if body not in functions:
         functions.append(body)
     return f"at_distance_{functions.index(body)}"
+
+
+def _at_head(writer: Writer, lookup: Expr, functions: list[str]) -> int:
+    """The number of the function, among ``functions`` from now on, that reads a tensor at b and h alone."""
+    inner = Writer(writer.position, writer.layouts, writer.wide, writer.small)
+    value = _text(inner, lookup)
+    body = "\n".join(f"    {line}" for line in [*inner.lines, f"return {value}"])
+    if body not in functions:
+        functions.append(body)
+    return functions.index(body)
 
 
 def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) -> str:
@@ -218,10 +278,10 @@ def _operation(writer: Writer, node: Expr, args: list[str], kinds: list[str]) ->
         return f"{args[0]} == 0" if result == "bool" else f"{args[0]} ^ -1"
     if node.op in _CALLS:
         # A tanh of positions is exact: its error would have nothing to hide behind.
-        rough = writer.rough and node.op == "tanh" and "s" in expr.depends_on(node)
+        rough = writer.ways.rough and node.op == "tanh" and "s" in expr.depends_on(node)
         call = f"{'maths.rough_tanh' if rough else _CALLS[node.op]}({', '.join(args)})"
         return f"{call}.to(tl.int32)" if node.op == "pow" and result != "float" else call
-    if is_scaled_tanh(node) and not writer.rough:
+    if is_scaled_tanh(node) and not writer.ways.rough:
         return f"maths.scaled_tanh({writer.floating(node.args[0].args[0])}, {args[1]})"
     # A comparison's result is a truth value too, and keeps its operator.
     infix = _OF_BOOLS.get(node.op, _INFIX[node.op]) if result == "bool" else _INFIX[node.op]

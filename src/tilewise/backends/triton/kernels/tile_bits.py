@@ -1,0 +1,99 @@
+"""A bit for each pair of a mask's partial tiles, in the order of the threads that read them (:mod:`tilewise.bit_tiles`)."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from tilewise.backends.triton.kernels.mask import key_interval
+from tilewise.backends.triton.kernels.maths import plain
+from tilewise.backends.triton.kernels.tile_map import whole_sequence
+
+WORDS = tl.constexpr(128)  # of 32 bits, that a program makes at a time
+
+
+class BitTensors(NamedTuple):
+    """The pointers of a launch.
+
+    Attributes:
+        bits: int32 (slot, 256, words), written.
+        blocks, work: those of :class:`tilewise.bit_tiles.BitTiles`, contiguous.
+        b, h, leaves: as in :class:`tile_map.MapTensors`.
+    """
+
+    bits: Any
+    blocks: Any
+    work: Any
+    b: Any
+    h: Any
+    leaves: Any
+
+
+class BitSizes(NamedTuple):
+    """The whole numbers of a launch, passed as those of :class:`arguments.Sizes`.
+
+    Attributes:
+        heads: of ``work``. lines: of tiles. steps: of ``blocks``. slots: of ``bits``.
+        extents: size and stride of each axis, for each leaf.
+    """
+
+    heads: int
+    lines: int
+    steps: int
+    slots: int
+    seqlen_q: int
+    seqlen_k: int
+    extents: tuple
+
+
+@triton.jit
+def tile_bits_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
+    """Writes the bits of one partial tile of 128 lines by ``FACTS.crossing``; a program without one ends at once.
+
+    Grid: (batch * heads * lines * steps); the step changes first. ``FACTS.by_columns``: lines are of keys, not of queries.
+    """
+    steps, lines, heads = plain(sizes.steps), plain(sizes.lines), plain(sizes.heads)
+    pid = tl.program_id(0)
+    step, ranked = pid % steps, pid // steps
+    outer = ranked // lines
+    work = tensors.work + ranked.to(tl.int64) * 4
+    line, partial, first = tl.load(work), tl.load(work + 1), tl.load(work + 3)
+    # The slots of no pair and of every pair are those before slot 2; a slot past the last one would be a wrong bound.
+    if (step < partial) & (first > 1) & (first + step < plain(sizes.slots)):
+        b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
+        block = tl.load(tensors.blocks + ((outer * lines + line) * steps).to(tl.int64) + step)
+        of_thread: tl.constexpr = FACTS.crossing // 64
+        to = tensors.bits + (first + step).to(tl.int64) * (256 * of_thread)
+        for n in range(0, 256 * of_thread, WORDS):
+            word = n + tl.arange(0, WORDS)
+            found = bits_of_words(line * 128, block * FACTS.crossing, word, b, head, tensors, sizes, numbers, FACTS)
+            tl.store(to + word, found)
+
+
+@triton.jit
+def bits_of_words(line0, crossing0, word, b, head, tensors, sizes, numbers, FACTS: tl.constexpr):
+    """The words number ``word`` of the tile at (line0, crossing0): int32 (WORDS,)."""
+    work = whole_sequence(b, tensors, sizes, numbers)
+    of_thread: tl.constexpr = FACTS.crossing // 64
+    quarter: tl.constexpr = FACTS.crossing // 4  # crossing lines of a thread
+    bit = tl.arange(0, 32)[None, :]
+    thread = (word // of_thread)[:, None]
+    # Bits of a thread's line 0 come first: with 128 crossing lines they fill its first word.
+    if of_thread == 2:
+        row, column = (word % 2)[:, None], bit
+    else:
+        row, column = bit // quarter, bit % quarter
+    # Where the numbers of a wgmma accumulator lie (tilewise.bit_tiles.line_of, crossing_of).
+    line = line0 + thread // 128 * 64 + thread % 128 // 32 * 16 + thread % 32 // 4 + 8 * row
+    crossing = crossing0 + thread % 4 * 2 + column // 2 * 8 + column % 2
+    if FACTS.by_columns:
+        i, j = crossing, line
+    else:
+        i, j = line, crossing
+    inside = (i < work.seqlen_q) & (j < work.seqlen_k)
+    i, j = tl.minimum(i, work.seqlen_q - 1), tl.minimum(j, work.seqlen_k - 1)
+    lo, hi = key_interval(i, head, work, FACTS)
+    kept = inside & (j >= lo) & (j < hi)
+    if FACTS.keep is not None:
+        kept &= FACTS.keep(work.b, head, i, j, work)
+    # Each bit once, so that the sum is the word; bit 31 is its sign.
+    return tl.sum(kept.to(tl.int32) << bit, 1).to(tl.int32)

@@ -1,0 +1,82 @@
+"""The parts of dS that a backward keeps, one after the other, for dQ and the gradient of a broadcast bias, and the tiles that read them.
+
+A *sheet* is the memory of a part, in strips of SHEET_STRIP queries (docs/decisions.md#triton-kept-ds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tilewise import device as devices
+from tilewise.backends.triton.config import Config, divisor, with_stages
+from tilewise.backends.triton.tiles import Tiles
+from tilewise.problem import Problem
+
+SHEET_STRIP = 64  # queries that lie side by side in a sheet of dS: docs/decisions.md#triton-kept-ds
+SHEET_UNIT = 128  # its rows and columns are whole tiles of so many
+SHEET_KEYS = 512  # the fewest keys of a part: dQ is read and written once a part, in fp32
+SUMMED_BESIDE = 32  # an eighth of the programs that an H200 runs at a time
+SHEET_HEAD_DIM = 256  # the largest at which its kernels were seen on a GPU
+
+
+def sheet_memory(problem: Problem) -> int:
+    """The bytes of dS that a backward keeps at a time: a part of its device's memory."""
+    return devices.of(problem.device).memory // 64 or 2 << 30
+
+
+@dataclass(frozen=True)
+class SheetPart:
+    """The key heads and the keys whose dS a backward keeps at a time: the first of each, and how many."""
+
+    first_head: int
+    heads: int
+    first_key: int
+    keys: int
+
+
+def sheet_parts(problem: Problem, over_heads: bool, together: int, gradient: int) -> tuple[SheetPart, ...]:
+    """The parts of dS that are kept one after the other; none where dS is not kept.
+
+    A part has all numbers that are added up to one of the gradient: some keys of all heads where the sum is ``over_heads``, else all keys
+    of some heads. It takes no more memory than the gradient of the bias or :func:`sheet_memory`; the smallest may take twice as much.
+
+    Args:
+        together: the heads that run side by side, of which a part has a multiple.
+        gradient: bytes of the bias whose gradient dS is.
+    """
+    if max(problem.head_dim, problem.head_dim_v) > SHEET_HEAD_DIM:
+        return ()
+    queries, keys = (-(-n // SHEET_UNIT) * SHEET_UNIT for n in (problem.seqlen_q, problem.seqlen_k))
+    most, heads = max(gradient, sheet_memory(problem)), problem.heads_k
+    key_of_head = problem.batch * problem.group * queries * problem.dtype.itemsize
+    if over_heads:
+        least = min(SHEET_KEYS, keys)
+        if heads * key_of_head * least > 2 * most:
+            return ()
+        count = -(-keys // max(most // (heads * key_of_head), least))
+        length = -(-keys // count // SHEET_UNIT) * SHEET_UNIT
+        return tuple(SheetPart(0, heads, n, min(length, keys - n)) for n in range(0, keys, length))
+    if together * key_of_head * keys > 2 * most:
+        return ()
+    counts = (n for n in range(together, heads + 1, together) if heads % n == 0 and n * key_of_head * keys <= most)
+    number = max(counts, default=together)
+    return tuple(SheetPart(n, number, 0, keys) for n in range(0, heads, number))
+
+
+def summed_beside(problem: Problem, heads: int, loops: Sequence[str]) -> tuple[int, int]:
+    """The batch elements, and of so many query heads those, whose programs take turns at a sum of dS and run side by side.
+
+    Args:
+        loops: of "b" and "h", those that the sum runs over.
+    """
+    some_b = divisor(problem.batch, SUMMED_BESIDE) if "b" in loops else 1
+    return some_b, divisor(heads, SUMMED_BESIDE // some_b) if "h" in loops else 1
+
+
+def sheet_tiles(problem: Problem, config: Config) -> Tiles:
+    """The tiles for dQ from a sheet of dS, and for the sum of dS over what a bias is broadcast over."""
+    stages = 3 if max(problem.head_dim, problem.head_dim_v) <= 128 else 2
+    tiles = Tiles(64, 64, 4, stages, True) if config.dkdv.tma else config.dq
+    tiles = replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
+    return with_stages(problem, "sheet", tiles)

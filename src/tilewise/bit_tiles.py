@@ -1,0 +1,188 @@
+"""The tiles of a mask in the form that one kernel serves for every mask: lists of tiles, and a bit for each pair of a partial tile.
+
+Nothing of the mask is compiled into such a kernel. Full tiles are computed unmasked; the pairs of a partial tile are judged here,
+once for all heads, layers and steps that share the mask, and a thread of a kernel reads the bits of its own pairs alone.
+
+A tile has ``LINES`` lines, queries in the forward and keys in the backward, by 64 or 128 crossing lines. Two warpgroups hold it as
+wgmma accumulators of 64 lines each: thread t holds two lines of it (:func:`line_of`) and of each a quarter of the crossing lines
+(:func:`crossing_of`). Its bits are words of 32 that lie side by side: first all of its line 0, then all of its line 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import expr
+from tilewise.masks import Region
+from tilewise.masks.facts import granularity, monotone_terms
+from tilewise.tiles import PARTIAL, Grid, TileMap
+
+LINES = 128  # of a tile
+THREADS = 256  # that hold it: two warpgroups
+BUDGET = 256 << 20  # bytes of bits that a mask may take
+NOTHING, EVERYTHING = 0, 1  # slots in which no bit is set, and every bit; those of partial tiles follow
+RESERVED = 3  # slots beside those of partial tiles: these two, and a last one for what nobody reads
+
+
+def line_of(thread: Any, r: int) -> Any:
+    """The line of the tile that is line ``r`` (0 or 1) of a thread: that of :func:`tilewise.backends.hopper.kit.tiles.row_of`."""
+    return thread // 128 * 64 + thread % 128 // 32 * 16 + thread % 32 // 4 + 8 * r
+
+
+def crossing_of(thread: Any, c: Any) -> Any:
+    """The crossing line that is number ``c`` of a thread: that of :func:`tilewise.backends.hopper.kit.tiles.column_of`."""
+    return thread % 4 * 2 + c // 2 * 8 + c % 2
+
+
+def words_of(crossing: int) -> int:
+    """How many words of 32 bits a thread has of a tile with so many crossing lines."""
+    return crossing // 64
+
+
+def slot_bytes(crossing: int) -> int:
+    """The bytes of one tile's bits."""
+    return 4 * THREADS * words_of(crossing)
+
+
+# -- How many partial tiles there may be ---------------------------------------------------------------------------
+
+
+def most_partial(region: Region, lines: int, crossing: int, tiles: tuple[int, int], by_columns: bool = False) -> int:
+    """A bound, from the mask's expressions alone, of the partial tiles of one batch element and head.
+
+    An end of an interval never decreases, and a condition that rises or falls changes once along every row and column: its boundary is
+    a staircase, which passes through at most ``lines + crossing`` tiles. A pattern whose blocks are whole numbers of tiles has no
+    partial tile. Of any other predicate all tiles may be partial.
+
+    Args:
+        lines, crossing: how many tiles there are along each axis. tiles: lines and crossing lines of a tile.
+    """
+    staircase = lines + crossing
+    ends = sum(end is not None for end in region.ends[:2]) * staircase
+    found = ends + (crossing if by_columns else lines)  # the last keys' tiles, which end past the last key
+    if region.predicate is not None and not _same_on_tiles(region, tiles[::-1] if by_columns else tiles):
+        terms = monotone_terms(region)
+        if terms is None:
+            return lines * crossing
+        found += staircase * len({str(x.holds) for term in terms for x in term})
+    return min(found, lines * crossing)
+
+
+def only_seen_keys(region: Region, tile: tuple[int, int]) -> bool:
+    """Whether some query sees each key of each tile of ``tile`` (queries, keys) that is not empty: a pattern of whole tiles."""
+    bounded = any(end is not None for end in region.ends)
+    return not bounded and region.predicate is not None and _same_on_tiles(region, tile)
+
+
+def _same_on_tiles(region: Region, tile: tuple[int, int]) -> bool:
+    """Whether the predicate has one value in each tile of ``tile`` (queries, keys)."""
+    steps = zip((granularity(region.predicate, name) for name in ("i", "j")), tile, strict=True)
+    return all(step is None or step % size == 0 for step, size in steps)
+
+
+def bits_bytes(region: Region, shape: tuple[int, int, int, int], crossing: int, by_columns: bool = False) -> int:
+    """The most bytes that the bits of a mask take over an attention of ``shape`` (batch, heads_q, seqlen_q, seqlen_k).
+
+    They are known before any tile is judged, so that nothing has to be read from the device.
+    """
+    needs = expr.depends_on(*region.parts)
+    heads = (shape[0] if "b" in needs else 1) * (shape[1] if "h" in needs else 1)
+    lengths = shape[:1:-1] if by_columns else shape[2:]
+    counts = -(-lengths[0] // LINES), -(-lengths[1] // crossing)
+    return slot_bytes(crossing) * (heads * most_partial(region, *counts, (LINES, crossing), by_columns) + RESERVED)
+
+
+# -- The tiles -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BitTiles:
+    """The tiles that each line of tiles visits, and the order in which kernels take lines.
+
+    Attributes:
+        blocks: int32 ``(b|1, h|1, line of tiles, step)``, the crossing tiles that a line visits, partial ones first.
+        work: int32 ``(b|1, h|1, rank, 4)``, of each line: which one, how many partial tiles, how many tiles, and the slot of the first
+            one's bits; the others' follow it. Lines of queries that visit most come first, lines of keys in their own order.
+            Every line of queries visits a tile, and the first one counts as partial: it has the bits of EVERYTHING where none is, and
+            where none is visited those of NOTHING, one past the last tile, whose keys kernels read as zeros.
+        bits: int32 ``(slot, THREADS, words)``: a bit for each pair of a partial tile.
+    """
+
+    blocks: Tensor
+    work: Tensor
+    bits: Tensor
+
+    @classmethod
+    def build(cls, grid: Grid, crossing: int, by_columns: bool = False) -> BitTiles:
+        """The tiles of a grid, of LINES queries by ``crossing`` keys, or of LINES keys by ``crossing`` queries ``by_columns``.
+
+        Everything is made on the grid's device, and nothing is read back from there.
+        """
+        tile = (crossing, LINES) if by_columns else (LINES, crossing)
+        tile_map = TileMap.build(grid, *tile, by_columns)
+        if grid.keys % tile[1]:  # keys past the last one are zeros, not hidden
+            tile_map.status[..., -1:].clamp_(max=PARTIAL)
+        status = tile_map.status.mT if by_columns else tile_map.status
+        blocks, counts = tile_map.visits(by_columns)
+        partial, count = counts.unbind(-1)
+        if not by_columns:
+            blocks[..., 0] = torch.where(count > 0, blocks[..., 0], status.shape[-1])
+        slots = status.shape[0] * status.shape[1] * most_partial(
+            grid.region, *status.shape[2:], (LINES, crossing), by_columns
+        )  # fmt: skip
+        first = RESERVED - 1 + partial.flatten().cumsum(0, dtype=torch.int32).view_as(partial) - partial
+        first = torch.where(partial > 0, first, torch.where(count > 0, EVERYTHING, NOTHING).int())
+        # Tiles of keys keep their order, since the heads of a group, whose lists may differ, share them.
+        line = torch.argsort(torch.zeros_like(count) if by_columns else -count, dim=-1, stable=True)
+        if not by_columns:
+            partial, count = partial.clamp(min=1), count.clamp(min=1)
+        ranked = (x.gather(-1, line) for x in (partial, count, first))
+        work = torch.stack([line.int(), *ranked], -1)
+        bits = torch.empty((slots + RESERVED, THREADS, words_of(crossing)), dtype=torch.int32, device=status.device)
+        bits[NOTHING], bits[EVERYTHING] = 0, -1
+        found = cls(blocks, work, bits)
+        found.fill(grid, crossing, by_columns)
+        return found
+
+    def fill(self, grid: Grid, crossing: int, by_columns: bool) -> None:
+        """Writes the bits of every partial tile."""
+        if _by_kernel(self, grid, crossing, by_columns):
+            return
+        lines, steps = self.blocks.shape[2:]
+        step = torch.arange(steps, device=self.blocks.device)
+        for rank in range(lines):
+            line, partial, _, first = (x.unsqueeze(-1) for x in self.work[:, :, rank].unbind(-1))
+            blocks = self.blocks.gather(2, line.long().unsqueeze(-1).expand(-1, -1, 1, steps))[:, :, 0]
+            # What is no partial tile goes to the last slot, which nobody reads.
+            slot = torch.where((step < partial) & (first > EVERYTHING), first + step, len(self.bits) - 1)
+            self.bits[slot.flatten()] = self._words(grid, line, blocks, crossing, by_columns)
+
+    def _words(self, grid: Grid, line: Tensor, blocks: Tensor, crossing: int, by_columns: bool) -> Tensor:
+        """The bits of all ``blocks`` (b|1, h|1, steps) of one line of tiles in each head: int32 (b · h · steps, THREADS, words)."""
+        device, quarter = line.device, crossing // 4
+        thread, n = torch.arange(THREADS, device=device).view(-1, 1), torch.arange(2 * quarter, device=device)
+        own = line.view(*line.shape[:2], 1, 1, 1) * LINES + line_of(thread, n // quarter)
+        other = blocks.view(*blocks.shape, 1, 1) * crossing + crossing_of(thread, n % quarter)
+        i, j = torch.broadcast_tensors(*((other, own) if by_columns else (own, other)))
+        env = grid.env()
+        env |= {name: env[name].unsqueeze(-1) for name in ("b", "h")}
+        env |= {"i": i.clamp(max=grid.seqlen_q - 1), "j": j.clamp(max=grid.keys - 1)}
+        kept, inside = (i < grid.seqlen_q) & (j < grid.keys), grid.region.inside()
+        if inside is not None:
+            kept = (kept & expr.evaluate([inside], env, grid.leaves, torch.float32)[0]).expand(i.shape)
+        words = kept.reshape(-1, THREADS, words_of(crossing), 32).long() << torch.arange(32, device=device)
+        total = words.sum(-1)
+        return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
+
+
+def _by_kernel(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> bool:
+    """Whether a kernel on the grid's GPU has written the bits of all partial tiles."""
+    if grid.b.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    from tilewise.backends.triton import bits_of_tiles
+
+    return bits_of_tiles(tiles, grid, crossing, by_columns)

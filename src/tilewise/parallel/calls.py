@@ -1,0 +1,121 @@
+"""A call of a group of ranks, from what they agree on to this rank's part of it; the plans are kept by the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from tilewise.parallel import gathered, heads, plan
+from tilewise.parallel.agreement import Assembled, agree_on_tensors, agreed_lengths
+from tilewise.parallel.exchange import Exchange, Silent
+from tilewise.parallel.layout import Layout
+from tilewise.spec import parse_spec
+
+if TYPE_CHECKING:
+    from tilewise.parallel.context import ContextParallel
+
+Call = heads.Heads | gathered.Gathered
+"""A rank's part of an attention, by scheme."""
+
+
+def agreed_call(
+    parallel: ContextParallel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    assembled: Callable[[], Assembled],
+    with_lse: bool,
+    compiled: bool = False,
+) -> tuple[plan.Agreed, Call]:
+    """A call that all ranks have agreed on, and this rank's part of it."""
+    found = agreed(parallel, q, k, v, assembled, {"lse": str(with_lse), "compiled": str(compiled)})
+    if compiled:
+        for layout in found.layouts:
+            _even(parallel, layout)
+    call = _call(parallel, found, with_lse, compiled)
+    if isinstance(call, gathered.Gathered) and call.digest:
+        agree_on_tensors(parallel.exchange, call.digest)
+    return found, call
+
+
+def compiled_call(
+    parallel: ContextParallel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: list[Tensor],
+    seed: Tensor | None,
+    spec: str,
+    with_lse: bool,
+) -> Call:
+    """This rank's part of a compiled call without a word to the others: of fake tensors, its shapes alone."""
+    queries, keys = _compiled_layout(parallel, q.shape[-3]), _compiled_layout(parallel, k.shape[-3])
+    return _call(parallel, plan.Agreed((queries, keys), q, k, v, list(extras), seed, parse_spec(spec)), with_lse, True)
+
+
+def _compiled_layout(parallel: ContextParallel, rows: int) -> Layout:
+    """The layout in which this rank has so many rows, and without a layout of its own every other rank as many."""
+    if isinstance(parallel.layout, Layout):
+        return parallel.layout
+    return _even(parallel, parallel.layout_of(int(rows) * parallel.size))
+
+
+def _even(parallel: ContextParallel, layout: Layout) -> Layout:
+    """The layout, refused where ranks hold unequal parts of it and it follows from its length, which no rank knows alone."""
+    if not isinstance(parallel.layout, Layout) and len(set(layout.lengths)) > 1:
+        raise ValueError(
+            f"attention over ranks was compiled, and they hold {list(layout.lengths)} rows: inside torch.compile ranks hold as many "
+            "rows each, or layout= is a Layout"
+        )
+    return layout
+
+
+def _call(parallel: ContextParallel, call: plan.Agreed, with_lse: bool, compiled: bool) -> Call:
+    extras, spec, silent = call.extras, call.spec, isinstance(call.q, FakeTensor)
+    wished = wish(parallel, with_lse, compiled, silent)
+    if silent:
+        return plan.planned(wished, call)
+    facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (call.q, call.k, call.v)]
+    # What was checked of another tensor says nothing of this one.
+    facts += [(x.shape, x.dtype) for x in extras]
+    key = spec.text(), with_lse, compiled, *call.layouts, *facts
+    return parallel.plans.of(key, [extras[n] for n in spec.mask_slots], lambda: plan.planned(wished, call))
+
+
+def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, silent: bool = False) -> plan.Wish:
+    """The wishes of a group, besides the attention itself."""
+    exchange: Exchange = Silent(parallel.rank, parallel.size) if silent else parallel.exchange
+    return plan.Wish(
+        exchange, parallel.scheme, parallel.most_groups, parallel.sum_leaf_gradients, with_lse, compiled, silent
+    )
+
+
+def agreed(
+    parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, assembled: Callable[[], Assembled], also: dict[str, str]
+) -> plan.Agreed:
+    """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
+    also = also | {"layout": str(parallel.layout), "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
+    lengths, (extras, seed, text) = agreed_lengths(
+        parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme))
+    )
+    queries, keys = (
+        checked_layout(parallel, [x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
+    )
+    if seed is not None:
+        # The first rank's, so that the pairs that are dropped are those of one device.
+        seed = parallel.exchange.broadcast(seed)
+    return plan.Agreed((queries, keys), q, k, v, extras, seed, parse_spec(text))
+
+
+def checked_layout(parallel: ContextParallel, lengths: list[int], name: str) -> Layout:
+    """The layout of as many rows as the ranks hold, refused on all of them where it deals otherwise."""
+    layout = parallel.layout_of(sum(lengths))
+    if layout.lengths != tuple(lengths):
+        raise ValueError(
+            f"attention over {parallel.size} ranks was called wrongly\n  the ranks hold {lengths} {name}, the layout of {sum(lengths)} "
+            f"is {list(layout.lengths)}; cut tensors by shard()"
+        )
+    return layout

@@ -1,0 +1,202 @@
+"""Attention over ranks as a function with a gradient, and as operators that ``torch.compile`` keeps whole in its graph.
+
+tilewise::attention_over_ranks(q, k, v, extras, seed, spec, ranks, with_lse) -> (outputs, saved)
+tilewise::attention_over_ranks_backward(do, dlse, rows, saved, extras, seed, spec, ranks, shapes, with_lse) -> (dq, dk, dv, dextras)
+
+``ranks`` is the name of the group of ranks, ``outputs`` are o, lse and max_logit, as far as they are wanted, and ``rows`` are q, k, v, o
+and lse for a scheme whose backward reads them. A fake kernel is the real one with an :class:`exchange.Silent`, which moves nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.autograd import library
+from tilewise.parallel import calls, gathered, heads
+from tilewise.parallel.calls import Call
+from tilewise.parallel.exchange import Gradients
+from tilewise.spec import parse_spec
+
+if TYPE_CHECKING:
+    from tilewise.parallel.context import ContextParallel
+
+_groups: weakref.WeakValueDictionary[str, ContextParallel] = weakref.WeakValueDictionary()
+_count = itertools.count()
+
+
+def named(group: ContextParallel) -> str:
+    """A name by which the operators find a group of ranks while it lives."""
+    name = f"ranks{next(_count)}"
+    _groups[name] = group
+    return name
+
+
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """``(outputs, saved)`` of a scheme."""
+    if isinstance(call, heads.Heads):
+        return heads.forward(call, q, k, v, extras, seed)
+    return gathered.forward(call, q, k, v, extras, seed)
+
+
+def backward(
+    call: Call, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """``(dq, dk, dv, dextras)`` of a scheme; ``saved`` begins with q, k, v, o and lse where the scheme reads them."""
+    if isinstance(call, heads.Heads):
+        return heads.backward(call, of, saved, extras, seed)
+    return gathered.backward(call, of, saved, extras, seed)
+
+
+def attention(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """``(o, lse)``, differentiable, and max_logit where it is asked for, of the rank's queries; lse is None where a scheme leaves it out.
+
+    Every rank must call it, and its backward, alike.
+    """
+    return _Attention.apply(call, q, k, v, seed, *extras)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: Call, q, k, v, seed, *extras):
+        outputs, saved = forward(call, q, k, v, extras, seed)
+        rows = () if isinstance(call, heads.Heads) else (q, k, v, *outputs[:2])
+        ctx.call, ctx.extras = call, len(extras)
+        ctx.save_for_backward(seed, *extras, *rows, *saved)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[2:])
+        return tuple(outputs) if len(outputs) > 1 else (outputs[0], None)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse=None, *_):
+        seed, *saved = ctx.saved_tensors
+        if do is None and dlse is None:
+            return (None,) * (5 + ctx.extras)
+        extras = saved[: ctx.extras]
+        dq, dk, dv, dextras = backward(ctx.call, (do, dlse), saved[ctx.extras :], extras, seed)
+        return None, dq, dk, dv, None, *dextras
+
+
+# -- Inside a compiled graph ---------------------------------------------------------------------------------------
+
+library.define(
+    "attention_over_ranks(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor? seed, str spec, str ranks, bool with_lse) "
+    "-> (Tensor[] outputs, Tensor[] saved)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "attention_over_ranks_backward(Tensor? do, Tensor? dlse, Tensor[] saved, Tensor[] extras, Tensor? seed, str spec, str ranks, "
+    "SymInt[] shapes, bool with_lse) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dextras)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_over_ranks = torch.ops.tilewise.attention_over_ranks.default
+_over_ranks_backward = torch.ops.tilewise.attention_over_ranks_backward.default
+
+
+def compiled(
+    q: Tensor, k: Tensor, v: Tensor, extras: list[Tensor], seed: Tensor | None, spec: str, ranks: str, with_lse: bool
+) -> tuple[Tensor | None, ...]:
+    """The results of :func:`attention` from one node of a graph."""
+    outputs, _ = _over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
+    return tuple(outputs) if len(outputs) > 1 else (outputs[0], None)
+
+
+def _kernel(q, k, v, extras, seed, spec, ranks, with_lse):
+    agreed, call = calls.agreed_call(_group(ranks), q, k, v, lambda: (extras, seed, spec), with_lse, True)
+    outputs, saved = forward(call, q, k, v, extras, agreed.seed)
+    return outputs, saved if agreed.seed is None else [agreed.seed.clone(), *saved]
+
+
+def _fake(q, k, v, extras, seed, spec, ranks, with_lse):
+    call = calls.compiled_call(_group(ranks), q, k, v, extras, seed, spec, with_lse)
+    outputs, saved = forward(call, q, k, v, extras, seed)
+    return outputs, saved if seed is None else [torch.empty_like(seed), *saved]
+
+
+class _BackwardCall(NamedTuple):
+    """The arguments of ``attention_over_ranks_backward``."""
+
+    do: Tensor | None
+    dlse: Tensor | None
+    saved: Sequence[Tensor]
+    extras: list[Tensor]
+    seed: Tensor | None
+    spec: str
+    ranks: str
+    shapes: Sequence[int]
+    with_lse: bool
+
+    def whole(self) -> list[Tensor]:
+        """Tensors with the shapes and the dtype of the rank's q, k and v, without memory of their own."""
+        like, dims = self.saved[0], len(self.shapes) // 3
+        return [like.new_empty((1,) * dims).expand(self.shapes[n : n + dims]) for n in range(0, 3 * dims, dims)]
+
+
+def _backward_kernel(*arguments):
+    c = _BackwardCall(*arguments)
+    call = calls.compiled_call(_group(c.ranks), *c.whole(), c.extras, c.seed, c.spec, c.with_lse)
+    dq, dk, dv, dextras = backward(call, (c.do, c.dlse), c.saved, c.extras, c.seed)
+    return dq, dk, dv, [dextras[slot] for slot in call.grad_slots]
+
+
+class _Compiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, spec, ranks, with_lse, q, k, v, seed, *extras):
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs, saved = _over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
+        if seed is not None:
+            seed, *saved = saved
+        # A scheme that saves nothing reads the rank's rows: what it keeps beside them would have shapes that only tensors tell.
+        rows = () if saved else (q, k, v, *outputs[:2])
+        ctx.spec, ctx.ranks, ctx.with_lse, ctx.extras = spec, ranks, with_lse, len(extras)
+        ctx.shapes = [n for x in (q, k, v) for n in x.shape]
+        ctx.save_for_backward(seed, *extras, *rows, *saved)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[2:])
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse=None, *_):
+        seed, *saved = ctx.saved_tensors
+        if do is None and dlse is None:
+            return (None,) * (7 + ctx.extras)
+        extras = saved[: ctx.extras]
+        call = (extras, seed, ctx.spec, ctx.ranks, ctx.shapes, ctx.with_lse)
+        dq, dk, dv, dextras = _over_ranks_backward(do, dlse, saved[ctx.extras :], *call)
+        by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))
+        return None, None, None, dq, dk, dv, None, *[by_slot.get(n) for n in range(ctx.extras)]
+
+
+def _autograd(q, k, v, extras, seed, spec, ranks, with_lse):
+    if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
+        return list(_Compiled.apply(spec, ranks, with_lse, q, k, v, seed, *extras)), []
+    with torch._C._AutoDispatchBelowAutograd():
+        return _over_ranks(q, k, v, extras, seed, spec, ranks, with_lse)
+
+
+for _name, _run, _shapes in (
+    ("attention_over_ranks", _kernel, _fake),
+    ("attention_over_ranks_backward", _backward_kernel, _backward_kernel),
+):
+    library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _shapes, lib=library)
+library.impl("attention_over_ranks", _autograd, "Autograd")
+
+
+def _group(name: str) -> ContextParallel:
+    if name not in _groups:
+        raise ValueError(
+            f"{name}, a group of ranks in a compiled function, is gone: keep what context_parallel returned"
+        )
+    return _groups[name]

@@ -1,0 +1,145 @@
+"""Tiles with bits: which pairs a kernel that reads lists, work and bits computes, held against the matrix of all pairs."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tests.test_tiles import BATCH, HEADS, grid_of, matrix
+from tilewise import bit_tiles
+from tilewise.bit_tiles import EVERYTHING, LINES, NOTHING, BitTiles, bits_bytes, most_partial
+from tilewise.masks import Mask
+from tilewise.tiles import PARTIAL, Grid, TileMap
+
+IDS = torch.tensor([0] * 130 + [7] + [2] * 70 + [1] * 199)
+
+
+def chance(*shape: int) -> Tensor:
+    """Numbers between 0 and 1, the same ones every time."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(3))
+
+
+MASKS = {
+    "everything": lambda: tw.window(),
+    "causal": lambda: tw.causal(),
+    "keep": lambda: tw.keep(lambda b, h, i, j: (i * j + h) % 7 > b),
+    "keep-causal": lambda: tw.keep(lambda b, h, i, j: (j // 90) % 2 == 0) & tw.causal(),
+    "block-causal": lambda: tw.keep(lambda b, h, i, j: i // 64 >= j // 64),
+    "sinks-and-window": lambda: tw.causal() & (tw.window(left=70) | tw.key_range(0, 4)),
+    "causal-or-documents": lambda: tw.causal() | tw.documents(IDS),
+    "aligned": lambda: tw.block_sparse(chance(BATCH, 1, 4, 4) < 0.5, 128, 128),
+    "odd-blocks": lambda: tw.block_sparse(chance(1, HEADS, 11, 17) < 0.3, 38, 23),
+    "dense": lambda: tw.dense(chance(1, 1, 390, 390) < 0.001),
+    "descending": lambda: tw.keep(lambda b, h, i, j: (j < 300 - i) | ((j > 380 - i // 2) & (i % 3 > 0))),
+    "nothing": lambda: tw.keep(lambda b, h, i, j: (i < 0) & (j >= 0)),
+}
+LENGTHS = [(390, 390), (256, 384), (130, 70)]
+
+
+def pairs_of(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> Tensor:
+    """The pairs that a kernel computes: bool (b|1, h|1, lines, crossing lines), whole tiles."""
+    blocks, work = tiles.blocks, tiles.work
+    kept = torch.zeros(*work.shape[:2], work.shape[2] * LINES, blocks.shape[3] * crossing, dtype=torch.bool)
+    thread, n = torch.arange(256).view(-1, 1), torch.arange(crossing // 2)
+    quarter = crossing // 4
+    rows, columns = bit_tiles.line_of(thread, n // quarter), bit_tiles.crossing_of(thread, n % quarter)
+    for b in range(work.shape[0]):
+        for h in range(work.shape[1]):
+            for line, partial, count, first in work[b, h].tolist():
+                assert by_columns or 1 <= partial <= count
+                for step in range(count):
+                    at = int(blocks[b, h, line, step])
+                    if at == blocks.shape[3]:  # past the last tile: of a line that visits none
+                        assert first == NOTHING
+                        continue
+                    tile = torch.ones(LINES, crossing, dtype=torch.bool)
+                    if step < partial:
+                        words = tiles.bits[first + step].long() & 0xFFFFFFFF
+                        bits = words.unsqueeze(-1) >> torch.arange(32) & 1
+                        tile[rows, columns] = bits.flatten(1).bool()
+                    there = kept[b, h, line * LINES : (line + 1) * LINES, at * crossing : (at + 1) * crossing]
+                    assert not there.any()
+                    there |= tile
+    return kept
+
+
+def check(
+    name: str, lengths: tuple[int, int], crossing: int, by_columns: bool, tiles: BitTiles | None = None
+) -> BitTiles:
+    grid = grid_of(MASKS[name](), *lengths)
+    tiles = tiles or BitTiles.build(grid, crossing, by_columns)
+    found, kept = pairs_of(tiles, grid, crossing, by_columns), matrix(grid)
+    found = (found.mT if by_columns else found)[..., : lengths[0], :]
+    assert not found[..., lengths[1] :].any()  # keys past the last one
+    assert torch.equal(found[..., : lengths[1]].expand(kept.shape), kept)
+    return tiles
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lists_work_and_bits_give_the_pairs_of_the_mask(name, lengths):
+    check(name, lengths, 128, False)
+
+
+@pytest.mark.parametrize("name", ["keep-causal", "causal-or-documents", "odd-blocks", "nothing"])
+@pytest.mark.parametrize("crossing", [64, 128])
+def test_by_columns_too(name, crossing):
+    check(name, (390, 330), crossing, True)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the package triton is not installed")
+@pytest.mark.parametrize(
+    ("name", "crossing", "by_columns"),
+    [("keep", 128, False), ("odd-blocks", 64, True), ("causal-or-documents", 128, True), ("dense", 64, False)],
+)
+def test_a_kernel_writes_the_same_bits(name, crossing, by_columns):
+    from tilewise.backends import triton
+
+    if not triton.interpreting():
+        pytest.skip("kernels are not interpreted (tests/conftest.py)")
+    lengths = (200, 150)
+    grid = grid_of(MASKS[name](), *lengths)
+    tiles = BitTiles.build(grid, crossing, by_columns)
+    again = BitTiles(tiles.blocks, tiles.work, torch.zeros_like(tiles.bits))
+    again.bits[: EVERYTHING + 1] = tiles.bits[: EVERYTHING + 1]
+    triton.bits_of_tiles(again, grid, crossing, by_columns)
+    check(name, lengths, crossing, by_columns, again)
+
+
+def test_longest_lines_come_first_and_empty_ones_visit_a_tile_of_no_pair():
+    lower = check("block-causal", (390, 390), 128, False).work[0, 0]
+    assert lower[:, 0].tolist() == [3, 2, 1, 0]
+    assert lower[:, 2].tolist() == [4, 3, 2, 1]
+    empty = check("nothing", (130, 70), 128, False).work[0, 0]
+    assert empty[:, 1:].tolist() == [[1, 1, NOTHING]] * 2
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("tile", "by_columns"), [((128, 128), False), ((64, 128), True), ((16, 24), False), ((24, 16), True)]
+)
+def test_partial_tiles_are_no_more_than_the_bound(name, tile, by_columns):
+    """For tiles of any size, as a bound that is off by a few shows with small ones."""
+    grid = grid_of(MASKS[name](), 390, 390)
+    lines = tile[::-1] if by_columns else tile
+    counts = [-(-390 // n) for n in lines]
+    tile_map = TileMap.build(grid, *tile, by_columns)
+    tile_map.status[..., -1:].clamp_(max=PARTIAL)
+    found = (tile_map.status == PARTIAL).sum((-1, -2)).max()
+    assert found <= most_partial(grid.region, *counts, lines, by_columns)
+
+
+def test_the_bytes_of_bits_are_known_from_the_mask_alone():
+    def most(mask: Mask, n: int) -> float:
+        return bits_bytes(grid_of(mask, 8, 8).region, (2, 16, n, n), 128) / 2**20
+
+    pattern = torch.ones(1024, 1024).bool()
+    assert most(tw.block_sparse(pattern, 128, 128), 131072) < 3
+    assert most(tw.keep(lambda b, h, i, j: i // 1024 >= j // 1024), 131072) < 8
+    assert most(tw.causal() | tw.documents(IDS), 131072) < 26
+    assert most(tw.keep(lambda b, h, i, j: (i + j) % 2 == 0), 32768) == pytest.approx(128, abs=1)
+    assert most(tw.keep(lambda b, h, i, j: (i + j + h) % 2 == 0), 32768) > bit_tiles.BUDGET / 2**20

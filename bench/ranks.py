@@ -72,6 +72,8 @@ class Row:
 ROWS = (
     Row(32768, 32, 8), Row(131072, 32, 8), Row(32768, 32, 8, "documents"), Row(32768, 16, 16), Row(131072, 16, 16),
 )  # fmt: skip
+MANY = (Row(65536, 32, 8, "documents"), Row(262144, 32, 8), Row(1048576, 32, 8))
+"""Rows for eight GPUs; fewer take longer than a step is worth, or do not hold them."""
 REHEARSAL = (Row(256, 4, 4), Row(256, 4, 4, "documents"))
 CHECKS = ("causal", "documents", "window")
 
@@ -278,7 +280,8 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
     red = {name: said for name in CHECKS if (said := checked(name, names, groups, device))}
     if rank == 0:
         print("red:", red or "nothing", flush=True)
-    for row in REHEARSAL if device == "cpu" else ROWS:
+    wanted = [row for row in (*ROWS, *MANY) if row.name in options.rows] or ROWS
+    for row in REHEARSAL if device == "cpu" else wanted:
         green = [name for name in names if name not in red.get(row.mask, ())]
         contestants = contests(row, green, groups, device)
         ms = timed(contestants, device, options.rounds)
@@ -306,6 +309,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), help="some contestants")
+    parser.add_argument("--rows", nargs="*", default=(), choices=[row.name for row in (*ROWS, *MANY)], help="some rows")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

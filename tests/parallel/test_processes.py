@@ -96,10 +96,13 @@ def _training():
     return sizes, _example("train").TrainConfig(steps=STEPS, context=CONTEXT, batch_size=2, warmup_steps=1)
 
 
-def _losses(fsdp: bool) -> list[float]:
-    """Of the example, on this process and the others."""
+WAYS = {"DDP": (False, False), "FSDP2": (True, False), "FSDP2, recomputed": (True, True)}
+
+
+def _losses(way: str) -> list[float]:
+    """Losses of the example, on this process and the others."""
     sizes, training = _training()
-    return [record.loss for record in _example("parallel").losses(sizes, TEXT, training, "cpu", fsdp)]
+    return [record.loss for record in _example("parallel").losses(sizes, TEXT, training, "cpu", *WAYS[way])]
 
 
 def _process(rank: int, size: int, folder: str) -> None:
@@ -113,9 +116,9 @@ def _process(rank: int, size: int, folder: str) -> None:
         parallel = tw.context_parallel(mesh["cp"])
         found = {name: on_this_rank(parallel, name) for name in CALLS}
         found |= {"dtensors": _dtensors(size)}
+        found["losses"] = {way: _losses(way) for way in (WAYS if size == 2 else ["FSDP2, recomputed"])}
         if size == 2:
             by_heads = tw.context_parallel(mesh["cp"], scheme="heads")
-            found |= {f"losses fsdp={fsdp}": _losses(fsdp) for fsdp in (False, True)}
             ways = {scheme: tw.context_parallel(mesh["cp"], scheme=scheme) for scheme in ("gather", "heads")}
             found["compiled"] = {scheme: _compiled(way, scheme) for scheme, way in ways.items()}
             found["uneven"] = _refused_in_a_graph(ways["gather"])
@@ -171,16 +174,16 @@ def test_processes_that_disagree_all_get_the_same_error(parts):
     assert "mask\n    rank 0: causal()" in said.pop()
 
 
-@pytest.mark.parametrize("parts", [2], indirect=True)
 def test_the_example_trains_over_processes_with_the_losses_of_one(parts):
     sizes, training = _training()
     model = _example("model")
     gpt = model.GPT(sizes, model.ATTENTIONS["tilewise"])
     alone = [record.loss for record in _example("train").train(gpt, TEXT, training)]
     assert alone[-1] < alone[0]
-    for fsdp in (False, True):
-        for part in parts:
-            torch.testing.assert_close(part[f"losses fsdp={fsdp}"], alone)
+    for part in parts:
+        assert "FSDP2, recomputed" in part["losses"]
+        for found in part["losses"].values():
+            torch.testing.assert_close(found, alone)
 
 
 @pytest.mark.parametrize("parts", [2], indirect=True)

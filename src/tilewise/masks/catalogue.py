@@ -162,6 +162,18 @@ def documents(ids: torch.Tensor) -> Mask:
     return _atom("documents", *[fitted_lookup(t.int(), *index(x)) for x in (I + OFF, J) for t in (start, end)])
 
 
+def intervals(ends: Sequence[torch.Tensor], covers: bool) -> Mask:
+    """Query ``i`` sees the keys ``lo[i] <= j < hi[i]``, which are those that see it by columns, ``first[j] <= i < last[j]``.
+
+    Args:
+        ends: int32 lo and hi ``(seqlen_q,)``, first and last ``(seqlen_k,)``; none of them ever decreases.
+        covers: every key is seen.
+    """
+    return _atom(
+        "covering" if covers else "intervals", *[fitted_lookup(t, x) for t, x in zip(ends, (I, I, J, J), strict=True)]
+    )
+
+
 def keep(fn: MaskFunction) -> Mask:
     """The pairs for which ``fn(b, h, i, j)`` is true: FlexAttention's ``mask_mod``.
 

@@ -26,6 +26,8 @@ from tilewise.masks.regions import Region
 @lru_cache(maxsize=4096)
 def every_key_seen(region: Region, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether it is certain that each key has some query that sees it, in every batch element and head."""
+    if region.covers:
+        return True
     if seqlen_q >= seqlen_k and (region.keeps_diagonal or _diagonal_kept(region, seqlen_q, seqlen_k)):
         return True
     interval = _interval(region, "j", seqlen_q, seqlen_k)

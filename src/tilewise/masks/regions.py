@@ -41,6 +41,7 @@ class Region:
         predicate: bool expression of ``b, h, i, j``.
         prepared: what ``Mask.prepare`` made, and for which shapes.
         diagonal: for certain, whatever the mask's tensors hold, every query sees the key at its own position ``i + off``.
+        covers: for certain, every key is seen by some query.
         sorted_leaves: the slots of tensors whose elements are not negative and never decrease along the last axis.
     """
 
@@ -51,6 +52,7 @@ class Region:
     predicate: Expr | None = None
     prepared: Prepared | None = None
     diagonal: bool = False
+    covers: bool = False
     sorted_leaves: frozenset[int] = frozenset()
 
     @property
@@ -168,12 +170,18 @@ def _documents_region(row_start: Expr, row_end: Expr, column_start: Expr, column
     )
 
 
+def _intervals_region(lo: Expr, hi: Expr, first: Expr, last: Expr) -> Region:
+    return Region(lo=lo, hi=hi, first=first, last=last)
+
+
 ATOMS: dict[str, Callable[..., Region]] = {
     "causal": lambda: _window_region(None, number(0)),
     "window": _window_region,
     "prefix": _prefix_region,
     "key_range": _key_range_region,
     "documents": _documents_region,
+    "intervals": _intervals_region,
+    "covering": lambda *ends: replace(_intervals_region(*ends), covers=True),
     "keep": lambda predicate: Region(predicate=predicate),
 }
 

@@ -54,6 +54,7 @@ class Gathered:
         grad_slots: the extras that want a gradient.
         sum_leaves: gradients of tensors that masks, scores and sinks read are summed over ranks.
         max_logit: the largest score of each row is a result too.
+        tables: of the mask of joined queries, which follow the extras.
         keeps: keys of others may be kept for the backward.
         digest: of the route, where it depends on tensors, which ranks might hold otherwise; else 0.
     """
@@ -67,6 +68,7 @@ class Gathered:
     max_logit: bool
     digest: int
     keeps: bool = True
+    tables: tuple[Tensor, ...] = ()
 
     @property
     def kept(self) -> bool:
@@ -148,6 +150,13 @@ def forward(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """``[o, lse]`` of the rank's queries, and max_logit where it is asked for; and what the backward reads beside q, k, v, o and lse."""
     finish = call.fetch(k, v)
+    extras = (*extras, *call.tables)
+    if call.route.joined and call.far:
+        gathered = finish()
+        piece = call.far[0]
+        return list(operator_of(piece.spec)(q, *gathered, extras, seed, piece.spec)), list(
+            gathered
+        ) if call.kept else []
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
     shape = q.shape[0], q.shape[2], q.shape[1]
@@ -178,17 +187,24 @@ def backward(
     do = torch.zeros_like(o) if do is None else do
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     dtype = _compute_dtype(q)
-    dq = torch.empty_like(q)
+    tabled = (*extras, *call.tables)
     leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in call.grad_slots}
+    alone = call.route.joined and bool(call.far)
+    dq = q if alone else torch.empty_like(q)  # one call gives all of it
 
     def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
+        nonlocal dq
         found = []
         for piece in pieces:
             rows = piece.rows
-            dq[:, rows], dk, dv, dextras = _attention_backward(
+            part, dk, dv, dextras = _attention_backward(
                 do[:, rows], dlse[..., rows].contiguous(), q[:, rows], keys[:, piece.keys], values[:, piece.keys],
-                o[:, rows].contiguous(), lse[..., rows].contiguous(), extras, seed, piece.spec,
+                o[:, rows].contiguous(), lse[..., rows].contiguous(), tabled, seed, piece.spec,
             )  # fmt: skip
+            if alone:
+                dq = part
+            else:
+                dq[:, rows] = part
             found.append((piece.keys, dk, dv))
             for slot, grad in zip(call.grad_slots, dextras, strict=True):
                 leaves[slot] += grad
@@ -196,8 +212,11 @@ def backward(
 
     keys, values = gathered or call.fetch(k, v)()
     parts = compute(call.far, keys, values)
-    wide = [_summed(x, _each(parts, n), dtype) for n, x in ((1, keys), (2, values))]
-    finish = call.give_back(*wide)
+    if alone:
+        finish = call.give_back(*parts[0][1:])
+    else:  # joined calls of other ranks send what one call gave, which needs no wider numbers
+        wide = k.dtype if call.route.joined else dtype
+        finish = call.give_back(*[_summed(x, _each(parts, n), wide) for n, x in ((1, keys), (2, values))])
     parts = [*compute(call.near, k, v), *finish()]  # the near ones under the exchange
     dk, dv = (_summed(x, _each(parts, n), x.dtype) for n, x in ((1, k), (2, v)))
     if call.sum_leaves:

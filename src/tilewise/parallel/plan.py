@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tilewise import dispatch, expr
 from tilewise.masks import Mask
-from tilewise.parallel import cost, gathered, heads
+from tilewise.parallel import cost, gathered, heads, joined
 from tilewise.parallel.balance import tile_shares
 from tilewise.parallel.exchange import Exchange
 from tilewise.parallel.layout import Layout
-from tilewise.parallel.route import Route
+from tilewise.parallel.route import Route, key_ends
 from tilewise.piece import Piece
 from tilewise.problem import Problem, TensorFacts, check
 from tilewise.spec import Spec, parse_spec
@@ -95,6 +95,17 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
             exchange, nothing, (), (), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit, 0, False
         )
     grid = Grid.whole(spec.region, extras, (whole.batch, whole.heads_q, queries.seqlen, keys.seqlen), q.device)
+    low, high = key_ends(grid, queries.seqlen)
+    route = joined.route_of(low, high, queries, keys) if joined.suits(spec) else None
+    if route is not None:
+        mask = joined.mask_of(route, exchange.rank, low, high, queries, q.device)
+        count, rows = sum(b - a for a, b in route.wanted[exchange.rank]), queries.lengths[exchange.rank]
+        text = joined.spec_of(spec, mask, len(extras)).text()
+        every = (gathered.LocalPiece(slice(0, rows), slice(0, count), text),) if rows else ()
+        return gathered.Gathered(
+            exchange, route, (), every, spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit,
+            route.digest, not wish.compiled, mask.leaves,
+        )  # fmt: skip
     route = Route.of(grid, queries, keys)
     near: list[gathered.LocalPiece] = []
     far: list[gathered.LocalPiece] = []
@@ -209,6 +220,7 @@ def _first_call(call: heads.Heads | gathered.Gathered, whole: Problem, extras: l
         text, extras = call.spec, call.own(extras, 0)
     elif pieces := call.near + call.far:
         piece = pieces[0]
+        extras = [*extras, *call.tables]
         lengths = [part.stop - part.start for part in (piece.rows, piece.keys, piece.keys)]
         shapes = [(x.shape[0], n, *x.shape[2:]) for x, n in zip((whole.q, whole.k, whole.v), lengths, strict=True)]
         text = piece.spec

@@ -68,19 +68,22 @@ class Route:
     Attributes:
         keys: who holds which keys.
         parts: the queries, by rank: a rank's contiguous pieces, each cut where its keys begin or end to lie in one run of the rank's own.
+        joined: a rank computes all of its queries in one call (:mod:`tilewise.parallel.joined`): no part is near.
     """
 
     keys: Layout
     parts: tuple[tuple[Part, ...], ...]
+    joined: bool = False
 
     @staticmethod
     def of(grid: Grid, queries: Layout, keys: Layout) -> Route:
         """The route of a whole attention. Reads the tensors of the mask's intervals, if it has any."""
-        return Route(keys, _parts(grid, queries, keys))
+        return Route(keys, _parts(*key_ends(grid, queries.seqlen), queries, keys))
 
     def near(self, rank: int, part: Part) -> Segment | None:
         """The rank's own keys of a part, where all of them lie in one run of it; None: some lie elsewhere."""
-        found = [x for x in held(self.keys) if x.owner == rank and x.start <= part.low and part.high <= x.stop]
+        runs = () if self.joined else held(self.keys)
+        found = [x for x in runs if x.owner == rank and x.start <= part.low and part.high <= x.stop]
         return _cut(found[0], part.low, part.high) if found else None
 
     @cached_property
@@ -140,12 +143,18 @@ def held(keys: Layout) -> tuple[Segment, ...]:
     return tuple(sorted(runs))
 
 
-def _parts(grid: Grid, queries: Layout, keys: Layout) -> tuple[tuple[Part, ...], ...]:
-    """The parts of every rank. What no query of a part sees is left out at both ends; each has one key at least."""
-    low, high = grid.key_interval(torch.arange(queries.seqlen, device=grid.b.device))
+def key_ends(grid: Grid, seqlen: int) -> tuple[Tensor, Tensor]:
+    """The first key, and one past the last, that each query may see in some head of some batch element: int64 ``(seqlen,)`` on the host.
+
+    A query that sees none has all keys before the first, and none before the last.
+    """
+    low, high = grid.key_interval(torch.arange(seqlen, device=grid.b.device))
     sees = low < high
-    low = torch.where(sees, low, grid.keys).amin((0, 1)).cpu()
-    high = torch.where(sees, high, 0).amax((0, 1)).cpu()
+    return torch.where(sees, low, grid.keys).amin((0, 1)).cpu(), torch.where(sees, high, 0).amax((0, 1)).cpu()
+
+
+def _parts(low: Tensor, high: Tensor, queries: Layout, keys: Layout) -> tuple[tuple[Part, ...], ...]:
+    """The parts of every rank. What no query of a part sees is left out at both ends; each has one key at least."""
     found = []
     for rank in range(queries.ranks):
         own = [x for x in held(keys) if x.owner == rank]
@@ -153,7 +162,7 @@ def _parts(grid: Grid, queries: Layout, keys: Layout) -> tuple[tuple[Part, ...],
         for start, stop, row in queries.rows(rank):
             cuts = [start, *_near_rows(low[start:stop], high[start:stop], start, own), stop]
             parts += [
-                _part(a, b, row + a - start, low[a:b], high[a:b], own, grid.keys) for a, b in pairwise(cuts) if a < b
+                _part(a, b, row + a - start, low[a:b], high[a:b], own, keys.seqlen) for a, b in pairwise(cuts) if a < b
             ]
         found.append(tuple(parts))
     return tuple(found)

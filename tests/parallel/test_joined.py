@@ -1,0 +1,95 @@
+"""A rank's queries in one call, and the keys that travel for it, for masks whose tensors tell the keys of each query."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.parallel import balanced, simulate
+from tilewise.parallel.gathered import Gathered
+from tilewise.spec import Options
+from tilewise.testing import call, normal
+
+SEQLEN = 300
+IDS = torch.cat([torch.full((n,), i) for i, n in enumerate((37, 100, 5, 80, 78))])
+MASKS = {
+    "documents": tw.causal() & tw.documents(IDS),
+    "both ways": tw.documents(IDS),
+    "a window in documents": tw.causal() & tw.documents(IDS) & tw.window(left=30),
+}
+
+
+def calls_of(parallel) -> list[Gathered]:
+    """The plans that a group of ranks has made."""
+    return [made for made, _ in parallel.plans._found.values()]
+
+
+def whole(mask, ranks: int, layout, **options):
+    """o, the gradients of all ranks put together, and each rank's plans and bytes."""
+    q, k, v, do = inputs()
+    contexts = {}
+
+    def one(exchange):
+        parallel = contexts[exchange.rank] = tw.context_parallel(exchange, layout=layout, scheme="gather")
+        local = [parallel.shard(x).requires_grad_() for x in (q, k, v)]
+        o = tw.attention(*local, mask=mask, parallel=parallel, **options)
+        return o.detach(), *torch.autograd.grad(o, [*local, options["sink"]], parallel.shard(do))
+
+    *parts, dsink = zip(*simulate(ranks, one), strict=True)
+    layout = contexts[0].layout_of(SEQLEN)
+    found = {name: layout.unshard(part, 1) for name, part in zip(("o", "dq", "dk", "dv"), parts, strict=True)}
+    return found | {"dsink": dsink[0]}, [call for rank in range(ranks) for call in calls_of(contexts[rank])]
+
+
+def inputs():
+    return [normal(2, SEQLEN, heads, 16, seed=n) for n, heads in enumerate((4, 2, 2, 4))]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", MASKS)
+def test_one_call_a_rank_computes_what_one_device_computes(name, ranks):
+    q, k, v, do = inputs()
+    options = {"sink": normal(4, seed=9).requires_grad_(), "score": tw.softcap(9.0)}
+    expected = call(q, k, v, do, mask=MASKS[name], **options)
+    expected.dlse.zero_()
+    judged = expected.expected()
+    for layout in ("zigzag", balanced(MASKS[name], SEQLEN, ranks)):
+        found, calls = whole(MASKS[name], ranks, layout, **options)
+        assert [str(e) for e in judged.judge(found) if not e.ok] == []
+        assert all(x.route.joined and len(x.far) == 1 and not x.near for x in calls)
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (MASKS["documents"], {"score": tw.alibi(torch.tensor([0.5]))}),
+        (MASKS["documents"], {"dropout_p": 0.5, "dropout_seed": 3}),
+        (tw.causal() & tw.key_range(torch.tensor([20, 0]), torch.tensor([SEQLEN, SEQLEN])), {}),
+    ],
+    ids=["positions in the score", "dropout", "rows that see nothing"],
+)
+def test_what_depends_on_positions_is_cut_into_pieces(mask, options):
+    found, calls = whole(mask, 2, "zigzag", sink=normal(4, seed=9).requires_grad_(), **options)
+    assert not any(x.route.joined for x in calls)
+    q, k, v, _ = inputs()
+    torch.testing.assert_close(found["o"], tw.attention(q, k, v, mask=mask, sink=normal(4, seed=9), **options))
+
+
+def test_documents_dealt_by_balanced_have_few_keys_to_fetch():
+    lengths = torch.randint(128, 4096, (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    mask, seqlen = tw.causal() & tw.documents(ids), len(ids)
+    layout = balanced(mask, seqlen, 2)
+    assert layout.fetched < 0.2 * seqlen / 2  # a zigzag or a gather of all keys: half of them
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange, layout=layout)
+        q, k = (
+            torch.empty(1, 1, 1, 1).expand(1, n, heads, 64) for n, heads in ((layout.lengths[exchange.rank], 8),) * 2
+        )
+        return parallel.explain(q, k, k, Options(mask=mask))
+
+    for found in simulate(2, one):
+        assert found.scheme == "gather"
+        assert found.costs["gather"].milliseconds < found.costs["heads"].milliseconds

@@ -62,8 +62,7 @@ PACKED = [  # lengths of q and k; rows past the last sequence
 
 
 PAGED_OPTIONS = {
-    "full": [{}],
-    "upper": [{"causal": True}, {"mask": tw.window(None, 5)}],
+    "upper": [{"causal": True}, {"mask": tw.window(None, 5)}, {}],
     "band": [{"mask": tw.window(100, 0)}, {"mask": tw.window(70, 33)}, {"mask": tw.window(700)}],
 }
 PAGED = [  # page size in parts of a block, lengths of q and k, rows past the last sequence: none and even q come unpacked

@@ -74,5 +74,6 @@ def choose(problem: Problem) -> Config:
     """The kernel for a problem that has no :func:`reasons` against it."""
     wanted = problem.head_dim, problem.head_dim_v
     tiles = next(tiles for dims, tiles in PAGED_TILES.items() if wanted[0] <= dims[0] and wanted[1] <= dims[1])
-    form = band_of(problem).form
+    # A row without an end ends far behind all keys.
+    form = "upper" if band_of(problem).lo is None else "band"
     return Config(tiles, DTYPES[str(problem.dtype)], form, packed=True, paged=part_rows(problem))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,18 @@ def _compiled(parallel: tw.parallel.ContextParallel, scheme: str) -> list[torch.
     return [a - b for a, b in zip(*found, strict=True)]
 
 
+def _left_alone(size: int) -> str:
+    """What the first rank raises in a call that no other rank makes, after the group's timeout."""
+    parallel = tw.context_parallel(dist.new_group(range(size), timeout=timedelta(seconds=2)))
+    if parallel.rank:
+        return ""
+    try:
+        tw.attention(*[torch.ones(1, 4, 1, 8)] * 3, parallel=parallel)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def _refused_in_a_graph(parallel: tw.parallel.ContextParallel) -> str:
     """What a rank says of unequal parts of a sequence inside a graph."""
     local = [parallel.shard(x).detach() for x in _whole()[:3]]
@@ -123,6 +136,7 @@ def _process(rank: int, size: int, folder: str) -> None:
             found["compiled"] = {scheme: _compiled(way, scheme) for scheme, way in ways.items()}
             found["uneven"] = _refused_in_a_graph(ways["gather"])
             found |= {f"heads {name}": on_this_rank(by_heads, name) for name in CALLS if "dropout" not in name}
+        found["left alone"] = _left_alone(size)
         try:
             tw.attention(*[torch.ones(1, 4, 1, 8)] * 3, causal=rank == 0, parallel=parallel)
         except ValueError as error:
@@ -184,6 +198,10 @@ def test_the_example_trains_over_processes_with_the_losses_of_one(parts):
         assert "FSDP2, recomputed" in part["losses"]
         for found in part["losses"].values():
             torch.testing.assert_close(found, alone)
+
+
+def test_a_rank_whose_others_are_gone_raises_within_the_groups_timeout(parts):
+    assert "timed out" in parts[0]["left alone"].lower()
 
 
 @pytest.mark.parametrize("parts", [2], indirect=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilewise.parallel.heads import groups_of
 from tilewise.problem import Problem
 
 RECEIVED_PER_SECOND = 330e9
@@ -24,16 +25,18 @@ class Cost:
 
     Attributes:
         received, copied: bytes. collectives: how many, of those that move tensors.
+        groups: all but one of so many equal parts of the exchange pass under the attention.
     """
 
     received: int
     copied: int
     collectives: int
+    groups: int = 1
 
     @property
     def milliseconds(self) -> float:
-        seconds = self.received / RECEIVED_PER_SECOND + self.copied / COPIED_PER_SECOND
-        return 1e3 * (seconds + self.collectives * SECONDS_A_COLLECTIVE)
+        exchange = self.received / RECEIVED_PER_SECOND + self.collectives * SECONDS_A_COLLECTIVE
+        return 1e3 * (exchange / self.groups + self.copied / COPIED_PER_SECOND)
 
     def __str__(self) -> str:
         return (
@@ -48,11 +51,13 @@ class Keys(NamedTuple):
     Attributes:
         fetched: the most that one rank fetches from others. lent: the most that others fetch from one, counted for each.
         kept: the backward does not fetch them again.
+        joined: each rank makes one call, whose gradients need no wider numbers to be added in.
     """
 
     fetched: int
     lent: int
     kept: bool
+    joined: bool = False
 
     @staticmethod
     def all(seqlen: int, ranks: int) -> Keys:
@@ -77,20 +82,27 @@ def gathering(whole: Problem, ranks: int, keys: Keys | None = None) -> Cost:
         return Cost(0, 0, 0)
     row = _elements(whole)[1] // max(whole.seqlen_k, 1)
     narrow, wide = row * whole.dtype.itemsize, row * whole.compute_dtype.itemsize
-    # What travels is copied before it leaves and after it has come.
+    own = whole.seqlen_k // ranks
+    # What travels is packed, and put together with the rank's own keys.
+    together = (2 * keys.fetched + own) * narrow
     if not whole.spec.needs_grad:
-        return Cost(keys.fetched * narrow, 2 * keys.fetched * narrow, 1)
-    passes = 1 if keys.kept else 2
-    received = passes * keys.fetched * narrow + keys.lent * wide
-    return Cost(received, 2 * passes * keys.fetched * narrow + 2 * (keys.fetched + keys.lent) * wide, passes + 1)
+        return Cost(keys.fetched * narrow, together, 1)
+    passes, back = (1, 2) if keys.kept else (2, 3)
+    if keys.joined:
+        return Cost(
+            (passes * keys.fetched + keys.lent) * narrow, passes * together + (2 * keys.lent + own) * narrow, back
+        )
+    # dK and dV of pieces are added up, packed, and added up again where they belong.
+    added = 2 * (own + keys.fetched) + 2 * (keys.fetched + keys.lent) + 2 * own
+    return Cost(passes * keys.fetched * narrow + keys.lent * wide, passes * together + added * wide, back)
 
 
 def exchanging_heads(whole: Problem, ranks: int, keys: Keys | None = None) -> Cost:
     """q, K and V to all rows of some heads and o back to rows of all heads; backward dO, and dq, dK and dV back."""
     own = sum(_elements(whole)) * whole.dtype.itemsize // ranks
-    passes = 2 if whole.spec.needs_grad else 1
+    passes, groups = 2 if whole.spec.needs_grad else 1, groups_of(whole, ranks)
     # Each tensor is copied before it leaves and after it has come.
-    return Cost(passes * own * (ranks - 1) // ranks, passes * 2 * own, passes * 2)
+    return Cost(passes * own * (ranks - 1) // ranks, passes * 2 * own, passes * 2 * groups, groups)
 
 
 COSTS = {"gather": gathering, "heads": exchanging_heads}

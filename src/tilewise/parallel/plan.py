@@ -141,9 +141,10 @@ def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
         shape = 1, 1, queries.seqlen, keys.seqlen
         route = Route.of(Grid.whole(whole.spec.whole_region, (), shape, torch.device("cpu")), queries, keys)
         return cost.Keys(route.fetched, route.lent, cost.kept(route.fetched, keys.lengths))
+    one = joined.suits(whole.spec)
     if keys.fetched is None:
-        return cost.Keys.all(keys.seqlen, keys.ranks)
-    return cost.Keys(keys.fetched, keys.fetched, cost.kept(keys.fetched, keys.lengths))
+        return cost.Keys.all(keys.seqlen, keys.ranks)._replace(joined=one)
+    return cost.Keys(keys.fetched, keys.fetched, cost.kept(keys.fetched, keys.lengths), one)
 
 
 def chosen(scheme: str, whole: Problem, ranks: int, keys: cost.Keys | None = None) -> str:

@@ -110,10 +110,19 @@ def box_of(start, rows: int, keys, first):
     return Box(*(I32(cutlass.select_(cut > 0, a, b)) for a, b in zip(at_start, at_end, strict=True)))
 
 
-def boxes_of(n, query_tile: QueryTile, params: ForwardParams, config: Config) -> tuple[Box, ...]:
-    """The boxes of key block n, one for each part."""
-    tile_n, rows = config.tiles.tile_n, config.paged
-    return tuple(box_at(n * tile_n + start, query_tile, params, config) for start in range(0, tile_n, rows))
+def boxes_of(n, query_tile: QueryTile, params: ForwardParams, config: Config) -> Box:
+    """The boxes of key block n, the m-th part's in lane m of the warp; further lanes have the last one's.
+
+    Each lane reads the table for one part, so that small pages take no more instructions than large ones.
+    """
+    parts = config.tiles.tile_n // config.paged
+    part = PICK.smaller(cute.arch.thread_idx()[0] % 32, parts - 1)
+    return box_at(n * config.tiles.tile_n + part * config.paged, query_tile, params, config)
+
+
+def box_of_part(boxes: Box, m: int) -> Box:
+    """The box that lane m holds, the same for all lanes."""
+    return Box(*(cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, m)) for x in boxes))
 
 
 def box_at(position, query_tile: QueryTile, params: ForwardParams, config: Config) -> Box:
@@ -160,9 +169,7 @@ def key_blocks(
     )
 
 
-def fetch_parts(
-    of: KeyParts, boxes: tuple[Box, ...], state: PipelineState, smem: ForwardStorage, config: Config
-) -> PipelineState:
+def fetch_parts(of: KeyParts, boxes: Box, state: PipelineState, smem: ForwardStorage, config: Config) -> PipelineState:
     """Fetches a block of K or V into the state's stage of the ring, part by part. Returns the next state."""
     full = smem.full + state.index
     cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
@@ -170,8 +177,8 @@ def fetch_parts(
         # The bytes of all parts, before the first of them comes; this is the barrier's only arrival.
         size = config.tiles.element_bytes * config.tiles.tile_n * columns_of(of, config)
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-    for m, box in enumerate(boxes):
-        copy_part(of, box, m, state.index, full, config)
+    for m in range(config.tiles.tile_n // config.paged):
+        copy_part(of, box_of_part(boxes, m), m, state.index, full, config)
     return state.advance(config.tiles.stages)
 
 

@@ -348,8 +348,13 @@ TABLE = {
     ),
 }  # fmt: skip
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
-# The tiles over pages: few rows, since chunks of a prompt are short, and registers for a loading warp that reads a table.
-PAGED_TILES = {(t.width, t.width_v): replace(t, registers=232, registers_load=40) for t in (_D64_128, _D128)}
+# The tiles over pages, by head dims and by the rows that one box brings: few rows, since chunks of a prompt are short, and for
+# small pages registers for a loading warp that has many boxes.
+PAGED_TILES = {
+    (dims, rows): tiles if rows == 64 else replace(tiles, registers=232, registers_load=40)
+    for dims, tiles in {(64, 64): _D64_128, (128, 128): _D128}.items()
+    for rows in (64, 16)
+}
 PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
 # How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
 HEADS = (8, 64)
@@ -378,8 +383,8 @@ def shipped() -> list[Config]:
     ends = [c for c in whole if c.of_numbers]
     split = [replace(c, split=True) for c in ends if row_of(c.tiles).softcap and not c.softcap]
     packed = [replace(c, packed=True) for c in ends]
-    ended = [(tiles, *kind) for tiles in PAGED_TILES.values() for kind in kinds if kind[1] in ("upper", "band")]
-    paged = [Config(*each, packed=True, paged=rows) for each in ended for rows in PAGE_ROWS]
+    ended = [kind for kind in kinds if kind[1] in ("upper", "band")]
+    paged = [Config(t, *kind, packed=True, paged=n) for (_, n), t in PAGED_TILES.items() for kind in ended]
     few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
     both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]

@@ -110,19 +110,29 @@ def box_of(start, rows: int, keys, first):
     return Box(*(I32(cutlass.select_(cut > 0, a, b)) for a, b in zip(at_start, at_end, strict=True)))
 
 
-def boxes_of(n, query_tile: QueryTile, params: ForwardParams, config: Config) -> Box:
-    """The boxes of key block n, the m-th part's in lane m of the warp; further lanes have the last one's.
+def boxes_of(n, query_tile: QueryTile, params: ForwardParams, config: Config) -> tuple[Box, ...]:
+    """The boxes of key block n, one for each part, or a single one whose numbers are those of part m in lane m.
 
-    Each lane reads the table for one part, so that small pages take no more instructions than large ones.
+    Each lane then reads the table for one part, so that many small parts take no more instructions than a few large ones.
     """
-    parts = config.tiles.tile_n // config.paged
-    part = PICK.smaller(cute.arch.thread_idx()[0] % 32, parts - 1)
-    return box_at(n * config.tiles.tile_n + part * config.paged, query_tile, params, config)
+    start, rows = n * config.tiles.tile_n, config.paged
+    if in_lanes(config):
+        part = PICK.smaller(cute.arch.thread_idx()[0] % 32, config.tiles.tile_n // rows - 1)
+        return (box_at(start + part * rows, query_tile, params, config),)
+    return tuple(box_at(start + first, query_tile, params, config) for first in range(0, config.tiles.tile_n, rows))
 
 
-def box_of_part(boxes: Box, m: int) -> Box:
-    """The box that lane m holds, the same for all lanes."""
-    return Box(*(cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, m)) for x in boxes))
+def in_lanes(config: Config) -> bool:
+    """Whether the lanes of the loading warp share out the parts of a block."""
+    return config.tiles.tile_n // config.paged > 2
+
+
+def box_of_lane(box: Box, m: int, config: Config) -> Box:
+    """The box that lane m holds, in all lanes."""
+    row, end = (cute.arch.shuffle_sync(x, m) for x in (box.row, box.end))
+    # Follows from the row (see box_of), which takes less time than another exchange of lanes.
+    wrap = I32(cutlass.select_(row < 0, I32(0), I32(packed.LONG))) if config.has_lower else box.wrap
+    return Box(row, end, wrap)
 
 
 def box_at(position, query_tile: QueryTile, params: ForwardParams, config: Config) -> Box:
@@ -169,16 +179,20 @@ def key_blocks(
     )
 
 
-def fetch_parts(of: KeyParts, boxes: Box, state: PipelineState, smem: ForwardStorage, config: Config) -> PipelineState:
+def fetch_parts(
+    of: KeyParts, boxes: tuple[Box, ...], state: PipelineState, smem: ForwardStorage, config: Config
+) -> PipelineState:
     """Fetches a block of K or V into the state's stage of the ring, part by part. Returns the next state."""
     full = smem.full + state.index
+    if in_lanes(config):  # before the wait, since nothing may come between the room that is there and the copies into it
+        boxes = tuple(box_of_lane(boxes[0], m, config) for m in range(config.tiles.tile_n // config.paged))
     cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
     with cute.arch.elect_one():
         # The bytes of all parts, before the first of them comes; this is the barrier's only arrival.
         size = config.tiles.element_bytes * config.tiles.tile_n * columns_of(of, config)
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-    for m in range(config.tiles.tile_n // config.paged):
-        copy_part(of, box_of_part(boxes, m), m, state.index, full, config)
+    for m, box in enumerate(boxes):
+        copy_part(of, box, m, state.index, full, config)
     return state.advance(config.tiles.stages)
 
 

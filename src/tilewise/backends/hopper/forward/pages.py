@@ -127,12 +127,11 @@ def in_lanes(config: Config) -> bool:
     return config.tiles.tile_n // config.paged > 2
 
 
-def box_of_lane(box: Box, m: int, config: Config) -> Box:
-    """The box that lane m holds, in all lanes."""
-    row, end = (cute.arch.shuffle_sync(x, m) for x in (box.row, box.end))
-    # Follows from the row (see box_of), which takes less time than another exchange of lanes.
-    wrap = I32(cutlass.select_(row < 0, I32(0), I32(packed.LONG))) if config.has_lower else box.wrap
-    return Box(row, end, wrap)
+def box_of_part(boxes: tuple[Box, ...], m: int, config: Config) -> Box:
+    """The box of part m of :func:`boxes_of`, the same in all lanes."""
+    if not in_lanes(config):
+        return boxes[m]
+    return Box(*(cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, m)) for x in boxes[0]))
 
 
 def box_at(position, query_tile: QueryTile, params: ForwardParams, config: Config) -> Box:
@@ -184,15 +183,13 @@ def fetch_parts(
 ) -> PipelineState:
     """Fetches a block of K or V into the state's stage of the ring, part by part. Returns the next state."""
     full = smem.full + state.index
-    if in_lanes(config):  # before the wait, since nothing may come between the room that is there and the copies into it
-        boxes = tuple(box_of_lane(boxes[0], m, config) for m in range(config.tiles.tile_n // config.paged))
     cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # every computing warp
     with cute.arch.elect_one():
         # The bytes of all parts, before the first of them comes; this is the barrier's only arrival.
         size = config.tiles.element_bytes * config.tiles.tile_n * columns_of(of, config)
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-    for m, box in enumerate(boxes):
-        copy_part(of, box, m, state.index, full, config)
+    for m in range(config.tiles.tile_n // config.paged):
+        copy_part(of, box_of_part(boxes, m, config), m, state.index, full, config)
     return state.advance(config.tiles.stages)
 
 

@@ -349,7 +349,7 @@ TABLE = {
 }  # fmt: skip
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
 # The tiles over pages, by head dims and by the rows that one box brings: few rows, since chunks of a prompt are short, and for
-# small pages registers for a loading warp that has many boxes.
+# small pages registers for a loading warp that has many boxes (docs/decisions.md#hopper-pages).
 PAGED_TILES = {
     (dims, rows): tiles if rows == 64 else replace(tiles, registers=232, registers_load=40)
     for dims, tiles in {(64, 64): _D64_128, (128, 128): _D128}.items()

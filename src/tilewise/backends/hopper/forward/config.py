@@ -348,13 +348,10 @@ TABLE = {
     ),
 }  # fmt: skip
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
-# The tiles over pages, by head dims and by the rows that one box brings: few rows, since chunks of a prompt are short, and for
-# small pages registers for a loading warp that has many boxes (docs/decisions.md#hopper-pages).
-PAGED_TILES = {
-    (dims, rows): tiles if rows == 64 else replace(tiles, registers=232, registers_load=40)
-    for dims, tiles in {(64, 64): _D64_128, (128, 128): _D128}.items()
-    for rows in (64, 16)
-}
+# (head dim, rows that one box brings) -> tiles over pages: few rows, since chunks of a prompt are short, and for small pages
+# registers for a loading warp that has many boxes (docs/decisions.md#hopper-pages).
+PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128)}
+PAGED_TILES |= {(d, 16): replace(t, registers=232, registers_load=40) for (d, _), t in PAGED_TILES.items()}
 PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
 # How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
 HEADS = (8, 64)

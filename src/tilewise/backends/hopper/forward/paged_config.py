@@ -11,7 +11,7 @@ from tilewise.problem import Problem, TensorFacts
 def reasons(problem: Problem) -> list[str]:
     """Every reason why no forward over pages computes a problem, whatever machine it is."""
     found = config.reasons(problem)
-    widest = max(max(dims) for dims, _ in PAGED_TILES)
+    widest = max(width for width, _ in PAGED_TILES)
     wide = max(problem.head_dim, problem.head_dim_v)
     if wide > widest:
         found.append(f"pages with head_dim {wide}, above {widest}")
@@ -74,8 +74,8 @@ def page_rows(pool: TensorFacts) -> int:
 
 def choose(problem: Problem) -> Config:
     """The kernel for a problem that has no :func:`reasons` against it."""
-    d, dv, rows = problem.head_dim, problem.head_dim_v, part_rows(problem)
-    tiles = next(tiles for ((w, wv), n), tiles in PAGED_TILES.items() if d <= w and dv <= wv and n == rows)
+    wide, rows = max(problem.head_dim, problem.head_dim_v), part_rows(problem)
+    tiles = next(tiles for (width, n), tiles in PAGED_TILES.items() if wide <= width and n == rows)
     # A row without an end ends far behind all keys.
     form = "upper" if band_of(problem).lo is None else "band"
     return Config(tiles, DTYPES[str(problem.dtype)], form, packed=True, paged=rows)

@@ -143,6 +143,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "tiles",
         "expr",
         "caching",
+        "device",
+        "state",
     ),
     "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),

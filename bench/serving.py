@@ -117,6 +117,9 @@ CASES = {
         Case("b16-8k-d64", 16, 8192, 64, 8, 64),
         Case("b8-8k-h16", 8, 8192, 16, 16),
         Case("chunk-512-32k", 1, 32768, queries=512, pages=(16, 64), fp8=True),
+        Case("chunk-512-32k-d64", 1, 32768, 32, 8, 64, queries=512, pages=(16, 64)),
+        Case("chunk-2048-32k", 1, 32768, queries=2048),
+        Case("chunks-4-256-8k", 4, 8192, queries=256, pages=(16, 64)),
         Case("latent-b32-8k", 32, 8192, 128, 1, 576, values=512),
         Case("latent-chunk-64-8k", 4, 8192, 128, 1, 576, 64, values=512),
     ),
@@ -207,7 +210,9 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
     yield "cache", over(keys.dense_caches())
     for page_size in case.pages:
         yield f"pages-{page_size}", over(keys.paged(page_size))
-        if (causal or case.values) and keys.device == "cuda":  # chunks of a prompt, and v in k, which Hopper's kernels take
+        if (
+            causal or case.values
+        ) and keys.device == "cuda":  # chunks of a prompt, and v in k, which Hopper's kernels take
             yield f"pages-{page_size}-triton", over(keys.paged(page_size), "triton")
     if case.fp8:
         yield "pages-64-fp8", over(keys.quantised(64, False))

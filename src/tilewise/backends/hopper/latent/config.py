@@ -13,6 +13,7 @@ from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
 WIDTH, WIDTH_V = 576, 512  # columns of a key, and of a value: the sizes of DeepSeek-V2, section 2.1
+KEYS = 64  # of a key tile, which lies in one page
 CHUNK = 64  # columns of 16 bits that lie side by side in shared memory: the 128 bytes of the swizzle
 CHUNKS = WIDTH // CHUNK
 P_CHUNK = 8  # the rotary columns are read by the scores alone: P of the tile takes their place
@@ -39,7 +40,7 @@ class LatentTiles:
     prefetch: bool = True
     width: int = WIDTH
     width_v: int = WIDTH_V
-    tile_n: int = 64
+    tile_n: int = KEYS
 
     @property
     def name(self) -> str:
@@ -151,7 +152,7 @@ def splits_of(problem: Problem) -> int:
     if deterministic and problem.packed:
         return 1
     tiles = problem.heads_k * -(-mean_rows(problem) // ROWS) * (1 if deterministic else problem.batch)
-    cores, blocks = devices.of(problem.device).cores, -(-problem.capacity // 64)
+    cores, blocks = devices.of(problem.device).cores, -(-problem.capacity // KEYS)
 
     def time(splits: int) -> float:
         rounds = -(-tiles * splits // cores)

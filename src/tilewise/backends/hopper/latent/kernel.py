@@ -26,11 +26,11 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward import combine
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.params import OptionalParams
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, COLUMNS, PARTS, STAGES, LatentConfig
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, COLUMNS, KEYS, PARTS, STAGES, LatentConfig
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.scores import compute_scores
 from tilewise.backends.hopper.latent.storage import ELEMENTS, allocate, init_barriers, swizzle_of
-from tilewise.backends.hopper.latent.tiles import KEYS, tile_of
+from tilewise.backends.hopper.latent.tiles import tile_of
 from tilewise.backends.hopper.latent.values import compute_values
 
 # -- Launch --------------------------------------------------------------------------------------------------------

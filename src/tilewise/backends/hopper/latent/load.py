@@ -9,10 +9,10 @@ from cutlass.cute.nvgpu import cpasync
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, PARTS, VALUE_GROUPS
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, VALUE_GROUPS
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import ELEMENTS, LatentStorage, part_of, stage_of
-from tilewise.backends.hopper.latent.tiles import KEYS, LatentTile, place_of, shift_of
+from tilewise.backends.hopper.latent.tiles import LatentTile, place_of, shift_of
 
 # -- Keys ----------------------------------------------------------------------------------------------------------
 

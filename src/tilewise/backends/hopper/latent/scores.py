@@ -17,11 +17,11 @@ from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import choose, pack
 from tilewise.backends.hopper.kit.tiles import rows_columns
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, PARTS, STAGES, LatentConfig
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, STAGES, LatentConfig
 from tilewise.backends.hopper.latent.load import load_tile, page_of, prefetch_tile
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import LatentStorage, get_pair_of, part_of, put_p, put_pair_of, stage_of
-from tilewise.backends.hopper.latent.tiles import KEYS, LatentTile, is_partial, row_ends
+from tilewise.backends.hopper.latent.tiles import LatentTile, is_partial, row_ends
 
 
 class ScoreOperands(NamedTuple):

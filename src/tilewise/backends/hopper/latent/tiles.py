@@ -17,10 +17,8 @@ from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import row_of
-from tilewise.backends.hopper.latent.config import LatentConfig
+from tilewise.backends.hopper.latent.config import KEYS, LatentConfig
 from tilewise.backends.hopper.latent.params import LatentParams
-
-KEYS = 64  # of a key tile
 
 
 class LatentTile(NamedTuple):

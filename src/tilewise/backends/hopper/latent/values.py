@@ -23,11 +23,11 @@ from tilewise.backends.hopper.kit.tiles import (
     rows_columns,
     transpose_quad,
 )
-from tilewise.backends.hopper.latent.config import COLUMNS, PRODUCTS, STAGES, VALUE_GROUPS, WIDTH_V, LatentConfig
+from tilewise.backends.hopper.latent.config import COLUMNS, KEYS, PRODUCTS, STAGES, VALUE_GROUPS, WIDTH_V, LatentConfig
 from tilewise.backends.hopper.latent.load import load_queries
 from tilewise.backends.hopper.latent.params import LatentParams
 from tilewise.backends.hopper.latent.storage import LatentStorage, get_p, get_pair_of, part_of, stage_of
-from tilewise.backends.hopper.latent.tiles import KEYS, LatentTile, place_of
+from tilewise.backends.hopper.latent.tiles import LatentTile, place_of
 
 WIDE = WIDTH_V // VALUE_GROUPS  # columns of O in one warpgroup
 

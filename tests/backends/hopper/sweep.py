@@ -14,12 +14,15 @@ from concurrent.futures import ProcessPoolExecutor
 from bench.gpu.hopper import Sizes, check_calls
 from tests.backends.hopper.test_backward import emulate_kernels, wrong
 from tests.backends.hopper.test_forward import emulate_kernel
+from tests.backends.hopper.test_latent import emulate as emulate_latent
 from tests.backends.hopper.test_pages import emulate_pages
 from tilewise import accuracy
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.testing import Call
 
 EMULATED = Sizes(
@@ -48,7 +51,10 @@ def of_the_kernel(x: Config | Backward) -> Iterator[tuple[str, Call]]:
 def faults(c: Call, x: Config | Backward) -> list[str]:
     if isinstance(x, Backward):
         return wrong(c, emulate_kernels(c, x, CTAS))
-    out = emulate_pages(c, x, CTAS) if x.paged else emulate_kernel(c, x, CTAS)
+    if isinstance(x, LatentConfig):
+        out = emulate_latent(c, 2 if x.split else 1)
+    else:
+        out = emulate_pages(c, x, CTAS) if x.paged else emulate_kernel(c, x, CTAS)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))
     return [str(e) for e in errors if not e.ok]
 
@@ -71,7 +77,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     # One dtype: the emulated machine rounds P to the inputs' in either.
-    every = [x for x in (*config.shipped(), *backward_config.shipped()) if x.dtype == "bf16" and options.only in x.name]
+    every = [
+        x
+        for x in (*config.shipped(), *latent_config.shipped(), *backward_config.shipped())
+        if x.dtype == "bf16" and options.only in x.name
+    ]
     total, bad = 0, 0
     with ProcessPoolExecutor(options.jobs) as pool:
         for name, calls, seconds, found in pool.map(sweep, every):

@@ -125,8 +125,8 @@ def shipped() -> list[LatentConfig]:
 
 LEAST_TILES = 8  # of a split: fewer keys cost more in the merge than they save
 MOST_SPLITS = 32  # what one warp merges
-# The time that a CTA's beginning and end take, and that merging takes and takes more for each split, in that of a key tile
-# (docs/decisions.md#hopper-latent).
+# The time that a CTA's beginning and end take, and that merging takes and takes more for each split, in that of a key tile: guessed
+# from one run on an H200, not fitted.
 OPEN, MERGE, MERGE_EACH = 3.0, 4.0, 0.25
 
 

@@ -11,7 +11,9 @@ V. Each mbarrier is waited for by the other side (arrivals in brackets): of each
 copy engine to score and value, ``empty`` (4 warps, of the rotary columns 8) value -> score. ``q_full`` (256) goes value -> score, of each
 stage ``p_full`` (128) score -> value and ``m_full`` (128) to the other score group, ``end`` (256) score -> value.
 
-The tensor cores take 1152 clocks for S of a tile and 1024 for P V. Softmax of a tile runs under the products of other tiles.
+The tensor cores take 1152 clocks for S of a tile and 1024 for P V, and shared memory is read and written for 2413 at 128 bytes a clock.
+Softmax of a tile runs under the products of other tiles. With three parts of a tile, its place waited for all of P V, and a tile took
+about 2750 clocks (H200, 64 queries of 128 heads over 8,192 keys, 11-22).
 """
 
 from __future__ import annotations

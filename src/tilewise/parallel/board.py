@@ -1,4 +1,4 @@
-"""What ranks of one machine say to each other, in memory that they share: a few numbers, in tens of microseconds.
+"""Numbers that ranks of one machine tell each other in memory that they share, in tens of microseconds.
 
 Before bytes move, every call compares a few numbers of all ranks (:mod:`tilewise.parallel.agreement`), which no GPU needs to know. By
 sockets this took longer than the launch of a whole step.

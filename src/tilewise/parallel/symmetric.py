@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.parallel.exchange import Group
+from tilewise.parallel.exchange import Exchange, Group
 from tilewise.parallel.layout import Layout
 
 GRAIN = 1 << 21
@@ -50,6 +50,10 @@ class SymmetricGroup(Group):
         self._rooms: dict[str, tuple[Tensor, Any]] = {}
         self._views: dict[str, dict[tuple, list[tuple[int, Tensor]]]] = {}  # of peers' rooms, by name, shapes and dtype
         self._stream = torch.cuda.Stream()
+
+    @classmethod
+    def joined_by(cls, group: dist.ProcessGroup) -> Exchange:
+        return group_of(group)
 
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
         memory, _ = self._mapped(name, most * like.element_size(), like.device)

@@ -140,23 +140,19 @@ class BackwardPlan(Plan):
     def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         """The gradients, by the launch that is kept if there is one and the tensors lie where it can read them."""
         given = inputs.q, inputs.k, inputs.v, out.o, do, out.lse, dlse
-        if self.bound is not None and self.as_they_are(given):
+        if self.bound is not None and as_they_are(given):
             made = [torch.empty_like(x) for x in self.written]
             self.bound(*given, *made)
             return Grads(made[0], made[1], made[2], None, {})
         return backward(self, inputs, out, do, dlse)
 
-    def as_they_are(self, given: Sequence[Tensor]) -> bool:
-        """Whether kernels can read q, k, v, o, do, lse and dlse where they lie; the strides of q, k and v are the problem's."""
-        q, k, v, o, do, lse, dlse = given
-        where = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()
-        contiguous = o.is_contiguous() and do.is_contiguous() and lse.is_contiguous() and dlse.is_contiguous()
-        return contiguous and not where % ALIGNED
 
-    def keep(self, bound: Bound, written: Sequence[Tensor]) -> None:
-        """Keeps a launch for later calls, and the sizes of the tensors that it writes."""
-        self.written = [without_memory(torch.empty_like(x)) for x in written]
-        self.bound = bound
+def as_they_are(given: Sequence[Tensor]) -> bool:
+    """Whether kernels can read q, k, v, o, do, lse and dlse where they lie; the strides of q, k and v are the problem's."""
+    q, k, v, o, do, lse, dlse = given
+    where = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()
+    contiguous = o.is_contiguous() and do.is_contiguous() and lse.is_contiguous() and dlse.is_contiguous()
+    return contiguous and not where % ALIGNED
 
 
 def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
@@ -185,8 +181,9 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     made += (lse.new_empty(plan.semaphores_shape, dtype=torch.int32),) if plan.semaphores_shape else ()
     made += (lse.new_empty(1, dtype=torch.int32),) if plan.config.keys.queued else ()
     bound = plan.launch((*given, *made), lambda: (given, made, plan.numbers))
-    if plan.direct and plan.as_they_are((*qkv, out.o, do, out.lse, dlse)):
-        plan.keep(bound, made)
+    if plan.direct and as_they_are((*qkv, o, do, lse, dlse)):  # some may be copies by now, which lie so
+        plan.written = [without_memory(torch.empty_like(x)) for x in made]
+        plan.bound = bound
     if inputs.sink is None:
         return Grads(*grads, None, {})
     if packed:  # rows lie where the statistics have them

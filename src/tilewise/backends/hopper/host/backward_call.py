@@ -122,6 +122,10 @@ class BackwardPlan(Plan):
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=TENSORS)
 
+    def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+        """The gradients of a call."""
+        return backward(self, inputs, out, do, dlse)
+
 
 def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
     """The gradients: makes what the launch reads and writes, and launches."""

@@ -28,6 +28,7 @@ def kernels() -> SimpleNamespace:
         tangent_tiles,
         terms,
         tile_bits,
+        tile_lists,
         tile_map,
     )
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -53,6 +54,10 @@ def kernels() -> SimpleNamespace:
         tile_bits=tile_bits.tile_bits_kernel,
         BitTensors=tile_bits.BitTensors,
         BitSizes=tile_bits.BitSizes,
+        tile_lists=tile_lists.tile_lists_kernel,
+        tile_order=tile_lists.tile_order_kernel,
+        ListTensors=tile_lists.ListTensors,
+        ListSizes=tile_lists.ListSizes,
         ends=tile_map.ends_kernel,
         EndsTensors=tile_map.EndsTensors,
         EndsSizes=tile_map.EndsSizes,

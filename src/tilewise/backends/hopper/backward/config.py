@@ -409,7 +409,7 @@ class BackwardRow:
         return replace(self.one_pass, ordered=True, prefetches=False)
 
     def summed(self, form: str, packed: bool) -> KeyTiles | None:
-        """``one_pass`` as a form has it: docs/decisions.md#hopper-overlapped-tiles; of unequal tiles, docs/decisions.md#hopper-open-heads."""
+        """``one_pass`` of a form: docs/decisions.md#hopper-overlapped-tiles; of unequal tiles, docs/decisions.md#hopper-open-heads."""
         keys = self.one_pass
         if keys is None or keys.clustered:
             return keys

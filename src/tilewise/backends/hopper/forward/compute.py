@@ -145,7 +145,7 @@ def begin_tile(
     operands: ForwardOperands, query_tile: QueryTile, q_state: PipelineState, state: PipelineState, w,
     smem: ForwardStorage, params: ForwardParams, config: Config,
 ) -> tuple:  # fmt: skip
-    """Computes a tile up to its last product: its tile of Q, the stage of its last V, and the next places in the ring and in the tiles of Q."""
+    """Computes a tile but for its last product's end: its tile of Q, the stage of its last V, and what follows these two."""
     n_q = w * config.tiles.q_stages + q_state.index
     state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
     return n_q, state.index, state.advance(config.tiles.stages), q_state.advance(config.tiles.q_stages)

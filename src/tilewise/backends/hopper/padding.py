@@ -2,8 +2,8 @@
 
 Kernels of packed sequences learn lengths from the device, mask no pair within them, and take tiles from a queue. So a batch element
 becomes two or three sequences that lie one after the other: the keys before its first one, to which no query belongs; all its queries
-with the keys that they see; and the keys behind these. No row of q, k or v moves (docs/decisions.md#hopper-list-tiles). Nothing here imports
-the DSL: it runs on any machine.
+with the keys that they see; and the keys behind these. No row of q, k or v moves
+(docs/decisions.md#hopper-list-tiles). Nothing here imports the DSL: it runs on any machine.
 """
 
 from __future__ import annotations

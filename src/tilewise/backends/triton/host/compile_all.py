@@ -222,10 +222,10 @@ def recorded(item: Launch) -> Iterator[tuple]:
         found.append(("tile_map", runtime.kernels().tile_map, tile_map.PROGRAM, arguments))
         new = partial(torch.empty, dtype=torch.int32, device="meta")
         tiles = BitTiles(new(1, 1, 2, 2), new(1, 1, 2, 4), new(5, THREADS, words_of(128)))
-        status, lists = torch.empty((1, 1, 2, 2), dtype=torch.uint8, device="meta"), runtime.kernels()
+        status, lists = torch.empty((1, 1, 2, 2), dtype=torch.uint8, device="meta"), runtime.kernels().lists
         for by_columns in (False, True):
             tensors, sizes, facts = tile_map.list_arguments_of(tiles, status, by_columns, 1, False)
-            for kernel in (lists.tile_lists, lists.tile_order):
+            for kernel in (lists.tile_lists_kernel, lists.tile_order_kernel):
                 arguments = tensors, runtime.opaque(sizes), (), facts
                 name = kernel.fn.__name__.removesuffix("_kernel").replace("tile", "key" if by_columns else "tile")
                 found.append((name, kernel, tile_map.PROGRAM, arguments))

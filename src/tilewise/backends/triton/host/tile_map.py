@@ -108,7 +108,7 @@ def lists(tiles: BitTiles, status: Tensor, by_columns: bool, group: int, ragged:
     """
     tensors, sizes, facts = list_arguments_of(tiles, status, by_columns, group, ragged)
     programs = (tiles.work.numel() // 4,)
-    for kernel in (runtime.kernels().tile_lists, runtime.kernels().tile_order):
+    for kernel in (runtime.kernels().lists.tile_lists_kernel, runtime.kernels().lists.tile_order_kernel):
         _launch(kernel, programs, tensors, sizes, (), facts)
 
 
@@ -116,7 +116,7 @@ def list_arguments_of(
     tiles: BitTiles, status: Tensor, by_columns: bool, group: int, ragged: bool
 ) -> tuple[Any, Any, Facts]:
     """The arguments of the kernels that write lists, but for numbers, of which they have none."""
-    (batch, heads, lines, steps), kernels = tiles.blocks.shape, runtime.kernels()
+    (batch, heads, lines, steps), kernels = tiles.blocks.shape, runtime.kernels().lists
     sizes = kernels.ListSizes(
         heads=heads,
         group=group if heads > 1 else 1,

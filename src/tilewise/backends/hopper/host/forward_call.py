@@ -14,7 +14,8 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, empty_output, without_memory
 from tilewise.backends.hopper.config import PLAIN, Band, cap_of, keys_of
-from tilewise.backends.hopper.forward.config import Config, Grid, spread
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.grid import Grid, spread
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, FAR, LOG2_E, Plan, addressed, leaf

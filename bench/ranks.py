@@ -3,13 +3,15 @@
 A process a rank. First every mask of CHECKS, small, against the float64 oracle, for each contestant; what is red is not timed. Then, in
 the same interleaved rounds, forward alone and with its backward: the contestants of CONTESTANTS over all ranks, and *alone*, the whole
 sequence with ``heads / ranks`` heads on each GPU at once, so that all are under load. A rate is per GPU, of kept pairs. At last a step
-of each contestant under the profiler: milliseconds of attention kernels, of the exchange, of all other kernels, and of the host.
-`--device cpu` rehearses with gloo on small sizes.
+of each contestant under the profiler: milliseconds of attention kernels, of the exchange, of all other kernels, and of the host; and
+the bytes that a rank receives in it, counted, beside those of the cost model. PyTorch's context parallelism (:mod:`bench.ranks_torch`)
+takes part where it can. `--device cpu` rehearses with gloo on small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import tempfile
@@ -22,10 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import tilewise as tw
-from bench import records
+from bench import ranks_torch, records
+from bench.check import verdict
 from tilewise.masks import Mask
 from tilewise.parallel import ContextParallel, balanced, heads
 from tilewise.parallel.exchange import Group
@@ -47,6 +51,7 @@ class Contestant:
 
 CONTESTANTS = {
     "gather": Contestant("gather"),
+    "ring": Contestant("ring"),
     "auto": Contestant("auto", engines=True),
     "nccl": Contestant("heads"),
     "engines": Contestant("heads", engines=True),
@@ -150,15 +155,51 @@ def milliseconds(run: Callable[[], object], device: str, calls: int) -> float:
     return float(slowest)
 
 
-def contests(row: Row, names: list[str], groups: dict[bool, Group], device: str) -> dict[str, dict[str, Callable]]:
-    """The forward, and the forward with its backward, of each contestant and of one GPU alone."""
+def contests(
+    row: Row, names: list[str], groups: dict[bool, Group], device: str
+) -> tuple[dict[str, dict[str, Callable]], dict[str, dict[str, float]]]:
+    """The forward, and the forward with its backward, of each contestant and of one GPU alone; and the bytes that each exchanges."""
     mask, size = mask_of(row.mask, row.seqlen, device), dist.get_world_size()
-    parallels = {name: parallel_of(row, CONTESTANTS[name], mask, groups) for name in names}
-    held = parallels[names[0]].layout_of(row.seqlen).lengths[dist.get_rank()]
-    local = tensors(row.heads_q, row.heads_k, held, device)
-    found = {name: steps(*local, mask=mask, parallel=parallel) for name, parallel in parallels.items()}
+    found, moved = {}, {}
+    for name in names:
+        parallel = parallel_of(row, CONTESTANTS[name], mask, groups)
+        local = tensors(row.heads_q, row.heads_k, parallel.layout_of(row.seqlen).lengths[dist.get_rank()], device)
+        found[name] = steps(*local, mask=mask, parallel=parallel)
+        moved[name] = received(parallel, found[name], local[:3], mask)
     share = tensors(row.heads_q // size, row.heads_k // size, row.seqlen, device)
-    return found | {"alone": steps(*share, mask=mask)}
+    return found | {"alone": steps(*share, mask=mask)}, moved
+
+
+def torch_contests(
+    row: Row, peers: dict[str, bool], mesh: DeviceMesh, contestants: dict[str, dict[str, Callable]]
+) -> None:
+    """Adds those of PyTorch's contestants that run a row; ``peers``: whether shared key heads are repeated for each."""
+    local = tensors(row.heads_q, row.heads_k, row.seqlen // mesh.size(), "cuda")
+    ids = documents(row.seqlen, "cuda") if row.mask == "documents" else None
+    for name, repeat in peers.items():
+        if ranks_torch.runs(name, row.mask, row.seqlen):
+            _, attend = ranks_torch.attention_of(name, ids, row.seqlen, mesh, repeat)
+            contestants[name] = ranks_torch.steps(attend, *local)
+
+
+def received(
+    parallel: ContextParallel, ways: dict[str, Callable[[], object]], inputs: list[Tensor], mask: Mask
+) -> dict[str, float]:
+    """MiB that ranks receive in a step, counted, and by the cost model, the most of all ranks, in the forward and in the backward; and
+    the model's peak of memory and milliseconds of a step beside its products."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    plan, exchange = tw.explain(*inputs, mask=mask, parallel=parallel), parallel.exchange
+    before = exchange.received
+    ways["forward"]()
+    forward = exchange.received - before
+    ways["both"]()
+    backward = exchange.received - before - 2 * forward
+    most = sum(map(max, zip(*exchange.numbers([forward, backward]), strict=True)))
+    model = plan.costs[plan.scheme]
+    counts = {"received_mib": most, "predicted_received_mib": model.received, "predicted_mib": model.memory}
+    return {name: round(count / 2**20, 3) for name, count in counts.items()} | {
+        "predicted_ms": round(model.milliseconds, 3)
+    }
 
 
 def timed(contestants: dict[str, dict[str, Callable]], device: str, rounds: int) -> dict[tuple[str, str], float]:
@@ -185,15 +226,6 @@ def peak(run: Callable[[], object]) -> float:
     run()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def predicted_peak(row: Row, size: int) -> float:
-    """The peak of a step by heads with copy engines, in MiB a rank, for bf16: what is alive where the backward's kernel runs.
-
-    That is q, k, v of the rank's heads, their gradients, o of its heads, o of its rows, dO of its heads, and dQ in fp32.
-    """
-    rows = row.seqlen * HEAD_DIM / size
-    return rows * (2 * 2 * (row.heads_q + 2 * row.heads_k) + (3 * 2 + 4) * row.heads_q) / 2**20
 
 
 EXCHANGE, PLAIN = ("nccl", "memcpy", "barrier"), ("at::", "cub::", "memset")
@@ -254,6 +286,28 @@ def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device:
     return red
 
 
+def checked_peers(names: list[str], mesh: DeviceMesh) -> dict[str, bool]:
+    """PyTorch's contestants that are right under a causal mask, and whether shared key heads are repeated for them."""
+    n, heads_k = 256 * mesh.size(), 2
+    found: dict[str, bool] = {}
+    shapes = [(1, n, heads, HEAD_DIM) for heads in (2 * heads_k, heads_k, heads_k, 2 * heads_k)]
+    q, k, v, do = (normal(*shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes))
+    expected = call(q, k, v, do, mask=tw.causal()).expected()
+    for name, repeat in [(name, repeat) for name in names for repeat in (False, True)]:
+        if name in found:
+            continue
+        try:
+            parts = ranks_torch.found(*ranks_torch.attention_of(name, None, n, mesh, repeat), q, k, v, do)
+            said = verdict(expected.judge({x: t.cpu() for x, t in parts.items()}), ours=False)
+        except Exception as error:  # an experimental part of torch fails in many ways
+            said = f"{type(error).__name__}: {error}"[:300]
+        if said in ("green", "loose"):
+            found[name] = repeat
+        if dist.get_rank() == 0:
+            print(name, "with repeated key heads:" if repeat else "with shared key heads:", said, flush=True)
+    return found
+
+
 def ways(device: str, only: list[str]) -> tuple[list[str], dict[bool, Group]]:
     """The contestants that this machine can run, and the groups of ranks that they need."""
     groups = {False: Group()}
@@ -293,37 +347,53 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     names, groups = ways(device, options.only)
-    peers = {name: str(CONTESTANTS[name]) for name in names} | {"alone": "tilewise on a rank's share of the heads"}
-    run = records.run(f"python -m bench.ranks --ranks {size}", device, peers, gpus=size)
-    lines = [run]
-    red = {name: said for name in CHECKS if (said := checked(name, names, groups, device))}
-    if rank == 0:
-        print("red:", red or "nothing", flush=True)
-    wanted = [row for row in (*ROWS, *MANY) if row.name in options.rows] or ROWS
-    for row in REHEARSAL if device == "cpu" else wanted:
-        green = [name for name in names if name not in red.get(row.mask, ())]
-        contestants = contests(row, green, groups, device)
-        ms = timed(contestants, device, options.rounds)
-        parts = {} if device == "cpu" else {who: breakdown(ways["both"]) for who, ways in contestants.items()}
-        for who in parts:
-            parts[who] |= {
-                "peak_mib": round(peak(contestants[who]["both"])),
-                "predicted_mib": round(predicted_peak(row, size)),
-            }
-        flops = 4 * kept_pairs(row.mask, row.seqlen) * row.heads_q * HEAD_DIM / size
-        shape = {"gpus": size, "seqlen": row.seqlen, "heads_q": row.heads_q, "heads_k": row.heads_k, "mask": row.mask}
-        for (who, way), t in ms.items():
-            tflops = round(flops * (1 if way == "forward" else 3.5) / t / 1e9, 4)
-            more = {"tflops": tflops, "shape": shape} | (
-                {"parts": parts[who]} if way == "both" and who in parts else {}
-            )
-            lines.append(records.result(run["run"], row.name, who, way, "time", t, **more))
+    asked = [name for name in ranks_torch.NAMES if device != "cpu" and name in (options.only or ranks_torch.NAMES)]
+    with ranks_torch.entered(init_device_mesh("cuda", (size,))) if asked else contextlib.nullcontext() as mesh:
+        peers = checked_peers(asked, mesh) if asked else {}
+        described = {name: str(CONTESTANTS[name]) for name in names} | {
+            name: ranks_torch.described(name) for name in peers
+        }
+        described |= {"alone": "tilewise on a rank's share of the heads"}
+        lines = [records.run(f"python -m bench.ranks --ranks {size}", device, described, gpus=size)]
+        red = {name: said for name in CHECKS if (said := checked(name, names, groups, device))}
         if rank == 0:
-            report(row, ms, parts, flops)
-            if options.out:  # what is known already, should a later row fail
+            print("red:", red or "nothing", flush=True)
+        wanted = [row for row in (*ROWS, *MANY) if row.name in options.rows] or ROWS
+        for row in REHEARSAL if device == "cpu" else wanted:
+            green = [name for name in names if name not in red.get(row.mask, ())]
+            contestants, parts = contests(row, green, groups, device)
+            if device != "cpu":
+                torch_contests(row, peers, mesh, contestants)
+            compared(row, contestants, parts, device, options.rounds, lines)
+            if rank == 0 and options.out:  # what is known already, should a later row fail
                 options.out.unlink(missing_ok=True)
                 records.append(lines, options.out)
     dist.destroy_process_group()
+
+
+def compared(
+    row: Row,
+    contestants: dict[str, dict[str, Callable]],
+    parts: dict[str, dict],
+    device: str,
+    rounds: int,
+    lines: list[dict],
+) -> None:
+    """Times a row's contestants, adds the results to the lines of the run, and prints them on the first rank."""
+    size = dist.get_world_size()
+    ms = timed(contestants, device, rounds)
+    for who, ways in contestants.items() if device != "cpu" else ():
+        if who not in ranks_torch.NAMES:
+            parts[who] = parts.get(who, {}) | breakdown(ways["both"])
+        parts[who] = parts.get(who, {}) | {"peak_mib": round(peak(ways["both"]))}
+    flops = 4 * kept_pairs(row.mask, row.seqlen) * row.heads_q * HEAD_DIM / size
+    shape = {"gpus": size, "seqlen": row.seqlen, "heads_q": row.heads_q, "heads_k": row.heads_k, "mask": row.mask}
+    for (who, way), t in ms.items():
+        tflops = round(flops * (1 if way == "forward" else 3.5) / t / 1e9, 4)
+        more = {"tflops": tflops, "shape": shape} | ({"parts": parts[who]} if way == "both" and who in parts else {})
+        lines.append(records.result(lines[0]["run"], row.name, who, way, "time", t, **more))
+    if dist.get_rank() == 0:
+        report(row, ms, parts, flops)
 
 
 def parser_of(description: str, rounds: int) -> argparse.ArgumentParser:
@@ -345,7 +415,7 @@ def start(process: Callable[[int, int, argparse.Namespace, str], None], options:
 def main() -> None:
     """Starts the ranks."""
     parser = parser_of(__doc__.partition(":")[0], 5)
-    parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), help="some contestants")
+    parser.add_argument("--only", nargs="*", choices=[*CONTESTANTS, *ranks_torch.NAMES], help="some contestants")
     parser.add_argument("--rows", nargs="*", default=(), choices=[row.name for row in (*ROWS, *MANY)], help="some rows")
     start(process, parser.parse_args())
 

@@ -36,13 +36,13 @@ def test_a_measured_row_puts_the_faster_backend_first():
     "options",
     [
         {"causal": True},
-        {"score": tw.softcap(30.0)},
+        {"score": tw.softcap(30.0), "mask": tw.window(1023, 0)},
         {**CAPPED, "n": 512},
         {**CAPPED, "d": 256},
         {**CAPPED, "dropout_p": 0.1, "dropout_seed": 1},
         {"causal": True, "score": tw.softcap(30.0) >> tw.score(lambda s, b, h, i, j: s * 2)},
     ],
-    ids=["no-softcap", "full", "short", "wide", "dropout", "more"],
+    ids=["no-softcap", "window", "short", "wide", "dropout", "more"],
 )
 def test_what_was_not_measured_follows_the_order_of_the_table(options):
     assert dispatch.candidates(problem(**options))[0] == "hopper"

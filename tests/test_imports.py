@@ -63,7 +63,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "backends.hopper.config": ("bit_tiles", "problem", "masks.facts", "expr"),
     "backends.hopper.*.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
     "backends.triton.tiles": (),
-    "backends.triton.config": ("backends.triton.tiles", "problem", "device"),
+    "backends.triton.config": ("backends.triton.tiles", "distances", "problem", "device"),
     "backends.*.config": ("problem", "device"),
     # A program of its own.
     "backends.*.compile_all": (
@@ -143,6 +143,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "tiles",
         "expr",
         "caching",
+        "device",
+        "state",
     ),
     "compat.transformers.sharded": ("compat.transformers.masks", "masks.catalogue", "parallel.context"),
     "compat*": ("own", "api", "spec", "masks.catalogue", "scores.catalogue", "expr", ""),

@@ -67,15 +67,14 @@ PACKED = [  # lengths of q and k; rows past the last sequence
 
 
 PAGED_OPTIONS = {
-    "full": [{}],
-    "upper": [{"causal": True}, {"mask": tw.window(None, 5)}],
+    "upper": [{"causal": True}, {"mask": tw.window(None, 5)}, {}],
     "band": [{"mask": tw.window(100, 0)}, {"mask": tw.window(70, 33)}, {"mask": tw.window(700)}],
 }
-PAGED = [  # page size, lengths of q and k, rows past the last sequence; without those and with one length of q not packed
-    (64, [(70, 300), (1, 5), (0, 9), (130, 0), (64, 64), (65, 63), (33, 4000)], 37),
-    (128, [(1000, 1000), (33, 2000), (515, 200)], 5),
-    (64, [(300, 1), (300, 65), (300, 127), (300, 128), (300, 129), (300, 3000)], 0),
-    (256, [(512, 9000)], 0),
+PAGED = [  # page size in parts of a block, lengths of q and k, rows past the last sequence: none and even q come unpacked
+    (1, [(70, 300), (1, 5), (0, 9), (130, 0), (64, 64), (65, 63), (33, 4000)], 37),
+    (2, [(1000, 1000), (33, 2000), (515, 200)], 5),
+    (1, [(300, 1), (300, 17), (300, 65), (300, 127), (300, 128), (300, 129), (300, 3000)], 0),
+    (4, [(512, 9000)], 0),
 ]
 
 
@@ -202,7 +201,7 @@ def packed_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Siz
 def paged_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Sizes) -> Named:
     """Sequences in shuffled pages, with NaN wherever no key lies, and numbers of no page behind a sequence's last one."""
     (width, width_v), device = kind.dims, sizes.device
-    for n, (page_size, lengths, rest) in enumerate(sizes.paged):
+    for n, (parts, lengths, rest) in enumerate(sizes.paged):
         q_lengths, k_lengths = zip(*lengths, strict=True)
         even = len(set(q_lengths)) == 1 and not rest
         rows = (len(lengths), q_lengths[0]) if even else (sum(q_lengths) + rest,)
@@ -210,7 +209,7 @@ def paged_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Size
         for m, options in enumerate(PAGED_OPTIONS[kind.form]):
             # The second call of a kind is narrower, with heads before rows.
             d, dv = (width, width_v) if m != 1 else (width - 24, width_v - 40)
-            q, cache = new(*rows, 4, d), cache_of(new, page_size, k_lengths, (2, d, dv), m == 1)
+            q, cache = new(*rows, 4, d), cache_of(new, parts * kind.paged, k_lengths, (2, d, dv), m == 1)
             if not even:
                 q[sum(q_lengths) :] = torch.nan
             sink = torch.randn(4, device=device) if m % 2 else None

@@ -27,6 +27,11 @@ def by_distance(*roots: Expr) -> bool:
     return {"i", "j"} <= used and "s" not in used and all(grows[id(e)] == 0 for e in roots)
 
 
+def reads_by_distance(p: Problem) -> bool:
+    """Whether a problem's score reads a tensor at the distance of a pair."""
+    return p.spec.score is not None and any(by_distance(*x.args[1:]) for x in expr.lookups(p.spec.score))
+
+
 def _growth(e: Expr, inner: list[int | None]) -> int | None:
     """The growth of a node where i and j both grow by one; None: not always by as much."""
     if e.op == "symbol":

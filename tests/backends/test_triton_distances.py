@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,11 +12,12 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 import tilewise as tw
 from tests.backends.contract import agree, run
 from tests.test_distances import t5
-from tilewise.backends.triton import Triton, interpreting
+from tilewise.backends.triton import Triton, interpreting, sheet
 from tilewise.backends.triton.config import INTERPRETED
 from tilewise.backends.triton.host import leaf_sums
 from tilewise.backends.triton.host.leaf_sums import Strips
 from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.tiles import Tiles
 from tilewise.leaf_gradients import DIAGONALS, ROWS
 from tilewise.testing import call, normal, qkv
 
@@ -72,6 +75,20 @@ def test_buckets_of_packed_sequences_are_summed_over_all_of_them():
     q, k, v = (x[0] for x in qkv(batch=1, nq=240, nk=240, hq=2, hk=2))
     score = tw.score(lambda s, b, h, i, j: s + t[t5(i - j), h])
     agree(Triton(), call(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, score=score))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_of_all_distances_is_summed_from_the_sheet_of_ds_that_dq_is_made_of(dtype, monkeypatch):
+    monkeypatch.setattr(sheet, "sheet_memory", lambda p: 2 * 128 * 128 * dtype.itemsize)  # one head's
+    monkeypatch.setattr(leaf_sums, "LEAST_SLOTS", 1)
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))
+    t = normal(2, 260).requires_grad_()
+    score = tw.score(lambda s, b, h, i, j: s + t[h, i - j + 130])
+    c = call(*qkv(batch=2, nq=110, nk=80, hq=2, hk=2, d=8, dv=8, dtype=dtype), mask=tw.window(90, 30), score=score)
+    assert len(Plan(c.p, INTERPRETED).sheet) == 2
+    assert [how for how, _ in sums(c)] == [DIAGONALS]
+    agree(Triton(replace(INTERPRETED, dkdv=Tiles(64, 32, 4, 1))), c)
 
 
 def test_keys_that_no_query_sees_never_touch_the_gradient_of_a_table():

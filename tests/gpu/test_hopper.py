@@ -93,7 +93,7 @@ def test_a_graph_replays_it_and_another_stream_runs_it():
     assert torch.equal(captured, expected)
 
 
-@pytest.mark.parametrize("page_size", [64, 192])
+@pytest.mark.parametrize("page_size", [64, 48, 192])
 def test_a_graph_over_pages_replays_with_other_lengths_tables_and_queries(page_size):
     draw = torch.Generator("cuda").manual_seed(0)
     new = lambda *shape: torch.randn(shape, generator=draw, device="cuda").bfloat16()  # noqa: E731

@@ -141,6 +141,18 @@ def test_the_cheaper_scheme_is_chosen_and_the_other_where_it_cannot():
     assert chosen("auto", whole_of(dropout_p=0.5, dropout_seed=1), 2) == "gather"
 
 
+def test_a_ring_is_chosen_where_others_need_too_much_memory_or_their_exchange_passes_under_nothing():
+    whole = whole_of(causal=True)
+    long = replace(whole, **{x: replace(getattr(whole, x), shape=(1, 1 << 20, HEADS_K, 128)) for x in "qkv"})
+    by_gathering, by_ring = cost.gathering(long, 8), cost.passing(long, 8)
+    assert by_ring.memory < by_gathering.memory
+    assert by_ring.received >= by_gathering.received
+    assert chosen("auto", long, 8, machines=cost.Machines(1, 4 * by_ring.memory)) == "ring"
+    assert chosen("auto", long, 8, machines=cost.Machines(1, 1)) == "ring"  # no other needs less
+    assert chosen("auto", long, 8, machines=cost.Machines(2, 0)) == "ring"
+    assert chosen("auto", whole, 2, machines=cost.Machines(2, 0)) != "ring"  # too short to hide anything
+
+
 def test_a_rank_takes_its_heads_part_of_tensors_that_are_indexed_by_the_head():
     def axes(**options):
         q, k, v, _ = tensors(2)

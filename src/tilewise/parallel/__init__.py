@@ -7,6 +7,7 @@
 - :mod:`tilewise.parallel.route`: which keys travel, and to whom.
 - :mod:`tilewise.parallel.gathered`: a scheme, gathering K and V.
 - :mod:`tilewise.parallel.joined`: all of a rank's queries in one call of it, for documents.
+- :mod:`tilewise.parallel.ring`: a scheme, the keys of one rank after the other.
 - :mod:`tilewise.parallel.heads`: a scheme, all rows of some heads on each rank.
 - :mod:`tilewise.parallel.cost`, :mod:`tilewise.parallel.plan`: what each scheme costs, and which one is taken.
 - :mod:`tilewise.parallel.calls`: a call, from what ranks agree on to a rank's part of it.

@@ -23,14 +23,17 @@ def agreed_lengths(
     v: Tensor,
     assembled: Callable[[], Assembled],
     also: tuple[tuple[str, str], ...],
-) -> tuple[list[tuple[int, int]], Assembled]:
-    """``(queries, keys)`` that each rank holds, by rank, and the call as the operator takes it, with this rank's seed.
+    memory: int = 0,
+) -> tuple[list[tuple[int, int]], int, Assembled]:
+    """``(queries, keys)`` that each rank holds, by rank, the least memory of a rank, and the call as the operator takes it, with this
+    rank's seed.
 
     The ranks compare a hash of what they are about to do.
 
     Args:
         assembled: makes the call as the operator takes it.
         also: what else must be the same on all ranks, each with what a person calls it.
+        memory: bytes of this rank; 0: it is not known.
 
     Raises:
         ValueError: on every rank alike, where a rank's call is wrong or ranks differ; it names what differs.
@@ -47,12 +50,12 @@ def agreed_lengths(
     except (ValueError, NotImplementedError, IndexError) as error:
         # The other ranks must hear of it, or they would wait for this one.
         lengths, (digest, facts) = [0, 0], _hashed({"the call": f"{type(error).__name__}: {error}"})
-    answers = exchange.numbers([digest, *lengths])
+    answers = exchange.numbers([digest, *lengths, memory])
     if len({answer[0] for answer in answers}) > 1:
         raise ValueError(_disagreement(exchange.objects(facts)))
     if "the call" in facts:
         raise ValueError(facts["the call"].partition(": ")[2])
-    return [(queries, keys) for _, queries, keys in answers], call
+    return [(queries, keys) for _, queries, keys, _ in answers], min(answer[3] for answer in answers), call
 
 
 def agree_on_tensors(exchange: Exchange, digest: int) -> None:

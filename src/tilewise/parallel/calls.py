@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from tilewise.parallel import gathered, heads, plan
+from tilewise import device
+from tilewise.parallel import cost, gathered, heads, plan, ring
 from tilewise.parallel.agreement import Assembled, agree_on_tensors, agreed_lengths
 from tilewise.parallel.exchange import Exchange, Silent
 from tilewise.parallel.layout import Layout
@@ -17,7 +18,7 @@ from tilewise.spec import parse_spec
 if TYPE_CHECKING:
     from tilewise.parallel.context import ContextParallel
 
-Call = heads.Heads | gathered.Gathered
+Call = heads.Heads | gathered.Gathered | ring.Ring
 """A rank's part of an attention, by scheme."""
 
 
@@ -36,7 +37,7 @@ def agreed_call(
         for layout in found.layouts:
             _even(parallel, layout)
     call = _call(parallel, found, with_lse, compiled)
-    if isinstance(call, gathered.Gathered) and call.digest:
+    if not isinstance(call, heads.Heads) and call.digest:
         agree_on_tensors(parallel.exchange, call.digest)
     return found, call
 
@@ -81,7 +82,7 @@ def _call(parallel: ContextParallel, call: plan.Agreed, with_lse: bool, compiled
     facts: list[tuple] = [(x.shape[:-3], x.shape[-2:], x.dtype, x.device) for x in (call.q, call.k, call.v)]
     # What was checked of another tensor says nothing of this one.
     facts += [(x.shape, x.dtype) for x in extras]
-    key = spec.text(), with_lse, compiled, *call.layouts, *facts
+    key = spec.text(), with_lse, compiled, parallel.memory, *call.layouts, *facts
     return parallel.plans.of(key, [extras[n] for n in spec.mask_slots], lambda: plan.planned(wished, call))
 
 
@@ -89,8 +90,9 @@ def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, sile
     """The wishes of a group, besides the attention itself."""
     exchange: Exchange = Silent(parallel.rank, parallel.size) if silent else parallel.exchange
     return plan.Wish(
-        exchange, parallel.scheme, parallel.most_groups, parallel.sum_leaf_gradients, with_lse, compiled, silent
-    )
+        exchange, parallel.scheme, parallel.most_groups, parallel.sum_leaf_gradients, with_lse, compiled, silent,
+        cost.Machines(parallel.exchange.nodes, parallel.memory),
+    )  # fmt: skip
 
 
 def agreed(
@@ -98,8 +100,8 @@ def agreed(
 ) -> plan.Agreed:
     """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
     also = also | {"layout": str(parallel.layout), "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
-    lengths, (extras, seed, text) = agreed_lengths(
-        parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme))
+    lengths, parallel.memory, (extras, seed, text) = agreed_lengths(
+        parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme)), device.of(q.device).memory
     )
     queries, keys = (
         checked_layout(parallel, [x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))

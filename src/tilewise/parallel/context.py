@@ -40,8 +40,9 @@ def context_parallel(
             treat all queries alike), ``"chunks"`` (the same by ``torch.chunk``, as DTensors have it), or a
             :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
         scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
-            computes all rows of some heads; the key heads must be a multiple of the ranks), or ``"auto"``, the one that
-            :mod:`tilewise.parallel.cost` finds cheaper of those that can.
+            computes all rows of some heads; the key heads must be a multiple of the ranks), ``"ring"`` (each computes its own rows
+            against the keys of one rank after the other, and holds those of two others at most), or ``"auto"``, the one that
+            :mod:`tilewise.parallel.cost` finds cheapest of those that can and fit.
         sum_leaf_gradients: sinks and tensors that a score reads get the gradient that one device would give them, summed over the
             ranks. ``False`` leaves each rank its own part, for wrappers that sum parameters' gradients over the ranks
             themselves (DDP, FSDP over the same ranks).
@@ -77,6 +78,7 @@ class ContextParallel:
         self.exchange, self.layout, self.scheme = exchange, layout, scheme
         self.sum_leaf_gradients = sum_leaf_gradients
         self.most_groups = heads.MOST_GROUPS
+        self.memory = 0  # of the rank that has the least, in bytes, once a call has told it
         self.plans = PerTensors()
         self.name = operators.named(self)
 

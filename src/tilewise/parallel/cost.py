@@ -1,8 +1,8 @@
-"""The cost of an attention over ranks beside its products, by scheme: bytes that each rank receives and copies, and their time.
+"""The cost of an attention over ranks beside its products, by scheme: bytes that each rank receives, copies and needs, and their time.
 
-A step is a forward and, where gradients are wanted, its backward. The products are left out: they are the same in every scheme.
-The constants are those of H200s joined by NVLink under NCCL (docs/parallel.md, "Which scheme"); other machines have others, but
-what is compared are two exchanges over the same links.
+A step is a forward and, where gradients are wanted, its backward. The products are left out: they are the same in every scheme; what
+is counted is how long they may hide an exchange. The constants are those of H200s joined by NVLink (docs/parallel.md, "Which
+scheme"); other machines have others, but what is compared are exchanges over the same links.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilewise.parallel.heads import groups_of
+from tilewise.parallel.heads import groups_of, kept_pairs
 from tilewise.problem import Problem
 
 RECEIVED_PER_SECOND = 330e9
+RECEIVED_BETWEEN_NODES = 45e9  # assumed, not measured: a port of 400 Gb/s for each GPU
 COPIED_PER_SECOND = 2e12  # of a copy's bytes, which are read and written
+PRODUCTS_PER_SECOND = 600e12
 SECONDS_A_COLLECTIVE = 65e-6
+SECONDS_A_CALL = (
+    60e-6  # of attention beyond the first: its launch, and the tail of multiprocessors that wait for its last tiles
+)
+MOST_MEMORY = 1 / 4
+"""The part of a rank's memory that the scheme of "auto" may need for one attention, if another needs less."""
 
 
 @dataclass(frozen=True)
@@ -25,24 +32,52 @@ class Cost:
 
     Attributes:
         received, copied: bytes. collectives: how many, of those that move tensors.
-        groups: all but one of so many equal parts of the exchange pass under the attention.
+        hidden: the part of the exchange that passes under the attention, if the attention takes so long.
+        products: milliseconds of the attention under which an exchange may pass.
+        calls: of the attention beyond the first.
+        memory: bytes that a step needs at once beside the rank's own q, k and v, where it needs the most.
+        per_second: bytes that a rank receives.
     """
 
     received: int
     copied: int
     collectives: int
-    groups: int = 1
+    hidden: float = 0.0
+    products: float = float("inf")
+    calls: int = 0
+    memory: int = 0
+    per_second: float = RECEIVED_PER_SECOND
 
     @property
     def milliseconds(self) -> float:
-        exchange = self.received / RECEIVED_PER_SECOND + self.collectives * SECONDS_A_COLLECTIVE
-        return 1e3 * (exchange / self.groups + self.copied / COPIED_PER_SECOND)
+        exchange = 1e3 * (self.received / self.per_second + self.collectives * SECONDS_A_COLLECTIVE)
+        exposed = exchange - min(self.hidden * exchange, self.products)
+        return exposed + 1e3 * (self.copied / COPIED_PER_SECOND + self.calls * SECONDS_A_CALL)
 
     def __str__(self) -> str:
         return (
             f"{self.milliseconds:.3g} ms: receives {self.received / 2**20:.3g} MiB in {self.collectives} collectives, "
-            f"copies {self.copied / 2**20:.3g} MiB"
+            f"copies {self.copied / 2**20:.3g} MiB, needs {self.memory / 2**20:.3g} MiB"
         )
+
+
+class Machines(NamedTuple):
+    """The machines on which ranks are.
+
+    Attributes:
+        nodes: how many. memory: bytes of the rank that has the least; 0: it is not known.
+    """
+
+    nodes: int
+    memory: int
+
+    @property
+    def per_second(self) -> float:
+        """Bytes that a rank receives from the others."""
+        return RECEIVED_PER_SECOND if self.nodes == 1 else RECEIVED_BETWEEN_NODES
+
+
+ONE_MACHINE = Machines(nodes=1, memory=0)
 
 
 class Keys(NamedTuple):
@@ -71,47 +106,112 @@ def kept(fetched: int, lengths: Sequence[int]) -> bool:
     return fetched <= max(lengths)
 
 
-def gathering(whole: Problem, ranks: int, keys: Keys | None = None) -> Cost:
+def gathering(whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND) -> Cost:
     """K and V of the keys that a rank's rows see, and dK and dV of them, in fp32, back to their ranks.
 
     Args:
         keys: how many travel; by default all.
+        per_second: bytes that a rank receives.
     """
     keys = Keys.all(whole.seqlen_k, ranks) if keys is None else keys
+    size = _Sizes.of(whole, ranks)
+    row, own, seen = size.row, size.keys, size.keys + keys.fetched
+    narrow, wide = row * size.narrow, row * (size.narrow if keys.joined else size.wide)
     if not keys.fetched:
-        return Cost(0, 0, 0)
-    row = _elements(whole)[1] // max(whole.seqlen_k, 1)
-    narrow, wide = row * whole.dtype.itemsize, row * whole.compute_dtype.itemsize
-    own = whole.seqlen_k // ranks
+        return Cost(0, 0, 0, memory=size.results(whole))
     # What travels is packed, and put together with the rank's own keys.
     together = (2 * keys.fetched + own) * narrow
     if not whole.spec.needs_grad:
-        return Cost(keys.fetched * narrow, together, 1)
+        return Cost(keys.fetched * narrow, together, 1, memory=size.results(whole) + together, per_second=per_second)
     passes, back = (1, 2) if keys.kept else (2, 3)
-    if keys.joined:
-        return Cost(
-            (passes * keys.fetched + keys.lent) * narrow, passes * together + (2 * keys.lent + own) * narrow, back
-        )
-    # dK and dV of pieces are added up, packed, and added up again where they belong.
-    added = 2 * (own + keys.fetched) + 2 * (keys.fetched + keys.lent) + 2 * own
-    return Cost(passes * keys.fetched * narrow + keys.lent * wide, passes * together + added * wide, back)
+    # dK and dV of pieces are added up, packed, and added up again where they belong; one call's are packed alone.
+    added = 2 * keys.lent + own if keys.joined else 2 * seen + 2 * (keys.fetched + keys.lent) + 2 * own
+    # The most is needed where a kernel sums dq, or where dK and dV of all pieces are packed.
+    held = size.results(whole) + 2 * seen * narrow
+    travelling = (keys.fetched + keys.lent) * wide + (0 if keys.joined else seen * wide)
+    memory = held + max(size.summed_queries, travelling)
+    received = passes * keys.fetched * narrow + keys.lent * wide
+    return Cost(received, passes * together + added * wide, back, memory=memory, per_second=per_second)
 
 
-def exchanging_heads(whole: Problem, ranks: int, keys: Keys | None = None) -> Cost:
+def passing(whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND) -> Cost:
+    """The keys of one rank after the other, under the products of those before, and their gradients back in fp32.
+
+    Each rank's partial results are merged: read and written in fp32 for each rank whose keys it sees.
+    """
+    keys = Keys.all(whole.seqlen_k, ranks) if keys is None else keys
+    size, steps = _Sizes.of(whole, ranks), ranks - 1 if keys.fetched else 0
+    narrow, wide = size.row * size.narrow, size.row * size.wide
+    outputs = size.outputs // size.narrow * (2 * size.wide + size.narrow)
+    blocks = 4 * size.keys * narrow if steps else 0  # of K and V: two that came, and what is sent for two
+    forward = steps * outputs + 2 * keys.fetched * narrow
+    products = 1e3 * size.operations / PRODUCTS_PER_SECOND * (ranks - 1) / ranks
+    if not whole.spec.needs_grad:
+        memory = size.outputs // size.narrow * (size.narrow + 3 * size.wide) + blocks
+        return Cost(keys.fetched * narrow, forward, steps, 1.0, products, 3 * steps, memory, per_second)
+    received = 2 * keys.fetched * narrow + keys.lent * wide
+    merged = steps * size.queries // size.narrow * (2 * size.wide + size.narrow)  # dq, added up
+    copied = forward + 2 * keys.fetched * narrow + merged + 2 * (keys.fetched + keys.lent) * wide
+    # dK and dV of the rank's own keys, and of those of a step: added up, packed, and those that come back.
+    memory = size.results(whole) + 2 * size.summed_queries + blocks + (4 if steps else 1) * size.keys * wide
+    return Cost(received, copied, 3 * steps, 1.0, 3.5 * products, 6 * steps, memory, per_second)
+
+
+def exchanging_heads(
+    whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND
+) -> Cost:
     """q, K and V to all rows of some heads and o back to rows of all heads; backward dO, and dq, dK and dV back."""
-    own = sum(_elements(whole)) * whole.dtype.itemsize // ranks
-    passes, groups = 2 if whole.spec.needs_grad else 1, groups_of(whole, ranks)
+    size, needs_grad = _Sizes.of(whole, ranks), whole.spec.needs_grad
+    own = size.queries + size.outputs + size.keys * size.row * size.narrow
+    passes, groups = 2 if needs_grad else 1, groups_of(whole, ranks)
+    inputs = own - size.outputs
+    # Of its heads a rank holds q, k and v, their gradients, o and dO, and in fp32 what is summed: dq, and dk and dv.
+    memory = own + size.outputs
+    if needs_grad:
+        memory += inputs + size.outputs + size.summed_queries + size.keys * size.row * size.wide
     # Each tensor is copied before it leaves and after it has come.
-    return Cost(passes * own * (ranks - 1) // ranks, passes * 2 * own, passes * 2 * groups, groups)
+    return Cost(
+        passes * own * (ranks - 1) // ranks, passes * 2 * own, passes * 2 * groups, hidden=1 - 1 / groups, memory=memory,
+        per_second=per_second,
+    )  # fmt: skip
 
 
-COSTS = {"gather": gathering, "heads": exchanging_heads}
+COSTS = {"gather": gathering, "heads": exchanging_heads, "ring": passing}
 
 
-def _elements(whole: Problem) -> tuple[int, int]:
-    """How many numbers q and o, and K and V, have."""
-    *_, seqlen_q, heads_q, _ = whole.q.shape
-    *_, seqlen_k, heads_k, _ = whole.k.shape
-    batch = 1 if whole.packed else whole.batch
-    dims = whole.head_dim + whole.head_dim_v
-    return batch * seqlen_q * heads_q * dims, batch * seqlen_k * heads_k * dims
+class _Sizes(NamedTuple):
+    """The part of an attention that a rank holds.
+
+    Attributes:
+        queries, outputs: bytes of q, and of o. keys: how many. row: numbers of K and V for each key.
+        narrow, wide: bytes of a number, and of one that is summed. operations: of the rank's part of the forward.
+    """
+
+    queries: int
+    outputs: int
+    keys: int
+    row: int
+    narrow: int
+    wide: int
+    operations: float
+
+    @staticmethod
+    def of(whole: Problem, ranks: int) -> _Sizes:
+        *_, seqlen_q, heads_q, _ = whole.q.shape
+        *_, seqlen_k, heads_k, _ = whole.k.shape
+        batch, narrow = 1 if whole.packed else whole.batch, whole.dtype.itemsize
+        rows, dims = batch * seqlen_q * heads_q * narrow // ranks, whole.head_dim + whole.head_dim_v
+        operations = 2 * kept_pairs(whole) * dims / ranks
+        return _Sizes(
+            rows * whole.head_dim, rows * whole.head_dim_v, seqlen_k // ranks, batch * heads_k * dims, narrow,
+            whole.compute_dtype.itemsize, operations,
+        )  # fmt: skip
+
+    @property
+    def summed_queries(self) -> int:
+        """Bytes of dq while it is summed."""
+        return self.queries // self.narrow * self.wide
+
+    def results(self, whole: Problem) -> int:
+        """Bytes of o, and of dq, dk and dv where they are wanted."""
+        return self.outputs + (self.queries + self.keys * self.row * self.narrow if whole.spec.needs_grad else 0)

@@ -25,11 +25,16 @@ Gradients = tuple[Tensor | None, Tensor | None]
 
 
 class Exchange(Protocol):
-    """One rank's end of a group of ranks."""
+    """One rank's end of a group of ranks.
+
+    Attributes:
+        nodes: on how many machines the ranks are.
+    """
 
     rank: int
     size: int
     received: int
+    nodes: int
 
     def numbers(self, values: list[int]) -> list[list[int]]:
         """The same count of int64 numbers of every rank, by rank, on the host."""
@@ -88,6 +93,7 @@ class AllToAll:
 
     rank: int
     size: int
+    nodes: int = 1
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         """The collective: :meth:`Exchange.swap`."""

@@ -75,14 +75,19 @@ class Gathered:
         """Whether the keys of others are kept for the backward, and not fetched again."""
         return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths)
 
+    @property
+    def first_call(self) -> LocalPiece | None:
+        """The rank's first piece; None: it has no queries."""
+        return next(iter(self.near + self.far), None)
+
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         """Starts to fetch the keys that far pieces see; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
         ranks, rank = range(self.exchange.size), self.exchange.rank
-        sent = _packed([(k[:, x.rows], v[:, x.rows]) for to in ranks for x in self.route.sent(rank, to)], k, v)
+        sent = packed([(k[:, x.rows], v[:, x.rows]) for to in ranks for x in self.route.sent(rank, to)], k, v)
         finish = self._swap(sent, self.route.counts[rank], [counts[rank] for counts in self.route.counts])
 
         def gathered() -> tuple[Tensor, Tensor]:
-            found = _unpacked(finish(), k, v)
+            found = unpacked(finish(), k, v)
             segments, parts = self.route.segments(rank), []
             for x, at in zip(segments, self._arrivals(segments), strict=True):
                 parts.append((k[:, x.rows], v[:, x.rows]) if at is None else (found[0][:, at], found[1][:, at]))
@@ -103,11 +108,11 @@ class Gathered:
         places = self._places(rank)
         sent = [(dk[:, at], dv[:, at]) for owner in ranks for x, at in places if x.owner == owner != rank]
         finish = self._swap(
-            _packed(sent, dk, dv), [counts[rank] for counts in self.route.counts], self.route.counts[rank]
+            packed(sent, dk, dv), [counts[rank] for counts in self.route.counts], self.route.counts[rank]
         )
 
         def returned() -> list[tuple[slice, Tensor, Tensor]]:
-            found, first, parts = _unpacked(finish(), dk, dv), 0, []
+            found, first, parts = unpacked(finish(), dk, dv), 0, []
             for source in ranks:
                 if source == rank:
                     parts += [(x.rows, dk[:, at], dv[:, at]) for x, at in places if x.owner == rank]
@@ -159,7 +164,7 @@ def forward(
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
     shape = q.shape[0], q.shape[2], q.shape[1]
-    statistics = [q.new_empty(shape, dtype=_compute_dtype(q)) for _ in range(2 if call.max_logit else 1)]
+    statistics = [q.new_empty(shape, dtype=compute_dtype(q)) for _ in range(2 if call.max_logit else 1)]
 
     def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> None:
         for piece in pieces:
@@ -185,7 +190,7 @@ def backward(
     (do, dlse), (q, k, v, o, lse, *gathered) = of, saved
     do = torch.zeros_like(o) if do is None else do
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    dtype = _compute_dtype(q)
+    dtype = compute_dtype(q)
     tabled = (*extras, *call.tables)
     leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in call.grad_slots}
     alone = call.route.joined and bool(call.far)
@@ -215,15 +220,15 @@ def backward(
         finish = call.give_back(*parts[0][1:])
     else:  # joined calls of other ranks send what one call gave, which needs no wider numbers
         wide = k.dtype if call.route.joined else dtype
-        finish = call.give_back(*[_summed(x, _each(parts, n), wide) for n, x in ((1, keys), (2, values))])
+        finish = call.give_back(*[summed(x, _each(parts, n), wide) for n, x in ((1, keys), (2, values))])
     parts = [*compute(call.near, k, v), *finish()]  # the near ones under the exchange
-    dk, dv = (_summed(x, _each(parts, n), x.dtype) for n, x in ((1, k), (2, v)))
+    dk, dv = (summed(x, _each(parts, n), x.dtype) for n, x in ((1, k), (2, v)))
     if call.sum_leaves:
         leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}
     return dq, dk, dv, [leaves[n].to(x.dtype) if n in leaves else None for n, x in enumerate(extras)]
 
 
-def _summed(like: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
+def summed(like: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
     """The sum of gradients of some rows each, in order, as a tensor of ``dtype`` shaped as ``like`` ``(batch, rows, heads, dim)``.
 
     Rows of one part alone are copied; the others are summed in fp32 or fp64 first.
@@ -240,7 +245,7 @@ def _summed(like: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dt
         if len(found) < 2:
             target.copy_(found[0]) if found else target.zero_()
         else:
-            target.copy_(ordered_sum([x.to(_compute_dtype(like)) for x in found]))
+            target.copy_(ordered_sum([x.to(compute_dtype(like)) for x in found]))
     return total
 
 
@@ -249,7 +254,7 @@ def _each(parts: Sequence[tuple[slice, Tensor, Tensor]], which: int) -> list[tup
     return [(rows, dk if which == 1 else dv) for rows, dk, dv in parts]
 
 
-def _packed(parts: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> Tensor:
+def packed(parts: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> Tensor:
     """Rows of K and V ``(batch, rows, heads, dim)``, one part after the other, as rows ``(rows, batch * heads * (dim + dim_v))``."""
     widths = [x.shape[0] * x.shape[2] * x.shape[3] for x in (k, v)]
     sent, first = k.new_empty((sum(part.shape[1] for part, _ in parts), sum(widths))), 0
@@ -260,8 +265,8 @@ def _packed(parts: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> Ten
     return sent
 
 
-def _unpacked(rows: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """The inverse of :func:`_packed`: all rows of K, and of V, shaped otherwise as ``k`` and ``v``."""
+def unpacked(rows: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The inverse of :func:`packed`: all rows of K, and of V, shaped otherwise as ``k`` and ``v``."""
     widths = [x.shape[0] * x.shape[2] * x.shape[3] for x in (k, v)]
     return [
         part.unflatten(-1, (x.shape[0], *x.shape[2:])).transpose(0, 1)
@@ -274,5 +279,5 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(parts, 1) if parts else like[:, :0]
 
 
-def _compute_dtype(q: Tensor) -> torch.dtype:
+def compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -11,7 +11,7 @@ travel while another group is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,11 +42,19 @@ def groups_of(whole: Problem, ranks: int, most: int = MOST_GROUPS) -> int:
     region = whole.spec.whole_region
     if whole.packed or region.predicate is not None or expr.lookups(*region.parts):
         return 1
-    grid = Grid.whole(region, (), (1, 1, whole.seqlen_q, whole.seqlen_k), torch.device("cpu"))
-    low, high = grid.key_interval(torch.arange(whole.seqlen_q))
-    pairs = int((high - low).clamp(0).sum()) * whole.batch * whole.heads_q // ranks
-    worth = 2 * pairs * (whole.head_dim + whole.head_dim_v) / WORTH_A_GROUP
+    worth = 2 * kept_pairs(whole) / ranks * (whole.head_dim + whole.head_dim_v) / WORTH_A_GROUP
     return max(n for n in range(1, most + 1) if n == 1 or (whole.heads_k // ranks % n == 0 and n <= worth))
+
+
+def kept_pairs(whole: Problem) -> int:
+    """How many pairs of all heads an attention keeps, as far as no tensor has to be read; the others are counted as kept."""
+    region, rows, columns = whole.spec.whole_region, whole.seqlen_q, whole.seqlen_k
+    pairs = rows * columns
+    if not whole.packed and not expr.lookups(*[end for end in region.ends if end is not None]):
+        grid = Grid.whole(replace(region, predicate=None), (), (1, 1, rows, columns), torch.device("cpu"))
+        low, high = grid.key_interval(torch.arange(rows))
+        pairs = int((high - low).clamp(0).sum())
+    return pairs * whole.batch * whole.heads_q
 
 
 def head_axes(spec: Spec) -> dict[int, int]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.autograd import library
-from tilewise.parallel import calls, gathered, heads
+from tilewise.parallel import calls, gathered, heads, ring
 from tilewise.parallel.calls import Call
 from tilewise.parallel.exchange import Gradients
 from tilewise.spec import parse_spec
@@ -43,6 +43,8 @@ def forward(
     """``(outputs, saved)`` of a scheme."""
     if isinstance(call, heads.Heads):
         return heads.forward(call, q, k, v, extras, seed)
+    if isinstance(call, ring.Ring):
+        return ring.forward(call, q, k, v, extras, seed)
     return gathered.forward(call, q, k, v, extras, seed)
 
 
@@ -52,6 +54,8 @@ def backward(
     """``(dq, dk, dv, dextras)`` of a scheme; ``saved`` begins with q, k, v, o and lse where the scheme reads them."""
     if isinstance(call, heads.Heads):
         return heads.backward(call, of, saved, extras, seed)
+    if isinstance(call, ring.Ring):
+        return ring.backward(call, of, saved, extras, seed)
     return gathered.backward(call, of, saved, extras, seed)
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tilewise import dispatch, expr
 from tilewise.masks import Mask
-from tilewise.parallel import cost, gathered, heads, joined
+from tilewise.parallel import cost, gathered, heads, joined, ring
 from tilewise.parallel.balance import tile_shares
 from tilewise.parallel.exchange import Exchange
 from tilewise.parallel.layout import Layout
@@ -38,6 +38,7 @@ class Wish:
         with_lse: lse is wanted.
         compiled: the call is a node of a compiled graph: what it saves for its backward has shapes that no tensor tells.
         silent: only the shapes of results are wanted, and no tensor may be read.
+        machines: those on which the ranks are.
     """
 
     exchange: Exchange
@@ -47,6 +48,7 @@ class Wish:
     with_lse: bool
     compiled: bool = False
     silent: bool = False
+    machines: cost.Machines = cost.ONE_MACHINE
 
 
 class Agreed(NamedTuple):
@@ -76,25 +78,50 @@ class Agreed(NamedTuple):
         ]
 
 
-def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
+def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered | ring.Ring:
     """The plan of what the rank computes, after every input check of the whole call: all ranks see the same shapes here, and fail alike."""
     exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
     extras, seed, spec = call.extras, call.seed, call.spec
     whole = check(q, k, v, extras, seed, spec)
     with unset_fake_temporarily():  # what is computed of lengths alone needs numbers, in a graph's trace too
-        scheme = chosen(wish.scheme, whole, exchange.size, travelling(whole, queries, keys))
+        scheme = chosen(wish.scheme, whole, exchange.size, travelling(whole, queries, keys), wish.machines)
         groups = heads.groups_of(whole, exchange.size, wish.most_groups)
     if scheme == "heads":
         return heads.Heads(
             exchange, queries, keys, spec.text(), tuple(x.shape for x in (call.q, call.k, call.v)), groups, heads.head_axes(spec),
             spec.grad_slots, wish.sum_leaf_gradients, wish.with_lse,
         )  # fmt: skip
+    if scheme == "ring":
+        return _ring(wish, call, whole)
+    return _gathered(wish, call, whole)
+
+
+def _ring(wish: Wish, call: Agreed, whole: Problem) -> ring.Ring:
+    """The rank's part where keys are passed around."""
+    (queries, keys), spec, extras = call.layouts, call.spec, call.extras
+    if wish.silent:
+        route = Route(keys, ((),) * wish.exchange.size, passed=True)
+    else:
+        route = Route.of(_grid(whole, call), queries, keys, passed=True)
+    q, k, v = call.whole
+
+    def checked(queried: slice, seen: slice, piece: Spec) -> None:
+        check(q[:, queried], k[:, seen], v[:, seen], extras, call.seed, piece)
+
+    digest = route.digest if _reads_tensors(spec) and not wish.silent else 0
+    return ring.planned(wish.exchange, spec, route, queries, wish.sum_leaf_gradients, digest, checked)
+
+
+def _gathered(wish: Wish, call: Agreed, whole: Problem) -> gathered.Gathered:
+    """The rank's part where keys are gathered."""
+    exchange, (queries, keys), (q, k, v) = wish.exchange, call.layouts, call.whole
+    extras, seed, spec = call.extras, call.seed, call.spec
     if wish.silent:
         nothing = Route(keys, ((),) * exchange.size)
         return gathered.Gathered(
             exchange, nothing, (), (), spec.grad_slots, wish.sum_leaf_gradients, spec.max_logit, 0, False
         )
-    grid = Grid.whole(spec.region, extras, (whole.batch, whole.heads_q, queries.seqlen, keys.seqlen), q.device)
+    grid = _grid(whole, call)
     low, high = key_ends(grid, queries.seqlen)
     route = joined.route_of(low, high, queries, keys) if joined.suits(spec) else None
     if route is not None:
@@ -122,9 +149,16 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered:
     )  # fmt: skip
 
 
+def _grid(whole: Problem, call: Agreed) -> Grid:
+    """The pairs that the whole attention keeps."""
+    shape = whole.batch, whole.heads_q, whole.seqlen_q, whole.seqlen_k
+    return Grid.whole(call.spec.region, call.extras, shape, call.q.device)
+
+
 def refusals(whole: Problem, ranks: int) -> dict[str, list[str]]:
     """Why each scheme cannot compute a whole attention; empty: it can."""
-    return {"gather": gathered.reasons(whole.spec), "heads": heads.reasons(whole.spec, whole.heads_k, ranks)}
+    pieces = gathered.reasons(whole.spec)
+    return {"gather": pieces, "heads": heads.reasons(whole.spec, whole.heads_k, ranks), "ring": pieces}
 
 
 def _reads_tensors(spec: Spec) -> bool:
@@ -147,8 +181,12 @@ def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
     return cost.Keys(keys.fetched, keys.fetched, cost.kept(keys.fetched, keys.lengths), one)
 
 
-def chosen(scheme: str, whole: Problem, ranks: int, keys: cost.Keys | None = None) -> str:
+def chosen(
+    scheme: str, whole: Problem, ranks: int, keys: cost.Keys | None = None, machines: cost.Machines = cost.ONE_MACHINE
+) -> str:
     """The scheme of a call, the one that was asked for or the cheapest that can: a function of what all ranks know alike.
+
+    One that needs more than ``cost.MOST_MEMORY`` of a rank's memory is the cheapest only where no other needs less.
 
     Args:
         keys: how many travel when they are gathered; by default all.
@@ -162,7 +200,10 @@ def chosen(scheme: str, whole: Problem, ranks: int, keys: cost.Keys | None = Non
     if not able:
         lines = [f"  {name}: {reason}" for name in asked for reason in refused[name]]
         raise NotImplementedError("\n".join(["no scheme can compute this attention over ranks", *lines]))
-    return min(able, key=lambda name: cost.COSTS[name](whole, ranks, keys).milliseconds)
+    costs = {name: cost.COSTS[name](whole, ranks, keys, machines.per_second) for name in able}
+    most = max(cost.MOST_MEMORY * machines.memory, min(found.memory for found in costs.values()))
+    fitting = [name for name in able if not machines.memory or costs[name].memory <= most]
+    return min(fitting, key=lambda name: costs[name].milliseconds)
 
 
 # -- Explaining ----------------------------------------------------------------------------------------------------
@@ -202,25 +243,25 @@ def explained(wish: Wish, call: Agreed) -> Explanation:
     q, k, v = call.whole
     whole, plan = check(q, k, v, extras, call.seed, spec), planned(wish, call)
     refused = {name: said for name, said in refusals(whole, ranks).items() if said}
-    travel = travelling(whole, queries, keys)
-    costs = {name: find(whole, ranks, travel) for name, find in cost.COSTS.items() if name not in refused}
+    travel, links = travelling(whole, queries, keys), wish.machines.per_second
+    costs = {name: find(whole, ranks, travel, links) for name, find in cost.COSTS.items() if name not in refused}
     local = dispatch.explained(_first_call(plan, whole, extras))
     found = {x.name: getattr(local, x.name) for x in fields(local)} | {"tangents": None}  # ranks exchange none
     if isinstance(plan, heads.Heads):
         return Explanation(**found, scheme="heads", costs=costs, refused_schemes=refused, shares=(1 / ranks,) * ranks)
     mask = Mask(spec.mask_text, tuple(extras[n] for n in spec.mask_slots))
     shares = tile_shares(mask, queries) if queries.seqlen == keys.seqlen else ()
-    return Explanation(**found, scheme="gather", costs=costs, refused_schemes=refused, shares=shares)
+    scheme = "ring" if isinstance(plan, ring.Ring) else "gather"
+    return Explanation(**found, scheme=scheme, costs=costs, refused_schemes=refused, shares=shares)
 
 
-def _first_call(call: heads.Heads | gathered.Gathered, whole: Problem, extras: list[Tensor]) -> Problem:
+def _first_call(call: heads.Heads | gathered.Gathered | ring.Ring, whole: Problem, extras: list[Tensor]) -> Problem:
     """A rank's first call of the operator: that of its first group of heads, or of its first piece."""
     if isinstance(call, heads.Heads):
         parts = call.exchange.size * call.groups
         shapes = [(*x.shape[:-2], x.shape[-2] // parts, x.shape[-1]) for x in (whole.q, whole.k, whole.v)]
         text, extras = call.spec, call.own(extras, 0)
-    elif pieces := call.near + call.far:
-        piece = pieces[0]
+    elif (piece := call.first_call) is not None:
         extras = [*extras, *call.tables]
         lengths = [part.stop - part.start for part in (piece.rows, piece.keys, piece.keys)]
         shapes = [(x.shape[0], n, *x.shape[2:]) for x, n in zip((whole.q, whole.k, whole.v), lengths, strict=True)]

@@ -69,22 +69,24 @@ class Route:
         keys: who holds which keys.
         parts: the queries, by rank: a rank's contiguous pieces, each cut where its keys begin or end to lie in one run of the rank's own.
         joined: a rank computes all of its queries in one call (:mod:`tilewise.parallel.joined`): no part is near.
+        passed: the keys of one rank after the other are computed with (:mod:`tilewise.parallel.ring`): no part is near.
     """
 
     keys: Layout
     parts: tuple[tuple[Part, ...], ...]
     joined: bool = False
+    passed: bool = False
 
     @staticmethod
-    def of(grid: Grid, queries: Layout, keys: Layout) -> Route:
+    def of(grid: Grid, queries: Layout, keys: Layout, passed: bool = False) -> Route:
         """The route of a whole attention. Reads the tensors of the mask's intervals, if it has any."""
-        return Route(keys, _parts(*key_ends(grid, queries.seqlen), queries, keys))
+        return Route(keys, _parts(*key_ends(grid, queries.seqlen), queries, keys, not passed), passed=passed)
 
     def near(self, rank: int, part: Part) -> Segment | None:
         """The rank's own keys of a part, where all of them lie in one run of it; None: some lie elsewhere."""
-        runs = () if self.joined else held(self.keys)
+        runs = () if self.joined or self.passed else held(self.keys)
         found = [x for x in runs if x.owner == rank and x.start <= part.low and part.high <= x.stop]
-        return _cut(found[0], part.low, part.high) if found else None
+        return cut(found[0], part.low, part.high) if found else None
 
     @cached_property
     def wanted(self) -> tuple[tuple[Interval, ...], ...]:
@@ -104,7 +106,7 @@ class Route:
     def segments(self, rank: int) -> list[Segment]:
         """The keys that a rank puts together, in the order of positions."""
         return [
-            _cut(x, start, stop)
+            cut(x, start, stop)
             for start, stop in self.wanted[rank]
             for x in held(self.keys)
             if max(x.start, start) < min(x.stop, stop)
@@ -153,14 +155,18 @@ def key_ends(grid: Grid, seqlen: int) -> tuple[Tensor, Tensor]:
     return torch.where(sees, low, grid.keys).amin((0, 1)).cpu(), torch.where(sees, high, 0).amax((0, 1)).cpu()
 
 
-def _parts(low: Tensor, high: Tensor, queries: Layout, keys: Layout) -> tuple[tuple[Part, ...], ...]:
-    """The parts of every rank. What no query of a part sees is left out at both ends; each has one key at least."""
+def _parts(low: Tensor, high: Tensor, queries: Layout, keys: Layout, near: bool) -> tuple[tuple[Part, ...], ...]:
+    """The parts of every rank. What no query of a part sees is left out at both ends; each has one key at least.
+
+    Args:
+        near: pieces are cut where their queries begin or end to see keys of one own run alone.
+    """
     found = []
     for rank in range(queries.ranks):
         own = [x for x in held(keys) if x.owner == rank]
         parts: list[Part] = []
         for start, stop, row in queries.rows(rank):
-            cuts = [start, *_near_rows(low[start:stop], high[start:stop], start, own), stop]
+            cuts = [start, *(_near_rows(low[start:stop], high[start:stop], start, own) if near else []), stop]
             parts += [
                 _part(a, b, row + a - start, low[a:b], high[a:b], own, keys.seqlen) for a, b in pairwise(cuts) if a < b
             ]
@@ -194,7 +200,7 @@ def _part(start: int, stop: int, row: int, low: Tensor, high: Tensor, own: Seque
     return Part(start, stop, row, max(first // ALIGNED * ALIGNED, run), last)
 
 
-def _cut(x: Segment, start: int, stop: int) -> Segment:
+def cut(x: Segment, start: int, stop: int) -> Segment:
     """The part of a segment within an interval."""
     first, last = max(x.start, start), min(x.stop, stop)
     return Segment(first, last, x.owner, x.row + first - x.start)

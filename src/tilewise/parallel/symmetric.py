@@ -30,7 +30,8 @@ TIMEOUT_MS = 600_000
 def group_of(group: dist.ProcessGroup | None) -> Group:
     """The ranks of a process group: as a :class:`SymmetricGroup` where they are GPUs that reach each other's memory."""
     plain = Group(group)
-    if plain.host is group or len(set(plain.objects(socket.gethostname()))) > 1:
+    plain.nodes = len(set(plain.objects(socket.gethostname())))
+    if plain.host is group or plain.nodes > 1:
         return plain
     try:
         found = SymmetricGroup(group)

@@ -280,6 +280,8 @@ def assume(n: int, divby: int) -> int:
 
 def shuffle(x: np.ndarray, lane):
     """From a lane of each thread's warp; from one for all, where the same number is in every warp, as a number."""
+    if np.ndim(x) == 0:  # what all lanes have
+        return x
     return x[lane].item() if np.ndim(lane) == 0 else x[THREADS // 32 * 32 + lane % 32]
 
 

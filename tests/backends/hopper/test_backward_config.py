@@ -18,7 +18,7 @@ from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import grids
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, TABLE, shipped
-from tilewise.backends.hopper.config import ALIGNMENT, REGISTERS, SHARED_LIMIT
+from tilewise.backends.hopper.config import ALIGNMENT, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.kit import schedule
@@ -33,7 +33,7 @@ def fits(tiles, groups: int) -> bool:
     whole = all(n % 8 == 0 and n <= 248 for n in (tiles.registers, tiles.registers_load))
     swizzled = all(2 * n % ALIGNMENT == 0 for n in (tiles.tile_elements, tiles.stage_elements))
     by_role = getattr(tiles, "registers_by_warpgroup", [tiles.registers_load, *[tiles.registers] * groups])
-    threads = sum(by_role) <= REGISTERS
+    threads = sum(by_role) <= registers_together(len(by_role))
     return whole and swizzled and threads and tiles.shared <= SHARED_LIMIT
 
 

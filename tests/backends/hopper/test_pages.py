@@ -53,6 +53,8 @@ CASES = {
     ),
     "window": Case(64, (500, 70), rows=80, options=lambda: {"mask": tw.window(left=100, right=0)}, **HALF),
     "heads-first": Case(64, (140, 200), rows=2, options=lambda: {"causal": True}, heads_first=True, **HALF),
+    "small-pages": Case(16, (300, 15, 0, 129), rows=(130, 1, 0, 20), options=lambda: {"causal": True}, **HALF),
+    "pages-of-48": Case(48, (300, 50), rows=60, options=lambda: {"mask": tw.window(left=17, right=0)}, **HALF),
     "narrow": Case(64, (140, 200), rows=2, heads=(2, 1), dims=(40, 24), dtype=torch.float16),
 }
 
@@ -99,7 +101,7 @@ def test_a_box_reads_the_rows_that_are_seen_and_no_other(keys, first):
 # -- Which calls ---------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "small-pages": (Case(16, (40,), **HALF), "page_size 16"),
+    "small-pages": (Case(8, (40,), **HALF), "page_size 8"),
     "wide": (Case(64, (40,), dims=(192, 192), dtype=torch.bfloat16), "192, above 128"),
     "fp32": (Case(64, (40,), dims=(64, 64)), "float32"),
     "8-bits": (Case(64, (40,), scales="heads", **HALF), "8 bits"),

@@ -17,7 +17,6 @@ from tilewise.masks.facts import Band, as_band
 from tilewise.problem import Problem
 
 SHARED_LIMIT = 232_448  # bytes of shared memory that one CTA may have
-REGISTERS = 512  # that one thread in each of a CTA's warpgroups may have together: 65,536 / 128
 ROWS = 64  # of a warpgroup's tile: the height of a wgmma
 MAX_COLUMNS = 256  # of a wgmma's accumulator: the widest tile of keys, or of O, that one product makes
 ALIGNMENT = 1024  # bytes after which the 128-byte swizzle repeats
@@ -32,6 +31,18 @@ FORMS = ("full", "upper", "band", "rows", "lists", "bits")
 SHIPPED = FORMS[:4]
 DROPPED = ("full", "upper", "rows")  # those with dropout: bands with two ends come as tensors
 SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
+
+
+# -- Registers -----------------------------------------------------------------------------------------------------
+
+
+def registers_together(warpgroups: int) -> int:
+    """The most registers that one thread of each of a CTA's warpgroups may have, all of these threads together.
+
+    A multiprocessor has 512 for them. A launch gives every thread the same multiple of 8, and setmaxnreg moves registers from
+    one warpgroup to another: what the launch left over belongs to nobody. A warpgroup that asks for it waits forever.
+    """
+    return 512 // warpgroups // 8 * 8 * warpgroups
 
 
 # -- Masks ---------------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from tilewise.backends.triton.config import MAX_HEAD_DIM, MAX_LATENT_DIM, Config
 from tilewise.backends.triton.host import launch, tangent, tile_map, tuned
 from tilewise.backends.triton.host.append import append
 from tilewise.backends.triton.host.plan import Memo, Plan
-from tilewise.backends.triton.kernels.distant import parts_of
-from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks, reads_by_distance
+from tilewise.backends.triton.kernels.distant import distances_read, parts_of
+from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_lookup, predicate_blocks
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.paging import choose_paged, few_queries
 from tilewise.bit_tiles import BitTiles
@@ -143,7 +143,7 @@ class Triton(Backend):
         pairs = PairReads.of(problem)
         blocks = predicate_blocks(problem)
         measured = tuned.passes(problem)
-        return self.override or choose(problem, pairs.bytes, measured, pairs.shared, blocks, reads_by_distance(problem))
+        return self.override or choose(problem, pairs.bytes, measured, pairs.shared, blocks, distances_read(problem))
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         tiles = self.config(problem).forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from tilewise.backends.triton.tiles import (
     program_limit,
     shared_memory,
 )
+from tilewise.distances import reads_by_distance
 from tilewise.problem import Problem
 
 OVERLAPPING = ("sm90", "sm100")  # what has programmatic dependent launch
@@ -300,8 +301,10 @@ PAIRED = {
         ),
     )
 }
-# dK dV beside a tensor that is read by distance: at D 128 tiles of 64 x 64 spill. docs/decisions.md#triton-diagonals
+# Beside a tensor that is read by distance, and where no tile is far from the diagonal: dK dV at D 128 spills with tiles of 64 x 64, and
+# with 128 keys the forward reads each number twice. docs/decisions.md#triton-diagonals
 DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tma((32, 64, 4, 3))))}
+ALL_DISTANT = {"sm90": (Choices(64, forward=_tma((64, 64, 4, 3))), *DISTANT["sm90"][1:])}
 # Where v lies in k's memory, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
 LATENT = {"sm90": (Choices(576, forward=_tma((64, 64, 8, 2))),)}
 # A chunk of queries over e4m3 numbers whose scales are not those of single keys: with more rows, fewer tiles convert each key
@@ -401,7 +404,7 @@ def choose(
     measured: dict[str, Tiles] | None = None,
     shared: frozenset[str] = frozenset(),
     blocks: tuple[int, int] = (0, 0),
-    by_distance: bool = False,
+    distances: Distances = "none",
 ) -> Config:
     """The configuration of a problem: by head dim and dtype, with keys split where one sequence's query tiles leave most of the
     machine idle.
@@ -411,7 +414,7 @@ def choose(
         measured: tiles that ``tilewise tune`` measured on this device, by pass.
         shared: as in :func:`beside`.
         blocks: as in :func:`within_blocks`.
-        by_distance: as in :func:`distant`.
+        distances: as in :func:`distant`.
     """
     together = beside(problem, shared)
     if problem.device.type == "cpu":
@@ -421,7 +424,7 @@ def choose(
     passes = (row_for(rows, problem) or rows[-1]).passes
     limit = memory_limit(problem.device, UNLIMITED)
     passes |= {name: x for name, x in paired(arch, problem, pair_bytes, limit).items() if name in passes}
-    passes |= {name: x for name, x in distant(arch, problem, by_distance).items() if name in passes}
+    passes |= {name: x for name, x in distant(arch, problem, distances).items() if name in passes}
     passes = {name: within_blocks(name, x, blocks) for name, x in preceded(passes, measured or {}).items()}
     fitted = fit_all(problem, passes, pair_bytes)
     split = split_keys(problem, fitted["forward"].tile_m, devices.of(problem.device).cores)
@@ -487,9 +490,14 @@ def paired(arch: str, problem: Problem, pair_bytes: int, limit: int) -> dict[str
     return found
 
 
-def distant(arch: str, problem: Problem, by_distance: bool) -> dict[str, Tiles]:
-    """:data:`DISTANT`'s tiles of a problem by kernel, where its score reads a tensor ``by_distance``."""
-    row = row_for(DISTANT.get(arch, ()), problem) if by_distance and problem.dtype.itemsize == 2 else None
+Distances = Literal["none", "near", "all"]
+"""The distances at which a score reads different elements of a tensor: near the diagonal alone, or all."""
+
+
+def distant(arch: str, problem: Problem, distances: Distances) -> dict[str, Tiles]:
+    """:data:`DISTANT`'s tiles of a problem by kernel, or :data:`ALL_DISTANT`'s."""
+    table = {"none": {}, "near": DISTANT, "all": ALL_DISTANT}[distances] if problem.dtype.itemsize == 2 else {}
+    row = row_for(table.get(arch, ()), problem)
     return {} if row is None else {name: choices[0] for name, choices in row.kernels.items()}
 
 
@@ -518,7 +526,7 @@ def needed(problem: Problem, kernel: str, tiles: Tiles, arch: str, pair_bytes: i
     plain = not problem.spec.dropout_p and problem.spec.region.predicate is None
     widths = columns(problem.head_dim, tiles), columns(problem.head_dim_v, tiles)
     itemsize = operand_bytes(problem.dtype.itemsize, products(problem))
-    return shared_memory(kernel, tiles, widths, itemsize, Streams(pair_bytes, plain), arch)
+    return shared_memory(kernel, tiles, widths, itemsize, Streams(pair_bytes, plain, reads_by_distance(problem)), arch)
 
 
 def fit_all(problem: Problem, passes: dict[str, Tiles], pair_bytes: int = 0) -> dict[str, Tiles]:

@@ -82,3 +82,9 @@ def sheet_tiles(problem: Problem, config: Config) -> Tiles:
     tiles = Tiles(64, 64, 4, 3 if widest <= 128 else 2, True, registers=registers) if config.dkdv.tma else config.dq
     tiles = replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
     return with_stages(problem, "sheet", tiles)
+
+
+def sheet_strip_tiles(problem: Problem, config: Config) -> Tiles:
+    """The tiles of a sheet of dS that are summed by distance: squares, within those that the pass over key tiles writes."""
+    side = min(SHEET_STRIP, config.dkdv.tile_n)
+    return Tiles(side, side, 4, 1)

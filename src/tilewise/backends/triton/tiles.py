@@ -82,11 +82,13 @@ class Streams:
 
     Attributes:
         pair_bytes: bytes a pair of the tensors that a mask or score reads at both i and j: they are streamed too.
+        kept: dS may be kept in a sheet.
         plain: P and dS go from registers into the next product; dropout and predicates may pass them through shared memory.
     """
 
     pair_bytes: int = 0
     plain: bool = False
+    kept: bool = False
 
 
 def shared_memory(
@@ -95,7 +97,8 @@ def shared_memory(
     """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
 
     Args:
-        kernel: "forward", "merge", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq", "delta", "tile" or "strip".
+        kernel: "forward", "merge", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq", "delta", "tile", "strip", "sheet" or
+            "sheet_strip".
         widths: :func:`columns` of q, k and of v.
     """
     w, wv = widths
@@ -119,12 +122,15 @@ def shared_memory(
         "tile": stages * (m + n) * (w + wv),
         "strip": stages * (m + n) * (w + wv),
         "sheet": stages * n * (m + w) + 2 * m * n,
+        "sheet_strip": m * n,
     }
     statistics = 4 * 2 * m * stages if kernel in OVER_KEYS else 0
     bytes_ = streams.pair_bytes if kernel not in ("delta", "merge", "terms", "sheet") else 0
     scratch = {"sm90": 1024 if streams.plain else 2048, "sm100": 18 << 10}.get(arch, 2048)  # for changes of layout
     pairs = max(stages - 1, 1) * m * n * bytes_ + (0 if arch == "sm90" else 4096) if bytes_ else 0
-    pairs += m * n * itemsize if bytes_ and kernel in ("dkdv", "dk") else 0  # dS on its way to a sheet
+    pairs += (
+        m * n * itemsize if (bytes_ or streams.kept) and kernel in ("dkdv", "dk") else 0
+    )  # dS on its way to a sheet
     if kernel != "latent":
         scratch = max(scratch, 4096) if w & (w - 1) else scratch
         scratch += 128 if w > WIDEST_PIECE else 0

@@ -356,8 +356,11 @@ TABLE = {
     ),
 }  # fmt: skip
 MAX_HEAD_DIM = max(max(dims) for dims in TABLE)
-PAGED_DIMS = ((64, 64), (128, 128))  # the rows of TABLE whose kernels are built for keys in pages, too
-PAGE_ROWS = 64  # of a page that one box brings
+# (head dim, rows that one box brings) -> tiles over pages: few rows, since chunks of a prompt are short, and for small pages
+# registers for a loading warp that has many boxes (docs/decisions.md#hopper-pages).
+PAGED_TILES = {(t.width, 64): t for t in (_D64_128, _D128)}
+PAGED_TILES |= {(d, 16): replace(t, registers=232, registers_load=40) for (d, _), t in PAGED_TILES.items()}
+PAGE_ROWS = (64, 16)  # of a page that one box brings; a call gets the first that divides the size of its pages
 # How many heads of a group a tile may hold where queries are few (docs/decisions.md#hopper-shared-tiles).
 HEADS = (8, 64)
 
@@ -385,8 +388,8 @@ def shipped() -> list[Config]:
     ends = [c for c in whole if c.of_numbers]
     split = [replace(c, split=True) for c in ends if row_of(c.tiles).softcap and not c.softcap]
     packed = [replace(c, packed=True) for c in ends]
-    dense = [c for c in ends if (c.tiles.width, c.tiles.width_v) in PAGED_DIMS and not c.softcap]
-    paged = [replace(c, packed=True, paged=PAGE_ROWS) for c in dense]
+    ended = [kind for kind in kinds if kind[1] in ("upper", "band")]
+    paged = [Config(t, *kind, packed=True, paged=n) for (_, n), t in PAGED_TILES.items() for kind in ended]
     few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
     both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.config import DTYPES, LONG, band_of, strides_addressable
 from tilewise.backends.hopper.forward import config
-from tilewise.backends.hopper.forward.config import PAGE_ROWS, PAGED_DIMS, Config
+from tilewise.backends.hopper.forward.config import PAGE_ROWS, PAGED_TILES, Config
 from tilewise.problem import Problem, TensorFacts
 
 
 def reasons(problem: Problem) -> list[str]:
     """Every reason why no forward over pages computes a problem, whatever machine it is."""
     found = config.reasons(problem)
-    widest = max(max(dims) for dims in PAGED_DIMS)
+    widest = max(width for width, _ in PAGED_TILES)
     wide = max(problem.head_dim, problem.head_dim_v)
     if wide > widest:
         found.append(f"pages with head_dim {wide}, above {widest}")
     if problem.quantised:
         found.append("a cache in 8 bits: its kernels over pages take 16 bits")
+    # It would be right, and slower than Triton, which reads it once.
     if problem.latent:
         found.append("v in the memory of k: its kernels would read it twice")
     # A part of a key block comes from one page, in one box.
-    if problem.page_size % PAGE_ROWS:
-        found.append(f"page_size {problem.page_size} is not a multiple of {PAGE_ROWS}")
+    if part_rows(problem) is None:
+        found.append(f"page_size {problem.page_size} is not a multiple of {min(PAGE_ROWS)}")
     # The kernel reads the table at one place at least.
     if not problem.capacity or not problem.k.shape[0]:
         found.append("a cache without room for a key")
@@ -36,14 +37,20 @@ def _mask_reasons(problem: Problem) -> list[str]:
         return ["pages with a mask other than causal and window"]
     # Keys on both sides of a window are kept from the copy engine, if they lie in two parts of blocks (pages.box_of).
     last = 1 if band.hi is None else min(band.hi, 1)
-    if band.lo is not None and last - band.lo < PAGE_ROWS:
-        return [f"pages with a window of {max(last - band.lo, 0)} keys, fewer than {PAGE_ROWS}"]
+    rows = part_rows(problem) or 0
+    if band.lo is not None and last - band.lo < rows:
+        return [f"pages with a window of {max(last - band.lo, 0)} keys, fewer than {rows}"]
     return []
+
+
+def part_rows(problem: Problem) -> int | None:
+    """The rows that one box brings: a part of a key block comes from one page."""
+    return next((rows for rows in PAGE_ROWS if problem.page_size % rows == 0), None)
 
 
 def _pool_reasons(problem: Problem) -> list[str]:
     pools = problem.k, problem.v
-    # A pool is never copied to where the copy engine could address it.
+    # A pool is not copied to where the copy engine could address it.
     if any(not _addressable(x) for x in pools):
         return ["pages whose rows do not lie at multiples of 16 bytes, in pages that are multiples of rows apart"]
     # The boxes of a block serve its K and its V.
@@ -61,11 +68,14 @@ def _addressable(pool: TensorFacts) -> bool:
 
 def page_rows(pool: TensorFacts) -> int:
     """How many rows of a pool ``(num_pages, page_size, heads, head_dim)`` lie between the beginnings of two pages."""
+    # The stride of a single page says nothing.
     return pool.stride[0] // pool.stride[1] if pool.shape[0] > 1 else pool.shape[1]
 
 
 def choose(problem: Problem) -> Config:
     """The kernel for a problem that has no :func:`reasons` against it."""
-    dims = next(d for d in PAGED_DIMS if problem.head_dim <= d[0] and problem.head_dim_v <= d[1])
-    form = band_of(problem).form
-    return Config(config.TABLE[dims].of_form(form), DTYPES[str(problem.dtype)], form, packed=True, paged=PAGE_ROWS)
+    wide, rows = max(problem.head_dim, problem.head_dim_v), part_rows(problem)
+    tiles = next(tiles for (width, n), tiles in PAGED_TILES.items() if wide <= width and n == rows)
+    # A row without an end ends far behind all keys.
+    form = "upper" if band_of(problem).lo is None else "band"
+    return Config(tiles, DTYPES[str(problem.dtype)], form, packed=True, paged=rows)

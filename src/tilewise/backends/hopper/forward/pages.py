@@ -111,9 +111,27 @@ def box_of(start, rows: int, keys, first):
 
 
 def boxes_of(n, query_tile: QueryTile, params: ForwardParams, config: Config) -> tuple[Box, ...]:
-    """The boxes of key block n, one for each part."""
-    tile_n, rows = config.tiles.tile_n, config.paged
-    return tuple(box_at(n * tile_n + start, query_tile, params, config) for start in range(0, tile_n, rows))
+    """The boxes of key block n, one for each part, or a single one whose numbers are those of part m in lane m.
+
+    Each lane then reads the table for one part, so that many small parts take no more instructions than a few large ones.
+    """
+    start, rows = n * config.tiles.tile_n, config.paged
+    if in_lanes(config):
+        part = PICK.smaller(cute.arch.thread_idx()[0] % 32, config.tiles.tile_n // rows - 1)
+        return (box_at(start + part * rows, query_tile, params, config),)
+    return tuple(box_at(start + first, query_tile, params, config) for first in range(0, config.tiles.tile_n, rows))
+
+
+def in_lanes(config: Config) -> bool:
+    """Whether the lanes of the loading warp share out the parts of a block."""
+    return config.tiles.tile_n // config.paged > 2
+
+
+def box_of_part(boxes: tuple[Box, ...], m: int, config: Config) -> Box:
+    """The box of part m of :func:`boxes_of`, the same in all lanes."""
+    if not in_lanes(config):
+        return boxes[m]
+    return Box(*(cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, m)) for x in boxes[0]))
 
 
 def box_at(position, query_tile: QueryTile, params: ForwardParams, config: Config) -> Box:
@@ -170,8 +188,8 @@ def fetch_parts(
         # The bytes of all parts, before the first of them comes; this is the barrier's only arrival.
         size = config.tiles.element_bytes * config.tiles.tile_n * columns_of(of, config)
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-    for m, box in enumerate(boxes):
-        copy_part(of, box, m, state.index, full, config)
+    for m in range(config.tiles.tile_n // config.paged):
+        copy_part(of, box_of_part(boxes, m, config), m, state.index, full, config)
     return state.advance(config.tiles.stages)
 
 

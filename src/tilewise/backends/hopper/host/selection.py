@@ -105,7 +105,9 @@ def _with_dims(configs: Sequence[Config | Backward], dim: int, dim_v: int) -> li
     """The kernels among these that calls with these head dims may get: of each pass, the first row of tiles that has any."""
     holding = list(forward_config.rows_for(dim, dim_v))
     forwards = [c for c in configs if isinstance(c, Config)]
-    by_row = ([c for c in forwards if c.tiles in row.columns and c.tiles != row.short] for row in holding)
+    by_row = (
+        [c for c in forwards if forward_config.row_of(c.tiles) is row and c.tiles != row.short] for row in holding
+    )
     few = [c for c in forwards if holding and c.tiles == forward_config.short(holding[0].full)]
     rows = [dims for dims in backward_config.TABLE if dim <= dims[0] and dim_v <= dims[1]]
     backwards = ([c for c in configs if isinstance(c, Backward) and dims_of(c) == dims] for dims in rows)

@@ -26,6 +26,7 @@ from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
 from tilewise.backends.triton.host.machine_code import serialised, unset_registers
 from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.kernels.distant import distances_read
 from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
 from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
@@ -64,6 +65,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
     pairs = lambda dtype: torch.empty(1, heads, *[q.shape[1]] * 2, dtype=dtype, device="meta", requires_grad=True)  # noqa: E731
     table = torch.empty(heads, 256, device="meta", requires_grad=True)
     relative = score(lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 255)])
+    of_all = torch.empty(heads, q.shape[1], device="meta", requires_grad=True)
     return {
         "causal": {"causal": True},
         "full": {},
@@ -76,6 +78,7 @@ def _options(feature: str, q: torch.Tensor) -> dict[str, object]:
         "bias": {"causal": True, "score": bias(pairs(q.dtype))},
         "bias32": {"causal": True, "score": bias(pairs(torch.float32))},
         "relative": {"causal": True, "score": relative},
+        "distances": {"causal": True, "score": score(lambda s, b, h, i, j: s + of_all[h, i - j])},
         "latent": {"causal": True},
         "moving": {"causal": True, "score": capped},
         "rich": {
@@ -149,7 +152,8 @@ def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
     if name == "paged":
         return paged_memory(problem_of(item), item.arch, tiles)
-    streams = Streams(pair_bytes(item), item.feature not in ("rich", "sparse", "dense", "verify"))
+    plain = item.feature not in ("rich", "sparse", "dense", "verify")
+    streams = Streams(pair_bytes(item), plain, item.feature in ("relative", "distances"))
     return promised_memory(
         name,
         tiles,
@@ -231,7 +235,7 @@ def configured(item: Launch, problem: Problem) -> config.Config:
         return paged_config(problem, Machine(item.arch, limit, 132), item.products)
     passes = config.row_for(config.table(item.arch, size, item.products), problem).passes
     beside = config.paired(item.arch, problem, pair_bytes(item), limit)
-    beside |= config.distant(item.arch, problem, item.feature == "relative")
+    beside |= config.distant(item.arch, problem, distances_read(problem))
     passes |= {name: tiles for name, tiles in beside.items() if name in passes}
     for name, tiles in passes.items():
         passes[name] = fit(
@@ -338,7 +342,9 @@ def items() -> list[Launch]:
                 if dtype == torch.bfloat16 and limit in (64, 128):
                     features += ["rich", "sparse", "softcap", "moving"]
                     features += (
-                        ["dense", "full", "window", "split", "bias", "bias32", "relative"] if arch == "sm90" else []
+                        ["dense", "full", "window", "split", "bias", "bias32", "relative", "distances"]
+                        if arch == "sm90"
+                        else []
                     )
                 if dtype == torch.float32 and limit in (64, 128) and arch == "sm90":
                     features += ["rich", "bias"]

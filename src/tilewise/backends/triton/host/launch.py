@@ -245,7 +245,7 @@ def _strip_sum(call: Call, tensors, n: int, read: Read) -> Launched:
 
 
 def _passes_over_sheets(call: Call, tensors, read: Read) -> list[Launched]:
-    """The passes over key tiles leave parts of dS behind; from these come dQ and the gradient of a pair bias.
+    """The passes over key tiles leave parts of dS behind; from these come dQ and the gradient of a pair bias, or of a table.
 
     These then take one product of a tile, not five.
     """
@@ -256,6 +256,8 @@ def _passes_over_sheets(call: Call, tensors, read: Read) -> list[Launched]:
     for part in plan.sheet:
         launched.append(_pass(call, "dkdv" if config.dv is None else "dk", tensors, part))
         launched.append(_sum_sheet(call, tensors, sums, read, part))
+        if read.how == DIAGONALS:
+            launched.append(_sum_sheet_strips(call, tensors, read, part))
     return launched
 
 
@@ -274,10 +276,20 @@ def _sum_sheet(call: Call, tensors, sums: Tensor | None, read: Read, part: Sheet
     unit = math.gcd(problem.seqlen_k, 16 // problem.dtype.itemsize)
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, read=0, unit=unit)
     grid = (slots * part.heads * problem.group * problem.batch,)
-    loops = ("b" in read.loops, "h" in read.loops)
+    grad, loops = (0 if read.how == TILES else None), ("b" in read.loops, "h" in read.loops)
     more, last = part.first_key > 0, part.first_key == plan.sheet[-1].first_key
     together = summed_beside(problem, part.heads * problem.group, read.loops)
     sizes = _sheet_sizes(call, slots, tensors, part, beside=together)
     return call.launch(
-        kernels().sheet, grid, tiles, tensors, sizes, facts, *views, View("dq_sums", sums), 0, *loops, more, last
+        kernels().sheet, grid, tiles, tensors, sizes, facts, *views, View("dq_sums", sums), grad, *loops, more, last
     )
+
+
+def _sum_sheet_strips(call: Call, tensors, read: Read, part: SheetPart) -> Launched:
+    """Adds up the gradient of a tensor that is read by distance, from a part of dS that has all keys of its heads."""
+    plan, problem = call.plan, call.plan.problem
+    strips = Strips.of(plan, read)
+    grid = (strips.number, strips.parts, part.heads * problem.group * problem.batch)
+    facts = plan.facts(strips.tiles, call.align, lists=False, read=0)
+    sizes = _sheet_sizes(call, strips.slots_of_part, tensors, part)
+    return call.launch(kernels().sheet_strip, grid, strips.tiles, tensors, sizes, facts, 0)

@@ -14,6 +14,7 @@ from tilewise.backends.base import Inputs
 from tilewise.backends.triton.config import strip_tiles
 from tilewise.backends.triton.host.call import tile_slots
 from tilewise.backends.triton.host.plan import Plan
+from tilewise.backends.triton.sheet import sheet_strip_tiles
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, add_at, read_adjoint
 from tilewise.problem import Problem
@@ -40,7 +41,8 @@ class Strips:
 
     @classmethod
     def of(cls, plan: Plan, read: Read) -> Strips:
-        problem, tiles = plan.problem, strip_tiles(plan.problem, plan.config.dq)
+        problem, config = plan.problem, plan.config
+        tiles = sheet_strip_tiles(problem, config) if plan.sheet else strip_tiles(problem, config.dq)
         start, stop = read.distances
         first, side = start // tiles.tile_m, tiles.tile_m
         number = (stop - 1) // side + 2 - first

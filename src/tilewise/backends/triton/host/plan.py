@@ -20,7 +20,7 @@ from tilewise.backends.triton.kernels.leaf_reads import PairReads, described_loo
 from tilewise.backends.triton.sheet import SheetPart, sheet_parts
 from tilewise.backends.triton.tiles import Tiles, pieces
 from tilewise.caching import cached_property
-from tilewise.leaf_gradients import ROWS, TILES
+from tilewise.leaf_gradients import DIAGONALS, ROWS, TILES
 from tilewise.masks.facts import every_key_seen, every_pair_kept
 from tilewise.problem import Problem, regrouped_problem
 
@@ -273,23 +273,22 @@ def extents_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ..
 
 
 def kept_sheet(decisions: Decisions) -> tuple[SheetPart, ...]:
-    """The parts of dS that the backward keeps for dQ and the gradient of a broadcast bias.
+    """The parts of dS that the backward keeps for dQ and the gradient of a broadcast bias, or of a table read at most distances.
 
-    There are none unless that bias is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold a part of it.
+    There are none unless that is the one tensor that wants a gradient, dS is that gradient, and a sheet can hold a part of it.
     """
     problem, emitted = decisions.problem, decisions.emitted
-    if (
-        [read.how for read in emitted.reads] != [TILES]
-        or not decisions.whole
-        or {"slope", "tile_0"} & set(emitted.functions)
-    ):
+    if len(emitted.reads) != 1 or not decisions.whole or {"slope", "tile_0"} & set(emitted.functions):
         return ()
     read = emitted.reads[0]
+    if read.how not in (TILES, DIAGONALS):
+        return ()
     leaf = problem.extras[read.slot]
     # dS is kept in the problem's dtype, which has to hold what the leaf's gradient does: bf16 has fp32's range.
     if leaf.dtype != problem.dtype != torch.bfloat16:
         return ()
-    over_heads, gradient = "h" in read.loops, 0 if read.pairs else math.prod(leaf.shape) * leaf.dtype.itemsize
+    over_heads = "h" in read.loops
+    gradient = 0 if read.pairs or read.how == DIAGONALS else math.prod(leaf.shape) * leaf.dtype.itemsize
     return sheet_parts(problem, over_heads, decisions.config.beside[1], gradient)
 
 

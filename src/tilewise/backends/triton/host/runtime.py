@@ -44,6 +44,7 @@ def kernels() -> SimpleNamespace:
         tile=pair_bias.tile_kernel,
         sheet=pair_bias.sheet_kernel,
         strip=diagonals.strip_kernel,
+        sheet_strip=diagonals.sheet_strip_kernel,
         terms=terms.terms_kernel,
         tangent=tangent.tangent_kernel,
         dq_tangent=tangent.dq_tangent_kernel,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tilewise import expr
-from tilewise.distances import by_distance, indices, near
+from tilewise.distances import by_distance, indices, near, reads_by_distance
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import DIAGONALS, ROWS, SCATTER, TILES, Read
 from tilewise.problem import Problem
@@ -26,6 +26,12 @@ def near_of_all(problem: Problem) -> tuple[int, int] | None:
     if problem.paged or not found or any(x.everywhere for x in found):
         return None
     return min(x.start for x in found), max(x.stop for x in found)
+
+
+def distances_read(problem: Problem) -> str:
+    """The distances at which the score reads different elements of a tensor: "none" if it reads none by distance, "near" the diagonal
+    alone, or "all"."""
+    return "none" if not reads_by_distance(problem) else "all" if near_of_all(problem) is None else "near"
 
 
 def parts_of(problem: Problem, read: Read) -> tuple[Read, ...]:

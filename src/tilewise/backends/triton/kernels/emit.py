@@ -33,8 +33,9 @@ import torch
 from tilewise import expr
 from tilewise.backends.triton.kernels.distant import near_of_all, parts_of, read_at_distance, with_lines
 from tilewise.backends.triton.kernels.factors import LOG2E, Factors
-from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts, reads_by_distance
+from tilewise.backends.triton.kernels.leaf_reads import is_wide, leaf_layouts
 from tilewise.backends.triton.kernels.writer import Ways, Writer, is_scaled_tanh
+from tilewise.distances import reads_by_distance
 from tilewise.expr import Expr
 from tilewise.leaf_gradients import COLUMNS, DIAGONALS, ROWS, SCATTER, STORE, TILES, Read, classify
 from tilewise.masks.facts import Condition, monotone_terms

@@ -73,12 +73,6 @@ class PairReads:
         return cls(sum(problem.extras[x.args[0][1]].dtype.itemsize for x in reads), frozenset("bh") - used)
 
 
-def reads_by_distance(problem: Problem) -> bool:
-    """Whether a problem's score reads a tensor at the distance of a pair."""
-    score = problem.spec.score
-    return score is not None and any(by_distance(*x.args[1:]) for x in expr.lookups(score))
-
-
 def predicate_blocks(problem: Problem) -> tuple[int, int]:
     """The rows and keys of the blocks on which the mask's predicate is constant, to choose tiles that lie inside them.
 

@@ -63,7 +63,7 @@ def sheet_kernel(
     Args:
         k_view, k_rest: descriptors for the first and the second piece of the head dim, None where there is none.
         dq_sums: fp32, laid out as dQ: the sums over the keys of earlier sheets, and of this one. None where one sheet has all keys.
-        GRAD, LOOP_B, LOOP_H: as in :func:`tile_kernel`.
+        GRAD, LOOP_B, LOOP_H: as in :func:`tile_kernel`; GRAD is None where dQ alone is wanted.
         MORE: earlier sheets had other keys. LAST: no later sheet has, so that dQ is complete.
     """
     sizes = plain_sizes(sizes)
@@ -94,12 +94,14 @@ def sheet_kernel(
         )  # dSᵀ, (tile_n, tile_m), in the sheet's dtype
         tile = load_streamed(k, n0, work.seqlen_k - n0, None, FACTS.tile_n, False, True, FACTS)  # K, (tile_n, head_dim)
         dq = accumulate(tl.trans(ds), tile, dq, FACTS)  # dQ += dS K, (tile_m, head_dim) fp32
-        if n % turns == turn:
-            store_sheet_sum(m0, n0, to_b, to_h, turns, step, tensors, sizes, work, GRAD, FACTS)
-    for t in range(first - start + stop - last):  # tiles that no row sees: zeros
-        n = tl.where(t < first - start, start + t, last + t - (first - start))
-        if n % turns == turn:
-            store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, 0, step, tensors, sizes, work, GRAD, FACTS)
+        if GRAD is not None:  # noqa: SIM102 - of compile time
+            if n % turns == turn:
+                store_sheet_sum(m0, n0, to_b, to_h, turns, step, tensors, sizes, work, GRAD, FACTS)
+    if GRAD is not None:
+        for t in range(first - start + stop - last):  # tiles that no row sees: zeros
+            n = tl.where(t < first - start, start + t, last + t - (first - start))
+            if n % turns == turn:
+                store_sheet_sum(m0, n * FACTS.tile_n, to_b, to_h, 0, step, tensors, sizes, work, GRAD, FACTS)
 
     token = tl.cast(b, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim

@@ -1,0 +1,244 @@
+"""Attention over ranks by passing K and V around: each rank computes its own queries, against the keys of one rank after the other.
+
+    forward    step n: K, V of rank r - n;  each of the rank's pieces of queries (o, lse) <- merge((o, lse), attention(q, K, V))
+    backward   step n: the same K, V;  dq += dq of them;  their dK, dV -> rank r - n, which adds them up in fp32 in the order of steps
+
+Keys come straight from the rank that holds them, and their gradients go straight back: as many bytes as passing them from neighbour to
+neighbour, and only keys that a rank's rows see need to travel. Those of the next step travel while those of this one are computed, so
+a rank holds the keys of two others at most, however many ranks there are. It pays for it by a call for each piece of queries and keys,
+whose results are rounded and then merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import state
+from tilewise.derivatives import operator_of
+from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
+from tilewise.parallel.gathered import compute_dtype, packed, summed, unpacked
+from tilewise.parallel.layout import Layout
+from tilewise.parallel.route import Route, Segment, cut, held
+from tilewise.piece import Piece
+from tilewise.spec import Spec
+
+Check = Callable[[slice, slice, Spec], None]
+_attention_backward = torch.ops.tilewise.attention_backward.default
+
+
+class RingCall(NamedTuple):
+    """One call: a run of the rank's queries against a run of one rank's keys.
+
+    Attributes:
+        rows: among the rank's queries.
+        keys: among the step's keys: in the first step the rank's own, then those that came.
+        spec: the call, told where it lies, without the sink.
+        first: no earlier call has these queries.
+    """
+
+    rows: slice
+    keys: slice
+    spec: str
+    first: bool
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One attention over ranks.
+
+    Attributes:
+        route: the keys that travel.
+        steps: the rank's calls, by step.
+        grad_slots: the extras that want a gradient. call_slots: those of them that calls give.
+        sink_slot: the extra that is merged once, after all keys.
+        sum_leaves: gradients of tensors that masks, scores and sinks read are summed over ranks.
+        max_logit: the largest score of each row is a result too.
+        digest: of the route, where it depends on tensors, which ranks might hold otherwise; else 0.
+        tables: calls read no tensors but the extras.
+    """
+
+    exchange: Exchange
+    route: Route
+    steps: tuple[tuple[RingCall, ...], ...]
+    grad_slots: tuple[int, ...]
+    call_slots: tuple[int, ...]
+    sink_slot: int | None
+    sum_leaves: bool
+    max_logit: bool
+    digest: int
+    tables: tuple[Tensor, ...] = ()
+
+    @property
+    def first_call(self) -> RingCall | None:
+        """The rank's first call; None: it has no queries."""
+        return next((call for step in self.steps for call in step), None)
+
+    def fetch(self, step: int, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
+        """Starts to fetch the keys of a step; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
+        if step == 0:
+            return lambda: [k, v]
+        to = (self.exchange.rank + step) % self.exchange.size
+        sent = [(k[:, x.rows], v[:, x.rows]) for x in self.route.sent(self.exchange.rank, to)]
+        finish = self._shifted(packed(sent, k, v), step)
+        return lambda: unpacked(finish(), k, v)
+
+    def give_back(self, step: int, dk: Tensor, dv: Tensor) -> Callable[[], list[tuple[slice, Tensor, Tensor]]]:
+        """Starts to send the gradients of a step's keys to their rank.
+
+        Args:
+            dk, dv: ``(batch, keys, heads_k, dim)`` of the keys that came.
+
+        Returns:
+            A function that waits for what comes back, and returns runs of the rank's rows with their gradients.
+        """
+        finish = self._shifted(packed([(dk, dv)], dk, dv), -step)
+
+        def returned() -> list[tuple[slice, Tensor, Tensor]]:
+            found, first, parts = unpacked(finish(), dk, dv), 0, []
+            for x in self.route.sent(self.exchange.rank, (self.exchange.rank + step) % self.exchange.size):
+                at = slice(first, first := first + x.length)
+                parts.append((x.rows, found[0][:, at], found[1][:, at]))
+            return parts
+
+        return returned
+
+    def _shifted(self, sent: Tensor, by: int) -> Callable[[], Tensor]:
+        """Starts to send rows to the rank that is so many places on, as every rank does."""
+        rank, size, counts = self.exchange.rank, self.exchange.size, self.route.counts
+        if by < 0:  # what goes back is what came
+            counts = tuple(zip(*counts, strict=True))
+        if not any(counts[n][(n + by) % size] for n in range(size)):  # all ranks know that nothing travels
+            return lambda: sent
+        to, source = (rank + by) % size, (rank - by) % size
+        sending, receiving = [0] * size, [0] * size
+        sending[to], receiving[source] = counts[rank][to], counts[source][rank]
+        return self.exchange.swap(sent, sending, receiving)
+
+
+def planned(
+    exchange: Exchange, spec: Spec, route: Route, queries: Layout, sum_leaves: bool, digest: int, check: Check
+) -> Ring:
+    """The rank's part of the work.
+
+    Args:
+        route: :meth:`tilewise.parallel.route.Route.uncut`.
+        check: called with the queries and the keys of each call, and its spec.
+    """
+    rank, size, sink = exchange.rank, exchange.size, spec.sink_slot
+    leaves = {*spec.mask_slots, *spec.score_slots}
+    slots = tuple(slot for slot in spec.grad_slots if slot != sink or slot in leaves)
+    plain = replace(spec, sink_slot=None, grad_slots=slots)
+    steps, begun = [], set()
+    for owner in [(rank - step) % size for step in range(size)]:
+        runs, came, calls = [x for x in held(route.keys) if x.owner == owner], route.sent(owner, rank), []
+        for part in route.parts[rank]:
+            for x in [cut(x, part.low, part.high) for x in runs if max(x.start, part.low) < min(x.stop, part.high)]:
+                piece = replace(plain, piece=Piece(part.start, x.start, queries.seqlen, route.keys.seqlen))
+                check(slice(part.start, part.stop), slice(x.start, x.stop), piece)
+                keys = x.rows if owner == rank else _place(came, x)
+                calls.append(RingCall(part.rows, keys, piece.text(), part.row not in begun))
+                begun.add(part.row)
+        steps.append(tuple(calls))
+    return Ring(exchange, route, tuple(steps), spec.grad_slots, slots, sink, sum_leaves, spec.max_logit, digest)
+
+
+def _place(came: Sequence[Segment], x: Segment) -> slice:
+    """The place of a run of keys among those that came."""
+    first = 0
+    for whole in came:
+        if whole.start <= x.start and x.stop <= whole.stop:
+            return slice(first + x.start - whole.start, first + x.stop - whole.start)
+        first += whole.length
+    raise ValueError(f"{x} does not travel")
+
+
+def forward(
+    call: Ring, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """``[o, lse]`` of the rank's queries, and max_logit where it is asked for; nothing is kept for the backward."""
+    dtype, rows = compute_dtype(q), (q.shape[0], q.shape[2], q.shape[1])
+    o = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    lse = q.new_full(rows, -torch.inf, dtype=dtype)
+    largest = [torch.full_like(lse, -torch.inf)] if call.max_logit else []
+    for pieces, (keys, values) in _each_step(call, k, v):
+        for piece in pieces:
+            at = piece.rows
+            part = q[:, at], keys[:, piece.keys], values[:, piece.keys]
+            found, found_lse, *scores = operator_of(piece.spec)(*part, list(extras), seed, piece.spec)
+            for target, x in zip(largest, scores, strict=True):
+                target[..., at] = torch.maximum(target[..., at], x)
+            merged = found, found_lse.mT
+            if not piece.first:
+                merged = state.merge(o[:, at], lse[..., at].mT, found.to(dtype), found_lse.mT)
+            o[:, at], lse[..., at] = merged[0], merged[1].mT
+    if call.sink_slot is not None:
+        o, rows_lse = state.add_sink(o, lse.mT, extras[call.sink_slot].to(dtype))
+        lse = rows_lse.mT.contiguous()
+    return [o.to(q.dtype), lse, *largest], []
+
+
+def backward(
+    call: Ring, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """dq, dk and dv of the rank's rows, and the gradient of each extra.
+
+    Args:
+        saved: q, k, v, o and lse.
+    """
+    (do, dlse), (q, k, v, o, lse) = of, saved
+    do = torch.zeros_like(o) if do is None else do
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    dtype = compute_dtype(q)
+    leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in call.grad_slots}
+    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+    returning: Callable[[], list[tuple[slice, Tensor, Tensor]]] = list
+    for n, (pieces, (keys, values)) in enumerate(_each_step(call, k, v)):
+        parts = []
+        for piece in pieces:
+            at = piece.rows
+            part, part_k, part_v, dextras = _attention_backward(
+                do[:, at], dlse[..., at].contiguous(), q[:, at], keys[:, piece.keys], values[:, piece.keys],
+                o[:, at].contiguous(), lse[..., at].contiguous(), list(extras), seed, piece.spec,
+            )  # fmt: skip
+            dq[:, at] += part
+            parts.append((piece.keys, part_k, part_v))
+            for slot, grad in zip(call.call_slots, dextras, strict=True):
+                leaves[slot] += grad
+        _add(dk, dv, returning())  # of the step before, which came back under this one's calls
+        if n == 0:
+            _add(dk, dv, parts)
+            returning = list
+        else:
+            both = [summed(x, [(at, y[m]) for at, *y in parts], dtype) for m, x in enumerate((keys, values))]
+            returning = call.give_back(n, *both)
+    _add(dk, dv, returning())
+    if call.sink_slot in call.grad_slots:
+        delta = (do.to(dtype) * o.to(dtype)).sum(-1).mT - dlse
+        sink = extras[call.sink_slot].to(dtype).unsqueeze(-1)
+        leaves[call.sink_slot] += state.sink_gradient(sink, lse, delta).sum((0, 2))
+    if call.sum_leaves:
+        leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}
+    found = [leaves[n].to(x.dtype) if n in leaves else None for n, x in enumerate(extras)]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), found
+
+
+def _each_step(call: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Sequence[RingCall], list[Tensor]]]:
+    """The calls and the keys of each step; the next one's keys set out before this one's are computed."""
+    coming = call.fetch(0, k, v)
+    for n, pieces in enumerate(call.steps):
+        found = coming()
+        if n + 1 < len(call.steps):
+            coming = call.fetch(n + 1, k, v)
+        yield pieces, found
+
+
+def _add(dk: Tensor, dv: Tensor, parts: Sequence[tuple[slice, Tensor, Tensor]]) -> None:
+    """Adds the gradients of some rows each."""
+    for rows, part_k, part_v in parts:
+        dk[:, rows] += part_k
+        dv[:, rows] += part_v

@@ -190,6 +190,15 @@ def test_no_grad_and_detached_inputs_give_no_graph():
     assert not tw.attention(q.detach(), k.detach(), v.detach()).requires_grad
 
 
+def test_a_tensor_that_outlives_its_transform_is_differentiated_as_what_it_holds():
+    q, k, v = wanting_grad(*qkv(1, 5, 7, 2, 2, 8, dtype=F64))
+    outlived = []
+    torch.func.grad(lambda x: (outlived.append(x), x.sum())[1])(q)
+    (expected,) = torch.autograd.grad(tw.attention(q, k, v).sin().sum(), q)
+    (found,) = torch.autograd.grad(tw.attention(outlived[0], k, v).sin().sum(), q)
+    assert torch.equal(found, expected)
+
+
 def test_only_the_inputs_that_want_a_gradient_get_one():
     q, k, v = qkv()
     bias = normal(4, 70, 70).requires_grad_()

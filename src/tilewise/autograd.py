@@ -77,11 +77,11 @@ class _BackwardCall(NamedTuple):
 
 
 def _backward(*arguments):
-    c = _BackwardCall(*arguments)
-    plan = dispatch.plan(*c.forward, c.spec)
-    p = plan.problem
-    grads = plan.backend.backward(p, dispatch.inputs(plan, *c.forward), Output(c.o, c.lse), unit_last(c.do), c.dlse)
-    return grads.dq, grads.dk, grads.dv, grads.extras(p, c.extras)
+    do, dlse, q, k, v, o, lse, extras, seed, spec = arguments
+    plan = dispatch.plan(q, k, v, extras, seed, spec)
+    inputs = dispatch.inputs(plan, q, k, v, extras, seed)
+    grads = plan.backend.backward(plan.problem, inputs, Output(o, lse), unit_last(do), dlse)
+    return grads.dq, grads.dk, grads.dv, grads.extras(plan.problem, extras)
 
 
 def _fake_forward(q, k, v, extras, seed, spec):
@@ -112,8 +112,9 @@ def _nobody_watches(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -
     resolves (docs/decisions.md#operator-at-autograd-key).
     """
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not q.is_meta
-    negative = q.is_neg() or k.is_neg() or v.is_neg() or any(x.is_neg() or type(x) not in _PLAIN for x in extras)
-    return plain and not negative and not torch._C._len_torch_dispatch_stack()
+    negative = q.is_neg() or k.is_neg() or v.is_neg()
+    more = extras and any(x.is_neg() or type(x) not in _PLAIN for x in extras)
+    return plain and not (negative or more or torch._C._len_torch_dispatch_stack())
 
 
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
@@ -151,8 +152,15 @@ class _Attention(torch.autograd.Function):
         quiet = quiet and not _gradients_are_mapped()
         run = _backward if quiet else _attention_backward
         dq, dk, dv, dextras = run(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
+        if not extras:
+            return dq, dk, dv, None, None
         by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))
         return dq, dk, dv, None, None, *[by_slot.get(n) for n in range(len(extras))]
+
+
+# What Function.apply does where no transform of torch.func is active, but for taking tensors out of transforms that are over, which
+# the dispatcher has done above these kernels.
+_recorded = super(torch.autograd.Function, _Attention).apply
 
 
 def _refuse_transforms(name: str) -> None:
@@ -172,7 +180,7 @@ def _forward_autograd(q, k, v, extras, seed, spec):
     if _has_tangent((q, k, v, *extras)):
         return derivatives.Attention.apply(q, k, v, seed, spec, *extras)
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
-        return _Attention.apply(q, k, v, seed, spec, *extras)
+        return _recorded(q, k, v, seed, spec, *extras)
     return _below_autograd(q, k, v, extras, seed, spec)
 
 

@@ -205,11 +205,11 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     Raises:
         ValueError: a wrong call. NotImplementedError: a right one that no backend runs.
     """
-    signature = (spec, _signature(q), _signature(k), _signature(v), *[_signature(t) for t in extras])
-    if seed is not None:
-        signature = (*signature, _signature(seed))
+    signature = (spec, *_signature(q), *_signature(k), *_signature(v))
+    if extras or seed is not None:
+        signature = (*signature, *[_signature(t) for t in extras], None if seed is None else _signature(seed))
     found = _plans.get(signature)
-    if found is not None and found.problem.paged and found.problem.latent != pages.lies_in(v, k):
+    if found is not None and found.problem.spec.page_slots and found.problem.latent != pages.lies_in(v, k):
         found = None  # the same sizes as another call's, where v and k lay otherwise
     if found is None:
         problem = check(q, k, v, extras, seed, parse_spec(spec))

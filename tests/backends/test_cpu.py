@@ -393,6 +393,27 @@ def test_predicates_of_packed_sequences_agree(first):
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "isa", "packed"), [(torch.float32, "avx512", False), (torch.bfloat16, "avx512bf16", True)]
+)
+def test_tiles_that_many_queries_read_are_packed_once_for_all(dtype, isa, packed):
+    need_isa(isa)
+    mask = tw.keep(lambda b, h, i, j: (i // 50 >= j // 60) & (j % 7 > 0))  # 6 of 4 x 4 tiles are empty
+    q, k, v = qkv(batch=2, nq=400, nk=400, hq=2, hk=1, d=20, dv=36, dtype=dtype)
+    options = {"mask": mask}
+    if packed:
+        options["cu_seqlens_q"] = options["cu_seqlens_k"] = torch.tensor([0, 395, 395, 790], dtype=torch.int32)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    clean = call(q, k, v, **options)
+    agree(Cpu(isa=isa), clean)
+    hidden = torch.arange(k.shape[-3]) % 7 == 0 if not packed else torch.arange(800) % 395 % 7 == 0
+    dirty = call(q, *(x.masked_fill(hidden.view(-1, 1, 1), torch.nan) for x in (k, v)), **options)
+    one, two = (Cpu(isa=isa).forward(c.p, c.t) for c in (clean, dirty))
+    rows = slice(None) if not packed else slice(0, 790)  # the rows past the last sequence see nothing
+    assert torch.equal(one.o[rows], two.o[rows])
+    assert torch.equal(one.lse, two.lse)
+
+
 def test_packed_sequences_may_be_none():
     q, k, v = (t[0] for t in qkv(batch=1))
     none = torch.tensor([0])

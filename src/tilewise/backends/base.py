@@ -34,6 +34,8 @@ class Inputs:
 
     @classmethod
     def of(cls, p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None) -> Inputs:
+        if not extras:
+            return cls(q, k, v, seed)
         spec = p.spec
         sink = None if spec.sink_slot is None else extras[spec.sink_slot]
         cu_q, cu_k = (*[extras[n] for n in spec.cu_slots], None, None)[:2]

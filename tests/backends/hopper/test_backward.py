@@ -240,3 +240,59 @@ def test_the_rows_statistics_are_those_of_the_formula(dims):
         emulated.run_preprocess(x, *given, lines), emulated.statistics(*given, lines), strict=True
     ):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+class Recorder:
+    """A kernel that writes down the tensors of its launches, and counts how often one was prepared."""
+
+    def __init__(self):
+        self.launches, self.prepared = [], 0
+
+    def bound(self, *arguments) -> Recorder:
+        self.prepared += 1
+        return self
+
+    def __call__(self, *tensors) -> None:
+        self.launches.append(tensors)
+
+
+def recorded(c: Call, monkeypatch) -> tuple[Recorder, backward_call.BackwardPlan, tuple]:
+    """A recorder in place of the kernels, the plan of a call, and the arguments of its backward."""
+    recorder = Recorder()
+    monkeypatch.setattr(backward_call.library, "function", lambda config: recorder)
+    out = Reference().forward(c.p, c.t)
+    given = c.t, replace(out, o=out.o.to(c.p.dtype)), c.do, c.dlse
+    return recorder, backward_call.BackwardPlan(c.p, backward_config.choose(c.p)), given
+
+
+def test_the_launch_that_is_kept_gets_the_tensors_that_the_first_one_got(monkeypatch):
+    recorder, plan, given = recorded(call(*qkv(130, 200, batch=2), causal=True), monkeypatch)
+    for _ in range(2):
+        grads = plan.backward(*given)
+    first, second = recorder.launches
+    assert recorder.prepared == 1
+    assert all(a is b for a, b in zip(first[:7], second[:7], strict=True))
+    facts = [[(x.shape, x.stride(), x.dtype) for x in launch[7:]] for launch in (first, second)]
+    assert facts[0] == facts[1]
+    assert (grads.dq is second[7], grads.dk is second[8], grads.dv is second[9]) == (True, True, True)
+    assert all(x.untyped_storage().size() for x in second)
+
+
+def test_a_gradient_that_kernels_cannot_read_in_place_is_copied_also_once_a_launch_is_kept(monkeypatch):
+    recorder, plan, (t, out, do, dlse) = recorded(call(*qkv(130, 200), causal=True), monkeypatch)
+    plan.backward(t, out, do, dlse)
+    beside = torch.empty(do.numel() + 1, dtype=do.dtype)[1:].view(do.shape).copy_(do)
+    plan.backward(t, out, beside, dlse)
+    turned = do.transpose(1, 2).contiguous().transpose(1, 2)
+    plan.backward(t, out, turned, dlse)
+    assert all(torch.equal(launch[4], do) for launch in recorder.launches)
+    assert recorder.launches[1][4].data_ptr() % 16 == 0
+    assert recorder.prepared == 2  # for the strides of the turned one
+
+
+@pytest.mark.parametrize("name", ["sink", "keys", "prefix", "dropout", "alibi"])
+def test_no_launch_is_kept_of_a_call_that_reads_or_writes_more(name, monkeypatch):
+    tensors, options = (CASES | FORWARD)[name]
+    _, plan, given = recorded(call(*tensors, **options), monkeypatch)
+    plan.backward(*given)
+    assert plan.bound is None

@@ -88,9 +88,7 @@ class Hopper(Backend):
         return plan.forward(t)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-        from tilewise.backends.hopper.host import backward_call
-
-        return backward_call.backward(self._backward_plans.of(p), t, out, do, dlse)
+        return self._backward_plans.of(p).backward(t, out, do, dlse)
 
     def _plan(self, p: Problem):
         if p.paged:

@@ -143,6 +143,41 @@ std::vector<int64_t> longest_first(const std::vector<int64_t> &cost) {
   return order;
 }
 
+// Query tiles that read a key tile on average, from which on it pays to pack the tiles of whole heads first
+// (docs/decisions.md#cpu-packed-once).
+constexpr int64_t kReaders = 3;
+
+// Whether a predicate's tiles are read so often.
+bool reads_tiles_often(const TwCall &c) {
+  if (!c.status || c.block_table || c.split) return false;
+  int64_t tiles = 0, visits = 0;
+  for (int64_t b = 0; b < c.batch; ++b) {
+    const Sequence s = sequence_of(c, b);
+    const int64_t columns = (s.seqlen_k + c.tile_n - 1) / c.tile_n, states = (s.seqlen_q + c.tile_m - 1) / c.tile_m * columns;
+    tiles += c.heads_k * columns;
+    for (int64_t head = 0; head < (c.status_head[b] ? c.heads_q : 1); ++head) {
+      const uint8_t *state = c.status + c.status_at[b] + head * c.status_head[b];
+      const int64_t some = states - std::count(state, state + states, uint8_t(TW_EMPTY));
+      visits += c.status_head[b] ? some : some * c.heads_q;
+    }
+  }
+  return visits >= kReaders * tiles;
+}
+
+// The tiles of all key heads, packed by all threads; none where a tile is read too seldom.
+KeyTiles packed_tiles(const TwCall &c, const Kernels &kernels, HugePages &memory) {
+  if (!reads_tiles_often(c)) return {};
+  const int64_t bytes = kernels.key_tile_bytes(c);
+  const KeyTiles packed{memory.take(c.heads_k * KeyTiles::per_head(c) * bytes), bytes};
+  const int64_t most = (c.seqlen_k + c.tile_n - 1) / c.tile_n;  // tiles of a sequence
+  parallel(c.threads, c.batch * c.heads_k * most, [&](int64_t n) {
+    const Sequence s = sequence_of(c, n / most / c.heads_k);
+    const int64_t head_k = n / most % c.heads_k, n0 = n % most * c.tile_n;
+    if (n0 < s.seqlen_k) kernels.pack_keys(c, s, head_k, n0, packed.at(c, s, head_k, n0));
+  });
+  return packed;
+}
+
 void run_forward(const TwCall &c) {
   check(c);
   if (!c.batch) return;
@@ -154,9 +189,11 @@ void run_forward(const TwCall &c) {
   std::vector<char> o(lines * size_t(c.head_dim_v) * size), lse(lines * size), largest(lines * size);
   const Partials partials{o.data(), lse.data(), largest.data(), plan.parts};
   const int64_t bytes = kernels.forward_bytes(c);
+  HugePages memory;
+  const KeyTiles packed = packed_tiles(c, kernels, memory);
   parallel(c.threads, int64_t(order.size()), [&](int64_t n) {
     const QueryItem &item = plan.items[size_t(order[size_t(n)])];
-    kernels.forward(c, item, partials, scratch(bytes));
+    kernels.forward(c, item, partials, packed, scratch(bytes));
     // Whoever ends the last part of some rows merges them, in the order of the parts: a second round of threads costs more.
     if (item.part >= 0 && plan.unfinished[size_t(item.rows)].fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.merge(c, item, partials);
   });

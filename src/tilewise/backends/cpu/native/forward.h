@@ -49,12 +49,36 @@ void finish_rows(const TwCall &c, const Sequence &s, const QueryItem &item, cons
   }
 }
 
+// A tile of K and of V as the products read them; without memory, it counts `bytes`.
+template <class E, class T, class X>
+struct PackedKeys {
+  X *k, *v;
+  int64_t bytes;
+
+  PackedKeys(const TwCall &c, char *memory) {
+    Arena arena{memory};
+    k = arena.take<X>(c.tile_n * elements<X>(c.head_dim));
+    v = arena.take<X>(elements<X>(c.tile_n) * round_up(c.head_dim_v, kLanes<T>));
+    bytes = arena.used;
+  }
+
+  static int64_t width_of(const TwCall &c, const Sequence &s, int64_t n0) {
+    return smaller(c.tile_n, round_up(s.seqlen_k - n0, kPanelWidth<T>));
+  }
+
+  void pack(const TwCall &c, const Sequence &s, int64_t head_k, int64_t n0) const {
+    const int64_t width = width_of(c, s, n0);
+    pack_transposed<X, E>(key_rows<E>(c, c.k, s, head_k, n0), width, c.head_dim, k);
+    pack_panels<X, E>(key_rows<E>(c, c.v, s, head_k, n0), width, c.head_dim_v, v);
+  }
+};
+
 // E: the inputs' element; T: the compute type; X: the products' element, T or Pair (product.h).
 template <class E, class T, class X>
 class Forward {
  public:
-  Forward(const TwCall &c, const QueryItem &item, char *scratch)
-      : c(c), item(item), s(sequence_of(c, item.b)), D(c.head_dim), Dv(c.head_dim_v), wide(round_up(Dv, kLanes<T>)) {
+  Forward(const TwCall &c, const QueryItem &item, char *scratch, const KeyTiles &packed = {})
+      : c(c), item(item), packed(packed), s(sequence_of(c, item.b)), D(c.head_dim), Dv(c.head_dim_v), wide(round_up(Dv, kLanes<T>)) {
     const int64_t most = greater(c.tile_m * c.heads_per_item, 1);
     Arena arena{scratch};
     q = arena.take<X>(most * elements<X>(D));
@@ -94,10 +118,12 @@ class Forward {
 
   const TwCall &c;
   const QueryItem &item;
+  const KeyTiles packed;
   const Sequence s;
   const int64_t D, Dv, wide;
   int64_t queries, rows, entered = -1, next_keys;
   Rows<E> next_k, next_v;
+  const char *next_tile_at = nullptr;  // where the next tile is packed already
   const E **places[4];  // of keys in pages: this tile's K and V, the next one's
   uint8_t *marks;
   T *acc, *m, *l, *p, *factor;
@@ -138,11 +164,18 @@ class Forward {
 
   // The tile at n0; meanwhile the rows of the one at `after` come closer.
   void key_tile(int64_t n0, int64_t after) {
-    const int64_t width = smaller(c.tile_n, round_up(s.seqlen_k - n0, kPanelWidth<T>));
-    pack_transposed<X, E>(rows_at(c.k, n0, places[0]), width, D, k);
-    pack_panels<X, E>(rows_at(c.v, n0, places[1]), width, Dv, v);
-    next_k = rows_at(c.k, after, places[2]), next_v = rows_at(c.v, after, places[3]);
-    next_keys = after == n0 ? 0 : smaller(c.tile_n, s.seqlen_k - after);
+    const int64_t width = PackedKeys<E, T, X>::width_of(c, s, n0);
+    if (packed.memory) {
+      const int64_t head_k = item.head / (c.heads_q / c.heads_k);
+      const PackedKeys<E, T, X> tile(c, packed.at(c, s, head_k, n0));
+      k = tile.k, v = tile.v;
+      next_tile_at = packed.at(c, s, head_k, after), next_keys = after == n0 ? 0 : packed.bytes / 64;
+    } else {
+      pack_transposed<X, E>(rows_at(c.k, n0, places[0]), width, D, k);
+      pack_panels<X, E>(rows_at(c.v, n0, places[1]), width, Dv, v);
+      next_k = rows_at(c.k, after, places[2]), next_v = rows_at(c.v, after, places[3]);
+      next_keys = after == n0 ? 0 : smaller(c.tile_n, s.seqlen_k - after);
+    }
     entered = -1;
     const TileRegisters<X> registers;
     for (int64_t r = 0; r < rows; r += kRows<X>) row_block(n0, width, r, smaller(kRows<X>, rows - r));
@@ -182,7 +215,9 @@ class Forward {
                                     c.tile_n, T(c.softmax_scale));
     for (int64_t n = 0; n < count; ++n) {
       const int64_t from = next_keys * (r0 + n) / rows, to = next_keys * (r0 + n + 1) / rows;
-      prefetch_rows(next_k, from, to, D), prefetch_rows(next_v, from, to, Dv);
+      if (next_tile_at)
+        for (int64_t line = from; line < to; ++line) __builtin_prefetch(next_tile_at + line * 64, 0, 3);
+      else prefetch_rows(next_k, from, to, D), prefetch_rows(next_v, from, to, Dv);
       softmax_row(n0, begin, end, r0 + n, p + n * c.tile_n);
     }
     add_product(width, begin, end, r0, count, p, rounded, v);

@@ -35,6 +35,8 @@ auto with_types(const TwCall &c, F f) {
 template <class Y>
 using ForwardOf = Forward<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
+using PackedKeysOf = PackedKeys<typename Y::E, typename Y::T, typename Y::X>;
+template <class Y>
 using FewQueriesOf = FewQueries<typename Y::E, typename Y::T, typename Y::X>;
 template <class Y>
 using TangentOf = Tangent<typename Y::E, typename Y::T, typename Y::X>;
@@ -50,11 +52,19 @@ static int64_t forward_bytes(const TwCall &c) {
   });
 }
 
-static void forward(const TwCall &c, const QueryItem &item, const Partials &partials, char *scratch) {
+static void forward(const TwCall &c, const QueryItem &item, const Partials &partials, const KeyTiles &packed, char *scratch) {
   with_types(c, [&](auto y) {
     if (FewQueriesOf<decltype(y)>::serves(c, item)) FewQueriesOf<decltype(y)>(c, item, scratch).run(partials);
-    else ForwardOf<decltype(y)>(c, item, scratch).run(partials);
+    else ForwardOf<decltype(y)>(c, item, scratch, packed).run(partials);
   });
+}
+
+static int64_t key_tile_bytes(const TwCall &c) {
+  return with_types(c, [&](auto y) { return PackedKeysOf<decltype(y)>(c, nullptr).bytes; });
+}
+
+static void pack_keys(const TwCall &c, const Sequence &s, int64_t head_k, int64_t n0, char *to) {
+  with_types(c, [&](auto y) { PackedKeysOf<decltype(y)>(c, to).pack(c, s, head_k, n0); });
 }
 
 static int64_t list_bytes(const TwCall &c) { return MaskList(c, nullptr).bytes; }
@@ -91,7 +101,7 @@ static void backward(const TwCall &c, const GradientUnit &unit, char *scratch) {
 #define TW_STRING(x) TW_STRING_OF(x)
 
 extern const Kernels kernels;
-const Kernels kernels = {TW_STRING(TW_ISA), forward_bytes, forward, list_bytes, list_mask, merge,
+const Kernels kernels = {TW_STRING(TW_ISA), forward_bytes, forward, key_tile_bytes, pack_keys, list_bytes, list_mask, merge,
                          tangent_bytes, tangent, backward_bytes, delta, backward};
 
 }  // namespace tw::TW_ISA

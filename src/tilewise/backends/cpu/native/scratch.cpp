@@ -27,17 +27,28 @@ void use_huge_pages(char *memory, int64_t size) {
 #endif
 }
 
+char *new_pages(int64_t size) {
+  char *data = (char *)std::aligned_alloc(kHugePage, size_t(size));
+  if (!data) throw std::bad_alloc();
+  use_huge_pages(data, size);
+  return data;
+}
+
+int64_t whole_pages(int64_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
+
 }  // namespace
+
+char *HugePages::take(int64_t bytes) { return data = new_pages(whole_pages(bytes)); }
+
+HugePages::~HugePages() { std::free(data); }
 
 char *scratch(int64_t bytes) {
   if (mine.size < bytes) {
     std::free(std::exchange(mine.data, nullptr));
     mine.size = 0;
-    const int64_t size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-    mine.data = (char *)std::aligned_alloc(kHugePage, size_t(size));
-    if (!mine.data) throw std::bad_alloc();
+    const int64_t size = whole_pages(bytes);
+    mine.data = new_pages(size);
     mine.size = size;
-    use_huge_pages(mine.data, size);
   }
   return mine.data;
 }

@@ -8,6 +8,19 @@ namespace tw {
 // Throws std::bad_alloc.
 char *scratch(int64_t bytes);
 
+// Memory of one call, at a cache line and in huge pages where the system grants them.
+class HugePages {
+ public:
+  HugePages() = default;
+  ~HugePages();
+  HugePages(const HugePages &) = delete;
+  HugePages &operator=(const HugePages &) = delete;
+  char *take(int64_t bytes);  // once; throws std::bad_alloc
+
+ private:
+  char *data = nullptr;
+};
+
 // While it lives the thread's memory is out of reach, and scratch() finds other.
 class ScratchAside {
  public:

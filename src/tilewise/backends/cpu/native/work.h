@@ -95,10 +95,28 @@ inline int64_t line_of(const TwCall &c, const Sequence &s, int64_t head, int64_t
 }
 inline int64_t lines_of(const TwCall &c) { return (c.cu_seqlens_q ? 1 : c.batch) * c.heads_q * c.seqlen_q; }
 
+// K and V of whole heads in packed tiles of `bytes` each, K first: many query tiles read each, which is packed once for all of them.
+// Without memory every item packs the tiles that it reads.
+struct KeyTiles {
+  char *memory = nullptr;
+  int64_t bytes = 0;
+
+  // Tiles of a key head of the whole batch; each sequence starts a new one.
+  static int64_t per_head(const TwCall &c) {
+    return c.cu_seqlens_k ? c.seqlen_k / c.tile_n + c.batch : c.batch * ((c.seqlen_k + c.tile_n - 1) / c.tile_n);
+  }
+  char *at(const TwCall &c, const Sequence &s, int64_t head_k, int64_t n0) const {
+    const int64_t first = c.cu_seqlens_k ? s.row_k / c.tile_n + s.b : s.b * ((s.seqlen_k + c.tile_n - 1) / c.tile_n);
+    return memory + (head_k * per_head(c) + first + n0 / c.tile_n) * bytes;
+  }
+};
+
 struct Kernels {
   const char *name;
   int64_t (*forward_bytes)(const TwCall &);
-  void (*forward)(const TwCall &, const QueryItem &, const Partials &, char *scratch);
+  void (*forward)(const TwCall &, const QueryItem &, const Partials &, const KeyTiles &, char *scratch);
+  int64_t (*key_tile_bytes)(const TwCall &);
+  void (*pack_keys)(const TwCall &, const Sequence &, int64_t head_k, int64_t n0, char *to);
   int64_t (*list_bytes)(const TwCall &);
   void (*list_mask)(const TwCall &, int64_t b, int64_t head_k, char *scratch);
   void (*merge)(const TwCall &, const QueryItem &, const Partials &);

@@ -5,20 +5,21 @@ A :class:`BackwardPlan` holds the decisions that depend on the problem alone; :f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.backends.base import Grads, Inputs, Output, without_memory
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.backward.grids import grids
 from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
-from tilewise.backends.hopper.host.driver import PerStrides
-from tilewise.backends.hopper.host.plan import FAR, LOG2_E, Plan, addressed, leaf
+from tilewise.backends.hopper.host.driver import Bound, PerStrides
+from tilewise.backends.hopper.host.plan import ALIGNED, FAR, LOG2_E, Plan, addressed, leaf
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
@@ -28,9 +29,16 @@ TENSORS = 32  # of a launch at most but for leaves; the problem fixes the sizes 
 
 @dataclass(eq=False)
 class BackwardPlan(Plan):
-    """The decisions for one problem's backward."""
+    """The decisions for one problem's backward.
+
+    Attributes:
+        bound: the launch that needs nothing but addresses, once there was one (:attr:`direct`).
+        written: tensors without memory, like those that this launch writes: dq, dk, dv, and what it needs beside them.
+    """
 
     config: Backward
+    bound: Bound | None = None
+    written: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def band(self) -> Band:
@@ -49,6 +57,13 @@ class BackwardPlan(Plan):
     def cut(self) -> bool:
         """Whether some keys at either end are seen by no query and are cut off."""
         return (self.keys.start, self.keys.stop) != (0, self.problem.seqlen_k)
+
+    @cached_property
+    def direct(self) -> bool:
+        """Whether the kernels take the caller's tensors as they are, and no others but what they write."""
+        config, spec = self.config, self.problem.spec
+        plain = config.of_numbers and config.traced == PLAIN and not (any(config.extra) or config.dropout)
+        return all(self.addressable) and plain and not (self.cut or self.problem.packed) and spec.sink_slot is None
 
     @cached_property
     def sums_shape(self) -> tuple[int, ...] | None:
@@ -122,6 +137,23 @@ class BackwardPlan(Plan):
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=TENSORS)
 
+    def backward(self, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
+        """The gradients, by the launch that is kept if there is one and the tensors lie where it can read them."""
+        given = inputs.q, inputs.k, inputs.v, out.o, do, out.lse, dlse
+        if self.bound is not None and as_they_are(given):
+            made = [torch.empty_like(x) for x in self.written]
+            self.bound(*given, *made)
+            return Grads(made[0], made[1], made[2], None, {})
+        return backward(self, inputs, out, do, dlse)
+
+
+def as_they_are(given: Sequence[Tensor]) -> bool:
+    """Whether kernels can read q, k, v, o, do, lse and dlse where they lie; the strides of q, k and v are the problem's."""
+    q, k, v, o, do, lse, dlse = given
+    where = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()
+    contiguous = o.is_contiguous() and do.is_contiguous() and lse.is_contiguous() and dlse.is_contiguous()
+    return contiguous and not where % ALIGNED
+
 
 def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
     """The gradients: makes what the launch reads and writes, and launches."""
@@ -148,7 +180,10 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     made = dq, dk, dv, lse2, delta, *([lse.new_empty(plan.sums_shape)] if plan.sums_shape else ())
     made += (lse.new_empty(plan.semaphores_shape, dtype=torch.int32),) if plan.semaphores_shape else ()
     made += (lse.new_empty(1, dtype=torch.int32),) if plan.config.keys.queued else ()
-    plan.launch((*given, *made), lambda: (given, made, plan.numbers))
+    bound = plan.launch((*given, *made), lambda: (given, made, plan.numbers))
+    if plan.direct and as_they_are((*qkv, o, do, lse, dlse)):  # some may be copies by now, which lie so
+        plan.written = [without_memory(torch.empty_like(x)) for x in made]
+        plan.bound = bound
     if inputs.sink is None:
         return Grads(*grads, None, {})
     if packed:  # rows lie where the statistics have them

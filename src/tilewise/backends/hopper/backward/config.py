@@ -79,7 +79,7 @@ class KeyTiles:
             (docs/decisions.md#hopper-overlapped-tiles).
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
         dp_late: the product of dP begins when P is made, so that S and dP do not take registers together; pairs of dropout are then drawn
-            under it (docs/decisions.md#hopper-dropout).
+            under it (docs/decisions.md#hopper-pair-tiles).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
     """
 

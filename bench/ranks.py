@@ -189,14 +189,14 @@ def received(
     the model's peak of memory and milliseconds of a step beside its products."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     plan, exchange = tw.explain(*inputs, mask=mask, parallel=parallel), parallel.exchange
-    before = exchange.received
+    before = parallel.received
     ways["forward"]()
-    forward = exchange.received - before
+    forward = parallel.received - before
     ways["both"]()
-    backward = exchange.received - before - 2 * forward
+    backward = parallel.received - before - 2 * forward
     most = sum(map(max, zip(*exchange.numbers([forward, backward]), strict=True)))
     model = plan.costs[plan.scheme]
-    counts = {"received_mib": most, "predicted_received_mib": model.received, "predicted_mib": model.memory}
+    counts = {"received_mib": most, "predicted_received_mib": model.all_received, "predicted_mib": model.memory}
     return {name: round(count / 2**20, 3) for name, count in counts.items()} | {
         "predicted_ms": round(model.milliseconds, 3)
     }

@@ -12,7 +12,7 @@ import tilewise as tw
 from tilewise.parallel import Layout, context_parallel, cost, exchange, heads, simulate
 from tilewise.parallel.exchange import Simulated
 from tilewise.parallel.heads import head_axes
-from tilewise.parallel.plan import chosen
+from tilewise.parallel.plan import Wish, chosen, refusals
 from tilewise.parallel.symmetric import SymmetricGroup
 from tilewise.problem import check
 from tilewise.spec import Options, assemble, parse_spec
@@ -127,18 +127,25 @@ def test_bytes_that_ranks_receive_are_those_of_the_cost_model():
     assert all(n - model in (0, agreement) for n in received)
 
 
+def cheapest(whole, ranks: int, keys=None, machines=cost.ONE_MACHINE) -> str:
+    """The scheme, of those that are not combined, that is chosen where so many keys travel; by default all."""
+    wish = Wish(exchange.Silent(0, ranks), "auto", 2, True, False, machines=machines)
+    costs = {name: find(whole, ranks, keys, machines.per_second) for name, find in cost.COSTS.items()}
+    return chosen("auto", costs, {n: said for n, said in refusals(whole, wish).items() if n in costs}, machines.memory)
+
+
 def test_the_cheaper_scheme_is_chosen_and_the_other_where_it_cannot():
     few_keys = cost.Cost(received=1 << 20, copied=0, collectives=4)
     assert few_keys.milliseconds < cost.Cost(received=1 << 30, copied=0, collectives=4).milliseconds
     whole = whole_of(causal=True)
     assert cost.exchanging_heads(whole, 2).milliseconds > cost.gathering(whole, 2).milliseconds
-    assert chosen("auto", whole, 2) == "gather"
+    assert cheapest(whole, 2) == "gather"
     long = replace(whole, **{x: replace(getattr(whole, x), shape=(64, 1 << 16, HEADS_K, 64)) for x in "qkv"})
     assert cost.exchanging_heads(long, 4).milliseconds < cost.gathering(long, 4).milliseconds
-    assert chosen("auto", long, 4) == "heads"
-    assert chosen("auto", long, 4, cost.Keys(fetched=1 << 10, lent=1 << 10, kept=True)) == "gather"
-    assert chosen("auto", whole_of(causal=True), 3) == "gather"
-    assert chosen("auto", whole_of(dropout_p=0.5, dropout_seed=1), 2) == "gather"
+    assert cheapest(long, 4) == "heads"
+    assert cheapest(long, 4, cost.Keys(fetched=1 << 10, lent=1 << 10, kept=True)) == "gather"
+    assert cheapest(whole_of(causal=True), 3) == "gather"
+    assert cheapest(whole_of(dropout_p=0.5, dropout_seed=1), 2) == "gather"
 
 
 def test_a_ring_is_chosen_where_others_need_too_much_memory_or_their_exchange_passes_under_nothing():
@@ -147,10 +154,52 @@ def test_a_ring_is_chosen_where_others_need_too_much_memory_or_their_exchange_pa
     by_gathering, by_ring = cost.gathering(long, 8), cost.passing(long, 8)
     assert by_ring.memory < by_gathering.memory
     assert by_ring.received >= by_gathering.received
-    assert chosen("auto", long, 8, machines=cost.Machines(1, 4 * by_ring.memory)) == "ring"
-    assert chosen("auto", long, 8, machines=cost.Machines(1, 1)) == "ring"  # no other needs less
-    assert chosen("auto", long, 8, machines=cost.Machines(2, 0)) == "ring"
-    assert chosen("auto", whole, 2, machines=cost.Machines(2, 0)) != "ring"  # too short to hide anything
+    assert cheapest(long, 8, machines=cost.Machines(1, 4 * by_ring.memory)) == "ring"
+    assert cheapest(long, 8, machines=cost.Machines(1, 1)) == "ring"  # no other needs less
+    assert cheapest(long, 8, machines=cost.Machines(2, 0)) == "ring"
+    assert cheapest(whole, 2, machines=cost.Machines(2, 0)) != "ring"  # too short to hide anything
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("heads+gather", 4), ("heads+ring", 6)])
+@pytest.mark.parametrize("options", ["causal", "documents", "alibi and sink", "bias in a window"])
+def test_neighbours_exchange_heads_and_neighbourhoods_keys(name, ranks, options):
+    q, k, v, do = (x[..., :16] for x in tensors(2))
+    ids = torch.tensor([0] * 5 + [1] * 8 + [2] * 11)
+    given = {
+        "causal": {"causal": True},
+        "documents": {"mask": tw.causal() & tw.documents(ids)},
+        "alibi and sink": {
+            "causal": True,
+            "score": tw.alibi(normal(HEADS_Q).requires_grad_()) >> tw.softcap(4.0),
+            "sink": normal(HEADS_Q, seed=1).requires_grad_(),
+        },
+        "bias in a window": {
+            "mask": tw.window(7, 3),
+            "score": tw.bias(normal(HEADS_Q, ROWS, ROWS).requires_grad_()),
+            "softmax_scale": 0.3,
+        },
+    }
+
+    def grads_of(parallel, o, local, do):
+        leaves = [given[options][n] for n in ("sink",) if n in given[options]]
+        leaves += list(given[options]["score"].leaves) if "score" in given[options] else []
+        return torch.autograd.grad((o * do).sum(), [*local, *leaves])
+
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    alone_o, lse = tw.attention_with_lse(*whole, **given[options])
+    expected = [alone_o, lse, *grads_of(None, alone_o, whole, do)]
+
+    def one(rank):
+        parallel = context_parallel(rank, scheme=name)
+        local = [parallel.shard(x).detach().requires_grad_() for x in (q, k, v)]
+        o, lse = tw.attention_with_lse(*local, parallel=parallel, **given[options])
+        dq, dk, dv, *leaves = grads_of(parallel, o, local, parallel.shard(do))
+        joined = [parallel.unshard(x.detach(), dim) for x, dim in ((o, 1), (lse, 2), (dq, 1), (dk, 1), (dv, 1))]
+        return [*joined, *leaves]
+
+    for found in simulate(ranks, one):
+        for part, like in zip(found, expected, strict=True):
+            torch.testing.assert_close(part, like.detach())
 
 
 def test_a_rank_takes_its_heads_part_of_tensors_that_are_indexed_by_the_head():

@@ -109,3 +109,21 @@ def test_costs_are_the_tiles_that_a_mask_leaves():
 
 def test_a_layout_shows_who_holds_what():
     assert zigzag(8, 2).show(8) == "rank 0   ██····██  4\nrank 1   ··████··  4"
+
+
+@pytest.mark.parametrize(
+    "layout", [zigzag(48, 6), Layout((((0, 3), (20, 24)), ((3, 9),), ((9, 10), (11, 20)), ((10, 11),)))]
+)
+def test_neighbours_hold_the_pieces_of_their_neighbourhood(layout):
+    coarse = layout.across(2)
+    assert coarse.ranks == layout.ranks // 2
+    for group in range(coarse.ranks):
+        local = layout.within(2, group)
+        assert local.seqlen == coarse.lengths[group]
+        for place in range(2):
+            rows = coarse.positions(group)[local.positions(place)]
+            assert torch.equal(rows, layout.positions(2 * group + place))
+
+
+def test_neighbours_of_a_zigzag_are_a_zigzag_of_neighbourhoods():
+    assert zigzag(48, 6).across(3) == zigzag(48, 2)

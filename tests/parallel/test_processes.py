@@ -138,6 +138,10 @@ def _process(rank: int, size: int, folder: str) -> None:
             found |= {f"heads {name}": on_this_rank(by_heads, name) for name in CALLS if "dropout" not in name}
         ring = tw.context_parallel(mesh["cp"], scheme="ring")
         found |= {f"ring {name}": on_this_rank(ring, name) for name in ("causal-bias", "dropout-window-alibi", "sink")}
+        if size == 4:
+            both = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+            of_two = tw.context_parallel(both, scheme="heads+ring")
+            found |= {f"two dimensions {name}": on_this_rank(of_two, name) for name in ("causal-bias", "sink")}
         found["left alone"] = _left_alone(size)
         try:
             tw.attention(*[torch.ones(1, 4, 1, 8)] * 3, causal=rank == 0, parallel=parallel)
@@ -163,7 +167,7 @@ def parts(request, tmp_path_factory) -> list[dict]:
 @pytest.mark.parametrize("name", CALLS)
 def test_processes_compute_what_one_device_computes(parts, name):
     parallel = tw.context_parallel(_Alone(len(parts)))
-    for key in (name, f"heads {name}", f"ring {name}"):
+    for key in (name, f"heads {name}", f"ring {name}", f"two dimensions {name}"):
         if key in parts[0]:
             assert not wrong(together(parallel, [part[key] for part in parts]), name)
 

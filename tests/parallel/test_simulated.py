@@ -343,7 +343,10 @@ def test_rows_that_are_not_those_of_the_layout_are_refused_on_every_rank():
             "layout must be zigzag, contiguous, chunks or a Layout, got 'ring'",
         ),
         (lambda e: tw.context_parallel(e, layout=balanced(None, 16, 3)), "the layout is for 3 ranks, the group has 2"),
-        (lambda e: tw.context_parallel(e, scheme="fast"), "scheme must be auto, gather, heads, ring, got 'fast'"),
+        (
+            lambda e: tw.context_parallel(e, scheme="fast"),
+            "scheme must be auto, gather, heads, ring, heads.gather, heads.ring, got 'fast'",
+        ),
         (lambda e: tw.context_parallel(), "torch.distributed is not initialized"),
     ],
 )

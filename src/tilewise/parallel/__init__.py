@@ -3,6 +3,7 @@
 - :mod:`tilewise.parallel.layout`: who holds which positions.
 - :mod:`tilewise.parallel.balance`: positions dealt so that the work is equal for any mask and few keys travel.
 - :mod:`tilewise.parallel.exchange`: how ranks talk, over torch.distributed or simulated in one process.
+- :mod:`tilewise.parallel.board`: what ranks of one machine compare, in memory that they share.
 - :mod:`tilewise.parallel.symmetric`: the same by copy engines, for ranks that reach each other's memory.
 - :mod:`tilewise.parallel.route`: which keys travel, and to whom.
 - :mod:`tilewise.parallel.gathered`: a scheme, gathering K and V.

@@ -37,7 +37,7 @@ def agreed_call(
         for layout in found.layouts:
             _even(parallel, layout)
     call = _call(parallel, found, with_lse, compiled)
-    if not isinstance(call, heads.Heads) and call.digest:
+    if call.digest:
         agree_on_tensors(parallel.exchange, call.digest)
     return found, call
 
@@ -91,7 +91,7 @@ def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, sile
     exchange: Exchange = Silent(parallel.rank, parallel.size) if silent else parallel.exchange
     return plan.Wish(
         exchange, parallel.scheme, parallel.most_groups, parallel.sum_leaf_gradients, with_lse, compiled, silent,
-        cost.Machines(parallel.exchange.nodes, parallel.memory),
+        cost.Machines(parallel.exchange.nodes, parallel.memory), parallel.neighbours, exchange.split if silent else parallel.split,
     )  # fmt: skip
 
 

@@ -33,7 +33,8 @@ def context_parallel(
     """A group of ranks over which attention is computed: the ``parallel=`` of :func:`tilewise.attention`.
 
     Args:
-        group: a process group, a device mesh of one dimension (``mesh["cp"]``), or ``None`` for all ranks. GPUs of one machine that
+        group: a process group, a device mesh (``mesh["cp"]``; of two dimensions: the ranks of a row exchange heads, and rows gather keys or
+            pass them around), or ``None`` for all ranks. GPUs of one machine that
             reach each other's memory move rows by copy engines, others by NCCL (``tilewise.parallel.exchange.Group(group)`` for
             NCCL alone).
         layout: who holds which positions of a sequence: ``"zigzag"`` (balanced for causal masks), ``"contiguous"`` (for masks that
@@ -41,7 +42,8 @@ def context_parallel(
             :class:`tilewise.parallel.Layout`, such as ``tilewise.parallel.balanced(mask, ...)``.
         scheme: how ranks share the work: ``"gather"`` (each rank computes its own rows against the keys of all), ``"heads"`` (each
             computes all rows of some heads; the key heads must be a multiple of the ranks), ``"ring"`` (each computes its own rows
-            against the keys of one rank after the other, and holds those of two others at most), or ``"auto"``, the one that
+            against the keys of one rank after the other, and holds those of two others at most), ``"heads+gather"`` and
+            ``"heads+ring"`` (neighbouring ranks exchange heads, neighbourhoods keys), or ``"auto"``, the one that
             :mod:`tilewise.parallel.cost` finds cheapest of those that can and fit.
         sum_leaf_gradients: sinks and tensors that a score reads get the gradient that one device would give them, summed over the
             ranks. ``False`` leaves each rank its own part, for wrappers that sum parameters' gradients over the ranks
@@ -50,12 +52,16 @@ def context_parallel(
     Raises:
         ValueError: no process group, a mesh of several dimensions, or an unknown layout or scheme.
     """
+    neighbours = 0
     if isinstance(group, dist.device_mesh.DeviceMesh):
-        if group.ndim != 1:
+        if group.ndim > 2 or (
+            group.ndim == 2 and group.mesh.flatten().tolist() != sorted(group.mesh.flatten().tolist())
+        ):
             raise ValueError(
-                f"context_parallel takes a mesh of one dimension, got {group.mesh_dim_names}; name one: mesh['cp']"
+                f"context_parallel takes a mesh of one dimension, or of two with its ranks in order, got {group}; name one: mesh['cp']"
             )
-        group = group.get_group()
+        neighbours = group.size(1) if group.ndim == 2 else 0
+        group = (group._flatten() if group.ndim == 2 else group).get_group()
     if not isinstance(layout, Layout) and layout not in LAYOUTS:
         raise ValueError(f"layout must be {', '.join(LAYOUTS)} or a Layout, got {layout!r}")
     if scheme not in plan.SCHEMES:
@@ -63,7 +69,7 @@ def context_parallel(
     exchange = group_of(group) if group is None or isinstance(group, dist.ProcessGroup) else group
     if isinstance(layout, Layout) and layout.ranks != exchange.size:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {exchange.size}")
-    return ContextParallel(exchange, layout, scheme, sum_leaf_gradients)
+    return ContextParallel(exchange, layout, scheme, sum_leaf_gradients, neighbours)
 
 
 class ContextParallel:
@@ -74,8 +80,11 @@ class ContextParallel:
     of parameters do under DDP and FSDP.
     """
 
-    def __init__(self, exchange: Exchange, layout: str | Layout, scheme: str, sum_leaf_gradients: bool):
-        self.exchange, self.layout, self.scheme = exchange, layout, scheme
+    def __init__(
+        self, exchange: Exchange, layout: str | Layout, scheme: str, sum_leaf_gradients: bool, neighbours: int = 0
+    ):
+        self.exchange, self.layout, self.scheme, self.neighbours = exchange, layout, scheme, neighbours
+        self._parts: dict[int, tuple[Exchange, Exchange]] = {}
         self.sum_leaf_gradients = sum_leaf_gradients
         self.most_groups = heads.MOST_GROUPS
         self.memory = 0  # of the rank that has the least, in bytes, once a call has told it
@@ -89,6 +98,17 @@ class ContextParallel:
     @property
     def size(self) -> int:
         return self.exchange.size
+
+    @property
+    def received(self) -> int:
+        """Bytes that this rank has received from others so far."""
+        return self.exchange.received + sum(part.received for parts in self._parts.values() for part in parts)
+
+    def split(self, neighbours: int) -> tuple[Exchange, Exchange]:
+        """The rank's ends of groups of so many neighbouring ranks, and of the ranks with its place among theirs; made once."""
+        if neighbours not in self._parts:
+            self._parts[neighbours] = self.exchange.split(neighbours)
+        return self._parts[neighbours]
 
     def layout_of(self, seqlen: int) -> Layout:
         """Who holds which positions of a sequence of this length.

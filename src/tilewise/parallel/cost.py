@@ -8,7 +8,7 @@ scheme"); other machines have others, but what is compared are exchanges over th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tilewise.parallel.heads import groups_of, kept_pairs
@@ -22,6 +22,7 @@ SECONDS_A_COLLECTIVE = 65e-6
 SECONDS_A_CALL = (
     60e-6  # of attention beyond the first: its launch, and the tail of multiprocessors that wait for its last tiles
 )
+SLOWER = 0.08  # of the products, in calls of fewer pairs: what a ring over four H200s lost at 131,072 tokens beside its merges
 MOST_MEMORY = 1 / 4
 """The part of a rank's memory that the scheme of "auto" may need for one attention, if another needs less."""
 
@@ -34,9 +35,10 @@ class Cost:
         received, copied: bytes. collectives: how many, of those that move tensors.
         hidden: the part of the exchange that passes under the attention, if the attention takes so long.
         products: milliseconds of the attention under which an exchange may pass.
-        calls: of the attention beyond the first.
+        calls: of the attention beyond the first. slower: milliseconds by which calls of fewer pairs are slower.
         memory: bytes that a step needs at once beside the rank's own q, k and v, where it needs the most.
         per_second: bytes that a rank receives.
+        within: the exchange of heads among neighbouring ranks that comes before and after, if there is one.
     """
 
     received: int
@@ -45,19 +47,29 @@ class Cost:
     hidden: float = 0.0
     products: float = float("inf")
     calls: int = 0
+    slower: float = 0.0
     memory: int = 0
     per_second: float = RECEIVED_PER_SECOND
+    within: Cost | None = None
+
+    @property
+    def all_received(self) -> int:
+        """Bytes, those that neighbours exchange included."""
+        return self.received + (0 if self.within is None else self.within.received)
 
     @property
     def milliseconds(self) -> float:
         exchange = 1e3 * (self.received / self.per_second + self.collectives * SECONDS_A_COLLECTIVE)
         exposed = exchange - min(self.hidden * exchange, self.products)
-        return exposed + 1e3 * (self.copied / COPIED_PER_SECOND + self.calls * SECONDS_A_CALL)
+        before = 0.0 if self.within is None else self.within.milliseconds
+        return before + exposed + self.slower + 1e3 * (self.copied / COPIED_PER_SECOND + self.calls * SECONDS_A_CALL)
 
     def __str__(self) -> str:
+        collectives = self.collectives + (0 if self.within is None else self.within.collectives)
+        copied = self.copied + (0 if self.within is None else self.within.copied)
         return (
-            f"{self.milliseconds:.3g} ms: receives {self.received / 2**20:.3g} MiB in {self.collectives} collectives, "
-            f"copies {self.copied / 2**20:.3g} MiB, needs {self.memory / 2**20:.3g} MiB"
+            f"{self.milliseconds:.3g} ms: receives {self.all_received / 2**20:.3g} MiB in {collectives} collectives, "
+            f"copies {copied / 2**20:.3g} MiB, needs {self.memory / 2**20:.3g} MiB"
         )
 
 
@@ -75,6 +87,10 @@ class Machines(NamedTuple):
     def per_second(self) -> float:
         """Bytes that a rank receives from the others."""
         return RECEIVED_PER_SECOND if self.nodes == 1 else RECEIVED_BETWEEN_NODES
+
+    def among(self, neighbours: int, ranks: int) -> float:
+        """Bytes that a rank receives from so many neighbours of all ranks, of which each machine has as many."""
+        return RECEIVED_PER_SECOND if ranks // self.nodes % neighbours == 0 else self.per_second
 
 
 ONE_MACHINE = Machines(nodes=1, memory=0)
@@ -142,28 +158,35 @@ def passing(whole: Problem, ranks: int, keys: Keys | None = None, per_second: fl
     keys = Keys.all(whole.seqlen_k, ranks) if keys is None else keys
     size, steps = _Sizes.of(whole, ranks), ranks - 1 if keys.fetched else 0
     narrow, wide = size.row * size.narrow, size.row * size.wide
-    outputs = size.outputs // size.narrow * (2 * size.wide + size.narrow)
+    # A merge in PyTorch's operators: both o are scaled, added up and copied, in fp32.
+    outputs = size.outputs // size.narrow * (10 * size.wide + size.narrow)
     blocks = 4 * size.keys * narrow if steps else 0  # of K and V: two that came, and what is sent for two
     forward = steps * outputs + 2 * keys.fetched * narrow
-    products = 1e3 * size.operations / PRODUCTS_PER_SECOND * (ranks - 1) / ranks
+    products = 1e3 * size.operations / PRODUCTS_PER_SECOND
+    under, slower = products * (ranks - 1) / ranks, SLOWER * products if steps else 0.0
     if not whole.spec.needs_grad:
         memory = size.outputs // size.narrow * (size.narrow + 3 * size.wide) + blocks
-        return Cost(keys.fetched * narrow, forward, steps, 1.0, products, 3 * steps, memory, per_second)
+        return Cost(keys.fetched * narrow, forward, steps, 1.0, under, 3 * steps, slower, memory, per_second)
     received = 2 * keys.fetched * narrow + keys.lent * wide
     merged = steps * size.queries // size.narrow * (2 * size.wide + size.narrow)  # dq, added up
     copied = forward + 2 * keys.fetched * narrow + merged + 2 * (keys.fetched + keys.lent) * wide
     # dK and dV of the rank's own keys, and of those of a step: added up, packed, and those that come back.
     memory = size.results(whole) + 2 * size.summed_queries + blocks + (4 if steps else 1) * size.keys * wide
-    return Cost(received, copied, 3 * steps, 1.0, 3.5 * products, 6 * steps, memory, per_second)
+    return Cost(received, copied, 3 * steps, 1.0, 3.5 * under, 6 * steps, 3.5 * slower, memory, per_second)
 
 
 def exchanging_heads(
-    whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND
+    whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND, neighbours: int = 0
 ) -> Cost:
-    """q, K and V to all rows of some heads and o back to rows of all heads; backward dO, and dq, dK and dV back."""
+    """q, K and V to all rows of some heads and o back to rows of all heads; backward dO, and dq, dK and dV back.
+
+    Args:
+        neighbours: how many ranks exchange heads of the rows that they hold; 0: all.
+    """
     size, needs_grad = _Sizes.of(whole, ranks), whole.spec.needs_grad
     own = size.queries + size.outputs + size.keys * size.row * size.narrow
-    passes, groups = 2 if needs_grad else 1, groups_of(whole, ranks)
+    passes, groups = 2 if needs_grad else 1, 1 if neighbours else groups_of(whole, ranks)
+    peers = neighbours or ranks
     inputs = own - size.outputs
     # Of its heads a rank holds q, k and v, their gradients, o and dO, and in fp32 what is summed: dq, and dk and dv.
     memory = own + size.outputs
@@ -171,12 +194,38 @@ def exchanging_heads(
         memory += inputs + size.outputs + size.summed_queries + size.keys * size.row * size.wide
     # Each tensor is copied before it leaves and after it has come.
     return Cost(
-        passes * own * (ranks - 1) // ranks, passes * 2 * own, passes * 2 * groups, hidden=1 - 1 / groups, memory=memory,
+        passes * own * (peers - 1) // peers, passes * 2 * own, passes * 2 * groups, hidden=1 - 1 / groups, memory=memory,
         per_second=per_second,
     )  # fmt: skip
 
 
+def combining(
+    name: str, whole: Problem, ranks: int, neighbours: int, keys: Keys | None = None, machines: Machines = ONE_MACHINE
+) -> Cost:
+    """Heads among so many neighbouring ranks, and a scheme of COSTS, of that name, between neighbourhoods.
+
+    Args:
+        keys: how many travel between neighbourhoods; by default all.
+    """
+    within = exchanging_heads(whole, ranks, None, machines.among(neighbours, ranks), neighbours)
+    found = COSTS[name](with_fewer_heads(whole, neighbours), ranks // neighbours, keys, machines.per_second)
+    size = _Sizes.of(whole, ranks)
+    memory = found.memory + within.memory - size.results(whole) - (size.summed_queries if whole.spec.needs_grad else 0)
+    return replace(found, memory=memory, within=within)
+
+
+def with_fewer_heads(whole: Problem, ranks: int) -> Problem:
+    """The attention of the heads that one of so many ranks has."""
+    tensors = {}
+    for name in "qkv":
+        x = getattr(whole, name)
+        tensors[name] = replace(x, shape=(*x.shape[:-2], x.shape[-2] // ranks, x.shape[-1]))
+    return replace(whole, **tensors)
+
+
 COSTS = {"gather": gathering, "heads": exchanging_heads, "ring": passing}
+COMBINED = {"heads+gather": "gather", "heads+ring": "ring"}
+"""Heads among neighbouring ranks, and what goes on between neighbourhoods."""
 
 
 class _Sizes(NamedTuple):

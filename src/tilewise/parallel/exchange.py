@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.caching import cached_property
+from tilewise.parallel import board
 from tilewise.parallel.layout import Layout
 
 # PyTorch 2.13 gave the collective this name and warns of the older one.
@@ -35,6 +37,10 @@ class Exchange(Protocol):
     size: int
     received: int
     nodes: int
+
+    def split(self, within: int) -> tuple[Exchange, Exchange]:
+        """The rank's ends of two smaller groups: so many neighbouring ranks, and all those with its place among their neighbours."""
+        ...
 
     def numbers(self, values: list[int]) -> list[list[int]]:
         """The same count of int64 numbers of every rank, by rank, on the host."""
@@ -127,6 +133,12 @@ def ordered_sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
+def split_ranks(rank: int, size: int, within: int) -> tuple[range, range]:
+    """The neighbours of a rank in groups of ``within``, and the ranks with its place among theirs."""
+    first, place = rank // within * within, rank % within
+    return range(first, first + within), range(place, size, within)
+
+
 class Group(AllToAll):
     """The ranks of a :class:`torch.distributed.ProcessGroup`: NCCL on GPUs, gloo on CPUs.
 
@@ -145,7 +157,22 @@ class Group(AllToAll):
             ranks = dist.get_process_group_ranks(group)
             self.host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
+    @cached_property
+    def board(self) -> board.Board | None:
+        """The memory that all ranks share, if they are on one machine. Made at the first call, which all ranks make."""
+        return board.shared(self.rank, self.size, self._timeout(), self.objects)
+
+    def _timeout(self) -> float:
+        """How many seconds a rank waits for the others."""
+        group: Any = dist.group.WORLD if self.host is None else self.host
+        try:
+            return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        except (AttributeError, RuntimeError):  # private parts of torch
+            return dist.distributed_c10d.default_pg_timeout.total_seconds()
+
     def numbers(self, values: list[int]) -> list[list[int]]:
+        if self.board is not None and len(values) <= board.MOST:
+            return self.board.exchange(values)
         out = torch.empty(self.size * len(values), dtype=torch.int64)
         _all_gather(out, torch.tensor(values, dtype=torch.int64), group=self.host)
         return out.view(self.size, -1).tolist()
@@ -163,6 +190,19 @@ class Group(AllToAll):
 
     def broadcast(self, x: Tensor) -> Tensor:
         return self.gather(x)[0]
+
+    def split(self, within: int) -> tuple[Exchange, Exchange]:
+        ranks, backend = dist.get_process_group_ranks(self.group or dist.group.WORLD), dist.get_backend(self.group)
+        neighbours, alike = ([ranks[n] for n in found] for found in split_ranks(self.rank, self.size, within))
+        one, other = (
+            dist.new_group(found, backend=backend, use_local_synchronization=True) for found in (neighbours, alike)
+        )
+        return self.joined_by(one), self.joined_by(other)
+
+    @classmethod
+    def joined_by(cls, group: dist.ProcessGroup) -> Exchange:
+        """The ranks of another process group, as this one's are joined."""
+        return Group(group)
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         out = sent.new_empty((sum(received), *sent.shape[1:]))
@@ -183,6 +223,9 @@ class Silent(AllToAll):
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.received = rank, size, 0
+
+    def split(self, within: int) -> tuple[Exchange, Exchange]:
+        return Silent(self.rank % within, within), Silent(self.rank // within, self.size // within)
 
     def numbers(self, values: list[int]) -> list[list[int]]:
         return [values] * self.size
@@ -205,6 +248,13 @@ class Simulated(AllToAll):
 
     def __init__(self, rank: int, meeting: Meeting):
         self.rank, self.size, self.meeting, self.received = rank, meeting.size, meeting, 0
+
+    def split(self, within: int) -> tuple[Exchange, Exchange]:
+        found: list[Exchange] = []
+        for ranks in split_ranks(self.rank, self.size, within):
+            meetings = self.objects(Meeting(len(ranks)))  # the first one's is that of all
+            found.append(Simulated(list(ranks).index(self.rank), meetings[ranks[0]]))
+        return found[0], found[1]
 
     def numbers(self, values: list[int]) -> list[list[int]]:
         return self.objects(values)

@@ -16,14 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from tilewise.caching import cached_property
 from tilewise.derivatives import operator_of
 from tilewise.parallel import cost
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
-from tilewise.parallel.route import Route, Segment
+from tilewise.parallel.route import Route
 from tilewise.spec import Spec
 
 _attention_backward = torch.ops.tilewise.attention_backward.default
@@ -82,15 +84,13 @@ class Gathered:
 
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         """Starts to fetch the keys that far pieces see; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
-        ranks, rank = range(self.exchange.size), self.exchange.rank
-        sent = packed([(k[:, x.rows], v[:, x.rows]) for to in ranks for x in self.route.sent(rank, to)], k, v)
-        finish = self._swap(sent, self.route.counts[rank], [counts[rank] for counts in self.route.counts])
+        sent = packed([(k[:, rows], v[:, rows]) for rows in self._lent], k, v)
+        finish = self._swap(sent, *self._counts)
 
         def gathered() -> tuple[Tensor, Tensor]:
-            found = unpacked(finish(), k, v)
-            segments, parts = self.route.segments(rank), []
-            for x, at in zip(segments, self._arrivals(segments), strict=True):
-                parts.append((k[:, x.rows], v[:, x.rows]) if at is None else (found[0][:, at], found[1][:, at]))
+            found, parts = unpacked(finish(), k, v), []
+            for rows, at in self._together:
+                parts.append((k[:, rows], v[:, rows]) if at is None else (found[0][:, at], found[1][:, at]))
             return _joined([a for a, _ in parts], k), _joined([b for _, b in parts], v)
 
         return gathered
@@ -102,23 +102,18 @@ class Gathered:
             dk, dv: ``(batch, keys, heads_k, dim)`` of the keys that the rank put together.
 
         Returns:
-            A function that waits for what others send, and returns the rank's rows with their gradients, in the order of ranks.
+            A function that waits for what others send, and returns the rank's rows with their gradients: its own first.
         """
-        ranks, rank = range(self.exchange.size), self.exchange.rank
-        places = self._places(rank)
-        sent = [(dk[:, at], dv[:, at]) for owner in ranks for x, at in places if x.owner == owner != rank]
-        finish = self._swap(
-            packed(sent, dk, dv), [counts[rank] for counts in self.route.counts], self.route.counts[rank]
-        )
+        rank, (sending, receiving) = self.exchange.rank, self._counts
+        sent = [(dk[:, at], dv[:, at]) for owner, _, at in self._places if owner != rank]
+        finish = self._swap(packed(sent, dk, dv), receiving, sending)
 
         def returned() -> list[tuple[slice, Tensor, Tensor]]:
-            found, first, parts = unpacked(finish(), dk, dv), 0, []
-            for source in ranks:
-                if source == rank:
-                    parts += [(x.rows, dk[:, at], dv[:, at]) for x, at in places if x.owner == rank]
-                for x in self.route.sent(rank, source):
-                    at = slice(first, first := first + x.length)
-                    parts.append((x.rows, found[0][:, at], found[1][:, at]))
+            found, first = unpacked(finish(), dk, dv), 0
+            parts = [(rows, dk[:, at], dv[:, at]) for owner, rows, at in self._places if owner == rank]
+            for rows in self._lent:
+                at = slice(first, first := first + rows.stop - rows.start)
+                parts.append((rows, found[0][:, at], found[1][:, at]))
             return parts
 
         return returned
@@ -128,20 +123,34 @@ class Gathered:
             return lambda: sent
         return self.exchange.swap(sent, counts, received)
 
-    def _places(self, rank: int) -> list[tuple[Segment, slice]]:
-        """The keys that a rank puts together, each run with its place there."""
-        first, found = 0, []
-        for x in self.route.segments(rank):
-            found.append((x, slice(first, first := first + x.length)))
-        return found
+    @cached_property
+    def _counts(self) -> tuple[list[int], list[int]]:
+        """How many keys the rank sends to each rank, and receives from it."""
+        rank = self.exchange.rank
+        return list(self.route.counts[rank]), [counts[rank] for counts in self.route.counts]
 
-    def _arrivals(self, segments: list[Segment]) -> list[slice | None]:
-        """The place of each segment's keys among those that came from other ranks; None: they are the rank's own."""
-        found: list[slice | None] = [None] * len(segments)
+    @cached_property
+    def _lent(self) -> list[slice]:
+        """The rank's rows that others fetch, in the order of ranks."""
+        return [x.rows for to in range(self.exchange.size) for x in self.route.sent(self.exchange.rank, to)]
+
+    @cached_property
+    def _places(self) -> list[tuple[int, slice, slice]]:
+        """The keys that the rank puts together, each run with its owner, the owner's rows, and its place there: in the order of owners."""
+        first, found = 0, []
+        for x in self.route.segments(self.exchange.rank):
+            found.append((x.owner, x.rows, slice(first, first := first + x.length)))
+        return sorted(found, key=itemgetter(0))
+
+    @cached_property
+    def _together(self) -> list[tuple[slice, slice | None]]:
+        """The rows of each run of keys that the rank puts together, with their place among those that came; None: they are its own."""
+        segments = self.route.segments(self.exchange.rank)
+        found: list[tuple[slice, slice | None]] = [(x.rows, None) for x in segments]
         first = 0
         for n, x in sorted(enumerate(segments), key=lambda item: (item[1].owner, item[0])):
             if x.owner != self.exchange.rank:
-                found[n] = slice(first, first := first + x.length)
+                found[n] = x.rows, slice(first, first := first + x.length)
         return found
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +92,20 @@ def reasons(spec: Spec, heads_k: int, ranks: int) -> list[str]:
     return found
 
 
+class Across(NamedTuple):
+    """How the rows of several groups of ranks are computed together, each rank having some heads of its group's rows.
+
+    Attributes:
+        forward, backward: those of another scheme, for the ranks with this one's place in their groups. call: what they are told.
+        everyone: all ranks of all groups.
+    """
+
+    forward: Callable
+    backward: Callable
+    call: Any
+    everyone: Exchange
+
+
 @dataclass(frozen=True)
 class Heads:
     """One attention over ranks.
@@ -116,10 +131,21 @@ class Heads:
     grad_slots: tuple[int, ...]
     sum_leaves: bool
     with_lse: bool
+    across: Across | None = None
+
+    @property
+    def digest(self) -> int:
+        """A number that differs where the keys that travel between groups do."""
+        return 0 if self.across is None else self.across.call.digest
 
     @property
     def packed(self) -> bool:
         return len(self.shapes[0]) == 3
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layout of each of :meth:`bundles`."""
+        return [self.keys] if self.queries == self.keys else [self.queries, self.keys]
 
     def bundles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, Layout, list[Tensor]]]:
         """The tensors that travel together, with a name each: all three, or, where queries lie otherwise than keys, q alone."""
@@ -183,7 +209,8 @@ class Heads:
             total = torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
             for group, grads in enumerate(by_group):
                 self._heads_of(total, slot, group).add_(grads[n])
-            found[slot] = (ordered_sum(self.exchange.gather(total)) if self.sum_leaves else total).to(x.dtype)
+            everyone = self.exchange if self.across is None else self.across.everyone
+            found[slot] = (ordered_sum(everyone.gather(total)) if self.sum_leaves else total).to(x.dtype)
         return found
 
 
@@ -223,11 +250,13 @@ def forward(
     """
     bundles = call.bundles(*_batched(call.packed, q, k, v))
     coming = [[call.to_heads(*bundle, group) for bundle in bundles] for group in range(call.groups)]
-    saved, going, statistics = [], [], []
+    saved: list[Tensor] = []
+    statistics: list[Tensor] = []
+    going = []
     for group, waits in enumerate(coming):
         arrived = [wait() for wait in waits]
-        o, *statistics = operator_of(call.spec)(*call.local(arrived), call.own(extras, group), seed, call.spec)
-        saved += [*arrived, o, statistics[0]]
+        (o, *statistics), kept = _computed(call, call.local(arrived), call.own(extras, group), seed)
+        saved += [*arrived, o, statistics[0], *kept]
         going.append([call.to_rows("o", call.queries, _batched(call.packed, o), group)])
         if call.with_lse:
             name = "lse" if len(statistics) == 1 else "statistics"
@@ -242,6 +271,15 @@ def forward(
     return out, saved
 
 
+def _computed(
+    call: Heads, local: list[Tensor], extras: list[Tensor], seed: Tensor | None
+) -> tuple[Sequence[Tensor], list[Tensor]]:
+    """o, lse, and max_logit where it is asked for, of some heads; and what the backward reads of other groups' keys."""
+    if call.across is None:
+        return operator_of(call.spec)(*local, extras, seed, call.spec), []
+    return call.across.forward(call.across.call, *local, extras, seed)
+
+
 def backward(
     call: Heads, of: Gradients, saved: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
@@ -254,14 +292,20 @@ def backward(
     ]
     count, going, dextras = len(saved) // call.groups, [], []
     for group, waits in enumerate(coming):
-        *arrived, o, lse = saved[count * group : count * (group + 1)]
+        held = saved[count * group : count * (group + 1)]
+        arrived, (o, lse, *kept) = held[: len(call.layouts)], held[len(call.layouts) :]
         do, dlse = torch.zeros_like(o), torch.zeros_like(lse)
         if "do" in waits:
             (do,) = _unbatched(call.packed, waits["do"]().unflatten(-1, o.shape[-2:]).transpose(0, 1))
         if "dlse" in waits:
             (dlse,) = _unbatched(call.packed, waits["dlse"]().permute(1, 2, 0).contiguous())
         own = call.own(extras, group)
-        *grads, leaves = _attention_backward(do, dlse, *call.local(arrived), o, lse, own, seed, call.spec)
+        if call.across is None:
+            *grads, leaves = _attention_backward(do, dlse, *call.local(arrived), o, lse, own, seed, call.spec)
+        else:
+            rows = [*call.local(arrived), o, lse, *kept]
+            *grads, every = call.across.backward(call.across.call, (do, dlse), rows, own, seed)
+            leaves = [every[slot] for slot in call.grad_slots]
         bundles = call.bundles(*_batched(call.packed, *grads))
         going.append([call.to_rows(f"d{name}", layout, tensors, group) for name, layout, tensors in bundles])
         dextras.append(leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -81,6 +81,28 @@ class Layout:
             for start, stop, first in self.rows(rank)
         }
         return torch.cat([found[start] for start in sorted(found)], dim) if found else parts[0].narrow(dim, 0, 0)
+
+    def across(self, within: int) -> Layout:
+        """Who holds what where so many neighbouring ranks count as one."""
+        groups = [self._in_order_of(range(first, first + within)) for first in range(0, self.ranks, within)]
+        held: list[list[tuple[int, int]]] = [[] for _ in groups]
+        for pieces, found in zip(groups, held, strict=True):
+            for start, stop in pieces:
+                first = found.pop()[0] if found and found[-1][1] == start else start
+                found.append((first, stop))
+        return Layout(tuple(map(tuple, held)), self.fetched)
+
+    def within(self, within: int, group: int) -> Layout:
+        """Who of such a group of neighbouring ranks holds which of the group's positions, counted without the others'."""
+        ranks = range(group * within, (group + 1) * within)
+        ordered = self._in_order_of(ranks)
+        firsts = accumulate([stop - start for start, stop in ordered], initial=0)
+        place = {piece: (first, first + piece[1] - piece[0]) for piece, first in zip(ordered, firsts, strict=False)}
+        return Layout(tuple(tuple(place[piece] for piece in self.pieces[rank]) for rank in ranks))
+
+    def _in_order_of(self, ranks: Iterable[int]) -> list[tuple[int, int]]:
+        """The pieces of some ranks in the order of positions."""
+        return sorted(piece for rank in ranks for piece in self.pieces[rank])
 
     def show(self, width: int = 64) -> str:
         """A line a rank: which part of the sequence it holds."""

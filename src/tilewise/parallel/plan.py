@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from tilewise.spec import Spec, parse_spec
 from tilewise.tiles import Grid
 
 AUTO = "auto"
-SCHEMES = (AUTO, *cost.COSTS)
+SCHEMES = (AUTO, *cost.COSTS, *cost.COMBINED)
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Wish:
         compiled: the call is a node of a compiled graph: what it saves for its backward has shapes that no tensor tells.
         silent: only the shapes of results are wanted, and no tensor may be read.
         machines: those on which the ranks are.
+        neighbours: how many neighbouring ranks exchange heads where schemes are combined, and only combined ones are wanted; 0: the most
+            that can.
+        split: the rank's ends of the groups of so many neighbours, and of those with its place among theirs.
     """
 
     exchange: Exchange
@@ -49,6 +53,8 @@ class Wish:
     compiled: bool = False
     silent: bool = False
     machines: cost.Machines = cost.ONE_MACHINE
+    neighbours: int = 0
+    split: Callable[[int], tuple[Exchange, Exchange]] | None = None
 
 
 class Agreed(NamedTuple):
@@ -84,16 +90,50 @@ def planned(wish: Wish, call: Agreed) -> heads.Heads | gathered.Gathered | ring.
     extras, seed, spec = call.extras, call.seed, call.spec
     whole = check(q, k, v, extras, seed, spec)
     with unset_fake_temporarily():  # what is computed of lengths alone needs numbers, in a graph's trace too
-        scheme = chosen(wish.scheme, whole, exchange.size, travelling(whole, queries, keys), wish.machines)
+        scheme = chosen(wish.scheme, costs_of(wish, whole, queries, keys), refusals(whole, wish), wish.machines.memory)
         groups = heads.groups_of(whole, exchange.size, wish.most_groups)
+        neighbours = neighbours_of(whole, wish)
     if scheme == "heads":
-        return heads.Heads(
-            exchange, queries, keys, spec.text(), tuple(x.shape for x in (call.q, call.k, call.v)), groups, heads.head_axes(spec),
-            spec.grad_slots, wish.sum_leaf_gradients, wish.with_lse,
-        )  # fmt: skip
+        return _heads(wish, call, exchange, groups)
     if scheme == "ring":
         return _ring(wish, call, whole)
+    if scheme in cost.COMBINED:
+        return _combined(wish, call, neighbours, cost.COMBINED[scheme])
     return _gathered(wish, call, whole)
+
+
+def _heads(wish: Wish, call: Agreed, exchange: Exchange, groups: int) -> heads.Heads:
+    """The rank's part where rows are exchanged for heads."""
+    shapes = tuple(x.shape for x in (call.q, call.k, call.v))
+    return heads.Heads(
+        exchange, *call.layouts, call.spec.text(), shapes, groups, heads.head_axes(call.spec), call.spec.grad_slots,
+        wish.sum_leaf_gradients, wish.with_lse,
+    )  # fmt: skip
+
+
+def _combined(wish: Wish, call: Agreed, neighbours: int, name: str) -> heads.Heads:
+    """The rank's part where neighbours exchange rows for heads, and neighbourhoods gather keys or pass them around."""
+    assert wish.split is not None
+    exchange, across = wish.split(neighbours)
+    group, (queries, keys) = wish.exchange.rank // neighbours, call.layouts
+    layouts = queries.within(neighbours, group), keys.within(neighbours, group)
+    found = _heads(wish, call._replace(layouts=layouts), exchange, 1)
+    fewer = [x.shape[-2] // neighbours for x in (call.q, call.k, call.v)]
+    rows = [layouts[0].seqlen, layouts[1].seqlen, layouts[1].seqlen]
+    q, k, v = (
+        x.new_empty((1,) * x.ndim).expand(*x.shape[:-3], length, count, x.shape[-1])
+        for x, length, count in zip((call.q, call.k, call.v), rows, fewer, strict=True)
+    )
+    coarse = queries.across(neighbours), keys.across(neighbours)
+    local = Agreed(coarse, q, k, v, found.own(call.extras, 0), call.seed, call.spec)
+    q, k, v = local.whole
+    whole = check(q, k, v, local.extras, local.seed, local.spec)
+    wished = replace(wish, exchange=across, sum_leaf_gradients=False)
+    if name == "ring":
+        part = heads.Across(ring.forward, ring.backward, _ring(wished, local, whole), wish.exchange)
+    else:
+        part = heads.Across(gathered.forward, gathered.backward, _gathered(wished, local, whole), wish.exchange)
+    return replace(found, across=part)
 
 
 def _ring(wish: Wish, call: Agreed, whole: Problem) -> ring.Ring:
@@ -155,10 +195,40 @@ def _grid(whole: Problem, call: Agreed) -> Grid:
     return Grid.whole(call.spec.region, call.extras, shape, call.q.device)
 
 
-def refusals(whole: Problem, ranks: int) -> dict[str, list[str]]:
+def refusals(whole: Problem, wish: Wish) -> dict[str, list[str]]:
     """Why each scheme cannot compute a whole attention; empty: it can."""
-    pieces = gathered.reasons(whole.spec)
-    return {"gather": pieces, "heads": heads.reasons(whole.spec, whole.heads_k, ranks), "ring": pieces}
+    ranks, pieces = wish.exchange.size, gathered.reasons(whole.spec)
+    found = {"gather": pieces, "heads": heads.reasons(whole.spec, whole.heads_k, ranks), "ring": pieces}
+    neighbours = neighbours_of(whole, wish)
+    both = heads.reasons(whole.spec, whole.heads_k, neighbours) if neighbours else []
+    both += (
+        [] if neighbours else [f"{ranks} ranks have no neighbourhoods that {whole.heads_k} key heads can be dealt in"]
+    )
+    if wish.neighbours:
+        found = {name: ["the mesh has two dimensions"] for name in found}
+    return found | {name: [*both, *pieces] for name in cost.COMBINED}
+
+
+def neighbours_of(whole: Problem, wish: Wish) -> int:
+    """How many neighbouring ranks exchange heads where schemes are combined; 0: no number can."""
+    ranks, nodes = wish.exchange.size, wish.machines.nodes
+    if wish.neighbours:
+        return wish.neighbours
+    each = ranks // nodes if ranks % nodes == 0 else 1
+    able = [n for n in range(2, ranks) if ranks % n == 0 and each % n == 0 and whole.heads_k % n == 0]
+    return max(able, default=0)
+
+
+def costs_of(wish: Wish, whole: Problem, queries: Layout, keys: Layout) -> dict[str, cost.Cost]:
+    """The cost of each scheme."""
+    ranks, machines = wish.exchange.size, wish.machines
+    travel, neighbours = travelling(whole, queries, keys), neighbours_of(whole, wish)
+    found = {name: find(whole, ranks, travel, machines.per_second) for name, find in cost.COSTS.items()}
+    if neighbours and whole.heads_k % neighbours == 0:
+        travel = travelling(whole, queries.across(neighbours), keys.across(neighbours))
+        for name, other in cost.COMBINED.items():
+            found[name] = cost.combining(other, whole, ranks, neighbours, travel, machines)
+    return found
 
 
 def _reads_tensors(spec: Spec) -> bool:
@@ -181,28 +251,25 @@ def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
     return cost.Keys(keys.fetched, keys.fetched, cost.kept(keys.fetched, keys.lengths), one)
 
 
-def chosen(
-    scheme: str, whole: Problem, ranks: int, keys: cost.Keys | None = None, machines: cost.Machines = cost.ONE_MACHINE
-) -> str:
+def chosen(scheme: str, costs: dict[str, cost.Cost], refused: dict[str, list[str]], memory: int = 0) -> str:
     """The scheme of a call, the one that was asked for or the cheapest that can: a function of what all ranks know alike.
 
     One that needs more than ``cost.MOST_MEMORY`` of a rank's memory is the cheapest only where no other needs less.
 
     Args:
-        keys: how many travel when they are gathered; by default all.
+        costs, refused: of each scheme what it costs, and why it cannot; empty: it can.
+        memory: bytes of the rank that has the least; 0: it is not known.
 
     Raises:
         NotImplementedError: the one that was asked for, or every one, cannot.
     """
-    refused = refusals(whole, ranks)
     asked = [name for name in refused if scheme in (AUTO, name)]
     able = [name for name in asked if not refused[name]]
     if not able:
         lines = [f"  {name}: {reason}" for name in asked for reason in refused[name]]
         raise NotImplementedError("\n".join(["no scheme can compute this attention over ranks", *lines]))
-    costs = {name: cost.COSTS[name](whole, ranks, keys, machines.per_second) for name in able}
-    most = max(cost.MOST_MEMORY * machines.memory, min(found.memory for found in costs.values()))
-    fitting = [name for name in able if not machines.memory or costs[name].memory <= most]
+    most = max(cost.MOST_MEMORY * memory, min(costs[name].memory for name in able))
+    fitting = [name for name in able if not memory or costs[name].memory <= most]
     return min(fitting, key=lambda name: costs[name].milliseconds)
 
 
@@ -242,21 +309,23 @@ def explained(wish: Wish, call: Agreed) -> Explanation:
     ranks, extras, spec, (queries, keys) = wish.exchange.size, call.extras, call.spec, call.layouts
     q, k, v = call.whole
     whole, plan = check(q, k, v, extras, call.seed, spec), planned(wish, call)
-    refused = {name: said for name, said in refusals(whole, ranks).items() if said}
-    travel, links = travelling(whole, queries, keys), wish.machines.per_second
-    costs = {name: find(whole, ranks, travel, links) for name, find in cost.COSTS.items() if name not in refused}
+    every = refusals(whole, wish)
+    refused = {name: said for name, said in every.items() if said}
+    costs = {name: found for name, found in costs_of(wish, whole, queries, keys).items() if name not in refused}
+    scheme = chosen(wish.scheme, costs, every, wish.machines.memory)
     local = dispatch.explained(_first_call(plan, whole, extras))
     found = {x.name: getattr(local, x.name) for x in fields(local)} | {"tangents": None}  # ranks exchange none
-    if isinstance(plan, heads.Heads):
-        return Explanation(**found, scheme="heads", costs=costs, refused_schemes=refused, shares=(1 / ranks,) * ranks)
+    if scheme == "heads":
+        return Explanation(**found, scheme=scheme, costs=costs, refused_schemes=refused, shares=(1 / ranks,) * ranks)
     mask = Mask(spec.mask_text, tuple(extras[n] for n in spec.mask_slots))
     shares = tile_shares(mask, queries) if queries.seqlen == keys.seqlen else ()
-    scheme = "ring" if isinstance(plan, ring.Ring) else "gather"
     return Explanation(**found, scheme=scheme, costs=costs, refused_schemes=refused, shares=shares)
 
 
 def _first_call(call: heads.Heads | gathered.Gathered | ring.Ring, whole: Problem, extras: list[Tensor]) -> Problem:
     """A rank's first call of the operator: that of its first group of heads, or of its first piece."""
+    if isinstance(call, heads.Heads) and call.across is not None:
+        return _first_call(call.across.call, cost.with_fewer_heads(whole, call.exchange.size), call.own(extras, 0))
     if isinstance(call, heads.Heads):
         parts = call.exchange.size * call.groups
         shapes = [(*x.shape[:-2], x.shape[-2] // parts, x.shape[-1]) for x in (whole.q, whole.k, whole.v)]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise import state
+from tilewise.caching import cached_property
 from tilewise.derivatives import operator_of
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
 from tilewise.parallel.gathered import compute_dtype, packed, summed, unpacked
@@ -83,7 +84,7 @@ class Ring:
         if step == 0:
             return lambda: [k, v]
         to = (self.exchange.rank + step) % self.exchange.size
-        sent = [(k[:, x.rows], v[:, x.rows]) for x in self.route.sent(self.exchange.rank, to)]
+        sent = [(k[:, rows], v[:, rows]) for rows in self._lent[to]]
         finish = self._shifted(packed(sent, k, v), step)
         return lambda: unpacked(finish(), k, v)
 
@@ -100,12 +101,17 @@ class Ring:
 
         def returned() -> list[tuple[slice, Tensor, Tensor]]:
             found, first, parts = unpacked(finish(), dk, dv), 0, []
-            for x in self.route.sent(self.exchange.rank, (self.exchange.rank + step) % self.exchange.size):
-                at = slice(first, first := first + x.length)
-                parts.append((x.rows, found[0][:, at], found[1][:, at]))
+            for rows in self._lent[(self.exchange.rank + step) % self.exchange.size]:
+                at = slice(first, first := first + rows.stop - rows.start)
+                parts.append((rows, found[0][:, at], found[1][:, at]))
             return parts
 
         return returned
+
+    @cached_property
+    def _lent(self) -> list[list[slice]]:
+        """The rank's rows that each rank fetches, by rank."""
+        return [[x.rows for x in self.route.sent(self.exchange.rank, to)] for to in range(self.exchange.size)]
 
     def _shifted(self, sent: Tensor, by: int) -> Callable[[], Tensor]:
         """Starts to send rows to the rank that is so many places on, as every rank does."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.parallel.exchange import Group
+from tilewise.parallel.exchange import Exchange, Group
 from tilewise.parallel.layout import Layout
 
 GRAIN = 1 << 21
@@ -48,7 +48,12 @@ class SymmetricGroup(Group):
     def __init__(self, group: dist.ProcessGroup | None = None):
         super().__init__(group)
         self._rooms: dict[str, tuple[Tensor, Any]] = {}
+        self._views: dict[str, dict[tuple, list[tuple[int, Tensor]]]] = {}  # of peers' rooms, by name, shapes and dtype
         self._stream = torch.cuda.Stream()
+
+    @classmethod
+    def joined_by(cls, group: dist.ProcessGroup) -> Exchange:
+        return group_of(group)
 
     def room(self, name: str, shape: Sequence[int], like: Tensor, most: int) -> Tensor:
         memory, _ = self._mapped(name, most * like.element_size(), like.device)
@@ -65,6 +70,7 @@ class SymmetricGroup(Group):
             memory = symmetric_memory.empty(-(-nbytes // GRAIN) * GRAIN, dtype=torch.uint8, device=device)
             group: Any = dist.group.WORLD if self.group is None else self.group
             found = self._rooms[name] = memory, symmetric_memory.rendezvous(memory, group=group)
+            self._views[name] = {}
         return found
 
     def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:
@@ -93,8 +99,11 @@ class SymmetricGroup(Group):
         """Every rank's room of a name, once all have filled theirs; the own rank's first, then its next one's, and so on."""
         _, handle = self._rooms[name]
         handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
-        ranks = [(self.rank + n) % self.size for n in range(self.size)]
-        return [(rank, handle.get_buffer(rank, list(shapes[rank]), like.dtype)) for rank in ranks]
+        views, key = self._views[name], (*shapes, like.dtype)
+        if key not in views:
+            ranks = [(self.rank + n) % self.size for n in range(self.size)]
+            views[key] = [(rank, handle.get_buffer(rank, list(shapes[rank]), like.dtype)) for rank in ranks]
+        return views[key]
 
     def _copied(self, copies: list[tuple[Tensor, Tensor]], whole: Tensor) -> Callable[[], Tensor]:
         """Starts copies into ``whole`` on the stream of their own."""

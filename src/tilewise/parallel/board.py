@@ -1,0 +1,126 @@
+"""Numbers that ranks of one machine tell each other in memory that they share, in tens of microseconds.
+
+Before bytes move, every call compares a few numbers of all ranks (:mod:`tilewise.parallel.agreement`), which no GPU needs to know. By
+sockets this took longer than the launch of a whole step.
+
+A rank writes its numbers beside a count of the messages so far and a checksum of both, and reads the others' until they have the same
+count. Two places for each rank take turns: who writes message n + 2 has read all of n + 1, so everybody has read all of n. The
+checksum tells a message that is still being written, whatever order a processor's writes appear in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+WORDS = 16
+"""int64 numbers of a place: the count, how many numbers follow, the checksum, and the numbers."""
+MOST = WORDS - 3
+"""The most numbers of a message."""
+SPINS, PAUSE = 2000, 50e-6
+"""How often a rank looks before it pauses between two looks, and the pause in seconds."""
+
+
+class Board:
+    """One rank's view of the memory that all ranks of a group share.
+
+    Args:
+        path: of a file of :func:`size_of` bytes, zeros at first.
+        timeout: how many seconds a rank waits for the others.
+    """
+
+    def __init__(self, path: str, rank: int, size: int, timeout: float):
+        self.rank, self.size, self.timeout, self.count = rank, size, timeout, 0
+        with open(path, "r+b") as file:
+            self.words = memoryview(mmap.mmap(file.fileno(), size_of(size))).cast("q")
+
+    def exchange(self, values: list[int]) -> list[list[int]]:
+        """The numbers of every rank, by rank.
+
+        Raises:
+            RuntimeError: a rank did not come in time, or came with another count of numbers.
+        """
+        self.count += 1
+        self._write(values)
+        return [self._wait(rank, len(values)) for rank in range(self.size)]
+
+    def place(self, rank: int) -> int:
+        """The first word of a rank's place for this message."""
+        return (2 * rank + self.count % 2) * WORDS
+
+    def _write(self, values: list[int]) -> None:
+        first, message = self.place(self.rank), [self.count, len(values)]
+        for n, word in enumerate([*message, _checksum([*message, *values]), *values]):
+            self.words[first + n] = word
+
+    def _wait(self, rank: int, length: int) -> list[int]:
+        first, deadline, looks = self.place(rank), time.monotonic() + self.timeout, 0
+        while True:
+            words = self.words[first : first + WORDS].tolist()
+            if (
+                words[0] == self.count
+                and 0 <= words[1] <= MOST
+                and words[2] == _checksum(words[:2] + words[3 : 3 + words[1]])
+            ):
+                break
+            looks += 1
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {self.rank} timed out after {self.timeout:g} s: rank {rank} makes no such call"
+                )
+            time.sleep(PAUSE if looks > SPINS else 0)  # others may need this core
+        if words[1] != length:
+            raise RuntimeError(
+                f"rank {rank} says {words[1]} numbers where rank {self.rank} says {length}: they make other calls"
+            )
+        return words[3 : 3 + length]
+
+
+def _checksum(words: list[int]) -> int:
+    return zlib.crc32(repr(words).encode())
+
+
+def size_of(ranks: int) -> int:
+    """Bytes of a board for so many ranks."""
+    return 2 * ranks * WORDS * 8
+
+
+def shared(rank: int, size: int, timeout: float, objects: Callable[[Any], list[Any]]) -> Board | None:
+    """A board for the ranks of a group; None where some of them do not see the same file. Every rank must call it.
+
+    Args:
+        objects: an object of every rank, by rank (:meth:`tilewise.parallel.exchange.Exchange.objects`).
+    """
+    file = _made(size) if rank == 0 else None
+    path = objects(file)[0]
+    board, mark = None, int.from_bytes(os.urandom(7))
+    with contextlib.suppress(OSError):
+        board = Board(path, rank, size, timeout) if path else None
+    if board is not None:
+        board.words[board.place(rank)] = mark  # ranks on other machines may have a file of that name
+    marks = objects(mark)
+    same = board is not None and all(board.words[board.place(n)] == mark for n, mark in enumerate(marks))
+    everybody = all(objects(same))
+    if file is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
+    return board if everybody else None
+
+
+def _made(size: int) -> str | None:
+    """A new file of zeros, in memory where the system has such a place; None: it has no room."""
+    for folder in ("/dev/shm", None):
+        try:
+            handle, path = tempfile.mkstemp(prefix="tilewise-", dir=folder)
+        except OSError:
+            continue
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes(size_of(size)))
+        return path
+    return None

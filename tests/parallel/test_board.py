@@ -1,0 +1,70 @@
+"""Numbers of all ranks in memory that they share."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tilewise.parallel import board
+from tilewise.parallel.board import Board
+from tilewise.parallel.exchange import simulate
+
+
+def in_threads(size: int, run) -> list:
+    """What each rank returns of ``run(rank)``, or the text of its error."""
+    found: list = [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = run(rank)
+        except RuntimeError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "board"
+    file.write_bytes(bytes(board.size_of(3)))
+    return str(file)
+
+
+def test_every_rank_reads_all_messages_in_their_order(path):
+    def run(rank):
+        mine = Board(path, rank, 3, 20.0)
+        return [mine.exchange([rank, n, -(2**60)][: 1 + n % 3]) for n in range(40)]
+
+    expected = [[[rank, n, -(2**60)][: 1 + n % 3] for rank in range(3)] for n in range(40)]
+    assert in_threads(3, run) == [expected] * 3
+
+
+def test_a_message_that_is_still_being_written_is_not_read(path):
+    mine, other = (Board(path, rank, 2, 0.05) for rank in (0, 1))
+    other.count = 1
+    other._write([7, 8])
+    other.words[other.place(1) + 4] = 9  # one number of a later message, the checksum of the earlier one
+    with pytest.raises(RuntimeError, match=r"rank 0 timed out after 0\.05 s: rank 1 makes no such call"):
+        mine.exchange([1, 2])
+
+
+def test_ranks_that_make_other_calls_hear_of_it(path):
+    said = in_threads(2, lambda rank: Board(path, rank, 2, 20.0).exchange([0] * (1 + rank)))
+    assert "rank 1 says 2 numbers where rank 0 says 1" in said[0]
+    assert "rank 0 says 1 numbers where rank 1 says 2" in said[1]
+
+
+def test_ranks_share_a_board_only_if_all_of_them_see_one_file(monkeypatch):
+    def numbers(exchange):
+        found = board.shared(exchange.rank, exchange.size, 20.0, exchange.objects)
+        return found and found.exchange([exchange.rank])
+
+    assert simulate(2, numbers) == [[[0], [1]]] * 2
+    monkeypatch.setattr(board, "_made", lambda size: "/nowhere/board")
+    assert simulate(2, numbers) == [None, None]

@@ -171,7 +171,7 @@ class Config(Formed):
         """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
-        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits")}.get(self.form, ())
+        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "queue")}.get(self.form, ())
         found += ("seed", "threshold", "keep") if self.dropout else ()
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
@@ -187,6 +187,11 @@ class Config(Formed):
     def stores(self) -> bool:
         """Whether O goes through shared memory, from where TMA stores it."""
         return self.tiles.q_stages > 1 and not self.split
+
+    @property
+    def queued(self) -> bool:
+        """Whether CTAs take tiles from a queue, since these differ too much to be dealt out by number."""
+        return self.packed or self.form == "bits"
 
     @property
     def steady(self) -> bool:
@@ -482,7 +487,8 @@ def choose(problem: Problem) -> Config:
     (form, band), traced, cores = keys_of(problem), Expressions.of(problem).traced, devices.of(problem.device).cores
     capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
     bits = next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
-    if form == "lists" and bits and not why_no_bits(problem, bits.tile_n):
+    # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
+    if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
     row = row_for(problem, capped, (traced, dropout) in ((PLAIN, True), (ALIBI, False)))
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]

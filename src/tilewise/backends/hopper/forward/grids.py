@@ -1,4 +1,4 @@
-"""How the query tiles of a launch of the forward are spread over CTAs. No DSL: it runs on any machine."""
+"""How the tiles of a forward are spread over CTAs, and how many heads are at work at a time. No DSL: it runs on any machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from tilewise.backends.hopper.config import SHARING
 from tilewise.backends.hopper.forward.config import Config, num_splits
 from tilewise.problem import Problem
+
+OPEN_KEYS = 16 << 20  # bytes of keys and values of the heads of a section, where tiles come from a queue
 
 
 @dataclass(frozen=True)
@@ -38,4 +40,14 @@ def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
     if problem.packed:  # at most, as only the device knows the lengths
         tiles = problem.heads_q * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
     section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
+    if config.form == "bits":
+        section = min(heads, open_heads(problem, config, cores))
     return Grid(tiles, min(tiles, cores), section, parts)
+
+
+def open_heads(problem: Problem, config: Config, cores: int) -> int:
+    """The heads of a section whose tiles come from a queue, longest first: those whose keys and values a part of L2 holds, and no fewer
+    than give every CTA a tile (docs/decisions.md#hopper-open-keys)."""
+    row = config.tiles.element_bytes * (config.tiles.width + config.tiles.width_v)
+    keys = problem.seqlen_k * row // problem.group
+    return max(OPEN_KEYS // max(keys, 1), -(-cores // -(-problem.seqlen_q // config.tile_queries)), 1)

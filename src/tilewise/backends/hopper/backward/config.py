@@ -418,7 +418,7 @@ class BackwardRow:
         return replace(self.one_pass, ordered=True, prefetches=False)
 
     def summed(self, form: str, packed: bool, dropout: bool = False) -> KeyTiles | None:
-        """``one_pass`` or ``dropout``, of a form: docs/decisions.md#hopper-overlapped-tiles; unequal tiles: docs/decisions.md#hopper-open-heads."""
+        """``one_pass`` or ``dropout`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
         keys = self.dropout if dropout else self.one_pass
         if keys is None or keys.clustered:
             return keys

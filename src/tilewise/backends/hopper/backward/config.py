@@ -27,6 +27,7 @@ from tilewise.backends.hopper.config import (
     Traced,
     band_of,
     keys_of,
+    mean_keys_per_query,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
@@ -70,7 +71,7 @@ class KeyTiles:
         dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
-        queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
+        queued: CTAs take tiles from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
             (docs/decisions.md#hopper-overlapped-tiles).
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
@@ -334,6 +335,11 @@ class Backward(Formed):
         return self.queries is not None and self.queries.makes_statistics
 
     @property
+    def makes_queue(self) -> bool:
+        """Whether the queue of key tiles is made for a launch and set to zero by its first kernel; packed sequences bring theirs."""
+        return self.keys.queued and not self.packed
+
+    @property
     def flagged(self) -> bool:
         """Whether the pass over keys begins on multiprocessors that the pass over queries has left, before all have: its first tiles
         then wait for the flags of their heads' statistics (docs/decisions.md#hopper-flags).
@@ -384,7 +390,7 @@ class BackwardRow:
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
         one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
             an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
-        counted_from: the same where tiles are counted, which hides a part of that; None: as many.
+        overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
     """
 
     two_passes: Passes
@@ -395,11 +401,11 @@ class BackwardRow:
     one_pass: KeyTiles | None = None
     bits: KeyTiles | None = None
     one_pass_from: int = 0
-    counted_from: int | None = None
+    overlapping_from: int | None = None
 
     def least_keys(self, keys: KeyTiles) -> int:
         """How many keys a query must see on average for these tiles of ``one_pass``."""
-        return self.one_pass_from if self.counted_from is None or not keys.counts else self.counted_from
+        return self.one_pass_from if self.overlapping_from is None or not keys.overlaps else self.overlapping_from
 
     @property
     def ordered(self) -> KeyTiles | None:
@@ -416,7 +422,8 @@ class BackwardRow:
         if keys is None or keys.clustered:
             return keys
         if packed:  # the numbers of a sequence take registers too
-            return replace(keys, v_register_steps=min(keys.v_register_steps, 3))
+            steps = min(keys.v_register_steps, 3)
+            return replace(keys, overlaps=True, queued=True, prefetches=True, v_register_steps=steps)
         keys = replace(keys, overlaps=True, counts=True)
         return keys if form == "full" else replace(keys, queued=True, prefetches=True)
 
@@ -443,7 +450,7 @@ TABLE = {
         one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
         bits=KeyTiles(64, 64, 128, 5, sums_dq=True, queued=True, overlaps=True, counts=True),
         one_pass_from=1100,
-        counted_from=900,
+        overlapping_from=900,
     ),
     (96, 96): BackwardRow(
         two_passes=Passes(KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6, makes_statistics=True)),
@@ -518,10 +525,10 @@ def shipped() -> list[Backward]:
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and clusters, need the numbers of one band; a queue and counts are of
-    equal sequences too."""
+    """Whether there is a kernel with these tiles: additions in order, and clusters, need the numbers of one band; counts are of equal
+    sequences too."""
     banded = keys.ordered or keys.clustered
-    return not (packed and (banded or keys.queued or keys.counts)) and (not banded or form in BANDS)
+    return not (packed and (banded or keys.counts)) and (not banded or form in BANDS)
 
 
 def reasons(p: Problem) -> list[str]:
@@ -581,20 +588,3 @@ def form_of(p: Problem) -> str:
     to the keys that are seen."""
     form, band = keys_of(p)[0], band_of(p)
     return form if band is None or form in ("rows", "lists") else band.form
-
-
-def mean_keys_per_query(p: Problem) -> float:
-    """About how many keys a query sees: the mean over 16 queries, of packed sequences as if all were equally long. Half of all keys
-    where only the device knows."""
-    if band_of(p) is None:
-        return p.seqlen_k / 2
-    band, parts = band_of(p), max(p.batch, 1) if p.packed else 1
-    seqlen_q, seqlen_k = p.seqlen_q / parts, p.seqlen_k / parts
-    off = seqlen_k - seqlen_q if p.packed else 0
-
-    def seen(i: float) -> float:
-        first = band.start if band.lo is None else max(band.start, i + off + band.lo)
-        stop = min(band.stop, seqlen_k)
-        return max(0.0, (stop if band.hi is None else min(stop, i + off + band.hi)) - first)
-
-    return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16

@@ -388,8 +388,7 @@ class BackwardRow:
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
-        one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
-            an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
+        one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
         overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
     """
 
@@ -416,8 +415,7 @@ class BackwardRow:
         return replace(self.one_pass, ordered=True, prefetches=False)
 
     def summed(self, form: str, packed: bool) -> KeyTiles | None:
-        """``one_pass`` as a form has it: tiles overlap (docs/decisions.md#hopper-overlapped-tiles), and key tiles that are not equally long
-        come from a queue (docs/decisions.md#hopper-open-heads)."""
+        """``one_pass`` of a form: docs/decisions.md#hopper-overlapped-tiles; of unequal tiles, docs/decisions.md#hopper-open-heads."""
         keys = self.one_pass
         if keys is None or keys.clustered:
             return keys
@@ -438,6 +436,9 @@ class BackwardRow:
         return (form in ("band", "rows") and self.softcap_band) or self.softcap
 
 
+_BITS = KeyTiles(
+    128, 128, 64, 5, sums_dq=True, queued=True, overlaps=True, counts=True, prefetches=True, v_register_steps=4
+)
 # (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
 TABLE = {
     (64, 64): BackwardRow(
@@ -448,7 +449,7 @@ TABLE = {
         softcap=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True)),
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
         one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
-        bits=KeyTiles(64, 64, 128, 5, sums_dq=True, queued=True, overlaps=True, counts=True),
+        bits=replace(_BITS, width=64, width_v=64, tile_m=128),
         one_pass_from=1100,
         overlapping_from=900,
     ),
@@ -466,7 +467,7 @@ TABLE = {
         pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
         predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
         one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, v_register_steps=1),
-        bits=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
+        bits=replace(_BITS, dq_first=True),
         one_pass_from=560,
     ),
     (192, 128): BackwardRow(
@@ -486,10 +487,10 @@ TABLE = {
     ),
 }
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
-# Additions in order pay from this many keys a query where tiles are not equally long, as each waits for a longer one.
-ORDERED_FROM = 1500
-# Additions in order pay from this many rounds of tiles of one sequence, as its first tiles wait for each other.
-ORDERED_ROUNDS = 1.5
+ORDERED_FROM = (
+    1500  # keys a query: additions in order pay then where tiles are not equally long, and wait for longer ones
+)
+ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
 
 # Tiles that are worth a measurement, for the forms "full" and "upper" in bf16.
 CANDIDATES = (
@@ -525,8 +526,7 @@ def shipped() -> list[Backward]:
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and clusters, need the numbers of one band; counts are of equal
-    sequences too."""
+    """Whether there is a kernel with these tiles: additions in order, and clusters, need one band's numbers; counts, equal sequences."""
     banded = keys.ordered or keys.clustered
     return not (packed and (banded or keys.counts)) and (not banded or form in BANDS)
 
@@ -553,7 +553,7 @@ def choose(p: Problem) -> Backward:
     form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
     softcap = p.spec.score is not None and not traced.score
     bits = bit_tiles_of(p)
-    if form == "lists" and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
+    if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
     row, passes = chosen_row(p)
     if not (softcap or dropout or traced != PLAIN):

@@ -125,6 +125,9 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
         order = tile_order(params, config)
         # Every CTA takes one number past the last tile before it ends; there is no head to divide by there.
         n_block, head = schedule.tile_at(PICK.smaller(n, order.tiles - 1), order, PICK)
+        if config.form == "bits":
+            # Lines of tiles have an order of their own, the same for the query heads of a group.
+            n_block = params.extra.work[head // params.heads, head % params.heads * params.group, n_block, 0]
         sequence = I32(cutlass.select_(n < order.tiles, I32(0), I32(-1)))
         return packed.PackedTile(sequence, I32(n_block), I32(head))
 

@@ -83,7 +83,7 @@ def compute(
     """Warpgroup w computes its 64 rows of each tile.
 
     Tiles of equal sequences overlap: the first product of the next tile runs under the end of one. Which packed tile comes next
-    is known only with its Q, so that packed tiles follow one another.
+    is known only with its Q, so that packed tiles follow one another; with bits a tile waits for the next one's Q and overlaps.
     """
     tiles = config.tiles
     operands = new_operands(qk, pv, smem, config)
@@ -105,26 +105,60 @@ def compute(
         if cutlass.const_expr(config.stores):
             # The mailbox now holds a tile of no sequence, which ends the storing warp too.
             cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_state.index)
+    elif cutlass.const_expr(config.queued):
+        of = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
+        query_tile = place_packed(of, params, config)
+        state = first_scores(
+            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
+        )
+        while of.sequence >= 0:
+            this = query_tile
+            n_q, v_stage, state, q_state = begin_tile(operands, this, q_state, state, w, smem, params, config)
+            next_q = w * tiles.q_stages + q_state.index
+            of = receive(smem, next_q, smem.q_full, q_state.phase)
+            query_tile = place_packed(of, params, config)
+            state = first_scores(
+                operands, query_tile, next_q, q_state.phase, state, w, of.sequence >= 0, smem, params, config
+            )
+            end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
+        warpgroup.wait_group(0)  # the S that first_scores began without a tile
+        # The mailbox now holds a tile of no sequence, which ends the storing warp too.
+        cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_state.index)
     else:
         last, query_tile = rounds_of(params, config) - 1, tile_of(0, params, config)
         state = first_scores(
             operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
         )
         for round_ in cutlass.range(last + 1, unroll=1):
-            this, n_q = query_tile, w * tiles.q_stages + q_state.index
-            state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
-            v_stage = state.index
-            state = state.advance(tiles.stages)
-            q_state = q_state.advance(tiles.q_stages)
+            this = query_tile
+            n_q, v_stage, state, q_state = begin_tile(operands, this, q_state, state, w, smem, params, config)
             next_q = w * tiles.q_stages + q_state.index
             query_tile = tile_of(PICK.smaller(round_ + 1, last), params, config)
             state = first_scores(
                 operands, query_tile, next_q, q_state.phase, state, w, round_ < last, smem, params, config
             )
-            warpgroup.wait_group(1)  # this tile's last P V; the next tile's S may still run
-            release(smem.empty + v_stage)  # the last V: the loading warp
-            epilogue(operands, smem, n_q, w, lse, sink, this, params, config)
+            end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
         warpgroup.wait_group(0)  # the S that first_scores began without a tile
+
+
+def begin_tile(
+    operands: ForwardOperands, query_tile: QueryTile, q_state: PipelineState, state: PipelineState, w,
+    smem: ForwardStorage, params: ForwardParams, config: Config,
+) -> tuple:  # fmt: skip
+    """Computes a tile but for its last product's end: its tile of Q, the stage of its last V, and what follows these two."""
+    n_q = w * config.tiles.q_stages + q_state.index
+    state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
+    return n_q, state.index, state.advance(config.tiles.stages), q_state.advance(config.tiles.q_stages)
+
+
+def end_tile(
+    operands: ForwardOperands, smem: ForwardStorage, n_q, v_stage, w, lse: cute.Tensor, sink: cute.Tensor,
+    query_tile: QueryTile, params: ForwardParams, config: Config,
+) -> None:  # fmt: skip
+    """Ends a tile while the next one's first product may still run."""
+    warpgroup.wait_group(1)  # this tile's last P V
+    release(smem.empty + v_stage)  # the last V: the loading warp
+    epilogue(operands, smem, n_q, w, lse, sink, query_tile, params, config)
 
 
 # -- One tile ------------------------------------------------------------------------------------------------------

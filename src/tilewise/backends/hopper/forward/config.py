@@ -18,7 +18,6 @@ from tilewise.backends.hopper.config import (
     MULTIPLE,
     PLAIN,
     ROWS,
-    SHARING,
     SHIPPED,
     Expressions,
     Formed,
@@ -169,7 +168,7 @@ class Config(Formed):
         """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
-        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits")}.get(self.form, ())
+        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "queue")}.get(self.form, ())
         found += ("seed", "threshold", "keep") if self.dropout else ()
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
@@ -185,6 +184,11 @@ class Config(Formed):
     def stores(self) -> bool:
         """Whether O goes through shared memory, from where TMA stores it."""
         return self.tiles.q_stages > 1 and not self.split
+
+    @property
+    def queued(self) -> bool:
+        """Whether CTAs take tiles from a queue, since these differ too much to be dealt out by number."""
+        return self.packed or self.form == "bits"
 
     @property
     def steady(self) -> bool:
@@ -471,7 +475,8 @@ def choose(problem: Problem) -> Config:
     (form, band), traced, cores = keys_of(problem), Expressions.of(problem).traced, devices.of(problem.device).cores
     capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
     bits = next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
-    if form == "lists" and bits and not why_no_bits(problem, bits.tile_n):
+    # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
+    if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
     row = next(r for r in rows_for(problem.head_dim, problem.head_dim_v) if r.softcap or not capped)
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
@@ -562,38 +567,3 @@ def estimated_clocks(config: Config, problem: Problem, seqlen_k: int, cores: int
     shorter = max(0, min(seqlen_q, seqlen_k) - config.tile_queries) / 2
     mean = (seqlen_k - shorter) / tiles.tile_n + (config.tile_queries % tiles.tile_n > 0) / 2
     return max(tile_clocks(most), count / cores * tile_clocks(min(mean, most))) + MERGE * config.split
-
-
-# -- How a launch is spread ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Grid:
-    """How the tiles of a launch are spread over CTAs.
-
-    Attributes:
-        tiles, ctas: how many tiles there are, and how many CTAs that stay and take them one after the other.
-        section: heads that are at work at a time, as in :class:`tilewise.backends.hopper.kit.schedule.Order`.
-        splits: of the keys of a tile.
-    """
-
-    tiles: int
-    ctas: int
-    section: int
-    splits: int = 1
-
-
-def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
-    """The grid of a launch: one head after the other where tiles are equally long.
-
-    Where they are not, as many heads at once as fill a round with SHARING tiles of each: rows of tiles are then nearly equal in
-    a round, and the to-and-fro of rounds evens out the rest. A split of a head counts as a head here, and heads that share a
-    tile count as one.
-    """
-    parts = num_splits(config, problem.seqlen_q, seqlen_k) if config.split else 1
-    heads = problem.batch * problem.heads_k * -(-problem.group // config.heads) * parts
-    tiles = heads * -(-problem.seqlen_q // config.tile_queries)
-    if problem.packed:  # at most, as only the device knows the lengths
-        tiles = problem.heads_q * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
-    section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
-    return Grid(tiles, min(tiles, cores), section, parts)

@@ -11,7 +11,9 @@ from functools import lru_cache
 
 from tilewise import device as devices
 from tilewise.backends.hopper.config import (
+    ALIBI,
     ALIGNMENT,
+    DROPPED,
     DTYPES,
     ELEMENT_BYTES,
     LONG,
@@ -19,6 +21,7 @@ from tilewise.backends.hopper.config import (
     PLAIN,
     ROWS,
     SHIPPED,
+    SLOPED,
     Expressions,
     Formed,
     Traced,
@@ -138,8 +141,8 @@ class Config(Formed):
         heads: how many query heads of a group a tile holds side by side, so that its keys serve them all; divides ROWS.
         packed: sequences are packed; such a kernel neither splits keys nor holds heads side by side.
         paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
-        traced: the expressions of this call alone: such a kernel is compiled at the first call.
-        dropout: some pairs are dropped; such a kernel too is compiled at the first call.
+        traced: the expressions of this call alone: but for ALIBI such a kernel is compiled at the first call.
+        dropout: some pairs are dropped.
     """
 
     tiles: Tiles
@@ -193,7 +196,7 @@ class Config(Formed):
     @property
     def steady(self) -> bool:
         """Whether whole blocks do without their maxima; a traced score may hide what no mask does."""
-        return self.tiles.steady and self.traced == PLAIN and not self.dropout
+        return self.tiles.steady and self.traced == PLAIN
 
     @property
     def skips(self) -> bool:
@@ -210,7 +213,7 @@ class Config(Formed):
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split") if getattr(self, name))
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
-        traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
+        traced = "" if self.traced == PLAIN else f"_{self.traced.name}"
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{tiles.name}"
 
     def describe(self) -> str:
@@ -250,6 +253,7 @@ class TileRow:
         fewer: tiles beside ``full`` that short sequences may get.
         fewer_ends: tiles beside ``ends`` that short sequences may get.
         bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
+        dropout: with dropout and neither a score nor a predicate; None: the tiles of a next row that has some, else ``traced``.
         softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
         candidates: what else is worth a measurement, for "full" and "upper" in bf16.
     """
@@ -262,17 +266,20 @@ class TileRow:
     fewer: tuple[Tiles, ...] = ()
     fewer_ends: tuple[Tiles, ...] = ()
     bits: Tiles | None = None
+    dropout: Tiles | None = None
     softcap: bool = False
     candidates: tuple[Tiles, ...] = ()
 
     @property
     def columns(self) -> tuple[Tiles, ...]:
         """Every tile of the row that a call may get."""
-        more = (tiles for tiles in (self.bits, self.short) if tiles is not None)
+        more = (tiles for tiles in (self.bits, self.dropout, self.short) if tiles is not None)
         return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
 
     def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
         """The tiles of a kernel of this form."""
+        if dropout and self.dropout and not softcap and traced == PLAIN:
+            return self.dropout
         more = traced.reads + dropout
         # A softcap beside two ends of a row is too much for the registers that three warpgroups leave each other.
         tight = softcap and form in ("band", "rows") and self.ends.warpgroups > 2
@@ -303,6 +310,7 @@ TABLE = {
         fewer=(_D64_128,),
         fewer_ends=(_D64_128,),
         bits=_D64_128,
+        dropout=_D64_128,
         softcap=True,
         candidates=(replace(_D64_192, pingpong=False), _D64_128, replace(_D64_128, pingpong=False)),
     ),
@@ -320,6 +328,7 @@ TABLE = {
         listed=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
         short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
         bits=_D128,
+        dropout=_D128,
         softcap=True,
         candidates=(
             replace(_D128, pingpong=False),
@@ -389,7 +398,10 @@ def shipped() -> list[Config]:
     few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
     both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits)))
+    trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
+    dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
+    sloped = [Config(row.traced, dtype, form, traced=ALIBI) for row, dtype, form in trained if form in SLOPED]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
 
 
 @lru_cache(maxsize=1)
@@ -478,7 +490,7 @@ def choose(problem: Problem) -> Config:
     # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
     if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
-    row = next(r for r in rows_for(problem.head_dim, problem.head_dim_v) if r.softcap or not capped)
+    row = row_for(problem, capped, (traced, dropout) in ((PLAIN, True), (ALIBI, False)))
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
     config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
     if not config.of_numbers:
@@ -493,8 +505,15 @@ def choose(problem: Problem) -> Config:
     idle = (c for c in options if 2 * tile_count(c, problem) < cores and not problem.packed)
     halves = (replace(c, split=True) for c in idle)
     whole = min(options, key=clocks)
-    split = min((c for c in halves if c in _shipped() or traced != PLAIN or dropout), key=clocks, default=whole)
+    # Few queries with a traced score are worth a kernel of their own; dropout is for training, whose queries are many.
+    split = min((c for c in halves if c in _shipped() or traced != PLAIN), key=clocks, default=whole)
     return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
+
+
+def row_for(problem: Problem, capped: bool, trained: bool) -> TileRow:
+    """The row of TABLE for a problem: the first that ships a softcap, or what training uses (dropout, ALiBi), where one does."""
+    rows = [row for row in rows_for(problem.head_dim, problem.head_dim_v) if row.softcap or not capped]
+    return next((row for row in rows if trained and not capped and row.dropout), rows[0])
 
 
 def tile_count(config: Config, problem: Problem) -> int:

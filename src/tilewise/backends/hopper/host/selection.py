@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import DTYPES, SHIPPED
+from tilewise.backends.hopper.config import ALIBI, DTYPES, SHIPPED
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
 
 FORMS = dict(zip(("full", "causal", "window", "rows", "bits"), (*SHIPPED, "bits"), strict=True))
 """The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold, by a bit for each pair."""
 PASSES = {"forward": Config, "backward": Backward}
-FEATURES = ("softcap", "packed", "paged")
+FEATURES = ("softcap", "alibi", "dropout", "packed", "paged")
 _DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
 _OFTEN = ((128, 128), (64, 64))  # head dims that most models have
 
@@ -32,6 +32,8 @@ def _rank(config: Config | Backward) -> tuple:
     form = ("upper", "full", "band", "rows", "bits").index(config.form)
     return (
         config.softcap,
+        config.traced == ALIBI,
+        config.dropout,
         config.packed,
         paged(config),
         config.dtype == "fp16",
@@ -56,7 +58,8 @@ def paged(config: Config | Backward) -> bool:
 def features_of(config: Config | Backward) -> set[str]:
     """The words of FEATURES that name a kernel; one that reads pages takes packed queries without saying so."""
     kind = "paged" if paged(config) else "packed"
-    return {name for name, has in (("softcap", config.softcap), (kind, config.packed)) if has}
+    has = {"softcap": config.softcap, "alibi": config.traced == ALIBI, "dropout": config.dropout, kind: config.packed}
+    return {name for name in FEATURES if has.get(name)}
 
 
 def words_of(config: Config | Backward) -> str:
@@ -71,7 +74,8 @@ def selected(text: str) -> list[Config | Backward]:
     """The shipped kernels of calls that these words describe, in the order of use.
 
     Words of one kind are alternatives: ``bf16 fp16``; ``d80``, ``d192v128`` (a call's head dims); ``full causal window rows``;
-    ``forward backward``. A kind without a word is not restricted, but ``softcap``, ``packed`` and ``paged`` are only named by their words.
+    ``forward backward``. A kind without a word is not restricted, but features (``softcap``, ``alibi``, ``dropout``, ``packed``,
+    ``paged``) are only named by their words.
     Or the words are names of kernels.
 
     Raises:

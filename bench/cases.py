@@ -3,8 +3,8 @@
 A Case holds sizes and *names* of a mask and a score; MASKS and SCORES of bench/kinds.py say what a name means.
 
 Tags: `contract` tiny shapes for tests · `cpu` / `cuda` where the case is meant to be timed · `demo` · `exact` · `h200` the 36 rows
-whose peers are in docs/performance.md · `paper` what repeats a figure of a paper (docs/evidence.md) · `decode`, `window`, `packed`,
-`sparse`, `score`, `split`, `memory`, `feature` what they probe.
+and `masks` the masks and scores whose peers are in docs/performance.md · `paper` what repeats a figure of a paper
+(docs/evidence.md) · `decode`, `window`, `packed`, `sparse`, `score`, `split`, `memory`, `feature` what they probe.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.kinds import MASKS, SCORES, leaf_dtype
+from bench.kinds import MASKS, SCORES, document_lengths, leaf_dtype
 
 
 class Shape(NamedTuple):
@@ -316,6 +316,31 @@ def _features() -> Iterable[Case]:
         yield _case(f"cuda-feature-{name}", "H200, features", shape, "cuda feature", dtype="bfloat16", **options)
 
 
+def _masks() -> Iterable[Case]:
+    """Masks and scores in bf16 where their tiles take the time, and documents as a packed call beside the same as a mask."""
+
+    def row(what: str, head_dim: int = 128, heads_k: int = 16, n: int = 16384, batch: int = 1, **options: Any) -> Case:
+        name, shape = f"h200-{what}-d{head_dim}-h16-{heads_k}-n{n}", (batch, n, n, 16, heads_k, head_dim, head_dim)
+        return _case(name, "H200, masks and scores", shape, "masks cuda", dtype="bfloat16", **options)
+
+    sizes = ((128, 16), (64, 16), (128, 4))
+    yield from (row("causal", *size, mask="causal") for size in sizes)
+    yield from (row("window-1023-causal", *size, mask="window-1024") for size in sizes)
+    lengths = tuple((n, n) for n in document_lengths(32768))
+    for head_dim, heads_k in sizes:
+        yield row("documents-causal", head_dim, heads_k, 32768, mask="texts")
+        name, options = f"h200-packed-causal-d{head_dim}-h16-{heads_k}-n32768", {"mask": "causal", "dtype": "bfloat16"}
+        heads = (16, heads_k, head_dim, head_dim)
+        yield _packed(name, "H200, masks and scores", heads, "masks cuda", lengths=lengths, **options)
+    yield row("block-causal-1024", mask="block-causal-1024")
+    yield row("prefix-4096", mask="prefix-4096")
+    yield row("key-lengths", n=8192, batch=4, mask="key-lengths")
+    yield row("documents-window-511", n=32768, mask="texts-window-512")
+    yield row("block-sparse-90", mask="sparse-90")
+    for what, score in (("softcap-30", "softcap-30"), ("alibi", "alibi"), ("learned-table", "relative")):
+        yield row(f"causal-{what}", mask="causal", score=score)
+
+
 def _demo() -> Iterable[Case]:
     """`tilewise demo`: causal self-attention at growing N, small enough that a laptop's CPU reaches 16,384."""
     for n in (512, 1024, 2048, 4096, 8192, 16384):
@@ -418,7 +443,7 @@ def _contract_packed() -> Iterable[Case]:
 
 
 CASES: dict[str, Case] = {}
-for _row in (*_h200(), *_cpu(), *_cuda(), *_features(), *_demo(), *_exact(), *_contract()):
+for _row in (*_h200(), *_cpu(), *_cuda(), *_features(), *_masks(), *_demo(), *_exact(), *_contract()):
     if _row.name in CASES:
         raise ValueError(f"bench/cases.py: two cases are called {_row.name}")
     CASES[_row.name] = _row

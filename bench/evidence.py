@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from bench import newcomer, page, traffic
+from bench.cases import tagged
 from bench.page import RESULTS, load, number, section, table, wrapped
 from tilewise.iomodel import flash1, flash2, report
 from tilewise.iomodel.devices import DEVICES
@@ -32,9 +33,15 @@ HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
 EAGER, SPARSE = "be2142459054", "bf2c80d74c12"
 """Runs of a CPU: beside standard attention, and a block pattern beside the whole."""
 PARTS = "h200-step-parts"
-TRAFFIC, TABLE, CONTEXT, LADDER = "90ece5c3a062", ("dd5883c7fbf9", "ad2ae5caef49"), "f3c36a1dc8aa", "cc6eedae9849"
-"""The runs of bench.traffic, bench.gpt_speed, examples.gpt.context_gpu and examples.pathfinder.ladder that are shown: name a newer one
-here."""
+TRAFFIC, TABLE, CONTEXT, LADDER = (
+    "90ece5c3a062",
+    ("dd5883c7fbf9", "ad2ae5caef49"),
+    "f3c36a1dc8aa",
+    ("9669ab472640", "800f8b0b7053"),
+)
+RANKS = {2: "6f41e8220b30", 4: "031e580f267a"}
+"""The runs of bench.traffic, bench.gpt_speed, examples.gpt.context_gpu, examples.pathfinder.ladder and, by GPUs, bench.gpt_ranks that are
+shown: name a newer one here."""
 INTRO = (
     "What the papers claim, what they report, and what comes out here. `python -m bench.evidence --write` writes this page from "
     "`bench/claims.toml` (the papers' figures, and when we say that a claim holds), `bench/results` (what was measured) and "
@@ -191,11 +198,8 @@ def sparse_bytes() -> Found:
 
 def share_of_peak() -> Found:
     """The best forward and backward as shares of the data sheet's products."""
-    found, peak = load("h200-peers"), DEVICES["h200"].matmul_flops / 1e12
-    best = []
-    for direction in page.PASSES:
-        cases = found.cases(page.SQUARES)
-        best.append(max(found.value(page.SQUARES, c, "tilewise", direction, "rate") or 0 for c in cases))
+    peak, squares = DEVICES["h200"].matmul_flops / 1e12, [case.name for case in tagged("h200")]
+    best = [max(page.tflops(case, "tilewise", direction) for case in squares) for direction in page.PASSES]
     text = f"{best[0]:.0f} and {best[1]:.0f} TFLOP/s at best, {best[0] / peak:.0%} and {best[1] / peak:.0%} of an H200's {peak:.0f} in bf16"
     return Found(text, best[0] / peak >= 0.73 and best[1] / peak >= 0.63)
 
@@ -215,24 +219,37 @@ def decoding() -> Found:
 
 def path_x() -> Found:
     """How far our Pathfinder went: the rungs of examples/pathfinder/ladder.py that were tested on new images."""
-    tested = [r for key, r in load("hopper-calls").found.items() if key[0] == LADDER and r.get("tested_images")]
+    rungs = [r for key, r in load("hopper-calls").found.items() if key[0] in LADDER and key[-1] == "accuracy"]
+    tested = [r for r in rungs if r["tested_images"]]
     if not tested:
         found = json.loads((RESULTS / "pathfinder-cpu.json").read_text(encoding="utf-8"))
         return Found(f"{found['test_accuracy']:.1%} of 32 × 32 on a CPU; nothing larger was trained", None)
     said = [f"{r['value']:.1%} of {r['shape']['side']} × {r['shape']['side']}" for r in tested]
-    last = tested[-1]
-    told = ", the last with pixels told of their paths" if last.get("paths") else ""
+    last, seconds = tested[-1], " and ".join(f"{r['ended_s']:.0f}" for r in tested)
+    told = ", pixels told of their paths" if all(r["paths"] for r in tested) else ""
+    alone = max((r for r in rungs if r["shape"]["side"] == 128 and not r["paths"]), key=lambda r: r["shape"]["context"])
     text = (
-        f"{' and '.join(said)}{told}, by our own generator, after {last['ended_s']:.0f} s of training on an H200 "
+        f"{' and '.join(said)}{told}, by our own generator, after {seconds} s of training on an H200, the second from the first one's "
+        f"weights; by labels alone {alone['value']:.1%} of 128 × 128 where {alone['shape']['context']:,} of the 16,384 pixels are read "
         "([training.md](training.md#pathfinder))"
     )
     better = last["value"] > 0.5 + 3 * (0.25 / last["tested_images"]) ** 0.5  # three standard deviations of guesses
-    return Found(text, last["shape"]["side"] == 128 and better and not last.get("paths"))
+    return Found(text, last["shape"]["side"] == 128 and better and not last["paths"])
 
 
 def several_gpus() -> Found:
-    """Nothing yet: no machine with several GPUs ran it."""
-    return Found("Not run: it needs 2 and 4 GPUs. Attention alone over two is in [parallel.md](parallel.md)", None)
+    """Tokens a second of a GPT over GPUs that shard its weights, over those of a GPU alone."""
+    found, times = load("h200-peers"), {}
+    for gpus, run in RANKS.items():
+        rates = [r for key, r in found.found.items() if key[0] == run and r.get("tokens_per_s")]
+        rate = {r["contestant"]: r["tokens_per_s"] for r in rates}
+        if rate:
+            times[gpus] = gpus * rate["fsdp"] / rate["alone"]
+    if 4 not in times:
+        return Found("Not run: it needs 4 GPUs. Attention alone over two is in [parallel.md](parallel.md)", None)
+    said = " and ".join(f"{x:.2f} × with {gpus} GPUs" for gpus, x in times.items())
+    text = f"{said} the tokens a second of one, a GPT of 1.3B, a sequence of 8,192 tokens a GPU, FSDP2, H200 ([parallel.md](parallel.md))"
+    return Found(text, times[4] > 3)
 
 
 # ---- measured by this page's own commands --------------------------------------------------------------------------------

@@ -86,6 +86,21 @@ def _document_ids(case: Case, normal: Normal) -> dict[str, Tensor]:
     return {"ids": torch.searchsorted(ends, torch.arange(case.seqlen_k), right=True).to(torch.int32)}
 
 
+def document_lengths(n: int) -> list[int]:
+    """Lengths of documents that fill n positions, log-uniform between 128 and 8,192 as a packed batch of texts has them."""
+    generator, lengths = torch.Generator().manual_seed(0), []
+    while (left := n - sum(lengths)) > 0:
+        drawn = 128.0 * 64.0 ** torch.rand((), generator=generator).item()
+        lengths.append(min(left, round(drawn)))
+    return lengths
+
+
+def _text_ids(case: Case, normal: Normal) -> dict[str, Tensor]:
+    """Document number of each position of a packed batch of texts."""
+    lengths = torch.tensor(document_lengths(case.seqlen_k))
+    return {"ids": torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)}
+
+
 def _lengths(case: Case, normal: Normal) -> dict[str, Tensor]:
     """Keys that are no padding, by batch element: from all of them down to half."""
     return {"n": torch.tensor([case.seqlen_k - b * case.seqlen_k // (2 * case.batch) for b in range(case.batch)])}
@@ -127,6 +142,24 @@ MASKS: dict[str | None, MaskKind] = {
         build=lambda x: _tw().causal() & _tw().documents(x.leaves["ids"]),
         keep=lambda x: lambda b, h, i, j: (j <= i + x.off) & (x.leaves["ids"][i + x.off] == x.leaves["ids"][j]),
         leaves=_document_ids,
+    ),
+    "texts": MaskKind(
+        build=lambda x: _tw().causal() & _tw().documents(x.leaves["ids"]),
+        keep=lambda x: lambda b, h, i, j: (j <= i) & (x.leaves["ids"][i] == x.leaves["ids"][j]),
+        leaves=_text_ids,
+    ),
+    "texts-window-512": MaskKind(
+        build=lambda x: _tw().window(left=511, right=0) & _tw().documents(x.leaves["ids"]),
+        keep=lambda x: lambda b, h, i, j: (j <= i) & (j > i - 512) & (x.leaves["ids"][i] == x.leaves["ids"][j]),
+        leaves=_text_ids,
+    ),
+    "block-causal-1024": MaskKind(
+        build=lambda x: _tw().keep(lambda b, h, i, j: j // 1024 <= i // 1024),
+        keep=lambda x: lambda b, h, i, j: j // 1024 <= i // 1024,
+    ),
+    "prefix-4096": MaskKind(
+        build=lambda x: _tw().prefix(4096),
+        keep=lambda x: lambda b, h, i, j: (j <= i + x.off) | (j < 4096),
     ),
     "keep-odd": MaskKind(
         build=lambda x: _tw().keep(lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),

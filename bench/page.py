@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from bench import kinds
-from bench.cases import named
-from bench.records import read
+from bench.cases import named, tagged
+from bench.records import rate, read
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
@@ -24,21 +24,19 @@ PAGE = ROOT / "docs" / "performance.md"
 QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 """Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
 WIDTH = 160
-SQUARES, MASKED, DECODING = "h200-squares", "h200-masks", "h200-decode"
+SQUARES, MASKED, DECODING = (
+    ("6675e503dc34", "39e944c6cf71", "h200-squares"),
+    ("7b0bacc6b5f6", "fc4c219daacd", "h200-masks"),
+    "h200-decode",
+)
 FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
-"""The runs that the page shows: name a newer one here once it is in bench/results."""
+"""The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
 LATER_PLANS = "267ab0b04c17"
-LATER_RATES = {
-    ("tilewise", "forward"): ("h200-bits-heads", "heads-16"),
-    ("tilewise", "backward"): ("h200-bits", "bits"),
-    ("triton", "forward"): ("h200-bits-heads", "triton"),
-    ("triton", "backward"): ("h200-bits", "triton"),
-}
 LATER = {
-    "block-causal (1024)": ("h200-bits-block-causal-1024-d128-n16384", "plan-block-causal-n16384"),
-    "block-sparse 90 % (128 × 128)": ("h200-bits-block-sparse-90-d128-n16384", "plan-block-sparse-90-n16384"),
+    "h200-block-causal-1024-d128-h16-16-n16384": "plan-block-causal-n16384",
+    "h200-block-sparse-90-d128-h16-16-n16384": "plan-block-sparse-90-n16384",
 }
-"""Masks whose rows are of later runs: the case of their rates and of their plan, and the run and the contestant of each rate."""
+"""Masks whose plans are of a later run: the case of each in it."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "backward")
@@ -50,7 +48,7 @@ LEVEL = 0.995  # of a peer's speed: below it a contestant counts as behind
 NONE = "—"
 INTRO = (
     "How fast tilewise is, from `bench/results`. `python -m bench.page --write` writes this page: change those files, not this one. "
-    "A contestant whose result is wrong is not timed. N is the sequence length, D the head dim, and *16/4* are 16 query heads on 4 key "
+    "A contestant that is wrong is not timed. N is the sequence length, D the head dim, and *16/4* are 16 query heads on 4 key "
     "heads. Inputs are bf16 unless a table says otherwise. A causal mask counts half of the operations, other masks count the pairs that "
     "they keep, and a backward counts 2.5 times its forward. [decisions.md](decisions.md) says why the kernels are as they are, "
     "[tried.md](tried.md) what lost."
@@ -72,6 +70,14 @@ class Results:
     def value(self, run: str, case: str, who: str, direction: str, metric: str) -> float | None:
         """The number that was measured, or None."""
         return self.found.get((run, case, who, direction, metric), {}).get("value")
+
+    def rate(self, runs: Iterable[str], case: str, who: str, direction: str) -> tuple[str, float] | None:
+        """The first of the runs that timed a contestant on a case, and its TFLOP/s there."""
+        for run in runs:
+            for metric in ("rate", "time"):
+                if r := self.found.get((run, case, who, direction, metric)):
+                    return run, rate(r)
+        return None
 
     def cases(self, *runs: str) -> dict[str, dict]:
         """The shape of each case of the runs by its name, in the file's order."""
@@ -166,9 +172,18 @@ def spread(values: Iterable[float | None]) -> str:
 # ---- H200 -------------------------------------------------------------------------------------------------------------
 
 
+def tflops(case: str, who: str, direction: str) -> float | None:
+    """TFLOP/s of a contestant on a case of the squares."""
+    found = load("h200-peers").rate(SQUARES, case, who, direction)
+    return found and found[1]
+
+
 def over_cudnn(who: str, case: str, direction: str) -> float:
-    """How many times as fast as cuDNN a contestant is on a case of the squares."""
-    return load("h200-peers").found[SQUARES, case, who, direction, "rate"]["over_cudnn"]
+    """How many times as fast as cuDNN in the same rounds a contestant is on a case of the squares."""
+    found = load("h200-peers")
+    run, speed = found.rate(SQUARES, case, who, direction)
+    mean = found.found.get((run, case, who, direction, "rate"), {}).get("over_cudnn")  # of several processes
+    return mean or speed / found.rate([run], case, "cudnn", direction)[1]
 
 
 def over(peer: str, case: str, direction: str) -> float:
@@ -195,15 +210,16 @@ def squares() -> list[str]:
                 cells = []
                 for n in LENGTHS:
                     case = square(d, n, mask)
-                    rate = number(found.value(SQUARES, case, "tilewise", direction, "rate"))
+                    rate = number(tflops(case, "tilewise", direction))
                     cells.append(" ".join([f"**{rate}**", *[f"{over(peer, case, direction):.2f}" for peer in CLOSE]]))
                     ratios.append((over_best(case, direction), f"{direction}, D {d}, N {n}, {mask}"))
                 rows.append([f"{direction}, D {d}, {mask}", *cells])
     behind = sorted(row for row in ratios if row[0] < LEVEL)
     text = (
         "16,384 tokens, hidden size 2048. A cell of the first table has **TFLOP/s of tilewise**, and how many times as fast as cuDNN, FA3 "
-        f"and FA4 it is, in this order. Of {len(ratios)} cells tilewise is behind the best of these and FA2 in {len(behind)}, at worst "
-        f"at {behind[0][0]:.2f} × ({behind[0][1]}). {found.source(SQUARES)} {found.runs[SQUARES]['statistic']}"
+        f"and FA4 it is. Of {len(ratios)} cells tilewise is behind the best of these and FA2 in {len(behind)}, at worst "
+        f"at {behind[0][0]:.2f} × ({behind[0][1]}). {found.source(SQUARES[0])} "
+        "A row's contestants run in the same rounds; FA3's ratio to cuDNN is of an earlier run."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
     return section(
@@ -226,61 +242,53 @@ def square_means() -> list[str]:
 
 def grouped() -> list[str]:
     """Grouped queries, from the same runs as the squares."""
-    found, rows = load("h200-peers"), []
+    found, run, rows = load("h200-peers"), SQUARES[-1], []
     for direction in PASSES:
         for n in LENGTHS:
             cases = [f"h200-gqa4-d128-n{n}-{mask}" for mask in MASKS]
             rates = [
-                [found.value(SQUARES, case, who, direction, "rate") for case in cases]
+                [found.value(run, case, who, direction, "rate") for case in cases]
                 for who in ("tilewise", "fa3", "cudnn")
             ]
             if None not in rates[0]:
                 rows.append([f"{direction}, N {n}", *map(pair, rates)])
-    text = "16 query heads on 4 key heads, D 128, otherwise as above: TFLOP/s, full / causal."
+    text = f"16 query heads on 4 key heads, D 128, TFLOP/s, full / causal. {found.source(run)}"
     return section("Grouped queries on an H200", text, table(["", "tilewise", "FA3", "cuDNN"], rows))
 
 
-def mask_rate(case: str, what: str, who: str, direction: str) -> float | None:
-    """The newest rate of a contestant under a mask of the table."""
-    if what in LATER and (who, direction) in LATER_RATES:
-        run, contestant = LATER_RATES[who, direction]
-        return load("hopper-calls").value(run, LATER[what][0], contestant, direction, "rate")
-    return load("h200-peers").value(MASKED, case, who, direction, "rate")
+def mask_rate(cases: Iterable[str], who: str, direction: str) -> float | None:
+    """The newest TFLOP/s of a contestant under a mask of the table, by any of its names."""
+    found = load("h200-peers")
+    rates = [rate for case in cases if (rate := found.rate(MASKED, case, who, direction))]
+    return rates[0][1] if rates else None
 
 
 def masks() -> list[str]:
     """Masks and scores beside cudnn.flex_attention and compiled FlexAttention."""
-    found, run, rows, behind = load("h200-peers"), MASKED, [], dict.fromkeys(PASSES, 0)
-    cases = found.cases(run)
-    for case, shape in cases.items():
-        rates = {who: [mask_rate(case, shape["what"], who, d) for d in PASSES] for who in MASK_PEERS}
+    found, rows, behind = load("h200-peers"), [], dict.fromkeys(PASSES, 0)
+    earlier = found.cases(MASKED[-1])
+    for case in (case for case in tagged("masks") if not case.lengths):
+        before = case.name if case.name in earlier else case.name.removesuffix(f"-n{case.seqlen_q}")
+        rates = {who: [mask_rate((case.name, before), who, d) for d in PASSES] for who in MASK_PEERS}
         for n, direction in enumerate(PASSES):
             behind[direction] += rates["tilewise"][n] < LEVEL * max(rate[n] or 0 for rate in rates.values())
         cells = [pair(rate) for rate in rates.values()]
-        for column, who in ((0, "tilewise-varlen"), (2, "cudnn-flex-varlen")):
-            packed = pair(found.value(run, case, who, d, "rate") for d in PASSES)
-            cells[column] += "" if packed == NONE else f" ({packed})"
-        plans = [found.value(run, case, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
-        later = shape["what"] in LATER
-        if later:
-            plans[0] = load("triton-calls").value(LATER_PLANS, LATER[shape["what"]][1], "tilewise", "forward", "plan")
-        length = f", N {shape['seqlen']}" if "seqlen" in shape else ""
-        length += f", batch {shape['batch']}" if shape.get("batch", 1) > 1 else ""
-        title = f"{shape['what']}{length}, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}{' *' * later}"
+        for column, who in ((0, "tilewise"), (2, "cudnn-flex")):
+            packed = [case.name.replace("documents-causal", "packed-causal")]
+            cells[column] += f" ({pair(mask_rate(packed, who, d) for d in PASSES)})" if packed != [case.name] else ""
+        plans = [found.value(MASKED[-1], before, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
+        if case.name in LATER:
+            plans[0] = load("triton-calls").value(LATER_PLANS, LATER[case.name], "tilewise", "forward", "plan")
+        length = f"N {case.seqlen_q}" + (f", batch {case.batch}" if case.batch > 1 else "")
+        title = f"{earlier[before]['what']}, {length}, D {case.head_dim}, {case.heads_q}/{case.heads_k}"
         rows.append([title, *cells, " / ".join(number(ms, 2) for ms in plans)])
     text = (
-        "TFLOP/s, forward / backward, in brackets as a packed call; a dash: it cannot; a star: tilewise and its Triton in "
-        f"later runs, `h200-bits*`. Another is faster than tilewise in {behind['forward']} of {len(cases)} forwards and "
-        f"{behind['backward']} backwards. {found.source(run)} {found.runs[run]['statistic']}"
+        f"TFLOP/s of kept pairs, forward / backward, in brackets as a packed call; a dash: it cannot. Another is faster than tilewise in "
+        f"{behind['forward']} of {len(rows)} forwards and {behind['backward']} backwards. {found.source(MASKED[0])} Of an earlier "
+        "run: cudnn.flex under windows (faster there), FlexAttention with scores, and plans of a new mask, everything compiled."
     )
-    header = [
-        "mask and score",
-        "tilewise",
-        "its Triton",
-        "cudnn.flex",
-        "FlexAttention",
-        "plan, ms: tilewise / cudnn.flex / Flex",
-    ]
+    header = ["mask and score", "tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
+    header.append("plan, ms: tilewise / cudnn.flex / Flex")
     return section("Masks and scores on an H200", text, table(header, rows))
 
 
@@ -317,6 +325,7 @@ def single_precision() -> list[str]:
         title = f"B {shape['batch']}, H {shape['heads']}, {length}, D {shape['head_dim']}, {shape['mask'] or 'full'}"
         rows.append([title, *cells])
     text = f"Milliseconds, forward / backward, by the Triton backend. {found.source(run)}"
+    text += " Three bf16 terms stand for a number: above D 128 they do not fit the registers, and PyTorch is ahead."
     header = ["fp32", "tilewise", "SDPA, memory-efficient", "tilewise where tf32 is allowed"]
     return section("fp32 on an H200", text, table(header, rows))
 

@@ -1,5 +1,5 @@
-"""Who is timed: tilewise's backends, eager attention, PyTorch's SDPA (by backend on CUDA), compiled FlexAttention, and
-FlashAttention-3 and -4 where they are installed; and limits.
+"""Who is timed: tilewise's backends, eager attention, PyTorch's SDPA (by backend on CUDA), compiled FlexAttention;
+FlashAttention-3 and -4 and cuDNN's own flex_attention where they are installed; and limits.
 
 A Contestant says which cases it cannot run and why, and turns inputs into a call without arguments. Making masks,
 compiling and moving data happen in `prepare`, outside what is timed, as a model does them once for all layers.
@@ -358,6 +358,67 @@ def _flex_prepare(x: Inputs) -> Call:
     return call
 
 
+# ---- cudnn.flex_attention, where it is installed ------------------------------------------------------------------------
+
+
+def _cudnn_flex_unsupported(case: Case, device: str) -> list[str]:
+    reasons = []
+    if not device.startswith("cuda"):
+        reasons.append(f"runs on CUDA, this is {device}")
+    if case.dtype not in ("bfloat16", "float16"):
+        reasons.append(f"dtype {case.dtype}: bfloat16 or float16 only")
+    if case.score or case.sink or case.dropout_p:
+        reasons.append("scores, sinks and dropout")
+    if case.mask in ("keep-odd", "dense"):
+        reasons.append(f"mask {case.mask}: too many intervals a row")
+    try:
+        found = importlib.util.find_spec("cudnn.flex_attention") is not None
+    except ModuleNotFoundError:
+        found = False
+    return reasons if found else [*reasons, "cudnn.flex_attention is not installed"]
+
+
+def interval_ends(x: Inputs, rows: int = 256) -> Tensor:
+    """The keys that every query keeps, as intervals [0, e0), [e1, e2) and so on of an unpacked case whose heads see the same.
+
+    Returns int32 (1, ends, batch × seqlen_q), an odd number of ends for each query; intervals that it lacks are empty.
+    """
+    case, device = x.case, x.q.device
+    j = torch.arange(case.seqlen_k, device=device)
+    keep = MASKS[case.mask].keep(x) if case.mask else lambda b, h, i, j: (i >= 0) & (j >= 0)
+    blocks = []
+    for b in range(x.first_batch, x.first_batch + case.batch):
+        for start in range(0, case.seqlen_q, rows):
+            i = torch.arange(start, min(start + rows, case.seqlen_q), device=device)[:, None]
+            kept = keep(torch.tensor(b, device=device), torch.tensor(0, device=device), i, j).expand(len(i), len(j))
+            kept = F.pad(
+                F.pad(kept, (1, 0), value=True), (0, 1), value=False
+            )  # an interval is open before the first key
+            changes = kept[:, 1:] != kept[:, :-1]
+            row, end = changes.nonzero(as_tuple=True)
+            place = changes.cumsum(1)[row, end] - 1
+            ends = torch.full((len(i), int(changes.sum(1).max())), case.seqlen_k, device=device)
+            ends[row, place] = end
+            blocks.append(ends)
+    width = max(ends.shape[1] for ends in blocks)
+    return torch.cat([F.pad(ends, (0, width - ends.shape[1]), value=case.seqlen_k) for ends in blocks]).T[None].int()
+
+
+def _cudnn_flex_prepare(x: Inputs) -> Call:
+    from cudnn.flex_attention import create_mask_plan, flex_attn_func
+
+    parts = [interval_ends(part) for part in (split_packed(x) if x.case.lengths else [x])]
+    width = max(ends.shape[1] for ends in parts)
+    fill = x.case.seqlen_k
+    ends = torch.cat([F.pad(part, (0, 0, 0, width - part.shape[1]), value=fill) for part in parts], 2).contiguous()
+    packed = {}
+    if x.case.lengths:
+        packed = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+        packed |= {"max_seqlen_q": x.case.seqlen_q, "max_seqlen_k": x.case.seqlen_k}
+    plan = create_mask_plan(ends, x.q, x.k, x.v, build_backward=x.case.backward, **packed)
+    return lambda: flex_attn_func(x.q, x.k, x.v, mask_plan=plan)
+
+
 # ---- limits ---------------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +447,7 @@ def all_contestants() -> dict[str, Contestant]:
         _flash("fa4", "flash_attn.cute.interface", "FlashAttention-4"),
         Contestant("cudnn", _on_cuda, _sdpa_prepare, _cudnn_version(), _only("CUDNN_ATTENTION")),
         Contestant("flex", _flex_unsupported, _flex_prepare, torch_version),
+        Contestant("cudnn-flex", _cudnn_flex_unsupported, _cudnn_flex_prepare, "cudnn.flex_attention"),
         Contestant("read", _read_unsupported, _read_prepare, torch_version, limit=True),
     )
     ours = [tilewise(), *[tilewise(name) for name in backend_names()]]

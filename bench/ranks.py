@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
+import pstats
 import random
 import statistics
 import tempfile
@@ -256,7 +258,19 @@ def breakdown(run: Callable[[], object]) -> dict[str, float]:
     return {what: round(us / 1e3, 3) for what, us in found.items()} | {"host": round(min(host), 3)}
 
 
-STEPS = 4
+def host_profile(run: Callable[[], object], path: Path) -> None:
+    """Writes where the host's time of PROFILED steps goes, by function; the backward runs on the same thread meanwhile."""
+    seen = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        seen.enable()
+        for _ in range(PROFILED):
+            run()
+        seen.disable()
+    with path.open("w") as file:
+        pstats.Stats(seen, stream=file).sort_stats("tottime").print_stats(60)
+
+
+STEPS, PROFILED = 4, 20
 PARTS = ("attention", "exchange", "rest")
 
 
@@ -365,6 +379,8 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
             if device != "cpu":
                 torch_contests(row, peers, mesh, contestants)
             compared(row, contestants, parts, device, options.rounds, lines)
+            for name in green if options.host_profiles else ():
+                host_profile(contestants[name]["both"], options.host_profiles / f"{row.name}-{name}-{rank}.txt")
             if rank == 0 and options.out:  # what is known already, should a later row fail
                 options.out.unlink(missing_ok=True)
                 records.append(lines, options.out)
@@ -417,6 +433,7 @@ def main() -> None:
     parser = parser_of(__doc__.partition(":")[0], 5)
     parser.add_argument("--only", nargs="*", choices=[*CONTESTANTS, *ranks_torch.NAMES], help="some contestants")
     parser.add_argument("--rows", nargs="*", default=(), choices=[row.name for row in (*ROWS, *MANY)], help="some rows")
+    parser.add_argument("--host-profiles", type=Path, help="a folder for the host's time of every rank, by function")
     start(process, parser.parse_args())
 
 

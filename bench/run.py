@@ -151,7 +151,7 @@ def checked(contestant: Contestant, x: Inputs, want: check.Expected, plan: Plan)
     except NotImplementedError as error:
         entry.refused = [line.strip() for line in str(error).splitlines() if line.strip()]
         return entry
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError, OSError) as error:
         entry.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return entry
     outputs = sum(t.numel() * t.element_size() for t in found.values())

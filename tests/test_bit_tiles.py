@@ -49,7 +49,8 @@ def pairs_of(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> Te
     rows, columns = bit_tiles.line_of(thread, n // quarter), bit_tiles.crossing_of(thread, n % quarter)
     for b in range(work.shape[0]):
         for h in range(work.shape[1]):
-            for line, partial, count, first in work[b, h].tolist():
+            assert sorted(work[b, h, :, 0].tolist()) == list(range(work.shape[2]))
+            for line, (_, partial, count, first) in enumerate(work[b, h].tolist()):
                 assert by_columns or 1 <= partial <= count
                 for step in range(count):
                     at = int(blocks[b, h, line, step])
@@ -96,16 +97,20 @@ def test_by_columns_too(name, crossing):
     ("name", "crossing", "by_columns"),
     [("keep", 128, False), ("odd-blocks", 64, True), ("causal-or-documents", 128, True), ("dense", 64, False)],
 )
-def test_a_kernel_writes_the_same_bits(name, crossing, by_columns):
+def test_kernels_write_the_same_lists_and_bits(name, crossing, by_columns):
     from tilewise.backends import triton
 
     if not triton.interpreting():
         pytest.skip("kernels are not interpreted (tests/conftest.py)")
     lengths = (200, 150)
     grid = grid_of(MASKS[name](), *lengths)
-    tiles = BitTiles.build(grid, crossing, by_columns)
-    again = BitTiles(tiles.blocks, tiles.work, torch.zeros_like(tiles.bits))
-    again.bits[: EVERYTHING + 1] = tiles.bits[: EVERYTHING + 1]
+    tiles = BitTiles.build(grid, crossing, by_columns, HEADS // 2)
+    again = BitTiles(*(torch.zeros_like(x) for x in (tiles.blocks, tiles.work, tiles.bits)))
+    status = TileMap.build(grid, *((crossing, LINES) if by_columns else (LINES, crossing)), by_columns).status
+    ragged = bool(lengths[1] % (LINES if by_columns else crossing))
+    assert triton.lists_of_tiles(again, status.contiguous(), grid, by_columns, HEADS // 2, ragged)
+    assert torch.equal(again.work, tiles.work)
+    assert torch.equal(again.bits[: EVERYTHING + 1], tiles.bits[: EVERYTHING + 1])
     triton.bits_of_tiles(again, grid, crossing, by_columns)
     check(name, lengths, crossing, by_columns, again)
 
@@ -113,7 +118,7 @@ def test_a_kernel_writes_the_same_bits(name, crossing, by_columns):
 def test_longest_lines_come_first_and_empty_ones_visit_a_tile_of_no_pair():
     lower = check("block-causal", (390, 390), 128, False).work[0, 0]
     assert lower[:, 0].tolist() == [3, 2, 1, 0]
-    assert lower[:, 2].tolist() == [4, 3, 2, 1]
+    assert lower[:, 2].tolist() == [1, 2, 3, 4]
     empty = check("nothing", (130, 70), 128, False).work[0, 0]
     assert empty[:, 1:].tolist() == [[1, 1, NOTHING]] * 2
 

@@ -33,6 +33,12 @@ class EncoderConfig:
     d_model: int = 64
     heads: int = 2
     d_hidden: int = 128
+    still: int = 0
+    """Pairs of each half that turn with nothing: a score of their own for lit pixels, near or far, at any side."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.heads
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,21 +46,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return tw.attention(q, k, v)
 
 
-def pixel_angles(side: int, head_dim: int, base: float = 100.0) -> Tensor:
+def pixel_angles(side: int, head_dim: int, still: int = 0, base: float = 100.0) -> Tensor:
     """Angles (side², head_dim / 2): the first half of the pairs turn with the row, the others with the column.
 
-    From π a pixel, where neighbours differ most, down to π / base, whose period is 2 · base pixels.
+    From π a pixel, where neighbours differ most, down to π / base, whose period is 2 · base pixels; the last ``still`` pairs of
+    each half do not turn.
     """
-    pairs = head_dim // 4
+    pairs = head_dim // 4 - still
     frequencies = math.pi * base ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    frequencies = torch.cat((frequencies, torch.zeros(still, dtype=torch.float64)))
     one_axis = torch.outer(torch.arange(side, dtype=torch.float64), frequencies)
     return torch.cat((one_axis.repeat_interleave(side, 0), one_axis.repeat(side, 1)), dim=1).float()
 
 
 @cache
-def angles_on(device: torch.device, side: int, head_dim: int) -> Tensor:
+def angles_on(device: torch.device, side: int, head_dim: int, still: int = 0) -> Tensor:
     """:func:`pixel_angles` on a device, computed once."""
-    return pixel_angles(side, head_dim).to(device)
+    return pixel_angles(side, head_dim, still).to(device)
 
 
 class PathTransformer(nn.Module):
@@ -86,7 +94,7 @@ class PathTransformer(nn.Module):
 
     def features(self, pixels: Tensor) -> Tensor:
         """Each pixel after the last block, (batch, side², d_model)."""
-        angles = angles_on(pixels.device, pixels.shape[-1], self.config.d_model // self.config.heads)
+        angles = angles_on(pixels.device, pixels.shape[-1], self.config.head_dim, self.config.still)
         x = self.embed(BACKGROUND + SCALE * pixels.flatten(1).float().unsqueeze(-1))
         for block in self.blocks:
             x = block(x, angles)

@@ -11,6 +11,7 @@ wgmma accumulators of 64 lines each: thread t holds two lines of it (:func:`line
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def slot_bytes(crossing: int) -> int:
 # -- How many partial tiles there may be ---------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)  # a new mask of a known text is planned in the time of a few launches
 def most_partial(region: Region, lines: int, crossing: int, tiles: tuple[int, int], by_columns: bool = False) -> int:
     """A bound, from the mask's expressions alone, of the partial tiles of one batch element and head.
 
@@ -105,8 +107,9 @@ class BitTiles:
 
     Attributes:
         blocks: int32 ``(b|1, h|1, line of tiles, step)``, the crossing tiles that a line visits, partial ones first.
-        work: int32 ``(b|1, h|1, rank, 4)``, of each line: which one, how many partial tiles, how many tiles, and the slot of the first
-            one's bits; the others' follow it. Lines of queries that visit most come first, lines of keys in their own order.
+        work: int32 ``(b|1, h|1, line, 4)``. Its first column is the order in which lines are taken, those first that visit most; the
+            heads of a group take their lines of keys in one order. The others say of each line how many partial tiles it visits,
+            how many tiles, and the slot of the first one's bits; the others' follow it.
             Every line of queries visits a tile, and the first one counts as partial: it has the bits of EVERYTHING where none is, and
             where none is visited those of NOTHING, one past the last tile, whose keys kernels read as zeros.
         bits: int32 ``(slot, THREADS, words)``: a bit for each pair of a partial tile.
@@ -117,36 +120,55 @@ class BitTiles:
     bits: Tensor
 
     @classmethod
-    def build(cls, grid: Grid, crossing: int, by_columns: bool = False) -> BitTiles:
-        """The tiles of a grid, of LINES queries by ``crossing`` keys, or of LINES keys by ``crossing`` queries ``by_columns``.
+    def build(cls, grid: Grid, crossing: int, by_columns: bool = False, group: int = 1) -> BitTiles:
+        """The tiles of a grid, of LINES queries by ``crossing`` keys, or of LINES keys by ``crossing`` queries ``by_columns``, which
+        ``group`` query heads share.
 
         Everything is made on the grid's device, and nothing is read back from there.
         """
         tile = (crossing, LINES) if by_columns else (LINES, crossing)
-        tile_map = TileMap.build(grid, *tile, by_columns)
-        if grid.keys % tile[1]:  # keys past the last one are zeros, not hidden
-            tile_map.status[..., -1:].clamp_(max=PARTIAL)
+        tile_map, ragged = TileMap.build(grid, *tile, by_columns), bool(grid.keys % tile[1])
         status = tile_map.status.mT if by_columns else tile_map.status
-        blocks, counts = tile_map.visits(by_columns)
-        partial, count = counts.unbind(-1)
-        if not by_columns:
-            blocks[..., 0] = torch.where(count > 0, blocks[..., 0], status.shape[-1])
-        slots = status.shape[0] * status.shape[1] * most_partial(
-            grid.region, *status.shape[2:], (LINES, crossing), by_columns
-        )  # fmt: skip
-        first = RESERVED - 1 + partial.flatten().cumsum(0, dtype=torch.int32).view_as(partial) - partial
-        first = torch.where(partial > 0, first, torch.where(count > 0, EVERYTHING, NOTHING).int())
-        # Tiles of keys keep their order, since the heads of a group, whose lists may differ, share them.
-        line = torch.argsort(torch.zeros_like(count) if by_columns else -count, dim=-1, stable=True)
-        if not by_columns:
-            partial, count = partial.clamp(min=1), count.clamp(min=1)
-        ranked = (x.gather(-1, line) for x in (partial, count, first))
-        work = torch.stack([line.int(), *ranked], -1)
-        bits = torch.empty((slots + RESERVED, THREADS, words_of(crossing)), dtype=torch.int32, device=status.device)
-        bits[NOTHING], bits[EVERYTHING] = 0, -1
-        found = cls(blocks, work, bits)
+        most = most_partial(grid.region, *status.shape[2:], (LINES, crossing), by_columns)
+        new = partial(torch.empty, dtype=torch.int32, device=status.device)
+        slots = status.shape[0] * status.shape[1] * most + RESERVED
+        found = cls(new(status.shape), new((*status.shape[:3], 4)), new((slots, THREADS, words_of(crossing))))
+        if not found._listed_by_kernel(tile_map, grid, by_columns, group, ragged):
+            found._list(tile_map, by_columns, group, ragged)
         found.fill(grid, crossing, by_columns)
         return found
+
+    def _listed_by_kernel(self, tile_map: TileMap, grid: Grid, by_columns: bool, group: int, ragged: bool) -> bool:
+        """Whether kernels on the grid's GPU have listed the tiles."""
+        if not _has_kernels(grid):
+            return False
+        from tilewise.backends import triton
+
+        return triton.lists_of_tiles(self, tile_map.status.contiguous(), grid, by_columns, group, ragged)
+
+    def _list(self, tile_map: TileMap, by_columns: bool, group: int, ragged: bool) -> None:
+        """Writes ``blocks`` and ``work``, and the bits of NOTHING and EVERYTHING."""
+        if ragged:  # keys past the last one are zeros, not hidden
+            tile_map.status[..., -1:].clamp_(max=PARTIAL)
+        blocks, counts = tile_map.visits(by_columns)
+        parts, count = counts.unbind(-1)
+        if not by_columns:
+            blocks[..., 0] = torch.where(count > 0, blocks[..., 0], blocks.shape[-1])
+        heads = blocks.shape[0] * blocks.shape[1]
+        start = torch.arange(heads, device=blocks.device).view(*blocks.shape[:2], 1) * (
+            (len(self.bits) - RESERVED) // heads
+        )
+        first = RESERVED - 1 + start + parts.cumsum(-1) - parts
+        first = torch.where(parts > 0, first, torch.where(count > 0, EVERYTHING, NOTHING))
+        visited = count
+        if by_columns and group > 1 and count.shape[1] > 1:
+            visited = count.unflatten(1, (-1, group)).sum(2).repeat_interleave(group, 1)
+        order = torch.argsort(visited, dim=-1, descending=True, stable=True)
+        if not by_columns:
+            parts, count = parts.clamp(min=1), count.clamp(min=1)
+        self.blocks.copy_(blocks)
+        self.work.copy_(torch.stack([order, parts, count, first], -1))
+        self.bits[NOTHING], self.bits[EVERYTHING] = 0, -1
 
     def fill(self, grid: Grid, crossing: int, by_columns: bool) -> None:
         """Writes the bits of every partial tile."""
@@ -154,18 +176,18 @@ class BitTiles:
             return
         lines, steps = self.blocks.shape[2:]
         step = torch.arange(steps, device=self.blocks.device)
-        for rank in range(lines):
-            line, partial, _, first = (x.unsqueeze(-1) for x in self.work[:, :, rank].unbind(-1))
-            blocks = self.blocks.gather(2, line.long().unsqueeze(-1).expand(-1, -1, 1, steps))[:, :, 0]
+        for line in range(lines):
+            _, partial, _, first = (x.unsqueeze(-1) for x in self.work[:, :, line].unbind(-1))
+            blocks = self.blocks[:, :, line]
             # What is no partial tile goes to the last slot, which nobody reads.
             slot = torch.where((step < partial) & (first > EVERYTHING), first + step, len(self.bits) - 1)
             self.bits[slot.flatten()] = self._words(grid, line, blocks, crossing, by_columns)
 
-    def _words(self, grid: Grid, line: Tensor, blocks: Tensor, crossing: int, by_columns: bool) -> Tensor:
-        """The bits of all ``blocks`` (b|1, h|1, steps) of one line of tiles in each head: int32 (b · h · steps, THREADS, words)."""
-        device, quarter = line.device, crossing // 4
+    def _words(self, grid: Grid, line: int, blocks: Tensor, crossing: int, by_columns: bool) -> Tensor:
+        """The bits of all ``blocks`` (b|1, h|1, steps) of one line of tiles: int32 (b · h · steps, THREADS, words)."""
+        device, quarter = blocks.device, crossing // 4
         thread, n = torch.arange(THREADS, device=device).view(-1, 1), torch.arange(2 * quarter, device=device)
-        own = line.view(*line.shape[:2], 1, 1, 1) * LINES + line_of(thread, n // quarter)
+        own = line * LINES + line_of(thread, n // quarter)
         other = blocks.view(*blocks.shape, 1, 1) * crossing + crossing_of(thread, n % quarter)
         i, j = torch.broadcast_tensors(*((other, own) if by_columns else (own, other)))
         env = grid.env()
@@ -181,8 +203,13 @@ class BitTiles:
 
 def _by_kernel(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> bool:
     """Whether a kernel on the grid's GPU has written the bits of all partial tiles."""
-    if grid.b.device.type != "cuda" or torch.compiler.is_compiling():
+    if not _has_kernels(grid):
         return False
     from tilewise.backends.triton import bits_of_tiles
 
     return bits_of_tiles(tiles, grid, crossing, by_columns)
+
+
+def _has_kernels(grid: Grid) -> bool:
+    """Whether a grid lies on a GPU, and no tracer runs."""
+    return grid.b.device.type == "cuda" and not torch.compiler.is_compiling()

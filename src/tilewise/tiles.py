@@ -175,9 +175,9 @@ class TileMap:
 def _by_kernel(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None] | None:
     """The state of every tile by a kernel on the grid's GPU and, for ``group`` query heads a key head, the keys that are seen.
 
-    None where the mask has no predicate that is still to be evaluated, off GPUs, and where a tracer runs.
+    None where blocks of the predicate are known, off GPUs, and where a tracer runs.
     """
-    if grid.region.predicate is None or grid.region.prepared is not None or not _on_gpu(grid):
+    if grid.region.everything or grid.region.prepared is not None or not _on_gpu(grid):
         return None
     # Any backend's plan may use this kernel: it needs nothing of Triton's attention.
     from tilewise.backends.triton import judged_tiles

@@ -107,12 +107,15 @@ def test_a_second_backward_is_the_first_with_new_addresses(launches):
     assert isinstance(launches[8][1][0].q, torch.Tensor)
 
 
+LISTS = ("tile_lists", "tile_order", "key_lists", "key_order")
+
+
 @pytest.mark.parametrize(
     ("feature", "roles"),
     [
         ("causal", {"forward": None, "delta": "leads", "dq": "reads", "dkdv": "joins"}),
         ("bias", {"forward": None, "delta": "leads", "dkdv": "reads", "sheet": None}),
-        ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv", "tile_map", "tile_bits"))),
+        ("sparse", dict.fromkeys(("forward", "delta", "dq", "dkdv", "tile_map", *LISTS, "tile_bits"))),
     ],
 )
 def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):

@@ -35,7 +35,7 @@ def by_kind(configs: list[Config | Backward]) -> dict[Kind, list[Config | Backwa
 
 
 def name_of(kind: Kind) -> str:
-    options = [name for name in ("softcap", "packed") if getattr(kind, name)]
+    options = [name for name in ("softcap", "dropout", "packed") if getattr(kind, name)]
     options += [f"pages-of-{kind.paged}"] if kind.paged else []
     return "-".join(["x".join(map(str, sorted(set(kind.dims), reverse=True))), kind.dtype, kind.form, *options])
 

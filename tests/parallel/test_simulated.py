@@ -217,6 +217,27 @@ def test_bytes_on_the_wire_are_those_of_the_cost_model(ranks, layout, scheme):
     assert max(forward) + max(backward) == model[0]
 
 
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_bytes_of_documents_are_those_that_their_layout_tells_the_cost_model(needs_grad):
+    mask = tw.causal() & tw.documents(torch.arange(640) // 90)
+    layout = balanced(mask, 640, 4, chunks=16)
+    q, k, v, do = (normal(1, 640, heads, 16, seed=n) for n, heads in enumerate((8, 4, 4, 8)))
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange, layout=layout, scheme="gather")
+        local = [parallel.shard(x).requires_grad_(needs_grad) for x in (q, k, v)]
+        model = parallel.explain(*local, Options(mask=mask)).costs["gather"].received
+        before = exchange.received
+        o = tw.attention(*local, mask=mask, parallel=parallel)
+        forward = exchange.received - before
+        if needs_grad:
+            torch.autograd.grad(o, local, parallel.shard(do))
+        return forward, exchange.received - before - forward, model
+
+    forward, backward, model = zip(*simulate(4, one), strict=True)
+    assert max(forward) + max(backward) == model[0] > 0
+
+
 def test_masks_whose_tensors_differ_are_the_same_error_on_every_rank():
     ids = torch.arange(16) // 5
 

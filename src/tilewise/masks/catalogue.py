@@ -150,16 +150,14 @@ def documents(ids: torch.Tensor) -> Mask:
     """
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
         raise ValueError("documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k)")
-    seqlen = ids.shape[-1]
-    position = torch.arange(seqlen, device=ids.device).expand(ids.shape)
-    change = ids[..., 1:] != ids[..., :-1]
-    edge = torch.ones_like(ids[..., :1], dtype=torch.bool)
-    start, end = position, position
-    if seqlen:  # cummax knows no empty dimension
-        start = torch.where(torch.cat([edge, change], -1), position, 0).cummax(-1).values
-        end = torch.where(torch.cat([change, edge], -1), position + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
+    position = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand(ids.shape)
+    start = end = position
+    if ids.shape[-1]:  # cummax knows no empty dimension
+        change = torch.nn.functional.pad(ids[..., 1:] != ids[..., :-1], (1, 0))
+        start = (position * change).cummax(-1).values
+        end = torch.searchsorted(start, start, right=True, out_int32=True)  # starts never decrease
     index = (lambda x: (x,)) if ids.ndim == 1 else (lambda x: (B, x))
-    return _atom("documents", *[fitted_lookup(t.int(), *index(x)) for x in (I + OFF, J) for t in (start, end)])
+    return _atom("documents", *[fitted_lookup(t, *index(x)) for x in (I + OFF, J) for t in (start, end)])
 
 
 def intervals(ends: Sequence[torch.Tensor], covers: bool) -> Mask:

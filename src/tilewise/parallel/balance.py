@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, cycle, pairwise
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tilewise import expr
 from tilewise.masks import Mask, as_mask, region
+from tilewise.parallel import joined
 from tilewise.parallel.layout import Layout, from_chunks
-from tilewise.parallel.route import key_ends
+from tilewise.parallel.route import Route, key_ends
 from tilewise.tiles import EMPTY, Grid, TileMap
 
 TILE = 128
@@ -51,8 +52,16 @@ def balanced(
     deals = [_improved(work, held) for held in (_by_weight(work.costs, ranks), _neighbours(count, ranks))]
     best = min(deals, key=lambda held: work.time([work.load(chunks) for chunks in held]))
     owners = {chunk: rank for rank, chunks in enumerate(best) for chunk in chunks}
-    fetched = max(work.load(chunks).fetched for chunks in best)
-    return from_chunks([owners[n] for n in range(count)], bounds, ranks, fetched)
+    found = from_chunks([owners[n] for n in range(count)], bounds, ranks)
+    routes = [_route(_grid(mask, seqlen), found) for mask in _as_masks(masks)]
+    fetched, lent = (max(counts, default=0) for counts in ([x.fetched for x in routes], [x.lent for x in routes]))
+    return replace(found, fetched=fetched, lent=lent)
+
+
+def _route(grid: Grid, layout: Layout) -> Route:
+    """The keys that travel for one mask, where a rank's queries are joined to one call if they can be."""
+    found = joined.route_of(*key_ends(grid, layout.seqlen), layout, layout)
+    return Route.of(grid, layout, layout) if found is None else found
 
 
 @dataclass(frozen=True)

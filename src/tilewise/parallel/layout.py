@@ -20,12 +20,13 @@ class Layout:
     Every position belongs to one piece of one rank. A rank may hold nothing.
 
     Attributes:
-        fetched: the most keys of other ranks that the queries of one rank see, under the masks for which the layout was made; None where
-            it was made for none. The cost model reads it.
+        fetched, lent: the most keys of other ranks that the queries of one rank see, and the most that others see of one rank's, counted
+            for each of them, under the masks for which the layout was made; None where it was made for none. The cost model reads them.
     """
 
     pieces: tuple[tuple[tuple[int, int], ...], ...]
     fetched: int | None = None
+    lent: int | None = None
 
     def __post_init__(self):
         ends = [0, *[stop for _, stop in self._in_order]]
@@ -90,7 +91,7 @@ class Layout:
             for start, stop in pieces:
                 first = found.pop()[0] if found and found[-1][1] == start else start
                 found.append((first, stop))
-        return Layout(tuple(map(tuple, held)), self.fetched)
+        return Layout(tuple(map(tuple, held)), self.fetched, self.lent)
 
     def within(self, within: int, group: int) -> Layout:
         """Who of such a group of neighbouring ranks holds which of the group's positions, counted without the others'."""
@@ -114,7 +115,7 @@ class Layout:
         return "\n".join(lines)
 
 
-def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int, fetched: int | None = None) -> Layout:
+def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int) -> Layout:
     """The layout in which chunk n, positions ``bounds[n]`` to ``bounds[n + 1]``, belongs to rank ``owners[n]``; neighbours are joined."""
     held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for n, owner in enumerate(owners):
@@ -124,7 +125,7 @@ def from_chunks(owners: Sequence[int], bounds: Sequence[int], ranks: int, fetche
         if held[owner] and held[owner][-1][1] == start:
             start = held[owner].pop()[0]
         held[owner].append((start, stop))
-    return Layout(tuple(map(tuple, held)), fetched)
+    return Layout(tuple(map(tuple, held)))
 
 
 @lru_cache(maxsize=256)

@@ -248,7 +248,8 @@ def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
     one = joined.suits(whole.spec)
     if keys.fetched is None:
         return cost.Keys.all(keys.seqlen, keys.ranks)._replace(joined=one)
-    return cost.Keys(keys.fetched, keys.fetched, cost.kept(keys.fetched, keys.lengths), one)
+    lent = keys.fetched if keys.lent is None else keys.lent
+    return cost.Keys(keys.fetched, lent, cost.kept(keys.fetched, keys.lengths), one)
 
 
 def chosen(scheme: str, costs: dict[str, cost.Cost], refused: dict[str, list[str]], memory: int = 0) -> str:

@@ -85,10 +85,14 @@ the others, whose keys it never loads. For other sizes there are [the explorer](
 command
 
 ```
-tilewise show "causal() & window(256, 0)" --seqlen 1024 --tile 128 --png mask.png
+tilewise show "causal() & (window(300, 0) | key_range(0, 40))" --seqlen 1024 --tile 128 --png mask.png
 ```
 
-Blue pairs lie in full tiles, orange ones in partial tiles; pale pairs of a partial tile are hidden, and grey tiles are skipped.
+![Tiles of a window with first keys: full ones, the pairs of partial ones, and those that are skipped](img/mask-tiles.png)
+
+Blue pairs lie in full tiles, orange ones in partial tiles; pale pairs of a partial tile are hidden, and grey tiles are skipped. On Hopper
+a mask like this one, which is no single interval a row, is lists of such tiles and one bit for each pair of a partial tile; kernels
+read nothing else of it ([decisions.md](decisions.md#hopper-list-tiles)).
 
 ## Masks
 

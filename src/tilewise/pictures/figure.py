@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.pictures.view import ScoreView, View, centres
-from tilewise.tiles import EMPTY
+from tilewise.tiles import EMPTY, PARTIAL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = {"skipped": "#f1f3f4", "partial": "#f2a541", "full": "#0b6e8f"}  # in the order of EMPTY, PARTIAL, FULL
+HIDDEN = "#fbe3bd"  # of a partial tile's pairs, those that the mask hides
 MOST_CELLS = 512  # of a score, along an axis
+MOST_PAIRS = 1 << 21  # that are drawn one by one: there are about as many points in a figure
 
 
 def draw(view: View, score: ScoreView | None = None, notes: tuple[str, ...] = ()) -> Figure:
@@ -43,9 +45,13 @@ def _tiles(axes: Axes, view: View) -> None:
 
     queries, keys = view.lengths
     lines, columns = view.status.shape
-    extent = (0, columns * view.tile_n, lines * view.tile_m, 0)
+    shown, extent = view.status, (0, columns * view.tile_n, lines * view.tile_m, 0)
+    by_pair = 0 < queries * keys <= MOST_PAIRS
+    if by_pair:  # a bit for each pair of a partial tile
+        shown = view.status_of_pairs.masked_fill(~view.kept & (view.status_of_pairs == PARTIAL), len(COLOURS))
+        extent = (0, keys, queries, 0)
     axes.imshow(
-        view.status.numpy(), cmap=ListedColormap(list(COLOURS.values())), vmin=0, vmax=2, extent=extent,
+        shown.numpy(), cmap=ListedColormap([*COLOURS.values(), HIDDEN]), vmin=0, vmax=len(COLOURS), extent=extent,
         interpolation="nearest", aspect="auto",
     )  # fmt: skip
     if max(lines, columns) <= 64:
@@ -58,7 +64,12 @@ def _tiles(axes: Axes, view: View) -> None:
     patches = [
         Patch(facecolor=COLOURS[name], edgecolor="#bbbbbb", label=f"{n:,} {name}") for name, n in view.counts.items()
     ]
-    axes.legend(handles=patches, loc="lower center", bbox_to_anchor=(0.5, -0.24), ncols=3, frameon=False, fontsize=8)
+    if by_pair and view.counts["partial"]:
+        patches.append(Patch(facecolor=HIDDEN, edgecolor="#bbbbbb", label="hidden pairs of partial tiles"))
+    axes.legend(
+        handles=patches, loc="lower center", bbox_to_anchor=(0.5, -0.24), ncols=len(patches), frameon=False, fontsize=8,
+        columnspacing=1.2, handlelength=1.6,
+    )  # fmt: skip
 
 
 def _places(axes: Axes, score: ScoreView, view: View) -> None:

@@ -19,9 +19,7 @@ CURVE_SIZE, CURVE_SPAN = 256, 100.0
 def mask_svg(view: View) -> str:
     """The kept pairs of a view, coloured by the status of their tile."""
     queries, keys = view.lengths
-    kept = view.grid.kept(torch.arange(queries), torch.arange(keys))
-    pairs = torch.ones(queries, keys, dtype=torch.bool) if kept is None else kept[0, 0].expand(queries, keys)
-    of_pair = view.status.repeat_interleave(view.tile_m, 0).repeat_interleave(view.tile_n, 1)[:queries, :keys]
+    pairs, of_pair = view.kept, view.status_of_pairs
     drawn = [_path(of_pair == what, colour) for what, colour in TILES.items()]
     drawn += [_path(pairs & (of_pair == what), colour) for what, colour in PAIRS.items()]
     edges = [f"M0 {n * SIDE}h{keys * SIDE}" for n in range(view.tile_m, queries, view.tile_m)]

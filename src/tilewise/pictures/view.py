@@ -58,6 +58,19 @@ class View:
         return self.grid.seqlen_q, self.grid.keys
 
     @property
+    def status_of_pairs(self) -> Tensor:
+        """The status of each pair's tile, uint8 ``(queries, keys)``."""
+        of_pair = self.status.repeat_interleave(self.tile_m, 0).repeat_interleave(self.tile_n, 1)
+        return of_pair[: self.lengths[0], : self.lengths[1]]
+
+    @property
+    def kept(self) -> Tensor:
+        """Whether each pair is kept, bool ``(queries, keys)``."""
+        queries, keys = self.lengths
+        found = self.grid.kept(torch.arange(queries), torch.arange(keys))
+        return torch.ones(queries, keys, dtype=torch.bool) if found is None else found[0, 0].expand(queries, keys)
+
+    @property
     def counts(self) -> dict[str, int]:
         """How many tiles are full, partial and skipped."""
         return {name: int((self.status == what).sum()) for what, name in NAMES.items()}

@@ -289,6 +289,20 @@ def select(condition, a, b):
     return (a if condition else b) if np.ndim(condition) == np.ndim(a) == np.ndim(b) == 0 else np.where(condition, a, b)
 
 
+def spread_signs(low: np.ndarray, high: np.ndarray, halves: tuple[int, int]) -> np.ndarray:
+    """Masks of two halves by the top bits of a half of each word."""
+    signs = ((word >> (15 + 16 * half)) & 1 for word, half in zip((low, high), halves, strict=True))
+    return sum(sign.astype(np.uint32) * np.uint32(0xFFFF << 16 * n) for n, sign in enumerate(signs))
+
+
+def drop(operand: Registers, masks: list) -> None:
+    """Sets an operand's pairs to zero where their half of the mask of their word is zero; word c + r holds columns c and c + 1 of row r."""
+    for n, mask in enumerate(masks):
+        for half in range(2):
+            held = operand.values[n % 2, n - n % 2 + half]
+            held[:] = np.where((mask >> 16 * half) & 1, held, 0.0)
+
+
 def take(queue: Global) -> int:
     queue.values[0] += 1
     return int(queue.values[0]) - 1 + role.ctas
@@ -331,7 +345,10 @@ def imported(*kernels: str) -> list[types.ModuleType]:
     for module in loaded:
         module.emulated = loaded
         if module.__name__ == f"{HOPPER}.kit.instructions":
-            stand_in(module, after=lambda x, score: x, clamp=lambda x, limit: np.clip(x, -limit, limit))
+            stand_in(module, after=lambda x, score: x, clamp=lambda x, limit: np.clip(x, -limit, limit),
+                     spread_signs=spread_signs, keep_words_above=lambda word, words: None)  # fmt: skip
+        if module.__name__ == f"{HOPPER}.kit.dropout":
+            stand_in(module, drop=drop)
     return found
 
 

@@ -19,7 +19,6 @@ from tilewise.backends.hopper.latent.config import (
     COLUMNS,
     P_CHUNK,
     PARTS,
-    PRODUCTS,
     STAGES,
     VALUE_GROUPS,
     WIDTH,
@@ -106,12 +105,10 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         return latent.scores.ScoreOperands("qk", smem.q, smem.k, Registers(ROWS), softmax.new_state())
 
     def value_operands(pv, smem, config):
-        o = tuple(Registers(COLUMNS) for _ in range(PRODUCTS))
+        o = tuple(Registers(COLUMNS) for _ in range(latent.values.PRODUCTS))
         return latent.values.ValueOperands("pv", smem.v, Registers(ROWS), o, softmax.new_state())
 
-    stand_in(
-        latent.load, copy_part=copy_part, prefetch_part=lambda *_: None, take_piece=take_piece, put_piece=put_piece
-    )
+    stand_in(latent.load, copy_part=copy_part, take_piece=take_piece, put_piece=put_piece)
     stand_in(
         latent.storage,
         put_pair_of=lambda pairs, n, values: pairs.__setitem__(n, [np.array(x) for x in values]),
@@ -159,7 +156,7 @@ def emulated_params(latent) -> Callable:
 def _run_cta(latent, params, config, cta: tuple[int, int], split: tuple[int, int]) -> None:
     keys = [np.full((ROWS, WIDTH), np.nan, np.float32) for _ in range(STAGES)]
     parts = STAGES * len(PARTS)
-    counts = [[1] * parts, [8, 4, 4, 4, 4] * STAGES, [256], [128] * STAGES, [128] * STAGES, [256]]
+    counts = [[1] * parts, [4, 4, 8] * STAGES, [256], [128] * STAGES, [128] * STAGES, [256]]
     full, empty, q_full, p_full, m_full, end = (Pointer([Barrier(n) for n in of]) for of in counts)
     smem = latent.storage.LatentStorage(
         np.full((ROWS, WIDTH), np.nan, np.float32), keys, Values(keys), {}, full, empty, q_full, p_full, m_full, end, {}, {}, {}

@@ -36,6 +36,7 @@ def installed(monkeypatch):
         spec = None if version is None else found("json")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "cutlass" else found(name))
         monkeypatch.setattr(metadata, "version", lambda name: version)
+        monkeypatch.setattr(compiler, "nvdisasm", lambda: Path("nvdisasm"))
 
     return install
 
@@ -61,6 +62,24 @@ def test_versions_that_kernels_were_not_tried_with_are_refused_by_name(version, 
 def test_without_a_compiler_that_is_the_reason(installed):
     installed(None)
     assert "is not installed" in compiler.unusable()
+
+
+def test_without_the_disassembler_that_is_the_reason_and_what_to_install(installed, monkeypatch):
+    installed("4.6.3")
+    monkeypatch.setattr(compiler, "nvdisasm", lambda: None)
+    assert "`pip install nvidia-cuda-nvdisasm`" in compiler.unusable()
+
+
+def test_the_disassembler_is_found_in_whatever_folder_of_packages_has_it(tmp_path):
+    tool = tmp_path / "nvidia" / "cu13" / "bin" / "nvdisasm"
+    tool.parent.mkdir(parents=True)
+    tool.touch()
+    code = "from tilewise.backends.hopper.host import compiler; print(compiler.nvdisasm())"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == str(tool), found.stderr
 
 
 def test_the_extra_and_the_pins_are_in_the_range():

@@ -7,6 +7,7 @@ Importing this imports no DSL. Where to look:
 - ``latent/``: the forward over pages where V lies in K's memory.
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
+- ``padding``: batches whose keys end early, as packed sequences.
 - ``expected``: what a compiled kernel must have, for the checks ahead of time.
 - ``operations``: the operations of masks and scores that the kernels can be traced with, and their names in the DSL.
 - ``native/launcher.cpp`` launches; ``kernels.txt``, ``proven.txt``, ``unproven.txt`` say what ships, and which bits a GPU has proven.
@@ -34,6 +35,7 @@ from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.padding import as_packed
 from tilewise.problem import Problem
 
 
@@ -72,13 +74,13 @@ class Hopper(Backend):
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
     def config(self, p: Problem) -> Config:
-        return self.override or (paged_config if p.paged else forward_config).choose(p)
+        return self.override or (paged_config if p.paged else forward_config).choose(as_packed(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
         return self.config(p).tile_queries, self.config(p).tiles.tile_n
 
     def backward_config(self, p: Problem) -> Backward:
-        return self.override_backward or backward_config.choose(p)
+        return self.override_backward or backward_config.choose(as_packed(p))
 
     def configs(self, p: Problem) -> list[Config | Backward]:
         """The configs of the kernels that a problem needs."""
@@ -98,12 +100,20 @@ class Hopper(Backend):
             from tilewise.backends.hopper.host.paged_call import PagedPlan as ForwardPlan
         else:
             from tilewise.backends.hopper.host.forward_call import ForwardPlan
-        return ForwardPlan(p, self.config(p))
+        return self._of_form(p, ForwardPlan, self.config(p))
 
     def _backward_plan(self, p: Problem):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
-        return BackwardPlan(p, self.backward_config(p))
+        return self._of_form(p, BackwardPlan, self.backward_config(p))
+
+    def _of_form(self, p: Problem, plan: type, config: Config | Backward):
+        """The plan of a problem, or that of the packed problem that a padded one equals."""
+        if not config.packed or p.packed or p.paged:
+            return plan(p, config)
+        from tilewise.backends.hopper.host.padded_call import PaddedPlan
+
+        return PaddedPlan(p, plan(as_packed(p), config))
 
 
 def _device_reasons(p: Problem) -> list[str]:

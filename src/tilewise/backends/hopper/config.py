@@ -29,6 +29,7 @@ APART = 1 << 34  # elements between two rows, more than tensor maps of packed se
 # those between such ends that a predicate keeps, by lists of key blocks; those of any mask, by lists and a bit for each pair.
 FORMS = ("full", "upper", "band", "rows", "lists", "bits")
 SHIPPED = FORMS[:4]
+DROPPED = ("full", "upper", "rows")  # those with dropout: bands with two ends come as tensors
 SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
 
 
@@ -89,7 +90,8 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
 
     Where the form says that ends are numbers, the band is cut to the keys that some row sees; packed sequences are cut by the
     kernel. Otherwise the ends of rows are tensors and the band holds all keys. An expression or dropout has to know a key's
-    place among all: a band that would be cut then becomes tensors too.
+    place among all: a band that would be cut then becomes tensors too, as every band with two ends does beside dropout, so that
+    fewer kernels ship.
     """
     band, every = band_of(problem), Band(None, None, 0, problem.seqlen_k)
     if band is None:
@@ -98,7 +100,27 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
         return band.form, band
     band = band.cut(problem.seqlen_q)
     whole = (band.start, band.stop) == (0, problem.seqlen_k)
-    return (band.form, band) if whole or not (is_traced(problem) or problem.spec.dropout_p) else ("rows", every)
+    dropout = problem.spec.dropout_p > 0
+    if (not whole and (is_traced(problem) or dropout)) or (dropout and band.form == "band"):
+        return "rows", every
+    return band.form, band
+
+
+def mean_keys_per_query(problem: Problem) -> float:
+    """About how many keys a query sees: the mean over 16 queries, of packed sequences as if all were equally long. Half of all keys
+    where only the device knows."""
+    if band_of(problem) is None:
+        return problem.seqlen_k / 2
+    band, parts = band_of(problem), max(problem.batch, 1) if problem.packed else 1
+    seqlen_q, seqlen_k = problem.seqlen_q / parts, problem.seqlen_k / parts
+    off = seqlen_k - seqlen_q if problem.packed else 0
+
+    def seen(i: float) -> float:
+        first = band.start if band.lo is None else max(band.start, i + off + band.lo)
+        stop = min(band.stop, seqlen_k)
+        return max(0.0, (stop if band.hi is None else min(stop, i + off + band.hi)) - first)
+
+    return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
 
 
 def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False) -> str:
@@ -187,12 +209,15 @@ class Traced:
         return not expr.is_number(self.trees()[1], 1)
 
     @property
-    def digest(self) -> str:
-        """Twelve hexadecimal digits that tell the names of traced kernels apart."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+    def name(self) -> str:
+        """The part of a kernel's name that tells traced kernels apart: twelve hexadecimal digits, or ``alibi``, which ships."""
+        return "alibi" if self == ALIBI else hashlib.sha256(repr(self).encode()).hexdigest()[:12]
 
 
 PLAIN = Traced()
+ALIBI = Traced(score="s - (float0[h] * abs((i + off) - j))", leaves="float32:1")
+"""The score ``tilewise.alibi(slopes)`` with slopes (heads_q,) in fp32: the one traced score that ships."""
+SLOPED = ("full", "upper")  # the forms with which it ships
 
 
 @dataclass(frozen=True)

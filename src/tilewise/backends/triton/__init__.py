@@ -73,6 +73,15 @@ def ends_of_lines(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, 
         return tile_map.ends(grid, lines, by_columns)
 
 
+def lists_of_tiles(tiles: BitTiles, status: Tensor, grid: Grid, by_columns: bool, group: int, ragged: bool) -> bool:
+    """Whether kernels have written the lists of a mask's tiles, whose state ``status`` is, and their order (:func:`tile_map.lists`)."""
+    if not _plans(grid):
+        return False
+    with on_device(status):
+        tile_map.lists(tiles, status, by_columns, group, ragged)
+    return True
+
+
 def bits_of_tiles(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> bool:
     """Whether a kernel has written the bits of a mask's partial tiles (:func:`tile_map.bits`)."""
     if not _plans(grid):

@@ -46,8 +46,8 @@ class Backward {
     kt = arena.take<X>(c.tile_n * elements<X>(D)), vt = arena.take<X>(c.tile_n * elements<X>(Dv));
     k = arena.take<X>(elements<X>(c.tile_n) * wide);
     dk = arena.take<T>(c.tile_n * wide), dv = arena.take<T>(c.tile_n * wide_v);
-    q = arena.take<X>(c.tile_m * elements<X>(D)), qp = arena.take<X>(elements<X>(c.tile_m) * wide);
-    dout = arena.take<X>(c.tile_m * elements<X>(Dv)), dop = arena.take<X>(elements<X>(c.tile_m) * wide_v);
+    q = arena.take<X>(c.tile_m * elements<X>(D)), qp = is_panel(D) ? q : arena.take<X>(elements<X>(c.tile_m) * wide);
+    dout = arena.take<X>(c.tile_m * elements<X>(Dv)), dop = is_panel(Dv) ? dout : arena.take<X>(elements<X>(c.tile_m) * wide_v);
     p = arena.take<T>((c.tile_m + 1) * c.tile_n), dp = arena.take<T>((c.tile_m + 1) * c.tile_n);
     if constexpr (paired) {
       const int64_t pairs = (c.tile_m + 1) / 2 * c.tile_n;
@@ -247,9 +247,12 @@ class Backward {
     pack_rows<X, E>(q_rows, count, D, q);
     pack_rows<X, E>(do_rows, count, Dv, dout);
     if (!unit.keys) return;
-    pack_panels<X, E>(q_rows, count, D, qp);
-    pack_panels<X, E>(do_rows, count, Dv, dop);
+    if (qp != q) pack_panels<X, E>(q_rows, count, D, qp);
+    if (dop != dout) pack_panels<X, E>(do_rows, count, Dv, dop);
   }
+
+  // Whether rows of `width` numbers are a panel as they are packed for the left side of a product.
+  static constexpr bool is_panel(int64_t width) { return !paired && width % kLanes<T> == 0 && width <= kPanelWidth<T>; }
 
   void add_dq(int64_t head, const Range &rows) {
     const T scale = T(c.softmax_scale);

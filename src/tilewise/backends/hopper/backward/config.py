@@ -17,16 +17,20 @@ from typing import NamedTuple
 
 from tilewise import device as devices
 from tilewise.backends.hopper.config import (
+    ALIBI,
     ALIGNMENT,
+    DROPPED,
     DTYPES,
     PLAIN,
     ROWS,
     SHIPPED,
+    SLOPED,
     Expressions,
     Formed,
     Traced,
     band_of,
     keys_of,
+    mean_keys_per_query,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
@@ -70,10 +74,11 @@ class KeyTiles:
         dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
-        queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
+        queued: CTAs take tiles from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
             (docs/decisions.md#hopper-overlapped-tiles).
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
+        dp_late: dP begins when P is made: S and dP share no registers, dropout is drawn under it (docs/decisions.md#hopper-pair-tiles).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
     """
 
@@ -91,6 +96,7 @@ class KeyTiles:
     queued: bool = False
     overlaps: bool = False
     counts: bool = False
+    dp_late: bool = False
     v_register_steps: int = 0
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
@@ -294,14 +300,14 @@ class Backward(Formed):
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
         second += "_counted" if k.counts else ""
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
-        flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
+        flags += "" if self.traced == PLAIN else f"_{self.traced.name}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
 
     @property
     def expected(self) -> tuple[Expected, ...]:
         """The facts that the compiled kernels of the passes over keys and over queries are held to; the others have no roles."""
         keys, queries = self.keys, self.queries
-        hidden = None if keys.split else keys.tile_m // 2
+        hidden = None if keys.split or keys.dp_late else keys.tile_m // 2
         roles = tuple(dict.fromkeys(reversed(keys.registers_by_warpgroup)))
         found = [Expected(f"{self.name}_keys", roles, keys.shared, hidden, idle_loops=True)]
         if queries:
@@ -332,6 +338,11 @@ class Backward(Formed):
     def queries_first(self) -> bool:
         """Whether the pass over queries comes first and makes the statistics that both passes need."""
         return self.queries is not None and self.queries.makes_statistics
+
+    @property
+    def makes_queue(self) -> bool:
+        """Whether a launch makes the queue of key tiles, and its first kernel sets it to zero; packed sequences bring theirs."""
+        return self.keys.queued and not self.packed
 
     @property
     def flagged(self) -> bool:
@@ -381,10 +392,10 @@ class BackwardRow:
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
+        dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
-        one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
-            an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
-        counted_from: the same where tiles are counted, which hides a part of that; None: as many.
+        one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
+        overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
     """
 
     two_passes: Passes
@@ -393,13 +404,14 @@ class BackwardRow:
     pairs: Passes | None = None
     predicate: Passes | None = None
     one_pass: KeyTiles | None = None
+    dropout: KeyTiles | None = None
     bits: KeyTiles | None = None
     one_pass_from: int = 0
-    counted_from: int | None = None
+    overlapping_from: int | None = None
 
     def least_keys(self, keys: KeyTiles) -> int:
         """How many keys a query must see on average for these tiles of ``one_pass``."""
-        return self.one_pass_from if self.counted_from is None or not keys.counts else self.counted_from
+        return self.one_pass_from if self.overlapping_from is None or not keys.overlaps else self.overlapping_from
 
     @property
     def ordered(self) -> KeyTiles | None:
@@ -409,16 +421,14 @@ class BackwardRow:
             return None
         return replace(self.one_pass, ordered=True, prefetches=False)
 
-    def summed(self, form: str, packed: bool) -> KeyTiles | None:
-        """``one_pass`` as a form has it: tiles overlap (docs/decisions.md#hopper-overlapped-tiles), and key tiles that are not equally long
-        come from a queue (docs/decisions.md#hopper-open-heads)."""
-        keys = self.one_pass
+    def summed(self, form: str, packed: bool, dropout: bool = False) -> KeyTiles | None:
+        """``one_pass`` or ``dropout`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
+        keys = self.dropout if dropout else self.one_pass
         if keys is None or keys.clustered:
             return keys
-        if packed:  # the numbers of a sequence take registers too
-            return replace(keys, v_register_steps=min(keys.v_register_steps, 3))
-        keys = replace(keys, overlaps=True, counts=True)
-        return keys if form == "full" else replace(keys, queued=True, prefetches=True)
+        most = 3 if packed else keys.v_register_steps  # the numbers of a sequence take registers too
+        keys = replace(keys, overlaps=True, counts=not packed, v_register_steps=min(keys.v_register_steps, most))
+        return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
         """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""
@@ -431,6 +441,9 @@ class BackwardRow:
         return (form in ("band", "rows") and self.softcap_band) or self.softcap
 
 
+_BITS = KeyTiles(
+    128, 128, 64, 5, sums_dq=True, queued=True, overlaps=True, counts=True, prefetches=True, v_register_steps=4
+)
 # (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
 TABLE = {
     (64, 64): BackwardRow(
@@ -441,9 +454,10 @@ TABLE = {
         softcap=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True)),
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
         one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
-        bits=KeyTiles(64, 64, 128, 5, sums_dq=True, queued=True, overlaps=True, counts=True),
+        dropout=KeyTiles(64, 64, 128, 5, sums_dq=True, dp_late=True),
+        bits=replace(_BITS, width=64, width_v=64, tile_m=128),
         one_pass_from=1100,
-        counted_from=900,
+        overlapping_from=900,
     ),
     (96, 96): BackwardRow(
         two_passes=Passes(KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6, makes_statistics=True)),
@@ -459,7 +473,8 @@ TABLE = {
         pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
         predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
         one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, v_register_steps=1),
-        bits=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
+        dropout=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True),
+        bits=replace(_BITS, dq_first=True),
         one_pass_from=560,
     ),
     (192, 128): BackwardRow(
@@ -479,12 +494,9 @@ TABLE = {
     ),
 }
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
-# Additions in order pay from this many keys a query where tiles are not equally long, as each waits for a longer one.
-ORDERED_FROM = 1500
-# Additions in order pay from this many rounds of tiles of one sequence, as its first tiles wait for each other.
-ORDERED_ROUNDS = 1.5
+ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
+ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
 
-# Tiles that are worth a measurement, for the forms "full" and "upper" in bf16.
 CANDIDATES = (
     Passes(KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),
     Passes(KeyTiles(128, 128, 64, 6, sums_dq=True, dq_first=True)),
@@ -492,7 +504,7 @@ CANDIDATES = (
 
 
 def candidates() -> list[Backward]:
-    """Backwards that are built to be measured and are not shipped."""
+    """Backwards that are built to be measured and are not shipped: tiles that are worth it, full and causal, in bf16."""
     return [Backward(*passes, "bf16", form) for passes in CANDIDATES for form in ("full", "upper")]
 
 
@@ -511,6 +523,10 @@ def shipped() -> list[Backward]:
         summed = [keys for keys in dict.fromkeys(summed) if keys]
         found += [(Passes(keys), form, False, packed) for keys in summed if exists(keys, form, packed)]
     found += [(Passes(row.bits), "bits", False, False) for row in rows if row.bits]
+    found = [(passes, form, softcap, packed, PLAIN, False) for passes, form, softcap, packed in found]
+    for row in (row for row in rows if row.dropout):
+        found += [(Passes(row.summed(form, False, True)), form, False, False, PLAIN, True) for form in DROPPED]
+        found += [(row.passes(form, False, ALIBI), form, False, False, ALIBI, False) for form in SLOPED]
     return [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
 
 
@@ -518,10 +534,9 @@ def shipped() -> list[Backward]:
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and clusters, need the numbers of one band; a queue and counts are of
-    equal sequences too."""
+    """Whether there is a kernel with these tiles: additions in order, and clusters, need one band's numbers; counts, equal sequences."""
     banded = keys.ordered or keys.clustered
-    return not (packed and (banded or keys.queued or keys.counts)) and (not banded or form in BANDS)
+    return not (packed and (banded or keys.counts)) and (not banded or form in BANDS)
 
 
 def reasons(p: Problem) -> list[str]:
@@ -546,10 +561,10 @@ def choose(p: Problem) -> Backward:
     form, traced, dropout = form_of(p), Expressions.of(p).traced, p.spec.dropout_p > 0
     softcap = p.spec.score is not None and not traced.score
     bits = bit_tiles_of(p)
-    if form == "lists" and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
+    if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
     row, passes = chosen_row(p)
-    if not (softcap or dropout or traced != PLAIN):
+    if not (softcap or traced != PLAIN):
         passes = one_pass(row, p, form) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
 
@@ -562,6 +577,8 @@ def bit_tiles_of(p: Problem) -> KeyTiles | None:
 
 def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
     """The tiles of a single pass, if this head dim has any and they pay."""
+    if p.spec.dropout_p:  # of additions in order there are no tiles with dropout
+        return Passes(row.summed(form, p.packed, dropout=True)) if row.dropout and not p.spec.deterministic else None
     keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
     if keys is None or mean_keys_per_query(p) < row.least_keys(keys) or not exists(keys, form, p.packed):
         return None
@@ -581,20 +598,3 @@ def form_of(p: Problem) -> str:
     to the keys that are seen."""
     form, band = keys_of(p)[0], band_of(p)
     return form if band is None or form in ("rows", "lists") else band.form
-
-
-def mean_keys_per_query(p: Problem) -> float:
-    """About how many keys a query sees: the mean over 16 queries, of packed sequences as if all were equally long. Half of all keys
-    where only the device knows."""
-    if band_of(p) is None:
-        return p.seqlen_k / 2
-    band, parts = band_of(p), max(p.batch, 1) if p.packed else 1
-    seqlen_q, seqlen_k = p.seqlen_q / parts, p.seqlen_k / parts
-    off = seqlen_k - seqlen_q if p.packed else 0
-
-    def seen(i: float) -> float:
-        first = band.start if band.lo is None else max(band.start, i + off + band.lo)
-        stop = min(band.stop, seqlen_k)
-        return max(0.0, (stop if band.hi is None else min(stop, i + off + band.hi)) - first)
-
-    return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16

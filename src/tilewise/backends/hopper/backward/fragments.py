@@ -17,9 +17,11 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import ALIGNMENT
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.instructions import pack
+from tilewise.backends.hopper.kit.instructions import after, keep_words_above, pack
 from tilewise.backends.hopper.kit.ring import release
 from tilewise.backends.hopper.kit.tiles import rows_columns
+
+HELD = 8  # columns of a thread whose numbers OperandValues may make at once, where it holds them back
 
 
 def warp_and_warpgroup():
@@ -79,20 +81,33 @@ def words(operand: cute.Tensor) -> cute.Tensor:
 
 
 class OperandValues:
-    """An operand in registers, read as fp32 numbers at a thread's (row, column). Of bf16 each takes one instruction here; the compiler
-    takes two for the upper one of a word."""
+    """An operand in registers, read as fp32 numbers at a thread's (row, column).
 
-    def __init__(self, operand: cute.Tensor, acc: cute.Tensor, dtype: str):
-        self.words = words(operand) if dtype == "bf16" else None
+    Of bf16 each takes one instruction here; the compiler takes two for the upper one of a word. Of fp16 it takes the compiler's
+    instructions; with ``held`` a number of either is made no sooner than ``acc``'s number at its place is there, or one of the HELD columns
+    before it: the compiler would make all of them as soon as it can, and run out of registers.
+    """
+
+    def __init__(self, operand: cute.Tensor, acc: cute.Tensor, dtype: str, held: bool = False):
+        self.words, self.dtype = words(operand) if held or dtype == "bf16" else None, dtype
         self.elements = rows_columns(as_accumulator(operand, acc))
+        self.awaited, self.zero = rows_columns(acc) if held else None, None
 
     def __getitem__(self, place: tuple[int, int]):
         r, c = place
         if self.words is None:
             return F32(self.elements[r, c])
         # Word c + r of an even column c holds columns c and c + 1 of row r.
-        code = "and.b32 {$w0}, {$r0}, 0xffff0000;" if c % 2 else "shl.b32 {$w0}, {$r0}, 16;"
-        return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[self.words[c - c % 2 + r]])
+        word = self.words[c - c % 2 + r]
+        if self.awaited is not None:
+            self.zero = after(I32(0), self.awaited[r, c]) if c % HELD == 0 else self.zero
+            word = word + self.zero
+        if self.dtype == "bf16":
+            code = "and.b32 {$w0}, {$r0}, 0xffff0000;" if c % 2 else "shl.b32 {$w0}, {$r0}, 16;"
+        else:
+            half = "high" if c % 2 else "low"
+            code = f"{{ .reg .f16 low, high; mov.b32 {{low, high}}, {{$r0}}; cvt.f32.f16 {{$w0}}, {half}; }}"
+        return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[word])
 
 
 def load_register_steps(operand: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor) -> None:
@@ -124,16 +139,10 @@ def scale(acc: cute.Tensor, factor) -> None:
 
 
 def hold_above_wait(word: cute.Pointer, values: cute.Tensor) -> None:
-    """Keeps the instructions that made ``values`` above the wait that follows, for half an instruction an element: it stores the
-    exclusive or of all of them, three at a time, to a word of shared memory that nobody reads
+    """Keeps the instructions that made ``values`` above the wait that follows, for half an instruction an element
     (docs/decisions.md#hopper-held-exponentials)."""
     found = cute.recast_tensor(cute.make_tensor(values.iterator, cute.make_layout(cute.size(values))), I32)
-    left = [found[n] for n in range(cute.size(found))]
-    while len(left) > 1:
-        three = (left + [left[0]] * (3 - len(left)))[:3]
-        code = "lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0x96;"
-        left = [*left[3:], cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=three)]
-    cute.arch.inline_ptx("st.volatile.shared.b32 [{$r0}], {$r1};", read_only_args=[word.toint(), left[0]])
+    keep_words_above(word, [found[n] for n in range(cute.size(found))])
 
 
 # -- Global and shared memory --------------------------------------------------------------------------------------

@@ -40,8 +40,9 @@ from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
 from tilewise.backends.hopper.backward.sequences import receiver
 from tilewise.backends.hopper.config import ROWS
-from tilewise.backends.hopper.kit import schedule
+from tilewise.backends.hopper.kit import dropout, schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.instructions import keep_words_above
 from tilewise.backends.hopper.kit.ring import release
 from tilewise.backends.hopper.kit.scheduler import each_late, each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
@@ -351,8 +352,11 @@ def summing_tile(
             for step in cutlass.range(blocks.start - blocks.tile.start, unroll=1):
                 block = blocks.block(blocks.tile.start + step, False, params, config)
                 state = summing_block(operands, w, state, block, smem, params, config)
-        for _ in cutlass.range(blocks.stop - blocks.start, unroll=1):
-            state = summing_block(operands, w, state, ScoreBlock(), smem, params, config)
+        for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
+            block = ScoreBlock()
+            if cutlass.const_expr(config.pairs):
+                block = blocks.block(blocks.start + step, True, params, config)
+            state = summing_block(operands, w, state, block, smem, params, config)
         if cutlass.const_expr(not config.listed):
             # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
@@ -364,6 +368,7 @@ def summing_tile(
         release_held(smem)
     put_part_before(operands, w, state, smem)
     scale(operands.dk, params.scale)
+    scale_dropped(operands.dv, params, config)
     # Both warpgroups have read K and V, and dS, for the last time
     cute.arch.barrier(barrier_id=1, number_of_threads=128 * KEY_GROUPS)
     finish(operands.dv, operands.mmas.dv, tile_at(smem.dv, w), smem.done + tiles.key_tiles + w, config)
@@ -394,16 +399,32 @@ def summing_block(
     (q_stage, q_phase), (do_stage, do_phase) = state.stages_of_block(config.keys.stages)
     cute.arch.mbarrier_wait(smem.full + q_stage, q_phase)  # Q and lse2, from load_queries
     begin_s(operands, w, q_stage)  # Sᵀ = K Qᵀ, 64 x tile_m
-    cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
-    begin_dp(operands, w, do_stage)  # dPᵀ = V dOᵀ, 64 x tile_m
-    warpgroup.wait_group(1)  # S is done
+    kept, late = None, config.keys.dp_late
+    if not late:
+        cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
+        begin_dp(operands, w, do_stage)  # dPᵀ = V dOᵀ, 64 x tile_m
+        kept = kept_pairs(operands, block, smem, params, config)  # under both products
+    warpgroup.wait_group(int(not late))  # S is done
     lse2 = column_statistic(smem.statistics, q_stage)
     probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config)
-    begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v, runs while dS is made
-    warpgroup.wait_group(1)  # dP is done
+    if late:
+        cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
+        begin_dp(operands, w, do_stage)  # dPᵀ = V dOᵀ, 64 x tile_m
+        kept = kept_pairs(operands, block, smem, params, config)  # under that product
+    if config.dropout:
+        # dS takes the P of dropped pairs too, and there are no registers for two operands: dV comes after dS.
+        if not late:
+            hold_above_wait(smem.unread_word, operands.p)
+        warpgroup.wait_group(0)  # dP is done
+    else:
+        begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v, runs while dS is made
+        warpgroup.wait_group(1)  # dP is done
     delta = column_statistic(smem.statistics, do_stage)
-    score_gradients(rows_columns(operands.dp), rounded_p(operands, config), delta)
+    score_gradients(rows_columns(operands.dp), rounded_p(operands, config), delta, kept, params)
     round_to_operand(operands.ds, operands.dp, config.dtype)
+    if config.dropout:
+        dropout.drop(operands.p, kept.masks(config.keys.tile_m // 4))
+        begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v
     ds = as_accumulator(operands.ds, operands.dp)
     dq_accumulate.put_scores(ds, operands.mmas.score, smem.dq, state.count, w, config)
     end = dq_then_dk if config.keys.dq_first else dk_then_dq
@@ -411,11 +432,21 @@ def summing_block(
     return state.next_block(config.keys.stages)
 
 
+def kept_pairs(
+    operands: DkDvOperands, block: ScoreBlock, smem: KeysStorage, params: BackwardParams, config: Backward
+) -> dropout.Kept | None:
+    """The pairs that dropout keeps, drawn before the wait that follows; None without dropout."""
+    kept = block.dropout_keeps(operands.s, params, config)
+    if kept is not None:
+        keep_words_above(smem.unread_word, kept.words)
+    return kept
+
+
 def rounded_p(operands: DkDvOperands, config: Backward) -> cute.Tensor | OperandValues:
     """The operand P as fp32 numbers at a thread's (row, column). Only tiles with columns of V in registers were measured with fewer
-    instructions for it; the bits of the other kernels are left as they were proven."""
-    if config.keys.v_register_steps:
-        return OperandValues(operands.p, operands.dp, config.dtype)
+    instructions for it; the bits of other kernels without dropout are left as they were proven."""
+    if config.keys.v_register_steps or config.dropout:
+        return OperandValues(operands.p, operands.dp, config.dtype, held=config.dropout and config.dtype == "fp16")
     return as_rows_columns(operands.p, operands.dp)
 
 

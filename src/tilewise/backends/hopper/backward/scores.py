@@ -10,7 +10,6 @@ be summed there from P (dP − delta), before the slope is multiplied in: docs/a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -67,11 +66,11 @@ class ScoreBlock(NamedTuple):
     pairs: expression.Pairs | None = None
     words: list | None = None
 
-    def dropout_keeps(self, acc: cute.Tensor, params: BackwardParams, config: Backward) -> Callable | None:
-        """The condition ``(r, c)`` by which dropout keeps a pair of an accumulator; None without dropout."""
+    def dropout_keeps(self, acc: cute.Tensor, params: BackwardParams, config: Backward) -> dropout.Kept | None:
+        """The pairs of an accumulator that dropout keeps; None without dropout."""
         if not config.dropout:
             return None
-        return dropout.kept(self.pairs, cute.size(rows_columns(acc), mode=[1]), params)
+        return dropout.Kept.of(self.pairs, cute.size(rows_columns(acc), mode=[1]), params)
 
     def values(self, config: Backward) -> expression.Values | None:
         """The score and slope of each pair and, where some pairs may be hidden, whether the predicate keeps it."""
@@ -189,11 +188,13 @@ def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta, kept=None, params: B
     Args:
         dp, p: (2 rows, columns of the thread); ``p`` holds slope · P.
         delta: function of a thread's row and column.
-        kept: dropout's condition: dP is scaled by 65536 / T where it holds, and 0 elsewhere.
+        kept: dropout's condition, which acts on the dP that enters dS: dP is scaled by 65536 / T where it holds, and 0 elsewhere.
     """
     for r in range(2):
         for c in range(cute.size(dp, mode=[1])):
-            # Dropout acts here on the dP that enters dS.
-            value = dp[r, c] if kept is None else choose(kept(r, c), dp[r, c] * params.extra.keep, 0.0)
             # (14), in fp32: dS is rounded once, where it becomes an operand.
-            dp[r, c] = F32(p[r, c]) * (value - delta(r, c))
+            if kept is None:
+                dp[r, c] = F32(p[r, c]) * (dp[r, c] - delta(r, c))
+            else:
+                difference = cute.math.fma(choose(kept(r, c), dp[r, c], 0.0), params.extra.keep, -delta(r, c))
+                dp[r, c] = F32(p[r, c]) * difference

@@ -29,7 +29,7 @@ from tilewise.backends.hopper.forward.query_tiles import (
 from tilewise.backends.hopper.forward.storage import ForwardStorage
 from tilewise.backends.hopper.kit import bits, dropout, expression, schedule, softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, pack
+from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, keep_words_above, pack
 from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, release
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import QueryTile, begin_product, column_of, row_of, rows_columns
@@ -83,7 +83,7 @@ def compute(
     """Warpgroup w computes its 64 rows of each tile.
 
     Tiles of equal sequences overlap: the first product of the next tile runs under the end of one. Which packed tile comes next
-    is known only with its Q, so that packed tiles follow one another.
+    is known only with its Q, so that packed tiles follow one another; with bits a tile waits for the next one's Q and overlaps.
     """
     tiles = config.tiles
     operands = new_operands(qk, pv, smem, config)
@@ -105,26 +105,60 @@ def compute(
         if cutlass.const_expr(config.stores):
             # The mailbox now holds a tile of no sequence, which ends the storing warp too.
             cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_state.index)
+    elif cutlass.const_expr(config.queued):
+        of = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
+        query_tile = place_packed(of, params, config)
+        state = first_scores(
+            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
+        )
+        while of.sequence >= 0:
+            this = query_tile
+            n_q, v_stage, state, q_state = begin_tile(operands, this, q_state, state, w, smem, params, config)
+            next_q = w * tiles.q_stages + q_state.index
+            of = receive(smem, next_q, smem.q_full, q_state.phase)
+            query_tile = place_packed(of, params, config)
+            state = first_scores(
+                operands, query_tile, next_q, q_state.phase, state, w, of.sequence >= 0, smem, params, config
+            )
+            end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
+        warpgroup.wait_group(0)  # the S that first_scores began without a tile
+        # The mailbox now holds a tile of no sequence, which ends the storing warp too.
+        cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_state.index)
     else:
         last, query_tile = rounds_of(params, config) - 1, tile_of(0, params, config)
         state = first_scores(
             operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
         )
         for round_ in cutlass.range(last + 1, unroll=1):
-            this, n_q = query_tile, w * tiles.q_stages + q_state.index
-            state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
-            v_stage = state.index
-            state = state.advance(tiles.stages)
-            q_state = q_state.advance(tiles.q_stages)
+            this = query_tile
+            n_q, v_stage, state, q_state = begin_tile(operands, this, q_state, state, w, smem, params, config)
             next_q = w * tiles.q_stages + q_state.index
             query_tile = tile_of(PICK.smaller(round_ + 1, last), params, config)
             state = first_scores(
                 operands, query_tile, next_q, q_state.phase, state, w, round_ < last, smem, params, config
             )
-            warpgroup.wait_group(1)  # this tile's last P V; the next tile's S may still run
-            release(smem.empty + v_stage)  # the last V: the loading warp
-            epilogue(operands, smem, n_q, w, lse, sink, this, params, config)
+            end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
         warpgroup.wait_group(0)  # the S that first_scores began without a tile
+
+
+def begin_tile(
+    operands: ForwardOperands, query_tile: QueryTile, q_state: PipelineState, state: PipelineState, w,
+    smem: ForwardStorage, params: ForwardParams, config: Config,
+) -> tuple:  # fmt: skip
+    """Computes a tile but for its last product's end: its tile of Q, the stage of its last V, and what follows these two."""
+    n_q = w * config.tiles.q_stages + q_state.index
+    state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
+    return n_q, state.index, state.advance(config.tiles.stages), q_state.advance(config.tiles.q_stages)
+
+
+def end_tile(
+    operands: ForwardOperands, smem: ForwardStorage, n_q, v_stage, w, lse: cute.Tensor, sink: cute.Tensor,
+    query_tile: QueryTile, params: ForwardParams, config: Config,
+) -> None:  # fmt: skip
+    """Ends a tile while the next one's first product may still run."""
+    warpgroup.wait_group(1)  # this tile's last P V
+    release(smem.empty + v_stage)  # the last V: the loading warp
+    epilogue(operands, smem, n_q, w, lse, sink, query_tile, params, config)
 
 
 # -- One tile ------------------------------------------------------------------------------------------------------
@@ -237,12 +271,13 @@ def first_block(
     config: Config,
 ) -> PipelineState:  # fmt: skip
     """P of a tile's first block, of which S has begun; the next block multiplies it by V. Returns the state after K."""
+    masks = dropout_masks(block, smem, params, config)
     warpgroup.wait_group(0)  # S
     release(smem.empty + state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
     softmax.online_softmax(s, operands.rows, params.scale2, first=True, masked=True, lazy=config.tiles.lazy)
-    drop(s, block, params, config)
     round_p(operands, config)
+    dropout.drop(operands.p, masks)
     return state.advance(config.tiles.stages)
 
 
@@ -253,16 +288,18 @@ def key_block(
     """S and P of this block, and O += P V of the block before, which runs under the softmax. Returns the state after both."""
     tiles, masked = config.tiles, block.partial or bool(config.traced.score)
     v_state = both_products(operands, n_q, state, smem, config)
+    masks = dropout_masks(block, smem, params, config)  # under both products
+    warpgroup.wait_group(1)  # S; O may still be under way
     release(smem.empty + state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
     softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=masked, lazy=tiles.lazy)
-    drop(s, block, params, config)
     softmax.hold_exponentials(smem.unread, operands.rows)
     warpgroup.wait_group(0)  # O += P V
     release(smem.empty + v_state.index)  # V of the block before: the loading warp
     softmax.rescale(operands.o, operands.rows.factor, tiles.lazy)
     round_p(operands, config)
+    dropout.drop(operands.p, masks)
     return v_state.advance(tiles.stages)
 
 
@@ -276,6 +313,8 @@ def steady_block(
     held until the answer is known.
     """
     v_state = both_products(operands, n_q, state, smem, config)
+    masks = dropout_masks(block, smem, params, config)  # under both products
+    warpgroup.wait_group(1)  # S; O may still be under way
     totals = softmax.steady_softmax(masked_scores(operands, block, params, config), operands.rows, params.scale2)
     served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
     # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
@@ -285,16 +324,16 @@ def steady_block(
     for r in range(2):
         operands.rows.l[r] = operands.rows.l[r] + choose(served != 0, totals[r], 0.0)
     round_p(operands, config)
-    once_more(served, operands, n_q, state.index, block, smem, params, config)
+    once_more(served, operands, n_q, state.index, block, params, config)
+    dropout.drop(operands.p, masks)
     release(smem.empty + state.index)  # K: the loading warp
     return v_state.advance(config.tiles.stages)
 
 
 @cute.jit
 def once_more(
-    served, operands: ForwardOperands, n_q, k_stage, block: KeyBlock, smem: ForwardStorage, params: ForwardParams,
-    config: cutlass.Constexpr,
-):  # fmt: skip
+    served, operands: ForwardOperands, n_q, k_stage, block: KeyBlock, params: ForwardParams, config: cutlass.Constexpr
+):
     """P of a block for which the maxima of the blocks before were too small."""
     if served == 0:
         # S = Q Kᵀ, 64 × tile_n, fp32
@@ -310,7 +349,7 @@ def once_more(
 def both_products(
     operands: ForwardOperands, n_q, state: PipelineState, smem: ForwardStorage, config: Config
 ) -> PipelineState:
-    """Begins S of a block, then O += P V of the block before, and waits for S alone. Returns the state at V."""
+    """Begins S of a block, then O += P V of the block before. Returns the state at V."""
     w = n_q // config.tiles.q_stages
     v_state = state.advance(config.tiles.stages)
     acquire(smem.full, state)  # K: the loading warp
@@ -322,7 +361,6 @@ def both_products(
     # O += P V, 64 × width_v, fp32, with P of the block before
     begin_product(operands.pv, operands.o, operands.p, operands.v[None, None, None, v_state.index], overwrite=False)
     pingpong_signal(w, config)
-    warpgroup.wait_group(1)  # S; O may still be under way
     return v_state
 
 
@@ -350,10 +388,17 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
     return s
 
 
-def drop(p: cute.Tensor, block: KeyBlock, params: ForwardParams, config: Config) -> None:
-    """Applies dropout to P, after the row sums, which it leaves alone."""
-    if config.dropout:
-        dropout.drop(p, block.ends, block.n * config.tiles.tile_n, params)
+def dropout_masks(block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config) -> list:
+    """The masks of P's words by which dropout drops pairs, made before the wait that follows; none without dropout.
+
+    They are applied after the row sums, which dropout leaves alone.
+    """
+    if not config.dropout:
+        return []
+    pairs = expression.pairs_of(block.ends, block.n * config.tiles.tile_n, params)
+    masks = dropout.masks_of(pairs, config.tiles.tile_n // 4, params)
+    keep_words_above(smem.unread, masks)
+    return masks
 
 
 def round_p(operands: ForwardOperands, config: Config) -> None:

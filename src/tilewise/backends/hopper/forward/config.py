@@ -11,15 +11,17 @@ from functools import lru_cache
 
 from tilewise import device as devices
 from tilewise.backends.hopper.config import (
+    ALIBI,
     ALIGNMENT,
+    DROPPED,
     DTYPES,
     ELEMENT_BYTES,
     LONG,
     MULTIPLE,
     PLAIN,
     ROWS,
-    SHARING,
     SHIPPED,
+    SLOPED,
     Expressions,
     Formed,
     Traced,
@@ -139,8 +141,8 @@ class Config(Formed):
         heads: how many query heads of a group a tile holds side by side, so that its keys serve them all; divides ROWS.
         packed: sequences are packed; such a kernel neither splits keys nor holds heads side by side.
         paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
-        traced: the expressions of this call alone: such a kernel is compiled at the first call.
-        dropout: some pairs are dropped; such a kernel too is compiled at the first call.
+        traced: the expressions of this call alone: but for ALIBI such a kernel is compiled at the first call.
+        dropout: some pairs are dropped.
     """
 
     tiles: Tiles
@@ -169,7 +171,7 @@ class Config(Formed):
         """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
-        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits")}.get(self.form, ())
+        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "queue")}.get(self.form, ())
         found += ("seed", "threshold", "keep") if self.dropout else ()
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
@@ -187,9 +189,14 @@ class Config(Formed):
         return self.tiles.q_stages > 1 and not self.split
 
     @property
+    def queued(self) -> bool:
+        """Whether CTAs take tiles from a queue, since these differ too much to be dealt out by number."""
+        return self.packed or self.form == "bits"
+
+    @property
     def steady(self) -> bool:
         """Whether whole blocks do without their maxima; a traced score may hide what no mask does."""
-        return self.tiles.steady and self.traced == PLAIN and not self.dropout
+        return self.tiles.steady and self.traced == PLAIN
 
     @property
     def skips(self) -> bool:
@@ -206,7 +213,7 @@ class Config(Formed):
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split") if getattr(self, name))
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
-        traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
+        traced = "" if self.traced == PLAIN else f"_{self.traced.name}"
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{tiles.name}"
 
     def describe(self) -> str:
@@ -246,6 +253,7 @@ class TileRow:
         fewer: tiles beside ``full`` that short sequences may get.
         fewer_ends: tiles beside ``ends`` that short sequences may get.
         bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
+        dropout: with dropout and neither a score nor a predicate; None: the tiles of a next row that has some, else ``traced``.
         softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
         candidates: what else is worth a measurement, for "full" and "upper" in bf16.
     """
@@ -258,17 +266,20 @@ class TileRow:
     fewer: tuple[Tiles, ...] = ()
     fewer_ends: tuple[Tiles, ...] = ()
     bits: Tiles | None = None
+    dropout: Tiles | None = None
     softcap: bool = False
     candidates: tuple[Tiles, ...] = ()
 
     @property
     def columns(self) -> tuple[Tiles, ...]:
         """Every tile of the row that a call may get."""
-        more = (tiles for tiles in (self.bits, self.short) if tiles is not None)
+        more = (tiles for tiles in (self.bits, self.dropout, self.short) if tiles is not None)
         return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
 
     def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
         """The tiles of a kernel of this form."""
+        if dropout and self.dropout and not softcap and traced == PLAIN:
+            return self.dropout
         more = traced.reads + dropout
         # A softcap beside two ends of a row is too much for the registers that three warpgroups leave each other.
         tight = softcap and form in ("band", "rows") and self.ends.warpgroups > 2
@@ -299,6 +310,7 @@ TABLE = {
         fewer=(_D64_128,),
         fewer_ends=(_D64_128,),
         bits=_D64_128,
+        dropout=_D64_128,
         softcap=True,
         candidates=(replace(_D64_192, pingpong=False), _D64_128, replace(_D64_128, pingpong=False)),
     ),
@@ -316,6 +328,7 @@ TABLE = {
         listed=Tiles(128, 128, warpgroups=2, tile_n=64, stages=9, q_stages=2, registers=240),
         short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
         bits=_D128,
+        dropout=_D128,
         softcap=True,
         candidates=(
             replace(_D128, pingpong=False),
@@ -385,7 +398,10 @@ def shipped() -> list[Config]:
     few = [other for c in ends if c.form != "band" for other in (*smaller(c), *grouped(c))]
     both = [replace(c, split=split) for c in few if not c.softcap or c.heads == HEADS[0] for split in (False, True)]
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits)))
+    trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
+    dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
+    sloped = [Config(row.traced, dtype, form, traced=ALIBI) for row, dtype, form in trained if form in SLOPED]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
 
 
 @lru_cache(maxsize=1)
@@ -472,9 +488,10 @@ def choose(problem: Problem) -> Config:
     (form, band), traced, cores = keys_of(problem), Expressions.of(problem).traced, devices.of(problem.device).cores
     capped, dropout = problem.spec.score is not None and not traced.score, problem.spec.dropout_p > 0
     bits = next((row.bits for row in rows_for(problem.head_dim, problem.head_dim_v) if row.bits), None)
-    if form == "lists" and bits and not why_no_bits(problem, bits.tile_n):
+    # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
+    if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
-    row = next(r for r in rows_for(problem.head_dim, problem.head_dim_v) if r.softcap or not capped)
+    row = row_for(problem, capped, (traced, dropout) in ((PLAIN, True), (ALIBI, False)))
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
     config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
     if not config.of_numbers:
@@ -489,8 +506,15 @@ def choose(problem: Problem) -> Config:
     idle = (c for c in options if 2 * tile_count(c, problem) < cores and not problem.packed)
     halves = (replace(c, split=True) for c in idle)
     whole = min(options, key=clocks)
-    split = min((c for c in halves if c in _shipped() or traced != PLAIN or dropout), key=clocks, default=whole)
+    # Few queries with a traced score are worth a kernel of their own; dropout is for training, whose queries are many.
+    split = min((c for c in halves if c in _shipped() or traced != PLAIN), key=clocks, default=whole)
     return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
+
+
+def row_for(problem: Problem, capped: bool, trained: bool) -> TileRow:
+    """The row of TABLE for a problem: the first that ships a softcap, or what training uses (dropout, ALiBi), where one does."""
+    rows = [row for row in rows_for(problem.head_dim, problem.head_dim_v) if row.softcap or not capped]
+    return next((row for row in rows if trained and not capped and row.dropout), rows[0])
 
 
 def tile_count(config: Config, problem: Problem) -> int:
@@ -563,38 +587,3 @@ def estimated_clocks(config: Config, problem: Problem, seqlen_k: int, cores: int
     shorter = max(0, min(seqlen_q, seqlen_k) - config.tile_queries) / 2
     mean = (seqlen_k - shorter) / tiles.tile_n + (config.tile_queries % tiles.tile_n > 0) / 2
     return max(tile_clocks(most), count / cores * tile_clocks(min(mean, most))) + MERGE * config.split
-
-
-# -- How a launch is spread ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Grid:
-    """How the tiles of a launch are spread over CTAs.
-
-    Attributes:
-        tiles, ctas: how many tiles there are, and how many CTAs that stay and take them one after the other.
-        section: heads that are at work at a time, as in :class:`tilewise.backends.hopper.kit.schedule.Order`.
-        splits: of the keys of a tile.
-    """
-
-    tiles: int
-    ctas: int
-    section: int
-    splits: int = 1
-
-
-def spread(problem: Problem, config: Config, seqlen_k: int, cores: int) -> Grid:
-    """The grid of a launch: one head after the other where tiles are equally long.
-
-    Where they are not, as many heads at once as fill a round with SHARING tiles of each: rows of tiles are then nearly equal in
-    a round, and the to-and-fro of rounds evens out the rest. A split of a head counts as a head here, and heads that share a
-    tile count as one.
-    """
-    parts = num_splits(config, problem.seqlen_q, seqlen_k) if config.split else 1
-    heads = problem.batch * problem.heads_k * -(-problem.group // config.heads) * parts
-    tiles = heads * -(-problem.seqlen_q // config.tile_queries)
-    if problem.packed:  # at most, as only the device knows the lengths
-        tiles = problem.heads_q * (problem.seqlen_q // config.tile_queries + problem.batch + 1)
-    section = 1 if config.form == "full" else min(heads, max(1, cores // SHARING))
-    return Grid(tiles, min(tiles, cores), section, parts)

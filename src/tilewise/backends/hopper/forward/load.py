@@ -32,18 +32,23 @@ from tilewise.backends.hopper.kit.tiles import QueryTile, tma_tiles
 def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: cutlass.Constexpr):
     """One warp loads the Q of every tile, and its key blocks.
 
-    Tiles of packed sequences differ too much to be dealt out: after its first one, a CTA takes what comes next of all. The
-    tile is published with its Q, so that the other roles need not look for it. A tile of no sequence ends them.
+    Tiles of packed sequences, and of masks with bits, differ too much to be dealt out: after its first one, a CTA takes what comes
+    next of all. The tile is published with its Q, so that the other roles need not look for it. A tile of no sequence ends them.
     """
     # A loop of its own, and no scheduler.take_tiles: docs/decisions.md#hopper-forward-loops.
     state, q_state = new_writer(), new_writer()  # in the ring of K and V, and in the tiles of Q
-    if cutlass.const_expr(config.packed):
-        of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
+    if cutlass.const_expr(config.queued):
+        of, late = packed_tile(I32(cute.arch.block_idx()[0]), params, config), config.form == "bits"
         while of.sequence >= 0:
-            following, query_tile = packed.take(params.queue), place_packed(of, params, config)
+            following = I32(0) if cutlass.const_expr(late) else packed.take(params.queue)
+            query_tile = place_packed(of, params, config)
             state = (load_paged_tile if config.paged else load_tile)(
                 maps, smem, query_tile, state, q_state, params, config
             )
+            if cutlass.const_expr(late):
+                # The ring is full and its blocks take longer than the queue, so that nobody waits; and the fewer tiles a CTA
+                # holds, the more evenly all end.
+                following = packed.take(params.queue)
             q_state = q_state.advance(config.tiles.q_stages)
             of = packed_tile(following, params, config)
         publish(of, smem, q_state, config)
@@ -93,7 +98,7 @@ def load_tile(
 
     n = block_at(query_tile, 0, params, config)
     state = fetch_block(maps.k, gK[None, n], sK, k_bytes, state, smem, config)
-    if cutlass.const_expr(config.packed):
+    if cutlass.const_expr(config.queued):
         publish(packed.PackedTile(query_tile.batch, query_tile.row, query_tile.head), smem, q_state, config)
     fetch_queries(maps, gQ, sQ, query_tile, q_state, smem, config)
     for step in cutlass.range(query_tile.stop - query_tile.start - 1, unroll=1):
@@ -152,7 +157,7 @@ def store(maps: TensorMaps, smem: ForwardStorage, w, params: ForwardParams, conf
     """One warp stores the tiles of O that computing warpgroup w leaves in shared memory; rows past the last are dropped."""
     q_stages = config.tiles.q_stages
     state = new_reader()  # in the warpgroup's tiles of Q, where O is left
-    if cutlass.const_expr(config.packed):
+    if cutlass.const_expr(config.queued):
         of = receive(smem, w * q_stages, smem.o_full, state.phase)
         while of.sequence >= 0:
             store_tile(maps, smem, place_packed(of, params, config), w, state, params, config)

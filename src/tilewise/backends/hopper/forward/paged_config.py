@@ -29,6 +29,9 @@ def reasons(problem: Problem) -> list[str]:
 def _width_reasons(problem: Problem) -> list[str]:
     dims, latent = (problem.head_dim, problem.head_dim_v), (latent_config.WIDTH, latent_config.WIDTH_V)
     if problem.latent:
+        dtype = DTYPES.get(str(problem.dtype))
+        if dtype is not None and dtype not in latent_config.PROVEN:
+            return [f"v in the memory of k in {problem.dtype}: its kernel takes {' and '.join(latent_config.PROVEN)}"]
         return [] if dims == latent else [f"v in the memory of k with head dims {dims}: its kernel takes {latent}"]
     widest = max(width for width, _ in PAGED_TILES)
     return [f"pages with head_dim {max(dims)}, above {widest}"] if max(dims) > widest else []

@@ -46,7 +46,7 @@ def tile_order(params: ForwardParams, config: Config) -> schedule.Order:
     """The order of all query tiles."""
     m_blocks = (params.seqlen_q + config.tile_queries - 1) // config.tile_queries
     heads = params.batch * tiles_per_row(params, config) * splits_of(params, config)
-    # Lines of tiles with bits are numbered in the order in which they are to be taken.
+    # The lines of tiles with bits have an order of their own.
     return schedule.Order(m_blocks, heads, params.section, config.has_upper and config.form != "bits")
 
 
@@ -91,10 +91,6 @@ def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
         # A tile visits at least one block; where none is listed, the predicate hides all of it.
         partial, count = (params.extra.counts[batch, head, m_block, n] for n in range(2))
         return QueryTile(row, head, batch, I32(0), PICK.larger(count, 1), partial=PICK.larger(partial, 1))
-    if config.form == "bits":
-        line, partial, count, first = (params.extra.work[batch, head, m_block, n] for n in range(4))
-        row = line * config.tile_queries
-        return QueryTile(row, head, batch, I32(0), count, partial=partial, bits=first)
     band = band_of_head(batch, head, params, config)
     start, stop = schedule.key_blocks(row, config.tile_queries, tile_n, band, PICK)
     if config.split:
@@ -103,14 +99,21 @@ def tile_of(round_, params: ForwardParams, config: Config) -> QueryTile:
     return QueryTile(row, head, batch, I32(start), I32(stop), split)
 
 
-# -- Tiles of packed sequences -------------------------------------------------------------------------------------
+# -- Tiles from a queue --------------------------------------------------------------------------------------------
 
 
 def packed_tile(n, params: ForwardParams, config: Config) -> packed.PackedTile:
-    """The n-th tile of packed sequences: all heads of a row of tiles, then the next row, the longest of a sequence first.
+    """The n-th tile of packed sequences: all heads of a row of tiles, then the next row, the longest of a sequence first. Of a mask with
+    bits, in which a batch element counts as a sequence: the lines of tiles in their own order.
 
     The sequence is -1 if there is no such tile.
     """
+    if config.form == "bits":
+        order = tile_order(params, config)
+        rank, head = schedule.tile_at(PICK.smaller(n, order.tiles - 1), order, PICK)
+        batch, head = head // params.heads_q, head % params.heads_q
+        sequence = I32(cutlass.select_(n < order.tiles, I32(batch), I32(-1)))
+        return packed.PackedTile(sequence, params.extra.work[batch, head, rank, 0] * config.tile_queries, I32(head))
     rows, cu = config.tile_queries, params.extra.cu_q
 
     def tiles_in(sequence):
@@ -125,8 +128,13 @@ def packed_tile(n, params: ForwardParams, config: Config) -> packed.PackedTile:
 
 
 def place_packed(packed_tile: packed.PackedTile, params: ForwardParams, config: Config) -> QueryTile:
-    """A packed tile as a query tile: its sequence's rows, and the keys that some row of the sequence sees."""
+    """A tile from the queue as a query tile: its sequence's rows, and the keys that some row of the sequence sees."""
     extra, (sequence, row, head) = params.extra, packed_tile
+    if config.form == "bits":
+        # The tile of no sequence is read too, and dropped: its place must exist.
+        batch, line = PICK.larger(sequence, 0), row // config.tile_queries
+        partial, count, first = (extra.work[batch, head, line, n] for n in range(1, 4))
+        return QueryTile(row, head, batch, I32(0), count, partial=partial, bits=first)
     q = packed.rows_of(sequence, extra.cu_q, params.seqlen_q, rest=True)
     if config.paged:
         seqlen = place_pages(sequence, q, params, config)

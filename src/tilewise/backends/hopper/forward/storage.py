@@ -24,7 +24,7 @@ class ForwardStorage(NamedTuple):
         q_full, q_empty: barriers of each tile of Q: load -> compute, and store (or compute) -> load.
         o_full: barriers of each tile of O: compute -> store.
         unread: a word that nobody reads, written to hold instructions in place.
-        mailboxes: of packed sequences: which tile each tile of Q belongs to.
+        mailboxes: where tiles come from a queue: which tile each tile of Q belongs to.
     """
 
     q: cute.Tensor
@@ -43,7 +43,7 @@ class ForwardStorage(NamedTuple):
 def allocate(maps: TensorMaps, config: Config) -> ForwardStorage:
     """The storage in the order of :class:`SharedMemory`; V's stages are K's, and O's tiles are Q's, with other layouts."""
     allocator, tiles = cutlass.utils.SmemAllocator(), config.tiles
-    mailbox_words = MAILBOX_WORDS * tiles.q_tiles if config.packed else 0
+    mailbox_words = MAILBOX_WORDS * tiles.q_tiles if config.queued else 0
     full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + mailbox_words)
     q, k = (
         allocator.allocate_tensor(ELEMENT[config.dtype], layout.outer, ALIGNMENT, layout.inner)

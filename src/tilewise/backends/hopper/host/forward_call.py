@@ -14,7 +14,8 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, empty_output, without_memory
 from tilewise.backends.hopper.config import PLAIN, Band, cap_of, keys_of
-from tilewise.backends.hopper.forward.config import Config, Grid, spread
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, FAR, LOG2_E, Plan, addressed, leaf
@@ -90,8 +91,9 @@ class ForwardPlan(Plan):
             found |= dict(zip(("blocks", "work", "bits"), bits, strict=True))
         if self.config.packed:
             found |= {"cu_q": inputs.cu_seqlens_q.int().contiguous(), "cu_k": inputs.cu_seqlens_k.int().contiguous()}
-            queue = torch.zeros(1, dtype=torch.int32, device=inputs.q.device)
-            found |= {"first": self.band.start, "last": self.band.stop, "queue": queue}
+            found |= {"first": self.band.start, "last": self.band.stop}
+        if self.config.queued:
+            found["queue"] = torch.zeros(1, dtype=torch.int32, device=inputs.q.device)
         if self.config.dropout:
             p_drop = self.problem.spec.dropout_p
             found |= {"seed": inputs.seed, "threshold": threshold(p_drop), "keep": keep_scale(p_drop)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, Output
+from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.host.driver import PerStrides
 from tilewise.backends.hopper.host.forward_call import Grid, library
 from tilewise.backends.hopper.host.paged_call import PagedPlan
@@ -33,11 +33,6 @@ class LatentPlan(PagedPlan):
     @cached_property
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=5)
-
-    def lse_by_rows(self, out: Output, rows: int) -> Tensor:
-        # The kernel takes any strides: (sequence, head, 1) is (head, row) with one query each.
-        one = not self.problem.packed and self.problem.seqlen_q == 1
-        return out.lse[..., 0].mT if one else super().lse_by_rows(out, rows)
 
     def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
         q, k, _, o, lse, sink = tensors

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import compiler, driver, kernel_files
 from tilewise.backends.hopper.host.kernel_files import built, file_name
@@ -47,7 +46,7 @@ def remedy(absent: Sequence[Config | Backward]) -> str:
     from tilewise.backends.hopper.host import selection
 
     install = "pip install 'tilewise[kernels]'"
-    if any(config.dropout or config.traced != PLAIN for config in absent):
+    if not set(absent) <= set(selection.in_order_of_use()):
         return f"with `{install}` the first call compiles {'it' if len(absent) == 1 else 'them'}"
     words = " ".join(f'--for "{words}"' for words in dict.fromkeys(map(selection.words_of, absent)))
     return f"`{install} && tilewise kernels {words}` builds {'it' if len(absent) == 1 else 'them'}"

@@ -57,7 +57,8 @@ def tiles_with_bits(
     problem: Problem, inputs: Inputs, tiles: Sized, by_columns: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(blocks, work, bits)`` of :class:`tilewise.bit_tiles.BitTiles`, the first two expanded to every batch element and head."""
-    found = BitTiles.build(grid_of(problem, inputs), tiles.tile_m if by_columns else tiles.tile_n, by_columns)
+    crossing = tiles.tile_m if by_columns else tiles.tile_n
+    found = BitTiles.build(grid_of(problem, inputs), crossing, by_columns, problem.group)
     each = (x.expand(problem.batch, problem.heads_q, -1, -1) for x in (found.blocks, found.work))
     return *each, found.bits
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sysconfig
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
+
+from tilewise.backends.hopper.host import compiler
 
 _INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)([^;]*);")
 
@@ -90,8 +90,14 @@ def read(listing: str) -> Report:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The listing of a cubin by the nvdisasm that comes along with the DSL."""
-    tool = Path(sysconfig.get_paths()["purelib"], "nvidia/cu13/bin/nvdisasm")
+    """The listing of a cubin by the nvdisasm that comes along with the DSL.
+
+    Raises:
+        RuntimeError: there is no nvdisasm.
+    """
+    tool = compiler.nvdisasm()
+    if tool is None:
+        raise RuntimeError(compiler.unusable())
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

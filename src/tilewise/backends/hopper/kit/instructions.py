@@ -52,6 +52,17 @@ def pack(low, high, dtype: str):
     return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[low, high])
 
 
+def spread_signs(low, high, halves: tuple[int, int]):
+    """A word whose low half is all ones where a half of ``low`` has its top bit, and whose high half where one of ``high`` has it.
+
+    ``halves``: which one of each, 0 the low one. It is one instruction.
+    """
+    # A selector has a digit for each byte: which of the eight bytes, plus 8 for its sign alone.
+    digits = 9 + 2 * halves[0], 13 + 2 * halves[1]
+    code = f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {digits[1] * 0x1100 + digits[0] * 0x11};"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Uint32], read_only_args=[low, high])
+
+
 # -- Threads of a warpgroup ----------------------------------------------------------------------------------------
 
 
@@ -73,6 +84,17 @@ def keep_above(word, value) -> None:
     reads it (docs/decisions.md#hopper-held-exponentials).
     """
     cute.arch.inline_ptx("st.volatile.shared.f32 [{$r0}], {$r1};", read_only_args=[word.toint(), value])
+
+
+def keep_words_above(word, words: list) -> None:
+    """Keeps the computation of 32-bit words above the wait that follows, for half an instruction each, as :func:`keep_above` does: what is
+    stored is the exclusive or of all, made of three at a time."""
+    left = list(words)
+    while len(left) > 1:
+        three = (left + [left[0]] * (3 - len(left)))[:3]
+        code = "lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0x96;"
+        left = [*left[3:], cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=three)]
+    cute.arch.inline_ptx("st.volatile.shared.b32 [{$r0}], {$r1};", read_only_args=[word.toint(), left[0]])
 
 
 def put_words(word, numbers) -> None:

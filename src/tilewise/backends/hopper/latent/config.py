@@ -16,13 +16,12 @@ WIDTH, WIDTH_V = 576, 512  # columns of a key, and of a value: the sizes of Deep
 KEYS = 64  # of a key tile, which lies in one page
 CHUNK = 64  # columns of 16 bits that lie side by side in shared memory: the 128 bytes of the swizzle
 CHUNKS = WIDTH // CHUNK
+# The chunks of a key tile that come as one box and whose place becomes free at once: the two halves of V, and the rotary columns.
+PARTS = (range(4), range(4, 8), range(8, 9))
 P_CHUNK = 8  # the rotary columns are read by the scores alone: P of the tile takes their place
 VALUE_GROUPS = 2  # warpgroups that hold half of O's columns each
 COLUMNS = 128  # of V in one product: with more, one instruction has more registers than threads have at the launch
-PRODUCTS = WIDTH_V // VALUE_GROUPS // COLUMNS  # of a warpgroup and a key tile
-# The chunks of a key tile that come as one box, in the order in which their places become free: the rotary ones as soon as P is in
-# registers, then those of each warpgroup's first product with V, then those of its second.
-PARTS = (range(8, 9), range(2), range(4, 6), range(2, 4), range(6, 8))
+PROVEN = ("bf16",)  # the dtypes whose kernels a GPU has run
 STAGES = 2  # key tiles in shared memory; each belongs to one of as many warpgroups that compute scores
 
 
@@ -32,12 +31,10 @@ class LatentTiles:
 
     Attributes:
         registers, registers_score: of a thread that holds O, and of one that computes scores.
-        prefetch: key tiles are brought to L2 while their place in shared memory is not free yet.
     """
 
     registers: int = 184
     registers_score: int = 72
-    prefetch: bool = True
     width: int = WIDTH
     width_v: int = WIDTH_V
     tile_n: int = KEYS
@@ -45,7 +42,7 @@ class LatentTiles:
     @property
     def name(self) -> str:
         """The part of a kernel's name that tells these sizes."""
-        return f"64x{self.tile_n}_s{STAGES}" + ("_l2" if self.prefetch else "")
+        return f"64x{self.tile_n}_s{STAGES}"
 
     @property
     def warpgroups(self) -> int:
@@ -118,7 +115,7 @@ class LatentConfig(Formed):
 
 def shipped() -> list[LatentConfig]:
     """Every kernel that is compiled ahead of time."""
-    return [LatentConfig(dtype, split) for dtype in DTYPES.values() for split in (False, True)]
+    return [LatentConfig(dtype, split) for dtype in PROVEN for split in (False, True)]
 
 
 # -- What a call gets ----------------------------------------------------------------------------------------------
@@ -165,8 +162,3 @@ def mean_rows(problem: Problem) -> int:
     """The rows of a key head in a sequence, a row for each query and head; packed, their mean, rounded up."""
     rows = problem.seqlen_q * problem.group
     return -(-rows // max(problem.batch, 1)) if problem.packed else rows
-
-
-def candidates() -> list[LatentTiles]:
-    """Tiles that are worth a measurement."""
-    return [LatentTiles(prefetch=False)]

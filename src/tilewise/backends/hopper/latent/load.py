@@ -9,10 +9,10 @@ from cutlass.cute.nvgpu import cpasync
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, VALUE_GROUPS
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, PARTS, VALUE_GROUPS
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import ELEMENTS, LatentStorage, part_of, stage_of
-from tilewise.backends.hopper.latent.tiles import LatentTile, place_of, shift_of
+from tilewise.backends.hopper.latent.tiles import KEYS, LatentTile, place_of, shift_of
 
 # -- Keys ----------------------------------------------------------------------------------------------------------
 
@@ -47,15 +47,9 @@ def page_of(n, tile: LatentTile, params: LatentParams) -> I32:
 
 def copy_part(maps: KeyMaps, smem: LatentStorage, place: tuple, part: int, stage) -> None:
     """Starts the copy of some chunks of a key tile into their place in a stage; rows outside the page arrive as zeros."""
-    atom, g, s = box_of(maps, smem, place, part, stage)
-    cute.copy(atom, g, s, tma_bar_ptr=smem.full + part_of(stage, part))
-
-
-def box_of(maps: KeyMaps, smem: LatentStorage, place: tuple, part: int, stage) -> tuple:
-    """The copy of a part of a key tile: its descriptor, the box of the pool, and its place in a stage."""
     row, head, page = place
     chunks = PARTS[part]
-    info, count = maps.latent if len(chunks) > 1 else maps.rotary, len(chunks)
+    info, count = maps.half if len(chunks) > 1 else maps.rotary, len(chunks)
     matrix = cute.domain_offset((row, (0, chunks[0])), info.tma_tensor[None, None, head, page])
     # One box of 64 keys by 64 columns by so many chunks.
     g = cute.local_tile(matrix, (KEYS, (CHUNK, count)), (0, 0))
@@ -63,22 +57,7 @@ def box_of(maps: KeyMaps, smem: LatentStorage, place: tuple, part: int, stage) -
     s = cute.make_tensor(smem.k.iterator + ELEMENTS * (CHUNKS * stage + chunks[0]), layout)
     whole = cute.make_layout(1)  # one CTA, no multicast
     s, g = cpasync.tma_partition(info.atom, 0, whole, cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
-    return info.atom, g, s
-
-
-@cute.jit
-def prefetch_tile(maps: KeyMaps, smem: LatentStorage, n, page, tile: LatentTile, params: LatentParams):
-    """The first warp of a warpgroup has key tile n brought to L2, if there is such a tile: its place in shared memory is not free yet."""
-    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and n < tile.last:
-        row = n * KEYS % params.seqlen_k + shift_of(n, tile)
-        for part in cutlass.range_constexpr(len(PARTS)):
-            prefetch_part(maps, smem, (row, tile.key_head, page), part)
-
-
-def prefetch_part(maps: KeyMaps, smem: LatentStorage, place: tuple, part: int) -> None:
-    """Has a part of a key tile brought to L2."""
-    atom, g, _ = box_of(maps, smem, place, part, 0)
-    cute.prefetch(atom, g)
+    cute.copy(info.atom, g, s, tma_bar_ptr=smem.full + part_of(stage, part))
 
 
 # -- Queries -------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class LatentParams(NamedTuple):
 
 
 class KeyMaps(NamedTuple):
-    """The descriptors of the pool, by columns (64, 9), rows of a page, head and page: of two chunks of columns, and of one."""
+    """The descriptors of the pool, by columns (64, 9), rows of a page, head and page: of four chunks of columns, and of one."""
 
-    latent: cpasync.TmaInfo
+    half: cpasync.TmaInfo
     rotary: cpasync.TmaInfo

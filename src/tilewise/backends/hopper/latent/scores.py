@@ -17,11 +17,11 @@ from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import choose, pack
 from tilewise.backends.hopper.kit.tiles import rows_columns
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, STAGES, LatentConfig
-from tilewise.backends.hopper.latent.load import load_tile, page_of, prefetch_tile
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, PARTS, STAGES, LatentConfig
+from tilewise.backends.hopper.latent.load import load_tile, page_of
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import LatentStorage, get_pair_of, part_of, put_p, put_pair_of, stage_of
-from tilewise.backends.hopper.latent.tiles import LatentTile, is_partial, row_ends
+from tilewise.backends.hopper.latent.tiles import KEYS, LatentTile, is_partial, row_ends
 
 
 class ScoreOperands(NamedTuple):
@@ -72,8 +72,6 @@ def compute_scores(
         for part in cutlass.range_constexpr(len(PARTS)):
             cute.arch.mbarrier_wait(smem.full + part_of(stage, part), phase)  # the copy engine
             begin_scores(operands, part, stage)
-        if cutlass.const_expr(config.tiles.prefetch):
-            prefetch_tile(maps, smem, n + STAGES, page, tile, params)
         warpgroup.wait_group(0)  # S
         mask(operands, n, tile, params)
         take_maxima(operands.rows, smem, stage, step)
@@ -98,9 +96,9 @@ def begin_scores(operands: ScoreOperands, part: int, stage) -> None:
     atom = cute.make_mma_atom(operands.qk.op)
     warpgroup.fence()
     # S (64 × 64, fp32) += Q (64 × 16) Kᵀ (16 × 64): 16 columns a step.
-    for n, chunk in enumerate(PARTS[part]):
+    for chunk in PARTS[part]:
         for step in range(CHUNK // 16):
-            atom.set(warpgroup.Field.ACCUMULATE, part + n + step > 0)
+            atom.set(warpgroup.Field.ACCUMULATE, chunk + step > 0)
             q, k = operands.q[None, None, step, chunk], operands.k[None, None, step, CHUNKS * stage + chunk]
             cute.gemm(atom, operands.s, q, k, operands.s)
     warpgroup.commit_group()

@@ -23,13 +23,14 @@ from tilewise.backends.hopper.kit.tiles import (
     rows_columns,
     transpose_quad,
 )
-from tilewise.backends.hopper.latent.config import COLUMNS, KEYS, PRODUCTS, STAGES, VALUE_GROUPS, WIDTH_V, LatentConfig
+from tilewise.backends.hopper.latent.config import COLUMNS, STAGES, VALUE_GROUPS, WIDTH_V, LatentConfig
 from tilewise.backends.hopper.latent.load import load_queries
 from tilewise.backends.hopper.latent.params import LatentParams
 from tilewise.backends.hopper.latent.storage import LatentStorage, get_p, get_pair_of, part_of, stage_of
-from tilewise.backends.hopper.latent.tiles import LatentTile, place_of
+from tilewise.backends.hopper.latent.tiles import KEYS, LatentTile, place_of
 
 WIDE = WIDTH_V // VALUE_GROUPS  # columns of O in one warpgroup
+PRODUCTS = WIDE // COLUMNS  # that a key tile takes there
 
 
 class ValueOperands(NamedTuple):
@@ -69,28 +70,19 @@ def compute_values(
         o.fill(0.0)
     for step in cutlass.range(tile.last - tile.first, unroll=1):
         stage, phase = stage_of(step)
+        cute.arch.mbarrier_wait(smem.full + part_of(stage, w), phase)  # V: the copy engine
         cute.arch.mbarrier_wait(smem.p_full + stage, phase)  # P and its factors: a score group
         take_factors(operands.rows, smem, stage)
         take_p(operands, smem, stage)
         rescale(operands)
         for n in cutlass.range_constexpr(PRODUCTS):
-            cute.arch.mbarrier_wait(smem.full + part_of(stage, part_of_v(w, n)), phase)  # V: the copy engine
             # O += P V, 64 × 128, fp32
             v = operands.v[None, None, None, (PRODUCTS * w + n, stage)]
             begin_product(operands.pv, operands.o[n], operands.p, v, overwrite=False)
-        # P's words have come, since the products read them: an arrival alone would wait for no load (hopper-stage-release).
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        release(smem.empty + part_of(stage, 0))  # P: the score group of this stage
-        for n in cutlass.range_constexpr(PRODUCTS):
-            warpgroup.wait_group(PRODUCTS - 1 - n)  # O += P V of these columns
-            release(smem.empty + part_of(stage, part_of_v(w, n)))  # V: the score group of this stage
+        warpgroup.wait_group(0)  # O
+        release(smem.empty + part_of(stage, w))  # V: the score group of this stage
+        release(smem.empty + part_of(stage, 2))  # P: the same
     epilogue(operands, smem, w, tile, params, config)
-
-
-def part_of_v(w, n: int):
-    """The part of a key tile that warpgroup w's n-th product reads as V."""
-    return 1 + VALUE_GROUPS * n + w
 
 
 def take_factors(rows: softmax.SoftmaxState, smem: LatentStorage, stage) -> None:

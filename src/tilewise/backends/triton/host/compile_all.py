@@ -146,7 +146,7 @@ def pair_bytes(item: Launch) -> int:
 
 def shared_memory(item: Launch, name: str, tiles: Tiles) -> int:
     """The bytes that a kernel may need, as it was promised."""
-    if name in ("tile_map", "tile_bits"):
+    if name.startswith(("tile_", "key_")):
         return tile_map.SHARED_MEMORY
     if name in tangent.PASSES:
         return tangent.tangent_memory((item.head_dim, item.head_dim_v), item.dtype.itemsize, name, tiles)
@@ -222,6 +222,13 @@ def recorded(item: Launch) -> Iterator[tuple]:
         found.append(("tile_map", runtime.kernels().tile_map, tile_map.PROGRAM, arguments))
         new = partial(torch.empty, dtype=torch.int32, device="meta")
         tiles = BitTiles(new(1, 1, 2, 2), new(1, 1, 2, 4), new(5, THREADS, words_of(128)))
+        status, lists = torch.empty((1, 1, 2, 2), dtype=torch.uint8, device="meta"), runtime.kernels().lists
+        for by_columns in (False, True):
+            tensors, sizes, facts = tile_map.list_arguments_of(tiles, status, by_columns, 1, False)
+            for kernel in (lists.tile_lists_kernel, lists.tile_order_kernel):
+                arguments = tensors, runtime.opaque(sizes), (), facts
+                name = kernel.fn.__name__.removesuffix("_kernel").replace("tile", "key" if by_columns else "tile")
+                found.append((name, kernel, tile_map.PROGRAM, arguments))
         tensors, sizes, numbers, facts = tile_map.bit_arguments_of(tiles, grid, 128, False)
         arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
         found.append(("tile_bits", runtime.kernels().tile_bits, tile_map.PROGRAM, arguments))

@@ -28,6 +28,7 @@ def kernels() -> SimpleNamespace:
         tangent_tiles,
         terms,
         tile_bits,
+        tile_lists,
         tile_map,
     )
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -54,6 +55,7 @@ def kernels() -> SimpleNamespace:
         tile_bits=tile_bits.tile_bits_kernel,
         BitTensors=tile_bits.BitTensors,
         BitSizes=tile_bits.BitSizes,
+        lists=tile_lists,
         ends=tile_map.ends_kernel,
         EndsTensors=tile_map.EndsTensors,
         EndsSizes=tile_map.EndsSizes,

@@ -1,7 +1,7 @@
-"""The launches that plan a mask: the state of every tile, the keys that some query sees, the bits of partial tiles, and the ends of
-intervals.
+"""The launches that plan a mask: the state of every tile, the keys that some query sees, lists of tiles and the bits of partial ones, and
+the ends of intervals.
 
-Their kernels are those of ``kernels.tile_map`` and ``kernels.tile_bits``.
+Their kernels are those of ``kernels.tile_map``, ``kernels.tile_lists`` and ``kernels.tile_bits``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewise.backends.triton.host.plan import Memo, extents_of
 from tilewise.backends.triton.kernels.emit import Emitted, emit_mask
 from tilewise.backends.triton.kernels.writer import OPERATIONS
 from tilewise.backends.triton.tiles import Tiles
-from tilewise.bit_tiles import BitTiles
+from tilewise.bit_tiles import RESERVED, BitTiles
 from tilewise.expr import Expr
 from tilewise.masks.facts import granularity
 from tilewise.masks.regions import Region
@@ -39,9 +39,22 @@ _compiled: Memo[tuple, Any] = Memo()
 
 def can_judge(grid: Grid) -> bool:
     """Whether kernels take a grid: keys from 0 on, pairs at all, and operations that can all be written."""
-    used = {e.op for e in expr.nodes(*grid.region.parts) if e.op in expr.OPERATIONS}
     sizes = len(grid.b), len(grid.h), grid.seqlen_q, grid.keys
-    return grid.key_origin is None and all(sizes) and used <= OPERATIONS
+    return grid.key_origin is None and all(sizes) and _can_be_written(grid.region)
+
+
+@lru_cache(maxsize=1024)
+def _can_be_written(region: Region) -> bool:
+    """Whether kernels have every operation of a mask."""
+    return {e.op for e in expr.nodes(*region.parts) if e.op in expr.OPERATIONS} <= OPERATIONS
+
+
+@lru_cache(maxsize=1024)
+def _heads_of(region: Region, ends: bool, by_columns: bool, batch: int, heads: int) -> tuple[int, int]:
+    """How many batch elements and heads have tiles of their own, or ``ends``: 1 where these parts of the mask are the same for all."""
+    parts = _ends_of(region, by_columns) if ends else (*_ends_of(region, True), region.predicate)
+    needs = expr.depends_on(*[e for e in parts if e is not None])
+    return batch if "b" in needs else 1, heads if "h" in needs else 1
 
 
 def judged(grid: Grid, tile_m: int, tile_n: int, group: int | None = None) -> tuple[Tensor, Tensor | None]:
@@ -64,8 +77,7 @@ def arguments_of(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tup
     region, device = grid.region, grid.b.device
     leaves = tuple(TensorFacts.of(leaf) for leaf in grid.leaves)
     emitted, facts, step = _functions(region, leaves, (grid.seqlen_q, grid.keys), tile_m)
-    needs = expr.depends_on(*[e for e in (region.first, region.last, region.predicate) if e is not None])
-    batch, heads = len(grid.b) if "b" in needs else 1, len(grid.h) if "h" in needs else 1
+    batch, heads = _heads_of(region, False, True, len(grid.b), len(grid.h))
     blocks = (-(-grid.seqlen_q // tile_m), -(-grid.keys // tile_n))
     group = group if group is None or heads > 1 else 1
     status = torch.empty((batch, heads, *blocks), dtype=torch.uint8, device=device)
@@ -86,6 +98,37 @@ def arguments_of(grid: Grid, tile_m: int, tile_n: int, group: int | None) -> tup
     )
     read = tuple(grid.leaves[n] for n in emitted.slots)
     return kernels.MapTensors(status, seen, grid.b, grid.h, read), sizes, emitted.numbers, facts
+
+
+def lists(tiles: BitTiles, status: Tensor, by_columns: bool, group: int, ragged: bool) -> None:
+    """Writes ``tiles.blocks`` and ``tiles.work``, and the slots that no pair and every pair have, from the state of every tile.
+
+    Args:
+        status: of :func:`judged`. group: the query heads that share an order of lines. ragged: the last key tiles end past the last key.
+    """
+    tensors, sizes, facts = list_arguments_of(tiles, status, by_columns, group, ragged)
+    programs = (tiles.work.numel() // 4,)
+    for kernel in (runtime.kernels().lists.tile_lists_kernel, runtime.kernels().lists.tile_order_kernel):
+        _launch(kernel, programs, tensors, sizes, (), facts)
+
+
+def list_arguments_of(
+    tiles: BitTiles, status: Tensor, by_columns: bool, group: int, ragged: bool
+) -> tuple[Any, Any, Facts]:
+    """The arguments of the kernels that write lists, but for numbers, of which they have none."""
+    (batch, heads, lines, steps), kernels = tiles.blocks.shape, runtime.kernels().lists
+    sizes = kernels.ListSizes(
+        heads=heads,
+        group=group if heads > 1 else 1,
+        lines=lines,
+        steps=steps,
+        ragged=int(ragged),
+        most=(len(tiles.bits) - RESERVED) // (batch * heads),
+        words=tiles.bits[0].numel(),
+    )
+    counts = torch.empty((batch, heads, lines, 2), dtype=torch.int32, device=status.device)
+    tensors = kernels.ListTensors(status, counts, tiles.blocks, tiles.work, tiles.bits, status, ())
+    return tensors, sizes, Facts(by_columns=by_columns, overlap=None)
 
 
 def bits(tiles: BitTiles, grid: Grid, crossing: int, by_columns: bool) -> None:
@@ -128,8 +171,7 @@ def ends(grid: Grid, lines: Tensor, by_columns: bool) -> tuple[Tensor, Tensor]:
     """Both ends of the intervals of these queries, or keys ``by_columns``: int64 ``(b|1, h|1, len(lines))``."""
     leaves = tuple(TensorFacts.of(leaf) for leaf in grid.leaves)
     emitted, facts = _end_functions(grid.region, leaves, (grid.seqlen_q, grid.keys), by_columns)
-    needs = expr.depends_on(*[e for e in _ends_of(grid.region, by_columns) if e is not None])
-    batch, heads = len(grid.b) if "b" in needs else 1, len(grid.h) if "h" in needs else 1
+    batch, heads = _heads_of(grid.region, True, by_columns, len(grid.b), len(grid.h))
     start, end = torch.empty((2, batch, heads, len(lines)), dtype=torch.int64, device=grid.b.device)
     kernels, read = runtime.kernels(), emitted.slots
     sizes = kernels.EndsSizes(
@@ -166,7 +208,8 @@ def _functions(
 ) -> tuple[Emitted, Facts, int]:
     """The mask's functions, the facts of the launch, and the rows on which the predicate is the same."""
     emitted = emit_mask(region, leaves, lengths)
-    step = math.gcd(tile_m, granularity(region.predicate, "i") or tile_m)
+    same = None if region.predicate is None else granularity(region.predicate, "i")
+    step = math.gcd(tile_m, same or tile_m)
     rows = min(MOST_ROWS, 1 << (tile_m // step - 1).bit_length())
     functions = {name: emitted.functions.get(name) for name in ("first", "last", "keep", "some", "every")}
     return emitted, Facts(**functions, block_m=rows, digest=emitted.digest, overlap=None), step

@@ -8,8 +8,8 @@ From the bottom up:
 - ``e4m3``: numbers of 8 bits, read two at a time and written.
 - ``tile``: tiles of rows, how they are loaded, multiplied and stored.
 - ``mask``: which tiles a program visits and which pairs of a tile count; dropout.
-- ``tile_map``: which tiles of a mask are empty, partial or full, before any kernel visits them; ``tile_bits``: a bit for each pair of the
-  partial ones.
+- ``tile_map``: which tiles of a mask are empty, partial or full, before any kernel visits them; ``tile_lists``: their lists;
+  ``tile_bits``: a bit for each pair of the partial ones.
 - ``forward``, ``backward``, ``pair_bias``, ``diagonals``, ``tangent``: the kernels; ``tangent_tiles``: what the last one loads;
   ``paged``: the forward over keys in pages, ``merge_rows``: of its split keys; ``append``: what writes them.
 

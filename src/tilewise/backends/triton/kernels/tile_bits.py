@@ -53,14 +53,14 @@ def tile_bits_kernel(tensors, sizes, numbers, FACTS: tl.constexpr):
     """
     steps, lines, heads = plain(sizes.steps), plain(sizes.lines), plain(sizes.heads)
     pid = tl.program_id(0)
-    step, ranked = pid % steps, pid // steps
-    outer = ranked // lines
-    work = tensors.work + ranked.to(tl.int64) * 4
-    line, partial, first = tl.load(work), tl.load(work + 1), tl.load(work + 3)
+    step, each = pid % steps, pid // steps
+    outer, line = each // lines, each % lines
+    work = tensors.work + each.to(tl.int64) * 4
+    partial, first = tl.load(work + 1), tl.load(work + 3)
     # The slots of no pair and of every pair are those before slot 2; a slot past the last one would be a wrong bound.
     if (step < partial) & (first > 1) & (first + step < plain(sizes.slots)):
         b, head = tl.load(tensors.b + outer // heads).to(tl.int32), tl.load(tensors.h + outer % heads).to(tl.int32)
-        block = tl.load(tensors.blocks + ((outer * lines + line) * steps).to(tl.int64) + step)
+        block = tl.load(tensors.blocks + (each * steps).to(tl.int64) + step)
         of_thread: tl.constexpr = FACTS.crossing // 64
         to = tensors.bits + (first + step).to(tl.int64) * (256 * of_thread)
         for n in range(0, 256 * of_thread, WORDS):

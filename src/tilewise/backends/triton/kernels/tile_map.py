@@ -137,7 +137,9 @@ def judged_block(m0, m_end, n0, n_end, head, work, step, FACTS: tl.constexpr):
         certain = tl.where(FACTS.every(work.b, head, m0, i_last, j_first, j_last, work), 1, 0)
         seen, whole = seen & (possible > 0), whole * possible
         open_ = open_ & (possible > certain)
-    if open_:
+    if FACTS.keep is None:
+        whole = whole * tl.max(seen.to(tl.int32), 0)
+    elif open_:
         seen, kept = kept_pairs(m0, m_end, j, first, last, head, work, step, FACTS)
         seen = seen & (j < n_end)
         whole = whole * tl.min((kept | (j >= n_end)).to(tl.int32), 0)

@@ -1,0 +1,95 @@
+"""Padded batches as packed sequences: the packed problem has the same results, and only calls that it equals become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.backends.hopper import Hopper, padding
+from tilewise.backends.hopper.host.padded_call import PaddedPlan
+from tilewise.backends.portable import Portable
+from tilewise.problem import Problem
+from tilewise.testing import Call, call, normal, wrong
+
+LENGTHS, STARTS = torch.tensor([5, 0, 17, 29]), torch.tensor([1, 0, 3, 9])
+PADDED = {
+    "lengths": tw.key_lengths(LENGTHS),
+    "ranges": tw.key_range(STARTS, LENGTHS),
+    "starts": tw.key_range(STARTS, 17),
+    "crossed": tw.key_range(LENGTHS, STARTS),
+    "both": tw.key_lengths(LENGTHS) & tw.key_range(STARTS, 12),
+}
+
+
+@dataclass
+class PortablePlan:
+    """The plan of a packed problem, as another backend runs it."""
+
+    problem: Problem
+
+    def forward(self, *given):
+        return Portable().forward(self.problem, *given)
+
+    def backward(self, *given):
+        return Portable().backward(self.problem, *given)
+
+
+class Padded(Portable):
+    """Each problem as the packed one that it equals."""
+
+    def forward(self, p, t):
+        return PaddedPlan(p, PortablePlan(padding.as_packed(p))).forward(t)
+
+    def backward(self, p, t, out, do, dlse):
+        return PaddedPlan(p, PortablePlan(padding.as_packed(p))).backward(t, out, do, dlse)
+
+
+def padded_call(mask: tw.Mask, nq: int = 7, **options) -> Call:
+    q, k, v = (normal(4, n, heads, 8, seed=n + heads) for n, heads in ((nq, 4), (17, 2), (17, 2)))
+    return call(q, k, v, mask=mask, **options)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_padded_batch_equals_its_packed_sequences(name):
+    c = padded_call(PADDED[name], sink=normal(4), softmax_scale=0.7)
+    assert padding.is_padded(c.p)
+    assert not wrong(Padded(), c)
+
+
+def test_keys_that_nobody_sees_may_be_nan_and_batch_elements_may_lie_anywhere():
+    c = padded_call(PADDED["ranges"])
+    hidden = torch.arange(17).view(1, -1, 1, 1)
+    hidden = (hidden < STARTS.view(-1, 1, 1, 1)) | (hidden >= LENGTHS.view(-1, 1, 1, 1))
+    for x in (c.t.k, c.t.v):
+        x.masked_fill_(hidden, torch.nan)
+    assert not wrong(Padded(), c)
+    # Rows of k and v alternate: as packed rows they have to be copied.
+    k, v = normal(17, 4, 2, 8, seed=1).transpose(0, 1), normal(4, 2, 17, 8, seed=2).transpose(1, 2)
+    assert not wrong(Padded(), call(c.t.q, k, v, mask=PADDED["lengths"], score=tw.softcap(3.0)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (tw.causal() & tw.key_lengths(LENGTHS), {}),
+        (tw.key_lengths(12), {}),
+        (tw.key_lengths(LENGTHS.view(4, 1).expand(4, 4)), {}),
+        (tw.key_lengths(LENGTHS) & tw.keep(lambda b, h, i, j: i != j), {}),
+        (tw.key_lengths(LENGTHS), {"dropout_p": 0.5}),
+        (tw.key_lengths(LENGTHS), {"score": tw.alibi(torch.ones(4))}),
+    ],
+    ids=["causal", "number", "heads", "predicate", "dropout", "score"],
+)
+def test_what_packed_sequences_do_not_say_stays_as_it_is(mask, options):
+    p = padded_call(mask, **options).with_constant_scores().p
+    assert padding.as_packed(p) is p
+
+
+def test_kernels_of_packed_sequences_run_padded_batches():
+    q = torch.randn(4, 200, 4, 128).bfloat16()
+    c = call(q, q, q, mask=PADDED["lengths"])
+    assert [x.packed and x.form == "full" for x in Hopper().configs(c.p)] == [True, True]
+    assert Hopper().config(call(q, q, q, mask=PADDED["lengths"] & tw.causal()).p).form == "bits"

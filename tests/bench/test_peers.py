@@ -1,0 +1,45 @@
+"""Peers are given the very masks that the cases name."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import peers
+from bench.cases import MASKS, draw, named
+
+N = 200
+
+
+def kept(ends: Tensor) -> Tensor:
+    """The pairs that lie in the intervals [0, e0), [e1, e2) and so on of each query, (queries, keys)."""
+    j = torch.arange(N)
+    found = j < ends[0, :, None]
+    for begin, end in zip(ends[1::2], ends[2::2], strict=True):
+        found |= (j >= begin[:, None]) & (j < end[:, None])
+    return found
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "causal",
+        "window-8",
+        "window-or-first",
+        "key-lengths",
+        "texts-window-512",
+        "block-causal-1024",
+        "sparse-16",
+        "nothing",
+        None,
+    ],
+)
+def test_the_intervals_that_cudnn_flex_is_given_hold_the_pairs_of_the_mask(mask):
+    sizes = {"batch": 2, "seqlen_q": N, "seqlen_k": N, "heads_q": 1, "heads_k": 1, "head_dim": 8, "head_dim_v": 8}
+    x = draw(replace(named("h200-causal-d128-h16-16-n16384"), mask=mask, **sizes))
+    (ends,) = peers.interval_ends(x, rows=64)
+    keep = MASKS[mask].keep(x) if mask else lambda b, h, i, j: (i >= 0) & (j >= 0)
+    i, j = torch.arange(N)[:, None], torch.arange(N)
+    want = [keep(torch.tensor(b), torch.tensor(0), i, j).expand(N, N) for b in range(2)]
+    assert torch.equal(kept(ends), torch.cat(want))

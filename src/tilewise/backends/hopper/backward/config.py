@@ -74,12 +74,11 @@ class KeyTiles:
         dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
-        queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
+        queued: CTAs take tiles from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
             (docs/decisions.md#hopper-overlapped-tiles).
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
-        dp_late: the product of dP begins when P is made, so that S and dP do not take registers together; pairs of dropout are then drawn
-            under it (docs/decisions.md#hopper-pair-tiles).
+        dp_late: dP begins when P is made: S and dP share no registers, dropout is drawn under it (docs/decisions.md#hopper-pair-tiles).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
     """
 
@@ -341,6 +340,11 @@ class Backward(Formed):
         return self.queries is not None and self.queries.makes_statistics
 
     @property
+    def makes_queue(self) -> bool:
+        """Whether a launch makes the queue of key tiles, and its first kernel sets it to zero; packed sequences bring theirs."""
+        return self.keys.queued and not self.packed
+
+    @property
     def flagged(self) -> bool:
         """Whether the pass over keys begins on multiprocessors that the pass over queries has left, before all have: its first tiles
         then wait for the flags of their heads' statistics (docs/decisions.md#hopper-flags).
@@ -391,7 +395,7 @@ class BackwardRow:
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
         one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
-        counted_from: the same where tiles are counted, which hides a part of that; None: as many.
+        overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
     """
 
     two_passes: Passes
@@ -403,11 +407,11 @@ class BackwardRow:
     dropout: KeyTiles | None = None
     bits: KeyTiles | None = None
     one_pass_from: int = 0
-    counted_from: int | None = None
+    overlapping_from: int | None = None
 
     def least_keys(self, keys: KeyTiles) -> int:
         """How many keys a query must see on average for these tiles of ``one_pass``."""
-        return self.one_pass_from if self.counted_from is None or not keys.counts else self.counted_from
+        return self.one_pass_from if self.overlapping_from is None or not keys.overlaps else self.overlapping_from
 
     @property
     def ordered(self) -> KeyTiles | None:
@@ -422,10 +426,9 @@ class BackwardRow:
         keys = self.dropout if dropout else self.one_pass
         if keys is None or keys.clustered:
             return keys
-        if packed:  # the numbers of a sequence take registers too
-            return replace(keys, v_register_steps=min(keys.v_register_steps, 3))
-        keys = replace(keys, overlaps=True, counts=True)
-        return keys if form == "full" else replace(keys, queued=True, prefetches=True)
+        most = 3 if packed else keys.v_register_steps  # the numbers of a sequence take registers too
+        keys = replace(keys, overlaps=True, counts=not packed, v_register_steps=min(keys.v_register_steps, most))
+        return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
         """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""
@@ -452,7 +455,7 @@ TABLE = {
         dropout=KeyTiles(64, 64, 128, 5, sums_dq=True, dp_late=True),
         bits=replace(_BITS, width=64, width_v=64, tile_m=128),
         one_pass_from=1100,
-        counted_from=900,
+        overlapping_from=900,
     ),
     (96, 96): BackwardRow(
         two_passes=Passes(KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6, makes_statistics=True)),
@@ -489,12 +492,9 @@ TABLE = {
     ),
 }
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
-ORDERED_FROM = (
-    1500  # keys a query: additions in order pay then where tiles are not equally long, and wait for longer ones
-)
+ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
 ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
 
-# Tiles that are worth a measurement, for the forms "full" and "upper" in bf16.
 CANDIDATES = (
     Passes(KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),
     Passes(KeyTiles(128, 128, 64, 6, sums_dq=True, dq_first=True)),
@@ -502,7 +502,7 @@ CANDIDATES = (
 
 
 def candidates() -> list[Backward]:
-    """Backwards that are built to be measured and are not shipped."""
+    """Backwards that are built to be measured and are not shipped: tiles that are worth it, full and causal, in bf16."""
     return [Backward(*passes, "bf16", form) for passes in CANDIDATES for form in ("full", "upper")]
 
 
@@ -532,9 +532,9 @@ def shipped() -> list[Backward]:
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and clusters, need one band's numbers; queues, equal sequences."""
+    """Whether there is a kernel with these tiles: additions in order, and clusters, need one band's numbers; counts, equal sequences."""
     banded = keys.ordered or keys.clustered
-    return not (packed and (banded or keys.queued or keys.counts)) and (not banded or form in BANDS)
+    return not (packed and (banded or keys.counts)) and (not banded or form in BANDS)
 
 
 def reasons(p: Problem) -> list[str]:

@@ -441,9 +441,7 @@ class BackwardRow:
         return (form in ("band", "rows") and self.softcap_band) or self.softcap
 
 
-_BITS = KeyTiles(
-    128, 128, 64, 5, sums_dq=True, queued=True, overlaps=True, counts=True, prefetches=True, v_register_steps=4
-)
+_BITS = KeyTiles(128, 128, 64, 5, sums_dq=True, queued=True, overlaps=True, counts=True, v_register_steps=4)
 # (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
 TABLE = {
     (64, 64): BackwardRow(
@@ -453,7 +451,7 @@ TABLE = {
         ),
         softcap=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True)),
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
-        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
+        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, v_register_steps=4),
         dropout=KeyTiles(64, 64, 128, 5, sums_dq=True, dp_late=True),
         bits=replace(_BITS, width=64, width_v=64, tile_m=128),
         one_pass_from=1100,

@@ -143,7 +143,7 @@ def test_explain_names_who_runs_it_and_why_others_do_not():
     q, cache, options = CAUSAL.draw()
     said = tw.explain(q, cache, **options)
     assert said.chosen in ("cpu", "portable")
-    assert "page_size 8 is not a multiple of 64" in said.refused["hopper"]
+    assert "page_size 8 is not a multiple of 16" in said.refused["hopper"]
     assert "paged, 4 sequences of at most 48 keys" in str(said)
 
 

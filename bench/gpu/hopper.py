@@ -14,7 +14,7 @@ from bench.gpu.subject import Kernel, Named, Scale, Subject, Timed, in_16_bits
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import ALIBI, PLAIN
+from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import kernel_files
@@ -99,7 +99,6 @@ class Kind(NamedTuple):
     packed: bool
     paged: int = 0
     dropout: bool = False
-    alibi: bool = False
     latent: bool = False
 
     @classmethod
@@ -114,14 +113,13 @@ class Kind(NamedTuple):
             x.packed,
             latent_config.KEYS if latent else getattr(x, "paged", 0),
             x.dropout,
-            x.traced == ALIBI,
             latent,
         )
 
     @property
     def options(self) -> list[dict]:
         """The options of the calls of this kind, masks of tensors by their names."""
-        return (PLACED_OPTIONS if self.dropout or self.alibi else FORM_OPTIONS)[self.form]
+        return (PLACED_OPTIONS if self.dropout else FORM_OPTIONS)[self.form]
 
 
 def options_of(kind: Kind, shape: tuple[int, ...], device: str) -> list[dict]:
@@ -164,11 +162,7 @@ def unpacked_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: S
         b, nq, nk, hq, hk = shape
         # Beside one key dS is 0 but for O's rounding, and eager attention does not read O: a factor of 2 leaves nothing to round.
         options |= {"dropout_p": 0.5} if kind.dropout and nk == 1 else {}
-        return call(new(b, nq, hq, d), new(b, nk, hk, d), new(b, nk, hk, dv), **{**scored(hq), **options})
-
-    def scored(heads: int) -> dict:
-        slopes = 2.0 ** -torch.arange(1.0, heads + 1, device=device)
-        return score | ({"score": tw.alibi(slopes)} if kind.alibi else {})
+        return call(new(b, nq, hq, d), new(b, nk, hk, d), new(b, nk, hk, dv), **{**score, **options})
 
     def first(*shape: int) -> dict:
         return options_of(kind, shape, device)[0]
@@ -183,9 +177,9 @@ def unpacked_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: S
     yield "large", made((1, 200, 900, 2, 2), width, width_v, softmax_scale=4.0, **first(1, 200, 900))
     lengths = ((200, width), (333, width), (333, width_v))
     q, k, v = (new(1, 2, n, d).transpose(1, 2) for n, d in lengths)
-    yield "strided", call(q, k, v, **scored(2), **first(1, 200, 333))
+    yield "strided", call(q, k, v, **score, **first(1, 200, 333))
     odd = [torch.cat([x, x], -1)[..., 1 : 1 + x.shape[-1]] for x in (q, k, v)]
-    yield "unaligned", call(*odd, **scored(2), **first(1, 200, 333))
+    yield "unaligned", call(*odd, **score, **first(1, 200, 333))
 
 
 def packed_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Sizes) -> Named:

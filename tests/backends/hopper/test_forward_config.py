@@ -181,7 +181,7 @@ def test_other_problems_are_refused_with_the_reason(name):
 EXPRESSIONS = {
     "keep": lambda n: {"mask": tw.keep(lambda b, h, i, j: j % n == 0)},
     "dense": lambda n: {"mask": normal(70, 70, seed=n) > 0},
-    "alibi": lambda n: {"score": tw.alibi(normal(1, 4, seed=n))},
+    "alibi": lambda n: {"score": tw.alibi(normal(4, seed=n))},
     "caps": lambda n: {"score": tw.softcap(float(n)) >> tw.softcap(3.0)},
     "sink-and-bias": lambda n: {"score": tw.bias(normal(70, 70, seed=n)), "sink": normal(4)},
 }

@@ -193,14 +193,11 @@ class Traced:
 
     @property
     def name(self) -> str:
-        """The part of a kernel's name that tells traced kernels apart: twelve hexadecimal digits, or ``alibi``, which ships."""
-        return "alibi" if self == ALIBI else hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+        """The part of a kernel's name that tells traced kernels apart: twelve hexadecimal digits."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
 
 
 PLAIN = Traced()
-ALIBI = Traced(score="s - (float0[h] * abs((i + off) - j))", leaves="float32:1")
-"""The score ``tilewise.alibi(slopes)`` with slopes (heads_q,) in fp32: the one traced score that ships."""
-SLOPED = ("full", "upper")  # the forms with which it ships
 
 
 @dataclass(frozen=True)

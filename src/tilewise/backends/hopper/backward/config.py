@@ -17,14 +17,12 @@ from typing import NamedTuple
 
 from tilewise import device as devices
 from tilewise.backends.hopper.config import (
-    ALIBI,
     ALIGNMENT,
     DROPPED,
     DTYPES,
     PLAIN,
     ROWS,
     SHIPPED,
-    SLOPED,
     Expressions,
     Formed,
     Traced,
@@ -467,7 +465,7 @@ TABLE = {
         pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
         predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
         one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, v_register_steps=1),
-        dropout=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True),
+        dropout=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True, dp_late=True),
         bits=replace(_BITS, dq_first=True),
         one_pass_from=560,
     ),
@@ -520,7 +518,6 @@ def shipped() -> list[Backward]:
     found = [(passes, form, softcap, packed, PLAIN, False) for passes, form, softcap, packed in found]
     for row in (row for row in rows if row.dropout):
         found += [(Passes(row.summed(form, False, True)), form, False, False, PLAIN, True) for form in DROPPED]
-        found += [(row.passes(form, False, ALIBI), form, False, False, ALIBI, False) for form in SLOPED]
     return [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
 
 

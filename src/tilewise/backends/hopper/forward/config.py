@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from tilewise import device as devices
 from tilewise.backends.hopper.config import (
-    ALIBI,
     ALIGNMENT,
     DROPPED,
     DTYPES,
@@ -21,7 +20,6 @@ from tilewise.backends.hopper.config import (
     PLAIN,
     ROWS,
     SHIPPED,
-    SLOPED,
     Expressions,
     Formed,
     Traced,
@@ -141,7 +139,7 @@ class Config(Formed):
         heads: how many query heads of a group a tile holds side by side, so that its keys serve them all; divides ROWS.
         packed: sequences are packed; such a kernel neither splits keys nor holds heads side by side.
         paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
-        traced: the expressions of this call alone: but for ALIBI such a kernel is compiled at the first call.
+        traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped.
     """
 
@@ -400,8 +398,7 @@ def shipped() -> list[Config]:
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
-    sloped = [Config(row.traced, dtype, form, traced=ALIBI) for row, dtype, form in trained if form in SLOPED]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped)))
 
 
 @lru_cache(maxsize=1)
@@ -491,7 +488,7 @@ def choose(problem: Problem) -> Config:
     # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
     if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
-    row = row_for(problem, capped, (traced, dropout) in ((PLAIN, True), (ALIBI, False)))
+    row = row_for(problem, capped, dropout and traced == PLAIN)
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
     config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
     if not config.of_numbers:
@@ -511,10 +508,10 @@ def choose(problem: Problem) -> Config:
     return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
 
 
-def row_for(problem: Problem, capped: bool, trained: bool) -> TileRow:
-    """The row of TABLE for a problem: the first that ships a softcap, or what training uses (dropout, ALiBi), where one does."""
+def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:
+    """The row of TABLE for a problem: the first that ships a softcap, or dropout alone, where one does."""
     rows = [row for row in rows_for(problem.head_dim, problem.head_dim_v) if row.softcap or not capped]
-    return next((row for row in rows if trained and not capped and row.dropout), rows[0])
+    return next((row for row in rows if dropped and not capped and row.dropout), rows[0])
 
 
 def tile_count(config: Config, problem: Problem) -> int:

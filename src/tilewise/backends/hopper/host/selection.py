@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.config import ALIBI, DTYPES, SHIPPED
+from tilewise.backends.hopper.config import DTYPES, SHIPPED
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.latent import config as latent_config
@@ -16,7 +16,7 @@ from tilewise.backends.hopper.latent.config import LatentConfig
 FORMS = dict(zip(("full", "causal", "window", "rows", "bits"), (*SHIPPED, "bits"), strict=True))
 """The word for each form: every key, up to a moving end, between two such ends, between ends that tensors hold, by a bit for each pair."""
 PASSES = {"forward": (Config, LatentConfig), "backward": (Backward,)}
-FEATURES = ("softcap", "alibi", "dropout", "packed", "paged", "latent")
+FEATURES = ("softcap", "dropout", "packed", "paged", "latent")
 _DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
 _OFTEN = ((128, 128), (64, 64))  # head dims that most models have
 
@@ -34,7 +34,6 @@ def _rank(config: Config | Backward) -> tuple:
     form = ("upper", "full", "band", "rows", "bits").index(config.form)
     return (
         config.softcap,
-        config.traced == ALIBI,
         config.dropout,
         config.packed,
         paged(config),
@@ -62,7 +61,7 @@ def features_of(config: Config | Backward) -> set[str]:
     if isinstance(config, LatentConfig):
         return {"latent"}
     kind = "paged" if paged(config) else "packed"
-    has = {"softcap": config.softcap, "alibi": config.traced == ALIBI, "dropout": config.dropout, kind: config.packed}
+    has = {"softcap": config.softcap, "dropout": config.dropout, kind: config.packed}
     return {name for name in FEATURES if has.get(name)}
 
 

@@ -106,6 +106,23 @@ def keys_of(problem: Problem) -> tuple[str, Band]:
     return band.form, band
 
 
+def mean_keys_per_query(problem: Problem) -> float:
+    """About how many keys a query sees: the mean over 16 queries, of packed sequences as if all were equally long. Half of all keys
+    where only the device knows."""
+    if band_of(problem) is None:
+        return problem.seqlen_k / 2
+    band, parts = band_of(problem), max(problem.batch, 1) if problem.packed else 1
+    seqlen_q, seqlen_k = problem.seqlen_q / parts, problem.seqlen_k / parts
+    off = seqlen_k - seqlen_q if problem.packed else 0
+
+    def seen(i: float) -> float:
+        first = band.start if band.lo is None else max(band.start, i + off + band.lo)
+        stop = min(band.stop, seqlen_k)
+        return max(0.0, (stop if band.hi is None else min(stop, i + off + band.hi)) - first)
+
+    return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16
+
+
 def why_no_bits(problem: Problem, crossing: int, by_columns: bool = False) -> str:
     """The reason why a mask's predicate is traced into a kernel of its own; empty: a bit for each pair of a partial tile says what is
     kept, and one kernel serves all masks.

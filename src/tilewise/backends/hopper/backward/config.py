@@ -28,6 +28,7 @@ from tilewise.backends.hopper.config import (
     Traced,
     band_of,
     keys_of,
+    mean_keys_per_query,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
@@ -445,7 +446,7 @@ TABLE = {
         ),
         softcap=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True)),
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
-        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, v_register_steps=4),
+        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
         dropout=KeyTiles(64, 64, 128, 5, sums_dq=True, dp_late=True),
         bits=replace(_BITS, width=64, width_v=64, tile_m=128),
         one_pass_from=1100,
@@ -590,20 +591,3 @@ def form_of(p: Problem) -> str:
     to the keys that are seen."""
     form, band = keys_of(p)[0], band_of(p)
     return form if band is None or form in ("rows", "lists") else band.form
-
-
-def mean_keys_per_query(p: Problem) -> float:
-    """About how many keys a query sees: the mean over 16 queries, of packed sequences as if all were equally long. Half of all keys
-    where only the device knows."""
-    if band_of(p) is None:
-        return p.seqlen_k / 2
-    band, parts = band_of(p), max(p.batch, 1) if p.packed else 1
-    seqlen_q, seqlen_k = p.seqlen_q / parts, p.seqlen_k / parts
-    off = seqlen_k - seqlen_q if p.packed else 0
-
-    def seen(i: float) -> float:
-        first = band.start if band.lo is None else max(band.start, i + off + band.lo)
-        stop = min(band.stop, seqlen_k)
-        return max(0.0, (stop if band.hi is None else min(stop, i + off + band.hi)) - first)
-
-    return sum(seen((n + 0.5) / 16 * (seqlen_q - 1)) for n in range(16)) / 16

@@ -59,16 +59,24 @@ def test_a_padded_batch_equals_its_packed_sequences(name):
     assert not wrong(Padded(), c)
 
 
-def test_keys_that_nobody_sees_may_be_nan_and_batch_elements_may_lie_anywhere():
+def test_keys_that_nobody_sees_may_be_nan_and_scores_may_have_a_cap():
     c = padded_call(PADDED["ranges"])
     hidden = torch.arange(17).view(1, -1, 1, 1)
     hidden = (hidden < STARTS.view(-1, 1, 1, 1)) | (hidden >= LENGTHS.view(-1, 1, 1, 1))
     for x in (c.t.k, c.t.v):
         x.masked_fill_(hidden, torch.nan)
     assert not wrong(Padded(), c)
-    # Rows of k and v alternate: as packed rows they have to be copied.
-    k, v = normal(17, 4, 2, 8, seed=1).transpose(0, 1), normal(4, 2, 17, 8, seed=2).transpose(1, 2)
-    assert not wrong(Padded(), call(c.t.q, k, v, mask=PADDED["lengths"], score=tw.softcap(3.0)))
+    capped = padded_call(PADDED["lengths"], score=tw.softcap(3.0))
+    assert padding.is_padded(capped.p)
+    assert not wrong(Padded(), capped)
+
+
+def test_batch_elements_that_would_have_to_be_copied_are_not_packed():
+    q, v = normal(4, 7, 4, 8), normal(4, 2, 17, 8, seed=2).transpose(1, 2)
+    k = normal(4, 20, 2, 8, seed=1)[:, :17]  # of a cache with room for more
+    for k_and_v in ((k, k), (v, v)):
+        p = call(q, *k_and_v, mask=PADDED["lengths"]).p
+        assert padding.as_packed(p) is p
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,15 @@ from tilewise.tiles import Grid
 
 def is_padded(p: Problem) -> bool:
     """Whether all queries of a batch element see the keys between two ends that only the device knows, and nothing forbids to pack it:
-    dropout counts pairs by batch element, and packed sequences take no traced score."""
+    dropout counts pairs by batch element, packed sequences take no traced score, and rows that do not follow one another in memory would
+    have to be copied."""
     region, rows = p.spec.region, max(p.q.shape[0] * p.q.shape[-3], p.k.shape[0] * p.k.shape[-3])
     if p.packed or p.paged or region.predicate is not None or band_of(p) is not None:
         return False
     ends = expr.depends_on(*(end for end in region.ends[:2] if end is not None))
     plain = not (p.spec.dropout_p or is_traced(p) or p.spec.piece)
-    return plain and not ends & {"i", "h"} and 0 < rows < LONG and min(p.seqlen_q, p.seqlen_k) > 0
+    apart = any(x.shape[0] > 1 and x.stride[0] != x.shape[-3] * x.stride[-3] for x in (p.q, p.k, p.v))
+    return plain and not ends & {"i", "h"} and not apart and 0 < rows < LONG and min(p.seqlen_q, p.seqlen_k) > 0
 
 
 def as_packed(p: Problem) -> Problem:
@@ -49,9 +51,8 @@ def _parts(p: Problem) -> int:
 
 
 def _rows(x: TensorFacts) -> TensorFacts:
-    """The facts of a tensor whose batch elements lie one after the other, as those of its copy where they do not."""
-    flat = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta").flatten(0, 1)
-    return TensorFacts.of(flat)
+    """The facts of a tensor whose batch elements lie one after the other."""
+    return TensorFacts.of(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta").flatten(0, 1))
 
 
 def starts(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:

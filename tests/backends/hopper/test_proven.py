@@ -78,3 +78,10 @@ def test_processes_of_a_build_hash_alike_and_the_others_as_before(monkeypatch):
         alike.add(said())
     assert len(alike) == 2
     assert os.environ["PYTHONHASHSEED"] == "random"
+
+
+def test_kernels_over_pages_are_of_those_that_come_out_in_several_forms():
+    paged = [c for c in config.shipped() if c.paged]
+    assert paged
+    assert all(map(aot._has_forms, paged))
+    assert not any(aot._has_forms(c) for c in config.shipped() if not c.paged)

@@ -82,9 +82,9 @@ def build(config: Config | Backward, folder: Path) -> dict:
 def build_as_proven(config: Config | Backward, folder: Path) -> dict:
     """:func:`build` with proven bits, where the same sources have several forms.
 
-    The compiler orders by addresses and by Python's hashes, and the backward's kernels with a softcap at head_dim 128 come out in one
-    of several forms, right each. These are built in processes of their own with one seed after the other, and addresses that are
-    always the same, up to the first form that a GPU has proven: every build of a release takes the same one.
+    The compiler orders by addresses and by Python's hashes, and some kernels (:func:`_has_forms`) come out in one of several forms.
+    These are built in processes of their own with one seed after the other, and addresses that are always the same, up to the first
+    form that a GPU has proven: every build of a release takes the same one.
     """
     if not _has_forms(config):
         return build(config, folder)
@@ -98,7 +98,10 @@ def build_as_proven(config: Config | Backward, folder: Path) -> dict:
 
 
 def _has_forms(config: Config | Backward) -> bool:
-    return isinstance(config, Backward) and config.softcap and config.keys.width == 128
+    """Whether builds of a kernel have been seen to differ: backwards with a softcap at head_dim 128, and forwards over pages."""
+    if isinstance(config, Backward):
+        return config.softcap and config.keys.width == 128
+    return isinstance(config, Config) and config.paged > 0
 
 
 @contextlib.contextmanager

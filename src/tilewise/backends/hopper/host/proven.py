@@ -1,8 +1,8 @@
 """The kernels that a GPU has proven right, by their bits, and those that wait for a GPU.
 
 A kernel's bits are those of its file, cubin and recipe: the same sources and the same compiler give the same ones on every
-machine, but for a few kernels with a softcap at head_dim 128, which come out in one of several forms; each form is listed once
-a GPU has proven it, and ``aot.build_as_proven`` looks for one of them. ``python -m bench.gpu prove --backend hopper RESULTS``
+machine, but for a few kernels, with a softcap at head_dim 128 or over pages, which come out in one of several forms; each form is
+listed once a GPU has proven it, and ``aot.build_as_proven`` looks for one of them. ``python -m bench.gpu prove --backend hopper RESULTS``
 adds to ``proven.txt`` the kernels that were right in every call. A change of a kernel's bits is a decision: its name is put into
 ``unproven.txt``, and taken out when a GPU has proven the new bits.
 """

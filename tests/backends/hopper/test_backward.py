@@ -105,6 +105,8 @@ def extras_of(plan: backward_call.BackwardPlan, c: Call) -> list[dict]:
     each = [{name: next(tensors) for name in names} for names in x.extra]
     if x.dropout:
         both = {"seed": next(tensors), "threshold": numbers.pop(0), "keep": np.float32(numbers.pop(0))}
+    if x.alibi:
+        both["slopes"] = next(tensors)
     if x.traced != PLAIN:
         both |= {"leaves": tuple(tensors), "numbers": tuple(numbers)}
     return [own | both for own in each]

@@ -29,6 +29,7 @@ from tilewise.backends.hopper.config import (
     band_of,
     keys_of,
     mean_keys_per_query,
+    slopes_of,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
@@ -267,7 +268,7 @@ class Backward(Formed):
 
     Attributes:
         queries: None where the pass over key tiles accumulates dQ.
-        dtype, form, softcap, packed, traced, dropout: as of :class:`tilewise.backends.hopper.forward.config.Config`.
+        dtype, form, softcap, packed, traced, dropout, alibi: as of :class:`tilewise.backends.hopper.forward.config.Config`.
     """
 
     keys: KeyTiles
@@ -278,11 +279,22 @@ class Backward(Formed):
     packed: bool = False
     traced: Traced = PLAIN
     dropout: bool = False
+    alibi: bool = False
+
+    @property
+    def placed(self) -> bool:
+        """Whether a block has to know its place, even where it is seen as a whole."""
+        return self.pairs or self.alibi
 
     @property
     def pairs(self) -> bool:
         """Whether the kernel asks something about every pair of a query and a key: an expression or dropout."""
         return self.dropout or self.traced != PLAIN
+
+    @property
+    def tight(self) -> bool:
+        """Whether too few registers are left for what the draws of all blocks share."""
+        return self.keys.dp_late or not self.keys.sums_dq
 
     @property
     def separate_ds(self) -> bool:
@@ -297,7 +309,7 @@ class Backward(Formed):
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
         second += "_counted" if k.counts else ""
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "alibi", "packed") if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
 
@@ -386,6 +398,7 @@ class BackwardRow:
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
+        alibi: whether one_pass is shipped with ALiBi whose bias is linear.
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
         one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
             an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
@@ -399,6 +412,7 @@ class BackwardRow:
     predicate: Passes | None = None
     one_pass: KeyTiles | None = None
     dropout: KeyTiles | None = None
+    alibi: bool = False
     bits: KeyTiles | None = None
     one_pass_from: int = 0
     counted_from: int | None = None
@@ -448,6 +462,7 @@ TABLE = {
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
         one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
         dropout=KeyTiles(64, 64, 128, 5, sums_dq=True, dp_late=True),
+        alibi=True,
         bits=replace(_BITS, width=64, width_v=64, tile_m=128),
         one_pass_from=1100,
         counted_from=900,
@@ -466,7 +481,8 @@ TABLE = {
         pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
         predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
         one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, v_register_steps=1),
-        dropout=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True, dp_late=True),
+        dropout=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True),
+        alibi=True,
         bits=replace(_BITS, dq_first=True),
         one_pass_from=560,
     ),
@@ -519,7 +535,9 @@ def shipped() -> list[Backward]:
     found = [(passes, form, softcap, packed, PLAIN, False) for passes, form, softcap, packed in found]
     for row in (row for row in rows if row.dropout):
         found += [(Passes(row.summed(form, False, True)), form, False, False, PLAIN, True) for form in DROPPED]
-    return [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
+    found = [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
+    sloped = [row.summed("upper", False) for row in rows if row.alibi]
+    return found + [Backward(keys, None, dtype, "upper", alibi=True) for keys in sloped for dtype in DTYPES.values()]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
@@ -556,10 +574,22 @@ def choose(p: Problem) -> Backward:
     bits = bit_tiles_of(p)
     if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
+    if (sloped := with_slopes(p)) is not None:
+        return sloped
     row, passes = chosen_row(p)
     if not (softcap or traced != PLAIN):
         passes = one_pass(row, p, form) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
+
+
+def with_slopes(p: Problem) -> Backward | None:
+    """The kernels that know ALiBi's bias to be linear: one pass, however few the keys are; None where dQ must be added up in one order, or
+    the score is something else."""
+    fitting = (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
+    row = next((row for row in fitting if row.alibi), None)
+    if row is None or slopes_of(p) is None or p.spec.dropout_p or p.spec.deterministic:
+        return None
+    return Backward(row.summed("upper", False), None, DTYPES[str(p.dtype)], "upper", alibi=True)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:

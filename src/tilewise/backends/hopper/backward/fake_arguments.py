@@ -55,7 +55,7 @@ def fake_arguments(config: Backward) -> tuple:
 
 def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
     """The tensors that only some kernels have: those of the pass over ``lengths[0]`` keys, those of the pass over ``lengths[1]``
-    queries, the seed of dropout, and the leaves of expressions."""
+    queries, the seed of dropout, ALiBi's slopes, and the leaves of expressions."""
     found = []
     for rows, names in zip(lengths, config.extra, strict=True):
         tiles = cute.sym_int()
@@ -65,4 +65,5 @@ def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
         made["bits"] = fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.keys.tile_m)))
         found += [made[name] for name in names]
     found += [fake.vector(cutlass.Int64, 1)] if config.dropout else []
+    found += [fake.vector(cutlass.Float32, heads[1])] if config.alibi else []
     return found + [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]

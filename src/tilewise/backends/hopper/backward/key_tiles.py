@@ -20,8 +20,11 @@ from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, p
 from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, PackedSequence, seqlen_info
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
-from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile
+from tilewise.backends.hopper.kit.slopes import RowSlopes
+from tilewise.backends.hopper.kit.softmax import LOG2_E
+from tilewise.backends.hopper.kit.tiles import column_of
 
 FAR = 1 << 29  # past every query
 
@@ -202,6 +205,7 @@ class VisibleBlocks(NamedTuple):
     Attributes:
         start, stop: the blocks ``[start, stop)`` are seen as a whole; of the others, what is within ``limits``.
         hidden: of the first ``hidden`` blocks nothing is seen.
+        slopes: ALiBi of the tile's query head, where there is ALiBi.
     """
 
     column: I32
@@ -210,10 +214,11 @@ class VisibleBlocks(NamedTuple):
     stop: I32
     limits: ColumnLimits | None
     hidden: I32 | int = 0
+    slopes: RowSlopes | None = None
 
     def block(self, n, whole: bool, params: BackwardParams, config: Backward) -> ScoreBlock:
         """The n-th of the tile's blocks, or of its list."""
-        if whole and not config.pairs:
+        if whole and not config.placed:
             return ScoreBlock()
         if config.form == "bits":
             # Two threads of 256 for each key of the tile: the second warpgroup's keys are 64 further.
@@ -223,7 +228,7 @@ class VisibleBlocks(NamedTuple):
         first = block_at(self.tile, n, params, config) * config.keys.tile_m
         limits = None if whole else self.limits.within(first)
         pairs = pairs_of_block(self.tile, ("j", "i"), self.column, first, params) if config.pairs else None
-        return ScoreBlock(limits, pairs)
+        return ScoreBlock(limits, pairs, slopes=self.slopes and self.slopes.within(first))
 
 
 def visible_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward) -> VisibleBlocks:
@@ -281,4 +286,14 @@ def blocks_of_head(
     tile = of_query_head(tile, g, params, config)
     if not config.of_numbers:
         return visible_blocks(column, tile, params, config)
+    if config.alibi:
+        blocks = blocks._replace(slopes=slopes_of_head(column, tile.head, params))
     return blocks._replace(tile=tile) if config.pairs else blocks
+
+
+def slopes_of_head(column, head, params: BackwardParams) -> RowSlopes:
+    """ALiBi of a query head for a thread's keys. A block's columns are queries, and the bias falls along them: -slope (i + off - j)."""
+    start = column_of(cute.arch.thread_idx()[0] % 128, 0)
+    return RowSlopes(
+        -params.extra.slopes[head] * LOG2_E, [F32(j - start - (params.hi - 1)) for j in thread_rows(column)]
+    )

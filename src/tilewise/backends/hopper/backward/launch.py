@@ -37,7 +37,7 @@ def optional_params(tensors: list, numbers: list, config: Backward) -> tuple[Opt
     """The arguments that only some kernels have: of the pass over keys, and of the pass over queries.
 
     Args:
-        tensors: the tensors of the pass over keys, those of the pass over queries, the seed of dropout, and the leaves of expressions;
+        tensors: the tensors of the pass over keys, those of the pass over queries, the seed of dropout, ALiBi's slopes, and the leaves of expressions;
             each only where there are any (:attr:`Backward.extra`).
         numbers: dropout's threshold and factor, then the numbers of expressions.
     """
@@ -47,6 +47,8 @@ def optional_params(tensors: list, numbers: list, config: Backward) -> tuple[Opt
     each = [{name: next(tensors) for name in names} for names in config.extra]
     if config.dropout:
         both = {"seed": next(tensors), "threshold": numbers[0], "keep": numbers[1]}
+    if config.alibi:
+        both["slopes"] = next(tensors)
     if config.traced != PLAIN:
         both |= {"leaves": tuple(next(tensors) for _ in range(leaves)), "numbers": tuple(numbers[2 * config.dropout :])}
     return tuple(OptionalParams(**own, **both) for own in each)

@@ -23,6 +23,7 @@ from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.kit import bits, dropout, expression
 from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import choose, pack
+from tilewise.backends.hopper.kit.slopes import BlockSlopes
 from tilewise.backends.hopper.kit.softmax import softcap_roughly
 from tilewise.backends.hopper.kit.tiles import column_of, constant_column, row_of, rows_columns
 
@@ -60,17 +61,20 @@ class ScoreBlock(NamedTuple):
         limits: the ends of its two rows' kept columns, counted as in :class:`ColumnLimits`; None where all columns are kept.
         pairs: the pairs of a query and a key, where there are expressions or dropout.
         words: a bit for each pair of a partial block, where bits say which are kept.
+        slopes: ALiBi's bias, where there is ALiBi.
     """
 
     limits: list | None = None
     pairs: expression.Pairs | None = None
     words: list | None = None
+    slopes: BlockSlopes | None = None
 
     def dropout_keeps(self, acc: cute.Tensor, params: BackwardParams, config: Backward) -> dropout.Kept | None:
         """The pairs of an accumulator that dropout keeps; None without dropout."""
         if not config.dropout:
             return None
-        return dropout.Kept.of(self.pairs, cute.size(rows_columns(acc), mode=[1]), params)
+        columns = cute.size(rows_columns(acc), mode=[1])
+        return dropout.Kept.of(self.pairs, columns, params, tight=config.tight)
 
     def values(self, config: Backward) -> expression.Values | None:
         """The score and slope of each pair and, where some pairs may be hidden, whether the predicate keeps it."""
@@ -109,6 +113,8 @@ def probabilities(
         lse2: function of a thread's row and column.
         kept: dropout's condition of a thread's row and column; it acts on ``p`` alone, since dS takes it from dP.
     """
+    if block.slopes is not None:
+        lse2 = block.slopes.less(lse2)
     # None without expressions; otherwise each node of the trees is computed once for what it depends on.
     values = block.values(config)
     if config.softcap:

@@ -26,6 +26,7 @@ from tilewise.backends.hopper.config import (
     band_of,
     is_traced,
     keys_of,
+    slopes_of,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
@@ -141,6 +142,7 @@ class Config(Formed):
         paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped.
+        alibi: ALiBi's bias is added, linear in the key (:mod:`tilewise.backends.hopper.kit.slopes`).
     """
 
     tiles: Tiles
@@ -153,6 +155,7 @@ class Config(Formed):
     traced: Traced = PLAIN
     dropout: bool = False
     paged: int = 0
+    alibi: bool = False
 
     @property
     def queries(self) -> int:
@@ -171,6 +174,7 @@ class Config(Formed):
         found += ("lo", "hi") if self.by_rows else ()
         found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "queue")}.get(self.form, ())
         found += ("seed", "threshold", "keep") if self.dropout else ()
+        found += ("slopes",) if self.alibi else ()
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
@@ -208,7 +212,7 @@ class Config(Formed):
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "alibi", "split") if getattr(self, name))
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
@@ -252,6 +256,7 @@ class TileRow:
         fewer_ends: tiles beside ``ends`` that short sequences may get.
         bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
         dropout: with dropout and neither a score nor a predicate; None: the tiles of a next row that has some, else ``traced``.
+        alibi: with ALiBi whose bias is linear; None: the tiles of a next row that has some, else none does.
         softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
         candidates: what else is worth a measurement, for "full" and "upper" in bf16.
     """
@@ -265,13 +270,14 @@ class TileRow:
     fewer_ends: tuple[Tiles, ...] = ()
     bits: Tiles | None = None
     dropout: Tiles | None = None
+    alibi: Tiles | None = None
     softcap: bool = False
     candidates: tuple[Tiles, ...] = ()
 
     @property
     def columns(self) -> tuple[Tiles, ...]:
         """Every tile of the row that a call may get."""
-        more = (tiles for tiles in (self.bits, self.dropout, self.short) if tiles is not None)
+        more = (tiles for tiles in (self.bits, self.dropout, self.alibi, self.short) if tiles is not None)
         return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
 
     def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
@@ -309,6 +315,7 @@ TABLE = {
         fewer_ends=(_D64_128,),
         bits=_D64_128,
         dropout=_D64_128,
+        alibi=_D64_192,
         softcap=True,
         candidates=(replace(_D64_192, pingpong=False), _D64_128, replace(_D64_128, pingpong=False)),
     ),
@@ -327,6 +334,7 @@ TABLE = {
         short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
         bits=_D128,
         dropout=_D128,
+        alibi=_D128,
         softcap=True,
         candidates=(
             replace(_D128, pingpong=False),
@@ -398,7 +406,13 @@ def shipped() -> list[Config]:
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped)))
+    sloped = [
+        Config(row.alibi, dtype, "upper", alibi=True)
+        for row in TABLE.values()
+        if row.alibi
+        for dtype in DTYPES.values()
+    ]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
 
 
 @lru_cache(maxsize=1)
@@ -488,6 +502,9 @@ def choose(problem: Problem) -> Config:
     # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
     if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
+    sloped = with_slopes(problem)
+    if sloped is not None:
+        return sloped
     row = row_for(problem, capped, dropout and traced == PLAIN)
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
     config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
@@ -506,6 +523,15 @@ def choose(problem: Problem) -> Config:
     # Few queries with a traced score are worth a kernel of their own; dropout is for training, whose queries are many.
     split = min((c for c in halves if c in _shipped() or traced != PLAIN), key=clocks, default=whole)
     return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
+
+
+def with_slopes(problem: Problem) -> Config | None:
+    """The kernel that knows ALiBi's bias to be linear; None where the score is something else, or keys would be split."""
+    tiles = next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
+    if tiles is None or slopes_of(problem) is None or problem.spec.dropout_p:
+        return None
+    config = Config(tiles, DTYPES[str(problem.dtype)], "upper", alibi=True)
+    return config if 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
 
 
 def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:

@@ -16,7 +16,7 @@ from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, without_memory
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
 from tilewise.backends.hopper.backward.grids import grids
-from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of, strides_addressable
+from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of, slopes_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, FAR, LOG2_E, Plan, addressed, leaf
@@ -62,7 +62,7 @@ class BackwardPlan(Plan):
     def direct(self) -> bool:
         """Whether the kernels take the caller's tensors as they are, and no others but what they write."""
         config, spec = self.config, self.problem.spec
-        plain = config.of_numbers and config.traced == PLAIN and not (any(config.extra) or config.dropout)
+        plain = config.of_numbers and not config.placed and not any(config.extra)
         return all(self.addressable) and plain and not (self.cut or self.problem.packed) and spec.sink_slot is None
 
     @cached_property
@@ -96,7 +96,7 @@ class BackwardPlan(Plan):
         scale2, cap2 = LOG2_E * problem.softmax_scale, 0.0
         if self.config.traced.score:
             scale2 = LOG2_E
-        elif cap is not None:
+        elif cap is not None and not self.config.alibi:
             scale2, cap2 = LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
         more = (band.start, band.stop) if problem.packed else ()
         more += () if self.config.traced == PLAIN else self.expressions.numbers
@@ -124,6 +124,7 @@ class BackwardPlan(Plan):
             if "blocks" in names:
                 found += self.of_mask(inputs, masks.visits, tiles, by_columns)
         found += [inputs.seed] if config.dropout else []
+        found += [inputs.leaves[slopes_of(self.problem)].detach().contiguous()] if config.alibi else []
         return found + ([] if config.traced == PLAIN else [leaf(inputs.leaves[n]) for n in self.expressions.slots])
 
     def without_unseen(self, inputs: Inputs) -> tuple[Tensor, Tensor]:

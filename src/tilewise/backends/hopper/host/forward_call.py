@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, empty_output, without_memory
-from tilewise.backends.hopper.config import PLAIN, Band, cap_of, keys_of
+from tilewise.backends.hopper.config import PLAIN, Band, cap_of, keys_of, slopes_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import library, masks
@@ -67,6 +67,8 @@ class ForwardPlan(Plan):
         grid = self.grid
         if self.config.traced.score:
             scale2, cap2 = LOG2_E, problem.softmax_scale
+        elif self.config.alibi:
+            scale2, cap2 = LOG2_E * problem.softmax_scale, 0.0
         else:
             scale2 = LOG2_E * (problem.softmax_scale if cap is None else cap)
             cap2 = 0.0 if cap is None else 2 * LOG2_E * problem.softmax_scale / cap
@@ -97,6 +99,8 @@ class ForwardPlan(Plan):
         if self.config.dropout:
             p_drop = self.problem.spec.dropout_p
             found |= {"seed": inputs.seed, "threshold": threshold(p_drop), "keep": keep_scale(p_drop)}
+        if self.config.alibi:
+            found["slopes"] = inputs.leaves[slopes_of(self.problem)].detach().contiguous()
         named = tuple(found[name] for name in self.config.extra)
         if self.config.traced == PLAIN:
             return named

@@ -37,8 +37,8 @@ def optional_params(tensors: list, numbers: list, config: Backward) -> tuple[Opt
     """The arguments that only some kernels have: of the pass over keys, and of the pass over queries.
 
     Args:
-        tensors: the tensors of the pass over keys, those of the pass over queries, the seed of dropout, ALiBi's slopes, and the leaves of expressions;
-            each only where there are any (:attr:`Backward.extra`).
+        tensors: the tensors of the pass over keys, those of the pass over queries, the seed of dropout, ALiBi's slopes, and the leaves of
+            expressions; each only where there are any (:attr:`Backward.extra`).
         numbers: dropout's threshold and factor, then the numbers of expressions.
     """
     if config.packed:

@@ -179,7 +179,7 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
         found["backward.keys_compute"],
         make_operands=_key_operands,
         as_rows_columns=lambda operand, acc: operand.values,
-        OperandValues=lambda operand, acc, dtype: operand.values,
+        OperandValues=lambda operand, acc, dtype, held=False: operand.values,
         load_register_steps=lambda operand, mma, smem: None,  # products take all columns from shared memory
     )
     stand_in(found["backward.dq_accumulate"], write_part=write_part, begin_copy=begin_copy, **semaphores())
@@ -507,17 +507,17 @@ def _cluster_storage(kernel, tiles: KeyTiles, rank: int):
 
 
 def _params(kernel, numbers: tuple):
-    """``numbers``: of a launch, and then, of packed sequences, as PackedParams has them, or fields of OptionalParams."""
+    """``numbers``: of a launch; then fields of OptionalParams, where there are any; then, of packed sequences, as PackedParams has them."""
     found = modules(kernel)
     optional, params = found["kit.params"].OptionalParams, found["backward.params"]
     size = len(params.BackwardParams._fields) - 2
     wrapped = lambda n: Global(n) if isinstance(n, np.ndarray) else n  # noqa: E731
-    if numbers[size:] and isinstance(numbers[size], dict):
-        extra = {name: wrapped(n) for name, n in numbers[size].items()}
+    more, extra = [wrapped(n) for n in numbers[size:]], {}
+    if more and isinstance(more[0], dict):
+        extra = {name: wrapped(n) for name, n in more.pop(0).items()}
         extra["leaves"] = tuple(map(Global, extra.get("leaves", ())))
-        return params.BackwardParams(*numbers[:size], extra=optional(**extra))
-    starts = [wrapped(n) for n in numbers[size:]]
-    return params.BackwardParams(*numbers[:size], params.PackedParams(*starts) if starts else None)
+    starts = params.PackedParams(*more) if more else None
+    return params.BackwardParams(*numbers[:size], starts, optional(**extra))
 
 
 def _mailboxes(kernel, groups: int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -47,8 +48,11 @@ KEYS = {
 
 
 def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
-    # Bits are for tiles that accumulate dQ; for others the same predicate is traced.
-    with patch.object(shared, "BUDGET", 0 if tiles and not tiles.sums_dq else shared.BUDGET):
+    # Bits and linear biases are for tiles that accumulate dQ; for others the same predicate, or score, is traced.
+    with ExitStack() as patches:
+        if tiles and not tiles.sums_dq:
+            patches.enter_context(patch.object(shared, "BUDGET", 0))
+            patches.enter_context(patch.object(backward_config, "with_slopes", lambda p: None))
         x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
     return emulate_kernels(c, replace(x, keys=tiles, queries=queries) if tiles else x, ctas)
@@ -73,12 +77,12 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     if x.keys.queued:
         extras[0]["queue"] = np.zeros(1, np.int32)
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
-    scales, ends = scales[:3], scales[3:]
+    scales, ends = scales[:3], scales[-2:]
 
     def work(section: int, turn: int) -> tuple:
         p = c.p
         sizes = p.seqlen_q, t["k"].shape[1], p.heads_k, p.heads_q // p.heads_k, p.batch, section
-        more = (cu_q, cu_k, queues[turn], *ends) if p.packed else (extras[turn],) if extras[turn] else ()
+        more = ((extras[turn],) if extras[turn] else ()) + ((cu_q, cu_k, queues[turn], *ends) if p.packed else ())
         return (*sizes, lo, hi, *map(np.float32, scales), *more)
 
     first = None if x.keys.sums_dq else emulated.run_queries(x, t, work(section_q, 1), min(ctas, ctas_q))
@@ -140,17 +144,21 @@ OTHERS = {
         {"dropout_p": 0.2, "dropout_seed": 9, "mask": FORWARD["documents"][1]["mask"]},
     ),
     "dense-softcap": (qkv(130, 200), {"mask": normal(130, 200) > 0, "score": tw.softcap(2.0)}),
+    "alibi-empty-rows": (qkv(400, 150), {"score": tw.alibi(torch.rand(4)), "causal": True}),
     "curve": (qkv(130, 200), {"score": lambda s, b, h, i, j: torch.tanh(s) * (1 + 0.01 * (i - j)) - 0.1 * s * s}),
 }
 CASES |= {name: FORWARD[name] for name in (*ENDS, *PAIRED)} | OTHERS
 # Every case for some form of the pass over keys, and what is a form's own for each.
-PAIRS = [(name, form) for form in ("whole", "split") for name in CASES]
+LINEAR = ("alibi", "alibi-wide", "alibi-empty-rows")
+PAIRS = [(name, form) for form in ("whole", "split") for name in CASES if name not in LINEAR[1:]]
 PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores")]
 PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "documents-empty-rows", "ranges-per-head")]
 PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]
 PAIRS += [(name, "ordered") for name in ("full", "causal-wide", "window", "window-left", "keys", "large-scores")]
 PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-rows", "narrow")]
 PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
+PAIRS += [("dropout", "queued"), ("dropout-documents", "overlapping")]
+PAIRS += list(zip(LINEAR, ("queued", "queued", "queued-wide"), strict=True))
 PAIRS += [(name, "overlapping") for name in ("one", "causal-empty-rows", "documents-empty-rows")]
 PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys")]
 PAIRS += [(name, "bits") for name in ("keep", "keep-causal", "dense", "dense-empty", "union")]
@@ -195,6 +203,9 @@ def test_the_tiles_of_scores_predicates_and_dropout_compute_the_gradients(dims, 
 
 PACKED_PAIRS = [(name, "whole") for name in PACKED] + [(name, "split") for name in ("full", "window", "softcap")]
 PACKED_PAIRS += [(name, "summed") for name in PACKED if name != "softcap"] + [("causal", "summed-wide")]
+PACKED_PAIRS = [
+    (name, form) for name, form in PACKED_PAIRS if form == "summed" or not name.startswith(("dropout", "alibi"))
+]
 
 
 @pytest.mark.parametrize(("name", "form"), PACKED_PAIRS, ids=lambda x: x)

@@ -412,6 +412,7 @@ def shipped() -> list[Config]:
         if row.alibi
         for dtype in DTYPES.values()
     ]
+    packed += [replace(c, packed=True) for c in (*dropped, *sloped) if c.of_numbers]
     return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
 
 
@@ -470,7 +471,6 @@ def reasons(problem: Problem, widest: int | None = None) -> list[str]:
         found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
     found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
-    found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
     if problem.softmax_scale <= 0 and not is_traced(problem):
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
     return found
@@ -482,9 +482,24 @@ def _reasons_of_packed(problem: Problem) -> list[str]:
         found.append("packed sequences with a mask other than causal, window and a key_range of numbers")
     if rows >= LONG:
         found.append(f"{rows} packed rows, {LONG} or more")
-    if is_traced(problem):
-        found.append("packed sequences with a score other than one softcap")
-    return found
+    if is_traced(problem) and not sloped_tiles(problem):
+        found.append(
+            "packed sequences with a score other than one softcap and, under a causal mask, alibi up to head_dim 128"
+        )
+    return found + (_reasons_of_packed_dropout(problem) if problem.spec.dropout_p else [])
+
+
+def _reasons_of_packed_dropout(problem: Problem) -> list[str]:
+    # The kernel counts keys from the first one that some row sees; the draws count from the sequence's own first key.
+    band = band_of(problem)
+    plain = band is not None and band.form in DROPPED and band.start == 0 and problem.spec.score is None
+    wide = max(problem.head_dim, problem.head_dim_v) > max(t[0] for t, row in TABLE.items() if row.dropout)
+    found = (
+        []
+        if plain and not wide
+        else ["packed sequences with dropout, but for a causal mask or none, no score, head_dim up to 128"]
+    )
+    return found + (["packed sequences with dropout and deterministic=True"] if problem.spec.deterministic else [])
 
 
 def _has_wide_number(problem: Problem) -> bool:
@@ -527,11 +542,19 @@ def choose(problem: Problem) -> Config:
 
 def with_slopes(problem: Problem) -> Config | None:
     """The kernel that knows ALiBi's bias to be linear; None where the score is something else, or keys would be split."""
-    tiles = next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
-    if tiles is None or slopes_of(problem) is None or problem.spec.dropout_p:
+    tiles = sloped_tiles(problem)
+    if tiles is None:
         return None
-    config = Config(tiles, DTYPES[str(problem.dtype)], "upper", alibi=True)
-    return config if 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
+    config = Config(tiles, DTYPES[str(problem.dtype)], "upper", packed=problem.packed, alibi=True)
+    fills = 2 * tile_count(config, problem) >= devices.of(problem.device).cores
+    return config if fills or problem.packed else None
+
+
+def sloped_tiles(problem: Problem) -> Tiles | None:
+    """The tiles for ALiBi's bias where it is linear; None where it is not, or beside dropout."""
+    if slopes_of(problem) is None or problem.spec.dropout_p or (problem.packed and problem.spec.deterministic):
+        return None
+    return next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
 
 
 def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:

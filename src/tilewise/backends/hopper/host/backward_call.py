@@ -98,8 +98,8 @@ class BackwardPlan(Plan):
             scale2 = LOG2_E
         elif cap is not None and not self.config.alibi:
             scale2, cap2 = LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
-        more = (band.start, band.stop) if problem.packed else ()
-        more += () if self.config.traced == PLAIN else self.expressions.numbers
+        more = () if self.config.traced == PLAIN else self.expressions.numbers
+        more += (band.start, band.stop) if problem.packed else ()
         drop = (threshold(problem.spec.dropout_p), keep_scale(problem.spec.dropout_p)) if self.config.dropout else ()
         return lo, hi, *launched, problem.softmax_scale, scale2, cap2, *drop, *more
 
@@ -113,8 +113,6 @@ class BackwardPlan(Plan):
     def extra(self, inputs: Inputs) -> list[Tensor]:
         """The arguments of :func:`tilewise.backends.hopper.backward.launch.optional_params`: those of each pass, then those of both."""
         config, found = self.config, []
-        if config.packed:
-            return found
         passes = (masks.column_ends, config.keys, True), (masks.row_ends, config.queries, False)
         for names, (ends, tiles, by_columns) in zip(config.extra, passes, strict=True):
             found += self.of_mask(inputs, ends) if "lo" in names else ()

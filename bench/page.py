@@ -259,8 +259,8 @@ def grouped() -> list[str]:
 def mask_rate(cases: Iterable[str], who: str, direction: str) -> float | None:
     """The newest TFLOP/s of a contestant under a mask of the table, by any of its names."""
     found = load("h200-peers")
-    rates = [rate for case in cases if (rate := found.rate(MASKED, case, who, direction))]
-    return rates[0][1] if rates else None
+    timed = (found.rate(MASKED, case, who, direction) for case in cases)
+    return next((speed for _, speed in filter(None, timed)), None)
 
 
 def masks() -> list[str]:

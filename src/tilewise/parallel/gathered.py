@@ -71,10 +71,9 @@ class Gathered:
     keeps: bool = True
     tables: tuple[Tensor, ...] = ()
 
-    @property
-    def kept(self) -> bool:
+    def kept(self, q: Tensor, k: Tensor) -> bool:
         """Whether the keys of others are kept for the backward, and not fetched again."""
-        return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths)
+        return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths, q.shape[2], k.shape[2])
 
     @property
     def first_call(self) -> LocalPiece | None:
@@ -171,7 +170,7 @@ def forward(
         gathered = finish()
         piece = call.far[0]
         outputs = operator_of(piece.spec)(q, *gathered, extras, seed, piece.spec)
-        return list(outputs), list(gathered) if call.kept else []
+        return list(outputs), list(gathered) if call.kept(q, k) else []
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
     shape = q.shape[0], q.shape[2], q.shape[1]
@@ -187,7 +186,7 @@ def forward(
     compute(call.near, k, v)  # under the exchange
     gathered = finish()
     compute(call.far, *gathered)
-    return [o, *statistics], list(gathered) if call.kept else []
+    return [o, *statistics], list(gathered) if call.kept(q, k) else []
 
 
 def backward(

@@ -298,7 +298,7 @@ class Backward(Formed):
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
         second += "_counted" if k.counts else ""
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
-        flags += "" if self.traced == PLAIN else f"_{self.traced.name}"
+        flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
 
     @property

@@ -439,7 +439,9 @@ class BackwardRow:
         return (form in ("band", "rows") and self.softcap_band) or self.softcap
 
 
-_BITS = KeyTiles(128, 128, 64, 5, sums_dq=True, queued=True, overlaps=True, counts=True, v_register_steps=4)
+_BITS = KeyTiles(
+    128, 128, 64, 5, sums_dq=True, prefetches=True, queued=True, overlaps=True, counts=True, v_register_steps=4
+)
 # (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
 TABLE = {
     (64, 64): BackwardRow(

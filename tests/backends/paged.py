@@ -47,6 +47,13 @@ class Case:
         cu = torch.tensor([0, *self.rows]).cumsum(0).int() if packed else None
         return q, self.cache(), self.options() | {"cu_seqlens_q": cu}
 
+    def call(self) -> Call:
+        """The call of what is drawn; rows of q past the last sequence are NaN."""
+        q, cache, options = self.draw()
+        if isinstance(self.rows, tuple):
+            q[sum(self.rows) :] = torch.nan
+        return paged_call(q, cache, **options)
+
     def cache(self, seed: int = 0) -> tw.PagedCache:
         """Pages in an order that the seed decides; the keys of a sequence are the same in any. All else is NaN."""
         n, (_, heads), (d, dv) = self.page_size, self.heads, self.dims

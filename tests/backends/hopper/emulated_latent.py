@@ -164,7 +164,7 @@ def _run_cta(latent, params, config, cta: tuple[int, int], split: tuple[int, int
 
     def begin(body: Callable, *arguments: object) -> None:
         role.warp, (role.split, role.splits) = 0, split
-        body(*arguments, latent.tiles.tile_of(params, config), params, config)
+        body(*arguments, latent.tiles.tile_of(params), params, config)
 
     bodies = [partial(begin, latent.scores.compute_scores, None, smem, g, "qk") for g in range(STAGES)]
     bodies += [partial(begin, latent.values.compute_values, smem, w, "pv") for w in range(VALUE_GROUPS)]

@@ -51,10 +51,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_source_computes_attention(name):
     case, splits = CASES[name]
-    q, cache, options = case.draw()
-    if isinstance(case.rows, tuple):
-        q[sum(case.rows) :] = torch.nan
-    c = paged_call(q, cache, **options)
+    c = case.call()
     assert Hopper().refused(c.p) == []
     errors = c.expected().judge(accuracy.tensors(emulate(c, splits), None))
     assert not [str(e) for e in errors if not e.ok]
@@ -107,8 +104,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_calls_are_refused_with_the_reason(name):
     case, word = REFUSED[name]
-    q, cache, options = case.draw()
-    (reason,) = Hopper().refused(paged_call(q, cache, **options).p)
+    (reason,) = Hopper().refused(case.call().p)
     assert word in reason
 
 

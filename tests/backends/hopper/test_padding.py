@@ -8,7 +8,11 @@ import pytest
 import torch
 
 import tilewise as tw
+from tests.backends.hopper.test_backward import emulate_kernels
+from tests.backends.hopper.test_forward import emulate_kernel
 from tilewise.backends.hopper import Hopper, padding
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host.padded_call import PaddedPlan
 from tilewise.backends.portable import Portable
 from tilewise.problem import Problem
@@ -37,14 +41,34 @@ class PortablePlan:
         return Portable().backward(self.problem, *given)
 
 
+@dataclass
+class EmulatedPlan:
+    """The plan of a packed problem, as the source of its kernels runs it on the emulated machine."""
+
+    problem: Problem
+
+    def forward(self, t):
+        c = Call(self.problem, t, torch.empty(0), torch.empty(0))
+        return emulate_kernel(c, forward_config.choose(self.problem), 3)
+
+    def backward(self, t, out, do, dlse):
+        return emulate_kernels(Call(self.problem, t, do, dlse), backward_config.choose(self.problem), 3)
+
+
 class Padded(Portable):
     """Each problem as the packed one that it equals."""
 
+    plan = PortablePlan
+
     def forward(self, p, t):
-        return PaddedPlan(p, PortablePlan(padding.as_packed(p))).forward(t)
+        return PaddedPlan(p, self.plan(padding.as_packed(p))).forward(t)
 
     def backward(self, p, t, out, do, dlse):
-        return PaddedPlan(p, PortablePlan(padding.as_packed(p))).backward(t, out, do, dlse)
+        return PaddedPlan(p, self.plan(padding.as_packed(p))).backward(t, out, do, dlse)
+
+
+class Emulated(Padded):
+    plan = EmulatedPlan
 
 
 def padded_call(mask: tw.Mask, nq: int = 7, **options) -> Call:
@@ -57,6 +81,16 @@ def test_a_padded_batch_equals_its_packed_sequences(name):
     c = padded_call(PADDED[name], sink=normal(4), softmax_scale=0.7)
     assert padding.is_padded(c.p)
     assert not wrong(Padded(), c)
+
+
+def test_the_source_of_packed_kernels_computes_a_padded_batch():
+    q, k, v = (
+        normal(3, n, heads, 64, dtype=torch.bfloat16, seed=n + heads) for n, heads in ((70, 2), (150, 1), (150, 1))
+    )
+    mask = tw.key_range(torch.tensor([3, 0, 70]), torch.tensor([65, 0, 150]))
+    c = call(q, k, v, mask=mask, sink=normal(2))
+    assert padding.is_padded(c.p)
+    assert not wrong(Emulated(), c)
 
 
 def test_keys_that_nobody_sees_may_be_nan_and_scores_may_have_a_cap():

@@ -61,10 +61,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_source_computes_attention_over_pages(name):
-    q, cache, options = CASES[name].draw()
-    if isinstance(CASES[name].rows, tuple):
-        q[sum(CASES[name].rows) :] = torch.nan
-    c = paged_call(q, cache, **options)
+    c = CASES[name].call()
     assert Hopper().refused(c.p) == []
     out = emulate(c, STEADY if name == "causal" else SMALL)
     assert not [str(e) for e in c.expected().judge(accuracy.tensors(out, None)) if not e.ok]
@@ -116,8 +113,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_calls_are_refused_with_the_reason(name):
     case, word = REFUSED[name]
-    q, cache, options = case.draw()
-    (reason,) = Hopper().refused(paged_call(q, cache, **options).p)
+    (reason,) = Hopper().refused(case.call().p)
     assert word in reason
 
 

@@ -209,8 +209,8 @@ class Traced:
         return not expr.is_number(self.trees()[1], 1)
 
     @property
-    def name(self) -> str:
-        """The part of a kernel's name that tells traced kernels apart: twelve hexadecimal digits."""
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that tell the names of traced kernels apart."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
 
 

@@ -73,7 +73,7 @@ def starts(p: Problem, t: Inputs) -> tuple[Tensor, Tensor]:
     return joined(ends_q, p.seqlen_q), joined(ends_k, p.seqlen_k)
 
 
-def packed_inputs(p: Problem, t: Inputs, cu: tuple[Tensor, Tensor]) -> Inputs:
+def packed_inputs(t: Inputs, cu: tuple[Tensor, Tensor]) -> Inputs:
     """The tensors of :func:`as_packed`'s problem; ``cu`` are :func:`starts`."""
     q, k, v = (x.flatten(0, 1) for x in (t.q, t.k, t.v))
     return replace(t, q=q, k=k, v=v, leaves=(*t.leaves, *cu), cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])

@@ -211,7 +211,7 @@ class Config(Formed):
         flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split") if getattr(self, name))
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
-        traced = "" if self.traced == PLAIN else f"_{self.traced.name}"
+        traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"forward_{self.dtype}_{dims}_{self.form}{flags}{traced}_{tiles.name}"
 
     def describe(self) -> str:

@@ -14,8 +14,8 @@ that it came from.
 With one tile of Q, and with split keys, nobody stores: the computing warps write O to global memory themselves. ``q_empty``
 (one of every warp of the warpgroup) then goes compute -> load as soon as the last scores are there, so that the next Q comes
 under the end of a tile. A tile of split keys visits the keys of one split, and leaves a state in fp32, which
-:mod:`tilewise.backends.hopper.forward.combine` merges. The tile of packed sequences that comes next is known to the loading
-warp alone: mailboxes that ``q_full`` and ``o_full`` guard tell the others, and at last that there is none.
+:mod:`tilewise.backends.hopper.forward.combine` merges. The tile that comes next of packed sequences, and of masks with bits,
+is known to the loading warp alone: mailboxes that ``q_full`` and ``o_full`` guard tell the others, and at last that there is none.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
+from tilewise.backends.hopper.forward.grids import Grid
+from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.host.driver import PerStrides
-from tilewise.backends.hopper.host.forward_call import Grid, library
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.backends.hopper.host.plan import FAR, LOG2_E
 from tilewise.backends.hopper.latent.config import LEAST_TILES, WIDTH_V, splits_of, tiles_of

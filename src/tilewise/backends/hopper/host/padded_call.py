@@ -21,7 +21,7 @@ class PaddedPlan(Plan):
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """The tensors of the packed problem."""
-        return padding.packed_inputs(self.problem, inputs, self.of_mask(inputs, padding.starts))
+        return padding.packed_inputs(inputs, self.of_mask(inputs, padding.starts))
 
     def forward(self, inputs: Inputs) -> Output:
         out, p = self.packed.forward(self.inputs(inputs)), self.problem

@@ -22,7 +22,7 @@ def values(record: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def options(config: Config | Backward) -> Hashable:
     """The form of a kernel together with all its options: what it is but for its dtype and its tiles."""
     found = [(name, x) for name, x in values(config) if name != "dtype" and "." not in name and not is_dataclass(x)]
-    return type(config).__name__, *found, config.traced
+    return type(config).__name__, *found
 
 
 def traits(config: Config | Backward) -> frozenset[Hashable]:

@@ -18,7 +18,7 @@ class OptionalParams(NamedTuple):
         lo, hi: (batch, head, row), int32: the key interval of every row.
         blocks: (batch, head, query tile, step), int32: the key blocks to visit, those first that need the predicate.
         counts: (batch, head, query tile, 2), int32: how many blocks of a tile need the predicate, and how many there are.
-        work, bits: the lines of tiles in the order in which they are taken, and the bits of partial tiles
+        work, bits: the lines of tiles, the order in which they are taken, and the bits of partial tiles
             (:class:`tilewise.bit_tiles.BitTiles`), expanded to every batch element and head.
         cu_q, cu_k: (sequence + 1,), int32: where packed sequences begin.
         first, last: packed sequences only: keys before ``first`` or from ``last`` on are masked in every sequence.
@@ -43,7 +43,7 @@ class OptionalParams(NamedTuple):
     counts: cute.Tensor | None = None
     work: cute.Tensor | None = None
     bits: cute.Tensor | None = None
-    # Packed sequences.
+    # Packed sequences; form `bits` has the queue too.
     cu_q: cute.Tensor | None = None
     cu_k: cute.Tensor | None = None
     first: I32 | None = None

@@ -98,7 +98,7 @@ def kernel(
         cute.arch.griddepcontrol_launch_dependents()  # the merge may be set up; it waits for this kernel's end
     if group < STAGES:
         cute.arch.setmaxregister_decrease(config.tiles.registers_score)
-        compute_scores(KeyMaps(half, rotary), smem, group, qk, tile_of(params, config), params, config)
+        compute_scores(KeyMaps(half, rotary), smem, group, qk, tile_of(params), params, config)
     else:
         cute.arch.setmaxregister_increase(config.tiles.registers)
-        compute_values(smem, group - STAGES, pv, tile_of(params, config), params, config)
+        compute_values(smem, group - STAGES, pv, tile_of(params), params, config)

@@ -17,7 +17,7 @@ from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import row_of
-from tilewise.backends.hopper.latent.config import KEYS, LatentConfig
+from tilewise.backends.hopper.latent.config import KEYS
 from tilewise.backends.hopper.latent.params import LatentParams
 
 
@@ -48,7 +48,7 @@ class LatentTile(NamedTuple):
     split: I32
 
 
-def tile_of(params: LatentParams, config: LatentConfig) -> LatentTile:
+def tile_of(params: LatentParams) -> LatentTile:
     """This CTA's tile; one past the last tile has no rows."""
     n, split, _ = cute.arch.block_idx()
     cu, group = params.extra.cu_q, params.group

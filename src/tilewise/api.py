@@ -56,9 +56,8 @@ def _for_each(q: Tensor, k: Tensor, v: Any) -> tuple[Tensor, Tensor]:
     """k and v with q's batch, where both have a batch of one: views, whose gradients are summed over it."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return k, v
-    of_q, of_k = q.shape, k.shape
-    if len(of_q) == len(of_k) == v.ndim == 4 and of_k[0] == 1 < of_q[0] and v.shape[0] == 1:
-        return k.expand(of_q[0], -1, -1, -1), v.expand(of_q[0], -1, -1, -1)
+    if q.ndim == k.ndim == v.ndim == 4 and k.size(0) == 1 < q.size(0) and v.size(0) == 1:
+        return k.expand(q.size(0), -1, -1, -1), v.expand(q.size(0), -1, -1, -1)
     return k, v
 
 

@@ -19,8 +19,8 @@ from tilewise.backends.hopper.latent.config import (
     CHUNK,
     COLUMNS,
     KEYS,
-    PAIR,
     P_CHUNK,
+    PAIR,
     PARTS,
     PRODUCTS,
     STAGES,
@@ -115,9 +115,7 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         o = tuple(Registers(COLUMNS) for _ in range(PRODUCTS))
         return latent.values.ValueOperands("pv", smem.v, Registers(ROWS), o, softmax.new_state())
 
-    stand_in(
-        latent.load, copy_part=copy_part, take_piece=take_piece, put_piece=put_piece
-    )
+    stand_in(latent.load, copy_part=copy_part, take_piece=take_piece, put_piece=put_piece)
     stand_in(
         latent.storage,
         put_pair_of=lambda pairs, n, values: pairs.__setitem__(n, [np.array(x) for x in values]),
@@ -177,7 +175,13 @@ def _run_cluster(latent, params, config, cta: tuple[int, int], split: tuple[rang
     together = threading.Barrier(len(storages) * (STAGES + VALUE_GROUPS))
 
     def begin(n: int, body: Callable, *arguments: object) -> None:
-        role.warp, role.split, role.splits, role.cluster, role.peer = 0, split[0][n], split[1], together, storages[-1 - n]
+        role.warp, role.split, role.splits, role.cluster, role.peer = (
+            0,
+            split[0][n],
+            split[1],
+            together,
+            storages[-1 - n],
+        )
         body(*arguments, latent.tiles.tile_of(params, config), params, config)
 
     bodies = []

@@ -55,8 +55,8 @@ from tilewise.backends.hopper.backward.keys_storage import KeysTmas, RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer
 from tilewise.backends.hopper.kit.instructions import meet
+from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer
 from tilewise.backends.hopper.kit.scheduler import each_tile
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
 

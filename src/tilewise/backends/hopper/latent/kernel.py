@@ -12,7 +12,8 @@ copy engine to score and value, ``empty`` (4 warps, of the rotary columns 8) val
 stage ``p_full`` (128) score -> value and ``m_full`` (128) to the other score group, ``end`` (256) score -> value.
 
 The tensor cores take 1152 clocks for S of a tile and 1024 for P V, and shared memory is read and written for 2413 at 128 bytes a clock.
-Softmax of a tile runs under the products of other tiles.
+Softmax of a tile runs under the products of other tiles. Where one CTA a tile would leave SMs idle, two of a cluster share its keys
+(pair.py), or several pairs do, whose states a second kernel merges.
 """
 
 from __future__ import annotations
@@ -72,7 +73,20 @@ def launch(
     optional = OptionalParams(**dict(zip(names, extra, strict=True)), num_pages=num_pages)
     group = q.shape[2] // k.shape[2]
     params = LatentParams(
-        q.shape[1], (k.shape[1] + KEYS - 1) // KEYS * KEYS, k.shape[2], group, lo, hi, least, sinks, scale2, q, o, lse, sink, optional
+        q.shape[1],
+        (k.shape[1] + KEYS - 1) // KEYS * KEYS,
+        k.shape[2],
+        group,
+        lo,
+        hi,
+        least,
+        sinks,
+        scale2,
+        q,
+        o,
+        lse,
+        sink,
+        optional,
     )
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     kernel(key_map(k, len(PARTS[1]), config), key_map(k, len(PARTS[0]), config), qk, pv, params, config).launch(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.kit import softmax

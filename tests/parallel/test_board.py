@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 
 import pytest
@@ -68,3 +70,29 @@ def test_ranks_share_a_board_only_if_all_of_them_see_one_file(monkeypatch):
     assert simulate(2, numbers) == [[[0], [1]]] * 2
     monkeypatch.setattr(board, "_made", lambda size: "/nowhere/board")
     assert simulate(2, numbers) == [None, None]
+
+
+def test_ranks_go_without_a_board_where_there_is_no_room_and_nothing_stays_behind(monkeypatch, tmp_path):
+    def shared(exchange):
+        return board.shared(exchange.rank, exchange.size, 20.0, exchange.objects)
+
+    def full(handle, mode):
+        os.close(handle)
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(board, "FOLDER", str(tmp_path))
+    assert all(simulate(2, shared))
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(board.os, "fdopen", full)
+        assert simulate(2, shared) == [None, None]
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(board, "FOLDER", str(tmp_path / "nowhere"))
+    assert simulate(2, shared) == [None, None]
+
+
+def test_a_shorter_file_of_the_same_name_is_no_board(monkeypatch, tmp_path):
+    short = tmp_path / "board"
+    short.write_bytes(bytes(8))
+    monkeypatch.setattr(board, "_made", lambda size: str(short))
+    assert simulate(2, lambda x: board.shared(x.rank, x.size, 20.0, x.objects)) == [None, None]

@@ -161,13 +161,14 @@ def test_a_ring_is_chosen_where_others_need_too_much_memory_or_their_exchange_pa
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("heads+gather", 4), ("heads+ring", 6)])
-@pytest.mark.parametrize("options", ["causal", "documents", "alibi and sink", "bias in a window"])
+@pytest.mark.parametrize("options", ["causal", "documents", "lengths by head", "alibi and sink", "bias in a window"])
 def test_neighbours_exchange_heads_and_neighbourhoods_keys(name, ranks, options):
     q, k, v, do = (x[..., :16] for x in tensors(2))
     ids = torch.tensor([0] * 5 + [1] * 8 + [2] * 11)
     given = {
         "causal": {"causal": True},
         "documents": {"mask": tw.causal() & tw.documents(ids)},
+        "lengths by head": {"mask": tw.key_lengths(torch.arange(9, 9 + 2 * HEADS_Q).view(2, HEADS_Q))},
         "alibi and sink": {
             "causal": True,
             "score": tw.alibi(normal(HEADS_Q).requires_grad_()) >> tw.softcap(4.0),

@@ -23,6 +23,8 @@ WORDS = 16
 """int64 numbers of a place: the count, how many numbers follow, the checksum, and the numbers."""
 MOST = WORDS - 3
 """The most numbers of a message."""
+FOLDER = "/dev/shm"
+"""The folder of files in memory."""
 SPINS, PAUSE = 2000, 50e-6
 """How often a rank looks before it pauses between two looks, and the pause in seconds."""
 
@@ -98,29 +100,36 @@ def shared(rank: int, size: int, timeout: float, objects: Callable[[Any], list[A
         objects: an object of every rank, by rank (:meth:`tilewise.parallel.exchange.Exchange.objects`).
     """
     file = _made(size) if rank == 0 else None
-    path = objects(file)[0]
-    board, mark = None, int.from_bytes(os.urandom(7))
-    with contextlib.suppress(OSError):
-        board = Board(path, rank, size, timeout) if path else None
-    if board is not None:
-        board.words[board.place(rank)] = mark  # ranks on other machines may have a file of that name
-    marks = objects(mark)
-    same = board is not None and all(board.words[board.place(n)] == mark for n, mark in enumerate(marks))
-    everybody = all(objects(same))
-    if file is not None:
-        with contextlib.suppress(OSError):
-            os.unlink(file)
+    try:
+        path = objects(file)[0]
+        board, mark = None, int.from_bytes(os.urandom(7))
+        with contextlib.suppress(OSError, ValueError):  # no such file, or a shorter one of that name
+            board = Board(path, rank, size, timeout) if path else None
+        if board is not None:
+            board.words[board.place(rank)] = mark  # ranks on other machines may have a file of that name
+        marks = objects(mark)
+        same = board is not None and all(board.words[board.place(n)] == mark for n, mark in enumerate(marks))
+        everybody = all(objects(same))
+    finally:
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(file)  # who has mapped it keeps it
     return board if everybody else None
 
 
 def _made(size: int) -> str | None:
-    """A new file of zeros, in memory where the system has such a place; None: it has no room."""
-    for folder in ("/dev/shm", None):
-        try:
-            handle, path = tempfile.mkstemp(prefix="tilewise-", dir=folder)
-        except OSError:
-            continue
+    """A new file of zeros in memory; None: the system has no such place, or no room in it.
+
+    Files elsewhere may lie on a disk of several machines, whose maps of it do not agree.
+    """
+    try:
+        handle, path = tempfile.mkstemp(prefix="tilewise-", dir=FOLDER)
+    except OSError:
+        return None
+    try:
         with os.fdopen(handle, "wb") as file:
             file.write(bytes(size_of(size)))
-        return path
-    return None
+    except OSError:
+        os.unlink(path)
+        return None
+    return path

@@ -38,7 +38,7 @@ def agreed_call(
             _even(parallel, layout)
     call = _call(parallel, found, with_lse, compiled)
     if call.digest:
-        agree_on_tensors(parallel.exchange, call.digest)
+        agree_on_tensors(parallel.exchange, call.digest, call.exchange.size if isinstance(call, heads.Heads) else 1)
     return found, call
 
 
@@ -53,6 +53,8 @@ def compiled_call(
     with_lse: bool,
 ) -> Call:
     """This rank's part of a compiled call without a word to the others: of fake tensors, its shapes alone."""
+    # A trace must choose the scheme that runs, and may come before the first call has told the least memory of all ranks.
+    parallel.memory = parallel.memory or device.of(q.device).memory
     queries, keys = _compiled_layout(parallel, q.shape[-3]), _compiled_layout(parallel, k.shape[-3])
     return _call(parallel, plan.Agreed((queries, keys), q, k, v, list(extras), seed, parse_spec(spec)), with_lse, True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -155,20 +156,21 @@ class Group(AllToAll):
         self.host = group
         if "nccl" in dist.get_backend(group):
             ranks = dist.get_process_group_ranks(group)
-            self.host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self.host = dist.new_group(ranks, self._timeout(), backend="gloo", use_local_synchronization=True)
 
     @cached_property
     def board(self) -> board.Board | None:
         """The memory that all ranks share, if they are on one machine. Made at the first call, which all ranks make."""
-        return board.shared(self.rank, self.size, self._timeout(), self.objects)
+        return board.shared(self.rank, self.size, self._timeout().total_seconds(), self.objects)
 
-    def _timeout(self) -> float:
-        """How many seconds a rank waits for the others."""
-        group: Any = dist.group.WORLD if self.host is None else self.host
+    def _timeout(self) -> timedelta:
+        """How long a rank waits for the others: the process group's timeout, which groups made from it keep."""
+        group: Any = dist.group.WORLD if self.group is None else self.group
+        device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
         try:
-            return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            return group._get_backend(device).options._timeout
         except (AttributeError, RuntimeError):  # private parts of torch
-            return dist.distributed_c10d.default_pg_timeout.total_seconds()
+            return dist.distributed_c10d.default_pg_timeout
 
     def numbers(self, values: list[int]) -> list[list[int]]:
         if self.board is not None and len(values) <= board.MOST:
@@ -195,7 +197,8 @@ class Group(AllToAll):
         ranks, backend = dist.get_process_group_ranks(self.group or dist.group.WORLD), dist.get_backend(self.group)
         neighbours, alike = ([ranks[n] for n in found] for found in split_ranks(self.rank, self.size, within))
         one, other = (
-            dist.new_group(found, backend=backend, use_local_synchronization=True) for found in (neighbours, alike)
+            dist.new_group(found, self._timeout(), backend=backend, use_local_synchronization=True)
+            for found in (neighbours, alike)
         )
         return self.joined_by(one), self.joined_by(other)
 

@@ -10,6 +10,7 @@ rooms of both directions alternate, so the barriers that begin its exchanges are
 from __future__ import annotations
 
 import math
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,8 +31,9 @@ TIMEOUT_MS = 600_000
 def group_of(group: dist.ProcessGroup | None) -> Group:
     """The ranks of a process group: as a :class:`SymmetricGroup` where they are GPUs that reach each other's memory."""
     plain = Group(group)
-    plain.nodes = len(set(plain.objects(socket.gethostname())))
-    if plain.host is group or plain.nodes > 1:
+    places = set(plain.objects((socket.gethostname(), *_namespaces())))
+    plain.nodes = len({place[0] for place in places})
+    if plain.host is group or len(places) > 1:
         return plain
     try:
         found = SymmetricGroup(group)
@@ -40,6 +42,29 @@ def group_of(group: dist.ProcessGroup | None) -> Group:
     except Exception:  # a private part of torch, which drivers and builds refuse in many ways
         reached = False
     return found if all(ok for (ok,) in plain.numbers([int(reached)])) else plain
+
+
+def _namespaces() -> list[str]:
+    """The kernel's names of a process's machine, files and process numbers, by which memory of other processes is found.
+
+    Containers, and machines, of one host name may give one number, or one path, to several processes.
+    """
+    found = []
+    for path, read in (
+        ("/proc/sys/kernel/random/boot_id", _text),
+        ("/proc/self/ns/mnt", os.readlink),
+        ("/proc/self/ns/pid", os.readlink),
+    ):
+        try:
+            found.append(read(path))
+        except OSError:  # not told here: host names have to do
+            found.append("")
+    return found
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read().strip()
 
 
 class SymmetricGroup(Group):

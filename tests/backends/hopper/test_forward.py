@@ -237,7 +237,6 @@ PACKED = {
     "softcap": ([70, 0, 33], [90, 4, 20], (1, 1), {"score": tw.softcap(2.0), "causal": True}),
     "dropout": ([70, 0, 33], [90, 4, 20], (1, 1), {"dropout_p": 0.3, "dropout_seed": 2**63 + 5}),
     "dropout-causal": ([100, 33], [20, 90], (5, 0), {"dropout_p": 0.2, "dropout_seed": 9, "causal": True}),
-    "alibi": ([130, 1, 0, 65], [130, 1, 7, 200], (40, 3), {"score": tw.alibi(torch.rand(4)), "causal": True}),
 }
 
 

@@ -540,16 +540,10 @@ def shipped() -> list[Backward]:
     found = [(passes, form, softcap, packed, PLAIN, False) for passes, form, softcap, packed in found]
     for row in (row for row in rows if row.dropout):
         found += [(Passes(row.summed(form, False, True)), form, False, False, PLAIN, True) for form in DROPPED]
-        found += [
-            (Passes(row.summed(form, True, True)), form, False, True, PLAIN, True) for form in DROPPED if form in BANDS
-        ]
+        found += [(Passes(row.summed("upper", True, True)), "upper", False, True, PLAIN, True)]
     found = [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
-    sloped = [(row.summed("upper", packed), packed) for row in rows if row.alibi for packed in (False, True)]
-    return found + [
-        Backward(keys, None, dtype, "upper", packed=packed, alibi=True)
-        for keys, packed in sloped
-        for dtype in DTYPES.values()
-    ]
+    sloped = [row.summed("upper", False) for row in rows if row.alibi]
+    return found + [Backward(keys, None, dtype, "upper", alibi=True) for keys in sloped for dtype in DTYPES.values()]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
@@ -600,7 +594,7 @@ def with_slopes(p: Problem) -> Backward | None:
     row = next((row for row in fitting if row.alibi), None)
     if row is None or slopes_of(p) is None or p.spec.dropout_p or p.spec.deterministic:
         return None
-    return Backward(row.summed("upper", p.packed), None, DTYPES[str(p.dtype)], "upper", packed=p.packed, alibi=True)
+    return Backward(row.summed("upper", False), None, DTYPES[str(p.dtype)], "upper", alibi=True)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:
@@ -631,4 +625,4 @@ def form_of(p: Problem) -> str:
     """The form of FORMS by which a kernel learns the keys of a row. A band keeps the form that the mask has before its ends are cut
     to the keys that are seen."""
     form, band = keys_of(p)[0], band_of(p)
-    return form if band is None or form in ("rows", "lists") else band.form
+    return form if band is None or p.packed or form in ("rows", "lists") else band.form

@@ -406,14 +406,14 @@ def shipped() -> list[Config]:
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
-    sloped = [
+    packed += [replace(c, packed=True) for c in dropped if c.form == "upper"]
+    dropped += [
         Config(row.alibi, dtype, "upper", alibi=True)
         for row in TABLE.values()
         if row.alibi
         for dtype in DTYPES.values()
     ]
-    packed += [replace(c, packed=True) for c in (*dropped, *sloped) if c.of_numbers]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped)))
 
 
 @lru_cache(maxsize=1)
@@ -482,10 +482,8 @@ def _reasons_of_packed(problem: Problem) -> list[str]:
         found.append("packed sequences with a mask other than causal, window and a key_range of numbers")
     if rows >= LONG:
         found.append(f"{rows} packed rows, {LONG} or more")
-    if is_traced(problem) and not sloped_tiles(problem):
-        found.append(
-            "packed sequences with a score other than one softcap and, under a causal mask, alibi up to head_dim 128"
-        )
+    if is_traced(problem):
+        found.append("packed sequences with a score other than one softcap")
     return found + (_reasons_of_packed_dropout(problem) if problem.spec.dropout_p else [])
 
 
@@ -542,19 +540,11 @@ def choose(problem: Problem) -> Config:
 
 def with_slopes(problem: Problem) -> Config | None:
     """The kernel that knows ALiBi's bias to be linear; None where the score is something else, or keys would be split."""
-    tiles = sloped_tiles(problem)
-    if tiles is None:
+    tiles = next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
+    if tiles is None or slopes_of(problem) is None or problem.spec.dropout_p:
         return None
-    config = Config(tiles, DTYPES[str(problem.dtype)], "upper", packed=problem.packed, alibi=True)
-    fills = 2 * tile_count(config, problem) >= devices.of(problem.device).cores
-    return config if fills or problem.packed else None
-
-
-def sloped_tiles(problem: Problem) -> Tiles | None:
-    """The tiles for ALiBi's bias where it is linear; None where it is not, or beside dropout."""
-    if slopes_of(problem) is None or problem.spec.dropout_p or (problem.packed and problem.spec.deterministic):
-        return None
-    return next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
+    config = Config(tiles, DTYPES[str(problem.dtype)], "upper", alibi=True)
+    return config if 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
 
 
 def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:

@@ -20,6 +20,7 @@ from tilewise.backends.hopper.backward import grids
 from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, TABLE, shipped
 from tilewise.backends.hopper.config import ALIGNMENT, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.forward import reasons as forward_reasons
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.kit import schedule
 from tilewise.reference import Reference
@@ -227,7 +228,7 @@ def small(nq=70, nk=70, d=64, heads=(4, 2), **options) -> Call:
 @pytest.mark.parametrize("score", [None, tw.softcap(20.0)], ids=["plain", "softcap"])
 def test_what_is_chosen_is_shipped(d, mask, score):
     p = small(d=d, mask=mask, score=score).p
-    assert forward_config.reasons(p) + backward_config.reasons(p) == []
+    assert forward_reasons.reasons(p) + backward_config.reasons(p) == []
     assert backward_config.choose(p) in shipped()
 
 
@@ -278,6 +279,15 @@ def test_dropout_is_shipped_and_draws_its_pairs_once(d, mask):
 
 
 @pytest.mark.parametrize("d", [8, 64, 96, 128])
+def test_alibi_whose_bias_is_linear_has_one_pass_that_is_shipped(d):
+    options = {"d": d, "causal": True, "score": tw.alibi(torch.ones(4))}
+    x = backward_config.choose(small(**options).p)
+    assert x in shipped()
+    assert x.alibi
+    assert backward_config.choose(small(deterministic=True, **options).p).traced.score
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
 def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
     masks = tw.keep(lambda b, h, i, j: j % 2 == 0), tw.dense(normal(70, 70) > 0), tw.causal() | tw.prefix(9)
     (found,) = {backward_config.choose(small(d=d, mask=mask).p) for mask in masks}
@@ -316,7 +326,7 @@ def packed(rest=(0, 0), heads=(4, 2), **options) -> Call:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_packed_sequences_have_gradients_of_their_own(deterministic):
     p = packed(causal=True, deterministic=deterministic).p
-    assert forward_config.reasons(p) + backward_config.reasons(p) == []
+    assert forward_reasons.reasons(p) + backward_config.reasons(p) == []
     x = backward_config.choose(p)
     assert x.packed
     assert x in shipped()

@@ -559,6 +559,8 @@ def reasons(p: Problem) -> list[str]:
     """Every reason why these kernels cannot run the backward of a problem whose forward they can. Another backend then runs both."""
     if p.spec.lookups:
         return ["a tensor that a score reads wants a gradient: its backward has gradients of q, k, v and sink alone"]
+    if p.packed and p.spec.dropout_p and p.spec.deterministic:
+        return ["packed sequences with dropout and deterministic=True"]
     if chosen_row(p) is None:
         return [f"its backward has no tiles for head dims {p.head_dim} and {p.head_dim_v}"]
     return []

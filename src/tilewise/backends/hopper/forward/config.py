@@ -15,16 +15,12 @@ from tilewise.backends.hopper.config import (
     DROPPED,
     DTYPES,
     ELEMENT_BYTES,
-    LONG,
-    MULTIPLE,
     PLAIN,
     ROWS,
     SHIPPED,
     Expressions,
     Formed,
     Traced,
-    band_of,
-    is_traced,
     keys_of,
     slopes_of,
     why_no_bits,
@@ -460,52 +456,8 @@ def grouped(config: Config) -> list[Config]:
 # -- What a call gets ----------------------------------------------------------------------------------------------
 
 
-def reasons(problem: Problem, widest: int | None = None) -> list[str]:
-    """Every reason why no forward kernel computes a problem, whatever machine it is. ``widest``: of its head dims; None: MAX_HEAD_DIM."""
-    widest = widest or MAX_HEAD_DIM
-    wide, dims = max(problem.head_dim, problem.head_dim_v), (problem.head_dim, problem.head_dim_v)
-    found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}: its kernels take float16 and bfloat16"]
-    if wide > widest:
-        found.append(f"head_dim {wide} is above {widest}")
-    if any(dim % MULTIPLE for dim in dims):
-        found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
-    found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
-    found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
-    if problem.softmax_scale <= 0 and not is_traced(problem):
-        found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
-    return found
-
-
-def _reasons_of_packed(problem: Problem) -> list[str]:
-    rows, found = max(problem.seqlen_q, problem.seqlen_k), []
-    if band_of(problem) is None:
-        found.append("packed sequences with a mask other than causal, window and a key_range of numbers")
-    if rows >= LONG:
-        found.append(f"{rows} packed rows, {LONG} or more")
-    if is_traced(problem):
-        found.append("packed sequences with a score other than one softcap")
-    return found + (_reasons_of_packed_dropout(problem) if problem.spec.dropout_p else [])
-
-
-def _reasons_of_packed_dropout(problem: Problem) -> list[str]:
-    # The kernel counts keys from the first one that some row sees; the draws count from the sequence's own first key.
-    band = band_of(problem)
-    plain = band is not None and band.form in DROPPED and band.start == 0 and problem.spec.score is None
-    wide = max(problem.head_dim, problem.head_dim_v) > max(t[0] for t, row in TABLE.items() if row.dropout)
-    found = (
-        []
-        if plain and not wide
-        else ["packed sequences with dropout, but for a causal mask or none, no score, head_dim up to 128"]
-    )
-    return found + (["packed sequences with dropout and deterministic=True"] if problem.spec.deterministic else [])
-
-
-def _has_wide_number(problem: Problem) -> bool:
-    return any(isinstance(n, int) and not -(1 << 31) <= n < 1 << 31 for n in Expressions.of(problem).numbers)
-
-
 def choose(problem: Problem) -> Config:
-    """The kernel for a problem that has no :func:`reasons` against it: of those shipped, the one with the fewest estimated clocks.
+    """The kernel for a problem that has no reasons against it: of those shipped, the one with the fewest estimated clocks.
 
     Keys are split where tiles fill less than half of the machine, if that saves a third of the estimated time.
     """

@@ -409,7 +409,7 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
             told(row.name)
             green = [name for name in names if name not in red.get(row.mask, ())]
             contestants, parts = contests(row, green, groups, device)
-            if device != "cpu":
+            if peers:
                 torch_contests(row, peers, mesh, contestants)
             ms = compared(row, contestants, parts, device, options.rounds, lines)
             for name in green if options.host_profiles else ():

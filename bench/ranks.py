@@ -309,7 +309,7 @@ def _does(kernel: str) -> str:
 
 def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device: str) -> dict[str, list[str]]:
     """The errors of a small attention over all ranks beyond the error rule of one device, by contestant; alike on every rank."""
-    n, dtype, heads_k = 200 if device == "cpu" else 1000, torch.bfloat16, 2 * dist.get_world_size()
+    n, dtype, heads_k = 96 if device == "cpu" else 1000, torch.bfloat16, 2 * dist.get_world_size()
     shapes = [(1, n, heads, HEAD_DIM) for heads in (2 * heads_k, heads_k, heads_k, 2 * heads_k)]
     q, k, v, do = (normal(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
     mask = mask_of(mask_name, n, device)

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
@@ -188,6 +190,39 @@ def test_no_grad_and_detached_inputs_give_no_graph():
     with torch.no_grad():
         assert not tw.attention(q, k, v).requires_grad
     assert not tw.attention(q.detach(), k.detach(), v.detach()).requires_grad
+
+
+class _Names(TorchFunctionMode):
+    """A mode that notes the functions it sees."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen = [*getattr(self, "seen", []), str(function)]
+        return function(*args, **(kwargs or {}))
+
+
+def test_who_observes_operators_sees_the_public_call():
+    """A plain call goes past the dispatcher; with a profiler, a mode or a trace it does not."""
+    q, k, v = qkv()
+    with torch.profiler.profile() as profiled:
+        tw.attention(q, k, v)
+    assert "tilewise::attention" in {event.key for event in profiled.key_averages()}
+    with _Names() as names:
+        tw.attention(q, k, v)
+    assert "tilewise.attention.default" in names.seen
+    with torch.utils.flop_counter.FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert isinstance(tw.attention(*map(fake.from_tensor, (q, k, v))), FakeTensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # trace is deprecated, and works
+        traced = torch.jit.trace(lambda q: tw.attention(q, k, v), (q,))
+    torch.testing.assert_close(traced(2 * q), tw.attention(2 * q, k, v))
+
+
+def test_below_autograd_nothing_is_recorded_and_zeros_without_memory_are_read():
+    q, k, v = wanting_grad(*qkv())
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not tw.attention(q, k, v).requires_grad
+    zeros = torch._efficientzerotensor(q.shape)
+    torch.testing.assert_close(tw.attention(zeros, k, v), tw.attention(torch.zeros_like(q), k, v))
 
 
 def test_a_tensor_that_outlives_its_transform_is_differentiated_as_what_it_holds():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from tilewise import derivatives, dispatch
 from tilewise.backends.base import Output, empty_gradients, empty_output, unit_last
@@ -42,6 +42,7 @@ _attention_backward = torch.ops.tilewise.attention_backward.default
 
 
 _LEGACY_VMAP = torch._C._dispatch_key_parse("VmapMode")  # how is_grads_batched maps: the vmap before torch.func's
+_AUTOGRAD = torch._C._dispatch_key_parse("AutogradOther")  # excluded together with those of all devices
 
 
 # -- Kernels -------------------------------------------------------------------------------------------------------
@@ -105,20 +106,33 @@ torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def _nobody_watches(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> bool:
+def _nobody_watches(*tensors: Tensor) -> bool:
     """Whether the dispatcher has nothing to do below autograd, so that ``_forward`` or ``_backward`` may be called directly.
 
-    It has with a tracing mode, a tensor subclass, and a view marked as the negative of its memory (``z.conj().imag``), which it
-    resolves (docs/decisions.md#operator-at-autograd-key).
+    It has with a tracing mode, a tensor subclass, and what it resolves: a view marked as the negative of its memory
+    (``z.conj().imag``), and tensors without memory: zeros, or those that outlived their transform
+    (docs/decisions.md#operator-at-autograd-key).
     """
-    plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not q.is_meta
-    negative = q.is_neg() or k.is_neg() or v.is_neg()
-    more = extras and any(x.is_neg() or type(x) not in _PLAIN for x in extras)
-    return plain and not (negative or more or torch._C._len_torch_dispatch_stack())
+    try:
+        for x in tensors:
+            if type(x) not in _PLAIN or x.is_neg() or not x.data_ptr():
+                return False
+    except RuntimeError:  # asked for an address that there is not
+        return False
+    return not torch._C._len_torch_dispatch_stack()
+
+
+def _nobody_asks() -> bool:
+    """Whether this thread is in no mode for which the dispatcher does more than to call the kernel of autograd: no transform, trace,
+    profile, autocast, mode of functions, nor below autograd already."""
+    recorded = profiler._is_profiler_enabled or torch._C._get_tracing_state() is not None
+    changed = torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()
+    below = torch.is_grad_enabled() and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    return not (_transforming() or recorded or changed or below)
 
 
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str):
-    if _nobody_watches(q, k, v, extras):
+    if _nobody_watches(q, k, v, *extras):
         return _forward(q, k, v, extras, seed, spec)
     with torch._C._AutoDispatchBelowAutograd():
         return derivatives.operator_of(spec)(q, k, v, extras, seed, spec)
@@ -132,8 +146,8 @@ def _gradients_are_mapped() -> bool:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, seed, spec, *extras):
-        o, lse, *stats = outputs = _below_autograd(q, k, v, extras, seed, spec)
+    def forward(ctx, q, k, v, seed, spec, run, *extras):
+        o, lse, *stats = outputs = run(q, k, v, extras, seed, spec)
         ctx.save_for_backward(q, k, v, o, lse, seed, *extras)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
@@ -145,17 +159,17 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, dlse, *_):
         q, k, v, o, lse, seed, *extras = ctx.saved_tensors
         if do is None and dlse is None:
-            return (None,) * (5 + len(extras))
+            return (None,) * (6 + len(extras))
         do = torch.zeros_like(o) if do is None else do
         dlse = torch.zeros_like(lse) if dlse is None else dlse
-        quiet = not torch.is_grad_enabled() and _nobody_watches(q, k, v, (*extras, do, dlse))
+        quiet = not torch.is_grad_enabled() and _nobody_watches(q, k, v, *extras, do, dlse)
         quiet = quiet and not _gradients_are_mapped()
         run = _backward if quiet else _attention_backward
         dq, dk, dv, dextras = run(do, dlse, q, k, v, o, lse, extras, seed, ctx.spec)
         if not extras:
-            return dq, dk, dv, None, None
+            return dq, dk, dv, None, None, None
         by_slot = dict(zip(parse_spec(ctx.spec).grad_slots, dextras, strict=True))
-        return dq, dk, dv, None, None, *[by_slot.get(n) for n in range(len(extras))]
+        return dq, dk, dv, None, None, None, *[by_slot.get(n) for n in range(len(extras))]
 
 
 # What Function.apply does where no transform of torch.func is active, but for taking tensors out of transforms that are over, which
@@ -175,13 +189,18 @@ def _has_tangent(tensors: Sequence[Tensor]) -> bool:
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def _forward_autograd(q, k, v, extras, seed, spec):
-    _refuse_transforms("tilewise.attention")
+def _differentiable(q, k, v, extras, seed, spec, run):
+    """The forward by ``run``, and a node of the graph where gradients are wanted."""
     if _has_tangent((q, k, v, *extras)):
         return derivatives.Attention.apply(q, k, v, seed, spec, *extras)
     if torch.is_grad_enabled() and parse_spec(spec).needs_grad:
-        return _recorded(q, k, v, seed, spec, *extras)
-    return _below_autograd(q, k, v, extras, seed, spec)
+        return _recorded(q, k, v, seed, spec, run, *extras)
+    return run(q, k, v, extras, seed, spec)
+
+
+def _forward_autograd(q, k, v, extras, seed, spec):
+    _refuse_transforms("tilewise.attention")
+    return _differentiable(q, k, v, extras, seed, spec, _below_autograd)
 
 
 def _backward_autograd(*arguments):
@@ -232,10 +251,13 @@ _transforming = torch._C._are_functorch_transforms_active
 def attention(
     q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor | None, spec: str, operator=_attention
 ):
-    """``(o, lse)`` by the operator, or inside torch.func, whose levels an operator cannot pass on, by a function that they take apart.
+    """``(o, lse)`` by the operator, or without the dispatcher where that would do no more than call the kernel of autograd; inside
+    torch.func, whose levels an operator cannot pass on, by a function that they take apart.
 
     With max_logit by the operator ``with_stats``, for a spec that asks for it.
     """
+    if not torch.compiler.is_compiling() and _nobody_asks() and _nobody_watches(q, k, v, *extras):
+        return _differentiable(q, k, v, extras, seed, spec, _forward)
     if not _transforming():
         return operator(q, k, v, extras, seed, spec)
     return _transformed(q, k, v, extras, seed, spec)

@@ -205,7 +205,10 @@ def plan(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], seed: Tensor
     Raises:
         ValueError: a wrong call. NotImplementedError: a right one that no backend runs.
     """
-    signature = (spec, *_signature(q), *_signature(k), *_signature(v))
+    # fmt: off
+    signature = (spec, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+                 v.shape, v.stride(), v.dtype, v.device)
+    # fmt: on
     if extras or seed is not None:
         signature = (*signature, *[_signature(t) for t in extras], None if seed is None else _signature(seed))
     found = _plans.get(signature)

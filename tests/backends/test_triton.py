@@ -340,6 +340,20 @@ def test_ds_is_kept_of_some_heads_or_keys_at_a_time(shape, override, kept, monke
     agree(Triton(override), c)
 
 
+@pytest.mark.parametrize("read", ["bias", "table"])
+def test_ds_past_the_last_key_is_zero_where_it_would_be_infinite(read):
+    # Past the last key K is zeros, and the score what it reads there: far above a row's scores its P overflows, and dQ would be NaN.
+    if read == "bias":  # by descriptor, zeros beside scores of -1000
+        score = tw.bias((normal(64, 72) - 1000).requires_grad_())
+    else:  # elements of distances that no pair has
+        table = torch.cat([torch.full((2, 8), 1000.0), normal(2, 135)], 1).requires_grad_()
+        score = tw.score(lambda s, b, h, i, j: s + table[h, i - j + 79])
+    c = call(*qkv(batch=2, nq=64, nk=72, hq=2, hk=1, d=8, dv=8), score=score)
+    for backend in (Triton(), Triton(OTHER_TILES["tma"])):
+        assert Plan(c.p, backend.config(c.p)).sheet
+        agree(backend, c)
+
+
 def test_ds_is_kept_only_where_it_is_the_one_gradient_that_a_score_wants(monkeypatch):
     t, slopes = normal(70, 70).requires_grad_(), normal(4).requires_grad_()
     parts = lambda **options: len(Plan(call(*qkv(), **options).p, INTERPRETED).sheet)  # noqa: E731

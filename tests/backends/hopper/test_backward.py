@@ -70,7 +70,7 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     if not c.p.packed:
         t["k"], t["v"] = (x.float().numpy()[:, plan.keys] for x in plan.without_unseen(c.t))
     extras = extras_of(plan, c)
-    if x.keys.queued:
+    if x.makes_queue:
         extras[0]["queue"] = np.zeros(1, np.int32)
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
     scales, ends = scales[:3], scales[3:]
@@ -192,7 +192,11 @@ def test_the_tiles_of_scores_predicates_and_dropout_compute_the_gradients(dims, 
 
 
 PACKED_PAIRS = [(name, "whole") for name in PACKED] + [(name, "split") for name in ("full", "window", "softcap")]
-PACKED_PAIRS += [(name, "summed") for name in PACKED if name != "softcap"] + [("causal", "summed-wide")]
+PACKED_PAIRS += [("window", "summed"), ("causal", "summed-wide")]
+PACKED_PAIRS += [(name, "queued") for name in PACKED if name != "softcap"] + [
+    ("causal", "queued-wide"),
+    ("window", "queued-wide"),
+]
 
 
 @pytest.mark.parametrize(("name", "form"), PACKED_PAIRS, ids=lambda x: x)
@@ -202,7 +206,26 @@ def test_packed_sequences_have_gradients_each_by_itself(name, form):
     assert not wrong(c, emulate(c, KEYS[form], ctas=3))
 
 
-@pytest.mark.parametrize("form", ["whole", "split", "summed"])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "keys", "no-keys-at-all", "many"])
+def test_packed_key_tiles_come_once_each_and_those_of_the_longest_sequence_first(name):
+    c = packed_call(name)
+    x = backward_config.Backward(KEYS["queued"], None, "bf16", backward_config.form_of(c.p), packed=True)
+    plan, kernel = backward_call.BackwardPlan(c.p, x), emulated.load("keys")
+    cu_q, cu_k, queue, _ = (tensor.numpy() for tensor in plan.starts(c.t))
+    lo, hi, *_, first, last = plan.numbers
+    sizes = c.p.seqlen_q, c.p.seqlen_k, c.p.heads_k, c.p.group, c.p.batch, 1
+    params = emulated._params(kernel, (*sizes, lo, hi, *np.ones(3, np.float32), cu_q, cu_k, queue, first, last))
+    scheduler, emulated.role.threads, tiles = kernel.SCHEDULER, 128, []
+    while (tile := scheduler.packed_tile(len(tiles), params, x)).sequence >= 0:
+        tiles.append((tile, scheduler.place_packed(tile, params, x)[0]))
+    assert len({tuple(int(n) for n in tile) for tile, _ in tiles}) == len(tiles)
+    held = sum(min(64 * 2, int(t.seqlen.k.size) - int(t.column)) for _, t in tiles)
+    assert held == c.p.seqlen_k * c.p.heads_k  # keys that nobody sees too: their gradients are zeros
+    lengths = [-(-int(t.seqlen.q.size) // x.keys.tile_m) for _, t in tiles]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("form", ["whole", "split", "queued-wide"])
 def test_packed_keys_that_no_query_sees_never_touch_a_gradient(form):
     q, k, v = (x[0] for x in qkv(150, 300))
     cu_q, cu_k = torch.tensor([0, 90, 150]), torch.tensor([0, 200, 300])

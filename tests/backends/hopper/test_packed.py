@@ -27,6 +27,17 @@ def test_every_tile_is_found_in_its_sequence(packed, count):
     assert packed.find(len(expected), lambda n: tiles[n], count)[2] == len(expected)
 
 
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
+def test_every_tile_is_found_once_and_those_of_larger_sequences_first(packed, count):
+    chance = random.Random(count)
+    tiles, sizes = (np.array([chance.choice((0, 1, 2, 40)) for _ in range(count)]) for _ in range(2))
+    order = sorted(range(count), key=lambda n: -sizes[n])  # stable: equal ones in their order
+    expected = [(n, tile) for n in order for tile in range(tiles[n])]
+    for m in chance.sample(range(len(expected)), min(len(expected), 30)):
+        assert packed.find_by_size(m, lambda n: (tiles[n], sizes[n]), count) == expected[m]
+    assert packed.find_by_size(len(expected), lambda n: (tiles[n], sizes[n]), count)[0] == -1
+
+
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 100, 1024, 1025, 5000])
 def test_the_holder_of_a_place_is_the_last_sequence_that_starts_no_later(packed, count):
     chance = random.Random(count)

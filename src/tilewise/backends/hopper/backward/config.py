@@ -72,7 +72,7 @@ class KeyTiles:
         dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
-        queued: CTAs take tiles of equal sequences from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
+        queued: CTAs take tiles from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
             (docs/decisions.md#hopper-overlapped-tiles).
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
@@ -338,6 +338,11 @@ class Backward(Formed):
         return self.queries is not None and self.queries.makes_statistics
 
     @property
+    def makes_queue(self) -> bool:
+        """Whether a launch makes the queue of key tiles, and its first kernel sets it to zero; packed sequences bring theirs."""
+        return self.keys.queued and not self.packed
+
+    @property
     def flagged(self) -> bool:
         """Whether the pass over keys begins on multiprocessors that the pass over queries has left, before all have: its first tiles
         then wait for the flags of their heads' statistics (docs/decisions.md#hopper-flags).
@@ -387,9 +392,8 @@ class BackwardRow:
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
-        one_pass_from: how many keys a query must see on average for one pass to pay: fp32 sums are zeroed, read and rounded (10 bytes
-            an element of Q) to save two products a pair (docs/decisions.md#hopper-two-or-one-pass).
-        counted_from: the same where tiles are counted, which hides a part of that; None: as many.
+        one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
+        overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
     """
 
     two_passes: Passes
@@ -401,11 +405,11 @@ class BackwardRow:
     dropout: KeyTiles | None = None
     bits: KeyTiles | None = None
     one_pass_from: int = 0
-    counted_from: int | None = None
+    overlapping_from: int | None = None
 
     def least_keys(self, keys: KeyTiles) -> int:
         """How many keys a query must see on average for these tiles of ``one_pass``."""
-        return self.one_pass_from if self.counted_from is None or not keys.counts else self.counted_from
+        return self.one_pass_from if self.overlapping_from is None or not keys.overlaps else self.overlapping_from
 
     @property
     def ordered(self) -> KeyTiles | None:
@@ -420,10 +424,9 @@ class BackwardRow:
         keys = self.dropout if dropout else self.one_pass
         if keys is None or keys.clustered:
             return keys
-        if packed:  # the numbers of a sequence take registers too
-            return replace(keys, v_register_steps=min(keys.v_register_steps, 3))
-        keys = replace(keys, overlaps=True, counts=True)
-        return keys if form == "full" else replace(keys, queued=True, prefetches=True)
+        most = 3 if packed else keys.v_register_steps  # the numbers of a sequence take registers too
+        keys = replace(keys, overlaps=True, counts=not packed, v_register_steps=min(keys.v_register_steps, most))
+        return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
         """The column of a problem that has a pass for dQ; None where this row has no tiles for it."""
@@ -436,7 +439,9 @@ class BackwardRow:
         return (form in ("band", "rows") and self.softcap_band) or self.softcap
 
 
-_BITS = KeyTiles(128, 128, 64, 5, sums_dq=True, queued=True, overlaps=True, counts=True, v_register_steps=4)
+_BITS = KeyTiles(
+    128, 128, 64, 5, sums_dq=True, prefetches=True, queued=True, overlaps=True, counts=True, v_register_steps=4
+)
 # (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
 TABLE = {
     (64, 64): BackwardRow(
@@ -450,7 +455,7 @@ TABLE = {
         dropout=KeyTiles(64, 64, 128, 5, sums_dq=True, dp_late=True),
         bits=replace(_BITS, width=64, width_v=64, tile_m=128),
         one_pass_from=1100,
-        counted_from=900,
+        overlapping_from=900,
     ),
     (96, 96): BackwardRow(
         two_passes=Passes(KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6, makes_statistics=True)),
@@ -526,10 +531,9 @@ def shipped() -> list[Backward]:
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
-    """Whether there is a kernel with these tiles: additions in order, and clusters, need the numbers of one band; a queue and counts are of
-    equal sequences too."""
+    """Whether there is a kernel with these tiles: additions in order, and clusters, need one band's numbers; counts, equal sequences."""
     banded = keys.ordered or keys.clustered
-    return not (packed and (banded or keys.queued or keys.counts)) and (not banded or form in BANDS)
+    return not (packed and (banded or keys.counts)) and (not banded or form in BANDS)
 
 
 def reasons(p: Problem) -> list[str]:

@@ -38,7 +38,7 @@ def fake_arguments(config: Backward) -> tuple:
         made = *made, fake.rows(cutlass.Float32, shape, 4, 16)
     if config.keys.ordered:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
-    if config.keys.queued:
+    if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)
     # lo, hi, a section and a grid for each pass; scale, scale2, cap2.
     numbers = *[fake.I32] * 6, *[fake.F32] * 3

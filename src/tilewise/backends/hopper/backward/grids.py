@@ -11,6 +11,7 @@ from tilewise.backends.hopper.backward.config import CLUSTER, ELEMENT_BYTES, FP3
 from tilewise.problem import Problem
 
 OPEN_BYTES = 48 << 20  # of the heads of a section, where tiles come from a queue
+IDLE_SHARE = 0.02  # of a pass that the end of its last section may take
 SHARING_CLUSTERS = 6  # clusters that add to one head's dQ at a time (docs/decisions.md#hopper-d256-pairs)
 
 
@@ -51,10 +52,22 @@ def spread_clusters(heads: int, tiles: int, form: str, cores: int) -> tuple[int,
 
 def open_heads(x: Backward, p: Problem, tiles: int, cores: int) -> int:
     """The key heads of a section whose ``tiles`` come from a queue: as many as L2 holds the operands and the sums of dQ of, with room to
-    spare, and no fewer than give every CTA a tile (docs/decisions.md#hopper-open-heads)."""
+    spare, and no fewer than give every CTA a tile; more where the last section would keep the others waiting
+    (docs/decisions.md#hopper-open-heads)."""
     group, row = p.heads_q // p.heads_k, ELEMENT_BYTES * (x.keys.width + x.keys.width_v)
     head = group * p.seqlen_q * (row + FP32_BYTES * x.keys.width) + p.seqlen_k * row
-    return min(p.batch * p.heads_k, max(OPEN_BYTES // head, -(-cores // tiles)))
+    heads, least = p.batch * p.heads_k, max(OPEN_BYTES // head, -(-cores // tiles))
+    return next((n for n in range(least, heads) if idle_share(n, heads, tiles / cores) <= IDLE_SHARE), heads)
+
+
+def idle_share(section: int, heads: int, rounds: float) -> float:
+    """The share of a pass for which CTAs wait for the longest tile of the last section.
+
+    Causal key tiles are up to twice as long as their mean, and a section's longest ones come first: it lasts that long even where it
+    has fewer tiles. ``rounds``: how many tiles of each head a CTA takes on average.
+    """
+    last = heads % section or section
+    return max(0.0, 2 - last * rounds) / (heads * rounds)
 
 
 def ordered_at_once(x: Backward, tiles: int) -> int:

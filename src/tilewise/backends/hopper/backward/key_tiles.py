@@ -21,7 +21,7 @@ from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, Pack
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
-from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile
+from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile, nth_tile_by_size
 
 FAR = 1 << 29  # past every query
 
@@ -131,11 +131,15 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
         sequence = I32(cutlass.select_(n < order.tiles, I32(0), I32(-1)))
         return packed.PackedTile(sequence, I32(n_block), I32(head))
 
-    def tiles_of(sequence):
-        parts = PackedSequence.of(sequence, params, config, rest_k=True).parts
-        return sum(packed.in_tiles(part, config.keys.tile_n) for part in parts)
+    def tiles_and_size(n):
+        sequence = PackedSequence.of(n, params, config, rest_k=True)
+        tiles = sum(packed.in_tiles(part, config.keys.tile_n) for part in sequence.parts)
+        # In query blocks: its longest tile visits so many for each query head.
+        return tiles, packed.in_tiles(sequence.q, config.keys.tile_m)
 
-    return nth_packed_tile(n, params.heads, tiles_of, params.packed.cu_q)
+    if config.keys.queued:
+        return nth_tile_by_size(n, params.heads, tiles_and_size, params.packed.cu_q)
+    return nth_packed_tile(n, params.heads, lambda n: tiles_and_size(n)[0], params.packed.cu_q)
 
 
 def place_packed(tile: packed.PackedTile, params: BackwardParams, config: Backward) -> tuple[KeyTile, BackwardParams]:

@@ -70,7 +70,7 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     # Tensors come in the order in which host/backward_call.py gives them.
     q, k, v, o, do, lse, dlse, *more = given
     dq, dk, dv, *buffers = made
-    queue = buffers.pop() if config.keys.queued else None
+    queue = buffers.pop() if config.makes_queue else None
     buffers = RowBuffers(*buffers)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
     # Each pass takes its tiles from a queue of its own, since both may be at work at a time; the last tensor is the

@@ -105,7 +105,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
         clear_semaphores(t.semaphores[batch, head, None], block * THREADS + thread)
     elif cutlass.const_expr(config.keys.sums_dq):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)
-    if cutlass.const_expr(config.keys.queued):
+    if cutlass.const_expr(config.makes_queue):
         clear_queue(t.queue, n + head + thread)
     total = F32(0.0)
     for n, (one, other) in enumerate(parts):

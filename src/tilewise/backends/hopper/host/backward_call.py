@@ -179,7 +179,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     given = q, k, v, o, do, lse, dlse, *plan.starts(inputs), *plan.extra(inputs)
     made = dq, dk, dv, lse2, delta, *([lse.new_empty(plan.sums_shape)] if plan.sums_shape else ())
     made += (lse.new_empty(plan.semaphores_shape, dtype=torch.int32),) if plan.semaphores_shape else ()
-    made += (lse.new_empty(1, dtype=torch.int32),) if plan.config.keys.queued else ()
+    made += (lse.new_empty(1, dtype=torch.int32),) if plan.config.makes_queue else ()
     bound = plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if plan.direct and as_they_are((*qkv, o, do, lse, dlse)):  # some may be copies by now, which lie so
         plan.written = [without_memory(torch.empty_like(x)) for x in made]

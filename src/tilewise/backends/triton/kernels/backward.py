@@ -290,6 +290,8 @@ def dkdv_kernel(
             if FACTS.sheet:  # sheet_kernel reads `FACTS.sheet` queries at a time, so all of these are written
                 UNIT: tl.constexpr = max(FACTS.sheet // FACTS.tile_m, 1)
                 first, last = first // UNIT * UNIT, (last + UNIT - 1) // UNIT * UNIT
+                # Past the last key dS has to be 0, so those tiles are partial: it may be infinite, and dQ multiplies it by zeros.
+                full_end = tl.where(left < FACTS.tile_n, full, full_end)
             if FACTS.whole:
                 for n in range(first, last):
                     partial = (n < full) | (n >= full_end)

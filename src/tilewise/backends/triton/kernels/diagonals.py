@@ -72,15 +72,14 @@ def sheet_strip_kernel(tensors, sizes, scales, GRAD: tl.constexpr, FACTS: tl.con
     end = tl.minimum(
         tl.minimum((part + 1) * sizes.slots, tl.cdiv(sizes.seqlen_q, T)), strip + tl.cdiv(sizes.seqlen_k, T)
     )
-    at = tl.arange(0, T)
     total = tl.full([T, T], 0.0, tl.float32)
     for n in tl.range(slot, end, loop_unroll_factor=4):  # so that the loads of four tiles are under way at once
         m0, n0 = n * T, (n - strip) * T
-        # A tile that the mask does not visit was not written; past the last key dS is of scores that no key has.
+        # A tile that the mask does not visit was not written; past the last query and the last key dS is 0.
         written = is_visited(m0, n0, head, work, FACTS) & (m0 >= 0)
-        inside = (n0 + at[:, None] < sizes.seqlen_k) & (m0 + at[None, :] < sizes.seqlen_q)
         pointers = sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS)
-        tile = tl.load(pointers, mask=written & inside, other=0.0)  # dSᵀ, (keys, queries), in the sheet's dtype
+        # dSᵀ, (keys, queries), in the sheet's dtype.
+        tile = tl.load(pointers, mask=tl.broadcast_to(written, (T, T)), other=0.0)
         total += tile.to(tl.float32)
     store_by_distance(tl.trans(total), work.grads[GRAD], b * sizes.heads_q + head, T)
 

@@ -17,7 +17,8 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import grids
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, TABLE, shipped
+from tilewise.backends.hopper.backward.config import TABLE, shipped
+from tilewise.backends.hopper.backward.tiles import CLUSTER, KEY_GROUPS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ALIGNMENT, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
@@ -180,7 +181,7 @@ def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
     """Query blocks of the busiest CTA over the mean. With fewer heads at a time they would not be: 8 or 4 heads of these lengths cost up
     to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
-    each = backward_config.CLUSTER if keys.clustered else 1
+    each = CLUSTER if keys.clustered else 1
     section, ctas = grids.spread(heads, tiles, sizes.SHARING, 132)
     if keys.clustered:
         section, ctas = grids.spread_clusters(heads, tiles, "upper", 132)

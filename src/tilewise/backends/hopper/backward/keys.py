@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper.backward import dq_accumulate
-from tilewise.backends.hopper.backward.config import ELEMENT_BYTES, FP32_BYTES, KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import rows_first, warp_and_warpgroup
 from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile, block_at, of_query_head
 from tilewise.backends.hopper.backward.keys_compute import compute, compute_and_sum
@@ -55,6 +55,7 @@ from tilewise.backends.hopper.backward.keys_storage import (
 )
 from tilewise.backends.hopper.backward.params import BackwardParams, flag_place
 from tilewise.backends.hopper.backward.sequences import ahead_receiver, publish_held, receiver
+from tilewise.backends.hopper.backward.tiles import ELEMENT_BYTES, FP32_BYTES, KEY_GROUPS
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32

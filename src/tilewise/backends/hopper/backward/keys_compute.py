@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.backward import dq_accumulate
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
     OperandValues,
     RegisterOperand,
@@ -39,6 +39,7 @@ from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
 from tilewise.backends.hopper.backward.sequences import receiver
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import dropout, schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32

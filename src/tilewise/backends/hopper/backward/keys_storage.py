@@ -9,8 +9,9 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from tilewise.backends.hopper.backward import dq_accumulate
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
 from tilewise.backends.hopper.config import ALIGNMENT
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.scheduler import (

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.sequences import statistics_start
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
 from tilewise.backends.hopper.kit.instructions import choose

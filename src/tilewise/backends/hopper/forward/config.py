@@ -402,7 +402,6 @@ def shipped() -> list[Config]:
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
-    packed += [replace(c, packed=True) for c in dropped if c.form == "upper"]
     dropped += [
         Config(row.alibi, dtype, "upper", alibi=True)
         for row in TABLE.values()

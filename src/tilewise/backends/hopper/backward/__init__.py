@@ -16,7 +16,7 @@ same bits. With one pass every CTA of ``keys`` adds its part of dQ to fp32 sums 
 To change one thing, edit one file:
 
 =================================================== ==================================================================
-tile sizes, registers, which kernels a call gets    config (no DSL); a row of its TABLE; what they take: tiles
+tile sizes, registers, which kernels a call gets    config, tiles (no DSL); a row of TABLE
 P of a score, masks, softcap, dropout, dS           scores: ``probabilities``, ``score_gradients``
 the gradient of a tensor that a score reads         scores: ``score_gradients``, before its slope; config: ``reasons``
 the order of tiles, which blocks a tile visits      key_tiles, query_tiles; packed: sequences

@@ -299,6 +299,7 @@ def blocks_of_head(
 def slopes_of_head(column, head, params: BackwardParams) -> RowSlopes:
     """ALiBi of a query head for a thread's keys. A block's columns are queries, and the bias falls along them: -slope (i + off - j)."""
     start = column_of(cute.arch.thread_idx()[0] % 128, 0)
+    # Key j has distance 0 from query j - (hi - 1): the band ends with each query's own place.
     return RowSlopes(
         -params.extra.slopes[head] * LOG2_E, [F32(j - start - (params.hi - 1)) for j in thread_rows(column)]
     )

@@ -114,6 +114,7 @@ def probabilities(
         kept: dropout's condition of a thread's row and column; it acts on ``p`` alone, since dS takes it from dP.
     """
     if block.slopes is not None:
+        # The bias joins lse2, of which an exponent takes one number anyway.
         lse2 = block.slopes.less(lse2)
     # None without expressions; otherwise each node of the trees is computed once for what it depends on.
     values = block.values(config)

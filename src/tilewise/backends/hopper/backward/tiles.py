@@ -102,6 +102,7 @@ class KeyTiles:
 
     @property
     def threads(self) -> int:
+        # One warpgroup loads and stores, the others compute.
         return 128 * len(self.registers_by_warpgroup)
 
     @property
@@ -122,6 +123,7 @@ class KeyTiles:
     @property
     def handover_bytes(self) -> int:
         """Bytes of what one warpgroup hands to another: P; or two blocks of dS of each, and a block of dQ in fp32."""
+        # P or dS of 64 keys, and the part of dQ that both warpgroups make of a block.
         p = ELEMENT_BYTES * ROWS * self.tile_m
         dq = FP32_BYTES * self.tile_m * self.width
         return p if self.split else 2 * KEY_GROUPS * p + dq if self.sums_dq else 0
@@ -129,6 +131,7 @@ class KeyTiles:
     @property
     def shared(self) -> int:
         """Bytes of shared memory: barriers, a word that nobody reads, and statistics; K and V; the ring; what is handed over."""
+        # K and V of each tile of 64 keys stay; the ring's stages come and go.
         tiles = 2 * self.key_tiles * self.tile_elements + self.stages * self.stage_elements
         small = aligned(statistics_end(self.barriers, self.stages, self.tile_m))
         return small + ELEMENT_BYTES * tiles + self.handover_bytes
@@ -220,6 +223,7 @@ class QueryTiles:
 
     @property
     def threads(self) -> int:
+        # One warpgroup more, which loads and stores.
         return 128 * (self.warpgroups + 1)
 
     @property
@@ -229,5 +233,6 @@ class QueryTiles:
 
     @property
     def shared(self) -> int:
+        # Q and dO of each warpgroup stay; K and V come through the ring.
         tiles = 2 * self.warpgroups * self.tile_elements + self.stages * self.stage_elements
         return aligned(BARRIER_BYTES * (self.barriers + 1)) + ELEMENT_BYTES * tiles

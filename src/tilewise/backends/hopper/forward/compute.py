@@ -328,6 +328,7 @@ def steady_block(
     v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     warpgroup.wait_group(1)  # S; O may still be under way
+    # ALiBi is added to the maximum here, not to S, which saves two instructions a pair.
     slopes = block.slopes(config)
     s = rows_columns(operands.s) if config.alibi else masked_scores(operands, block, params, config)
     totals = softmax.steady_softmax(s, operands.rows, params.scale2, slopes)
@@ -407,6 +408,7 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
 
 def left_scale(params: ForwardParams, config: Config):
     """The factor that takes :func:`masked_scores` to base 2."""
+    # A bias is added where S is scaled already, because it is known in base 2.
     return F32(1.0) if config.alibi else params.scale2
 
 

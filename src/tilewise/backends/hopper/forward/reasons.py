@@ -14,11 +14,13 @@ def reasons(problem: Problem, widest: int | None = None) -> list[str]:
     found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}: its kernels take float16 and bfloat16"]
     if wide > widest:
         found.append(f"head_dim {wide} is above {widest}")
+    # The copy engine takes rows that begin at multiples of 16 bytes.
     if any(dim % MULTIPLE for dim in dims):
         found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
     found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
     found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
+    # A row's maximum is scaled after it is found, which is right for a positive scale alone.
     if problem.softmax_scale <= 0 and not is_traced(problem):
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
     return found
@@ -28,6 +30,7 @@ def _reasons_of_packed(problem: Problem) -> list[str]:
     rows, found = max(problem.seqlen_q, problem.seqlen_k), []
     if band_of(problem) is None:
         found.append("packed sequences with a mask other than causal, window and a key_range of numbers")
+    # Coordinates of the ragged views that tell the copy engine where a sequence ends are below LONG.
     if rows >= LONG:
         found.append(f"{rows} packed rows, {LONG} or more")
     if is_traced(problem):

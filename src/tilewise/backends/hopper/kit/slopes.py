@@ -47,14 +47,18 @@ class BlockSlopes(NamedTuple):
 
     def add(self, s: cute.Tensor, scale2) -> None:
         """Turns products into scores with their bias, in base 2: each bias is rounded once."""
+        # s: (2 rows, tile_n / 4 columns of the thread), an fp32 accumulator of 64 × tile_n. A block that is masked, or computed once
+        # more, is rare: it may take three instructions a pair.
         for r in range(2):
             for c in range(cute.size(s, mode=[1])):
                 s[r, c] = s[r, c] * scale2 + (self.distance[r] + float(constant_column(c))) * self.slope2
 
     def below(self, m2, r: int, columns: int) -> list:
         """The maximum less the bias, for each column of row r in a block that ends before the row's own key."""
+        # Whole blocks end before the row's own key, so that the last column has the smallest distance.
         last = float(constant_column(columns - 1))
         base = m2 - (self.distance[r] + last) * self.slope2
+        # One multiply-add a pair: the constants are part of the instructions.
         return [base + self.slope2 * (last - constant_column(c)) for c in range(columns)]
 
     def less(self, statistic):

@@ -281,8 +281,8 @@ def masks() -> list[str]:
     text = (
         f"TFLOP/s of kept pairs, forward / backward, in brackets as a packed call; a dash: it cannot. Another is faster than tilewise in "
         f"{behind['forward']} of {len(rows)} forwards and {behind['backward']} backwards. {found.source(MASKED[0])} Of an earlier "
-        "run: cudnn.flex under windows (faster there), FlexAttention with scores, and the peers' plans of a new mask, everything compiled; "
-        f"tilewise's plans are of {found.runs[PLANS]['when'][:10]}, by `{found.runs[PLANS]['command']}`."
+        "run: cudnn.flex under windows (faster there), FlexAttention with scores, the peers' plans of a new mask. Ours: "
+        f"`{found.runs[PLANS]['command']}`."
     )
     header = ["mask and score", "tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
     header.append("plan, ms: tilewise / cudnn.flex / Flex")

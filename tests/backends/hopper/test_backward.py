@@ -40,6 +40,10 @@ KEYS = {
     "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
     "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
     "overlapping": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
+    "subtracting": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True, subtracts=True),
+    "subtracting-wide": KeyTiles(
+        128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True, subtracts=True
+    ),
     "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, overlaps=True, counts=True),
     "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
@@ -151,6 +155,8 @@ PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-row
 PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
 PAIRS += [(name, "overlapping") for name in ("one", "causal-empty-rows", "documents-empty-rows")]
 PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys")]
+PAIRS += [(name, "subtracting") for name in ("one", "causal-empty-rows", "large-scores")]
+PAIRS += [(name, "subtracting-wide") for name in ("causal-wide", "keys")]
 PAIRS += [(name, "bits") for name in ("keep", "keep-causal", "dense", "dense-empty", "union")]
 PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse-odd")]
 PAIRS += [

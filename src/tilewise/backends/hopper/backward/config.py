@@ -42,6 +42,7 @@ CLUSTER = 2  # CTAs of a cluster, where two share a key tile
 HALF = 128  # columns of the parts in which a cluster keeps its tiles
 ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
 ADDITIONS = 2  # such additions that it has in flight
+CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
 # A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
 STATISTICS_ALIGNMENT = 128
 
@@ -78,6 +79,7 @@ class KeyTiles:
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
         dp_late: dP begins when P is made: S and dP share no registers, dropout is drawn under it (docs/decisions.md#hopper-pair-tiles).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
+        subtracts: products subtract lse and delta, by a k step more (:mod:`tilewise.backends.hopper.backward.subtrahends`); only of bf16.
     """
 
     width: int
@@ -96,6 +98,7 @@ class KeyTiles:
     counts: bool = False
     dp_late: bool = False
     v_register_steps: int = 0
+    subtracts: bool = False
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
@@ -129,6 +132,25 @@ class KeyTiles:
         return ROWS * self.key_tiles
 
     @property
+    def statistic_words(self) -> int:
+        """Words of 4 bytes of a row in the buffer of lse2; four hold both statistics."""
+        return 4 if self.subtracts else 1
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether a slot of statistics serves a stage of Q and the stage of dO after it: Q is then always in an even one."""
+        return self.subtracts and self.stages % 2 == 0
+
+    @property
+    def slots(self) -> int:
+        """How many blocks' statistics shared memory holds."""
+        return self.stages // 2 if self.shares_slots else self.stages
+
+    def slot(self, stage):
+        """The slot of the statistics of the block whose Q is in a stage."""
+        return stage // 2 if self.shares_slots else stage
+
+    @property
     def threads(self) -> int:
         return 128 * len(self.registers_by_warpgroup)
 
@@ -158,7 +180,8 @@ class KeyTiles:
     def shared(self) -> int:
         """Bytes of shared memory: barriers, a word that nobody reads, and statistics; K and V; the ring; what is handed over."""
         tiles = 2 * self.key_tiles * self.tile_elements + self.stages * self.stage_elements
-        small = aligned(statistics_end(self.barriers, self.stages, self.tile_m))
+        small = statistics_end(self.barriers, self.slots * self.statistic_words, self.tile_m)
+        small = aligned(small + (CONSTANT_BYTES if self.subtracts else 0))
         return small + ELEMENT_BYTES * tiles + self.handover_bytes
 
 
@@ -492,6 +515,7 @@ TABLE = {
     ),
 }
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
+LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
 ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
 
@@ -524,10 +548,19 @@ def shipped() -> list[Backward]:
     found = [(passes, form, softcap, packed, PLAIN, False) for passes, form, softcap, packed in found]
     for row in (row for row in rows if row.dropout):
         found += [(Passes(row.summed(form, False, True)), form, False, False, PLAIN, True) for form in DROPPED]
-    return [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
+    return [made(passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
+
+
+def made(passes: Passes, dtype: str, form: str, softcap: bool, packed: bool, traced: Traced, dropout: bool) -> Backward:
+    """The kernels of these tiles. Where one pass counts its tiles its products subtract the statistics, in bf16; at head_dim 128 the
+    constant takes the registers of V's columns (docs/decisions.md#hopper-subtrahends)."""
+    keys = passes.keys
+    if keys.counts and dtype == "bf16" and not (dropout or form == "bits"):
+        keys = replace(keys, subtracts=True, v_register_steps=0 if keys.dq_transposed else keys.v_register_steps)
+    return Backward(keys, passes.queries, dtype, form, softcap, packed, traced, dropout)
 
 
 def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
@@ -563,7 +596,7 @@ def choose(p: Problem) -> Backward:
     row, passes = chosen_row(p)
     if not (softcap or traced != PLAIN):
         passes = one_pass(row, p, form) or passes
-    return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
+    return made(passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:
@@ -578,6 +611,8 @@ def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
         return Passes(row.summed(form, p.packed, dropout=True)) if row.dropout and not p.spec.deterministic else None
     keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
     if keys is None or mean_keys_per_query(p) < row.least_keys(keys) or not exists(keys, form, p.packed):
+        return None
+    if keys.counts and abs(p.softmax_scale) < LEAST_SCALE:
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None
 

@@ -39,6 +39,7 @@ from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
 from tilewise.backends.hopper.backward.sequences import receiver
+from tilewise.backends.hopper.backward.subtrahends import Subtrahends, make_subtrahends
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import dropout, schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
@@ -63,6 +64,7 @@ class DkDvOperands(NamedTuple):
         dk, dv: accumulators, 64 x width and 64 x width_v, fp32.
         dq: the operands of a part of dQ, where it is accumulated.
         v_registers: the first columns of V in registers, if any are there.
+        subtrahends: where products subtract the statistics.
     """
 
     mmas: KeysMmas
@@ -80,6 +82,7 @@ class DkDvOperands(NamedTuple):
     dv: cute.Tensor
     dq: dq_accumulate.SumOperands | None = None
     v_registers: RegisterOperand | None = None
+    subtrahends: Subtrahends | None = None
 
 
 def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkDvOperands:
@@ -104,6 +107,7 @@ def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkD
         accumulator(mmas.dk, tiles.width), accumulator(mmas.dv, tiles.width_v),
         dq_accumulate.make_operands(mmas.dq, smem.dq, smem.k, w, config) if tiles.sums_dq else None,
         RegisterOperand(mmas.dp_registers, operand(mmas.dp_registers, K_STEP * tiles.v_register_steps)) if tiles.v_register_steps else None,
+        make_subtrahends(mmas, smem, operand(mmas.dp_registers, K_STEP)) if tiles.subtracts else None,
     )  # fmt: skip
 
 
@@ -115,16 +119,18 @@ def as_rows_columns(operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
 # -- Products of a block -------------------------------------------------------------------------------------------
 
 
-def begin_s(operands: DkDvOperands, w, q_stage) -> None:
-    """Begins Sᵀ = K Qᵀ, 64 x tile_m, with the K of tile w."""
+def begin_s(operands: DkDvOperands, w, q_stage, slot=None) -> None:
+    """Begins Sᵀ = K Qᵀ, 64 x tile_m, with the K of tile w; where products subtract, minus the lse in a slot."""
     k, q = stage_of(operands.k, w), stage_of(operands.q, q_stage)
-    begin_products(operands.mmas.score, operands.s, [(k, q)], overwrite=True)
+    first = operands.subtrahends and operands.subtrahends.of_s(slot)
+    begin_products(operands.mmas.score, operands.s, [(k, q)], overwrite=True, first=first)
 
 
-def begin_dp(operands: DkDvOperands, w, do_stage) -> None:
-    """Begins dPᵀ = V dOᵀ, 64 x tile_m, with the V of tile w."""
+def begin_dp(operands: DkDvOperands, w, do_stage, slot=None) -> None:
+    """Begins dPᵀ = V dOᵀ, 64 x tile_m, with the V of tile w; where products subtract, minus the delta in a slot."""
     v, do = stage_of(operands.v, w), stage_of(operands.do, do_stage)
-    begin_products(operands.mmas.score, operands.dp, [(v, do)], overwrite=True, registers=operands.v_registers)
+    first = operands.subtrahends and operands.subtrahends.of_dp(slot)
+    begin_products(operands.mmas.score, operands.dp, [(v, do)], True, operands.v_registers, first)
 
 
 def begin_dv(operands: DkDvOperands, do_stage) -> None:
@@ -398,18 +404,19 @@ def summing_block(
     """
     (q_stage, q_phase), (do_stage, do_phase) = state.stages_of_block(config.keys.stages)
     cute.arch.mbarrier_wait(smem.full + q_stage, q_phase)  # Q and lse2, from load_queries
-    begin_s(operands, w, q_stage)  # Sᵀ = K Qᵀ, 64 x tile_m
+    slot = config.keys.slot(q_stage)
+    begin_s(operands, w, q_stage, slot)  # Sᵀ = K Qᵀ, 64 x tile_m
     kept, late = None, config.keys.dp_late
     if not late:
         cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
-        begin_dp(operands, w, do_stage)  # dPᵀ = V dOᵀ, 64 x tile_m
+        begin_dp(operands, w, do_stage, slot)  # dPᵀ = V dOᵀ, 64 x tile_m
         kept = kept_pairs(operands, block, smem, params, config)  # under both products
     warpgroup.wait_group(int(not late))  # S is done
-    lse2 = column_statistic(smem.statistics, q_stage)
+    lse2 = None if config.keys.subtracts else column_statistic(smem.statistics, q_stage)
     probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config)
     if late:
         cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
-        begin_dp(operands, w, do_stage)  # dPᵀ = V dOᵀ, 64 x tile_m
+        begin_dp(operands, w, do_stage, slot)  # dPᵀ = V dOᵀ, 64 x tile_m
         kept = kept_pairs(operands, block, smem, params, config)  # under that product
     if config.dropout:
         # dS takes the P of dropped pairs too, and there are no registers for two operands: dV comes after dS.
@@ -419,7 +426,7 @@ def summing_block(
     else:
         begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v, runs while dS is made
         warpgroup.wait_group(1)  # dP is done
-    delta = column_statistic(smem.statistics, do_stage)
+    delta = None if config.keys.subtracts else column_statistic(smem.statistics, do_stage)
     score_gradients(rows_columns(operands.dp), rounded_p(operands, config), delta, kept, params)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     if config.dropout:

@@ -33,13 +33,16 @@ import tilewise as tw
 from bench import ranks_torch, records
 from bench.check import verdict
 from tilewise.masks import Mask
-from tilewise.parallel import ContextParallel, balanced, heads
+from tilewise.parallel import ContextParallel, balanced, calls, heads
 from tilewise.parallel.exchange import Group
+from tilewise.spec import Options, assemble
 from tilewise.testing import call, normal
 
 HEAD_DIM = 128
 SAMPLE_MS = 150
 """How long a sample runs: several short steps, so that the first one's launches, which find idle GPUs, count little."""
+LONG_MS = 1000
+"""A step that takes longer needs no call to warm up, and is not profiled."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ CONTESTANTS = {
     "engines": Contestant("heads", engines=True),
     "engines-1": Contestant("heads", 1, engines=True),
     "engines-4": Contestant("heads", 4, engines=True),
+    "heads+gather": Contestant("heads+gather"),
+    "heads+ring": Contestant("heads+ring"),
 }
 
 
@@ -164,6 +169,7 @@ def contests(
     mask, size = mask_of(row.mask, row.seqlen, device), dist.get_world_size()
     found, moved = {}, {}
     for name in names:
+        told("plans", name)
         parallel = parallel_of(row, CONTESTANTS[name], mask, groups)
         local = tensors(row.heads_q, row.heads_k, parallel.layout_of(row.seqlen).lengths[dist.get_rank()], device)
         found[name] = steps(*local, mask=mask, parallel=parallel)
@@ -200,34 +206,56 @@ def received(
     model = plan.costs[plan.scheme]
     counts = {"received_mib": most, "predicted_received_mib": model.all_received, "predicted_mib": model.memory}
     return {name: round(count / 2**20, 3) for name, count in counts.items()} | {
-        "predicted_ms": round(model.milliseconds, 3)
+        "predicted_ms": round(model.milliseconds, 3),
+        "agreement_ms": agreement(parallel, inputs, mask),
     }
 
 
 def timed(contestants: dict[str, dict[str, Callable]], device: str, rounds: int) -> dict[tuple[str, str], float]:
     """Median milliseconds by contestant and pass."""
     runs = {(who, way): run for who, ways in contestants.items() for way, run in ways.items()}
-    samples: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    samples: dict[tuple[str, str], list[float]] = {}
     chance = random.Random(0)  # the same order on all ranks
-    counts = {
-        key: max(1, min(20, int(SAMPLE_MS / milliseconds(run, device, 1))))
-        for key, run in runs.items()
-        if run() is None
-    }
-    for _ in range(rounds):
+    counts = {}
+    for key, run in runs.items():
+        told("warms", *key)
+        took = milliseconds(run, device, 1)
+        samples[key] = [took] if took > LONG_MS else []
+        counts[key] = max(1, min(20, int(SAMPLE_MS / (took if samples[key] else milliseconds(run, device, 1)))))
+    for n in range(rounds):
+        told("round", n)
         for key in chance.sample(list(runs), len(runs)):
-            samples[key].append(milliseconds(runs[key], device, counts[key]))
+            if len(samples[key]) < rounds:
+                samples[key].append(milliseconds(runs[key], device, counts[key]))
     return {key: statistics.median(values) for key, values in samples.items()}
 
 
+def told(*what: object) -> None:
+    """Says on the first rank what begins, so that a run that stops says where."""
+    if dist.get_rank() == 0:
+        print(time.strftime("%T"), *what, flush=True)
+
+
+def agreement(parallel: ContextParallel, inputs: list[Tensor], mask: Mask) -> float:
+    """Milliseconds in which ranks agree on a call, the mean of AGREEMENTS, with what is computed of it before and after."""
+    inputs, options = [x.detach().requires_grad_() for x in inputs], Options(mask=mask)
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(AGREEMENTS):
+        calls.agreed_call(parallel, *inputs, lambda: assemble(*inputs, options), False)
+    return round((time.perf_counter() - began) * 1e3 / AGREEMENTS, 4)
+
+
 def peak(run: Callable[[], object]) -> float:
-    """The most memory that a step takes beside what lies there before it: MiB on this rank, without symmetric memory."""
+    """The most memory that a step takes beside what lies there before it: MiB of the rank that takes the most, without symmetric memory."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    most = torch.tensor([torch.cuda.max_memory_allocated() - before], device="cuda")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most) / 2**20
 
 
 EXCHANGE, PLAIN = ("nccl", "memcpy", "barrier"), ("at::", "cub::", "memset")
@@ -270,7 +298,7 @@ def host_profile(run: Callable[[], object], path: Path) -> None:
         pstats.Stats(seen, stream=file).sort_stats("tottime").print_stats(60)
 
 
-STEPS, PROFILED = 4, 20
+STEPS, PROFILED, AGREEMENTS = 4, 20, 50
 PARTS = ("attention", "exchange", "rest")
 
 
@@ -306,13 +334,13 @@ def checked_peers(names: list[str], mesh: DeviceMesh) -> dict[str, bool]:
     found: dict[str, bool] = {}
     shapes = [(1, n, heads, HEAD_DIM) for heads in (2 * heads_k, heads_k, heads_k, 2 * heads_k)]
     q, k, v, do = (normal(*shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes))
-    expected = call(q, k, v, do, mask=tw.causal()).expected()
+    expected = call(q, k, v, do, "cuda", mask=tw.causal()).expected()
     for name, repeat in [(name, repeat) for name in names for repeat in (False, True)]:
         if name in found:
             continue
         try:
             parts = ranks_torch.found(*ranks_torch.attention_of(name, None, n, mesh, repeat), q, k, v, do)
-            said = verdict(expected.judge({x: t.cpu() for x, t in parts.items()}), ours=False)
+            said = verdict(expected.judge(parts), ours=False)
         except Exception as error:  # an experimental part of torch fails in many ways
             said = f"{type(error).__name__}: {error}"[:300]
         if said in ("green", "loose"):
@@ -335,9 +363,10 @@ def ways(device: str, only: list[str]) -> tuple[list[str], dict[bool, Group]]:
         except RuntimeError as error:
             print("no symmetric memory:", error, flush=True)
             del groups[True]
-    return [
-        name for name, way in CONTESTANTS.items() if way.engines in groups and name in (only or CONTESTANTS)
-    ], groups
+    size = dist.get_world_size()
+    divides = any(size % n == 0 for n in range(2, size))
+    able = [n for n, way in CONTESTANTS.items() if way.engines in groups and (divides or "+" not in way.scheme)]
+    return [name for name in able if name in (only or CONTESTANTS)], groups
 
 
 def report(row: Row, ms: dict[tuple[str, str], float], parts: dict[str, dict], flops: float) -> None:
@@ -369,18 +398,23 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
         }
         described |= {"alone": "tilewise on a rank's share of the heads"}
         lines = [records.run(f"python -m bench.ranks --ranks {size}", device, described, gpus=size)]
-        red = {name: said for name in CHECKS if (said := checked(name, names, groups, device))}
+        red = {}
+        for name in CHECKS:
+            told("checks", name)
+            red |= {name: said} if (said := checked(name, names, groups, device)) else {}
         if rank == 0:
             print("red:", red or "nothing", flush=True)
         wanted = [row for row in (*ROWS, *MANY) if row.name in options.rows] or ROWS
         for row in REHEARSAL if device == "cpu" else wanted:
+            told(row.name)
             green = [name for name in names if name not in red.get(row.mask, ())]
             contestants, parts = contests(row, green, groups, device)
             if device != "cpu":
                 torch_contests(row, peers, mesh, contestants)
-            compared(row, contestants, parts, device, options.rounds, lines)
+            ms = compared(row, contestants, parts, device, options.rounds, lines)
             for name in green if options.host_profiles else ():
-                host_profile(contestants[name]["both"], options.host_profiles / f"{row.name}-{name}-{rank}.txt")
+                if ms[name, "both"] * PROFILED < LONG_MS:
+                    host_profile(contestants[name]["both"], options.host_profiles / f"{row.name}-{name}-{rank}.txt")
             if rank == 0 and options.out:  # what is known already, should a later row fail
                 options.out.unlink(missing_ok=True)
                 records.append(lines, options.out)
@@ -394,12 +428,13 @@ def compared(
     device: str,
     rounds: int,
     lines: list[dict],
-) -> None:
-    """Times a row's contestants, adds the results to the lines of the run, and prints them on the first rank."""
+) -> dict[tuple[str, str], float]:
+    """Times a row's contestants, adds the results to the lines of the run, prints them on the first rank, and returns the milliseconds."""
     size = dist.get_world_size()
     ms = timed(contestants, device, rounds)
     for who, ways in contestants.items() if device != "cpu" else ():
-        if who not in ranks_torch.NAMES:
+        told("looks at", who)
+        if who not in ranks_torch.NAMES and ms[who, "both"] < LONG_MS:
             parts[who] = parts.get(who, {}) | breakdown(ways["both"])
         parts[who] = parts.get(who, {}) | {"peak_mib": round(peak(ways["both"]))}
     flops = 4 * kept_pairs(row.mask, row.seqlen) * row.heads_q * HEAD_DIM / size
@@ -410,6 +445,7 @@ def compared(
         lines.append(records.result(lines[0]["run"], row.name, who, way, "time", t, **more))
     if dist.get_rank() == 0:
         report(row, ms, parts, flops)
+    return ms
 
 
 def parser_of(description: str, rounds: int) -> argparse.ArgumentParser:

@@ -142,7 +142,7 @@ WRONG = {
         mask=lambda x: tw.keep(lambda b, h, i, j: WANTS_GRAD[j] > 0),
     ),
     "mask-elsewhere": wrong(
-        "a mask or score tensor is on meta, q on cpu; move it there",
+        "a mask or score tensor is on meta, q on cpu; move it there: x.to(q.device)",
         mask=lambda x: torch.ones(8, 8, dtype=torch.bool, device="meta"),
     ),
     "bias-elsewhere": wrong("a mask or score tensor is on meta", score=lambda x: tw.bias(meta(normal(8, 8)))),
@@ -152,6 +152,14 @@ WRONG = {
     ),
     "bias-columns": wrong("axis 1 must be seqlen_k = 8", score=lambda x: normal(8, 9)),
     "bias-heads": wrong("(3, 1, 8) is read at [h, 0, j]: axis 0 must be heads_q = 4", score=lambda x: normal(3, 1, 8)),
+    "padding-without-axes": wrong(
+        "axis 0 must be seqlen_q = 8; if it is the batch, axes of size 1 go behind it: x[:, None, None]",
+        mask=lambda x: torch.ones(2, 8, dtype=torch.bool),
+    ),
+    "mask-of-batch-without-heads": wrong(
+        "axis 0 must be heads_q = 4; if it is the batch, axes of size 1 go behind it: x[:, None]",
+        mask=lambda x: torch.ones(2, 8, 8, dtype=torch.bool),
+    ),
     "padding-of-another-length": wrong(
         "(2, 1, 1, 9) is read at [b, 0, 0, j]: axis 3 must be seqlen_k = 8",
         mask=lambda x: torch.ones(2, 1, 1, 9, dtype=torch.bool),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Never, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from tilewise import autograd, batching, dispatch, dropout, nested, shared_prefix, state  # noqa: F401  (batching registers rules)
+from tilewise import autograd, batching, dispatch, dropout, nested, shared_prefix, state, words  # noqa: F401  (batching registers rules)
 from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_options, not_a_cache
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
@@ -132,6 +132,7 @@ def attention(
     deterministic: bool | None = None,
     backend: str | None = None,
     parallel: Parallel | None = None,
+    **others: Never,
 ) -> Tensor:
     """Exact attention, ``softmax(mask(score(softmax_scale * q kᵀ))) v``, tile by tile; differentiable.
 
@@ -162,6 +163,8 @@ def attention(
 
     Source: Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1; docs/algorithm.md#4-forward.
     """
+    if others:
+        raise words.refused("attention", others)
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
@@ -183,6 +186,7 @@ def attention_with_lse(
     deterministic: bool | None = None,
     backend: str | None = None,
     parallel: Parallel | None = None,
+    **others: Never,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` and the log of its softmax's denominators; both are differentiable.
 
@@ -190,6 +194,8 @@ def attention_with_lse(
         o, and lse ``(batch, heads_q, seqlen_q)``: natural log, fp32 (fp64 for fp64), the sink included, ``-inf`` for a row
         that sees no key and has no sink.
     """
+    if others:
+        raise words.refused("attention_with_lse", others)
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     return _run(q, k, v, o, parallel)
 
@@ -212,6 +218,7 @@ def attention_with_stats(
     deterministic: bool | None = None,
     backend: str | None = None,
     parallel: Parallel | None = None,
+    **others: Never,
 ) -> AttentionStats:
     """:func:`attention_with_lse` and the largest scores, which training recipes watch (QK-clip: Kimi K2, 2025, Algorithm 1).
 
@@ -229,6 +236,8 @@ def attention_with_stats(
     Raises:
         ValueError: a wrong call, with every reason. NotImplementedError: what no backend, or not this one, can run.
     """
+    if others:
+        raise words.refused("attention_with_stats", others)
     if per not in ("row", "head"):
         raise ValueError(f'attention_with_stats was called wrongly\n  per must be "row" or "head", got {per!r}')
     if _is_dtensor(q):
@@ -283,6 +292,7 @@ def attention_varlen(
     backend: str | None = None,
     parallel: Parallel | None = None,
     return_lse: bool = False,
+    **others: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` of packed sequences; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``.
 
@@ -298,6 +308,8 @@ def attention_varlen(
     Returns:
         o ``(total_q, heads_q, head_dim_v)``; with ``return_lse`` also lse ``(heads_q, total_q)``.
     """
+    if others:
+        raise words.refused("attention_varlen", others)
     if cu_seqlens_q is None:
         raise ValueError("attention_varlen was called wrongly\n  cu_seqlens_q must be a tensor, got None")
     # fmt: off
@@ -320,6 +332,7 @@ def attention_paged(
     sink: Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    **others: Never,
 ) -> Tensor:
     """:func:`attention` of the last queries of each sequence over its keys in a cache: prefill, decode and verification.
 
@@ -344,6 +357,8 @@ def attention_paged(
     Raises:
         ValueError: a wrong call, with every reason; also one that wants a gradient.
     """
+    if others:
+        raise words.refused("attention_paged", others)
     o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
     return _run_paged(q, cache, cu_seqlens_q, o)[0]
 
@@ -360,12 +375,15 @@ def attention_paged_with_lse(
     sink: Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    **others: Never,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention_paged` and the log of its softmax's denominators, with which :func:`merge` joins parts of the keys.
 
     Returns:
         o, and lse ``(batch, heads_q, seqlen_q)``, packed ``(heads_q, total_q)``: natural log, fp32 (fp64 for fp64).
     """
+    if others:
+        raise words.refused("attention_paged_with_lse", others)
     o = Options(causal, mask, score, softmax_scale, sink, deterministic=deterministic, backend=backend)
     return _run_paged(q, cache, cu_seqlens_q, o)
 
@@ -414,7 +432,7 @@ def explain(
     """
     unknown = [name for name in options if name not in _KEYWORDS]
     if unknown:
-        raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(_KEYWORDS)}")
+        raise words.refused("explain", unknown)
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
     if isinstance(k, Tensor) and isinstance(v, Tensor) and _is_nested(q, k, v):
         (q, k, v), o = nested.packed_call(q, k, v, o)

@@ -342,7 +342,7 @@ def _width_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
 
 def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
     reasons = [
-        f"a {what} is on {extras[n].device}, q on {q.device}; move it there"
+        f"a {what} is on {extras[n].device}, q on {q.device}; move it there: x.to(q.device)"
         for what, slots in (
             ("cu_seqlens", spec.cu_slots),
             ("block_table or seqlens_k", spec.page_slots),
@@ -433,11 +433,19 @@ def read_reasons(
             # A tensor that the user's function reads may be longer, as in FlexAttention: cu_seqlens[b], a table for all lengths.
             if size < needed or (fitted and size > needed):
                 what = _AXES[name] if block == 1 else f"ceil({_AXES[name]} / {block})"
+                hint = _batch_first(shape) if fitted and axis == 0 and size == sizes.get("b") else ""
                 reasons.append(
                     f"a mask or score tensor {shape} is read at [{', '.join(str(x) for x in e.args[1:])}]: "
-                    f"axis {axis} must be {'' if fitted else 'at least '}{what} = {needed}"
+                    f"axis {axis} must be {'' if fitted else 'at least '}{what} = {needed}{hint}"
                 )
     return reasons
+
+
+def _batch_first(shape: tuple[int, ...]) -> str:
+    """The advice for a tensor of two or three axes that seems to begin with the batch, as a padding mask does: axes count from the end."""
+    if len(shape) not in (2, 3):
+        return ""
+    return f"; if it is the batch, axes of size 1 go behind it: x[:, {', '.join(['None'] * (4 - len(shape)))}]"
 
 
 def show_reasons(

@@ -149,7 +149,8 @@ def documents(ids: torch.Tensor) -> Mask:
             comes again after another one starts a new document. A query that sits before key 0 sees nothing.
     """
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
-        raise ValueError("documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k)")
+        found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise ValueError(f"documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k), got {found}")
     position = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand(ids.shape)
     start = end = position
     if ids.shape[-1]:  # cummax knows no empty dimension
@@ -182,6 +183,8 @@ def keep(fn: MaskFunction) -> Mask:
     Raises:
         NotImplementedError: for what cannot be traced, by name.
     """
+    if isinstance(fn, torch.Tensor):
+        raise ValueError("a function of (b, h, i, j) is needed, got Tensor; a bool tensor is tw.dense(t)")
     predicate = trace(fn, ("b", "h", "i", "j"))
     if expr.kind(predicate) != "bool":
         raise ValueError(f"keep(fn): fn must return a truth value, it returned {expr.kind(predicate)}: {predicate}")
@@ -220,6 +223,7 @@ def as_mask(mask: Mask | torch.Tensor | MaskFunction | None, causal_too: bool = 
         if not callable(mask):
             hint = "; give its .mask_mod" if hasattr(mask, "mask_mod") else ""  # FlexAttention's BlockMask
             hint += "; a mask by name is causal=True or mask=tw.causal()" if isinstance(mask, str) else ""
+            hint += "; it goes to score=" if hasattr(mask, "text") else ""
             raise ValueError(
                 f"mask= takes a Mask, a bool tensor or a function of (b, h, i, j), got {type(mask).__name__}{hint}"
             )
@@ -242,17 +246,23 @@ def _atom(name: str, *args: Expr) -> Mask:
 def _per_batch(who: str, n: int | torch.Tensor) -> Expr:
     if isinstance(n, torch.Tensor):
         if n.ndim > 2 or n.dtype.is_floating_point or n.dtype == torch.bool:
+            hint = "; the lengths of a mask of kept keys are mask.sum(-1)" if n.dtype == torch.bool else ""
             raise ValueError(
-                f"{who} takes ints or integer tensors (), (batch,) or (batch, heads_q), got {n.dtype} {tuple(n.shape)}"
+                f"{who} takes ints or integer tensors (), (batch,) or (batch, heads_q), got {n.dtype} {tuple(n.shape)}{hint}"
             )
         return broadcast_lookup(n, (B, H)[: n.ndim], who)
+    if isinstance(n, (list, tuple)):
+        raise ValueError(
+            f"{who} takes ints or integer tensors, got {n!r}; one for each batch element is torch.tensor({list(n)})"
+        )
     return number(_integer(who, n))
 
 
 def _integer(who: str, n: object) -> int:
     """``n`` as an int; of a length that torch.compile holds as a symbol, int() makes a number of the text."""
     if isinstance(n, (bool, torch.Tensor)) or not (isinstance(n, int) or hasattr(n, "__index__")):
-        raise ValueError(f"{who} takes whole numbers of keys, got {n!r}")
+        hint = f"; its bounds are two arguments: {who}{n!r}" if isinstance(n, tuple) else ""
+        raise ValueError(f"{who} takes whole numbers of keys, got {n!r}{hint}")
     return int(n)
 
 

@@ -111,15 +111,17 @@ class Keys(NamedTuple):
     joined: bool = False
 
     @staticmethod
-    def all(seqlen: int, ranks: int) -> Keys:
+    def all(whole: Problem, ranks: int) -> Keys:
         """Every rank's rows see all keys."""
-        others = seqlen - seqlen // ranks
-        return Keys(others, others, ranks < 3)
+        own = whole.seqlen_k // ranks
+        others = whole.seqlen_k - own
+        return Keys(others, others, kept(others, [own], whole.heads_q, whole.heads_k))
 
 
-def kept(fetched: int, lengths: Sequence[int]) -> bool:
-    """Whether ranks keep the keys of others for the backward: where none keeps more of them than the most that one has of its own."""
-    return fetched <= max(lengths)
+def kept(fetched: int, lengths: Sequence[int], heads_q: int, heads_k: int) -> bool:
+    """Whether ranks keep the keys of others for the backward: where K and V of them take at most half as much memory as q, k, v and o of
+    as many rows as the largest rank has, which are kept anyway."""
+    return 2 * fetched * heads_k <= max(lengths) * (heads_q + heads_k)
 
 
 def gathering(whole: Problem, ranks: int, keys: Keys | None = None, per_second: float = RECEIVED_PER_SECOND) -> Cost:
@@ -129,7 +131,7 @@ def gathering(whole: Problem, ranks: int, keys: Keys | None = None, per_second: 
         keys: how many travel; by default all.
         per_second: bytes that a rank receives.
     """
-    keys = Keys.all(whole.seqlen_k, ranks) if keys is None else keys
+    keys = Keys.all(whole, ranks) if keys is None else keys
     size = _Sizes.of(whole, ranks)
     row, own, seen = size.row, size.keys, size.keys + keys.fetched
     narrow, wide = row * size.narrow, row * (size.narrow if keys.joined else size.wide)
@@ -155,7 +157,7 @@ def passing(whole: Problem, ranks: int, keys: Keys | None = None, per_second: fl
 
     Each rank's partial results are merged: read and written in fp32 for each rank whose keys it sees.
     """
-    keys = Keys.all(whole.seqlen_k, ranks) if keys is None else keys
+    keys = Keys.all(whole, ranks) if keys is None else keys
     size, steps = _Sizes.of(whole, ranks), ranks - 1 if keys.fetched else 0
     narrow, wide = size.row * size.narrow, size.row * size.wide
     # A merge in PyTorch's operators: both o are scaled, added up and copied, in fp32.

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from tilewise.caching import cached_property
 from tilewise.derivatives import operator_of
 from tilewise.parallel import cost
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
+from tilewise.parallel.messages import Rows, Run, given_to, joined, packed, summed, unpacked, width
 from tilewise.parallel.route import Route
 from tilewise.spec import Spec
 
@@ -72,10 +71,9 @@ class Gathered:
     keeps: bool = True
     tables: tuple[Tensor, ...] = ()
 
-    @property
-    def kept(self) -> bool:
+    def kept(self, q: Tensor, k: Tensor) -> bool:
         """Whether the keys of others are kept for the backward, and not fetched again."""
-        return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths)
+        return self.keeps and cost.kept(self.route.fetched, self.route.keys.lengths, q.shape[2], k.shape[2])
 
     @property
     def first_call(self) -> LocalPiece | None:
@@ -84,18 +82,19 @@ class Gathered:
 
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         """Starts to fetch the keys that far pieces see; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
-        sent = packed([(k[:, rows], v[:, rows]) for rows in self._lent], k, v)
-        finish = self._swap(sent, *self._counts)
+        sending, receiving = self._counts
+        finish = self._swap(packed(self._lent, k, v), sending, receiving, width(k, v))
 
         def gathered() -> tuple[Tensor, Tensor]:
-            found, parts = unpacked(finish(), k, v), []
-            for rows, at in self._together:
-                parts.append((k[:, rows], v[:, rows]) if at is None else (found[0][:, at], found[1][:, at]))
-            return _joined([a for a, _ in parts], k), _joined([b for _, b in parts], v)
+            came = unpacked(finish(), receiving, k, v)
+            came[self.exchange.rank] = [k, v]
+            parts = [(came[owner], run) for owner, run in self._together]
+            keys, values = (joined([pair[n].narrow(1, *run) for pair, run in parts], k) for n in (0, 1))
+            return keys, values
 
         return gathered
 
-    def give_back(self, dk: Tensor, dv: Tensor) -> Callable[[], list[tuple[slice, Tensor, Tensor]]]:
+    def give_back(self, dk: Tensor, dv: Tensor) -> Callable[[], list[Rows]]:
         """Starts to send the gradients of fetched keys to their ranks.
 
         Args:
@@ -104,24 +103,22 @@ class Gathered:
         Returns:
             A function that waits for what others send, and returns the rank's rows with their gradients: its own first.
         """
-        rank, (sending, receiving) = self.exchange.rank, self._counts
-        sent = [(dk[:, at], dv[:, at]) for owner, _, at in self._places if owner != rank]
-        finish = self._swap(packed(sent, dk, dv), receiving, sending)
+        (sending, receiving), (messages, own) = self._counts, self._places
+        finish = self._swap(packed(messages, dk, dv), receiving, sending, width(dk, dv))
 
-        def returned() -> list[tuple[slice, Tensor, Tensor]]:
-            found, first = unpacked(finish(), dk, dv), 0
-            parts = [(rows, dk[:, at], dv[:, at]) for owner, rows, at in self._places if owner == rank]
-            for rows in self._lent:
-                at = slice(first, first := first + rows.stop - rows.start)
-                parts.append((rows, found[0][:, at], found[1][:, at]))
+        def returned() -> list[Rows]:
+            parts = [(rows, dk.narrow(1, *run), dv.narrow(1, *run)) for rows, run in own]
+            for runs, pair in zip(self._lent, unpacked(finish(), sending, dk, dv), strict=True):
+                parts += given_to(runs, *pair)
             return parts
 
         return returned
 
-    def _swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
+    def _swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int], numbers: int) -> Callable[[], Tensor]:
+        """Starts to send so many rows of some numbers each to each rank, and to receive them."""
         if not self.route.fetched:  # all ranks know that nothing travels
             return lambda: sent
-        return self.exchange.swap(sent, counts, received)
+        return self.exchange.swap(sent, [n * numbers for n in counts], [n * numbers for n in received])
 
     @cached_property
     def _counts(self) -> tuple[list[int], list[int]]:
@@ -130,27 +127,31 @@ class Gathered:
         return list(self.route.counts[rank]), [counts[rank] for counts in self.route.counts]
 
     @cached_property
-    def _lent(self) -> list[slice]:
-        """The rank's rows that others fetch, in the order of ranks."""
-        return [x.rows for to in range(self.exchange.size) for x in self.route.sent(self.exchange.rank, to)]
+    def _lent(self) -> list[list[Run]]:
+        """The runs of the rank's rows that each rank fetches, by rank."""
+        return [[x.run for x in self.route.sent(self.exchange.rank, to)] for to in range(self.exchange.size)]
 
     @cached_property
-    def _places(self) -> list[tuple[int, slice, slice]]:
-        """The keys that the rank puts together, each run with its owner, the owner's rows, and its place there: in the order of owners."""
-        first, found = 0, []
+    def _places(self) -> tuple[list[list[Run]], list[tuple[slice, Run]]]:
+        """The places of other ranks' keys among those that the rank puts together, by owner; and those of its own, with its rows."""
+        first, own = 0, []
+        others: list[list[Run]] = [[] for _ in range(self.exchange.size)]
         for x in self.route.segments(self.exchange.rank):
-            found.append((x.owner, x.rows, slice(first, first := first + x.length)))
-        return sorted(found, key=itemgetter(0))
+            if x.owner == self.exchange.rank:
+                own.append((x.rows, (first, x.length)))
+            else:
+                others[x.owner].append((first, x.length))
+            first += x.length
+        return others, own
 
     @cached_property
-    def _together(self) -> list[tuple[slice, slice | None]]:
-        """The rows of each run of keys that the rank puts together, with their place among those that came; None: they are its own."""
-        segments = self.route.segments(self.exchange.rank)
-        found: list[tuple[slice, slice | None]] = [(x.rows, None) for x in segments]
-        first = 0
-        for n, x in sorted(enumerate(segments), key=lambda item: (item[1].owner, item[0])):
-            if x.owner != self.exchange.rank:
-                found[n] = x.rows, slice(first, first := first + x.length)
+    def _together(self) -> list[tuple[int, Run]]:
+        """The runs of keys that the rank puts together: the owner of each, and its place in what came from it; its own rows."""
+        firsts, found = [0] * self.exchange.size, []
+        for x in self.route.segments(self.exchange.rank):
+            own = x.owner == self.exchange.rank
+            found.append((x.owner, x.run if own else (firsts[x.owner], x.length)))
+            firsts[x.owner] += x.length
         return found
 
 
@@ -169,7 +170,7 @@ def forward(
         gathered = finish()
         piece = call.far[0]
         outputs = operator_of(piece.spec)(q, *gathered, extras, seed, piece.spec)
-        return list(outputs), list(gathered) if call.kept else []
+        return list(outputs), list(gathered) if call.kept(q, k) else []
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     # A piece's rows see all of their keys, so its lse and largest scores are those of the whole.
     shape = q.shape[0], q.shape[2], q.shape[1]
@@ -185,7 +186,7 @@ def forward(
     compute(call.near, k, v)  # under the exchange
     gathered = finish()
     compute(call.far, *gathered)
-    return [o, *statistics], list(gathered) if call.kept else []
+    return [o, *statistics], list(gathered) if call.kept(q, k) else []
 
 
 def backward(
@@ -205,7 +206,7 @@ def backward(
     alone = call.route.joined and bool(call.far)
     dq = q if alone else torch.empty_like(q)  # one call gives all of it
 
-    def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
+    def compute(pieces: Sequence[LocalPiece], keys: Tensor, values: Tensor) -> list[Rows]:
         nonlocal dq
         found = []
         for piece in pieces:
@@ -229,63 +230,12 @@ def backward(
         finish = call.give_back(*parts[0][1:])
     else:  # joined calls of other ranks send what one call gave, which needs no wider numbers
         wide = k.dtype if call.route.joined else dtype
-        finish = call.give_back(*[summed(x, _each(parts, n), wide) for n, x in ((1, keys), (2, values))])
+        finish = call.give_back(*summed(keys, values, parts, wide, dtype))
     parts = [*compute(call.near, k, v), *finish()]  # the near ones under the exchange
-    dk, dv = (summed(x, _each(parts, n), x.dtype) for n, x in ((1, k), (2, v)))
+    dk, dv = summed(k, v, parts, k.dtype, dtype)
     if call.sum_leaves:
         leaves = {slot: ordered_sum(call.exchange.gather(grad)) for slot, grad in leaves.items()}
     return dq, dk, dv, [leaves[n].to(x.dtype) if n in leaves else None for n, x in enumerate(extras)]
-
-
-def summed(like: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
-    """The sum of gradients of some rows each, in order, as a tensor of ``dtype`` shaped as ``like`` ``(batch, rows, heads, dim)``.
-
-    Rows of one part alone are copied; the others are summed in fp32 or fp64 first.
-    """
-    total = like.new_empty(like.shape, dtype=dtype)
-    ends = sorted({0, like.shape[1], *[end for rows, _ in parts for end in (rows.start, rows.stop)]})
-    for start, stop in pairwise(ends):
-        found = [
-            x[:, start - rows.start : stop - rows.start]
-            for rows, x in parts
-            if rows.start <= start and stop <= rows.stop
-        ]
-        target = total[:, start:stop]
-        if len(found) < 2:
-            target.copy_(found[0]) if found else target.zero_()
-        else:
-            target.copy_(ordered_sum([x.to(compute_dtype(like)) for x in found]))
-    return total
-
-
-def _each(parts: Sequence[tuple[slice, Tensor, Tensor]], which: int) -> list[tuple[slice, Tensor]]:
-    """The rows of each part with the gradient of K (1) or of V (2)."""
-    return [(rows, dk if which == 1 else dv) for rows, dk, dv in parts]
-
-
-def packed(parts: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> Tensor:
-    """Rows of K and V ``(batch, rows, heads, dim)``, one part after the other, as rows ``(rows, batch * heads * (dim + dim_v))``."""
-    widths = [x.shape[0] * x.shape[2] * x.shape[3] for x in (k, v)]
-    sent, first = k.new_empty((sum(part.shape[1] for part, _ in parts), sum(widths))), 0
-    for pair in parts:
-        at = slice(first, first := first + pair[0].shape[1])
-        for target, x in zip(sent[at].split(widths, -1), pair, strict=True):
-            target.unflatten(-1, (x.shape[0], *x.shape[2:])).copy_(x.transpose(0, 1))
-    return sent
-
-
-def unpacked(rows: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """The inverse of :func:`packed`: all rows of K, and of V, shaped otherwise as ``k`` and ``v``."""
-    widths = [x.shape[0] * x.shape[2] * x.shape[3] for x in (k, v)]
-    return [
-        part.unflatten(-1, (x.shape[0], *x.shape[2:])).transpose(0, 1)
-        for part, x in zip(rows.split(widths, -1), (k, v), strict=True)
-    ]
-
-
-def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    """Rows of several tensors as one; none: no rows."""
-    return torch.cat(parts, 1) if parts else like[:, :0]
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:

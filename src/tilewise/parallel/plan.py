@@ -241,15 +241,16 @@ def travelling(whole: Problem, queries: Layout, keys: Layout) -> cost.Keys:
 
     Where tensors tell it, the layout does, if it was made for a mask; else all keys are counted.
     """
+    heads_of = whole.heads_q, whole.heads_k
     if not _reads_tensors(whole.spec):
         shape = 1, 1, queries.seqlen, keys.seqlen
         route = Route.of(Grid.whole(whole.spec.whole_region, (), shape, torch.device("cpu")), queries, keys)
-        return cost.Keys(route.fetched, route.lent, cost.kept(route.fetched, keys.lengths))
+        return cost.Keys(route.fetched, route.lent, cost.kept(route.fetched, keys.lengths, *heads_of))
     one = joined.suits(whole.spec)
     if keys.fetched is None:
-        return cost.Keys.all(keys.seqlen, keys.ranks)._replace(joined=one)
+        return cost.Keys.all(whole, keys.ranks)._replace(joined=one)
     lent = keys.fetched if keys.lent is None else keys.lent
-    return cost.Keys(keys.fetched, lent, cost.kept(keys.fetched, keys.lengths), one)
+    return cost.Keys(keys.fetched, lent, cost.kept(keys.fetched, keys.lengths, *heads_of), one)
 
 
 def chosen(scheme: str, costs: dict[str, cost.Cost], refused: dict[str, list[str]], memory: int = 0) -> str:

@@ -22,8 +22,9 @@ from tilewise import state
 from tilewise.caching import cached_property
 from tilewise.derivatives import operator_of
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
-from tilewise.parallel.gathered import compute_dtype, packed, summed, unpacked
+from tilewise.parallel.gathered import compute_dtype
 from tilewise.parallel.layout import Layout
+from tilewise.parallel.messages import Rows, Run, given_to, packed, summed, unpacked, width
 from tilewise.parallel.route import Route, Segment, cut, held
 from tilewise.piece import Piece
 from tilewise.spec import Spec
@@ -84,11 +85,10 @@ class Ring:
         if step == 0:
             return lambda: [k, v]
         to = (self.exchange.rank + step) % self.exchange.size
-        sent = [(k[:, rows], v[:, rows]) for rows in self._lent[to]]
-        finish = self._shifted(packed(sent, k, v), step)
-        return lambda: unpacked(finish(), k, v)
+        finish = self._shifted(packed([self._lent[to]], k, v), step, width(k, v))
+        return lambda: unpacked(finish(), [self._count(step)], k, v)[0]
 
-    def give_back(self, step: int, dk: Tensor, dv: Tensor) -> Callable[[], list[tuple[slice, Tensor, Tensor]]]:
+    def give_back(self, step: int, dk: Tensor, dv: Tensor) -> Callable[[], list[Rows]]:
         """Starts to send the gradients of a step's keys to their rank.
 
         Args:
@@ -97,24 +97,26 @@ class Ring:
         Returns:
             A function that waits for what comes back, and returns runs of the rank's rows with their gradients.
         """
-        finish = self._shifted(packed([(dk, dv)], dk, dv), -step)
+        finish = self._shifted(packed([[(0, dk.shape[1])]], dk, dv), -step, width(dk, dv))
+        lent = self._lent[(self.exchange.rank + step) % self.exchange.size]
 
-        def returned() -> list[tuple[slice, Tensor, Tensor]]:
-            found, first, parts = unpacked(finish(), dk, dv), 0, []
-            for rows in self._lent[(self.exchange.rank + step) % self.exchange.size]:
-                at = slice(first, first := first + rows.stop - rows.start)
-                parts.append((rows, found[0][:, at], found[1][:, at]))
-            return parts
+        def returned() -> list[Rows]:
+            (pair,) = unpacked(finish(), [sum(count for _, count in lent)], dk, dv)
+            return given_to(lent, *pair)
 
         return returned
 
     @cached_property
-    def _lent(self) -> list[list[slice]]:
-        """The rank's rows that each rank fetches, by rank."""
-        return [[x.rows for x in self.route.sent(self.exchange.rank, to)] for to in range(self.exchange.size)]
+    def _lent(self) -> list[list[Run]]:
+        """The runs of the rank's rows that each rank fetches, by rank."""
+        return [[x.run for x in self.route.sent(self.exchange.rank, to)] for to in range(self.exchange.size)]
 
-    def _shifted(self, sent: Tensor, by: int) -> Callable[[], Tensor]:
-        """Starts to send rows to the rank that is so many places on, as every rank does."""
+    def _count(self, step: int) -> int:
+        """How many keys come in a step."""
+        return self.route.counts[(self.exchange.rank - step) % self.exchange.size][self.exchange.rank]
+
+    def _shifted(self, sent: Tensor, by: int, numbers: int) -> Callable[[], Tensor]:
+        """Starts to send rows of so many numbers each to the rank that is so many places on, as every rank does."""
         rank, size, counts = self.exchange.rank, self.exchange.size, self.route.counts
         if by < 0:  # what goes back is what came
             counts = tuple(zip(*counts, strict=True))
@@ -122,7 +124,7 @@ class Ring:
             return lambda: sent
         to, source = (rank + by) % size, (rank - by) % size
         sending, receiving = [0] * size, [0] * size
-        sending[to], receiving[source] = counts[rank][to], counts[source][rank]
+        sending[to], receiving[source] = counts[rank][to] * numbers, counts[source][rank] * numbers
         return self.exchange.swap(sent, sending, receiving)
 
 
@@ -202,7 +204,7 @@ def backward(
     dtype = compute_dtype(q)
     leaves = {slot: torch.zeros_like(extras[slot], dtype=dtype) for slot in call.grad_slots}
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-    returning: Callable[[], list[tuple[slice, Tensor, Tensor]]] = list
+    returning: Callable[[], list[Rows]] = list
     for n, (pieces, (keys, values)) in enumerate(_each_step(call, k, v)):
         parts = []
         for piece in pieces:
@@ -220,8 +222,7 @@ def backward(
             _add(dk, dv, parts)
             returning = list
         else:
-            both = [summed(x, [(at, y[m]) for at, *y in parts], dtype) for m, x in enumerate((keys, values))]
-            returning = call.give_back(n, *both)
+            returning = call.give_back(n, *summed(keys, values, parts, dtype, dtype))
     _add(dk, dv, returning())
     if call.sink_slot in call.grad_slots:
         delta = (do.to(dtype) * o.to(dtype)).sum(-1).mT - dlse
@@ -243,7 +244,7 @@ def _each_step(call: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Sequence[Ring
         yield pieces, found
 
 
-def _add(dk: Tensor, dv: Tensor, parts: Sequence[tuple[slice, Tensor, Tensor]]) -> None:
+def _add(dk: Tensor, dv: Tensor, parts: Sequence[Rows]) -> None:
     """Adds the gradients of some rows each."""
     for rows, part_k, part_v in parts:
         dk[:, rows] += part_k

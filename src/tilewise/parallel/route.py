@@ -60,6 +60,11 @@ class Segment(NamedTuple):
     def length(self) -> int:
         return self.stop - self.start
 
+    @property
+    def run(self) -> tuple[int, int]:
+        """The first of the owner's rows, and how many."""
+        return self.row, self.length
+
 
 @dataclass(frozen=True)
 class Route:

@@ -14,7 +14,7 @@ import torch
 
 from tilewise import expr
 from tilewise.expr import Expr, apply, number, symbol, trace
-from tilewise.masks import broadcast_lookup
+from tilewise.masks import Mask, broadcast_lookup
 
 S, B, H, I, J, OFF = (symbol(name) for name in ("s", "b", "h", "i", "j", "off"))
 THEN = " >> "
@@ -102,6 +102,7 @@ def as_score(value: Score | torch.Tensor | ScoreFunction | None) -> Score:
         return bias(value)
     if not callable(value):
         hint = f"; a softcap of that is score=tw.softcap({value})" if isinstance(value, (int, float)) else ""
+        hint = "; it goes to mask=" if isinstance(value, Mask) else hint
         raise ValueError(
             f"score= takes a Score, a float tensor or a function of (s, b, h, i, j), got {type(value).__name__}{hint}"
         )

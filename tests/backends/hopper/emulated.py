@@ -539,7 +539,7 @@ def _combine(combine, extra, rest: tuple, config: Config) -> None:
     merge = combine.Merge(extra.part_o, extra.part_lse, Global(o), Global(lse), sink, sinks)
     role.threads = 32
     with np.errstate(all="ignore"):
-        for cta in range(-(-lse.size // combine.WARPS)):
+        for cta in range(-(-lse.size * combine.warps_of_row(config) // combine.WARPS)):
             for role.warp in range(combine.WARPS):
                 role.cta = cta
                 combine.kernel(merge, config)

@@ -5,6 +5,7 @@ A stage of keys is one matrix of 64 x 576; P of a tile takes the place of its la
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -17,8 +18,11 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.latent.config import (
     CHUNK,
     COLUMNS,
+    KEYS,
     P_CHUNK,
+    PAIR,
     PARTS,
+    PRODUCTS,
     STAGES,
     VALUE_GROUPS,
     WIDTH,
@@ -47,7 +51,7 @@ class Values:
 
 def load_kernel(pool: np.ndarray) -> SimpleNamespace:
     """The modules by name, imported with the stand-in."""
-    names = ("load", "scores", "values", "storage", "tiles", "params")
+    names = ("load", "scores", "values", "storage", "tiles", "params", "pair")
     forward = ("compute", "epilogue", "load", "params", "storage", "combine", "pages")
     kit = ("kit.tiles", "kit.instructions", "kit.softmax", "kit.packed")
     rooms = [*(f"latent.{name}" for name in names), *(f"forward.{name}" for name in forward)]
@@ -101,11 +105,14 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
             at = first + tiles.column_of(THREADS, c)
             part_o[(*(x[inside] for x in place), at[inside])] = values[0, c, inside]
 
+    def put_four(place, n, values) -> None:
+        place["peer", n] = [np.array(x) for x in values]
+
     def score_operands(qk, smem):
         return latent.scores.ScoreOperands("qk", smem.q, smem.k, Registers(ROWS), softmax.new_state())
 
     def value_operands(pv, smem, config):
-        o = tuple(Registers(COLUMNS) for _ in range(latent.values.PRODUCTS))
+        o = tuple(Registers(COLUMNS) for _ in range(PRODUCTS))
         return latent.values.ValueOperands("pv", smem.v, Registers(ROWS), o, softmax.new_state())
 
     stand_in(latent.load, copy_part=copy_part, take_piece=take_piece, put_piece=put_piece)
@@ -114,6 +121,14 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         put_pair_of=lambda pairs, n, values: pairs.__setitem__(n, [np.array(x) for x in values]),
         get_pair_of=lambda pairs, n: pairs[n],
         put_p=put_p,
+    )
+    stand_in(
+        latent.pair,
+        own_place=lambda smem: smem.p,
+        peer_place=lambda smem, peer: role.peer.p,
+        put_four=put_four,
+        get_four=lambda place, n: place["peer", n],
+        meet=lambda: role.cluster.wait(emulated.LIMIT),
     )
     stand_in(latent.scores, new_operands=score_operands, begin_scores=begin_scores)
     stand_in(latent.scores, round_p=lambda operands, config: rounded(operands.s.values, config.dtype))
@@ -131,19 +146,20 @@ def run(config: LatentConfig, q, pool, sink, extra: tuple, numbers: tuple) -> tu
     o, lse = np.full((1, rows, heads, 512), np.nan, np.float32), np.full((1, heads, rows), np.nan, np.float32)
     named = dict(zip(("cu_q", "seqlens_k", "block_table"), map(Global, extra), strict=True))
     if config.split:
-        states = (splits, 1, heads, rows)
+        states = (splits // PAIR, 1, heads, rows)
         named |= {
             "part_o": Global(np.full((*states, 512), np.nan, np.float32)),
             "part_lse": Global(np.full(states, np.nan, np.float32)),
         }
     optional = emulated_params(latent)(**named, num_pages=num_pages)
     params = latent.params.LatentParams(
-        rows, pool.shape[1], heads_k, heads // heads_k, lo, hi, least, sinks, np.float32(scale2), Global(q), Global(o),
+        rows, -(-pool.shape[1] // KEYS) * KEYS, heads_k, heads // heads_k, lo, hi, least, sinks, np.float32(scale2), Global(q), Global(o),
         Global(lse), sink, optional,
     )  # fmt: skip
+    size = PAIR if config.pair else 1
     for cta in range(tiles):
-        for split in range(splits):
-            _run_cta(latent, params, config, (cta, tiles), (split, splits))
+        for split in range(0, splits, size):
+            _run_cluster(latent, params, config, (cta, tiles), (range(split, split + size), splits))
     if config.split:
         emulated._combine(latent.combine, optional, (o, lse, sink, 0), config)
     return o, lse
@@ -153,19 +169,33 @@ def emulated_params(latent) -> Callable:
     return next(m for m in latent.params.emulated if m.__name__.endswith("kit.params")).OptionalParams
 
 
-def _run_cta(latent, params, config, cta: tuple[int, int], split: tuple[int, int]) -> None:
+def _run_cluster(latent, params, config, cta: tuple[int, int], split: tuple[range, int]) -> None:
+    """The CTAs of a cluster, at once: those of the tile ``cta`` and the splits of the range."""
+    storages = [_storage(latent) for _ in split[0]]
+    together = threading.Barrier(len(storages) * (STAGES + VALUE_GROUPS))
+
+    def begin(n: int, body: Callable, *arguments: object) -> None:
+        role.warp, role.split, role.splits, role.cluster, role.peer = (
+            0,
+            split[0][n],
+            split[1],
+            together,
+            storages[-1 - n],
+        )
+        body(*arguments, latent.tiles.tile_of(params, config), params, config)
+
+    bodies = []
+    for n, smem in enumerate(storages):
+        bodies += [partial(begin, n, latent.scores.compute_scores, None, smem, g, "qk") for g in range(STAGES)]
+        bodies += [partial(begin, n, latent.values.compute_values, smem, w, "pv") for w in range(VALUE_GROUPS)]
+    emulated._together([(True, body) for body in bodies], *cta)
+
+
+def _storage(latent):
     keys = [np.full((ROWS, WIDTH), np.nan, np.float32) for _ in range(STAGES)]
     parts = STAGES * len(PARTS)
-    counts = [[1] * parts, [4, 4, 8] * STAGES, [256], [128] * STAGES, [128] * STAGES, [256]]
+    counts = [[1] * parts, [8, 4, 4, 4, 4] * STAGES, [256], [128] * STAGES, [128] * STAGES, [256]]
     full, empty, q_full, p_full, m_full, end = (Pointer([Barrier(n) for n in of]) for of in counts)
-    smem = latent.storage.LatentStorage(
+    return latent.storage.LatentStorage(
         np.full((ROWS, WIDTH), np.nan, np.float32), keys, Values(keys), {}, full, empty, q_full, p_full, m_full, end, {}, {}, {}
     )  # fmt: skip
-
-    def begin(body: Callable, *arguments: object) -> None:
-        role.warp, (role.split, role.splits) = 0, split
-        body(*arguments, latent.tiles.tile_of(params), params, config)
-
-    bodies = [partial(begin, latent.scores.compute_scores, None, smem, g, "qk") for g in range(STAGES)]
-    bodies += [partial(begin, latent.values.compute_values, smem, w, "pv") for w in range(VALUE_GROUPS)]
-    emulated._together([(True, body) for body in bodies], *cta)

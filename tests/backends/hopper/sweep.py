@@ -52,7 +52,7 @@ def faults(c: Call, x: Config | Backward) -> list[str]:
     if isinstance(x, Backward):
         return wrong(c, emulate_kernels(c, x, CTAS))
     if isinstance(x, LatentConfig):
-        out = emulate_latent(c, 2 if x.split else 1)
+        out = emulate_latent(c, x.splits(1))
     else:
         out = emulate_pages(c, x, CTAS) if x.paged else emulate_kernel(c, x, CTAS)
     errors = accuracy.Expected.of(c.p, c.t).judge(accuracy.tensors(out, None))

@@ -26,7 +26,7 @@ KIND = {"dims": (576, 512), "dtype": torch.bfloat16, "latent": True}
 
 def emulate(c: Call, splits: int, least: int = 1) -> Output:
     """o and lse of a call, from the source of its kernel with so many splits."""
-    plan = LatentPlan(c.p, replace(config.choose(c.p), split=splits > 1))
+    plan = LatentPlan(c.p, replace(config.choose(c.p), pair=splits > 1, split=splits > config.PAIR))
     lo, hi, _, _, _, *rest = plan.numbers
     numbers = lo, hi, config.tiles_of(c.p), splits, least, *rest
     q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
@@ -39,12 +39,14 @@ def emulate(c: Call, splits: int, least: int = 1) -> Output:
 
 CASES = {
     "lengths": (Case(64, (0, 1, 63, 65, 300), heads=(6, 1), rows=3, options=lambda: {"causal": True}, **KIND), 1),
-    "splits-sink": (Case(64, (130, 1), heads=(66, 1), options=lambda: {"sink": normal(66, seed=3)}, **KIND), 3),
+    "splits-sink": (Case(64, (130, 1), heads=(66, 1), options=lambda: {"sink": normal(66, seed=3)}, **KIND), 4),
     "packed": (
         Case(128, (200, 0, 65), rows=(13, 0, 3), heads=(8, 2), options=lambda: {"causal": True, "sink": normal(8, seed=3)}, **KIND),
         2,
     ),
-    "window": (Case(128, (330, 70), heads=(16, 1), rows=9, options=lambda: {"mask": tw.window(left=70, right=0)}, **KIND), 1),
+    "window-fp16": (
+        Case(128, (330, 70), heads=(16, 1), rows=9, options=lambda: {"mask": tw.window(70, 0)}, **KIND | {"dtype": torch.float16}), 1
+    ),
 }  # fmt: skip
 
 
@@ -54,6 +56,18 @@ def test_the_source_computes_attention(name):
     c = case.call()
     assert Hopper().refused(c.p) == []
     errors = c.expected().judge(accuracy.tensors(emulate(c, splits), None))
+    assert not [str(e) for e in errors if not e.ok]
+
+
+def test_a_dense_cache_has_any_capacity():
+    k = normal(3, 330, 1, 576, dtype=torch.bfloat16)
+    lengths = torch.tensor([330, 70, 0], dtype=torch.int32)
+    for b, length in enumerate(lengths.tolist()):
+        k[b, length:] = torch.nan
+    cache = tw.dense_cache(k, k[..., :512], lengths)
+    c = paged_call(normal(3, 2, 4, 576, dtype=torch.bfloat16), cache, causal=True)
+    assert Hopper().refused(c.p) == []
+    errors = c.expected().judge(accuracy.tensors(emulate(c, 2), None))
     assert not [str(e) for e in errors if not e.ok]
 
 
@@ -96,7 +110,6 @@ REFUSED = {
     "8-bits": (Case(64, (40,), heads=(4, 1), scales="one", **KIND), "8 bits"),
     "softcap": (Case(64, (40,), heads=(4, 1), options=lambda: {"score": tw.softcap(2.0)}, **KIND), "score"),
     "narrow-window": (Case(64, (40,), heads=(4, 1), options=lambda: {"mask": tw.window(20, 0)}, **KIND), "21 keys"),
-    "fp16": (Case(64, (40,), heads=(4, 1), **KIND | {"dtype": torch.float16}), "float16"),
     "fp32": (Case(64, (40,), heads=(4, 1), **KIND | {"dtype": torch.float32}), "float32"),
 }
 

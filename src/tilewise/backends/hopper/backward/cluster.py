@@ -45,7 +45,6 @@ from tilewise.backends.hopper.backward.cluster_storage import (
     V,
     allocate,
     init_barriers,
-    meet,
     own_column,
 )
 from tilewise.backends.hopper.backward.config import CLUSTER, ELEMENT_BYTES, HALF, Backward
@@ -56,6 +55,7 @@ from tilewise.backends.hopper.backward.keys_storage import KeysTmas, RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.instructions import meet
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer
 from tilewise.backends.hopper.kit.scheduler import each_tile
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles

@@ -15,6 +15,7 @@ from tilewise.backends.hopper.backward.key_tiles import KeyTile
 from tilewise.backends.hopper.backward.keys_storage import KeysTmas
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.instructions import meet
 from tilewise.backends.hopper.kit.tiles import staged_layout
 
 STRIP = 16  # queries of a block that are in registers at a time beside accumulators
@@ -133,9 +134,3 @@ def init_barriers(smem: ClusterStorage, config: cutlass.Constexpr):
                     cute.arch.mbarrier_init(barriers + n, threads)
     cute.arch.mbarrier_init_fence()
     meet()
-
-
-def meet() -> None:
-    """All threads of both CTAs wait for each other."""
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()

@@ -1,4 +1,4 @@
-"""The states of splits of keys, merged (docs/algorithm.md, (8) and (18)): one warp a row.
+"""The states of splits of keys, merged (docs/algorithm.md, (8) and (18)): one warp a row, four where it has more than 256 columns.
 
 ``m = max(max_c lse_c, sink)``, ``w_c = exp(lse_c - m)``, ``o = sum_c w_c o_c / l`` and ``lse = m + log l`` with
 ``l = sum_c w_c + exp(sink - m)``; a split without keys has ``lse_c = -inf`` and weighs nothing.
@@ -22,6 +22,17 @@ AHEAD = {
     True: 8,
     False: 4,
 }  # splits whose loads are on their way together: where one tile holds the queries, and where several do
+
+
+def warps_of_row(config) -> int:
+    """How many warps share out the columns of a row."""
+    return 4 if config.tiles.width_v > 256 else 1
+
+
+def part_of(n, config) -> tuple:
+    """``(row, first column)`` of the n-th warp."""
+    warps = warps_of_row(config)
+    return (n // warps, n % warps * (config.tiles.width_v // warps)) if warps > 1 else (n, 0)
 
 
 class Merge(NamedTuple):
@@ -77,14 +88,15 @@ def add(sums: cute.Tensor, states: list, weight, first) -> None:
 @cute.jit
 def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, config: cutlass.Constexpr):
     """A lane's columns ``column + STEP n``, and the row's lse."""
+    warps = warps_of_row(config)
     together, columns = (
-        AHEAD[config.tiles.warpgroups == 1],
-        [column + STEP * n for n in range(config.tiles.width_v // STEP)],
+        AHEAD[config.tiles.warpgroups == 1 or warps > 1],
+        [column + STEP * n for n in range(config.tiles.width_v // warps // STEP)],
     )
     sums = cute.make_rmem_tensor((len(columns),), F32)
     sums.fill(0.0)
     states = ahead(part_o, 0, columns, together)  # on their way while the weights are made
-    weight, total, m = weights(part_lse, sink, column)
+    weight, total, m = weights(part_lse, sink, column % 32 if warps > 1 else column)
     add(sums, states, weight, 0)
     for first in cutlass.range(together, cute.size(part_lse), together, unroll=1):
         add(sums, ahead(part_o, first, columns, together), weight, first)
@@ -112,10 +124,13 @@ def kernel(params: Merge, config: cutlass.Constexpr):
     thread = cute.arch.thread_idx()[0]
     n = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
     batch, heads, rows = params.lse.shape
+    n, first = part_of(n, config)
     if n < batch * heads * rows:
         i, head, b = n % rows, n // rows % heads, n // rows // heads
         sink = choose(params.sinks != 0, params.sink[head], -INF)
         column = thread % 32
+        if cutlass.const_expr(warps_of_row(config) > 1):
+            column = column + first
         part_o, part_lse = params.part_o[None, b, head, i, None], params.part_lse[None, b, head, i]
         sums, statistic = merge(part_o, part_lse, sink, column, config)
         put(params.o[b, i, head, None], cute.domain_offset((i,), params.lse[b, head, None]), sums, statistic, column)
@@ -128,7 +143,7 @@ def launch(
 ):  # fmt: skip
     """After the kernel that writes the states, in the same stream; it may begin while that one ends."""
     kernel.set_name_prefix(f"{config.name}_combine", remove_cutlass_symbol=True, keep_mangled_name=False)
-    rows = cute.size(lse)
+    rows = cute.size(lse) * warps_of_row(config)
     kernel(Merge(part_o, part_lse, o, lse, sink, sinks), config).launch(
         grid=[(rows + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=True
     )

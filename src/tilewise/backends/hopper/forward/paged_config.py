@@ -29,9 +29,6 @@ def reasons(problem: Problem) -> list[str]:
 def _width_reasons(problem: Problem) -> list[str]:
     dims, latent = (problem.head_dim, problem.head_dim_v), (latent_config.WIDTH, latent_config.WIDTH_V)
     if problem.latent:
-        dtype = DTYPES.get(str(problem.dtype))
-        if dtype is not None and dtype not in latent_config.PROVEN:
-            return [f"v in the memory of k in {problem.dtype}: its kernel takes {' and '.join(latent_config.PROVEN)}"]
         return [] if dims == latent else [f"v in the memory of k with head dims {dims}: its kernel takes {latent}"]
     widest = max(width for width, _ in PAGED_TILES)
     return [f"pages with head_dim {max(dims)}, above {widest}"] if max(dims) > widest else []
@@ -51,6 +48,8 @@ def _mask_reasons(problem: Problem) -> list[str]:
 
 def part_rows(problem: Problem) -> int | None:
     """The rows that one box brings: a part of a key block comes from one page."""
+    if problem.latent and problem.capacity == problem.page_size:
+        return latent_config.KEYS  # each sequence lies in one page: what a box has past its end are zeros
     return next((rows for rows in _sizes_of_parts(problem) if problem.page_size % rows == 0), None)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Inputs, Output
 from tilewise.backends.hopper.forward.grids import Grid
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.host.driver import PerStrides
 from tilewise.backends.hopper.host.paged_call import PagedPlan
 from tilewise.backends.hopper.host.plan import FAR, LOG2_E
-from tilewise.backends.hopper.latent.config import LEAST_TILES, WIDTH_V, splits_of, tiles_of
+from tilewise.backends.hopper.latent.config import LEAST_TILES, PAIR, WIDTH_V, splits_of, tiles_of
 from tilewise.caching import cached_property
 
 
@@ -20,7 +20,7 @@ class LatentPlan(PagedPlan):
 
     @cached_property
     def grid(self) -> Grid:
-        tiles, splits = tiles_of(self.problem), splits_of(self.problem) if self.config.split else 1
+        tiles, splits = tiles_of(self.problem), self.config.splits(splits_of(self.problem))
         return Grid(tiles, tiles * splits, 1, splits)
 
     @cached_property
@@ -35,11 +35,16 @@ class LatentPlan(PagedPlan):
     def launch(self) -> PerStrides:
         return PerStrides(lambda: library.function(self.config), fixed=5)
 
+    def lse_by_rows(self, out: Output, rows: int) -> Tensor:
+        # The kernel takes any strides: (sequence, head, 1) is (head, row) with one query each.
+        one = not self.problem.packed and self.problem.seqlen_q == 1
+        return out.lse[..., 0].mT if one else super().lse_by_rows(out, rows)
+
     def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
         q, k, _, o, lse, sink = tensors
         extra = self.starts(inputs), inputs.seqlens_k, inputs.block_table
         if self.config.split:
-            rows = self.grid.splits, *lse.shape
+            rows = self.grid.splits // PAIR, *lse.shape
             extra += tuple(
                 torch.empty(shape, dtype=torch.float32, device=q.device) for shape in ((*rows, WIDTH_V), rows)
             )

@@ -80,6 +80,12 @@ def all_agree(condition, barrier_id):
     return cute.arch.inline_ptx(code, write_only_types=kind, read_only_args=[mine, cutlass.Int32(barrier_id)])
 
 
+def meet() -> None:
+    """All threads of a cluster's CTAs wait for each other, and see what the others have written."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
 # -- Shared memory -------------------------------------------------------------------------------------------------
 
 

@@ -16,12 +16,14 @@ WIDTH, WIDTH_V = 576, 512  # columns of a key, and of a value: the sizes of Deep
 KEYS = 64  # of a key tile, which lies in one page
 CHUNK = 64  # columns of 16 bits that lie side by side in shared memory: the 128 bytes of the swizzle
 CHUNKS = WIDTH // CHUNK
-# The chunks of a key tile that come as one box and whose place becomes free at once: the two halves of V, and the rotary columns.
-PARTS = (range(4), range(4, 8), range(8, 9))
 P_CHUNK = 8  # the rotary columns are read by the scores alone: P of the tile takes their place
 VALUE_GROUPS = 2  # warpgroups that hold half of O's columns each
 COLUMNS = 128  # of V in one product: with more, one instruction has more registers than threads have at the launch
-PROVEN = ("bf16",)  # the dtypes whose kernels a GPU has run
+PRODUCTS = WIDTH_V // VALUE_GROUPS // COLUMNS  # of a warpgroup and a key tile
+# The chunks of a key tile that come as one box, in the order in which their places become free: the rotary ones as soon as P is in
+# registers, then those of each warpgroup's first product with V, then those of its second.
+PARTS = (range(8, 9), range(2), range(4, 6), range(2, 4), range(6, 8))
+PAIR = 2  # CTAs of a cluster that share the keys of a tile of rows
 STAGES = 2  # key tiles in shared memory; each belongs to one of as many warpgroups that compute scores
 
 
@@ -73,9 +75,15 @@ class LatentTiles:
 
 @dataclass(frozen=True)
 class LatentConfig(Formed):
-    """The compile-time facts of one kernel. ``split``: the keys of a tile of rows are shared out among splits."""
+    """The compile-time facts of one kernel.
+
+    Attributes:
+        pair: two CTAs share the keys of a tile of rows and merge what they have in shared memory.
+        split: several pairs do, and a second kernel merges theirs.
+    """
 
     dtype: str
+    pair: bool = False
     split: bool = False
     tiles: LatentTiles = LatentTiles()
     # The options of other kernels, which these have not. The ends of rows are numbers of run time, and queries come packed.
@@ -85,7 +93,14 @@ class LatentConfig(Formed):
     @property
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
-        return f"latent_{self.dtype}_d{WIDTH}v{WIDTH_V}{'_split' if self.split else ''}_{self.tiles.name}"
+        shared = "_pair" * self.pair + "_split" * self.split
+        return f"latent_{self.dtype}_d{WIDTH}v{WIDTH_V}{shared}_{self.tiles.name}"
+
+    def splits(self, wished: int) -> int:
+        """How many CTAs share the keys of a tile of rows, where ``wished`` are best: a number that this kernel can have."""
+        if self.split:
+            return max(wished, 2 * PAIR)
+        return PAIR if self.pair else 1
 
     @property
     def tile_queries(self) -> int:
@@ -103,7 +118,7 @@ class LatentConfig(Formed):
         tiles = self.tiles
         return (
             f"64 rows x {tiles.tile_n} keys, v in k, {STAGES} warpgroups score and {VALUE_GROUPS} hold o, "
-            f"{tiles.shared >> 10} KiB shared{', keys split' if self.split else ''}"
+            f"{tiles.shared >> 10} KiB shared{', two CTAs share keys' * self.pair}{', in splits' * self.split}"
         )
 
     def traffic(self, problem: Problem) -> int:
@@ -115,21 +130,23 @@ class LatentConfig(Formed):
 
 def shipped() -> list[LatentConfig]:
     """Every kernel that is compiled ahead of time."""
-    return [LatentConfig(dtype, split) for dtype in PROVEN for split in (False, True)]
+    shares = ((False, False), (True, False), (True, True))
+    return [LatentConfig(dtype, *shared) for dtype in DTYPES.values() for shared in shares]
 
 
 # -- What a call gets ----------------------------------------------------------------------------------------------
 
 LEAST_TILES = 8  # of a split: fewer keys cost more in the merge than they save
-MOST_SPLITS = 32  # what one warp merges
-# The time that a CTA's beginning and end take, and that merging takes and takes more for each split, in that of a key tile: guessed
-# from one run on an H200, not fitted.
-OPEN, MERGE, MERGE_EACH = 3.0, 4.0, 0.25
+MOST_SPLITS = 32 * PAIR  # the states of 32 are what one warp merges
+# The time that a CTA's beginning and end take, that a pair takes to merge, and that a second kernel takes and takes more for each
+# state, in that of a key tile.
+OPEN, JOIN, MERGE, MERGE_EACH = 3.0, 2.0, 4.0, 0.25
 
 
 def choose(problem: Problem) -> LatentConfig:
     """The kernel for a problem that has no reasons against it."""
-    return LatentConfig(DTYPES[str(problem.dtype)], splits_of(problem) > 1)
+    splits = splits_of(problem)
+    return LatentConfig(DTYPES[str(problem.dtype)], splits > 1, splits > PAIR)
 
 
 def tiles_of(problem: Problem) -> int:
@@ -140,7 +157,8 @@ def tiles_of(problem: Problem) -> int:
 
 
 def splits_of(problem: Problem) -> int:
-    """Into how many splits keys are cut: as takes the least time, by a model, if every sequence has all keys that its pages hold.
+    """Into how many splits keys are cut, one or an even number: as takes the least time, by a model, if every sequence has all keys
+    that its pages hold.
 
     With ``deterministic`` they depend on one sequence's shapes: a result does not depend on its batch-mates. Packed, queries belong
     to sequences of any length, of which no host knows; a deterministic call then does not split.
@@ -153,9 +171,10 @@ def splits_of(problem: Problem) -> int:
 
     def time(splits: int) -> float:
         rounds = -(-tiles * splits // cores)
-        return rounds * (-(-blocks // splits) + OPEN) + (MERGE + MERGE_EACH * splits if splits > 1 else 0)
+        merging = (JOIN if splits > 1 else 0) + (MERGE + MERGE_EACH * splits / PAIR if splits > PAIR else 0)
+        return rounds * (-(-blocks // splits) + OPEN) + merging
 
-    return min(range(1, max(1, min(MOST_SPLITS, blocks // LEAST_TILES)) + 1), key=time)
+    return min([1, *range(PAIR, min(MOST_SPLITS, blocks // LEAST_TILES) + 1, PAIR)], key=time)
 
 
 def mean_rows(problem: Problem) -> int:

@@ -27,7 +27,7 @@ def fake_arguments(config: LatentConfig) -> tuple:
         fake.tiled(config.dtype, (1, rows, heads_q, WIDTH)),
         fake.tiled(config.dtype, (pages, page_size, heads_k, WIDTH)),
         fake.tiled(config.dtype, (1, rows, heads_q, WIDTH_V)),
-        fake.rows(cutlass.Float32, (1, heads_q, rows)),
+        fake.strided(cutlass.Float32, (1, heads_q, rows)),
         fake.vector(cutlass.Float32, heads_q),
         extra,
         # lo, hi, tiles, splits, the least tiles of a split, pages, whether there are sinks; scale2. The host passes them by place.

@@ -6,12 +6,14 @@ rows it is K, and the same bytes by columns are V. O has 64 x 512 numbers in fp3
     2 warpgroups score    S = Q Kᵀ of every other key tile, P into the place of its rotary columns, the next tile   scores.py
     2 warpgroups value    Q once; O += P V, 64 x 256; the output                                                    values.py
 
-A key tile comes in three parts, which are used and become free one by one: columns 0 to 255, 256 to 511, and the 64 rotary ones.
-Each mbarrier is waited for by the other side (arrivals in brackets): of each part of each stage ``full`` (1 + bytes) goes from the copy
-engine to score and value, ``empty`` (4 warps, of the rotary columns 8) value -> score. ``q_full`` (256) goes value -> score, of each
+A key tile comes in five parts, which are used and become free one by one: the 64 rotary columns, and 128 columns for each product with
+V. Each mbarrier is waited for by the other side (arrivals in brackets): of each part of each stage ``full`` (1 + bytes) goes from the
+copy engine to score and value, ``empty`` (4 warps, of the rotary columns 8) value -> score. ``q_full`` (256) goes value -> score, of each
 stage ``p_full`` (128) score -> value and ``m_full`` (128) to the other score group, ``end`` (256) score -> value.
 
-The tensor cores take 1152 clocks for S of a tile and 1024 for P V. Softmax of a tile runs under the products of other tiles.
+The tensor cores take 1152 clocks for S of a tile and 1024 for P V, and shared memory is read and written for 2413 at 128 bytes a clock.
+Softmax of a tile runs under the products of other tiles. Where one CTA a tile would leave SMs idle, two of a cluster share its keys
+(pair.py), or several pairs do, whose states a second kernel merges.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward import combine
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.params import OptionalParams
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, COLUMNS, PARTS, STAGES, LatentConfig
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, COLUMNS, KEYS, PAIR, PARTS, STAGES, LatentConfig
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.scores import compute_scores
 from tilewise.backends.hopper.latent.storage import ELEMENTS, allocate, init_barriers, swizzle_of
-from tilewise.backends.hopper.latent.tiles import KEYS, tile_of
+from tilewise.backends.hopper.latent.tiles import tile_of
 from tilewise.backends.hopper.latent.values import compute_values
 
 # -- Launch --------------------------------------------------------------------------------------------------------
@@ -71,11 +73,28 @@ def launch(
     optional = OptionalParams(**dict(zip(names, extra, strict=True)), num_pages=num_pages)
     group = q.shape[2] // k.shape[2]
     params = LatentParams(
-        q.shape[1], k.shape[1], k.shape[2], group, lo, hi, least, sinks, scale2, q, o, lse, sink, optional
+        q.shape[1],
+        (k.shape[1] + KEYS - 1) // KEYS * KEYS,
+        k.shape[2],
+        group,
+        lo,
+        hi,
+        least,
+        sinks,
+        scale2,
+        q,
+        o,
+        lse,
+        sink,
+        optional,
     )
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    kernel(key_map(k, len(PARTS[0]), config), key_map(k, len(PARTS[2]), config), qk, pv, params, config).launch(
-        grid=[tiles, splits, 1], block=[config.tiles.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+    kernel(key_map(k, len(PARTS[1]), config), key_map(k, len(PARTS[0]), config), qk, pv, params, config).launch(
+        grid=[tiles, splits, 1],
+        block=[config.tiles.threads, 1, 1],
+        cluster=[1, PAIR, 1] if config.pair else None,
+        min_blocks_per_mp=1,
+        stream=stream,
     )
     if cutlass.const_expr(config.split):
         # The sinks are in the states.
@@ -87,7 +106,7 @@ def launch(
 
 @cute.kernel
 def kernel(
-    half: cpasync.TmaInfo, rotary: cpasync.TmaInfo, qk: cute.TiledMma, pv: cute.TiledMma, params: LatentParams,
+    latent: cpasync.TmaInfo, rotary: cpasync.TmaInfo, qk: cute.TiledMma, pv: cute.TiledMma, params: LatentParams,
     config: cutlass.Constexpr,
 ):  # fmt: skip
     """One CTA: every warp finds its role and keeps it."""
@@ -98,7 +117,7 @@ def kernel(
         cute.arch.griddepcontrol_launch_dependents()  # the merge may be set up; it waits for this kernel's end
     if group < STAGES:
         cute.arch.setmaxregister_decrease(config.tiles.registers_score)
-        compute_scores(KeyMaps(half, rotary), smem, group, qk, tile_of(params), params, config)
+        compute_scores(KeyMaps(latent, rotary), smem, group, qk, tile_of(params, config), params, config)
     else:
         cute.arch.setmaxregister_increase(config.tiles.registers)
-        compute_values(smem, group - STAGES, pv, tile_of(params), params, config)
+        compute_values(smem, group - STAGES, pv, tile_of(params, config), params, config)

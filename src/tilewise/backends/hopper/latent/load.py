@@ -9,10 +9,10 @@ from cutlass.cute.nvgpu import cpasync
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, PARTS, VALUE_GROUPS
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, VALUE_GROUPS
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import ELEMENTS, LatentStorage, part_of, stage_of
-from tilewise.backends.hopper.latent.tiles import KEYS, LatentTile, place_of, shift_of
+from tilewise.backends.hopper.latent.tiles import LatentTile, place_of, shift_of
 
 # -- Keys ----------------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def copy_part(maps: KeyMaps, smem: LatentStorage, place: tuple, part: int, stage
     """Starts the copy of some chunks of a key tile into their place in a stage; rows outside the page arrive as zeros."""
     row, head, page = place
     chunks = PARTS[part]
-    info, count = maps.half if len(chunks) > 1 else maps.rotary, len(chunks)
+    info, count = maps.latent if len(chunks) > 1 else maps.rotary, len(chunks)
     matrix = cute.domain_offset((row, (0, chunks[0])), info.tma_tensor[None, None, head, page])
     # One box of 64 keys by 64 columns by so many chunks.
     g = cute.local_tile(matrix, (KEYS, (CHUNK, count)), (0, 0))

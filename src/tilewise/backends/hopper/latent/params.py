@@ -15,7 +15,8 @@ class LatentParams(NamedTuple):
     """The numbers and tensors of a launch.
 
     Attributes:
-        seqlen_q: rows of q, those past the last sequence too. seqlen_k: rows of a page.
+        seqlen_q: rows of q, those past the last sequence too.
+        seqlen_k: rows of a page, up to a multiple of a key tile's; there are fewer only where a sequence has one page.
         heads_k, group: key heads, and query heads that share one.
         lo, hi: the band's ends, without a sequence's offset.
         least: key tiles that a split has at least.
@@ -42,7 +43,7 @@ class LatentParams(NamedTuple):
 
 
 class KeyMaps(NamedTuple):
-    """The descriptors of the pool, by columns (64, 9), rows of a page, head and page: of four chunks of columns, and of one."""
+    """The descriptors of the pool, by columns (64, 9), rows of a page, head and page: of two chunks of columns, and of one."""
 
-    half: cpasync.TmaInfo
+    latent: cpasync.TmaInfo
     rotary: cpasync.TmaInfo

@@ -15,13 +15,13 @@ from cutlass.cute.nvgpu import warpgroup
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import F32
-from tilewise.backends.hopper.kit.instructions import choose, pack
+from tilewise.backends.hopper.kit.instructions import choose, meet, pack
 from tilewise.backends.hopper.kit.tiles import rows_columns
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, PARTS, STAGES, LatentConfig
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, STAGES, LatentConfig
 from tilewise.backends.hopper.latent.load import load_tile, page_of
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import LatentStorage, get_pair_of, part_of, put_p, put_pair_of, stage_of
-from tilewise.backends.hopper.latent.tiles import KEYS, LatentTile, is_partial, row_ends
+from tilewise.backends.hopper.latent.tiles import LatentTile, is_partial, row_ends
 
 
 class ScoreOperands(NamedTuple):
@@ -89,6 +89,10 @@ def compute_scores(
     put_pair_of(smem.m, g, operands.rows.m2)
     put_pair_of(smem.l, g, operands.rows.l)
     cute.arch.mbarrier_arrive(smem.end)  # the warpgroups of the values
+    if cutlass.const_expr(config.pair):
+        # Partner: pair.merge_with_peer of the warpgroups of the values, in both CTAs.
+        meet()
+        meet()
 
 
 def begin_scores(operands: ScoreOperands, part: int, stage) -> None:
@@ -96,9 +100,9 @@ def begin_scores(operands: ScoreOperands, part: int, stage) -> None:
     atom = cute.make_mma_atom(operands.qk.op)
     warpgroup.fence()
     # S (64 × 64, fp32) += Q (64 × 16) Kᵀ (16 × 64): 16 columns a step.
-    for chunk in PARTS[part]:
+    for n, chunk in enumerate(PARTS[part]):
         for step in range(CHUNK // 16):
-            atom.set(warpgroup.Field.ACCUMULATE, chunk + step > 0)
+            atom.set(warpgroup.Field.ACCUMULATE, part + n + step > 0)
             q, k = operands.q[None, None, step, chunk], operands.k[None, None, step, CHUNKS * stage + chunk]
             cute.gemm(atom, operands.s, q, k, operands.s)
     warpgroup.commit_group()

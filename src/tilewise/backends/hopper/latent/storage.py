@@ -94,8 +94,8 @@ def init_barriers(smem: LatentStorage):
         with cute.arch.elect_one():
             for n in cutlass.range_constexpr(STAGES * len(PARTS)):
                 cute.arch.mbarrier_init(smem.full + n, 1)  # the warp that begins the copy, and the bytes of a part
-                # The warps of the values that read a half of V; of both, that read P in the last part's place.
-                cute.arch.mbarrier_init(smem.empty + n, 8 if n % len(PARTS) == 2 else 4)
+                # The warps of both warpgroups that read P in the first part's place; of one, that read a part of V.
+                cute.arch.mbarrier_init(smem.empty + n, 4 if n % len(PARTS) else 4 * VALUE_GROUPS)
             cute.arch.mbarrier_init(smem.q_full, 128 * VALUE_GROUPS)  # every thread that brings rows of Q
             for n in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(smem.p_full + n, 128)  # every thread of the warpgroup that wrote P

@@ -17,7 +17,7 @@ from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import row_of
-from tilewise.backends.hopper.latent.config import KEYS
+from tilewise.backends.hopper.latent.config import KEYS, PAIR, LatentConfig
 from tilewise.backends.hopper.latent.params import LatentParams
 
 
@@ -29,7 +29,8 @@ class LatentTile(NamedTuple):
         q: the sequence's rows of q.
         lo, hi, keys: query i sees the keys ``i + lo <= j < i + hi`` below ``keys``.
         start, stop: no row sees a key before or after these. whole_start, whole_stop: every row sees the keys between these.
-        first, last: the key tiles of this split. split: which one it is.
+        first, last: the key tiles of this CTA.
+        split, rank: which split it belongs to; of the two CTAs of a pair, which it is.
     """
 
     sequence: I32
@@ -46,9 +47,10 @@ class LatentTile(NamedTuple):
     first: I32
     last: I32
     split: I32
+    rank: I32
 
 
-def tile_of(params: LatentParams) -> LatentTile:
+def tile_of(params: LatentParams, config: LatentConfig) -> LatentTile:
     """This CTA's tile; one past the last tile has no rows."""
     n, split, _ = cute.arch.block_idx()
     cu, group = params.extra.cu_q, params.group
@@ -68,11 +70,12 @@ def tile_of(params: LatentParams) -> LatentTile:
     start = PICK.smaller(PICK.larger(first_query + lo, 0), stop)
     whole = PICK.larger(last_query + lo, 0), PICK.smaller(first_query + hi, keys)
     first, last = split_range(start, stop, split, params)
-    return LatentTile(sequence, n % params.heads_k, row, q, lo, hi, keys, start, stop, *whole, first, last, split)
+    split, rank = (split // PAIR, split % PAIR) if config.pair else (split, I32(0))
+    return LatentTile(sequence, n % params.heads_k, row, q, lo, hi, keys, start, stop, *whole, first, last, split, rank)
 
 
 def split_range(start, stop, split, params: LatentParams) -> tuple[I32, I32]:
-    """The key tiles of a split: even parts of all that hold a key of ``[start, stop)``, each of at least ``params.least``."""
+    """The key tiles of a CTA: even parts of all that hold a key of ``[start, stop)``, each of at least ``params.least``."""
     first = start // KEYS
     last = I32(cutlass.select_(stop > start, I32((stop + KEYS - 1) // KEYS), I32(first)))
     splits = cute.arch.grid_dim()[1]

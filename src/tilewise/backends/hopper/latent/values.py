@@ -12,7 +12,7 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward.epilogue import put_columns, put_lse
 from tilewise.backends.hopper.kit import softmax
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
-from tilewise.backends.hopper.kit.instructions import choose, pack, put_pair
+from tilewise.backends.hopper.kit.instructions import both, choose, pack, put_pair
 from tilewise.backends.hopper.kit.ring import release
 from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import (
@@ -23,14 +23,14 @@ from tilewise.backends.hopper.kit.tiles import (
     rows_columns,
     transpose_quad,
 )
-from tilewise.backends.hopper.latent.config import COLUMNS, STAGES, VALUE_GROUPS, WIDTH_V, LatentConfig
+from tilewise.backends.hopper.latent.config import COLUMNS, KEYS, PRODUCTS, STAGES, VALUE_GROUPS, WIDTH_V, LatentConfig
 from tilewise.backends.hopper.latent.load import load_queries
+from tilewise.backends.hopper.latent.pair import merge_with_peer
 from tilewise.backends.hopper.latent.params import LatentParams
 from tilewise.backends.hopper.latent.storage import LatentStorage, get_p, get_pair_of, part_of, stage_of
-from tilewise.backends.hopper.latent.tiles import KEYS, LatentTile, place_of
+from tilewise.backends.hopper.latent.tiles import LatentTile, place_of
 
 WIDE = WIDTH_V // VALUE_GROUPS  # columns of O in one warpgroup
-PRODUCTS = WIDE // COLUMNS  # that a key tile takes there
 
 
 class ValueOperands(NamedTuple):
@@ -70,19 +70,28 @@ def compute_values(
         o.fill(0.0)
     for step in cutlass.range(tile.last - tile.first, unroll=1):
         stage, phase = stage_of(step)
-        cute.arch.mbarrier_wait(smem.full + part_of(stage, w), phase)  # V: the copy engine
         cute.arch.mbarrier_wait(smem.p_full + stage, phase)  # P and its factors: a score group
         take_factors(operands.rows, smem, stage)
         take_p(operands, smem, stage)
         rescale(operands)
         for n in cutlass.range_constexpr(PRODUCTS):
+            cute.arch.mbarrier_wait(smem.full + part_of(stage, part_of_v(w, n)), phase)  # V: the copy engine
             # O += P V, 64 × 128, fp32
             v = operands.v[None, None, None, (PRODUCTS * w + n, stage)]
             begin_product(operands.pv, operands.o[n], operands.p, v, overwrite=False)
-        warpgroup.wait_group(0)  # O
-        release(smem.empty + part_of(stage, w))  # V: the score group of this stage
-        release(smem.empty + part_of(stage, 2))  # P: the same
+        # P's words have come, since the products read them: an arrival alone would wait for no load (hopper-stage-release).
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        release(smem.empty + part_of(stage, 0))  # P: the score group of this stage
+        for n in cutlass.range_constexpr(PRODUCTS):
+            warpgroup.wait_group(PRODUCTS - 1 - n)  # O += P V of these columns
+            release(smem.empty + part_of(stage, part_of_v(w, n)))  # V: the score group of this stage
     epilogue(operands, smem, w, tile, params, config)
+
+
+def part_of_v(w, n: int):
+    """The part of a key tile that warpgroup w's n-th product reads as V."""
+    return 1 + VALUE_GROUPS * n + w
 
 
 def take_factors(rows: softmax.SoftmaxState, smem: LatentStorage, stage) -> None:
@@ -116,12 +125,18 @@ def epilogue(
 ) -> None:
     """Writes O / l, and the first warpgroup lse, to global memory; of split keys their state, in fp32.
 
+    Of a pair each CTA does so for the columns of one warpgroup.
+
     A sink is a part of the first split's state, and none of the rows' past the last sequence.
     """
     cute.arch.mbarrier_wait(smem.end, 0)  # every score group
     take_sums(operands.rows, smem)
+    if cutlass.const_expr(config.pair):
+        merge_with_peer(operands.o, operands.rows, smem, w == tile.rank, tile.rank)
     thread = cute.arch.thread_idx()[0] % 128
     places = [place_of(row_of(thread, r), tile, params) for r in range(2)]
+    if cutlass.const_expr(config.pair):  # the other warpgroup's columns are the peer's
+        places = [(place, both(inside, w == tile.rank)) for place, inside in places]
     sinks = PICK.smaller(params.sinks, cute.size(params.extra.cu_q) - 1 - tile.sequence)
     sinks = PICK.smaller(sinks, 1 - tile.split)
     sink_logits = [choose(sinks > 0, params.sink[place[1]], -softmax.INF) for place, _ in places]

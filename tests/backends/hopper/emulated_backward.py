@@ -31,7 +31,8 @@ from tests.backends.hopper.emulated import (
     stand_in,
     stand_in_for_queues,
 )
-from tilewise.backends.hopper.backward.config import CLUSTER, HALF, KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.tiles import CLUSTER, HALF, KEY_GROUPS, KeyTiles
 from tilewise.backends.hopper.config import ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -277,7 +278,7 @@ def _key_operands(mmas, smem, w: int, config: Backward):
         total = mmas.make_dq(None, *pair, Registers(tiles.part_elements // ROWS))
     s = [Registers(tiles.tile_m) for _ in range(4)]
     rooms = smem.k, smem.v, smem.q, smem.do, Turned(smem.q), Turned(smem.do)
-    subtrahends = Subtrahends(smem.statistics) if tiles.subtracts else None
+    subtrahends = Subtrahends(smem.statistics) if config.subtracts else None
     return mmas.make(mmas.names, *rooms, *s, Registers(tiles.width), Registers(tiles.width_v), total, None, subtrahends)
 
 
@@ -410,7 +411,7 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     heads, roles_of = t["lse2"].shape[:2], {}
     sums = np.full((*heads, t["blocks"], KEY_GROUPS, tiles.part_elements), np.nan if tiles.ordered else 0.0, np.float32)
     visits = np.zeros((*heads, t["blocks"] * KEY_GROUPS), np.int32)
-    lse2 = subtrahend_rows(t, params.scale2) if tiles.subtracts else t["lse2"]
+    lse2 = subtrahend_rows(t, params.scale2) if config.subtracts else t["lse2"]
     buffers = kernel.RowBuffers(*map(Global, (lse2, t["delta"], sums, visits)))
     names = SimpleNamespace(score=None, dk=None, dv=None)
     make, make_dq = modules(kernel)["backward.keys_compute"].DkDvOperands, kernel.dq_accumulate.SumOperands
@@ -515,7 +516,7 @@ def _keys_storage(kernel, config: Backward):
     if tiles.queued:
         boxes = storage.Slots(Pointer([None] * 4), *bars((2, 1), (2, storage.TILE_READERS)))
     return kernel.KeysStorage(
-        k, v, *out, ring, ring, Rooms(tiles.slots), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
+        k, v, *out, ring, ring, Rooms(config.statistics.count), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
         None, boxes, dq, *bars((1, KEY_GROUPS)),
     )  # fmt: skip
 

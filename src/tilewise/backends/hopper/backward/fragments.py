@@ -62,6 +62,7 @@ def begin_products(
     # Registers that were written since the last product are visible to this one.
     warpgroup.fence()
     if first is not None:
+        # Outside the loop over factors: its operands have other layouts.
         first_atom, overwrite = cute.make_mma_atom(first.mma.op), False
         first_atom.set(warpgroup.Field.ACCUMULATE, False)
         cute.gemm(first_atom, acc, first.a[None, None, 0], first.b[None, None, 0], acc)

@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper.backward import dq_accumulate
-from tilewise.backends.hopper.backward.config import ELEMENT_BYTES, FP32_BYTES, KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import rows_first, warp_and_warpgroup
 from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile, block_at, of_query_head
 from tilewise.backends.hopper.backward.keys_compute import compute, compute_and_sum
@@ -56,6 +56,7 @@ from tilewise.backends.hopper.backward.keys_storage import (
 from tilewise.backends.hopper.backward.params import BackwardParams, flag_place
 from tilewise.backends.hopper.backward.sequences import ahead_receiver, publish_held, receiver
 from tilewise.backends.hopper.backward.subtrahends import write_constant
+from tilewise.backends.hopper.backward.tiles import ELEMENT_BYTES, FP32_BYTES, KEY_GROUPS, v_register_steps
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
@@ -131,7 +132,9 @@ def tiled_mmas(config: Backward) -> KeysMmas:
         mma(major.MN, tiles.width, registers),  # dK += dSᵀ Q
         mma(major.MN, tiles.width_v, registers),  # dV += Pᵀ dO
         dq_accumulate.tiled_mma(config) if tiles.sums_dq else None,
-        mma(major.K, tiles.tile_m, registers) if tiles.v_register_steps or tiles.subtracts else None,
+        mma(major.K, tiles.tile_m, registers)
+        if v_register_steps(tiles, config.statistics) or config.subtracts
+        else None,
     )
 
 
@@ -140,9 +143,8 @@ def kernel(tmas: KeysTmas, buffers: RowBuffers, mmas: KeysMmas, params: Backward
     """Gives every warp its role."""
     tiles, (warp, group) = config.keys, warp_and_warpgroup()
     smem = allocate(tmas, config)
-    if cutlass.const_expr(tiles.subtracts):
-        if warp == 0:
-            write_constant(smem)
+    if cutlass.const_expr(config.subtracts):
+        write_constant(smem, warp)
     init_barriers(smem, config)
     if cutlass.const_expr(not config.queries_first):
         cute.arch.griddepcontrol_wait()  # the statistics are there when the preprocessing kernel has ended
@@ -251,13 +253,13 @@ def load_blocks(
         # (box, block) of one query head, and (box, stage).
         gQ, sQ = tma_tiles(tmas.q, (tiles.tile_m, tiles.width), (None, 0), head, key_tile.rows, smem.q)
         gO, sO = tma_tiles(tmas.do, (tiles.tile_m, tiles.width_v), (None, 0), head, key_tile.rows, smem.do)
-        lse2 = RowStatistic(key_tile.statistic(buffers.lse2, head), tiles.tile_m * tiles.statistic_words)
+        lse2 = RowStatistic(key_tile.statistic(buffers.lse2, head), tiles.tile_m * config.statistics.words)
         delta = RowStatistic(key_tile.statistic(buffers.delta, head), tiles.tile_m)
         # Beside Q both come at once, where products subtract them.
-        delta = None if tiles.subtracts else delta
+        delta = None if config.subtracts else delta
         for step in cutlass.range(head_tile.stop - head_tile.start, unroll=1):
             m = block_at(head_tile, head_tile.start + step, params, config)
-            fetch_block(tmas.q, gQ, sQ, lse2, m, state, q_bytes, smem, tiles.slot(state.index))
+            fetch_block(tmas.q, gQ, sQ, lse2, m, state, q_bytes, smem, config.statistics.slot(state.index))
             state = state.advance(tiles.stages)
             fetch_block(tmas.do, gO, sO, delta, m, state, do_bytes, smem, state.index)
             state = state.advance(tiles.stages)
@@ -287,7 +289,8 @@ def fetch_statistic(statistic: RowStatistic, m, statistics: cute.Tensor, stage, 
 def fetch_block(
     info: cpasync.TmaInfo, g, s, statistic: RowStatistic | None, m, state: PipelineState, size: int, smem: KeysStorage, slot
 ) -> None:  # fmt: skip
-    """Waits until the stage is empty, then loads block m of Q or dO, ``size`` bytes, and its rows' statistic, if there is one, into a slot."""
+    """Waits until the stage is empty, then loads block m of Q or dO, ``size`` bytes, and its rows' statistic, if it has one, into a
+    slot."""
     full = smem.full + state.index
     cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # all computing warps have read the stage
     # Two copies fill a stage: `full` turns when the bytes of both have come.

@@ -9,8 +9,9 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from tilewise.backends.hopper.backward import dq_accumulate
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
 from tilewise.backends.hopper.config import ALIGNMENT
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.scheduler import (
@@ -115,8 +116,8 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
     allocator, tiles = cutlass.utils.SmemAllocator(), config.keys
     words = SLOT_WORDS if tiles.queued else mailbox_words(config, KEY_GROUPS)
     full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + words)
-    if tiles.subtracts:
-        layouts = subtrahends_layout(tiles.tile_m, tiles.slots), constant_layout()
+    if config.subtracts:
+        layouts = subtrahends_layout(tiles.tile_m, config.statistics.count), constant_layout()
         statistics, minus_lse = (allocator.allocate_tensor(ELEMENT[config.dtype], layout, 128) for layout in layouts)
     else:
         statistics, minus_lse = allocator.allocate_tensor(F32, statistics_layout(tiles.tile_m, tiles.stages), 128), None

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.sequences import statistics_start
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
 from tilewise.backends.hopper.kit.instructions import choose, pack, put_four, truncated
@@ -57,7 +58,7 @@ class StatisticsTensors(NamedTuple):
 
     def rows(self, config: Backward):
         """How many statistics rows a head has."""
-        return (self.delta if config.keys.subtracts else self.lse2).shape[2]
+        return (self.delta if config.subtracts else self.lse2).shape[2]
 
 
 class StatisticsRow(NamedTuple):
@@ -122,7 +123,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
             found = found + cute.arch.shuffle_sync_bfly(found, offset=offset)
         total = choose(mine == n, found, total)
     found = statistics_of(lse, dlse, total, own.source < t.lse.shape[2])
-    if cutlass.const_expr(config.keys.subtracts):
+    if cutlass.const_expr(config.subtracts):
         put_terms(t, batch, head, own.row, lane, *found, config)
     else:
         put(t, batch, head, own.row, lane, *found)
@@ -189,17 +190,20 @@ def put(t: StatisticsTensors, batch, head, row, lane, lse2, delta):
 
 @cute.jit
 def put_terms(t: StatisticsTensors, batch, head, row, lane, lse2, delta, config: cutlass.Constexpr):
-    """As :func:`put`, of a row's four words; and delta as a number, which a sink's gradient reads."""
+    """The first ROWS_EACH threads of each row write one row's four words each, and its delta as a number, which a sink's gradient
+    reads."""
     if lane < ROWS_EACH and row < t.delta.shape[2]:
         t.delta[batch, head, row] = delta
+        # 16 bytes a row: a bulk copy of a block's rows is an operand as it lies.
         put_four(t.lse2[batch, head, None].iterator + 4 * row, terms_of(lse2, delta, t.scale2, config.dtype))
 
 
 def terms_of(lse2, delta, scale2, dtype: str) -> list:
     """Four words of two elements: the terms of lse2 / scale2 and a zero, those of delta and a zero; a number is the sum of its terms."""
     found = []
-    # Finite, as dP's product multiplies it by zeros.
+    # lse2 is finite, as the product of dP multiplies it by zeros.
     for number in (cutlass.min(lse2, F32(FAR)) / scale2, delta):
+        # Both differences are exact: 8 bits each, and what is left is rounded.
         high = truncated(number)
         middle = truncated(number - high)
         found += [pack(high, middle, dtype), pack(number - high - middle, number - number, dtype)]

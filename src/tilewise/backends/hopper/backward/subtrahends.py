@@ -1,8 +1,8 @@
 """Rows' statistics as an operand: S and dP leave their products with lse and delta subtracted, by one more k step of 16 columns.
 
-A thread of Sᵀ or dPᵀ holds half of a block's columns, the queries, and would read the statistic of each from shared memory: a number takes a
-wavefront of the warp, as many in a block as all of V's reads. Instead each statistic is the sum of three bf16 terms, 24 bits in all,
-which a product multiplies by a constant::
+A thread of Sᵀ or dPᵀ holds a quarter of a block's columns, the queries, and would read the statistics of each from shared memory: a number
+takes its warp a wavefront, 512 of a block's 3,900 clocks at head_dim 64. Instead each statistic is the sum of three bf16 terms, 24 bits
+in all, which a product multiplies by a constant::
 
     row of B, 16 bytes:  lse lse lse  0  delta delta delta  0      (lse in units of q · k; terms from the highest on)
     rows of A for S:      -½  -½  -½  0     0     0     0   0
@@ -64,15 +64,19 @@ def make_subtrahends(mmas: KeysMmas, smem: KeysStorage, registers: cute.Tensor) 
 
 def minus_halves(first: int):
     """A lane's two columns of a row that has -½ in the columns ``[first, first + 3)`` of 8."""
+    # The lanes of a quad hold a row's 8 columns.
     lane = cute.arch.thread_idx()[0] % 4
+    # Two elements of 16 bits a word, the lower column first; I32 has a sign.
     both, low = I32((MINUS_HALF << 16 | MINUS_HALF) - (1 << 32)), I32(MINUS_HALF)
     second = I32(cutlass.select_(lane == first // 2 + 1, low, I32(0)))
     return I32(cutlass.select_(lane == first // 2, both, second))
 
 
-def write_constant(smem: KeysStorage) -> None:
-    """One warp writes lse's constant, a word each lane."""
-    target = cute.make_tensor(cute.recast_ptr(smem.minus_lse.iterator, dtype=I32), cute.make_layout(32))
-    target[cute.arch.thread_idx()[0] % 32] = minus_halves(0)
-    # Products read it by another proxy.
-    cute.arch.fence_view_async_shared()
+@cute.jit
+def write_constant(smem: KeysStorage, warp):
+    """The first warp writes lse's constant, a word each lane, before all threads meet."""
+    if warp == 0:
+        target = cute.make_tensor(cute.recast_ptr(smem.minus_lse.iterator, dtype=I32), cute.make_layout(32))
+        target[cute.arch.thread_idx()[0] % 32] = minus_halves(0)
+        # Products read it by another proxy.
+        cute.arch.fence_view_async_shared()

@@ -110,8 +110,8 @@ def keep_words_above(word, words: list) -> None:
 
 
 def through_memory(place, word, count: int) -> list:
-    """A word ``count`` times, by way of a thread's 4 bytes of shared memory. The assembler would make a constant anew between products, each of
-    which would then wait for the one before."""
+    """A word ``count`` times, by way of a thread's 4 bytes of shared memory. The assembler would make a constant anew between products,
+    each of which would then wait for the one before."""
     cute.arch.inline_ptx("st.volatile.shared.b32 [{$r0}], {$r1};", read_only_args=[place.toint(), word])
     kind, code = [cutlass.Int32], "ld.volatile.shared.b32 {$w0}, [{$r0}];"
     return [cute.arch.inline_ptx(code, write_only_types=kind, read_only_args=[place.toint()]) for _ in range(count)]

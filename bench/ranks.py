@@ -309,7 +309,7 @@ def _does(kernel: str) -> str:
 
 def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device: str) -> dict[str, list[str]]:
     """The errors of a small attention over all ranks beyond the error rule of one device, by contestant; alike on every rank."""
-    n, dtype, heads_k = 200 if device == "cpu" else 1000, torch.bfloat16, 2 * dist.get_world_size()
+    n, dtype, heads_k = 96 if device == "cpu" else 1000, torch.bfloat16, 2 * dist.get_world_size()
     shapes = [(1, n, heads, HEAD_DIM) for heads in (2 * heads_k, heads_k, heads_k, 2 * heads_k)]
     q, k, v, do = (normal(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
     mask = mask_of(mask_name, n, device)
@@ -409,7 +409,7 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
             told(row.name)
             green = [name for name in names if name not in red.get(row.mask, ())]
             contestants, parts = contests(row, green, groups, device)
-            if device != "cpu":
+            if peers:
                 torch_contests(row, peers, mesh, contestants)
             ms = compared(row, contestants, parts, device, options.rounds, lines)
             for name in green if options.host_profiles else ():

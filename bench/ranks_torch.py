@@ -21,6 +21,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 KERNELS = {"torch-flash": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
 FLEX = "torch-flex"
 NAMES = (*KERNELS, FLEX)
+LONGEST_RING = 262144
+"""Tokens up to which a step of SDPA's rings ends within a second."""
 LONGEST_FLEX = 65536
 """Tokens up to which the table of FlexAttention's blocks is made: from all pairs of a rank's queries and all keys at once."""
 
@@ -29,8 +31,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def runs(name: str, mask: str, seqlen: int) -> bool:
-    """Whether a contestant knows a mask: SDPA's rings know causal ones alone."""
-    return mask == "causal" if name in KERNELS else mask in ("causal", "documents") and seqlen <= LONGEST_FLEX
+    """Whether a contestant knows a mask, SDPA's rings causal ones alone, and a sequence is not too long for it."""
+    if name in KERNELS:
+        return mask == "causal" and seqlen <= LONGEST_RING
+    return mask in ("causal", "documents") and seqlen <= LONGEST_FLEX
 
 
 def described(name: str) -> str:

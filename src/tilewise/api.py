@@ -14,7 +14,7 @@ from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_opt
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
-from tilewise.spec import Options, assemble
+from tilewise.spec import Options, assemble, plain_text
 from tilewise.tiles import Grid
 
 _KEYWORDS = tuple(f.name for f in fields(Options))
@@ -98,6 +98,32 @@ def _run(
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    deterministic: bool | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor] | None:
+    """:func:`_run` of a call without options that need assembling, or None where there is more to look at."""
+    if torch.compiler.is_compiling():
+        return None
+    text = plain_text(q, k, v, causal, softmax_scale, deterministic, backend)
+    if (
+        text is None
+        or q.is_nested
+        or k.is_nested
+        or v.is_nested
+        or q.ndim != 4
+        or k.ndim != 4
+        or k.size(0) != q.size(0)
+    ):
+        return None
+    return autograd.attention(q, k, v, [], None, text)
+
+
 def _run_paged(
     q: Tensor, cache: PagedCache | QuantizedCache | SharedCache, cu_seqlens_q: Tensor | None, o: Options
 ) -> tuple[Tensor, Tensor]:
@@ -165,6 +191,10 @@ def attention(
     """
     if others:
         raise words.refused("attention", others)
+    if mask is score is sink is dropout_seed is parallel is None and type(dropout_p) is float and dropout_p == 0.0:
+        plain = _plain(q, k, v, causal, softmax_scale, deterministic, backend)
+        if plain is not None:
+            return plain[0]
     # fmt: off
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     # fmt: on
@@ -196,6 +226,10 @@ def attention_with_lse(
     """
     if others:
         raise words.refused("attention_with_lse", others)
+    if mask is score is sink is dropout_seed is parallel is None and type(dropout_p) is float and dropout_p == 0.0:
+        plain = _plain(q, k, v, causal, softmax_scale, deterministic, backend)
+        if plain is not None:
+            return plain
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)
     return _run(q, k, v, o, parallel)
 

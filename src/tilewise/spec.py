@@ -210,10 +210,10 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
     Raises:
         ValueError: an argument of a type that the operator could not even take. All else is the operator's to check.
     """
-    if not torch.compiler.is_compiling() and _is_plain(q, k, v, o):
-        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        deterministic = torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
-        return [], None, _plain_text(o.causal, o.softmax_scale, deterministic, needs_grad, o.backend, o.max_logit)
+    if not torch.compiler.is_compiling() and _is_plain(o):
+        text = plain_text(q, k, v, o.causal, o.softmax_scale, o.deterministic, o.backend, o.max_logit)
+        if text is not None:
+            return [], None, text
     reasons = _type_reasons(q, k, v, o)
     if reasons:
         name = _called(o.block_table is not None, o.cu_seqlens_q is not None)
@@ -272,17 +272,32 @@ _TENSORS = {Tensor, torch.nn.Parameter}
 _SCALES, _TRUTH, _NAMES = {type(None), float}, {type(None), bool}, {type(None), str}
 
 
-def _is_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> bool:
-    """Whether there is nothing but q, k, v and a few words, all of the types that they should be: then nothing has to be assembled
-    (`python -m bench.overhead` shows what that saves)."""
+def _is_plain(o: Options) -> bool:
+    """Whether the options name no tensor, mask, score or piece, so that :func:`plain_text` may know the whole call."""
     return (
         o.mask is None and o.score is None and o.sink is None and o.cu_seqlens_q is None and o.cu_seqlens_k is None
         and o.piece is None and o.block_table is None and o.seqlens_k is None
         and o.dropout_seed is None and type(o.dropout_p) is float and o.dropout_p == 0.0
-        and type(o.causal) is bool and type(o.deterministic) in _TRUTH and type(o.softmax_scale) in _SCALES
-        and type(o.backend) in _NAMES and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
-        and q.layout is k.layout is v.layout is torch.strided
     )  # fmt: skip
+
+
+def plain_text(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, deterministic: bool | None,
+    backend: str | None, max_logit: bool = False,
+) -> str | None:  # fmt: skip
+    """The spec of a call of nothing but q, k, v and a few words, or None if one of them is not of the type that it should be.
+
+    Such a call needs no assembling (`python -m bench.overhead` shows what that saves).
+    """
+    if not (
+        type(causal) is bool and type(deterministic) in _TRUTH and type(softmax_scale) in _SCALES and type(backend) in _NAMES
+        and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
+        and q.layout is k.layout is v.layout is torch.strided
+    ):  # fmt: skip
+        return None
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    return _plain_text(causal, softmax_scale, deterministic, needs_grad, backend, max_logit)
 
 
 @lru_cache(maxsize=256)

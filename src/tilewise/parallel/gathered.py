@@ -23,7 +23,7 @@ from tilewise.caching import cached_property
 from tilewise.derivatives import operator_of
 from tilewise.parallel import cost
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
-from tilewise.parallel.messages import Rows, Run, given_to, joined, packed, summed, unpacked, width
+from tilewise.parallel.messages import Rows, Run, given_to, line_of, packed, run_of, shaped, summed, unpacked, widths
 from tilewise.parallel.route import Route
 from tilewise.spec import Spec
 
@@ -83,13 +83,17 @@ class Gathered:
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         """Starts to fetch the keys that far pieces see; the result waits for K and V of them ``(batch, keys, heads_k, dim)``, in order."""
         sending, receiving = self._counts
-        finish = self._swap(packed(self._lent, k, v), sending, receiving, width(k, v))
+        finish = self._swap(packed(self._lent, k, v), sending, receiving, sum(widths(k, v)))
 
         def gathered() -> tuple[Tensor, Tensor]:
             came = unpacked(finish(), receiving, k, v)
-            came[self.exchange.rank] = [k, v]
-            parts = [(came[owner], run) for owner, run in self._together]
-            keys, values = (joined([pair[n].narrow(1, *run) for pair, run in parts], k) for n in (0, 1))
+            came[self.exchange.rank] = line_of(k), line_of(v)
+            if not self._together:
+                return k[:, :0], v[:, :0]
+            keys, values = (
+                shaped(torch.cat([run_of(came[owner][n], run, width) for owner, run in self._together]), x)
+                for n, (x, width) in enumerate(zip((k, v), widths(k, v), strict=True))
+            )
             return keys, values
 
         return gathered
@@ -104,12 +108,15 @@ class Gathered:
             A function that waits for what others send, and returns the rank's rows with their gradients: its own first.
         """
         (sending, receiving), (messages, own) = self._counts, self._places
-        finish = self._swap(packed(messages, dk, dv), receiving, sending, width(dk, dv))
+        finish = self._swap(packed(messages, dk, dv), receiving, sending, sum(widths(dk, dv)))
 
         def returned() -> list[Rows]:
-            parts = [(rows, dk.narrow(1, *run), dv.narrow(1, *run)) for rows, run in own]
+            each, both = widths(dk, dv), (line_of(dk), line_of(dv))
+            parts: list[Rows] = [
+                (rows, run_of(both[0], run, each[0]), run_of(both[1], run, each[1])) for rows, run in own
+            ]
             for runs, pair in zip(self._lent, unpacked(finish(), sending, dk, dv), strict=True):
-                parts += given_to(runs, *pair)
+                parts += given_to(runs, *pair, each)
             return parts
 
         return returned
@@ -132,13 +139,13 @@ class Gathered:
         return [[x.run for x in self.route.sent(self.exchange.rank, to)] for to in range(self.exchange.size)]
 
     @cached_property
-    def _places(self) -> tuple[list[list[Run]], list[tuple[slice, Run]]]:
+    def _places(self) -> tuple[list[list[Run]], list[tuple[Run, Run]]]:
         """The places of other ranks' keys among those that the rank puts together, by owner; and those of its own, with its rows."""
         first, own = 0, []
         others: list[list[Run]] = [[] for _ in range(self.exchange.size)]
         for x in self.route.segments(self.exchange.rank):
             if x.owner == self.exchange.rank:
-                own.append((x.rows, (first, x.length)))
+                own.append((x.run, (first, x.length)))
             else:
                 others[x.owner].append((first, x.length))
             first += x.length
@@ -219,7 +226,8 @@ def backward(
                 dq = part
             else:
                 dq[:, rows] = part
-            found.append((piece.keys, dk, dv))
+            run = piece.keys.start, piece.keys.stop - piece.keys.start
+            found.append((run, line_of(dk), line_of(dv)))
             for slot, grad in zip(call.grad_slots, dextras, strict=True):
                 leaves[slot] += grad
         return found
@@ -227,7 +235,7 @@ def backward(
     keys, values = gathered or call.fetch(k, v)()
     parts = compute(call.far, keys, values)
     if alone:
-        finish = call.give_back(*parts[0][1:])
+        finish = call.give_back(*(shaped(line, x) for line, x in zip(parts[0][1:], (keys, values), strict=True)))
     else:  # joined calls of other ranks send what one call gave, which needs no wider numbers
         wide = k.dtype if call.route.joined else dtype
         finish = call.give_back(*summed(keys, values, parts, wide, dtype))

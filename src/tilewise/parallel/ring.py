@@ -24,7 +24,7 @@ from tilewise.derivatives import operator_of
 from tilewise.parallel.exchange import Exchange, Gradients, ordered_sum
 from tilewise.parallel.gathered import compute_dtype
 from tilewise.parallel.layout import Layout
-from tilewise.parallel.messages import Rows, Run, given_to, packed, summed, unpacked, width
+from tilewise.parallel.messages import Rows, Run, given_to, line_of, packed, shaped, summed, unpacked, widths
 from tilewise.parallel.route import Route, Segment, cut, held
 from tilewise.piece import Piece
 from tilewise.spec import Spec
@@ -85,8 +85,13 @@ class Ring:
         if step == 0:
             return lambda: [k, v]
         to = (self.exchange.rank + step) % self.exchange.size
-        finish = self._shifted(packed([self._lent[to]], k, v), step, width(k, v))
-        return lambda: unpacked(finish(), [self._count(step)], k, v)[0]
+        finish = self._shifted(packed([self._lent[to]], k, v), step, sum(widths(k, v)))
+
+        def fetched() -> list[Tensor]:
+            (both,) = unpacked(finish(), [self._count(step)], k, v)
+            return [shaped(line, x) for line, x in zip(both, (k, v), strict=True)]
+
+        return fetched
 
     def give_back(self, step: int, dk: Tensor, dv: Tensor) -> Callable[[], list[Rows]]:
         """Starts to send the gradients of a step's keys to their rank.
@@ -97,12 +102,12 @@ class Ring:
         Returns:
             A function that waits for what comes back, and returns runs of the rank's rows with their gradients.
         """
-        finish = self._shifted(packed([[(0, dk.shape[1])]], dk, dv), -step, width(dk, dv))
+        finish = self._shifted(packed([[(0, dk.shape[1])]], dk, dv), -step, sum(widths(dk, dv)))
         lent = self._lent[(self.exchange.rank + step) % self.exchange.size]
 
         def returned() -> list[Rows]:
             (pair,) = unpacked(finish(), [sum(count for _, count in lent)], dk, dv)
-            return given_to(lent, *pair)
+            return given_to(lent, *pair, widths(dk, dv))
 
         return returned
 
@@ -214,7 +219,8 @@ def backward(
                 o[:, at].contiguous(), lse[..., at].contiguous(), list(extras), seed, piece.spec,
             )  # fmt: skip
             dq[:, at] += part
-            parts.append((piece.keys, part_k, part_v))
+            run = piece.keys.start, piece.keys.stop - piece.keys.start
+            parts.append((run, line_of(part_k), line_of(part_v)))
             for slot, grad in zip(call.call_slots, dextras, strict=True):
                 leaves[slot] += grad
         _add(dk, dv, returning())  # of the step before, which came back under this one's calls
@@ -246,6 +252,7 @@ def _each_step(call: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Sequence[Ring
 
 def _add(dk: Tensor, dv: Tensor, parts: Sequence[Rows]) -> None:
     """Adds the gradients of some rows each."""
-    for rows, part_k, part_v in parts:
-        dk[:, rows] += part_k
-        dv[:, rows] += part_v
+    for run, *lines in parts:
+        for total, line in zip((dk, dv), lines, strict=True):
+            rows = total.narrow(1, *run)
+            rows += shaped(line, total)

@@ -11,7 +11,7 @@ from tilewise.backends.triton.kernels.maths import exp, log
 def merge_rows_kernel(tensors, sizes, scales, states, states_lse, states_max, FACTS: tl.constexpr):
     """The merge (8) of the partial states of one row, all splits at once, and the sink; numbers are natural.
 
-    Grid: (tokens · heads_q). States whose lse is -inf are not read.
+    Grid: (tokens · heads_q). States whose lse is -inf do not count: nothing was written there but lse.
 
     Args:
         states: fp32 (num_splits, tokens, heads_q, head_dim_v).
@@ -51,7 +51,8 @@ def merge_rows_kernel(tensors, sizes, scales, states, states_lse, states_max, FA
         part_lse = tl.load(states_lse + part.to(tl.int64) * lines + line)
         # The states of some splits: lse fp32 (AT_ONCE,), o fp32 (AT_ONCE, WIDTH).
         offsets = part.to(tl.int64)[:, None] * (lines * FACTS.head_dim_v) + row[None, :]
-        o = tl.load(states + offsets, mask=(part_lse != float("-inf"))[:, None] & within[None, :], other=0.0)
+        o = tl.load(states + offsets, mask=within[None, :], other=0.0)  # beside lse, not after it
+        o = tl.where((part_lse != float("-inf"))[:, None], o, 0.0)  # nothing was written there
         acc += tl.sum(o * exp(part_lse - tl.where(top == float("-inf"), 0.0, top))[:, None], 0)
     tl.store(tensors.o + row, (acc * weight).to(tensors.o.dtype.element_ty), mask=within)
     tl.store(tensors.lse + line, lse)

@@ -144,6 +144,7 @@ def kernel(tmas: KeysTmas, buffers: RowBuffers, mmas: KeysMmas, params: Backward
     tiles, (warp, group) = config.keys, warp_and_warpgroup()
     smem = allocate(tmas, config)
     if cutlass.const_expr(config.subtracts):
+        # Read by both warpgroups' products, after the barrier of init_barriers.
         write_constant(smem, warp)
     init_barriers(smem, config)
     if cutlass.const_expr(not config.queries_first):

@@ -9,7 +9,7 @@ in all, which a product multiplies by a constant::
     rows of A for dP:       0   0   0  0    -½    -½    -½  0
 
 The step has 16 columns and a row only 8: both operands' columns 8 to 15 are the first 8 again, therefore the halves
-(docs/decisions.md#hopper-subtrahends).
+(docs/decisions.md#hopper-shared-memory).
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def make_subtrahends(mmas: KeysMmas, smem: KeysStorage, registers: cute.Tensor) 
     mine = smem.dq.part.iterator + (cute.arch.thread_idx()[0] - 128)
     for n, word in enumerate(through_memory(mine, minus_halves(4), cute.size(words(registers)))):
         words(registers)[n] = word
+    # (64, 16) and (tile_m, 16, slot), both K-major without a swizzle.
     constant = mmas.score.make_fragment_A(mmas.score.get_slice(0).partition_A(smem.minus_lse))
     rows = mmas.score.make_fragment_B(mmas.score.get_slice(0).partition_B(smem.statistics))
     return Subtrahends(mmas.score, mmas.dp_registers, stage_of(constant, 0), registers, rows)

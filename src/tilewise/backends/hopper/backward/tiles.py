@@ -123,6 +123,7 @@ class KeyTiles:
     @property
     def handover_bytes(self) -> int:
         """Bytes of what one warpgroup hands to another: P; or two blocks of dS of each, and a block of dQ in fp32."""
+        # 64 x tile_m of P or dS in the element type, tile_m x width of dQ in fp32.
         p = ELEMENT_BYTES * ROWS * self.tile_m
         dq = FP32_BYTES * self.tile_m * self.width
         return p if self.split else 2 * KEY_GROUPS * p + dq if self.sums_dq else 0
@@ -134,6 +135,7 @@ class KeyTiles:
 
     def shared_with(self, words: int, more: int = 0) -> int:
         """:attr:`shared` with so many words of statistics for each query of a block, and ``more`` bytes beside them."""
+        # K and V, then the ring; tiles are swizzled, so that what lies before them is rounded up.
         tiles = 2 * self.key_tiles * self.tile_elements + self.stages * self.stage_elements
         small = aligned(statistics_end(self.barriers, words, self.tile_m) + more)
         return small + ELEMENT_BYTES * tiles + self.handover_bytes
@@ -254,6 +256,7 @@ class StatisticSlots:
     @property
     def words(self) -> int:
         """Words of 4 bytes of a row, in a slot as in the buffer of lse2."""
+        # Eight elements: three terms of each statistic and a zero after them.
         return 4 if self.subtracted else 1
 
     @property
@@ -280,4 +283,5 @@ def shared_of(tiles: KeyTiles, statistics: StatisticSlots) -> int:
 
 def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots) -> int:
     """:attr:`KeyTiles.v_register_steps`; at head_dim 128 none beside the constant that products subtract by."""
+    # Four registers, of the 236 to 238 that computing warps use of 240.
     return 0 if statistics.subtracted and tiles.dq_transposed else tiles.v_register_steps

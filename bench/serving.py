@@ -1,7 +1,8 @@
 """Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,time,rates,tiles]`.
 
 check   every kind of page, row and mask against float64
-replay  one CUDA graph replayed with other lengths, tables and keys: each result against float64 and against a call without a graph
+replay  one CUDA graph replayed with other lengths, tables and keys, over each backend that takes the call: each result against a call
+        without a graph, some against float64
 append  one new key for each of 64 sequences, by Triton's kernel and by PyTorch's operations
 time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
 rates   decoding over sequences of ever more keys, which ``--draw PICTURE`` shows
@@ -62,6 +63,14 @@ POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
 PARTS = ("check", "replay", "append", "time", "rates", "tiles")
 RATES = ("pages-64", "cudnn")  # the contestants of that part
 ROUNDS = 7
+REPLAYED = (
+    ("decode", "triton", 64, 1),
+    ("pages of 16", "triton", 16, 1),
+    ("chunk", "triton", 64, 70),
+    ("chunk", "hopper", 64, 300),
+    ("decode", "portable", 64, 1),
+)  # name, backend, page size, queries of a sequence
+JUDGED = 20  # of so many replays one is held against float64; all of them against a call without a graph
 TILED = ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-4k", "b2-200")
 ROTATED = 400 << 20  # bytes of K and V that one graph reads at least: an H200's L2 has 50 MiB
 MOST_COPIES = 64
@@ -421,28 +430,30 @@ def check_append(device: str) -> Iterator[tuple[str, str]]:
 
 def replay(device: str) -> Iterator[tuple[str, str]]:
     """One graph for each kind of call, replayed with other lengths, tables and keys."""
-    for name, page_size, queries, turns in (("decode", 64, 1, 200), ("pages of 16", 16, 1, 40), ("chunk", 64, 70, 40)):
-        longest = 2000 if device == "cuda" else 70
-        queries, turns = (queries, turns) if device == "cuda" else (1, 3)
-        q, cache, _ = ragged(device, page_size, queries, False, torch.bfloat16, longest)
-        attend = over_static(q, cache)
+    for name, backend, page_size, queries in REPLAYED:
+        longest, turns = (2000, 1000) if device == "cuda" else (70, 3)
+        q, cache, _ = ragged(device, page_size, queries if device == "cuda" else 1, False, torch.bfloat16, longest)
+        if backend in tw.explain(q, cache, causal=True, backend=backend).refused:
+            continue
+        attend = over_static(q, cache, backend)
         again, result = captured(attend, device)
         wrong = []
         for turn in range(turns):
-            other_q, other, _ = ragged(device, page_size, queries, False, torch.bfloat16, longest, seed=turn + 1)
+            other_q, other, _ = ragged(device, page_size, q.shape[1], False, torch.bfloat16, longest, seed=turn + 1)
             shorter = torch.minimum(other.seqlens_k, other.seqlens_k.roll(turn))
             for old, new in zip((q, *cache), (other_q, *other._replace(seqlens_k=shorter)), strict=True):
                 old.copy_(new)
             again()
             o, lse = (x.clone() for x in result)
             wrong += [] if all(map(torch.equal, (o, lse), attend())) else [f"replay {turn}: other bits"]
-            expected = paged_call(q, cache, causal=True).expected()
-            wrong += [f"replay {turn}: {e}" for e in expected.judge({"o": o, "lse": lse}) if not e.ok]
-        yield f"{name}, {turns} replays", "; ".join(wrong[:5])
+            if turn % JUDGED == 0:
+                expected = paged_call(q, cache, causal=True).expected()
+                wrong += [f"replay {turn}: {e}" for e in expected.judge({"o": o, "lse": lse}) if not e.ok]
+        yield f"{name}, {backend}, {turns} replays", "; ".join(wrong[:5])
 
 
-def over_static(q: Tensor, cache: tw.PagedCache) -> Callable[[], tuple[Tensor, Tensor]]:
-    return lambda: tw.attention_paged_with_lse(q, cache, causal=True, backend="triton")
+def over_static(q: Tensor, cache: tw.PagedCache, backend: str) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: tw.attention_paged_with_lse(q, cache, causal=True, backend=backend)
 
 
 def captured(call: Callable[[], object], device: str) -> tuple[Callable[[], object], object]:

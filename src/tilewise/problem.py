@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -216,8 +217,8 @@ class Problem:
 def _described(p: Problem) -> list[str]:
     spec = p.spec
     parts = [f"{p.q.shown('q')} {p.device}", p.k.shown("k"), p.v.shown("v")]
-    parts += [f"mask {spec.mask_text}"] if spec.mask_text else []
-    parts += [f"score {spec.score_text}"] if spec.score_text else []
+    parts += [f"mask {_readable(spec.mask_text, p, spec.mask_slots)}"] if spec.mask_text else []
+    parts += [f"score {_readable(spec.score_text, p, spec.score_slots)}"] if spec.score_text else []
     parts += [f"dropout_p {spec.dropout_p}"] if spec.dropout_p else []
     parts += ["sink"] if spec.sink_slot is not None else []
     parts += [f"packed, {p.batch} sequences"] if p.packed else []
@@ -227,6 +228,14 @@ def _described(p: Problem) -> list[str]:
     parts += [f"{spec.piece}"] if spec.piece else []
     parts += ["deterministic"] * spec.deterministic + ["with the largest scores"] * spec.max_logit
     return parts
+
+
+def _readable(text: str, p: Problem, slots: Sequence[int]) -> str:
+    """A mask's or score's text as people read it, with the shapes of the tensors in it; ``slots`` of these."""
+    text = text.replace("fitted_", "")
+    leaves = dict.fromkeys(re.findall(r"\b((?:float|int|bool)(\d+))\b", text))
+    shapes = [f"{name} {p.extras[slots[int(number)]].shape}" for name, number in leaves]
+    return text + (f" with {', '.join(shapes)}" if shapes else "")
 
 
 def _shapes(extras: Sequence[TensorFacts], slots: Sequence[int]) -> str:

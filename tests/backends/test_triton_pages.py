@@ -12,6 +12,8 @@ from tests.backends.paged import CASES, Case, PagedContract, run
 from tilewise import cache as caches
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.host import launch
+from tilewise.backends.triton.host.buffers import partial_states
 from tilewise.backends.triton.paging import LEAST_SPLITS, PROGRAMS, Machine, addressing, paged_config, paged_splits
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import Problem
@@ -61,35 +63,22 @@ class TestTritonOverPages(PagedContract):
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
 SPLIT = Config(*[Tiles(16, 16, 4, 1)] * 3, splits=4)
 DESCRIBED = Config(*[Tiles(32, 32, 4, 3, tma=True)] * 3, splits=2)
-PARTS = Config(*[Tiles(16, 64, 4, 3, tma=True, parts=4)] * 3)
 PAGE_64 = Case(64, (130, 64, 7), rows=2, options=lambda: {"causal": True}, dtype=torch.bfloat16, dims=(64, 32))
 
 
-# Splits of which some have no key, rows that see none, and sinks; tiles by descriptor from pages and from a dense cache; warps with
-# keys of their own.
+# Splits of which some have no key, rows that see none, and sinks; tiles by descriptor from pages and from a dense cache.
 @interpreted
 @pytest.mark.parametrize(
     ("config", "case"),
     [
         (SPLIT, CASES["window-sink"]),
         (SPLIT, replace(CASES["packed"], rows=(1, 0, 1, 1))),
-        (PARTS, replace(CASES["tree"], dtype=torch.bfloat16)),
-        (PARTS, replace(PAGE_64, lengths=(200, 0), rows=1, dims=(96, 32))),
         (DESCRIBED, PAGE_64),
         (DESCRIBED, replace(PAGE_64, lengths=(70,), rows=1, page_size=128)),
         (DESCRIBED, replace(PAGE_64, lengths=(130, 7), rows=1, scales="tokens", options=dict)),
         (DESCRIBED, replace(PAGE_64, lengths=(130, 7), rows=1, heads=(4, 1), dims=(80, 64), latent=True)),
     ],
-    ids=[
-        "split-window-sink",
-        "split-packed",
-        "parts-tree",
-        "parts-96",
-        "described",
-        "described-dense",
-        "described-fp8",
-        "described-latent",
-    ],
+    ids=["split-window-sink", "split-packed", "described", "described-dense", "described-fp8", "described-latent"],
 )
 def test_splits_and_descriptors_agree_with_the_oracle(config, case):
     q, cache, options = case.draw()
@@ -97,6 +86,19 @@ def test_splits_and_descriptors_agree_with_the_oracle(config, case):
         cache = cache._replace(block_table=cache.block_table[:, :1])
     c = paged_call(q, cache, **options, max_logit=True)
     wrong = [str(e) for e in c.expected().judge(run(Triton(config), c)) if not e.ok]
+    assert not wrong, "; ".join(wrong)
+
+
+@interpreted
+def test_states_that_no_split_wrote_take_no_part_in_the_merge(monkeypatch):
+    def poisoned(out, splits):
+        states = partial_states(out, splits)
+        return replace(states, o=states.o.fill_(torch.nan))
+
+    monkeypatch.setattr(launch, "partial_states", poisoned)
+    q, cache, options = Case(16, (70, 3, 0)).draw()
+    c = paged_call(q, cache, **options)
+    wrong = [str(e) for e in c.expected().judge(run(Triton(SPLIT), c)) if not e.ok]
     assert not wrong, "; ".join(wrong)
 
 
@@ -193,19 +195,6 @@ def test_deterministic_splits_depend_on_one_sequence_alone():
     found = {paged_splits(problem(n, 1, 64, 512, deterministic=True), 64, H200.cores) for n in (1, 8, 256)}
     assert len(found) == 1
     assert paged_splits(problem(8, 8, 64, 512, packed=True, deterministic=True), 64, H200.cores)[0] == 1
-
-
-def test_warps_have_keys_of_their_own_where_rows_are_few_and_a_tile_lies_in_one_page():
-    parts = {
-        "decode": problem(8, 1, 64, 512),
-        "packed": problem(8, 8, 64, 512, packed=True),
-        "deterministic": problem(8, 1, 64, 512, deterministic=True),
-        "rows": problem(8, 8, 64, 512),
-        "pages of 16": problem(8, 1, 16, 512),
-    }
-    assert {name: paged_config(p, H200, "ieee").forward.parts for name, p in parts.items()} == {
-        "decode": 4, "packed": 4, "deterministic": 4, "rows": 1, "pages of 16": 1,
-    }  # fmt: skip
 
 
 def test_splits_fill_the_machine_and_stop_where_it_is_full():

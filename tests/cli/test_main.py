@@ -52,6 +52,8 @@ def test_help_flows_however_the_docstring_is_broken_into_lines(capsys):
         (["explain", "--device", "meta"], "commands run on cpu and cuda"),
         (["explain", "--backend", "hoper"], "'hoper' does not exist"),
         (["explain", "--sequence", "5"], "No such option: --sequence"),
+        (["explain", "--sequence", "5"], "(see tilewise explain --help)"),
+        (["explain", "--mask", "causal"], "a mask is made of causal, window"),
         (["explore"], "No such command 'explore'"),
         (["bench", "--case", "h200-d64-n512-ful"], "near it: h200-d64-n512-full"),
         (["bench", "--case", "alibi"], "near it: cpu-fp32-d64-n2048-alibi"),
@@ -100,6 +102,15 @@ def test_explain_json_has_the_backend_its_tiles_and_the_refusals(capsys):
     assert told["backend"]
     assert "window" in told["problem"]
     assert "causal" in told["problem"]
+
+
+def test_explain_takes_masks_and_scores_as_show_does(capsys):
+    call = ["--mask", "causal() & key_lengths([100])", "--window", "50", "--score", "alibi([0.5, 1])", "--heads", "2"]
+    assert cli.main(["explain", "--device", "cpu", "--dropout", "0.1", *call]) == 0
+    told = capsys.readouterr().out
+    assert "mask causal() & key_range(0, int0[b]) & window(50, 0) with int0 (1,)" in told.replace("int0[0]", "int0[b]")
+    assert "score s - (float0[h] * abs((i + off) - j)) with float0 (2,)" in told
+    assert "dropout_p 0.1" in told
 
 
 def test_explain_needs_no_memory_for_the_sizes_it_explains(capsys):

@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
         return app(arguments, prog_name="tilewise", standalone_mode=False) or 0
     except UsageError as error:
         # Without a command typer has printed the help and has nothing to say.
-        return _fail(f"{error.format_message()} (see tilewise --help)") if error.format_message() else 0
+        asked = error.ctx.command_path if error.ctx else "tilewise"
+        return _fail(f"{error.format_message()} (see {asked} --help)") if error.format_message() else 0
     except (ValueError, NotImplementedError, OSError) as error:
         return _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):

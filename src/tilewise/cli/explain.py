@@ -25,6 +25,9 @@ class ExplainOptions:
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32"
     causal: Annotated[bool, typer.Option("--causal", help="A causal mask: no key after its query.")] = False
     window: Annotated[int | None, typer.Option(help="Only this many keys to the left of a query, and itself.")] = None
+    mask: Annotated[str, typer.Option(help='Like "causal() & key_lengths(1000)"; tilewise show draws it.')] = ""
+    score: Annotated[str, typer.Option(help='Like "softcap(30)".')] = ""
+    dropout: Annotated[float, typer.Option(help="Probability of dropping a pair.")] = 0.0
     backward: Annotated[bool, typer.Option("--backward", help="Gradients are wanted too.")] = False
     backend: Annotated[str | None, typer.Option(help="Ask for this backend by name.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
@@ -41,10 +44,25 @@ def explain(options: ExplainOptions) -> int:
         raise ValueError(f"--{negative[0].replace('_', '-')} is negative")
     if options.dtype not in DTYPES:
         raise ValueError(f"--dtype {options.dtype}: allowed are {', '.join(DTYPES)}")
-    mask = None if options.window is None else tw.window(left=options.window, right=0)
-    told = tw.explain(*_tensors(options), causal=options.causal, mask=mask, backend=options.backend)
+    told = tw.explain(*_tensors(options), **_keywords(options))
     print(json.dumps(told.as_dict()) if options.as_json else told)
     return 0
+
+
+def _keywords(o: ExplainOptions) -> dict:
+    """The keywords of the call, tensors of its mask and score on its device."""
+    import tilewise as tw
+    from tilewise.pictures.reading import read_mask, read_score
+
+    device = checkout.choose_device(o.device)
+    masks = [read_mask(o.mask)] if o.mask else []
+    masks += [] if o.window is None else [tw.window(left=o.window, right=0)]
+    score = read_score(o.score) if o.score else None
+    mask = masks[0] & masks[1] if len(masks) > 1 else next(iter(masks), None)
+    for made in (mask, score):
+        if made is not None:
+            made.leaves = tuple(x.to(device) for x in made.leaves)
+    return {"causal": o.causal, "mask": mask, "score": score, "dropout_p": o.dropout, "backend": o.backend}
 
 
 def _tensors(o: ExplainOptions) -> list:

@@ -38,7 +38,6 @@ def attend_pages(call: Call, to: Output) -> Launched:
         "pieces": cuts["k"],
         "pieces_v": cuts["v"],
         "latent": problem.latent,
-        "parts": tiles.parts,
     }
     if splits > 1:
         chosen |= {"sink": False, **plan.overlap("leads")}

@@ -14,9 +14,11 @@ from triton.language.extra.cuda import num_threads
 # tanh(x) / x as a quotient of polynomials in x²: its relative error is at most 2e-8 up to x = 9, where tanh is 1.
 NUMERATOR = tl.constexpr((0.99999998, 0.13381024, 3.4955867e-3, 2.0609060e-5, 1.3354633e-8))
 DENOMINATOR = tl.constexpr((1.0, 0.46714340, 2.5876977e-2, 3.2856326e-4, 7.7765463e-7))
-# The same as one polynomial in x², with a relative error of at most 1.5e-8 up to x² = NEAR.
-NEAR = 0.5
-POLYNOMIAL = (0.9999999847, -0.33333111247, 0.13328055876, -0.053502928255, 0.019964745232, -5.0348893575e-3)
+# The same as one polynomial in x², with a relative error of at most 1.6e-8 up to each bound of x².
+NEAR = {
+    0.1: (0.99999998428, -0.33332828916, 0.13307916205, -0.049828685986),
+    0.5: (0.9999999847, -0.33333111247, 0.13328055876, -0.053502928255, 0.019964745232, -5.0348893575e-3),
+}
 
 PARTIAL = tl.constexpr(8)  # sums of a row that are added up at last: the columns after which a product's layout repeats
 
@@ -153,7 +155,7 @@ def scaled_tanh(x, c):
 def power_of_tanh(x, c):
     """``2^(c tanh(x))``, the exponential of a softmax under a softcap.
 
-    Where a tile gives each thread a multiple of PACK elements, a warp takes the shorter polynomial whenever all of its elements are
+    Where a tile gives each thread a multiple of PACK elements, a warp takes a shorter polynomial whenever all of its elements are
     near 0 (docs/decisions.md#triton-softcap).
     """
     if on_nvidia() and x.numel % (PACK * num_threads()) == 0:
@@ -182,22 +184,28 @@ def powers_of_tanh(count: int) -> str:
         pairs = zip(names, coefficients, strict=True)
         return names, [f"mul.f32 {name}, ${2 * count}, {number(value)};" for name, value in pairs]
 
-    near, near_lines = scaled(POLYNOMIAL)
     above, above_lines = scaled(NUMERATOR.value)
     below = [number(value) for value in DENOMINATOR.value]
-    lines = [f".reg .f32 y<{count}>, c<{len(near)}>, t, p, q;", ".reg .b32 far<4>, bits;", ".reg .pred any;"]
+    lines = [f".reg .f32 y<{count}>, c<{max(map(len, NEAR.values()))}>, t, p, q;"]
+    lines += [".reg .b32 far<4>, bits;", ".reg .pred any;"]
     lines += [f"mul.f32 y{n}, {x[n]}, {x[n]};" for n in range(count)]
     # The largest y: as integers, the bits of numbers that are not negative have their order, and NaN is above all. There are
     # four chains of maxima, because one chain would wait for itself.
     lines += [f"mov.b32 far{n}, y{n};" for n in range(4)]
     lines += [f"mov.b32 bits, y{n}; max.s32 far{n % 4}, far{n % 4}, bits;" for n in range(4, count)]
     lines += [f"max.s32 far0, far0, far{n};" for n in (1, 2, 3)]
-    lines += [f"setp.gt.s32 any, far0, 0x{struct.pack('>f', NEAR).hex()};"]
-    # All lanes of a warp take the same way: a warp that splits would run both.
-    lines += ["vote.sync.any.pred any, any, 0xffffffff;", "@any bra.uni quotient;", *near_lines]
-    for n in range(count):
-        lines += [*polynomial("p", f"y{n}", near), f"mul.f32 p, p, {x[n]};", f"ex2.approx.ftz.f32 ${n}, p;"]
-    lines += ["bra.uni done;", "quotient:", *above_lines]
+    for tier, (bound, coefficients) in enumerate(NEAR.items()):
+        near, near_lines = scaled(coefficients)
+        # All lanes of a warp take the same way: a warp that splits would run both.
+        lines += [
+            f"setp.gt.s32 any, far0, 0x{struct.pack('>f', bound).hex()};",
+            "vote.sync.any.pred any, any, 0xffffffff;",
+        ]
+        lines += [f"@any bra.uni above{tier};", *near_lines]
+        for n in range(count):
+            lines += [*polynomial("p", f"y{n}", near), f"mul.f32 p, p, {x[n]};", f"ex2.approx.ftz.f32 ${n}, p;"]
+        lines += ["bra.uni done;", f"above{tier}:"]
+    lines += above_lines
     for n in range(count):
         y = f"y{n}"
         lines += [f"max.NaN.f32 t, {x[n]}, {number(-9.0)};", f"min.NaN.f32 t, t, {number(9.0)};", f"mul.f32 {y}, t, t;"]

@@ -182,7 +182,7 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
         found["backward.keys_compute"],
         make_operands=_key_operands,
         as_rows_columns=lambda operand, acc: operand.values,
-        OperandValues=lambda operand, acc, dtype: operand.values,
+        OperandValues=lambda operand, acc, dtype, held=False: operand.values,
         load_register_steps=lambda operand, mma, smem: None,  # products take all columns from shared memory
     )
     stand_in(found["backward.dq_accumulate"], write_part=write_part, begin_copy=begin_copy, **semaphores())

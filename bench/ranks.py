@@ -164,7 +164,7 @@ def milliseconds(run: Callable[[], object], device: str, calls: int) -> float:
 
 def contests(
     row: Row, names: list[str], groups: dict[bool, Group], device: str
-) -> tuple[dict[str, dict[str, Callable]], dict[str, dict[str, float]]]:
+) -> tuple[dict[str, dict[str, Callable]], dict[str, dict]]:
     """The forward, and the forward with its backward, of each contestant and of one GPU alone; and the bytes that each exchanges."""
     mask, size = mask_of(row.mask, row.seqlen, device), dist.get_world_size()
     found, moved = {}, {}
@@ -192,9 +192,9 @@ def torch_contests(
 
 def received(
     parallel: ContextParallel, ways: dict[str, Callable[[], object]], inputs: list[Tensor], mask: Mask
-) -> dict[str, float]:
+) -> dict[str, float | str | None]:
     """MiB that ranks receive in a step, counted, and by the cost model, the most of all ranks, in the forward and in the backward; and
-    the model's peak of memory and milliseconds of a step beside its products."""
+    the model's peak of memory and milliseconds of a step beside its products; what runs the rank's first call; and the agreement's time."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     plan, exchange = tw.explain(*inputs, mask=mask, parallel=parallel), parallel.exchange
     before = parallel.received
@@ -207,6 +207,7 @@ def received(
     counts = {"received_mib": most, "predicted_received_mib": model.all_received, "predicted_mib": model.memory}
     return {name: round(count / 2**20, 3) for name, count in counts.items()} | {
         "predicted_ms": round(model.milliseconds, 3),
+        "backend": plan.chosen,
         "agreement_ms": agreement(parallel, inputs, mask),
     }
 

@@ -15,11 +15,11 @@ from tilewise.parallel import cost
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
 
-COLOURS = {2: "#0b6e8f", 4: "#c8553d"}
+COLOURS = {2: "#0b6e8f", 4: "#c8553d", 8: "#5b8c3e"}
 HEADS = ((32, 8), (16, 16))
-LENGTHS = [2**n for n in range(14, 19)]
+LENGTHS = [2**n for n in range(14, 21)]
 PACE = 615e12
-"""About what one GPU alone makes of a causal step of these heads, from 32k to 128k tokens."""
+"""About what one GPU alone makes of a causal step of these heads, from 32k tokens on."""
 
 
 def problem(seqlen: int, heads_q: int, heads_k: int) -> Problem:
@@ -55,13 +55,15 @@ def draw(rows: list[dict], path: Path) -> None:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, (heads_q, heads_k) in zip(figure.subplots(1, 2, sharey=True), HEADS, strict=True):
         for ranks, colour in COLOURS.items():
+            if heads_k % ranks:
+                continue
             axes.plot(LENGTHS, [model(ranks, n, heads_q, heads_k) for n in LENGTHS], color=colour, linewidth=1.2)
             if points := measured(rows, ranks, heads_q, heads_k):
                 axes.plot(
                     *zip(*points, strict=True), "o", color=colour, label=f"{ranks} GPUs, measured; line: the cost model"
                 )
         axes.set(xscale="log", ylim=(0.5, 1.0), title=f"{heads_q} query, {heads_k} key heads", xlabel="tokens")
-        axes.set_xticks(LENGTHS, [f"{n // 1024}k" for n in LENGTHS])
+        axes.set_xticks(LENGTHS, [f"{n // 2**10}k" if n < 2**20 else f"{n // 2**20}M" for n in LENGTHS])
         axes.minorticks_off()
         axes.grid(True, color="#e6e6e6", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)

@@ -11,6 +11,7 @@ from torch import Tensor
 import tilewise as tw
 from bench import cases
 from bench.gpu.subject import Kernel, Named, Scale, Subject, Timed, in_16_bits
+from tilewise import pages
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
@@ -100,6 +101,7 @@ class Kind(NamedTuple):
     paged: int = 0
     dropout: bool = False
     latent: bool = False
+    e4m3: bool = False  # whether a latent cache is in 8 bits
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -114,6 +116,7 @@ class Kind(NamedTuple):
             latent_config.KEYS if latent else getattr(x, "paged", 0),
             x.dropout,
             latent,
+            latent and x.e4m3,
         )
 
     @property
@@ -211,11 +214,21 @@ def paged_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Size
             d, dv = (width, width_v) if m != 1 or kind.latent else (width - 24, width_v - 40)
             q, cache = new(*rows, 4, d), cache_of(new, parts * kind.paged, k_lengths, (2, d, dv), m == 1)
             if kind.latent:
-                cache = cache._replace(v_pages=cache.k_pages[..., :dv])
+                cache = latent_cache(cache, dv, kind.e4m3)
             if not even:
                 q[sum(q_lengths) :] = torch.nan
             sink = torch.randn(4, device=device) if m % 2 else None
             yield f"paged-{n}-{m}", paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **score, **options)
+
+
+def latent_cache(cache: tw.PagedCache, columns: int, e4m3: bool) -> tw.PagedCache:
+    """The cache with v as the first columns of k; with ``e4m3`` in 8 bits, with a scale for each head."""
+    k = cache.k_pages
+    if not e4m3:
+        return cache._replace(v_pages=k[..., :columns])
+    scale = torch.linspace(1 / 128, 1 / 32, k.shape[2], device=k.device)
+    k = pages.quantised(k, torch.tensor(1 / 64, device=k.device))
+    return tw.paged(k, k[..., :columns], cache.block_table, cache.seqlens_k, k_scale=scale, v_scale=scale)
 
 
 def cache_of(

@@ -35,14 +35,14 @@ KEYS = {
     "split": KeyTiles(64, 64, 32, 4, split=True),
     "summed": KeyTiles(64, 64, 128, 3, sums_dq=True),
     "summed-wide": KeyTiles(128, 128, 64, 4, sums_dq=True),
-    "ordered": KeyTiles(64, 64, 128, 3, sums_dq=True, ordered=True),
-    "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, dq_first=True),
+    "ordered": KeyTiles(64, 64, 128, 3, sums_dq=True, ordered=True, stores_first=True),
+    "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, stores_first=True, dq_first=True),
     "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
     "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
     # Products subtract the statistics, in bf16.
     "subtracting": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
     "subtracting-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
-    "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, overlaps=True, counts=True),
+    "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, counts=True),
     "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
 }

@@ -42,6 +42,7 @@ class KeyTiles:
             64 keys.
         sums_dq: the pass makes dQ too and accumulates it in global memory.
         ordered: dQ is accumulated in the order of the key tiles, so that its bits repeat and do not depend on the rest of the launch.
+        stores_first: the tile that comes first to a part of dQ stores it: nobody clears the sums (docs/decisions.md#hopper-ordered-dq).
         dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
@@ -62,6 +63,7 @@ class KeyTiles:
     split: bool = False
     sums_dq: bool = False
     ordered: bool = False
+    stores_first: bool = False
     dq_first: bool = False
     prefetches: bool = False
     queued: bool = False

@@ -2,15 +2,17 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tilewise as tw
+from tilewise.backends.cpu import Cpu
 from tilewise.spec import parse_spec
 from tilewise.testing import normal, qkv
 
@@ -215,6 +217,15 @@ def test_who_observes_operators_sees_the_public_call():
         warnings.simplefilter("ignore")  # trace is deprecated, and works
         traced = torch.jit.trace(lambda q: tw.attention(q, k, v), (q,))
     torch.testing.assert_close(traced(2 * q), tw.attention(2 * q, k, v))
+
+
+def test_a_checkpoint_that_keeps_the_operator_does_not_run_it_again(monkeypatch):
+    (q, k, v), runs, forward = wanting_grad(*qkv()), [], Cpu.forward
+    monkeypatch.setattr(Cpu, "forward", lambda *arguments: runs.append(arguments) or forward(*arguments))
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.tilewise.attention.default])
+    o = checkpoint(lambda q: tw.attention(2 * q, k, v, causal=True), q, use_reentrant=False, context_fn=keep)
+    o.sum().backward()
+    assert len(runs) == 1
 
 
 def test_below_autograd_nothing_is_recorded_and_zeros_without_memory_are_read():

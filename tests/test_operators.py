@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise.backends.cpu import Cpu
@@ -211,7 +212,7 @@ def test_who_observes_operators_sees_the_public_call():
     with _Names() as names:
         tw.attention(q, k, v)
     assert "tilewise.attention.default" in names.seen
-    with torch.utils.flop_counter.FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         assert isinstance(tw.attention(*map(fake.from_tensor, (q, k, v))), FakeTensor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # trace is deprecated, and works

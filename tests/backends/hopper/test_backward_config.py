@@ -409,7 +409,8 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert numbers[1] == 1
     assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0)
     lse2, delta, sums, queue = made[3:]
-    assert lse2.shape == delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
+    assert lse2.shape == (1, 4, 4 * (128 + 16))  # the terms of both statistics, which products subtract
+    assert delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
     assert (queue.shape, queue.dtype) == ((1,), torch.int32)
 

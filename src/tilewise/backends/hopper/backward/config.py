@@ -17,7 +17,15 @@ from itertools import product
 from typing import NamedTuple
 
 from tilewise import device as devices
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, STATISTICS_ALIGNMENT, ClusterTiles, KeyTiles, QueryTiles
+from tilewise.backends.hopper.backward.tiles import (
+    KEY_GROUPS,
+    STATISTICS_ALIGNMENT,
+    ClusterTiles,
+    KeyTiles,
+    QueryTiles,
+    StatisticSlots,
+    shared_of,
+)
 from tilewise.backends.hopper.config import (
     DROPPED,
     DTYPES,
@@ -62,6 +70,17 @@ class Backward(Formed):
         return self.pairs or self.alibi
 
     @property
+    def subtracts(self) -> bool:
+        """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`): in bf16, where one pass counts
+        its tiles. It was not tried beside dropout, ALiBi and bits."""
+        return self.dtype == "bf16" and self.keys.counts and not (self.dropout or self.alibi or self.form == "bits")
+
+    @property
+    def statistics(self) -> StatisticSlots:
+        """The place of the statistics in the pass over keys."""
+        return StatisticSlots(self.keys.stages, self.subtracts)
+
+    @property
     def pairs(self) -> bool:
         """Whether the kernel asks something about every pair of a query and a key: an expression or dropout."""
         return self.dropout or self.traced != PLAIN
@@ -94,7 +113,7 @@ class Backward(Formed):
         keys, queries = self.keys, self.queries
         hidden = None if keys.split or keys.dp_late else keys.tile_m // 2
         roles = tuple(dict.fromkeys(reversed(keys.registers_by_warpgroup)))
-        found = [Expected(f"{self.name}_keys", roles, keys.shared, hidden, idle_loops=True)]
+        found = [Expected(f"{self.name}_keys", roles, shared_of(keys, self.statistics), hidden, idle_loops=True)]
         if queries:
             roles = queries.registers, queries.registers_load
             found.append(Expected(f"{self.name}_queries", roles, queries.shared, queries.tile_n // 2, idle_loops=True))
@@ -282,6 +301,7 @@ TABLE = {
     ),
 }
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
+LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
 ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
 
@@ -378,6 +398,8 @@ def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
         return Passes(row.summed(form, p.packed, dropout=True)) if row.dropout and not p.spec.deterministic else None
     keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
     if keys is None or mean_keys_per_query(p) < row.least_keys(keys) or not exists(keys, form, p.packed):
+        return None
+    if keys.counts and p.softmax_scale < LEAST_SCALE:
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None
 

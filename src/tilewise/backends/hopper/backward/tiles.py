@@ -1,4 +1,4 @@
-"""Tile sizes of Hopper's backward kernels: what each kind takes of registers, barriers and shared memory. Nothing here imports the DSL."""
+"""Tile sizes of Hopper's backward kernels, and what they take of registers, barriers and shared memory. It imports no DSL."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ CLUSTER = 2  # CTAs of a cluster, where two share a key tile
 HALF = 128  # columns of the parts in which a cluster keeps its tiles
 ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
 ADDITIONS = 2  # such additions that it has in flight
+CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
 # A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
 STATISTICS_ALIGNMENT = 128
 
@@ -104,7 +105,6 @@ class KeyTiles:
 
     @property
     def threads(self) -> int:
-        # One warpgroup loads and stores, the others compute.
         return 128 * len(self.registers_by_warpgroup)
 
     @property
@@ -125,7 +125,7 @@ class KeyTiles:
     @property
     def handover_bytes(self) -> int:
         """Bytes of what one warpgroup hands to another: P; or two blocks of dS of each, and a block of dQ in fp32."""
-        # P or dS of 64 keys, and the part of dQ that both warpgroups make of a block.
+        # 64 x tile_m of P or dS in the element type, tile_m x width of dQ in fp32.
         p = ELEMENT_BYTES * ROWS * self.tile_m
         dq = FP32_BYTES * self.tile_m * self.width
         return p if self.split else 2 * KEY_GROUPS * p + dq if self.sums_dq else 0
@@ -133,9 +133,13 @@ class KeyTiles:
     @property
     def shared(self) -> int:
         """Bytes of shared memory: barriers, a word that nobody reads, and statistics; K and V; the ring; what is handed over."""
-        # K and V of each tile of 64 keys stay; the ring's stages come and go.
+        return self.shared_with(self.stages)
+
+    def shared_with(self, words: int, more: int = 0) -> int:
+        """:attr:`shared` with so many words of statistics for each query of a block, and ``more`` bytes beside them."""
+        # K and V, then the ring; tiles are swizzled, so that what lies before them is rounded up.
         tiles = 2 * self.key_tiles * self.tile_elements + self.stages * self.stage_elements
-        small = aligned(statistics_end(self.barriers, self.stages, self.tile_m))
+        small = aligned(statistics_end(self.barriers, words, self.tile_m) + more)
         return small + ELEMENT_BYTES * tiles + self.handover_bytes
 
 
@@ -225,7 +229,6 @@ class QueryTiles:
 
     @property
     def threads(self) -> int:
-        # One warpgroup more, which loads and stores.
         return 128 * (self.warpgroups + 1)
 
     @property
@@ -235,6 +238,52 @@ class QueryTiles:
 
     @property
     def shared(self) -> int:
-        # Q and dO of each warpgroup stay; K and V come through the ring.
         tiles = 2 * self.warpgroups * self.tile_elements + self.stages * self.stage_elements
         return aligned(BARRIER_BYTES * (self.barriers + 1)) + ELEMENT_BYTES * tiles
+
+
+# -- Statistics that products subtract -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StatisticSlots:
+    """The place of rows' statistics in the shared memory of a pass over keys with so many stages.
+
+    ``subtracted``: both statistics of a row are one operand of four words, which comes with Q; otherwise each is a number, beside Q or dO.
+    """
+
+    stages: int
+    subtracted: bool
+
+    @property
+    def words(self) -> int:
+        """Words of 4 bytes of a row, in a slot as in the buffer of lse2."""
+        # Eight elements: three terms of each statistic and a zero after them.
+        return 4 if self.subtracted else 1
+
+    @property
+    def halved(self) -> bool:
+        """Whether a slot serves a stage of Q and the stage of dO after it: Q is then always in an even one."""
+        return self.subtracted and self.stages % 2 == 0
+
+    @property
+    def count(self) -> int:
+        """How many slots there are."""
+        return self.stages // 2 if self.halved else self.stages
+
+    def slot(self, stage):
+        """The slot of the block whose Q is in a stage."""
+        return stage // 2 if self.halved else stage
+
+
+def shared_of(tiles: KeyTiles, statistics: StatisticSlots) -> int:
+    """Bytes of shared memory of the pass over keys."""
+    if not statistics.subtracted:
+        return tiles.shared
+    return tiles.shared_with(statistics.count * statistics.words, CONSTANT_BYTES)
+
+
+def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots) -> int:
+    """:attr:`KeyTiles.v_register_steps`; at head_dim 128 none beside the constant that products subtract by."""
+    # Four registers, of the 236 to 238 that computing warps use of 240.
+    return 0 if statistics.subtracted and tiles.dq_transposed else tiles.v_register_steps

@@ -86,7 +86,8 @@ class BackwardPlan(Plan):
         writes: a sink's gradient reads them too, and they must add nothing to it."""
         shape = *lse.shape[:2], self.config.statistics_rows(self.problem)
         holes = self.problem.packed and inputs.sink is not None
-        return tuple(lse.new_full(shape, n) if holes else lse.new_empty(shape) for n in (INF, 0.0))
+        kinds = ((*shape[:2], shape[2] * self.config.statistics.words), INF), (shape, 0.0)
+        return tuple(lse.new_full(size, n) if holes else lse.new_empty(size) for size, n in kinds)
 
     @cached_property
     def numbers(self) -> tuple:

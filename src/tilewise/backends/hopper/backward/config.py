@@ -65,11 +65,6 @@ class Backward(Formed):
     alibi: bool = False
 
     @property
-    def placed(self) -> bool:
-        """Whether a block has to know its place, even where it is seen as a whole."""
-        return self.pairs or self.alibi
-
-    @property
     def subtracts(self) -> bool:
         """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`): in bf16, where one pass counts
         its tiles. It was not tried beside dropout, ALiBi and bits."""
@@ -84,11 +79,6 @@ class Backward(Formed):
     def pairs(self) -> bool:
         """Whether the kernel asks something about every pair of a query and a key: an expression or dropout."""
         return self.dropout or self.traced != PLAIN
-
-    @property
-    def tight(self) -> bool:
-        """Whether too few registers are left for what the draws of all blocks share."""
-        return self.keys.dp_late or not self.keys.sums_dq
 
     @property
     def separate_ds(self) -> bool:

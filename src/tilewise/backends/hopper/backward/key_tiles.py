@@ -225,7 +225,7 @@ class VisibleBlocks(NamedTuple):
 
     def block(self, n, whole: bool, params: BackwardParams, config: Backward) -> ScoreBlock:
         """The n-th of the tile's blocks, or of its list."""
-        if whole and not config.placed:
+        if whole and not (config.pairs or config.alibi):
             return ScoreBlock()
         if config.form == "bits":
             # Two threads of 256 for each key of the tile: the second warpgroup's keys are 64 further.

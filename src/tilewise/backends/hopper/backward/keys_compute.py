@@ -362,7 +362,7 @@ def summing_tile(
                 state = summing_block(operands, w, state, block, smem, params, config)
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
             block = ScoreBlock()
-            if cutlass.const_expr(config.placed):
+            if cutlass.const_expr(config.pairs or config.alibi):
                 block = blocks.block(blocks.start + step, True, params, config)
             state = summing_block(operands, w, state, block, smem, params, config)
         if cutlass.const_expr(not config.listed):

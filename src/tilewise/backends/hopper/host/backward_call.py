@@ -63,7 +63,7 @@ class BackwardPlan(Plan):
     def direct(self) -> bool:
         """Whether the kernels take the caller's tensors as they are, and no others but what they write."""
         config, spec = self.config, self.problem.spec
-        plain = config.of_numbers and not config.placed and not any(config.extra)
+        plain = config.of_numbers and not (config.pairs or config.alibi) and not any(config.extra)
         return all(self.addressable) and plain and not (self.cut or self.problem.packed) and spec.sink_slot is None
 
     @cached_property

@@ -19,7 +19,7 @@ from tilewise import accuracy
 from tilewise.backends.base import Grads
 from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
-from tilewise.backends.hopper.backward.config import ClusterTiles, KeyTiles, QueryTiles
+from tilewise.backends.hopper.backward.tiles import ClusterTiles, KeyTiles, QueryTiles
 from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.host import backward_call
 from tilewise.backends.hopper.host.masks import grid_of
@@ -39,7 +39,9 @@ KEYS = {
     "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, stores_first=True, dq_first=True),
     "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
     "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
-    "overlapping": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
+    # Products subtract the statistics, in bf16.
+    "subtracting": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
+    "subtracting-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, counts=True),
     "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
@@ -149,8 +151,11 @@ PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow
 PAIRS += [(name, "ordered") for name in ("full", "causal-wide", "window", "window-left", "keys", "large-scores")]
 PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-rows", "narrow")]
 PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
-PAIRS += [(name, "overlapping") for name in ("one", "causal-empty-rows", "documents-empty-rows")]
 PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys")]
+PAIRS += [
+    (name, "subtracting") for name in ("one", "causal-empty-rows", "documents-empty-rows", "fp16", "large-scores")
+]
+PAIRS += [(name, "subtracting-wide") for name in ("causal-wide", "keys")]
 PAIRS += [(name, "bits") for name in ("keep", "keep-causal", "dense", "dense-empty", "union")]
 PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse-odd")]
 PAIRS += [

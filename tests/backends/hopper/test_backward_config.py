@@ -17,7 +17,8 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import grids
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, TABLE, shipped
+from tilewise.backends.hopper.backward.config import TABLE, shipped
+from tilewise.backends.hopper.backward.tiles import CLUSTER, KEY_GROUPS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ALIGNMENT, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import library
@@ -180,7 +181,7 @@ def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
     """Query blocks of the busiest CTA over the mean. With fewer heads at a time they would not be: 8 or 4 heads of these lengths cost up
     to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
-    each = backward_config.CLUSTER if keys.clustered else 1
+    each = CLUSTER if keys.clustered else 1
     section, ctas = grids.spread(heads, tiles, sizes.SHARING, 132)
     if keys.clustered:
         section, ctas = grids.spread_clusters(heads, tiles, "upper", 132)
@@ -398,7 +399,8 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert numbers[1] == 1
     assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0)
     lse2, delta, sums, queue = made[3:]
-    assert lse2.shape == delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
+    assert lse2.shape == (1, 4, 4 * (128 + 16))  # the terms of both statistics, which products subtract
+    assert delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
     assert (queue.shape, queue.dtype) == ((1,), torch.int32)
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward.config import CLUSTER, STATISTICS_ALIGNMENT, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams, column_band, number_band
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
 from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, PackedSequence, seqlen_info
+from tilewise.backends.hopper.backward.tiles import CLUSTER, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32

@@ -85,8 +85,9 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     )
     cu = starts.cu_q if config.packed else None
     rows = preprocess.StatisticsTensors(
-        o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores, queue
-    )
+        o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores, queue,
+        scale2 if config.subtracts else None,
+    )  # fmt: skip
     keys_tensors = keys.KeysTensors(q, k, v, do, dk, dv, buffers)
     starts = starts._replace(queue=queue_q) if config.packed else None
     queries_tensors = queries.QueriesTensors(q, k, v, do, dq)

@@ -106,7 +106,7 @@ def probabilities(
 
     Args:
         s: (2 rows, columns of the thread).
-        lse2: function of a thread's row and column.
+        lse2: function of a thread's row and column; None where S has come with lse subtracted.
         kept: dropout's condition of a thread's row and column; it acts on ``p`` alone, since dS takes it from dP.
     """
     # None without expressions; otherwise each node of the trees is computed once for what it depends on.
@@ -119,7 +119,7 @@ def probabilities(
             points = [score_point(s, r, c + n, values, params, config) for n in range(2)]
             # P is recomputed from lse2: the forward keeps no P.
             pair = [
-                probability(point, lse2(r, c + n), constant_column(c + n), ends, params)
+                probability(point, lse2 and lse2(r, c + n), constant_column(c + n), ends, params)
                 for n, point in enumerate(points)
             ]
             if block.words is not None:
@@ -164,7 +164,8 @@ def score_point(
 def probability(point: ScorePoint, lse2, column: int, ends, params: BackwardParams):
     """``P = 2**(score · scale2 - lse2)``, selected to 0 unless ``ends[0] <= column < ends[1]``; an end that is None is unbounded."""
     # Of a hidden pair it may be infinite: so P is selected to 0, not multiplied by it.
-    p = cute.math.exp2(point.score * params.scale2 - lse2, fastmath=True)
+    exponent = point.score * params.scale2
+    p = cute.math.exp2(exponent if lse2 is None else exponent - lse2, fastmath=True)
     if point.keep is not None:
         p = choose(point.keep, p, 0.0)
     if ends[0] is not None:
@@ -187,14 +188,14 @@ def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta, kept=None, params: B
 
     Args:
         dp, p: (2 rows, columns of the thread); ``p`` holds slope · P.
-        delta: function of a thread's row and column.
+        delta: function of a thread's row and column; None where dP has come with delta subtracted.
         kept: dropout's condition, which acts on the dP that enters dS: dP is scaled by 65536 / T where it holds, and 0 elsewhere.
     """
     for r in range(2):
         for c in range(cute.size(dp, mode=[1])):
             # (14), in fp32: dS is rounded once, where it becomes an operand.
             if kept is None:
-                dp[r, c] = F32(p[r, c]) * (dp[r, c] - delta(r, c))
+                dp[r, c] = F32(p[r, c]) * (dp[r, c] if delta is None else dp[r, c] - delta(r, c))
             else:
                 difference = cute.math.fma(choose(kept(r, c), dp[r, c], 0.0), params.extra.keep, -delta(r, c))
                 dp[r, c] = F32(p[r, c]) * difference

@@ -14,8 +14,9 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, without_memory
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import grids
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
 from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
@@ -85,7 +86,8 @@ class BackwardPlan(Plan):
         writes: a sink's gradient reads them too, and they must add nothing to it."""
         shape = *lse.shape[:2], self.config.statistics_rows(self.problem)
         holes = self.problem.packed and inputs.sink is not None
-        return tuple(lse.new_full(shape, n) if holes else lse.new_empty(shape) for n in (INF, 0.0))
+        kinds = ((*shape[:2], shape[2] * self.config.statistics.words), INF), (shape, 0.0)
+        return tuple(lse.new_full(size, n) if holes else lse.new_empty(size) for size, n in kinds)
 
     @cached_property
     def numbers(self) -> tuple:

@@ -181,7 +181,7 @@ class Config(Formed):
     def expected(self) -> tuple[Expected, ...]:
         """The facts that the compiled kernel is held to; the kernel that merges splits has no roles."""
         registers = self.tiles.registers, self.tiles.registers_load
-        return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, self.stores),)
+        return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, stores=self.stores),)
 
     @property
     def stores(self) -> bool:

@@ -404,13 +404,9 @@ def shipped() -> list[Config]:
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
-    dropped += [
-        Config(row.alibi, dtype, "upper", alibi=True)
-        for row in TABLE.values()
-        if row.alibi
-        for dtype in DTYPES.values()
-    ]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped)))
+    with_alibi = [row.alibi for row in TABLE.values() if row.alibi]
+    sloped = [Config(tiles, dtype, "upper", alibi=True) for tiles in with_alibi for dtype in DTYPES.values()]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
 
 
 @lru_cache(maxsize=1)

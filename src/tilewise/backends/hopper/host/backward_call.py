@@ -92,13 +92,14 @@ class BackwardPlan(Plan):
     @cached_property
     def numbers(self) -> tuple:
         """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`; the band's ends count from the first key."""
-        problem, band, cap = self.problem, self.band, cap_of(self.problem)
+        problem, band = self.problem, self.band
+        cap = None if self.config.alibi else cap_of(problem)
         lo, hi = (far if end is None else end - self.keys.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         launched = grids(self.config, problem, self.keys.stop - self.keys.start, devices.of(problem.device).cores)
         scale2, cap2 = LOG2_E * problem.softmax_scale, 0.0
         if self.config.traced.score:
             scale2 = LOG2_E
-        elif cap is not None and not self.config.alibi:
+        elif cap is not None:
             scale2, cap2 = LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
         more = (band.start, band.stop) if problem.packed else ()
         more += () if self.config.traced == PLAIN else self.expressions.numbers

@@ -61,14 +61,13 @@ class ForwardPlan(Plan):
     @cached_property
     def numbers(self) -> tuple[int, int, int, int, int, float, float]:
         """The numbers of :func:`tilewise.backends.hopper.forward.kernel.launch`; the band's ends count from the first key that it gets."""
-        problem, band, cap = self.problem, self.band, cap_of(self.problem)
+        problem, band = self.problem, self.band
+        cap = None if self.config.alibi else cap_of(problem)
         start = band.start if self.cut else 0
         lo, hi = (far if end is None else end - start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         grid = self.grid
         if self.config.traced.score:
             scale2, cap2 = LOG2_E, problem.softmax_scale
-        elif self.config.alibi:
-            scale2, cap2 = LOG2_E * problem.softmax_scale, 0.0
         else:
             scale2 = LOG2_E * (problem.softmax_scale if cap is None else cap)
             cap2 = 0.0 if cap is None else 2 * LOG2_E * problem.softmax_scale / cap

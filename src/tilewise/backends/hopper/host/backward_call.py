@@ -124,8 +124,7 @@ class BackwardPlan(Plan):
             if "bits" in names:
                 section, ctas = self.numbers[2:4]
                 found += self.of_mask(inputs, masks.tiles_with_bits, tiles, section, ctas, by_columns)
-                continue
-            if "blocks" in names:
+            elif "blocks" in names:
                 found += self.of_mask(inputs, masks.visits, tiles, by_columns)
         found += [inputs.seed] if config.dropout else []
         found += [inputs.leaves[slopes_of(self.problem)].detach().contiguous()] if config.alibi else []

@@ -268,8 +268,8 @@ def why_not_built() -> str:
 
 
 def unit_last(x: Tensor) -> Tensor:
-    """``x``, or a copy whose last stride is 1."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    """``x``, or a copy whose last stride is 1; a single number has none."""
+    return x if x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:

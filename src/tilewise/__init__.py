@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tilewise import words
 from tilewise.api import (
     AttentionStats,
     attention,
@@ -40,6 +41,11 @@ if TYPE_CHECKING:
     import torch
 
     from tilewise.selfcheck import Report
+else:  # a type checker would take every name for one that is here
+
+    def __getattr__(name: str) -> object:
+        """Raises AttributeError: for a name that is not here, with where it is, or what says the same."""
+        raise words.missing(name, __all__)
 
 
 def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, ...] | None = None) -> Report:

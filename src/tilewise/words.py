@@ -92,7 +92,7 @@ def refused(function: str, names: Iterable[str]) -> TypeError:
 
 
 def _instead(name: str) -> str:
-    """What to write instead of a keyword: what says the same, the argument of a mask or a score, or the keyword that it resembles."""
+    """The words that follow a refused keyword: what says the same here, the argument of a mask or a score, or a keyword that it resembles."""
     if name in HERE:
         return f"; {HERE[name]}"
     argument = "mask" if name in MASKS else "score" if name in SCORES else ""

@@ -92,7 +92,7 @@ def refused(function: str, names: Iterable[str]) -> TypeError:
 
 
 def _instead(name: str) -> str:
-    """The words that follow a refused keyword: what says the same here, the argument of a mask or a score, or a keyword that it resembles."""
+    """The words after a refused keyword: what says the same here, the argument of a mask or a score, or a keyword that it resembles."""
     if name in HERE:
         return f"; {HERE[name]}"
     argument = "mask" if name in MASKS else "score" if name in SCORES else ""

@@ -144,6 +144,11 @@ class Problem:
         return self.extras[self.spec.cu_slots[0]].shape[0] - 1 if self.packed else self.q.shape[0]
 
     @property
+    def batch_dim(self) -> int:
+        """The size of the batch dimension: packed sequences have none, and count as one element."""
+        return 1 if self.packed else self.batch
+
+    @property
     def seqlen_q(self) -> int:
         return self.q.shape[-3]
 

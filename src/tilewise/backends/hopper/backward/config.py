@@ -45,6 +45,22 @@ from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
 
+class ExtraFields(NamedTuple):
+    """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of a backward gets, in this order.
+
+    The host passes values by place, so that this is the one list that host, stand-ins to compile for, and launch read.
+
+    Attributes:
+        keys, queries: the tensors of the pass over keys alone, and of the pass over queries alone.
+        both, numbers: the tensors and the numbers of both passes. Those that expressions read follow each of these.
+    """
+
+    keys: tuple[str, ...] = ()
+    queries: tuple[str, ...] = ()
+    both: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Backward(Formed):
     """The record that the kernels of one backward are compiled for.
@@ -110,12 +126,11 @@ class Backward(Formed):
         return tuple(found)
 
     @property
-    def extra(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tensors that belong to the pass over keys alone, and those that belong to the pass over queries alone, by the names
-        of their fields."""
-        each = ("lo", "hi") if self.by_rows else ()
-        each += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "section")}.get(self.form, ())
-        return each, each if self.queries else ()
+    def extra(self) -> ExtraFields:
+        """The optional fields of a launch of these kernels. Packed sequences have none, but parameters of their own."""
+        both = (("seed",) if self.dropout else ()) + (("slopes",) if self.alibi else ())
+        numbers = ("threshold", "keep") if self.dropout else ()
+        return ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both, numbers)
 
     @property
     def tile_m(self) -> int:

@@ -10,7 +10,7 @@ from tilewise.backends.hopper.forward.grids import Grid
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.host.driver import PerStrides
 from tilewise.backends.hopper.host.paged_call import PagedPlan
-from tilewise.backends.hopper.host.plan import FAR, LOG2_E
+from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
 from tilewise.backends.hopper.latent.config import LEAST_TILES, PAIR, WIDTH_V, splits_of, tiles_of
 from tilewise.caching import cached_property
 
@@ -27,7 +27,7 @@ class LatentPlan(PagedPlan):
     def numbers(self) -> tuple[int | float, ...]:
         """The numbers of :func:`tilewise.backends.hopper.latent.kernel.launch`."""
         problem, grid = self.problem, self.grid
-        lo, hi = (far if end is None else end for end, far in ((self.band.lo, -FAR), (self.band.hi, FAR)))
+        lo, hi = ends_of(self.band)
         sinks = int(problem.spec.sink_slot is not None)
         return lo, hi, grid.tiles, grid.splits, LEAST_TILES, problem.k.shape[0], sinks, LOG2_E * problem.softmax_scale
 

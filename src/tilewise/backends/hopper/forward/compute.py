@@ -92,9 +92,9 @@ def compute(
     if cutlass.const_expr(tiles.pingpong):
         first_turn(w, config)
     if cutlass.const_expr(config.packed):
-        of = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
-        while of.sequence >= 0:
-            query_tile, n_q = place_packed(of, params, config), w * tiles.q_stages + q_state.index
+        taken = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
+        while taken.sequence >= 0:
+            query_tile, n_q = place_packed(taken, params, config), w * tiles.q_stages + q_state.index
             state = first_scores(operands, query_tile, n_q, q_state.phase, state, w, True, smem, params, config)
             state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
             warpgroup.wait_group(0)  # O is complete
@@ -102,24 +102,24 @@ def compute(
             state = state.advance(tiles.stages)
             epilogue(operands, smem, n_q, w, lse, sink, query_tile, params, config)
             q_state = q_state.advance(tiles.q_stages)
-            of = receive(smem, w * tiles.q_stages + q_state.index, smem.q_full, q_state.phase)
+            taken = receive(smem, w * tiles.q_stages + q_state.index, smem.q_full, q_state.phase)
         if cutlass.const_expr(config.stores):
             # The mailbox now holds a tile of no sequence, which ends the storing warp too.
             cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_state.index)
     elif cutlass.const_expr(config.queued):
-        of = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
-        query_tile = place_packed(of, params, config)
+        taken = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
+        query_tile = place_packed(taken, params, config)
         state = first_scores(
             operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
         )
-        while of.sequence >= 0:
+        while taken.sequence >= 0:
             this = query_tile
             n_q, v_stage, state, q_state = begin_tile(operands, this, q_state, state, w, smem, params, config)
             next_q = w * tiles.q_stages + q_state.index
-            of = receive(smem, next_q, smem.q_full, q_state.phase)
-            query_tile = place_packed(of, params, config)
+            taken = receive(smem, next_q, smem.q_full, q_state.phase)
+            query_tile = place_packed(taken, params, config)
             state = first_scores(
-                operands, query_tile, next_q, q_state.phase, state, w, of.sequence >= 0, smem, params, config
+                operands, query_tile, next_q, q_state.phase, state, w, taken.sequence >= 0, smem, params, config
             )
             end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
         warpgroup.wait_group(0)  # the S that first_scores began without a tile
@@ -181,23 +181,23 @@ def compute_tile(
     operands.o.fill(0.0)
 
     words = kept_words(query_tile, hidden, w, params, config)
-    block = KeyBlock(ends, block_at(query_tile, hidden, params, config), True, words)
+    block = KeyBlock(ends, block_at(query_tile, hidden, params, config), partial=True, words=words)
     state = first_block(operands, state, block, smem, params, config)
     if cutlass.const_expr(config.skips):
-        state = skip(hidden, state, w, smem, config, False)
+        state = skip(hidden, state, w, smem, config, turn=False)
     if cutlass.const_expr(config.has_upper):
         for step in cutlass.range(
             whole - 1 - hidden, unroll=1
         ):  # the right edge, or blocks that need the predicate or bits
             words = kept_words(query_tile, hidden + 1 + step, w, params, config)  # under the products that follow
-            block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), True, words)
+            block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), partial=True, words=words)
             state = key_block(operands, n_q, state, block, smem, params, config)
     for step in cutlass.range(rest - whole, unroll=1):
-        block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), False, words)
+        block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), partial=False, words=words)
         state = whole_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(config.has_lower and not config.listed):
         for step in cutlass.range(query_tile.stop - query_tile.start - rest, unroll=1):  # the left edge
-            block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), True, words)
+            block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), partial=True, words=words)
             state = key_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(not config.stores):
         release(smem.q_empty + n_q)  # the loading warp may bring the next Q
@@ -216,7 +216,7 @@ def first_scores(
         if cutlass.const_expr(config.skips):
             row = query_tile.row + w * config.queries
             hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), config)
-            state = skip(hidden, state, w, smem, config, True)
+            state = skip(hidden, state, w, smem, config, turn=True)
         acquire(smem.full, state)  # K: the loading warp
     # S = Q Kᵀ, 64 × tile_n, fp32
     q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, state.index]
@@ -392,7 +392,7 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
     if config.alibi:
         block.slopes(config).add(s, params.scale2)
     if config.traced.score:
-        expression.scored(s, config.traced.score, params.cap2, pairs)
+        expression.scored(s, config.traced.score, params.score_scale, pairs)
     if block.partial and block.words is not None:
         bits.hide(s, block.words)
     elif block.partial:

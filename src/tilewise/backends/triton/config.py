@@ -79,7 +79,7 @@ class Config:
         query_tiles = -(-problem.seqlen_q // self.forward.tile_m)
         width = problem.head_dim + problem.head_dim_v
         rows = problem.heads_q * problem.seqlen_q * width + query_tiles * problem.heads_k * problem.seqlen_k * width
-        return size * rows * (1 if problem.packed else problem.batch)
+        return size * rows * problem.batch_dim
 
 
 def _padded(*row: int) -> Tiles:

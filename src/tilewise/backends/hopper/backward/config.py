@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import NamedTuple
 
 from tilewise import device as devices
@@ -347,23 +346,28 @@ def candidates() -> list[Backward]:
 
 def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
-    rows, forms = TABLE.values(), {False: SHIPPED, True: [form for form in SHIPPED if form != "rows"]}
-    kinds = [(form, packed) for packed in forms for form in forms[packed]]
-    each = product((False, True), kinds, rows)
-    found = [(row.passes(form, softcap), form, softcap, packed) for softcap, (form, packed), row in each]
+    rows = TABLE.values()
+    kinds = [(form, packed) for packed in (False, True) for form in SHIPPED if not (packed and form == "rows")]
+    # Tiles and the fields of Backward that differ from its defaults.
+    found = [
+        (row.passes(form, softcap), {"form": form, "softcap": softcap, "packed": packed})
+        for softcap in (False, True)
+        for form, packed in kinds
+        for row in rows
+    ]
     for form, packed in kinds:
-        summed = [row.summed(form, packed) for row in rows] + [row.ordered for row in rows]
-        summed = [keys for keys in dict.fromkeys(summed) if keys]
-        found += [(Passes(keys), form, False, packed) for keys in summed if exists(keys, form, packed)]
-    found += [(Passes(row.bits), "bits", False, False) for row in rows if row.bits]
-    found = [(passes, form, softcap, packed, PLAIN, False) for passes, form, softcap, packed in found]
-    for row in (row for row in rows if row.dropout):
-        found += [
-            (Passes(row.summed(form, packed=False, dropout=True)), form, False, False, PLAIN, True) for form in DROPPED
-        ]
-    found = [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
+        summed = dict.fromkeys([*(row.summed(form, packed) for row in rows), *(row.ordered for row in rows)])
+        summed = [keys for keys in summed if keys and exists(keys, form, packed)]
+        found += [(Passes(keys), {"form": form, "packed": packed}) for keys in summed]
+    found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
+    dropped = [(row, form) for row in rows if row.dropout for form in DROPPED]
+    found += [
+        (Passes(row.summed(form, packed=False, dropout=True)), {"form": form, "dropout": True}) for row, form in dropped
+    ]
     sloped = [row.summed("upper", packed=False) for row in rows if row.alibi]
-    return found + [Backward(keys, None, dtype, "upper", alibi=True) for keys in sloped for dtype in DTYPES.values()]
+    found += [(Passes(keys), {"form": "upper", "alibi": True}) for keys in sloped]
+    dtypes = DTYPES.values()
+    return [Backward(*passes, dtype=dtype, **options) for passes, options in found if passes for dtype in dtypes]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------

@@ -33,9 +33,9 @@ TANGENT_TILES = {
     256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
 }
 HOPPER_TILES = {
-    64: (Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 3, True)),
-    128: (Tiles(128, 64, 8, 2, True), Tiles(64, 32, 4, 2, True), Tiles(32, 64, 4, 2, True)),
-    256: (Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(64, 64, 8, 2, True)),
+    64: (Tiles(64, 64, 4, 3, tma=True), Tiles(64, 64, 4, 2, tma=True), Tiles(64, 64, 4, 3, tma=True)),
+    128: (Tiles(128, 64, 8, 2, tma=True), Tiles(64, 32, 4, 2, tma=True), Tiles(32, 64, 4, 2, tma=True)),
+    256: (Tiles(128, 64, 8, 2, tma=True), Tiles(64, 64, 8, 2, tma=True), Tiles(64, 64, 8, 2, tma=True)),
 }
 # What is made smaller, in turn, until tiles fit.
 _SMALLER = (

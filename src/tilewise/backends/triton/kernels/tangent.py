@@ -114,12 +114,12 @@ def over_key_tiles(
         for t in range(fulls):
             n0 = tl.load(full + t) * FACTS.tile_n
             first_sum, second_sum = block(
-                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, False, FACTS
+                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, partial=False, FACTS=FACTS
             )
         for t in range(partials):
             n0 = tl.load(partial + t) * FACTS.tile_n
             first_sum, second_sum = block(
-                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, True, FACTS
+                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, partial=True, FACTS=FACTS
             )
     else:
         first, full, full_end, last = n_block_ranges(query.m0, query.head, work, FACTS)
@@ -135,12 +135,12 @@ def over_key_tiles(
                 for n in range(full, full_end):
                     n0 = n * FACTS.tile_n
                     first_sum, second_sum = block(
-                        n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, False, FACTS
+                        n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, partial=False, FACTS=FACTS
                     )
             for t in range((full - first) + (last - full_end)):  # the tiles before the full ones, and those behind
                 n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
                 first_sum, second_sum = block(
-                    n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, True, FACTS
+                    n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, partial=True, FACTS=FACTS
                 )
     return first_sum, second_sum
 

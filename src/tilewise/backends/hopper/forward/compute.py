@@ -95,7 +95,7 @@ def compute(
         taken = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
         while taken.sequence >= 0:
             query_tile, n_q = place_packed(taken, params, config), w * tiles.q_stages + q_state.index
-            state = first_scores(operands, query_tile, n_q, q_state.phase, state, w, True, smem, params, config)
+            state = first_scores(operands, query_tile, n_q, q_state.phase, state, w, smem, params, config, there=True)
             state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
             warpgroup.wait_group(0)  # O is complete
             release(smem.empty + state.index)  # the last V: the loading warp
@@ -110,7 +110,7 @@ def compute(
         taken = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
         query_tile = place_packed(taken, params, config)
         state = first_scores(
-            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
+            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, smem, params, config, there=True
         )
         while taken.sequence >= 0:
             this = query_tile
@@ -118,8 +118,9 @@ def compute(
             next_q = w * tiles.q_stages + q_state.index
             taken = receive(smem, next_q, smem.q_full, q_state.phase)
             query_tile = place_packed(taken, params, config)
+            there = taken.sequence >= 0
             state = first_scores(
-                operands, query_tile, next_q, q_state.phase, state, w, taken.sequence >= 0, smem, params, config
+                operands, query_tile, next_q, q_state.phase, state, w, smem, params, config, there=there
             )
             end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
         warpgroup.wait_group(0)  # the S that first_scores began without a tile
@@ -128,15 +129,16 @@ def compute(
     else:
         last, query_tile = rounds_of(params, config) - 1, tile_of(0, params, config)
         state = first_scores(
-            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
+            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, smem, params, config, there=True
         )
         for round_ in cutlass.range(last + 1, unroll=1):
             this = query_tile
             n_q, v_stage, state, q_state = begin_tile(operands, this, q_state, state, w, smem, params, config)
             next_q = w * tiles.q_stages + q_state.index
             query_tile = tile_of(PICK.smaller(round_ + 1, last), params, config)
+            there = round_ < last
             state = first_scores(
-                operands, query_tile, next_q, q_state.phase, state, w, round_ < last, smem, params, config
+                operands, query_tile, next_q, q_state.phase, state, w, smem, params, config, there=there
             )
             end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
         warpgroup.wait_group(0)  # the S that first_scores began without a tile
@@ -207,10 +209,10 @@ def compute_tile(
 
 @cute.jit
 def first_scores(
-    operands: ForwardOperands, query_tile: QueryTile, n_q, q_phase, state: PipelineState, w, there, smem: ForwardStorage,
-    params: ForwardParams, config: cutlass.Constexpr,
+    operands: ForwardOperands, query_tile: QueryTile, n_q, q_phase, state: PipelineState, w, smem: ForwardStorage,
+    params: ForwardParams, config: cutlass.Constexpr, there,
 ):  # fmt: skip
-    """Begins S of a tile's first block; if there is no such tile, of whatever lies there. Returns the state at its K."""
+    """Begins S of a tile's first block; unless it is ``there``, of whatever lies in its place. Returns the state at its K."""
     if there:
         cute.arch.mbarrier_wait(smem.q_full + n_q, q_phase)  # the loading warp
         if cutlass.const_expr(config.skips):

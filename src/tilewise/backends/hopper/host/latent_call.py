@@ -42,15 +42,14 @@ class LatentPlan(PagedPlan):
 
     def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
         q, k, _, o, lse, sink = tensors
-        extra = self.starts(inputs), inputs.seqlens_k, inputs.block_table
+        found = {"cu_q": self.starts(inputs), "seqlens_k": inputs.seqlens_k, "block_table": inputs.block_table}
         if self.config.e4m3:
             k = k.view(torch.uint8)
             each = inputs.seqlens_k.shape[0], k.shape[2]
-            extra += tuple(x.expand(each) for x in (inputs.k_scale, inputs.v_scale))
+            found |= {"k_scale": inputs.k_scale.expand(each), "v_scale": inputs.v_scale.expand(each)}
         if self.config.split:
             rows = self.grid.splits // PAIR, *lse.shape
-            extra += tuple(
-                torch.empty(shape, dtype=torch.float32, device=q.device) for shape in ((*rows, WIDTH_V), rows)
-            )
-        given = q, k, o, lse, sink
+            found["part_o"] = torch.empty((*rows, WIDTH_V), dtype=torch.float32, device=q.device)
+            found["part_lse"] = torch.empty(rows, dtype=torch.float32, device=q.device)
+        given, extra = (q, k, o, lse, sink), tuple(found[name] for name in self.config.extra)
         self.launch((*given, *extra), lambda: (*given, extra, self.numbers))

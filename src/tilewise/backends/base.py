@@ -185,18 +185,20 @@ class Backend(Protocol):
 
 
 class PerProblem:
-    """Memory of what a backend decides once for each Problem object, of which dispatch makes one a signature."""
+    """Memory of what a backend decides once for each Problem object, of which dispatch makes one a signature.
 
-    LIMIT = 4096
+    Args:
+        limit: how many may be kept; fewer where what is decided grows with the lengths of a call.
+    """
 
-    def __init__(self, decide: Callable[[Problem], Any]):
-        self._decide = decide
+    def __init__(self, decide: Callable[[Problem], Any], limit: int = 4096):
+        self._decide, self._limit = decide, limit
         self._found: dict[int, tuple[Problem, Any]] = {}  # an id is another's only when its problem is gone: it stays
 
     def of(self, p: Problem) -> Any:
         found = self._found.get(id(p))
         if found is None:
-            if len(self._found) >= self.LIMIT:
+            if len(self._found) >= self._limit:
                 self._found.clear()
             found = self._found[id(p)] = (p, self._decide(p))
         return found[1]

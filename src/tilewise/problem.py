@@ -190,8 +190,7 @@ class Problem:
     def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of o and lse; the one place that decides them."""
         *lengths, heads, _ = self.q.shape
-        *batch, seqlen = lengths
-        return (*lengths, heads, self.head_dim_v), (*batch, heads, seqlen)
+        return (*lengths, heads, self.head_dim_v), (*lengths[:-1], heads, lengths[-1])
 
     @property
     def starts(self) -> tuple[int, int]:
@@ -207,8 +206,7 @@ class Problem:
 
     @property
     def softmax_scale(self) -> float:
-        scale = self.spec.softmax_scale
-        return 1 / math.sqrt(max(self.head_dim, 1)) if scale is None else scale
+        return 1 / math.sqrt(max(self.head_dim, 1)) if self.spec.softmax_scale is None else self.spec.softmax_scale
 
     @cached_property
     def key(self) -> Key:

@@ -153,6 +153,8 @@ def load_query_tile(tensors, sizes, work, head, k_views, v_views, pairs, FACTS: 
     q = load_rows(q, m0, work.seqlen_q - m0, None, FACTS.tile_m, False, True, FACTS)
     i = m0 + tl.arange(0, FACTS.tile_m)
     lo, hi = key_interval(i, head, work, FACTS)
+    if FACTS.keep is not None:  # a row past the last opens no key, whose row of V may hold NaN
+        hi = tl.where(i < work.seqlen_q, hi, lo)
     head_k = head // (sizes.heads_q // sizes.heads_k)
     k = source_of(tensors.k, k_views, sizes.k, work, work.start_k, head_k, FACTS)
     v = source_of(tensors.v, v_views, sizes.v, work, work.start_k, head_k, FACTS)

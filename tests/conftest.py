@@ -19,6 +19,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    """Makes the interpreter quick where a test's module has imported it."""
+    """Spares what tests would compute again and again, where a module of theirs has imported it."""
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
         quicken()
+    if "tilewise.accuracy" in sys.modules:
+        from tests.oracles import remember
+
+        remember()

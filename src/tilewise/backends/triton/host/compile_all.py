@@ -359,7 +359,7 @@ def _registers(compiled, arch: str) -> str:
 
 
 def form(item: Launch) -> tuple:
-    """What tells the kernels of one head dim from those of another: each pass's tiles, and the pieces that the head dim takes in them.
+    """The facts that tell the kernels of one head dim from those of another: tiles of each pass, and the pieces that a head dim takes.
 
     Two head dims that take the same pieces differ in the columns that are masked, and need the same shared memory. Only sm90's machine
     code is read, and only there do they count as different where one of them masks no columns.

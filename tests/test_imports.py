@@ -170,7 +170,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "tiles",
     ),
     "cli*": ("*",),
-    "": ("api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
+    "": ("words", "api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
 }
 # Inside a function, where the arrow would make a circle or cost every import: a convenience that looks the other way.
 LAZY = {

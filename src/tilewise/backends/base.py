@@ -289,5 +289,7 @@ def without_memory(x: Tensor) -> Tensor:
 
 def empty_gradients(p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> tuple:
     """Contiguous, uninitialised ``(dq, dk, dv, [dextras])``, the last for each of ``spec.grad_slots``."""
-    new = lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device)  # noqa: E731
-    return new(q), new(k), new(v), [new(extras[n]) for n in p.spec.grad_slots]
+    dq, dk, dv, *dextras = (
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, *[extras[n] for n in p.spec.grad_slots])
+    )
+    return dq, dk, dv, dextras

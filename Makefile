@@ -14,7 +14,7 @@ ifeq ($(TORCH),installed)
 else
   CONSTRAINTS := --constraint constraints.txt
 endif
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --config-settings=wheel.cmake=false
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --config-settings=wheel.cmake=false
 CMAKE   = PATH="$(BIN):$$PATH" cmake
 
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so

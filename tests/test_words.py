@@ -34,6 +34,12 @@ def test_every_public_function_says_what_the_word_of_another_library_is_here(fun
         function(*arguments, nonsense=True)
 
 
+@pytest.mark.parametrize("name", ["block_table", "k_scale", "piece", "seqlens_k"])
+def test_explain_takes_the_tensors_of_a_cache_from_a_cache_alone(name):
+    with pytest.raises(TypeError, match=rf"explain\(\) got an unexpected keyword argument '{name}'"):
+        tw.explain(*qkv(), **{name: torch.ones(())})
+
+
 def test_a_misspelt_keyword_is_told_the_one_that_it_resembles():
     assert set(words.KEYWORDS) == set(tw.attention.__kwdefaults__)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'casual'; did you mean 'causal'\?"):

@@ -92,6 +92,10 @@ WRONG = {
         lambda: tw.key_lengths(torch.ones(2, 4, dtype=torch.bool)),
         "mask of kept keys are mask.sum(-1)",
     ),
+    "masks-are-added": (lambda: tw.causal() + tw.window(3), "masks are combined with & (kept by both) and |"),
+    "mask-inverted": (lambda: ~tw.causal(), "write the pairs that are kept: tw.keep("),
+    "scores-are-added": (lambda: tw.softcap(3.0) + tw.bias(torch.zeros(2, 2)), "scores are composed with >>"),
+    "scores-intersect": (lambda: tw.softcap(3.0) & tw.softcap(4.0), "scores are composed with >>"),
     "window-of-flash-attn": (
         lambda: flash_attn_func(*qkv(), window_size=128),
         "window_size must be (left, right), -1 unbounded, got 128",

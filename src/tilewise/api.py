@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple, Never, Protocol, TypedDict, Unpack, overload
 
@@ -77,24 +77,26 @@ def _is_dtensor(x: Tensor) -> bool:
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
-over_mesh: Callable[..., Any] | None = None
-"""Attention of DTensors, which :mod:`tilewise.parallel.dtensors` brings: the layers below it know no mesh."""
+def _ranks(parallel: Parallel) -> Parallel:
+    if not hasattr(parallel, "attention"):
+        raise ValueError(f"parallel= takes what tw.context_parallel(...) returns, got {type(parallel).__name__}")
+    return parallel
 
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
-    if over_mesh is not None and _is_dtensor(q):
+    if _is_dtensor(q):
+        from tilewise.parallel import dtensors  # which is above this layer, and which no other tensor needs
+
         if parallel is not None:
             raise ValueError("DTensors say themselves how they are sharded: drop parallel=, or pass x.to_local()")
-        return over_mesh(q, k, v, o, with_lse)
+        return dtensors.attention(q, k, v, o, with_lse)  # type: ignore[arg-type]
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
     k, v = _for_each(q, k, v)
     if parallel is not None:
-        if not hasattr(parallel, "attention"):
-            raise ValueError(f"parallel= takes what tw.context_parallel(...) returns, got {type(parallel).__name__}")
-        return parallel.attention(q, k, v, o, with_lse)
+        return _ranks(parallel).attention(q, k, v, o, with_lse)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
@@ -296,7 +298,7 @@ def attention_with_stats(
     if parallel is None:
         o, lse, max_logit = autograd.attention(q, k, v, *assemble(q, k, v, options), autograd.with_stats)
     else:
-        o, lse, max_logit = parallel.attention(q, k, v, options, True)
+        o, lse, max_logit = _ranks(parallel).attention(q, k, v, options, True)
     if per == "head":
         max_logit = state.largest_of_heads(max_logit)
         max_logit = max_logit if parallel is None else parallel.maximum(max_logit)
@@ -489,7 +491,7 @@ def explain(
         raise NotImplementedError(
             "explain of DTensors is not built; pass x.to_local(), and parallel= if the sequence is sharded"
         )
-    return dispatch.explain(q, k, v, o) if parallel is None else parallel.explain(q, k, v, o)
+    return dispatch.explain(q, k, v, o) if parallel is None else _ranks(parallel).explain(q, k, v, o)
 
 
 def show_mask(

@@ -1,6 +1,8 @@
 """The host side of the Triton backend: what later calls repeat of the first, descriptors, and how kernels overlap."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from tilewise.backends.triton import interpreting
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import compile_all, launch, runtime
 from tilewise.backends.triton.host.descriptors import four_axes
+from tilewise.backends.triton.host.facts import MEANINGS, Facts
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.tiles import Tiles
 
@@ -26,6 +29,18 @@ TERMS = replace(TMA, products="bf16x6")
 def test_numbers_are_never_one_nor_a_multiple_of_sixteen():
     found = runtime.opaque((1, 16, (0, 32, 4096), 2.0))
     assert found == (5, 35, (3, 67, 8195), 2.0)
+
+
+def test_every_fact_that_a_kernel_reads_has_a_meaning_and_each_meaning_is_of_one_that_is_read():
+    folder = Path(compile_all.__file__).parents[1] / "kernels"
+    read = {name for file in folder.glob("*.py") for name in re.findall(r"FACTS\.(\w+)", file.read_text())}
+    assert read - MEANINGS.keys() == set()
+    assert MEANINGS.keys() - read == {"again", "read", "digest"}  # the host's own
+
+
+def test_a_fact_without_a_meaning_is_refused():
+    with pytest.raises(TypeError, match="no facts: tile_x"):
+        Facts(tile_m=64, tile_x=1)
 
 
 @pytest.fixture

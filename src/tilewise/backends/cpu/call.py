@@ -7,6 +7,7 @@ keeps alive what the struct points to.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,7 +129,7 @@ class Prepared:
         if p.spec.region.everything:
             return Region({})
         if p.paged and p.spec.region.predicate is None:
-            return Region(_paged_ends(p, t))
+            return Region(_paged_ends(p, t) if p.batch else {})
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
         native = _blocks_to_list(p, self.loaded)
@@ -169,7 +170,7 @@ def _paged_ends(p: Problem, t: Inputs) -> dict[str, Tensor]:
     ends = expr.evaluate(list(written.values()), env, t.leaves, torch.float32)
     inside = [end.long().clamp(min=0).minimum(nk) for end in ends]
     return {
-        name: end.expand(*end.shape[:-1], len(i)).reshape(1, -1, len(i)).int()
+        name: end.expand(*end.shape[:-1], len(i)).reshape(1, math.prod(end.shape[:-1]), len(i)).int()
         for name, end in zip(written, inside, strict=True)
     }
 
@@ -305,7 +306,8 @@ class Bound:
 
     def _bind_pages(self) -> None:
         call, t = self.call, self.t
-        table = unit_last(t.block_table)
+        # An empty tensor has no address, by which the library would tell that there are pages.
+        table = unit_last(t.block_table) if t.block_table.numel() else t.block_table.new_zeros(1, 1)
         call.block_table, call.table_row, call.page_size = table.data_ptr(), table.stride(0), t.k.shape[1]
         call.cu_seqlens_k = self.data(torch.nn.functional.pad(t.seqlens_k.cumsum(0, dtype=torch.int64), (1, 0)))
         self.keep.append(table)

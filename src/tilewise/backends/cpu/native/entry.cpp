@@ -305,7 +305,8 @@ void run_list(const TwCall &c, const Blocks &blocks) {
   if (c.program.keep < 0) throw std::invalid_argument("there is no predicate to list");
   if (!c.status || !c.seen) return;  // no queries or no keys: empty lists
   const Kernels &kernels = chosen(c);
-  const bool shared = !c.cu_seqlens_q && c.batch > 1 && c.status_at[0] == c.status_at[1];
+  // Sequences over pages and packed ones have lists of their own; that of one without keys is empty and begins where the next does.
+  const bool shared = !c.cu_seqlens_q && !c.block_table && c.batch > 1 && c.status_at[0] == c.status_at[1];
   const bool by_head = std::any_of(c.status_head, c.status_head + c.batch, [](int64_t stride) { return stride != 0; });
   const int64_t batch = shared ? 1 : c.batch, heads = by_head ? c.heads_k : 1;
   std::vector<ListUnit> units;

@@ -81,7 +81,7 @@ $(VENV)/ready-kernels-$(TORCH): $(VENV)/ready-$(TORCH)
 	@touch $@
 
 # Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, held to the bits that a GPU has proven,
-# and their figures written down: some 4 s of CPU for each of more than 400, which are kept until a source changes. `python -m
+# and their figures written down: some 4 s of CPU for each of 500, which are kept until a source changes. `python -m
 # tests.backends.hopper.sweep` runs them all on an emulated machine: what to do before they meet a GPU.
 COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
   OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup tests/backends/hopper/test_hostcode.py && \

@@ -34,6 +34,12 @@ def test_every_public_function_says_what_the_word_of_another_library_is_here(fun
         function(*arguments, nonsense=True)
 
 
+@pytest.mark.parametrize("name", ["block_table", "k_scale", "piece", "seqlens_k"])
+def test_explain_takes_the_tensors_of_a_cache_from_a_cache_alone(name):
+    with pytest.raises(TypeError, match=rf"explain\(\) got an unexpected keyword argument '{name}'"):
+        tw.explain(*qkv(), **{name: torch.ones(())})
+
+
 def test_a_misspelt_keyword_is_told_the_one_that_it_resembles():
     assert set(words.KEYWORDS) == set(tw.attention.__kwdefaults__)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'casual'; did you mean 'causal'\?"):
@@ -86,6 +92,10 @@ WRONG = {
         lambda: tw.key_lengths(torch.ones(2, 4, dtype=torch.bool)),
         "mask of kept keys are mask.sum(-1)",
     ),
+    "masks-are-added": (lambda: tw.causal() + tw.window(3), "masks are combined with & (kept by both) and |"),
+    "mask-inverted": (lambda: ~tw.causal(), "write the pairs that are kept: tw.keep("),
+    "scores-are-added": (lambda: tw.softcap(3.0) + tw.bias(torch.zeros(2, 2)), "scores are composed with >>"),
+    "scores-intersect": (lambda: tw.softcap(3.0) & tw.softcap(4.0), "scores are composed with >>"),
     "window-of-flash-attn": (
         lambda: flash_attn_func(*qkv(), window_size=128),
         "window_size must be (left, right), -1 unbounded, got 128",

@@ -138,6 +138,22 @@ def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):
     assert [(name, args[-1].overlap) for name, _, _, args in launched] == list(roles.items())
 
 
+@pytest.mark.parametrize("dtype", compile_all.DTYPES, ids=str)
+@pytest.mark.parametrize("arch", compile_all.TARGETS)
+def test_one_head_dim_of_each_form_is_compiled(arch, dtype):
+    def form(head_dim: int) -> str:
+        products = compile_all.products_of(dtype, head_dim)
+        return str(compile_all.form(compile_all.Launch(arch, dtype, head_dim, "causal", products)))
+
+    compiled = compile_all.head_dims(arch, dtype)
+    forms = {form(head_dim) for head_dim in compiled}
+    assert forms == {form(head_dim) for head_dim in (64, 72, 80, 96, 128, 160, 192, 256, 512)}
+    assert len(forms) == len(compiled)
+    assert {64, 72} <= set(compiled)  # all columns, and masked ones
+    items = {x.head_dim for x in compile_all.items() if (x.arch, x.dtype, x.feature) == (arch, dtype, "causal")}
+    assert items == set(compiled) - ({512} if (arch, dtype) == ("sm100", torch.float32) else set())
+
+
 def test_kernels_that_may_have_no_programs_do_not_overlap():
     p = call(*qkv(nq=0, nk=64, d=64, dv=64)).p
     plan = Plan(p, replace(TMA, overlapping=True))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "parallel*": (
         "own",
-        "api",
         "autograd",
         "derivatives",
         "dispatch",
@@ -170,7 +170,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "tiles",
     ),
     "cli*": ("*",),
-    "": ("api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue", "parallel.context"),
+    "": ("words", "api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
 }
 # Inside a function, where the arrow would make a circle or cost every import: a convenience that looks the other way.
 LAZY = {
@@ -180,6 +180,9 @@ LAZY = {
     ("tiles", "backends.triton"),
     ("bit_tiles", "backends.triton"),
     ("", "selfcheck"),
+    ("", "parallel"),
+    ("", "parallel.context"),
+    ("api", "parallel.dtensors"),
     ("dispatch", "pictures.explained"),
 }
 
@@ -213,7 +216,8 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(source: str, importer: str, package: str) -> list[Import]:
+@cache
+def imports_of(source: str, importer: str, package: str) -> tuple[Import, ...]:
     """All imports of a module; ``package`` is what relative ones start from."""
     found = []
 
@@ -233,7 +237,7 @@ def imports_of(source: str, importer: str, package: str) -> list[Import]:
             visit(child, inside)
 
     visit(ast.parse(source), False)
-    return found
+    return tuple(found)
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -457,10 +461,15 @@ import tilewise
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - {"tilewise"} - sys.stdlib_module_names))
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))))
-not_needed = ("cli", "compat", "iomodel", "selfcheck", "accuracy", "testing")
+not_needed = ("cli", "compat", "iomodel", "parallel", "selfcheck", "accuracy", "testing")
 print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in not_needed))
 """
     assert run_python(code) == "[]\n[]\n[]"
+
+
+@pytest.mark.parametrize("named", ["tw.context_parallel", "tw.parallel.balanced"])
+def test_what_computes_over_ranks_is_loaded_when_it_is_named(named):
+    assert run_python(f"import tilewise as tw; print(callable({named}), hasattr(tw, 'paralel'))") == "True False"
 
 
 def test_no_backend_is_loaded_before_it_is_asked_for():

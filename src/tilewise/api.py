@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Never, Protocol, TypedDict, Unpack, overload
 
 import torch
@@ -16,8 +16,6 @@ from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, assemble, plain_text
 from tilewise.tiles import Grid
-
-_KEYWORDS = tuple(f.name for f in fields(Options))
 
 
 class Keywords(TypedDict, total=False):
@@ -77,24 +75,26 @@ def _is_dtensor(x: Tensor) -> bool:
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
-over_mesh: Callable[..., Any] | None = None
-"""Attention of DTensors, which :mod:`tilewise.parallel.dtensors` brings: the layers below it know no mesh."""
+def _ranks(parallel: Parallel) -> Parallel:
+    if not hasattr(parallel, "attention"):
+        raise ValueError(f"parallel= takes what tw.context_parallel(...) returns, got {type(parallel).__name__}")
+    return parallel
 
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
-    if over_mesh is not None and _is_dtensor(q):
+    if _is_dtensor(q):
+        from tilewise.parallel import dtensors  # which is above this layer, and which no other tensor needs
+
         if parallel is not None:
             raise ValueError("DTensors say themselves how they are sharded: drop parallel=, or pass x.to_local()")
-        return over_mesh(q, k, v, o, with_lse)
+        return dtensors.attention(q, k, v, o, with_lse)  # type: ignore[arg-type]
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
     k, v = _for_each(q, k, v)
     if parallel is not None:
-        if not hasattr(parallel, "attention"):
-            raise ValueError(f"parallel= takes what tw.context_parallel(...) returns, got {type(parallel).__name__}")
-        return parallel.attention(q, k, v, o, with_lse)
+        return _ranks(parallel).attention(q, k, v, o, with_lse)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
@@ -296,7 +296,7 @@ def attention_with_stats(
     if parallel is None:
         o, lse, max_logit = autograd.attention(q, k, v, *assemble(q, k, v, options), autograd.with_stats)
     else:
-        o, lse, max_logit = parallel.attention(q, k, v, options, True)
+        o, lse, max_logit = _ranks(parallel).attention(q, k, v, options, True)
     if per == "head":
         max_logit = state.largest_of_heads(max_logit)
         max_logit = max_logit if parallel is None else parallel.maximum(max_logit)
@@ -474,7 +474,7 @@ def explain(
         options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call, ``max_logit`` for
             :func:`attention_with_stats`.
     """
-    unknown = [name for name in options if name not in _KEYWORDS]
+    unknown = [name for name in options if name not in Keywords.__annotations__]
     if unknown:
         raise words.refused("explain", unknown)
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)
@@ -489,7 +489,7 @@ def explain(
         raise NotImplementedError(
             "explain of DTensors is not built; pass x.to_local(), and parallel= if the sequence is sharded"
         )
-    return dispatch.explain(q, k, v, o) if parallel is None else parallel.explain(q, k, v, o)
+    return dispatch.explain(q, k, v, o) if parallel is None else _ranks(parallel).explain(q, k, v, o)
 
 
 def show_mask(

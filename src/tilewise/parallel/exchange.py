@@ -1,4 +1,4 @@
-"""How ranks talk: the few collectives that parallel attention needs. The only module that imports torch.distributed.
+"""How ranks talk: the few collectives that parallel attention needs. No other module calls those of torch.distributed.
 
 Every collective is a function of all ranks' arguments alone, and sums run in the order of ranks, so results repeat bit for bit.
 ``received`` counts the bytes that come from other ranks.

@@ -132,7 +132,10 @@ class FewQueriesTiled {
   template <bool all>
   Vec<float> scaled_scores(int64_t n0, int64_t keys, Vec<float> before) {
     Vec<Int<float>> from{}, to{};
-    for (int g = 0; g < W; ++g) from[g] = int32_t(greater(ends.lo[g] - n0, 0)), to[g] = int32_t(greater(smaller(ends.hi[g] - n0, keys), 0));
+    for (int g = 0; g < W; ++g) {
+      from[g] = int32_t(greater(ends.lo[g] - n0, 0));
+      to[g] = int32_t(greater(smaller(ends.hi[g] - n0, keys), 0));
+    }
     Vec<float> most[4] = {before, before, before, before};
     for (int64_t n = 0; n < keys; n += 4)
 #pragma GCC unroll 4

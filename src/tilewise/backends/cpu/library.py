@@ -142,7 +142,7 @@ class Library:
     Attributes:
         isas: the instruction sets that this machine can run, best first.
         operations: the numbers of the score program's operations, by name.
-        moves: whether it has forward mode, which a library of older sources has not.
+        moves, lists_blocks: whether it has forward mode, and lists masks of blocks; a library of older sources has and does not.
     """
 
     def __init__(self, path: Path):
@@ -157,16 +157,19 @@ class Library:
         c.tw_use_openmp.argtypes, c.tw_use_openmp.restype = (c_void_p,), None
         self.use_openmp = c.tw_use_openmp
         self.use_openmp(openmp())
-        self._functions = {"forward": c.tw_forward, "backward": c.tw_backward, "list": c.tw_list_mask}
-        for function in self._functions.values():
-            function.argtypes = (POINTER(Call), POINTER(c_char), c_int64)
+        self.lists_blocks = hasattr(c, "tw_list_blocks")
+        listing = c.tw_list_blocks if self.lists_blocks else c.tw_list_mask
+        self._functions = {"forward": c.tw_forward, "backward": c.tw_backward, "list": listing}
+        for name, function in self._functions.items():
+            blocks = (c_int64, c_int64) if name == "list" and self.lists_blocks else ()
+            function.argtypes = (POINTER(Call), *blocks, POINTER(c_char), c_int64)
         self.moves = hasattr(c, "tw_jvp")
         if self.moves:
             c.tw_jvp.argtypes = (POINTER(Call), POINTER(Moved), POINTER(c_char), c_int64)
             self._functions["jvp"] = c.tw_jvp
 
-    def run(self, name: str, call: Call, *more: Structure) -> None:
-        """Runs ``forward``, ``backward``, ``list`` or, with a Moved, ``jvp``; the GIL is free meanwhile.
+    def run(self, name: str, call: Call, *more: Structure | int) -> None:
+        """Runs ``forward``, ``backward``, ``jvp`` with a Moved, or ``list``, with blocks' sizes where it ``lists_blocks``; the GIL is free.
 
         On the main thread signal handlers run every 50 ms; what one raises (Ctrl-C) ends the call.
 

@@ -67,9 +67,11 @@ static void pack_keys(const TwCall &c, const Sequence &s, int64_t head_k, int64_
   with_types(c, [&](auto y) { PackedKeysOf<decltype(y)>(c, to).pack(c, s, head_k, n0); });
 }
 
-static int64_t list_bytes(const TwCall &c) { return MaskList(c, nullptr).bytes; }
+static int64_t list_bytes(const TwCall &c, const Blocks &blocks) { return MaskList(c, blocks, nullptr).bytes; }
 
-static void list_mask(const TwCall &c, int64_t b, int64_t head_k, char *scratch) { MaskList(c, scratch).run(b, head_k); }
+static void list_mask(const TwCall &c, const Blocks &blocks, const ListUnit &unit, char *scratch) {
+  MaskList(c, blocks, scratch).run(unit);
+}
 
 static void merge(const TwCall &c, const QueryItem &item, const Partials &partials) {
   with_types(c, [&](auto y) { merge_rows<typename decltype(y)::E, typename decltype(y)::T>(c, item, partials); });

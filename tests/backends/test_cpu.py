@@ -144,6 +144,15 @@ def test_tiles_that_nothing_fills_agree(d, dv, nq, nk):
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("heads", "nq", "d", "dv"), [(8, 1, 64, 64), (3, 5, 96, 33), (2, 2, 33, 130)], ids=str)
+def test_few_rows_in_tile_registers_agree(heads, nq, d, dv):
+    """Keys as they lie and copied, columns past the last whole tile, ends inside a step, poisoned padding."""
+    q, k, v = qkv(batch=1, nq=nq, nk=203, hq=heads, hk=1, d=d, dv=dv, dtype=torch.bfloat16)
+    k[:, 190:], v[:, 190:] = torch.nan, torch.inf
+    agree(TestEmulatedAmx.backend, call(q, k, v, mask=tw.key_range(5, 190) & tw.window(left=90, right=0)))
+
+
+@pytest.mark.usefixtures("emulated")
 def test_emulated_instructions_are_those_that_are_defined():
     """And those of the hardware, bit by bit, on a machine that has them (tests/native/tiles.cpp)."""
     run = subprocess.run([EMULATED.with_name("tiles")], capture_output=True, text=True)
@@ -285,6 +294,7 @@ def test_long_keys_with_few_queries_are_split_and_merged(nk):
 FEW = {
     "fp32": (torch.float32, None), "bf16": (torch.bfloat16, None), "fp16": (torch.float16, None),
     "fp64": (torch.float64, None), "bf16-avx512": (torch.bfloat16, "avx512"), "fp32-avx2": (torch.float32, "avx2"),
+    "bf16-pairs": (torch.bfloat16, "avx512bf16"),
     "bf16-portable": (torch.bfloat16, "portable"),
 }  # fmt: skip
 

@@ -63,7 +63,7 @@ demo: setup
 test: lint $(EMULATED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-# Before a commit, in under a minute on two cores: style and types; what tests hold of sizes, imports and language; documents.
+# Before a commit: style and types; what tests hold of sizes, imports and language; documents.
 CHECKED := $(addprefix tests/test_,$(addsuffix .py,size_budget imports language docs decisions doors support words))
 
 check: lint

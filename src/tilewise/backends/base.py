@@ -282,7 +282,7 @@ def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
 
 
 def without_memory(x: Tensor) -> Tensor:
-    """``x`` with its memory given back: `empty_like` takes less time than a shape (docs/decisions.md#outputs-like-kept-tensors)."""
+    """``x`` with its memory given back: `empty_like` takes less time than a shape (docs/decisions.md#operator-at-autograd-key)."""
     x.untyped_storage().resize_(0)
     return x
 

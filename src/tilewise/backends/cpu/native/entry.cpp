@@ -156,7 +156,7 @@ std::vector<int64_t> longest_first(const std::vector<int64_t> &cost) {
 }
 
 // The longest items first. Under a predicate heads come one after the other all the same, since their packed tiles then stay in caches:
-// docs/decisions.md#cpu-longest-tiles-first.
+// docs/decisions.md#cpu-packed-once.
 std::vector<int64_t> order_of(const TwCall &c, const Forward &plan) {
   std::vector<int64_t> order = longest_first(plan.cost);
   if (!c.status || c.split) return order;

@@ -5,7 +5,7 @@
 //   P  = e^(S - m)     a vector for each key, its lanes are the rows: m, l and the largest need no shuffle
 //   acc = acc α + P V  tiles of 16 rows x 16 columns; P is transposed in registers, V packed as pairs of keys
 //
-// The time hardly depends on the rows, and of fewer rows dot products of vectors take less (docs/decisions.md#cpu-decode-tiles).
+// The time hardly depends on the rows, and of fewer rows dot products of vectors take less (docs/decisions.md#cpu-amx-tiles).
 #pragma once
 #include "few_queries.h"
 

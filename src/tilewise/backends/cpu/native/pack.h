@@ -28,7 +28,7 @@ struct Rows {
   }
 };
 
-// How many rows ahead of the one that is packed a cold one is fetched (docs/decisions.md#cpu-cold-rows).
+// How many rows ahead of the one that is packed a cold one is fetched (docs/decisions.md#cpu-packed-once).
 constexpr int64_t kFetchAhead = 8;
 
 // Rows [begin, end) of a tile that is packed next, brought closer while another is in use: the hardware's own prefetcher

@@ -64,7 +64,7 @@ struct StepKeys {
   }
 
   // The first key of each run of 16, then the second of each, and so on: the processor's own prefetchers then follow as many pages
-  // at a time. One page after the other takes up to twice as long (docs/decisions.md#cpu-decode-pages).
+  // at a time. One page after the other takes up to twice as long (docs/decisions.md#cpu-decode-prefetch).
   void order(const E *const *rows, const E **to) const {
     for (int64_t r = 0; r < kRun; ++r)
       for (int64_t n = r; n < keys; n += kRun) *to++ = rows[n];

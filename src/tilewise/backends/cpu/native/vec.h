@@ -91,7 +91,7 @@ TW_INLINE float max_lanes<float>(Vec<float> v) {
 #endif
 
 // Which lanes of two rows a and b, `step` apart, make the new rows where off-diagonal blocks of that size change places. As tables:
-// the compiler builds such vectors lane by lane where they are used (docs/decisions.md#cpu-lane-tables).
+// the compiler builds such vectors lane by lane where they are used (docs/decisions.md#cpu-amx-tiles).
 template <class T, int step>
 struct Exchange {
   alignas(kBytes) Int<T> low[kLanes<T>], high[kLanes<T>];

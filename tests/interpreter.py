@@ -18,9 +18,8 @@ def quicken() -> None:
         return
     interpreter.quickened = True
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[int] = (
-        set()
-    )  # the globals of the modules for whose functions the language is patched until the launch ends
+    # The globals of modules for whose functions the language is patched until the launch ends.
+    patched: set[int] = set()
 
     def patch_once(fn):
         known = id(fn.__globals__) in patched

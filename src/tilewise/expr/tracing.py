@@ -56,10 +56,7 @@ def method(value: Expr, name: str) -> Callable[..., Any]:
 
 def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """A torch function of which an argument is a traced value."""
-    if func in (
-        torch.Tensor.__getitem__,
-        torch._C.TensorBase.__getitem__,
-    ):  # inside torch.compile, where it has no name
+    if func in (torch.Tensor.__getitem__, torch._C.TensorBase.__getitem__):  # which has no name inside torch.compile
         return _index(*args)
     if func is torch.Tensor.where:
         args = (args[1], args[0], *args[2:])

@@ -103,11 +103,7 @@ class Cpu(Backend):
     def without_tangents(self, p: Problem, second: bool) -> list[str]:
         if second:
             return ["second derivatives are not built"]
-        reasons = ["a cache in pages has no tangents"] if p.paged else []
-        loaded = library.load()
-        if isinstance(loaded, library.Library) and not loaded.moves:
-            reasons.append("its library was built without forward mode; install tilewise again")
-        return reasons
+        return ["a cache in pages has no tangents"] if p.paged else []
 
     def jvp(self, p: Problem, t: Inputs, out: Output, along: Directions) -> Output:
         new = torch.zeros_like if p.packed else torch.empty_like  # rows outside every sequence get zero

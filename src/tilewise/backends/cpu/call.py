@@ -132,7 +132,7 @@ class Prepared:
             return Region(_paged_ends(p, t) if p.batch else {})
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
-        native = _blocks_to_list(p, self.loaded)
+        native = _blocks_to_list(p)
         if not p.packed and not p.paged:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
             return _stacked([_region_of(grid, p, tile, backward, native is not None)], p.batch, native)
@@ -175,17 +175,17 @@ def _paged_ends(p: Problem, t: Inputs) -> dict[str, Tensor]:
     }
 
 
-def _blocks_to_list(p: Problem, loaded: library.Library) -> Blocks | None:
+def _blocks_to_list(p: Problem) -> Blocks | None:
     """The blocks of queries by keys on each of which the mask's predicate has one value, for the library to list its tiles.
 
     ``(1, 1)`` where each pair is to be asked, ``(64, 64)`` where it reads ``i // 64`` and ``j // 64`` alone. None: there is no predicate,
-    its tiles are prepared, or their corners tell; also where a library of older sources lists pairs alone.
+    its tiles are prepared, or their corners tell.
     """
     kept = p.spec.region
     if kept.predicate is None or kept.prepared is not None or monotone_terms(kept) is not None:
         return None
-    sizes = tuple(granularity(kept.predicate, symbol) or _WHOLE for symbol in "ij")
-    return (1, 1) if 1 in sizes else sizes if loaded.lists_blocks else None
+    queries, keys = (granularity(kept.predicate, symbol) or _WHOLE for symbol in "ij")
+    return (1, 1) if 1 in (queries, keys) else (queries, keys)
 
 
 @dataclass
@@ -344,12 +344,12 @@ class Bound:
         self.keep.append(leaves)
 
     def run(self, name: str, *more: ctypes.Structure) -> None:
-        region, loaded = self.region, self.prepared.loaded
+        region, run = self.region, self.prepared.loaded.run
         with region.listing:
             if region.unlisted:
-                loaded.run("list", self.call, *(region.unlisted if loaded.lists_blocks else ()))
+                run("list", self.call, *region.unlisted)
                 region.unlisted = None
-        loaded.run(name, self.call, *more)
+        run(name, self.call, *more)
 
 
 def _instructions(code: program.Code, numbers: dict[str, int]) -> ctypes.Array:

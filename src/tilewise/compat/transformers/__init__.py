@@ -135,9 +135,8 @@ class Handed:
         }
 
 
-HONOURED = frozenset(
-    field.name for field in fields(Handed)
-)  # read once: inside torch.compile, fields() breaks the graph
+# Read once: inside torch.compile, fields() breaks the graph.
+HONOURED = frozenset(field.name for field in fields(Handed))
 _UNKNOWN = (
     "is not known; if it means nothing to the attention of this model, add its name to "
     f"tilewise.compat.transformers.IGNORED, else {_ELSEWHERE}"

@@ -31,12 +31,8 @@ SQUARES, MASKED, DECODING = (
 )
 FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
-LATER_PLANS = "267ab0b04c17"
-LATER = {
-    "h200-block-causal-1024-d128-h16-16-n16384": "plan-block-causal-n16384",
-    "h200-block-sparse-90-d128-h16-16-n16384": "plan-block-sparse-90-n16384",
-}
-"""Masks whose plans are of a later run: the case of each in it."""
+PLANS = "h200-mask-plans"
+"""The run that timed tilewise's plans of the masks' cases."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "backward")
@@ -277,15 +273,16 @@ def masks() -> list[str]:
             packed = [case.name.replace("documents-causal", "packed-causal")]
             cells[column] += f" ({pair(mask_rate(packed, who, d) for d in PASSES)})" if packed != [case.name] else ""
         plans = [found.value(MASKED[-1], before, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
-        if case.name in LATER:
-            plans[0] = load("triton-calls").value(LATER_PLANS, LATER[case.name], "tilewise", "forward", "plan")
+        anew = found.value(PLANS, case.name, "tilewise", "forward", "plan")
+        plans[0] = plans[0] if anew is None else anew
         length = f"N {case.seqlen_q}" + (f", batch {case.batch}" if case.batch > 1 else "")
         title = f"{earlier[before]['what']}, {length}, D {case.head_dim}, {case.heads_q}/{case.heads_k}"
         rows.append([title, *cells, " / ".join(number(ms, 2) for ms in plans)])
     text = (
         f"TFLOP/s of kept pairs, forward / backward, in brackets as a packed call; a dash: it cannot. Another is faster than tilewise in "
         f"{behind['forward']} of {len(rows)} forwards and {behind['backward']} backwards. {found.source(MASKED[0])} Of an earlier "
-        "run: cudnn.flex under windows (faster there), FlexAttention with scores, and plans of a new mask, everything compiled."
+        "run: cudnn.flex under windows (faster there), FlexAttention with scores, the peers' plans of a new mask. Ours: "
+        f"`{found.runs[PLANS]['command']}`."
     )
     header = ["mask and score", "tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
     header.append("plan, ms: tilewise / cudnn.flex / Flex")

@@ -203,7 +203,18 @@ def semaphores() -> dict:
             semaphores[n] = rank
             changed.notify_all()
 
-    return {"semaphore": semaphore, "await_semaphore": await_semaphore, "signal_semaphore": signal_semaphore}
+    def claim(semaphores, n) -> int:
+        with changed:
+            found = int(semaphores[n])
+            semaphores[n] = max(found, 1)
+            return found
+
+    return {
+        "semaphore": semaphore,
+        "await_semaphore": await_semaphore,
+        "signal_semaphore": signal_semaphore,
+        "claim": claim,
+    }
 
 
 def stand_in_for_cluster(found: dict[str, ModuleType], places: Places) -> None:
@@ -373,7 +384,7 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
     blocks = -(-lines // kernel.rows_of(config.keys.width_v))
     for at[:2] in np.ndindex(blocks * lse.shape[0], lse.shape[1]):
         kernel.kernel(t, config)
-    assert not config.keys.ordered or (visits == 0).all()
+    assert not config.keys.stores_first or (visits == 0).all()
     return tuple(made)
 
 
@@ -385,7 +396,9 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     params = _params(kernel, numbers)
     tmas = kernel.KeysTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
     heads, roles_of = t["lse2"].shape[:2], {}
-    sums = np.full((*heads, t["blocks"], KEY_GROUPS, tiles.part_elements), np.nan if tiles.ordered else 0.0, np.float32)
+    sums = np.full(
+        (*heads, t["blocks"], KEY_GROUPS, tiles.part_elements), np.nan if tiles.stores_first else 0.0, np.float32
+    )
     visits = np.zeros((*heads, t["blocks"] * KEY_GROUPS), np.int32)
     buffers = kernel.RowBuffers(*map(Global, (t["lse2"], t["delta"], sums, visits)))
     names = SimpleNamespace(score=None, dk=None, dv=None)
@@ -405,10 +418,11 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
         roles_of[cta] = [(False, body) for body in loads + stores] + [(True, body) for body in groups]
     if tiles.ordered:  # CTAs wait for each other
         _at_once(roles_of, ctas)
-        sums[(visits == 0).reshape(sums.shape[:4])] = 0.0
     else:
         for cta, roles in roles_of.items():
             _together(roles, cta, ctas)
+    if tiles.stores_first:
+        sums[(visits == 0).reshape(sums.shape[:4])] = 0.0
     return dk, dv, _placed(kernel, sums, t["q"].shape, params, config) if tiles.sums_dq else None
 
 

@@ -21,6 +21,7 @@ from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIG
 from tilewise.backends.hopper.config import ALIGNMENT, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host.masks import even_section
 from tilewise.backends.hopper.kit import schedule
 from tilewise.reference import Reference
 
@@ -285,6 +286,24 @@ def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
     assert found in shipped()
     # Its dQ is added up in any order.
     assert backward_config.choose(small(d=d, mask=masks[0], deterministic=True).p).traced.keep
+
+
+@pytest.mark.parametrize(
+    ("visits", "heads", "found"),
+    [
+        ([[36] * 128], 16, 2),  # even tiles: no more heads than L2 holds
+        ([[256, *[18] * 127]], 16, 16),  # attention sinks: every long tile comes first
+        ([[256, *[18] * 127]], 64, 13),
+        ([[8] * 128, [256, *[4] * 127]], 2, 2),
+        ([[0] * 8], 4, 4),
+    ],
+    ids=["even", "sinks", "sinks-of-many-heads", "heads-apart", "nothing"],
+)
+def test_a_section_has_heads_enough_that_the_longest_tile_of_the_last_one_does_not_outlast_the_rest(
+    visits, heads, found
+):
+    visits = torch.tensor(visits, dtype=torch.int32)[None]
+    assert even_section(visits, heads, 2, 132).tolist() == [found]
 
 
 # -- What a launch is given ----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ There are two ways to compute the three gradients (docs/algorithm.md#6-backward)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from tilewise import device as devices
@@ -69,6 +70,7 @@ class KeyTiles:
             64 keys.
         sums_dq: the pass makes dQ too and accumulates it in global memory.
         ordered: dQ is accumulated in the order of the key tiles, so that its bits repeat and do not depend on the rest of the launch.
+        stores_first: the tile that comes first to a part of dQ stores it: nobody clears the sums (docs/decisions.md#hopper-ordered-dq).
         dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
             (docs/decisions.md#hopper-d128-queries).
         prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
@@ -89,6 +91,7 @@ class KeyTiles:
     split: bool = False
     sums_dq: bool = False
     ordered: bool = False
+    stores_first: bool = False
     dq_first: bool = False
     prefetches: bool = False
     queued: bool = False
@@ -318,7 +321,7 @@ class Backward(Formed):
         """The tensors that belong to the pass over keys alone, and those that belong to the pass over queries alone, by the names
         of their fields."""
         each = ("lo", "hi") if self.by_rows else ()
-        each += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits")}.get(self.form, ())
+        each += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "section")}.get(self.form, ())
         return each, each if self.queries else ()
 
     @property
@@ -417,7 +420,7 @@ class BackwardRow:
         Prefetching has not been tried there, and clusters lost to two passes (docs/decisions.md#hopper-ordered-dq)."""
         if self.one_pass is None or self.one_pass.clustered:
             return None
-        return replace(self.one_pass, ordered=True, prefetches=False)
+        return replace(self.one_pass, ordered=True, stores_first=True, prefetches=False)
 
     def summed(self, form: str, packed: bool, dropout: bool = False) -> KeyTiles | None:
         """``one_pass`` or ``dropout`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
@@ -439,9 +442,8 @@ class BackwardRow:
         return (form in ("band", "rows") and self.softcap_band) or self.softcap
 
 
-_BITS = KeyTiles(
-    128, 128, 64, 5, sums_dq=True, prefetches=True, queued=True, overlaps=True, counts=True, v_register_steps=4
-)
+_BITS = KeyTiles(128, 128, 64, 5, sums_dq=True, prefetches=True, v_register_steps=4)
+_BITS = replace(_BITS, queued=True, overlaps=True, counts=True)
 # (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
 TABLE = {
     (64, 64): BackwardRow(
@@ -453,7 +455,7 @@ TABLE = {
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
         one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
         dropout=KeyTiles(64, 64, 128, 5, sums_dq=True, dp_late=True),
-        bits=replace(_BITS, width=64, width_v=64, tile_m=128),
+        bits=replace(_BITS, width=64, width_v=64, tile_m=128, stores_first=True),
         one_pass_from=1100,
         overlapping_from=900,
     ),
@@ -510,12 +512,8 @@ def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
     rows, forms = TABLE.values(), {False: SHIPPED, True: [form for form in SHIPPED if form != "rows"]}
     kinds = [(form, packed) for packed in forms for form in forms[packed]]
-    found = [
-        (row.passes(form, softcap), form, softcap, packed)
-        for softcap in (False, True)
-        for form, packed in kinds
-        for row in rows
-    ]
+    each = product((False, True), kinds, rows)
+    found = [(row.passes(form, softcap), form, softcap, packed) for softcap, (form, packed), row in each]
     for form, packed in kinds:
         summed = [row.summed(form, packed) for row in rows] + [row.ordered for row in rows]
         summed = [keys for keys in dict.fromkeys(summed) if keys]

@@ -36,7 +36,7 @@ def fake_arguments(config: Backward) -> tuple:
         # dQ's parts: one for each warpgroup and query block, fp32, in the order of the registers that add to it.
         shape = batch, heads_q, cute.sym_int(), KEY_GROUPS, config.keys.part_elements
         made = *made, fake.rows(cutlass.Float32, shape, 4, 16)
-    if config.keys.ordered:
+    if config.keys.stores_first:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
     if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)
@@ -61,6 +61,7 @@ def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
         tiles = cute.sym_int()
         shapes = {"lo": (rows,), "hi": (rows,), "blocks": (tiles, cute.sym_int()), "counts": (tiles, 2)}
         made = {name: fake.strided(cutlass.Int32, (*heads, *shape)) for name, shape in shapes.items()}
+        made["section"] = fake.vector(cutlass.Int32, 1)
         made["work"] = fake.rows(cutlass.Int32, (*heads, tiles, 4), 4, 16)
         made["bits"] = fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.keys.tile_m)))
         found += [made[name] for name in names]

@@ -123,6 +123,8 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
     of the keys that are seen come first."""
     if not config.packed:
         order = tile_order(params, config)
+        if config.form == "bits":
+            order = order._replace(section=params.extra.section[0])
         # Every CTA takes one number past the last tile before it ends; there is no head to divide by there.
         n_block, head = schedule.tile_at(PICK.smaller(n, order.tiles - 1), order, PICK)
         if config.form == "bits":

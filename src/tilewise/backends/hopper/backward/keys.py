@@ -356,9 +356,10 @@ def store_tile(
             head_tile = of_query_head(key_tile, g, params, config)
             sums = key_tile.dq_blocks(buffers.dq_sums, head_tile.head)
             # The order of dQ's additions is decided here.
-            if cutlass.const_expr(tiles.ordered):
-                sums = dq_accumulate.OrderedSums(sums, buffers.semaphores[key_tile.batch, head_tile.head, None])
-                part_phase = dq_accumulate.add_in_order(sums, smem.dq, w, head_tile, part_phase, params, config)
+            if cutlass.const_expr(tiles.stores_first):
+                add = dq_accumulate.add_in_order if tiles.ordered else dq_accumulate.add_or_store
+                sums = dq_accumulate.UnclearedSums(sums, buffers.semaphores[key_tile.batch, head_tile.head, None])
+                part_phase = add(sums, smem.dq, w, head_tile, part_phase, params, config)
             else:
                 part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile, part_phase, params, config)
             if cutlass.const_expr(tiles.counts):

@@ -34,7 +34,7 @@ class DqSums(NamedTuple):
         parts: (batch, heads_q, block, warpgroup, part), fp32.
         cu: (sequence + 1,), int32: where packed sequences begin; None where none are packed.
         rows: the rows of packed sequences.
-        semaphores: (batch, heads_q, block x warpgroup), int32: how many key tiles have been added to each part; only in order.
+        semaphores: (batch, heads_q, block x warpgroup), int32: 0 where no key tile was added to a part; only where sums are not cleared.
         counts, key_tiles: delta, which holds the counts of :func:`count_place`, and the number of a head's key tiles; only with counts.
     """
 
@@ -112,7 +112,7 @@ def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale:
     acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, part_columns(tiles))), F32)
     source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, part_layout(tiles))
     cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, fours(tiles)))))
-    if cutlass.const_expr(tiles.ordered):
+    if cutlass.const_expr(tiles.stores_first):
         clear_if_unvisited(acc, sums.semaphores[batch, head, KEY_GROUPS * block + w])
     # dQ = scale · the sum of dS K; the scale was left out of the parts.
     scale(acc, softmax_scale)

@@ -4,7 +4,7 @@
 
 This kernel runs first where no pass makes the statistics itself. A row that sees no key, and the rows that fill up the last block of
 a sequence, get lse2 = +inf, so that their P is 0, and delta = 0. Where dQ is accumulated, the kernel also clears its fp32 sums, or,
-where it is accumulated in order, the semaphores. It is bound by memory: O and dO are read once, 16 bytes a thread and row, ROWS_EACH
+where the first part is stored, the semaphores. It is bound by memory: O and dO are read once, 16 bytes a thread and row, ROWS_EACH
 rows at a time, and zeros are written while these are on their way.
 """
 
@@ -101,7 +101,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     o, do = (part[batch, None, head, None] for part in (t.o, t.do))
     # Loads of all rows are issued before any is used: (8,) of O and (8,) of dO for each row.
     parts = [[row_part(matrix, row.source, lane, element) for matrix in (o, do)] for row in rows]
-    if cutlass.const_expr(config.keys.ordered):
+    if cutlass.const_expr(config.keys.stores_first):
         clear_semaphores(t.semaphores[batch, head, None], block * THREADS + thread)
     elif cutlass.const_expr(config.keys.sums_dq):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)

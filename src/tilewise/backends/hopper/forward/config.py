@@ -169,7 +169,9 @@ class Config(Formed):
         """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
-        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "queue")}.get(self.form, ())
+        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "section", "queue")}.get(
+            self.form, ()
+        )
         found += ("seed", "threshold", "keep") if self.dropout else ()
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")

@@ -75,8 +75,8 @@ class BackwardPlan(Plan):
 
     @cached_property
     def semaphores_shape(self) -> tuple[int, ...] | None:
-        """The shape of the counters of these additions, if they come in order."""
-        if not self.config.keys.ordered:
+        """The shape of the semaphores of these additions, where the first one is a store."""
+        if not self.config.keys.stores_first:
             return None
         return self.problem.batch, self.problem.heads_q, self.config.semaphores(self.problem)
 
@@ -119,7 +119,8 @@ class BackwardPlan(Plan):
         for names, (ends, tiles, by_columns) in zip(config.extra, passes, strict=True):
             found += self.of_mask(inputs, ends) if "lo" in names else ()
             if "bits" in names:
-                found += self.of_mask(inputs, masks.tiles_with_bits, tiles, by_columns)
+                section, ctas = self.numbers[2:4]
+                found += self.of_mask(inputs, masks.tiles_with_bits, tiles, section, ctas, by_columns)
                 continue
             if "blocks" in names:
                 found += self.of_mask(inputs, masks.visits, tiles, by_columns)

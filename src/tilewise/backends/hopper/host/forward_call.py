@@ -87,8 +87,8 @@ class ForwardPlan(Plan):
             lists = self.of_mask(inputs, masks.visits, self.config.tiles)
             found |= dict(zip(("blocks", "counts"), lists, strict=True))
         if self.config.form == "bits":
-            bits = self.of_mask(inputs, masks.tiles_with_bits, self.config.tiles)
-            found |= dict(zip(("blocks", "work", "bits"), bits, strict=True))
+            made = self.of_mask(inputs, masks.tiles_with_bits, self.config.tiles, self.grid.section, self.grid.ctas)
+            found |= dict(zip(("blocks", "work", "bits", "section"), made, strict=True))
         if self.config.packed:
             found |= {"cu_q": inputs.cu_seqlens_q.int().contiguous(), "cu_k": inputs.cu_seqlens_k.int().contiguous()}
             found |= {"first": self.band.start, "last": self.band.stop}

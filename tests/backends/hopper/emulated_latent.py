@@ -120,7 +120,7 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
     def put_numbers(smem, stage, chunk, source, numbers, config) -> None:
         smem.k[stage][source.row[:, None], CHUNK * chunk + (source.lane * 16)[:, None] + np.arange(16)] = numbers
 
-    def put_four(place, n, values) -> None:
+    def send_four(place, n, values) -> None:
         place["peer", n] = [np.array(x) for x in values]
 
     def score_operands(qk, smem):
@@ -148,8 +148,8 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         latent.pair,
         own_place=lambda smem: smem.p,
         peer_place=lambda smem, peer: role.peer.p,
-        put_four=put_four,
-        get_four=lambda place, n: place["peer", n],
+        send_four=send_four,
+        take_four=lambda place, n: place["peer", n],
     )
     stand_in(latent.scores, new_operands=score_operands, begin_scores=begin_scores)
     stand_in(latent.scores, round_p=lambda operands, config: rounded(operands.s.values, config.dtype))

@@ -28,10 +28,11 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward.config import FP32_BYTES, KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import begin_products, stage_of, store_fragment, transposed
 from tilewise.backends.hopper.backward.key_tiles import KeyTile, block_at
 from tilewise.backends.hopper.backward.params import BackwardParams, count_place, number_band
+from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, KeyTiles
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32

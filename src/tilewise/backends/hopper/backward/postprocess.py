@@ -16,11 +16,12 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.dq_accumulate import fours, part_columns, tiled_mma
 from tilewise.backends.hopper.backward.fragments import rows_first, scale, store_accumulator, transposed
 from tilewise.backends.hopper.backward.params import count_place
 from tilewise.backends.hopper.backward.sequences import dq_block_start
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, KeyTiles
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32

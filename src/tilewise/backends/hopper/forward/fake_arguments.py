@@ -51,6 +51,7 @@ def fake_arguments(config: Config) -> tuple:
         "seed": lambda: fake.vector(cutlass.Int64, 1),
         "threshold": lambda: fake.I32,
         "keep": lambda: fake.F32,
+        "slopes": lambda: fake.vector(cutlass.Float32, heads_q),
     }
     traced = [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]
     traced += [fake.NUMBERS[kind] for kind in config.traced.numbers]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tilewise.backends.hopper.config import DTYPES, ELEMENT_BYTES, LONG, band_of, strides_addressable
-from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import PAGE_ROWS, PAGED_TILES, Config
+from tilewise.backends.hopper.forward.reasons import reasons as forward_reasons
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.problem import Problem, TensorFacts
@@ -12,7 +12,7 @@ from tilewise.problem import Problem, TensorFacts
 
 def reasons(problem: Problem) -> list[str]:
     """Every reason why no forward over pages computes a problem, whatever machine it is."""
-    found = config.reasons(problem, latent_config.WIDTH if problem.latent else None) + _width_reasons(problem)
+    found = forward_reasons(problem, latent_config.WIDTH if problem.latent else None) + _width_reasons(problem)
     found += _reasons_of_8_bits(problem) if problem.quantised else []
     # A part of a key block comes from one page, in one box.
     if part_rows(problem) is None:

@@ -29,6 +29,7 @@ class OptionalParams(NamedTuple):
         num_pages, page_rows: pages of the pool, and rows from the beginning of a page to that of the next, in K and in V.
         seed: (1,), int64: the seed of dropout.
         threshold, keep: a pair is kept where its 16-bit value is below ``threshold``; ``keep`` is the factor of a kept pair.
+        slopes: (heads_q,), fp32: the slopes of ALiBi (:mod:`tilewise.backends.hopper.kit.slopes`).
         leaves, numbers: the tensors and numbers that expressions read.
     """
 
@@ -60,5 +61,6 @@ class OptionalParams(NamedTuple):
     seed: cute.Tensor | None = None
     threshold: I32 | None = None
     keep: F32 | None = None
+    slopes: cute.Tensor | None = None
     leaves: tuple | None = None
     numbers: tuple | None = None

@@ -199,7 +199,7 @@ def sparse_bytes() -> Found:
 def share_of_peak() -> Found:
     """The best forward and backward as shares of the data sheet's products."""
     peak, squares = DEVICES["h200"].matmul_flops / 1e12, [case.name for case in tagged("h200")]
-    best = [max(page.tflops(case, "tilewise", direction) for case in squares) for direction in page.PASSES]
+    best = [max(page.H200.tflops(case, "tilewise", direction) for case in squares) for direction in page.PASSES]
     text = f"{best[0]:.0f} and {best[1]:.0f} TFLOP/s at best, {best[0] / peak:.0%} and {best[1] / peak:.0%} of an H200's {peak:.0f} in bf16"
     return Found(text, best[0] / peak >= 0.73 and best[1] / peak >= 0.63)
 

@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -24,22 +25,15 @@ PAGE = ROOT / "docs" / "performance.md"
 QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 """Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
 WIDTH = 160
-SQUARES, MASKED, DECODING = (
-    ("6675e503dc34", "39e944c6cf71", "h200-squares"),
-    ("7b0bacc6b5f6", "fc4c219daacd", "h200-masks"),
-    "h200-decode",
-)
+MASKED = ("7b0bacc6b5f6", "fc4c219daacd", "h200-masks")
 FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
 PLANS = "h200-mask-plans"
 """The run that timed tilewise's plans of the masks' cases."""
-FASTER, SLOPED = "h200-backward-subtrahends", "h200-alibi"
-"""Runs of kernels that are newer than the tables of squares and of masks."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "backward")
 CLOSE = ("cudnn", "fa3", "fa4")
-PEERS = ("fa2", *CLOSE)
 MASKS = ("full", "causal")
 MASK_PEERS = ("tilewise", "triton", "cudnn-flex", "flex")
 LEVEL = 0.995  # of a peer's speed: below it a contestant counts as behind
@@ -170,106 +164,112 @@ def spread(values: Iterable[float | None]) -> str:
 # ---- H200 -------------------------------------------------------------------------------------------------------------
 
 
-def tflops(case: str, who: str, direction: str) -> float | None:
-    """TFLOP/s of a contestant on a case of the squares."""
-    found = load("h200-peers").rate(SQUARES, case, who, direction)
-    return found and found[1]
+@dataclass(frozen=True)
+class Squares:
+    """A table of squares: 16,384 tokens of hidden size 2048, by head dim, mask and length.
 
+    Attributes:
+        machine: as titles name it. file: of bench/results. runs: those that the table shows, newer ones first: a contestant's figures are
+            of the first run that timed it. peers: who is compared. close: those that have a number in each cell.
+    """
 
-def over_cudnn(who: str, case: str, direction: str) -> float:
-    """How many times as fast as cuDNN in the same rounds a contestant is on a case of the squares."""
-    found = load("h200-peers")
-    run, speed = found.rate(SQUARES, case, who, direction)
-    mean = found.found.get((run, case, who, direction, "rate"), {}).get("over_cudnn")  # of several processes
-    return mean or speed / found.rate([run], case, "cudnn", direction)[1]
+    machine: str
+    file: str
+    runs: tuple[str, ...]
+    peers: tuple[str, ...]
+    close: tuple[str, ...]
 
+    def tflops(self, case: str, who: str, direction: str) -> float | None:
+        """TFLOP/s of a contestant on a case."""
+        found = load(self.file).rate(self.runs, case, who, direction)
+        return found and found[1]
 
-def over(peer: str, case: str, direction: str) -> float:
-    """How many times as fast as a peer tilewise is on a case of the squares."""
-    return over_cudnn("tilewise", case, direction) / over_cudnn(peer, case, direction)
+    def over_cudnn(self, who: str, case: str, direction: str) -> float:
+        """How many times as fast as cuDNN in the same rounds a contestant is on a case."""
+        found = load(self.file)
+        run, speed = found.rate(self.runs, case, who, direction)
+        mean = found.found.get((run, case, who, direction, "rate"), {}).get("over_cudnn")  # of several processes
+        return mean or speed / found.rate([run], case, "cudnn", direction)[1]
 
+    def over(self, peer: str, case: str, direction: str) -> float:
+        """How many times as fast as a peer tilewise is on a case."""
+        return self.over_cudnn("tilewise", case, direction) / self.over_cudnn(peer, case, direction)
 
-def over_best(case: str, direction: str) -> float:
-    """How many times as fast as its best peer tilewise is on a case of the squares."""
-    return min(over(peer, case, direction) for peer in PEERS)
+    def over_best(self, case: str, direction: str) -> float:
+        """How many times as fast as its best peer tilewise is on a case."""
+        return min(self.over(peer, case, direction) for peer in self.peers)
+
+    def rows(self) -> list[tuple[str, str, list[str]]]:
+        """The title, the pass and the cases of each row."""
+        return [
+            (f"{direction}, D {d}, {mask}", direction, [square(d, n, mask) for n in LENGTHS])
+            for direction in PASSES
+            for d in DIMS
+            for mask in MASKS
+        ]
+
+    def cell(self, case: str, direction: str) -> str:
+        """TFLOP/s of tilewise, and how many times as fast as each close peer it is."""
+        if self.tflops(case, "tilewise", direction) is None:
+            return NONE
+        timed = {peer: self.tflops(case, peer, direction) is not None for peer in self.close}
+        ratios = [f"{self.over(peer, case, direction):.2f}" if timed[peer] else NONE for peer in self.close]
+        return " ".join([f"**{number(self.tflops(case, 'tilewise', direction))}**", *ratios])
+
+    def behind(self) -> str:
+        """In how many cells a peer is faster, and where it is most, as a clause."""
+        ratios = [
+            (self.over_best(case, direction), f"{title}, N {n}")
+            for title, direction, cases in self.rows()
+            for n, case in zip(LENGTHS, cases, strict=True)
+        ]
+        behind = sorted(row for row in ratios if row[0] < LEVEL)
+        worst = f", at worst at {behind[0][0]:.2f} × ({behind[0][1]})" if behind else ""
+        return f"of {len(ratios)} cells tilewise is behind the best of its peers in {len(behind)}{worst}"
+
+    def means(self, contestants: tuple[str, ...]) -> list[list[str]]:
+        """Geometric means over cuDNN, and over the best peer, by pass and head dim."""
+        rows = []
+        for direction in PASSES:
+            for title, dims in [*[(f"D {d}", (d,)) for d in DIMS], ("all 36 rows", DIMS)]:
+                cases = [square(d, n, mask) for d in dims for n in LENGTHS for mask in MASKS]
+                means = [geometric_mean(self.over_cudnn(who, case, direction) for case in cases) for who in contestants]
+                means.append(geometric_mean(self.over_best(case, direction) for case in cases))
+                rows.append([f"{direction}, {title}", *[f"{mean:.3f}" for mean in means]])
+        return rows
 
 
 def square(head_dim: int, seqlen: int, mask: str) -> str:
-    """The name of a case of the squares: 16,384 tokens, hidden size 2048."""
+    """The name of a case of the squares."""
     return f"h200-d{head_dim}-n{seqlen}-{mask}"
 
 
+H200 = Squares(
+    "H200", "h200-peers", ("6675e503dc34", "39e944c6cf71", "h200-squares"), ("fa2", "cudnn", "fa3", "fa4"), CLOSE
+)
+
+
 def squares() -> list[str]:
-    """Forward and backward beside cuDNN and three FlashAttentions, by head dim, mask and length."""
-    found, rows, ratios = load("h200-peers"), [], []
+    """Forward and backward beside cuDNN and three FlashAttentions, by head dim, mask and length; grouped queries below them."""
+    rows = [[title, *[H200.cell(case, direction) for case in cases]] for title, direction, cases in H200.rows()]
     for direction in PASSES:
-        for d in DIMS:
-            for mask in MASKS:
-                cells = []
-                for n in LENGTHS:
-                    case = square(d, n, mask)
-                    rate = number(tflops(case, "tilewise", direction))
-                    cells.append(" ".join([f"**{rate}**", *[f"{over(peer, case, direction):.2f}" for peer in CLOSE]]))
-                    ratios.append((over_best(case, direction), f"{direction}, D {d}, N {n}, {mask}"))
-                rows.append([f"{direction}, D {d}, {mask}", *cells])
-    behind = sorted(row for row in ratios if row[0] < LEVEL)
+        for mask in MASKS:
+            cases = [f"h200-gqa4-d128-n{n}-{mask}" for n in LENGTHS]
+            cells = [H200.cell(case, direction) for case in cases]
+            rows.append([f"{direction}, D 128, 16/4, {mask}", *cells])
     text = (
         "16,384 tokens, hidden size 2048. A cell of the first table has **TFLOP/s of tilewise**, and how many times as fast as cuDNN, FA3 "
-        f"and FA4 it is. Of {len(ratios)} cells tilewise is behind the best of these and FA2 in {len(behind)}, at worst "
-        f"at {behind[0][0]:.2f} × ({behind[0][1]}). {found.source(SQUARES[0])} "
-        "A row's contestants run in the same rounds; FA3's ratio to cuDNN is of an earlier run. The backward has since gained "
-        f"{' and '.join(f'{gained(d)} at D {d}' for d in DIMS[:2])}."
+        f"and FA4 it is. But for grouped heads, {H200.behind()}. {load(H200.file).source(H200.runs[0])} A row's contestants run in the "
+        "same rounds; FA3's ratio to cuDNN is of an earlier run."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
-    return section(
-        "Forward and backward on an H200", text, plot, table(["", *[f"N {n}" for n in LENGTHS]], rows), square_means()
+    who = ("fa2", "fa3", "fa4", "tilewise")
+    means = table(
+        ["geometric means over cuDNN", "FA2", "FA3", "FA4", "tilewise", "tilewise over its best peer"], H200.means(who)
     )
-
-
-def gained(head_dim: int) -> str:
-    """The per cent that the backward of a head dim has gained since the run of the squares."""
-    found = load("hopper-calls")
-    cases = [case for case, shape in found.cases(FASTER).items() if shape.get("head_dim") == head_dim]
-    speeds = [[found.value(FASTER, case, who, "backward", "rate") for who in ("before", "landed")] for case in cases]
-    gains = [100 * (landed / before - 1) for before, landed in speeds]
-    return f"{min(gains):.0f} to {max(gains):.0f} %"
-
-
-def share_with_slopes(direction: str) -> str:
-    """The pace of causal ALiBi, of causal attention without a score."""
-    found, who = load("hopper-calls"), ("plain", "alibi")
-    times = [[found.value(SLOPED, case, each, direction, "time") for each in who] for case in found.cases(SLOPED)]
-    shares = [plain / alibi for plain, alibi in (each for each in times if None not in each)]
-    return f"{min(shares):.2f} to {max(shares):.2f}"
-
-
-def square_means() -> list[str]:
-    """The table of geometric means over the squares."""
-    rows = []
-    for direction in PASSES:
-        for title, dims in [*[(f"D {d}", (d,)) for d in DIMS], ("all 36 rows", DIMS)]:
-            cases = [square(d, n, mask) for d in dims for n in LENGTHS for mask in MASKS]
-            contestants = ("fa2", "fa3", "fa4", "tilewise")
-            means = [geometric_mean(over_cudnn(who, case, direction) for case in cases) for who in contestants]
-            means.append(geometric_mean(over_best(case, direction) for case in cases))
-            rows.append([f"{direction}, {title}", *[f"{mean:.3f}" for mean in means]])
-    return table(["geometric means over cuDNN", "FA2", "FA3", "FA4", "tilewise", "tilewise over its best peer"], rows)
-
-
-def grouped() -> list[str]:
-    """Grouped queries, from the same runs as the squares."""
-    found, run, rows = load("h200-peers"), SQUARES[-1], []
-    for direction in PASSES:
-        for n in LENGTHS:
-            cases = [f"h200-gqa4-d128-n{n}-{mask}" for mask in MASKS]
-            rates = [
-                [found.value(run, case, who, direction, "rate") for case in cases]
-                for who in ("tilewise", "fa3", "cudnn")
-            ]
-            if None not in rates[0]:
-                rows.append([f"{direction}, N {n}", *map(pair, rates)])
-    text = f"16 query heads on 4 key heads, D 128, TFLOP/s, full / causal. {found.source(run)}"
-    return section("Grouped queries on an H200", text, table(["", "tilewise", "FA3", "cuDNN"], rows))
+    return section(
+        "Forward and backward on an H200", text, plot, table(["", *[f"N {n}" for n in LENGTHS]], rows), means
+    )
 
 
 def mask_rate(cases: Iterable[str], who: str, direction: str) -> float | None:
@@ -302,29 +302,11 @@ def masks() -> list[str]:
         f"TFLOP/s of kept pairs, forward / backward, in brackets as a packed call; a dash: it cannot. Another is faster than tilewise in "
         f"{behind['forward']} of {len(rows)} forwards and {behind['backward']} backwards. {found.source(MASKED[0])} Of an earlier "
         "run: cudnn.flex under windows (faster there), FlexAttention with scores, the peers' plans. Ours: "
-        f"`{found.runs[PLANS]['command']}`. Since then ALiBi has {' / '.join(map(share_with_slopes, PASSES))} of causal."
+        f"`{found.runs[PLANS]['command']}`."
     )
     header = ["mask and score", "tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
     header.append("plan, ms: tilewise / cudnn.flex / Flex")
     return section("Masks and scores on an H200", text, table(header, rows))
-
-
-def decoding() -> list[str]:
-    """One query over a dense cache."""
-    found, run, rows = load("h200-peers"), DECODING, []
-    who = ("hopper", "triton", "cudnn", "fa2")
-    for case, shape in found.cases(run).items():
-        cells = []
-        for name in who:
-            ms, rate = (found.value(run, case, name, "forward", metric) for metric in ("time", "bandwidth"))
-            parts = [f"{1e3 * ms:.1f} µs"] if ms else []
-            parts += [f"{rate / 1e3:.2f} TB/s"] if rate else []
-            cells.append(", ".join(parts) or NONE)
-        title = f"B {shape['batch']}, {shape['seqlen_k']:,} keys, D {shape['head_dim']}, {shape['heads_q']}/{shape['heads_k']}"
-        rows.append([title, *cells])
-    copy = max(found.runs[run]["limits"]["copy_gb_per_s"]) / 1e3
-    text = f"A copy runs at {copy:.2f} TB/s. {found.source(run)} {found.runs[run]['statistic']}"
-    return section("Decoding on an H200", text, table(["call", "tilewise", "its Triton", "cuDNN", "FA2"], rows))
 
 
 def single_precision() -> list[str]:
@@ -484,7 +466,7 @@ def training() -> list[str]:
 
 def page() -> str:
     """The whole of docs/performance.md."""
-    parts = (squares, grouped, masks, decoding, single_precision, cpu, host, training)
+    parts = (squares, masks, single_precision, cpu, host, training)
     return "\n".join(["# Performance", "", *wrapped(INTRO), *[line for part in parts for line in part()], ""])
 
 
@@ -493,8 +475,8 @@ def summary() -> str:
     speeds = []
     for direction in PASSES:
         cases = [square(d, n, mask) for d in DIMS for n in LENGTHS for mask in MASKS]
-        speeds.append([over_cudnn("tilewise", case, direction) for case in cases])
-        speeds.append([over_best(case, direction) for case in cases])
+        speeds.append([H200.over_cudnn("tilewise", case, direction) for case in cases])
+        speeds.append([H200.over_best(case, direction) for case in cases])
     forward, forward_best, backward, backward_best = (
         f"{geometric_mean(some):.2f} times ({min(some):.2f} to {max(some):.2f} by shape)" for some in speeds
     )

@@ -54,5 +54,7 @@ def test_means_and_numbers():
 
 def test_a_peer_is_behind_or_ahead_by_its_own_row():
     case = page.square(64, 512, "full")
-    best = max(page.over_cudnn(peer, case, "forward") for peer in page.PEERS)
-    assert page.over_best(case, "forward") == pytest.approx(page.over_cudnn("tilewise", case, "forward") / best)
+    best = max(page.H200.over_cudnn(peer, case, "forward") for peer in page.H200.peers)
+    assert page.H200.over_best(case, "forward") == pytest.approx(
+        page.H200.over_cudnn("tilewise", case, "forward") / best
+    )

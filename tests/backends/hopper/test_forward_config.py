@@ -11,6 +11,7 @@ import torch
 
 import tilewise as tw
 from tests.backends.contract import call, normal
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.config import ALIGNMENT, MAX_COLUMNS, PLAIN, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config
@@ -73,6 +74,21 @@ def test_packed_sequences_have_kernels_of_their_own(mask, score, h200):
     assert reasons(p) == []
     assert config.choose(p).packed
     assert config.choose(p) in shipped()
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
+@pytest.mark.parametrize("mask", [None, tw.causal()], ids=["full", "causal"])
+def test_packed_sequences_with_dropout_share_a_kernel_that_is_shipped(mask, d, h200):
+    q = normal(70, 4, d, dtype=torch.bfloat16)
+    options = {"cu_seqlens_q": torch.tensor([0, 30, 70]), "dropout_p": 0.1, "dropout_seed": 1}
+    p = call(q, q, q, mask=mask, **options).p
+    assert Hopper().refused(p) == []
+    assert config.choose(p) in shipped()
+    assert (config.choose(p).form, config.choose(p).dropout) == ("upper", True)
+    (reason,) = Hopper().refused(call(q, q, q, mask=tw.window(9, 0), **options).p)
+    assert "begin after the first key" in reason
+    (reason,) = Hopper().refused(call(q, q, q, mask=mask, deterministic=True, **options).p)
+    assert "deterministic" in reason
 
 
 @pytest.mark.parametrize("d", [8, 64, 96, 128])

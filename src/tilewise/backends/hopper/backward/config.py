@@ -320,6 +320,7 @@ def shipped() -> list[Backward]:
     found = [(passes, form, softcap, packed, PLAIN, False) for passes, form, softcap, packed in found]
     for row in (row for row in rows if row.dropout):
         found += [(Passes(row.summed(form, False, True)), form, False, False, PLAIN, True) for form in DROPPED]
+        found += [(Passes(row.summed("upper", True, True)), "upper", False, True, PLAIN, True)]
     found = [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
     sloped = [row.summed("upper", False) for row in rows if row.alibi]
     return found + [Backward(keys, None, dtype, "upper", alibi=True) for keys in sloped for dtype in DTYPES.values()]
@@ -338,6 +339,8 @@ def reasons(p: Problem) -> list[str]:
     """Every reason why these kernels cannot run the backward of a problem whose forward they can. Another backend then runs both."""
     if p.spec.lookups:
         return ["a tensor that a score reads wants a gradient: its backward has gradients of q, k, v and sink alone"]
+    if p.packed and p.spec.dropout_p and p.spec.deterministic:
+        return ["packed sequences with dropout and deterministic=True"]
     if chosen_row(p) is None:
         return [f"its backward has no tiles for head dims {p.head_dim} and {p.head_dim_v}"]
     return []
@@ -406,4 +409,4 @@ def form_of(p: Problem) -> str:
     """The form of FORMS by which a kernel learns the keys of a row. A band keeps the form that the mask has before its ends are cut
     to the keys that are seen."""
     form, band = keys_of(p)[0], band_of(p)
-    return form if band is None or form in ("rows", "lists") else band.form
+    return form if band is None or p.packed or form in ("rows", "lists") else band.form

@@ -101,8 +101,8 @@ class BackwardPlan(Plan):
             scale2 = LOG2_E
         elif cap is not None:
             scale2, cap2 = LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
-        more = (band.start, band.stop) if problem.packed else ()
-        more += () if self.config.traced == PLAIN else self.expressions.numbers
+        more = () if self.config.traced == PLAIN else self.expressions.numbers
+        more += (band.start, band.stop) if problem.packed else ()
         drop = (threshold(problem.spec.dropout_p), keep_scale(problem.spec.dropout_p)) if self.config.dropout else ()
         return lo, hi, *launched, problem.softmax_scale, scale2, cap2, *drop, *more
 
@@ -116,8 +116,6 @@ class BackwardPlan(Plan):
     def extra(self, inputs: Inputs) -> list[Tensor]:
         """The arguments of :func:`tilewise.backends.hopper.backward.launch.optional_params`: those of each pass, then those of both."""
         config, found = self.config, []
-        if config.packed:
-            return found
         passes = (masks.column_ends, config.keys, True), (masks.row_ends, config.queries, False)
         for names, (ends, tiles, by_columns) in zip(config.extra, passes, strict=True):
             found += self.of_mask(inputs, ends) if "lo" in names else ()
@@ -180,7 +178,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
             x[:, keys.stop :].zero_()
         k, v, dk, dv = (x[:, keys] for x in (k, v, dk, dv))
     lse2, delta = plan.statistics(inputs, lse)
-    given = q, k, v, o, do, lse, dlse, *plan.starts(inputs), *plan.extra(inputs)
+    given = q, k, v, o, do, lse, dlse, *plan.extra(inputs), *plan.starts(inputs)
     made = dq, dk, dv, lse2, delta, *([lse.new_empty(plan.sums_shape)] if plan.sums_shape else ())
     made += (lse.new_empty(plan.semaphores_shape, dtype=torch.int32),) if plan.semaphores_shape else ()
     made += (lse.new_empty(1, dtype=torch.int32),) if plan.config.makes_queue else ()

@@ -1,4 +1,4 @@
-# make demo · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make hub
+# make demo · make check · make test · make kernels · make kernels-hopper · make kernels-hopper-sample · make lint · make docs · make pages · make gpu-test · make bench · make bench-cpu · make wheel · make hub
 # make TORCH=installed …   uses the torch (and triton) that the machine's python3 already has; without a network, all that it has.
 SHELL  := /bin/bash
 PYTHON ?= python3
@@ -14,13 +14,13 @@ ifeq ($(TORCH),installed)
 else
   CONSTRAINTS := --constraint constraints.txt
 endif
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --config-settings=wheel.cmake=false
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --config-settings=wheel.cmake=false
 CMAKE   = PATH="$(BIN):$$PATH" cmake
 
 LIBRARY := src/tilewise/backends/cpu/libtilewise_cpu.so
 EMULATED := build/native/libtilewise_cpu_emulated.so
 
-.PHONY: demo test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel hub clean setup
+.PHONY: demo check test kernels kernels-hopper kernels-hopper-sample lint format docs pages gpu-test bench bench-cpu asan tsan valgrind wheel hub clean setup
 setup: $(VENV)/ready-$(TORCH) $(LIBRARY)
 
 $(VENV)/ready-$(TORCH): pyproject.toml constraints.txt
@@ -63,6 +63,12 @@ demo: setup
 test: lint $(EMULATED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
+# Before a commit: style and types; what tests hold of sizes, imports and language; documents.
+CHECKED := $(addprefix tests/test_,$(addsuffix .py,size_budget imports language docs decisions doors support words))
+
+check: lint
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(CHECKED)
+
 lint: setup
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/mypy --no-error-summary
 
@@ -81,7 +87,7 @@ $(VENV)/ready-kernels-$(TORCH): $(VENV)/ready-$(TORCH)
 	@touch $@
 
 # Hopper's kernels, compiled for sm_90a on any Linux machine with x86-64 and g++, checked, held to the bits that a GPU has proven,
-# and their figures written down: some 4 s of CPU for each of more than 400, which are kept until a source changes. `python -m
+# and their figures written down: some 4 s of CPU for each of 500, which are kept until a source changes. `python -m
 # tests.backends.hopper.sweep` runs them all on an emulated machine: what to do before they meet a GPU.
 COMPILE_HOPPER = $(BIN)/python -m tilewise.backends.hopper.kit.layout && \
   OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup tests/backends/hopper/test_hostcode.py && \

@@ -125,7 +125,15 @@ def environment(machine: str) -> Mapping[str, str]:
 
 
 def audited(wheel: Path, machine: str) -> Path:
-    """The wheel with the tag that auditwheel gives it; what it says is printed."""
+    """The wheel with the tag that auditwheel gives it; what it says is printed.
+
+    Raises:
+        RuntimeError: it has no libraries, since a compiler failed, or auditwheel refuses it.
+    """
+    if wheel.name.endswith("-any.whl"):
+        raise RuntimeError(
+            f"{wheel.name} has no native libraries: a compiler failed, and `pip wheel -v --no-deps .` shows its message"
+        )
     auditwheel = [sys.executable, "-m", "auditwheel"]
     said = _run([*auditwheel, "show", wheel], wheel.parent)
     print(" ".join(said.split("The wheel references")[0].split()), flush=True)

@@ -57,3 +57,13 @@ def test_a_measured_row_says_what_the_results_hold(row):
     assert all(x > y for x, y in zip(fast, slow, strict=True))
     shown = "{:.0f} / {:.0f} TFLOP/s forward / backward, not {:.0f} / {:.0f}"
     assert row.rates == shown.format(*fast, *slow)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_explain_tells_the_threads_that_pytorch_has_now(threads):
+    before, q = torch.get_num_threads(), torch.zeros(1, 4, 1, 8)
+    try:
+        torch.set_num_threads(threads)
+        assert f", {threads} threads\n" in str(tw.explain(q, q, q))
+    finally:
+        torch.set_num_threads(before)

@@ -83,6 +83,22 @@ def test_without_queries_keys_get_zero_gradients(options):
     assert torch.equal(got["dv"], torch.zeros_like(v))
 
 
+@pytest.mark.parametrize("options", ["plain", "causal", "keep"])
+def test_a_cache_may_have_no_queries_or_no_sequences(options):
+    pages, table = normal(4, 5, 2, 16), torch.arange(4, dtype=torch.int32).view(2, 2)
+    lengths, made = torch.tensor([3, 7], dtype=torch.int32), OPTIONS[options](1, 7)
+    both, none = tw.paged(pages, pages, table, lengths), tw.paged(pages, pages, table[:0], lengths[:0])
+    nowhere = torch.zeros(1, dtype=torch.int32)
+    assert tw.attention_paged(normal(2, 0, 4, 16), both, **made).shape == (2, 0, 4, 16)
+    assert tw.attention_paged(normal(0, 4, 16), both, nowhere.expand(3), **made).shape == (0, 4, 16)
+    assert tw.attention_paged(normal(0, 1, 4, 16), none, **made).shape == (0, 1, 4, 16)
+    o, lse = tw.attention_paged_with_lse(normal(6, 4, 16), none, nowhere, **made)
+    assert torch.equal(o, torch.zeros(6, 4, 16))
+    assert torch.equal(lse, torch.full((4, 6), -math.inf))
+    roomless = tw.paged(pages, pages, table[:, :0], lengths * 0)
+    assert torch.equal(tw.attention_paged(normal(2, 4, 16), roomless, nowhere.new_tensor([0, 1, 2]), **made), o[:2])
+
+
 def packed(nq: int, nk: int, **sizes) -> tuple[Tensor, ...]:
     return tuple(x.flatten(0, 1) for x in qkv(batch=1, nq=nq, nk=nk, **sizes))
 

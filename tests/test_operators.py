@@ -123,13 +123,13 @@ def test_compile_without_graph_breaks_gives_the_same_gradients(backend):
         torch.testing.assert_close(x, y)
 
 
-def test_compile_takes_a_traced_function_with_lookup_and_dynamic_lengths():
+def test_compile_takes_a_traced_function_with_lookups_and_dynamic_lengths():
     torch._dynamo.reset()
     slopes = normal(4).requires_grad_()
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def forward(q, k, v):
-        score = tw.score(lambda s, b, h, i, j: s + tw.lookup(slopes, h) * (i - j))
+        score = tw.score(lambda s, b, h, i, j: s + (tw.lookup(slopes, h) + slopes[h]) / 2 * (i - j))
         return tw.attention(q, k, v, causal=True, score=score)
 
     for n in (17, 40, 33):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from functools import partial
 
@@ -29,8 +30,47 @@ def test_every_public_function_says_what_the_word_of_another_library_is_here(fun
     arguments = qkv()[:1] if "cache" in getattr(function, "keywords", {}) else qkv()
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'is_causal'; write causal=True"):
         function(*arguments, is_causal=True)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'casual'$"):
-        function(*arguments, casual=True)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'nonsense'$"):
+        function(*arguments, nonsense=True)
+
+
+@pytest.mark.parametrize("name", ["block_table", "k_scale", "piece", "seqlens_k"])
+def test_explain_takes_the_tensors_of_a_cache_from_a_cache_alone(name):
+    with pytest.raises(TypeError, match=rf"explain\(\) got an unexpected keyword argument '{name}'"):
+        tw.explain(*qkv(), **{name: torch.ones(())})
+
+
+def test_a_misspelt_keyword_is_told_the_one_that_it_resembles():
+    assert set(words.KEYWORDS) == set(tw.attention.__kwdefaults__)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'casual'; did you mean 'causal'\?"):
+        tw.attention(*qkv(), casual=True)
+
+
+@pytest.mark.parametrize("word", [*words.MASKS, *words.SCORES])
+def test_a_mask_or_a_score_that_is_given_as_a_keyword_is_told_its_argument(word):
+    assert hasattr(tw, word)
+    with pytest.raises(TypeError, match=rf"'{word}'; write (mask|score)=tw\.{word}\("):
+        tw.attention(*qkv(), **{word: 3})
+
+
+@pytest.mark.parametrize("name", words.NAMES)
+def test_a_name_of_another_library_is_told_what_is_here_instead(name):
+    hint = str(words.missing(name, ())).partition("; ")[2]
+    assert set(re.findall(r"tw\.(\w+)", hint)) <= set(tw.__all__)
+    imported = re.match(r"from (?P<module>\S+) import (?P<function>\w+)$", hint)
+    if imported:
+        assert callable(getattr(importlib.import_module(imported["module"]), imported["function"]))
+    assert imported or "tw." in hint or "tilewise.compat." in hint
+
+
+def test_a_name_that_is_not_here_says_so_and_which_one_it_resembles():
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'flash_attn_func'; from tilewise\.compat\.flash_attn import"
+    ):
+        tw.flash_attn_func  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'atention'; did you mean 'attention'\?"):
+        tw.atention  # noqa: B018
+    assert not hasattr(tw, "__nonsense__")
 
 
 @pytest.mark.parametrize("word", words.HERE)
@@ -52,6 +92,10 @@ WRONG = {
         lambda: tw.key_lengths(torch.ones(2, 4, dtype=torch.bool)),
         "mask of kept keys are mask.sum(-1)",
     ),
+    "masks-are-added": (lambda: tw.causal() + tw.window(3), "masks are combined with & (kept by both) and |"),
+    "mask-inverted": (lambda: ~tw.causal(), "write the pairs that are kept: tw.keep("),
+    "scores-are-added": (lambda: tw.softcap(3.0) + tw.bias(torch.zeros(2, 2)), "scores are composed with >>"),
+    "scores-intersect": (lambda: tw.softcap(3.0) & tw.softcap(4.0), "scores are composed with >>"),
     "window-of-flash-attn": (
         lambda: flash_attn_func(*qkv(), window_size=128),
         "window_size must be (left, right), -1 unbounded, got 128",

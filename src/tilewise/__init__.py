@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tilewise import words
 from tilewise.api import (
     AttentionStats,
     attention,
@@ -43,9 +44,13 @@ if TYPE_CHECKING:
 else:  # a type checker would take any name for one of the package's
 
     def __getattr__(name: str) -> object:
-        """``parallel`` and ``context_parallel``, which are loaded when they are first named: a call on one device needs neither."""
+        """``parallel`` and ``context_parallel``, which are loaded when they are first named: a call on one device needs neither.
+
+        Raises:
+            AttributeError: for any other name, with where it is, or what says the same here.
+        """
         if name not in ("parallel", "context_parallel"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise words.missing(name, __all__)
         import tilewise.parallel
 
         globals()["context_parallel"] = tilewise.parallel.context_parallel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Never, Protocol, TypedDict, Unpack, overload
 
 import torch
@@ -16,8 +16,6 @@ from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
 from tilewise.spec import Options, assemble, plain_text
 from tilewise.tiles import Grid
-
-_KEYWORDS = tuple(f.name for f in fields(Options))
 
 
 class Keywords(TypedDict, total=False):
@@ -476,7 +474,7 @@ def explain(
         options: the keywords of :func:`attention`. ``cu_seqlens_*`` for a packed call, ``max_logit`` for
             :func:`attention_with_stats`.
     """
-    unknown = [name for name in options if name not in _KEYWORDS]
+    unknown = [name for name in options if name not in Keywords.__annotations__]
     if unknown:
         raise words.refused("explain", unknown)
     o = Options(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_logit=max_logit, **options)

@@ -21,18 +21,23 @@ class Device:
     capability: tuple[int, int] = (0, 0)
 
 
-@lru_cache(maxsize=64)
 def of(device: torch.device) -> Device:
-    """The facts of a torch device."""
+    """The facts of a torch device; of a CPU with as many cores as PyTorch may use now."""
     if device.type == "cuda":
-        p = torch.cuda.get_device_properties(device)
-        shared = getattr(p, "shared_memory_per_block_optin", 0)
-        return Device(p.name, "cuda", p.multi_processor_count, shared, p.total_memory, (p.major, p.minor))
+        return _gpu(device)
     if device.type == "cpu":
         return Device(_cpu_name(), "cpu", torch.get_num_threads())
     return Device(device.type, device.type, 1)
 
 
+@lru_cache(maxsize=64)
+def _gpu(device: torch.device) -> Device:
+    p = torch.cuda.get_device_properties(device)
+    shared = getattr(p, "shared_memory_per_block_optin", 0)
+    return Device(p.name, "cuda", p.multi_processor_count, shared, p.total_memory, (p.major, p.minor))
+
+
+@lru_cache(maxsize=1)
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:

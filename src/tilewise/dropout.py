@@ -62,9 +62,8 @@ def keep(seed: Tensor, p: float, head: Tensor, rows: tuple[int, int], columns: t
     """
     i0, j0 = rows[0] // 16, columns[0] // 16
     tiles_i, tiles_j = -(-rows[1] // 16) - i0, -(-columns[1] // 16) - j0
-    calls = lambda start, count: torch.arange(start, start + count, device=head.device)  # noqa: E731
-    c1 = calls(8 * i0, 8 * tiles_i).view(-1, 1)  # 8 * (i // 16) + i % 8
-    c0 = calls(4 * j0, 4 * tiles_j).view(1, -1)  # 4 * (j // 16) + (j // 2) % 4
+    c1 = torch.arange(8 * i0, 8 * (i0 + tiles_i), device=head.device).view(-1, 1)  # 8 * (i // 16) + i % 8
+    c0 = torch.arange(4 * j0, 4 * (j0 + tiles_j), device=head.device).view(1, -1)  # 4 * (j // 16) + (j // 2) % 4
     c2 = head.unsqueeze(-1).unsqueeze(-1)
     words = torch.stack(torch.broadcast_tensors(*philox((c0, c1, c2, torch.zeros_like(c2)), seed.view(()))))
     halves = torch.stack([words & 0xFFFF, words >> 16])

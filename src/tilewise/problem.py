@@ -144,6 +144,11 @@ class Problem:
         return self.extras[self.spec.cu_slots[0]].shape[0] - 1 if self.packed else self.q.shape[0]
 
     @property
+    def batch_dim(self) -> int:
+        """The size of the batch dimension: packed sequences have none, and count as one element."""
+        return 1 if self.packed else self.batch
+
+    @property
     def seqlen_q(self) -> int:
         return self.q.shape[-3]
 
@@ -185,8 +190,7 @@ class Problem:
     def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of o and lse; the one place that decides them."""
         *lengths, heads, _ = self.q.shape
-        *batch, seqlen = lengths
-        return (*lengths, heads, self.head_dim_v), (*batch, heads, seqlen)
+        return (*lengths, heads, self.head_dim_v), (*lengths[:-1], heads, lengths[-1])
 
     @property
     def starts(self) -> tuple[int, int]:
@@ -202,8 +206,7 @@ class Problem:
 
     @property
     def softmax_scale(self) -> float:
-        scale = self.spec.softmax_scale
-        return 1 / math.sqrt(max(self.head_dim, 1)) if scale is None else scale
+        return 1 / math.sqrt(max(self.head_dim, 1)) if self.spec.softmax_scale is None else self.spec.softmax_scale
 
     @cached_property
     def key(self) -> Key:

@@ -137,9 +137,9 @@ class _Attention:
         self.p, self.t, self.part, self.dtype = p, t, part, dtype
         self.arithmetic, self.matmul = arithmetic, arithmetic.matmul
         self.textbook = not arithmetic.order
-        heads = lambda x, rows: (x[None, rows] if p.packed else x).transpose(1, 2).to(dtype)  # noqa: E731
-        self.q = heads(t.q, part.rows)
-        k, v = (heads(x, part.keys).repeat_interleave(p.group, 1) for x in (t.k, t.v))
+        parts = ((t.q, part.rows), (t.k, part.keys), (t.v, part.keys))
+        self.q, k, v = ((x[None, rows] if p.packed else x).transpose(1, 2).to(dtype) for x, rows in parts)
+        k, v = (x.repeat_interleave(p.group, 1) for x in (k, v))
         self.kept, self.env = part.kept, part.env
         self.k, self.v = k.where(part.seen, 0), v.where(part.seen, 0)
         scale = p.softmax_scale

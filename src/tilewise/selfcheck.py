@@ -22,14 +22,16 @@ _SHAPE = (2, 193, 4, 2, 64)  # batch, seqlen, heads_q, heads_k, head_dim
 def _features(device: torch.device) -> dict[str, Callable[[], dict]]:
     """Name -> keywords; leaves want gradients."""
     seqlen, heads = _SHAPE[1:3]
-    new = lambda *shape: torch.randn(shape, device=device).requires_grad_()  # noqa: E731
-    every_third = lambda b, h, i, j: (i + j) % 3 != 0  # noqa: E731
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).requires_grad_()
+
     return {
         "full": dict,
         "causal": lambda: {"causal": True},
         "window": lambda: {"mask": window(left=40, right=0)},
         "padding": lambda: {"mask": key_lengths(torch.tensor([seqlen, seqlen // 3], device=device))},
-        "keep": lambda: {"mask": keep(every_third)},
+        "keep": lambda: {"mask": keep(lambda b, h, i, j: (i + j) % 3 != 0)},
         "softcap": lambda: {"causal": True, "score": softcap(5.0)},
         "alibi": lambda: {"causal": True, "score": alibi(new(heads))},
         "bias": lambda: {"score": bias(new(1, heads, seqlen, seqlen))},
@@ -129,8 +131,9 @@ def _rows(
 
 def _feature_rows(device: torch.device, dtype: torch.dtype, feature: str, options: dict) -> Iterator[Row]:
     batch, seqlen, heads_q, heads_k, head_dim = _SHAPE
-    new = lambda heads: torch.randn(batch, seqlen, heads, head_dim, device=device).to(dtype)  # noqa: E731
-    q, k, v, do = new(heads_q).requires_grad_(), new(heads_k), new(heads_k), new(heads_q)
+    heads = (heads_q, heads_k, heads_k, heads_q)
+    q, k, v, do = (torch.randn(batch, seqlen, n, head_dim, device=device).to(dtype) for n in heads)
+    q.requires_grad_()
     dlse = torch.randn(batch, heads_q, seqlen, device=device)
     extras, seed, text = assemble(q, k, v, Options(**options))
     q, extras = q.detach(), [x.detach() for x in extras]

@@ -138,11 +138,15 @@ def _ints(values: Sequence[int]) -> str:
     return ",".join([str(v) for v in values])
 
 
+def _numbers(line: str) -> tuple[int, ...]:
+    """The numbers of :func:`_ints`."""
+    return tuple(int(x) for x in line.split(",")) if line else ()
+
+
 @lru_cache(maxsize=4096)
 def parse_spec(text: str) -> Spec:
     """The record of :meth:`Spec.text`."""
     m, s, scale, p, flags, grad, sink, cu, m_slots, s_slots, piece, pages, scales, mapped, backend = text.split(";", 14)
-    ints = lambda line: tuple(int(x) for x in line.split(",")) if line else ()  # noqa: E731
     return Spec(
         mask_text=m,
         score_text=s,
@@ -151,16 +155,18 @@ def parse_spec(text: str) -> Spec:
         deterministic="d" in flags,
         needs_grad="g" in flags,
         max_logit="m" in flags,
-        grad_slots=ints(grad),
+        grad_slots=_numbers(grad),
         sink_slot=int(sink) if sink else None,
-        cu_slots=ints(cu),
-        mask_slots=ints(m_slots),
-        score_slots=ints(s_slots),
+        cu_slots=_numbers(cu),
+        mask_slots=_numbers(m_slots),
+        score_slots=_numbers(s_slots),
         backend=backend[1:] if backend else None,
-        piece=Piece(*ints(piece)) if piece else None,
-        page_slots=ints(pages),
-        scale_slots=ints(scales),
-        mapped=tuple(Mapped(batch, tuple(slots)) for batch, *slots in map(ints, mapped.split("/"))) if mapped else (),
+        piece=Piece(*_numbers(piece)) if piece else None,
+        page_slots=_numbers(pages),
+        scale_slots=_numbers(scales),
+        mapped=tuple(Mapped(batch, tuple(slots)) for batch, *slots in map(_numbers, mapped.split("/")))
+        if mapped
+        else (),
     )
 
 

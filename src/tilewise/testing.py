@@ -3,7 +3,7 @@
     c = call(q, k, v, causal=True)
     assert not wrong(Portable(), c)
 
-Nothing that users need; nothing else in the package imports it.
+Nothing that users need; of the package only the command ``tilewise tune``, which judges candidates, imports it.
 """
 
 from __future__ import annotations
@@ -139,12 +139,13 @@ HIDING = {
 def poisoned() -> Iterator[None]:
     """A context in which torch.empty gives NaN, so that what is not written shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.use_deterministic_algorithms(before[0], warn_only=warned)
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 

@@ -214,9 +214,9 @@ def _interval_status(grid: Grid, tile_m: int, tile_n: int, by_columns: bool) -> 
     (lo_min, hi_min), (lo_max, hi_max) = interval(start), interval(stop - 1)
     tile_start = torch.arange(0, cross, cross_tile, device=device)
     tile_stop = (tile_start + cross_tile).clamp(max=cross)
-    column = lambda t: t.unsqueeze(-1)  # noqa: E731
-    visited = (tile_start < column(hi_max)) & (tile_stop > column(lo_min))
-    whole = (tile_start >= column(lo_max)) & (tile_stop <= column(hi_min))
+    lo_min, hi_min, lo_max, hi_max = (end.unsqueeze(-1) for end in (lo_min, hi_min, lo_max, hi_max))
+    visited = (tile_start < hi_max) & (tile_stop > lo_min)
+    whole = (tile_start >= lo_max) & (tile_stop <= hi_min)
     status = visited.to(torch.uint8) + (visited & whole).to(torch.uint8)
     return status.mT if by_columns else status
 
@@ -332,7 +332,10 @@ def _seen_by(true: Tensor, interval: tuple[Tensor, Tensor], step_m: int, step_n:
 def _block_status(true: Tensor, rows: int, columns: int) -> Tensor:
     """Status of blocks of ``rows x columns`` of a bool tensor; the last blocks may be smaller."""
     pad = (0, -true.shape[-1] % columns, 0, -true.shape[-2] % rows)
-    blocks = lambda t: t.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # noqa: E731
+
+    def blocks(t: Tensor) -> Tensor:
+        return t.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+
     some = blocks(torch.nn.functional.pad(true, pad, value=False)).any(-1).any(-2)
     every = blocks(torch.nn.functional.pad(true, pad, value=True)).all(-1).all(-2)
     return some.to(torch.uint8) + (some & every).to(torch.uint8)
@@ -355,8 +358,11 @@ def _coarsen(status: Tensor, block: int, lengths: tuple[int, int], tiles: tuple[
 
     def count(chosen: Tensor) -> Tensor:
         total = torch.nn.functional.pad(chosen.int().cumsum(-1).cumsum(-2), (1, 0, 1, 0))
-        at = lambda r, c: total[..., r.view(-1, 1), c.view(1, -1)]  # noqa: E731
-        return at(r1, c1) - at(r0, c1) - at(r1, c0) + at(r0, c0)
+
+        def above(r: Tensor, c: Tensor) -> Tensor:
+            return total[..., r.view(-1, 1), c.view(1, -1)]
+
+        return above(r1, c1) - above(r0, c1) - above(r1, c0) + above(r0, c0)
 
     some, every = count(status != EMPTY) > 0, count(status != FULL) == 0
     return some.to(torch.uint8) + (some & every).to(torch.uint8)

@@ -1,21 +1,28 @@
-"""The keywords of other attention libraries, and what says the same here: for the errors of the public functions."""
+"""The words of other attention libraries, keywords and functions, and what says the same here: for the errors of the public face."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 _NO_LENGTH = "leave it out: no maximum length is needed"
 _WITH_LSE = "call tw.attention_with_lse"
+_PAGED = "call tw.attention_paged(q, tw.paged(k_pages, v_pages, block_table, seqlens_k))"
+_CHOSEN = "leave it out: tiles and splits are chosen for the call, and tw.explain says which"
 _SINK, _SCALE, _DROPOUT = "write sink=", "write softmax_scale=", "write dropout_p="
 HERE = {
     # PyTorch's SDPA, nn.MultiheadAttention and FlexAttention
     "is_causal": "write causal=True, which aligns the last query with the last key (SDPA the first ones: tilewise.compat.sdpa)",
     "attn_mask": "write mask= for a bool tensor (True = kept), score= for one that is added",
     "scale": _SCALE,
+    "sm_scale": _SCALE,
     "enable_gqa": "leave it out: q may have a multiple of the heads of k and v",
     "score_mod": "write score=, with the same function",
     "mask_mod": "write mask=, with the same function",
     "block_mask": "write mask=, with the function (mask_mod) that it was made of",
+    "kernel_options": _CHOSEN,
+    "return_aux": _WITH_LSE,
+    "need_weights": "leave it out: the probabilities are in tilewise.reference.attention",
     "key_padding_mask": "write mask=tw.key_lengths(lengths), or mask=kept[:, None, None, :] of a bool tensor (True = kept)",
     # flash-attn
     "window_size": "write mask=tw.window(left, right), with None where flash-attn has -1",
@@ -30,7 +37,9 @@ HERE = {
     "cu_seqlens_q": "call tw.attention_varlen",
     "cu_seqlens_k": "call tw.attention_varlen",
     "cu_seqlens": "call tw.attention_varlen(q, k, v, cu_seqlens)",
-    "block_table": "call tw.attention_paged(q, tw.paged(k_pages, v_pages, block_table, seqlens_k))",
+    "block_table": _PAGED,
+    "page_table": _PAGED,
+    "num_splits": _CHOSEN,
     "cache_seqlens": "call tw.attention_paged(q, tw.dense_cache(k, v, seqlens_k))",
     "learnable_sink": _SINK,
     # xformers and Transformers
@@ -44,11 +53,58 @@ HERE = {
     "sinks": _SINK,
 }
 """What to do instead, by the other libraries' keyword."""
+KEYWORDS = (
+    "causal", "mask", "score", "softmax_scale", "sink", "dropout_p", "dropout_seed", "deterministic", "backend", "parallel",
+)  # fmt: skip
+"""The keywords of ``attention``, which a misspelt one may resemble."""
+MASKS = ("window", "prefix", "key_range", "key_lengths", "documents", "keep", "dense", "block_sparse")
+SCORES = ("alibi", "bias")
+"""The functions that make a mask or a score, which someone may take for keywords."""
+_FLASH_ATTN = "from tilewise.compat.flash_attn import {0}"
+_SDPA = "from tilewise.compat.sdpa import {0}"
+_MASK_MOD = "pass the mask_mod itself: tw.attention(q, k, v, mask=mask_mod)"
+NAMES = {
+    "flash_attn_func": _FLASH_ATTN,
+    "flash_attn_varlen_func": _FLASH_ATTN,
+    "flash_attn_qkvpacked_func": _FLASH_ATTN,
+    "flash_attn_kvpacked_func": _FLASH_ATTN,
+    "flash_attn_with_kvcache": _FLASH_ATTN,
+    "install_as_flash_attn": _FLASH_ATTN,
+    "scaled_dot_product_attention": _SDPA,
+    "sdpa": "from tilewise.compat.sdpa import scaled_dot_product_attention",
+    "patch": _SDPA,
+    "flex_attention": "write tw.attention(q, k, v, mask=mask_mod, score=score_mod), with heads behind seqlen",
+    "create_block_mask": _MASK_MOD,
+    "sliding_window": "write tw.causal() & tw.window(left=sliding_window - 1)",
+    "prefix_lm": "write tw.prefix(length)",
+    "memory_efficient_attention": "from tilewise.compat.xformers import {0}",
+    "register": "import tilewise.compat.transformers, which has register()",
+    "compat": "import what is needed of it: tilewise.compat.flash_attn, .sdpa, .transformers, .xformers or .layouts",
+}
+"""Where to find it, or what to write, by the name that someone looks for in ``tilewise``."""
 
 
 def refused(function: str, names: Iterable[str]) -> TypeError:
     """The error of keywords that a public function does not have, with what says the same here."""
-    found = [(name, f"; {HERE[name]}" if name in HERE else "") for name in names]
     return TypeError(
-        "\n  ".join(f"{function}() got an unexpected keyword argument {name!r}{hint}" for name, hint in found)
+        "\n  ".join(f"{function}() got an unexpected keyword argument {name!r}{_instead(name)}" for name in names)
     )
+
+
+def _instead(name: str) -> str:
+    """The words after a refused keyword: what says the same here, the argument of a mask or a score, or a keyword that it resembles."""
+    if name in HERE:
+        return f"; {HERE[name]}"
+    argument = "mask" if name in MASKS else "score" if name in SCORES else ""
+    return f"; write {argument}=tw.{name}(...)" if argument else _resembles(name, KEYWORDS)
+
+
+def missing(name: str, known: Sequence[str]) -> AttributeError:
+    """The error of a name that ``tilewise`` does not have, with where it is or what says the same here."""
+    hint = f"; {NAMES[name].format(name)}" if name in NAMES else _resembles(name, known)
+    return AttributeError(f"module 'tilewise' has no attribute {name!r}{hint}")
+
+
+def _resembles(name: str, known: Sequence[str]) -> str:
+    near = [] if name.startswith("_") else get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -119,6 +119,7 @@ CASES = {
         options=lambda: {"causal": True, "score": tw.softcap(2.0) >> tw.alibi(normal(2, 4, seed=4))},
     ),
     "tree": Case(8, (30, 4, 17), rows=4, options=lambda: {"mask": tw.keep(tree)}),
+    "keep-behind-an-empty-sequence": Case(4, (0, 9, 6), options=lambda: {"mask": lambda b, h, i, j: j % 3 != 1}),
     "key-range": Case(8, (30, 14), rows=2, options=lambda: {"mask": tw.key_range(torch.tensor([2, 9]), 20)}),
     "packed": Case(16, (20, 33, 0, 5), rows=(3, 0, 2, 7), options=lambda: {"causal": True, "sink": normal(4, seed=3)}),
     "packed-bias-by-key": Case(

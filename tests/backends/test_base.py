@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.backends.base import PerTensors
+from tilewise.backends.base import PerProblem, PerTensors
 
 
 def test_what_was_made_of_tensors_is_made_again_when_one_changes_or_is_another():
@@ -42,3 +42,12 @@ def test_what_was_made_of_no_tensors_is_not_kept_without_end(monkeypatch):
     for seqlen in range(100):
         assert made.of(seqlen, [], lambda n=seqlen: n) == seqlen
     assert len(made._found) <= 8
+
+
+def test_what_was_decided_for_a_problem_is_decided_once_and_no_more_than_the_limit_are_kept():
+    decided, problems = [], [object() for _ in range(20)]
+    memory = PerProblem(lambda p: decided.append(p) or len(decided), limit=8)
+    assert [memory.of(p) for p in problems[:8] for _ in range(2)] == [n for n in range(1, 9) for _ in range(2)]
+    for p in problems:
+        assert decided[memory.of(p) - 1] is p
+        assert len(memory._found) <= 8

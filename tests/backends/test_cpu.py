@@ -13,6 +13,7 @@ from tests.backends.contract import Call, Contract, agree, call, normal, of_case
 from tests.backends.paged import CASES, PagedContract, random_case
 from tests.backends.paged import run as paged_run
 from tests.fuzz import FACTOR
+from tests.test_tiles import assert_sound, true_status
 from tilewise import dropout
 from tilewise.backends import base
 from tilewise.backends.cpu import Cpu, library
@@ -21,6 +22,7 @@ from tilewise.backends.cpu.config import SPLIT_KEYS, Config
 from tilewise.backends.cpu.program import compile_spec
 from tilewise.expr import symbol
 from tilewise.piece import Piece
+from tilewise.tiles import Grid
 
 
 def need_isa(name: str) -> None:
@@ -139,6 +141,15 @@ def test_tiles_that_nothing_fills_agree(d, dv, nq, nk):
     """Depths, rows and columns past the last whole tile register; depths of more than one strip."""
     q, k, v = qkv(batch=1, nq=nq, nk=nk, d=d, dv=dv, dtype=torch.bfloat16)
     agree(TestEmulatedAmx.backend, call(q, k, v, causal=True))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("heads", "nq", "d", "dv"), [(8, 1, 64, 64), (3, 5, 96, 33), (2, 2, 33, 130)], ids=str)
+def test_few_rows_in_tile_registers_agree(heads, nq, d, dv):
+    """Keys as they lie and copied, columns past the last whole tile, ends inside a step, poisoned padding."""
+    q, k, v = qkv(batch=1, nq=nq, nk=203, hq=heads, hk=1, d=d, dv=dv, dtype=torch.bfloat16)
+    k[:, 190:], v[:, 190:] = torch.nan, torch.inf
+    agree(TestEmulatedAmx.backend, call(q, k, v, mask=tw.key_range(5, 190) & tw.window(left=90, right=0)))
 
 
 @pytest.mark.usefixtures("emulated")
@@ -283,6 +294,7 @@ def test_long_keys_with_few_queries_are_split_and_merged(nk):
 FEW = {
     "fp32": (torch.float32, None), "bf16": (torch.bfloat16, None), "fp16": (torch.float16, None),
     "fp64": (torch.float64, None), "bf16-avx512": (torch.bfloat16, "avx512"), "fp32-avx2": (torch.float32, "avx2"),
+    "bf16-pairs": (torch.bfloat16, "avx512bf16"),
     "bf16-portable": (torch.bfloat16, "portable"),
 }  # fmt: skip
 
@@ -314,6 +326,31 @@ def test_prepared_masks_give_the_same_result():
     mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()
     plain, prepared = (run(Cpu(), call(q, k, v, mask=m)) for m in (mask, mask.prepare(q, k)))
     assert all(torch.equal(plain[name], prepared[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "other"),
+    [
+        ((16, 64), tw.causal()),  # blocks smaller than tiles
+        ((100, 96), tw.window(left=200, right=30)),  # that tiles cut
+        ((2, 2), tw.key_lengths(torch.tensor([650, 0]))),  # more than are asked at once; no keys
+        ((200, 600), tw.window(left=40)),  # larger than tiles
+    ],
+    ids=str,
+)
+def test_tiles_of_blocks_and_the_keys_that_are_seen_are_listed_by_the_library(blocks, other):
+    need_isa("portable")
+    sizes = [-(-n // size) for n, size in zip((300, 700), blocks, strict=True)]
+    pattern = normal(2, 4, *sizes) > 0.3
+    pattern[:, :, :, -1] = False
+    c = call(*qkv(nq=300, nk=700), mask=tw.block_sparse(pattern, *blocks) & other)
+    bound = cpu_call.Bound(cpu_call.Prepared(c.p, Cpu().config(c.p)), c.t, backward=False)
+    assert bound.region.unlisted == blocks
+    bound.prepared.loaded.run("list", bound.call, *blocks)
+    kept = Grid.whole(c.p.spec.region, c.t.leaves, (2, 4, 300, 700), "cpu").kept(torch.arange(300), torch.arange(700))
+    true = true_status(kept.expand(2, 4, -1, -1), *bound.prepared.tile(False))
+    assert_sound(bound.region.status.view(true.shape), true)
+    assert torch.equal(bound.region.seen.bool(), kept.unflatten(1, (2, 2)).any(2).any(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

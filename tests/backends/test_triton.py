@@ -114,6 +114,15 @@ class TestTriton(Contract):
             assert torch.equal(x, clean[name]), name
 
 
+def test_rows_past_the_last_query_open_no_key():
+    q, k, v = qkv(batch=1, nq=6, nk=40)
+    seen = (torch.arange(40) % 3 != 0).view(1, 40, 1, 1)
+    mask = tw.keep(lambda b, h, i, j: (j % 3 != 0) | (i >= 6))  # a tile of queries has rows 6, 7 ...
+    clean = run(Triton(), call(q, k, v, mask=mask).forward_only())
+    dirty = run(Triton(), call(q, k.where(seen, torch.nan), v.where(seen, torch.nan), mask=mask).forward_only())
+    assert {name for name, x in dirty.items() if not torch.equal(x, clean[name])} == set()
+
+
 def test_every_operation_of_the_language_can_be_written_or_is_refused():
     assert set(expr.OPERATIONS) - IN_NO_KERNEL == OPERATIONS
 

@@ -1,6 +1,8 @@
 """The host side of the Triton backend: what later calls repeat of the first, descriptors, and how kernels overlap."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from tilewise.backends.triton import interpreting
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import compile_all, launch, runtime
 from tilewise.backends.triton.host.descriptors import four_axes
+from tilewise.backends.triton.host.facts import MEANINGS, Facts
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.tiles import Tiles
 
@@ -26,6 +29,18 @@ TERMS = replace(TMA, products="bf16x6")
 def test_numbers_are_never_one_nor_a_multiple_of_sixteen():
     found = runtime.opaque((1, 16, (0, 32, 4096), 2.0))
     assert found == (5, 35, (3, 67, 8195), 2.0)
+
+
+def test_every_fact_that_a_kernel_reads_has_a_meaning_and_each_meaning_is_of_one_that_is_read():
+    folder = Path(compile_all.__file__).parents[1] / "kernels"
+    read = {name for file in folder.glob("*.py") for name in re.findall(r"FACTS\.(\w+)", file.read_text())}
+    assert read - MEANINGS.keys() == set()
+    assert MEANINGS.keys() - read == {"again", "read", "digest"}  # the host's own
+
+
+def test_a_fact_without_a_meaning_is_refused():
+    with pytest.raises(TypeError, match="no facts: tile_x"):
+        Facts(tile_m=64, tile_x=1)
 
 
 @pytest.fixture
@@ -121,6 +136,22 @@ LISTS = ("tile_lists", "tile_order", "key_lists", "key_order")
 def test_what_a_kernel_reads_is_there_although_kernels_overlap(feature, roles):
     launched = compile_all.recorded(compile_all.Launch("sm90", torch.bfloat16, 128, feature))
     assert [(name, args[-1].overlap) for name, _, _, args in launched] == list(roles.items())
+
+
+@pytest.mark.parametrize("dtype", compile_all.DTYPES, ids=str)
+@pytest.mark.parametrize("arch", compile_all.TARGETS)
+def test_one_head_dim_of_each_form_is_compiled(arch, dtype):
+    def form(head_dim: int) -> str:
+        products = compile_all.products_of(dtype, head_dim)
+        return str(compile_all.form(compile_all.Launch(arch, dtype, head_dim, "causal", products)))
+
+    compiled = compile_all.head_dims(arch, dtype)
+    forms = {form(head_dim) for head_dim in compiled}
+    assert forms == {form(head_dim) for head_dim in (64, 72, 80, 96, 128, 160, 192, 256, 512)}
+    assert len(forms) == len(compiled)
+    assert {64, 72} <= set(compiled)  # all columns, and masked ones
+    items = {x.head_dim for x in compile_all.items() if (x.arch, x.dtype, x.feature) == (arch, dtype, "causal")}
+    assert items == set(compiled) - ({512} if (arch, dtype) == ("sm100", torch.float32) else set())
 
 
 def test_kernels_that_may_have_no_programs_do_not_overlap():

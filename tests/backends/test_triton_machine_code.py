@@ -1,16 +1,20 @@
-"""Faults that show in machine code, of listings as ``cuobjdump -sass`` prints them."""
+"""Faults that show in machine code, of listings as ``nvdisasm`` prints them; and the machine code of a cubin."""
+
+import struct
+import sys
 
 import pytest
 
-from tilewise.backends.triton.host.machine_code import instructions, serialised, unset_registers
+from tilewise.backends.triton.host.machine_code import code_of, instructions, listings, serialised, unset_registers
 from tilewise.backends.triton.paging import NARROWEST_VALUES, value_pieces
 from tilewise.backends.triton.tiles import Tiles
 
 
-def listing(*lines: str) -> str:
-    """A listing with an instruction every 16 bytes, each beside its encoding."""
+def listing(*lines: str, start: int = 0) -> str:
+    """A listing with an instruction every 16 bytes, each beside its encoding; the first one's address is ``start``."""
     rows = (
-        f"        /*{16 * n:04x}*/              {line} ;     /* 0x0000000000000949 */" for n, line in enumerate(lines)
+        f"        /*{start + 16 * n:04x}*/              {line} ;     /* 0x0000000000000949 */"
+        for n, line in enumerate(lines)
     )
     return "\n".join(rows)
 
@@ -40,6 +44,50 @@ START = "S2UR UR12, SR_CgaCtaId"
 def test_reads_of_uniform_registers_that_no_way_has_written_are_found(lines, faults):
     assert len(instructions(listing(*lines))) == len(lines)
     assert unset_registers(listing(*lines)) == faults
+
+
+def test_a_branch_is_followed_wherever_a_kernel_lies():
+    start = 0x16DD00
+    code = START, f"@!P0 BRA {start + 0x30:#x}", BASE, NEXT, "EXIT"
+    assert unset_registers(listing(*code, start=start)) == [NEXT]
+    assert unset_registers(listing(*code[:1], *code[2:], start=start)) == []
+
+
+def cubin(*sections: tuple[str, bytes]) -> bytes:
+    """An ELF file of 64 bits with these sections, and one of their names at the end; all else of it is zero."""
+    names = b"\0" + b"".join(name.encode() + b"\0" for name, _ in sections)
+    body, headers = b"", b""
+    for name, data in (*sections, ("", names)):
+        headers += struct.pack("<I20xQQ24x", names.index(name.encode() + b"\0"), 64 + len(body), len(data))
+        body += data
+    count = len(sections) + 1
+    return struct.pack("<40xQ10xHHH", 64 + len(body), 64, count, count - 1) + body + headers
+
+
+def test_the_code_of_a_cubin_is_that_of_its_kernel():
+    assert code_of(cubin((".nv.info", b"abc"), (".text.forward_kernel", b"code"), (".rela.text.x", b"de"))) == b"code"
+    for kernels in ((), ("a", "b")):
+        with pytest.raises(ValueError, match=f"{len(kernels)} kernels"):
+            code_of(cubin(*[(f".text.{name}", b"code") for name in kernels]))
+
+
+def test_one_process_lists_all_kernels(tmp_path):
+    tool, count = tmp_path / "nvdisasm", tmp_path / "count"
+    count.write_text("")
+    tool.write_text(f"""#!{sys.executable}
+import sys
+open({str(count)!r}, "a").write(sys.argv[2])
+print("\t.headerflags")
+code = open(sys.argv[-1], "rb").read()
+for n in range(0, len(code), 16):
+    print(f"        /*{{n:04x}}*/    {{code[n : n + 16].decode().strip()}} ;")
+""")
+    tool.chmod(0o755)
+    codes = ["S2UR UR1", "EXIT"], ["MOV R1, R2"], ["NOP", "NOP", "EXIT"]
+    made = [cubin((".text.k", "".join(f"{line:16}" for line in lines).encode())) for lines in codes]
+    found = listings(made, str(tool), "SM90a")
+    assert [[x.operation for x in instructions(text)] for text in found] == [[x.split()[0] for x in c] for c in codes]
+    assert count.read_text() == "SM90a"
 
 
 def test_products_that_wait_for_each_other_are_found():

@@ -4,10 +4,11 @@ python -m pytest -p tests.native.record --record build/cases.bin tests/backends/
 
 Results are not judged meanwhile: what is recorded stands beside the test that judges it.
 
-The file: "TWCASES1", the interface's version (int32), then calls: the name (uint32 length, text), the function (int32), the
-number of blocks (uint32) and each block: the type of its elements, -1 for none that are compared (int32), its bytes (uint64),
-whether the call writes it (uint32), the bytes before, and, if written, after. Block 0 is the struct. Then the number of
-pointers (uint32) and each pointer: the block and the byte that it stands at, and the block that it points to (uint32 each).
+The file: "TWCASES2", the interface's version (int32), then calls: the name (uint32 length, text), the function (int32), how many
+numbers it takes beside the struct (uint32) and each (int64), the number of blocks (uint32) and each block: the type of its
+elements, -1 for none that are compared (int32), its bytes (uint64), whether the call writes it (uint32), the bytes before, and,
+if written, after. Block 0 is the struct. Then the number of pointers (uint32) and each pointer: the block and the byte that it
+stands at, and the block that it points to (uint32 each).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Recording:
 
     call: library.Call
     name: str
+    more: tuple[int, ...] = ()  # numbers that the function takes beside the call
     blocks: list[Block] = field(default_factory=list)
     pointers: list[tuple[int, int, int]] = field(default_factory=list)
     known: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -187,7 +189,8 @@ class Recording:
     def written(self, label: str) -> bytes:
         """The call as it stands in the file, once it has run."""
         label = label.encode()
-        parts = [number(len(label), 4), label, number(FUNCTIONS[self.name], 4), number(len(self.blocks), 4)]
+        parts = [number(len(label), 4), label, number(FUNCTIONS[self.name], 4), number(len(self.more), 4)]
+        parts += [*(number(n, 8) for n in self.more), number(len(self.blocks), 4)]
         for x, before in zip(self.blocks, self.befores(), strict=True):
             parts += [number(x.type, 4), number(len(before), 8), number(x.written, 4), before]
             parts += [x.now()] if x.written else []
@@ -213,7 +216,7 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--record")
     path.parent.mkdir(parents=True, exist_ok=True)
     config.record_file, config.recorded, config.recorder = path.open("wb", buffering=0), set(), os.getpid()
-    config.record_file.write(b"TWCASES1" + number(library.VERSION, 4))
+    config.record_file.write(b"TWCASES2" + number(library.VERSION, 4))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -225,11 +228,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     run = library.Library.run
 
-    def recorded(self: library.Library, name: str, call: library.Call) -> None:
+    def recorded(self: library.Library, name: str, call: library.Call, *more: int) -> None:
         if os.getpid() != request.config.recorder:  # a test's forked child
-            return run(self, name, call)
-        recording = Recording(call, name)
-        run(self, name, call)
+            return run(self, name, call, *more)
+        recording = Recording(call, name, more)
+        run(self, name, call, *more)
         text = recording.written(f"{request.node.name}.{name}")
         content = hashlib.sha256(b"".join(recording.befores())).digest()
         if (name, content) not in request.config.recorded:

@@ -67,6 +67,7 @@ struct Pointer {
 struct Case {
   std::string name;
   int32_t function;
+  std::vector<int64_t> more;  // what the function takes beside the call
   std::vector<Block> blocks;  // the first one is the TwCall
   std::vector<Pointer> pointers;
 
@@ -94,6 +95,8 @@ Case read_case(std::istream &in) {
   Case c;
   c.name = text(in, number<uint32_t>(in));
   c.function = number<int32_t>(in);
+  c.more.resize(number<uint32_t>(in));
+  for (int64_t &x : c.more) x = number<int64_t>(in);
   c.blocks.resize(number<uint32_t>(in));
   for (Block &block : c.blocks) {
     block.type = number<int32_t>(in);
@@ -109,7 +112,7 @@ Case read_case(std::istream &in) {
 
 std::vector<Case> read_cases(const char *file, size_t at_most) {
   std::ifstream in(file, std::ios::binary);
-  if (!in || text(in, 8) != "TWCASES1") throw std::runtime_error(std::string(file) + " is not a file of cases");
+  if (!in || text(in, 8) != "TWCASES2") throw std::runtime_error(std::string(file) + " is not a file of cases");
   if (number<int32_t>(in) != TW_VERSION) throw std::runtime_error("the cases are of another version; record them again");
   std::vector<Case> cases;
   while (in.peek() != EOF) {
@@ -138,10 +141,9 @@ struct Arrays {
   TwCall &call() { return *(TwCall *)memory[0].get(); }
 };
 
-int run(int function, const TwCall &call, char *error, int64_t size) {
-  using Function = int (*)(const TwCall *, char *, int64_t);
-  constexpr Function functions[] = {tw_forward, tw_backward, tw_list_mask};
-  return functions[function](&call, error, size);
+int run(const Case &c, const TwCall &call, char *error, int64_t size) {
+  if (c.function == 2) return tw_list_blocks(&call, c.more.at(0), c.more.at(1), error, size);
+  return (c.function ? tw_backward : tw_forward)(&call, error, size);
 }
 
 // -- Comparison ------------------------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ void replay(Tally &tally, const Case &c, const std::string &isa, int threads) {
   const std::string recorded = arrays.call().isa;
   arrays.call().isa = isa.c_str(), arrays.call().threads = threads;
   char error[256] = "";
-  if (run(c.function, arrays.call(), error, sizeof error)) return complain(tally, c, isa, threads, error);
+  if (run(c, arrays.call(), error, sizeof error)) return complain(tally, c, isa, threads, error);
   judge(tally, c, arrays, isa, threads, recorded);
 }
 
@@ -244,7 +246,7 @@ void starve(Tally &tally, const Case &c, const std::string &isa, int threads) {
     char error[256] = "";
     const tw::ScratchAside none;
     allocations_left = left;
-    const int status = run(c.function, arrays.call(), error, sizeof error);
+    const int status = run(c, arrays.call(), error, sizeof error);
     const bool failed = allocations_left.exchange(INT64_MAX) < 0;
     if (status == TW_OK && !failed) return judge(tally, c, arrays, isa, threads, "another");
     if (status != TW_OK && (status != TW_NO_MEMORY || std::strcmp(error, "out of memory")))

@@ -16,9 +16,9 @@ def recordings(monkeypatch, c) -> dict[str, Recording]:
     """The recordings of a forward and a backward by function, as they are before the library runs."""
     found, run = {}, library.Library.run
 
-    def recorded(self, name, native) -> None:
-        found[name] = Recording(native, name)
-        run(self, name, native)
+    def recorded(self, name, native, *more) -> None:
+        found[name] = Recording(native, name, more)
+        run(self, name, native, *more)
 
     monkeypatch.setattr(library.Library, "run", recorded)
     out = Cpu().forward(c.p, c.t)

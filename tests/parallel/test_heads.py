@@ -258,6 +258,7 @@ def test_explain_says_which_scheme_costs_what_and_what_each_rank_computes():
     assert f"scheme    heads: {model}" in by_heads
     assert "not       gather: " in by_heads
     assert "shares    50.0 %, 50.0 % of the visited tiles" in by_heads
+    assert "carrier   nothing: ranks of one process" in by_heads
     assert f"q (2, {ROWS}, {HEADS_Q // 2}, 16)" in by_heads
     assert "scheme    gather: " in gathered
     assert "not       heads: 4 key heads are no multiple of 3 ranks" in gathered

@@ -344,6 +344,15 @@ def test_a_call_that_no_rank_can_run_keeps_its_kind_of_error():
     assert errors[0].startswith("NotImplementedError: ")
 
 
+def test_an_empty_batch_is_refused_by_name_on_every_rank():
+    def run(exchange):
+        parallel = tw.context_parallel(exchange)
+        tw.attention(*[parallel.shard(x) for x in qkv(batch=0, nq=16, nk=16)], parallel=parallel, causal=True)
+
+    errors = refused(2, run)
+    assert errors == ["NotImplementedError: attention over ranks has an empty batch; skip the call on every rank"] * 2
+
+
 def test_a_wrong_call_is_the_same_error_on_every_rank():
     errors = refused(3, run_with(lambda rank: {"mask": tw.dense(torch.ones(5, 5, dtype=torch.bool))}))
     assert len(set(errors)) == 1

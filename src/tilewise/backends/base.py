@@ -185,18 +185,20 @@ class Backend(Protocol):
 
 
 class PerProblem:
-    """Memory of what a backend decides once for each Problem object, of which dispatch makes one a signature."""
+    """Memory of what a backend decides once for each Problem object, of which dispatch makes one a signature.
 
-    LIMIT = 4096
+    Args:
+        limit: how many may be kept; fewer where what is decided grows with the lengths of a call.
+    """
 
-    def __init__(self, decide: Callable[[Problem], Any]):
-        self._decide = decide
+    def __init__(self, decide: Callable[[Problem], Any], limit: int = 4096):
+        self._decide, self._limit = decide, limit
         self._found: dict[int, tuple[Problem, Any]] = {}  # an id is another's only when its problem is gone: it stays
 
     def of(self, p: Problem) -> Any:
         found = self._found.get(id(p))
         if found is None:
-            if len(self._found) >= self.LIMIT:
+            if len(self._found) >= self._limit:
                 self._found.clear()
             found = self._found[id(p)] = (p, self._decide(p))
         return found[1]
@@ -280,12 +282,14 @@ def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:
 
 
 def without_memory(x: Tensor) -> Tensor:
-    """``x`` with its memory given back: `empty_like` takes less time than a shape (docs/decisions.md#outputs-like-kept-tensors)."""
+    """``x`` with its memory given back: `empty_like` takes less time than a shape (docs/decisions.md#operator-at-autograd-key)."""
     x.untyped_storage().resize_(0)
     return x
 
 
 def empty_gradients(p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor]) -> tuple:
     """Contiguous, uninitialised ``(dq, dk, dv, [dextras])``, the last for each of ``spec.grad_slots``."""
-    new = lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device)  # noqa: E731
-    return new(q), new(k), new(v), [new(extras[n]) for n in p.spec.grad_slots]
+    dq, dk, dv, *dextras = (
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, *[extras[n] for n in p.spec.grad_slots])
+    )
+    return dq, dk, dv, dextras

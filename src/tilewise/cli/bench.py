@@ -87,8 +87,9 @@ def _groups(options: BenchOptions, device: str) -> list[list]:
     groups = [group for group in asked(load_goals()) if device.split(":")[0] in named(group[0].case).tags]
     if not groups:
         raise ValueError(f"no case of bench/goals.toml is meant for {device}; name some with --tag or --case")
-    who = lambda x: (chosen, frozenset()) if chosen else (pick(x.contestants), x.untimed)  # noqa: E731
-    return [[Lineup(named(x.case), *who(x)) for x in group] for group in groups]
+    if chosen:
+        return [[Lineup(named(x.case), chosen) for x in group] for group in groups]
+    return [[Lineup(named(x.case), pick(x.contestants), x.untimed) for x in group] for group in groups]
 
 
 def _meant_for(device: str, cases: list) -> list:

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Annotated
 
-import torch
 import typer
 
 from tilewise.cli import checkout
@@ -81,9 +81,10 @@ def measure(case, device: str, say: Callable[[str], None] = lambda _: None) -> t
     """The trials of a case, and a tuned.Tuning for each of its passes."""
     from tilewise.backends.triton import Triton, config
     from tilewise.backends.triton.host import tuned
+    from tilewise.testing import of_case
 
-    full, small = (_call(c, device) for c in (case, _shrunk(case)))
-    expected = _expected(small)
+    full, small = (of_case(c, device) for c in (case, _shrunk(case)))
+    expected = small.expected()
     chosen = config.choose(full.p).passes
     trials, best = [], {}
     for name, candidates in config.candidates(full.p).items():
@@ -126,9 +127,10 @@ def _try(trial: Trial, backend, small, full, expected) -> Trial:
         if not all(e.ok for e in errors):
             return replace(trial, wrong="; ".join(str(e) for e in errors if not e.ok))
         out = backend.forward(full.p, full.t)
-        forward = lambda: backend.forward(full.p, full.t)  # noqa: E731
-        backward = lambda: backend.backward(full.p, full.t, out, full.do, full.dlse)  # noqa: E731
-        run, device = forward if trial.name == "forward" else backward, str(full.t.q.device)
+        run = partial(backend.backward, full.p, full.t, out, full.do, full.dlse)
+        if trial.name == "forward":
+            run = partial(backend.forward, full.p, full.t)
+        device = str(full.t.q.device)
         run()
         calls = clock.calls_for(clock.seconds_per_call(run, 1, device), device)
         return replace(trial, ms=1e3 * min(clock.seconds_per_call(run, calls, device) for _ in range(5)))
@@ -143,39 +145,6 @@ def _shrunk(case):
     return replace(
         case, batch=1, seqlen_q=min(case.seqlen_q, 300), seqlen_k=min(case.seqlen_k, 300), heads_q=2, heads_k=1
     )
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A checked problem, its tensors and the gradients of its outputs."""
-
-    p: object
-    t: object
-    do: torch.Tensor
-    dlse: torch.Tensor
-
-
-def _call(case, device: str) -> _Call:
-    from bench import cases
-    from tilewise.backends.base import Inputs
-    from tilewise.problem import check
-    from tilewise.spec import Options, assemble, parse_spec
-
-    x = cases.draw(case, device)
-    mask = cases.MASKS[case.mask].build(x) if case.mask else None
-    score = cases.SCORES[case.score].build(x) if case.score else None
-    q, k, v = x.q, x.k, x.v
-    extras, seed, text = assemble(q, k, v, Options(mask=mask, score=score))
-    p = check(q, k, v, extras, seed, parse_spec(text))
-    q, k, v, *extras = (t.detach() for t in (q, k, v, *extras))
-    dlse = torch.zeros(case.batch, case.heads_q, case.seqlen_q, dtype=p.compute_dtype, device=device)
-    return _Call(p, Inputs.of(p, q, k, v, extras, seed), x.do.detach(), dlse)
-
-
-def _expected(call: _Call):
-    from tilewise import accuracy
-
-    return accuracy.Expected.of(call.p, call.t, call.do, call.dlse)
 
 
 def _lines(trials: list[Trial]) -> Iterator[tuple[str, ...]]:

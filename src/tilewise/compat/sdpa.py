@@ -6,6 +6,9 @@ a mask of shape ``(batch, 1, 1, seqlen_k)`` stays one bit per key, an additive o
 
 As in torch, a row that sees no key, be it by a bool mask, by -inf or without keys, is zero and passes on zero. Unlike there, a
 NaN in a key that every query masks does not reach the output. Dropout has other random numbers than torch's.
+
+A row that a floating mask gives a huge negative number at every key, as ``torch.finfo(dtype).min``, should have -inf or a bool mask
+there: gradients through such a row are too large (docs/algorithm.md#14-numerics).
 """
 
 from __future__ import annotations

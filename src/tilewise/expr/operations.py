@@ -278,8 +278,14 @@ def _pow_exponent(x, c, r):
     return apply("where", (apply("eq", x, ZERO)) & (apply("ge", c, ZERO)), ZERO, r * apply("log", x))
 
 
-_one = lambda *_: ONE  # noqa: E731
-_minus_one = lambda *_: number(-1)  # noqa: E731
+def _one(*_: Expr) -> Expr:
+    return ONE
+
+
+def _minus_one(*_: Expr) -> Expr:
+    return number(-1)
+
+
 _LN2 = math.log(2.0)
 
 # fmt: off

@@ -90,7 +90,11 @@ def parse(text: str, leaf_slot: Callable[[int], int] = lambda n: n) -> Expr:
 
 
 def from_ast(node: ast.AST, leaf_slot: Callable[[int], int], names: dict[str, Expr]) -> Expr:
-    read = lambda x: from_ast(x, leaf_slot, names)  # noqa: E731
+    """The expression of a parsed text, as :func:`parse` says; ``names`` holds the shared nodes that it has named so far."""
+
+    def read(x: ast.AST) -> Expr:
+        return from_ast(x, leaf_slot, names)
+
     match node:
         case ast.Constant(value=value):
             return number(value)

@@ -56,6 +56,8 @@ def method(value: Expr, name: str) -> Callable[..., Any]:
 
 def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """A torch function of which an argument is a traced value."""
+    if func in (torch.Tensor.__getitem__, torch._C.TensorBase.__getitem__):  # which has no name inside torch.compile
+        return _index(*args)
     if func is torch.Tensor.where:
         args = (args[1], args[0], *args[2:])
     return call(func.__name__, args, kwargs)
@@ -280,7 +282,7 @@ def trace(fn: Callable, names: Sequence[str]) -> Expr:
     arguments = [symbol(name) for name in names]
     if not callable(fn):
         raise ValueError(f"a function of ({', '.join(names)}) is needed, got {type(fn).__name__}")
-    if torch.compiler.is_dynamo_compiling():  # a function mode cannot be entered there: lookups are spelt tw.lookup
+    if torch.compiler.is_dynamo_compiling():  # a function mode cannot be entered there: t[h, i] is spelt tw.lookup
         return as_expr(fn(*arguments))
     try:
         with _IndexMode():

@@ -8,7 +8,7 @@ at key position ``i + off``, ``off = seqlen_k - seqlen_q``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,6 +43,14 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise ValueError("a mask has no truth value; `and`, `or` and `not` would drop one: combine masks with & and |")
+
+    if not TYPE_CHECKING:  # a type checker refuses these operators itself
+
+        def __invert__(self):
+            raise ValueError("a mask has no complement; write the pairs that are kept: tw.keep(lambda b, h, i, j: ...)")
+
+        def __add__(self, other):
+            raise ValueError("masks are combined with & (kept by both) and | (kept by either)")
 
     def __repr__(self) -> str:
         return f"Mask({self.text})"

@@ -120,7 +120,10 @@ def _intersect(a: Region, b: Region) -> Region:
 
 def _unite(a: Region, b: Region) -> Region:
     """The bounding interval, and the pairs of either as a predicate."""
-    bound = lambda op, x, y: None if x is None or y is None else _tighter(op, x, y)  # noqa: E731
+
+    def bound(op: str, x: Expr | None, y: Expr | None) -> Expr | None:
+        return None if x is None or y is None else _tighter(op, x, y)
+
     inside = a.inside(), b.inside()
     return Region(
         bound("minimum", a.lo, b.lo),
@@ -228,7 +231,7 @@ class _Reader:
             return self.slots[self.base + n]
 
         names: dict[str, Expr] = {}
-        none = lambda a: isinstance(a, ast.Constant) and a.value is None  # noqa: E731
-        values = [None if none(a) else expr.from_ast(a, slot, names) for a in args]
+        unbounded = [isinstance(a, ast.Constant) and a.value is None for a in args]
+        values = [None if no else expr.from_ast(a, slot, names) for a, no in zip(args, unbounded, strict=True)]
         self.base += highest + 1
         return values

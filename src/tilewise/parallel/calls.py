@@ -100,11 +100,17 @@ def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, sile
 def agreed(
     parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, assembled: Callable[[], Assembled], also: dict[str, str]
 ) -> plan.Agreed:
-    """The call, once all ranks have said the same of it; ``also`` is what else must be alike."""
+    """The call, once all ranks have said the same of it; ``also`` is what else must be alike.
+
+    Raises:
+        ValueError: on every rank: a wrong call, ranks that disagree. NotImplementedError: a batch of none.
+    """
     also = also | {"layout": str(parallel.layout), "sum_leaf_gradients": str(parallel.sum_leaf_gradients)}
     lengths, parallel.memory, (extras, seed, text) = agreed_lengths(
         parallel.exchange, q, k, v, assembled, (*also.items(), ("scheme", parallel.scheme)), device.of(q.device).memory
     )
+    if q.ndim == 4 and not q.shape[0]:
+        raise NotImplementedError("attention over ranks has an empty batch; skip the call on every rank")
     queries, keys = (
         checked_layout(parallel, [x[n] for x in lengths], name) for n, name in enumerate(("queries", "keys"))
     )

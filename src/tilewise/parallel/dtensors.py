@@ -16,9 +16,10 @@ from tilewise.parallel.context import ContextParallel, context_parallel
 from tilewise.spec import Options, assemble, parse_spec
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
-_contexts: dict[Any, ContextParallel] = {}
+_contexts: dict[Any, tuple[ProcessGroup, ContextParallel]] = {}  # by mesh and dimension
 
 
 def attention(q: DTensor, k: DTensor, v: DTensor, options: Options, with_lse: bool) -> tuple[Any, ...]:
@@ -94,7 +95,8 @@ def _is_sharded(x: Tensor) -> bool:
 
 
 def _context(mesh: Any, dim: int) -> ContextParallel:
-    """The ranks of a mesh dimension, made once."""
-    if (mesh, dim) not in _contexts:
-        _contexts[mesh, dim] = context_parallel(mesh.get_group(dim), layout="chunks")
-    return _contexts[mesh, dim]
+    """The ranks of a mesh dimension, made once for each group: after another ``init_process_group`` an equal mesh has other groups."""
+    group, found = mesh.get_group(dim), _contexts.get((mesh, dim))
+    if found is None or found[0] is not group:
+        found = _contexts[mesh, dim] = group, context_parallel(group, layout="chunks")
+    return found[1]

@@ -1,4 +1,4 @@
-"""How ranks talk: the few collectives that parallel attention needs. The only module that imports torch.distributed.
+"""How ranks talk: the few collectives that parallel attention needs. No other module calls those of torch.distributed.
 
 Every collective is a function of all ranks' arguments alone, and sums run in the order of ranks, so results repeat bit for bit.
 ``received`` counts the bytes that come from other ranks.
@@ -32,12 +32,14 @@ class Exchange(Protocol):
 
     Attributes:
         nodes: on how many machines the ranks are.
+        carrier: what carries rows from rank to rank, and why nothing faster does, in words.
     """
 
     rank: int
     size: int
     received: int
     nodes: int
+    carrier: str
 
     def split(self, within: int) -> tuple[Exchange, Exchange]:
         """The rank's ends of two smaller groups: so many neighbouring ranks, and all those with its place among their neighbours."""
@@ -101,6 +103,7 @@ class AllToAll:
     rank: int
     size: int
     nodes: int = 1
+    carrier: str = "nothing: ranks of one process"
 
     def swap(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Callable[[], Tensor]:
         """The collective: :meth:`Exchange.swap`."""
@@ -150,7 +153,7 @@ class Group(AllToAll):
     def __init__(self, group: dist.ProcessGroup | None = None):
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
-        self.group, self.received = group, 0
+        self.group, self.received, self.carrier = group, 0, dist.get_backend(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # What ranks say to each other on the host must not wait for what runs on the GPUs.
         self.host = group

@@ -285,12 +285,14 @@ class Explanation(dispatch.Explanation):
     Attributes:
         scheme: the one that is taken. costs: of each scheme that can. refused_schemes: why the others cannot.
         shares: of the visited tiles, the part that each rank computes, where it is known.
+        carrier: what carries rows from rank to rank, and why nothing faster does.
     """
 
     scheme: str
     costs: dict[str, cost.Cost]
     refused_schemes: dict[str, list[str]]
     shares: tuple[float, ...]
+    carrier: str
 
     def __str__(self) -> str:
         lines = [f"scheme    {self.scheme}: {self.costs[self.scheme]}"]
@@ -298,12 +300,13 @@ class Explanation(dispatch.Explanation):
         lines += [f"not       {name}: {'; '.join(said)}" for name, said in self.refused_schemes.items()]
         shares = ", ".join(f"{100 * share:.1f} %" for share in self.shares)
         lines += [f"shares    {shares} of the visited tiles, by rank"] if self.shares else []
+        lines.append(f"carrier   {self.carrier}")
         return "\n".join([*lines, super().__str__()])
 
     def as_dict(self) -> dict:
         costs = {name: asdict(found) | {"milliseconds": found.milliseconds} for name, found in self.costs.items()}
         more = {"scheme": self.scheme, "costs": costs, "refused_schemes": self.refused_schemes, "shares": self.shares}
-        return super().as_dict() | more
+        return super().as_dict() | more | {"carrier": self.carrier}
 
 
 def explained(wish: Wish, call: Agreed) -> Explanation:
@@ -317,11 +320,11 @@ def explained(wish: Wish, call: Agreed) -> Explanation:
     scheme = chosen(wish.scheme, costs, every, wish.machines.memory)
     local = dispatch.explained(_first_call(plan, whole, extras))
     found = {x.name: getattr(local, x.name) for x in fields(local)} | {"tangents": None}  # ranks exchange none
+    found |= {"scheme": scheme, "costs": costs, "refused_schemes": refused, "carrier": wish.exchange.carrier}
     if scheme == "heads":
-        return Explanation(**found, scheme=scheme, costs=costs, refused_schemes=refused, shares=(1 / ranks,) * ranks)
+        return Explanation(**found, shares=(1 / ranks,) * ranks)
     mask = Mask(spec.mask_text, tuple(extras[n] for n in spec.mask_slots))
-    shares = tile_shares(mask, queries) if queries.seqlen == keys.seqlen else ()
-    return Explanation(**found, scheme=scheme, costs=costs, refused_schemes=refused, shares=shares)
+    return Explanation(**found, shares=tile_shares(mask, queries) if queries.seqlen == keys.seqlen else ())
 
 
 def _first_call(call: heads.Heads | gathered.Gathered | ring.Ring, whole: Problem, extras: list[Tensor]) -> Problem:

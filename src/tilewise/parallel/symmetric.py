@@ -33,15 +33,22 @@ def group_of(group: dist.ProcessGroup | None) -> Group:
     plain = Group(group)
     places = set(plain.objects((socket.gethostname(), *_namespaces())))
     plain.nodes = len({place[0] for place in places})
-    if plain.host is group or len(places) > 1:
+    if plain.host is group:
+        return plain
+    if len(places) > 1:
+        plain.carrier += "; not copy engines: ranks are on several machines or in several containers"
         return plain
     try:
         found = SymmetricGroup(group)
         found.room("try", (1,), torch.empty(1, device="cuda"), 1)
-        reached = True
-    except Exception:  # a private part of torch, which drivers and builds refuse in many ways
-        reached = False
-    return found if all(ok for (ok,) in plain.numbers([int(reached)])) else plain
+        failed = ""
+    except Exception as error:  # a private part of torch, which drivers and builds refuse in many ways
+        failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+    failures = [f"rank {rank}: {said}" for rank, said in enumerate(plain.objects(failed)) if said]
+    if not failures:
+        return found
+    plain.carrier += f"; not copy engines, since symmetric memory fails on {failures[0]}"
+    return plain
 
 
 def _namespaces() -> list[str]:
@@ -72,6 +79,7 @@ class SymmetricGroup(Group):
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         super().__init__(group)
+        self.carrier = "copy engines, by symmetric memory"
         self._rooms: dict[str, tuple[Tensor, Any]] = {}
         self._views: dict[str, dict[tuple, list[tuple[int, Tensor]]]] = {}  # of peers' rooms, by name, shapes and dtype
         self._stream = torch.cuda.Stream()

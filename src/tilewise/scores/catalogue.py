@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,13 @@ class Score:
                 f"a score is followed by a score, got {type(other).__name__}; wrap it: tw.score(fn), tw.bias(t)"
             )
         return Score(f"{self.text}{THEN}{other.text}", (*self.leaves, *other.leaves))
+
+    if not TYPE_CHECKING:  # a type checker refuses these operators itself
+
+        def __and__(self, other):
+            raise ValueError("scores are composed with >>, the left one first: tw.softcap(30.0) >> tw.bias(t)")
+
+        __add__ = __or__ = __and__
 
     def __repr__(self) -> str:
         return f"Score({self.text})"

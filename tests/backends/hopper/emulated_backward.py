@@ -528,7 +528,7 @@ def _keys_storage(kernel, config: Backward):
         out[0].tiles, out[1].tiles = dq.part, dq.ds.tiles
     boxes = _mailboxes(kernel, KEY_GROUPS)
     if tiles.queued:
-        boxes = storage.Slots(Pointer([None] * 4), *bars((2, 1), (2, storage.TILE_READERS)))
+        boxes = storage.QueueSlots(Pointer([None] * 4), *bars((2, 1), (2, storage.TILE_READERS)))
     return kernel.KeysStorage(
         k, v, *out, ring, ring, Rooms(config.statistics.count), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
         None, boxes, dq, *bars((1, KEY_GROUPS)),

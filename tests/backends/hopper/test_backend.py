@@ -14,11 +14,9 @@ import torch
 import tilewise as tw
 from tests.backends.contract import ASINH, NEW_OPERATION, call, normal
 from tilewise import dispatch, expr
-from tilewise.backends.hopper import Hopper
-from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper import Hopper, kernels
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host import aot, driver, kernel_files, library, sass
-from tilewise.backends.hopper.latent import config as latent_config
 
 
 def plain(*tensors, **options):
@@ -265,8 +263,7 @@ def test_the_end_of_a_tile_under_which_a_product_runs_has_no_exponentials_to_hid
 
 def test_the_committed_table_is_of_the_kernels_that_are_shipped():
     rows = [line.split()[0] for line in kernel_files.TABLE.read_text().splitlines()[1:]]
-    shipped = config.shipped() + backward_config.shipped() + latent_config.shipped()
-    assert rows == sorted(c.name for c in shipped), "run: make kernels-hopper"
+    assert rows == sorted(c.name for c in kernels.shipped()), "run: make kernels-hopper"
 
 
 def test_the_table_is_the_same_whatever_the_order_of_building():

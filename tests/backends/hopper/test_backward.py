@@ -21,7 +21,6 @@ from tilewise.backends.base import Grads
 from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.tiles import ClusterTiles, KeyTiles, QueryTiles
-from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.host import backward_call
 from tilewise.backends.hopper.host.masks import grid_of
 from tilewise.backends.hopper.host.plan import LOG2_E
@@ -67,7 +66,8 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     t = {name: (tensor[None] if c.p.packed else tensor).float().numpy() for name, tensor in given.items()}
     cu_q, cu_k, *queues = (tensor.numpy() for tensor in plan.starts(c.t)) if c.p.packed else (None, None)
     with poisoned():
-        t["lse2"], t["delta"] = (room.numpy() for room in plan.statistics(c.t, torch.from_numpy(t["lse"])))
+        made = plan.memory.statistics(torch.from_numpy(t["lse"]), holes=c.p.packed and c.t.sink is not None)
+        t["lse2"], t["delta"] = (room.numpy() for room in made)
     rows, lines = [t[name] for name in ("o", "do", "lse", "dlse")], x.statistics_rows(c.p)
     if not x.queries_first:
         made = emulated.run_preprocess(x, *rows, lines, cu_q) if c.p.packed else emulated.statistics(*rows, lines)
@@ -106,16 +106,11 @@ def wrong(c: Call, grads: Grads) -> list[str]:
 
 def extras_of(plan: backward_call.BackwardPlan, c: Call) -> list[dict]:
     """By name what the pass over keys and that over queries have beside what all do."""
-    x, both = plan.config, {}
-    tensors, numbers = (array(None, t) for t in plan.extra(c.t)), list(plan.numbers[9:])
-    each = [{name: next(tensors) for name in names} for names in x.extra]
-    if x.dropout:
-        both = {"seed": next(tensors), "threshold": numbers.pop(0), "keep": np.float32(numbers.pop(0))}
-    if x.alibi:
-        both["slopes"] = next(tensors)
-    if x.traced != PLAIN:
-        both |= {"leaves": tuple(tensors), "numbers": tuple(numbers)}
-    return [own | both for own in each]
+    tensors, numbers = (array(None, t) for t in plan.extra(c.t)), plan.numbers[9:]
+    numbers = [np.float32(n) if isinstance(n, float) else n for n in numbers]
+    params = emulated.modules(emulated.load("keys"))["backward.params"]
+    found = params.optional_params(list(tensors), numbers, plan.config)
+    return [{name: n for name, n in each._asdict().items() if n is not None} for each in found]
 
 
 CASES = {
@@ -171,6 +166,7 @@ PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse
 PAIRS += [
     (name, "paired") for name in ("full", "one", "causal-wide", "causal-empty-rows", "window", "keys", "large-scores")
 ]
+PAIRS.sort()  # one after the other come a case's forms, which one oracle judges
 
 
 @pytest.mark.parametrize(("name", "form"), PAIRS, ids=lambda x: x)

@@ -295,3 +295,33 @@ def test_results_are_the_same_bits_whatever_the_number_of_ctas():
     one, many = (emulate(c, SMALL, ctas) for ctas in (1, 5))
     assert torch.equal(one.o, many.o)
     assert torch.equal(one.lse, many.lse)
+
+
+class Recorder:
+    """A kernel that writes down the addresses of its launches."""
+
+    def __init__(self):
+        self.launches = []
+
+    def bound(self, *arguments) -> Recorder:
+        return self
+
+    def __call__(self, *tensors) -> None:
+        self.at(*[x.data_ptr() for x in tensors])
+
+    def at(self, *addresses) -> None:
+        self.launches.append(addresses)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_the_launch_that_is_kept_gets_the_addresses_of_the_tensors_that_the_first_one_got(split, monkeypatch):
+    recorder, c = Recorder(), call(*qkv(130, 200), causal=True)
+    monkeypatch.setattr(hopper.library, "function", lambda config: recorder)
+    plan = hopper.ForwardPlan(c.p, replace(config.choose(c.p), split=split))
+    outputs = [plan.forward(c.t) for _ in range(2)]
+    assert plan.bound is recorder
+    for launch, out in zip(recorder.launches, outputs, strict=True):
+        assert launch[:5] == tuple(x.data_ptr() for x in (c.t.q, c.t.k, c.t.v, out.o, out.lse))
+        assert len(launch) == 6 + 2 * split
+    facts = [[(x.shape, x.stride(), x.dtype) for x in (out.o, out.lse)] for out in outputs]
+    assert facts[0] == facts[1]

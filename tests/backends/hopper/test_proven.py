@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper import kernels
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host import aot, kernel_files, proven
 
@@ -45,7 +45,7 @@ def test_a_kernel_that_waits_and_is_proven_is_to_be_taken_out(lists):
 
 
 def test_every_shipped_kernel_is_proven_or_waits_and_only_shipped_ones_wait():
-    shipped = {c.name for c in (*config.shipped(), *backward_config.shipped())}
+    shipped = {c.name for c in kernels.shipped()}
     assert shipped <= set(proven.proven().values()) | proven.waiting()
     assert proven.waiting() <= shipped
 

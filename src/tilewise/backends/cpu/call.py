@@ -7,6 +7,7 @@ keeps alive what the struct points to.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from tilewise.masks.facts import every_key_seen, granularity, monotone_terms
 from tilewise.problem import Problem
 from tilewise.tiles import Grid, TileMap, seen_keys
 
+Blocks = tuple[int, int]
+_WHOLE = 1 << 31  # queries or keys of a block that holds all of them
+
 
 @dataclass
 class Region:
@@ -35,7 +39,7 @@ class Region:
     status_at: Tensor | None = None
     status_head: Tensor | None = None
     seen: Tensor | None = None
-    listed: bool = True  # else status and seen are empty, and the library fills them
+    unlisted: Blocks | None = None  # status and seen are empty: the library fills them from one pair of each such block
     listing: threading.RLock = field(default_factory=threading.RLock)  # a mask of shapes alone serves all threads
 
 
@@ -125,18 +129,18 @@ class Prepared:
         if p.spec.region.everything:
             return Region({})
         if p.paged and p.spec.region.predicate is None:
-            return Region(_paged_ends(p, t))
+            return Region(_paged_ends(p, t) if p.batch else {})
         tile = self.tile(backward)
         heads = torch.arange(p.heads_q)
-        native = p.spec.region.prepared is None and _by_pair(p)
+        native = _blocks_to_list(p)
         if not p.packed and not p.paged:
             grid = Grid(p.spec.region, leaves, p.seqlen_q, p.seqlen_k, torch.arange(p.batch), heads, p.seqlen_k)
-            return _stacked([_region_of(grid, p, tile, backward, native)], p.batch, not native)
+            return _stacked([_region_of(grid, p, tile, backward, native is not None)], p.batch, native)
         parts = []
         for b, (nq, nk) in enumerate(_lengths(p, t)):
             grid = Grid(p.spec.region, leaves, nq, nk, torch.tensor([b]), heads, nk)
-            parts.append(_region_of(grid, p, tile, backward, native))
-        return _stacked(parts, p.batch, not native)
+            parts.append(_region_of(grid, p, tile, backward, native is not None))
+        return _stacked(parts, p.batch, native)
 
 
 def _lengths(p: Problem, t: Inputs) -> list[tuple[int, int]]:
@@ -166,20 +170,22 @@ def _paged_ends(p: Problem, t: Inputs) -> dict[str, Tensor]:
     ends = expr.evaluate(list(written.values()), env, t.leaves, torch.float32)
     inside = [end.long().clamp(min=0).minimum(nk) for end in ends]
     return {
-        name: end.expand(*end.shape[:-1], len(i)).reshape(1, -1, len(i)).int()
+        name: end.expand(*end.shape[:-1], len(i)).reshape(1, math.prod(end.shape[:-1]), len(i)).int()
         for name, end in zip(written, inside, strict=True)
     }
 
 
-def _by_pair(p: Problem) -> bool:
-    """Whether the mask's predicate must be evaluated pair by pair.
+def _blocks_to_list(p: Problem) -> Blocks | None:
+    """The blocks of queries by keys on each of which the mask's predicate has one value, for the library to list its tiles.
 
-    One that reads ``i // 64`` and ``j // 64`` alone need not be, nor one that corners of tiles tell.
+    ``(1, 1)`` where each pair is to be asked, ``(64, 64)`` where it reads ``i // 64`` and ``j // 64`` alone. None: there is no predicate,
+    its tiles are prepared, or their corners tell.
     """
-    predicate = p.spec.region.predicate
-    if predicate is None or 1 not in (granularity(predicate, "i"), granularity(predicate, "j")):
-        return False
-    return monotone_terms(p.spec.region) is None
+    kept = p.spec.region
+    if kept.predicate is None or kept.prepared is not None or monotone_terms(kept) is not None:
+        return None
+    queries, keys = (granularity(kept.predicate, symbol) or _WHOLE for symbol in "ij")
+    return (1, 1) if 1 in (queries, keys) else (queries, keys)
 
 
 @dataclass
@@ -216,7 +222,7 @@ def _unlisted(grid: Grid, p: Problem, tile: tuple[int, int]) -> tuple[Tensor, Te
     return status, torch.zeros((batch, max(1, heads // p.group), grid.keys), dtype=torch.uint8)
 
 
-def _stacked(parts: list[_Part], batch: int, listed: bool) -> Region:
+def _stacked(parts: list[_Part], batch: int, unlisted: Blocks | None) -> Region:
     """One grid of the whole batch, or one of each packed sequence, their lines one after the other."""
     if not parts:
         return Region({})
@@ -225,7 +231,7 @@ def _stacked(parts: list[_Part], batch: int, listed: bool) -> Region:
     seen = None
     if parts[0].seen is not None:
         seen = join([part.seen.to(torch.uint8) for part in parts])
-        seen = None if listed and bool(seen.all()) else seen
+        seen = None if unlisted is None and bool(seen.all()) else seen
     if parts[0].status is None:
         return Region(ends, seen=seen)
     maps = [part.status for part in parts]
@@ -239,7 +245,7 @@ def _stacked(parts: list[_Part], batch: int, listed: bool) -> Region:
         per_head.append(tiles if status.shape[1] > 1 else 0)
         total += rows
     flat = torch.cat([m.reshape(-1) for m in maps]).contiguous()
-    return Region(ends, flat, torch.tensor(at), torch.tensor(per_head), seen, listed)
+    return Region(ends, flat, torch.tensor(at), torch.tensor(per_head), seen, unlisted)
 
 
 def _joined(tensors: list[Tensor], packed: bool) -> Tensor:
@@ -300,7 +306,8 @@ class Bound:
 
     def _bind_pages(self) -> None:
         call, t = self.call, self.t
-        table = unit_last(t.block_table)
+        # An empty tensor has no address, by which the library would tell that there are pages.
+        table = unit_last(t.block_table) if t.block_table.numel() else t.block_table.new_zeros(1, 1)
         call.block_table, call.table_row, call.page_size = table.data_ptr(), table.stride(0), t.k.shape[1]
         call.cu_seqlens_k = self.data(torch.nn.functional.pad(t.seqlens_k.cumsum(0, dtype=torch.int64), (1, 0)))
         self.keep.append(table)
@@ -337,12 +344,12 @@ class Bound:
         self.keep.append(leaves)
 
     def run(self, name: str, *more: ctypes.Structure) -> None:
-        region = self.region
+        region, run = self.region, self.prepared.loaded.run
         with region.listing:
-            if not region.listed:
-                self.prepared.loaded.run("list", self.call)
-                region.listed = True
-        self.prepared.loaded.run(name, self.call, *more)
+            if region.unlisted:
+                run("list", self.call, *region.unlisted)
+                region.unlisted = None
+        run(name, self.call, *more)
 
 
 def _instructions(code: program.Code, numbers: dict[str, int]) -> ctypes.Array:

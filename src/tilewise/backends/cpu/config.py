@@ -17,7 +17,7 @@ PREDICATE_TILE = 128  # patterns come in blocks of 64 or 128
 AMX = ("amxbf16", "amxbf16_emulated")
 NOTES = {"amxbf16_emulated": "AMX in software, for tests"}
 ENOUGH_UNITS = 8  # of the backward: with fewer key heads than that, every tile of keys is a unit of its own
-# The share of the threads' time below which it pays that they take turns at the heads: docs/decisions.md#cpu-idle-threads.
+# The share of the threads' time below which it pays that they take turns at the heads: docs/decisions.md#cpu-dq-in-turns.
 BUSY = 0.875
 
 

@@ -14,7 +14,7 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import why_not_built
 
-VERSION = 8
+VERSION = 9
 DIMS = 8
 TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
@@ -142,7 +142,6 @@ class Library:
     Attributes:
         isas: the instruction sets that this machine can run, best first.
         operations: the numbers of the score program's operations, by name.
-        moves: whether it has forward mode, which a library of older sources has not.
     """
 
     def __init__(self, path: Path):
@@ -157,16 +156,18 @@ class Library:
         c.tw_use_openmp.argtypes, c.tw_use_openmp.restype = (c_void_p,), None
         self.use_openmp = c.tw_use_openmp
         self.use_openmp(openmp())
-        self._functions = {"forward": c.tw_forward, "backward": c.tw_backward, "list": c.tw_list_mask}
-        for function in self._functions.values():
-            function.argtypes = (POINTER(Call), POINTER(c_char), c_int64)
-        self.moves = hasattr(c, "tw_jvp")
-        if self.moves:
-            c.tw_jvp.argtypes = (POINTER(Call), POINTER(Moved), POINTER(c_char), c_int64)
-            self._functions["jvp"] = c.tw_jvp
+        self._functions = {
+            "forward": c.tw_forward,
+            "backward": c.tw_backward,
+            "jvp": c.tw_jvp,
+            "list": c.tw_list_blocks,
+        }
+        more = {"jvp": (POINTER(Moved),), "list": (c_int64, c_int64)}
+        for name, function in self._functions.items():
+            function.argtypes = (POINTER(Call), *more.get(name, ()), POINTER(c_char), c_int64)
 
-    def run(self, name: str, call: Call, *more: Structure) -> None:
-        """Runs ``forward``, ``backward``, ``list`` or, with a Moved, ``jvp``; the GIL is free meanwhile.
+    def run(self, name: str, call: Call, *more: Structure | int) -> None:
+        """Runs ``forward``, ``backward``, ``jvp`` with a Moved, or ``list`` with the sizes of blocks; the GIL is free.
 
         On the main thread signal handlers run every 50 ms; what one raises (Ctrl-C) ends the call.
 

@@ -8,6 +8,7 @@ Importing this imports no DSL. Where to look:
 - ``kit/``: what every kernel uses: rings of stages, tiles, softmax, schedulers, expressions, dropout.
 - ``host/``: from a call to a launch, and from a kernel's source to the file that is shipped.
 - ``padding``: batches whose keys end early, as packed sequences.
+- ``kernels``: all kernels that ship, as one type and one list.
 - ``expected``: what a compiled kernel must have, for the checks ahead of time.
 - ``operations``: the operations of masks and scores that the kernels can be traced with, and their names in the DSL.
 - ``native/launcher.cpp`` launches; ``kernels.txt``, ``proven.txt``, ``unproven.txt`` say what ships, and which bits a GPU has proven.
@@ -36,6 +37,8 @@ from tilewise.backends.hopper.forward import paged_config
 from tilewise.backends.hopper.forward import reasons as forward_reasons
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.kernels import AnyConfig
+from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.backends.hopper.padding import as_packed
 from tilewise.problem import Problem
 
@@ -67,14 +70,11 @@ class Hopper(Backend):
         """Every reason why no machine runs this problem here."""
         reasons = paged_config.reasons(p) if p.paged else forward_reasons.reasons(p)
         reasons += unknown_operations(p, operations.traceable()) + piece_reasons(p)
-        reasons += (
-            ["the largest score of each row (attention_with_stats): its kernels do not keep it"]
-            if p.spec.max_logit
-            else []
-        )
+        if p.spec.max_logit:
+            reasons.append("the largest score of each row (attention_with_stats): its kernels do not keep it")
         return reasons + (backward_config.reasons(p) if p.spec.needs_grad else [])
 
-    def config(self, p: Problem) -> Config:
+    def config(self, p: Problem) -> Config | LatentConfig:
         return self.override or (paged_config if p.paged else forward_config).choose(as_packed(p))
 
     def tile(self, p: Problem) -> tuple[int, int]:
@@ -83,13 +83,12 @@ class Hopper(Backend):
     def backward_config(self, p: Problem) -> Backward:
         return self.override_backward or backward_config.choose(as_packed(p))
 
-    def configs(self, p: Problem) -> list[Config | Backward]:
+    def configs(self, p: Problem) -> list[AnyConfig]:
         """The configs of the kernels that a problem needs."""
         return [self.config(p), *([self.backward_config(p)] if p.spec.needs_grad else [])]
 
     def forward(self, p: Problem, t: Inputs) -> Output:
-        plan = self._plans.of(p)
-        return plan.forward(t)
+        return self._plans.of(p).forward(t)
 
     def backward(self, p: Problem, t: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
         return self._backward_plans.of(p).backward(t, out, do, dlse)
@@ -101,15 +100,15 @@ class Hopper(Backend):
             from tilewise.backends.hopper.host.paged_call import PagedPlan as ForwardPlan
         else:
             from tilewise.backends.hopper.host.forward_call import ForwardPlan
-        return self._of_form(p, ForwardPlan, self.config(p))
+        return self._plan_of_class(p, ForwardPlan, self.config(p))
 
     def _backward_plan(self, p: Problem):
         from tilewise.backends.hopper.host.backward_call import BackwardPlan
 
-        return self._of_form(p, BackwardPlan, self.backward_config(p))
+        return self._plan_of_class(p, BackwardPlan, self.backward_config(p))
 
-    def _of_form(self, p: Problem, plan: type, config: Config | Backward):
-        """The plan of a problem, or that of the packed problem that a padded one equals."""
+    def _plan_of_class(self, p: Problem, plan: type, config: AnyConfig):
+        """The plan of a problem, of the class ``plan``; of a padded problem that of the packed one that it equals."""
         if not config.packed or p.packed or p.paged:
             return plan(p, config)
         from tilewise.backends.hopper.host.padded_call import PaddedPlan

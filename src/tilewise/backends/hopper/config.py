@@ -30,6 +30,13 @@ APART = 1 << 34  # elements between two rows, more than tensor maps of packed se
 # those between such ends that a predicate keeps, by lists of key blocks; those of any mask, by lists and a bit for each pair.
 FORMS = ("full", "upper", "band", "rows", "lists", "bits")
 SHIPPED = FORMS[:4]
+# The fields of kit.params.OptionalParams by which a kernel learns a mask, in the order in which the host passes them; of the other
+# forms, numbers of every launch tell it. In the pass over keys of a backward the same fields hold the mask by columns.
+MASK_FIELDS = {
+    "rows": ("lo", "hi"),
+    "lists": ("lo", "hi", "blocks", "counts"),
+    "bits": ("blocks", "work", "bits", "section"),
+}
 DROPPED = ("full", "upper", "rows")  # those with dropout: bands with two ends come as tensors
 SHARING = 4  # CTAs that read one head's keys at a time, so that K and V come from L2: docs/decisions.md#hopper-sharing
 
@@ -68,6 +75,11 @@ class Formed:
     def of_numbers(self) -> bool:
         """Whether the ends of rows are numbers, the same for all heads."""
         return self.form in ("full", "upper", "band")
+
+    @property
+    def mask_fields(self) -> tuple[str, ...]:
+        """The optional fields that hold the mask, of MASK_FIELDS."""
+        return MASK_FIELDS.get(self.form, ())
 
     @property
     def has_lower(self) -> bool:

@@ -166,17 +166,9 @@ def split_keys(step: Step) -> list[Step]:
     size, grid = step.config.split, step.grid
     splits, batch = grid.keys // size, len(grid.b)
     whole = splits * size
-    by_split = lambda x: x[:, :whole].unflatten(1, (splits, size)).flatten(0, 1)  # noqa: E731
+    k, v = (x[:, :whole].unflatten(1, (splits, size)).flatten(0, 1) for x in (step.k, step.v))
     origin = torch.arange(0, whole, size, device=grid.b.device)
-    parts = [
-        (
-            step.q.repeat_interleave(splits, 0),
-            by_split(step.k),
-            by_split(step.v),
-            grid.b.repeat_interleave(splits),
-            origin.repeat(batch),
-        )
-    ]
+    parts = [(step.q.repeat_interleave(splits, 0), k, v, grid.b.repeat_interleave(splits), origin.repeat(batch))]
     if whole < grid.keys:
         rest = torch.full((batch,), whole, device=grid.b.device)
         parts.append((step.q, step.k[:, whole:], step.v[:, whole:], grid.b, rest))

@@ -79,11 +79,15 @@ class Config:
         query_tiles = -(-problem.seqlen_q // self.forward.tile_m)
         width = problem.head_dim + problem.head_dim_v
         rows = problem.heads_q * problem.seqlen_q * width + query_tiles * problem.heads_k * problem.seqlen_k * width
-        return size * rows * (1 if problem.packed else problem.batch)
+        return size * rows * problem.batch_dim
 
 
 def _padded(*row: int) -> Tiles:
     return Tiles(*row, padded=True)
+
+
+def _tma(*row: int) -> Tiles:
+    return Tiles(*row, tma=True)
 
 
 @dataclass(frozen=True)
@@ -110,26 +114,26 @@ class Row:
 # The rows of a table go by their head dim: the first that holds a problem's is taken. The last of half precision, wider than those of
 # fp32, are for multi-head latent attention, whose q and k are 512 and 64 rotary columns wide and whose v is 512 wide.
 _HALF_SM90 = (
-    Row(64, Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
-    Row(96, Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 3, True)),
-    Row(128, Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 2, True), Tiles(128, 64, 8, 3, True)),
+    Row(64, _tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
+    Row(96, _tma(64, 128, 4, 2), _tma(64, 64, 4, 3), _tma(64, 64, 4, 3)),
+    Row(128, _tma(64, 64, 4, 3), _tma(64, 64, 4, 2), _tma(128, 64, 8, 3)),
     Row(
         160,
-        forward=Tiles(128, 64, 8, 3, True),
-        dkdv=Tiles(64, 128, 8, 3, True),
-        dq=Tiles(128, 64, 8, 3, True),
-        dv=Tiles(64, 128, 8, 3, True),
+        forward=_tma(128, 64, 8, 3),
+        dkdv=_tma(64, 128, 8, 3),
+        dq=_tma(128, 64, 8, 3),
+        dv=_tma(64, 128, 8, 3),
     ),
     Row(
         192,
-        forward=Tiles(128, 64, 8, 3, True),
-        dkdv=Tiles(64, 128, 8, 2, True),
-        dq=Tiles(64, 64, 4, 3, True),
-        dv=Tiles(64, 128, 8, 3, True),
+        forward=_tma(128, 64, 8, 3),
+        dkdv=_tma(64, 128, 8, 2),
+        dq=_tma(64, 64, 4, 3),
+        dv=_tma(64, 128, 8, 3),
     ),
-    Row(256, Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(128, 32, 8, 3, True)),
+    Row(256, _tma(128, 64, 8, 2), _tma(64, 64, 8, 2), _tma(128, 32, 8, 3)),
     Row(512, Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
-    Row(576, Tiles(64, 32, 8, 2, True), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    Row(576, _tma(64, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
 )
 _HALF_SM80 = (
     Row(64, Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
@@ -154,19 +158,19 @@ _FLOAT = (
     Row.of_one(512, Tiles(16, 16, 4, 1)),
 )
 _BF16X6_SM90 = (
-    Row(64, Tiles(128, 32, 8, 2, True), Tiles(32, 64, 4, 2, True), Tiles(64, 32, 4, 2, True)),
-    Row(128, Tiles(64, 64, 4, 1, True), Tiles(32, 64, 4, 2, True), Tiles(64, 32, 4, 2, True)),
+    Row(64, _tma(128, 32, 8, 2), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
+    Row(128, _tma(64, 64, 4, 1), _tma(32, 64, 4, 2), _tma(64, 32, 4, 2)),
     Row(
         256,
-        forward=Tiles(64, 32, 4, 1, True),
+        forward=_tma(64, 32, 4, 1),
         dkdv=_padded(32, 32, 4, 1),
         dq=_padded(32, 32, 4, 1),
         dv=_padded(32, 32, 4, 1),
     ),
 )
 _TF32_SM90 = (
-    Row(64, Tiles(128, 32, 8, 2, True), Tiles(64, 64, 4, 2, True), Tiles(128, 32, 8, 2, True)),
-    Row(128, Tiles(128, 64, 8, 2, True), Tiles(32, 128, 8, 1, True), Tiles(128, 32, 8, 2, True)),
+    Row(64, _tma(128, 32, 8, 2), _tma(64, 64, 4, 2), _tma(128, 32, 8, 2)),
+    Row(128, _tma(128, 64, 8, 2), _tma(32, 128, 8, 1), _tma(128, 32, 8, 2)),
     *_FLOAT[2:],
 )
 # By architecture, and within it "half", for fp16 and bf16, or how products of fp32 are computed (Config.products).
@@ -210,8 +214,8 @@ class Choices:
         return {name: tiles for name, tiles in named.items() if tiles}
 
 
-def _tma(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
-    return tuple(Tiles(*row, tma=True) for row in rows)
+def _tmas(*rows: tuple[int, int, int, int]) -> tuple[Tiles, ...]:
+    return tuple(_tma(*row) for row in rows)
 
 
 # What `tilewise tune` measures and bench/gpu checks, by architecture; half precision. Rows that
@@ -220,61 +224,61 @@ CANDIDATES = {
     "sm90": (
         Choices(
             64,
-            forward=_tma((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)),
-            dkdv=_tma((64, 64, 4, 3), (64, 128, 8, 3), (32, 128, 4, 3), (32, 64, 4, 4)),
-            dk=_tma((64, 64, 4, 3)),
-            dv=_tma((64, 64, 4, 3)),
-            dq=_tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
+            forward=_tmas((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)),
+            dkdv=_tmas((64, 64, 4, 3), (64, 128, 8, 3), (32, 128, 4, 3), (32, 64, 4, 4)),
+            dk=_tmas((64, 64, 4, 3)),
+            dv=_tmas((64, 64, 4, 3)),
+            dq=_tmas((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
         ),
         Choices(
             80,
-            forward=(*_tma((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), _padded(128, 128, 8, 2)),
-            dkdv=(*_tma((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), _padded(32, 64, 4, 3)),
-            dk=_tma((64, 64, 4, 3)),
-            dv=_tma((64, 64, 4, 3)),
-            dq=(*_tma((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)), _padded(128, 64, 8, 3)),
+            forward=(*_tmas((128, 128, 8, 3), (64, 128, 4, 2), (128, 64, 4, 3)), _padded(128, 128, 8, 2)),
+            dkdv=(*_tmas((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3)), _padded(32, 64, 4, 3)),
+            dk=_tmas((64, 64, 4, 3)),
+            dv=_tmas((64, 64, 4, 3)),
+            dq=(*_tmas((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)), _padded(128, 64, 8, 3)),
         ),
         Choices(
             96,
-            forward=(*_tma((128, 128, 8, 3), (64, 128, 4, 2)), _padded(128, 128, 8, 2)),
-            dkdv=(*_tma((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), _padded(32, 64, 4, 3)),
-            dk=_tma((64, 128, 8, 3)),
-            dv=_tma((64, 128, 8, 3)),
-            dq=(*_tma((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 64, 8, 3)),
+            forward=(*_tmas((128, 128, 8, 3), (64, 128, 4, 2)), _padded(128, 128, 8, 2)),
+            dkdv=(*_tmas((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3)), _padded(32, 64, 4, 3)),
+            dk=_tmas((64, 128, 8, 3)),
+            dv=_tmas((64, 128, 8, 3)),
+            dq=(*_tmas((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 64, 8, 3)),
         ),
         Choices(
             128,
-            forward=_tma((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
-            dkdv=_tma(
+            forward=_tmas((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
+            dkdv=_tmas(
                 (32, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)
             ),
-            dk=_tma((64, 128, 8, 3), (64, 64, 4, 3)),
-            dv=_tma((64, 128, 8, 3), (64, 64, 4, 3)),
-            dq=_tma((128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 2)),
+            dk=_tmas((64, 128, 8, 3), (64, 64, 4, 3)),
+            dv=_tmas((64, 128, 8, 3), (64, 64, 4, 3)),
+            dq=_tmas((128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 2)),
         ),
         Choices(
             160,
-            forward=(*_tma((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
-            dkdv=_tma((64, 64, 4, 3)),
-            dk=(*_tma((64, 128, 8, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
-            dv=(*_tma((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
-            dq=(*_tma((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 32, 8, 3)),
+            forward=(*_tmas((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
+            dkdv=_tmas((64, 64, 4, 3)),
+            dk=(*_tmas((64, 128, 8, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
+            dv=(*_tmas((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
+            dq=(*_tmas((128, 64, 8, 3), (64, 64, 4, 3)), _padded(128, 32, 8, 3)),
         ),
         Choices(
             192,
-            forward=(*_tma((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
-            dkdv=_tma((64, 64, 4, 3)),
-            dk=(*_tma((64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
-            dv=(*_tma((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
-            dq=(*_tma((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)), _padded(128, 32, 8, 3)),
+            forward=(*_tmas((128, 128, 8, 2), (128, 64, 8, 3)), _padded(128, 64, 8, 2)),
+            dkdv=_tmas((64, 64, 4, 3)),
+            dk=(*_tmas((64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3)), _padded(32, 128, 8, 3)),
+            dv=(*_tmas((64, 128, 8, 3), (64, 64, 4, 3)), _padded(64, 128, 8, 2)),
+            dq=(*_tmas((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)), _padded(128, 32, 8, 3)),
         ),
         Choices(
             256,
-            forward=_tma((128, 64, 8, 2), (64, 64, 4, 2)),
-            dkdv=_tma((64, 64, 8, 2), (32, 64, 8, 3)),
-            dk=_tma((32, 128, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3)),
-            dv=_tma((32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
-            dq=_tma((128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
+            forward=_tmas((128, 64, 8, 2), (64, 64, 4, 2)),
+            dkdv=_tmas((64, 64, 8, 2), (32, 64, 8, 3)),
+            dk=_tmas((32, 128, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3)),
+            dv=_tmas((32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
+            dq=_tmas((128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
         ),
     )
 }
@@ -287,35 +291,35 @@ PAIRED = {
     "sm90": (
         Choices(
             64,
-            forward=_tma((64, 64, 4, 3), (128, 64, 8, 3)),
-            dkdv=_tma((64, 64, 4, 3)),
-            dq=_tma((64, 64, 4, 3)),
+            forward=_tmas((64, 64, 4, 3), (128, 64, 8, 3)),
+            dkdv=_tmas((64, 64, 4, 3)),
+            dq=_tmas((64, 64, 4, 3)),
             tile=(Tiles(128, 64, 8, 2),),
         ),
         Choices(
             128,
-            forward=_tma((64, 64, 4, 3), (128, 64, 8, 3)),
-            dkdv=_tma((32, 64, 4, 3)),
-            dq=_tma((64, 64, 4, 3)),
+            forward=_tmas((64, 64, 4, 3), (128, 64, 8, 3)),
+            dkdv=_tmas((32, 64, 4, 3)),
+            dq=_tmas((64, 64, 4, 3)),
             tile=(Tiles(128, 64, 8, 2),),
         ),
     )
 }
 # Beside a tensor that is read by distance, and where no tile is far from the diagonal: dK dV at D 128 spills with tiles of 64 x 64, and
 # with 128 keys the forward reads each number twice. docs/decisions.md#triton-diagonals
-DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tma((32, 64, 4, 3))))}
-ALL_DISTANT = {"sm90": (Choices(64, forward=_tma((64, 64, 4, 3))), *DISTANT["sm90"][1:])}
+DISTANT = {"sm90": (Choices(64), Choices(128, dkdv=_tmas((32, 64, 4, 3))))}
+ALL_DISTANT = {"sm90": (Choices(64, forward=_tmas((64, 64, 4, 3))), *DISTANT["sm90"][1:])}
 # Where v lies in k's memory, and a tile of rows has many heads of one query (docs/decisions.md#triton-pages).
-LATENT = {"sm90": (Choices(576, forward=_tma((64, 64, 8, 2))),)}
+LATENT = {"sm90": (Choices(576, forward=_tmas((64, 64, 8, 2))),)}
 # A chunk of queries over e4m3 numbers whose scales are not those of single keys: with more rows, fewer tiles convert each key
 # (docs/decisions.md#triton-pages).
-E4M3 = {"sm90": (Choices(96), Choices(128, forward=_tma((128, 64, 8, 3))))}
+E4M3 = {"sm90": (Choices(96), Choices(128, forward=_tmas((128, 64, 8, 3))))}
 # Where one query's heads share a tile: few rows, and as many loads in flight as fit. Half precision.
 DECODING = {
     "sm90": (
-        Choices(64, forward=_tma((64, 128, 4, 3))),
-        Choices(128, forward=_tma((64, 64, 4, 3))),
-        Choices(256, forward=_tma((64, 32, 4, 3))),
+        Choices(64, forward=_tmas((64, 128, 4, 3))),
+        Choices(128, forward=_tmas((64, 64, 4, 3))),
+        Choices(256, forward=_tmas((64, 32, 4, 3))),
     )
 }
 

@@ -112,7 +112,7 @@ class PagedConfig(Config):
 
     def traffic(self, problem: Problem) -> int:
         """Bytes of Q and O once, and of K and V once for each tile of rows, where every sequence is as long as it may be."""
-        queries = problem.seqlen_q * (1 if problem.packed else problem.batch)
+        queries = problem.seqlen_q * problem.batch_dim
         tiles = -(-rows_of_sequence(problem) // self.forward.tile_m) * problem.batch
         rows = problem.dtype.itemsize * queries * problem.heads_q
         rows += problem.k.dtype.itemsize * tiles * problem.heads_k * problem.capacity

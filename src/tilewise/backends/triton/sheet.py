@@ -79,7 +79,7 @@ def sheet_tiles(problem: Problem, config: Config) -> Tiles:
     widest = max(problem.head_dim, problem.head_dim_v)
     # It wants a few more than 168 registers, with which a third program runs on a multiprocessor: 2.13 to 1.85 ms (H200, N 16384).
     registers = 168 if widest <= 64 and problem.dtype.itemsize == 2 else 0
-    tiles = Tiles(64, 64, 4, 3 if widest <= 128 else 2, True, registers=registers) if config.dkdv.tma else config.dq
+    tiles = Tiles(64, 64, 4, 3 if widest <= 128 else 2, tma=True, registers=registers) if config.dkdv.tma else config.dq
     tiles = replace(tiles, tile_m=min(tiles.tile_m, SHEET_STRIP), tile_n=min(tiles.tile_n, config.dkdv.tile_n))
     return with_stages(problem, "sheet", tiles)
 

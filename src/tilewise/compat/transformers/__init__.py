@@ -107,8 +107,7 @@ class Handed:
     @classmethod
     def of(cls, given: dict) -> Handed:
         """Raises NotImplementedError: with every keyword that cannot be honoured, and why."""
-        mine = {field.name for field in fields(cls)}
-        wrong = {name: value for name, value in given.items() if name not in mine and name not in IGNORED}
+        wrong = {name: value for name, value in given.items() if name not in HONOURED and name not in IGNORED}
         reasons = [
             f"{name} {REFUSED.get(name, _UNKNOWN)}"
             for name, value in wrong.items()
@@ -118,7 +117,7 @@ class Handed:
             raise NotImplementedError(
                 f'attn_implementation="{NAME}" cannot honour' + "".join([f"\n  {r}" for r in reasons])
             )
-        return cls(**{name: value for name, value in given.items() if name in mine})
+        return cls(**{name: value for name, value in given.items() if name in HONOURED})
 
     def options(self, keys: int) -> dict:
         """The keywords of ``tilewise.attention`` but the mask."""
@@ -136,6 +135,8 @@ class Handed:
         }
 
 
+# Read once: inside torch.compile, fields() breaks the graph.
+HONOURED = frozenset(field.name for field in fields(Handed))
 _UNKNOWN = (
     "is not known; if it means nothing to the attention of this model, add its name to "
     f"tilewise.compat.transformers.IGNORED, else {_ELSEWHERE}"

@@ -106,8 +106,8 @@ class HandedMask:
         """The mask on another device, as the layers of a model that is spread over several need it."""
         if isinstance(device, torch.dtype):
             raise NotImplementedError(_COMPUTED.format(what=f"attention_mask.to({device})"))
-        move = lambda m: None if m is None else Mask(m.text, tuple(t.to(device) for t in m.leaves))  # noqa: E731
-        return replace(self, mask=move(self.mask), band=move(self.band))
+        band = None if self.band is None else _moved(self.band, device)
+        return replace(self, mask=_moved(self.mask, device), band=band)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -122,6 +122,10 @@ class HandedMask:
 
     def __getitem__(self, _):
         raise NotImplementedError(_COMPUTED.format(what="attention_mask[...]"))
+
+
+def _moved(mask: Mask, device: torch.device | str) -> Mask:
+    return Mask(mask.text, tuple(t.to(device) for t in mask.leaves))
 
 
 def _attended(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
@@ -208,7 +212,10 @@ class Band:
 
     def _of_one_query(self, first: int | Tensor, keys: int) -> Mask | None:
         """An interval of keys, which may be a tensor: one token after another needs no host and no new kernel."""
-        clamp = lambda x: x.clamp(0, keys) if isinstance(x, Tensor) else min(max(x, 0), keys)  # noqa: E731
+
+        def clamp(x: int | Tensor) -> int | Tensor:
+            return x.clamp(0, keys) if isinstance(x, Tensor) else min(max(x, 0), keys)
+
         start = 0 if self.left is None else clamp(first - self.left)
         end = keys if self.right is None else clamp(first + self.right + 1)
         if isinstance(first, Tensor):

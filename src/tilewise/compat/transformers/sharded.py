@@ -36,6 +36,7 @@ from tilewise.masks.catalogue import Mask, documents
 from tilewise.parallel.context import ContextParallel
 
 _group: ContextVar[ContextParallel | None] = ContextVar("sharded", default=None)
+_open = 0  # blocks of `sharded` in this process: torch.compile reads a number, and breaks its graph at a ContextVar
 
 
 @contextlib.contextmanager
@@ -49,16 +50,19 @@ def sharded(parallel: ContextParallel) -> Iterator[ContextParallel]:
     Args:
         parallel: what :func:`tilewise.context_parallel` made.
     """
+    global _open
     token = _group.set(parallel)
+    _open += 1
     try:
         yield parallel
     finally:
+        _open -= 1
         _group.reset(token)
 
 
 def group() -> ContextParallel | None:
     """The ranks of the ``with`` around a call of a model; None outside of any."""
-    return _group.get()
+    return _group.get() if _open else None
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,20 @@ struct Forward {
   std::unique_ptr<std::atomic<int64_t>[]> unfinished;  // parts that are not done yet, by item.rows
 };
 
+// Keys of the tiles that a predicate does not empty for an item, on average over its heads.
+int64_t visited(const TwCall &c, const Sequence &s, const QueryItem &item) {
+  const int64_t columns = (s.seqlen_k + c.tile_n - 1) / c.tile_n;
+  int64_t tiles = 0;
+  for (int64_t head = item.head; head < item.head + item.heads; ++head) {
+    const uint8_t *row = c.status + c.status_at[s.b] + head * c.status_head[s.b] + item.m0 / c.tile_m * columns;
+    tiles += columns - std::count(row, row + columns, uint8_t(TW_EMPTY));
+  }
+  return tiles * c.tile_n / item.heads;
+}
+
 // Keys that queries [m0, m1) of the heads see, at least: what an item costs.
 int64_t visible(const TwCall &c, const Sequence &s, const QueryItem &item) {
+  if (c.status && !c.split) return visited(c, s, item);
   if (!c.lo.data && !c.hi.data) return item.n1 - item.n0;
   auto end = [&](const TwEnds &e, int64_t i, int64_t none) -> int64_t {
     return e.data ? e.data[s.b * e.batch + item.head * e.head + s.row_q + i] : none;
@@ -143,6 +155,16 @@ std::vector<int64_t> longest_first(const std::vector<int64_t> &cost) {
   return order;
 }
 
+// The longest items first. Under a predicate heads come one after the other all the same, since their packed tiles then stay in caches:
+// docs/decisions.md#cpu-packed-once.
+std::vector<int64_t> order_of(const TwCall &c, const Forward &plan) {
+  std::vector<int64_t> order = longest_first(plan.cost);
+  if (!c.status || c.split) return order;
+  auto head = [&](int64_t n) { return plan.items[size_t(n)].b * c.heads_q + plan.items[size_t(n)].head; };
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return head(a) < head(b); });
+  return order;
+}
+
 // Query tiles that read a key tile on average, from which on it pays to pack the tiles of whole heads first
 // (docs/decisions.md#cpu-packed-once).
 constexpr int64_t kReaders = 3;
@@ -183,7 +205,7 @@ void run_forward(const TwCall &c) {
   if (!c.batch) return;
   const Kernels &kernels = chosen(c);
   const Forward plan = plan_forward(c);
-  const std::vector<int64_t> order = longest_first(plan.cost);
+  const std::vector<int64_t> order = order_of(c, plan);
   const size_t size = c.type == TW_F64 ? 8 : 4;
   const size_t lines = size_t(plan.parts * lines_of(c));
   std::vector<char> o(lines * size_t(c.head_dim_v) * size), lse(lines * size), largest(lines * size);
@@ -205,7 +227,7 @@ void run_jvp(const TwCall &c, const TwMoved &moved) {
   if (!c.batch) return;
   const Kernels &kernels = chosen(c);
   const Forward plan = plan_forward(c);
-  const std::vector<int64_t> order = longest_first(plan.cost);
+  const std::vector<int64_t> order = order_of(c, plan);
   const int64_t bytes = kernels.tangent_bytes(c, moved);
   parallel(c.threads, int64_t(order.size()),
            [&](int64_t n) { kernels.tangent(c, moved, plan.items[size_t(order[size_t(n)])], scratch(bytes)); });
@@ -277,16 +299,23 @@ void run_backward(const TwCall &c) {
 }
 
 // Fills status and seen. A mask that all of the batch, or all heads, share is listed once.
-void run_list(const TwCall &c) {
+void run_list(const TwCall &c, const Blocks &blocks) {
   check(c);
+  if (blocks.q < 1 || blocks.k < 1) throw std::invalid_argument("a block has at least one query and one key");
   if (c.program.keep < 0) throw std::invalid_argument("there is no predicate to list");
   if (!c.status || !c.seen) return;  // no queries or no keys: empty lists
   const Kernels &kernels = chosen(c);
-  const bool shared = !c.cu_seqlens_q && c.batch > 1 && c.status_at[0] == c.status_at[1];
+  // Sequences over pages and packed ones have lists of their own; that of one without keys is empty and begins where the next does.
+  const bool shared = !c.cu_seqlens_q && !c.block_table && c.batch > 1 && c.status_at[0] == c.status_at[1];
   const bool by_head = std::any_of(c.status_head, c.status_head + c.batch, [](int64_t stride) { return stride != 0; });
   const int64_t batch = shared ? 1 : c.batch, heads = by_head ? c.heads_k : 1;
-  const int64_t bytes = kernels.list_bytes(c);
-  parallel(c.threads, batch * heads, [&](int64_t n) { kernels.list_mask(c, n / heads, n % heads, scratch(bytes)); });
+  std::vector<ListUnit> units;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t head_k = 0; head_k < heads; ++head_k)
+      for (int64_t m0 = 0; m0 < sequence_of(c, b).seqlen_q; m0 += c.tile_m) units.push_back({b, head_k, m0});
+  const int64_t bytes = kernels.list_bytes(c, blocks);
+  parallel(c.threads, int64_t(units.size()),
+           [&](int64_t n) { kernels.list_mask(c, blocks, units[size_t(n)], scratch(bytes)); });
 }
 
 template <class F>
@@ -333,8 +362,8 @@ TW_EXPORT int tw_jvp(const TwCall *call, const TwMoved *moved, char *error, int6
   return tw::guarded([&] { tw::run_jvp(*call, *moved); }, call->signals, error, error_size);
 }
 
-TW_EXPORT int tw_list_mask(const TwCall *call, char *error, int64_t error_size) {
-  return tw::guarded([&] { tw::run_list(*call); }, call->signals, error, error_size);
+TW_EXPORT int tw_list_blocks(const TwCall *call, int64_t block_q, int64_t block_k, char *error, int64_t error_size) {
+  return tw::guarded([&] { tw::run_list(*call, {block_q, block_k}); }, call->signals, error, error_size);
 }
 
 TW_EXPORT void tw_use_openmp(void *gomp_parallel) { tw::use_openmp(gomp_parallel); }

@@ -9,7 +9,7 @@
 //   P      = e^(S - m), m and l one vector each
 //   acc   += P V
 #pragma once
-#include "forward.h"
+#include "step_keys.h"
 
 namespace tw::TW_ISA {
 
@@ -84,34 +84,29 @@ class FewQueries {
     return plain && item.heads * (item.m1 - item.m0) <= W;
   }
 
-  FewQueries(const TwCall &c, const QueryItem &item, char *scratch)
-      : c(c), item(item), s(sequence_of(c, item.b)), head_k(item.head / (c.heads_q / c.heads_k)),
-        wide(round_up(c.head_dim_v, W)), depth(round_up(elements<X>(c.head_dim), W)) {
-    Arena arena{scratch};
-    q = arena.take<X>(depth * W), k = arena.take<X>(kBlock * depth), v = arena.take<E>(kStep * wide);
-    p = arena.take<T>(kStep * W), acc = arena.take<T>(W * wide), m = arena.take<T>(W), l = arena.take<T>(W);
-    lo = arena.take<int64_t>(W), hi = arena.take<int64_t>(W);
-    if constexpr (paired) rounded = arena.take<X>(kStep * W / 2);
-    k_at = arena.take<const E *>(kStep), v_at = arena.take<const E *>(kStep), next_at = arena.take<const E *>(kStep);
-    marks = arena.take<uint8_t>(kStep);
-    bytes = arena.used;
-    // K and V of a step, and what is prefetched for the next, share L1.
-    const int64_t row = greater(greater(c.head_dim, c.head_dim_v), 1) * int64_t(sizeof(E));
-    step_keys = greater(kBlock, smaller(kStep, kStepBytes / row / kBlock * kBlock));
-  }
+  FewQueries(const TwCall &c, const QueryItem &item, char *scratch) : FewQueries(c, item, Arena{scratch}) {}
 
   int64_t bytes;
 
   void run(const Partials &partials) {
-    rows = item.heads * (item.m1 - item.m0);
     attend_by<W>();
     finish_rows<E, T>(c, s, item, partials, acc, wide, m, l);
   }
 
  private:
+  FewQueries(const TwCall &c, const QueryItem &item, Arena arena)
+      : c(c), item(item), s(sequence_of(c, item.b)), rows(item.heads * (item.m1 - item.m0)), wide(round_up(c.head_dim_v, W)),
+        depth(round_up(elements<X>(c.head_dim), W)), ends(c, s, item, rows),
+        at(c, item.b, item.head / (c.heads_q / c.heads_k), kBlock, arena) {
+    q = arena.take<X>(depth * W), k = arena.take<X>(kBlock * depth), v = arena.take<E>(kStep * wide);
+    p = arena.take<T>(kStep * W), acc = arena.take<T>(W * wide), m = arena.take<T>(W), l = arena.take<T>(W);
+    if constexpr (paired) rounded = arena.take<X>(kStep * W / 2);
+    marks = arena.take<uint8_t>(kStep);
+    bytes = arena.used;
+  }
+
   static constexpr int W = kLanes<T>;
-  static constexpr int kBlock = W > 8 ? W : 8, kStep = 128;  // keys
-  static constexpr int64_t kStepBytes = 16384;
+  static constexpr int kBlock = W > 8 ? W : 8, kStep = StepKeys<E>::kMost;  // keys
   static constexpr int kLine = 64 / int(sizeof(E));
   template <int R>
   static constexpr int block_of = R > 8 ? R : 8;
@@ -136,13 +131,12 @@ class FewQueries {
   const TwCall &c;
   const QueryItem &item;
   const Sequence s;
-  const int64_t head_k, wide, depth;
-  int64_t step_keys, rows, all_from, all_to;  // every row sees the keys [all_from, all_to)
+  const int64_t rows, wide, depth;
+  const RowEnds<W> ends;
+  StepKeys<E> at;
   X *q, *k, *rounded;
   E *v;
   T *p, *acc, *m, *l;
-  int64_t *lo, *hi;
-  const E **k_at, **v_at, **next_at;  // where the keys of a step lie, their V, and the next step's K
   uint8_t *marks;
 
   template <int R>
@@ -154,11 +148,11 @@ class FewQueries {
 
   template <int R>
   void attend() {
-    int64_t begin, end;
-    start<R>(begin, end);
+    start<R>();
+    int64_t begin = ends.begin;
     if (c.block_table) begin = greater(begin / block_of<R> * block_of<R>, item.n0);  // blocks that lie in one page
-    place(c.k, begin, end, next_at);
-    for (int64_t n0 = begin; n0 < end; n0 += step_keys) step<R>(n0, smaller(step_keys, end - n0), end);
+    at.place(begin, ends.end);
+    for (int64_t n0 = begin; n0 < ends.end; n0 += at.keys) step<R>(n0, smaller(at.keys, ends.end - n0));
     for (int g = 0; g < W / R; ++g) {
       T sum = T(0);
       for (int r = 0; r < R; ++r) sum += l[g * R + r];
@@ -167,58 +161,41 @@ class FewQueries {
   }
 
   template <int R>
-  void start(int64_t &begin, int64_t &end) {
-    begin = item.n1, end = item.n0, all_from = item.n0, all_to = item.n1;
+  void start() {
     for (int64_t n = 0; n < W; ++n) m[n] = T(-INFINITY), l[n] = T(0);
     for (int64_t n = 0; n < W * wide; ++n) acc[n] = T(0);
     for (int64_t g = 0; g < W / R; ++g) {
-      const int64_t head = item.head_of(g), i = item.query_of(g), real = elements<X>(c.head_dim);
-      for (int64_t d = 0; d < depth; ++d)
-        q[d / R * W + g * R + d % R] =
-            g < rows && d < real ? element<X>(row_of<E>(c.q, s, s.row_q, i, head), d, c.head_dim) : X(0);
-      lo[g] = hi[g] = item.n0;
-      if (g >= rows) continue;
-      const int32_t *low = ends_of(c.lo, s, head, s.row_q), *high = ends_of(c.hi, s, head, s.row_q);
-      lo[g] = low ? greater(low[i], item.n0) : item.n0, hi[g] = high ? smaller(high[i], item.n1) : item.n1;
-      all_from = greater(all_from, lo[g]), all_to = smaller(all_to, hi[g]);
-      if (lo[g] < hi[g]) begin = smaller(begin, lo[g]), end = greater(end, hi[g]);
+      const int64_t real = g < rows ? elements<X>(c.head_dim) : 0;
+      const E *row = g < rows ? row_of<E>(c.q, s, s.row_q, item.query_of(g), item.head_of(g)) : nullptr;
+      for (int64_t d = 0; d < depth; ++d) q[d / R * W + g * R + d % R] = d < real ? element<X>(row, d, c.head_dim) : X(0);
     }
   }
 
-  // Where the keys of the step at n0 lie; places that it does not need are those of its last key.
-  void place(const TwTensor &t, int64_t n0, int64_t end, const E **at) {
-    const int64_t count = smaller(step_keys, end - n0);
-    if (count <= 0) return;
-    place_keys<E>(c, t, s, head_k, n0, count, at);
-    for (int64_t n = count; n < step_keys; ++n) at[n] = at[count - 1];
-  }
-
   template <int R>
-  void step(int64_t n0, int64_t keys, int64_t end) {
-    const E **last = k_at;
-    k_at = next_at, next_at = last;
-    place(c.v, n0, end, v_at), place(c.k, n0 + keys, end, next_at);
+  void step(int64_t n0, int64_t keys) {
+    at.advance(n0 + keys, ends.end);
     constexpr int block = block_of<R>;
     const bool direct = as_they_lie && c.head_dim % (R * int(sizeof(X) / sizeof(E))) == 0;
     for (int64_t n = 0; n < keys; n += block) {
       const int64_t count = smaller(block, keys - n);
-      const Bytes key = bytes_of(k_at[n], c.k), value = bytes_of(v_at[n], c.v);
+      const Bytes key = bytes_of(at.k[n], c.k);
+      const Places soon{(c.block_table ? at.ahead_k : at.v) + n};
       const bool together = !c.block_table || (n0 + n) % c.page_size + block <= c.page_size;
       if (direct && count == block && !together) {
-        scores<R, block>(Places{k_at + n}, elements<X>(c.head_dim), p + n * (W / R), Places{v_at + n});
+        scores<R, block>(Places{at.k + n}, elements<X>(c.head_dim), p + n * (W / R), soon);
       } else if (direct && count == block) {
-        scores<R, block>(key, elements<X>(c.head_dim), p + n * (W / R), value);
+        scores<R, block>(key, elements<X>(c.head_dim), p + n * (W / R), soon);
       } else {
-        pack_keys({nullptr, 0, count, nullptr, k_at + n}, block);
-        scores<R, block>(Bytes{(const char *)k, depth * int64_t(sizeof(X))}, depth, p + n * (W / R), value);
+        pack_keys({nullptr, 0, count, nullptr, at.k + n}, block);
+        scores<R, block>(Bytes{(const char *)k, depth * int64_t(sizeof(X))}, depth, p + n * (W / R), soon);
       }
     }
     const int64_t whole = round_up(keys, block);
-    if (n0 < all_from || n0 + whole > all_to) hide<R>(n0, whole);
+    if (n0 < ends.all_from || n0 + whole > ends.all_to) hide<R>(n0, whole);
     softmax<R>(whole);
-    const uint8_t *seen = listed_seen(c, s, head_k, n0);
-    if (!seen && c.block_table) seen = seen_by_rows(lo, hi, rows, n0, keys, marks);
-    add_values<R>(keys, seen, n0 + keys < end ? next_at : k_at);
+    const uint8_t *seen = listed_seen(c, s, at.head_k, n0);
+    if (!seen && c.block_table) seen = seen_by_rows(ends.lo, ends.hi, rows, n0, keys, marks);
+    add_values<R>(keys, seen, c.block_table ? at.ahead_v : n0 + keys < ends.end ? at.next_k : at.k);
   }
 
   void pack_keys(const Rows<E> &from, int64_t block) {
@@ -231,20 +208,21 @@ class FewQueries {
       }
   }
 
-  // S of `block` keys, R of them a vector. While a line of each key is in use, the same numbers of its V come closer.
-  template <int R, int block, class Keys, class Values>
-  void scores(Keys key, int64_t elements, T *out, Values value) const {
+  // S of `block` keys, R of them a vector. While a line of each key is in use, the same line of as many rows comes closer: those
+  // keys' V, or, over pages, rows of the next step's K.
+  template <int R, int block, class Keys>
+  void scores(Keys key, int64_t elements, T *out, Places soon) const {
     constexpr int steps = 64 / (R * int(sizeof(X)));  // of a line
     constexpr int64_t same = 64 / int64_t(sizeof(X)) * (paired ? 2 : 1) * int64_t(sizeof(E));
     const int64_t whole = elements / (steps * R) * (steps * R);
     Vec<T> sum[block] = {};
     const X *x = q;
     int64_t d = 0;
-    for (; d < whole; d += steps * R, value.advance(same))
+    for (; d < whole; d += steps * R, soon.advance(same))
 #pragma GCC unroll 16
       for (int step = 0; step < steps; ++step, x += W, key.advance(R * sizeof(X))) {
 #pragma GCC unroll 16
-        for (int n = step; n < block; n += steps) __builtin_prefetch(value.row(n), 0, 3);
+        for (int n = step; n < block; n += steps) __builtin_prefetch(soon.row(n), 0, 3);
         add_depth<R, block>(sum, x, key);
       }
     for (; d < elements; d += R, x += W, key.advance(R * sizeof(X))) add_depth<R, block>(sum, x, key);
@@ -263,7 +241,7 @@ class FewQueries {
   void hide(int64_t n0, int64_t keys) {
     for (int64_t n = 0; n < keys; ++n)
       for (int64_t g = 0; g < W / R; ++g)
-        if (n0 + n < lo[g] || n0 + n >= hi[g]) p[n / R * W + g * R + n % R] = T(-INFINITY);
+        if (n0 + n < ends.lo[g] || n0 + n >= ends.hi[g]) p[n / R * W + g * R + n % R] = T(-INFINITY);
   }
 
   template <int R>
@@ -298,10 +276,10 @@ class FewQueries {
         for (int64_t d = 0; d < wide; d += W) store(acc + g * wide + d, load(acc + g * wide + d) * splat(alpha[g * R]));
   }
 
-  // acc += P V. While V is in use, the next step's keys come closer.
+  // acc += P V. While V is in use, the next step's keys come closer; over pages, its V.
   template <int R>
   void add_values(int64_t keys, const uint8_t *seen, const E *const *next) {
-    if (seen || c.head_dim_v % W) copy_values({nullptr, 0, keys, seen, v_at}, keys);
+    if (seen || c.head_dim_v % W) copy_values({nullptr, 0, keys, seen, at.v}, keys);
     if constexpr (paired) round_weights<R>(keys);
     constexpr int G = W / R, MR = G < 8 ? G : 8;
     for (int64_t g = 0; g < rows; g += MR) {
@@ -316,7 +294,7 @@ class FewQueries {
     for (int64_t n = 0; n < keys; ++n) {
       const E *row = from.row(n);
       for (int64_t d = 0; d < wide; ++d) v[n * wide + d] = row && d < c.head_dim_v ? row[d] : E{};
-      v_at[n] = v + n * wide;
+      at.v[n] = v + n * wide;
     }
   }
 
@@ -348,8 +326,8 @@ class FewQueries {
     for (int g = 0; g < MR; ++g)
 #pragma GCC unroll 2
       for (int x = 0; x < NV; ++x) {
-        T *at = acc + (g0 + g) * wide + d + x * W;
-        store(at, load(at) + sum[g][x]);
+        T *to = acc + (g0 + g) * wide + d + x * W;
+        store(to, load(to) + sum[g][x]);
       }
   }
 
@@ -361,16 +339,16 @@ class FewQueries {
   // Elements d ... of key n, or of keys n and n + 1 as pairs.
   template <int NV>
   TW_INLINE void values(int64_t n, int64_t keys, int64_t d, Vec<X> *row) const {
-    const E *at = v_at[n] + d;
+    const E *one = at.v[n] + d;
     (void)keys;
     if constexpr (!paired) {
 #pragma GCC unroll 2
-      for (int x = 0; x < NV; ++x) row[x] = load_wide<T>(at + x * W);
+      for (int x = 0; x < NV; ++x) row[x] = load_wide<T>(one + x * W);
     } else {
 #ifdef __AVX512BF16__
-      const E *other = n + 1 < keys ? v_at[n + 1] + d : at;  // its weight is 0
-      if constexpr (NV == 2) interleave(at, other, row);
-      else row[0] = interleaved(_mm256_loadu_si256((const __m256i *)at), _mm256_loadu_si256((const __m256i *)other));
+      const E *other = n + 1 < keys ? at.v[n + 1] + d : one;  // its weight is 0
+      if constexpr (NV == 2) interleave(one, other, row);
+      else row[0] = interleaved(_mm256_loadu_si256((const __m256i *)one), _mm256_loadu_si256((const __m256i *)other));
 #endif
     }
   }

@@ -28,25 +28,30 @@ void write_row(const TwCall &c, const Sequence &s, int64_t head, int64_t i, cons
   statistic<T>(c, c.lse, s, head)[i] = lse;
 }
 
+// Rows ahead of the one that is written, whose lines are fetched for writing: o is often memory that no cache holds.
+constexpr int64_t kWriteAhead = 4;
+
 // All rows of an item: normalised and written, or, where keys are split, left as partial states.
 template <class E, class T>
 void finish_rows(const TwCall &c, const Sequence &s, const QueryItem &item, const Partials &partials, const T *acc,
                  int64_t wide, const T *m, const T *l) {
-  const int64_t rows = item.heads * (item.m1 - item.m0);
-  for (int64_t r = 0; r < rows; ++r) {
-    const T *o = acc + r * wide;
-    const int64_t head = item.head_of(r), i = item.query_of(r);
-    const T factor = l[r] == T(0) ? T(0) : T(1) / l[r];
-    const T lse = l[r] == T(0) ? T(-INFINITY) : m[r] + std::log(l[r]);
-    if (item.part < 0) {
-      write_row<E, T>(c, s, head, i, o, factor, lse, m[r]);
-      continue;
+  for (int64_t head = item.head; head < item.head + item.heads; ++head)
+    for (int64_t i = item.m0; i < item.m1; ++i, acc += wide, ++m, ++l) {
+      const T factor = *l == T(0) ? T(0) : T(1) / *l;
+      const T lse = *l == T(0) ? T(-INFINITY) : *m + std::log(*l);
+      if (item.part < 0) {
+        if (i + kWriteAhead < item.m1) {
+          const char *later = (const char *)row_of<E>(c.o, s, s.row_q, i + kWriteAhead, head);
+          for (int64_t at = 0; at < c.head_dim_v * int64_t(sizeof(E)); at += 64) __builtin_prefetch(later + at, 1, 3);
+        }
+        write_row<E, T>(c, s, head, i, acc, factor, lse, *m);
+        continue;
+      }
+      const int64_t line = item.part * lines_of(c) + line_of(c, s, head, i);
+      T *out = (T *)partials.o + line * c.head_dim_v;
+      for (int64_t d = 0; d < c.head_dim_v; ++d) out[d] = factor == T(0) ? T(0) : acc[d] * factor;
+      ((T *)partials.lse)[line] = lse, ((T *)partials.largest)[line] = *m;
     }
-    const int64_t line = item.part * lines_of(c) + line_of(c, s, head, i);
-    T *out = (T *)partials.o + line * c.head_dim_v;
-    for (int64_t d = 0; d < c.head_dim_v; ++d) out[d] = factor == T(0) ? T(0) : o[d] * factor;
-    ((T *)partials.lse)[line] = lse, ((T *)partials.largest)[line] = m[r];
-  }
 }
 
 // A tile of K and of V as the products read them; without memory, it counts `bytes`.
@@ -68,8 +73,10 @@ struct PackedKeys {
 
   void pack(const TwCall &c, const Sequence &s, int64_t head_k, int64_t n0) const {
     const int64_t width = width_of(c, s, n0);
-    pack_transposed<X, E>(key_rows<E>(c, c.k, s, head_k, n0), width, c.head_dim, k);
-    pack_panels<X, E>(key_rows<E>(c, c.v, s, head_k, n0), width, c.head_dim_v, v);
+    Rows<E> k_rows = key_rows<E>(c, c.k, s, head_k, n0), v_rows = key_rows<E>(c, c.v, s, head_k, n0);
+    k_rows.cold = v_rows.cold = true;
+    pack_transposed<X, E>(k_rows, width, c.head_dim, k);
+    pack_panels<X, E>(v_rows, width, c.head_dim_v, v);
   }
 };
 
@@ -143,6 +150,7 @@ class Forward {
     for (int64_t h = 0; h < item.heads; ++h) {
       const int64_t head = item.head + h, first = h * queries;
       Rows<E> from{row_of<E>(c.q, s, s.row_q, item.m0, head), c.q.row, queries, nullptr};
+      from.cold = true;
       pack_rows<X, E>(from, queries, D, q + first * elements<X>(D));
       const int32_t *low = ends_of(c.lo, s, head, s.row_q), *high = ends_of(c.hi, s, head, s.row_q);
       for (int64_t r = 0; r < queries; ++r) {

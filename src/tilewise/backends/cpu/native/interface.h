@@ -5,7 +5,7 @@
 
 extern "C" {
 
-enum { TW_VERSION = 8, TW_DIMS = 8 };
+enum { TW_VERSION = 9, TW_DIMS = 8 };
 enum TwType { TW_F32 = 0, TW_F64 = 1, TW_BF16 = 2, TW_F16 = 3, TW_I64 = 4, TW_I32 = 5, TW_I16 = 6, TW_I8 = 7, TW_U8 = 8 };
 enum TwStatus { TW_OK = 0, TW_BAD_CALL = 1, TW_NO_MEMORY = 2, TW_FAILED = 3, TW_INTERRUPTED = 4 };
 enum TwTile { TW_EMPTY = 0, TW_PARTIAL = 1, TW_FULL = 2 };
@@ -119,7 +119,8 @@ typedef struct {
 int tw_forward(const TwCall *call, char *error, int64_t error_size);
 int tw_backward(const TwCall *call, char *error, int64_t error_size);
 int tw_jvp(const TwCall *call, const TwMoved *moved, char *error, int64_t error_size);
-int tw_list_mask(const TwCall *call, char *error, int64_t error_size);  // fills status and seen
+// Fills status and seen, where the predicate has one value on each block of block_q queries by block_k keys; 1, 1: on pairs alone.
+int tw_list_blocks(const TwCall *call, int64_t block_q, int64_t block_k, char *error, int64_t error_size);
 void tw_use_openmp(void *gomp_parallel);  // the process's GOMP_parallel, whose threads then do the work; null: our own
 int tw_version(void);
 int64_t tw_call_size(void);

@@ -1,7 +1,7 @@
 // One instruction set's kernels: compiled once per set, with TW_ISA its name and flags to match (CMakeLists.txt).
 // Nothing here may instantiate inline functions of the standard library: the linker keeps one copy for all objects.
 #include "backward.h"
-#include "few_queries.h"
+#include "few_queries_tiled.h"
 #include "list_mask.h"
 #include "forward.h"
 #include "tangent.h"
@@ -48,11 +48,19 @@ static int64_t forward_bytes(const TwCall &c) {
   return with_types(c, [&](auto y) {
     const int64_t many = ForwardOf<decltype(y)>(c, none, nullptr).bytes;
     const int64_t few = FewQueriesOf<decltype(y)>(c, none, nullptr).bytes;
-    return many > few ? many : few;
+#ifdef TW_TILE_REGISTERS
+    const int64_t tiled = FewQueriesTiled(c, none, nullptr).bytes;
+    return greater(greater(many, few), tiled);
+#else
+    return greater(many, few);
+#endif
   });
 }
 
 static void forward(const TwCall &c, const QueryItem &item, const Partials &partials, const KeyTiles &packed, char *scratch) {
+#ifdef TW_TILE_REGISTERS
+  if (FewQueriesTiled::serves(c, item)) return FewQueriesTiled(c, item, scratch).run(partials);
+#endif
   with_types(c, [&](auto y) {
     if (FewQueriesOf<decltype(y)>::serves(c, item)) FewQueriesOf<decltype(y)>(c, item, scratch).run(partials);
     else ForwardOf<decltype(y)>(c, item, scratch, packed).run(partials);
@@ -67,9 +75,11 @@ static void pack_keys(const TwCall &c, const Sequence &s, int64_t head_k, int64_
   with_types(c, [&](auto y) { PackedKeysOf<decltype(y)>(c, to).pack(c, s, head_k, n0); });
 }
 
-static int64_t list_bytes(const TwCall &c) { return MaskList(c, nullptr).bytes; }
+static int64_t list_bytes(const TwCall &c, const Blocks &blocks) { return MaskList(c, blocks, nullptr).bytes; }
 
-static void list_mask(const TwCall &c, int64_t b, int64_t head_k, char *scratch) { MaskList(c, scratch).run(b, head_k); }
+static void list_mask(const TwCall &c, const Blocks &blocks, const ListUnit &unit, char *scratch) {
+  MaskList(c, blocks, scratch).run(unit);
+}
 
 static void merge(const TwCall &c, const QueryItem &item, const Partials &partials) {
   with_types(c, [&](auto y) { merge_rows<typename decltype(y)::E, typename decltype(y)::T>(c, item, partials); });

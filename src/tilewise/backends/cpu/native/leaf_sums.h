@@ -25,9 +25,11 @@ void add_row(const Machine &machine, const TwLeafGradient &g, Sum *sums, const P
     return;
   }
   int64_t offset[kMaxTileN];
-  if (machine.offsets(g, g.size, g.stride, at, begin, end, offset)) {
+  if (const int64_t consecutive = machine.offsets(g, g.size, g.stride, at, begin, end, offset)) {
     Sum *row = sums + offset[begin];
-    for (int64_t n = begin; n < end; ++n) row[n - begin] += dz[n] == T(0) ? Sum(0) : Sum(dz[n] * slope[n]);
+    for (int64_t n = 0; n < consecutive; ++n) row[n] += dz[begin + n] == T(0) ? Sum(0) : Sum(dz[begin + n] * slope[begin + n]);
+    for (int64_t n = begin + consecutive; n < end; ++n)
+      if (dz[n] != T(0)) row[consecutive - 1] += Sum(dz[n] * slope[n]);
     return;
   }
   for (int64_t n = begin; n < end; ++n)

@@ -6,7 +6,8 @@
 namespace tw::TW_ISA {
 
 // A tile of rows of a tensor, `stride` apart, or each where `at` says (keys in pages), from `column` on. Rows from `count` on do
-// not exist; rows that `seen` (null: all) marks 0 read as zeros.
+// not exist; rows that `seen` (null: all) marks 0 read as zeros. Of `cold` rows, which no cache holds, some are fetched ahead of
+// the one that is packed.
 template <class E>
 struct Rows {
   const E *data;
@@ -14,16 +15,27 @@ struct Rows {
   const uint8_t *seen;
   const E *const *at = nullptr;
   int64_t column = 0;
+  bool cold = false;
   TW_INLINE const E *place(int64_t n) const { return (at ? at[n] : data + n * stride) + column; }
   TW_INLINE const E *row(int64_t n) const { return n < count && (!seen || seen[n]) ? place(n) : nullptr; }
+
+  // Brings the numbers [d, end) of row n closer.
+  TW_INLINE void fetch(int64_t n, int64_t d, int64_t end) const {
+    for (; d < end; d += 64 / int64_t(sizeof(E))) __builtin_prefetch(place(n) + d, 0, 3);
+  }
+  TW_INLINE void fetch_if_cold(int64_t n, int64_t d, int64_t end) const {
+    if (cold && n < count) fetch(n, d, end);
+  }
 };
+
+// How many rows ahead of the one that is packed a cold one is fetched (docs/decisions.md#cpu-packed-once).
+constexpr int64_t kFetchAhead = 8;
 
 // Rows [begin, end) of a tile that is packed next, brought closer while another is in use: the hardware's own prefetcher
 // stops at each page, and two rows of 8 heads fill one (docs/decisions.md#cpu-prefetch-next-tile).
 template <class E>
 TW_INLINE void prefetch_rows(const Rows<E> &in, int64_t begin, int64_t end, int64_t width) {
-  for (int64_t n = begin; n < end; ++n)
-    for (int64_t d = 0; d < width; d += 64 / int64_t(sizeof(E))) __builtin_prefetch(in.place(n) + d, 0, 3);
+  for (int64_t n = begin; n < end; ++n) in.fetch(n, 0, width);
 }
 
 // How many elements X hold `numbers` numbers of a depth.
@@ -49,6 +61,7 @@ template <class T, class E>
 void pack_plain(const Rows<E> &in, int64_t rows, int64_t width, int64_t padded, T *out, int64_t ld) {
   constexpr int W = kLanes<T>;
   for (int64_t n = 0; n < rows; ++n, out += ld) {
+    in.fetch_if_cold(n + kFetchAhead, 0, width);
     const E *from = in.row(n);
     int64_t d = 0;
     if (from) {
@@ -65,6 +78,7 @@ void pack_rows(const Rows<E> &in, int64_t rows, int64_t width, X *out) {
   const int64_t depth = elements<X>(width);
   if constexpr (__is_same(X, Pair)) {
     for (int64_t n = 0; n < rows; ++n, out += depth) {
+      in.fetch_if_cold(n + kFetchAhead, 0, width);
       if (width % 2) out[depth - 1] = 0;
       __builtin_memcpy(out, in.data + n * in.stride, size_t(width) * 2);
     }
@@ -84,6 +98,7 @@ TW_INLINE Vec<Pair> interleaved(__m256i low, __m256i high) {
 template <class E>
 void pack_row_pairs(const Rows<E> &in, int64_t rows, int64_t width, int64_t padded, Pair *out) {
   for (int64_t n = 0; n < rows; n += 2, out += padded) {
+    in.fetch_if_cold(n + kFetchAhead, 0, width), in.fetch_if_cold(n + kFetchAhead + 1, 0, width);
     const E *low = in.row(n), *high = n + 1 < rows ? in.row(n + 1) : nullptr;
     int64_t d = 0;
 #ifdef __AVX512BF16__
@@ -119,13 +134,15 @@ void pack_panels(const Rows<E> &in, int64_t rows, int64_t width, X *out) {
 template <class X, class E>
 void pack_transposed(const Rows<E> &in, int64_t rows, int64_t width, X *out) {
   constexpr int W = kLanes<X>, P = kPanelWidth<X>;
-  const int64_t depth = elements<X>(width), whole = __is_same(X, Pair) ? width / 2 : width;
+  constexpr int64_t numbers = __is_same(X, Pair) ? 2 : 1;
+  const int64_t depth = elements<X>(width), whole = width / numbers;
   for (int64_t n = 0; n < rows; n += W) {
     X *column = out + n / P * P * depth + n % P;
     const E *from[W];
     for (int r = 0; r < W; ++r) from[r] = in.row(n + r);
     int64_t d = 0;
     for (; d + W <= whole; d += W) {
+      for (int r = 0; r < W; ++r) in.fetch_if_cold(n + W + r, d * numbers, (d + W) * numbers);
       Vec<X> block[W];
 #pragma GCC unroll 16
       for (int r = 0; r < W; ++r) block[r] = from[r] ? element_vector<X>(from[r], d) : Vec<X>{};

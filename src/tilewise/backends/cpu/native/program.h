@@ -118,9 +118,9 @@ TW_INLINE int64_t clamped(int64_t x, int64_t size) { return x < 0 ? 0 : x < size
 
 // -- The machine --------------------------------------------------------------------------------------------------
 
-// Where a row of pairs is: columns [begin, end) of the tile that starts at key j0.
+// Where a row of pairs is: columns [begin, end) of the tile that starts at key j0, a column being `step` keys apart from the next.
 struct Place {
-  int64_t b, h, seqlen_q, seqlen_k, i, j0;
+  int64_t b, h, seqlen_q, seqlen_k, i, j0, step = 1;
 };
 
 struct Machine {
@@ -160,17 +160,18 @@ struct Machine {
     return offset;
   }
 
-  // offset[c] of every pair of the row; returns true if they are base, base + 1, ...
+  // offset[c] of every pair of the row, and 0. Or, where the first columns read elements one behind the other and all columns after
+  // them the last of these again, the offset of the first, and how many they are: a row of keys that ends in the tile is so.
   template <class Access>
-  bool offsets(const Access &x, const int64_t *size, const int64_t *stride, const Place &p, int64_t begin, int64_t end,
+  int64_t offsets(const Access &x, const int64_t *size, const int64_t *stride, const Place &p, int64_t begin, int64_t end,
                int64_t *offset) const {
     const int64_t fixed = fixed_offset(x, size, stride, begin);
     int moving = 0, last = 0;
     for (int d = 0; d < x.dims; ++d)
       if (x.mode[d] != TW_UNIFORM) ++moving, last = d;
-    if (moving == 1 && x.mode[last] == TW_COLUMN && stride[last] == 1 && p.j0 + end <= size[last]) {
+    if (moving == 1 && x.mode[last] == TW_COLUMN && stride[last] == 1 && p.step == 1 && p.j0 + begin < size[last]) {
       offset[begin] = fixed + p.j0 + begin;
-      return true;
+      return size[last] - p.j0 < end ? size[last] - p.j0 - begin : end - begin;
     }
     for (int64_t c = begin; c < end; ++c) offset[c] = fixed;
     for (int d = 0; d < x.dims; ++d) {
@@ -178,7 +179,7 @@ struct Machine {
       const int64_t *index = at<int64_t>(x.index[d]);
       for (int64_t c = begin; c < end; ++c) offset[c] += clamped(index[c], size[d]) * stride[d];
     }
-    return false;
+    return 0;
   }
 
   void lookup(const TwInstruction &x, const Place &p, int64_t begin, int64_t end) const {
@@ -199,8 +200,10 @@ struct Machine {
         return;
       }
       int64_t offset[kMaxTileN];
-      if (offsets(x, leaf.size, leaf.stride, p, begin, end, offset)) copy(data + offset[begin], out, end - begin);
-      else gather(data, offset + begin, out, end - begin);
+      const int64_t consecutive = offsets(x, leaf.size, leaf.stride, p, begin, end, offset);
+      if (!consecutive) return gather(data, offset + begin, out, end - begin);
+      copy(data + offset[begin], out, consecutive);
+      fill(out + consecutive, out[consecutive - 1], end - begin - consecutive);
     });
   }
 
@@ -220,7 +223,7 @@ struct Machine {
       case Op::seqlen_k_: return fill(ints, p.seqlen_k, n);
       case Op::i_: return fill(ints, p.i, n);
       case Op::j_:
-        for (int64_t c = 0; c < n; ++c) ints[c] = p.j0 + begin + c;
+        for (int64_t c = 0; c < n; ++c) ints[c] = p.j0 + (begin + c) * p.step;
         return;
       case Op::lookup_: return lookup(x, p, begin, end);
       TW_COMMON_OPERATIONS(TW_CASE) TW_NUMBER_OPERATIONS(TW_CASE) TW_INTEGER_OPERATIONS(TW_CASE)

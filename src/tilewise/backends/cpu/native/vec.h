@@ -90,26 +90,31 @@ TW_INLINE float max_lanes<float>(Vec<float> v) {
 }
 #endif
 
-// W rows of W elements, transposed in registers by swapping ever smaller off-diagonal blocks (Eklundh).
-template <class T>
-TW_INLINE void transpose(Vec<T> *rows) {
-  constexpr int W = kLanes<T>;
-  typedef Vec<Int<T>> Index;
-#pragma GCC unroll 8
-  for (int step = W / 2; step; step /= 2) {
-    Index low, high;
-    for (int n = 0; n < W; ++n) {
-      low[n] = n & step ? W + n - step : n;
-      high[n] = n & step ? W + n : n + step;
-    }
-#pragma GCC unroll 16
-    for (int n = 0; n < W; ++n)
-      if (!(n & step)) {
-        Vec<T> a = rows[n], b = rows[n + step];
-        rows[n] = __builtin_shuffle(a, b, low);
-        rows[n + step] = __builtin_shuffle(a, b, high);
-      }
+// Which lanes of two rows a and b, `step` apart, make the new rows where off-diagonal blocks of that size change places. As tables:
+// the compiler builds such vectors lane by lane where they are used (docs/decisions.md#cpu-amx-tiles).
+template <class T, int step>
+struct Exchange {
+  alignas(kBytes) Int<T> low[kLanes<T>], high[kLanes<T>];
+  constexpr Exchange() : low(), high() {
+    for (int n = 0; n < kLanes<T>; ++n)
+      low[n] = Int<T>(n & step ? kLanes<T> + n - step : n), high[n] = Int<T>(n & step ? kLanes<T> + n : n + step);
   }
+};
+template <class T, int step>
+constexpr Exchange<T, step> kExchange{};
+
+// W rows of W elements, transposed in registers by swapping ever smaller off-diagonal blocks (Eklundh).
+template <class T, int step = kLanes<T> / 2>
+TW_INLINE void transpose(Vec<T> *rows) {
+  const auto low = load(kExchange<T, step>.low), high = load(kExchange<T, step>.high);
+#pragma GCC unroll 16
+  for (int n = 0; n < kLanes<T>; ++n)
+    if (!(n & step)) {
+      const Vec<T> a = rows[n], b = rows[n + step];
+      rows[n] = __builtin_shuffle(a, b, low);
+      rows[n + step] = __builtin_shuffle(a, b, high);
+    }
+  if constexpr (step > 1) transpose<T, step / 2>(rows);
 }
 
 // -- Elements of the inputs: converted to the compute type as they are read -----------------------------------------

@@ -95,6 +95,17 @@ inline int64_t line_of(const TwCall &c, const Sequence &s, int64_t head, int64_t
 }
 inline int64_t lines_of(const TwCall &c) { return (c.cu_seqlens_q ? 1 : c.batch) * c.heads_q * c.seqlen_q; }
 
+// Blocks of `q` queries by `k` keys, from the first pair on, on each of which a mask's predicate has one value.
+struct Blocks {
+  int64_t q, k;
+  bool pairs() const { return q == 1 || k == 1; }
+};
+
+// A row of tiles, from query m0 on, whose states are listed for the query heads of key head `head_k`.
+struct ListUnit {
+  int64_t b, head_k, m0;
+};
+
 // K and V of whole heads in packed tiles of `bytes` each, K first: many query tiles read each, which is packed once for all of them.
 // Without memory every item packs the tiles that it reads.
 struct KeyTiles {
@@ -117,8 +128,8 @@ struct Kernels {
   void (*forward)(const TwCall &, const QueryItem &, const Partials &, const KeyTiles &, char *scratch);
   int64_t (*key_tile_bytes)(const TwCall &);
   void (*pack_keys)(const TwCall &, const Sequence &, int64_t head_k, int64_t n0, char *to);
-  int64_t (*list_bytes)(const TwCall &);
-  void (*list_mask)(const TwCall &, int64_t b, int64_t head_k, char *scratch);
+  int64_t (*list_bytes)(const TwCall &, const Blocks &);
+  void (*list_mask)(const TwCall &, const Blocks &, const ListUnit &, char *scratch);
   void (*merge)(const TwCall &, const QueryItem &, const Partials &);
   int64_t (*tangent_bytes)(const TwCall &, const TwMoved &);
   void (*tangent)(const TwCall &, const TwMoved &, const QueryItem &, char *scratch);

@@ -53,8 +53,8 @@ from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile
 from tilewise.backends.hopper.backward.keys import KeysTensors, RowStatistic, fetch_statistic
 from tilewise.backends.hopper.backward.keys_storage import KeysTmas, RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams
-from tilewise.backends.hopper.backward.tiles import CLUSTER, ELEMENT_BYTES, HALF
-from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.backward.tiles import CLUSTER, HALF
+from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import meet
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer

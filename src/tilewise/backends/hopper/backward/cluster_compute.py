@@ -135,13 +135,13 @@ def value_head(
     state = state.restart()
     if cutlass.const_expr(config.has_upper):
         for step in cutlass.range(blocks.start - blocks.tile.start, unroll=1):
-            block = blocks.block(blocks.tile.start + step, False, params, config)
+            block = blocks.partial_block(blocks.tile.start + step, params, config)
             state = value_block(operands, state, block, smem, params, config)
     for _ in cutlass.range(blocks.stop - blocks.start, unroll=1):
         state = value_block(operands, state, ScoreBlock(), smem, params, config)
     # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
     for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
-        block = blocks.block(blocks.stop + step, False, params, config)
+        block = blocks.partial_block(blocks.stop + step, params, config)
         state = value_block(operands, state, block, smem, params, config)
     return state
 

@@ -12,8 +12,8 @@ There are two ways to compute the three gradients (docs/algorithm.md#6-backward)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import NamedTuple
 
 from tilewise import device as devices
@@ -43,6 +43,22 @@ from tilewise.backends.hopper.config import (
 )
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
+
+
+class ExtraFields(NamedTuple):
+    """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of a backward gets, in this order.
+
+    The host passes values by place, so that this is the one list that host, stand-ins to compile for, and launch read.
+
+    Attributes:
+        keys, queries: the tensors of the pass over keys alone, and of the pass over queries alone.
+        both, numbers: the tensors and the numbers of both passes. Those that expressions read follow each of these.
+    """
+
+    keys: tuple[str, ...] = ()
+    queries: tuple[str, ...] = ()
+    both: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,12 +126,11 @@ class Backward(Formed):
         return tuple(found)
 
     @property
-    def extra(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tensors that belong to the pass over keys alone, and those that belong to the pass over queries alone, by the names
-        of their fields."""
-        each = ("lo", "hi") if self.by_rows else ()
-        each += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "section")}.get(self.form, ())
-        return each, each if self.queries else ()
+    def extra(self) -> ExtraFields:
+        """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
+        both = (("seed",) if self.dropout else ()) + (("slopes",) if self.alibi else ())
+        numbers = ("threshold", "keep") if self.dropout else ()
+        return ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both, numbers)
 
     @property
     def tile_m(self) -> int:
@@ -237,56 +252,79 @@ class BackwardRow:
         return (form in ("band", "rows") and self.softcap_band) or self.softcap
 
 
-_BITS = KeyTiles(128, 128, 64, 5, sums_dq=True, prefetches=True, v_register_steps=4)
+_BITS = KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, prefetches=True, v_register_steps=4)
 _BITS = replace(_BITS, queued=True, overlaps=True, counts=True)
 # (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
 TABLE = {
     (64, 64): BackwardRow(
         two_passes=Passes(
-            KeyTiles(64, 64, 128, 8, prefetches=True),
-            QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True),
+            KeyTiles(64, 64, tile_m=128, stages=8, prefetches=True),
+            QueryTiles(64, 64, warpgroups=2, tile_n=128, stages=6, makes_statistics=True, prefetches=True),
         ),
-        softcap=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 128, 6, makes_statistics=True, prefetches=True)),
-        predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
-        one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
-        dropout=KeyTiles(64, 64, 128, 5, sums_dq=True, dp_late=True),
+        softcap=Passes(
+            KeyTiles(64, 64, tile_m=64, stages=8),
+            QueryTiles(64, 64, warpgroups=2, tile_n=128, stages=6, makes_statistics=True, prefetches=True),
+        ),
+        predicate=Passes(KeyTiles(64, 64, tile_m=64, stages=8), QueryTiles(64, 64, warpgroups=2, tile_n=96, stages=6)),
+        one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, prefetches=True, v_register_steps=4),
+        dropout=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, dp_late=True),
         alibi=True,
         bits=replace(_BITS, width=64, width_v=64, tile_m=128, stores_first=True),
         one_pass_from=1100,
         overlapping_from=900,
     ),
     (96, 96): BackwardRow(
-        two_passes=Passes(KeyTiles(96, 96, 96, 8), QueryTiles(96, 96, 2, 112, 6, makes_statistics=True)),
+        two_passes=Passes(
+            KeyTiles(96, 96, tile_m=96, stages=8),
+            QueryTiles(96, 96, warpgroups=2, tile_n=112, stages=6, makes_statistics=True),
+        ),
     ),
     (128, 128): BackwardRow(
         two_passes=Passes(
-            KeyTiles(128, 128, 64, 8, prefetches=True),
-            QueryTiles(128, 128, 2, 96, 6, makes_statistics=True, prefetches=True),
+            KeyTiles(128, 128, tile_m=64, stages=8, prefetches=True),
+            QueryTiles(128, 128, warpgroups=2, tile_n=96, stages=6, makes_statistics=True, prefetches=True),
         ),
         softcap=Passes(
-            KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 96, 6, makes_statistics=True, prefetches=True)
+            KeyTiles(128, 128, tile_m=48, stages=8),
+            QueryTiles(128, 128, warpgroups=2, tile_n=96, stages=6, makes_statistics=True, prefetches=True),
         ),
-        pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
-        predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
-        one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, v_register_steps=1),
-        dropout=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True),
+        pairs=Passes(KeyTiles(128, 128, tile_m=48, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=80, stages=6)),
+        predicate=Passes(
+            KeyTiles(128, 128, tile_m=32, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=64, stages=6)
+        ),
+        one_pass=KeyTiles(128, 128, tile_m=80, stages=4, sums_dq=True, dq_first=True, v_register_steps=1),
+        dropout=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
         alibi=True,
         bits=replace(_BITS, dq_first=True),
         one_pass_from=560,
     ),
     (192, 128): BackwardRow(
-        two_passes=Passes(KeyTiles(192, 128, 96, 4, split=True), QueryTiles(192, 128, 2, 80, 4)),
+        two_passes=Passes(
+            KeyTiles(192, 128, tile_m=96, stages=4, split=True), QueryTiles(192, 128, warpgroups=2, tile_n=80, stages=4)
+        ),
     ),
     (192, 192): BackwardRow(
-        two_passes=Passes(KeyTiles(192, 192, 80, 4, split=True), QueryTiles(192, 192, 2, 80, 4)),
+        two_passes=Passes(
+            KeyTiles(192, 192, tile_m=80, stages=4, split=True), QueryTiles(192, 192, warpgroups=2, tile_n=80, stages=4)
+        ),
     ),
     (256, 256): BackwardRow(
-        two_passes=Passes(KeyTiles(256, 256, 64, 4, split=True), QueryTiles(256, 256, 2, 64, 3)),
-        softcap=Passes(KeyTiles(256, 256, 64, 4, split=True), QueryTiles(256, 256, 2, 64, 3)),
-        softcap_band=Passes(KeyTiles(256, 256, 48, 4, split=True), QueryTiles(256, 256, 2, 64, 3)),
-        pairs=Passes(KeyTiles(256, 256, 48, 4, split=True), QueryTiles(256, 256, 2, 48, 3)),
-        predicate=Passes(KeyTiles(256, 256, 48, 4, split=True), QueryTiles(256, 256, 2, 32, 4)),
-        one_pass=ClusterTiles(256, 256, 64, 7),
+        two_passes=Passes(
+            KeyTiles(256, 256, tile_m=64, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=64, stages=3)
+        ),
+        softcap=Passes(
+            KeyTiles(256, 256, tile_m=64, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=64, stages=3)
+        ),
+        softcap_band=Passes(
+            KeyTiles(256, 256, tile_m=48, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=64, stages=3)
+        ),
+        pairs=Passes(
+            KeyTiles(256, 256, tile_m=48, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=48, stages=3)
+        ),
+        predicate=Passes(
+            KeyTiles(256, 256, tile_m=48, stages=4, split=True), QueryTiles(256, 256, warpgroups=2, tile_n=32, stages=4)
+        ),
+        one_pass=ClusterTiles(256, 256, tile_m=64, stages=7),
         one_pass_from=900,
     ),
 }
@@ -296,8 +334,8 @@ ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are
 ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
 
 CANDIDATES = (
-    Passes(KeyTiles(128, 128, 64, 6), QueryTiles(128, 128, 2, 112, 5)),
-    Passes(KeyTiles(128, 128, 64, 6, sums_dq=True, dq_first=True)),
+    Passes(KeyTiles(128, 128, tile_m=64, stages=6), QueryTiles(128, 128, warpgroups=2, tile_n=112, stages=5)),
+    Passes(KeyTiles(128, 128, tile_m=64, stages=6, sums_dq=True, dq_first=True)),
 )
 
 
@@ -308,22 +346,31 @@ def candidates() -> list[Backward]:
 
 def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
-    rows, forms = TABLE.values(), {False: SHIPPED, True: [form for form in SHIPPED if form != "rows"]}
-    kinds = [(form, packed) for packed in forms for form in forms[packed]]
-    each = product((False, True), kinds, rows)
-    found = [(row.passes(form, softcap), form, softcap, packed) for softcap, (form, packed), row in each]
+    rows = TABLE.values()
+    kinds = [(form, packed) for packed in (False, True) for form in SHIPPED if not (packed and form == "rows")]
+    # Tiles and the fields of Backward that differ from its defaults.
+    found = [
+        (row.passes(form, softcap), {"form": form, "softcap": softcap, "packed": packed})
+        for softcap in (False, True)
+        for form, packed in kinds
+        for row in rows
+    ]
     for form, packed in kinds:
-        summed = [row.summed(form, packed) for row in rows] + [row.ordered for row in rows]
-        summed = [keys for keys in dict.fromkeys(summed) if keys]
-        found += [(Passes(keys), form, False, packed) for keys in summed if exists(keys, form, packed)]
-    found += [(Passes(row.bits), "bits", False, False) for row in rows if row.bits]
-    found = [(passes, form, softcap, packed, PLAIN, False) for passes, form, softcap, packed in found]
-    for row in (row for row in rows if row.dropout):
-        found += [(Passes(row.summed(form, False, True)), form, False, False, PLAIN, True) for form in DROPPED]
-        found += [(Passes(row.summed("upper", True, True)), "upper", False, True, PLAIN, True)]
-    found = [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
-    sloped = [row.summed("upper", False) for row in rows if row.alibi]
-    return found + [Backward(keys, None, dtype, "upper", alibi=True) for keys in sloped for dtype in DTYPES.values()]
+        summed = dict.fromkeys([*(row.summed(form, packed) for row in rows), *(row.ordered for row in rows)])
+        summed = [keys for keys in summed if keys and exists(keys, form, packed)]
+        found += [(Passes(keys), {"form": form, "packed": packed}) for keys in summed]
+    found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
+    dropped = [(form, False) for form in DROPPED] + [("upper", True)]
+    found += [
+        (Passes(row.summed(form, packed, dropout=True)), {"form": form, "packed": packed, "dropout": True})
+        for row in rows
+        if row.dropout
+        for form, packed in dropped
+    ]
+    sloped = [row.summed("upper", packed=False) for row in rows if row.alibi]
+    found += [(Passes(keys), {"form": "upper", "alibi": True}) for keys in sloped]
+    dtypes = DTYPES.values()
+    return [Backward(*passes, dtype=dtype, **options) for passes, options in found if passes for dtype in dtypes]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
@@ -346,12 +393,16 @@ def reasons(p: Problem) -> list[str]:
     return []
 
 
+def rows_for(p: Problem) -> Iterator[BackwardRow]:
+    """The rows of TABLE that hold both head dims, the first one first."""
+    return (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
+
+
 def chosen_row(p: Problem) -> tuple[BackwardRow, Passes] | None:
     """The first row of TABLE that holds both head dims and has passes for the form; None where no row does."""
     form, traced = form_of(p), Expressions.of(p).traced
     softcap, dropout = p.spec.score is not None and not traced.score, p.spec.dropout_p > 0
-    fitting = (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
-    return next(((row, x) for row in fitting if (x := row.passes(form, softcap, traced, dropout))), None)
+    return next(((row, x) for row in rows_for(p) if (x := row.passes(form, softcap, traced, dropout))), None)
 
 
 def choose(p: Problem) -> Backward:
@@ -372,17 +423,15 @@ def choose(p: Problem) -> Backward:
 def with_slopes(p: Problem) -> Backward | None:
     """The kernels that know ALiBi's bias to be linear: one pass, however few the keys are; None where dQ must be added up in one order, or
     the score is something else."""
-    fitting = (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
-    row = next((row for row in fitting if row.alibi), None)
+    row = next((row for row in rows_for(p) if row.alibi), None)
     if row is None or slopes_of(p) is None or p.spec.dropout_p or p.spec.deterministic:
         return None
-    return Backward(row.summed("upper", False), None, DTYPES[str(p.dtype)], "upper", alibi=True)
+    return Backward(row.summed("upper", packed=False), None, DTYPES[str(p.dtype)], "upper", alibi=True)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:
     """The tiles whose pairs have bits; None where there are none, or where dQ must be added up in one order."""
-    fitting = (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
-    return None if p.spec.deterministic else next((row.bits for row in fitting if row.bits), None)
+    return None if p.spec.deterministic else next((row.bits for row in rows_for(p) if row.bits), None)
 
 
 def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:

@@ -45,7 +45,8 @@ def fake_arguments(config: Backward) -> tuple:
     # lo, hi, a section and a grid for each pass; scale, scale2, cap2.
     numbers = *[fake.I32] * 6, *[fake.F32] * 3
     given = *given, *_optional(config, (batch, heads_q), (seqlen_k, seqlen_q))
-    numbers = *numbers, *((fake.I32, fake.F32) if config.dropout else ())
+    kinds = {"threshold": fake.I32, "keep": fake.F32}
+    numbers = *numbers, *(kinds[name] for name in config.extra.numbers)
     numbers = *numbers, *(fake.NUMBERS[kind] for kind in config.traced.numbers)
     if config.packed:
         starts = cute.sym_int()
@@ -55,10 +56,9 @@ def fake_arguments(config: Backward) -> tuple:
 
 
 def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
-    """The tensors that only some kernels have: those of the pass over ``lengths[0]`` keys, those of the pass over ``lengths[1]``
-    queries, the seed of dropout, ALiBi's slopes, and the leaves of expressions."""
-    found = []
-    for rows, names in zip(lengths, config.extra, strict=True):
+    """The tensors of :attr:`Backward.extra`, and the leaves of expressions. ``lengths``: how many keys and how many queries there are."""
+    fields, found = config.extra, []
+    for rows, names in zip(lengths, (fields.keys, fields.queries), strict=True):
         tiles = cute.sym_int()
         shapes = {"lo": (rows,), "hi": (rows,), "blocks": (tiles, cute.sym_int()), "counts": (tiles, 2)}
         made = {name: fake.strided(cutlass.Int32, (*heads, *shape)) for name, shape in shapes.items()}
@@ -66,6 +66,6 @@ def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
         made["work"] = fake.rows(cutlass.Int32, (*heads, tiles, 4), 4, 16)
         made["bits"] = fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.keys.tile_m)))
         found += [made[name] for name in names]
-    found += [fake.vector(cutlass.Int64, 1)] if config.dropout else []
-    found += [fake.vector(cutlass.Float32, heads[1])] if config.alibi else []
+    of_both = {"seed": fake.vector(cutlass.Int64, 1), "slopes": fake.vector(cutlass.Float32, heads[1])}
+    found += [of_both[name] for name in fields.both]
     return found + [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]

@@ -6,9 +6,9 @@ time keep the operands and the sums of dQ in L2, many heads keep the CTAs evenly
 
 from __future__ import annotations
 
-from tilewise.backends.hopper import config
 from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.backward.tiles import CLUSTER, ELEMENT_BYTES, FP32_BYTES
+from tilewise.backends.hopper.backward.tiles import CLUSTER, FP32_BYTES
+from tilewise.backends.hopper.config import ELEMENT_BYTES, SHARING
 from tilewise.problem import Problem
 
 OPEN_BYTES = 48 << 20  # of the heads of a section, where tiles come from a queue
@@ -16,24 +16,24 @@ IDLE_SHARE = 0.02  # of a pass that the end of its last section may take
 SHARING_CLUSTERS = 6  # clusters that add to one head's dQ at a time (docs/decisions.md#hopper-d256-pairs)
 
 
-def grids(x: Backward, p: Problem, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
+def grids(config: Backward, problem: Problem, seqlen_k: int, cores: int) -> tuple[int, int, int, int]:
     """``(section, ctas)`` of the pass over ``seqlen_k`` keys, then of the pass over queries."""
-    if x.packed:
+    if config.packed:
         # At most so many tiles: only the device knows the lengths. Keys that are seen and those on either side are tiles apart.
-        keys = p.heads_k * (seqlen_k // x.keys.tile_n + 3 * (p.batch + 1))
-        rows = p.heads_q * (p.seqlen_q // x.tile_m + p.batch + 1)
+        keys = problem.heads_k * (seqlen_k // config.keys.tile_n + 3 * (problem.batch + 1))
+        rows = problem.heads_q * (problem.seqlen_q // config.tile_m + problem.batch + 1)
         return 1, min(keys, cores), 1, min(rows, cores)
     heads, tiles, sharing = (
-        p.batch * p.heads_k,
-        -(-seqlen_k // x.keys.tile_n),
-        cores if x.form == "full" else config.SHARING,
+        problem.batch * problem.heads_k,
+        -(-seqlen_k // config.keys.tile_n),
+        cores if config.form == "full" else SHARING,
     )
-    keys = spread(heads, tiles, ordered_at_once(x, tiles) if x.keys.ordered else sharing, cores)
-    if x.keys.queued:
-        keys = open_heads(x, p, tiles, cores), keys[1]
-    if x.keys.clustered:
-        keys = spread_clusters(heads, tiles, x.form, cores)
-    return *keys, *spread(p.batch * p.heads_q, -(-p.seqlen_q // x.tile_m), sharing, cores)
+    keys = spread(heads, tiles, ordered_at_once(config, tiles) if config.keys.ordered else sharing, cores)
+    if config.keys.queued:
+        keys = open_heads(config, problem, tiles, cores), keys[1]
+    if config.keys.clustered:
+        keys = spread_clusters(heads, tiles, config.form, cores)
+    return *keys, *spread(problem.batch * problem.heads_q, -(-problem.seqlen_q // config.tile_m), sharing, cores)
 
 
 def spread(heads: int, tiles: int, sharing: int, cores: int) -> tuple[int, int]:
@@ -51,13 +51,13 @@ def spread_clusters(heads: int, tiles: int, form: str, cores: int) -> tuple[int,
     return section, CLUSTER * min(heads * tiles, cores // CLUSTER)
 
 
-def open_heads(x: Backward, p: Problem, tiles: int, cores: int) -> int:
+def open_heads(config: Backward, problem: Problem, tiles: int, cores: int) -> int:
     """The key heads of a section whose ``tiles`` come from a queue: as many as L2 holds the operands and the sums of dQ of, with room to
     spare, and no fewer than give every CTA a tile; more where the last section would keep the others waiting
     (docs/decisions.md#hopper-open-heads)."""
-    group, row = p.heads_q // p.heads_k, ELEMENT_BYTES * (x.keys.width + x.keys.width_v)
-    head = group * p.seqlen_q * (row + FP32_BYTES * x.keys.width) + p.seqlen_k * row
-    heads, least = p.batch * p.heads_k, max(OPEN_BYTES // head, -(-cores // tiles))
+    group, row = problem.heads_q // problem.heads_k, ELEMENT_BYTES * (config.keys.width + config.keys.width_v)
+    head = group * problem.seqlen_q * (row + FP32_BYTES * config.keys.width) + problem.seqlen_k * row
+    heads, least = problem.batch * problem.heads_k, max(OPEN_BYTES // head, -(-cores // tiles))
     return next((n for n in range(least, heads) if idle_share(n, heads, tiles / cores) <= IDLE_SHARE), heads)
 
 
@@ -71,7 +71,7 @@ def idle_share(section: int, heads: int, rounds: float) -> float:
     return max(0.0, 2 - last * rounds) / (heads * rounds)
 
 
-def ordered_at_once(x: Backward, tiles: int) -> int:
+def ordered_at_once(config: Backward, tiles: int) -> int:
     """How many of a head's ``tiles`` run at once where they add to dQ in order. The last one waits for all others, but L2 holds more of
     fewer heads (docs/decisions.md#hopper-ordered-dq)."""
-    return 2 * config.SHARING if x.form == "full" and tiles >= 4 * config.SHARING else config.SHARING
+    return 2 * SHARING if config.form == "full" and tiles >= 4 * SHARING else SHARING

@@ -223,17 +223,25 @@ class VisibleBlocks(NamedTuple):
     hidden: I32 | int = 0
     slopes: RowSlopes | None = None
 
-    def block(self, n, whole: bool, params: BackwardParams, config: Backward) -> ScoreBlock:
-        """The n-th of the tile's blocks, or of its list."""
-        if whole and not (config.pairs or config.alibi):
+    def whole_block(self, n, params: BackwardParams, config: Backward) -> ScoreBlock:
+        """The n-th of the tile's blocks, or of its list, of which every key is seen by every query."""
+        if not (config.pairs or config.alibi):
             return ScoreBlock()
+        return self._block(n, None, params, config)
+
+    def partial_block(self, n, params: BackwardParams, config: Backward) -> ScoreBlock:
+        """The n-th of the tile's blocks, or of its list, of which only what is within the limits, or has a bit, is seen."""
         if config.form == "bits":
             # Two threads of 256 for each key of the tile: the second warpgroup's keys are 64 further.
             thread = 2 * (self.column - self.tile.column) + cute.arch.thread_idx()[0] % 128
             return ScoreBlock(words=bits.words_of(params.extra.bits, self.tile.bits + n, thread))
+        return self._block(n, self.limits, params, config)
+
+    def _block(self, n, limits: ColumnLimits | None, params: BackwardParams, config: Backward) -> ScoreBlock:
+        """The n-th block, of which what is within the limits is seen; without limits, all of it."""
         # The block's first query.
         first = block_at(self.tile, n, params, config) * config.keys.tile_m
-        limits = None if whole else self.limits.within(first)
+        limits = None if limits is None else limits.within(first)
         pairs = pairs_of_block(self.tile, ("j", "i"), self.column, first, params) if config.pairs else None
         return ScoreBlock(limits, pairs, slopes=self.slopes and self.slopes.within(first))
 

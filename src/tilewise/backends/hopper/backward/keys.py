@@ -56,13 +56,13 @@ from tilewise.backends.hopper.backward.keys_storage import (
 from tilewise.backends.hopper.backward.params import BackwardParams, flag_place
 from tilewise.backends.hopper.backward.sequences import ahead_receiver, publish_held, receiver
 from tilewise.backends.hopper.backward.subtrahends import write_constant
-from tilewise.backends.hopper.backward.tiles import ELEMENT_BYTES, FP32_BYTES, KEY_GROUPS, v_register_steps
-from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, v_register_steps
+from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import await_count
 from tilewise.backends.hopper.kit.ring import PipelineState, fetch, new_writer, release
-from tilewise.backends.hopper.kit.scheduler import each_late, each_tile, take_late, take_tiles
+from tilewise.backends.hopper.kit.scheduler import each_queued, each_tile, take_queued, take_tiles
 from tilewise.backends.hopper.kit.tiles import staged_layout, tma_tiles
 
 # -- Launch and kernel ---------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def load_keys(tmas: KeysTmas, smem: KeysStorage, params: BackwardParams, config:
             for n in range(config.keys.key_tiles):
                 cute.prefetch(info.atom, g[None, key_tile.column // ROWS + n])
 
-    def load_late(key_tile, numbers, phase, state):
+    def load_queued(key_tile, numbers, phase, state):
         if cutlass.const_expr(config.keys.prefetches):
             prefetch_tile(key_tile)
         load_tile(key_tile, None, 1 - phase)  # a writer lets phase 1 pass first
@@ -213,7 +213,7 @@ def load_keys(tmas: KeysTmas, smem: KeysStorage, params: BackwardParams, config:
 
     upcoming = prefetch_tile if config.keys.prefetches else None
     if cutlass.const_expr(config.keys.queued):
-        each_late(SCHEDULER, smem.boxes, params, config, load_late, I32(0))
+        each_queued(SCHEDULER, smem.boxes, params, config, load_queued, I32(0))
     else:
         take_tiles(SCHEDULER, smem, KEY_GROUPS, params, config, load_tile, upcoming)
 
@@ -233,7 +233,7 @@ def load_queries(
         return load(tmas, buffers, smem, key_tile, state, numbers, config)
 
     if cutlass.const_expr(config.keys.queued):
-        take_late(SCHEDULER, smem.boxes, params, config, load_tile, state)
+        take_queued(SCHEDULER, smem.boxes, params, config, load_tile, state)
     else:
         each_tile(SCHEDULER, ahead_receiver(smem, KEY_GROUPS), params, config, load_tile, state)
     if cutlass.const_expr(config.flagged):
@@ -352,7 +352,7 @@ def store(
         return store_tile(tmas, buffers, smem, w, key_tile, (phase, part_phase), numbers, config)
 
     if cutlass.const_expr(config.keys.queued):
-        each_late(SCHEDULER, smem.boxes, params, config, store_one, I32(0))
+        each_queued(SCHEDULER, smem.boxes, params, config, store_one, I32(0))
     else:
         each_tile(SCHEDULER, receiver(smem, w), params, config, store_one, I32(0))
 

@@ -46,7 +46,7 @@ from tilewise.backends.hopper.kit import dropout, schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import keep_words_above
 from tilewise.backends.hopper.kit.ring import release
-from tilewise.backends.hopper.kit.scheduler import each_late, each_tile
+from tilewise.backends.hopper.kit.scheduler import each_queued, each_tile
 from tilewise.backends.hopper.kit.tiles import rows_columns
 
 K_STEP = 16  # columns of an operand that one wgmma takes
@@ -241,15 +241,15 @@ def compute_tile(
         if cutlass.const_expr(config.has_upper):
             # Blocks on the diagonal, or blocks that need the predicate
             for step in cutlass.range(blocks.hidden, blocks.start - blocks.tile.start, unroll=1):
-                block = blocks.block(blocks.tile.start + step, False, params, config)
+                block = blocks.partial_block(blocks.tile.start + step, params, config)
                 state = query_block(operands, w, state, block, smem, params, config)
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
-            block = blocks.block(blocks.start + step, True, params, config)
+            block = blocks.whole_block(blocks.start + step, params, config)
             state = query_block(operands, w, state, block, smem, params, config)
         if cutlass.const_expr(config.has_lower and not config.listed):
             # Blocks at the lower end of the band
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
-                block = blocks.block(blocks.stop + step, False, params, config)
+                block = blocks.partial_block(blocks.stop + step, params, config)
                 state = query_block(operands, w, state, block, smem, params, config)
         warpgroup.wait_group(0)
         release_block_before(smem.empty, state, tiles.stages)
@@ -331,7 +331,7 @@ def compute_and_sum(smem: KeysStorage, w, mmas: KeysMmas, params: BackwardParams
         return summing_tile(operands, w, smem, key_tile, held_phase, state, numbers, config)
 
     if cutlass.const_expr(config.keys.queued):
-        each_late(SCHEDULER, smem.boxes, params, config, sum_one, new_state())
+        each_queued(SCHEDULER, smem.boxes, params, config, sum_one, new_state())
     else:
         each_tile(SCHEDULER, receiver(smem, w), params, config, sum_one, new_state())
 
@@ -358,17 +358,17 @@ def summing_tile(
         blocks = blocks_of_head(group_blocks, column, key_tile, g, params, config)
         if cutlass.const_expr(config.has_upper):
             for step in cutlass.range(blocks.start - blocks.tile.start, unroll=1):
-                block = blocks.block(blocks.tile.start + step, False, params, config)
+                block = blocks.partial_block(blocks.tile.start + step, params, config)
                 state = summing_block(operands, w, state, block, smem, params, config)
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
             block = ScoreBlock()
             if cutlass.const_expr(config.pairs or config.alibi):
-                block = blocks.block(blocks.start + step, True, params, config)
+                block = blocks.whole_block(blocks.start + step, params, config)
             state = summing_block(operands, w, state, block, smem, params, config)
         if cutlass.const_expr(not config.listed):
             # Blocks at the lower end of the band, or all blocks where keys past the last one are in the tile
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
-                block = blocks.block(blocks.stop + step, False, params, config)
+                block = blocks.partial_block(blocks.stop + step, params, config)
                 state = summing_block(operands, w, state, block, smem, params, config)
     dq_accumulate.begin_part(operands.dq, smem.dq, state.count - 1, config)  # of the last block
     warpgroup.wait_group(0)

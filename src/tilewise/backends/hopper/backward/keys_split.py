@@ -84,15 +84,15 @@ def value_tile(
         if cutlass.const_expr(config.has_upper):
             # Blocks on the diagonal, or blocks that need the predicate
             for step in cutlass.range(blocks.start - blocks.tile.start, unroll=1):
-                block = blocks.block(blocks.tile.start + step, False, params, config)
+                block = blocks.partial_block(blocks.tile.start + step, params, config)
                 state = value_block(operands, state, block, smem, params, config)
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
-            block = blocks.block(blocks.start + step, True, params, config)
+            block = blocks.whole_block(blocks.start + step, params, config)
             state = value_block(operands, state, block, smem, params, config)
         if cutlass.const_expr(config.has_lower and not config.listed):
             # Blocks at the lower end of the band
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
-                block = blocks.block(blocks.stop + step, False, params, config)
+                block = blocks.partial_block(blocks.stop + step, params, config)
                 state = value_block(operands, state, block, smem, params, config)
         warpgroup.wait_group(0)
         release_before(smem.empty, state, 1, tiles.stages)
@@ -153,7 +153,7 @@ def gradient_tile(
             head_tile = of_query_head(key_tile, g, params, config)
             for step in cutlass.range(head_tile.stop - head_tile.start, unroll=1):
                 blocks = VisibleBlocks(key_tile.column, head_tile, None, None, None)
-                block = blocks.block(head_tile.start + step, True, params, config)
+                block = blocks.whole_block(head_tile.start + step, params, config)
                 state = key_block(operands, state, block, smem, params, config)
     else:
         for _ in cutlass.range(params.group * (key_tile.stop - key_tile.start), unroll=1):

@@ -15,14 +15,14 @@ from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
 from tilewise.backends.hopper.config import ALIGNMENT
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.scheduler import (
-    SLOT_WORDS,
+    QUEUE_WORDS,
     Mailboxes,
-    Slots,
+    QueueSlots,
     init_mailboxes,
-    init_slots,
+    init_queue_slots,
     mailbox_words,
     mailboxes,
-    slots,
+    queue_slots,
 )
 
 TILE_READERS = 1 + KEY_GROUPS + 4 * KEY_GROUPS  # warps: load_keys, both that store, and those that compute
@@ -105,7 +105,7 @@ class KeysStorage(NamedTuple):
     p_full: cute.Pointer
     p_empty: cute.Pointer
     unread_word: cute.Pointer
-    boxes: Mailboxes | Slots
+    boxes: Mailboxes | QueueSlots
     dq: dq_accumulate.SumStorage | None = None
     left: cute.Pointer | None = None
     minus_lse: cute.Tensor | None = None
@@ -114,7 +114,7 @@ class KeysStorage(NamedTuple):
 def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
     """Allocates in the order of :attr:`KeyTiles.shared`."""
     allocator, tiles = cutlass.utils.SmemAllocator(), config.keys
-    words = SLOT_WORDS if tiles.queued else mailbox_words(config, KEY_GROUPS)
+    words = QUEUE_WORDS if tiles.queued else mailbox_words(config, KEY_GROUPS)
     full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + words)
     if config.subtracts:
         layouts = subtrahends_layout(tiles.tile_m, config.statistics.count), constant_layout()
@@ -141,7 +141,7 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
         with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(dk, tmas.dk), with_tma_layout(dv, tmas.dv),
         with_tma_layout(q, tmas.q), with_tma_layout(q, tmas.do), statistics, handover,
         full, empty, held_full, held_empty, done, p_full, p_full + 1, full + tiles.barriers,
-        (slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse,
+        (queue_slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse,
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def init_barriers(smem: KeysStorage, config: cutlass.Constexpr):
             if cutlass.const_expr(tiles.overlaps):
                 cute.arch.mbarrier_init(smem.left, KEY_GROUPS)  # store -> warpgroups
             if cutlass.const_expr(tiles.queued):
-                init_slots(smem.boxes, TILE_READERS)
+                init_queue_slots(smem.boxes, TILE_READERS)
             else:
                 init_mailboxes(smem.boxes, config)
     cute.arch.mbarrier_init_fence()

@@ -26,30 +26,8 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.backward import cluster, keys, postprocess, preprocess, queries
-from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.keys_storage import RowBuffers
-from tilewise.backends.hopper.backward.params import BackwardParams, PackedParams
-from tilewise.backends.hopper.config import PLAIN
-from tilewise.backends.hopper.kit.params import OptionalParams
-
-
-def optional_params(tensors: list, numbers: list, config: Backward) -> tuple[OptionalParams, OptionalParams]:
-    """The arguments that only some kernels have: of the pass over keys, and of the pass over queries.
-
-    Args:
-        tensors: the tensors of the pass over keys, those of the pass over queries, the seed of dropout, ALiBi's slopes, and the leaves of
-            expressions; each only where there are any (:attr:`Backward.extra`).
-        numbers: dropout's threshold and factor, then the numbers of expressions.
-    """
-    tensors, both, leaves = iter(tensors), {}, len(config.traced.tensors)
-    each = [{name: next(tensors) for name in names} for names in config.extra]
-    if config.dropout:
-        both = {"seed": next(tensors), "threshold": numbers[0], "keep": numbers[1]}
-    if config.alibi:
-        both["slopes"] = next(tensors)
-    if config.traced != PLAIN:
-        both |= {"leaves": tuple(next(tensors) for _ in range(leaves)), "numbers": tuple(numbers[2 * config.dropout :])}
-    return tuple(OptionalParams(**own, **both) for own in each)
+from tilewise.backends.hopper.backward.params import BackwardParams, PackedParams, optional_params
 
 
 @cute.jit

@@ -44,8 +44,7 @@ from tilewise.backends.hopper.backward.queries_storage import (
 )
 from tilewise.backends.hopper.backward.query_tiles import SCHEDULER, block_at, number_of, rounds_of
 from tilewise.backends.hopper.backward.sequences import ahead_receiver, publish_held, receiver
-from tilewise.backends.hopper.backward.tiles import ELEMENT_BYTES
-from tilewise.backends.hopper.config import ROWS
+from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
 from tilewise.backends.hopper.kit.instructions import count_up

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewise.backends.hopper.config import ALIGNMENT, ROWS
+from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ROWS
 
-ELEMENT_BYTES = 2  # of bf16 and fp16
 FP32_BYTES = 4
 BARRIER_BYTES = 8
 KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles

@@ -18,10 +18,8 @@ from tilewise.backends.hopper.kit.softmax import INF, LN_2, LOG2_E
 
 WARPS = 4  # of a CTA
 STEP = 32  # columns that a warp takes at once: one a lane
-AHEAD = {
-    True: 8,
-    False: 4,
-}  # splits whose loads are on their way together: where one tile holds the queries, and where several do
+# Splits whose loads are on their way together: where one tile holds the queries, or several warps share a row, and where several tiles do.
+AHEAD_FEW_ROWS, AHEAD_MANY_ROWS = 8, 4
 
 
 def warps_of_row(config) -> int:
@@ -89,10 +87,8 @@ def add(sums: cute.Tensor, states: list, weight, first) -> None:
 def merge(part_o: cute.Tensor, part_lse: cute.Tensor, sink, column, config: cutlass.Constexpr):
     """A lane's columns ``column + STEP n``, and the row's lse."""
     warps = warps_of_row(config)
-    together, columns = (
-        AHEAD[config.tiles.warpgroups == 1 or warps > 1],
-        [column + STEP * n for n in range(config.tiles.width_v // warps // STEP)],
-    )
+    together = AHEAD_FEW_ROWS if config.tiles.warpgroups == 1 or warps > 1 else AHEAD_MANY_ROWS
+    columns = [column + STEP * n for n in range(config.tiles.width_v // warps // STEP)]
     sums = cute.make_rmem_tensor((len(columns),), F32)
     sums.fill(0.0)
     states = ahead(part_o, 0, columns, together)  # on their way while the weights are made

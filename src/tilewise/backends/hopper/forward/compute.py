@@ -92,34 +92,35 @@ def compute(
     if cutlass.const_expr(tiles.pingpong):
         first_turn(w, config)
     if cutlass.const_expr(config.packed):
-        of = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
-        while of.sequence >= 0:
-            query_tile, n_q = place_packed(of, params, config), w * tiles.q_stages + q_state.index
-            state = first_scores(operands, query_tile, n_q, q_state.phase, state, w, True, smem, params, config)
+        taken = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
+        while taken.sequence >= 0:
+            query_tile, n_q = place_packed(taken, params, config), w * tiles.q_stages + q_state.index
+            state = first_scores(operands, query_tile, n_q, q_state.phase, state, w, smem, params, config, there=True)
             state = compute_tile(operands, query_tile, n_q, state, w, smem, params, config)
             warpgroup.wait_group(0)  # O is complete
             release(smem.empty + state.index)  # the last V: the loading warp
             state = state.advance(tiles.stages)
             epilogue(operands, smem, n_q, w, lse, sink, query_tile, params, config)
             q_state = q_state.advance(tiles.q_stages)
-            of = receive(smem, w * tiles.q_stages + q_state.index, smem.q_full, q_state.phase)
+            taken = receive(smem, w * tiles.q_stages + q_state.index, smem.q_full, q_state.phase)
         if cutlass.const_expr(config.stores):
             # The mailbox now holds a tile of no sequence, which ends the storing warp too.
             cute.arch.mbarrier_arrive(smem.o_full + w * tiles.q_stages + q_state.index)
     elif cutlass.const_expr(config.queued):
-        of = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
-        query_tile = place_packed(of, params, config)
+        taken = receive(smem, w * tiles.q_stages, smem.q_full, q_state.phase)
+        query_tile = place_packed(taken, params, config)
         state = first_scores(
-            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
+            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, smem, params, config, there=True
         )
-        while of.sequence >= 0:
+        while taken.sequence >= 0:
             this = query_tile
             n_q, v_stage, state, q_state = begin_tile(operands, this, q_state, state, w, smem, params, config)
             next_q = w * tiles.q_stages + q_state.index
-            of = receive(smem, next_q, smem.q_full, q_state.phase)
-            query_tile = place_packed(of, params, config)
+            taken = receive(smem, next_q, smem.q_full, q_state.phase)
+            query_tile = place_packed(taken, params, config)
+            there = taken.sequence >= 0
             state = first_scores(
-                operands, query_tile, next_q, q_state.phase, state, w, of.sequence >= 0, smem, params, config
+                operands, query_tile, next_q, q_state.phase, state, w, smem, params, config, there=there
             )
             end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
         warpgroup.wait_group(0)  # the S that first_scores began without a tile
@@ -128,15 +129,16 @@ def compute(
     else:
         last, query_tile = rounds_of(params, config) - 1, tile_of(0, params, config)
         state = first_scores(
-            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, True, smem, params, config
+            operands, query_tile, w * tiles.q_stages, q_state.phase, state, w, smem, params, config, there=True
         )
         for round_ in cutlass.range(last + 1, unroll=1):
             this = query_tile
             n_q, v_stage, state, q_state = begin_tile(operands, this, q_state, state, w, smem, params, config)
             next_q = w * tiles.q_stages + q_state.index
             query_tile = tile_of(PICK.smaller(round_ + 1, last), params, config)
+            there = round_ < last
             state = first_scores(
-                operands, query_tile, next_q, q_state.phase, state, w, round_ < last, smem, params, config
+                operands, query_tile, next_q, q_state.phase, state, w, smem, params, config, there=there
             )
             end_tile(operands, smem, n_q, v_stage, w, lse, sink, this, params, config)
         warpgroup.wait_group(0)  # the S that first_scores began without a tile
@@ -181,23 +183,23 @@ def compute_tile(
     operands.o.fill(0.0)
 
     words = kept_words(query_tile, hidden, w, params, config)
-    block = KeyBlock(ends, block_at(query_tile, hidden, params, config), True, words)
+    block = KeyBlock(ends, block_at(query_tile, hidden, params, config), partial=True, words=words)
     state = first_block(operands, state, block, smem, params, config)
     if cutlass.const_expr(config.skips):
-        state = skip(hidden, state, w, smem, config, False)
+        state = skip(hidden, state, w, smem, config, turn=False)
     if cutlass.const_expr(config.has_upper):
         for step in cutlass.range(
             whole - 1 - hidden, unroll=1
         ):  # the right edge, or blocks that need the predicate or bits
             words = kept_words(query_tile, hidden + 1 + step, w, params, config)  # under the products that follow
-            block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), True, words)
+            block = KeyBlock(ends, block_at(query_tile, hidden + 1 + step, params, config), partial=True, words=words)
             state = key_block(operands, n_q, state, block, smem, params, config)
     for step in cutlass.range(rest - whole, unroll=1):
-        block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), False, words)
+        block = KeyBlock(ends, block_at(query_tile, whole + step, params, config), partial=False, words=words)
         state = whole_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(config.has_lower and not config.listed):
         for step in cutlass.range(query_tile.stop - query_tile.start - rest, unroll=1):  # the left edge
-            block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), True, words)
+            block = KeyBlock(ends, block_at(query_tile, rest + step, params, config), partial=True, words=words)
             state = key_block(operands, n_q, state, block, smem, params, config)
     if cutlass.const_expr(not config.stores):
         release(smem.q_empty + n_q)  # the loading warp may bring the next Q
@@ -207,16 +209,16 @@ def compute_tile(
 
 @cute.jit
 def first_scores(
-    operands: ForwardOperands, query_tile: QueryTile, n_q, q_phase, state: PipelineState, w, there, smem: ForwardStorage,
-    params: ForwardParams, config: cutlass.Constexpr,
+    operands: ForwardOperands, query_tile: QueryTile, n_q, q_phase, state: PipelineState, w, smem: ForwardStorage,
+    params: ForwardParams, config: cutlass.Constexpr, there,
 ):  # fmt: skip
-    """Begins S of a tile's first block; if there is no such tile, of whatever lies there. Returns the state at its K."""
+    """Begins S of a tile's first block; unless it is ``there``, of whatever lies in its place. Returns the state at its K."""
     if there:
         cute.arch.mbarrier_wait(smem.q_full + n_q, q_phase)  # the loading warp
         if cutlass.const_expr(config.skips):
             row = query_tile.row + w * config.queries
             hidden, _, _ = whole_steps(query_tile, row, band_of_tile(query_tile, params, config), config)
-            state = skip(hidden, state, w, smem, config, True)
+            state = skip(hidden, state, w, smem, config, turn=True)
         acquire(smem.full, state)  # K: the loading warp
     # S = Q Kᵀ, 64 × tile_n, fp32
     q, k = operands.q[None, None, None, n_q], operands.k[None, None, None, state.index]
@@ -392,7 +394,7 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
     if config.alibi:
         block.slopes(config).add(s, params.scale2)
     if config.traced.score:
-        expression.scored(s, config.traced.score, params.cap2, pairs)
+        expression.scored(s, config.traced.score, params.score_scale, pairs)
     if block.partial and block.words is not None:
         bits.hide(s, block.words)
     elif block.partial:

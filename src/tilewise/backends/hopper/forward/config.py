@@ -166,16 +166,13 @@ class Config(Formed):
     @property
     def extra(self) -> tuple[str, ...]:
         """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
-        found = ("part_o", "part_lse") if self.split else ()
-        found += ("lo", "hi") if self.by_rows else ()
-        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "section", "queue")}.get(
-            self.form, ()
-        )
+        found = (("part_o", "part_lse") if self.split else ()) + self.mask_fields
         found += ("seed", "threshold", "keep") if self.dropout else ()
         found += ("slopes",) if self.alibi else ()
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
-        return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
+        found += ("cu_q", "cu_k", "first", "last") if self.packed else ()
+        return found + (("queue",) if self.queued else ())
 
     @property
     def expected(self) -> tuple[Expected, ...]:

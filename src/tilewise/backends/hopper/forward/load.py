@@ -38,10 +38,10 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
     # A loop of its own, and no scheduler.take_tiles: docs/decisions.md#hopper-forward-loops.
     state, q_state = new_writer(), new_writer()  # in the ring of K and V, and in the tiles of Q
     if cutlass.const_expr(config.queued):
-        of, late = packed_tile(I32(cute.arch.block_idx()[0]), params, config), config.form == "bits"
-        while of.sequence >= 0:
+        taken, late = packed_tile(I32(cute.arch.block_idx()[0]), params, config), config.form == "bits"
+        while taken.sequence >= 0:
             following = I32(0) if cutlass.const_expr(late) else packed.take(params.queue)
-            query_tile = place_packed(of, params, config)
+            query_tile = place_packed(taken, params, config)
             state = (load_paged_tile if config.paged else load_tile)(
                 maps, smem, query_tile, state, q_state, params, config
             )
@@ -50,8 +50,8 @@ def load(maps: TensorMaps, smem: ForwardStorage, params: ForwardParams, config: 
                 # holds, the more evenly all end.
                 following = packed.take(params.queue)
             q_state = q_state.advance(config.tiles.q_stages)
-            of = packed_tile(following, params, config)
-        publish(of, smem, q_state, config)
+            taken = packed_tile(following, params, config)
+        publish(taken, smem, q_state, config)
         for w in cutlass.range_constexpr(config.tiles.warpgroups):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(smem.q_full + w * config.tiles.q_stages + q_state.index)
@@ -158,11 +158,11 @@ def store(maps: TensorMaps, smem: ForwardStorage, w, params: ForwardParams, conf
     q_stages = config.tiles.q_stages
     state = new_reader()  # in the warpgroup's tiles of Q, where O is left
     if cutlass.const_expr(config.queued):
-        of = receive(smem, w * q_stages, smem.o_full, state.phase)
-        while of.sequence >= 0:
-            store_tile(maps, smem, place_packed(of, params, config), w, state, params, config)
+        taken = receive(smem, w * q_stages, smem.o_full, state.phase)
+        while taken.sequence >= 0:
+            store_tile(maps, smem, place_packed(taken, params, config), w, state, params, config)
             state = state.advance(q_stages)
-            of = receive(smem, w * q_stages + state.index, smem.o_full, state.phase)
+            taken = receive(smem, w * q_stages + state.index, smem.o_full, state.phase)
     else:
         for round_ in cutlass.range(rounds_of(params, config), unroll=1):
             store_tile(maps, smem, tile_of(round_, params, config), w, state, params, config)

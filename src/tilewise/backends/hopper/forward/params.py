@@ -22,7 +22,7 @@ class ForwardParams(NamedTuple):
         lo, hi: the band's ends.
         sinks: whether there are sinks; without them the sink tensor is not read.
         scale2: softmax_scale · log2(e); with a softcap, cap · log2(e); with a traced score, log2(e).
-        cap2: with a softcap, as :func:`softmax.softcap` takes it; with a traced score, softmax_scale.
+        cap2: with a softcap, as :func:`softmax.softcap` takes it; with a traced score, :attr:`score_scale`.
         extra: what only some kernels have.
     """
 
@@ -40,6 +40,11 @@ class ForwardParams(NamedTuple):
     scale2: F32
     cap2: F32
     extra: OptionalParams = OptionalParams()
+
+    @property
+    def score_scale(self) -> F32:
+        """softmax_scale, by which a traced score takes products. Its kernels have no softcap: it comes in place of ``cap2``."""
+        return self.cap2
 
     @property
     def queue(self) -> cute.Tensor:

@@ -32,12 +32,12 @@ from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import SHARED_LIMIT
 from tilewise.backends.hopper.expected import Expected
-from tilewise.backends.hopper.forward.config import Config, candidates, shipped
+from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.host import hostcode, kernel_files, proven, sass
 from tilewise.backends.hopper.host.kernel_files import file_name
 from tilewise.backends.hopper.host.recipe import Recipe
 from tilewise.backends.hopper.host.sample import sample
-from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
@@ -45,7 +45,7 @@ SEEDS = 16  # tried for a kernel that comes out in several forms
 ASK_PERSONALITY, ADDR_NO_RANDOMIZE = 0xFFFFFFFF, 0x0040000  # of Linux's personality(2)
 
 
-def compiled(config: Config | Backward, scratch: Path, options: str = OPTIONS) -> tuple[Any, tuple]:
+def compiled(config: AnyConfig, scratch: Path, options: str = OPTIONS) -> tuple[Any, tuple]:
     """The compiled launch of a kernel, and the arguments without memory that it was compiled for."""
     import cutlass.cute as cute
 
@@ -62,7 +62,7 @@ def compiled(config: Config | Backward, scratch: Path, options: str = OPTIONS) -
     return cute.compile(launch, *arguments, config, options=f"{options} --dump-dir {scratch}"), arguments
 
 
-def build(config: Config | Backward, folder: Path) -> dict:
+def build(config: AnyConfig, folder: Path) -> dict:
     """Writes one kernel's file into ``folder``, and returns its row of the index.
 
     In the row, ``faults`` says what is not as it must be, and ``wrong`` which of that keeps the kernel from being launched: the
@@ -79,7 +79,7 @@ def build(config: Config | Backward, folder: Path) -> dict:
     return {"config": asdict(config), **row, **sizes}
 
 
-def build_as_proven(config: Config | Backward, folder: Path) -> dict:
+def build_as_proven(config: AnyConfig, folder: Path) -> dict:
     """:func:`build` with proven bits, where the same sources have several forms.
 
     The compiler orders by addresses and by Python's hashes, and some kernels (:func:`_has_forms`) come out in one of several forms.
@@ -97,11 +97,11 @@ def build_as_proven(config: Config | Backward, folder: Path) -> dict:
     return row
 
 
-def _has_forms(config: Config | Backward) -> bool:
+def _has_forms(config: AnyConfig) -> bool:
     """Whether builds of a kernel have been seen to differ: backwards with a softcap at head_dim 128, and forwards over pages."""
     if isinstance(config, Backward):
         return config.softcap and config.keys.width == 128
-    return isinstance(config, Config) and config.paged > 0
+    return isinstance(config, forward_config.Config) and config.paged > 0
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def _steady(seed: int) -> Iterator[None]:
         library.personality(found)
 
 
-def judged(config: Config | Backward, listing: str, recipe: Recipe) -> dict[str, Any]:
+def judged(config: AnyConfig, listing: str, recipe: Recipe) -> dict[str, Any]:
     """The figures of a config's kernels, their faults, and which of these are wrong."""
     sections = {part.split(",")[0].strip(): part for part in listing.split(".section\t.text.")[1:]}
     shared = {launch.kernel: launch.shared for launch in recipe.launches}
@@ -152,7 +152,7 @@ def unlike(expected: Expected, report: sass.Report, shared: int) -> list[str]:
     return found + ([] if fits else [f"{shared} bytes shared, not {expected.shared}"])
 
 
-def used_registers(config: Config | Backward, reports: list[sass.Report]) -> list[int]:
+def used_registers(config: AnyConfig, reports: list[sass.Report]) -> list[int]:
     """The registers that the computing and the loading role of a forward use; of a backward, the most that each pass uses."""
     if isinstance(config, Backward):
         return [max(report.registers.values(), default=0) for report in reports]
@@ -172,7 +172,7 @@ def table(rows: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def build_all(configs: list[Config | Backward], folder: Path, jobs: int) -> dict[str, dict]:
+def build_all(configs: list[AnyConfig], folder: Path, jobs: int) -> dict[str, dict]:
     """Builds kernels, and returns the rows of the index by name; kernels that exist, of the same sources, are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "index.json"
@@ -181,7 +181,7 @@ def build_all(configs: list[Config | Backward], folder: Path, jobs: int) -> dict
     for known in folder.glob(file_name("*")) if not rows else ():  # of other sources: not to be shipped
         known.unlink()
 
-    def kept(config: Config | Backward) -> bool:
+    def kept(config: AnyConfig) -> bool:
         row = rows.get(config.name, {})
         return row.get("config") == asdict(config) and (folder / file_name(config.name)).exists()
 
@@ -210,9 +210,9 @@ def main(arguments: list[str]) -> int:
             "hopper: skipped, the extra 'kernels' (nvidia-cutlass-dsl) is not installed; make kernels-hopper installs it"
         )
         return 0
-    kept = shipped() + backward_config.shipped() + latent_config.shipped()
+    kept = shipped()
     every = sample(kept) if options.sample else kept
-    every += candidates() + backward_config.candidates() if options.candidates else []
+    every += forward_config.candidates() + backward_config.candidates() if options.candidates else []
     configs, started = [c for c in every if options.only in c.name], time.perf_counter()
     rows = build_all(configs, kernel_files.folder(), options.jobs)
     failed = {c.name for c in configs if rows[c.name]["faults"]}

@@ -6,40 +6,32 @@ A :class:`BackwardPlan` holds the decisions that depend on the problem alone; :f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output, without_memory
+from tilewise.backends.base import Grads, Inputs, Output
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import grids
-from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
-from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of, slopes_of, strides_addressable
+from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
-from tilewise.backends.hopper.host.driver import Bound, PerStrides
-from tilewise.backends.hopper.host.plan import ALIGNED, FAR, LOG2_E, Plan, addressed, leaf
+from tilewise.backends.hopper.host.backward_memory import BackwardMemory
+from tilewise.backends.hopper.host.driver import PerStrides
+from tilewise.backends.hopper.host.plan import ALIGNED, LOG2_E, LaunchPlan, addressed, ends_of, leaf
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
-INF = float("inf")
 TENSORS = 32  # of a launch at most but for leaves; the problem fixes the sizes of all
 
 
 @dataclass(eq=False)
-class BackwardPlan(Plan):
-    """The decisions for one problem's backward.
-
-    Attributes:
-        bound: the launch that needs nothing but addresses, once there was one (:attr:`direct`).
-        written: tensors without memory, like those that this launch writes: dq, dk, dv, and what it needs beside them.
-    """
+class BackwardPlan(LaunchPlan):
+    """The decisions for one problem's backward; ``written``: dq, dk, dv, and what the launch needs beside them."""
 
     config: Backward
-    bound: Bound | None = None
-    written: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def band(self) -> Band:
@@ -62,49 +54,24 @@ class BackwardPlan(Plan):
     @cached_property
     def direct(self) -> bool:
         """Whether the kernels take the caller's tensors as they are, and no others but what they write."""
-        config, spec = self.config, self.problem.spec
-        plain = config.of_numbers and not (config.pairs or config.alibi) and not any(config.extra)
-        return all(self.addressable) and plain and not (self.cut or self.problem.packed) and spec.sink_slot is None
+        reads_more = any(self.config.extra) or self.config.traced != PLAIN or self.problem.spec.sink_slot is not None
+        return all(self.addressable) and not (reads_more or self.cut or self.problem.packed)
 
     @cached_property
-    def sums_shape(self) -> tuple[int, ...] | None:
-        """The shape of the sums to which the pass over key tiles adds dQ, if it does."""
-        if not self.config.keys.sums_dq:
-            return None
-        batch = 1 if self.problem.packed else self.problem.batch
-        return batch, self.problem.heads_q, self.config.blocks(self.problem), KEY_GROUPS, self.config.keys.part_elements
-
-    @cached_property
-    def semaphores_shape(self) -> tuple[int, ...] | None:
-        """The shape of the semaphores of these additions, where the first one is a store."""
-        if not self.config.keys.stores_first:
-            return None
-        return self.problem.batch, self.problem.heads_q, self.config.semaphores(self.problem)
-
-    def statistics(self, inputs: Inputs, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for lse2 and delta, fp32, of lse (batch, heads_q, row). Packed, there are rows between the sequences that nobody
-        writes: a sink's gradient reads them too, and they must add nothing to it."""
-        shape = *lse.shape[:2], self.config.statistics_rows(self.problem)
-        holes = self.problem.packed and inputs.sink is not None
-        kinds = ((*shape[:2], shape[2] * self.config.statistics.words), INF), (shape, 0.0)
-        return tuple(lse.new_full(size, n) if holes else lse.new_empty(size) for size, n in kinds)
+    def memory(self) -> BackwardMemory:
+        """The sizes of what the launch writes."""
+        return BackwardMemory(self.problem, self.config)
 
     @cached_property
     def numbers(self) -> tuple:
         """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`; the band's ends count from the first key."""
-        problem, band = self.problem, self.band
-        cap = None if self.config.alibi else cap_of(problem)
-        lo, hi = (far if end is None else end - self.keys.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
+        problem, scale = self.problem, self.problem.softmax_scale
         launched = grids(self.config, problem, self.keys.stop - self.keys.start, devices.of(problem.device).cores)
-        scale2, cap2 = LOG2_E * problem.softmax_scale, 0.0
-        if self.config.traced.score:
-            scale2 = LOG2_E
-        elif cap is not None:
-            scale2, cap2 = LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
-        more = () if self.config.traced == PLAIN else self.expressions.numbers
-        more += (band.start, band.stop) if problem.packed else ()
-        drop = (threshold(problem.spec.dropout_p), keep_scale(problem.spec.dropout_p)) if self.config.dropout else ()
-        return lo, hi, *launched, problem.softmax_scale, scale2, cap2, *drop, *more
+        found = (*ends_of(self.band, self.keys.start), *launched, scale, *self.scales)
+        dropout = {"threshold": threshold, "keep": keep_scale}
+        found += tuple(dropout[name](problem.spec.dropout_p) for name in self.config.extra.numbers)
+        found += () if self.config.traced == PLAIN else self.expressions.numbers
+        return (*found, self.band.start, self.band.stop) if problem.packed else found
 
     def starts(self, inputs: Inputs) -> list[Tensor]:
         """The starts of packed sequences, and zeros that count the tiles of the two passes."""
@@ -114,18 +81,15 @@ class BackwardPlan(Plan):
         return [*cu, *torch.zeros((2, 1), dtype=torch.int32, device=inputs.q.device)]
 
     def extra(self, inputs: Inputs) -> list[Tensor]:
-        """The arguments of :func:`tilewise.backends.hopper.backward.launch.optional_params`: those of each pass, then those of both."""
-        config, found = self.config, []
-        passes = (masks.column_ends, config.keys, True), (masks.row_ends, config.queries, False)
-        for names, (ends, tiles, by_columns) in zip(config.extra, passes, strict=True):
-            found += self.of_mask(inputs, ends) if "lo" in names else ()
-            if "bits" in names:
-                section, ctas = self.numbers[2:4]
-                found += self.of_mask(inputs, masks.tiles_with_bits, tiles, section, ctas, by_columns)
-            elif "blocks" in names:
-                found += self.of_mask(inputs, masks.visits, tiles, by_columns)
-        found += [inputs.seed] if config.dropout else []
-        found += [inputs.leaves[slopes_of(self.problem)].detach().contiguous()] if config.alibi else []
+        """The tensors of ``config.extra``, in its order, then those that expressions read."""
+        config, (section_k, ctas_k, section_q, ctas_q) = self.config, self.numbers[2:6]
+        of_mask = self.mask_tensors(inputs, config.keys, (section_k, ctas_k), by_columns=True)
+        found = [of_mask[name] for name in config.extra.keys]
+        if config.extra.queries:
+            of_mask = self.mask_tensors(inputs, config.queries, (section_q, ctas_q))
+            found += [of_mask[name] for name in config.extra.queries]
+        of_both = {"seed": inputs.seed, "slopes": self.slopes(inputs) if config.alibi else None}
+        found += [of_both[name] for name in config.extra.both]
         return found + ([] if config.traced == PLAIN else [leaf(inputs.leaves[n]) for n in self.expressions.slots])
 
     def without_unseen(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -177,15 +141,12 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
             x[:, : keys.start].zero_()
             x[:, keys.stop :].zero_()
         k, v, dk, dv = (x[:, keys] for x in (k, v, dk, dv))
-    lse2, delta = plan.statistics(inputs, lse)
     given = q, k, v, o, do, lse, dlse, *plan.extra(inputs), *plan.starts(inputs)
-    made = dq, dk, dv, lse2, delta, *([lse.new_empty(plan.sums_shape)] if plan.sums_shape else ())
-    made += (lse.new_empty(plan.semaphores_shape, dtype=torch.int32),) if plan.semaphores_shape else ()
-    made += (lse.new_empty(1, dtype=torch.int32),) if plan.config.makes_queue else ()
+    made = plan.memory.written((dq, dk, dv), lse, holes=packed and inputs.sink is not None)
+    lse2, delta = made[3:5]
     bound = plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if plan.direct and as_they_are((*qkv, o, do, lse, dlse)):  # some may be copies by now, which lie so
-        plan.written = [without_memory(torch.empty_like(x)) for x in made]
-        plan.bound = bound
+        plan.keep(bound, made)
     if inputs.sink is None:
         return Grads(*grads, None, {})
     if packed:  # rows lie where the statistics have them

@@ -6,36 +6,28 @@ A :class:`ForwardPlan` holds the decisions that depend on the problem alone; :fu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Inputs, Output, empty_output, without_memory
-from tilewise.backends.hopper.config import PLAIN, Band, cap_of, keys_of, slopes_of
+from tilewise.backends.base import Inputs, Output, empty_output
+from tilewise.backends.hopper.config import PLAIN, Band, keys_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import library, masks
-from tilewise.backends.hopper.host.driver import Bound, PerStrides
-from tilewise.backends.hopper.host.plan import ALIGNED, FAR, LOG2_E, Plan, addressed, leaf
+from tilewise.backends.hopper.host.driver import PerStrides
+from tilewise.backends.hopper.host.plan import ALIGNED, LaunchPlan, addressed, ends_of, leaf
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
 
 @dataclass(eq=False)
-class ForwardPlan(Plan):
-    """The decisions for one problem's forward.
-
-    Attributes:
-        bound: the launch that needs nothing but addresses, once there was one (:attr:`direct`).
-        outputs, states: tensors without memory, like the output and like the states of splits of keys of that launch.
-    """
+class ForwardPlan(LaunchPlan):
+    """The decisions for one problem's forward; ``written``: o and lse, then the states of splits of keys."""
 
     config: Config
-    bound: Bound | None = None
-    outputs: Output | None = None
-    states: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def band(self) -> Band:
@@ -49,9 +41,9 @@ class ForwardPlan(Plan):
     @cached_property
     def direct(self) -> bool:
         """Whether the kernel takes the caller's tensors as they are, and no others but what it writes."""
-        more = len(self.config.extra) > 2 * self.config.split or self.config.traced != PLAIN
-        more = more or self.problem.spec.sink_slot is not None
-        return all(self.addressable) and not (self.cut or more)
+        reads_more = not {"part_o", "part_lse"}.issuperset(self.config.extra) or self.config.traced != PLAIN
+        reads_more = reads_more or self.problem.spec.sink_slot is not None
+        return all(self.addressable) and not (self.cut or reads_more)
 
     @cached_property
     def grid(self) -> Grid:
@@ -61,17 +53,12 @@ class ForwardPlan(Plan):
     @cached_property
     def numbers(self) -> tuple[int, int, int, int, int, float, float]:
         """The numbers of :func:`tilewise.backends.hopper.forward.kernel.launch`; the band's ends count from the first key that it gets."""
-        problem, band = self.problem, self.band
-        cap = None if self.config.alibi else cap_of(problem)
-        start = band.start if self.cut else 0
-        lo, hi = (far if end is None else end - start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
-        grid = self.grid
-        if self.config.traced.score:
-            scale2, cap2 = LOG2_E, problem.softmax_scale
-        else:
-            scale2 = LOG2_E * (problem.softmax_scale if cap is None else cap)
-            cap2 = 0.0 if cap is None else 2 * LOG2_E * problem.softmax_scale / cap
-        return lo, hi, grid.section, grid.ctas, int(problem.spec.sink_slot is not None), scale2, cap2
+        lo, hi = ends_of(self.band, self.band.start if self.cut else 0)
+        scale2, cap2 = self.scales
+        # A kernel with a traced score has no softcap, and takes the scale of that score in its place.
+        cap2 = self.problem.softmax_scale if self.config.traced.score else cap2
+        sinks = int(self.problem.spec.sink_slot is not None)
+        return lo, hi, self.grid.section, self.grid.ctas, sinks, scale2, cap2
 
     def extra(self, inputs: Inputs) -> tuple[Tensor | int | float, ...]:
         """The tensors and numbers that only some kernels have: those that ``config.extra`` names, then those that expressions read."""
@@ -82,14 +69,7 @@ class ForwardPlan(Plan):
             states = self.grid.splits, self.problem.batch, self.problem.heads_q, self.problem.seqlen_q
             part_o = inputs.q.new_empty((*states, self.config.tiles.width_v), dtype=torch.float32)
             found |= {"part_o": part_o, "part_lse": inputs.q.new_empty(states, dtype=torch.float32)}
-        if self.config.by_rows:
-            found |= dict(zip(("lo", "hi"), self.of_mask(inputs, masks.row_ends), strict=True))
-        if self.config.form == "lists":
-            lists = self.of_mask(inputs, masks.visits, self.config.tiles)
-            found |= dict(zip(("blocks", "counts"), lists, strict=True))
-        if self.config.form == "bits":
-            made = self.of_mask(inputs, masks.tiles_with_bits, self.config.tiles, self.grid.section, self.grid.ctas)
-            found |= dict(zip(("blocks", "work", "bits", "section"), made, strict=True))
+        found |= self.mask_tensors(inputs, self.config.tiles, (self.grid.section, self.grid.ctas))
         if self.config.packed:
             found |= {"cu_q": inputs.cu_seqlens_q.int().contiguous(), "cu_k": inputs.cu_seqlens_k.int().contiguous()}
             found |= {"first": self.band.start, "last": self.band.stop}
@@ -99,7 +79,7 @@ class ForwardPlan(Plan):
             p_drop = self.problem.spec.dropout_p
             found |= {"seed": inputs.seed, "threshold": threshold(p_drop), "keep": keep_scale(p_drop)}
         if self.config.alibi:
-            found["slopes"] = inputs.leaves[slopes_of(self.problem)].detach().contiguous()
+            found["slopes"] = self.slopes(inputs)
         named = tuple(found[name] for name in self.config.extra)
         if self.config.traced == PLAIN:
             return named
@@ -127,21 +107,11 @@ class ForwardPlan(Plan):
         if self.bound is not None:
             q, k, v = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr()
             if not (q | k | v) % ALIGNED:
-                o, lse = torch.empty_like(self.outputs.o), torch.empty_like(self.outputs.lse)
-                states = [torch.empty_like(x) for x in self.states]
-                at = lse.data_ptr()
-                self.bound.at(q, k, v, o.data_ptr(), at, at, *[x.data_ptr() for x in states])
+                o, lse, *states = [torch.empty_like(x) for x in self.written]
+                sink = lse.data_ptr()  # any memory will do: without sinks it is not read
+                self.bound.at(q, k, v, o.data_ptr(), lse.data_ptr(), sink, *[x.data_ptr() for x in states])
                 return Output(o, lse)
         return forward(self, inputs)
-
-    def keep(self, bound: Bound, out: Output, states: list[Tensor]) -> None:
-        """Keeps a launch for later calls, and the sizes of the tensors that it writes."""
-
-        def like(tensor: Tensor) -> Tensor:
-            return without_memory(torch.empty_like(tensor))
-
-        self.outputs, self.states = Output(like(out.o), like(out.lse)), [like(x) for x in states]
-        self.bound = bound
 
 
 def forward(plan: ForwardPlan, inputs: Inputs) -> Output:
@@ -169,5 +139,5 @@ def forward(plan: ForwardPlan, inputs: Inputs) -> Output:
     named = [x for x in extra if isinstance(x, Tensor)]
     bound = plan.launch((*tensors, *named), lambda: (*tensors, (*plan.numbers, *extra)))
     if plan.direct and q is inputs.q and k is inputs.k and v is inputs.v:
-        plan.keep(bound, out, named)
+        plan.keep(bound, [out.o, out.lse, *named])
     return out

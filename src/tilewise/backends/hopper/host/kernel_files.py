@@ -16,10 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from tilewise import settings
-from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import recipe as recipes
 from tilewise.backends.hopper.host.recipe import Recipe
+from tilewise.backends.hopper.kernels import AnyConfig
 
 _HERE = Path(__file__).parents[1]
 TABLE = _HERE / "kernels.txt"  # figures of the shipped kernels, so that a diff shows a spill
@@ -58,7 +57,7 @@ def index() -> dict[str, dict]:
     return content["kernels"] if content["sources"] == source_hash() else {}
 
 
-def built(config: Config | Backward) -> bool:
+def built(config: AnyConfig) -> bool:
     """Whether a kernel was built ahead of time."""
     return index().get(config.name, {}).get("config") == asdict(config)
 

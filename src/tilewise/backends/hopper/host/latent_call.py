@@ -10,7 +10,7 @@ from tilewise.backends.hopper.forward.grids import Grid
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.host.driver import PerStrides
 from tilewise.backends.hopper.host.paged_call import PagedPlan
-from tilewise.backends.hopper.host.plan import FAR, LOG2_E
+from tilewise.backends.hopper.host.plan import LOG2_E, ends_of
 from tilewise.backends.hopper.latent.config import LEAST_TILES, PAIR, WIDTH_V, splits_of, tiles_of
 from tilewise.caching import cached_property
 
@@ -27,7 +27,7 @@ class LatentPlan(PagedPlan):
     def numbers(self) -> tuple[int | float, ...]:
         """The numbers of :func:`tilewise.backends.hopper.latent.kernel.launch`."""
         problem, grid = self.problem, self.grid
-        lo, hi = (far if end is None else end for end, far in ((self.band.lo, -FAR), (self.band.hi, FAR)))
+        lo, hi = ends_of(self.band)
         sinks = int(problem.spec.sink_slot is not None)
         return lo, hi, grid.tiles, grid.splits, LEAST_TILES, problem.k.shape[0], sinks, LOG2_E * problem.softmax_scale
 
@@ -42,15 +42,14 @@ class LatentPlan(PagedPlan):
 
     def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
         q, k, _, o, lse, sink = tensors
-        extra = self.starts(inputs), inputs.seqlens_k, inputs.block_table
+        found = {"cu_q": self.starts(inputs), "seqlens_k": inputs.seqlens_k, "block_table": inputs.block_table}
         if self.config.e4m3:
             k = k.view(torch.uint8)
             each = inputs.seqlens_k.shape[0], k.shape[2]
-            extra += tuple(x.expand(each) for x in (inputs.k_scale, inputs.v_scale))
+            found |= {"k_scale": inputs.k_scale.expand(each), "v_scale": inputs.v_scale.expand(each)}
         if self.config.split:
             rows = self.grid.splits // PAIR, *lse.shape
-            extra += tuple(
-                torch.empty(shape, dtype=torch.float32, device=q.device) for shape in ((*rows, WIDTH_V), rows)
-            )
-        given = q, k, o, lse, sink
+            found["part_o"] = torch.empty((*rows, WIDTH_V), dtype=torch.float32, device=q.device)
+            found["part_lse"] = torch.empty(rows, dtype=torch.float32, device=q.device)
+        given, extra = (q, k, o, lse, sink), tuple(found[name] for name in self.config.extra)
         self.launch((*given, *extra), lambda: (*given, extra, self.numbers))

@@ -15,13 +15,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import compiler, driver, kernel_files
 from tilewise.backends.hopper.host.kernel_files import built, file_name
+from tilewise.backends.hopper.kernels import AnyConfig
 
 
-def missing(*configs: Config | Backward) -> list[str]:
+def missing(*configs: AnyConfig) -> list[str]:
     """The reasons why kernels can be neither loaded nor built here, and what to do about it."""
     launcher = driver.load()
     found = [launcher] if isinstance(launcher, str) else []
@@ -33,7 +32,7 @@ def missing(*configs: Config | Backward) -> list[str]:
     return found
 
 
-def here(config: Config | Backward) -> Path | None:
+def here(config: AnyConfig) -> Path | None:
     """A kernel's file, if it is on this machine: shipped, or built here."""
     if built(config):
         return kernel_files.folder() / file_name(config.name)
@@ -41,7 +40,7 @@ def here(config: Config | Backward) -> Path | None:
     return file if file.exists() else None
 
 
-def remedy(absent: Sequence[Config | Backward]) -> str:
+def remedy(absent: Sequence[AnyConfig]) -> str:
     """The commands that bring kernels that are not here, where nothing compiles them."""
     from tilewise.backends.hopper.host import selection
 
@@ -52,10 +51,10 @@ def remedy(absent: Sequence[Config | Backward]) -> str:
     return f"`{install} && tilewise kernels {words}` builds {'it' if len(absent) == 1 else 'them'}"
 
 
-_functions: dict[Config | Backward, driver.Kernels] = {}
+_functions: dict[AnyConfig, driver.Kernels] = {}
 
 
-def function(config: Config | Backward) -> driver.Kernels:
+def function(config: AnyConfig) -> driver.Kernels:
     """The function that launches a kernel.
 
     It is called with the arguments of the launch that the kernel was compiled from, but for its stream and its config.
@@ -66,7 +65,7 @@ def function(config: Config | Backward) -> driver.Kernels:
     return found
 
 
-def file_of(config: Config | Backward) -> Path:
+def file_of(config: AnyConfig) -> Path:
     """A kernel's file, built if there is none. Where several processes want it at once, one builds it and the others wait."""
     found = here(config)
     if found is not None:
@@ -92,7 +91,7 @@ class Build(NamedTuple):
     error: str
 
 
-def build_before_use(configs: Sequence[Config | Backward], jobs: int) -> Iterator[Build]:
+def build_before_use(configs: Sequence[AnyConfig], jobs: int) -> Iterator[Build]:
     """Builds kernels that are not here into the folder of those that this machine built, and yields each as it is done."""
     # Not forked: the process may have a CUDA context and threads.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -100,7 +99,7 @@ def build_before_use(configs: Sequence[Config | Backward], jobs: int) -> Iterato
             yield done.result()
 
 
-def _built(config: Config | Backward) -> Build:
+def _built(config: AnyConfig) -> Build:
     """One build of :func:`build_before_use`, in a process of its own."""
     begin, error = time.perf_counter(), ""
     with warnings.catch_warnings(record=True) as said:
@@ -117,7 +116,7 @@ class SlowKernel(UserWarning):
     """A kernel that was compiled here is right, and slower than it should be."""
 
 
-def _build(config: Config | Backward, file: Path) -> None:
+def _build(config: AnyConfig, file: Path) -> None:
     """Builds a kernel, and keeps it if it may be launched.
 
     Raises:

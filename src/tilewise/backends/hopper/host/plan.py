@@ -1,17 +1,21 @@
-"""The part that the plans of the forward and of the backward share: a problem's facts, and tensors as the kernels take them."""
+"""The part that the plans of the forward and of the backward share: a problem's facts, and tensors and numbers as the kernels take them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, PerTensors
-from tilewise.backends.hopper.config import Expressions, strides_addressable
+from tilewise.backends.base import Inputs, PerTensors, without_memory
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.config import Band, Expressions, cap_of, slopes_of, strides_addressable
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.host import masks
+from tilewise.backends.hopper.host.driver import Bound
 from tilewise.caching import cached_property
 from tilewise.problem import Problem, TensorFacts
 
@@ -40,6 +44,63 @@ class Plan:
         """The result of a function of the mask's tensors, kept while they are the same."""
         leaves = [inputs.leaves[n] for n in self.problem.spec.mask_slots]
         return self.made.of((make, *more), leaves, lambda: make(self.problem, inputs, *more))
+
+
+@dataclass(eq=False)
+class LaunchPlan(Plan):
+    """The decisions for one launch of a problem, of the forward's kernels or of the backward's.
+
+    Attributes:
+        bound: the launch that needs nothing but addresses, once there was one that read the caller's tensors as they are.
+        written: tensors without memory, like those that this launch writes.
+    """
+
+    config: Config | Backward
+    bound: Bound | None = field(default=None, kw_only=True)
+    written: list[Tensor] = field(default_factory=list, kw_only=True)
+
+    def keep(self, bound: Bound, written: Sequence[Tensor]) -> None:
+        """Keeps a launch for later calls, and the sizes of the tensors that it writes."""
+        self.written = [without_memory(torch.empty_like(x)) for x in written]
+        self.bound = bound
+
+    def mask_tensors(
+        self, inputs: Inputs, tiles: masks.Sized, grid: tuple[int, int], by_columns: bool = False
+    ) -> dict[str, Tensor]:
+        """The tensors of ``config.mask_fields``, by name.
+
+        Args:
+            tiles: of the pass. grid: the heads of a section and the CTAs of its launch.
+            by_columns: for the pass over keys of a backward, which reads masks by columns.
+        """
+        config, found = self.config, ()
+        if config.by_rows:
+            found += self.of_mask(inputs, masks.column_ends if by_columns else masks.row_ends)
+        if config.form == "lists":
+            found += self.of_mask(inputs, masks.visits, tiles, by_columns)
+        if config.form == "bits":
+            found += self.of_mask(inputs, masks.tiles_with_bits, tiles, *grid, by_columns)
+        return dict(zip(config.mask_fields, found, strict=True))
+
+    def slopes(self, inputs: Inputs) -> Tensor:
+        """ALiBi's slopes, (heads_q,), fp32."""
+        return inputs.leaves[slopes_of(self.problem)].detach().contiguous()
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """``(scale2, cap2)``: what takes the kernel's scores to base 2, and what a softcap multiplies products by, 0 without one."""
+        problem = self.problem
+        cap = None if self.config.alibi else cap_of(problem)
+        if self.config.traced.score:
+            return LOG2_E, 0.0
+        if cap is None:
+            return LOG2_E * problem.softmax_scale, 0.0
+        return LOG2_E * cap, 2 * LOG2_E * problem.softmax_scale / cap
+
+
+def ends_of(band: Band, start: int = 0) -> tuple[int, int]:
+    """``(lo, hi)`` of a band as kernels take them, counted from key ``start``."""
+    return tuple(far if end is None else end - start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
 
 
 def leaf(tensor: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from tilewise.backends.hopper.backward.config import Backward
-from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.kernels import AnyConfig
 
 
 def values(record: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -19,18 +18,18 @@ def values(record: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from values(value, f"{path}{field.name}.")
 
 
-def options(config: Config | Backward) -> Hashable:
+def options(config: AnyConfig) -> Hashable:
     """The form of a kernel together with all its options: what it is but for its dtype and its tiles."""
     found = [(name, x) for name, x in values(config) if name != "dtype" and "." not in name and not is_dataclass(x)]
     return type(config).__name__, *found
 
 
-def traits(config: Config | Backward) -> frozenset[Hashable]:
+def traits(config: AnyConfig) -> frozenset[Hashable]:
     """The traits that a kernel shows in a sample: each value of its fields, tiles as a whole and by their parts; and its options."""
     return frozenset({*((type(config).__name__, *each) for each in values(config)), options(config)})
 
 
-def sample(configs: Sequence[Config | Backward]) -> list[Config | Backward]:
+def sample(configs: Sequence[AnyConfig]) -> list[AnyConfig]:
     """Configs that show every trait of all of them: again and again the one that shows most of what is still missing.
 
     The same configs in the same order give the same sample. It is a few kernels larger than the smallest one.

@@ -101,4 +101,5 @@ def disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        # -ndf: without an analysis of branches, which takes a fifth of the time and adds nothing to the listing
+        return subprocess.run([tool, "-c", "-ndf", file.name], capture_output=True, text=True, check=True).stdout

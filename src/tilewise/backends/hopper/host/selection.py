@@ -10,7 +10,7 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import DTYPES, SHIPPED
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward.config import Config
-from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
 
 FORMS = dict(zip(("full", "causal", "window", "rows", "bits"), (*SHIPPED, "bits"), strict=True))
@@ -21,12 +21,12 @@ _DIMS = re.compile(r"d(\d+)(?:v(\d+))?")
 _OFTEN = ((128, 128), (64, 64))  # head dims that most models have
 
 
-def in_order_of_use() -> list[Config | Backward]:
+def in_order_of_use() -> list[AnyConfig]:
     """Every kernel that is shipped, those that most calls need first."""
-    return sorted([*forward_config.shipped(), *backward_config.shipped(), *latent_config.shipped()], key=_rank)
+    return sorted(shipped(), key=_rank)
 
 
-def _rank(config: Config | Backward) -> tuple:
+def _rank(config: AnyConfig) -> tuple:
     """The place of a kernel in the order of use: plain before features, bf16 before fp16, causal before full, the usual head dims
     before others."""
     dims = dims_of(config)
@@ -45,18 +45,18 @@ def _rank(config: Config | Backward) -> tuple:
     )
 
 
-def dims_of(config: Config | Backward) -> tuple[int, int]:
+def dims_of(config: AnyConfig) -> tuple[int, int]:
     """The head dims of q and k, and of v, that a kernel is compiled for."""
     tiles = config.keys if isinstance(config, Backward) else config.tiles
     return tiles.width, tiles.width_v
 
 
-def paged(config: Config | Backward) -> bool:
+def paged(config: AnyConfig) -> bool:
     """Whether a kernel reads keys from pages; no backward does."""
     return isinstance(config, LatentConfig) or (isinstance(config, Config) and config.paged > 0)
 
 
-def features_of(config: Config | Backward) -> set[str]:
+def features_of(config: AnyConfig) -> set[str]:
     """The words of FEATURES that name a kernel; one that reads pages takes packed queries without saying so, and latent ones read pages."""
     if isinstance(config, LatentConfig):
         return {"latent"}
@@ -65,7 +65,7 @@ def features_of(config: Config | Backward) -> set[str]:
     return {name for name in FEATURES if has.get(name)}
 
 
-def words_of(config: Config | Backward) -> str:
+def words_of(config: AnyConfig) -> str:
     """The words that name a shipped kernel, together with others of its kind."""
     dim, dim_v = dims_of(config)
     form = [word for word, form in FORMS.items() if form == config.form and not isinstance(config, LatentConfig)]
@@ -73,7 +73,7 @@ def words_of(config: Config | Backward) -> str:
     return " ".join([config.dtype, f"d{dim}" + (f"v{dim_v}" if dim_v != dim else ""), *form, *features])
 
 
-def selected(text: str) -> list[Config | Backward]:
+def selected(text: str) -> list[AnyConfig]:
     """The shipped kernels of calls that these words describe, in the order of use.
 
     Words of one kind are alternatives: ``bf16 fp16``; ``d80``, ``d192v128`` (a call's head dims); ``full causal window rows``;
@@ -105,7 +105,7 @@ def selected(text: str) -> list[Config | Backward]:
     return found
 
 
-def _with_dims(configs: Sequence[Config | Backward], dim: int, dim_v: int) -> list[Config | Backward]:
+def _with_dims(configs: Sequence[AnyConfig], dim: int, dim_v: int) -> list[AnyConfig]:
     """The kernels among these that calls with these head dims may get: of each pass, the first row of tiles that has any."""
     holding = list(forward_config.rows_for(dim, dim_v))
     forwards = [c for c in configs if isinstance(c, Config)]

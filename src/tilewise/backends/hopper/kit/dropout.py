@@ -12,11 +12,12 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
+from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.expression import Pairs
 from tilewise.backends.hopper.kit.instructions import after, spread_signs
 from tilewise.dropout import ROUNDS
 
-I32, U32, U64 = cutlass.Int32, cutlass.Uint32, cutlass.Uint64
+U32, U64 = cutlass.Uint32, cutlass.Uint64
 M0, M1, W0, W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 HELD = 16  # words of an operand whose masks one register holds, two bits each
 

@@ -16,13 +16,14 @@ import cutlass.cute as cute
 
 from tilewise import expr
 from tilewise.backends.hopper import operations
+from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.instructions import after, choose
 from tilewise.backends.hopper.kit.softmax import INF
 from tilewise.backends.hopper.kit.tiles import constant_column
 from tilewise.expr import Expr
 
 GROUP = 4  # columns of a thread
-F32, I32, BOOL = cutlass.Float32, cutlass.Int32, cutlass.Boolean
+BOOL = cutlass.Boolean
 
 
 class Pairs(NamedTuple):

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-I32 = cutlass.Int32
-LONG = 1 << 30  # rows that a tensor has less than
+from tilewise.backends.hopper.config import LONG
+from tilewise.backends.hopper.kit.dtypes import I32
+
 MANY = 0x7FFF0000  # an extent that no coordinate reaches
 WRAP = 1 << 34  # times LONG: 2**64
 
@@ -96,18 +97,18 @@ def find(m, tiles_of: cutlass.Constexpr, count):
 
 
 @cute.jit
-def find_by_size(m, of: cutlass.Constexpr, count):
+def find_by_size(m, tiles_and_size: cutlass.Constexpr, count):
     """``(sequence, tile)``: what :func:`find` finds where the larger of ``count`` sequences come first, and equal ones in their order.
-    ``of(n)`` is the number of tiles of the n-th, and its size. Past the last tile the sequence is -1.
+    ``tiles_and_size(n)`` is the number of tiles of the n-th, and its size. Past the last tile the sequence is -1.
 
     Each lane adds up the tiles of all sequences before its own: for many sequences this takes longer than :func:`find`.
     """
     lane, sequence, tile = cute.arch.thread_idx()[0] % 32, I32(-1), I32(0)
     for first in cutlass.range(0, count, 32, unroll=1):
-        mine, size = of(cutlass.min(first + lane, count - 1))
+        mine, size = tiles_and_size(cutlass.min(first + lane, count - 1))
         mine, before = I32(cutlass.select_(first + lane < count, I32(mine), I32(0))), I32(0)
         for other in cutlass.range(0, count, 32, unroll=1):
-            tiles, other_size = of(cutlass.min(other + lane, count - 1))
+            tiles, other_size = tiles_and_size(cutlass.min(other + lane, count - 1))
             tiles = I32(cutlass.select_(other + lane < count, I32(tiles), I32(0)))
             for n in cutlass.range(32, unroll=8):
                 larger = cute.arch.shuffle_sync(other_size, n) - size

@@ -1,7 +1,7 @@
 """The tile that a CTA takes next, and how the role that takes it tells the others.
 
 Tiles of equal sequences are dealt out by number: every role counts the rounds for itself (:func:`each_tile`). Or the warp that
-loads ahead takes them from a queue in global memory and tells every role by two slots in shared memory (:func:`take_late`).
+loads ahead takes them from a queue in global memory and tells every role by two slots in shared memory (:func:`take_queued`).
 
 Tiles of packed sequences differ too much to be dealt out by number. The loading warp of a CTA takes the next tile of all from a
 queue in global memory and publishes it in mailboxes in shared memory: one for each stage that a computing warpgroup waits for, and
@@ -48,7 +48,7 @@ class TileScheduler(NamedTuple):
     place_packed: Callable
 
 
-class Slots(NamedTuple):
+class QueueSlots(NamedTuple):
     """Two slots, in turn for a CTA's tiles from a queue of equal sequences: the words of a tile, and barriers of each slot."""
 
     words: cute.Pointer
@@ -56,22 +56,22 @@ class Slots(NamedTuple):
     empty: cute.Pointer
 
 
-SLOT_WORDS = 2 * (2 + MAILBOX_WORDS)  # of 8 bytes: two barriers and a tile for each slot
+QUEUE_WORDS = 2 * (2 + MAILBOX_WORDS)  # of 8 bytes: two barriers and a tile for each slot
 
 
-def slots(start: cute.Pointer) -> Slots:
+def queue_slots(start: cute.Pointer) -> QueueSlots:
     """The barriers, then the words."""
-    return Slots(start + 4, start, start + 2)
+    return QueueSlots(start + 4, start, start + 2)
 
 
-def init_slots(slots: Slots, readers: int) -> None:
+def init_queue_slots(slots: QueueSlots, readers: int) -> None:
     """One thread sets the counts of the barriers; ``readers`` warps read each tile."""
     for n in range(2):
-        cute.arch.mbarrier_init(slots.full + n, 1)  # take_late -> each_late
-        cute.arch.mbarrier_init(slots.empty + n, readers)  # each_late -> take_late
+        cute.arch.mbarrier_init(slots.full + n, 1)  # take_queued -> each_queued
+        cute.arch.mbarrier_init(slots.empty + n, readers)  # each_queued -> take_queued
 
 
-def _publish(tile: packed.PackedTile, slots: Slots, count) -> None:
+def _publish(tile: packed.PackedTile, slots: QueueSlots, count) -> None:
     """Tells all roles the tile of that number, as soon as all have read the one before the last."""
     n = count % 2
     cute.arch.mbarrier_wait(slots.empty + n, 1 - count // 2 % 2)
@@ -81,7 +81,7 @@ def _publish(tile: packed.PackedTile, slots: Slots, count) -> None:
     cute.arch.sync_warp()
 
 
-def _receive(slots: Slots, count) -> packed.PackedTile:
+def _receive(slots: QueueSlots, count) -> packed.PackedTile:
     """The tile of that number; its slot is free again at once."""
     n = count % 2
     found = _read_mailbox(slots.full + n, count // 2 % 2, slots.words + MAILBOX_WORDS * n)
@@ -93,36 +93,36 @@ def _receive(slots: Slots, count) -> packed.PackedTile:
 
 
 @cute.jit
-def take_late(
-    scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state
+def take_queued(
+    scheduler: cutlass.Constexpr, slots: QueueSlots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state
 ):
     """Runs ``state = body(tile, numbers, phase, state)`` in the warp that loads ahead, for every tile of the CTA. It takes the next one
     from the queue when it has loaded all of a tile: the CTA is then a ring of stages away from that tile's end, and tiles are dealt
     out late enough to even out, and early enough that nobody waits for the queue."""
     count, packed_tile, place_packed = I32(0), scheduler.packed_tile, scheduler.place_packed
-    of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
-    while of.sequence >= 0:
-        _publish(of, slots, count)
-        tile, numbers = place_packed(of, params, config)
+    taken = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
+    while taken.sequence >= 0:
+        _publish(taken, slots, count)
+        tile, numbers = place_packed(taken, params, config)
         state = body(tile, numbers, count % 2, state)
         count = count + 1
-        of = packed_tile(packed.take(params.queue), params, config)
+        taken = packed_tile(packed.take(params.queue), params, config)
     # The tile of no sequence: every role that reads it ends.
-    _publish(of, slots, count)
+    _publish(taken, slots, count)
 
 
 @cute.jit
-def each_late(
-    scheduler: cutlass.Constexpr, slots: Slots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state
+def each_queued(
+    scheduler: cutlass.Constexpr, slots: QueueSlots, params, config: cutlass.Constexpr, body: cutlass.Constexpr, state
 ):
-    """Runs ``state = body(tile, numbers, phase, state)`` in every other role for the tiles that :func:`take_late` takes."""
+    """Runs ``state = body(tile, numbers, phase, state)`` in every other role for the tiles that :func:`take_queued` takes."""
     count, place_packed = I32(0), scheduler.place_packed
-    of = _receive(slots, count)
-    while of.sequence >= 0:
-        tile, numbers = place_packed(of, params, config)
+    taken = _receive(slots, count)
+    while taken.sequence >= 0:
+        tile, numbers = place_packed(taken, params, config)
         state = body(tile, numbers, count % 2, state)
         count = count + 1
-        of = _receive(slots, count)
+        taken = _receive(slots, count)
 
 
 class Mailboxes(NamedTuple):
@@ -215,22 +215,23 @@ def take_tiles(
         params: has ``queue`` where sequences are packed.
     """
     # A new barrier lets phase 1 pass: nothing lies in the tiles' memory yet.
-    phase, rounds_of, tile_of, packed_tile, place_packed = I32(1), *scheduler
+    phase, rounds_of, tile_of = I32(1), scheduler.rounds_of, scheduler.tile_of
+    packed_tile, place_packed = scheduler.packed_tile, scheduler.place_packed
     if cutlass.const_expr(config.packed):
-        of = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
-        while of.sequence >= 0:
+        taken = packed_tile(I32(cute.arch.block_idx()[0]), params, config)
+        while taken.sequence >= 0:
             # The next tile's number is asked for a tile early, so that nobody waits for the atomic addition.
             following = packed.take(params.queue)
-            publish_ahead(of, smem.boxes, stages, phase)
-            body(place_packed(of, params, config)[0], of, phase)
-            of = packed_tile(following, params, config)
+            publish_ahead(taken, smem.boxes, stages, phase)
+            body(place_packed(taken, params, config)[0], taken, phase)
+            taken = packed_tile(following, params, config)
             if cutlass.const_expr(upcoming is not None):
-                announce(upcoming, of.sequence >= 0, lambda of=of: place_packed(of, params, config)[0])
+                announce(upcoming, taken.sequence >= 0, lambda taken=taken: place_packed(taken, params, config)[0])
             phase = 1 - phase
         # The tile of no sequence: every role that reads it ends.
-        publish_ahead(of, smem.boxes, stages, phase)
+        publish_ahead(taken, smem.boxes, stages, phase)
         for n in cutlass.range_constexpr(stages):
-            publish_tile(of, smem.boxes.words, n, smem.held_empty, phase)
+            publish_tile(taken, smem.boxes.words, n, smem.held_empty, phase)
             with cute.arch.elect_one():
                 # In place of the bytes of K and V, or of Q and dO: the roles wait for this barrier.
                 cute.arch.mbarrier_arrive(smem.held_full + n)
@@ -266,14 +267,14 @@ def each_tile(
     ``receive(phase)`` reads the role's mailbox where sequences are packed; ``numbers`` are then the sequence's, else ``params``.
     """
     # Readers wait for phase 0 first: the arrival of the first tile.
-    phase, rounds_of, tile_of, _, place_packed = I32(0), *scheduler
+    phase, rounds_of, tile_of, place_packed = I32(0), scheduler.rounds_of, scheduler.tile_of, scheduler.place_packed
     if cutlass.const_expr(config.packed):
-        of = receive(phase)
-        while of.sequence >= 0:
-            tile, numbers = place_packed(of, params, config)
+        taken = receive(phase)
+        while taken.sequence >= 0:
+            tile, numbers = place_packed(taken, params, config)
             state = body(tile, numbers, phase, state)
             phase = 1 - phase
-            of = receive(phase)
+            taken = receive(phase)
     else:
         for round_ in cutlass.range(rounds_of(params, config), unroll=1):
             state = body(tile_of(round_, params, config), params, phase, state)
@@ -290,15 +291,15 @@ def nth_packed_tile(n, heads, tiles_of: Callable, cu: cute.Tensor) -> packed.Pac
 
 
 @cute.jit
-def nth_tile_by_size(n, heads, of: cutlass.Constexpr, cu: cute.Tensor) -> packed.PackedTile:
+def nth_tile_by_size(n, heads, tiles_and_size: cutlass.Constexpr, cu: cute.Tensor) -> packed.PackedTile:
     """The n-th tile as :func:`nth_packed_tile` has it, the largest sequences first unless there are many, whose tiles are short.
 
-    ``of(sequence)`` is a sequence's number of tiles, and its size.
+    ``tiles_and_size(sequence)`` is a sequence's number of tiles, and its size.
     """
     sequence, block = I32(0), I32(0)
     if cute.size(cu) <= SORTED:
-        sequence, block = packed.find_by_size(n // heads, of, cute.size(cu))
+        sequence, block = packed.find_by_size(n // heads, tiles_and_size, cute.size(cu))
     else:
-        sequence, block, count = packed.find(n // heads, lambda sequence: of(sequence)[0], cute.size(cu))
+        sequence, block, count = packed.find(n // heads, lambda sequence: tiles_and_size(sequence)[0], cute.size(cu))
         sequence = I32(cutlass.select_(n < count * heads, sequence, I32(-1)))
     return packed.PackedTile(sequence, block, n % heads)

@@ -24,6 +24,7 @@ PRODUCTS = WIDTH_V // VALUE_GROUPS // COLUMNS  # of a warpgroup and a key tile
 # registers, then those of each warpgroup's first product with V, then those of its second.
 PARTS = (range(8, 9), range(2), range(4, 6), range(2, 4), range(6, 8))
 PAIR = 2  # CTAs of a cluster that share the keys of a tile of rows
+SCALES = ("k_scale", "v_scale")  # of a cache of e4m3 numbers
 STAGES = 2  # key tiles in shared memory; each belongs to one of as many warpgroups that compute scores
 
 
@@ -97,6 +98,12 @@ class LatentConfig(Formed):
         """The kernel's name: its symbol in the cubin, and its file."""
         cache, shared = "_e4m3" * self.e4m3, "_pair" * self.pair + "_split" * self.split
         return f"latent_{self.dtype}{cache}_d{WIDTH}v{WIDTH_V}{shared}_{self.tiles.name}"
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """The tensors that a launch gets beside q, k, o, lse and sink, in order: fields of LatentParams, and of its ``extra``."""
+        found = ("cu_q", "seqlens_k", "block_table", *(SCALES if self.e4m3 else ()))
+        return (*found, "part_o", "part_lse") if self.split else found
 
     def splits(self, wished: int) -> int:
         """How many CTAs share the keys of a tile of rows, where ``wished`` are best: a number that this kernel can have."""

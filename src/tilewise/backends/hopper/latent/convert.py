@@ -32,8 +32,8 @@ class Source(NamedTuple):
 
     row: I32
     lane: I32
-    place: object
-    inside: object
+    place: cutlass.Int64
+    inside: cutlass.Boolean
 
 
 @cute.jit

@@ -29,7 +29,17 @@ from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.forward import combine
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.params import OptionalParams
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, COLUMNS, KEYS, PAIR, PARTS, STAGES, LatentConfig
+from tilewise.backends.hopper.latent.config import (
+    CHUNK,
+    CHUNKS,
+    COLUMNS,
+    KEYS,
+    PAIR,
+    PARTS,
+    SCALES,
+    STAGES,
+    LatentConfig,
+)
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.scores import compute_scores
 from tilewise.backends.hopper.latent.storage import ELEMENTS, allocate, init_barriers, swizzle_of
@@ -59,8 +69,8 @@ def launch(
     o is (1, rows, heads_q, 512), lse (1, heads_q, rows), fp32; sink (heads_q,), fp32.
 
     Args:
-        extra: cu_q, seqlens_k, block_table; of a cache of e4m3 numbers, whose bytes k has, k_scale and v_scale (sequence, heads_k);
-            with split keys, part_o (split, 1, heads_q, row, 512) and part_lse without columns.
+        extra: those of :attr:`LatentConfig.extra`: cu_q, seqlens_k, block_table; of a cache of e4m3 numbers, whose bytes k has, k_scale
+            and v_scale (sequence, heads_k); with split keys, part_o (split, 1, heads_q, row, 512) and part_lse without columns.
         numbers: lo and hi of the band, tiles, splits, the least tiles of a split, pages, whether there are sinks (else sink is not
             read), scale2.
     """
@@ -71,11 +81,9 @@ def launch(
         element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, COLUMNS), warpgroup.OperandSource.RMEM
     )
     lo, hi, tiles, splits, least, num_pages, sinks, scale2 = numbers
-    scales = extra[3:5] if config.e4m3 else ()
-    names = ("cu_q", "seqlens_k", "block_table", *(("part_o", "part_lse") if config.split else ()))
-    optional = OptionalParams(
-        **dict(zip(names, (*extra[:3], *extra[3 + len(scales) :]), strict=True)), num_pages=num_pages
-    )
+    given = dict(zip(config.extra, extra, strict=True))
+    scales = [given.pop(name) for name in SCALES] if config.e4m3 else []
+    optional = OptionalParams(**given, num_pages=num_pages)
     group = q.shape[2] // k.shape[2]
     params = LatentParams(
         q.shape[1], (k.shape[1] + KEYS - 1) // KEYS * KEYS, k.shape[2], group, lo, hi, least, sinks, scale2, q, o, lse, sink,

@@ -112,6 +112,6 @@ def take_piece(q: cute.Tensor, place: tuple, inside, piece) -> tuple:
 def put_piece(q: cute.Tensor, row, piece, words: tuple) -> None:
     """Writes a piece of a row into Q's chunks: the 16 bytes of a row of 128 change places as the row's last three bits say."""
     chunk, within = piece // PIECES, piece % PIECES
-    at = q.iterator.toint() + ELEMENT_BYTES * ELEMENTS * chunk + 2 * CHUNK * row + 16 * (within ^ (row % 8))
+    at = q.iterator.toint() + ELEMENT_BYTES * ELEMENTS * chunk + ELEMENT_BYTES * CHUNK * row + 16 * (within ^ (row % 8))
     code = "st.shared.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};"
     cute.arch.inline_ptx(code, read_only_args=[I32(at), *words])

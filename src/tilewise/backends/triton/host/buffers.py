@@ -42,7 +42,7 @@ class BackwardBuffers:
 
     @classmethod
     def empty(cls, problem: Problem, inputs: Inputs) -> BackwardBuffers:
-        rows = seqlen_q_rounded(problem) * problem.heads_q * (1 if problem.packed else problem.batch)
+        rows = seqlen_q_rounded(problem) * problem.heads_q * problem.batch_dim
         padded = -(-(rows + PADDING) // 4) * 4  # delta starts at a multiple of 16 bytes too
         gradients = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
         return cls(*gradients, inputs.q.new_empty((2, padded), dtype=torch.float32))

@@ -78,20 +78,20 @@ class Call:
             **named,
         )
 
-    def sizes(self, slots: int, *, splits: int = 0, lists: TileLists | None = None, **chosen: tuple[int, ...]):
+    def sizes(self, slots: int, *, portion: int = 0, lists: TileLists | None = None, **chosen: tuple[int, ...]):
         """The whole numbers of a launch; the same object again where they are the same and all pointers are aligned.
 
         Args:
             slots: programs of a head (:func:`tile_slots`).
-            splits: for the forward, the key tiles of a split; for the merge, the number of splits; of a sheet of dS, its first key.
+            portion: as in :class:`kernels.arguments.Sizes`.
             chosen: fields of Sizes in place of the defaults.
         """
         if not self.steady:
-            return self._sizes(slots, splits, lists, chosen)
-        key = (slots, splits, self.strides.get("do"), list_strides(lists), *chosen.items())
-        return self.plan.sizes.of(key, lambda: self._sizes(slots, splits, lists, chosen))
+            return self._sizes(slots, portion, lists, chosen)
+        key = (slots, portion, self.strides.get("do"), list_strides(lists), *chosen.items())
+        return self.plan.sizes.of(key, lambda: self._sizes(slots, portion, lists, chosen))
 
-    def _sizes(self, slots: int, splits: int, lists: TileLists | None, chosen: dict[str, tuple[int, ...]]):
+    def _sizes(self, slots: int, portion: int, lists: TileLists | None, chosen: dict[str, tuple[int, ...]]):
         plan, problem = self.plan, self.plan.problem
         chosen = {"beside": plan.config.beside, "heads": (0, problem.heads_k)} | chosen
         sizes = runtime.kernels().Sizes(
@@ -103,7 +103,7 @@ class Call:
             slots=slots,
             **self.strides,
             seqlen_q_rounded=seqlen_q_rounded(problem),
-            splits=splits,
+            portion=portion,
             threshold=dropout.threshold(problem.spec.dropout_p) if problem.spec.dropout_p else 0,
             **chosen,
             list_strides=list_strides(lists),

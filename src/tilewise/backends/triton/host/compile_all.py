@@ -24,11 +24,11 @@ from tilewise.backends.base import Directions, Inputs, Output, OutputGrads, empt
 from tilewise.backends.triton import config
 from tilewise.backends.triton.host import launch, runtime, tangent, tile_map
 from tilewise.backends.triton.host.facts import Facts
-from tilewise.backends.triton.host.machine_code import serialised, unset_registers
+from tilewise.backends.triton.host.machine_code import listings, serialised, unset_registers
 from tilewise.backends.triton.host.plan import Plan
 from tilewise.backends.triton.kernels.distant import distances_read
 from tilewise.backends.triton.paging import Machine, paged_config, paged_memory
-from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, program_limit
+from tilewise.backends.triton.tiles import Streams, Tiles, columns, fit, pieces, program_limit
 from tilewise.backends.triton.tiles import shared_memory as promised_memory
 from tilewise.bit_tiles import THREADS, BitTiles, words_of
 from tilewise.masks.catalogue import block_sparse, causal, dense, keep, window
@@ -275,15 +275,24 @@ def signature(x: object, path: tuple, constants: dict, aligned: dict) -> object:
     return "fp32" if isinstance(x, float) else "i32"
 
 
-def compile_item(item: Launch) -> list[str]:
-    """The lines of the report; a line that starts with FAIL fails the run."""
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled launch, or the message of the error that it met."""
+
+    name: str
+    tiles: Tiles
+    made: object = None
+    seconds: float = 0.0
+    error: str = ""
+
+
+def compile_launches(item: Launch) -> Iterator[Compiled]:
+    """Every launch of a problem, compiled."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    target, lines = TARGETS[item.arch], []
-    dtype = str(item.dtype).removeprefix("torch.") if item.products == "ieee" else item.products
-    head = f"{item.arch:6}{dtype:9} D {item.head_dim:<4}{item.feature:7}"
+    target = TARGETS[item.arch]
     for name, kernel, tiles, args in recorded(item):
         constants, aligned = {}, {}
         types = {}
@@ -294,68 +303,109 @@ def compile_item(item: Launch) -> list[str]:
         started = time.perf_counter()
         try:
             source = ASTSource(kernel, types, constants, aligned)
-            compiled = triton.compile(
+            made = triton.compile(
                 source, target=GPUTarget(target.backend, target.arch, target.warp), options=tiles.options
             )
         except Exception as error:
             while error.__cause__ is not None:  # the innermost says what; Triton wraps it once per function
                 error = error.__cause__
-            lines.append(f"FAIL {head}{name}: {str(error)[-600:]}")
+            yield Compiled(name, tiles, error=str(error)[-600:])
+        else:
+            yield Compiled(name, tiles, made, time.perf_counter() - started)
+
+
+def compile_item(item: Launch) -> list[str]:
+    """The lines of the report; a line that starts with FAIL fails the run."""
+    dtype = str(item.dtype).removeprefix("torch.") if item.products == "ieee" else item.products
+    head = f"{item.arch:6}{dtype:9} D {item.head_dim:<4}{item.feature:7}"
+    found, codes = list(compile_launches(item)), iter(())
+    if item.arch == "sm90":
+        import triton
+
+        cubins = [x.made.asm["cubin"] for x in found if x.made]
+        codes = iter(listings(cubins, triton.knobs.nvidia.nvdisasm.path) if cubins else ())
+    lines = []
+    for x in found:
+        if x.error:
+            lines.append(f"FAIL {head}{x.name}: {x.error}")
             continue
-        used, spills = compiled.metadata.shared, _registers(compiled, item.arch)
-        allowed = min(shared_memory(item, name, tiles), target.shared)
-        seconds = time.perf_counter() - started
-        sass = _cuobjdump(compiled, "-sass") if item.arch == "sm90" else ""
+        used, spills = x.made.metadata.shared, _registers(x.made, item.arch)
+        allowed = min(shared_memory(item, x.name, x.tiles), TARGETS[item.arch].shared)
+        sass = next(codes, "")
         serial, unset = serialised(sass), unset_registers(sass)
         state = "ok  " if used <= allowed and not serial and not unset else "FAIL"
         spills += ", wgmma serialised" if serial else ""
         spills += f", reads what nothing wrote: {unset[0]}" if unset else ""
-        lines.append(
-            f"{state} {head}{name:8} {tiles.describe():32} shared {used:6} of {allowed:6}  {spills}  {seconds:.1f} s"
-        )
+        tiles = x.tiles.describe()
+        lines.append(f"{state} {head}{x.name:8} {tiles:32} shared {used:6} of {allowed:6}  {spills}  {x.seconds:.1f} s")
     return lines
-
-
-def _cuobjdump(compiled, option: str) -> str:
-    import triton
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=False).stdout
 
 
 def _registers(compiled, arch: str) -> str:
     """``registers, spills`` as ptxas reports them; AMD's compiler writes them into its assembly."""
+    import triton
+
     if arch == "amd":
         text = compiled.asm["amdgcn"]
         found = [re.search(rf"\.{key}:\s+(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count")]
         return "regs {}, spills {}".format(*(m.group(1) if m else "?" for m in found))
-    text = _cuobjdump(compiled, "-res-usage")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     m = re.search(r"REG:(\d+) STACK:(\d+)", text)
     return f"regs {m.group(1)}, stack {m.group(2)}" if m else "regs ?"
 
 
+def form(item: Launch) -> tuple:
+    """The facts that tell the kernels of one head dim from those of another: tiles of each pass, and the pieces that a head dim takes.
+
+    Two head dims that take the same pieces differ in the columns that are masked, and need the same shared memory. Only sm90's machine
+    code is read, and only there do they count as different where one of them masks no columns.
+    """
+    passes = configured(item, problem_of(item)).passes
+    taken = {
+        name: [(wide, item.arch == "sm90" and n == wide) for _, n, wide in pieces(item.head_dim, tiles)]
+        for name, tiles in passes.items()
+    }
+    return tuple((name, tiles, *taken[name]) for name, tiles in passes.items())
+
+
+def head_dims(arch: str, dtype: torch.dtype) -> list[int]:
+    """The least head dim of each form that an architecture's kernels take: it masks columns where one of its form does."""
+    rows = [row.head_dim for row in config.table(arch, dtype.itemsize) if row.head_dim <= config.MAX_HEAD_DIM]
+    found: dict[tuple, int] = {}
+    for head_dim in sorted({*rows, 72, 80, 96, 160, 192}):
+        found.setdefault(form(Launch(arch, dtype, head_dim, "causal", products_of(dtype, head_dim))), head_dim)
+    return list(found.values())
+
+
+def products_of(dtype: torch.dtype, head_dim: int) -> str:
+    """:attr:`config.Config.products` of a dtype."""
+    return config.float_products(head_dim) if dtype == torch.float32 else "ieee"
+
+
 def items() -> list[Launch]:
-    """Every row of every table, and head dims of two pieces; all features at the two common head dims in half precision."""
+    """Every form of every row of the tables, and of head dims of two pieces; the features at the two common head dims.
+
+    Those that sm90 has alone need no more shared memory than others, and their machine code is read there. At head dims of fp32 that
+    no product of bf16 terms holds, sm100's kernels are those of sm80: neither multiplies by matrix units.
+    """
     found = []
     for arch in TARGETS:
         for dtype in DTYPES:
-            limits = (row.head_dim for row in config.table(arch, dtype.itemsize) if row.head_dim <= config.MAX_HEAD_DIM)
-            for limit in sorted({*limits, 72, 80, 96, 160, 192}):
-                products = config.float_products(limit) if dtype == torch.float32 else "ieee"
+            for head_dim in head_dims(arch, dtype):
                 features = ["causal"]
-                if dtype == torch.bfloat16 and limit in (64, 128):
-                    features += ["rich", "sparse", "softcap", "moving"]
-                    features += (
-                        ["dense", "full", "window", "split", "bias", "bias32", "relative", "distances"]
-                        if arch == "sm90"
-                        else []
-                    )
-                if dtype == torch.float32 and limit in (64, 128) and arch == "sm90":
+                if dtype == torch.bfloat16 and head_dim in (64, 128):
+                    features += ["rich", "sparse", "moving"]
+                    features += ["softcap", "dense", "full", "window", "split"] if arch == "sm90" else []
+                    features += ["bias", "bias32", "relative", "distances"] if arch == "sm90" else []
+                if dtype == torch.float32 and head_dim in (64, 128) and arch == "sm90":
                     features += ["rich", "bias"]
-                found += [Launch(arch, dtype, limit, feature, products) for feature in features]
+                products = products_of(dtype, head_dim)
+                if arch != "sm100" or dtype != torch.float32 or products != "ieee":
+                    found += [Launch(arch, dtype, head_dim, feature, products) for feature in features]
         found += [Launch(arch, torch.float32, limit, "causal", "tf32") for limit in (64, 128) if arch == "sm90"]
         found.append(Launch(arch, torch.bfloat16, config.MAX_LATENT_DIM, "latent"))
         found.append(Launch(arch, torch.float32, 128, "paged"))

@@ -1,15 +1,111 @@
-"""The compile-time part of a launch, as the object that kernels see."""
+"""The compile-time part of a launch, as the object that kernels see, and what each of its facts means."""
 
 from __future__ import annotations
 
+MEANINGS = {
+    # Tiles (plan.all_facts)
+    "tile_m": "queries of a tile",
+    "tile_n": "keys of a tile",
+    "pieces": "(first column, columns, width) of each piece of the head dim of q and k (tiles.pieces)",
+    "pieces_v": "the same of v's head dim",
+    "align": "elements of which every stride is a multiple: strides come in units of so many",
+    "together": "K and V, loaded by descriptor, are waited for together (Tiles.ahead)",
+    "tma": "descriptors load the tiles that they may load",
+    "whole": "descriptors may load every tile, so that all tiles are one loop",
+    # The problem
+    "head_dim": "columns of q and k",
+    "head_dim_v": "columns of v",
+    "packed": "sequences are packed",
+    "dropout": "some pairs are dropped",
+    "sink": "each head has a sink",
+    "natural": "exponents are natural, as fp32 inputs ask; else in units of log2",
+    "precision": "how tl.dot computes fp32 products: 'ieee' or 'tf32'",
+    "terms": "bf16 numbers that stand for an element of q, k, v and dO",
+    "products": "the pairs of terms whose products are added up (config.TERM_PRODUCTS)",
+    "upcast": "products are of fp32, as Triton's interpreter has none of bf16",
+    "max_logit": "the largest score of each row is stored",
+    # The mask
+    "masked": "some query does not see some key",
+    "lists": "tiles to visit come as lists",
+    "partial_stages": "stages of the loop over a list of partial tiles",
+    "varies": "the ends of intervals differ between heads or batch elements, or are read from tensors",
+    "lo": "function: the first key of a query; None: unbounded, as all ends",
+    "hi": "function: one past the last key of a query",
+    "first": "function: the first query of a key",
+    "last": "function: one past the last query of a key",
+    "keep": "function: whether the predicate keeps a pair; None: there is none",
+    # The score and its gradients; functions as kernels.emit lists them, None where there is none
+    "general": "S is computed before the softmax, not as the product of q and k times a positive number",
+    "binary": "scores are in units of log2",
+    "bounded": "scores are bounded, so that rows need no maximum",
+    "hides": "a score may be -inf, or its slope not finite",
+    "corner": "functions count positions from a tile's corner",
+    "score": "function: the score of a pair",
+    "weights": "function: 2 to the power of a bounded score",
+    "slope": "function: the score's derivative in s",
+    "exponent": "function: the exponent of P, where there is a short way to it",
+    "rows": "function: sums by rows of leaves' gradients",
+    "columns": "function: adds sums by columns of leaves' gradients",
+    "leaves": "function: stores or scatters leaves' gradients",
+    "near": "function: the distances at which a tensor's index changes",
+    "heads": "function: the elements that a score reads at b and h alone",
+    "row_grads": "places among the gradients' buffers of those that are summed by rows",
+    "pair": "leading indices of the leaf whose tiles a descriptor brings; None: none does",
+    "read": "which read of a leaf the launch sums; the host chooses functions by it",
+    "tile": "function: the slope in the leaf of that read",
+    "place": "function: where a pair of that read lies in the leaf",
+    "start": "function: the least distance of that read",
+    "again": "`score` is the function that a backward computes; the host chooses it by this",
+    # Passes of the forward and the backward
+    "split": "the program's keys are one split of a row's",
+    "dk": "the pass over key tiles makes dK",
+    "dv": "the pass over key tiles makes dV",
+    "sheet": "queries that are read at once of the sheet to which a pass leaves dS; 0: it leaves none",
+    "strips": "queries of a strip, where a descriptor stores dS; else 0",
+    "unit": "a number that divides seqlen_k",
+    "overlap": "the kernel's Role beside its neighbours in the stream, or None",
+    # Keys in pages (kernels.paged)
+    "pages": "where the keys of a tile lie (paging.Addressing); None: not in pages",
+    "page_size": "rows of a page; 0 where a sequence has one page",
+    "group": "query heads of a key head, which share a tile",
+    "split_tiles": "key tiles of a split at least",
+    "splits": "states that are merged",
+    "latent": "V is the first columns of K, in its memory",
+    "k_scale": "the scale of 8-bit keys is 'one' for all or for 'each'; None: there is none",
+    "v_scale": "the same of values",
+    # Tangents (kernels.tangent)
+    "moved_q": "q has a tangent",
+    "moved_k": "k has one",
+    "moved_v": "v has one",
+    "moved_do": "dO has one",
+    "moved_sink": "the sink has one",
+    "moved": "function: the tangent of the score",
+    "moved_slope": "function: the tangent of its slope",
+    # Plans of masks (kernels.tile_map, tile_lists, tile_bits)
+    "some": "function: whether the predicate may hold somewhere in a tile",
+    "every": "function: whether it holds in all of a tile",
+    "block_m": "rows of a block of pairs that are judged at once",
+    "crossing": "keys, or queries, of a tile of 128 lines",
+    "by_columns": "lines are keys, not queries",
+    # Caches
+    "digest": "hash of the emitted functions' source, which tells compiled kernels apart",
+}
+"""The facts by name. Each kernel reads some of them as ``FACTS.name``; a launch gives those that its kernel reads."""
+
 
 class Facts:
-    """Sizes, flags and emitted functions, read in kernels as ``FACTS.name``.
+    """Sizes, flags and emitted functions, those of MEANINGS, read in kernels as ``FACTS.name``.
 
     Triton keys its caches on ``repr``, so that tells apart all that differs, functions by their source.
+
+    Raises:
+        TypeError: a name that is no fact.
     """
 
     def __init__(self, **fields: object):
+        unknown = fields.keys() - MEANINGS.keys()
+        if unknown:
+            raise TypeError(f"no facts: {', '.join(sorted(unknown))}")
         self.__dict__.update(fields)
         shown = {name: getattr(x, "cache_key", True) if callable(x) else x for name, x in fields.items()}
         self._text = f"Facts({', '.join(f'{name}={x}' for name, x in shown.items())})"

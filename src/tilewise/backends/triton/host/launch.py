@@ -17,7 +17,7 @@ from tilewise.backends.triton.host.launched import Launched, View
 from tilewise.backends.triton.host.leaf_sums import LeafSums, Strips
 from tilewise.backends.triton.host.paged import attend_pages, merge_rows
 from tilewise.backends.triton.host.plan import Plan, Role
-from tilewise.backends.triton.host.relaunch import BackwardAgain, ForwardAgain
+from tilewise.backends.triton.host.relaunch import BackwardRelaunch, ForwardRelaunch
 from tilewise.backends.triton.host.runtime import kernels
 from tilewise.backends.triton.host.terms import TERM_ROWS
 from tilewise.backends.triton.sheet import SHEET_STRIP, SheetPart, sheet_tiles, summed_beside
@@ -37,28 +37,28 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
         problem = plan.problem
         return _ungrouped(problem, forward(plan.regrouped, replace(inputs, q=regrouped_queries(problem, inputs.q))))
     out = empty_output(plan.problem, inputs.q, inputs.v)
-    again = plan.forward_again
-    if again is not None and again(inputs, out):
+    relaunch = plan.forward_relaunch
+    if relaunch is not None and relaunch(inputs, out):
         return out
     call, splits = Call.of(plan, inputs), Splits.of(plan)
     if plan.problem.paged:
-        again = _forward_over_pages(call, out)
+        relaunch = _forward_over_pages(call, out)
     elif splits is None:
-        again = ForwardAgain.of(call, _attend(call, out))
+        relaunch = ForwardRelaunch.of(call, _attend(call, out))
     else:
         states = partial_states(out, splits.number)
         main = _attend(call, states, splits)
-        again = ForwardAgain.of(call, main, _merge(call, out, states), splits.number)
-    plan.forward_again = again or plan.forward_again
+        relaunch = ForwardRelaunch.of(call, main, _merge(call, out, states), splits.number)
+    plan.forward_relaunch = relaunch or plan.forward_relaunch
     return out
 
 
-def _forward_over_pages(call: Call, out: Output) -> ForwardAgain | None:
+def _forward_over_pages(call: Call, out: Output) -> ForwardRelaunch | None:
     splits = call.plan.config.splits
     if splits == 1:
-        return ForwardAgain.of(call, attend_pages(call, out))
+        return ForwardRelaunch.of(call, attend_pages(call, out))
     states = partial_states(out, splits)
-    return ForwardAgain.of(call, attend_pages(call, states), merge_rows(call, out, states), splits)
+    return ForwardRelaunch.of(call, attend_pages(call, states), merge_rows(call, out, states), splits)
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def _attend(call: Call, to: Output, splits: Splits | None = None) -> Launched:
     if to.max_logit is not None:  # bounded scores are summed up without their maximum
         chosen |= {"max_logit": True, "bounded": False}
     facts = plan.facts(tiles, call.align, tma=tma, whole=tma and plan.whole, **chosen)
-    sizes = call.sizes(slots, splits=splits.tiles if splits else 0, lists=lists)
+    sizes = call.sizes(slots, portion=splits.tiles if splits else 0, lists=lists)
     tensors = call.tensors(**to.named, lists=list_pointers(lists))
-    grid = (slots * problem.heads_q * _batches(problem), splits.number if splits else 1)
+    grid = (slots * problem.heads_q * problem.batch_dim, splits.number if splits else 1)
     return call.launch(kernels().forward, grid, tiles, tensors, sizes, facts, *views, pair)
 
 
@@ -104,15 +104,10 @@ def _merge(call: Call, out: Output, states: Output) -> Launched:
     plan, problem = call.plan, call.plan.problem
     slots = tile_slots(problem, problem.seqlen_q, MERGING.tile_m)
     facts = plan.facts(MERGING, call.align, natural=True, dropout=False, max_logit=out.max_logit is not None)
-    tensors, sizes = call.tensors(**out.named), call.sizes(slots, splits=len(states.o))
+    tensors, sizes = call.tensors(**out.named), call.sizes(slots, portion=len(states.o))
     grid = (slots * problem.heads_q * problem.batch, 1)
     views = [View(f"partial_{name}", getattr(states, name)) for name in ("o", "lse", "max_logit")]
     return call.launch(kernels().merge, grid, MERGING, tensors, sizes, facts, *views)
-
-
-def _batches(problem: Problem) -> int:
-    """The batch elements that a grid counts: packed sequences are among the slots of a head."""
-    return 1 if problem.packed else problem.batch
 
 
 def _ungrouped(problem: Problem, out: Output) -> Output:
@@ -127,8 +122,8 @@ def _ungrouped(problem: Problem, out: Output) -> Output:
 def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
     problem = plan.problem
     buffers = BackwardBuffers.empty(problem, inputs)
-    again = plan.backward_again.get(do.stride())
-    leaves = None if again is None else again(inputs, out, do, dlse, buffers)
+    relaunch = plan.backward_relaunch.get(do.stride())
+    leaves = None if relaunch is None else relaunch(inputs, out, do, dlse, buffers)
     if leaves is None:
         leaves = _first_backward(plan, inputs, out, do, dlse, buffers)
     dsink = None
@@ -144,7 +139,7 @@ def _first_backward(
     """Computes ``buffers`` and the leaves' gradients; where it can, the plan keeps the launches for later calls."""
     call = Call.of(plan, inputs, do)
     sums = LeafSums(plan, inputs)  # may launch kernels; what overlaps follows one another in the stream
-    statistics = _statistics(call, out, dlse, buffers)
+    statistics = launch_statistics(call, out, dlse, buffers)
     lse2, delta = buffers.statistics.unbind()
     tensors = call.tensors(lse2=lse2, delta=delta, dq=buffers.dq, dk=buffers.dk, dv=buffers.dv, grads=sums.buffers)
     if plan.sheet:
@@ -157,13 +152,13 @@ def _first_backward(
         passes += [_pair_sum(call, tensors, n, read) for n, read in enumerate(sums.reads) if read.how == TILES]
         passes += [_strip_sum(call, tensors, n, read) for n, read in enumerate(sums.reads) if read.how == DIAGONALS]
     leaves = sums.totals()
-    again = BackwardAgain.of(call, [statistics, *passes])
-    if again is not None:
-        plan.backward_again[do.stride()] = again
+    relaunch = BackwardRelaunch.of(call, [statistics, *passes])
+    if relaunch is not None:
+        plan.backward_relaunch[do.stride()] = relaunch
     return leaves
 
 
-def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers, **chosen: object) -> Launched:
+def launch_statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers, **chosen: object) -> Launched:
     """Computes the rows' statistics, lse in base 2 and delta; ``chosen`` are facts in place of the defaults."""
     plan, problem = call.plan, call.plan.problem
     tiles = Tiles(64 if plan.terms == 1 else TERM_ROWS, 64, 4, 1, padded=True)
@@ -173,7 +168,7 @@ def _statistics(call: Call, out: Output, dlse: Tensor, buffers: BackwardBuffers,
     lse2, delta = buffers.statistics.unbind()
     tensors = call.tensors(o=out.o, lse=out.lse, dlse=dlse, lse2=lse2, delta=delta)
     facts = plan.facts(tiles, call.align, **plan.overlap("leads"), **chosen)
-    grid = (slots * problem.heads_q * _batches(problem),)
+    grid = (slots * problem.heads_q * problem.batch_dim,)
     return call.launch(kernels().delta, grid, tiles, tensors, call.sizes(slots), facts)
 
 
@@ -200,7 +195,7 @@ def _pass(call: Call, name: str, tensors, part: SheetPart | None = None, *, role
         tensors = tensors._replace(lists=list_pointers(lists))
     outer = (part.heads if part else problem.heads_k) if over_keys else problem.heads_q
     kernel = kernels().dkdv if over_keys else kernels().dq
-    return call.launch(kernel, (slots * outer * _batches(problem),), tiles, tensors, sizes, facts, *views)
+    return call.launch(kernel, (slots * outer * problem.batch_dim,), tiles, tensors, sizes, facts, *views)
 
 
 def _views_over_keys(
@@ -234,10 +229,10 @@ def _strip_sum(call: Call, tensors, n: int, read: Read) -> Launched:
     """Adds up the gradient of a leaf that is read by distance, the n-th read, near the diagonal."""
     plan, problem = call.plan, call.plan.problem
     strips = Strips.of(plan, read)
-    grid = (strips.number, strips.parts, problem.heads_q * _batches(problem))
+    grid = (strips.number, strips.parts, problem.heads_q * problem.batch_dim)
     facts = plan.facts(strips.tiles, call.align, lists=False, again=True, read=n)
     band = as_band(problem.spec.region, None if problem.packed else 0, problem.seqlen_k) is not None
-    sizes = call.sizes(strips.slots, splits=strips.slots_of_part)
+    sizes = call.sizes(strips.slots, portion=strips.slots_of_part)
     return call.launch(kernels().strip, grid, strips.tiles, tensors, sizes, facts, n, band)
 
 
@@ -264,7 +259,7 @@ def _passes_over_sheets(call: Call, tensors, read: Read) -> list[Launched]:
 def _sheet_sizes(call: Call, slots: int, tensors, part: SheetPart, **chosen: tuple[int, int]):
     """The whole numbers of a launch for a part of dS; ``chosen`` as in :meth:`Call.sizes`."""
     sheet = tuple(tensors.sheet.shape[2:4])
-    return call.sizes(slots, splits=part.first_key, heads=(part.first_head, part.heads), sheet=sheet, **chosen)
+    return call.sizes(slots, portion=part.first_key, heads=(part.first_head, part.heads), sheet=sheet, **chosen)
 
 
 def _sum_sheet(call: Call, tensors, sums: Tensor | None, read: Read, part: SheetPart) -> Launched:

@@ -193,7 +193,7 @@ def _distance_env(problem: Problem, first: int, last: int, device: torch.device)
     """The indices, on axes ``(b, h, i, j)``, of a pair of each distance in ``[first, last)``."""
     sizes = {"seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "j": 0}
     sizes["off"] = 0 if problem.packed else problem.seqlen_k - problem.seqlen_q
-    batch = 1 if problem.packed else problem.batch
+    batch = problem.batch_dim
     return {name: torch.full((1, 1, 1, 1), size, device=device) for name, size in sizes.items()} | {
         "b": torch.arange(batch, device=device).view(-1, 1, 1, 1),
         "h": torch.arange(problem.heads_q, device=device).view(1, -1, 1, 1),

@@ -46,7 +46,7 @@ def attend_pages(call: Call, to: Output) -> Launched:
     if problem.quantised:
         chosen |= {"k_scale": _which(inputs.k_scale), "v_scale": _which(inputs.v_scale)}
     slots = tile_slots(problem, problem.seqlen_q * problem.group, tiles.tile_m)
-    grid = (slots * problem.heads_k * (1 if problem.packed else problem.batch), splits)
+    grid = (slots * problem.heads_k * problem.batch_dim, splits)
     table, lengths = inputs.block_table, inputs.seqlens_k
     scales = (scale_strides(inputs.k_scale), scale_strides(inputs.v_scale)) if problem.quantised else ()
     cache = runtime.kernels().CacheSizes(
@@ -85,7 +85,7 @@ def merge_rows(call: Call, out: Output, states: Output) -> Launched:
     tiles = Tiles(min(splits, MERGED_AT_ONCE), 16, 4, 1, padded=True)
     chosen = {"natural": True, "pages": "several", "splits": splits, "max_logit": out.max_logit is not None}
     facts = plan.facts(tiles, call.align, **chosen, **plan.overlap("reads"))
-    rows = problem.seqlen_q * problem.heads_q * (1 if problem.packed else problem.batch)
+    rows = problem.seqlen_q * problem.heads_q * problem.batch_dim
     views = [View(f"partial_{name}", getattr(states, name)) for name in ("o", "lse", "max_logit")]
     tensors = call.tensors(**out.named)
     return call.launch(runtime.kernels().merge_rows, (rows, 1), tiles, tensors, call.sizes(1), facts, *views)

@@ -199,8 +199,8 @@ class Plan(Decisions):
             function, sizes and facts.
         tile_lists: lists of a predicate's tiles. lines: ``Emitted.lines`` by device.
         indices: at which elements of a leaf the distances of a read by distance are read.
-        forward_again: launches a forward once more; False, and nothing launched, where a tensor is not aligned as the first call's.
-        backward_again: by dO's strides, what launches a backward once more, given what it writes, and gives the leaves' gradients; None
+        forward_relaunch: launches a forward once more; False, and nothing launched, where a tensor is not aligned as the first call's.
+        backward_relaunch: by dO's strides, what launches a backward once more, given what it writes, and gives the leaves' gradients; None
             as above.
     """
 
@@ -213,8 +213,8 @@ class Plan(Decisions):
     tile_lists: PerTensors = field(default_factory=PerTensors)
     lines: Memo[torch.device, tuple[Tensor, ...]] = field(default_factory=Memo)
     indices: Memo[tuple, list[Tensor]] = field(default_factory=Memo)
-    forward_again: Callable[[Inputs, Output], bool] | None = None
-    backward_again: dict[tuple[int, ...], Callable[..., dict[int, Tensor] | None]] = field(default_factory=dict)
+    forward_relaunch: Callable[[Inputs, Output], bool] | None = None
+    backward_relaunch: dict[tuple[int, ...], Callable[..., dict[int, Tensor] | None]] = field(default_factory=dict)
 
     def start(self, kernel, grid: tuple[int, ...], tiles: Tiles, *arguments: object) -> object:
         """Launches a kernel; with sizes and facts of an earlier launch, straight through the compiled one.

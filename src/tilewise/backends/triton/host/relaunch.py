@@ -55,7 +55,7 @@ def shared_addresses(plan: Plan, inputs: Inputs) -> dict[str, int] | None:
 
 
 @dataclass
-class ForwardAgain:
+class ForwardRelaunch:
     """A forward that was launched before: everything of it but the tensors.
 
     Attributes:
@@ -70,7 +70,9 @@ class ForwardAgain:
     num_splits: int
 
     @classmethod
-    def of(cls, call: Call, main: Launched, merge: Launched | None = None, num_splits: int = 1) -> ForwardAgain | None:
+    def of(
+        cls, call: Call, main: Launched, merge: Launched | None = None, num_splits: int = 1
+    ) -> ForwardRelaunch | None:
         """The launches that repeat a forward; None where another call may need other numbers."""
         launches = [main] if merge is None else [main, merge]
         return cls(call.plan, call.terms, main, merge, num_splits) if prepared(call, launches) else None
@@ -87,7 +89,7 @@ class ForwardAgain:
         if to.max_logit is not None:
             addresses["max_logit"] = to.max_logit.data_ptr()
         if self.terms is not None:
-            terms, _buffer = self.terms.again(addresses, inputs.q)
+            terms, _buffer = self.terms.relaunch(addresses, inputs.q)
             addresses |= terms
         self.main(addresses)
         if self.merge is not None:
@@ -98,15 +100,15 @@ class ForwardAgain:
 
 
 @dataclass
-class BackwardAgain:
-    """A backward that was launched before: everything of it but the tensors; ``terms`` as in :class:`ForwardAgain`."""
+class BackwardRelaunch:
+    """A backward that was launched before: everything of it but the tensors; ``terms`` as in :class:`ForwardRelaunch`."""
 
     plan: Plan
     terms: TermsLaunch | None
     passes: list[Launched]
 
     @classmethod
-    def of(cls, call: Call, passes: list[Launched]) -> BackwardAgain | None:
+    def of(cls, call: Call, passes: list[Launched]) -> BackwardRelaunch | None:
         """The launches that repeat a backward; None where another call may need other numbers."""
         return cls(call.plan, call.terms, passes) if prepared(call, passes) else None
 
@@ -143,7 +145,7 @@ class BackwardAgain:
         if leaves.buffers:
             addresses.update(zip(self.plan.grad_names, [x.data_ptr() for x in leaves.buffers], strict=True))
         if self.terms is not None:
-            terms, _buffer = self.terms.again(addresses, inputs.q)
+            terms, _buffer = self.terms.relaunch(addresses, inputs.q)
             addresses |= terms
         for launch in self.passes:
             launch(addresses)

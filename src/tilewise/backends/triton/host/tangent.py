@@ -13,7 +13,7 @@ from tilewise.backends.triton.config import INTERPRETED, SHARED_MEMORY, architec
 from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
 from tilewise.backends.triton.host.descriptors import operand_views, statistics_view
-from tilewise.backends.triton.host.launch import _batches, _statistics
+from tilewise.backends.triton.host.launch import launch_statistics
 from tilewise.backends.triton.host.launched import View, rebased
 from tilewise.backends.triton.host.leaf_sums import LeafSums
 from tilewise.backends.triton.host.plan import Layout, Plan, extents_of
@@ -33,9 +33,9 @@ TANGENT_TILES = {
     256: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
 }
 HOPPER_TILES = {
-    64: (Tiles(64, 64, 4, 3, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 3, True)),
-    128: (Tiles(128, 64, 8, 2, True), Tiles(64, 32, 4, 2, True), Tiles(32, 64, 4, 2, True)),
-    256: (Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(64, 64, 8, 2, True)),
+    64: (Tiles(64, 64, 4, 3, tma=True), Tiles(64, 64, 4, 2, tma=True), Tiles(64, 64, 4, 3, tma=True)),
+    128: (Tiles(128, 64, 8, 2, tma=True), Tiles(64, 32, 4, 2, tma=True), Tiles(32, 64, 4, 2, tma=True)),
+    256: (Tiles(128, 64, 8, 2, tma=True), Tiles(64, 64, 8, 2, tma=True), Tiles(64, 64, 8, 2, tma=True)),
 }
 # What is made smaller, in turn, until tiles fit.
 _SMALLER = (
@@ -138,7 +138,7 @@ def jvp(plan: TangentPlan, inputs: Inputs, out: Output, along: Directions) -> Ou
         **_streamed(plan, views),
         **plan.moved_facts(directions, moved_sink=along.sink is not None),
     )
-    grid = (slots * problem.heads_q * _batches(problem),)
+    grid = (slots * problem.heads_q * problem.batch_dim,)
     call.launch(kernels().tangent, grid, tiles, tensors, call.sizes(slots, lists=lists), facts, given, *views)
     return moved
 
@@ -154,7 +154,7 @@ def backward_jvp(
     statistics = buffers.statistics.new_empty((2, *buffers.statistics.shape))
     buffers.statistics, changes = statistics[0], replace(buffers, statistics=statistics[1])
     out = Output(aligned(out.o), out.lse.contiguous())
-    _statistics(call, out, grad.dlse, buffers)
+    launch_statistics(call, out, grad.dlse, buffers)
     _moved_statistics(call, out, grad, moved, changes)
     (lse2, delta), (moved_lse, moved_delta) = (x.unbind() for x in statistics)
     sums = LeafSums(plan, call.inputs)
@@ -167,7 +167,7 @@ def backward_jvp(
         length, tile = (problem.seqlen_k, tiles.tile_n) if by_columns else (problem.seqlen_q, tiles.tile_m)
         slots = tile_slots(problem, length, tile)
         heads = problem.heads_k if by_columns else problem.heads_q
-        grid = (slots * heads * _batches(problem),)
+        grid = (slots * heads * problem.batch_dim,)
         bundle = tensors if lists is None else tensors._replace(lists=list_pointers(lists))
         views = _views(call, tiles, directions, *(("q", "do") if by_columns else ("k", "v")))
         streamed = _streamed(plan, views)
@@ -194,7 +194,7 @@ def _moved_statistics(call: Call, out: Output, grad: OutputGrads, moved: Output,
     """Computes the tangents of lse and of delta, (32), as the statistics of ``changes``."""
     no_dlse = torch.zeros_like(out.lse) if grad.dlse_tangent is None else grad.dlse_tangent
     # In fp32's units the kernel passes on an lse as it is.
-    _statistics(call, Output(aligned(moved.o), moved.lse.contiguous()), no_dlse, changes, natural=True)
+    launch_statistics(call, Output(aligned(moved.o), moved.lse.contiguous()), no_dlse, changes, natural=True)
     if grad.do_tangent is not None:
         products = (grad.do_tangent.float() * out.o.float()).sum(-1)
         changes.delta(call.plan.problem).add_(products.transpose(-1, -2))

@@ -34,7 +34,7 @@ class TermsLaunch:
     starts: dict[str, int]
     elements: int
 
-    def again(self, addresses: dict[str, int], like: Tensor) -> tuple[dict[str, int], Tensor]:
+    def relaunch(self, addresses: dict[str, int], like: Tensor) -> tuple[dict[str, int], Tensor]:
         """Makes the terms of the operands at these addresses.
 
         Returns:
@@ -57,7 +57,7 @@ def split_into_terms(plan: Plan, operands: dict[str, Tensor], steady: bool) -> t
     terms = {
         name: x.new_empty((*x.shape[:-1], TERMS * x.shape[-1]), dtype=torch.bfloat16) for name, x in operands.items()
     }
-    batch = 1 if problem.packed else problem.batch
+    batch = problem.batch_dim
 
     def new_sizes():
         lengths = {name: getattr(problem, name) for name in ("heads_q", "heads_k", "seqlen_q", "seqlen_k")}

@@ -6,7 +6,7 @@ for each number that is 1 or a multiple of 16 (``do_not_specialize`` does not re
 number x as the odd number ``2 x + 3`` (docs/decisions.md#triton-opaque-sizes); :func:`plain_sizes` and the emitted functions undo that.
 Strides are in units of ``FACTS.align`` elements, so that the compiler knows that rows start at multiples of 16 bytes.
 
-``FACTS`` is the compile-time part of a launch (``Facts`` on the host's side) and the last parameter of every kernel.
+``FACTS`` is the compile-time part of a launch and the last parameter of every kernel; ``host.facts.MEANINGS`` says what each fact is.
 """
 
 # ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
@@ -70,8 +70,8 @@ class Sizes(NamedTuple):
         slots: programs of a head: its tiles; packed, at least as many (:func:`work_tile`).
         q, k, v, do: ``(batch, row, head)`` strides in units of ``FACTS.align`` elements.
         seqlen_q_rounded: rows from one head to the next in lse2 and delta.
-        splits: where keys are split: for the forward the key tiles of each split, for the merge the number of splits; where a part of dS
-            is kept, its first key.
+        portion: what says which portion of a whole the programs have. With split keys: in the forward the key tiles of each split, in
+            the merge the number of splits. Where a part of dS is kept: its first key. Of sums by distance: the query tiles of a part.
         threshold: dropout keeps a pair whose 16-bit value is below it.
         beside: batch elements and heads whose programs of one tile run side by side (:func:`scheduled`).
         heads: the first and the number of the key heads that the launch is for.
@@ -91,7 +91,7 @@ class Sizes(NamedTuple):
     v: tuple = (0, 0, 0)
     do: tuple = (0, 0, 0)
     seqlen_q_rounded: int = 0
-    splits: int = 0
+    portion: int = 0
     threshold: int = 0
     beside: tuple = (1, 1)
     heads: tuple = (0, 0)
@@ -163,7 +163,7 @@ def plain_sizes(sizes):
         v=(plain(sizes.v[0]), plain(sizes.v[1]), plain(sizes.v[2])),
         do=(plain(sizes.do[0]), plain(sizes.do[1]), plain(sizes.do[2])),
         seqlen_q_rounded=plain(sizes.seqlen_q_rounded),
-        splits=plain(sizes.splits),
+        portion=plain(sizes.portion),
         threshold=plain(sizes.threshold),
         beside=(plain(sizes.beside[0]), plain(sizes.beside[1])),
         heads=(plain(sizes.heads[0]), plain(sizes.heads[1])),

@@ -140,15 +140,17 @@ def delta_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     row = sizes.heads_q * FACTS.head_dim_v
     # O and dO: (tile_m, head_dim_v) in one piece. Where dO comes as bf16 terms, they are added up again.
     o = tensors.o + token * row + head * FACTS.head_dim_v
-    o = load_piece(o, row, m0, left, None, FACTS.tile_m, True, 0, True, FACTS)
+    o = load_piece(o, row, m0, left, None, FACTS.tile_m, OF_V=True, PIECE=0, MASKED=True, FACTS=FACTS)
     do_row = sizes.do[1] * FACTS.align
     base = (tl.cast(sizes.do[2], tl.int64) * head + tl.cast(sizes.do[0], tl.int64) * b) * FACTS.align
-    do = load_piece(tensors.do + base, do_row, m0, left, None, FACTS.tile_m, True, 0, True, FACTS).to(tl.float32)
+    do = load_piece(
+        tensors.do + base, do_row, m0, left, None, FACTS.tile_m, OF_V=True, PIECE=0, MASKED=True, FACTS=FACTS
+    ).to(tl.float32)
     TERMS: tl.constexpr = FACTS.terms
     for term in tl.static_range(1, TERMS):
-        do += load_piece(tensors.do + base, do_row, m0, left, None, FACTS.tile_m, True, term, True, FACTS).to(
-            tl.float32
-        )
+        do += load_piece(
+            tensors.do + base, do_row, m0, left, None, FACTS.tile_m, OF_V=True, PIECE=term, MASKED=True, FACTS=FACTS
+        ).to(tl.float32)
     i = m0 + tl.arange(0, FACTS.tile_m)
     line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q + i
     ok = i < sizes.seqlen_q
@@ -189,8 +191,8 @@ def key_sources(tensors, sizes, work, head_k, k_views, v_views, FACTS: tl.conste
 def load_key_tile(k, v, n0, pairs, sheet, work, FACTS: tl.constexpr):
     """The :class:`KeyTile` at ``n0`` of two sources; rows past the last are zero."""
     left = work.seqlen_k - n0
-    k = load_rows(k, n0, left, None, FACTS.tile_n, False, True, FACTS)
-    v = load_rows(v, n0, left, None, FACTS.tile_n, True, True, FACTS)
+    k = load_rows(k, n0, left, None, FACTS.tile_n, OF_V=False, MASKED=True, FACTS=FACTS)
+    v = load_rows(v, n0, left, None, FACTS.tile_n, OF_V=True, MASKED=True, FACTS=FACTS)
     return KeyTile(n0, k, v, pairs, sheet)
 
 
@@ -198,10 +200,10 @@ def load_key_tile(k, v, n0, pairs, sheet, work, FACTS: tl.constexpr):
 def load_grad_query_tile(m0, rows, tensors, work, FACTS: tl.constexpr):
     """The :class:`GradQueryTile` at ``m0`` of a :class:`QueryHead`; rows past the last are zero."""
     left = work.seqlen_q - m0
-    q = load_rows(rows.q, m0, left, None, FACTS.tile_m, False, True, FACTS)
-    do = load_rows(rows.do, m0, left, None, FACTS.tile_m, True, True, FACTS)
+    q = load_rows(rows.q, m0, left, None, FACTS.tile_m, OF_V=False, MASKED=True, FACTS=FACTS)
+    do = load_rows(rows.do, m0, left, None, FACTS.tile_m, OF_V=True, MASKED=True, FACTS=FACTS)
     i = m0 + tl.arange(0, FACTS.tile_m)
-    lse2, delta = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, True)
+    lse2, delta = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, MASKED=True)
     lo, hi = key_interval(i, rows.head, work, FACTS)
     return GradQueryTile(m0, q, do, lse2, delta, lo, hi)
 
@@ -259,17 +261,18 @@ def dkdv_kernel(
     sizes = plain_sizes(sizes)
     begin_overlap(FACTS)
     slot, head_k, b = scheduled(1, sizes)
-    if FACTS.sheet:  # the slots are of some keys
-        slot += sizes.splits // FACTS.tile_n
-    work = work_tile(slot, b, tensors, sizes, scales, True, FACTS)
+    if FACTS.sheet:  # the slots are of the keys from a first one on
+        first_key = sizes.portion
+        slot += first_key // FACTS.tile_n
+    work = work_tile(slot, b, tensors, sizes, scales, OVER_KEYS=True, FACTS=FACTS)
     n0 = work.block * FACTS.tile_n
     left = work.seqlen_k - n0
     k, v = key_sources(tensors, sizes, work, head_k, (None, None), (None, None), FACTS)
     pairs, sheet = tensors.q if pairs is None else pairs, tensors.q if sheet is None else sheet
     keys = load_key_tile(k, v, n0, pairs, sheet, work, FACTS)
     # The sums: fp32 (tile_n, width) for each piece.
-    dk = zeros(FACTS.tile_n, False, FACTS) if FACTS.dk else ()
-    dv = zeros(FACTS.tile_n, True, FACTS) if FACTS.dv else ()
+    dk = zeros(FACTS.tile_n, OF_V=False, FACTS=FACTS) if FACTS.dk else ()
+    dv = zeros(FACTS.tile_n, OF_V=True, FACTS=FACTS) if FACTS.dv else ()
 
     group = sizes.heads_q // sizes.heads_k
     for g in range(group):  # the query heads of the key head, in order: dK and dV are sums over them
@@ -281,10 +284,10 @@ def dkdv_kernel(
             for t in range(fulls):
                 m0 = ahead * FACTS.tile_m
                 ahead = listed_block(full, fulls, t + 1)
-                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, False, FACTS)
+                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial=False, FACTS=FACTS)
             for t in tl.range(partials, num_stages=FACTS.partial_stages):
                 m0 = tl.load(partial + t) * FACTS.tile_m
-                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, True, FACTS)
+                dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial=True, FACTS=FACTS)
         else:
             first, full, full_end, last = m_block_ranges(n0, head, work, FACTS)
             if FACTS.sheet:  # sheet_kernel reads `FACTS.sheet` queries at a time, so all of these are written
@@ -301,10 +304,14 @@ def dkdv_kernel(
                 if FACTS.keep is None:
                     for n in range(full, full_end):
                         m0 = n * FACTS.tile_m
-                        dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, False, FACTS)
+                        dk, dv = dkdv_block(
+                            m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial=False, FACTS=FACTS
+                        )
                 for t in range((full - first) + (last - full_end)):
                     m0 = partial_block(t, first, full, full_end) * FACTS.tile_m
-                    dk, dv = dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, True, FACTS)
+                    dk, dv = dkdv_block(
+                        m0, dk, dv, keys, rows, tensors, sizes, scales, of_head, partial=True, FACTS=FACTS
+                    )
 
     token = tl.cast(work.start_k, tl.int64)
     if not FACTS.packed:
@@ -313,11 +320,11 @@ def dkdv_kernel(
     if FACTS.dk:
         row = sizes.heads_k * FACTS.head_dim
         base = tensors.dk + token * row + head_k * FACTS.head_dim
-        store_rows(base, row, n0, left, dk, scales.softmax, FACTS.tile_n, False, FACTS)
+        store_rows(base, row, n0, left, dk, scales.softmax, FACTS.tile_n, OF_V=False, FACTS=FACTS)
     if FACTS.dv:
         row = sizes.heads_k * FACTS.head_dim_v
         base = tensors.dv + token * row + head_k * FACTS.head_dim_v
-        store_rows(base, row, n0, left, dv, scales.keep if FACTS.dropout else 1.0, FACTS.tile_n, True, FACTS)
+        store_rows(base, row, n0, left, dv, scales.keep if FACTS.dropout else 1.0, FACTS.tile_n, OF_V=True, FACTS=FACTS)
     end_overlap(FACTS)
 
 
@@ -335,8 +342,8 @@ def dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, partial, FA
     j = n0 + tl.arange(0, FACTS.tile_n)
     left = work.seqlen_q - m0
     # Q: (tile_m, head_dim), dO: (tile_m, head_dim_v), in the inputs' dtype.
-    q = load_streamed(rows.q, m0, left, None, FACTS.tile_m, False, partial, FACTS)
-    do = load_streamed(rows.do, m0, left, None, FACTS.tile_m, True, partial, FACTS)
+    q = load_streamed(rows.q, m0, left, None, FACTS.tile_m, OF_V=False, partial=partial, FACTS=FACTS)
+    do = load_streamed(rows.do, m0, left, None, FACTS.tile_m, OF_V=True, partial=partial, FACTS=FACTS)
     if (FACTS.whole or (FACTS.tma and not partial)) and not FACTS.packed:
         line = (rows.statistics_start + m0).to(tl.int32)
         if (
@@ -347,9 +354,9 @@ def dkdv_block(m0, dk, dv, keys, rows, tensors, sizes, scales, work, partial, FA
             lse2 = rows.statistics.load([0, line]).reshape(FACTS.tile_m)
             delta = lse2
     else:
-        lse2, delta = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, False)
+        lse2, delta = load_statistics(tensors, rows.statistics_start, i, work.seqlen_q, MASKED=False)
     s = dot_transposed(k, q, FACTS)  # Sᵀ = K Qᵀ, (tile_n, tile_m) fp32
-    work = with_tile(with_pair_tile(work, keys.pairs, rows.head, m0, n0, True, FACTS), m0, n0, FACTS)
+    work = with_tile(with_pair_tile(work, keys.pairs, rows.head, m0, n0, OVER_KEYS=True, FACTS=FACTS), m0, n0, FACTS)
     x = exponent(s, lse2[None, :], rows.head, i[None, :], j[:, None], scales, work, FACTS)
     p = exponential(x, FACTS)  # (11); normalised, as lse holds the row's sum
     inside = (j[:, None] < work.seqlen_k) & (i[None, :] < work.seqlen_q)
@@ -401,7 +408,8 @@ def store_sheet(ds, m0, n0, keys, rows, tensors, sizes, work, FACTS: tl.constexp
         head = rows.head - sizes.heads[0] * (sizes.heads_q // sizes.heads_k)
         strip = ds.to(tensors.sheet.dtype.element_ty).reshape(1, 1, 1, FACTS.tile_n, FACTS.tile_m)
         # By TMA from shared to global memory; Triton waits before it writes the shared tile again.
-        keys.sheet.store([work.b, head, m0 // FACTS.strips, n0 - sizes.splits, m0 % FACTS.strips], strip)
+        first_key = sizes.portion
+        keys.sheet.store([work.b, head, m0 // FACTS.strips, n0 - first_key, m0 % FACTS.strips], strip)
     else:
         to = sheet_pointers(tensors, sizes, work.b, rows.head, m0, n0, FACTS)
         tl.store(to, ds.to(tensors.sheet.dtype.element_ty))
@@ -420,14 +428,14 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
     sizes = plain_sizes(sizes)
     begin_overlap(FACTS)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
-    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     work = with_heads(work, head, FACTS)
     rows = query_head(tensors, sizes, work, head, (None, None), (None, None), None, FACTS)
     head_k = head // (sizes.heads_q // sizes.heads_k)
     k, v = key_sources(tensors, sizes, work, head_k, (k_view, k_rest), (v_view, v_rest), FACTS)
     query = load_grad_query_tile(work.block * FACTS.tile_m, rows, tensors, work, FACTS)
     keys = (k, v)
-    dq = zeros(FACTS.tile_m, False, FACTS)
+    dq = zeros(FACTS.tile_m, OF_V=False, FACTS=FACTS)
     sums = ()  # of the leaves that are summed by rows: fp32 (tile_m, PARTIAL) each
     for _ in tl.static_range(len(FACTS.row_grads)):
         sums = sums + (tl.full([FACTS.tile_m, PARTIAL], 0.0, tl.float32),)
@@ -437,10 +445,14 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
         for t in range(fulls):
             n0 = ahead * FACTS.tile_n
             ahead = listed_block(full, fulls, t + 1)
-            dq, sums = dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, False, FACTS)
+            dq, sums = dq_block(
+                n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial=False, FACTS=FACTS
+            )
         for t in tl.range(partials, num_stages=FACTS.partial_stages):
             n0 = tl.load(partial + t) * FACTS.tile_n
-            dq, sums = dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, True, FACTS)
+            dq, sums = dq_block(
+                n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial=True, FACTS=FACTS
+            )
     else:
         first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
         if FACTS.whole:
@@ -452,10 +464,14 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
             if FACTS.keep is None:
                 for n in range(full, full_end):
                     n0 = n * FACTS.tile_n
-                    dq, sums = dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, False, FACTS)
+                    dq, sums = dq_block(
+                        n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial=False, FACTS=FACTS
+                    )
             for t in range((full - first) + (last - full_end)):
                 n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
-                dq, sums = dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, True, FACTS)
+                dq, sums = dq_block(
+                    n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, partial=True, FACTS=FACTS
+                )
 
     token = tl.cast(work.start_q, tl.int64)
     if not FACTS.packed:
@@ -463,7 +479,7 @@ def dq_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, FACTS: tl.
     row = sizes.heads_q * FACTS.head_dim
     base = tensors.dq + token * row + head * FACTS.head_dim
     # dQ: (tile_m, head_dim), rounded to the inputs' dtype.
-    store_rows(base, row, query.m0, work.seqlen_q - query.m0, dq, scales.softmax, FACTS.tile_m, False, FACTS)
+    store_rows(base, row, query.m0, work.seqlen_q - query.m0, dq, scales.softmax, FACTS.tile_m, OF_V=False, FACTS=FACTS)
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     for n in tl.static_range(len(FACTS.row_grads)):
         tl.store(work.grads[FACTS.row_grads[n]] + rows.lse_start + i, tl.sum(sums[n], 1), mask=i < work.seqlen_q)
@@ -498,8 +514,8 @@ def dq_block(n0, dq, sums, query, rows, keys, tensors, sizes, scales, work, part
             alive = first < last
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     # A key that no row here sees has dS = 0, and its row of K is not read: it may hold NaN.
-    k = load_streamed(keys[0], n0, left, alive, FACTS.tile_n, False, partial, FACTS)
-    v = load_streamed(keys[1], n0, left, alive, FACTS.tile_n, True, partial, FACTS)
+    k = load_streamed(keys[0], n0, left, alive, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
+    v = load_streamed(keys[1], n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
     work = with_tile(work, query.m0, n0, FACTS)
     x = exponent(s, query.lse2[:, None], rows.head, i[:, None], j[None, :], scales, work, FACTS)

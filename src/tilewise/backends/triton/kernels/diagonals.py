@@ -32,15 +32,16 @@ def strip_kernel(tensors, sizes, scales, GRAD: tl.constexpr, BAND: tl.constexpr,
     T: tl.constexpr = FACTS.tile_m
     pid, part, outer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head, b = outer % sizes.heads_q, outer // sizes.heads_q
-    work = work_tile(pid * 0, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(pid * 0, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     strip = (FACTS.start(work) & -T) // T + pid  # rounded down
-    slot, end = part * sizes.splits, tl.minimum((part + 1) * sizes.splits, sizes.slots)
+    of_part = sizes.portion  # query tiles
+    slot, end = part * of_part, tl.minimum((part + 1) * of_part, sizes.slots)
     if BAND and not FACTS.packed:  # no branch in the loop: its loads overlap
         slot = tl.maximum(slot, strip)
         end = tl.minimum(end, strip + tl.cdiv(sizes.seqlen_k, T))
     total = tl.full([T, T], 0.0, tl.float32)
     for n in range(slot, end):
-        each = work_tile(n, b, tensors, sizes, scales, False, FACTS)
+        each = work_tile(n, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
         m0 = each.block * T
         n0 = m0 - strip * T
         i, j = m0 + tl.arange(0, T), n0 + tl.arange(0, T)
@@ -65,7 +66,7 @@ def sheet_strip_kernel(tensors, sizes, scales, GRAD: tl.constexpr, FACTS: tl.con
     group = sizes.heads_q // sizes.heads_k
     heads = sizes.heads[1] * group
     head, b = sizes.heads[0] * group + outer % heads, outer // heads
-    work = work_tile(pid * 0, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(pid * 0, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     strip = (FACTS.start(work) & -T) // T + pid  # rounded down
     # Of the strip's tiles those that lie within both sequences.
     slot = tl.maximum(part * sizes.slots, strip)

@@ -65,9 +65,8 @@ def _over_batch(problem: Problem, read: Read) -> Read:
 
 def read_at_distance(n: int, body: str) -> str:
     """The function that reads a tile's elements of a tensor, or the one element of a tile that is far from the diagonal."""
-    # The branch is of run time, but for kernels that never ask, and where each distance has an element of its own: Triton drops one side
-    # where `work.far` is empty. A whole tile far from
-    # the diagonal then costs one load of 4 bytes, (tile_m, tile_n) the same fp32 number.
+    # A whole tile far from the diagonal costs one load of 4 bytes, (tile_m, tile_n) the same fp32 number. The branch is of run time;
+    # where `work.far` is empty, in kernels that never ask and where each distance has an element of its own, Triton drops one side.
     lines = [
         "if len(work.far) == 0:",
         f"    return element_{n}(b, h, i, j, work)",

@@ -97,28 +97,28 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
     """
     sizes = plain_sizes(sizes)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
-    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     work = with_heads(work, head, FACTS)
     pairs = tensors.q if pairs is None else pairs
     query = load_query_tile(tensors, sizes, work, head, (k_view, k_rest), (v_view, v_rest), pairs, FACTS)
     # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
     m = tl.full([FACTS.tile_m], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
     l = tl.full([FACTS.tile_m], 0.0, tl.float32)
-    acc = zeros(FACTS.tile_m, True, FACTS)
+    acc = zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
 
     if FACTS.lists:
         partial, partials, full, fulls, ahead = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
         for t in range(fulls):
             n0 = ahead * FACTS.tile_n
             ahead = listed_block(full, fulls, t + 1)
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, False, FACTS)
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial=False, FACTS=FACTS)
         for t in tl.range(partials, num_stages=FACTS.partial_stages):
             n0 = tl.load(partial + t) * FACTS.tile_n
-            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, True, FACTS)
+            m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial=True, FACTS=FACTS)
     else:
         first, full, full_end, last = n_block_ranges(query.m0, head, work, FACTS)
         if FACTS.split:  # this program visits the part of each range that lies in its split
-            split_tiles = sizes.splits
+            split_tiles = sizes.portion
             split_first = tl.program_id(1) * split_tiles
             split_last = split_first + split_tiles
             last = tl.minimum(last, split_last)
@@ -133,11 +133,11 @@ def forward_kernel(tensors, sizes, scales, k_view, k_rest, v_view, v_rest, pairs
             if FACTS.keep is None:
                 for n in range(full, full_end):
                     m, l, acc = key_block(
-                        n * FACTS.tile_n, m, l, acc, query, tensors, sizes, scales, work, False, FACTS
+                        n * FACTS.tile_n, m, l, acc, query, tensors, sizes, scales, work, partial=False, FACTS=FACTS
                     )
             for t in range((full - first) + (last - full_end)):
                 n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
-                m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, True, FACTS)
+                m, l, acc = key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial=True, FACTS=FACTS)
     epilogue(m, l, acc, m, query.m0, head, tensors, sizes, scales, work, FACTS)
 
 
@@ -150,9 +150,11 @@ def load_query_tile(tensors, sizes, work, head, k_views, v_views, pairs, FACTS: 
     m0 = work.block * FACTS.tile_m
     q = source_of(tensors.q, (None, None), sizes.q, work, work.start_q, head, FACTS)
     # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop.
-    q = load_rows(q, m0, work.seqlen_q - m0, None, FACTS.tile_m, False, True, FACTS)
+    q = load_rows(q, m0, work.seqlen_q - m0, None, FACTS.tile_m, OF_V=False, MASKED=True, FACTS=FACTS)
     i = m0 + tl.arange(0, FACTS.tile_m)
     lo, hi = key_interval(i, head, work, FACTS)
+    if FACTS.keep is not None:  # a row past the last opens no key, whose row of V may hold NaN
+        hi = tl.where(i < work.seqlen_q, hi, lo)
     head_k = head // (sizes.heads_q // sizes.heads_k)
     k = source_of(tensors.k, k_views, sizes.k, work, work.start_k, head_k, FACTS)
     v = source_of(tensors.v, v_views, sizes.v, work, work.start_k, head_k, FACTS)
@@ -167,10 +169,10 @@ def load_key_value(query, n0, left, partial, FACTS: tl.constexpr):
     barrier to wait for, unless the product of q and k would then wait for v (not ``FACTS.together``;
     docs/decisions.md#triton-v-beside-k).
     """
-    k = load_streamed(query.k, n0, left, None, FACTS.tile_n, False, partial, FACTS)
+    k = load_streamed(query.k, n0, left, None, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
     v = ()
     if FACTS.together and (FACTS.whole or (FACTS.tma and not partial)):
-        v = load_streamed(query.v, n0, left, None, FACTS.tile_n, True, partial, FACTS)
+        v = load_streamed(query.v, n0, left, None, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
     return k, v
 
 
@@ -186,7 +188,9 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial, FACTS
     """
     j = n0 + tl.arange(0, FACTS.tile_n)
     left = work.seqlen_k - n0
-    work = with_tile(with_pair_tile(work, query.pairs, query.head, query.m0, n0, False, FACTS), query.m0, n0, FACTS)
+    work = with_tile(
+        with_pair_tile(work, query.pairs, query.head, query.m0, n0, OVER_KEYS=False, FACTS=FACTS), query.m0, n0, FACTS
+    )
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_key_value(query, n0, left, partial, FACTS)
     s = dot_transposed(query.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
@@ -209,7 +213,7 @@ def key_block(n0, m, l, acc, query, tensors, sizes, scales, work, partial, FACTS
         keep = dropout_keep(query.m0, n0, work.b, query.head, tensors, sizes, FACTS.tile_m, FACTS.tile_n)
         p = tl.where(keep, p, 0.0)
     if len(v) == 0:  # a key that no row here sees has P = 0, and its row of V is not read: it may hold NaN
-        v = load_streamed(query.v, n0, left, alive, FACTS.tile_n, True, partial, FACTS)
+        v = load_streamed(query.v, n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
     acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
     return m_new, l, acc
 
@@ -325,7 +329,7 @@ def epilogue(m, l, acc, largest, m0, head, tensors, sizes, scales, work, FACTS: 
     row = sizes.heads_q * FACTS.head_dim_v
     o = tensors.o + (token * row + head * FACTS.head_dim_v)
     # O: (tile_m, head_dim_v) in o's dtype; lse: fp32 (tile_m,).
-    store_rows(o, row, m0, left, acc, weight[:, None], FACTS.tile_m, True, FACTS)
+    store_rows(o, row, m0, left, acc, weight[:, None], FACTS.tile_m, OF_V=True, FACTS=FACTS)
     tl.store(tensors.lse + line + i, lse, mask=i < work.seqlen_q)
     if FACTS.max_logit:  # a maximum passes over NaN, the sum of the row does not
         largest = tl.where(l != l, l, largest if FACTS.natural else largest * LN2)
@@ -362,7 +366,9 @@ def merge_kernel(tensors, sizes, scales, states, states_lse, states_max, FACTS: 
     sizes = plain_sizes(sizes)
     pid = tl.program_id(0)
     head = (pid // sizes.slots) % sizes.heads_q
-    work = work_tile(pid % sizes.slots, pid // sizes.slots // sizes.heads_q, tensors, sizes, scales, False, FACTS)
+    work = work_tile(
+        pid % sizes.slots, pid // sizes.slots // sizes.heads_q, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS
+    )
     m0 = work.block * FACTS.tile_m
     i = m0 + tl.arange(0, FACTS.tile_m)
     m = tl.full([FACTS.tile_m], float("-inf"), tl.float32)
@@ -371,7 +377,7 @@ def merge_kernel(tensors, sizes, scales, states, states_lse, states_max, FACTS: 
     acc = tl.full([FACTS.tile_m, FACTS.pieces_v[0][2]], 0.0, tl.float32)
     tokens = tl.cast(sizes.batch, tl.int64) * sizes.seqlen_q
     row = sizes.heads_q * FACTS.head_dim_v
-    num_splits = sizes.splits
+    num_splits = sizes.portion
     for split in tl.range(num_splits, loop_unroll_factor=4):  # so that the loads of four splits are under way at once
         line = (split * sizes.batch + work.b) * tl.cast(
             sizes.heads_q, tl.int64
@@ -382,7 +388,9 @@ def merge_kernel(tensors, sizes, scales, states, states_lse, states_max, FACTS: 
             kept = tl.load(states_max + line + i, mask=i < sizes.seqlen_q, other=float("-inf"))
             largest = tl.maximum(largest, kept)
         base = states + ((split * tokens + work.b * sizes.seqlen_q) * row + head * FACTS.head_dim_v)
-        o = load_piece(base, row, m0, work.seqlen_q - m0, None, FACTS.tile_m, True, 0, True, FACTS)
+        o = load_piece(
+            base, row, m0, work.seqlen_q - m0, None, FACTS.tile_m, OF_V=True, PIECE=0, MASKED=True, FACTS=FACTS
+        )
         m_new = tl.maximum(m, lse)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         rescale, weight = exp(m - shift), exp(lse - shift)

@@ -138,21 +138,23 @@ def paged_kernel(
     # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
     m = tl.full([FACTS.tile_m], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
     l = tl.full([FACTS.tile_m], 0.0, tl.float32)
-    acc = zeros(FACTS.tile_m, True, FACTS)
+    acc = zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
     if FACTS.v_scale is not None:
-        acc = acc + zeros(FACTS.tile_m, True, FACTS)
+        acc = acc + zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
     first, full, full_end, last = paged_block_ranges(tile, work, FACTS)
     if FACTS.keep is None:
         page = page_numbers(full * FACTS.tile_n, tile, FACTS)
         for n in range(full, full_end):
             # Page numbers are read a tile ahead: read in the iteration whose loads wait for them, they would take a stage.
             following = page_numbers((n + 1) * FACTS.tile_n, tile, FACTS)
-            m, l, acc = paged_key_block(n * FACTS.tile_n, page, m, l, acc, tile, scales, work, False, FACTS)
+            m, l, acc = paged_key_block(
+                n * FACTS.tile_n, page, m, l, acc, tile, scales, work, partial=False, FACTS=FACTS
+            )
             page = following
     for t in range((full - first) + (last - full_end)):
         n0 = tl.where(t < full - first, first + t, full_end + t - (full - first)) * FACTS.tile_n
         page = page_numbers(n0, tile, FACTS)
-        m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, True, FACTS)
+        m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, partial=True, FACTS=FACTS)
     paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
 
 
@@ -179,7 +181,7 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
             low = tl.where(first_slot <= slot, middle, low)
             high = tl.where(first_slot <= slot, high, middle)
         b = low
-        start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, True)
+        start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, REST=True)
         block = slot - (start_q * FACTS.group // FACTS.tile_m + b)
     # Rows past the last sequence are sequence `batch`, which has no keys.
     seqlen_k = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
@@ -241,7 +243,7 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
     if not FACTS.packed:
         offsets += tl.cast(work.b, tl.int64) * sizes.q[0]
     if FACTS.k_scale is None:
-        q = load_gathered(tensors.q, offsets * FACTS.align, i < work.seqlen_q, False, True, FACTS)
+        q = load_gathered(tensors.q, offsets * FACTS.align, i < work.seqlen_q, OF_V=False, MASKED=True, FACTS=FACTS)
     else:
         even = load_every_other(tensors.q, offsets * FACTS.align, i < work.seqlen_q, FACTS)
         q = even + load_every_other(tensors.q + 1, offsets * FACTS.align, i < work.seqlen_q, FACTS)
@@ -427,9 +429,9 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
             kept = kept & FACTS.keep(work.b, tile.head, tile.rows[:, None], j[None, :], work)
         alive = tl.max(kept.to(tl.int8), 0) > 0  # a key that no row sees is not read: it may hold NaN
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
-    k, v = load_paged(tile.k, page, n0, alive, False, partial, FACTS), ()
+    k, v = load_paged(tile.k, page, n0, alive, OF_V=False, partial=partial, FACTS=FACTS), ()
     if (partial or FACTS.together) and not FACTS.latent:
-        v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
+        v = load_paged(tile.v, page, n0, alive, OF_V=True, partial=partial, FACTS=FACTS)
     if FACTS.k_scale is not None:
         k = unpacked_tiles(k, tile.q[0].dtype)
     if FACTS.latent:
@@ -456,7 +458,7 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
     if not FACTS.bounded:
         acc = rescaled(acc, rescale)
     if len(v) == 0:
-        v = load_paged(tile.v, page, n0, alive, True, partial, FACTS)
+        v = load_paged(tile.v, page, n0, alive, OF_V=True, partial=partial, FACTS=FACTS)
     if FACTS.v_scale is not None and not FACTS.latent:
         # fp16 holds P too, which is at most 1 without a scale of its own, and takes a third of the instructions that bf16 takes.
         HALF: tl.constexpr = FACTS.v_scale == "one" and not FACTS.bounded and tile.q[0].dtype == tl.bfloat16

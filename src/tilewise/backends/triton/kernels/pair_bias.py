@@ -69,10 +69,10 @@ def sheet_kernel(
     sizes = plain_sizes(sizes)
     group = sizes.heads_q // sizes.heads_k
     slot, head, b = scheduled(group, sizes)
-    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     m0 = work.block * FACTS.tile_m
     k = source_of(tensors.k, (k_view, k_rest), sizes.k, work, work.start_k, head // group, FACTS)
-    dq = zeros(FACTS.tile_m, False, FACTS)
+    dq = zeros(FACTS.tile_m, OF_V=False, FACTS=FACTS)
 
     to_b, batches = (b * 0, sizes.batch) if LOOP_B else (b, b * 0 + 1)
     to_h, heads = (sizes.heads[0] * group, sizes.heads[1] * group) if LOOP_H else (head, head * 0 + 1)
@@ -82,7 +82,8 @@ def sheet_kernel(
     step = tl.cast(sizes.sheet[0], tl.int64) * sizes.sheet[1] * STRIP
     step = step if LOOP_H else step * (sizes.heads[1] * group)
     # The key tiles of this sheet, and among them those that some row sees.
-    start = sizes.splits // FACTS.tile_n
+    first_key = sizes.portion
+    start = first_key // FACTS.tile_n
     stop = tl.minimum(start + sizes.sheet[1] // FACTS.tile_n, tl.cdiv(sizes.seqlen_k, FACTS.tile_n))
     first, _full, _full_end, last = n_block_ranges(m0, head, work, FACTS)
     first = tl.minimum(tl.maximum(first, start), stop)
@@ -92,7 +93,9 @@ def sheet_kernel(
         ds = tl.load(
             sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS)
         )  # dSᵀ, (tile_n, tile_m), in the sheet's dtype
-        tile = load_streamed(k, n0, work.seqlen_k - n0, None, FACTS.tile_n, False, True, FACTS)  # K, (tile_n, head_dim)
+        tile = load_streamed(
+            k, n0, work.seqlen_k - n0, None, FACTS.tile_n, OF_V=False, partial=True, FACTS=FACTS
+        )  # K, (tile_n, head_dim)
         dq = accumulate(tl.trans(ds), tile, dq, FACTS)  # dQ += dS K, (tile_m, head_dim) fp32
         if GRAD is not None:  # noqa: SIM102 - of compile time
             if n % turns == turn:
@@ -110,11 +113,11 @@ def sheet_kernel(
     if MORE:
         dq = added_rows(dq, dq_sums + base, row, m0, left, FACTS)
     if LAST:
-        store_rows(tensors.dq + base, row, m0, left, dq, scales.softmax, FACTS.tile_m, False, FACTS)
+        store_rows(tensors.dq + base, row, m0, left, dq, scales.softmax, FACTS.tile_m, OF_V=False, FACTS=FACTS)
     else:
         if MORE:  # where no row sees a key of this sheet, the sums of earlier ones stay as they are
             left = tl.where(last > first, left, 0)
-        store_rows(dq_sums + base, row, m0, left, dq, 1.0, FACTS.tile_m, False, FACTS)
+        store_rows(dq_sums + base, row, m0, left, dq, 1.0, FACTS.tile_m, OF_V=False, FACTS=FACTS)
 
 
 @triton.jit
@@ -123,7 +126,10 @@ def added_rows(tiles, pointer, row, first, left, FACTS: tl.constexpr):
     PIECES: tl.constexpr = len(FACTS.pieces)
     sums = ()
     for n in tl.static_range(PIECES):
-        sums = sums + (tiles[n] + load_piece(pointer, row, first, left, None, FACTS.tile_m, False, n, True, FACTS),)
+        sums = sums + (
+            tiles[n]
+            + load_piece(pointer, row, first, left, None, FACTS.tile_m, OF_V=False, PIECE=n, MASKED=True, FACTS=FACTS),
+        )
     return sums
 
 
@@ -172,14 +178,14 @@ def tile_kernel(
     i = m0 + tl.arange(0, FACTS.tile_m)
     j = n0 + tl.arange(0, FACTS.tile_n)
     total = tl.full([FACTS.tile_m, FACTS.tile_n], 0.0, tl.float32)
-    work = work_tile(outer * 0, outer // kept_heads, tensors, sizes, scales, False, FACTS)
+    work = work_tile(outer * 0, outer // kept_heads, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     count = batches * heads
     if not FACTS.varies:  # one answer for all heads: without a branch in the loop its loads overlap
         count = tl.where(is_visited(m0, n0, outer % kept_heads, work, FACTS), count, 0)
     for bh in range(count):
         b = outer // kept_heads + bh // heads
         head = outer % kept_heads + bh % heads
-        each = work_tile(outer * 0, b, tensors, sizes, scales, False, FACTS)
+        each = work_tile(outer * 0, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
         if FACTS.varies:
             if is_visited(m0, n0, head, each, FACTS):
                 total += pair_gradient(m0, i, j, n0, head, each, tensors, sizes, scales, FACTS)

@@ -114,12 +114,12 @@ def over_key_tiles(
         for t in range(fulls):
             n0 = tl.load(full + t) * FACTS.tile_n
             first_sum, second_sum = block(
-                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, False, FACTS
+                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, partial=False, FACTS=FACTS
             )
         for t in range(partials):
             n0 = tl.load(partial + t) * FACTS.tile_n
             first_sum, second_sum = block(
-                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, True, FACTS
+                n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, partial=True, FACTS=FACTS
             )
     else:
         first, full, full_end, last = n_block_ranges(query.m0, query.head, work, FACTS)
@@ -135,12 +135,12 @@ def over_key_tiles(
                 for n in range(full, full_end):
                     n0 = n * FACTS.tile_n
                     first_sum, second_sum = block(
-                        n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, False, FACTS
+                        n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, partial=False, FACTS=FACTS
                     )
             for t in range((full - first) + (last - full_end)):  # the tiles before the full ones, and those behind
                 n0 = partial_block(t, first, full, full_end) * FACTS.tile_n
                 first_sum, second_sum = block(
-                    n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, True, FACTS
+                    n0, first_sum, second_sum, query, keys, tensors, sizes, scales, work, partial=True, FACTS=FACTS
                 )
     return first_sum, second_sum
 
@@ -157,12 +157,12 @@ def tangent_kernel(tensors, sizes, scales, moved, k_view, v_view, moved_k_view, 
     """
     sizes = plain_sizes(sizes)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
-    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     query = load_tangent_rows(work.block * FACTS.tile_m, head, tensors, moved, sizes, work, FACTS)
     views = (k_view, v_view, moved_k_view, moved_v_view)
     keys = moving_keys(tensors, moved, sizes, work, head // (sizes.heads_q // sizes.heads_k), views, FACTS)
     mean = tl.full([FACTS.tile_m], 0.0, tl.float32)
-    acc = zeros(FACTS.tile_m, True, FACTS)
+    acc = zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
     mean, acc = over_key_tiles(tangent_block, mean, acc, query, keys, tensors, sizes, scales, work, FACTS)
     tangent_epilogue(mean, acc, query, tensors, moved, sizes, scales, work, FACTS)
 
@@ -200,14 +200,18 @@ def tangent_epilogue(mean, acc, query, tensors, moved, sizes, scales, work, FACT
         sink = tl.load(tensors.sink + head).to(tl.float32)
         share = tl.where(lse == float("-inf"), 0.0, exp(sink - lse))  # rows past the last sequence have no sink
         mean += share * tl.load(moved.sink + head).to(tl.float32)
-    to = contiguous_source(moved.o, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, True, FACTS)
-    o = contiguous_source(tensors.o, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, True, FACTS)
-    o = load_rows(o, m0, left, None, FACTS.tile_m, True, True, FACTS)
+    to = contiguous_source(
+        moved.o, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, OF_V=True, FACTS=FACTS
+    )
+    o = contiguous_source(
+        tensors.o, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, OF_V=True, FACTS=FACTS
+    )
+    o = load_rows(o, m0, left, None, FACTS.tile_m, OF_V=True, MASKED=True, FACTS=FACTS)
     total = ()
     for n in tl.static_range(len(acc)):
         total = total + ((acc[n] * scales.keep if FACTS.dropout else acc[n]) - mean[:, None] * o[n].to(tl.float32),)
     # O's tangent: (tile_m, head_dim_v), rounded to o's dtype; lse's: fp32 (tile_m,).
-    store_rows(to.pointer, to.row, m0, left, total, 1.0, FACTS.tile_m, True, FACTS)
+    store_rows(to.pointer, to.row, m0, left, total, 1.0, FACTS.tile_m, OF_V=True, FACTS=FACTS)
     tl.store(moved.lse + line + i, mean, mask=i < work.seqlen_q)
 
 
@@ -223,12 +227,12 @@ def dq_tangent_kernel(tensors, sizes, scales, moved, k_view, v_view, moved_k_vie
     """
     sizes = plain_sizes(sizes)
     slot, head, b = scheduled(sizes.heads_q // sizes.heads_k, sizes)
-    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, False, FACTS)
+    work = work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, OVER_KEYS=False, FACTS=FACTS)
     rows = moving_head(tensors, moved, sizes, work, head, (None, None, None, None), (None, None), FACTS)
     query = load_moving_rows(work.block * FACTS.tile_m, rows, tensors, moved, sizes, work, FACTS)
     views = (k_view, v_view, moved_k_view, moved_v_view)
     keys = moving_keys(tensors, moved, sizes, work, head // (sizes.heads_q // sizes.heads_k), views, FACTS)
-    dq = zeros(FACTS.tile_m, False, FACTS)
+    dq = zeros(FACTS.tile_m, OF_V=False, FACTS=FACTS)
     sums = ()  # of the leaves that are summed by rows: fp32 (tile_m, PARTIAL) each
     for _ in tl.static_range(len(FACTS.row_grads)):
         sums = sums + (tl.full([FACTS.tile_m, PARTIAL], 0.0, tl.float32),)
@@ -236,9 +240,11 @@ def dq_tangent_kernel(tensors, sizes, scales, moved, k_view, v_view, moved_k_vie
     i = query.m0 + tl.arange(0, FACTS.tile_m)
     for n in tl.static_range(len(FACTS.row_grads)):
         tl.store(work.grads[FACTS.row_grads[n]] + rows.rows.lse_start + i, tl.sum(sums[n], 1), mask=i < work.seqlen_q)
-    to = contiguous_source(tensors.dq, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, False, FACTS)
+    to = contiguous_source(
+        tensors.dq, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, OF_V=False, FACTS=FACTS
+    )
     left = work.seqlen_q - query.m0
-    store_rows(to.pointer, to.row, query.m0, left, dq, scales.softmax, FACTS.tile_m, False, FACTS)
+    store_rows(to.pointer, to.row, query.m0, left, dq, scales.softmax, FACTS.tile_m, OF_V=False, FACTS=FACTS)
 
 
 @triton.jit
@@ -300,11 +306,11 @@ def dkdv_tangent_kernel(
     """
     sizes = plain_sizes(sizes)
     slot, head_k, b = scheduled(1, sizes)
-    work = work_tile(slot, b, tensors, sizes, scales, True, FACTS)
+    work = work_tile(slot, b, tensors, sizes, scales, OVER_KEYS=True, FACTS=FACTS)
     n0 = work.block * FACTS.tile_n
     keys = load_moving_keys(n0, tensors, moved, sizes, work, head_k, FACTS)
     # The sums: fp32 (tile_n, width) for each piece.
-    dk, dv = zeros(FACTS.tile_n, False, FACTS), zeros(FACTS.tile_n, True, FACTS)
+    dk, dv = zeros(FACTS.tile_n, OF_V=False, FACTS=FACTS), zeros(FACTS.tile_n, OF_V=True, FACTS=FACTS)
     views, group = (q_view, do_view, moved_q_view, moved_do_view), sizes.heads_q // sizes.heads_k
     for g in range(group):  # the query heads of the key head, in order
         head = head_k * group + g
@@ -313,10 +319,14 @@ def dkdv_tangent_kernel(
             partial, partials, full, fulls, _ = block_lists(tensors, sizes, work.b, head, work.block, FACTS)
             for t in range(fulls):
                 m0 = tl.load(full + t) * FACTS.tile_m
-                dk, dv = dkdv_tangent_block(m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, False, FACTS)
+                dk, dv = dkdv_tangent_block(
+                    m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, partial=False, FACTS=FACTS
+                )
             for t in range(partials):
                 m0 = tl.load(partial + t) * FACTS.tile_m
-                dk, dv = dkdv_tangent_block(m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, True, FACTS)
+                dk, dv = dkdv_tangent_block(
+                    m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, partial=True, FACTS=FACTS
+                )
         else:
             first, full, full_end, last = m_block_ranges(n0, head, work, FACTS)
             if FACTS.whole:
@@ -331,19 +341,19 @@ def dkdv_tangent_kernel(
                     for n in range(full, full_end):
                         m0 = n * FACTS.tile_m
                         dk, dv = dkdv_tangent_block(
-                            m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, False, FACTS
+                            m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, partial=False, FACTS=FACTS
                         )
                 for t in range((full - first) + (last - full_end)):
                     m0 = partial_block(t, first, full, full_end) * FACTS.tile_m
                     dk, dv = dkdv_tangent_block(
-                        m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, True, FACTS
+                        m0, dk, dv, keys, rows, tensors, moved, sizes, scales, work, partial=True, FACTS=FACTS
                     )
     left, heads, length, start = work.seqlen_k - n0, sizes.heads_k, sizes.seqlen_k, work.start_k
-    to_k = contiguous_source(tensors.dk, None, heads, length, work, start, head_k, False, FACTS)
-    to_v = contiguous_source(tensors.dv, None, heads, length, work, start, head_k, True, FACTS)
-    store_rows(to_k.pointer, to_k.row, n0, left, dk, scales.softmax, FACTS.tile_n, False, FACTS)
+    to_k = contiguous_source(tensors.dk, None, heads, length, work, start, head_k, OF_V=False, FACTS=FACTS)
+    to_v = contiguous_source(tensors.dv, None, heads, length, work, start, head_k, OF_V=True, FACTS=FACTS)
+    store_rows(to_k.pointer, to_k.row, n0, left, dk, scales.softmax, FACTS.tile_n, OF_V=False, FACTS=FACTS)
     keep = scales.keep if FACTS.dropout else 1.0
-    store_rows(to_v.pointer, to_v.row, n0, left, dv, keep, FACTS.tile_n, True, FACTS)
+    store_rows(to_v.pointer, to_v.row, n0, left, dv, keep, FACTS.tile_n, OF_V=True, FACTS=FACTS)
 
 
 @triton.jit
@@ -351,7 +361,7 @@ def dkdv_tangent_block(m0, dk, dv, keys, rows, tensors, moved, sizes, scales, wo
     """``(dk, dv)``, the sums of their tangents, after the query tile at ``m0``; all tiles of pairs are (tile_n, tile_m)."""
     n0, head = work.block * FACTS.tile_n, rows.rows.head
     i, j = m0 + tl.arange(0, FACTS.tile_m), n0 + tl.arange(0, FACTS.tile_n)
-    q, do, moved_q, moved_do = load_moving_tiles(m0, rows, work, partial, True, FACTS)
+    q, do, moved_q, moved_do = load_moving_tiles(m0, rows, work, partial, STREAMED=True, FACTS=FACTS)
     s = dot_transposed(keys.k, q, FACTS)  # Sᵀ = K Qᵀ, (tile_n, tile_m) fp32
     raw = tangent_of_product(keys.k, q, keys.moved_k, moved_q, FACTS)
     start = rows.rows.statistics_start

@@ -105,9 +105,9 @@ def moving_keys(tensors, moved, sizes, work, head_k, views, FACTS: tl.constexpr)
     heads, length, start = sizes.heads_k, sizes.seqlen_k, work.start_k
     moved_k, moved_v = (), ()
     if FACTS.moved_k:
-        moved_k = contiguous_source(moved.k, moved_k_view, heads, length, work, start, head_k, False, FACTS)
+        moved_k = contiguous_source(moved.k, moved_k_view, heads, length, work, start, head_k, OF_V=False, FACTS=FACTS)
     if FACTS.moved_v:
-        moved_v = contiguous_source(moved.v, moved_v_view, heads, length, work, start, head_k, True, FACTS)
+        moved_v = contiguous_source(moved.v, moved_v_view, heads, length, work, start, head_k, OF_V=True, FACTS=FACTS)
     return MovingKeys(k, v, moved_k, moved_v)
 
 
@@ -123,9 +123,13 @@ def moving_head(tensors, moved, sizes, work, head, views, statistics, FACTS: tl.
     length, start = sizes.seqlen_q, work.start_q
     moved_q, moved_do = (), ()
     if FACTS.moved_q:
-        moved_q = contiguous_source(moved.q, moved_q_view, sizes.heads_q, length, work, start, head, False, FACTS)
+        moved_q = contiguous_source(
+            moved.q, moved_q_view, sizes.heads_q, length, work, start, head, OF_V=False, FACTS=FACTS
+        )
     if FACTS.moved_do:
-        moved_do = contiguous_source(moved.do, moved_do_view, sizes.heads_q, length, work, start, head, True, FACTS)
+        moved_do = contiguous_source(
+            moved.do, moved_do_view, sizes.heads_q, length, work, start, head, OF_V=True, FACTS=FACTS
+        )
     # Without a descriptor the argument must still be some tensor: it is never read.
     lse, delta = statistics
     return MovingHead(
@@ -145,11 +149,13 @@ def load_tangent_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse if FACTS.natural else lse * LOG2E)
     lo, hi = key_interval(i, head, work, FACTS)
     # Q and its tangent: (tile_m, head_dim), in the inputs' dtype.
-    q = load_rows(q, m0, left, None, FACTS.tile_m, False, True, FACTS)
+    q = load_rows(q, m0, left, None, FACTS.tile_m, OF_V=False, MASKED=True, FACTS=FACTS)
     moved_q = ()
     if FACTS.moved_q:
-        source = contiguous_source(moved.q, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, False, FACTS)
-        moved_q = load_rows(source, m0, left, None, FACTS.tile_m, False, True, FACTS)
+        source = contiguous_source(
+            moved.q, None, sizes.heads_q, sizes.seqlen_q, work, work.start_q, head, OF_V=False, FACTS=FACTS
+        )
+        moved_q = load_rows(source, m0, left, None, FACTS.tile_m, OF_V=False, MASKED=True, FACTS=FACTS)
     return MovingRows(m0, head, lo, hi, q, (), moved_q, (), lse2, lse2, lse2, lse2)
 
 
@@ -168,10 +174,10 @@ def load_moving_rows(m0, head, tensors, moved, sizes, work, FACTS: tl.constexpr)
     """The :class:`MovingRows` at ``m0`` of a :class:`MovingHead`; rows past the last are zero, and their P is 0."""
     i = m0 + tl.arange(0, FACTS.tile_m)
     lo, hi = key_interval(i, head.rows.head, work, FACTS)
-    q, do, moved_q, moved_do = load_moving_tiles(m0, head, work, True, False, FACTS)
+    q, do, moved_q, moved_do = load_moving_tiles(m0, head, work, partial=True, STREAMED=False, FACTS=FACTS)
     # lse2 and delta and their tangents: fp32 (tile_m,), a few numbers a thread, since a row lies along the warp's columns.
     start, ok = head.rows.statistics_start, i < work.seqlen_q
-    lse2, delta = load_statistics(tensors, start, i, work.seqlen_q, True)
+    lse2, delta = load_statistics(tensors, start, i, work.seqlen_q, MASKED=True)
     moved_lse = tl.load(moved.lse + start + i, mask=ok, other=0.0)
     moved_delta = tl.load(moved.delta + start + i, mask=ok, other=0.0)
     return MovingRows(m0, head.rows.head, lo, hi, q, do, moved_q, moved_do, lse2, delta, moved_lse, moved_delta)
@@ -182,12 +188,12 @@ def load_moving_tiles(m0, head, work, partial, STREAMED: tl.constexpr, FACTS: tl
     """q, dO and their tangents at ``m0`` of a :class:`MovingHead`, () for a tangent that is zero; (tile_m, head_dim) and
     (tile_m, head_dim_v), in the inputs' dtype, zero past the last row. STREAMED in a loop: by descriptor where one may read them."""
     moved_q, moved_do = (), ()
-    q = load_moving_tile(head.rows.q, m0, work, partial, False, STREAMED, FACTS)
+    q = load_moving_tile(head.rows.q, m0, work, partial, OF_V=False, STREAMED=STREAMED, FACTS=FACTS)
     if FACTS.moved_q:
-        moved_q = load_moving_tile(head.moved_q, m0, work, partial, False, STREAMED, FACTS)
-    do = load_moving_tile(head.rows.do, m0, work, partial, True, STREAMED, FACTS)
+        moved_q = load_moving_tile(head.moved_q, m0, work, partial, OF_V=False, STREAMED=STREAMED, FACTS=FACTS)
+    do = load_moving_tile(head.rows.do, m0, work, partial, OF_V=True, STREAMED=STREAMED, FACTS=FACTS)
     if FACTS.moved_do:
-        moved_do = load_moving_tile(head.moved_do, m0, work, partial, True, STREAMED, FACTS)
+        moved_do = load_moving_tile(head.moved_do, m0, work, partial, OF_V=True, STREAMED=STREAMED, FACTS=FACTS)
     return q, do, moved_q, moved_do
 
 
@@ -199,7 +205,7 @@ def load_moving_tile(source, m0, work, partial, OF_V: tl.constexpr, STREAMED: tl
         # By TMA or cp.async to shared memory. Partner: the barrier of this stage of the loop, on which the first product waits.
         return load_streamed(source, m0, left, None, FACTS.tile_m, OF_V, partial, FACTS)
     else:
-        return load_rows(source, m0, left, None, FACTS.tile_m, OF_V, True, FACTS)
+        return load_rows(source, m0, left, None, FACTS.tile_m, OF_V, MASKED=True, FACTS=FACTS)
 
 
 @triton.jit
@@ -230,13 +236,13 @@ def stream_moving_keys(n0, i, j, query, keys, work, partial, FACTS: tl.constexpr
             first, last = query_interval(j, query.head, work, FACTS)
             alive = first < last
     # K, V and their tangents: (tile_n, head_dim) and (tile_n, head_dim_v), in the inputs' dtype, in the order of their use.
-    k = load_streamed(keys.k, n0, left, alive, FACTS.tile_n, False, partial, FACTS)
+    k = load_streamed(keys.k, n0, left, alive, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
     moved_k, moved_v = (), ()
     if FACTS.moved_k:
-        moved_k = load_streamed(keys.moved_k, n0, left, alive, FACTS.tile_n, False, partial, FACTS)
-    v = load_streamed(keys.v, n0, left, alive, FACTS.tile_n, True, partial, FACTS)
+        moved_k = load_streamed(keys.moved_k, n0, left, alive, FACTS.tile_n, OF_V=False, partial=partial, FACTS=FACTS)
+    v = load_streamed(keys.v, n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
     if FACTS.moved_v:
-        moved_v = load_streamed(keys.moved_v, n0, left, alive, FACTS.tile_n, True, partial, FACTS)
+        moved_v = load_streamed(keys.moved_v, n0, left, alive, FACTS.tile_n, OF_V=True, partial=partial, FACTS=FACTS)
     return kept, k, v, moved_k, moved_v
 
 
@@ -247,12 +253,12 @@ def load_moving_keys(n0, tensors, moved, sizes, work, head_k, FACTS: tl.constexp
     left = work.seqlen_k - n0
     moved_k, moved_v = (), ()
     if FACTS.moved_k:
-        moved_k = load_rows(keys.moved_k, n0, left, None, FACTS.tile_n, False, True, FACTS)
+        moved_k = load_rows(keys.moved_k, n0, left, None, FACTS.tile_n, OF_V=False, MASKED=True, FACTS=FACTS)
     if FACTS.moved_v:
-        moved_v = load_rows(keys.moved_v, n0, left, None, FACTS.tile_n, True, True, FACTS)
+        moved_v = load_rows(keys.moved_v, n0, left, None, FACTS.tile_n, OF_V=True, MASKED=True, FACTS=FACTS)
     return MovingKeys(
-        load_rows(keys.k, n0, left, None, FACTS.tile_n, False, True, FACTS),
-        load_rows(keys.v, n0, left, None, FACTS.tile_n, True, True, FACTS),
+        load_rows(keys.k, n0, left, None, FACTS.tile_n, OF_V=False, MASKED=True, FACTS=FACTS),
+        load_rows(keys.v, n0, left, None, FACTS.tile_n, OF_V=True, MASKED=True, FACTS=FACTS),
         moved_k,
         moved_v,
     )

@@ -22,13 +22,13 @@ def terms_kernel(tensors, sizes, scales, FACTS: tl.constexpr):
     sizes = plain_sizes(sizes)
     which = tl.program_id(1)
     if which == 0:
-        rows_to_terms(tensors.q, tensors.dq, sizes.q, sizes.seqlen_q, sizes.heads_q, sizes, False, FACTS)
+        rows_to_terms(tensors.q, tensors.dq, sizes.q, sizes.seqlen_q, sizes.heads_q, sizes, OF_V=False, FACTS=FACTS)
     elif which == 1:
-        rows_to_terms(tensors.k, tensors.dk, sizes.k, sizes.seqlen_k, sizes.heads_k, sizes, False, FACTS)
+        rows_to_terms(tensors.k, tensors.dk, sizes.k, sizes.seqlen_k, sizes.heads_k, sizes, OF_V=False, FACTS=FACTS)
     elif which == 2:
-        rows_to_terms(tensors.v, tensors.dv, sizes.v, sizes.seqlen_k, sizes.heads_k, sizes, True, FACTS)
+        rows_to_terms(tensors.v, tensors.dv, sizes.v, sizes.seqlen_k, sizes.heads_k, sizes, OF_V=True, FACTS=FACTS)
     elif tensors.do is not None:
-        rows_to_terms(tensors.do, tensors.o, sizes.do, sizes.seqlen_q, sizes.heads_q, sizes, True, FACTS)
+        rows_to_terms(tensors.do, tensors.o, sizes.do, sizes.seqlen_q, sizes.heads_q, sizes, OF_V=True, FACTS=FACTS)
 
 
 @triton.jit

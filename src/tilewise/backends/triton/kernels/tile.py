@@ -172,7 +172,8 @@ def sheet_pointers(tensors, sizes, b, head, m0, n0, FACTS: tl.constexpr):
     strips, rows = sizes.sheet
     first, heads = sizes.heads
     group = sizes.heads_q // sizes.heads_k
-    n, m = n0 - sizes.splits + tl.arange(0, FACTS.tile_n), m0 + tl.arange(0, FACTS.tile_m)
+    first_key = sizes.portion
+    n, m = n0 - first_key + tl.arange(0, FACTS.tile_n), m0 + tl.arange(0, FACTS.tile_m)
     base = (tl.cast(b, tl.int64) * (heads * group) + (head - first * group)) * strips * rows * STRIP
     return tensors.sheet + base + ((m // STRIP)[None, :] * rows + n[:, None]) * STRIP + (m % STRIP)[None, :]
 

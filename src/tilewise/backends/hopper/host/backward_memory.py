@@ -1,0 +1,62 @@
+"""The memory that the launch of a backward writes: gradients, the statistics of rows, and what accumulating dQ takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
+from tilewise.caching import cached_property
+from tilewise.problem import Problem
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class BackwardMemory:
+    """The sizes of what the kernels of one problem's backward write beside dq, dk and dv."""
+
+    problem: Problem
+    config: Backward
+
+    def written(self, grads: tuple[Tensor, ...], lse: Tensor, holes: bool) -> tuple[Tensor, ...]:
+        """All tensors that the launch writes, in the order of :func:`tilewise.backends.hopper.backward.launch.launch`'s ``made``.
+
+        Args:
+            grads: dq, dk and dv. lse, holes: as in :meth:`statistics`.
+        """
+        found = *grads, *self.statistics(lse, holes)
+        if self.sums_shape is not None:
+            found += (lse.new_empty(self.sums_shape),)
+        if self.semaphores_shape is not None:
+            found += (lse.new_empty(self.semaphores_shape, dtype=torch.int32),)
+        return (*found, lse.new_empty(1, dtype=torch.int32)) if self.config.makes_queue else found
+
+    def statistics(self, lse: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
+        """Memory for lse2 and delta, fp32, of lse (batch, heads_q, row).
+
+        Args:
+            holes: packed, there are rows between the sequences that nobody writes; where a sink's gradient reads them too, they must
+                add nothing to it.
+        """
+        shape = *lse.shape[:2], self.config.statistics_rows(self.problem)
+        kinds = ((*shape[:2], shape[2] * self.config.statistics.words), INF), (shape, 0.0)
+        return tuple(lse.new_full(size, n) if holes else lse.new_empty(size) for size, n in kinds)
+
+    @cached_property
+    def sums_shape(self) -> tuple[int, ...] | None:
+        """The shape of the sums to which the pass over key tiles adds dQ, if it does."""
+        if not self.config.keys.sums_dq:
+            return None
+        problem, config = self.problem, self.config
+        return problem.batch_dim, problem.heads_q, config.blocks(problem), KEY_GROUPS, config.keys.part_elements
+
+    @cached_property
+    def semaphores_shape(self) -> tuple[int, ...] | None:
+        """The shape of the semaphores of these additions, where the first one is a store."""
+        if not self.config.keys.stores_first:
+            return None
+        return self.problem.batch, self.problem.heads_q, self.config.semaphores(self.problem)

@@ -1,0 +1,17 @@
+"""All kernels that ship, of every pass: their configs as one type, and the one list of them. Nothing here imports the DSL."""
+
+from __future__ import annotations
+
+from tilewise.backends.hopper.backward import config as backward_config
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.forward.config import Config
+from tilewise.backends.hopper.latent import config as latent_config
+from tilewise.backends.hopper.latent.config import LatentConfig
+
+AnyConfig = Config | LatentConfig | Backward
+
+
+def shipped() -> list[AnyConfig]:
+    """Every kernel that is compiled ahead of time."""
+    return [*forward_config.shipped(), *backward_config.shipped(), *latent_config.shipped()]

@@ -50,10 +50,9 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     queue = buffers.pop() if config.makes_queue else None
     buffers = RowBuffers(*buffers)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
-    # Each pass takes its tiles from a queue of its own, since both may be at work at a time; the last tensor is the
-    # second queue.
     group, queue_q, starts = q.shape[2] // k.shape[2], None, None
     if cutlass.const_expr(config.packed):
+        # Each pass takes its tiles from a queue of its own, since both may be at work at a time.
         *more, cu_q, cu_k, queue_k, queue_q = more
         *ends, first, last = ends
         starts = PackedParams(cu_q, cu_k, queue_k, first, last)

@@ -31,12 +31,10 @@ SQUARES, MASKED, DECODING = (
 )
 FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
-LATER_PLANS = "267ab0b04c17"
-LATER = {
-    "h200-block-causal-1024-d128-h16-16-n16384": "plan-block-causal-n16384",
-    "h200-block-sparse-90-d128-h16-16-n16384": "plan-block-sparse-90-n16384",
-}
-"""Masks whose plans are of a later run: the case of each in it."""
+PLANS = "h200-mask-plans"
+"""The run that timed tilewise's plans of the masks' cases."""
+FASTER, SLOPED = "h200-backward-subtrahends", "h200-alibi"
+"""Runs of kernels that are newer than the tables of squares and of masks."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "backward")
@@ -219,12 +217,30 @@ def squares() -> list[str]:
         "16,384 tokens, hidden size 2048. A cell of the first table has **TFLOP/s of tilewise**, and how many times as fast as cuDNN, FA3 "
         f"and FA4 it is. Of {len(ratios)} cells tilewise is behind the best of these and FA2 in {len(behind)}, at worst "
         f"at {behind[0][0]:.2f} × ({behind[0][1]}). {found.source(SQUARES[0])} "
-        "A row's contestants run in the same rounds; FA3's ratio to cuDNN is of an earlier run."
+        "A row's contestants run in the same rounds; FA3's ratio to cuDNN is of an earlier run. The backward has since gained "
+        f"{' and '.join(f'{gained(d)} at D {d}' for d in DIMS[:2])}."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
     return section(
         "Forward and backward on an H200", text, plot, table(["", *[f"N {n}" for n in LENGTHS]], rows), square_means()
     )
+
+
+def gained(head_dim: int) -> str:
+    """The per cent that the backward of a head dim has gained since the run of the squares."""
+    found = load("hopper-calls")
+    cases = [case for case, shape in found.cases(FASTER).items() if shape.get("head_dim") == head_dim]
+    speeds = [[found.value(FASTER, case, who, "backward", "rate") for who in ("before", "landed")] for case in cases]
+    gains = [100 * (landed / before - 1) for before, landed in speeds]
+    return f"{min(gains):.0f} to {max(gains):.0f} %"
+
+
+def share_with_slopes(direction: str) -> str:
+    """The pace of causal ALiBi, of causal attention without a score."""
+    found, who = load("hopper-calls"), ("plain", "alibi")
+    times = [[found.value(SLOPED, case, each, direction, "time") for each in who] for case in found.cases(SLOPED)]
+    shares = [plain / alibi for plain, alibi in (each for each in times if None not in each)]
+    return f"{min(shares):.2f} to {max(shares):.2f}"
 
 
 def square_means() -> list[str]:
@@ -277,15 +293,16 @@ def masks() -> list[str]:
             packed = [case.name.replace("documents-causal", "packed-causal")]
             cells[column] += f" ({pair(mask_rate(packed, who, d) for d in PASSES)})" if packed != [case.name] else ""
         plans = [found.value(MASKED[-1], before, who, "forward", "plan") for who in ("tilewise", "cudnn-flex", "flex")]
-        if case.name in LATER:
-            plans[0] = load("triton-calls").value(LATER_PLANS, LATER[case.name], "tilewise", "forward", "plan")
+        anew = found.value(PLANS, case.name, "tilewise", "forward", "plan")
+        plans[0] = plans[0] if anew is None else anew
         length = f"N {case.seqlen_q}" + (f", batch {case.batch}" if case.batch > 1 else "")
         title = f"{earlier[before]['what']}, {length}, D {case.head_dim}, {case.heads_q}/{case.heads_k}"
         rows.append([title, *cells, " / ".join(number(ms, 2) for ms in plans)])
     text = (
         f"TFLOP/s of kept pairs, forward / backward, in brackets as a packed call; a dash: it cannot. Another is faster than tilewise in "
         f"{behind['forward']} of {len(rows)} forwards and {behind['backward']} backwards. {found.source(MASKED[0])} Of an earlier "
-        "run: cudnn.flex under windows (faster there), FlexAttention with scores, and plans of a new mask, everything compiled."
+        "run: cudnn.flex under windows (faster there), FlexAttention with scores, the peers' plans. Ours: "
+        f"`{found.runs[PLANS]['command']}`. Since then ALiBi has {' / '.join(map(share_with_slopes, PASSES))} of causal."
     )
     header = ["mask and score", "tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
     header.append("plan, ms: tilewise / cudnn.flex / Flex")
@@ -392,7 +409,7 @@ def cpu() -> list[str]:
     text = (
         "How many times as fast as PyTorch's SDPA, forward / backward, 8 heads; the last two columns are bf16 by AMX, which SDPA uses "
         f"too. {found.source(*runs)} AMX: {load('cpu-calls').source(AMX)} {sparse_on_cpu()} "
-        f"Decoding reads K and V at {decode_on_cpu('-b')} from memory and {decode_on_cpu('k')} from the L3, of the pace of a plain sum."
+        f"Decoding reads K and V at {decode_on_cpu('-b')} of a plain sum's pace from memory, {decode_on_cpu('k')} from L3."
     )
     header = ["", *[f"{dtype}, D {d}" for dtype, d in CPU_KINDS], "AMX, D 64", "AMX, D 128"]
     plot = ["![Ratio to SDPA by case, forward and backward](img/cpu-goals.png)"]

@@ -5,11 +5,15 @@ and the keys that some query sees, unless the mask says by itself that all are; 
 rows and columns. Beside it, the same by PyTorch's operations, and FlexAttention's ``create_block_mask``, compiled.
 First the plan is compared with every pair of the mask: no tile may be called empty or full that is not, and the keys seen must be the
 same.
+
+With `--cases masks` the masks of these benchmark cases are planned as the kernels of both passes on Hopper read them: made anew, with
+lists and bits or ends, and the keys that are seen.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,8 +21,14 @@ from torch import Tensor
 
 import tilewise as tw
 from bench import records
+from bench.cases import Inputs, draw, tagged
 from bench.measure import in_turns
-from tilewise import tiles
+from tilewise import testing, tiles
+from tilewise.backends.base import PerTensors
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.host import masks as host_masks
+from tilewise.backends.hopper.host.padded_call import PaddedPlan
+from tilewise.backends.hopper.host.plan import Plan
 from tilewise.masks import Mask, region
 from tilewise.masks.facts import every_key_seen
 
@@ -112,17 +122,62 @@ def agrees(mask: Mask, n: int, device: str) -> bool:
     return bool(sound.all()) and (seen is None or bool((seen == known).all()))
 
 
+def plan_for_kernels(x: Inputs, c: testing.Call, plans: Sequence[Plan]) -> None:
+    """Makes a case's mask, and all that Hopper's kernels of both passes read of it, as if for the first time."""
+    x.options()
+    for plan in plans:
+        plan.made = PerTensors()
+        make_tensors(plan, c)
+
+
+def make_tensors(plan: Plan, c: testing.Call) -> None:
+    """The tensors that a plan keeps of a mask, but for its copies of keys and values."""
+    if isinstance(plan, PaddedPlan):
+        plan.inputs(c.t)
+        return
+    plan.extra(c.t)
+    if not plan.config.of_numbers:
+        tile = getattr(plan.config, "keys", None) or plan.config.tiles
+        plan.of_mask(c.t, host_masks.seen, *([(tile.tile_m, tile.tile_n)] if plan.config.form == "bits" else []))
+
+
+def time_cases(tag: str, run: dict, out: Path) -> None:
+    """Times and writes the plans of the cases with a tag that Hopper runs."""
+    for case in tagged(tag):
+        x = draw(case, "cuda")
+        c = testing.call(x.q, x.k, x.v, do=x.do, **x.options())
+        backend = Hopper()
+        if backend.refused(c.p):
+            continue
+        plans = backend._plan(c.p), backend._backward_plan(c.p)
+        call = partial(plan_for_kernels, x, c, plans)
+        (ms,) = in_turns({"tilewise": call}, "cuda", rounds=9, budget_ms=30.0).values()
+        timed = records.result(run["run"], case.name, "tilewise", "forward", "plan", round(ms, 4))
+        records.append([timed], out)
+        print(f"{case.name}: {ms:.3f} ms", flush=True)
+
+
 def main() -> None:
     """Checks, times and writes every mask."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seqlen", type=int, default=16384)
+    parser.add_argument("--cases", metavar="TAG", help="the masks of these cases, as Hopper's kernels read them")
     parser.add_argument("--compiled", action="store_true", help="FlexAttention's compiled, which takes seconds a mask")
     options = parser.parse_args()
     n, device = options.seqlen, options.device
-    run = records.run("python -m bench.plans", device, PEERS)
+    command, peers = "python -m bench.plans", PEERS
+    if options.cases:
+        command, peers = (
+            f"{command} --cases {options.cases}",
+            {"tilewise": "a new mask, and what Hopper's kernels read of it"},
+        )
+    run = records.run(command, device, peers)
     records.append([run], options.out)
+    if options.cases:
+        time_cases(options.cases, run, options.out)
+        return
     for name, (make, flex) in masks(n, device).items():
         shape, case = {"what": name, "batch": BATCH, "heads_q": HEADS, "seqlen": n}, f"plan-{name}-n{n}"
         right = agrees(make(), n, device)

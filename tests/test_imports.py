@@ -62,7 +62,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # A kernel's key holds the expressions traced into it.
     "backends.hopper.expected": (),
     "backends.hopper.config": ("bit_tiles", "problem", "masks.facts", "expr"),
-    "backends.hopper.*.config": ("backends.hopper.config", "backends.hopper.expected", "problem", "device"),
+    "backends.hopper.*.config": (
+        "backends.hopper.config",
+        "backends.hopper.backward.tiles",
+        "backends.hopper.expected",
+        "problem",
+        "device",
+    ),
+    "backends.hopper.backward.tiles": ("backends.hopper.config",),
     "backends.triton.tiles": (),
     "backends.triton.config": ("backends.triton.tiles", "distances", "problem", "device"),
     "backends.*.config": ("problem", "device"),

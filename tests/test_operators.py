@@ -2,15 +2,18 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
+from tilewise.backends.cpu import Cpu
 from tilewise.spec import parse_spec
 from tilewise.testing import normal, qkv
 
@@ -209,12 +212,21 @@ def test_who_observes_operators_sees_the_public_call():
     with _Names() as names:
         tw.attention(q, k, v)
     assert "tilewise.attention.default" in names.seen
-    with torch.utils.flop_counter.FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         assert isinstance(tw.attention(*map(fake.from_tensor, (q, k, v))), FakeTensor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # trace is deprecated, and works
         traced = torch.jit.trace(lambda q: tw.attention(q, k, v), (q,))
     torch.testing.assert_close(traced(2 * q), tw.attention(2 * q, k, v))
+
+
+def test_a_checkpoint_that_keeps_the_operator_does_not_run_it_again(monkeypatch):
+    (q, k, v), runs, forward = wanting_grad(*qkv()), [], Cpu.forward
+    monkeypatch.setattr(Cpu, "forward", lambda *arguments: runs.append(arguments) or forward(*arguments))
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.tilewise.attention.default])
+    o = checkpoint(lambda q: tw.attention(2 * q, k, v, causal=True), q, use_reentrant=False, context_fn=keep)
+    o.sum().backward()
+    assert len(runs) == 1
 
 
 def test_below_autograd_nothing_is_recorded_and_zeros_without_memory_are_read():

@@ -196,7 +196,7 @@ WRONG = {
         "cu_seqlens_q has 2 sequences, cu_seqlens_k 1", cu_seqlens_k=lambda x: torch.tensor([0, 16])
     ),
     "cu-elsewhere": wrong_packed(
-        "a cu_seqlens is on meta, q on cpu; move it there", cu_seqlens_q=lambda x: meta(torch.tensor([0, 16]))
+        "\n  cu_seqlens_q is on meta, q on cpu; move it there: x.to(q.device)", cu_seqlens_q=lambda x: meta(torch.tensor([0, 16]))
     ),
     "cu-for-k-is-missing": wrong_packed(
         "q has 12 rows and k 16, but one cu_seqlens for both; give cu_seqlens_k",

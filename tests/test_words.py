@@ -10,6 +10,7 @@ import torch
 
 import tilewise as tw
 from tilewise import words
+from tilewise.compat.flash_attn import flash_attn_func
 from tilewise.testing import qkv
 
 PUBLIC = (
@@ -50,6 +51,10 @@ WRONG = {
     "lengths-are-a-mask": (
         lambda: tw.key_lengths(torch.ones(2, 4, dtype=torch.bool)),
         "mask of kept keys are mask.sum(-1)",
+    ),
+    "window-of-flash-attn": (
+        lambda: flash_attn_func(*qkv(), window_size=128),
+        "window_size must be (left, right), -1 unbounded, got 128",
     ),
     "documents-of-floats": (lambda: tw.documents(torch.zeros(4)), "got torch.float32 (4,)"),
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 import tilewise as tw
 from bench import cases
 from bench.gpu.subject import Kernel, Named, Scale, Subject, Timed, in_16_bits
+from tilewise import pages
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.config import Backward
@@ -100,6 +101,8 @@ class Kind(NamedTuple):
     paged: int = 0
     dropout: bool = False
     latent: bool = False
+    e4m3: bool = False  # whether a latent cache is in 8 bits
+    alibi: bool = False
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -114,12 +117,23 @@ class Kind(NamedTuple):
             latent_config.KEYS if latent else getattr(x, "paged", 0),
             x.dropout,
             latent,
+            latent and x.e4m3,
+            getattr(x, "alibi", False),
         )
 
     @property
     def options(self) -> list[dict]:
         """The options of the calls of this kind, masks of tensors by their names."""
+        if self.alibi:  # the bias of other masks is not linear, or comes as ends of rows
+            return [{"causal": True}]
         return (PLACED_OPTIONS if self.dropout else FORM_OPTIONS)[self.form]
+
+    def score(self, q: Tensor) -> dict:
+        """The score and dropout of a call of this kind with these queries."""
+        found = {"score": tw.softcap(3.0)} if self.softcap else {}
+        if self.alibi:
+            found = {"score": tw.alibi(0.5 ** torch.linspace(0, 8, q.shape[-2], device=q.device))}
+        return found | ({"dropout_p": 0.2, "dropout_seed": 2**62 + 12345} if self.dropout else {})
 
 
 def options_of(kind: Kind, shape: tuple[int, ...], device: str) -> list[dict]:
@@ -144,30 +158,30 @@ def check_calls(x: Config | Backward, sizes: Sizes | None = None) -> Named:
     """Named calls of a kernel's kind: its widths, then smaller ones, strides that need a copy, sinks, large scores."""
     sizes, kind = sizes or Sizes(), Kind.of(x)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind.dtype]
-    score = {"score": tw.softcap(3.0)} if kind.softcap else {}
-    score |= {"dropout_p": 0.2, "dropout_seed": 2**62 + 12345} if kind.dropout else {}
     generator = torch.Generator(sizes.device).manual_seed(1)
 
     def new(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=sizes.device).to(dtype)
 
     calls = paged_calls if kind.paged else packed_calls if kind.packed else unpacked_calls
-    yield from calls(kind, new, score, sizes)
+    yield from calls(kind, new, sizes)
 
 
-def unpacked_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Sizes) -> Named:
+def unpacked_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
     (width, width_v), device = kind.dims, sizes.device
 
     def made(shape: tuple[int, ...], d: int, dv: int, **options: object) -> Call:
         b, nq, nk, hq, hk = shape
         # Beside one key dS is 0 but for O's rounding, and eager attention does not read O: a factor of 2 leaves nothing to round.
         options |= {"dropout_p": 0.5} if kind.dropout and nk == 1 else {}
-        return call(new(b, nq, hq, d), new(b, nk, hk, d), new(b, nk, hk, dv), **{**score, **options})
+        q = new(b, nq, hq, d)
+        return call(q, new(b, nk, hk, d), new(b, nk, hk, dv), **{**kind.score(q), **options})
 
     def first(*shape: int) -> dict:
         return options_of(kind, shape, device)[0]
 
-    for n, shape in enumerate(sizes.shapes):
+    # One query sees all keys, and one head's slope is read as a number: such calls have other kernels.
+    for n, shape in enumerate(s for s in sizes.shapes if not kind.alibi or min(s[1], s[3]) > 1):
         for m, options in enumerate(options_of(kind, shape, device)):
             if m == n % len(kind.options) or n in (2, 3):
                 yield f"{shape}-{m}", made(shape, width, width_v, **options)
@@ -177,12 +191,12 @@ def unpacked_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: S
     yield "large", made((1, 200, 900, 2, 2), width, width_v, softmax_scale=4.0, **first(1, 200, 900))
     lengths = ((200, width), (333, width), (333, width_v))
     q, k, v = (new(1, 2, n, d).transpose(1, 2) for n, d in lengths)
-    yield "strided", call(q, k, v, **score, **first(1, 200, 333))
+    yield "strided", call(q, k, v, **kind.score(q), **first(1, 200, 333))
     odd = [torch.cat([x, x], -1)[..., 1 : 1 + x.shape[-1]] for x in (q, k, v)]
-    yield "unaligned", call(*odd, **score, **first(1, 200, 333))
+    yield "unaligned", call(*odd, **kind.score(q), **first(1, 200, 333))
 
 
-def packed_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Sizes) -> Named:
+def packed_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
     """Sequences beside others of NaN, and rows of NaN past the last."""
     (width, width_v), device = kind.dims, sizes.device
     for n, (lengths, rest) in enumerate(sizes.packed):
@@ -192,12 +206,12 @@ def packed_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Siz
         q[last_q:], k[last_k:], v[last_k:] = (torch.nan,) * 3
         for m, options in enumerate(kind.options):
             sink = torch.randn(4, device=device) if m % 2 else None
-            c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **score, **options)
+            c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **kind.score(q), **options)
             c.do[last_q:] = torch.nan
             yield f"packed-{n}-{m}", c
 
 
-def paged_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Sizes) -> Named:
+def paged_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
     """Sequences in shuffled pages, with NaN wherever no key lies, and numbers of no page behind a sequence's last one."""
     (width, width_v), device = kind.dims, sizes.device
     for n, (parts, lengths, rest) in enumerate(sizes.paged):
@@ -211,11 +225,21 @@ def paged_calls(kind: Kind, new: Callable[..., Tensor], score: dict, sizes: Size
             d, dv = (width, width_v) if m != 1 or kind.latent else (width - 24, width_v - 40)
             q, cache = new(*rows, 4, d), cache_of(new, parts * kind.paged, k_lengths, (2, d, dv), m == 1)
             if kind.latent:
-                cache = cache._replace(v_pages=cache.k_pages[..., :dv])
+                cache = latent_cache(cache, dv, kind.e4m3)
             if not even:
                 q[sum(q_lengths) :] = torch.nan
             sink = torch.randn(4, device=device) if m % 2 else None
-            yield f"paged-{n}-{m}", paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **score, **options)
+            yield f"paged-{n}-{m}", paged_call(q, cache, cu_seqlens_q=cu_q, sink=sink, **kind.score(q), **options)
+
+
+def latent_cache(cache: tw.PagedCache, columns: int, e4m3: bool) -> tw.PagedCache:
+    """The cache with v as the first columns of k; with ``e4m3`` in 8 bits, with a scale for each head."""
+    k = cache.k_pages
+    if not e4m3:
+        return cache._replace(v_pages=k[..., :columns])
+    scale = torch.linspace(1 / 128, 1 / 32, k.shape[2], device=k.device)
+    k = pages.quantised(k, torch.tensor(1 / 64, device=k.device))
+    return tw.paged(k, k[..., :columns], cache.block_table, cache.seqlens_k, k_scale=scale, v_scale=scale)
 
 
 def cache_of(
@@ -318,7 +342,16 @@ class HopperSubject(Subject):
         """A forward that neither splits keys nor shares tiles, and a backward with a pass of its own for dQ."""
 
         def about(x: Config) -> tuple:
-            return x.tiles.width, x.tiles.width_v, x.dtype, x.form, x.softcap, x.packed
+            return (
+                x.tiles.width,
+                x.tiles.width_v,
+                x.dtype,
+                x.form,
+                x.softcap,
+                x.packed,
+                x.dropout,
+                getattr(x, "alibi", False),
+            )
 
         chosen, found = Hopper().config(c.p), Timed({}, {})
         alike = [x for x in config.shipped() if about(x) == about(chosen) and not x.split and x.heads == 1]

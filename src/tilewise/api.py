@@ -98,6 +98,16 @@ def _run(
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
+def _without_options(
+    mask: object, score: object, sink: object, dropout_p: object, dropout_seed: object, parallel: object
+) -> bool:
+    """Whether none of these options is given. Each is compared with None alone: torch.compile cannot compare two functions."""
+    given = (
+        mask is not None or score is not None or sink is not None or dropout_seed is not None or parallel is not None
+    )
+    return not given and type(dropout_p) is float and dropout_p == 0.0
+
+
 def _plain(
     q: Tensor,
     k: Tensor,
@@ -191,7 +201,7 @@ def attention(
     """
     if others:
         raise words.refused("attention", others)
-    if mask is score is sink is dropout_seed is parallel is None and type(dropout_p) is float and dropout_p == 0.0:
+    if _without_options(mask, score, sink, dropout_p, dropout_seed, parallel):
         plain = _plain(q, k, v, causal, softmax_scale, deterministic, backend)
         if plain is not None:
             return plain[0]
@@ -226,7 +236,7 @@ def attention_with_lse(
     """
     if others:
         raise words.refused("attention_with_lse", others)
-    if mask is score is sink is dropout_seed is parallel is None and type(dropout_p) is float and dropout_p == 0.0:
+    if _without_options(mask, score, sink, dropout_p, dropout_seed, parallel):
         plain = _plain(q, k, v, causal, softmax_scale, deterministic, backend)
         if plain is not None:
             return plain

@@ -138,6 +138,12 @@ class BitTiles:
         found.fill(grid, crossing, by_columns)
         return found
 
+    def visits(self, group: int) -> Tensor:
+        """How many tiles a line visits for all of the ``group`` heads that share it, or for one of them where they are the same: int32
+        (b|1, h|1, line), h of groups."""
+        count = self.work[..., 2]
+        return count.unflatten(1, (-1, group)).sum(2) if group > 1 and count.shape[1] > 1 else count
+
     def _listed_by_kernel(self, tile_map: TileMap, grid: Grid, by_columns: bool, group: int, ragged: bool) -> bool:
         """Whether kernels on the grid's GPU have listed the tiles."""
         if not _has_kernels(grid):

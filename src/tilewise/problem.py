@@ -350,15 +350,19 @@ def _width_reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
 
 
 def _extras_reasons(q: Tensor, k: Tensor, extras: Sequence[Tensor], spec: Spec) -> list[str]:
+    named = dict.fromkeys(spec.mask_slots + spec.score_slots, "a mask or score tensor")
+    for names, slots in (
+        (("k_scale", "v_scale"), spec.scale_slots),
+        (("block_table", "seqlens_k"), spec.page_slots),
+        (
+            ("cu_seqlens_k", "cu_seqlens_q")[-len(spec.cu_slots) :],
+            spec.cu_slots[::-1],
+        ),  # q's name, if one tensor serves both
+    ):
+        named |= dict(zip(slots, names, strict=False))
     reasons = [
-        f"a {what} is on {extras[n].device}, q on {q.device}; move it there: x.to(q.device)"
-        for what, slots in (
-            ("cu_seqlens", spec.cu_slots),
-            ("block_table or seqlens_k", spec.page_slots),
-            ("k_scale or v_scale", spec.scale_slots),
-            ("mask or score tensor", spec.mask_slots + spec.score_slots),
-        )
-        for n in dict.fromkeys(slots)
+        f"{name} is on {extras[n].device}, q on {q.device}; move it there: x.to(q.device)"
+        for n, name in named.items()
         if extras[n].device != q.device
     ]
     if spec.sink_slot is not None:

@@ -227,6 +227,7 @@ def modules() -> dict[str, types.ModuleType]:
         barrier_arrive=partial(meet, waits=False),
         fence_view_async_shared=lambda: None,
         fence_acq_rel_gpu=lambda: None,
+        fence_proxy=lambda kind: None,
         sync_warp=lambda: None,
         cp_async_bulk_commit_group=lambda: None,
         cp_async_bulk_wait_group=lambda n, read: None,

@@ -31,7 +31,8 @@ from tests.backends.hopper.emulated import (
     stand_in,
     stand_in_for_queues,
 )
-from tilewise.backends.hopper.backward.config import CLUSTER, HALF, KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.tiles import CLUSTER, HALF, KEY_GROUPS, KeyTiles
 from tilewise.backends.hopper.config import ROWS
 
 LOG2_E = np.float32(np.log2(np.e))
@@ -91,8 +92,10 @@ def load(name: str) -> ModuleType:
 def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Places) -> None:
     """Products, and what goes between registers and shared memory."""
 
-    def begin_products(mma, acc, factors, overwrite: bool, registers=None) -> None:
+    def begin_products(mma, acc, factors, overwrite: bool, registers=None, first=None) -> None:
         def product() -> None:
+            if first:
+                acc.values[:] = places.registers(np.broadcast_to(-first(), (ROWS, len(first()))))
             for n, (a, b) in enumerate(factors):
                 left, right = places.matrix(a.values) if isinstance(a, Registers) else seen(a), seen(b)
                 if (len(left), len(right)) != (ROWS, 4 * acc.values.shape[1]):
@@ -101,7 +104,7 @@ def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Pla
                     )  # a tile's first part of dQ, of the dK that lies where dS will: it is dropped
                     return
                 values = places.registers(left @ right.T)
-                acc.values[:] = values if overwrite and n == 0 else acc.values + values
+                acc.values[:] = values if overwrite and n == 0 and not first else acc.values + values
 
         role.products.append(product)
 
@@ -179,7 +182,7 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
         found["backward.keys_compute"],
         make_operands=_key_operands,
         as_rows_columns=lambda operand, acc: operand.values,
-        OperandValues=lambda operand, acc, dtype: operand.values,
+        OperandValues=lambda operand, acc, dtype, held=False: operand.values,
         load_register_steps=lambda operand, mma, smem: None,  # products take all columns from shared memory
     )
     stand_in(found["backward.dq_accumulate"], write_part=write_part, begin_copy=begin_copy, **semaphores())
@@ -203,7 +206,18 @@ def semaphores() -> dict:
             semaphores[n] = rank
             changed.notify_all()
 
-    return {"semaphore": semaphore, "await_semaphore": await_semaphore, "signal_semaphore": signal_semaphore}
+    def claim(semaphores, n) -> int:
+        with changed:
+            found = int(semaphores[n])
+            semaphores[n] = max(found, 1)
+            return found
+
+    return {
+        "semaphore": semaphore,
+        "await_semaphore": await_semaphore,
+        "signal_semaphore": signal_semaphore,
+        "claim": claim,
+    }
 
 
 def stand_in_for_cluster(found: dict[str, ModuleType], places: Places) -> None:
@@ -253,6 +267,19 @@ def await_count(t: Global, place: tuple, count: int) -> None:
     assert (t[place] == count).all(), "the pass before has not written all"
 
 
+class Subtrahends:
+    """The statistics as an operand: a slot holds lse, 0, delta, 0 of each row, and a product reads them as late as its other operands."""
+
+    def __init__(self, statistics: Rooms):
+        self.statistics = statistics
+
+    def of_s(self, slot: int):
+        return lambda: self.statistics.tiles[slot].reshape(-1, 4)[:, 0]
+
+    def of_dp(self, slot: int):
+        return lambda: self.statistics.tiles[slot].reshape(-1, 4)[:, 2]
+
+
 def _key_operands(mmas, smem, w: int, config: Backward):
     tiles, total = config.keys, None
     if tiles.sums_dq:
@@ -262,7 +289,8 @@ def _key_operands(mmas, smem, w: int, config: Backward):
         total = mmas.make_dq(None, *pair, Registers(tiles.part_elements // ROWS))
     s = [Registers(tiles.tile_m) for _ in range(4)]
     rooms = smem.k, smem.v, smem.q, smem.do, Turned(smem.q), Turned(smem.do)
-    return mmas.make(mmas.names, *rooms, *s, Registers(tiles.width), Registers(tiles.width_v), total)
+    subtrahends = Subtrahends(smem.statistics) if config.subtracts else None
+    return mmas.make(mmas.names, *rooms, *s, Registers(tiles.width), Registers(tiles.width_v), total, None, subtrahends)
 
 
 def _query_operands(mmas, smem, config: Backward):
@@ -310,6 +338,13 @@ def statistics(o, do, lse, dlse, lines: int) -> tuple[np.ndarray, np.ndarray]:
     empty, n = lse == -np.inf, lse.shape[2]
     lse2[..., :n], room[..., :n] = np.where(empty, np.inf, lse * LOG2_E), np.where(empty, 0.0, delta)
     return lse2, room
+
+
+def subtrahend_rows(t: dict, scale2) -> np.ndarray:
+    """Four words a row, where products subtract the statistics: lse in units of q · k, and delta."""
+    rows = np.zeros((*t["lse2"].shape, 4), np.float32)
+    rows[..., 0], rows[..., 2] = np.minimum(t["lse2"], 1e20) / scale2, t["delta"]
+    return rows.reshape(*t["lse2"].shape[:2], -1)
 
 
 def info(values) -> SimpleNamespace:
@@ -373,7 +408,7 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
     blocks = -(-lines // kernel.rows_of(config.keys.width_v))
     for at[:2] in np.ndindex(blocks * lse.shape[0], lse.shape[1]):
         kernel.kernel(t, config)
-    assert not config.keys.ordered or (visits == 0).all()
+    assert not config.keys.stores_first or (visits == 0).all()
     return tuple(made)
 
 
@@ -385,9 +420,12 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     params = _params(kernel, numbers)
     tmas = kernel.KeysTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
     heads, roles_of = t["lse2"].shape[:2], {}
-    sums = np.full((*heads, t["blocks"], KEY_GROUPS, tiles.part_elements), np.nan if tiles.ordered else 0.0, np.float32)
+    sums = np.full(
+        (*heads, t["blocks"], KEY_GROUPS, tiles.part_elements), np.nan if tiles.stores_first else 0.0, np.float32
+    )
     visits = np.zeros((*heads, t["blocks"] * KEY_GROUPS), np.int32)
-    buffers = kernel.RowBuffers(*map(Global, (t["lse2"], t["delta"], sums, visits)))
+    lse2 = subtrahend_rows(t, params.scale2) if config.subtracts else t["lse2"]
+    buffers = kernel.RowBuffers(*map(Global, (lse2, t["delta"], sums, visits)))
     names = SimpleNamespace(score=None, dk=None, dv=None)
     make, make_dq = modules(kernel)["backward.keys_compute"].DkDvOperands, kernel.dq_accumulate.SumOperands
     mmas = SimpleNamespace(make=make, make_dq=make_dq, names=names, dk=None, dv=None)
@@ -405,10 +443,11 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
         roles_of[cta] = [(False, body) for body in loads + stores] + [(True, body) for body in groups]
     if tiles.ordered:  # CTAs wait for each other
         _at_once(roles_of, ctas)
-        sums[(visits == 0).reshape(sums.shape[:4])] = 0.0
     else:
         for cta, roles in roles_of.items():
             _together(roles, cta, ctas)
+    if tiles.stores_first:
+        sums[(visits == 0).reshape(sums.shape[:4])] = 0.0
     return dk, dv, _placed(kernel, sums, t["q"].shape, params, config) if tiles.sums_dq else None
 
 
@@ -491,7 +530,7 @@ def _keys_storage(kernel, config: Backward):
     if tiles.queued:
         boxes = storage.Slots(Pointer([None] * 4), *bars((2, 1), (2, storage.TILE_READERS)))
     return kernel.KeysStorage(
-        k, v, *out, ring, ring, Rooms(tiles.stages), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
+        k, v, *out, ring, ring, Rooms(config.statistics.count), handover, *stages, emptied, *bars((held, 128), (1, 128), (1, 128)),
         None, boxes, dq, *bars((1, KEY_GROUPS)),
     )  # fmt: skip
 

@@ -36,6 +36,14 @@ def columns_of(part: int) -> slice:
     return slice(PARTS[part][0] * CHUNK, (PARTS[part][-1] + 1) * CHUNK)
 
 
+class Place(tuple):
+    """A row of the pool and a column of it, which numbers move on."""
+
+    def __add__(self, columns: np.ndarray) -> Place:
+        *row, at = self
+        return Place((*row, at + columns))
+
+
 class Values:
     """V: 128 columns of the keys of a stage."""
 
@@ -51,7 +59,7 @@ class Values:
 
 def load_kernel(pool: np.ndarray) -> SimpleNamespace:
     """The modules by name, imported with the stand-in."""
-    names = ("load", "scores", "values", "storage", "tiles", "params", "pair")
+    names = ("load", "scores", "values", "storage", "tiles", "params", "pair", "convert")
     forward = ("compute", "epilogue", "load", "params", "storage", "combine", "pages")
     kit = ("kit.tiles", "kit.instructions", "kit.softmax", "kit.packed")
     rooms = [*(f"latent.{name}" for name in names), *(f"forward.{name}" for name in forward)]
@@ -105,7 +113,15 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
             at = first + tiles.column_of(THREADS, c)
             part_o[(*(x[inside] for x in place), at[inside])] = values[0, c, inside]
 
-    def put_four(place, n, values) -> None:
+    def take_numbers(source, chunk) -> np.ndarray:
+        (page, row, head, at), inside = source.place, source.inside
+        columns = CHUNK * chunk + at[:, None] + np.arange(16)
+        return np.where(inside[:, None], pool[page, row[:, None], head, columns], 0)
+
+    def put_numbers(smem, stage, chunk, source, numbers, config) -> None:
+        smem.k[stage][source.row[:, None], CHUNK * chunk + (source.lane * 16)[:, None] + np.arange(16)] = numbers
+
+    def send_four(place, n, values) -> None:
         place["peer", n] = [np.array(x) for x in values]
 
     def score_operands(qk, smem):
@@ -123,11 +139,18 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         put_p=put_p,
     )
     stand_in(
+        latent.convert,
+        place_of_row=lambda params, page, row, head: Place((page, row, head, 0)),
+        anew=lambda value: value,
+        take_numbers=take_numbers,
+        put_numbers=put_numbers,
+    )
+    stand_in(
         latent.pair,
         own_place=lambda smem: smem.p,
         peer_place=lambda smem, peer: role.peer.p,
-        put_four=put_four,
-        get_four=lambda place, n: place["peer", n],
+        send_four=send_four,
+        take_four=lambda place, n: place["peer", n],
         meet=lambda: role.cluster.wait(emulated.LIMIT),
     )
     stand_in(latent.scores, new_operands=score_operands, begin_scores=begin_scores)
@@ -135,10 +158,12 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
     stand_in(latent.values, new_operands=value_operands, take_p=take_p, put_state=put_state)
 
 
-def run(config: LatentConfig, q, pool, sink, extra: tuple, numbers: tuple) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    config: LatentConfig, q, pool, sink, extra: tuple, numbers: tuple, scales: tuple
+) -> tuple[np.ndarray, np.ndarray]:
     """``(o, lse)`` of q (1, rows, heads, 576) over a pool (page, row, head, 576), one CTA after the other.
 
-    ``extra`` and ``numbers`` are those of the launch, without states.
+    ``extra`` and ``numbers`` are those of the launch, without states; ``scales`` those of a cache of e4m3 numbers, or empty.
     """
     latent = load_kernel(pool)
     lo, hi, tiles, splits, least, num_pages, sinks, scale2 = numbers
@@ -154,7 +179,7 @@ def run(config: LatentConfig, q, pool, sink, extra: tuple, numbers: tuple) -> tu
     optional = emulated_params(latent)(**named, num_pages=num_pages)
     params = latent.params.LatentParams(
         rows, -(-pool.shape[1] // KEYS) * KEYS, heads_k, heads // heads_k, lo, hi, least, sinks, np.float32(scale2), Global(q), Global(o),
-        Global(lse), sink, optional,
+        Global(lse), sink, optional, *map(Global, (pool, *scales) if config.e4m3 else ()),
     )  # fmt: skip
     size = PAIR if config.pair else 1
     for cta in range(tiles):
@@ -171,7 +196,7 @@ def emulated_params(latent) -> Callable:
 
 def _run_cluster(latent, params, config, cta: tuple[int, int], split: tuple[range, int]) -> None:
     """The CTAs of a cluster, at once: those of the tile ``cta`` and the splits of the range."""
-    storages = [_storage(latent) for _ in split[0]]
+    storages = [_storage(latent, config) for _ in split[0]]
     together = threading.Barrier(len(storages) * (STAGES + VALUE_GROUPS))
 
     def begin(n: int, body: Callable, *arguments: object) -> None:
@@ -191,10 +216,17 @@ def _run_cluster(latent, params, config, cta: tuple[int, int], split: tuple[rang
     emulated._together([(True, body) for body in bodies], *cta)
 
 
-def _storage(latent):
+def _storage(latent, config):
     keys = [np.full((ROWS, WIDTH), np.nan, np.float32) for _ in range(STAGES)]
     parts = STAGES * len(PARTS)
-    counts = [[1] * parts, [8, 4, 4, 4, 4] * STAGES, [256], [128] * STAGES, [128] * STAGES, [256]]
+    counts = [
+        [128 if config.e4m3 else 1] * parts,
+        [8, 4, 4, 4, 4] * STAGES,
+        [256],
+        [128] * STAGES,
+        [128] * STAGES,
+        [256],
+    ]
     full, empty, q_full, p_full, m_full, end = (Pointer([Barrier(n) for n in of]) for of in counts)
     return latent.storage.LatentStorage(
         np.full((ROWS, WIDTH), np.nan, np.float32), keys, Values(keys), {}, full, empty, q_full, p_full, m_full, end, {}, {}, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from tilewise import accuracy
 from tilewise.backends.base import Grads
 from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.backward import config as backward_config
-from tilewise.backends.hopper.backward.config import ClusterTiles, KeyTiles, QueryTiles
+from tilewise.backends.hopper.backward.tiles import ClusterTiles, KeyTiles, QueryTiles
 from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.host import backward_call
 from tilewise.backends.hopper.host.masks import grid_of
@@ -35,20 +36,25 @@ KEYS = {
     "split": KeyTiles(64, 64, 32, 4, split=True),
     "summed": KeyTiles(64, 64, 128, 3, sums_dq=True),
     "summed-wide": KeyTiles(128, 128, 64, 4, sums_dq=True),
-    "ordered": KeyTiles(64, 64, 128, 3, sums_dq=True, ordered=True),
-    "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, dq_first=True),
+    "ordered": KeyTiles(64, 64, 128, 3, sums_dq=True, ordered=True, stores_first=True),
+    "ordered-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, ordered=True, stores_first=True, dq_first=True),
     "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
     "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
-    "overlapping": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
-    "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, overlaps=True, counts=True),
+    # Products subtract the statistics, in bf16.
+    "subtracting": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
+    "subtracting-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
+    "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, counts=True),
     "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
 }
 
 
 def emulate(c: Call, tiles: KeyTiles | None, ctas: int) -> Grads:
-    # Bits are for tiles that accumulate dQ; for others the same predicate is traced.
-    with patch.object(shared, "BUDGET", 0 if tiles and not tiles.sums_dq else shared.BUDGET):
+    # Bits and linear biases are for tiles that accumulate dQ; for others the same predicate, or score, is traced.
+    with ExitStack() as patches:
+        if tiles and not tiles.sums_dq:
+            patches.enter_context(patch.object(shared, "BUDGET", 0))
+            patches.enter_context(patch.object(backward_config, "with_slopes", lambda p: None))
         x = backward_config.choose(c.p)
     queries = None if not tiles or tiles.sums_dq else QUERIES if tiles.split else FIRST
     return emulate_kernels(c, replace(x, keys=tiles, queries=queries) if tiles else x, ctas)
@@ -105,6 +111,8 @@ def extras_of(plan: backward_call.BackwardPlan, c: Call) -> list[dict]:
     each = [{name: next(tensors) for name in names} for names in x.extra]
     if x.dropout:
         both = {"seed": next(tensors), "threshold": numbers.pop(0), "keep": np.float32(numbers.pop(0))}
+    if x.alibi:
+        both["slopes"] = next(tensors)
     if x.traced != PLAIN:
         both |= {"leaves": tuple(tensors), "numbers": tuple(numbers)}
     return [own | both for own in each]
@@ -138,19 +146,26 @@ OTHERS = {
         {"dropout_p": 0.2, "dropout_seed": 9, "mask": FORWARD["documents"][1]["mask"]},
     ),
     "dense-softcap": (qkv(130, 200), {"mask": normal(130, 200) > 0, "score": tw.softcap(2.0)}),
+    "alibi-empty-rows": (qkv(400, 150), {"score": tw.alibi(torch.rand(4)), "causal": True}),
     "curve": (qkv(130, 200), {"score": lambda s, b, h, i, j: torch.tanh(s) * (1 + 0.01 * (i - j)) - 0.1 * s * s}),
 }
 CASES |= {name: FORWARD[name] for name in (*ENDS, *PAIRED)} | OTHERS
 # Every case for some form of the pass over keys, and what is a form's own for each.
-PAIRS = [(name, form) for form in ("whole", "split") for name in CASES]
+LINEAR = ("alibi", "alibi-wide", "alibi-empty-rows")
+PAIRS = [(name, form) for form in ("whole", "split") for name in CASES if name not in LINEAR[1:]]
 PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores")]
 PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "documents-empty-rows", "ranges-per-head")]
 PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]
 PAIRS += [(name, "ordered") for name in ("full", "causal-wide", "window", "window-left", "keys", "large-scores")]
 PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-rows", "narrow")]
 PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
-PAIRS += [(name, "overlapping") for name in ("one", "causal-empty-rows", "documents-empty-rows")]
+PAIRS += [("dropout", "queued"), ("dropout-documents", "queued")]
+PAIRS += list(zip(LINEAR, ("queued", "queued", "queued-wide"), strict=True))
 PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys")]
+PAIRS += [
+    (name, "subtracting") for name in ("one", "causal-empty-rows", "documents-empty-rows", "fp16", "large-scores")
+]
+PAIRS += [(name, "subtracting-wide") for name in ("causal-wide", "keys")]
 PAIRS += [(name, "bits") for name in ("keep", "keep-causal", "dense", "dense-empty", "union")]
 PAIRS += [(name, "bits-wide") for name in ("keep", "block-sparse", "block-sparse-odd")]
 PAIRS += [

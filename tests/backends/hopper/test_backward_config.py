@@ -17,10 +17,13 @@ from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as sizes
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import grids
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, TABLE, shipped
+from tilewise.backends.hopper.backward.config import TABLE, shipped
+from tilewise.backends.hopper.backward.tiles import CLUSTER, KEY_GROUPS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ALIGNMENT, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config as forward_config
+from tilewise.backends.hopper.forward import reasons as forward_reasons
 from tilewise.backends.hopper.host import library
+from tilewise.backends.hopper.host.masks import even_section
 from tilewise.backends.hopper.kit import schedule
 from tilewise.reference import Reference
 
@@ -179,7 +182,7 @@ def test_causal_key_tiles_are_even_over_132_sms(keys, seqlen):
     """Query blocks of the busiest CTA over the mean. With fewer heads at a time they would not be: 8 or 4 heads of these lengths cost up
     to 1.6."""
     heads, tiles = 2048 // keys.width * (16384 // seqlen), -(-seqlen // keys.tile_n)
-    each = backward_config.CLUSTER if keys.clustered else 1
+    each = CLUSTER if keys.clustered else 1
     section, ctas = grids.spread(heads, tiles, sizes.SHARING, 132)
     if keys.clustered:
         section, ctas = grids.spread_clusters(heads, tiles, "upper", 132)
@@ -227,7 +230,7 @@ def small(nq=70, nk=70, d=64, heads=(4, 2), **options) -> Call:
 @pytest.mark.parametrize("score", [None, tw.softcap(20.0)], ids=["plain", "softcap"])
 def test_what_is_chosen_is_shipped(d, mask, score):
     p = small(d=d, mask=mask, score=score).p
-    assert forward_config.reasons(p) + backward_config.reasons(p) == []
+    assert forward_reasons.reasons(p) + backward_config.reasons(p) == []
     assert backward_config.choose(p) in shipped()
 
 
@@ -278,6 +281,15 @@ def test_dropout_is_shipped_and_draws_its_pairs_once(d, mask):
 
 
 @pytest.mark.parametrize("d", [8, 64, 96, 128])
+def test_alibi_whose_bias_is_linear_has_one_pass_that_is_shipped(d):
+    options = {"d": d, "causal": True, "score": tw.alibi(torch.ones(4))}
+    x = backward_config.choose(small(**options).p)
+    assert x in shipped()
+    assert x.alibi
+    assert backward_config.choose(small(deterministic=True, **options).p).traced.score
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
 def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
     masks = tw.keep(lambda b, h, i, j: j % 2 == 0), tw.dense(normal(70, 70) > 0), tw.causal() | tw.prefix(9)
     (found,) = {backward_config.choose(small(d=d, mask=mask).p) for mask in masks}
@@ -285,6 +297,24 @@ def test_one_kernel_that_is_shipped_serves_every_mask_that_is_no_band(d):
     assert found in shipped()
     # Its dQ is added up in any order.
     assert backward_config.choose(small(d=d, mask=masks[0], deterministic=True).p).traced.keep
+
+
+@pytest.mark.parametrize(
+    ("visits", "heads", "found"),
+    [
+        ([[36] * 128], 16, 2),  # even tiles: no more heads than L2 holds
+        ([[256, *[18] * 127]], 16, 16),  # attention sinks: every long tile comes first
+        ([[256, *[18] * 127]], 64, 13),
+        ([[8] * 128, [256, *[4] * 127]], 2, 2),
+        ([[0] * 8], 4, 4),
+    ],
+    ids=["even", "sinks", "sinks-of-many-heads", "heads-apart", "nothing"],
+)
+def test_a_section_has_heads_enough_that_the_longest_tile_of_the_last_one_does_not_outlast_the_rest(
+    visits, heads, found
+):
+    visits = torch.tensor(visits, dtype=torch.int32)[None]
+    assert even_section(visits, heads, 2, 132).tolist() == [found]
 
 
 # -- What a launch is given ----------------------------------------------------------------------------------------
@@ -316,7 +346,7 @@ def packed(rest=(0, 0), heads=(4, 2), **options) -> Call:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_packed_sequences_have_gradients_of_their_own(deterministic):
     p = packed(causal=True, deterministic=deterministic).p
-    assert forward_config.reasons(p) + backward_config.reasons(p) == []
+    assert forward_reasons.reasons(p) + backward_config.reasons(p) == []
     x = backward_config.choose(p)
     assert x.packed
     assert x in shipped()
@@ -379,7 +409,8 @@ def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launch
     assert numbers[1] == 1
     assert numbers[6:] == (0.25, 0.25 * math.log2(math.e), 0.0)
     lse2, delta, sums, queue = made[3:]
-    assert lse2.shape == delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
+    assert lse2.shape == (1, 4, 4 * (128 + 16))  # the terms of both statistics, which products subtract
+    assert delta.shape == (1, 4, 128 + 16)  # whole blocks, and the head's count
     assert sums.shape == (1, 4, 1, 2, 64 * 64)
     assert (queue.shape, queue.dtype) == ((1,), torch.int32)
 

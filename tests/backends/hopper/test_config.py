@@ -11,7 +11,10 @@ import torch
 import tilewise as tw
 from tests.backends.contract import call, normal
 from tilewise.backends.hopper import config
+from tilewise.backends.hopper.backward import config as backward
 from tilewise.backends.hopper.config import DTYPES, Band
+from tilewise.backends.hopper.forward import config as forward
+from tilewise.backends.hopper.latent import config as latent
 from tilewise.tiles import Grid
 
 
@@ -84,3 +87,11 @@ def test_an_expression_gets_all_keys_where_a_band_would_cut_some():
 def test_an_end_that_is_no_shift_makes_no_band():
     assert config.band_of(problem(mask=tw.prefix(3))) is None
     assert config.band_of(problem(mask=tw.causal())) == Band(None, 1, 0, 70)
+
+
+def test_every_kernel_is_held_to_the_copies_that_its_source_makes():
+    for c in forward.shipped():
+        assert [(e.loads, e.stores) for e in c.expected] == [(True, c.stores)], c.name
+    for c in [*backward.shipped(), *latent.shipped()]:
+        loads = not getattr(c, "e4m3", False)
+        assert all((e.loads, e.stores) == (loads, isinstance(c, backward.Backward)) for e in c.expected), c.name

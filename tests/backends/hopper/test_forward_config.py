@@ -15,6 +15,7 @@ from tilewise.backends.hopper import config as shared
 from tilewise.backends.hopper.config import ALIGNMENT, MAX_COLUMNS, PLAIN, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import PAGED_TILES, TABLE, shipped
+from tilewise.backends.hopper.forward.reasons import reasons
 
 ROWS = [tiles for row in TABLE.values() for tiles in row.columns] + list(PAGED_TILES.values())
 
@@ -59,7 +60,7 @@ def test_the_names_of_what_is_shipped_tell_them_apart():
 @pytest.mark.parametrize("nq", [1, 3, 70, 3000])
 def test_what_is_chosen_is_shipped(d, causal, score, nq, h200):
     p = problem(nq=nq, nk=3000, d=d, causal=causal, score=score)
-    assert config.reasons(p) == []
+    assert reasons(p) == []
     assert config.choose(p) in shipped()
 
 
@@ -69,9 +70,21 @@ def test_packed_sequences_have_kernels_of_their_own(mask, score, h200):
     q, k = normal(70, 4, 64, dtype=torch.bfloat16), normal(70, 2, 64, dtype=torch.bfloat16)
     p = call(q, k, k, cu_seqlens_q=torch.tensor([0, 30, 70]), mask=mask, score=score).p
     p = replace(p, spec=replace(p.spec, needs_grad=False))
-    assert config.reasons(p) == []
+    assert reasons(p) == []
     assert config.choose(p).packed
     assert config.choose(p) in shipped()
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
+def test_alibi_whose_bias_is_linear_is_shipped(d, h200):
+    slopes = torch.ones(4)
+    assert config.choose(problem(nq=3000, nk=3000, d=d, causal=True, score=tw.alibi(slopes))) in shipped()
+    others = {"mask": tw.window(None, 1)}, {}, {"causal": True, "nq": 1}, {"causal": True, "slopes": torch.ones(1, 4)}
+    for (
+        other
+    ) in others:  # a key on the other side, many of them, no work for all multiprocessors, slopes of batch elements
+        given = {"nq": 3000, "nk": 3000, "d": d, "slopes": slopes} | other
+        assert config.choose(problem(score=tw.alibi(given.pop("slopes")), **given)).traced != PLAIN
 
 
 # -- Which tiles, and whether keys are split -----------------------------------------------------------------------
@@ -174,7 +187,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_problems_are_refused_with_the_reason(name):
     options, word = REFUSED[name]
-    (reason,) = config.reasons(problem(**options))
+    (reason,) = reasons(problem(**options))
     assert word in reason
 
 
@@ -196,7 +209,7 @@ def no_bits(monkeypatch):
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_other_masks_and_scores_are_traced_and_their_numbers_and_tensors_share_a_kernel(name, no_bits):
     two, three = (problem(**EXPRESSIONS[name](n)) for n in (2, 3))
-    assert config.reasons(two) == []
+    assert reasons(two) == []
     assert config.choose(two) == config.choose(three)
     assert config.choose(two).traced != PLAIN
     assert config.choose(two) not in shipped()

@@ -27,13 +27,18 @@ KIND = {"dims": (576, 512), "dtype": torch.bfloat16, "latent": True}
 def emulate(c: Call, splits: int, least: int = 1) -> Output:
     """o and lse of a call, from the source of its kernel with so many splits."""
     plan = LatentPlan(c.p, replace(config.choose(c.p), pair=splits > 1, split=splits > config.PAIR))
+    scales = tuple(
+        x.expand(len(c.t.seqlens_k), c.p.heads_k).numpy() for x in (c.t.k_scale, c.t.v_scale) if x is not None
+    )
     lo, hi, _, _, _, *rest = plan.numbers
     numbers = lo, hi, config.tiles_of(c.p), splits, least, *rest
     q = c.t.q if c.p.packed else c.t.q.flatten(0, 1)
     sink = torch.full((c.p.heads_q,), torch.nan) if c.t.sink is None else c.t.sink.float()
     extra = tuple(x.numpy() for x in (plan.starts(c.t), c.t.seqlens_k, c.t.block_table))
     arrays = (x.float().numpy() for x in (q[None], c.t.k, sink))
-    o, lse = (torch.from_numpy(np.array(x[0])) for x in emulated_latent.run(plan.config, *arrays, extra, numbers))
+    o, lse = (
+        torch.from_numpy(np.array(x[0])) for x in emulated_latent.run(plan.config, *arrays, extra, numbers, scales)
+    )
     return in_layout_of(c.p, Output(o.to(c.p.dtype), lse))
 
 
@@ -46,6 +51,10 @@ CASES = {
     ),
     "window-fp16": (
         Case(128, (330, 70), heads=(16, 1), rows=9, options=lambda: {"mask": tw.window(70, 0)}, **KIND | {"dtype": torch.float16}), 1
+    ),
+    "8-bits": (Case(64, (0, 1, 63, 65, 300), heads=(6, 1), rows=3, options=lambda: {"causal": True}, scales="one", **KIND), 2),
+    "8-bits-sequences": (
+        Case(128, (330, 70), heads=(6, 2), rows=9, options=lambda: {"mask": tw.window(70, 0)}, scales="sequences", **KIND), 1
     ),
 }  # fmt: skip
 
@@ -107,7 +116,7 @@ def test_splits_share_out_the_tiles(splits, least, monkeypatch):
 
 REFUSED = {
     "small-pages": (Case(16, (40,), heads=(4, 1), **KIND), "page_size 16"),
-    "8-bits": (Case(64, (40,), heads=(4, 1), scales="one", **KIND), "8 bits"),
+    "8-bits-by-token": (Case(64, (40,), heads=(4, 1), scales="tokens", **KIND), "scale for each token"),
     "softcap": (Case(64, (40,), heads=(4, 1), options=lambda: {"score": tw.softcap(2.0)}, **KIND), "score"),
     "narrow-window": (Case(64, (40,), heads=(4, 1), options=lambda: {"mask": tw.window(20, 0)}, **KIND), "21 keys"),
     "fp32": (Case(64, (40,), heads=(4, 1), **KIND | {"dtype": torch.float32}), "float32"),
@@ -136,13 +145,14 @@ def problem(queries: int, heads: int = 128, batch: int = 32, **options) -> Probl
     ("p", "first", "splits"),
     [
         (problem(1), True, 2),
-        (problem(1, heads=16), False, 4),
+        (problem(1, heads=16), True, 4),
+        (problem(1, heads=8), False, 4),
         (problem(4, heads=16), True, 4),
         (problem(1, batch=1), False, 16),
         (problem(64, batch=4), True, 1),
         (problem(1, deterministic=True), True, 16),
     ],
-    ids=["decoding", "few-heads", "few-heads-verified", "alone", "chunks", "deterministic"],
+    ids=["decoding", "sixteen-heads", "few-heads", "few-heads-verified", "alone", "chunks", "deterministic"],
 )
 def test_it_goes_first_with_as_many_splits_as_run_at_once(p, first, splits, monkeypatch):
     monkeypatch.setattr(dispatch.devices, "of", lambda device: SimpleNamespace(cores=132))

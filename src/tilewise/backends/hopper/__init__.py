@@ -33,6 +33,7 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.config import why_no_bits
 from tilewise.backends.hopper.forward import config as forward_config
 from tilewise.backends.hopper.forward import paged_config
+from tilewise.backends.hopper.forward import reasons as forward_reasons
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.host import library
 from tilewise.backends.hopper.padding import as_packed
@@ -64,7 +65,7 @@ class Hopper(Backend):
 
     def refused(self, p: Problem) -> list[str]:
         """Every reason why no machine runs this problem here."""
-        reasons = paged_config.reasons(p) if p.paged else forward_config.reasons(p)
+        reasons = paged_config.reasons(p) if p.paged else forward_reasons.reasons(p)
         reasons += unknown_operations(p, operations.traceable()) + piece_reasons(p)
         reasons += (
             ["the largest score of each row (attention_with_stats): its kernels do not keep it"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -169,6 +170,20 @@ def _is_softcap(e) -> bool:
 def is_traced(problem: Problem) -> bool:
     """Whether the score has to be traced into a kernel: only no score and one softcap are shipped."""
     return problem.spec.score is not None and math.isnan(cap_of(problem))
+
+
+_ALIBI = re.compile(r"s - \(float(\d+)\[h\] \* abs\(\(i \+ off\) - j\)\)")
+
+
+def slopes_of(problem: Problem) -> int | None:
+    """The place among the extras of ALiBi's slopes, where these are one fp32 number for each head and no query sees a key past its own
+    place, so that the bias is linear (:mod:`tilewise.backends.hopper.kit.slopes`). None for any other score or mask."""
+    found, (form, band) = _ALIBI.fullmatch(str(problem.spec.score)), keys_of(problem)
+    if found is None or form != "upper" or problem.packed or problem.paged or problem.softmax_scale <= 0:
+        return None
+    facts = problem.extras[int(found[1])]
+    own = band.hi == problem.seqlen_k - problem.seqlen_q + 1
+    return int(found[1]) if own and str(facts.dtype) == "torch.float32" and len(facts.shape) == 1 else None
 
 
 # -- Expressions ---------------------------------------------------------------------------------------------------

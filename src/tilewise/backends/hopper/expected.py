@@ -14,7 +14,7 @@ class Expected:
         registers: what setmaxnreg gives a thread in each role, the computing one first.
         shared: bytes of shared memory.
         exponentials: how many of a thread's exponentials of one block must run under a product; None: none need to.
-        stores: the copy engine stores, too.
+        loads, stores: the copy engine loads tiles, and stores them.
         idle_loops: some loops have products in flight and no exponentials at all.
     """
 
@@ -22,5 +22,6 @@ class Expected:
     registers: tuple[int, ...]
     shared: int
     exponentials: int | None
+    loads: bool = True
     stores: bool = True
     idle_loops: bool = False

@@ -72,8 +72,8 @@ def few_queries(problem: Problem, cores: int) -> bool:
     """
     if problem.latent:
         rows = rows_of_sequence(problem)
-        tiles = problem.heads_k * problem.batch * -(-rows // LATENT_ROWS) * -(-problem.capacity // LATENT_ROWS)
-        return rows < LATENT_ROWS or tiles < LATENT_TILES
+        tiles = problem.heads_k * problem.batch * -(-rows // LATENT_TILE) * -(-problem.capacity // LATENT_TILE)
+        return rows < LATENT_ROWS or tiles < LATENT_TILES[problem.quantised]
     deterministic = problem.spec.deterministic
     if problem.packed and deterministic:
         return True
@@ -83,10 +83,11 @@ def few_queries(problem: Problem, cores: int) -> bool:
     return 4 * heads * queries < 3 * LARGE_TILE * max(tiles, cores)
 
 
-LATENT_ROWS = 64  # heads of queries that fill a tile of the kernel for v in k's memory, and keys of such a tile
-LATENT_TILES = (
-    4096  # of a call: with 1,024 tiles this kernel takes less time, from 8,192 on the other one (H200, 11-22)
-)
+LATENT_TILE = 64  # rows, and keys, of a tile of the kernel for v in k's memory
+# The fewest heads of queries of a sequence, and the fewest tiles of a call, with which that kernel was measured to take less time: 86.9 µs
+# for 139 at 32 × 8,192 with 16 heads, 27.6 for 31.0 with 512 tiles; with 128 tiles 23.8 for 20.3. In 8 bits nothing below 4,096 tiles was
+# measured (H200, 11-22).
+LATENT_ROWS, LATENT_TILES = 16, {False: 512, True: 4096}  # by whether the cache is in 8 bits
 
 
 @dataclass(frozen=True)

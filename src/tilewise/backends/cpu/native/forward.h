@@ -115,6 +115,7 @@ class Forward {
 
  protected:
   static constexpr bool paired = !__is_same(X, T);
+  static constexpr int64_t kDeep = paired ? 32 : 16;  // of the keys of P V; tile registers read 32 at a time
 
   const TwCall &c;
   const QueryItem &item;
@@ -197,13 +198,14 @@ class Forward {
     return true;
   }
 
-  // The columns [begin, end) of the tile at n0 that some of the rows see, in whole panels.
+  // The columns [begin, end) of the tile at n0 that some of the rows see, in multiples of `step`: whole panels for S.
+  template <int64_t step = kPanelWidth<T>>
   TW_INLINE void reach(int64_t n0, int64_t width, int64_t r0, int64_t count, int64_t &begin, int64_t &end) const {
     begin = width, end = 0;
     for (int64_t r = r0; r < r0 + count; ++r)
       if (lo[r] < hi[r]) begin = smaller(begin, lo[r] - n0), end = greater(end, hi[r] - n0);
-    begin = greater(begin, 0) / kPanelWidth<T> * kPanelWidth<T>;
-    end = smaller(round_up(end, kPanelWidth<T>), width);
+    begin = greater(begin, 0) / step * step;
+    end = smaller(round_up(end, step), width);
   }
 
   void row_block(int64_t n0, int64_t width, int64_t r0, int64_t count) {
@@ -220,7 +222,9 @@ class Forward {
       else prefetch_rows(next_k, from, to, D), prefetch_rows(next_v, from, to, Dv);
       softmax_row(n0, begin, end, r0 + n, p + n * c.tile_n);
     }
-    add_product(width, begin, end, r0, count, p, rounded, v);
+    int64_t first, last;
+    reach<kDeep>(n0, width, r0, count, first, last);
+    add_product(width, greater(first, begin), smaller(last, end), r0, count, p, rounded, v);
   }
 
   // acc += x values, P V for one. The panels of `values` hold all keys of the tile: they start at `begin`.

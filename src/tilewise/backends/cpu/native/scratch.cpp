@@ -10,6 +10,7 @@ namespace tw {
 namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
+constexpr int64_t kMostKept = 64 << 20;
 
 struct Memory {
   char *data = nullptr;
@@ -17,7 +18,8 @@ struct Memory {
   ~Memory() { std::free(data); }
 };
 
-thread_local Memory mine;
+thread_local Memory mine;   // scratch()
+thread_local Memory whole;  // of the last HugePages, which its next one takes
 
 void use_huge_pages(char *memory, int64_t size) {
 #ifdef MADV_HUGEPAGE
@@ -38,9 +40,23 @@ int64_t whole_pages(int64_t bytes) { return (bytes + kHugePage - 1) / kHugePage 
 
 }  // namespace
 
-char *HugePages::take(int64_t bytes) { return data = new_pages(whole_pages(bytes)); }
+char *HugePages::take(int64_t bytes) {
+  data = std::exchange(whole.data, nullptr), size = std::exchange(whole.size, 0);
+  if (size >= bytes) return data;
+  std::free(std::exchange(data, nullptr));
+  size = 0;  // also where there is no memory
+  data = new_pages(whole_pages(bytes)), size = whole_pages(bytes);
+  return data;
+}
 
-HugePages::~HugePages() { std::free(data); }
+HugePages::~HugePages() {
+  if (size > kMostKept || size <= whole.size) {
+    std::free(data);
+    return;
+  }
+  std::free(std::exchange(whole.data, data));
+  whole.size = size;
+}
 
 char *scratch(int64_t bytes) {
   if (mine.size < bytes) {

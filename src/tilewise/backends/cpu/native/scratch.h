@@ -8,7 +8,8 @@ namespace tw {
 // Throws std::bad_alloc.
 char *scratch(int64_t bytes);
 
-// Memory of one call, at a cache line and in huge pages where the system grants them.
+// Memory of one call, at a cache line and in huge pages where the system grants them. A thread keeps up to 64 MiB of it for its next
+// call, as the system clears new pages: that took some 2 % of a block-sparse call at N 4096.
 class HugePages {
  public:
   HugePages() = default;
@@ -19,6 +20,7 @@ class HugePages {
 
  private:
   char *data = nullptr;
+  int64_t size = 0;
 };
 
 // While it lives the thread's memory is out of reach, and scratch() finds other.

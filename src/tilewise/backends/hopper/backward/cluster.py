@@ -47,12 +47,13 @@ from tilewise.backends.hopper.backward.cluster_storage import (
     init_barriers,
     own_column,
 )
-from tilewise.backends.hopper.backward.config import CLUSTER, ELEMENT_BYTES, HALF, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import rows_first, warp_and_warpgroup
 from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile
 from tilewise.backends.hopper.backward.keys import KeysTensors, RowStatistic, fetch_statistic
 from tilewise.backends.hopper.backward.keys_storage import KeysTmas, RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams
+from tilewise.backends.hopper.backward.tiles import CLUSTER, ELEMENT_BYTES, HALF
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import meet

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.backward.cluster_storage import STRIP, ClusterMmas, ClusterStorage, K, V, own_column
-from tilewise.backends.hopper.backward.config import HALF, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
     as_accumulator,
     begin_products,
@@ -34,6 +34,7 @@ from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile, Visi
 from tilewise.backends.hopper.backward.keys_compute import KeysPipelineState, new_state
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
+from tilewise.backends.hopper.backward.tiles import HALF
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32

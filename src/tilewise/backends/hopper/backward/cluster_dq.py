@@ -17,12 +17,13 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.backward.cluster_storage import PEER_K, ClusterMmas, ClusterStorage, K
-from tilewise.backends.hopper.backward.config import ADDITION, ADDITIONS, FP32_BYTES, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.dq_accumulate import ADD
 from tilewise.backends.hopper.backward.fragments import begin_products, release_read, stage_of, transposed
 from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile
 from tilewise.backends.hopper.backward.keys_storage import RowBuffers
 from tilewise.backends.hopper.backward.params import BackwardParams
+from tilewise.backends.hopper.backward.tiles import ADDITION, ADDITIONS, FP32_BYTES
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.scheduler import each_tile

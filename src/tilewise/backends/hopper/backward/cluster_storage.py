@@ -9,10 +9,11 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward.config import ADDITION, ADDITIONS, CLUSTER, HALF, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
 from tilewise.backends.hopper.backward.key_tiles import KeyTile
 from tilewise.backends.hopper.backward.keys_storage import KeysTmas
+from tilewise.backends.hopper.backward.tiles import ADDITION, ADDITIONS, CLUSTER, HALF
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import meet

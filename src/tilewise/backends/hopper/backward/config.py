@@ -13,11 +13,20 @@ There are two ways to compute the three gradients (docs/algorithm.md#6-backward)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from tilewise import device as devices
+from tilewise.backends.hopper.backward.tiles import (
+    KEY_GROUPS,
+    STATISTICS_ALIGNMENT,
+    ClusterTiles,
+    KeyTiles,
+    QueryTiles,
+    StatisticSlots,
+    shared_of,
+)
 from tilewise.backends.hopper.config import (
-    ALIGNMENT,
     DROPPED,
     DTYPES,
     PLAIN,
@@ -29,236 +38,11 @@ from tilewise.backends.hopper.config import (
     band_of,
     keys_of,
     mean_keys_per_query,
+    slopes_of,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
-
-ELEMENT_BYTES = 2  # of bf16 and fp16
-FP32_BYTES = 4
-BARRIER_BYTES = 8
-KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
-CLUSTER = 2  # CTAs of a cluster, where two share a key tile
-HALF = 128  # columns of the parts in which a cluster keeps its tiles
-ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
-ADDITIONS = 2  # such additions that it has in flight
-# A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
-STATISTICS_ALIGNMENT = 128
-
-
-def aligned(size: int) -> int:
-    """The number of bytes, rounded up to the alignment of a swizzled tile."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def statistics_end(barriers: int, stages: int, tile_m: int) -> int:
-    """Bytes of barriers, the word that nobody reads, and the statistics (fp32, ``tile_m`` a stage), which begin at a multiple of 128."""
-    end = BARRIER_BYTES * (barriers + 1)
-    return end + -end % 128 + FP32_BYTES * stages * tile_m
-
-
-@dataclass(frozen=True)
-class KeyTiles:
-    """Sizes of the pass over key tiles: two warpgroups, query blocks of ``tile_m`` rows.
-
-    Attributes:
-        width, width_v: head dims that the kernel is compiled for; smaller ones are filled with zeros as they are loaded.
-        stages: of the ring; a stage holds a block of Q and its rows' lse2, or a block of dO and its rows' delta.
-        split: one warpgroup makes S, P and dV, the other dP, dS and dK, both for the same 64 keys. Only so do dK and dV of wide
-            heads fit into registers (docs/decisions.md#hopper-d256-roles). Otherwise each warpgroup makes everything for its own
-            64 keys.
-        sums_dq: the pass makes dQ too and accumulates it in global memory.
-        ordered: dQ is accumulated in the order of the key tiles, so that its bits repeat and do not depend on the rest of the launch.
-        dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
-            (docs/decisions.md#hopper-d128-queries).
-        prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
-        queued: CTAs take tiles from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
-        overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
-            (docs/decisions.md#hopper-overlapped-tiles).
-        counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
-        dp_late: dP begins when P is made: S and dP share no registers, dropout is drawn under it (docs/decisions.md#hopper-pair-tiles).
-        v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
-    """
-
-    width: int
-    width_v: int
-    tile_m: int
-    stages: int
-    registers: int = 240
-    registers_load: int = 24
-    split: bool = False
-    sums_dq: bool = False
-    ordered: bool = False
-    dq_first: bool = False
-    prefetches: bool = False
-    queued: bool = False
-    overlaps: bool = False
-    counts: bool = False
-    dp_late: bool = False
-    v_register_steps: int = 0
-    clustered = False  # two CTAs share a tile: see ClusterTiles
-
-    @property
-    def name(self) -> str:
-        layout = "_pair" if self.clustered else "_split" if self.split else "_overlap" if self.overlaps else ""
-        return f"{self.tile_m}x{self.tile_n}_s{self.stages}{layout}"
-
-    @property
-    def registers_by_warpgroup(self) -> tuple[int, ...]:
-        """Registers of a thread, for each warpgroup of the CTA."""
-        return self.registers_load, *[self.registers] * KEY_GROUPS
-
-    @property
-    def dq_transposed(self) -> bool:
-        """Whether each warpgroup makes half of the columns of dQ, transposed, so that a block may have any multiple of 16 queries.
-        Otherwise a warpgroup makes half of the 128 queries of a block."""
-        return self.width == KEY_GROUPS * ROWS
-
-    @property
-    def part_elements(self) -> int:
-        """The number of elements of a block of dQ that one warpgroup accumulates: a part."""
-        return self.tile_m * self.width // KEY_GROUPS
-
-    @property
-    def key_tiles(self) -> int:
-        """How many tiles of 64 keys a CTA holds."""
-        return 1 if self.split else KEY_GROUPS
-
-    @property
-    def tile_n(self) -> int:
-        return ROWS * self.key_tiles
-
-    @property
-    def threads(self) -> int:
-        return 128 * len(self.registers_by_warpgroup)
-
-    @property
-    def tile_elements(self) -> int:
-        """Elements of the shared memory of 64 rows of K or V, where 64 rows of dK or dV are put later."""
-        return ROWS * max(self.width, self.width_v)
-
-    @property
-    def stage_elements(self) -> int:
-        return self.tile_m * max(self.width, self.width_v)
-
-    @property
-    def barriers(self) -> int:
-        """The number of mbarriers: full and empty of every stage; full, empty and done of every tile of K and V; full and empty
-        of the P that is handed over, or of two blocks of dS and of two parts of dQ."""
-        return 2 * self.stages + 6 * self.key_tiles + (2 if self.split else 8 if self.sums_dq else 0) + self.overlaps
-
-    @property
-    def handover_bytes(self) -> int:
-        """Bytes of what one warpgroup hands to another: P; or two blocks of dS of each, and a block of dQ in fp32."""
-        p = ELEMENT_BYTES * ROWS * self.tile_m
-        dq = FP32_BYTES * self.tile_m * self.width
-        return p if self.split else 2 * KEY_GROUPS * p + dq if self.sums_dq else 0
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory: barriers, a word that nobody reads, and statistics; K and V; the ring; what is handed over."""
-        tiles = 2 * self.key_tiles * self.tile_elements + self.stages * self.stage_elements
-        small = aligned(statistics_end(self.barriers, self.stages, self.tile_m))
-        return small + ELEMENT_BYTES * tiles + self.handover_bytes
-
-
-@dataclass(frozen=True)
-class ClusterTiles(KeyTiles):
-    """Sizes where the two CTAs of a cluster share a tile of 128 keys (:mod:`tilewise.backends.hopper.backward.cluster`): each has
-    64 of the keys and half of dQ's columns. A stage of the ring holds 64 x HALF of Q or dO.
-
-    Attributes:
-        registers, registers_values, registers_dq: of the warpgroups that make dK, dV and dQ.
-    """
-
-    registers: int = 200
-    registers_values: int = 192
-    registers_dq: int = 96
-    split: bool = True
-    sums_dq: bool = True
-    clustered = True
-
-    @property
-    def registers_by_warpgroup(self) -> tuple[int, ...]:
-        return self.registers_load, self.registers_values, self.registers, self.registers_dq
-
-    @property
-    def parts(self) -> int:
-        """How many parts of HALF columns a tile has."""
-        return self.width // HALF
-
-    @property
-    def tile_n(self) -> int:
-        return ROWS * CLUSTER
-
-    @property
-    def barriers(self) -> int:
-        """The number of mbarriers: full and empty of every stage; full of K, of V and of the peer's part of K; empty and done of K
-        and V; K and V read for the last time; full of P and full and empty of dS, for two blocks each; full of the peer's dS."""
-        return 2 * self.stages + 3 + 2 * 2 + 2 + 3 * 2 + 1
-
-    @property
-    def handover_bytes(self) -> int:
-        """Bytes of P or dS of two blocks, of the peer's dS, and of the elements of dQ (fp32) that four warps have in flight."""
-        return 3 * ELEMENT_BYTES * ROWS * self.tile_m + 4 * ADDITIONS * ADDITION
-
-    @property
-    def shared(self) -> int:
-        tiles = ROWS * HALF * (self.stages + 2 * self.parts + 1)
-        small = aligned(statistics_end(self.barriers, self.stages, self.tile_m))
-        return small + ELEMENT_BYTES * tiles + self.handover_bytes
-
-
-@dataclass(frozen=True)
-class QueryTiles:
-    """Sizes of the pass over query tiles: ``warpgroups`` of 64 queries each by ``tile_n`` keys; otherwise as :class:`KeyTiles`.
-
-    Attributes:
-        makes_statistics: this pass comes first and also makes the rows' lse2 and delta, from blocks of O that pass through the ring.
-            Otherwise a preprocessing kernel makes them (docs/decisions.md#hopper-queries-first).
-        prefetches: the Q and dO of the next tile are brought to L2 while a tile is at work.
-    """
-
-    width: int
-    width_v: int
-    warpgroups: int
-    tile_n: int
-    stages: int
-    registers: int = 240
-    registers_load: int = 24
-    makes_statistics: bool = False
-    prefetches: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.tile_m}x{self.tile_n}_s{self.stages}"
-
-    @property
-    def tile_m(self) -> int:
-        return ROWS * self.warpgroups
-
-    @property
-    def tile_elements(self) -> int:
-        """Elements of the shared memory of a warpgroup's tile of Q, where dQ is put later, or of dO."""
-        return ROWS * max(self.width, self.width_v)
-
-    @property
-    def stage_elements(self) -> int:
-        return self.tile_n * max(self.width, self.width_v)
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
-
-    @property
-    def barriers(self) -> int:
-        """The number of mbarriers: full and empty of every stage; for every warpgroup full and empty of Q and dO, and done of dQ."""
-        return 2 * self.stages + 3 * self.warpgroups
-
-    @property
-    def shared(self) -> int:
-        tiles = 2 * self.warpgroups * self.tile_elements + self.stages * self.stage_elements
-        return aligned(BARRIER_BYTES * (self.barriers + 1)) + ELEMENT_BYTES * tiles
 
 
 @dataclass(frozen=True)
@@ -267,7 +51,7 @@ class Backward(Formed):
 
     Attributes:
         queries: None where the pass over key tiles accumulates dQ.
-        dtype, form, softcap, packed, traced, dropout: as of :class:`tilewise.backends.hopper.forward.config.Config`.
+        dtype, form, softcap, packed, traced, dropout, alibi: as of :class:`tilewise.backends.hopper.forward.config.Config`.
     """
 
     keys: KeyTiles
@@ -278,6 +62,18 @@ class Backward(Formed):
     packed: bool = False
     traced: Traced = PLAIN
     dropout: bool = False
+    alibi: bool = False
+
+    @property
+    def subtracts(self) -> bool:
+        """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`): in bf16, where one pass counts
+        its tiles. It was not tried beside dropout, ALiBi and bits."""
+        return self.dtype == "bf16" and self.keys.counts and not (self.dropout or self.alibi or self.form == "bits")
+
+    @property
+    def statistics(self) -> StatisticSlots:
+        """The place of the statistics in the pass over keys."""
+        return StatisticSlots(self.keys.stages, self.subtracts)
 
     @property
     def pairs(self) -> bool:
@@ -297,7 +93,7 @@ class Backward(Formed):
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
         second += "_counted" if k.counts else ""
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "packed") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "alibi", "packed") if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
 
@@ -307,7 +103,7 @@ class Backward(Formed):
         keys, queries = self.keys, self.queries
         hidden = None if keys.split or keys.dp_late else keys.tile_m // 2
         roles = tuple(dict.fromkeys(reversed(keys.registers_by_warpgroup)))
-        found = [Expected(f"{self.name}_keys", roles, keys.shared, hidden, idle_loops=True)]
+        found = [Expected(f"{self.name}_keys", roles, shared_of(keys, self.statistics), hidden, idle_loops=True)]
         if queries:
             roles = queries.registers, queries.registers_load
             found.append(Expected(f"{self.name}_queries", roles, queries.shared, queries.tile_n // 2, idle_loops=True))
@@ -318,7 +114,7 @@ class Backward(Formed):
         """The tensors that belong to the pass over keys alone, and those that belong to the pass over queries alone, by the names
         of their fields."""
         each = ("lo", "hi") if self.by_rows else ()
-        each += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits")}.get(self.form, ())
+        each += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "section")}.get(self.form, ())
         return each, each if self.queries else ()
 
     @property
@@ -391,6 +187,7 @@ class BackwardRow:
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
+        alibi: whether one_pass is shipped with ALiBi whose bias is linear.
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
         one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
         overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
@@ -403,6 +200,7 @@ class BackwardRow:
     predicate: Passes | None = None
     one_pass: KeyTiles | None = None
     dropout: KeyTiles | None = None
+    alibi: bool = False
     bits: KeyTiles | None = None
     one_pass_from: int = 0
     overlapping_from: int | None = None
@@ -417,7 +215,7 @@ class BackwardRow:
         Prefetching has not been tried there, and clusters lost to two passes (docs/decisions.md#hopper-ordered-dq)."""
         if self.one_pass is None or self.one_pass.clustered:
             return None
-        return replace(self.one_pass, ordered=True, prefetches=False)
+        return replace(self.one_pass, ordered=True, stores_first=True, prefetches=False)
 
     def summed(self, form: str, packed: bool, dropout: bool = False) -> KeyTiles | None:
         """``one_pass`` or ``dropout`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
@@ -439,9 +237,8 @@ class BackwardRow:
         return (form in ("band", "rows") and self.softcap_band) or self.softcap
 
 
-_BITS = KeyTiles(
-    128, 128, 64, 5, sums_dq=True, prefetches=True, queued=True, overlaps=True, counts=True, v_register_steps=4
-)
+_BITS = KeyTiles(128, 128, 64, 5, sums_dq=True, prefetches=True, v_register_steps=4)
+_BITS = replace(_BITS, queued=True, overlaps=True, counts=True)
 # (head dim of q and k, head dim of v) -> tiles. The first row that holds both dims, and has tiles for the problem, is taken.
 TABLE = {
     (64, 64): BackwardRow(
@@ -453,7 +250,8 @@ TABLE = {
         predicate=Passes(KeyTiles(64, 64, 64, 8), QueryTiles(64, 64, 2, 96, 6)),
         one_pass=KeyTiles(64, 64, 128, 5, sums_dq=True, prefetches=True, v_register_steps=4),
         dropout=KeyTiles(64, 64, 128, 5, sums_dq=True, dp_late=True),
-        bits=replace(_BITS, width=64, width_v=64, tile_m=128),
+        alibi=True,
+        bits=replace(_BITS, width=64, width_v=64, tile_m=128, stores_first=True),
         one_pass_from=1100,
         overlapping_from=900,
     ),
@@ -471,7 +269,8 @@ TABLE = {
         pairs=Passes(KeyTiles(128, 128, 48, 8), QueryTiles(128, 128, 2, 80, 6)),
         predicate=Passes(KeyTiles(128, 128, 32, 8), QueryTiles(128, 128, 2, 64, 6)),
         one_pass=KeyTiles(128, 128, 80, 4, sums_dq=True, dq_first=True, v_register_steps=1),
-        dropout=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True, dp_late=True),
+        dropout=KeyTiles(128, 128, 64, 5, sums_dq=True, dq_first=True),
+        alibi=True,
         bits=replace(_BITS, dq_first=True),
         one_pass_from=560,
     ),
@@ -492,6 +291,7 @@ TABLE = {
     ),
 }
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
+LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
 ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
 
@@ -510,12 +310,8 @@ def shipped() -> list[Backward]:
     """Every backward that is compiled ahead of time."""
     rows, forms = TABLE.values(), {False: SHIPPED, True: [form for form in SHIPPED if form != "rows"]}
     kinds = [(form, packed) for packed in forms for form in forms[packed]]
-    found = [
-        (row.passes(form, softcap), form, softcap, packed)
-        for softcap in (False, True)
-        for form, packed in kinds
-        for row in rows
-    ]
+    each = product((False, True), kinds, rows)
+    found = [(row.passes(form, softcap), form, softcap, packed) for softcap, (form, packed), row in each]
     for form, packed in kinds:
         summed = [row.summed(form, packed) for row in rows] + [row.ordered for row in rows]
         summed = [keys for keys in dict.fromkeys(summed) if keys]
@@ -524,7 +320,9 @@ def shipped() -> list[Backward]:
     found = [(passes, form, softcap, packed, PLAIN, False) for passes, form, softcap, packed in found]
     for row in (row for row in rows if row.dropout):
         found += [(Passes(row.summed(form, False, True)), form, False, False, PLAIN, True) for form in DROPPED]
-    return [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
+    found = [Backward(*passes, dtype, *kind) for passes, *kind in found if passes for dtype in DTYPES.values()]
+    sloped = [row.summed("upper", False) for row in rows if row.alibi]
+    return found + [Backward(keys, None, dtype, "upper", alibi=True) for keys in sloped for dtype in DTYPES.values()]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
@@ -560,10 +358,22 @@ def choose(p: Problem) -> Backward:
     bits = bit_tiles_of(p)
     if form in ("rows", "lists") and bits and not why_no_bits(p, bits.tile_m, by_columns=True):
         return Backward(bits, None, DTYPES[str(p.dtype)], "bits")
+    if (sloped := with_slopes(p)) is not None:
+        return sloped
     row, passes = chosen_row(p)
     if not (softcap or traced != PLAIN):
         passes = one_pass(row, p, form) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
+
+
+def with_slopes(p: Problem) -> Backward | None:
+    """The kernels that know ALiBi's bias to be linear: one pass, however few the keys are; None where dQ must be added up in one order, or
+    the score is something else."""
+    fitting = (row for dims, row in TABLE.items() if p.head_dim <= dims[0] and p.head_dim_v <= dims[1])
+    row = next((row for row in fitting if row.alibi), None)
+    if row is None or slopes_of(p) is None or p.spec.dropout_p or p.spec.deterministic:
+        return None
+    return Backward(row.summed("upper", False), None, DTYPES[str(p.dtype)], "upper", alibi=True)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:
@@ -578,6 +388,8 @@ def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
         return Passes(row.summed(form, p.packed, dropout=True)) if row.dropout and not p.spec.deterministic else None
     keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
     if keys is None or mean_keys_per_query(p) < row.least_keys(keys) or not exists(keys, form, p.packed):
+        return None
+    if keys.counts and p.softmax_scale < LEAST_SCALE:
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None
 

@@ -10,8 +10,9 @@ memory (16 bytes a clock and SM, in whatever order they come)::
 A part lies in memory as it lay in registers: fours of each thread's elements, one thread after the other.
 :mod:`tilewise.backends.hopper.backward.postprocess` puts the parts in place.
 
-The order of dQ's additions is decided in :func:`add_all` (whatever order the CTAs come in) and :func:`add_in_order` (that of the key
-tiles, so that bits repeat): a semaphore of each part says whose turn it is, and only the adding warp waits.
+The order of dQ's additions is decided in :func:`add_all` (whatever order the CTAs come in), :func:`add_or_store` (the same, but the first
+one stores) and :func:`add_in_order` (that of the key tiles, so that bits repeat): a semaphore of each part says whether something is
+there, or whose turn it is, and only the adding warp waits.
 
 mbarriers (arrivals in brackets): ``ds_full[block % 2]`` and ``ds_empty[block % 2]`` (256) between the warpgroups, two blocks of dS, so
 that they may be most of a block apart; ``part_full[w]`` (128) warpgroup -> adding warp, ``part_empty[w]`` (1) back.
@@ -27,10 +28,11 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward.config import FP32_BYTES, KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import begin_products, stage_of, store_fragment, transposed
 from tilewise.backends.hopper.backward.key_tiles import KeyTile, block_at
 from tilewise.backends.hopper.backward.params import BackwardParams, count_place, number_band
+from tilewise.backends.hopper.backward.tiles import FP32_BYTES, KEY_GROUPS, KeyTiles
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit import schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
@@ -39,6 +41,7 @@ from tilewise.backends.hopper.kit.scheduler import PICK
 from tilewise.backends.hopper.kit.tiles import staged_layout
 
 STORE = "cp.async.bulk.global.shared::cta.bulk_group"
+UNTOUCHED, CLAIMED, STORED = range(3)  # semaphores of parts, where the first tile that comes to one stores it
 ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
 
 
@@ -227,12 +230,13 @@ def count_tile(delta: cute.Tensor, batch, head) -> None:
         count_up(delta, count_place(batch, head, delta))
 
 
-class OrderedSums(NamedTuple):
-    """The accumulated dQ of one query head, in order.
+class UnclearedSums(NamedTuple):
+    """The accumulated dQ of one query head, whose parts nobody has cleared.
 
     Attributes:
         dq: (block, warpgroup, part), fp32.
-        semaphores: (block x warpgroup,), int32: how many key tiles have been added to each part so far.
+        semaphores: (block x warpgroup,), int32: how many key tiles have been added to each part so far, in order; else UNTOUCHED,
+            CLAIMED by the tile that stores it, or STORED.
     """
 
     dq: cute.Tensor
@@ -241,7 +245,7 @@ class OrderedSums(NamedTuple):
 
 @cute.jit
 def add_in_order(
-    sums: OrderedSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
+    sums: UnclearedSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
 ):  # fmt: skip
     """One warp adds the parts of a key tile, each after those of all earlier key tiles. Returns the phase.
 
@@ -266,6 +270,47 @@ def add_in_order(
         signal_semaphore(sums.semaphores, place, rank + 1)
         phase = 1 - phase
     return phase
+
+
+@cute.jit
+def add_or_store(
+    sums: UnclearedSums, smem: SumStorage, w: cutlass.Constexpr, tile: KeyTile, phase, params: BackwardParams, config: cutlass.Constexpr
+):  # fmt: skip
+    """One warp adds the parts of a key tile, or stores those of blocks that no other tile has come to. Returns the phase.
+
+    Nobody claims a part before it is there, so that others wait for a store at most, and never for each other.
+    """
+    for step in cutlass.range(tile.stop - tile.start, unroll=1):
+        m = block_at(tile, tile.start + step, params, config)
+        place = KEY_GROUPS * m + w
+        found = semaphore(sums.semaphores, place)
+        # What is stored is there for the copy engine, too. The part is awaited behind the fence, which takes long.
+        cute.arch.fence_proxy("async.global")
+        cute.arch.mbarrier_wait(smem.part_full + w, phase)
+        if found != STORED:
+            found = claim(sums.semaphores, place)
+            if found != UNTOUCHED:
+                await_semaphore(sums.semaphores, place, STORED, found)
+        if found == UNTOUCHED:
+            begin_copy(STORE, sums.dq[m, w, None], smem.part, w)
+            release_part(smem, w)
+            # Partner: await_semaphore of the CTAs that come to this part while it is stored, or later.
+            signal_semaphore(sums.semaphores, place, STORED)
+        else:
+            begin_copy(ADD, sums.dq[m, w, None], smem.part, w)
+            release_part(smem, w)
+        phase = 1 - phase
+    return phase
+
+
+@cute.jit
+def claim(semaphores: cute.Tensor, n) -> I32:
+    """One warp claims part n if it is UNTOUCHED. Returns what its semaphore was, the same for all lanes."""
+    found = I32(UNTOUCHED)
+    if cute.arch.lane_idx() == 0:
+        place = semaphores.iterator + n
+        found = cute.arch.atomic_cas(place, cmp=I32(UNTOUCHED), val=I32(CLAIMED), sem="acquire", scope="gpu")
+    return cute.arch.shuffle_sync(found, 0)
 
 
 def semaphore(semaphores: cute.Tensor, n) -> I32:

@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream
 
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
 from tilewise.backends.hopper.kit import fake
 from tilewise.bit_tiles import THREADS, words_of
 
@@ -31,12 +32,13 @@ def fake_arguments(config: Backward) -> tuple:
     # name.
     given = *(fake.tiled(config.dtype, shape) for shape in (q, k, v, o, o)), statistic(seqlen_q), statistic(seqlen_q)
     # lse2 and delta start at multiples of 16 bytes, since a bulk copy brings their rows with a block of Q or dO.
-    made = *(fake.tiled(config.dtype, shape) for shape in (q, k, v)), statistic(lines, 4, 16), statistic(lines, 4, 16)
+    words = cute.sym_int(divisibility=16) if config.subtracts else lines
+    made = *(fake.tiled(config.dtype, shape) for shape in (q, k, v)), statistic(words, 4, 16), statistic(lines, 4, 16)
     if config.keys.sums_dq:
         # dQ's parts: one for each warpgroup and query block, fp32, in the order of the registers that add to it.
         shape = batch, heads_q, cute.sym_int(), KEY_GROUPS, config.keys.part_elements
         made = *made, fake.rows(cutlass.Float32, shape, 4, 16)
-    if config.keys.ordered:
+    if config.keys.stores_first:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
     if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)
@@ -55,14 +57,16 @@ def fake_arguments(config: Backward) -> tuple:
 
 def _optional(config: Backward, heads: tuple, lengths: tuple) -> list:
     """The tensors that only some kernels have: those of the pass over ``lengths[0]`` keys, those of the pass over ``lengths[1]``
-    queries, the seed of dropout, and the leaves of expressions."""
+    queries, the seed of dropout, ALiBi's slopes, and the leaves of expressions."""
     found = []
     for rows, names in zip(lengths, config.extra, strict=True):
         tiles = cute.sym_int()
         shapes = {"lo": (rows,), "hi": (rows,), "blocks": (tiles, cute.sym_int()), "counts": (tiles, 2)}
         made = {name: fake.strided(cutlass.Int32, (*heads, *shape)) for name, shape in shapes.items()}
+        made["section"] = fake.vector(cutlass.Int32, 1)
         made["work"] = fake.rows(cutlass.Int32, (*heads, tiles, 4), 4, 16)
         made["bits"] = fake.packed(cutlass.Int32, (cute.sym_int(), THREADS, words_of(config.keys.tile_m)))
         found += [made[name] for name in names]
     found += [fake.vector(cutlass.Int64, 1)] if config.dropout else []
+    found += [fake.vector(cutlass.Float32, heads[1])] if config.alibi else []
     return found + [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]

@@ -40,11 +40,19 @@ class RegisterOperand(NamedTuple):
     a: cute.Tensor
 
 
+class Term(NamedTuple):
+    """One k step of a product: operands (.., 1, 1)."""
+
+    mma: cute.TiledMma
+    a: cute.Tensor
+    b: cute.Tensor
+
+
 def begin_products(
-    mma: cute.TiledMma, acc: cute.Tensor, factors, overwrite: bool, registers: RegisterOperand | None = None
-) -> None:
+    mma: cute.TiledMma, acc: cute.Tensor, factors, overwrite: bool, registers: RegisterOperand | None = None, first: Term | None = None
+) -> None:  # fmt: skip
     """Issues the wgmmas of ``acc (+)= sum of a b`` over the ``factors`` ``(a, b)`` as one group. Mode 2 of an operand counts its
-    k steps; the first ones of each a come from ``registers``, if these are given.
+    k steps; the first ones of each a come from ``registers``, if these are given. ``first``: a k step that overwrites ``acc`` before.
 
     The atoms are made here: a field set on the caller's atom would belong to the caller's loop.
     """
@@ -53,6 +61,11 @@ def begin_products(
         register_atom, steps = cute.make_mma_atom(registers.mma.op), cute.size(registers.a, mode=[2])
     # Registers that were written since the last product are visible to this one.
     warpgroup.fence()
+    if first is not None:
+        # Outside the loop over factors: its operands have other layouts.
+        first_atom, overwrite = cute.make_mma_atom(first.mma.op), False
+        first_atom.set(warpgroup.Field.ACCUMULATE, False)
+        cute.gemm(first_atom, acc, first.a[None, None, 0], first.b[None, None, 0], acc)
     for n, (a, b) in enumerate(factors):
         for step in range(cute.size(a, mode=[2])):
             one, left = (register_atom, registers.a) if step < steps else (atom, a)

@@ -7,7 +7,8 @@ time keep the operands and the sums of dQ in L2, many heads keep the CTAs evenly
 from __future__ import annotations
 
 from tilewise.backends.hopper import config
-from tilewise.backends.hopper.backward.config import CLUSTER, ELEMENT_BYTES, FP32_BYTES, Backward
+from tilewise.backends.hopper.backward.config import Backward
+from tilewise.backends.hopper.backward.tiles import CLUSTER, ELEMENT_BYTES, FP32_BYTES
 from tilewise.problem import Problem
 
 OPEN_BYTES = 48 << 20  # of the heads of a section, where tiles come from a queue

@@ -14,14 +14,18 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward.config import CLUSTER, STATISTICS_ALIGNMENT, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams, column_band, number_band
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
 from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, PackedSequence, seqlen_info
+from tilewise.backends.hopper.backward.tiles import CLUSTER, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
-from tilewise.backends.hopper.kit.dtypes import I32
+from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.scheduler import PICK, TileScheduler, nth_packed_tile, nth_tile_by_size
+from tilewise.backends.hopper.kit.slopes import RowSlopes
+from tilewise.backends.hopper.kit.softmax import LOG2_E
+from tilewise.backends.hopper.kit.tiles import column_of
 
 FAR = 1 << 29  # past every query
 
@@ -123,6 +127,8 @@ def packed_tile(n, params: BackwardParams, config: Backward) -> packed.PackedTil
     of the keys that are seen come first."""
     if not config.packed:
         order = tile_order(params, config)
+        if config.form == "bits":
+            order = order._replace(section=params.extra.section[0])
         # Every CTA takes one number past the last tile before it ends; there is no head to divide by there.
         n_block, head = schedule.tile_at(PICK.smaller(n, order.tiles - 1), order, PICK)
         if config.form == "bits":
@@ -206,6 +212,7 @@ class VisibleBlocks(NamedTuple):
     Attributes:
         start, stop: the blocks ``[start, stop)`` are seen as a whole; of the others, what is within ``limits``.
         hidden: of the first ``hidden`` blocks nothing is seen.
+        slopes: ALiBi of the tile's query head, where there is ALiBi.
     """
 
     column: I32
@@ -214,10 +221,11 @@ class VisibleBlocks(NamedTuple):
     stop: I32
     limits: ColumnLimits | None
     hidden: I32 | int = 0
+    slopes: RowSlopes | None = None
 
     def block(self, n, whole: bool, params: BackwardParams, config: Backward) -> ScoreBlock:
         """The n-th of the tile's blocks, or of its list."""
-        if whole and not config.pairs:
+        if whole and not (config.pairs or config.alibi):
             return ScoreBlock()
         if config.form == "bits":
             # Two threads of 256 for each key of the tile: the second warpgroup's keys are 64 further.
@@ -227,7 +235,7 @@ class VisibleBlocks(NamedTuple):
         first = block_at(self.tile, n, params, config) * config.keys.tile_m
         limits = None if whole else self.limits.within(first)
         pairs = pairs_of_block(self.tile, ("j", "i"), self.column, first, params) if config.pairs else None
-        return ScoreBlock(limits, pairs)
+        return ScoreBlock(limits, pairs, slopes=self.slopes and self.slopes.within(first))
 
 
 def visible_blocks(column, tile: KeyTile, params: BackwardParams, config: Backward) -> VisibleBlocks:
@@ -285,4 +293,15 @@ def blocks_of_head(
     tile = of_query_head(tile, g, params, config)
     if not config.of_numbers:
         return visible_blocks(column, tile, params, config)
+    if config.alibi:
+        blocks = blocks._replace(slopes=slopes_of_head(column, tile.head, params))
     return blocks._replace(tile=tile) if config.pairs else blocks
+
+
+def slopes_of_head(column, head, params: BackwardParams) -> RowSlopes:
+    """ALiBi of a query head for a thread's keys. A block's columns are queries, and the bias falls along them: -slope (i + off - j)."""
+    start = column_of(cute.arch.thread_idx()[0] % 128, 0)
+    # Key j has distance 0 from query j - (hi - 1): the band ends with each query's own place.
+    return RowSlopes(
+        -params.extra.slopes[head] * LOG2_E, [F32(j - start - (params.hi - 1)) for j in thread_rows(column)]
+    )

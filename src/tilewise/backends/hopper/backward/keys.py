@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
 from tilewise.backends.hopper.backward import dq_accumulate
-from tilewise.backends.hopper.backward.config import ELEMENT_BYTES, FP32_BYTES, KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import rows_first, warp_and_warpgroup
 from tilewise.backends.hopper.backward.key_tiles import SCHEDULER, KeyTile, block_at, of_query_head
 from tilewise.backends.hopper.backward.keys_compute import compute, compute_and_sum
@@ -55,6 +55,8 @@ from tilewise.backends.hopper.backward.keys_storage import (
 )
 from tilewise.backends.hopper.backward.params import BackwardParams, flag_place
 from tilewise.backends.hopper.backward.sequences import ahead_receiver, publish_held, receiver
+from tilewise.backends.hopper.backward.subtrahends import write_constant
+from tilewise.backends.hopper.backward.tiles import ELEMENT_BYTES, FP32_BYTES, KEY_GROUPS, v_register_steps
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
@@ -130,7 +132,9 @@ def tiled_mmas(config: Backward) -> KeysMmas:
         mma(major.MN, tiles.width, registers),  # dK += dSᵀ Q
         mma(major.MN, tiles.width_v, registers),  # dV += Pᵀ dO
         dq_accumulate.tiled_mma(config) if tiles.sums_dq else None,
-        mma(major.K, tiles.tile_m, registers) if tiles.v_register_steps else None,
+        mma(major.K, tiles.tile_m, registers)
+        if v_register_steps(tiles, config.statistics) or config.subtracts
+        else None,
     )
 
 
@@ -139,6 +143,9 @@ def kernel(tmas: KeysTmas, buffers: RowBuffers, mmas: KeysMmas, params: Backward
     """Gives every warp its role."""
     tiles, (warp, group) = config.keys, warp_and_warpgroup()
     smem = allocate(tmas, config)
+    if cutlass.const_expr(config.subtracts):
+        # Read by both warpgroups' products, after the barrier of init_barriers.
+        write_constant(smem, warp)
     init_barriers(smem, config)
     if cutlass.const_expr(not config.queries_first):
         cute.arch.griddepcontrol_wait()  # the statistics are there when the preprocessing kernel has ended
@@ -247,19 +254,22 @@ def load_blocks(
         # (box, block) of one query head, and (box, stage).
         gQ, sQ = tma_tiles(tmas.q, (tiles.tile_m, tiles.width), (None, 0), head, key_tile.rows, smem.q)
         gO, sO = tma_tiles(tmas.do, (tiles.tile_m, tiles.width_v), (None, 0), head, key_tile.rows, smem.do)
-        lse2 = RowStatistic(key_tile.statistic(buffers.lse2, head), tiles.tile_m)
+        lse2 = RowStatistic(key_tile.statistic(buffers.lse2, head), tiles.tile_m * config.statistics.words)
         delta = RowStatistic(key_tile.statistic(buffers.delta, head), tiles.tile_m)
+        # Beside Q both come at once, where products subtract them.
+        delta = None if config.subtracts else delta
         for step in cutlass.range(head_tile.stop - head_tile.start, unroll=1):
             m = block_at(head_tile, head_tile.start + step, params, config)
-            fetch_block(tmas.q, gQ, sQ, lse2, m, state, q_bytes, smem)
+            fetch_block(tmas.q, gQ, sQ, lse2, m, state, q_bytes, smem, config.statistics.slot(state.index))
             state = state.advance(tiles.stages)
-            fetch_block(tmas.do, gO, sO, delta, m, state, do_bytes, smem)
+            fetch_block(tmas.do, gO, sO, delta, m, state, do_bytes, smem, state.index)
             state = state.advance(tiles.stages)
     return state
 
 
 class RowStatistic(NamedTuple):
-    """lse2 or delta of a head's rows in global memory, (row,), which is loaded ``block_rows`` rows at a time."""
+    """lse2 or delta of a head's rows in global memory, (row,), which is loaded ``block_rows`` rows at a time; where products subtract both,
+    words of 4 bytes, which are called rows here."""
 
     rows: cute.Tensor
     block_rows: int
@@ -270,22 +280,25 @@ class RowStatistic(NamedTuple):
 
 
 def fetch_statistic(statistic: RowStatistic, m, statistics: cute.Tensor, stage, full) -> None:
-    """One thread starts a bulk copy of block m of a statistic into a stage."""
+    """One thread starts a bulk copy of block m of a statistic into a stage, or slot."""
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), F32)
-    target = cute.make_tensor(statistics[None, None, None, stage].iterator, cute.make_layout(statistic.block_rows))
+    place = statistics[*[None] * (cute.rank(statistics) - 1), stage].iterator
+    target = cute.make_tensor(cute.recast_ptr(place, dtype=F32), cute.make_layout(statistic.block_rows))
     cute.copy(atom, cute.local_tile(statistic.rows, (statistic.block_rows,), (m,)), target, mbar_ptr=full)
 
 
 def fetch_block(
-    info: cpasync.TmaInfo, g, s, statistic: RowStatistic, m, state: PipelineState, size: int, smem: KeysStorage
-) -> None:
-    """Waits until the stage is empty, then loads block m of Q or dO, ``size`` bytes, and its rows' statistic."""
+    info: cpasync.TmaInfo, g, s, statistic: RowStatistic | None, m, state: PipelineState, size: int, smem: KeysStorage, slot
+) -> None:  # fmt: skip
+    """Waits until the stage is empty, then loads block m of Q or dO, ``size`` bytes, and its rows' statistic, if it has one, into a
+    slot."""
     full = smem.full + state.index
     cute.arch.mbarrier_wait(smem.empty + state.index, state.phase)  # all computing warps have read the stage
     # Two copies fill a stage: `full` turns when the bytes of both have come.
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, size + statistic.bytes)
-        fetch_statistic(statistic, m, smem.statistics, state.index, full)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size + (statistic.bytes if statistic else 0))
+        if statistic:
+            fetch_statistic(statistic, m, smem.statistics, slot, full)
     cute.copy(info.atom, g[None, m], s[None, state.index], tma_bar_ptr=full)
 
 
@@ -356,9 +369,10 @@ def store_tile(
             head_tile = of_query_head(key_tile, g, params, config)
             sums = key_tile.dq_blocks(buffers.dq_sums, head_tile.head)
             # The order of dQ's additions is decided here.
-            if cutlass.const_expr(tiles.ordered):
-                sums = dq_accumulate.OrderedSums(sums, buffers.semaphores[key_tile.batch, head_tile.head, None])
-                part_phase = dq_accumulate.add_in_order(sums, smem.dq, w, head_tile, part_phase, params, config)
+            if cutlass.const_expr(tiles.stores_first):
+                add = dq_accumulate.add_in_order if tiles.ordered else dq_accumulate.add_or_store
+                sums = dq_accumulate.UnclearedSums(sums, buffers.semaphores[key_tile.batch, head_tile.head, None])
+                part_phase = add(sums, smem.dq, w, head_tile, part_phase, params, config)
             else:
                 part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile, part_phase, params, config)
             if cutlass.const_expr(tiles.counts):

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.backward import dq_accumulate
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
     OperandValues,
     RegisterOperand,
@@ -39,6 +39,8 @@ from tilewise.backends.hopper.backward.keys_storage import KeysMmas, KeysStorage
 from tilewise.backends.hopper.backward.params import BackwardParams
 from tilewise.backends.hopper.backward.scores import ScoreBlock, probabilities, score_gradients
 from tilewise.backends.hopper.backward.sequences import receiver
+from tilewise.backends.hopper.backward.subtrahends import Subtrahends, make_subtrahends
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, v_register_steps
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import dropout, schedule
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
@@ -63,6 +65,7 @@ class DkDvOperands(NamedTuple):
         dk, dv: accumulators, 64 x width and 64 x width_v, fp32.
         dq: the operands of a part of dQ, where it is accumulated.
         v_registers: the first columns of V in registers, if any are there.
+        subtrahends: where products subtract the statistics.
     """
 
     mmas: KeysMmas
@@ -80,11 +83,13 @@ class DkDvOperands(NamedTuple):
     dv: cute.Tensor
     dq: dq_accumulate.SumOperands | None = None
     v_registers: RegisterOperand | None = None
+    subtrahends: Subtrahends | None = None
 
 
 def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkDvOperands:
     """The operands of warpgroup w."""
     tiles, score, dk, dv = config.keys, *(mma.get_slice(0) for mma in mmas[:3])
+    v_columns = K_STEP * v_register_steps(tiles, config.statistics)
 
     def accumulator(mma, columns):
         return cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), F32)
@@ -103,7 +108,8 @@ def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkD
         accumulator(mmas.score, tiles.tile_m), accumulator(mmas.score, tiles.tile_m), operand(mmas.dv), operand(mmas.dk),
         accumulator(mmas.dk, tiles.width), accumulator(mmas.dv, tiles.width_v),
         dq_accumulate.make_operands(mmas.dq, smem.dq, smem.k, w, config) if tiles.sums_dq else None,
-        RegisterOperand(mmas.dp_registers, operand(mmas.dp_registers, K_STEP * tiles.v_register_steps)) if tiles.v_register_steps else None,
+        RegisterOperand(mmas.dp_registers, operand(mmas.dp_registers, v_columns)) if v_columns else None,
+        make_subtrahends(mmas, smem, operand(mmas.dp_registers, K_STEP)) if config.subtracts else None,
     )  # fmt: skip
 
 
@@ -115,16 +121,18 @@ def as_rows_columns(operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
 # -- Products of a block -------------------------------------------------------------------------------------------
 
 
-def begin_s(operands: DkDvOperands, w, q_stage) -> None:
-    """Begins Sᵀ = K Qᵀ, 64 x tile_m, with the K of tile w."""
+def begin_s(operands: DkDvOperands, w, q_stage, slot=None) -> None:
+    """Begins Sᵀ = K Qᵀ, 64 x tile_m, with the K of tile w; where products subtract, minus the lse in a slot."""
     k, q = stage_of(operands.k, w), stage_of(operands.q, q_stage)
-    begin_products(operands.mmas.score, operands.s, [(k, q)], overwrite=True)
+    first = operands.subtrahends and operands.subtrahends.of_s(slot)
+    begin_products(operands.mmas.score, operands.s, [(k, q)], overwrite=True, first=first)
 
 
-def begin_dp(operands: DkDvOperands, w, do_stage) -> None:
-    """Begins dPᵀ = V dOᵀ, 64 x tile_m, with the V of tile w."""
+def begin_dp(operands: DkDvOperands, w, do_stage, slot=None) -> None:
+    """Begins dPᵀ = V dOᵀ, 64 x tile_m, with the V of tile w; where products subtract, minus the delta in a slot."""
     v, do = stage_of(operands.v, w), stage_of(operands.do, do_stage)
-    begin_products(operands.mmas.score, operands.dp, [(v, do)], overwrite=True, registers=operands.v_registers)
+    first = operands.subtrahends and operands.subtrahends.of_dp(slot)
+    begin_products(operands.mmas.score, operands.dp, [(v, do)], True, operands.v_registers, first)
 
 
 def begin_dv(operands: DkDvOperands, do_stage) -> None:
@@ -341,7 +349,7 @@ def summing_tile(
     group_blocks = blocks_of_group(column, key_tile, params, config)
     for n in cutlass.range_constexpr(2 * tiles.key_tiles):  # K and V of both warpgroups: dQ takes all 128 keys
         cute.arch.mbarrier_wait(smem.held_full + n, held_phase)
-    if cutlass.const_expr(tiles.v_register_steps):
+    if cutlass.const_expr(operands.v_registers is not None):
         load_register_steps(operands.v_registers.a, operands.mmas.dp_registers, tile_at(smem.v, w))
     if cutlass.const_expr(tiles.overlaps):
         cute.arch.mbarrier_wait(smem.left, 1 - held_phase)  # dK and dV of the tile before have left, from store
@@ -354,7 +362,7 @@ def summing_tile(
                 state = summing_block(operands, w, state, block, smem, params, config)
         for step in cutlass.range(blocks.stop - blocks.start, unroll=1):
             block = ScoreBlock()
-            if cutlass.const_expr(config.pairs):
+            if cutlass.const_expr(config.pairs or config.alibi):
                 block = blocks.block(blocks.start + step, True, params, config)
             state = summing_block(operands, w, state, block, smem, params, config)
         if cutlass.const_expr(not config.listed):
@@ -398,18 +406,20 @@ def summing_block(
     """
     (q_stage, q_phase), (do_stage, do_phase) = state.stages_of_block(config.keys.stages)
     cute.arch.mbarrier_wait(smem.full + q_stage, q_phase)  # Q and lse2, from load_queries
-    begin_s(operands, w, q_stage)  # Sᵀ = K Qᵀ, 64 x tile_m
+    # Where products subtract, both statistics came with Q.
+    slot = config.statistics.slot(q_stage)
+    begin_s(operands, w, q_stage, slot)  # Sᵀ = K Qᵀ, 64 x tile_m
     kept, late = None, config.keys.dp_late
     if not late:
         cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
-        begin_dp(operands, w, do_stage)  # dPᵀ = V dOᵀ, 64 x tile_m
+        begin_dp(operands, w, do_stage, slot)  # dPᵀ = V dOᵀ, 64 x tile_m
         kept = kept_pairs(operands, block, smem, params, config)  # under both products
     warpgroup.wait_group(int(not late))  # S is done
-    lse2 = column_statistic(smem.statistics, q_stage)
+    lse2 = None if config.subtracts else column_statistic(smem.statistics, q_stage)
     probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config)
     if late:
         cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
-        begin_dp(operands, w, do_stage)  # dPᵀ = V dOᵀ, 64 x tile_m
+        begin_dp(operands, w, do_stage, slot)  # dPᵀ = V dOᵀ, 64 x tile_m
         kept = kept_pairs(operands, block, smem, params, config)  # under that product
     if config.dropout:
         # dS takes the P of dropped pairs too, and there are no registers for two operands: dV comes after dS.
@@ -419,7 +429,7 @@ def summing_block(
     else:
         begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v, runs while dS is made
         warpgroup.wait_group(1)  # dP is done
-    delta = column_statistic(smem.statistics, do_stage)
+    delta = None if config.subtracts else column_statistic(smem.statistics, do_stage)
     score_gradients(rows_columns(operands.dp), rounded_p(operands, config), delta, kept, params)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     if config.dropout:
@@ -445,7 +455,7 @@ def kept_pairs(
 def rounded_p(operands: DkDvOperands, config: Backward) -> cute.Tensor | OperandValues:
     """The operand P as fp32 numbers at a thread's (row, column). Only tiles with columns of V in registers were measured with fewer
     instructions for it; the bits of other kernels without dropout are left as they were proven."""
-    if config.keys.v_register_steps or config.dropout:
+    if v_register_steps(config.keys, config.statistics) or config.dropout:
         return OperandValues(operands.p, operands.dp, config.dtype, held=config.dropout and config.dtype == "fp16")
     return as_rows_columns(operands.p, operands.dp)
 

@@ -9,8 +9,9 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from tilewise.backends.hopper.backward import dq_accumulate
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import allocate_elements, statistics_layout, with_tma_layout
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
 from tilewise.backends.hopper.config import ALIGNMENT
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.scheduler import (
@@ -85,6 +86,7 @@ class KeysStorage(NamedTuple):
         boxes: the mailboxes of packed tiles, or the slots of tiles from a queue.
         dq: what accumulating dQ takes.
         left: the barrier that says that dK and dV have left, where they do not lie where K and V were.
+        minus_lse: :func:`constant_layout`, where products subtract the statistics; ``statistics`` is then :func:`subtrahends_layout`.
     """
 
     k: cute.Tensor
@@ -106,6 +108,7 @@ class KeysStorage(NamedTuple):
     boxes: Mailboxes | Slots
     dq: dq_accumulate.SumStorage | None = None
     left: cute.Pointer | None = None
+    minus_lse: cute.Tensor | None = None
 
 
 def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
@@ -113,7 +116,11 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
     allocator, tiles = cutlass.utils.SmemAllocator(), config.keys
     words = SLOT_WORDS if tiles.queued else mailbox_words(config, KEY_GROUPS)
     full = allocator.allocate_array(cutlass.Int64, tiles.barriers + 1 + words)
-    statistics = allocator.allocate_tensor(F32, statistics_layout(tiles.tile_m, tiles.stages), 128)
+    if config.subtracts:
+        layouts = subtrahends_layout(tiles.tile_m, config.statistics.count), constant_layout()
+        statistics, minus_lse = (allocator.allocate_tensor(ELEMENT[config.dtype], layout, 128) for layout in layouts)
+    else:
+        statistics, minus_lse = allocator.allocate_tensor(F32, statistics_layout(tiles.tile_m, tiles.stages), 128), None
     sizes = (*[tiles.key_tiles * tiles.tile_elements] * 2, tiles.stages * tiles.stage_elements)
     k, v, q = (allocate_elements(allocator, elements, config.dtype) for elements in sizes)
     # A warpgroup puts its dK and dV where it alone has read: split, make_keys has read V alone, and make_values K alone.
@@ -134,8 +141,19 @@ def allocate(tmas: KeysTmas, config: Backward) -> KeysStorage:
         with_tma_layout(k, tmas.k), with_tma_layout(v, tmas.v), with_tma_layout(dk, tmas.dk), with_tma_layout(dv, tmas.dv),
         with_tma_layout(q, tmas.q), with_tma_layout(q, tmas.do), statistics, handover,
         full, empty, held_full, held_empty, done, p_full, p_full + 1, full + tiles.barriers,
-        (slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left,
+        (slots if tiles.queued else mailboxes)(full + tiles.barriers + 1), dq, left, minus_lse,
     )  # fmt: skip
+
+
+def subtrahends_layout(rows: int, slots: int) -> cute.Layout:
+    """The layout of statistics as an operand B, (row, column, slot), K-major without a swizzle: 16 bytes a row, whose 8 columns come
+    twice."""
+    return cute.make_layout(((8, rows // 8), (8, 2), slots), stride=((8, 64), (1, 0), 8 * rows))
+
+
+def constant_layout() -> cute.Layout:
+    """The layout of an operand A, (64, 16, 1), whose 8 rows of 8 columns come again and again: CONSTANT_BYTES."""
+    return cute.make_layout(((8, 8), (8, 2), 1), stride=((8, 0), (1, 0), 64))
 
 
 def held_arrivals(config: Backward) -> int:

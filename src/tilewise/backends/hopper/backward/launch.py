@@ -37,8 +37,8 @@ def optional_params(tensors: list, numbers: list, config: Backward) -> tuple[Opt
     """The arguments that only some kernels have: of the pass over keys, and of the pass over queries.
 
     Args:
-        tensors: the tensors of the pass over keys, those of the pass over queries, the seed of dropout, and the leaves of expressions;
-            each only where there are any (:attr:`Backward.extra`).
+        tensors: the tensors of the pass over keys, those of the pass over queries, the seed of dropout, ALiBi's slopes, and the leaves of
+            expressions; each only where there are any (:attr:`Backward.extra`).
         numbers: dropout's threshold and factor, then the numbers of expressions.
     """
     if config.packed:
@@ -47,6 +47,8 @@ def optional_params(tensors: list, numbers: list, config: Backward) -> tuple[Opt
     each = [{name: next(tensors) for name in names} for names in config.extra]
     if config.dropout:
         both = {"seed": next(tensors), "threshold": numbers[0], "keep": numbers[1]}
+    if config.alibi:
+        both["slopes"] = next(tensors)
     if config.traced != PLAIN:
         both |= {"leaves": tuple(next(tensors) for _ in range(leaves)), "numbers": tuple(numbers[2 * config.dropout :])}
     return tuple(OptionalParams(**own, **both) for own in each)
@@ -85,8 +87,9 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     )
     cu = starts.cu_q if config.packed else None
     rows = preprocess.StatisticsTensors(
-        o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores, queue
-    )
+        o, do, lse, dlse, buffers.lse2, buffers.delta, cu, buffers.dq_sums, buffers.semaphores, queue,
+        scale2 if config.subtracts else None,
+    )  # fmt: skip
     keys_tensors = keys.KeysTensors(q, k, v, do, dk, dv, buffers)
     starts = starts._replace(queue=queue_q) if config.packed else None
     queries_tensors = queries.QueriesTensors(q, k, v, do, dq)

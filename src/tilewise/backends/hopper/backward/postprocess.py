@@ -16,11 +16,12 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward, KeyTiles
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.dq_accumulate import fours, part_columns, tiled_mma
 from tilewise.backends.hopper.backward.fragments import rows_first, scale, store_accumulator, transposed
 from tilewise.backends.hopper.backward.params import count_place
 from tilewise.backends.hopper.backward.sequences import dq_block_start
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, KeyTiles
 from tilewise.backends.hopper.config import ALIGNMENT, ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
@@ -34,7 +35,7 @@ class DqSums(NamedTuple):
         parts: (batch, heads_q, block, warpgroup, part), fp32.
         cu: (sequence + 1,), int32: where packed sequences begin; None where none are packed.
         rows: the rows of packed sequences.
-        semaphores: (batch, heads_q, block x warpgroup), int32: how many key tiles have been added to each part; only in order.
+        semaphores: (batch, heads_q, block x warpgroup), int32: 0 where no key tile was added to a part; only where sums are not cleared.
         counts, key_tiles: delta, which holds the counts of :func:`count_place`, and the number of a head's key tiles; only with counts.
     """
 
@@ -112,7 +113,7 @@ def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale:
     acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, part_columns(tiles))), F32)
     source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, part_layout(tiles))
     cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, fours(tiles)))))
-    if cutlass.const_expr(tiles.ordered):
+    if cutlass.const_expr(tiles.stores_first):
         clear_if_unvisited(acc, sums.semaphores[batch, head, KEY_GROUPS * block + w])
     # dQ = scale · the sum of dS K; the scale was left out of the parts.
     scale(acc, softmax_scale)

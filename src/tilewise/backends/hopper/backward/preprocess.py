@@ -4,7 +4,7 @@
 
 This kernel runs first where no pass makes the statistics itself. A row that sees no key, and the rows that fill up the last block of
 a sequence, get lse2 = +inf, so that their P is 0, and delta = 0. Where dQ is accumulated, the kernel also clears its fp32 sums, or,
-where it is accumulated in order, the semaphores. It is bound by memory: O and dO are read once, 16 bytes a thread and row, ROWS_EACH
+where the first part is stored, the semaphores. It is bound by memory: O and dO are read once, 16 bytes a thread and row, ROWS_EACH
 rows at a time, and zeros are written while these are on their way.
 """
 
@@ -15,17 +15,19 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, STATISTICS_ALIGNMENT, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.sequences import statistics_start
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32
-from tilewise.backends.hopper.kit.instructions import choose
+from tilewise.backends.hopper.kit.instructions import choose, pack, put_four, truncated
 from tilewise.backends.hopper.kit.softmax import LOG2_E
 
 VECTOR = 8  # elements that a thread reads at a time
 THREADS = 256
 ROWS_EACH = 4  # rows that a thread has in flight; at most as many as threads share a row
 INF = float("inf")
+FAR = 1e20  # base 2: P of a row without keys is 2**-FAR where products subtract lse
 
 
 class StatisticsTensors(NamedTuple):
@@ -39,6 +41,7 @@ class StatisticsTensors(NamedTuple):
         dq_sums: (batch, heads_q, block, warpgroup, part), fp32; set to zero.
         semaphores: (batch, heads_q, block x warpgroup), int32; set to zero. There are fewer than statistics rows.
         queue: (1,), int32: how many key tiles were taken after each CTA's first; set to zero.
+        scale2: softmax_scale · log2(e), where products subtract the statistics. ``lse2`` then has four words a row, :func:`terms_of`.
     """
 
     o: cute.Tensor | None
@@ -51,6 +54,11 @@ class StatisticsTensors(NamedTuple):
     dq_sums: cute.Tensor | None = None
     semaphores: cute.Tensor | None = None
     queue: cute.Tensor | None = None
+    scale2: F32 | None = None
+
+    def rows(self, config: Backward):
+        """How many statistics rows a head has."""
+        return (self.delta if config.subtracts else self.lse2).shape[2]
 
 
 class StatisticsRow(NamedTuple):
@@ -76,7 +84,7 @@ def rows_of(width_v: int) -> int:
 def launch(t: StatisticsTensors, stream, config: Backward) -> None:
     """Launches the kernel, within a traced function of the host's."""
     kernel.set_name_prefix(f"{config.name}_rows", remove_cutlass_symbol=True, keep_mangled_name=False)
-    blocks = cute.ceil_div(t.lse2.shape[2], rows_of(config.keys.width_v))
+    blocks = cute.ceil_div(t.rows(config), rows_of(config.keys.width_v))
     grid = [blocks * t.lse.shape[0], t.lse.shape[1], 1]
     kernel(t, config).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
@@ -91,7 +99,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     cute.arch.griddepcontrol_wait()  # this kernel may begin while the one before it in the stream ends
     lanes, element = lanes_of(config.keys.width_v), ELEMENT[config.dtype]
     rows_each_cta = rows_of(config.keys.width_v)
-    blocks, (n, head, _) = cute.ceil_div(t.lse2.shape[2], rows_each_cta), cute.arch.block_idx()
+    blocks, (n, head, _) = cute.ceil_div(t.rows(config), rows_each_cta), cute.arch.block_idx()
     block, batch, thread = n % blocks, n // blocks, cute.arch.thread_idx()[0]
     lane, first, step = thread % lanes, block * rows_each_cta + thread // lanes, THREADS // lanes
     mine = lane % ROWS_EACH
@@ -101,7 +109,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     o, do = (part[batch, None, head, None] for part in (t.o, t.do))
     # Loads of all rows are issued before any is used: (8,) of O and (8,) of dO for each row.
     parts = [[row_part(matrix, row.source, lane, element) for matrix in (o, do)] for row in rows]
-    if cutlass.const_expr(config.keys.ordered):
+    if cutlass.const_expr(config.keys.stores_first):
         clear_semaphores(t.semaphores[batch, head, None], block * THREADS + thread)
     elif cutlass.const_expr(config.keys.sums_dq):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)
@@ -114,7 +122,11 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
         for offset in [1 << n for n in range((lanes - 1).bit_length())]:  # over the threads of the row
             found = found + cute.arch.shuffle_sync_bfly(found, offset=offset)
         total = choose(mine == n, found, total)
-    put(t, batch, head, own.row, lane, *statistics_of(lse, dlse, total, own.source < t.lse.shape[2]))
+    found = statistics_of(lse, dlse, total, own.source < t.lse.shape[2])
+    if cutlass.const_expr(config.subtracts):
+        put_terms(t, batch, head, own.row, lane, *found, config)
+    else:
+        put(t, batch, head, own.row, lane, *found)
 
 
 # -- Rows ----------------------------------------------------------------------------------------------------------
@@ -174,6 +186,28 @@ def put(t: StatisticsTensors, batch, head, row, lane, lse2, delta):
     if lane < ROWS_EACH and row < t.lse2.shape[2]:
         t.lse2[batch, head, row] = lse2
         t.delta[batch, head, row] = delta
+
+
+@cute.jit
+def put_terms(t: StatisticsTensors, batch, head, row, lane, lse2, delta, config: cutlass.Constexpr):
+    """The first ROWS_EACH threads of each row write one row's four words each, and its delta as a number, which a sink's gradient
+    reads."""
+    if lane < ROWS_EACH and row < t.delta.shape[2]:
+        t.delta[batch, head, row] = delta
+        # 16 bytes a row: a bulk copy of a block's rows is an operand as it lies.
+        put_four(t.lse2[batch, head, None].iterator + 4 * row, terms_of(lse2, delta, t.scale2, config.dtype))
+
+
+def terms_of(lse2, delta, scale2, dtype: str) -> list:
+    """Four words of two elements: the terms of lse2 / scale2 and a zero, those of delta and a zero; a number is the sum of its terms."""
+    found = []
+    # lse2 is finite, as the product of dP multiplies it by zeros.
+    for number in (cutlass.min(lse2, F32(FAR)) / scale2, delta):
+        # Both differences are exact: 8 bits each, and what is left is rounded.
+        high = truncated(number)
+        middle = truncated(number - high)
+        found += [pack(high, middle, dtype), pack(number - high - middle, number - number, dtype)]
+    return found
 
 
 # -- Zeros ---------------------------------------------------------------------------------------------------------

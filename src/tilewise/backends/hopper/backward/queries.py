@@ -30,7 +30,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from tilewise.backends.hopper.backward.config import ELEMENT_BYTES, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import rows_first, warp_and_warpgroup
 from tilewise.backends.hopper.backward.params import BackwardParams, flag_place
 from tilewise.backends.hopper.backward.preprocess import StatisticsTensors
@@ -44,6 +44,7 @@ from tilewise.backends.hopper.backward.queries_storage import (
 )
 from tilewise.backends.hopper.backward.query_tiles import SCHEDULER, block_at, number_of, rounds_of
 from tilewise.backends.hopper.backward.sequences import ahead_receiver, publish_held, receiver
+from tilewise.backends.hopper.backward.tiles import ELEMENT_BYTES
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import packed
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32

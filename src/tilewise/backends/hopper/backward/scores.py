@@ -23,6 +23,7 @@ from tilewise.backends.hopper.config import PLAIN
 from tilewise.backends.hopper.kit import bits, dropout, expression
 from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import choose, pack
+from tilewise.backends.hopper.kit.slopes import BlockSlopes
 from tilewise.backends.hopper.kit.softmax import softcap_roughly
 from tilewise.backends.hopper.kit.tiles import column_of, constant_column, row_of, rows_columns
 
@@ -60,17 +61,22 @@ class ScoreBlock(NamedTuple):
         limits: the ends of its two rows' kept columns, counted as in :class:`ColumnLimits`; None where all columns are kept.
         pairs: the pairs of a query and a key, where there are expressions or dropout.
         words: a bit for each pair of a partial block, where bits say which are kept.
+        slopes: ALiBi's bias, where there is ALiBi.
     """
 
     limits: list | None = None
     pairs: expression.Pairs | None = None
     words: list | None = None
+    slopes: BlockSlopes | None = None
 
     def dropout_keeps(self, acc: cute.Tensor, params: BackwardParams, config: Backward) -> dropout.Kept | None:
         """The pairs of an accumulator that dropout keeps; None without dropout."""
         if not config.dropout:
             return None
-        return dropout.Kept.of(self.pairs, cute.size(rows_columns(acc), mode=[1]), params)
+        columns = cute.size(rows_columns(acc), mode=[1])
+        # Elsewhere too few registers are left for what the draws of all blocks share.
+        spare = config.keys.sums_dq and not config.keys.dp_late
+        return dropout.Kept.of(self.pairs, columns, params, tight=not spare)
 
     def values(self, config: Backward) -> expression.Values | None:
         """The score and slope of each pair and, where some pairs may be hidden, whether the predicate keeps it."""
@@ -106,9 +112,12 @@ def probabilities(
 
     Args:
         s: (2 rows, columns of the thread).
-        lse2: function of a thread's row and column.
+        lse2: function of a thread's row and column; None where S has come with lse subtracted.
         kept: dropout's condition of a thread's row and column; it acts on ``p`` alone, since dS takes it from dP.
     """
+    if block.slopes is not None:
+        # The bias joins lse2, of which an exponent takes one number anyway.
+        lse2 = block.slopes.less(lse2)
     # None without expressions; otherwise each node of the trees is computed once for what it depends on.
     values = block.values(config)
     if config.softcap:
@@ -119,7 +128,7 @@ def probabilities(
             points = [score_point(s, r, c + n, values, params, config) for n in range(2)]
             # P is recomputed from lse2: the forward keeps no P.
             pair = [
-                probability(point, lse2(r, c + n), constant_column(c + n), ends, params)
+                probability(point, lse2 and lse2(r, c + n), constant_column(c + n), ends, params)
                 for n, point in enumerate(points)
             ]
             if block.words is not None:
@@ -164,7 +173,8 @@ def score_point(
 def probability(point: ScorePoint, lse2, column: int, ends, params: BackwardParams):
     """``P = 2**(score · scale2 - lse2)``, selected to 0 unless ``ends[0] <= column < ends[1]``; an end that is None is unbounded."""
     # Of a hidden pair it may be infinite: so P is selected to 0, not multiplied by it.
-    p = cute.math.exp2(point.score * params.scale2 - lse2, fastmath=True)
+    exponent = point.score * params.scale2
+    p = cute.math.exp2(exponent if lse2 is None else exponent - lse2, fastmath=True)
     if point.keep is not None:
         p = choose(point.keep, p, 0.0)
     if ends[0] is not None:
@@ -187,14 +197,14 @@ def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta, kept=None, params: B
 
     Args:
         dp, p: (2 rows, columns of the thread); ``p`` holds slope · P.
-        delta: function of a thread's row and column.
+        delta: function of a thread's row and column; None where dP has come with delta subtracted.
         kept: dropout's condition, which acts on the dP that enters dS: dP is scaled by 65536 / T where it holds, and 0 elsewhere.
     """
     for r in range(2):
         for c in range(cute.size(dp, mode=[1])):
             # (14), in fp32: dS is rounded once, where it becomes an operand.
             if kept is None:
-                dp[r, c] = F32(p[r, c]) * (dp[r, c] - delta(r, c))
+                dp[r, c] = F32(p[r, c]) * (dp[r, c] if delta is None else dp[r, c] - delta(r, c))
             else:
                 difference = cute.math.fma(choose(kept(r, c), dp[r, c], 0.0), params.extra.keep, -delta(r, c))
                 dp[r, c] = F32(p[r, c]) * difference

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 
-from tilewise.backends.hopper.backward.config import STATISTICS_ALIGNMENT, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams
+from tilewise.backends.hopper.backward.tiles import STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.kit import packed, schedule
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK, publish_tile, receive_ahead, receive_tile

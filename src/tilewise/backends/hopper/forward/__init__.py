@@ -2,6 +2,7 @@
 
 =================================================== ==================================================================
 tile sizes, registers, which kernel a call gets     config (no DSL); a row of its TABLE; over pages paged_config
+what no kernel computes                             reasons (no DSL)
 roles, barriers and who waits for whom              kernel: its docstring and ``kernel``; the launch
 how many CTAs, how many heads are at work           grids (no DSL)
 which tile a CTA computes, which blocks it visits   query_tiles

@@ -32,6 +32,7 @@ from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import all_agree, both, choose, keep_words_above, pack
 from tilewise.backends.hopper.kit.ring import PipelineState, acquire, new_reader, release
 from tilewise.backends.hopper.kit.scheduler import PICK
+from tilewise.backends.hopper.kit.slopes import BlockSlopes, RowSlopes
 from tilewise.backends.hopper.kit.tiles import QueryTile, begin_product, column_of, row_of, rows_columns
 
 
@@ -175,7 +176,7 @@ def compute_tile(
     """
     row, band = query_tile.row + w * config.queries, band_of_tile(query_tile, params, config)
     hidden, whole, rest = whole_steps(query_tile, row, band, config)
-    ends = row_ends(query_tile, row, cute.arch.thread_idx()[0] % 128, band, config)
+    ends = row_ends(query_tile, row, cute.arch.thread_idx()[0] % 128, band, params, config)
     whole_block = steady_block if config.steady else key_block
     operands.o.fill(0.0)
 
@@ -237,7 +238,7 @@ class RowEnds(NamedTuple):
     """The keys of a thread's two rows in a tile.
 
     ``i`` are the rows, ``column`` is the thread's first column. ``lower`` and ``upper`` are the first key that a row keeps and
-    the first one past them, less that column; None means that there is no end.
+    the first one past them, less that column; None means that there is no end. ``slopes``: the rows' ALiBi.
     """
 
     batch: I32
@@ -246,6 +247,7 @@ class RowEnds(NamedTuple):
     column: I32
     lower: list | None
     upper: list
+    slopes: RowSlopes | None = None
 
 
 class KeyBlock(NamedTuple):
@@ -257,13 +259,22 @@ class KeyBlock(NamedTuple):
     partial: bool
     words: list | None = None
 
+    def slopes(self, config: Config) -> BlockSlopes | None:
+        """The bias of ALiBi in this block; None without."""
+        return self.ends.slopes.within(self.n * config.tiles.tile_n) if config.alibi else None
 
-def row_ends(query_tile: QueryTile, row, thread, band: schedule.Band, config: Config) -> RowEnds:
+
+def row_ends(query_tile: QueryTile, row, thread, band: schedule.Band, params: ForwardParams, config: Config) -> RowEnds:
     """The ends of a thread's rows in the warpgroup whose first query is ``row``."""
     rows, start = [row + row_of(thread, r) // config.heads for r in range(2)], column_of(thread, 0)
     upper = [schedule.row_stop(i, band, PICK) - start for i in rows]
     lower = [schedule.row_start(i, band, PICK) - start for i in rows] if config.has_lower else None
-    return RowEnds(query_tile.batch, query_tile.head, rows, start, lower, upper)
+    slopes = None
+    if config.alibi:
+        # The band ends with a row's own place: the last key that it may see is at distance 0.
+        slope2 = params.extra.slopes[query_tile.head] * softmax.LOG2_E
+        slopes = RowSlopes(slope2, [F32(i + band.hi - 1 - start) for i in rows])
+    return RowEnds(query_tile.batch, query_tile.head, rows, start, lower, upper, slopes)
 
 
 def first_block(
@@ -275,7 +286,9 @@ def first_block(
     warpgroup.wait_group(0)  # S
     release(smem.empty + state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
-    softmax.online_softmax(s, operands.rows, params.scale2, first=True, masked=True, lazy=config.tiles.lazy)
+    softmax.online_softmax(
+        s, operands.rows, left_scale(params, config), first=True, masked=True, lazy=config.tiles.lazy
+    )
     round_p(operands, config)
     dropout.drop(operands.p, masks)
     return state.advance(config.tiles.stages)
@@ -293,7 +306,7 @@ def key_block(
     release(smem.empty + state.index)  # K: the loading warp
     s = masked_scores(operands, block, params, config)
     # P = exp(S - m), 64 × tile_n, unnormalised
-    softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=masked, lazy=tiles.lazy)
+    softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=masked, lazy=tiles.lazy)
     softmax.hold_exponentials(smem.unread, operands.rows)
     warpgroup.wait_group(0)  # O += P V
     release(smem.empty + v_state.index)  # V of the block before: the loading warp
@@ -315,7 +328,10 @@ def steady_block(
     v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     warpgroup.wait_group(1)  # S; O may still be under way
-    totals = softmax.steady_softmax(masked_scores(operands, block, params, config), operands.rows, params.scale2)
+    # ALiBi is added to the maximum here, not to S, which saves two instructions a pair.
+    slopes = block.slopes(config)
+    s = rows_columns(operands.s) if config.alibi else masked_scores(operands, block, params, config)
+    totals = softmax.steady_softmax(s, operands.rows, params.scale2, slopes)
     served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
     # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
     served = all_agree(served, 1 + n_q // config.tiles.q_stages)
@@ -341,7 +357,7 @@ def once_more(
         begin_product(operands.qk, operands.s, q, k, overwrite=True)
         warpgroup.wait_group(0)
         s, lazy = masked_scores(operands, block, params, config), config.tiles.lazy
-        softmax.online_softmax(s, operands.rows, params.scale2, first=False, masked=False, lazy=lazy)
+        softmax.online_softmax(s, operands.rows, left_scale(params, config), first=False, masked=False, lazy=lazy)
         softmax.rescale(operands.o, operands.rows.factor, lazy)
         round_p(operands, config)
 
@@ -368,11 +384,13 @@ def both_products(
 
 
 def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardParams, config: Config) -> cute.Tensor:
-    """The accumulator of S as (2 rows, columns), capped or scored, and masked."""
+    """The accumulator of S as (2 rows, columns), capped or scored, and masked; with ALiBi in base 2 (:func:`left_scale`)."""
     s, ends, first = rows_columns(operands.s), block.ends, block.n * config.tiles.tile_n
     pairs = expression.pairs_of(ends, first, params) if config.traced != PLAIN else None
     if config.softcap:
         softmax.softcap(s, params.cap2)
+    if config.alibi:
+        block.slopes(config).add(s, params.scale2)
     if config.traced.score:
         expression.scored(s, config.traced.score, params.cap2, pairs)
     if block.partial and block.words is not None:
@@ -386,6 +404,12 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
         if config.traced.keep:
             expression.hide(s, config.traced.keep, pairs)
     return s
+
+
+def left_scale(params: ForwardParams, config: Config):
+    """The factor that takes :func:`masked_scores` to base 2."""
+    # A bias is added where S is scaled already, because it is known in base 2.
+    return F32(1.0) if config.alibi else params.scale2
 
 
 def dropout_masks(block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config) -> list:

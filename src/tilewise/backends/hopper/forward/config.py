@@ -15,17 +15,14 @@ from tilewise.backends.hopper.config import (
     DROPPED,
     DTYPES,
     ELEMENT_BYTES,
-    LONG,
-    MULTIPLE,
     PLAIN,
     ROWS,
     SHIPPED,
     Expressions,
     Formed,
     Traced,
-    band_of,
-    is_traced,
     keys_of,
+    slopes_of,
     why_no_bits,
 )
 from tilewise.backends.hopper.expected import Expected
@@ -141,6 +138,7 @@ class Config(Formed):
         paged: how many rows of a page a box of TMA brings, where keys lie in pages (and sequences are packed); 0: they do not.
         traced: the expressions of this call alone: such a kernel is compiled at the first call.
         dropout: some pairs are dropped.
+        alibi: ALiBi's bias is added, linear in the key (:mod:`tilewise.backends.hopper.kit.slopes`).
     """
 
     tiles: Tiles
@@ -153,6 +151,7 @@ class Config(Formed):
     traced: Traced = PLAIN
     dropout: bool = False
     paged: int = 0
+    alibi: bool = False
 
     @property
     def queries(self) -> int:
@@ -169,8 +168,11 @@ class Config(Formed):
         """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of this kernel gets, in order."""
         found = ("part_o", "part_lse") if self.split else ()
         found += ("lo", "hi") if self.by_rows else ()
-        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "queue")}.get(self.form, ())
+        found += {"lists": ("blocks", "counts"), "bits": ("blocks", "work", "bits", "section", "queue")}.get(
+            self.form, ()
+        )
         found += ("seed", "threshold", "keep") if self.dropout else ()
+        found += ("slopes",) if self.alibi else ()
         if self.paged:
             return (*found, "cu_q", "queue", "seqlens_k", "block_table", "num_pages", "page_rows")
         return found + (("cu_q", "cu_k", "first", "last", "queue") if self.packed else ())
@@ -179,7 +181,7 @@ class Config(Formed):
     def expected(self) -> tuple[Expected, ...]:
         """The facts that the compiled kernel is held to; the kernel that merges splits has no roles."""
         registers = self.tiles.registers, self.tiles.registers_load
-        return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, self.stores),)
+        return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, stores=self.stores),)
 
     @property
     def stores(self) -> bool:
@@ -208,7 +210,7 @@ class Config(Formed):
         """The kernel's name: its symbol in the cubin, and its file."""
         tiles = self.tiles
         dims = f"d{tiles.width}" + (f"v{tiles.width_v}" if tiles.width_v != tiles.width else "")
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "split") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "alibi", "split") if getattr(self, name))
         flags += f"_paged{self.paged}" if self.paged else "_packed" if self.packed else ""
         flags += f"_heads{self.heads}" if self.heads > 1 else ""
         traced = "" if self.traced == PLAIN else f"_{self.traced.digest}"
@@ -252,6 +254,7 @@ class TileRow:
         fewer_ends: tiles beside ``ends`` that short sequences may get.
         bits: for lists and bits of tiles of 128 x 128; None: the tiles of the next row that has some.
         dropout: with dropout and neither a score nor a predicate; None: the tiles of a next row that has some, else ``traced``.
+        alibi: with ALiBi whose bias is linear; None: the tiles of a next row that has some, else none does.
         softcap: whether these head dims are shipped with a softcap, and with split keys; others take the next row that is.
         candidates: what else is worth a measurement, for "full" and "upper" in bf16.
     """
@@ -265,13 +268,14 @@ class TileRow:
     fewer_ends: tuple[Tiles, ...] = ()
     bits: Tiles | None = None
     dropout: Tiles | None = None
+    alibi: Tiles | None = None
     softcap: bool = False
     candidates: tuple[Tiles, ...] = ()
 
     @property
     def columns(self) -> tuple[Tiles, ...]:
         """Every tile of the row that a call may get."""
-        more = (tiles for tiles in (self.bits, self.dropout, self.short) if tiles is not None)
+        more = (tiles for tiles in (self.bits, self.dropout, self.alibi, self.short) if tiles is not None)
         return (self.full, self.ends, self.traced, self.listed, *more, *self.fewer, *self.fewer_ends)
 
     def of_form(self, form: str, softcap: bool = False, traced: Traced = PLAIN, dropout: bool = False) -> Tiles:
@@ -309,6 +313,7 @@ TABLE = {
         fewer_ends=(_D64_128,),
         bits=_D64_128,
         dropout=_D64_128,
+        alibi=_D64_192,
         softcap=True,
         candidates=(replace(_D64_192, pingpong=False), _D64_128, replace(_D64_128, pingpong=False)),
     ),
@@ -327,6 +332,7 @@ TABLE = {
         short=Tiles(128, 128, warpgroups=1, tile_n=128, stages=5, q_stages=2, registers=256),
         bits=_D128,
         dropout=_D128,
+        alibi=_D128,
         softcap=True,
         candidates=(
             replace(_D128, pingpong=False),
@@ -398,7 +404,9 @@ def shipped() -> list[Config]:
     bits = [Config(row.bits, dtype, "bits") for row in TABLE.values() if row.bits for dtype in DTYPES.values()]
     trained = [(row, *kind) for row in TABLE.values() if row.dropout for kind in kinds]
     dropped = [Config(row.dropout, dtype, form, dropout=True) for row, dtype, form in trained if form in DROPPED]
-    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped)))
+    with_alibi = [row.alibi for row in TABLE.values() if row.alibi]
+    sloped = [Config(tiles, dtype, "upper", alibi=True) for tiles in with_alibi for dtype in DTYPES.values()]
+    return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
 
 
 @lru_cache(maxsize=1)
@@ -445,40 +453,8 @@ def grouped(config: Config) -> list[Config]:
 # -- What a call gets ----------------------------------------------------------------------------------------------
 
 
-def reasons(problem: Problem, widest: int | None = None) -> list[str]:
-    """Every reason why no forward kernel computes a problem, whatever machine it is. ``widest``: of its head dims; None: MAX_HEAD_DIM."""
-    widest = widest or MAX_HEAD_DIM
-    wide, dims = max(problem.head_dim, problem.head_dim_v), (problem.head_dim, problem.head_dim_v)
-    found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}: its kernels take float16 and bfloat16"]
-    if wide > widest:
-        found.append(f"head_dim {wide} is above {widest}")
-    if any(dim % MULTIPLE for dim in dims):
-        found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
-    found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
-    found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
-    found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
-    if problem.softmax_scale <= 0 and not is_traced(problem):
-        found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
-    return found
-
-
-def _reasons_of_packed(problem: Problem) -> list[str]:
-    rows, found = max(problem.seqlen_q, problem.seqlen_k), []
-    if band_of(problem) is None:
-        found.append("packed sequences with a mask other than causal, window and a key_range of numbers")
-    if rows >= LONG:
-        found.append(f"{rows} packed rows, {LONG} or more")
-    if is_traced(problem):
-        found.append("packed sequences with a score other than one softcap")
-    return found
-
-
-def _has_wide_number(problem: Problem) -> bool:
-    return any(isinstance(n, int) and not -(1 << 31) <= n < 1 << 31 for n in Expressions.of(problem).numbers)
-
-
 def choose(problem: Problem) -> Config:
-    """The kernel for a problem that has no :func:`reasons` against it: of those shipped, the one with the fewest estimated clocks.
+    """The kernel for a problem that has no reasons against it: of those shipped, the one with the fewest estimated clocks.
 
     Keys are split where tiles fill less than half of the machine, if that saves a third of the estimated time.
     """
@@ -488,6 +464,9 @@ def choose(problem: Problem) -> Config:
     # Ends that tensors hold are slower than bits (docs/decisions.md#hopper-list-tiles).
     if form in ("rows", "lists") and bits and not why_no_bits(problem, bits.tile_n):
         return Config(bits, DTYPES[str(problem.dtype)], "bits")
+    sloped = with_slopes(problem)
+    if sloped is not None:
+        return sloped
     row = row_for(problem, capped, dropout and traced == PLAIN)
     tiles, dtype = row.of_form(form, capped, traced, dropout), DTYPES[str(problem.dtype)]
     config = Config(tiles, dtype, form, capped, packed=problem.packed, traced=traced, dropout=dropout)
@@ -506,6 +485,15 @@ def choose(problem: Problem) -> Config:
     # Few queries with a traced score are worth a kernel of their own; dropout is for training, whose queries are many.
     split = min((c for c in halves if c in _shipped() or traced != PLAIN), key=clocks, default=whole)
     return split if split.split and 3 * clocks(split) <= 2 * clocks(whole) else whole
+
+
+def with_slopes(problem: Problem) -> Config | None:
+    """The kernel that knows ALiBi's bias to be linear; None where the score is something else, or keys would be split."""
+    tiles = next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
+    if tiles is None or slopes_of(problem) is None or problem.spec.dropout_p:
+        return None
+    config = Config(tiles, DTYPES[str(problem.dtype)], "upper", alibi=True)
+    return config if 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
 
 
 def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:

@@ -42,6 +42,7 @@ def fake_arguments(config: Config) -> tuple:
         "cu_k": lambda: fake.vector(cutlass.Int32, starts),
         "first": lambda: fake.I32,
         "last": lambda: fake.I32,
+        "section": lambda: fake.vector(cutlass.Int32, 1),
         "queue": lambda: fake.vector(cutlass.Int32, 1),
         "seqlens_k": lambda: fake.strided(cutlass.Int32, (cute.sym_int(),)),
         "block_table": lambda: fake.strided(cutlass.Int32, (cute.sym_int(), cute.sym_int())),
@@ -50,6 +51,7 @@ def fake_arguments(config: Config) -> tuple:
         "seed": lambda: fake.vector(cutlass.Int64, 1),
         "threshold": lambda: fake.I32,
         "keep": lambda: fake.F32,
+        "slopes": lambda: fake.vector(cutlass.Float32, heads_q),
     }
     traced = [fake.leaf(dtype, rank) for dtype, rank in config.traced.tensors]
     traced += [fake.NUMBERS[kind] for kind in config.traced.numbers]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.config import DTYPES, LONG, band_of, strides_addressable
-from tilewise.backends.hopper.forward import config
+from tilewise.backends.hopper.config import DTYPES, ELEMENT_BYTES, LONG, band_of, strides_addressable
 from tilewise.backends.hopper.forward.config import PAGE_ROWS, PAGED_TILES, Config
+from tilewise.backends.hopper.forward.reasons import reasons as forward_reasons
 from tilewise.backends.hopper.latent import config as latent_config
 from tilewise.backends.hopper.latent.config import LatentConfig
 from tilewise.problem import Problem, TensorFacts
@@ -12,9 +12,8 @@ from tilewise.problem import Problem, TensorFacts
 
 def reasons(problem: Problem) -> list[str]:
     """Every reason why no forward over pages computes a problem, whatever machine it is."""
-    found = config.reasons(problem, latent_config.WIDTH if problem.latent else None) + _width_reasons(problem)
-    if problem.quantised:
-        found.append("a cache in 8 bits: its kernels over pages take 16 bits")
+    found = forward_reasons(problem, latent_config.WIDTH if problem.latent else None) + _width_reasons(problem)
+    found += _reasons_of_8_bits(problem) if problem.quantised else []
     # A part of a key block comes from one page, in one box.
     if part_rows(problem) is None:
         found.append(f"page_size {problem.page_size} is not a multiple of {min(_sizes_of_parts(problem))}")
@@ -24,6 +23,16 @@ def reasons(problem: Problem) -> list[str]:
     if problem.spec.score is not None:
         found.append("pages with a score")
     return found + _mask_reasons(problem) + _pool_reasons(problem)
+
+
+def _reasons_of_8_bits(problem: Problem) -> list[str]:
+    if not problem.latent:
+        return ["a cache in 8 bits: its kernels over pages take 16 bits, but where v lies in the memory of k"]
+    if any(len(problem.extras[n].shape) == 3 for n in problem.spec.scale_slots):
+        return [
+            "a cache in 8 bits with a scale for each token: its kernel takes one for all, for a head or for a sequence and head"
+        ]
+    return []
 
 
 def _width_reasons(problem: Problem) -> list[str]:
@@ -73,7 +82,10 @@ def _pool_reasons(problem: Problem) -> list[str]:
 
 def _addressable(pool: TensorFacts) -> bool:
     """Whether the copy engine can address a pool of pages as one tensor of rows (:mod:`packed`)."""
-    return strides_addressable(pool.shape, pool.stride) and (pool.shape[0] < 2 or pool.stride[0] % pool.stride[1] == 0)
+    rows = strides_addressable(
+        pool.shape, [n * pool.dtype.itemsize // ELEMENT_BYTES for n in pool.stride[:-1]] + [pool.stride[-1]]
+    )
+    return rows and (pool.shape[0] < 2 or pool.stride[0] % pool.stride[1] == 0)
 
 
 def page_rows(pool: TensorFacts) -> int:

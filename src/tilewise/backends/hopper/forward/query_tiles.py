@@ -109,7 +109,7 @@ def packed_tile(n, params: ForwardParams, config: Config) -> packed.PackedTile:
     The sequence is -1 if there is no such tile.
     """
     if config.form == "bits":
-        order = tile_order(params, config)
+        order = tile_order(params, config)._replace(section=params.extra.section[0])
         rank, head = schedule.tile_at(PICK.smaller(n, order.tiles - 1), order, PICK)
         batch, head = head // params.heads_q, head % params.heads_q
         sequence = I32(cutlass.select_(n < order.tiles, I32(batch), I32(-1)))

@@ -14,9 +14,10 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import state
 from tilewise.backends.base import Grads, Inputs, Output, without_memory
-from tilewise.backends.hopper.backward.config import KEY_GROUPS, Backward
+from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import grids
-from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of, strides_addressable
+from tilewise.backends.hopper.backward.tiles import KEY_GROUPS
+from tilewise.backends.hopper.config import PLAIN, Band, band_of, cap_of, keys_of, slopes_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.driver import Bound, PerStrides
 from tilewise.backends.hopper.host.plan import ALIGNED, FAR, LOG2_E, Plan, addressed, leaf
@@ -62,7 +63,7 @@ class BackwardPlan(Plan):
     def direct(self) -> bool:
         """Whether the kernels take the caller's tensors as they are, and no others but what they write."""
         config, spec = self.config, self.problem.spec
-        plain = config.of_numbers and config.traced == PLAIN and not (any(config.extra) or config.dropout)
+        plain = config.of_numbers and not (config.pairs or config.alibi) and not any(config.extra)
         return all(self.addressable) and plain and not (self.cut or self.problem.packed) and spec.sink_slot is None
 
     @cached_property
@@ -75,8 +76,8 @@ class BackwardPlan(Plan):
 
     @cached_property
     def semaphores_shape(self) -> tuple[int, ...] | None:
-        """The shape of the counters of these additions, if they come in order."""
-        if not self.config.keys.ordered:
+        """The shape of the semaphores of these additions, where the first one is a store."""
+        if not self.config.keys.stores_first:
             return None
         return self.problem.batch, self.problem.heads_q, self.config.semaphores(self.problem)
 
@@ -85,12 +86,14 @@ class BackwardPlan(Plan):
         writes: a sink's gradient reads them too, and they must add nothing to it."""
         shape = *lse.shape[:2], self.config.statistics_rows(self.problem)
         holes = self.problem.packed and inputs.sink is not None
-        return tuple(lse.new_full(shape, n) if holes else lse.new_empty(shape) for n in (INF, 0.0))
+        kinds = ((*shape[:2], shape[2] * self.config.statistics.words), INF), (shape, 0.0)
+        return tuple(lse.new_full(size, n) if holes else lse.new_empty(size) for size, n in kinds)
 
     @cached_property
     def numbers(self) -> tuple:
         """The numbers of :func:`tilewise.backends.hopper.backward.launch.launch`; the band's ends count from the first key."""
-        problem, band, cap = self.problem, self.band, cap_of(self.problem)
+        problem, band = self.problem, self.band
+        cap = None if self.config.alibi else cap_of(problem)
         lo, hi = (far if end is None else end - self.keys.start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         launched = grids(self.config, problem, self.keys.stop - self.keys.start, devices.of(problem.device).cores)
         scale2, cap2 = LOG2_E * problem.softmax_scale, 0.0
@@ -119,11 +122,12 @@ class BackwardPlan(Plan):
         for names, (ends, tiles, by_columns) in zip(config.extra, passes, strict=True):
             found += self.of_mask(inputs, ends) if "lo" in names else ()
             if "bits" in names:
-                found += self.of_mask(inputs, masks.tiles_with_bits, tiles, by_columns)
-                continue
-            if "blocks" in names:
+                section, ctas = self.numbers[2:4]
+                found += self.of_mask(inputs, masks.tiles_with_bits, tiles, section, ctas, by_columns)
+            elif "blocks" in names:
                 found += self.of_mask(inputs, masks.visits, tiles, by_columns)
         found += [inputs.seed] if config.dropout else []
+        found += [inputs.leaves[slopes_of(self.problem)].detach().contiguous()] if config.alibi else []
         return found + ([] if config.traced == PLAIN else [leaf(inputs.leaves[n]) for n in self.expressions.slots])
 
     def without_unseen(self, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.base import Inputs, Output, empty_output, without_memory
-from tilewise.backends.hopper.config import PLAIN, Band, cap_of, keys_of
+from tilewise.backends.hopper.config import PLAIN, Band, cap_of, keys_of, slopes_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
 from tilewise.backends.hopper.host import library, masks
@@ -61,7 +61,8 @@ class ForwardPlan(Plan):
     @cached_property
     def numbers(self) -> tuple[int, int, int, int, int, float, float]:
         """The numbers of :func:`tilewise.backends.hopper.forward.kernel.launch`; the band's ends count from the first key that it gets."""
-        problem, band, cap = self.problem, self.band, cap_of(self.problem)
+        problem, band = self.problem, self.band
+        cap = None if self.config.alibi else cap_of(problem)
         start = band.start if self.cut else 0
         lo, hi = (far if end is None else end - start for end, far in ((band.lo, -FAR), (band.hi, FAR)))
         grid = self.grid
@@ -87,8 +88,8 @@ class ForwardPlan(Plan):
             lists = self.of_mask(inputs, masks.visits, self.config.tiles)
             found |= dict(zip(("blocks", "counts"), lists, strict=True))
         if self.config.form == "bits":
-            bits = self.of_mask(inputs, masks.tiles_with_bits, self.config.tiles)
-            found |= dict(zip(("blocks", "work", "bits"), bits, strict=True))
+            made = self.of_mask(inputs, masks.tiles_with_bits, self.config.tiles, self.grid.section, self.grid.ctas)
+            found |= dict(zip(("blocks", "work", "bits", "section"), made, strict=True))
         if self.config.packed:
             found |= {"cu_q": inputs.cu_seqlens_q.int().contiguous(), "cu_k": inputs.cu_seqlens_k.int().contiguous()}
             found |= {"first": self.band.start, "last": self.band.stop}
@@ -97,6 +98,8 @@ class ForwardPlan(Plan):
         if self.config.dropout:
             p_drop = self.problem.spec.dropout_p
             found |= {"seed": inputs.seed, "threshold": threshold(p_drop), "keep": keep_scale(p_drop)}
+        if self.config.alibi:
+            found["slopes"] = inputs.leaves[slopes_of(self.problem)].detach().contiguous()
         named = tuple(found[name] for name in self.config.extra)
         if self.config.traced == PLAIN:
             return named

@@ -43,6 +43,10 @@ class LatentPlan(PagedPlan):
     def run(self, inputs: Inputs, tensors: tuple[Tensor, ...]) -> None:
         q, k, _, o, lse, sink = tensors
         extra = self.starts(inputs), inputs.seqlens_k, inputs.block_table
+        if self.config.e4m3:
+            k = k.view(torch.uint8)
+            each = inputs.seqlens_k.shape[0], k.shape[2]
+            extra += tuple(x.expand(each) for x in (inputs.k_scale, inputs.v_scale))
         if self.config.split:
             rows = self.grid.splits // PAIR, *lse.shape
             extra += tuple(

@@ -38,15 +38,15 @@ class Report:
         """The faults that keep the kernel from computing what it should."""
         return [f"{n} registers where setmaxnreg gives {limit}" for limit, n in self.registers.items() if n > limit]
 
-    def slow(self, exponentials: int | None, stores: bool = True) -> list[str]:
+    def slow(self, exponentials: int | None, loads: bool = True, stores: bool = True) -> list[str]:
         """The faults that make the kernel slower than it should be.
 
         Args:
             exponentials: how many of one key block and thread must run under a product; None: none need to.
-            stores: the copy engine stores, too.
+            loads, stores: the copy engine loads tiles, and stores them.
         """
         found = [f"{self.local} loads or stores of spills"] if self.local else []
-        copies = self.loads and bool(self.stores) == stores
+        copies = bool(self.loads) == loads and bool(self.stores) == stores
         found += [] if self.wgmma and copies else ["no wgmma, or no copies by the copy engine"]
         found += [f"{self.serialised} wgmmas wait for the one before"] if self.serialised else []
         if exponentials is None:

@@ -142,10 +142,10 @@ class Kept(NamedTuple):
     words: list
 
     @classmethod
-    def of(cls, pairs: Pairs, columns: int, params) -> Kept:
-        """The pairs of a thread's columns in a block."""
+    def of(cls, pairs: Pairs, columns: int, params, tight: bool) -> Kept:
+        """The pairs of a thread's columns in a block; ``tight`` as of :func:`masks_of`."""
         words = [U32(0)] * -(-columns // HELD)
-        for n, mask in enumerate(masks_of(pairs, columns, params, tight=True)):
+        for n, mask in enumerate(masks_of(pairs, columns, params, tight)):
             words[n // HELD] = words[n // HELD] | (mask & U32(0x10001 << n % HELD))
         return cls(words)
 

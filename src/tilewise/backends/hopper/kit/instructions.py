@@ -52,6 +52,12 @@ def pack(low, high, dtype: str):
     return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[low, high])
 
 
+def truncated(x):
+    """The fp32 number without its last 16 bits: a bf16 number."""
+    code = "and.b32 {$w0}, {$r0}, 0xffff0000;"
+    return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[x])
+
+
 def spread_signs(low, high, halves: tuple[int, int]):
     """A word whose low half is all ones where a half of ``low`` has its top bit, and whose high half where one of ``high`` has it.
 
@@ -103,6 +109,14 @@ def keep_words_above(word, words: list) -> None:
     cute.arch.inline_ptx("st.volatile.shared.b32 [{$r0}], {$r1};", read_only_args=[word.toint(), left[0]])
 
 
+def through_memory(place, word, count: int) -> list:
+    """A word ``count`` times, by way of a thread's 4 bytes of shared memory. The assembler would make a constant anew between products,
+    each of which would then wait for the one before."""
+    cute.arch.inline_ptx("st.volatile.shared.b32 [{$r0}], {$r1};", read_only_args=[place.toint(), word])
+    kind, code = [cutlass.Int32], "ld.volatile.shared.b32 {$w0}, [{$r0}];"
+    return [cute.arch.inline_ptx(code, write_only_types=kind, read_only_args=[place.toint()]) for _ in range(count)]
+
+
 def put_words(word, numbers) -> None:
     """Writes 32-bit integers to shared memory, side by side."""
     for n, number in enumerate(numbers):
@@ -124,6 +138,12 @@ def put_pair(pointer, low, high) -> None:
     """Writes two fp32 numbers to global memory at a multiple of 8 bytes; four lanes fill a sector of 32."""
     code = "st.global.v2.f32 [{$r0}], {{$r1},{$r2}};"
     cute.arch.inline_ptx(code, read_only_args=[pointer.toint(), low, high])
+
+
+def put_four(pointer, words: list) -> None:
+    """Writes four words to global memory at a multiple of 16 bytes."""
+    code = "st.global.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};"
+    cute.arch.inline_ptx(code, read_only_args=[pointer.toint(), *words])
 
 
 def put_words_if(condition, pointer, words: list) -> None:

@@ -20,6 +20,7 @@ class OptionalParams(NamedTuple):
         counts: (batch, head, query tile, 2), int32: how many blocks of a tile need the predicate, and how many there are.
         work, bits: the lines of tiles, the order in which they are taken, and the bits of partial tiles
             (:class:`tilewise.bit_tiles.BitTiles`), expanded to every batch element and head.
+        section: (1,), int32: the heads of a section, where the tiles' lengths decide it.
         cu_q, cu_k: (sequence + 1,), int32: where packed sequences begin.
         first, last: packed sequences only: keys before ``first`` or from ``last`` on are masked in every sequence.
         queue: (1,), int32: how many tiles were taken after each CTA's first.
@@ -28,6 +29,7 @@ class OptionalParams(NamedTuple):
         num_pages, page_rows: pages of the pool, and rows from the beginning of a page to that of the next, in K and in V.
         seed: (1,), int64: the seed of dropout.
         threshold, keep: a pair is kept where its 16-bit value is below ``threshold``; ``keep`` is the factor of a kept pair.
+        slopes: (heads_q,), fp32: the slopes of ALiBi (:mod:`tilewise.backends.hopper.kit.slopes`).
         leaves, numbers: the tensors and numbers that expressions read.
     """
 
@@ -35,7 +37,7 @@ class OptionalParams(NamedTuple):
     # Split keys write these instead of o and lse, and the second kernel reads them.
     part_o: cute.Tensor | None = None
     part_lse: cute.Tensor | None = None
-    # Form `rows` has lo and hi, form `lists` these, blocks and counts, form `bits` blocks, work and bits; others compute the
+    # Form `rows` has lo and hi, form `lists` these, blocks and counts, form `bits` blocks, work, bits and section; others compute the
     # ends from the band's numbers.
     lo: cute.Tensor | None = None
     hi: cute.Tensor | None = None
@@ -43,6 +45,7 @@ class OptionalParams(NamedTuple):
     counts: cute.Tensor | None = None
     work: cute.Tensor | None = None
     bits: cute.Tensor | None = None
+    section: cute.Tensor | None = None
     # Packed sequences; form `bits` has the queue too.
     cu_q: cute.Tensor | None = None
     cu_k: cute.Tensor | None = None
@@ -58,5 +61,6 @@ class OptionalParams(NamedTuple):
     seed: cute.Tensor | None = None
     threshold: I32 | None = None
     keep: F32 | None = None
+    slopes: cute.Tensor | None = None
     leaves: tuple | None = None
     numbers: tuple | None = None

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 
 from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import after, choose, clamp, keep_above
+from tilewise.backends.hopper.kit.slopes import BlockSlopes
 from tilewise.backends.hopper.kit.tiles import constant_column, reduce_quad, rows_columns
 
 LAZY = 8.0  # in base 2: how far a row's maximum may fall behind before O is rescaled
@@ -146,20 +147,24 @@ def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, mask
         rows.l[r], rows.m2[r] = total, m2
 
 
-def steady_softmax(s: cute.Tensor, rows: SoftmaxState, scale2) -> list:
+def steady_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, slopes: BlockSlopes | None = None) -> list:
     """Turns a block's scores into ``P = 2**(s scale2 - m)`` with the maxima m of the blocks before.
 
     Softmax is the same for any m with which P does not overflow. Without this block's maxima a quarter of the instructions are
     left out, and nothing waits for them. The sums tell whether m served (MOST).
+
+    Args:
+        slopes: ALiBi's bias of the scores, where they have it.
 
     Returns:
         The thread's part of each row's sum.
     """
     totals = []
     for r in range(2):
-        sums = [F32(0.0), F32(0.0)]
-        for c in range(cute.size(s, mode=[1])):
-            p = cute.math.exp2(s[r, c] * scale2 - rows.m2[r], fastmath=True)
+        sums, columns = [F32(0.0), F32(0.0)], cute.size(s, mode=[1])
+        below = slopes and slopes.below(rows.m2[r], r, columns)
+        for c in range(columns):
+            p = cute.math.exp2(s[r, c] * scale2 - (below[c] if below else rows.m2[r]), fastmath=True)
             s[r, c] = p
             sums[c % 2] = sums[c % 2] + p
         totals.append(sums[0] + sums[1])

@@ -80,11 +80,13 @@ class LatentConfig(Formed):
     Attributes:
         pair: two CTAs share the keys of a tile of rows and merge what they have in shared memory.
         split: several pairs do, and a second kernel merges theirs.
+        e4m3: the cache has e4m3 numbers, which are converted on their way to shared memory.
     """
 
     dtype: str
     pair: bool = False
     split: bool = False
+    e4m3: bool = False
     tiles: LatentTiles = LatentTiles()
     # The options of other kernels, which these have not. The ends of rows are numbers of run time, and queries come packed.
     form = "band"
@@ -93,8 +95,8 @@ class LatentConfig(Formed):
     @property
     def name(self) -> str:
         """The kernel's name: its symbol in the cubin, and its file."""
-        shared = "_pair" * self.pair + "_split" * self.split
-        return f"latent_{self.dtype}_d{WIDTH}v{WIDTH_V}{shared}_{self.tiles.name}"
+        cache, shared = "_e4m3" * self.e4m3, "_pair" * self.pair + "_split" * self.split
+        return f"latent_{self.dtype}{cache}_d{WIDTH}v{WIDTH_V}{shared}_{self.tiles.name}"
 
     def splits(self, wished: int) -> int:
         """How many CTAs share the keys of a tile of rows, where ``wished`` are best: a number that this kernel can have."""
@@ -111,27 +113,30 @@ class LatentConfig(Formed):
     def expected(self) -> tuple[Expected, ...]:
         """The facts that the compiled kernel is held to; the kernel that merges splits has no roles."""
         registers = self.tiles.registers, self.tiles.registers_score
-        return (Expected(self.name, registers, self.tiles.shared, None, stores=False),)
+        return (Expected(self.name, registers, self.tiles.shared, None, loads=not self.e4m3, stores=False),)
 
     def describe(self) -> str:
         """The kernel in a sentence, as ``explain`` shows it."""
         tiles = self.tiles
+        has = {", e4m3 converted": self.e4m3, ", two CTAs share keys": self.pair, ", in splits": self.split}
         return (
             f"64 rows x {tiles.tile_n} keys, v in k, {STAGES} warpgroups score and {VALUE_GROUPS} hold o, "
-            f"{tiles.shared >> 10} KiB shared{', two CTAs share keys' * self.pair}{', in splits' * self.split}"
+            f"{tiles.shared >> 10} KiB shared{''.join(text for text, asked in has.items() if asked)}"
         )
 
     def traffic(self, problem: Problem) -> int:
         """Bytes of the forward: Q and O once, K once for all heads of a group of 128."""
         rows = problem.seqlen_q if problem.packed else problem.batch * problem.seqlen_q
         keys = problem.heads_k * problem.batch * problem.capacity * -(-problem.group // (2 * ROWS))
-        return problem.dtype.itemsize * (rows * problem.heads_q * (WIDTH + WIDTH_V) + keys * WIDTH)
+        key_bytes = 1 if self.e4m3 else ELEMENT_BYTES
+        return ELEMENT_BYTES * rows * problem.heads_q * (WIDTH + WIDTH_V) + key_bytes * keys * WIDTH
 
 
 def shipped() -> list[LatentConfig]:
     """Every kernel that is compiled ahead of time."""
     shares = ((False, False), (True, False), (True, True))
-    return [LatentConfig(dtype, *shared) for dtype in DTYPES.values() for shared in shares]
+    kinds = [(dtype, e4m3) for e4m3 in (False, True) for dtype in DTYPES.values()]
+    return [LatentConfig(dtype, *shared, e4m3) for dtype, e4m3 in kinds for shared in shares]
 
 
 # -- What a call gets ----------------------------------------------------------------------------------------------
@@ -146,7 +151,7 @@ OPEN, JOIN, MERGE, MERGE_EACH = 3.0, 2.0, 4.0, 0.25
 def choose(problem: Problem) -> LatentConfig:
     """The kernel for a problem that has no reasons against it."""
     splits = splits_of(problem)
-    return LatentConfig(DTYPES[str(problem.dtype)], splits > 1, splits > PAIR)
+    return LatentConfig(DTYPES[str(problem.dtype)], splits > 1, splits > PAIR, problem.quantised)
 
 
 def tiles_of(problem: Problem) -> int:

@@ -19,13 +19,17 @@ def fake_arguments(config: LatentConfig) -> tuple:
         fake.strided(cutlass.Int32, (cute.sym_int(),)),
         fake.strided(cutlass.Int32, (cute.sym_int(), cute.sym_int())),
     )
+    scales = (fake.strided(cutlass.Float32, (cute.sym_int(), heads_k)),) * 2
+    extra += scales if config.e4m3 else ()
     if config.split:
         # States are stored two numbers at a time (instructions.put_pair), so their rows are at multiples of 8 bytes.
         shape = splits, 1, heads_q, rows
         extra += (fake.rows(cutlass.Float32, (*shape, WIDTH_V), 2, 16), fake.rows(cutlass.Float32, shape, 1, 16))
+    shape = pages, page_size, heads_k, WIDTH
+    pool = fake.rows(cutlass.Uint8, shape, 16, 16) if config.e4m3 else fake.tiled(config.dtype, shape)
     return (
         fake.tiled(config.dtype, (1, rows, heads_q, WIDTH)),
-        fake.tiled(config.dtype, (pages, page_size, heads_k, WIDTH)),
+        pool,
         fake.tiled(config.dtype, (1, rows, heads_q, WIDTH_V)),
         fake.strided(cutlass.Float32, (1, heads_q, rows)),
         fake.vector(cutlass.Float32, heads_q),

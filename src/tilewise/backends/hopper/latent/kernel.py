@@ -7,9 +7,10 @@ rows it is K, and the same bytes by columns are V. O has 64 x 512 numbers in fp3
     2 warpgroups value    Q once; O += P V, 64 x 256; the output                                                    values.py
 
 A key tile comes in five parts, which are used and become free one by one: the 64 rotary columns, and 128 columns for each product with
-V. Each mbarrier is waited for by the other side (arrivals in brackets): of each part of each stage ``full`` (1 + bytes) goes from the
-copy engine to score and value, ``empty`` (4 warps, of the rotary columns 8) value -> score. ``q_full`` (256) goes value -> score, of each
-stage ``p_full`` (128) score -> value and ``m_full`` (128) to the other score group, ``end`` (256) score -> value.
+V. Each mbarrier is waited for by the other side (arrivals in brackets): of each part of each stage ``full`` goes from the copy engine (1 +
+bytes), or from the score group that converts e4m3 numbers (128), to score and value, ``empty`` (4 warps, of the rotary columns 8) value ->
+score. ``q_full`` (256) goes value -> score, of each stage ``p_full`` (128) score -> value and ``m_full`` (128) to the other score group,
+``end`` (256) score -> value.
 
 The tensor cores take 1152 clocks for S of a tile and 1024 for P V, and shared memory is read and written for 2413 at 128 bytes a clock.
 Softmax of a tile runs under the products of other tiles. Where one CTA a tile would leave SMs idle, two of a cluster share its keys
@@ -58,7 +59,8 @@ def launch(
     o is (1, rows, heads_q, 512), lse (1, heads_q, rows), fp32; sink (heads_q,), fp32.
 
     Args:
-        extra: cu_q, seqlens_k, block_table; with split keys, part_o (split, 1, heads_q, row, 512) and part_lse without columns.
+        extra: cu_q, seqlens_k, block_table; of a cache of e4m3 numbers, whose bytes k has, k_scale and v_scale (sequence, heads_k);
+            with split keys, part_o (split, 1, heads_q, row, 512) and part_lse without columns.
         numbers: lo and hi of the band, tiles, splits, the least tiles of a split, pages, whether there are sinks (else sink is not
             read), scale2.
     """
@@ -69,27 +71,19 @@ def launch(
         element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, COLUMNS), warpgroup.OperandSource.RMEM
     )
     lo, hi, tiles, splits, least, num_pages, sinks, scale2 = numbers
+    scales = extra[3:5] if config.e4m3 else ()
     names = ("cu_q", "seqlens_k", "block_table", *(("part_o", "part_lse") if config.split else ()))
-    optional = OptionalParams(**dict(zip(names, extra, strict=True)), num_pages=num_pages)
+    optional = OptionalParams(
+        **dict(zip(names, (*extra[:3], *extra[3 + len(scales) :]), strict=True)), num_pages=num_pages
+    )
     group = q.shape[2] // k.shape[2]
     params = LatentParams(
-        q.shape[1],
-        (k.shape[1] + KEYS - 1) // KEYS * KEYS,
-        k.shape[2],
-        group,
-        lo,
-        hi,
-        least,
-        sinks,
-        scale2,
-        q,
-        o,
-        lse,
-        sink,
-        optional,
-    )
+        q.shape[1], (k.shape[1] + KEYS - 1) // KEYS * KEYS, k.shape[2], group, lo, hi, least, sinks, scale2, q, o, lse, sink,
+        optional, *((k, *scales) if config.e4m3 else ()),
+    )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    kernel(key_map(k, len(PARTS[1]), config), key_map(k, len(PARTS[0]), config), qk, pv, params, config).launch(
+    maps = (None, None) if config.e4m3 else tuple(key_map(k, len(part), config) for part in (PARTS[1], PARTS[0]))
+    kernel(*maps, qk, pv, params, config).launch(
         grid=[tiles, splits, 1],
         block=[config.tiles.threads, 1, 1],
         cluster=[1, PAIR, 1] if config.pair else None,
@@ -106,13 +100,13 @@ def launch(
 
 @cute.kernel
 def kernel(
-    latent: cpasync.TmaInfo, rotary: cpasync.TmaInfo, qk: cute.TiledMma, pv: cute.TiledMma, params: LatentParams,
+    latent: cpasync.TmaInfo | None, rotary: cpasync.TmaInfo | None, qk: cute.TiledMma, pv: cute.TiledMma, params: LatentParams,
     config: cutlass.Constexpr,
 ):  # fmt: skip
     """One CTA: every warp finds its role and keeps it."""
     group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
     smem = allocate(config)
-    init_barriers(smem)
+    init_barriers(smem, config)
     if cutlass.const_expr(config.split):
         cute.arch.griddepcontrol_launch_dependents()  # the merge may be set up; it waits for this kernel's end
     if group < STAGES:

@@ -9,12 +9,23 @@ from cutlass.cute.nvgpu import cpasync
 from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import I32
 from tilewise.backends.hopper.kit.scheduler import PICK
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, VALUE_GROUPS
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, VALUE_GROUPS, LatentConfig
+from tilewise.backends.hopper.latent.convert import convert_tile
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import ELEMENTS, LatentStorage, part_of, stage_of
 from tilewise.backends.hopper.latent.tiles import LatentTile, place_of, shift_of
 
 # -- Keys ----------------------------------------------------------------------------------------------------------
+
+
+def bring_tile(
+    maps: KeyMaps, smem: LatentStorage, n, page, tile: LatentTile, params: LatentParams, config: LatentConfig
+) -> None:
+    """Brings key tile n, which lies in ``page``, if there is such a tile; every thread of its score group calls this."""
+    if config.e4m3:
+        convert_tile(smem, n, page, tile, params, config)
+    else:
+        load_tile(maps, smem, n, page, tile, params)
 
 
 @cute.jit

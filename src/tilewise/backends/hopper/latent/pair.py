@@ -49,14 +49,14 @@ def fours(accumulators: tuple) -> Iterator[tuple[cute.Tensor, int, int]]:
 
 def send(accumulators: tuple, rows: softmax.SoftmaxState, place) -> None:
     """Writes a thread's part of O, and its rows' maxima and sums, for the thread of the same place in the peer."""
-    put_four(place, 0, [*(rows.m2[r] for r in range(2)), *(rows.l[r] for r in range(2))])
+    send_four(place, 0, [*(rows.m2[r] for r in range(2)), *(rows.l[r] for r in range(2))])
     for n, (o, r, c) in enumerate(fours(accumulators)):
-        put_four(place, n + 1, [o[r, c + k] for k in range(4)])
+        send_four(place, n + 1, [o[r, c + k] for k in range(4)])
 
 
 def merge(accumulators: tuple, rows: softmax.SoftmaxState, place) -> None:
     """Adds what the peer has sent: ``m = max(m, m')``, ``O = 2**(m_own - m) O + 2**(m' - m) O'``, and the sums likewise."""
-    found, own, other = get_four(place, 0), [], []
+    found, own, other = take_four(place, 0), [], []
     for r in range(2):
         m2 = cute.arch.fmax(rows.m2[r], found[r])
         # Neither CTA has a key for this row: -inf - -inf would be NaN.
@@ -66,7 +66,7 @@ def merge(accumulators: tuple, rows: softmax.SoftmaxState, place) -> None:
         rows.l[r] = rows.l[r] * own[r] + found[2 + r] * other[r]
         rows.m2[r] = m2
     for n, (o, r, c) in enumerate(fours(accumulators)):
-        for k, value in enumerate(get_four(place, n + 1)):
+        for k, value in enumerate(take_four(place, n + 1)):
             o[r, c + k] = o[r, c + k] * own[r] + value * other[r]
 
 
@@ -84,13 +84,13 @@ def peer_place(smem: LatentStorage, peer) -> I32:
     return cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=[own_place(smem), I32(peer)])
 
 
-def put_four(place, n: int, values: list) -> None:
+def send_four(place, n: int, values: list) -> None:
     """Writes the n-th four fp32 numbers of a thread into the peer's shared memory."""
     code = "st.shared::cluster.v4.f32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};"
     cute.arch.inline_ptx(code, read_only_args=[place + 16 * 128 * n, *(F32(x) for x in values)])
 
 
-def get_four(place, n: int) -> list:
+def take_four(place, n: int) -> list:
     """The n-th four numbers that the peer has written."""
     code = "ld.volatile.shared.v4.f32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
     return list(cute.arch.inline_ptx(code, write_only_types=[F32] * 4, read_only_args=[place + 16 * 128 * n]))

@@ -23,6 +23,7 @@ class LatentParams(NamedTuple):
         sinks: whether there are sinks; without them the sink tensor is not read.
         scale2: softmax_scale · log2(e).
         q: (row, head, column); o, lse as in the launch, or the states of splits in ``extra``.
+        pool, k_scale, v_scale: of a cache of e4m3 numbers its bytes (page, row, head, column), and its scales (sequence, head), fp32.
         extra: ``cu_q``, ``seqlens_k``, ``block_table``, ``num_pages``, ``part_o`` and ``part_lse`` of it.
     """
 
@@ -40,10 +41,16 @@ class LatentParams(NamedTuple):
     lse: cute.Tensor
     sink: cute.Tensor
     extra: OptionalParams
+    pool: cute.Tensor | None = None
+    k_scale: cute.Tensor | None = None
+    v_scale: cute.Tensor | None = None
 
 
 class KeyMaps(NamedTuple):
-    """The descriptors of the pool, by columns (64, 9), rows of a page, head and page: of two chunks of columns, and of one."""
+    """The descriptors of a pool of 16-bit numbers, by columns (64, 9), rows of a page, head and page.
 
-    latent: cpasync.TmaInfo
-    rotary: cpasync.TmaInfo
+    ``latent`` is of two chunks of columns, ``rotary`` of one; a pool of e4m3 numbers has none.
+    """
+
+    latent: cpasync.TmaInfo | None
+    rotary: cpasync.TmaInfo | None

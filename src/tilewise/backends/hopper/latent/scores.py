@@ -18,7 +18,8 @@ from tilewise.backends.hopper.kit.dtypes import F32
 from tilewise.backends.hopper.kit.instructions import choose, meet, pack
 from tilewise.backends.hopper.kit.tiles import rows_columns
 from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, STAGES, LatentConfig
-from tilewise.backends.hopper.latent.load import load_tile, page_of
+from tilewise.backends.hopper.latent.convert import anew, scale_of
+from tilewise.backends.hopper.latent.load import bring_tile, page_of
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
 from tilewise.backends.hopper.latent.storage import LatentStorage, get_pair_of, part_of, put_p, put_pair_of, stage_of
 from tilewise.backends.hopper.latent.tiles import LatentTile, is_partial, row_ends
@@ -63,7 +64,7 @@ def compute_scores(
     operands = new_operands(qk, smem)
     operands.rows.m2.fill(-softmax.INF)
     operands.rows.l.fill(0.0)
-    load_tile(maps, smem, tile.first + g, page_of(tile.first + g, tile, params), tile, params)
+    bring_tile(maps, smem, tile.first + g, page_of(tile.first + g, tile, params), tile, params, config)
     cute.arch.mbarrier_wait(smem.q_full, 0)  # the warpgroups of the values
     for n in cutlass.range(tile.first + g, tile.last, STAGES, unroll=1):
         step = n - tile.first
@@ -71,8 +72,11 @@ def compute_scores(
         page = page_of(n + STAGES, tile, params)  # of the next tile: on its way meanwhile
         for part in cutlass.range_constexpr(len(PARTS)):
             cute.arch.mbarrier_wait(smem.full + part_of(stage, part), phase)  # the copy engine
-            begin_scores(operands, part, stage)
+            begin_scores(operands, part, anew(stage) if config.e4m3 else stage)
         warpgroup.wait_group(0)  # S
+        if cutlass.const_expr(config.e4m3):
+            scale = scale_of(params.k_scale, tile)
+            softmax.scale_rows(rows_columns(operands.s), (scale, scale))
         mask(operands, n, tile, params)
         take_maxima(operands.rows, smem, stage, step)
         # P = exp(S - m), 64 × 64, unnormalised
@@ -85,7 +89,7 @@ def compute_scores(
         # TMA writes there next, by another path.
         cute.arch.fence_view_async_shared()
         cute.arch.mbarrier_arrive(smem.p_full + stage)  # the warpgroups of the values
-        load_tile(maps, smem, n + STAGES, page, tile, params)
+        bring_tile(maps, smem, n + STAGES, page, tile, params, config)
     put_pair_of(smem.m, g, operands.rows.m2)
     put_pair_of(smem.l, g, operands.rows.l)
     cute.arch.mbarrier_arrive(smem.end)  # the warpgroups of the values

@@ -24,6 +24,7 @@ from tilewise.backends.hopper.kit.tiles import (
     transpose_quad,
 )
 from tilewise.backends.hopper.latent.config import COLUMNS, KEYS, PRODUCTS, STAGES, VALUE_GROUPS, WIDTH_V, LatentConfig
+from tilewise.backends.hopper.latent.convert import scale_of
 from tilewise.backends.hopper.latent.load import load_queries
 from tilewise.backends.hopper.latent.pair import merge_with_peer
 from tilewise.backends.hopper.latent.params import LatentParams
@@ -142,6 +143,9 @@ def epilogue(
     sink_logits = [choose(sinks > 0, params.sink[place[1]], -softmax.INF) for place, _ in places]
     # For the thread's two rows: 1 / l, and the natural lse.
     factor, statistic = softmax.finalize(operands.rows, sink_logits)
+    if config.e4m3:
+        scale = scale_of(params.v_scale, tile)
+        factor = [x * scale for x in factor]
     for r, (place, inside) in enumerate(places):
         mine = cutlass.select_(inside, 1 - w, 0) > 0  # both warpgroups have the row's lse
         lse, at = (params.extra.part_lse, (tile.split, *place)) if config.split else (params.lse, place)

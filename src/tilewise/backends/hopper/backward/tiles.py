@@ -1,0 +1,289 @@
+"""Tile sizes of Hopper's backward kernels, and what they take of registers, barriers and shared memory. It imports no DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.backends.hopper.config import ALIGNMENT, ROWS
+
+ELEMENT_BYTES = 2  # of bf16 and fp16
+FP32_BYTES = 4
+BARRIER_BYTES = 8
+KEY_GROUPS = 2  # warpgroups that compute in the pass over key tiles
+CLUSTER = 2  # CTAs of a cluster, where two share a key tile
+HALF = 128  # columns of the parts in which a cluster keeps its tiles
+ADDITION = 1024  # bytes of dQ that a warp of a cluster adds at a time
+ADDITIONS = 2  # such additions that it has in flight
+CONSTANT_BYTES = 128  # of the constant by which a product subtracts lse
+# A packed sequence's statistics begin at a multiple of so many rows, so that a preprocessing CTA has rows of one sequence.
+STATISTICS_ALIGNMENT = 128
+
+
+def aligned(size: int) -> int:
+    """The number of bytes, rounded up to the alignment of a swizzled tile."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def statistics_end(barriers: int, stages: int, tile_m: int) -> int:
+    """Bytes of barriers, the word that nobody reads, and the statistics (fp32, ``tile_m`` a stage), which begin at a multiple of 128."""
+    end = BARRIER_BYTES * (barriers + 1)
+    return end + -end % 128 + FP32_BYTES * stages * tile_m
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """Sizes of the pass over key tiles: two warpgroups, query blocks of ``tile_m`` rows.
+
+    Attributes:
+        width, width_v: head dims that the kernel is compiled for; smaller ones are filled with zeros as they are loaded.
+        stages: of the ring; a stage holds a block of Q and its rows' lse2, or a block of dO and its rows' delta.
+        split: one warpgroup makes S, P and dV, the other dP, dS and dK, both for the same 64 keys. Only so do dK and dV of wide
+            heads fit into registers (docs/decisions.md#hopper-d256-roles). Otherwise each warpgroup makes everything for its own
+            64 keys.
+        sums_dq: the pass makes dQ too and accumulates it in global memory.
+        ordered: dQ is accumulated in the order of the key tiles, so that its bits repeat and do not depend on the rest of the launch.
+        stores_first: the tile that comes first to a part of dQ stores it: nobody clears the sums (docs/decisions.md#hopper-ordered-dq).
+        dq_first: the product of dQ is issued before that of dK, so that dQ is stored while dK's product runs
+            (docs/decisions.md#hopper-d128-queries).
+        prefetches: the K and V of the next tile are brought to L2 while a tile is at work (docs/decisions.md#hopper-ahead).
+        queued: CTAs take tiles from a queue, as late as they can (docs/decisions.md#hopper-open-heads).
+        overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
+            (docs/decisions.md#hopper-overlapped-tiles).
+        counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
+        dp_late: dP begins when P is made: S and dP share no registers, dropout is drawn under it (docs/decisions.md#hopper-pair-tiles).
+        v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
+    """
+
+    width: int
+    width_v: int
+    tile_m: int
+    stages: int
+    registers: int = 240
+    registers_load: int = 24
+    split: bool = False
+    sums_dq: bool = False
+    ordered: bool = False
+    stores_first: bool = False
+    dq_first: bool = False
+    prefetches: bool = False
+    queued: bool = False
+    overlaps: bool = False
+    counts: bool = False
+    dp_late: bool = False
+    v_register_steps: int = 0
+    clustered = False  # two CTAs share a tile: see ClusterTiles
+
+    @property
+    def name(self) -> str:
+        layout = "_pair" if self.clustered else "_split" if self.split else "_overlap" if self.overlaps else ""
+        return f"{self.tile_m}x{self.tile_n}_s{self.stages}{layout}"
+
+    @property
+    def registers_by_warpgroup(self) -> tuple[int, ...]:
+        """Registers of a thread, for each warpgroup of the CTA."""
+        return self.registers_load, *[self.registers] * KEY_GROUPS
+
+    @property
+    def dq_transposed(self) -> bool:
+        """Whether each warpgroup makes half of the columns of dQ, transposed, so that a block may have any multiple of 16 queries.
+        Otherwise a warpgroup makes half of the 128 queries of a block."""
+        return self.width == KEY_GROUPS * ROWS
+
+    @property
+    def part_elements(self) -> int:
+        """The number of elements of a block of dQ that one warpgroup accumulates: a part."""
+        return self.tile_m * self.width // KEY_GROUPS
+
+    @property
+    def key_tiles(self) -> int:
+        """How many tiles of 64 keys a CTA holds."""
+        return 1 if self.split else KEY_GROUPS
+
+    @property
+    def tile_n(self) -> int:
+        return ROWS * self.key_tiles
+
+    @property
+    def threads(self) -> int:
+        return 128 * len(self.registers_by_warpgroup)
+
+    @property
+    def tile_elements(self) -> int:
+        """Elements of the shared memory of 64 rows of K or V, where 64 rows of dK or dV are put later."""
+        return ROWS * max(self.width, self.width_v)
+
+    @property
+    def stage_elements(self) -> int:
+        return self.tile_m * max(self.width, self.width_v)
+
+    @property
+    def barriers(self) -> int:
+        """The number of mbarriers: full and empty of every stage; full, empty and done of every tile of K and V; full and empty
+        of the P that is handed over, or of two blocks of dS and of two parts of dQ."""
+        return 2 * self.stages + 6 * self.key_tiles + (2 if self.split else 8 if self.sums_dq else 0) + self.overlaps
+
+    @property
+    def handover_bytes(self) -> int:
+        """Bytes of what one warpgroup hands to another: P; or two blocks of dS of each, and a block of dQ in fp32."""
+        # 64 x tile_m of P or dS in the element type, tile_m x width of dQ in fp32.
+        p = ELEMENT_BYTES * ROWS * self.tile_m
+        dq = FP32_BYTES * self.tile_m * self.width
+        return p if self.split else 2 * KEY_GROUPS * p + dq if self.sums_dq else 0
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: barriers, a word that nobody reads, and statistics; K and V; the ring; what is handed over."""
+        return self.shared_with(self.stages)
+
+    def shared_with(self, words: int, more: int = 0) -> int:
+        """:attr:`shared` with so many words of statistics for each query of a block, and ``more`` bytes beside them."""
+        # K and V, then the ring; tiles are swizzled, so that what lies before them is rounded up.
+        tiles = 2 * self.key_tiles * self.tile_elements + self.stages * self.stage_elements
+        small = aligned(statistics_end(self.barriers, words, self.tile_m) + more)
+        return small + ELEMENT_BYTES * tiles + self.handover_bytes
+
+
+@dataclass(frozen=True)
+class ClusterTiles(KeyTiles):
+    """Sizes where the two CTAs of a cluster share a tile of 128 keys (:mod:`tilewise.backends.hopper.backward.cluster`): each has
+    64 of the keys and half of dQ's columns. A stage of the ring holds 64 x HALF of Q or dO.
+
+    Attributes:
+        registers, registers_values, registers_dq: of the warpgroups that make dK, dV and dQ.
+    """
+
+    registers: int = 200
+    registers_values: int = 192
+    registers_dq: int = 96
+    split: bool = True
+    sums_dq: bool = True
+    clustered = True
+
+    @property
+    def registers_by_warpgroup(self) -> tuple[int, ...]:
+        return self.registers_load, self.registers_values, self.registers, self.registers_dq
+
+    @property
+    def parts(self) -> int:
+        """How many parts of HALF columns a tile has."""
+        return self.width // HALF
+
+    @property
+    def tile_n(self) -> int:
+        return ROWS * CLUSTER
+
+    @property
+    def barriers(self) -> int:
+        """The number of mbarriers: full and empty of every stage; full of K, of V and of the peer's part of K; empty and done of K
+        and V; K and V read for the last time; full of P and full and empty of dS, for two blocks each; full of the peer's dS."""
+        return 2 * self.stages + 3 + 2 * 2 + 2 + 3 * 2 + 1
+
+    @property
+    def handover_bytes(self) -> int:
+        """Bytes of P or dS of two blocks, of the peer's dS, and of the elements of dQ (fp32) that four warps have in flight."""
+        return 3 * ELEMENT_BYTES * ROWS * self.tile_m + 4 * ADDITIONS * ADDITION
+
+    @property
+    def shared(self) -> int:
+        tiles = ROWS * HALF * (self.stages + 2 * self.parts + 1)
+        small = aligned(statistics_end(self.barriers, self.stages, self.tile_m))
+        return small + ELEMENT_BYTES * tiles + self.handover_bytes
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """Sizes of the pass over query tiles: ``warpgroups`` of 64 queries each by ``tile_n`` keys; otherwise as :class:`KeyTiles`.
+
+    Attributes:
+        makes_statistics: this pass comes first and also makes the rows' lse2 and delta, from blocks of O that pass through the ring.
+            Otherwise a preprocessing kernel makes them (docs/decisions.md#hopper-queries-first).
+        prefetches: the Q and dO of the next tile are brought to L2 while a tile is at work.
+    """
+
+    width: int
+    width_v: int
+    warpgroups: int
+    tile_n: int
+    stages: int
+    registers: int = 240
+    registers_load: int = 24
+    makes_statistics: bool = False
+    prefetches: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.tile_m}x{self.tile_n}_s{self.stages}"
+
+    @property
+    def tile_m(self) -> int:
+        return ROWS * self.warpgroups
+
+    @property
+    def tile_elements(self) -> int:
+        """Elements of the shared memory of a warpgroup's tile of Q, where dQ is put later, or of dO."""
+        return ROWS * max(self.width, self.width_v)
+
+    @property
+    def stage_elements(self) -> int:
+        return self.tile_n * max(self.width, self.width_v)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def barriers(self) -> int:
+        """The number of mbarriers: full and empty of every stage; for every warpgroup full and empty of Q and dO, and done of dQ."""
+        return 2 * self.stages + 3 * self.warpgroups
+
+    @property
+    def shared(self) -> int:
+        tiles = 2 * self.warpgroups * self.tile_elements + self.stages * self.stage_elements
+        return aligned(BARRIER_BYTES * (self.barriers + 1)) + ELEMENT_BYTES * tiles
+
+
+# -- Statistics that products subtract -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StatisticSlots:
+    """The place of rows' statistics in the shared memory of a pass over keys with so many stages.
+
+    ``subtracted``: both statistics of a row are one operand of four words, which comes with Q; otherwise each is a number, beside Q or dO.
+    """
+
+    stages: int
+    subtracted: bool
+
+    @property
+    def words(self) -> int:
+        """Words of 4 bytes of a row, in a slot as in the buffer of lse2."""
+        # Eight elements: three terms of each statistic and a zero after them.
+        return 4 if self.subtracted else 1
+
+    @property
+    def halved(self) -> bool:
+        """Whether a slot serves a stage of Q and the stage of dO after it: Q is then always in an even one."""
+        return self.subtracted and self.stages % 2 == 0
+
+    @property
+    def count(self) -> int:
+        """How many slots there are."""
+        return self.stages // 2 if self.halved else self.stages
+
+    def slot(self, stage):
+        """The slot of the block whose Q is in a stage."""
+        return stage // 2 if self.halved else stage
+
+
+def shared_of(tiles: KeyTiles, statistics: StatisticSlots) -> int:
+    """Bytes of shared memory of the pass over keys."""
+    if not statistics.subtracted:
+        return tiles.shared
+    return tiles.shared_with(statistics.count * statistics.words, CONSTANT_BYTES)
+
+
+def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots) -> int:
+    """:attr:`KeyTiles.v_register_steps`; at head_dim 128 none beside the constant that products subtract by."""
+    # Four registers, of the 236 to 238 that computing warps use of 240.
+    return 0 if statistics.subtracted and tiles.dq_transposed else tiles.v_register_steps

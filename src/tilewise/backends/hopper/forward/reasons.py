@@ -1,0 +1,42 @@
+"""The reasons against a forward, whatever machine it is. Nothing here imports the DSL."""
+
+from __future__ import annotations
+
+from tilewise.backends.hopper.config import DTYPES, LONG, MULTIPLE, Expressions, band_of, is_traced
+from tilewise.backends.hopper.forward.config import MAX_HEAD_DIM
+from tilewise.problem import Problem
+
+
+def reasons(problem: Problem, widest: int | None = None) -> list[str]:
+    """Every reason why no forward kernel computes a problem, whatever machine it is. ``widest``: of its head dims; None: MAX_HEAD_DIM."""
+    widest = widest or MAX_HEAD_DIM
+    wide, dims = max(problem.head_dim, problem.head_dim_v), (problem.head_dim, problem.head_dim_v)
+    found = [] if str(problem.dtype) in DTYPES else [f"{problem.dtype}: its kernels take float16 and bfloat16"]
+    if wide > widest:
+        found.append(f"head_dim {wide} is above {widest}")
+    # The copy engine takes rows that begin at multiples of 16 bytes.
+    if any(dim % MULTIPLE for dim in dims):
+        found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
+    found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
+    found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
+    found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
+    # A row's maximum is scaled after it is found, which is right for a positive scale alone.
+    if problem.softmax_scale <= 0 and not is_traced(problem):
+        found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
+    return found
+
+
+def _reasons_of_packed(problem: Problem) -> list[str]:
+    rows, found = max(problem.seqlen_q, problem.seqlen_k), []
+    if band_of(problem) is None:
+        found.append("packed sequences with a mask other than causal, window and a key_range of numbers")
+    # Coordinates of the ragged views that tell the copy engine where a sequence ends are below LONG.
+    if rows >= LONG:
+        found.append(f"{rows} packed rows, {LONG} or more")
+    if is_traced(problem):
+        found.append("packed sequences with a score other than one softcap")
+    return found
+
+
+def _has_wide_number(problem: Problem) -> bool:
+    return any(isinstance(n, int) and not -(1 << 31) <= n < 1 << 31 for n in Expressions.of(problem).numbers)

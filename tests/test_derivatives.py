@@ -28,6 +28,7 @@ CASES = {
         (leaf(4, 6), leaf(4)),
         lambda t, c: {"score": lambda s, b, h, i, j: torch.where(i > j, s * s * t[h, j], torch.sin(s) * c[h])},
     ),
+    "one-number": ((leaf(),), lambda t: {"score": lambda s, b, h, i, j: s * t}),
     "hidden-by-score": ((), lambda: {"score": lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s * s, -torch.inf)}),
 }
 DENSE = qkv(batch=2, nq=5, nk=6, hq=4, hk=2, d=3, dv=2, dtype=F64)

@@ -242,6 +242,8 @@ def test_a_wrong_call_is_a_value_error_that_says_what_came_and_what_to_do(name, 
         (lambda q, cache: tw.attention(q, q, q, mask="causal"), "mask=tw.causal()"),
         (lambda q, cache: tw.attention(q, q, q, score=30.0), "score=tw.softcap(30.0)"),
         (lambda q, cache: tw.attention(q, q, q, parallel="cp"), "tw.context_parallel(...)"),
+        (lambda q, cache: tw.attention_with_stats(q, q, q, parallel="cp"), "tw.context_parallel(...)"),
+        (lambda q, cache: tw.explain(q, q, q, parallel=4), "tw.context_parallel(...)"),
         (lambda q, cache: tw.attention_varlen(q, q, q, torch.tensor([0, 8])), "q.flatten(0, 1)"),
         (lambda q, cache: tw.attention_varlen(q[0], q[0], q[0], [0, 8]), "torch.tensor(cu_seqlens_q, dtype=torch.int32"),
         (lambda q, cache: tw.attention_varlen(q[0], q[0], q[0], torch.tensor([0.0])), "cu_seqlens_q.to(torch.int32)"),
@@ -254,8 +256,8 @@ def test_a_wrong_call_is_a_value_error_that_says_what_came_and_what_to_do(name, 
         (lambda q, cache: tw.append((q, q), q, q), "what tw.paged(...) or tw.dense_cache(...) returns, got tuple"),
     ],
     ids=[
-        "no-batch", "mask-by-name", "softcap-number", "no-ranks", "not-packed", "cu-list", "cu-float", "no-rows", "head-dim",
-        "long-lengths", "paged-tuple", "append-rows", "sink-number", "append-tuple",
+        "no-batch", "mask-by-name", "softcap-number", "no-ranks", "no-ranks-stats", "no-ranks-explain", "not-packed", "cu-list",
+        "cu-float", "no-rows", "head-dim", "long-lengths", "paged-tuple", "append-rows", "sink-number", "append-tuple",
     ],
 )  # fmt: skip
 def test_an_error_says_the_way_to_the_call_that_was_likely_meant(call, says):
@@ -444,7 +446,8 @@ def test_cu_seqlens_changed_between_forward_and_backward_are_refused():
 @pytest.mark.parametrize("name", ["cuda", "Portable", "portable ", "", "portable\nreference", "portable\n"])
 @pytest.mark.parametrize("entry", ["attention", "explain"])
 def test_an_unknown_backend_is_refused_naming_the_known(name, entry):
-    with pytest.raises(ValueError, match="there are cpu, hopper, triton, portable, reference"):
+    known = ", ".join(row.name for row in dispatch.every())
+    with pytest.raises(ValueError, match=f"there are {known}"):
         ENTRIES[entry](inputs() | {"backend": name})
 
 

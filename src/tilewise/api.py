@@ -77,6 +77,12 @@ def _is_dtensor(x: Tensor) -> bool:
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
+def _ranks(parallel: Parallel) -> Parallel:
+    if not hasattr(parallel, "attention"):
+        raise ValueError(f"parallel= takes what tw.context_parallel(...) returns, got {type(parallel).__name__}")
+    return parallel
+
+
 over_mesh: Callable[..., Any] | None = None
 """Attention of DTensors, which :mod:`tilewise.parallel.dtensors` brings: the layers below it know no mesh."""
 
@@ -92,9 +98,7 @@ def _run(
         return _run_nested(q, k, v, o, parallel)
     k, v = _for_each(q, k, v)
     if parallel is not None:
-        if not hasattr(parallel, "attention"):
-            raise ValueError(f"parallel= takes what tw.context_parallel(...) returns, got {type(parallel).__name__}")
-        return parallel.attention(q, k, v, o, with_lse)
+        return _ranks(parallel).attention(q, k, v, o, with_lse)
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
@@ -296,7 +300,7 @@ def attention_with_stats(
     if parallel is None:
         o, lse, max_logit = autograd.attention(q, k, v, *assemble(q, k, v, options), autograd.with_stats)
     else:
-        o, lse, max_logit = parallel.attention(q, k, v, options, True)
+        o, lse, max_logit = _ranks(parallel).attention(q, k, v, options, True)
     if per == "head":
         max_logit = state.largest_of_heads(max_logit)
         max_logit = max_logit if parallel is None else parallel.maximum(max_logit)
@@ -489,7 +493,7 @@ def explain(
         raise NotImplementedError(
             "explain of DTensors is not built; pass x.to_local(), and parallel= if the sequence is sharded"
         )
-    return dispatch.explain(q, k, v, o) if parallel is None else parallel.explain(q, k, v, o)
+    return dispatch.explain(q, k, v, o) if parallel is None else _ranks(parallel).explain(q, k, v, o)
 
 
 def show_mask(

@@ -34,3 +34,11 @@ def test_nothing_is_kept_of_inference_tensors():
         a = torch.zeros(3)
     results = [made.of("sum", [a], a.sum) for _ in range(2)]
     assert results[0] is not results[1]
+
+
+def test_what_was_made_of_no_tensors_is_not_kept_without_end(monkeypatch):
+    monkeypatch.setattr(PerTensors, "LIMIT", 8)
+    made = PerTensors()
+    for seqlen in range(100):
+        assert made.of(seqlen, [], lambda n=seqlen: n) == seqlen
+    assert len(made._found) <= 8

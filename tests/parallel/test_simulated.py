@@ -288,7 +288,7 @@ def refused(ranks: int, run) -> list[str]:
     def one(exchange):
         try:
             run(exchange)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, NotImplementedError, KeyError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -325,6 +325,23 @@ def test_ranks_that_disagree_all_get_one_error_that_names_the_difference(options
     assert len(set(errors)) == 1
     assert errors[0].startswith("ValueError: the 2 ranks were called differently")
     assert said in errors[0]
+
+
+def _missing(s, b, h, i, j):
+    return {}["slope"] * s
+
+
+def test_an_error_of_a_score_on_one_rank_is_told_to_the_others_and_keeps_its_kind_on_all():
+    alone, other = refused(2, run_with(lambda rank: {"score": [_missing, None][rank]}))
+    assert alone == other
+    assert "rank 0: KeyError: 'slope'\n    rank 1: (not reached)" in alone
+    assert refused(2, run_with(lambda rank: {"score": _missing})) == ["KeyError: 'slope'"] * 2
+
+
+def test_a_call_that_no_rank_can_run_keeps_its_kind_of_error():
+    errors = refused(2, run_with(lambda rank: {"score": lambda s, b, h, i, j: s + i.item()}))
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("NotImplementedError: ")
 
 
 def test_a_wrong_call_is_the_same_error_on_every_rank():

@@ -209,10 +209,11 @@ class PerTensors:
     being the graph's, and what was made of tensors is made anew, since a replay has to see what they hold by then.
     """
 
+    LIMIT = 4096  # entries: what was made of no tensor outlives all tensors, and every length of a call makes another
+
     def __init__(self):
-        self._found: dict[
-            Any, tuple[Any, list]
-        ] = {}  # by key and the tensors' ids, so that masks of one text take turns
+        # By key and the tensors' ids, so that masks of one text take turns.
+        self._found: dict[Any, tuple[Any, list]] = {}
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -222,10 +223,10 @@ class PerTensors:
             return found[0]
         made = make()
         if not capturing and not any(t.is_inference() for t in tensors):
-            self._found[place] = (
-                made,
-                [(weakref.ref(t, lambda _: self._found.pop(place, None)), t._version) for t in tensors],
-            )
+            if len(self._found) >= self.LIMIT:
+                self._found.clear()
+            known = [(weakref.ref(t, lambda _: self._found.pop(place, None)), t._version) for t in tensors]
+            self._found[place] = (made, known)
         return made
 
 
@@ -244,11 +245,6 @@ def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:
     elif problem.spec.dropout_p and (piece.q_start % dropout or piece.k_start % dropout):
         reasons.append(f"dropout in a piece that does not begin at multiples of {dropout}")
     return reasons
-
-
-def page_reasons(problem: Problem) -> list[str]:
-    """Reasons of a backend that reads no block table."""
-    return ["keys in pages: its kernels read no block table"] if problem.paged else []
 
 
 def unknown_operations(problem: Problem, known: Container[str]) -> list[str]:
@@ -272,8 +268,8 @@ def why_not_built() -> str:
 
 
 def unit_last(x: Tensor) -> Tensor:
-    """``x``, or a copy whose last stride is 1."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    """``x``, or a copy whose last stride is 1; a single number has none."""
+    return x if x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def empty_output(p: Problem, q: Tensor, v: Tensor) -> Output:

@@ -36,9 +36,11 @@ def agreed_lengths(
         memory: bytes of this rank; 0: it is not known.
 
     Raises:
-        ValueError: on every rank alike, where a rank's call is wrong or ranks differ; it names what differs.
+        ValueError: on every rank alike, where ranks differ or the call of some is wrong; it names what differs.
+        Exception: where the call is wrong on every rank alike, what it raised here.
     """
     call: Any = None  # a call that fails raises below
+    failed: Exception | None = None
     try:
         call = extras, _, text = assembled()
         shapes = tuple((*x.shape[:-3], "*", *x.shape[-2:], x.dtype) for x in (q, k, v))
@@ -47,14 +49,15 @@ def agreed_lengths(
             text, dims == {3}, dims == {4}, shapes, tuple((tuple(x.shape), x.dtype) for x in extras), also
         )
         lengths = [q.shape[-3], k.shape[-3]]
-    except (ValueError, NotImplementedError, IndexError) as error:
-        # The other ranks must hear of it, or they would wait for this one.
-        lengths, (digest, facts) = [0, 0], _hashed({"the call": f"{type(error).__name__}: {error}"})
+    except Exception as error:
+        # The other ranks must hear of it, whatever a user's function raised, or they would wait for this one.
+        failed, lengths = error, [0, 0]
+        digest, facts = _hashed({"the call": f"{type(error).__name__}: {error}"})
     answers = exchange.numbers([digest, *lengths, memory])
     if len({answer[0] for answer in answers}) > 1:
-        raise ValueError(_disagreement(exchange.objects(facts)))
-    if "the call" in facts:
-        raise ValueError(facts["the call"].partition(": ")[2])
+        raise ValueError(_disagreement(exchange.objects(facts))) from failed
+    if failed is not None:
+        raise failed
     return [(queries, keys) for _, queries, keys, _ in answers], min(answer[3] for answer in answers), call
 
 

@@ -140,7 +140,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "parallel*": (
         "own",
-        "api",
         "autograd",
         "derivatives",
         "dispatch",
@@ -170,7 +169,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "tiles",
     ),
     "cli*": ("*",),
-    "": ("api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue", "parallel.context"),
+    "": ("api", "cache", "expr", "masks.catalogue", "masks.patterns", "scores.catalogue"),
 }
 # Inside a function, where the arrow would make a circle or cost every import: a convenience that looks the other way.
 LAZY = {
@@ -180,6 +179,9 @@ LAZY = {
     ("tiles", "backends.triton"),
     ("bit_tiles", "backends.triton"),
     ("", "selfcheck"),
+    ("", "parallel"),
+    ("", "parallel.context"),
+    ("api", "parallel.dtensors"),
     ("dispatch", "pictures.explained"),
 }
 
@@ -457,10 +459,15 @@ import tilewise
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - {"tilewise"} - sys.stdlib_module_names))
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))))
-not_needed = ("cli", "compat", "iomodel", "selfcheck", "accuracy", "testing")
+not_needed = ("cli", "compat", "iomodel", "parallel", "selfcheck", "accuracy", "testing")
 print(sorted(n for n in sys.modules if n.startswith("tilewise.") and n.split(".")[1] in not_needed))
 """
     assert run_python(code) == "[]\n[]\n[]"
+
+
+@pytest.mark.parametrize("named", ["tw.context_parallel", "tw.parallel.balanced"])
+def test_what_computes_over_ranks_is_loaded_when_it_is_named(named):
+    assert run_python(f"import tilewise as tw; print(callable({named}), hasattr(tw, 'paralel'))") == "True False"
 
 
 def test_no_backend_is_loaded_before_it_is_asked_for():

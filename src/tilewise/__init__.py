@@ -32,14 +32,24 @@ from tilewise.masks.catalogue import (
     window,
 )
 from tilewise.masks.patterns import butterfly, local_global, strided
-from tilewise.parallel.context import context_parallel
 from tilewise.scores.catalogue import OFF as offset
 from tilewise.scores.catalogue import Score, alibi, bias, score, softcap
 
 if TYPE_CHECKING:
     import torch
 
+    from tilewise.parallel.context import context_parallel
     from tilewise.selfcheck import Report
+else:  # a type checker would take any name for one of the package's
+
+    def __getattr__(name: str) -> object:
+        """``parallel`` and ``context_parallel``, which are loaded when they are first named: a call on one device needs neither."""
+        if name not in ("parallel", "context_parallel"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import tilewise.parallel
+
+        globals()["context_parallel"] = tilewise.parallel.context_parallel
+        return globals()[name]
 
 
 def verify(device: torch.device | str | None = None, dtypes: tuple[torch.dtype, ...] | None = None) -> Report:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple, Never, Protocol, TypedDict, Unpack, overload
 
@@ -83,17 +83,15 @@ def _ranks(parallel: Parallel) -> Parallel:
     return parallel
 
 
-over_mesh: Callable[..., Any] | None = None
-"""Attention of DTensors, which :mod:`tilewise.parallel.dtensors` brings: the layers below it know no mesh."""
-
-
 def _run(
     q: Tensor, k: Tensor, v: Tensor, o: Options, parallel: Parallel | None, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
-    if over_mesh is not None and _is_dtensor(q):
+    if _is_dtensor(q):
+        from tilewise.parallel import dtensors  # which is above this layer, and which no other tensor needs
+
         if parallel is not None:
             raise ValueError("DTensors say themselves how they are sharded: drop parallel=, or pass x.to_local()")
-        return over_mesh(q, k, v, o, with_lse)
+        return dtensors.attention(q, k, v, o, with_lse)  # type: ignore[arg-type]
     if _is_nested(q, k, v):
         return _run_nested(q, k, v, o, parallel)
     k, v = _for_each(q, k, v)

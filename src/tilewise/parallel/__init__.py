@@ -19,7 +19,6 @@
 - :mod:`tilewise.parallel.agreement`: what ranks compare before bytes move.
 """
 
-from tilewise.parallel import dtensors  # noqa: F401  (tells the public functions of itself)
 from tilewise.parallel.balance import balanced
 from tilewise.parallel.context import ContextParallel, context_parallel
 from tilewise.parallel.exchange import simulate

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilewise import api, autograd, expr
+from tilewise import autograd, expr
 from tilewise.parallel.context import ContextParallel, context_parallel
 from tilewise.spec import Options, assemble, parse_spec
 
@@ -98,6 +98,3 @@ def _context(mesh: Any, dim: int) -> ContextParallel:
     if (mesh, dim) not in _contexts:
         _contexts[mesh, dim] = context_parallel(mesh.get_group(dim), layout="chunks")
     return _contexts[mesh, dim]
-
-
-api.over_mesh = attention

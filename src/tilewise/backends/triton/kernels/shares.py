@@ -70,9 +70,11 @@ def shares_kernel(
     shares = shares_of(sizes, seqlens_k, cache, FACTS)
     sequences = tl.arange(0, FACTS.batch)
     share, head_k = tl.program_id(0) // sizes.heads_k, tl.program_id(0) % sizes.heads_k
+    # This program's part of the line: tiles [at, stop), which may belong to several sequences.
     at = share * shares.each
     stop = tl.minimum(at + shares.each, shares.total)
     while at < stop:
+        # The sequence of tile `at`: as many sequences end before it.
         b = tl.sum((shares.ends <= at).to(tl.int32), 0)
         count = tl.sum(tl.where(sequences == b, shares.counts, 0), 0)
         first = at - (tl.sum(tl.where(sequences == b, shares.ends, 0), 0) - count)
@@ -80,15 +82,18 @@ def shares_kernel(
         work = paged_work_tile(0, b, tensors, sizes, scales, seqlens_k, cache, FACTS)
         views = (k_view, k_rest, v_view, v_rest)
         tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS)
+        # Of the blocks that the rows see, those in this share.
         begin, full, full_end, end = visible_blocks(tile, work, FACTS)
         begin = tl.minimum(tl.maximum(begin, first), last)
         begin, full, full_end, end = within(begin, full, full_end, tl.maximum(tl.minimum(end, last), begin))
         m, l, acc = state_of_blocks(begin, full, full_end, end, 0, 1, tile, scales, work, FACTS)
         if last - first == count:
+            # The whole sequence lies in this share: o and lse are final.
             paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
         else:
             put_state(m, l, acc, first == 0, tile, states, work, FACTS)
         if first == 0:
+            # Partner: merge_shares_kernel. The program of a sequence's first tile says which shares have states of it.
             record = record_of(states, b, head_k, sizes, FACTS)
             tl.store(record, share)
             tl.store(record + 1, (at + count - 1) // shares.each)
@@ -101,6 +106,7 @@ def shares_of(sizes, seqlens_k, cache, FACTS: tl.constexpr):
     b = tl.arange(0, FACTS.batch)
     lengths = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
     lengths = tl.minimum(tl.maximum(lengths, 0), plain(cache.capacity))
+    # A sequence without keys has a tile, too, so that somebody writes its rows.
     counts = tl.where(b < sizes.batch, tl.maximum(tl.cdiv(lengths, FACTS.tile_n), 1), 0)
     total = tl.sum(counts, 0)
     each = tl.maximum(tl.cdiv(total, FACTS.shares), FACTS.split_tiles)
@@ -127,6 +133,7 @@ def put_state(m, l, acc, begins, tile, states, work, FACTS: tl.constexpr):
     valid = i < work.seqlen_q
     weight, lse = normaliser(m, l, FACTS)
     weight = with_scale(weight, tile, FACTS)
+    # A share cuts two sequences at most, one at its first tile and one at its last: it has room for two states.
     state = 2 * tl.program_id(0) + begins.to(tl.int32)
     rows = state_rows(states, state, tl.arange(0, FACTS.tile_m), FACTS)
     tl.store(states + rows + FACTS.head_dim_v, lse, mask=valid)
@@ -162,6 +169,7 @@ def merge_shares_kernel(tensors, sizes, scales, states, FACTS: tl.constexpr):
         # The states of some shares: lse fp32 (AT_ONCE,), o fp32 (AT_ONCE, WIDTH).
         lse = tl.load(states + rows + FACTS.head_dim_v, mask=there, other=float("-inf"))
         o = tl.load(states + (rows[:, None] + columns[None, :]), mask=there[:, None] & within[None, :], other=0.0)
+        # Rows without a key in all states so far have -inf: -inf - -inf would be NaN.
         m_new = tl.maximum(m, tl.max(lse, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = exp(lse - shift)
@@ -175,6 +183,7 @@ def merge_shares_kernel(tensors, sizes, scales, states, FACTS: tl.constexpr):
     lse = tl.where(l == 0, float("-inf"), m + log(l))
     weight = tl.where(l == 0, 0.0, 1.0 / tl.where(l == 0, 1.0, l))
     if FACTS.sink:
+        # States are without it: the sink counts once.
         weight, lse = with_sink(weight, lse, l, tl.load(tensors.sink + head).to(tl.float32))
     row = tl.cast(tl.program_id(0), tl.int64) * FACTS.head_dim_v + columns
     tl.store(tensors.o + row, (acc * weight).to(tensors.o.dtype.element_ty), mask=within)

@@ -33,7 +33,7 @@ def attend_shares(call: Call, out: Output, states: Tensor) -> Launched:
     """Runs the kernel over pages by even shares: o and lse of some sequences and heads, states of the others."""
     programs = call.plan.config.shares * call.plan.problem.heads_k
     chosen = share_facts(call.plan) | call.plan.overlap("leads")
-    return _launch(call, out, runtime.kernels().shares, (programs, 1), call.sizes(1), chosen, View("states", states))
+    return _launch(call, out, runtime.kernels().shares.shares_kernel, (programs, 1), call.sizes(1), chosen, View("states", states))
 
 
 def share_facts(plan: Plan) -> dict[str, int]:
@@ -119,5 +119,5 @@ def merge_shares(call: Call, out: Output, states: Tensor) -> Launched:
     chosen = {"natural": True, "pages": "several", "group": problem.group, "max_logit": out.max_logit is not None}
     facts = plan.facts(tiles, call.align, **chosen, **share_facts(plan), **plan.overlap("reads"))
     grid = (problem.batch * problem.seqlen_q * problem.heads_q, 1)
-    kernel, tensors = runtime.kernels().merge_shares, call.tensors(**out.named)
+    kernel, tensors = runtime.kernels().shares.merge_shares_kernel, call.tensors(**out.named)
     return call.launch(kernel, grid, tiles, tensors, call.sizes(1), facts, View("states", states))

@@ -33,7 +33,9 @@ def attend_shares(call: Call, out: Output, states: Tensor) -> Launched:
     """Runs the kernel over pages by even shares: o and lse of some sequences and heads, states of the others."""
     programs = call.plan.config.shares * call.plan.problem.heads_k
     chosen = share_facts(call.plan) | call.plan.overlap("leads")
-    return _launch(call, out, runtime.kernels().shares.shares_kernel, (programs, 1), call.sizes(1), chosen, View("states", states))
+    return _launch(
+        call, out, runtime.kernels().shares.shares_kernel, (programs, 1), call.sizes(1), chosen, View("states", states)
+    )
 
 
 def share_facts(plan: Plan) -> dict[str, int]:

@@ -64,7 +64,7 @@ class PagedTile(NamedTuple):
         rows: the query of each row of the state, int32 (parts · tile_m,). head: its head, int32 (parts · tile_m, 1).
         q: a tile of (tile_m, head_dim), or (parts, tile_m, head_dim). lo, hi: the key interval of each row, int32 (parts · tile_m,).
         start, stop: no row sees a key before or after these.
-        table: pointer to the sequence's page numbers. page: that of the first full block, or None. cache: :class:`CacheSizes`.
+        table: pointer to the sequence's page numbers. page: that of the first full block (:func:`reads_first_page`). cache: :class:`CacheSizes`.
         k, v: :class:`Pool` of the key head.
         k_scale, v_scale: fp32 scalars where the scale is "one", :class:`ScalePool` where it is "each"; of no use without.
     """
@@ -165,8 +165,9 @@ def state_of_blocks(first, full, full_end, last, offset, step, tile, scales, wor
     if FACTS.v_scale is not None:
         acc = acc + zeros(ROWS, True, FACTS)
     if FACTS.keep is None:
-        page = tile.page
-        if page is None:
+        if reads_first_page(FACTS):
+            page = tile.page
+        else:
             page = page_numbers((full + offset) * FACTS.tile_n, tile, FACTS)
         for n in range(full + offset, tl.where(offset < step, full_end, full), step):
             # Page numbers are read a tile ahead: read in the iteration whose loads wait for them, they would take a stage.
@@ -290,8 +291,8 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
     """The :class:`PagedTile` of a key head; rows past the sequence's last are zero."""
     i, head = rows_of_tile(head_k, work, FACTS)
     table = block_table + tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
-    page = None
-    if FACTS.split and FACTS.parts > 1 and FACTS.lo is None and FACTS.pages != "several":
+    page = 0
+    if reads_first_page(FACTS):
         page = first_page(table, cache, FACTS)
     # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop. 64-bit offsets of the rows.
     offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
@@ -367,6 +368,12 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
         index = n0 // FACTS.page_size if FACTS.pages == "one" else 0
         page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=n0 < tile.stop, other=0)
     return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(tile.cache.num_pages) - 1)
+
+
+@triton.constexpr_function
+def reads_first_page(FACTS):
+    """Whether a program knows its first block before it knows the sequence's length, and reads that block's page at once."""
+    return FACTS.split and FACTS.parts > 1 and FACTS.lo is None and FACTS.pages != "several"
 
 
 @triton.jit

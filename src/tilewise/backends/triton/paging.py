@@ -159,8 +159,8 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
         tiles = replace(tiles, parts=tiles.num_warps, registers=PARTS_REGISTERS)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
     shares = even_shares(problem, tiles, machine.cores)
-    if shares:
-        splits, keys = 1, SHORTEST_SPLIT
+    if shares:  # of which a multiprocessor has one program, that may have all registers
+        tiles, splits, keys = replace(tiles, registers=0), 1, SHORTEST_SPLIT
     chosen = {"shares": shares, "splits": splits, "split": keys}
     return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products, **chosen)
 

@@ -293,10 +293,9 @@ def split_range(first, last, FACTS: tl.constexpr):
 def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS: tl.constexpr):
     """The :class:`PagedTile` of a key head; rows past the sequence's last are zero."""
     i, head = rows_of_tile(head_k, work, FACTS)
-    table = block_table + tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
     page = 0
     if reads_first_page(FACTS):
-        page = first_page(table, cache, FACTS)
+        page = first_page(table_of(block_table, work, sizes, cache), cache, FACTS)
     # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop. 64-bit offsets of the rows.
     offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
     if not FACTS.packed:
@@ -315,6 +314,7 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
         start = tl.min(tl.where(sees, lo, work.seqlen_k), 0)
         stop = tl.max(tl.where(sees, hi, 0), 0)
     stop = tl.where(work.block * FACTS.tile_m < work.seqlen_q * FACTS.group, stop, start)  # a slot may hold no row
+    table = table_of(block_table, work, sizes, cache)
     k = pool_of(tensors.k, sizes.k, head_k, views[0], views[1], FACTS)
     v = pool_of(tensors.v, sizes.v, head_k, views[2], views[3], FACTS)
     k_scale, v_scale = table, table
@@ -371,6 +371,12 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
         index = n0 // FACTS.page_size if FACTS.pages == "one" else 0
         page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=n0 < tile.stop, other=0)
     return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(tile.cache.num_pages) - 1)
+
+
+@triton.jit
+def table_of(block_table, work, sizes, cache):
+    """The pointer to the page numbers of a work tile's sequence."""
+    return block_table + tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
 
 
 @triton.constexpr_function

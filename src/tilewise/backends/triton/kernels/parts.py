@@ -24,6 +24,7 @@ def tiles_in_each_part(tiles, FACTS: tl.constexpr):
     """A tile of q once for each part: (parts, tile_m, width) of (tile_m, width)."""
     found = ()
     for n in tl.static_range(len(tiles)):
+        # Each warp holds all rows of q in registers: it multiplies them by keys of its own.
         found = found + (tl.broadcast_to(tiles[n][None], (FACTS.parts, FACTS.tile_m, tiles[n].shape[1])),)
     return found
 
@@ -87,6 +88,7 @@ def _accumulated(p, v, acc, FACTS: tl.constexpr):
 @triton.jit
 def merged_parts(m, l, acc, FACTS: tl.constexpr):
     """The state (m, l, acc) of each row, (tile_m,) and (tile_m, width), from those of its parts, by (8)."""
+    # m, l: fp32 (parts · tile_m,), row r of part p at p · tile_m + r.
     # (parts, tile_m): the maxima meet through shared memory, once for all tiles. A part without keys has -inf.
     of_parts = m.reshape(FACTS.parts, FACTS.tile_m)
     top = tl.max(of_parts, 0)

@@ -82,7 +82,7 @@ def shares_kernel(
         work = paged_work_tile(0, b, tensors, sizes, scales, seqlens_k, cache, FACTS)
         views = (k_view, k_rest, v_view, v_rest)
         tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS)
-        # Of the blocks that the rows see, those in this share.
+        # Of the blocks that the rows see, those in this share: under a window a share may have tiles that no row sees.
         begin, full, full_end, end = visible_blocks(tile, work, FACTS)
         begin = tl.minimum(tl.maximum(begin, first), last)
         begin, full, full_end, end = within(begin, full, full_end, tl.maximum(tl.minimum(end, last), begin))
@@ -136,6 +136,7 @@ def put_state(m, l, acc, begins, tile, states, work, FACTS: tl.constexpr):
     # A share cuts two sequences at most, one at its first tile and one at its last: it has room for two states.
     state = 2 * tl.program_id(0) + begins.to(tl.int32)
     rows = state_rows(states, state, tl.arange(0, FACTS.tile_m), FACTS)
+    # Beside o of each row, fp32 (tile_m,): lse, -inf where the row saw no key, and the largest score.
     tl.store(states + rows + FACTS.head_dim_v, lse, mask=valid)
     if FACTS.max_logit:
         tl.store(states + rows + (FACTS.head_dim_v + 1), largest_score(m, l, FACTS), mask=valid)
@@ -154,8 +155,9 @@ def merge_shares_kernel(tensors, sizes, scales, states, FACTS: tl.constexpr):
     token, head = tl.program_id(0) // sizes.heads_q, tl.program_id(0) % sizes.heads_q
     b, i = token // sizes.seqlen_q, token % sizes.seqlen_q
     record = record_of(states, b, head // FACTS.group, sizes, FACTS)
+    # Partner: shares_kernel, in which each sequence's first tile has a program that stores both.
     first, last = tl.load(record), tl.load(record + 1)
-    if first == last:
+    if first == last:  # one program has had all tiles, and has stored o and lse
         return
     columns = tl.arange(0, WIDTH)
     within = columns < FACTS.head_dim_v
@@ -164,6 +166,7 @@ def merge_shares_kernel(tensors, sizes, scales, states, FACTS: tl.constexpr):
     for start in range(first, last + 1, AT_ONCE):
         share = start + tl.arange(0, AT_ONCE)
         there = share <= last
+        # Program share · heads_k + head: the first share begins the sequence, which is its second state; the others continue it.
         state = 2 * (share * sizes.heads_k + head // FACTS.group) + (share == first).to(tl.int32)
         rows = state_rows(states, state, i * FACTS.group + head % FACTS.group, FACTS)
         # The states of some shares: lse fp32 (AT_ONCE,), o fp32 (AT_ONCE, WIDTH).
@@ -180,11 +183,13 @@ def merge_shares_kernel(tensors, sizes, scales, states, FACTS: tl.constexpr):
         if FACTS.max_logit:
             other = tl.load(states + rows + (FACTS.head_dim_v + 1), mask=there, other=float("-inf"))
             largest = tl.maximum(largest, tl.max(other, 0))
+    # A row that saw no key in any share: o = 0, lse = -inf.
     lse = tl.where(l == 0, float("-inf"), m + log(l))
     weight = tl.where(l == 0, 0.0, 1.0 / tl.where(l == 0, 1.0, l))
     if FACTS.sink:
         # States are without it: the sink counts once.
         weight, lse = with_sink(weight, lse, l, tl.load(tensors.sink + head).to(tl.float32))
+    # o (head_dim_v,) of the row, rounded to q's dtype only here, and its lse.
     row = tl.cast(tl.program_id(0), tl.int64) * FACTS.head_dim_v + columns
     tl.store(tensors.o + row, (acc * weight).to(tensors.o.dtype.element_ty), mask=within)
     line = (tl.cast(b, tl.int64) * sizes.heads_q + head) * sizes.seqlen_q + i

@@ -47,19 +47,26 @@ LONG_MS = 1000
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to compute attention over all ranks: a scheme, how many groups of heads it takes at most, and what carries the rows."""
+    """A way to compute attention over all ranks.
+
+    Attributes:
+        groups: of heads, at most. engines: copy engines carry the rows, not NCCL. graph: a step is captured once, and replayed.
+    """
 
     scheme: str
     groups: int = heads.MOST_GROUPS
     engines: bool = False
+    graph: bool = False
 
 
 CONTESTANTS = {
     "gather": Contestant("gather"),
+    "gather-graph": Contestant("gather", graph=True),
     "ring": Contestant("ring"),
     "auto": Contestant("auto", engines=True),
     "nccl": Contestant("heads"),
     "engines": Contestant("heads", engines=True),
+    "engines-graph": Contestant("heads", engines=True, graph=True),
     "engines-1": Contestant("heads", 1, engines=True),
     "engines-4": Contestant("heads", 4, engines=True),
     "heads+gather": Contestant("heads+gather"),
@@ -133,6 +140,25 @@ def steps(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options: object) -> dic
     return {"forward": forward, "both": both}
 
 
+def captured(run: Callable[[], object]) -> tuple[Callable[[], None], object]:
+    """A step as a CUDA graph, and what it computes, anew with each replay.
+
+    Ranks agree on the call, and their first exchange is set up, before the capture.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog asks for events from a thread of its own meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run()
+    return graph.replay, result
+
+
 def parallel_of(row: Row, way: Contestant, mask: Mask, groups: dict[bool, Group]) -> ContextParallel:
     group = groups[way.engines]
     layout = "zigzag" if row.mask == "causal" else balanced(mask, row.seqlen, group.size)
@@ -174,6 +200,8 @@ def contests(
         local = tensors(row.heads_q, row.heads_k, parallel.layout_of(row.seqlen).lengths[dist.get_rank()], device)
         found[name] = steps(*local, mask=mask, parallel=parallel)
         moved[name] = received(parallel, found[name], local[:3], mask)
+        if CONTESTANTS[name].graph:
+            found[name] = {way: captured(run)[0] for way, run in found[name].items()}
     share = tensors(row.heads_q // size, row.heads_k // size, row.seqlen, device)
     return found | {"alone": steps(*share, mask=mask)}, moved
 
@@ -320,10 +348,26 @@ def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device:
     for name in names:
         parallel = parallel_of(Row(n, 2 * heads_k, heads_k, mask_name), CONTESTANTS[name], mask, groups)
         local = [parallel.shard(x).to(device).requires_grad_() for x in (q, k, v)]
-        o, lse = tw.attention_with_lse(*local, mask=mask, parallel=parallel)
-        grads = torch.autograd.grad(o, local, parallel.shard(do).to(device))
-        found = {x: parallel.unshard(t) for x, t in zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True)}
-        found["lse"] = parallel.unshard(lse.detach(), 2)
+        local_do = parallel.shard(do).to(device)
+
+        def attend(
+            parallel: ContextParallel = parallel, local: list[Tensor] = local, local_do: Tensor = local_do
+        ) -> tuple:
+            o, lse = tw.attention_with_lse(*local, mask=mask, parallel=parallel)
+            return o.detach(), lse.detach(), torch.autograd.grad(o, local, local_do)
+
+        if CONTESTANTS[name].graph:
+            right = [x.detach().clone() for x in (*local, local_do)]
+            for x in (*local, local_do):
+                x.detach().normal_()  # the capture computes with other numbers than the replay
+            replay, (o, lse, grads) = captured(attend)
+            for x, old in zip((*local, local_do), right, strict=True):
+                x.detach().copy_(old)
+            replay()
+        else:
+            o, lse, grads = attend()
+        found = {x: parallel.unshard(t) for x, t in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True)}
+        found["lse"] = parallel.unshard(lse, 2)
         said = [str(e) for e in expected.judge(found) if not e.ok]
         red |= {name: said} if said else {}
     return red
@@ -367,6 +411,7 @@ def ways(device: str, only: list[str]) -> tuple[list[str], dict[bool, Group]]:
     size = dist.get_world_size()
     divides = any(size % n == 0 for n in range(2, size))
     able = [n for n, way in CONTESTANTS.items() if way.engines in groups and (divides or "+" not in way.scheme)]
+    able = [n for n in able if device != "cpu" or not CONTESTANTS[n].graph]
     return [name for name in able if name in (only or CONTESTANTS)], groups
 
 
@@ -414,7 +459,7 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
                 torch_contests(row, peers, mesh, contestants)
             ms = compared(row, contestants, parts, device, options.rounds, lines)
             for name in green if options.host_profiles else ():
-                if ms[name, "both"] * PROFILED < LONG_MS:
+                if ms[name, "both"] * PROFILED < LONG_MS and not CONTESTANTS[name].graph:
                     host_profile(contestants[name]["both"], options.host_profiles / f"{row.name}-{name}-{rank}.txt")
             if rank == 0 and options.out:  # what is known already, should a later row fail
                 options.out.unlink(missing_ok=True)

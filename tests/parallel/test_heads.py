@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.parallel import Layout, context_parallel, cost, exchange, heads, simulate
+from tilewise.parallel import Layout, context_parallel, cost, exchange, heads, plan, simulate
 from tilewise.parallel.exchange import Simulated
 from tilewise.parallel.heads import head_axes
 from tilewise.parallel.plan import Wish, chosen, refusals
@@ -300,3 +300,24 @@ def test_copy_engines_put_rows_where_the_collective_puts_them(layout, monkeypatc
     assert received == again
     for part, expected in zip(by_engines, by_collective, strict=True):
         assert torch.equal(part, expected)
+
+
+def test_no_graph_holds_keys_that_a_masks_tensors_choose(monkeypatch):
+    # A capture is not to be had without a GPU: what asks for one is told that it is under way.
+    monkeypatch.setattr(plan, "is_captured", lambda: True)
+    ids = torch.arange(ROWS) // 5
+
+    def one(rank):
+        by_gather, free = (context_parallel(rank, scheme=scheme) for scheme in ("gather", "auto"))
+        q, k, v = (free.shard(x) for x in tensors(1)[:3])
+        with pytest.raises(
+            NotImplementedError, match="a CUDA graph is captured, and the mask's tensors tell which keys travel"
+        ):
+            tw.attention(q, k, v, mask=tw.documents(ids), parallel=by_gather)
+        tw.attention(q, k, v, causal=True, parallel=by_gather)  # lengths alone tell them
+        assert tw.explain(q, k, v, mask=tw.documents(ids), parallel=free).scheme == "heads"
+        return free.unshard(tw.attention(q, k, v, mask=tw.documents(ids), parallel=free))
+
+    expected = tw.attention(*tensors(1)[:3], mask=tw.documents(ids))
+    for o in simulate(2, one):
+        torch.testing.assert_close(o, expected)

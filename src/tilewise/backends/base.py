@@ -204,6 +204,11 @@ class PerProblem:
         return found[1]
 
 
+def is_captured() -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class PerTensors:
     """Memory of what was made of some tensors, while they are the same ones, unchanged; forgotten when one of them is gone.
 
@@ -218,7 +223,7 @@ class PerTensors:
         self._found: dict[Any, tuple[Any, list]] = {}
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        capturing = is_captured()
         place = (key, *[id(t) for t in tensors])
         found = None if capturing and tensors else self._found.get(place)
         if found and all(x() is t and n == t._version for t, (x, n) in zip(tensors, found[1], strict=True)):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tilewise import dispatch, expr
+from tilewise.backends.base import is_captured
 from tilewise.masks import Mask
 from tilewise.parallel import cost, gathered, heads, joined, ring
 from tilewise.parallel.balance import tile_shares
@@ -195,9 +196,17 @@ def _grid(whole: Problem, call: Agreed) -> Grid:
     return Grid.whole(call.spec.region, call.extras, shape, call.q.device)
 
 
+CAPTURED = (
+    "a CUDA graph is captured, and the mask's tensors tell which keys travel: that is read on the host, where a replay would not "
+    'follow them; scheme="heads" reads nothing there'
+)
+
+
 def refusals(whole: Problem, wish: Wish) -> dict[str, list[str]]:
     """Why each scheme cannot compute a whole attention; empty: it can."""
     ranks, pieces = wish.exchange.size, gathered.reasons(whole.spec)
+    if is_captured() and _reads_tensors(whole.spec):
+        pieces = [*pieces, CAPTURED]
     found = {"gather": pieces, "heads": heads.reasons(whole.spec, whole.heads_k, ranks), "ring": pieces}
     neighbours = neighbours_of(whole, wish)
     both = heads.reasons(whole.spec, whole.heads_k, neighbours) if neighbours else []

@@ -84,7 +84,7 @@ class Backward(Formed):
     def subtracts(self) -> bool:
         """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`): in bf16, where one pass counts
         its tiles. It was not tried beside dropout, ALiBi and bits."""
-        return self.dtype == "bf16" and self.keys.counts and not (self.dropout or self.alibi or self.form == "bits")
+        return self.dtype == "bf16" and self.keys.subtracts and not (self.dropout or self.alibi or self.form == "bits")
 
     @property
     def statistics(self) -> StatisticSlots:
@@ -238,7 +238,7 @@ class BackwardRow:
         if keys is None or keys.clustered:
             return keys
         most = 3 if packed else keys.v_register_steps  # the numbers of a sequence take registers too
-        keys = replace(keys, overlaps=True, counts=not packed, v_register_steps=min(keys.v_register_steps, most))
+        keys = replace(keys, overlaps=True, counts=not packed, subtracts=True, v_register_steps=min(keys.v_register_steps, most))
         return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
@@ -436,7 +436,7 @@ def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
     keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
     if keys is None or mean_keys_per_query(p) < row.least_keys(keys) or not exists(keys, form, p.packed):
         return None
-    if keys.counts and p.softmax_scale < LEAST_SCALE:
+    if keys.subtracts and p.softmax_scale < LEAST_SCALE:
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None
 

@@ -226,6 +226,12 @@ def _h200() -> Iterable[Case]:
                     "h200 cuda" if head_dim == 256 else "h200 cuda paper"
                 )  # FlashAttention-2's Figures 4 to 7 have 64 and 128
                 yield _case(name, source, shape, tags, dtype="bfloat16", mask=mask)
+    for n in (4096, 8192, 16384):
+        for label, mask in (("full", None), ("causal", "causal")):
+            shape = (16384 // n, n, n, 16, 4, 128, 128)
+            yield _case(
+                f"h200-gqa4-d128-n{n}-{label}", "grouped queries", shape, "grouped", dtype="bfloat16", mask=mask
+            )
 
 
 def _cpu() -> Iterable[Case]:

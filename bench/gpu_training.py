@@ -1,6 +1,7 @@
 """A small GPT trained in bf16 on a Hopper GPU with tilewise's kernels, and with SDPA from the same and from other weights.
 
     python -m bench.gpu_training --out FILE.jsonl [--steps 2000]
+    python -m bench.gpu_training --out FILE.jsonl --steps 0    # trains nothing: the time of a step of each length, in half a minute
     python -m bench.gpu_training --out FILE.jsonl --parts      # trains nothing: where the time of a short step goes, in half a minute
     python -m bench.gpu_training --out FILE.jsonl --draw docs/img/h200-training.png   # the file's last such run, on any machine
 
@@ -141,7 +142,7 @@ def parts() -> list[dict]:
     head = records.run(COMMAND, DEVICE, {name: name.partition(" ")[0] for name in PARTS}, again=f"{COMMAND} --parts")
     found = [head]
     for case, calls in (("gpt-part-step", steps), ("gpt-part-both", halves), ("gpt-part-graph", graphs)):
-        ms = in_turns(calls, DEVICE, 15, 100.0)
+        ms = in_turns(calls, DEVICE, 15, 100.0, queued=False)
         found += [records.result(head["run"], case, who, "step", "time", t, shape=shape) for who, t in ms.items()]
     for who, half in halves.items():
         us = host_microseconds(half, DEVICE, calls=1)
@@ -188,11 +189,13 @@ def main() -> None:
     if options.draw:
         draw(records.read(Path(options.out)), options.draw)
         return
-    ours, exact, theirs, *others = found = runs(options.steps)
-    gaps = {"hopper": gap(ours, theirs), "deterministic": gap(exact, theirs), "sdpa's own seeds": gap(*others)}
+    found, gaps = [], {}
+    if options.steps:
+        ours, exact, theirs, *others = found = runs(options.steps)
+        gaps = {"hopper": gap(ours, theirs), "deterministic": gap(exact, theirs), "sdpa's own seeds": gap(*others)}
     contestants = ("hopper", "sdpa", "triton")
     ms = {
-        (n, b): in_turns({name: step(InBf16(name, 0, n), n, b, DEVICE) for name in contestants}, DEVICE)
+        (n, b): in_turns({name: step(InBf16(name, 0, n), n, b, DEVICE) for name in contestants}, DEVICE, queued=False)
         for n, b in TIMED
     }
     records.append(results(found, ms), Path(options.out))

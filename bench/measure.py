@@ -48,11 +48,16 @@ def summarize(seconds: list[float], calls: int = 1) -> Timing:
 # ---- time ---------------------------------------------------------------------------------------------------------
 
 
-def seconds_per_call(call: Callable[[], object], calls: int, device: str) -> float:
+GPU_HERTZ = 2e9
+"""No GPU that is timed here has a faster clock, so a wait of so many cycles a second is not shorter than it should be."""
+
+
+def seconds_per_call(call: Callable[[], object], calls: int, device: str, queued: bool = True) -> float:
     """Runs `call` several times and returns the mean: CUDA events around them on a GPU, perf_counter on a CPU.
 
-    On a GPU a call goes ahead of those that are timed, so that the host is ahead of the GPU, as in a loop of a model: of an
-    idle GPU the first call's way through Python, 0.1 to 0.5 ms, would be counted as the kernels' time.
+    On a GPU a call goes ahead of those that are timed, so that the host is ahead of the GPU. Where they are to be `queued`, the GPU then
+    waits for as long as the host will take to launch them all: what is timed are their kernels alone. Otherwise a call whose way
+    through Python takes longer than its kernels, 0.02 to 0.5 ms, is timed by its host.
     """
     if not device.startswith("cuda"):
         began = time.perf_counter()
@@ -61,7 +66,10 @@ def seconds_per_call(call: Callable[[], object], calls: int, device: str) -> flo
         return (time.perf_counter() - began) / calls
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    began = time.perf_counter()
     call()
+    if queued:
+        torch.cuda._sleep(int((time.perf_counter() - began) * calls * GPU_HERTZ))
     start.record()
     for _ in range(calls):
         call()
@@ -77,22 +85,27 @@ def calls_for(seconds: float, device: str) -> int:
 
 
 def in_turns(
-    calls: dict[str, Callable[[], object]], device: str, rounds: int = 5, budget_ms: float = 12.0
+    calls: dict[str, Callable[[], object]],
+    device: str,
+    rounds: int = 5,
+    budget_ms: float = 12.0,
+    queued: bool = True,
 ) -> dict[str, float]:
     """Milliseconds a call, the median over rounds; each round times everyone once, over at most 50 calls in that budget.
 
-    The order is drawn anew each round: a chip at its power limit runs slower behind whoever used much.
+    The order is drawn anew each round: a chip at its power limit runs slower behind whoever used much. `queued` as in
+    :func:`seconds_per_call`.
     """
     counts = {}
     for name, call in calls.items():
         call()
-        once = seconds_per_call(call, 2, device)
+        once = seconds_per_call(call, 2, device, queued)
         counts[name] = max(1, min(50, int(budget_ms * 1e-3 / max(once, 1e-6))))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     chance = random.Random(0)
     for _ in range(rounds):
         for name in chance.sample(list(calls), len(calls)):
-            samples[name].append(seconds_per_call(calls[name], counts[name], device))
+            samples[name].append(seconds_per_call(calls[name], counts[name], device, queued))
     return {name: statistics.median(values) * 1e3 for name, values in samples.items()}
 
 

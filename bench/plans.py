@@ -151,7 +151,7 @@ def time_cases(tag: str, run: dict, out: Path) -> None:
             continue
         plans = backend._plan(c.p), backend._backward_plan(c.p)
         call = partial(plan_for_kernels, x, c, plans)
-        (ms,) = in_turns({"tilewise": call}, "cuda", rounds=9, budget_ms=30.0).values()
+        (ms,) = in_turns({"tilewise": call}, "cuda", rounds=9, budget_ms=30.0, queued=False).values()
         timed = records.result(run["run"], case.name, "tilewise", "forward", "plan", round(ms, 4))
         records.append([timed], out)
         print(f"{case.name}: {ms:.3f} ms", flush=True)
@@ -197,7 +197,7 @@ def main() -> None:
             if options.compiled:
                 who, plan = "flex-compiled", torch.compile(create_block_mask)
             calls[who] = lambda flex=flex, plan=plan: plan(flex, None, None, n, n, device=device)
-        for who, ms in in_turns(calls, device, rounds=5, budget_ms=30.0).items():
+        for who, ms in in_turns(calls, device, rounds=5, budget_ms=30.0, queued=False).items():
             timed = records.result(run["run"], case, who, "forward", "plan", round(ms, 4), shape=shape)
             records.append([timed], options.out)
             print(f"  {who}: {ms:.2f} ms", flush=True)

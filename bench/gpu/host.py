@@ -77,7 +77,7 @@ def autograd_worker(worker: Worker, subject: Subject) -> None:
         def kernels() -> object:
             return backend.backward(c.p, c.t, backend.forward(c.p, c.t), c.do, c.dlse)
 
-        ms = in_turns({"autograd": through_autograd, "kernels": kernels}, subject.device)
+        ms = in_turns({"autograd": through_autograd, "kernels": kernels}, subject.device, queued=False)
         return {"state": "ok", "results": [records.result("", name, n, "both", "time", t) for n, t in ms.items()]}
 
     worker.each(Item(name, partial(compared, name)) for name in subject.scale.squares[::4])

@@ -98,6 +98,13 @@ def meet(barrier_id: int, number_of_threads: int, waits: bool = True) -> None:
         barrier.wait(parity)
 
 
+def cluster_arrive() -> None:
+    """A warpgroup of a cluster, which ``role.cluster`` counts, arrives."""
+    with role.cluster.changed:
+        role.parity = role.cluster.phase % 2
+        role.cluster.change(1, 0)
+
+
 # -- Memory --------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +230,8 @@ def modules() -> dict[str, types.ModuleType]:
             pointer.barrier.change(0, size),
             pointer.barrier.change(1, 0),
         ),
+        cluster_arrive=cluster_arrive,
+        cluster_wait=lambda: role.cluster.wait(role.parity),
         barrier=meet,
         barrier_arrive=partial(meet, waits=False),
         fence_view_async_shared=lambda: None,

@@ -5,7 +5,6 @@ A stage of keys is one matrix of 64 x 576; P of a tile takes the place of its la
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -151,7 +150,6 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         peer_place=lambda smem, peer: role.peer.p,
         send_four=send_four,
         take_four=lambda place, n: place["peer", n],
-        meet=lambda: role.cluster.wait(emulated.LIMIT),
     )
     stand_in(latent.scores, new_operands=score_operands, begin_scores=begin_scores)
     stand_in(latent.scores, round_p=lambda operands, config: rounded(operands.s.values, config.dtype))
@@ -166,7 +164,7 @@ def run(
     ``extra`` and ``numbers`` are those of the launch, without states; ``scales`` those of a cache of e4m3 numbers, or empty.
     """
     latent = load_kernel(pool)
-    lo, hi, tiles, splits, least, num_pages, sinks, scale2 = numbers
+    lo, hi, tiles, splits, least, num_pages, sinks, even, scale2 = numbers
     (_, rows, heads, _), heads_k = q.shape, pool.shape[2]
     o, lse = np.full((1, rows, heads, 512), np.nan, np.float32), np.full((1, heads, rows), np.nan, np.float32)
     named = dict(zip(("cu_q", "seqlens_k", "block_table"), map(Global, extra), strict=True))
@@ -178,8 +176,8 @@ def run(
         }
     optional = emulated_params(latent)(**named, num_pages=num_pages)
     params = latent.params.LatentParams(
-        rows, -(-pool.shape[1] // KEYS) * KEYS, heads_k, heads // heads_k, lo, hi, least, sinks, np.float32(scale2), Global(q), Global(o),
-        Global(lse), sink, optional, *map(Global, (pool, *scales) if config.e4m3 else ()),
+        rows, -(-pool.shape[1] // KEYS) * KEYS, heads_k, heads // heads_k, lo, hi, least, sinks, even, np.float32(scale2),
+        Global(q), Global(o), Global(lse), sink, optional, *map(Global, (pool, *scales) if config.e4m3 else ()),
     )  # fmt: skip
     size = PAIR if config.pair else 1
     for cta in range(tiles):
@@ -197,7 +195,7 @@ def emulated_params(latent) -> Callable:
 def _run_cluster(latent, params, config, cta: tuple[int, int], split: tuple[range, int]) -> None:
     """The CTAs of a cluster, at once: those of the tile ``cta`` and the splits of the range."""
     storages = [_storage(latent, config) for _ in split[0]]
-    together = threading.Barrier(len(storages) * (STAGES + VALUE_GROUPS))
+    together = Barrier(len(storages) * (STAGES + VALUE_GROUPS))
 
     def begin(n: int, body: Callable, *arguments: object) -> None:
         role.warp, role.split, role.splits, role.cluster, role.peer = (

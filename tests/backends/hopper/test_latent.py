@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from bench import records
 from tests.backends.hopper import emulated, emulated_latent
 from tests.backends.paged import Case
 from tilewise import accuracy, dispatch
@@ -130,11 +132,12 @@ def test_other_calls_are_refused_with_the_reason(name):
     assert word in reason
 
 
-def problem(queries: int, heads: int = 128, batch: int = 32, **options) -> Problem:
-    """A decoding step of 8,192 keys as an H200 would have it: tensors without memory, whose device is called one."""
+def problem(queries: int, heads: int = 128, batch: int = 32, keys: int = 8192, **options) -> Problem:
+    """A decoding step as an H200 would have it: tensors without memory, whose device is called one."""
     q = torch.empty(batch, queries, heads, 576, dtype=torch.bfloat16, device="meta")
     k = torch.empty(600, 64, 1, 576, dtype=torch.bfloat16, device="meta")
-    table, lengths = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((batch, 128), (batch,)))
+    shapes = (batch, keys // 64), (batch,)
+    table, lengths = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes)
     p = paged_call(q, tw.paged(k, k[..., :512], table, lengths), causal=True, **options).p
     for name, value in (("device", torch.device("cuda", 0)), ("latent", True)):
         object.__setattr__(p, name, value)
@@ -159,3 +162,17 @@ def test_it_goes_first_with_as_many_splits_as_run_at_once(p, first, splits, monk
     assert Hopper().refused(p) == []
     assert (dispatch.candidates(p)[0] == "hopper") == first
     assert config.splits_of(p) == splits
+
+
+def test_no_other_number_of_splits_was_measured_to_be_faster(monkeypatch):
+    monkeypatch.setattr(dispatch.devices, "of", lambda device: SimpleNamespace(cores=132))
+    times = {}  # ms by splits, of each shape
+    for r in records.read(Path(records.__file__).with_name("results") / "hopper-calls.jsonl"):
+        # The contestant hopper-N has N splits.
+        splits = r.get("contestant", "").removeprefix("hopper-")
+        if r["run"] == "h200-latent-sooner" and r.get("metric") == "time" and splits.isdigit():
+            shape = tuple(r["shape"][name] for name in ("queries", "heads_q", "batch", "keys"))
+            times.setdefault(shape, {})[int(splits)] = r["value"]
+    assert len(times) == 12
+    for shape, by_splits in times.items():
+        assert by_splits[config.splits_of(problem(*shape))] < 1.03 * min(by_splits.values()), shape

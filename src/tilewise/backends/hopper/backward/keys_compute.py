@@ -453,9 +453,9 @@ def kept_pairs(
 
 
 def rounded_p(operands: DkDvOperands, config: Backward) -> cute.Tensor | OperandValues:
-    """The operand P as fp32 numbers at a thread's (row, column). Only tiles with columns of V in registers were measured with fewer
-    instructions for it; the bits of other kernels without dropout are left as they were proven."""
-    if v_register_steps(config.keys, config.statistics) or config.dropout:
+    """The operand P as fp32 numbers at a thread's (row, column). Tiles with columns of V in registers, and those whose products subtract
+    statistics, take fewer instructions for it; the bits of other kernels without dropout are left as they were proven."""
+    if v_register_steps(config.keys, config.statistics) or config.subtracts or config.dropout:
         return OperandValues(operands.p, operands.dp, config.dtype, held=config.dropout and config.dtype == "fp16")
     return as_rows_columns(operands.p, operands.dp)
 

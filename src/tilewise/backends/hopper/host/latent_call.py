@@ -29,7 +29,8 @@ class LatentPlan(PagedPlan):
         problem, grid = self.problem, self.grid
         lo, hi = ends_of(self.band)
         sinks = int(problem.spec.sink_slot is not None)
-        return lo, hi, grid.tiles, grid.splits, LEAST_TILES, problem.k.shape[0], sinks, LOG2_E * problem.softmax_scale
+        even, scale2 = 0 if problem.packed else problem.seqlen_q, LOG2_E * problem.softmax_scale
+        return lo, hi, grid.tiles, grid.splits, LEAST_TILES, problem.k.shape[0], sinks, even, scale2
 
     @cached_property
     def launch(self) -> PerStrides:

@@ -35,7 +35,8 @@ def fake_arguments(config: LatentConfig) -> tuple:
         fake.strided(cutlass.Float32, (1, heads_q, rows)),
         fake.vector(cutlass.Float32, heads_q),
         tuple(extra[name] for name in config.extra),
-        # lo, hi, tiles, splits, the least tiles of a split, pages, whether there are sinks; scale2. The host passes them by place.
-        (*[fake.I32] * 7, fake.F32),
+        # lo, hi, tiles, splits, the least tiles of a split, pages, whether there are sinks, rows of each sequence; scale2. The host passes
+        # them by place.
+        (*[fake.I32] * 8, fake.F32),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -72,7 +72,7 @@ def launch(
         extra: those of :attr:`LatentConfig.extra`: cu_q, seqlens_k, block_table; of a cache of e4m3 numbers, whose bytes k has, k_scale
             and v_scale (sequence, heads_k); with split keys, part_o (split, 1, heads_q, row, 512) and part_lse without columns.
         numbers: lo and hi of the band, tiles, splits, the least tiles of a split, pages, whether there are sinks (else sink is not
-            read), scale2.
+            read), rows of q of each sequence or 0, scale2.
     """
     element, major = ELEMENT[config.dtype], OperandMajorMode
     # S = Q Kᵀ, 64 × 64, both from shared memory; O += P V, 64 × 128, P from registers.
@@ -80,13 +80,13 @@ def launch(
     pv = sm90.make_trivial_tiled_mma(
         element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, COLUMNS), warpgroup.OperandSource.RMEM
     )
-    lo, hi, tiles, splits, least, num_pages, sinks, scale2 = numbers
+    lo, hi, tiles, splits, least, num_pages, sinks, even, scale2 = numbers
     given = dict(zip(config.extra, extra, strict=True))
     scales = [given.pop(name) for name in SCALES] if config.e4m3 else []
     optional = OptionalParams(**given, num_pages=num_pages)
     group = q.shape[2] // k.shape[2]
     params = LatentParams(
-        q.shape[1], (k.shape[1] + KEYS - 1) // KEYS * KEYS, k.shape[2], group, lo, hi, least, sinks, scale2, q, o, lse, sink,
+        q.shape[1], (k.shape[1] + KEYS - 1) // KEYS * KEYS, k.shape[2], group, lo, hi, least, sinks, even, scale2, q, o, lse, sink,
         optional, *((k, *scales) if config.e4m3 else ()),
     )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -75,7 +75,6 @@ def copy_part(maps: KeyMaps, smem: LatentStorage, place: tuple, part: int, stage
 
 PIECES = CHUNK // 8  # of 16 bytes in a chunk's row
 LOADERS = 128 * VALUE_GROUPS // ROWS  # threads that share a row of Q
-TOGETHER = 9  # pieces of a thread that are on their way at once
 
 
 def load_queries(smem: LatentStorage, w, tile: LatentTile, params: LatentParams) -> None:
@@ -86,11 +85,11 @@ def load_queries(smem: LatentStorage, w, tile: LatentTile, params: LatentParams)
     thread = w * 128 + cute.arch.thread_idx()[0] % 128
     row = thread // LOADERS
     place, inside = place_of(row, tile, params)
-    for first in range(0, PIECES * CHUNKS // LOADERS, TOGETHER):
-        pieces = [thread % LOADERS + LOADERS * (first + n) for n in range(TOGETHER)]
-        found = [take_piece(params.q, place, inside, piece) for piece in pieces]
-        for piece, words in zip(pieces, found, strict=True):
-            put_piece(smem.q, row, piece, words)
+    pieces = [thread % LOADERS + LOADERS * n for n in range(PIECES * CHUNKS // LOADERS)]
+    # All are on their way at once: no accumulator has the registers yet.
+    found = [take_piece(params.q, place, inside, piece) for piece in pieces]
+    for piece, words in zip(pieces, found, strict=True):
+        put_piece(smem.q, row, piece, words)
     # wgmma reads shared memory by another path: what threads wrote must be visible there.
     cute.arch.fence_view_async_shared()
     cute.arch.mbarrier_arrive(smem.q_full)  # the score groups

@@ -6,7 +6,7 @@ warpgroup sends its columns to the peer, where the warpgroup of the same columns
     CTA 0   warpgroup 0 keeps columns 0 ... 255     <->   CTA 1   warpgroup 0 sends them
             warpgroup 1 sends columns 256 ... 511   <->           warpgroup 1 keeps them
 
-What is sent lies where the peer's key tiles were, so that two CTAs need no states in memory and no second kernel that merges them.
+What is sent lies where the peer's Q was, so that two CTAs need no states in memory and no second kernel that merges them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def merge_with_peer(accumulators: tuple, rows: softmax.SoftmaxState, smem: Laten
         accumulators: O of this warpgroup's columns, 64 × 128 each, fp32, with the maxima and sums of ``rows``.
         rank: which CTA of the two this is.
     """
-    meet()  # neither CTA reads its key tiles any more
+    cute.arch.cluster_wait()  # no score group of either CTA reads Q any more
     if not keeps:
         send(accumulators, rows, peer_place(smem, 1 - rank))
     meet()  # what was sent has come
@@ -75,7 +75,7 @@ def merge(accumulators: tuple, rows: softmax.SoftmaxState, place) -> None:
 
 def own_place(smem: LatentStorage) -> I32:
     """The address of what the peer sends to this thread: 16 bytes of each thread lie side by side."""
-    return I32(smem.k.iterator.toint() + 16 * (cute.arch.thread_idx()[0] % 128))
+    return I32(smem.q.iterator.toint() + 16 * (cute.arch.thread_idx()[0] % 128))
 
 
 def peer_place(smem: LatentStorage, peer) -> I32:

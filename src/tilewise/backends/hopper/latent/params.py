@@ -21,6 +21,7 @@ class LatentParams(NamedTuple):
         lo, hi: the band's ends, without a sequence's offset.
         least: key tiles that a split has at least.
         sinks: whether there are sinks; without them the sink tensor is not read.
+        even: rows of q of each sequence, where all have as many; 0 where they come packed.
         scale2: softmax_scale · log2(e).
         q: (row, head, column); o, lse as in the launch, or the states of splits in ``extra``.
         pool, k_scale, v_scale: of a cache of e4m3 numbers its bytes (page, row, head, column), and its scales (sequence, head), fp32.
@@ -35,6 +36,7 @@ class LatentParams(NamedTuple):
     hi: I32
     least: I32
     sinks: I32
+    even: I32
     scale2: F32
     q: cute.Tensor
     o: cute.Tensor

@@ -72,7 +72,7 @@ def compute_scores(
         page = page_of(n + STAGES, tile, params)  # of the next tile: on its way meanwhile
         for part in cutlass.range_constexpr(len(PARTS)):
             cute.arch.mbarrier_wait(smem.full + part_of(stage, part), phase)  # the copy engine
-            begin_scores(operands, part, anew(stage) if config.e4m3 else stage)
+            begin_scores(operands, part, anew(stage))
         warpgroup.wait_group(0)  # S
         if cutlass.const_expr(config.e4m3):
             scale = scale_of(params.k_scale, tile)
@@ -94,7 +94,7 @@ def compute_scores(
     put_pair_of(smem.l, g, operands.rows.l)
     cute.arch.mbarrier_arrive(smem.end)  # the warpgroups of the values
     if cutlass.const_expr(config.pair):
-        # Partner: pair.merge_with_peer of the warpgroups of the values, in both CTAs.
+        # Partner: pair.merge_with_peer of the warpgroups of the values, in both CTAs: Q is read no more.
         meet()
         meet()
 

@@ -6,6 +6,7 @@ has 64 of them, and visits the key tiles ``[first, last)`` of 64 keys, each in o
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -53,16 +54,9 @@ class LatentTile(NamedTuple):
 def tile_of(params: LatentParams, config: LatentConfig) -> LatentTile:
     """This CTA's tile; one past the last tile has no rows."""
     n, split, _ = cute.arch.block_idx()
-    cu, group = params.extra.cu_q, params.group
-
-    def tiles_in(sequence):
-        return (packed.rows_of(sequence, cu, params.seqlen_q, rest=True).size * group + ROWS - 1) // ROWS
-
-    sequence, block, count = packed.find(n // params.heads_k, tiles_in, cute.size(cu))
-    there = n // params.heads_k < count
-    q = packed.rows_of(sequence, cu, params.seqlen_q, rest=True)
-    q = packed.Span(q.end, I32(cutlass.select_(there, I32(q.size), I32(0))))
-    keys = I32(cutlass.select_(there, I32(keys_of(sequence, params)), I32(0)))
+    group = params.group
+    sequence, block, end, size = find_rows(n // params.heads_k, params)
+    q, keys = packed.Span(end, size), keys_of(sequence, params)
     row, off = block * ROWS, keys - q.size  # bottom-right alignment: the sequence's last row sees its last key
     lo, hi = params.lo + off, params.hi + off
     first_query, last_query = row // group, PICK.smaller((row + ROWS - 1) // group, q.size - 1)
@@ -72,6 +66,35 @@ def tile_of(params: LatentParams, config: LatentConfig) -> LatentTile:
     first, last = split_range(start, stop, split, params)
     split, rank = (split // PAIR, split % PAIR) if config.pair else (split, I32(0))
     return LatentTile(sequence, n % params.heads_k, row, q, lo, hi, keys, start, stop, *whole, first, last, split, rank)
+
+
+@cute.jit
+def find_rows(m, params: LatentParams):
+    """``(sequence, tile, end, size)`` of the m-th tile of a key head: which of its sequence's tiles it is, and the sequence's rows of q.
+
+    Packed, the device alone knows where sequences begin; a tile past the last one has no rows. Else all have as many rows, and nothing
+    is looked up.
+    """
+    sequence, block, end, size = I32(0), I32(0), I32(0), params.even
+    if params.even > 0:
+        tiles = (params.even * params.group + ROWS - 1) // ROWS
+        sequence, block = I32(m // tiles), I32(m % tiles)
+        end = I32((sequence + 1) * params.even)
+    else:
+        sequence, block, count = packed.find(m, partial(tiles_in, params=params), cute.size(params.extra.cu_q))
+        q = rows_of(sequence, params)
+        end, size = I32(q.end), I32(cutlass.select_(m < count, I32(q.size), I32(0)))
+    return sequence, block, end, size
+
+
+def rows_of(sequence, params: LatentParams) -> packed.Span:
+    """A packed sequence's rows of q; those past the last sequence count as one more."""
+    return packed.rows_of(sequence, params.extra.cu_q, params.seqlen_q, rest=True)
+
+
+def tiles_in(sequence, params: LatentParams):
+    """How many tiles the rows of a packed sequence take."""
+    return (rows_of(sequence, params).size * params.group + ROWS - 1) // ROWS
 
 
 def split_range(start, stop, split, params: LatentParams) -> tuple[I32, I32]:

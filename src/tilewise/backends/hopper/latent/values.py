@@ -66,6 +66,8 @@ def compute_values(
 ):
     """Warpgroup w brings its rows of Q, then adds P V of every key tile to its columns of O, and writes these."""
     load_queries(smem, w, tile, params)
+    if cutlass.const_expr(config.pair):
+        cute.arch.cluster_arrive()  # partner: pair.merge_with_peer. These warpgroups read no Q
     operands = new_operands(pv, smem, config)
     for o in operands.o:
         o.fill(0.0)

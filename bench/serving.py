@@ -1,10 +1,11 @@
-"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,time,rates,tiles]`.
+"""Attention where models answer, on a GPU: `python -m bench.serving --out FILE [--parts check,replay,append,time,peers,rates,tiles]`.
 
 check   every kind of page, row and mask against float64
-replay  one CUDA graph replayed with other lengths, tables and keys, over each backend that takes the call: each result against a call
-        without a graph, some against float64
+replay  one CUDA graph replayed with other lengths, tables and keys, over each backend that a graph can hold: each result against a
+        call without a graph, some against float64
 append  one new key for each of 64 sequences, by Triton's kernel and by PyTorch's operations
 time    decoding and prefill of a chunk, over dense keys and over pages, in CUDA graphs, beside PyTorch's SDPA
+peers   decoding beside FlexAttention too, whose compiler takes seconds for each shape
 rates   decoding over sequences of ever more keys, which ``--draw PICTURE`` shows
 tiles   decoding over pages with other tiles and splits than the configured ones
 
@@ -27,12 +28,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention import SDPBackend
 
 import tilewise as tw
 from bench import records
 from bench.measure import in_turns, seconds_per_call
+from bench.serving_peers import flex, sdpa
 from bench.serving_plot import draw
 from tilewise import cache as caches
 from tilewise import pages
@@ -47,7 +48,9 @@ PEERS = {
     "dense-triton": "the same, by the triton backend",
     "fa2": "SDPA's flash backend over dense keys",
     "cudnn": "SDPA's cuDNN backend over dense keys",
+    "flex": "FlexAttention over dense keys, compiled for their shape",
     "triton": "the triton backend",
+    "hopper": "the hopper backend",
     "cache": "tw.attention_paged over tw.dense_cache",
     "append": "tw.append",
     "append-torch": "the same by PyTorch's operations",
@@ -60,18 +63,21 @@ PEERS |= {f"pages-{size}": f"tw.attention_paged over pages of {size} keys" for s
 PEERS |= {f"pages-{size}-triton": f"the same over pages of {size} keys, by the triton backend" for size in PAGE_SIZES}
 FP8 = re.compile(r"(fp8(-each)?)?$")  # what a contestant's name says of its numbers
 POOLS = ("k_pages", "v_pages", "k_scale", "v_scale")
-PARTS = ("check", "replay", "append", "time", "rates", "tiles")
-RATES = ("pages-64", "cudnn")  # the contestants of that part
+PARTS = ("check", "replay", "append", "time", "peers", "rates", "tiles")
+# The contestants of some parts; of the others all but FlexAttention.
+CHOSEN = {"rates": ("pages-64", "cudnn"), "peers": ("pages-64", "cache", "fa2", "cudnn", "flex")}
 ROUNDS = 7
 REPLAYED = (
     ("decode", "triton", 64, 1),
     ("pages of 16", "triton", 16, 1),
     ("chunk", "triton", 64, 70),
     ("chunk", "hopper", 64, 300),
-    ("decode", "portable", 64, 1),
-)  # name, backend, page size, queries of a sequence
+)  # name, backend, page size, queries of a sequence; the portable backend reads on the host, which no graph holds
 JUDGED = 20  # of so many replays one is held against float64; all of them against a call without a graph
-TILED = ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-4k", "b2-200")
+ROWS = {
+    "tiles": ("b1-1k", "b1-16k", "b1-128k", "b8-32k", "b64-4k", "b2-200"),
+    "peers": ("b1-16k", "b8-32k", "b64-4k", "b2-200"),
+}  # the cases of some parts
 ROTATED = 400 << 20  # bytes of K and V that one graph reads at least: an H200's L2 has 50 MiB
 MOST_COPIES = 64
 Attend = Callable[[int], Tensor]
@@ -230,19 +236,8 @@ def contestants(keys: Keys) -> Iterator[tuple[str, Attend]]:
         for name, which in (("fa2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             if not causal or name == "fa2":
                 yield name, sdpa(keys, which)
-
-
-def sdpa(keys: Keys, which: SDPBackend) -> Attend:
-    """PyTorch's attention by one of its backends."""
-    case, q = keys.case, keys.q.transpose(1, 2)
-    mask = causal_lower_right(case.queries, case.keys) if case.queries > 1 else None
-
-    def attend(n: int) -> Tensor:
-        k, v = (x.transpose(1, 2) for x in keys.dense[n])
-        with sdpa_kernel(which):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-
-    return attend
+    if not causal and not case.values:
+        yield "flex", flex(keys)
 
 
 def tiled(keys: Keys, cache_of: list[tw.PagedCache]) -> Iterator[tuple[str, Attend]]:
@@ -428,8 +423,8 @@ def check_append(device: str) -> Iterator[tuple[str, str]]:
             )
 
 
-def replay(device: str) -> Iterator[tuple[str, str]]:
-    """One graph for each kind of call, replayed with other lengths, tables and keys."""
+def replay(device: str) -> Iterator[tuple[str, str, str]]:
+    """``(kind, what is wrong, backend)`` of one graph for each kind of call, replayed with other lengths, tables and keys."""
     for name, backend, page_size, queries in REPLAYED:
         longest, turns = (2000, 1000) if device == "cuda" else (70, 3)
         q, cache, _ = ragged(device, page_size, queries if device == "cuda" else 1, False, torch.bfloat16, longest)
@@ -449,7 +444,7 @@ def replay(device: str) -> Iterator[tuple[str, str]]:
             if turn % JUDGED == 0:
                 expected = paged_call(q, cache, causal=True).expected()
                 wrong += [f"replay {turn}: {e}" for e in expected.judge({"o": o, "lse": lse}) if not e.ok]
-        yield f"{name}, {backend}, {turns} replays", "; ".join(wrong[:5])
+        yield f"{name}, {backend}, {turns} replays", "; ".join(wrong[:5]), backend
 
 
 def over_static(q: Tensor, cache: tw.PagedCache, backend: str) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -509,9 +504,10 @@ def timed(keys: Keys, who: Iterator[tuple[str, Attend]]) -> tuple[dict[str, floa
 def results_of(part: str, run: str, device: str) -> Iterator[dict]:
     """The results of a part, as they come."""
     if part in ("check", "replay"):
-        for name, wrong in (check if part == "check" else replay)(device):
+        found = ((*x, "triton") for x in check(device)) if part == "check" else replay(device)
+        for name, wrong, backend in found:
             yield records.result(
-                run, f"serving-{part}-{name}", "triton", "forward", "right", int(not wrong), of=1, why=wrong,
+                run, f"serving-{part}-{name}", backend, "forward", "right", int(not wrong), of=1, why=wrong,
                 shape={"what": f"{part}: {name}"},
             )  # fmt: skip
         return
@@ -519,13 +515,15 @@ def results_of(part: str, run: str, device: str) -> Iterator[dict]:
         yield from time_append(run, device)
         return
     for case in swept(device) if part == "rates" else CASES[device]:
-        if part == "tiles" and case.name not in TILED:
+        if case.name not in ROWS.get(part, (case.name,)):
             continue
         with torch.no_grad():
             keys = Keys(case, device)
             who = tiled(keys, keys.paged(case.pages[-1])) if part == "tiles" else contestants(keys)
-            if part == "rates":
-                who = ((name, attend) for name, attend in who if name in RATES)
+            if part in CHOSEN:
+                who = ((name, attend) for name, attend in who if name in CHOSEN[part])
+            elif part == "time":
+                who = ((name, attend) for name, attend in who if name != "flex")
             found, wrong = timed(keys, who)
         for name, ms in found.items():
             numbers = {"gb_per_s": round(case.bytes_of(name) / ms / 1e6, 1), "shape": case.shape}

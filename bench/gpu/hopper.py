@@ -126,6 +126,8 @@ class Kind(NamedTuple):
         """The options of the calls of this kind, masks of tensors by their names."""
         if self.alibi:  # the bias of other masks is not linear, or comes as ends of rows
             return [{"causal": True}]
+        if self.packed and self.dropout:  # one kernel serves both
+            return [*PLACED_OPTIONS["upper"], *PLACED_OPTIONS["full"]]
         return (PLACED_OPTIONS if self.dropout else FORM_OPTIONS)[self.form]
 
     def score(self, q: Tensor) -> dict:

@@ -1,5 +1,7 @@
 """The portable backend against the contract, with its own tiles and with others."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.backends.contract import Contract, agree, call, of_case, qkv, run
 from tests.backends.paged import PagedContract
 from tilewise.backends.portable import Portable
 from tilewise.backends.portable.config import SPLIT_KEYS, Config
+from tilewise.backends.portable.step import steps
 
 
 class TestPortable(Contract):
@@ -70,3 +73,11 @@ def test_prepared_masks_give_the_same_result():
     mask = tw.keep(lambda b, h, i, j: (i // 32 + j // 32) % 2 == 0) & tw.causal()
     plain, prepared = (run(Portable(), call(q, k, v, mask=m)) for m in (mask, mask.prepare(q, k)))
     assert all(torch.equal(plain[name], prepared[name]) for name in plain)
+
+
+def test_a_call_on_a_gpu_raises_while_a_graph_is_captured_since_tiles_to_visit_are_read_on_the_host(monkeypatch):
+    c = call(*qkv(nq=3, nk=5, hq=2, hk=1, d=8, dv=8), causal=True)
+    c.t.q = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match="CUDA graph"):
+        next(steps(c.p, c.t, Portable().config(c.p)))

@@ -108,7 +108,8 @@ def test_the_words_of_a_kernel_select_it():
 
 
 @pytest.mark.parametrize(
-    ("words", "dims"), [("d80", {96, 128}), ("d40v24", {64}), ("d192v64", {192}), ("d72 softcap", {128})]
+    ("words", "dims"),
+    [("d80", {96, 128}), ("d40v24", {64}), ("d192v64", {192}), ("d72 softcap", {128}), ("d96 packed dropout", {128})],
 )
 def test_a_head_dim_selects_the_kernels_that_calls_with_it_get(words, dims):
     """Those of the smallest width that holds it; 96 has no kernels for few queries, nor any with a softcap."""

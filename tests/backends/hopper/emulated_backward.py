@@ -551,17 +551,17 @@ def _cluster_storage(kernel, tiles: KeyTiles, rank: int):
 
 
 def _params(kernel, numbers: tuple):
-    """``numbers``: of a launch, and then, of packed sequences, as PackedParams has them, or fields of OptionalParams."""
+    """``numbers``: of a launch; then fields of OptionalParams, where there are any; then, of packed sequences, as PackedParams has them."""
     found = modules(kernel)
     optional, params = found["kit.params"].OptionalParams, found["backward.params"]
     size = len(params.BackwardParams._fields) - 2
     wrapped = lambda n: Global(n) if isinstance(n, np.ndarray) else n  # noqa: E731
-    if numbers[size:] and isinstance(numbers[size], dict):
-        extra = {name: wrapped(n) for name, n in numbers[size].items()}
+    more, extra = [wrapped(n) for n in numbers[size:]], {}
+    if more and isinstance(more[0], dict):
+        extra = {name: wrapped(n) for name, n in more.pop(0).items()}
         extra["leaves"] = tuple(map(Global, extra.get("leaves", ())))
-        return params.BackwardParams(*numbers[:size], extra=optional(**extra))
-    starts = [wrapped(n) for n in numbers[size:]]
-    return params.BackwardParams(*numbers[:size], params.PackedParams(*starts) if starts else None)
+    starts = params.PackedParams(*more) if more else None
+    return params.BackwardParams(*numbers[:size], starts, optional(**extra))
 
 
 def _mailboxes(kernel, groups: int):

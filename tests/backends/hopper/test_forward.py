@@ -236,6 +236,8 @@ PACKED = {
     "no-keys-at-all": ([9, 70], [0, 0], (3, 0), {"sink": normal(4, seed=8)}),
     "many": ([3] * 40, [11] * 40, (0, 0), {"causal": True}),
     "softcap": ([70, 0, 33], [90, 4, 20], (1, 1), {"score": tw.softcap(2.0), "causal": True}),
+    "dropout": ([70, 0, 33], [90, 4, 20], (1, 1), {"dropout_p": 0.3, "dropout_seed": 2**63 + 5}),
+    "dropout-causal": ([100, 33], [20, 90], (5, 0), {"dropout_p": 0.2, "dropout_seed": 9, "causal": True}),
 }
 
 

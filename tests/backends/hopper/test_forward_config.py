@@ -11,7 +11,9 @@ import torch
 
 import tilewise as tw
 from tests.backends.contract import call, normal
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper import config as shared
+from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.config import ALIGNMENT, MAX_COLUMNS, PLAIN, SHARED_LIMIT, registers_together
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.config import PAGED_TILES, TABLE, shipped
@@ -73,6 +75,35 @@ def test_packed_sequences_have_kernels_of_their_own(mask, score, h200):
     assert reasons(p) == []
     assert config.choose(p).packed
     assert config.choose(p) in shipped()
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
+@pytest.mark.parametrize("mask", [None, tw.causal()], ids=["full", "causal"])
+def test_packed_sequences_with_dropout_share_a_kernel_that_is_shipped(mask, d, h200):
+    q = normal(70, 4, d, dtype=torch.bfloat16)
+    options = {"cu_seqlens_q": torch.tensor([0, 30, 70]), "dropout_p": 0.1, "dropout_seed": 1}
+    p = call(q, q, q, mask=mask, **options).p
+    assert Hopper().refused(p) == []
+    assert config.choose(p) in shipped()
+    assert (config.choose(p).form, config.choose(p).dropout) == ("upper", True)
+    assert backward_config.choose(p) in backward_config.shipped()
+
+
+@pytest.mark.parametrize(
+    ("d", "options", "reason"),
+    [
+        (64, {"mask": tw.window(9, 0)}, "a mask whose rows begin after the first key"),
+        (64, {"mask": tw.key_range(1, 20)}, "a mask whose rows begin after the first key"),
+        (64, {"score": tw.softcap(3.0)}, "a softcap"),
+        (64, {"deterministic": True}, "deterministic=True"),
+        (136, {}, "head_dim 136, above 128"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_packed_sequences_with_dropout_are_refused_by_name(d, options, reason, h200):
+    q = normal(70, 4, d, dtype=torch.bfloat16)
+    options |= {"cu_seqlens_q": torch.tensor([0, 30, 70]), "dropout_p": 0.1, "dropout_seed": 1}
+    assert Hopper().refused(call(q, q, q, **options).p) == [f"packed sequences with dropout and {reason}"]
 
 
 @pytest.mark.parametrize("d", [8, 64, 96, 128])

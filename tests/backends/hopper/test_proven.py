@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +68,68 @@ def test_a_build_fails_where_a_shipped_kernel_has_bits_that_are_not_proven(lists
     proven.PROVEN.write_text(f"{expected or proven.bits_of(tmp_path / 'made')}   2 {kernel.name}\n")
     assert aot.main(["--only", kernel.name]) == (bits == "other")
     assert ("no GPU has proven" in capsys.readouterr().out) == (bits == "other")
+
+
+ORDINARY = next(c for c in config.shipped() if not c.paged)
+OFTEN = next(c for c in config.shipped() if c.paged)  # over pages: often unlike its proven form
+ANEW = {  # the kernel; the forms that its builds have, the last one from then on; the seeds of these builds, None: no process of its own
+    "proven-at-once": (ORDINARY, "p", [None]),
+    "proven-at-the-third": (ORDINARY, "xyp", [None, 0, 1]),
+    "sources-changed": (ORDINARY, "x", [None, 0, 1]),
+    "never-proven": (ORDINARY, "abcdefghijklmnoqr", [None, *range(16)]),
+    "often-differs": (OFTEN, "xxxxp", [0, 1, 2, 3, 4]),
+    "often-differs-never-proven": (OFTEN, "x", list(range(16))),
+}
+
+
+@pytest.fixture
+def builds(lists, tmp_path, monkeypatch):
+    """A builder whose kernels have the forms that are put into its list ``forms``; its list ``seeds`` says how each was built."""
+    made = SimpleNamespace(forms="", seeds=[])
+
+    def build_with(seed, kernel, folder):
+        form = made.forms[min(len(made.seeds), len(made.forms) - 1)]
+        made.seeds.append(seed)
+        (folder / kernel_files.file_name(kernel.name)).write_text(kernel.name + form)
+        return {"faults": [], "file": 1, "seconds": len(made.seeds)}
+
+    monkeypatch.setattr(aot, "build", partial(build_with, None))
+    monkeypatch.setattr(aot, "_build_with", build_with)
+    proven.PROVEN.unlink()
+    for kernel in (ORDINARY, OFTEN):
+        (tmp_path / "p").write_text(kernel.name + "p")
+        proven.add({proven.bits_of(tmp_path / "p"): (kernel.name, 2)})
+    return made
+
+
+@pytest.mark.parametrize("case", ANEW)
+def test_a_kernel_is_built_anew_until_its_bits_are_proven(builds, case, tmp_path):
+    kernel, builds.forms, seeds = ANEW[case]
+    row = aot.build_as_proven(kernel, tmp_path)
+    assert builds.seeds == seeds
+    assert row["seconds"] == len(seeds)
+    assert ("tried" in row) == ("p" not in builds.forms)
+    assert len(row.get("tried", seeds)) == len(seeds)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_kernel_without_a_proven_form_is_built_once(builds, waits, tmp_path):
+    builds.forms = "x"
+    proven.PROVEN.write_text("")
+    proven.UNPROVEN.write_text(f"{OFTEN.name}  # new\n" if waits else "")
+    assert ("tried" in aot.build_as_proven(OFTEN, tmp_path)) != waits
+    assert builds.seeds == [0]
+
+
+def test_the_message_names_the_forms_of_all_builds_and_what_to_do(builds, tmp_path):
+    builds.forms = "xyx"
+    row = aot.build_as_proven(OFTEN, tmp_path)
+    bits = proven.bits_of(tmp_path / kernel_files.file_name(OFTEN.name))
+    (fault,) = proven.faults(OFTEN.name, bits, row["tried"])
+    assert "the 2 forms of its 16 builds" in fault
+    assert all(form in fault for form in row["tried"])
+    assert f"kept, {bits}" in fault
+    assert "bench.gpu prove" in fault
 
 
 def test_processes_of_a_build_hash_alike_and_the_others_as_before(monkeypatch):

@@ -127,7 +127,7 @@ class Backward(Formed):
 
     @property
     def extra(self) -> ExtraFields:
-        """The optional fields of a launch of these kernels. Packed sequences have none, but parameters of their own."""
+        """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
         both = (("seed",) if self.dropout else ()) + (("slopes",) if self.alibi else ())
         numbers = ("threshold", "keep") if self.dropout else ()
         return ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both, numbers)
@@ -360,9 +360,12 @@ def shipped() -> list[Backward]:
         summed = [keys for keys in summed if keys and exists(keys, form, packed)]
         found += [(Passes(keys), {"form": form, "packed": packed}) for keys in summed]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
-    dropped = [(row, form) for row in rows if row.dropout for form in DROPPED]
+    dropped = [(form, False) for form in DROPPED] + [("upper", True)]
     found += [
-        (Passes(row.summed(form, packed=False, dropout=True)), {"form": form, "dropout": True}) for row, form in dropped
+        (Passes(row.summed(form, packed, dropout=True)), {"form": form, "packed": packed, "dropout": True})
+        for row in rows
+        if row.dropout
+        for form, packed in dropped
     ]
     sloped = [row.summed("upper", packed=False) for row in rows if row.alibi]
     found += [(Passes(keys), {"form": "upper", "alibi": True}) for keys in sloped]
@@ -383,6 +386,8 @@ def reasons(p: Problem) -> list[str]:
     """Every reason why these kernels cannot run the backward of a problem whose forward they can. Another backend then runs both."""
     if p.spec.lookups:
         return ["a tensor that a score reads wants a gradient: its backward has gradients of q, k, v and sink alone"]
+    if p.packed and p.spec.dropout_p and p.spec.deterministic:
+        return ["packed sequences with dropout and deterministic=True"]
     if chosen_row(p) is None:
         return [f"its backward has no tiles for head dims {p.head_dim} and {p.head_dim_v}"]
     return []
@@ -453,4 +458,4 @@ def form_of(p: Problem) -> str:
     """The form of FORMS by which a kernel learns the keys of a row. A band keeps the form that the mask has before its ends are cut
     to the keys that are seen."""
     form, band = keys_of(p)[0], band_of(p)
-    return form if band is None or form in ("rows", "lists") else band.form
+    return form if band is None or p.packed or form in ("rows", "lists") else band.form

@@ -44,15 +44,14 @@ def fake_arguments(config: Backward) -> tuple:
         made = *made, fake.vector(cutlass.Int32, 1)
     # lo, hi, a section and a grid for each pass; scale, scale2, cap2.
     numbers = *[fake.I32] * 6, *[fake.F32] * 3
+    given = *given, *_optional(config, (batch, heads_q), (seqlen_k, seqlen_q))
+    kinds = {"threshold": fake.I32, "keep": fake.F32}
+    numbers = *numbers, *(kinds[name] for name in config.extra.numbers)
+    numbers = *numbers, *(fake.NUMBERS[kind] for kind in config.traced.numbers)
     if config.packed:
         starts = cute.sym_int()
         given = *given, *(fake.vector(cutlass.Int32, size) for size in (starts, starts, 1, 1))
         numbers = *numbers, fake.I32, fake.I32
-    else:
-        given = *given, *_optional(config, (batch, heads_q), (seqlen_k, seqlen_q))
-        kinds = {"threshold": fake.I32, "keep": fake.F32}
-        numbers = *numbers, *(kinds[name] for name in config.extra.numbers)
-        numbers = *numbers, *(fake.NUMBERS[kind] for kind in config.traced.numbers)
     return given, made, numbers, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 

@@ -35,15 +35,14 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     """Launches every kernel of a backward.
 
     Args:
-        given: q, k, v, o, do (batch, seqlen, heads, head_dim); lse, dlse (batch, heads_q, seqlen_q). Packed sequences are one batch
-            element and have cu_q, cu_k (sequence + 1,) and two zeros (1,) that count the tiles of each pass. Others have the tensors of
-            :func:`optional_params`.
+        given: q, k, v, o, do (batch, seqlen, heads, head_dim); lse, dlse (batch, heads_q, seqlen_q); the tensors of
+            :func:`optional_params`. Packed sequences are one batch element; they end with cu_q, cu_k (sequence + 1,) and two zeros (1,)
+            that count the tiles of each pass.
         made: dq, dk, dv, and lse2, delta (batch, heads_q, at least seqlen_q and a whole number of blocks). Where dQ is accumulated,
             its sums (batch, heads_q, block, 2, part), and in order its semaphores (batch, heads_q, block x 2). Where key tiles come from
             a queue, (1,) that counts them.
         numbers: lo and hi of the band; heads of a section and CTAs of the pass over keys, then of the pass over queries; scale, scale2,
-            cap2. Packed sequences have the first and the end of the keys that each may see, others the numbers of
-            :func:`optional_params`.
+            cap2; the numbers of :func:`optional_params`; of packed sequences the first and the end of the keys that each may see.
     """
     # Tensors come in the order in which host/backward_call.py gives them.
     q, k, v, o, do, lse, dlse, *more = given
@@ -51,10 +50,12 @@ def launch(given: tuple, made: tuple, numbers: tuple, stream: cuda.CUstream, con
     queue = buffers.pop() if config.makes_queue else None
     buffers = RowBuffers(*buffers)
     lo, hi, section_k, ctas_k, section_q, ctas_q, scale, scale2, cap2, *ends = numbers
-    # Each pass takes its tiles from a queue of its own, since both may be at work at a time; the last tensor is the
-    # second queue.
-    group, queue_q = q.shape[2] // k.shape[2], more.pop() if config.packed else None
-    starts = PackedParams(*more, *ends) if config.packed else None
+    group, queue_q, starts = q.shape[2] // k.shape[2], None, None
+    if cutlass.const_expr(config.packed):
+        # Each pass takes its tiles from a queue of its own, since both may be at work at a time.
+        *more, cu_q, cu_k, queue_k, queue_q = more
+        *ends, first, last = ends
+        starts = PackedParams(cu_q, cu_k, queue_k, first, last)
     extra_k, extra_q = optional_params(more, ends, config)
     extra_k = extra_k._replace(queue=queue)
     # heads are key heads here: a key tile serves the whole group.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.config import DTYPES, LONG, MULTIPLE, Expressions, band_of, is_traced
-from tilewise.backends.hopper.forward.config import MAX_HEAD_DIM
+from tilewise.backends.hopper.config import DROPPED, DTYPES, LONG, MULTIPLE, Expressions, band_of, is_traced
+from tilewise.backends.hopper.forward.config import MAX_HEAD_DIM, TABLE
 from tilewise.problem import Problem
 
 
@@ -19,7 +19,6 @@ def reasons(problem: Problem, widest: int | None = None) -> list[str]:
         found.append(f"head dims {dims[0]} and {dims[1]} must be multiples of {MULTIPLE}")
     found += _reasons_of_packed(problem) if problem.packed and not problem.paged else []
     found += ["a number beyond 32 bits in a mask or a score"] if _has_wide_number(problem) else []
-    found += ["packed sequences with dropout"] if problem.packed and problem.spec.dropout_p else []
     # A row's maximum is scaled after it is found, which is right for a positive scale alone.
     if problem.softmax_scale <= 0 and not is_traced(problem):
         found.append(f"softmax_scale {problem.softmax_scale} is not above 0")
@@ -35,6 +34,19 @@ def _reasons_of_packed(problem: Problem) -> list[str]:
         found.append(f"{rows} packed rows, {LONG} or more")
     if is_traced(problem):
         found.append("packed sequences with a score other than one softcap")
+    return found + (_reasons_of_packed_dropout(problem) if problem.spec.dropout_p else [])
+
+
+def _reasons_of_packed_dropout(problem: Problem) -> list[str]:
+    band, found = band_of(problem), []
+    # Kernels count a sequence's keys from the first one that some row sees, the draws from its first key of all.
+    if band is not None and (band.form not in DROPPED or band.start > 0):
+        found.append("packed sequences with dropout and a mask whose rows begin after the first key")
+    if problem.spec.score is not None and not is_traced(problem):
+        found.append("packed sequences with dropout and a softcap")
+    wide, widest = max(problem.head_dim, problem.head_dim_v), max(t.width for r in TABLE.values() if (t := r.dropout))
+    if wide > widest:
+        found.append(f"packed sequences with dropout and head_dim {wide}, above {widest}")
     return found
 
 

@@ -41,7 +41,8 @@ from tilewise.backends.hopper.kernels import AnyConfig, shipped
 from tilewise.backends.hopper.latent.config import LatentConfig
 
 OPTIONS = "--gpu-arch sm_90a --keep-cubin --keep-ptx"
-SEEDS = 16  # tried for a kernel that comes out in several forms
+SEEDS = 16  # tried for a kernel whose build has no proven bits
+ALIKE = 3  # builds with the same bits that no GPU has proven: such bits are no chance of the compiler's order
 ASK_PERSONALITY, ADDR_NO_RANDOMIZE = 0xFFFFFFFF, 0x0040000  # of Linux's personality(2)
 
 
@@ -82,23 +83,36 @@ def build(config: AnyConfig, folder: Path) -> dict:
 def build_as_proven(config: AnyConfig, folder: Path) -> dict:
     """:func:`build` with proven bits, where the same sources have several forms.
 
-    The compiler orders by addresses and by Python's hashes, and some kernels (:func:`_has_forms`) come out in one of several forms.
-    These are built in processes of their own with one seed after the other, and addresses that are always the same, up to the first
-    form that a GPU has proven: every build of a release takes the same one.
+    The compiler orders by addresses and by Python's hashes, so a kernel may come out in one of several forms. A build that has no proven
+    bits is therefore repeated in processes of their own, with one seed after the other, and addresses that are always the same, up to the
+    first form that a GPU has proven. Kernels that often differ (:func:`_has_forms`) are built so from the start: every build of a release
+    takes the same form. Another kernel that comes out ``ALIKE`` times with the same bits is not tried further: its sources have changed.
+
+    Returns:
+        The row of the last build; where no build was as proven, with the bits of each as ``tried``.
     """
-    if not _has_forms(config):
-        return build(config, folder)
+    often, tried = _has_forms(config), list[str]()
+    seeds = [*range(SEEDS)] if often else [None, *range(SEEDS)]
     row: dict[str, Any] = {}
-    for seed in range(SEEDS if config.name in proven.proven().values() else 1):
-        with _steady(seed), ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            row = process.submit(build, config, folder).result()
-        if not proven.faults(config.name, proven.bits_of(folder / file_name(config.name))):
+    for seed in seeds if config.name in proven.proven().values() else seeds[:1]:
+        row = build(config, folder) if seed is None else _build_with(seed, config, folder)
+        bits = proven.bits_of(folder / file_name(config.name))
+        if not proven.faults(config.name, bits):
+            return row
+        tried.append(bits)
+        if not often and tried.count(bits) == ALIKE:
             break
-    return row
+    return {**row, "tried": tried}
+
+
+def _build_with(seed: int, config: AnyConfig, folder: Path) -> dict:
+    """:func:`build` in a process of its own, with a seed and with addresses that are always the same."""
+    with _steady(seed), ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(build, config, folder).result()
 
 
 def _has_forms(config: AnyConfig) -> bool:
-    """Whether builds of a kernel have been seen to differ: backwards with a softcap at head_dim 128, and forwards over pages."""
+    """Whether builds of a kernel often differ: backwards with a softcap at head_dim 128, and forwards over pages."""
     if isinstance(config, Backward):
         return config.softcap and config.keys.width == 128
     return isinstance(config, forward_config.Config) and config.paged > 0
@@ -217,7 +231,8 @@ def main(arguments: list[str]) -> int:
     rows = build_all(configs, kernel_files.folder(), options.jobs)
     failed = {c.name for c in configs if rows[c.name]["faults"]}
     for config in (c for c in configs if c in kept):
-        for fault in proven.faults(config.name, proven.bits_of(kernel_files.folder() / file_name(config.name))):
+        bits = proven.bits_of(kernel_files.folder() / file_name(config.name))
+        for fault in proven.faults(config.name, bits, rows[config.name].get("tried", ())):
             failed.add(config.name)
             print(f"FAIL {config.name}: {fault}", flush=True)
     size = sum(rows[c.name]["file"] for c in configs)

@@ -68,11 +68,10 @@ class BackwardPlan(LaunchPlan):
         problem, scale = self.problem, self.problem.softmax_scale
         launched = grids(self.config, problem, self.keys.stop - self.keys.start, devices.of(problem.device).cores)
         found = (*ends_of(self.band, self.keys.start), *launched, scale, *self.scales)
-        if problem.packed:
-            return *found, self.band.start, self.band.stop
         dropout = {"threshold": threshold, "keep": keep_scale}
         found += tuple(dropout[name](problem.spec.dropout_p) for name in self.config.extra.numbers)
-        return found if self.config.traced == PLAIN else (*found, *self.expressions.numbers)
+        found += () if self.config.traced == PLAIN else self.expressions.numbers
+        return (*found, self.band.start, self.band.stop) if problem.packed else found
 
     def starts(self, inputs: Inputs) -> list[Tensor]:
         """The starts of packed sequences, and zeros that count the tiles of the two passes."""
@@ -142,7 +141,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
             x[:, : keys.start].zero_()
             x[:, keys.stop :].zero_()
         k, v, dk, dv = (x[:, keys] for x in (k, v, dk, dv))
-    given = q, k, v, o, do, lse, dlse, *plan.starts(inputs), *plan.extra(inputs)
+    given = q, k, v, o, do, lse, dlse, *plan.extra(inputs), *plan.starts(inputs)
     made = plan.memory.written((dq, dk, dv), lse, holes=packed and inputs.sink is not None)
     lse2, delta = made[3:5]
     bound = plan.launch((*given, *made), lambda: (given, made, plan.numbers))

@@ -1,15 +1,17 @@
 """The kernels that a GPU has proven right, by their bits, and those that wait for a GPU.
 
 A kernel's bits are those of its file, cubin and recipe: the same sources and the same compiler give the same ones on every
-machine, but for a few kernels, with a softcap at head_dim 128 or over pages, which come out in one of several forms; each form is
-listed once a GPU has proven it, and ``aot.build_as_proven`` looks for one of them. ``python -m bench.gpu prove --backend hopper RESULTS``
-adds to ``proven.txt`` the kernels that were right in every call. A change of a kernel's bits is a decision: its name is put into
-``unproven.txt``, and taken out when a GPU has proven the new bits.
+machine, but for some kernels, mostly with a softcap at head_dim 128 or over pages, which come out in one of several forms; each form
+is listed once a GPU has proven it, and ``aot.build_as_proven`` looks for one of them.
+
+``python -m bench.gpu prove --backend hopper RESULTS`` adds to ``proven.txt`` the kernels that were right in every
+call. A change of a kernel's bits is a decision: its name is put into ``unproven.txt``, and taken out when a GPU has proven the new bits.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 _HERE = Path(__file__).parents[1]
@@ -42,11 +44,23 @@ def waiting() -> set[str]:
     return {kernel for line in lines if (kernel := line.partition("#")[0].strip())}
 
 
-def faults(kernel: str, bits: str) -> list[str]:
-    """The reasons against the bits of a kernel: neither proven nor said to be waiting, or both."""
+def faults(kernel: str, bits: str, tried: Sequence[str] = ()) -> list[str]:
+    """The reasons against the bits of a kernel: neither proven nor said to be waiting, or both.
+
+    Args:
+        tried: the bits of all its builds, where it was built more than once.
+    """
     known, waits = proven().get(bits) == kernel, kernel in waiting()
     if known and waits:
         return [f"its bits are proven: take it out of {UNPROVEN.name}"]
     if known or waits:
         return []
-    return [f"no GPU has proven its bits {bits}: undo what changed them, or put its name into {UNPROVEN.name}"]
+    undo = f"undo what changed them, or put its name into {UNPROVEN.name}"
+    forms = sorted(set(tried))
+    if len(forms) < 2:
+        return [f"no GPU has proven its bits {bits}: {undo}"]
+    return [
+        f"no GPU has proven one of the {len(forms)} forms of its {len(tried)} builds, {', '.join(forms)}: {undo}; "
+        f"if nothing changed them, no GPU has run these forms yet: check the one that was kept, {bits}, by "
+        "`python -m bench.gpu check --backend hopper` on a GPU, and add it by `python -m bench.gpu prove`"
+    ]

@@ -65,6 +65,13 @@ def features_of(config: AnyConfig) -> set[str]:
     return {name for name in FEATURES if has.get(name)}
 
 
+def forms_of(config: AnyConfig) -> set[str]:
+    """The forms of the calls that a kernel serves: latent ones serve all, and a packed one with dropout serves calls without a mask too."""
+    if isinstance(config, LatentConfig):
+        return set(FORMS.values())
+    return {config.form, "full"} if config.packed and config.dropout else {config.form}
+
+
 def words_of(config: AnyConfig) -> str:
     """The words that name a shipped kernel, together with others of its kind."""
     dim, dim_v = dims_of(config)
@@ -95,7 +102,7 @@ def selected(text: str) -> list[AnyConfig]:
     dtypes = {word for word in words if word in DTYPES.values()} or set(DTYPES.values())
     kinds = tuple(kind for name in [word for word in words if word in PASSES] or PASSES for kind in PASSES[name])
     fitting = [c for c in in_order_of_use() if isinstance(c, kinds) and c.dtype in dtypes]
-    fitting = [c for c in fitting if c.form in forms or isinstance(c, LatentConfig)]
+    fitting = [c for c in fitting if forms & forms_of(c)]
     fitting = [c for c in fitting if features_of(c) == {name for name in FEATURES if name in words}]
     dims = [(int(found[1]), int(found[2] or found[1])) for word in words if (found := _DIMS.fullmatch(word))]
     names = {c.name for one in dims for c in _with_dims(fitting, *one)}

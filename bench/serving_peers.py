@@ -1,0 +1,49 @@
+"""The peers of bench.serving: PyTorch's attentions over dense keys, each as a function of the copy of the keys that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+if TYPE_CHECKING:
+    from bench.serving import Keys
+
+Attend = Callable[[int], Tensor]
+
+
+def sdpa(keys: Keys, which: SDPBackend) -> Attend:
+    """PyTorch's attention by one of its backends."""
+    case, q = keys.case, keys.q.transpose(1, 2)
+    mask = causal_lower_right(case.queries, case.keys) if case.queries > 1 else None
+
+    def attend(n: int) -> Tensor:
+        k, v = (x.transpose(1, 2) for x in keys.dense[n])
+        with sdpa_kernel(which):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return attend
+
+
+def flex(keys: Keys) -> Attend:
+    """FlexAttention over one query a sequence, compiled when it is called first; on a CPU it runs without its compiler.
+
+    Dynamo forgets what it compiled before: past its limit of recompilations FlexAttention would silently run eager.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    call, q = flex_attention, keys.q.transpose(1, 2)
+    if keys.device == "cuda":
+        torch._dynamo.reset()
+        call = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+    def attend(n: int) -> Tensor:
+        k, v = (x.transpose(1, 2) for x in keys.dense[n])
+        return call(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    return attend

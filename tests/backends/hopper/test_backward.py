@@ -45,7 +45,9 @@ KEYS = {
         128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True, subtracts=True
     ),
     "subtracting-packed": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, overlaps=True, subtracts=True),
-    "storing-packed": KeyTiles(64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, subtracts=True),
+    "storing-packed": KeyTiles(
+        64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, subtracts=True
+    ),
     "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, counts=True),
     "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),

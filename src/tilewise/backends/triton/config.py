@@ -40,6 +40,7 @@ class Config:
         dv: tiles of a pass for dV alone; ``dkdv`` is then dK's alone.
         split: keys of a split, where the keys are split.
         splits: of the keys that a row sees in a paged cache; ``split`` is then the least of one (``paging.paged_splits``).
+        shares: even shares of all key tiles of a paged cache, of each key head (``kernels.shares``); 0: programs have splits.
         beside: batch elements and heads whose programs of one tile run side by side.
         overlapping: whether a kernel may begin while the one before it in the stream has yet to end (``host.plan.Role``).
         products: of fp32: "ieee", as its arithmetic units compute them, "tf32", or "bf16x6", of TERMS bf16 terms.
@@ -51,6 +52,7 @@ class Config:
     dv: Tiles | None = None
     split: int | None = None
     splits: int = 1
+    shares: int = 0
     beside: tuple[int, int] = (1, 1)
     overlapping: bool = False
     products: str = "ieee"

@@ -43,6 +43,7 @@ PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128
 MOST_SPLITS_ALONE = 32  # where the choice may not look at the batch: the partial states of a large one should still fit
+PARTS_REGISTERS = 168  # of a thread where warps take parts of a tile's keys: three programs for each multiprocessor
 SHORTEST_SPLIT = 128  # keys, where programs are few
 SPLIT_OF_MANY = (
     1024  # keys, where there are programs for all multiprocessors without splits: then a split saves no time
@@ -108,6 +109,7 @@ class PagedConfig(Config):
 
     def describe(self) -> str:
         split = f"; keys in up to {self.splits} splits of {self.split} or more" if self.splits > 1 else ""
+        split += f"; {self.shares} even shares of all keys" if self.shares else ""
         return self.forward.describe() + split
 
     def traffic(self, problem: Problem) -> int:
@@ -153,10 +155,14 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
             tiles, tma=False
         )  # beside descriptors, loads of scales wait longer (docs/decisions.md#triton-pages)
     tiles = paged_tiles(problem, tiles, machine)
+    if few is not None and takes_parts(problem, tiles):
+        tiles = replace(tiles, parts=tiles.num_warps, registers=PARTS_REGISTERS)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
-    return PagedConfig(
-        tiles, tiles, tiles, split=keys, splits=splits, overlapping=arch in OVERLAPPING, products=products
-    )
+    shares = even_shares(problem, tiles, machine.cores)
+    if shares:  # of which a multiprocessor has one program, that may have all registers
+        tiles, splits, keys = replace(tiles, registers=0), 1, SHORTEST_SPLIT
+    chosen = {"shares": shares, "splits": splits, "split": keys}
+    return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products, **chosen)
 
 
 def chunk_tiles(arch: str, problem: Problem, rows: int) -> Tiles | None:
@@ -181,6 +187,16 @@ def paged_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> Tiles:
         tiles = replace(tiles, tile_n=tiles.tile_n // 2, num_stages=tiles.num_stages + 1)
     limit = program_limit(tiles, machine.shared, machine.arch, problem.dtype.itemsize)
     return fit("paged", tiles, partial(paged_memory, problem, machine.arch), limit)
+
+
+def takes_parts(problem: Problem, tiles: Tiles) -> bool:
+    """Whether each warp takes a part of a tile's keys (``kernels.parts``), of at least 16, as products ask.
+
+    Keys that are loaded row by row would not be pipelined then, and Triton does not compile numbers of 8 bits so.
+    """
+    if problem.latent or problem.quantised or addressing(problem, tiles.tile_n) == "several":
+        return False
+    return tiles.tma and tiles.tile_m <= FEWEST_ROWS and tiles.tile_n >= 16 * tiles.num_warps
 
 
 def paged_memory(problem: Problem, arch: str, tiles: Tiles) -> int:
@@ -209,6 +225,17 @@ def value_pieces(head_dim_v: int, tiles: Tiles) -> tuple[tuple[int, int, int], .
     if found[-1][2] >= NARROWEST_VALUES:
         return found
     return ((0, head_dim_v, max(width(head_dim_v), NARROWEST_VALUES)),)
+
+
+def even_shares(problem: Problem, tiles: Tiles, cores: int) -> int:
+    """How many even shares all key tiles have (``kernels.shares``), a program for each multiprocessor; 0 where each sequence has splits.
+
+    It has where it is alone, or sequences are enough for the machine. Shares depend on all sequences of a batch, so that a deterministic
+    call has none; each sequence has one tile of rows; and where warps share a tile's keys, one program is too few for a multiprocessor.
+    """
+    if problem.packed or problem.spec.deterministic or tiles.parts == 1 or rows_of_sequence(problem) > tiles.tile_m:
+        return 0
+    return cores // problem.heads_k if 1 < problem.batch and problem.batch * problem.heads_k < cores else 0
 
 
 def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:

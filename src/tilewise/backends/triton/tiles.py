@@ -18,6 +18,7 @@ class Tiles:
         tma: whole tiles are loaded through tensor descriptors (Hopper and newer) where the strides allow it.
         padded: a head dim that is no power of two is padded to one, rather than two pieces (:func:`pieces`).
         registers: the most that a thread may have, so that one more program runs beside the others; 0 leaves it to the compiler.
+        parts: of a tile's keys, each for as many of the warps, which compute all rows; over pages alone (``kernels.paged``).
     """
 
     tile_m: int
@@ -27,6 +28,7 @@ class Tiles:
     tma: bool = False
     padded: bool = False
     registers: int = 0
+    parts: int = 1
 
     @property
     def options(self) -> dict[str, int]:
@@ -44,6 +46,7 @@ class Tiles:
         how = ", tma" if self.tma else ""
         how += ", padded" if self.padded else ""
         how += f", {self.registers} registers" if self.registers else ""
+        how += f", keys in {self.parts} parts" if self.parts > 1 else ""
         return f"{self.tile_m} x {self.tile_n}, {self.num_warps} warps, {self.num_stages} stages{how}"
 
 
@@ -97,8 +100,8 @@ def shared_memory(
     """Bytes that a kernel may need: its resident tiles, and ``num_stages`` of what its loop streams.
 
     Args:
-        kernel: "forward", "merge", "paged", "latent", "merge_rows", "dkdv", "dk", "dv", "dq", "delta", "tile", "strip", "sheet" or
-            "sheet_strip".
+        kernel: "forward", "merge", "paged", "latent", "merge_rows", "merge_shares", "dkdv", "dk", "dv", "dq", "delta", "tile", "strip",
+            "sheet" or "sheet_strip".
         widths: :func:`columns` of q, k and of v.
     """
     w, wv = widths
@@ -118,6 +121,7 @@ def shared_memory(
         "delta": 0,
         "merge": 0,
         "merge_rows": 8 * wv,
+        "merge_shares": 8 * wv,
         "terms": 0,
         "tile": stages * (m + n) * (w + wv),
         "strip": stages * (m + n) * (w + wv),

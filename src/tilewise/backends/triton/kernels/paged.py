@@ -21,6 +21,8 @@ do not depend on the key, "each" for the others, None without.
 
 Where v lies in k's memory (``FACTS.latent``; DeepSeek-V2, section 2.1), its tiles are the first pieces of k's: memory is read once.
 
+Of few rows each warp takes its own part of a tile's keys (``FACTS.parts``, :mod:`parts`).
+
 The mathematics is :mod:`forward`'s, with the same names.
 """
 
@@ -39,24 +41,31 @@ from tilewise.backends.triton.kernels.arguments import (
     scheduled,
 )
 from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
-from tilewise.backends.triton.kernels.forward import apply_score, bounded_exponentials, online_softmax, with_sink
+from tilewise.backends.triton.kernels.forward import across, apply_score, bounded_exponentials, online_softmax
 from tilewise.backends.triton.kernels.mask import key_interval
-from tilewise.backends.triton.kernels.maths import log, plain
-from tilewise.backends.triton.kernels.tile import LN2, accumulate, dot, dot_transposed, rescaled, zeros
-
-# P times the scale of a value is rounded to q's dtype. Times this power of two as well it keeps as many bits in fp16 as the value
-# times its scale would: e4m3 numbers go up to 448.
-LIFTED = tl.constexpr(256.0)
+from tilewise.backends.triton.kernels.maths import plain
+from tilewise.backends.triton.kernels.paged_epilogue import LIFTED, paged_epilogue, rows_of_tile
+from tilewise.backends.triton.kernels.parts import (
+    accumulate_parts,
+    dot_parts,
+    in_each_part,
+    key_positions,
+    merged_parts,
+    seen_keys,
+    tiles_in_each_part,
+)
+from tilewise.backends.triton.kernels.tile import accumulate, dot, dot_transposed, rescaled, zeros
 
 
 class PagedTile(NamedTuple):
     """The rows of a program and the pages that they read.
 
     Attributes:
-        rows: the query of each row, int32 (tile_m,). head: its head, int32 (tile_m, 1).
-        q: a tile of (tile_m, head_dim). lo, hi: the key interval of each row, int32 (tile_m,).
+        rows: the query of each row of the state, int32 (parts · tile_m,). head: its head, int32 (parts · tile_m, 1).
+        q: a tile of (tile_m, head_dim), or (parts, tile_m, head_dim). lo, hi: the key interval of each row, int32 (parts · tile_m,).
         start, stop: no row sees a key before or after these.
-        table: pointer to the sequence's page numbers. cache: :class:`CacheSizes`.
+        table: pointer to the sequence's page numbers. page: that of the first full block (:func:`reads_first_page`).
+        cache: :class:`CacheSizes`.
         k, v: :class:`Pool` of the key head.
         k_scale, v_scale: fp32 scalars where the scale is "one", :class:`ScalePool` where it is "each"; of no use without.
     """
@@ -69,6 +78,7 @@ class PagedTile(NamedTuple):
     start: Any
     stop: Any
     table: Any
+    page: Any
     cache: Any
     k: Any
     v: Any
@@ -135,27 +145,48 @@ def paged_kernel(
     work = paged_work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS)
     views = (k_view, k_rest, v_view, v_rest)
     tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS)
-    # The state: m, l fp32 (tile_m,); acc fp32 (tile_m, width) for each piece of head_dim_v.
-    m = tl.full([FACTS.tile_m], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
-    l = tl.full([FACTS.tile_m], 0.0, tl.float32)
-    acc = zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
-    if FACTS.v_scale is not None:
-        acc = acc + zeros(FACTS.tile_m, OF_V=True, FACTS=FACTS)
     first, full, full_end, last = paged_block_ranges(tile, work, FACTS)
+    offset, step = turns_of_split(first, last, FACTS)
+    m, l, acc = state_of_blocks(first, full, full_end, last, offset, step, tile, scales, work, FACTS)
+    paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
+
+
+@triton.jit
+def state_of_blocks(first, full, full_end, last, offset, step, tile, scales, work, FACTS: tl.constexpr):
+    """The state (m, l, acc) of the rows after the key tiles ``first .. last``, of which ``full .. full_end`` hide no pair.
+
+    Args:
+        offset, step: of these tiles, the full ones first, only those are visited whose number is ``offset`` modulo ``step``.
+    """
+    # The state: m, l fp32 (parts · tile_m,); acc fp32 (parts · tile_m, width) for each piece of head_dim_v.
+    ROWS: tl.constexpr = FACTS.parts * FACTS.tile_m
+    m = tl.full([ROWS], 0.0 if FACTS.bounded else float("-inf"), tl.float32)
+    l = tl.full([ROWS], 0.0, tl.float32)
+    acc = zeros(ROWS, OF_V=True, FACTS=FACTS)
+    if FACTS.v_scale is not None:
+        acc = acc + zeros(ROWS, OF_V=True, FACTS=FACTS)
     if FACTS.keep is None:
-        page = page_numbers(full * FACTS.tile_n, tile, FACTS)
-        for n in range(full, full_end):
+        if reads_first_page(FACTS):
+            page = tile.page
+        else:
+            page = page_numbers((full + offset) * FACTS.tile_n, tile, FACTS)
+        for n in range(full + offset, tl.where(offset < step, full_end, full), step):
             # Page numbers are read a tile ahead: read in the iteration whose loads wait for them, they would take a stage.
-            following = page_numbers((n + 1) * FACTS.tile_n, tile, FACTS)
+            following = page_numbers((n + step) * FACTS.tile_n, tile, FACTS)
             m, l, acc = paged_key_block(
                 n * FACTS.tile_n, page, m, l, acc, tile, scales, work, partial=False, FACTS=FACTS
             )
             page = following
-    for t in range((full - first) + (last - full_end)):
+    start, count = 0, (full - first) + (last - full_end)
+    if FACTS.split and FACTS.parts > 1:
+        start, count = (offset + step - (full_end - full) % step) % step, tl.where(offset < step, count, 0)
+    for t in range(start, count, step):
         n0 = tl.where(t < full - first, first + t, full_end + t - (full - first)) * FACTS.tile_n
         page = page_numbers(n0, tile, FACTS)
         m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, partial=True, FACTS=FACTS)
-    paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
+    if FACTS.parts > 1:
+        m, l, acc = merged_parts(m, l, acc, FACTS)
+    return m, l, acc
 
 
 # -- The tile scheduler --------------------------------------------------------------------------------------------
@@ -207,6 +238,27 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
 @triton.jit
 def paged_block_ranges(tile, work, FACTS: tl.constexpr):
     """The blocks of keys of this program: ``(first, full, full_end, last)`` as of :func:`mask.block_ranges`, within its split."""
+    first, full, full_end, last = visible_blocks(tile, work, FACTS)
+    if FACTS.split and FACTS.parts == 1:
+        first, last = split_range(first, last, FACTS)
+    return within(first, full, full_end, last)
+
+
+@triton.jit
+def turns_of_split(first, last, FACTS: tl.constexpr):
+    """``(offset, step)``: with parts, splits take the blocks ``first .. last`` in turns, so that the first of a split is known before the
+    sequence's length is, and its page number comes with it. There are as many splits as have ``split_tiles`` blocks or more."""
+    if FACTS.split and FACTS.parts > 1:
+        step = tl.minimum(tl.cdiv(last - first, FACTS.split_tiles), tl.num_programs(1))
+        step = tl.maximum(step, 1)
+        return tl.program_id(1), step
+    else:
+        return 0, 1
+
+
+@triton.jit
+def visible_blocks(tile, work, FACTS: tl.constexpr):
+    """The blocks of keys that some row of a tile sees, ``first .. last``, and those of which every row sees all, ``full .. full_end``."""
     first = tile.start // FACTS.tile_n
     last = tl.where(tile.stop > tile.start, tl.cdiv(tile.stop, FACTS.tile_n), first)
     full, full_end = first, tile.stop // FACTS.tile_n
@@ -216,8 +268,12 @@ def paged_block_ranges(tile, work, FACTS: tl.constexpr):
         full_end = tl.min(tl.where(valid, tile.hi, work.seqlen_k), 0) // FACTS.tile_n
     if FACTS.keep is not None:  # any block may hide a pair
         full_end = full
-    if FACTS.split:
-        first, last = split_range(first, last, FACTS)
+    return first, full, full_end, last
+
+
+@triton.jit
+def within(first, full, full_end, last):
+    """``full .. full_end`` cut to what of it is within ``first .. last``."""
     full = tl.minimum(tl.maximum(full, first), last)
     return first, full, tl.minimum(tl.maximum(full_end, full), last), last
 
@@ -236,8 +292,10 @@ def split_range(first, last, FACTS: tl.constexpr):
 @triton.jit
 def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS: tl.constexpr):
     """The :class:`PagedTile` of a key head; rows past the sequence's last are zero."""
-    row = work.block * FACTS.tile_m + tl.arange(0, FACTS.tile_m)
-    i, head = row // FACTS.group, head_k * FACTS.group + row % FACTS.group
+    i, head = rows_of_tile(head_k, work, FACTS)
+    page = 0
+    if reads_first_page(FACTS):
+        page = first_page(table_of(block_table, work, sizes, cache), cache, FACTS)
     # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop. 64-bit offsets of the rows.
     offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
     if not FACTS.packed:
@@ -247,6 +305,8 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
     else:
         even = load_every_other(tensors.q, offsets * FACTS.align, i < work.seqlen_q, FACTS)
         q = even + load_every_other(tensors.q + 1, offsets * FACTS.align, i < work.seqlen_q, FACTS)
+    if FACTS.parts > 1:
+        i, head, q = in_each_part(i, FACTS), in_each_part(head, FACTS), tiles_in_each_part(q, FACTS)
     lo, hi = key_interval(i, head, work, FACTS)
     start, stop = work.seqlen_k * 0, work.seqlen_k
     if FACTS.lo is not None or FACTS.hi is not None:
@@ -254,7 +314,7 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
         start = tl.min(tl.where(sees, lo, work.seqlen_k), 0)
         stop = tl.max(tl.where(sees, hi, 0), 0)
     stop = tl.where(work.block * FACTS.tile_m < work.seqlen_q * FACTS.group, stop, start)  # a slot may hold no row
-    table = block_table + tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
+    table = table_of(block_table, work, sizes, cache)
     k = pool_of(tensors.k, sizes.k, head_k, views[0], views[1], FACTS)
     v = pool_of(tensors.v, sizes.v, head_k, views[2], views[3], FACTS)
     k_scale, v_scale = table, table
@@ -265,7 +325,7 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FAC
         v_scale = scale_of(
             tensors.v_scale, plain_strides(cache.scales[1]), work, sizes, head_k, FACTS.v_scale == "each"
         )
-    return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, cache, k, v, k_scale, v_scale)
+    return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, page, cache, k, v, k_scale, v_scale)
 
 
 @triton.jit
@@ -314,6 +374,32 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
 
 
 @triton.jit
+def table_of(block_table, work, sizes, cache):
+    """The pointer to the page numbers of a work tile's sequence."""
+    return block_table + tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
+
+
+@triton.constexpr_function
+def reads_first_page(FACTS):
+    """Whether a program knows its first block before it knows the sequence's length, and reads that block's page at once."""
+    return FACTS.split and FACTS.parts > 1 and FACTS.lo is None and FACTS.pages != "several"
+
+
+@triton.jit
+def first_page(table, cache, FACTS: tl.constexpr):
+    """The page of a split's first block, where splits take the blocks in turns from the first one on.
+
+    It is read beside the sequence's length, not after it, whether or not there is such a block.
+    """
+    index = 0
+    if FACTS.pages == "one":
+        most = plain(cache.capacity) // FACTS.page_size - 1
+        index = tl.minimum(tl.program_id(1) * FACTS.tile_n // FACTS.page_size, most)
+    page = tl.load(table + index * plain(cache.by_page))
+    return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(cache.num_pages) - 1)
+
+
+@triton.jit
 def load_paged(pool, page, n0, alive, OF_V: tl.constexpr, partial, FACTS: tl.constexpr):
     """The tile of k or v at position ``n0``: by descriptor where all of it may be read and lies in one page, else row by row.
 
@@ -323,14 +409,16 @@ def load_paged(pool, page, n0, alive, OF_V: tl.constexpr, partial, FACTS: tl.con
     first = n0  # the tile's first row in its page
     if FACTS.pages == "one":
         first = n0 % FACTS.page_size
-    if FACTS.tma and not partial:
+    if FACTS.tma and (FACTS.parts > 1 or not partial):
         PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
         tiles = ()
         for n in tl.static_range(len(PIECES)):
             # (1, 1, tile_n, width) by TMA from global to shared memory. Partner: the barrier of this stage of the loop, on which
             # Triton's pipeliner lets the product wait that reads the tile.
-            block = pool.descriptors[n].load([page, pool.head, first, PIECES[n][0]])
-            tiles = tiles + (block.reshape(FACTS.tile_n, PIECES[n][2]),)
+            block = pool.descriptors[n].load([page, pool.head, first, PIECES[n][0]]).reshape(FACTS.tile_n, PIECES[n][2])
+            if partial and OF_V:  # P is 0 there, and 0 · NaN is NaN
+                block = tl.where(alive[:, None], block, 0.0)
+            tiles = tiles + (block,)
         return tiles
     else:
         within = tl.arange(0, FACTS.tile_n)
@@ -420,14 +508,14 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         page: :func:`page_numbers` of the tile.
         partial: whether some row may not see some key of the tile.
     """
-    j = n0 + tl.arange(0, FACTS.tile_n)
+    j = key_positions(n0, FACTS)
     kept, alive = None, None
     if partial:
-        kept = (j[None, :] >= tile.lo[:, None]) & (j[None, :] < tile.hi[:, None])
+        kept = (across(j) >= tile.lo[:, None]) & (across(j) < tile.hi[:, None])
         kept = kept & (tile.rows < work.seqlen_q)[:, None]
         if FACTS.keep is not None:
-            kept = kept & FACTS.keep(work.b, tile.head, tile.rows[:, None], j[None, :], work)
-        alive = tl.max(kept.to(tl.int8), 0) > 0  # a key that no row sees is not read: it may hold NaN
+            kept = kept & FACTS.keep(work.b, tile.head, tile.rows[:, None], across(j), work)
+        alive = seen_keys(kept, FACTS)  # a key that no row sees takes no part: it may hold NaN
     # K: (tile_n, head_dim), V: (tile_n, head_dim_v), in the inputs' dtype.
     k, v = load_paged(tile.k, page, n0, alive, OF_V=False, partial=partial, FACTS=FACTS), ()
     if (partial or FACTS.together) and not FACTS.latent:
@@ -453,7 +541,11 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
             )
             p = found.to(v[0].dtype)  # here, so that P changes its layout in 16 bits
     else:
-        s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
+        if FACTS.parts > 1:
+            # Each warp multiplies by its own keys, so that maxima and sums of rows stay within it.
+            s = dot_parts(tile.q, k, FACTS)  # S = Q Kᵀ of each part, (parts · tile_m, tile_n / parts) fp32
+        else:
+            s = dot_transposed(tile.q, k, FACTS)  # S = Q Kᵀ, (tile_m, tile_n) fp32
         m_new, l_new, p, rescale = probabilities(s, page, n0, m, l, kept, alive, tile, scales, work, partial, FACTS)
     if not FACTS.bounded:
         acc = rescaled(acc, rescale)
@@ -463,7 +555,8 @@ def paged_key_block(n0, page, m, l, acc, tile, scales, work, partial: tl.constex
         # fp16 holds P too, which is at most 1 without a scale of its own, and takes a third of the instructions that bf16 takes.
         HALF: tl.constexpr = FACTS.v_scale == "one" and not FACTS.bounded and tile.q[0].dtype == tl.bfloat16
         v = unpacked_tiles(v, tl.float16 if HALF else tile.q[0].dtype)
-    acc = accumulate(p, v, acc, FACTS)  # acc += P V, (tile_m, head_dim_v) fp32; P is rounded to V's dtype
+    # acc += P V, (parts · tile_m, head_dim_v) fp32; P is rounded to V's dtype
+    acc = accumulate_parts(p, v, acc, FACTS) if FACTS.parts > 1 else accumulate(p, v, acc, FACTS)
     return m_new, l_new, acc
 
 
@@ -472,9 +565,9 @@ def probabilities(s, page, n0, m, l, kept, alive, tile, scales, work, partial: t
     """``(m', l', P, α)`` of (6) from the products ``s`` of the key tile at ``n0``; where scores are bounded, α is of no use.
 
     Args:
-        kept: bool (tile_m, tile_n), alive: bool (tile_n,); None where every row sees every key.
+        s, kept: fp32 and bool (parts · tile_m, tile_n / parts), alive: bool (tile_n,); None where every row sees every key.
     """
-    j = n0 + tl.arange(0, FACTS.tile_n)
+    j = key_positions(n0, FACTS)
     # The scale of K comes after the product, in fp32: e4m3 times a scale would be rounded to 16 bits.
     if FACTS.k_scale == "one":
         s = s * tile.k_scale
@@ -501,60 +594,3 @@ def hidden(x, kept, HIDDEN: tl.constexpr):
         return x
     else:
         return tl.where(kept, x, HIDDEN)
-
-
-# -- Epilogue ------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS: tl.constexpr):
-    """Stores o = acc / l and lse = m + log l, (7), with the sink merged in, (18); with split keys the state of this split.
-
-    The largest score of a row is m, which no sink touches.
-    """
-    PIECES: tl.constexpr = FACTS.pieces_v
-    i, head, valid = tile.rows, tl.reshape(tile.head, [FACTS.tile_m]), tile.rows < work.seqlen_q
-    lse = tl.where(l == 0, float("-inf"), (m if FACTS.natural else m * LN2) + log(l))
-    weight = 1.0 / tl.where(l == 0, 1.0, l)  # a row that saw no key: o = 0
-    if FACTS.sink:
-        sink = tl.load(tensors.sink + head, mask=valid, other=0.0).to(tl.float32)
-        if FACTS.packed:
-            sink = tl.where(work.b == sizes.batch, float("-inf"), sink)  # rows past the last sequence have none
-        weight, lse = with_sink(weight, lse, l, sink)
-    # One scale for all values leaves the sum over the keys.
-    if FACTS.v_scale == "one":
-        weight = weight * tile.v_scale
-    elif FACTS.v_scale == "each":
-        weight = weight * (1.0 / LIFTED)
-    # 64-bit offsets of the rows: `token` in o, `line` in lse, whose heads are outside its rows.
-    token = tl.cast(work.start_q, tl.int64) + i
-    line = tl.cast(head, tl.int64) * sizes.seqlen_q + work.start_q + i
-    if not FACTS.packed:
-        token += tl.cast(work.b, tl.int64) * sizes.seqlen_q
-        line += tl.cast(work.b, tl.int64) * sizes.heads_q * sizes.seqlen_q
-    if FACTS.split:  # the splits are the outermost axis
-        tokens = tl.cast(sizes.seqlen_q, tl.int64)
-        if not FACTS.packed:
-            tokens *= sizes.batch
-        token += tl.program_id(1) * tokens
-        line += tl.program_id(1) * tokens * sizes.heads_q
-    # lse: fp32 (tile_m,). O: (tile_m, head_dim_v) in o's dtype, of a split only for rows that saw a key.
-    tl.store(tensors.lse + line, lse, mask=valid)
-    if FACTS.max_logit:  # a maximum passes over NaN, the sum of the row does not
-        tl.store(tensors.max_logit + line, tl.where(l != l, l, m if FACTS.natural else m * LN2), mask=valid)
-    if FACTS.split:
-        valid = valid & (l != 0)
-    rows = (token * sizes.heads_q + head) * FACTS.head_dim_v
-    EACH: tl.constexpr = 1 if FACTS.v_scale is None else 2  # columns of o for each of a piece
-    for n in tl.static_range(len(PIECES)):
-        if EACH == 1:
-            found = acc[n]
-        else:
-            # Even and odd columns come together again here, (tile_m, 2 · width).
-            found = tl.interleave(acc[n], acc[len(PIECES) + n])
-        within = tl.arange(0, EACH * PIECES[n][2])
-        ok = valid[:, None]
-        if PIECES[n][1] < PIECES[n][2]:
-            ok = ok & (within < EACH * PIECES[n][1])[None, :]
-        pointers = tensors.o + rows[:, None] + (EACH * PIECES[n][0] + within)[None, :]
-        tl.store(pointers, (found * weight[:, None]).to(tensors.o.dtype.element_ty), mask=ok)

@@ -1,0 +1,47 @@
+"""Decoding over pages on a GPU, where each warp has keys of its own and programs have even shares of all keys."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.backends.paged import Case, normal, tree
+from tilewise.backends.triton import Triton
+from tilewise.backends.triton.paging import choose_paged
+from tilewise.testing import paged_call
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+# Around the end of a tile of 64 keys, and lengths of which programs have parts; behind each sequence lies NaN.
+PLAIN = Case(64, (0, 1, 63, 64, 65, 700, 1030, 2500), 1, lambda: {"causal": True}, (8, 2), (128, 128), torch.bfloat16)
+CASES = {
+    "plain": PLAIN,
+    "window-sink": replace(PLAIN, rows=3, options=lambda: {"mask": tw.window(300, 0), "sink": normal(8, seed=3)}),
+    "softcap-alibi": replace(
+        PLAIN,
+        rows=2,
+        options=lambda: {"causal": True, "score": tw.softcap(2.0) >> tw.alibi(normal(8, 8, seed=4))},
+    ),
+    "tree": replace(PLAIN, lengths=(30, 4, 170, 1000), rows=4, options=lambda: {"mask": tw.keep(tree)}),
+    "packed": replace(PLAIN, rows=(1, 0, 3, 1, 1, 1, 2, 1)),
+    "float16-d64": replace(PLAIN, rows=2, dims=(64, 64), dtype=torch.float16),
+    "deterministic": replace(PLAIN, rows=2, options=lambda: {"causal": True, "deterministic": True}),
+    "d96-dv32": replace(PLAIN, dims=(96, 32)),
+    "pages-of-128": replace(PLAIN, page_size=128, rows=2),
+    "alone": replace(PLAIN, lengths=(2047,)),
+    "many": replace(PLAIN, lengths=tuple(37 * n * n % 1500 for n in range(70))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_warps_with_keys_of_their_own_agree_with_the_oracle_and_repeat_their_bits(name):
+    q, cache, options = CASES[name].draw()
+    c = paged_call(q, cache, "cuda", **options)
+    chosen = choose_paged(c.p, {})
+    assert chosen.forward.parts == 4
+    for config in (chosen, replace(chosen, shares=0, splits=4, split=128), replace(chosen, shares=chosen.shares and 5)):
+        first, again = (Triton(config).forward(c.p, c.t) for _ in range(2))
+        assert [str(e) for e in c.expected().judge({"o": first.o, "lse": first.lse}) if not e.ok] == []
+        assert torch.equal(first.o, again.o)
+        assert torch.equal(first.lse, again.lse)

@@ -25,15 +25,18 @@ PAGE = ROOT / "docs" / "performance.md"
 QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 """Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
 WIDTH = 160
-MASKED = ("7b0bacc6b5f6", "fc4c219daacd", "h200-masks")
-FP32, STEPS, AMX = "h200-triton-fp32", "h200-training", "xeon-amx-2"
+MASKED = ("5c7a27cc98f2", "7b0bacc6b5f6", "h200-masks")
+FP32, STEPS, AMX = "h200-triton-fp32", "b12178aa0a97", "xeon-amx-2"
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
 PLANS = "h200-mask-plans"
 """The run that timed tilewise's plans of the masks' cases."""
+PACKED = "h200-packed-one-pass"
+"""The run of packed backwards that are newer than the table of masks."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "backward")
-CLOSE = ("cudnn", "fa3", "fa4")
+CLOSE = ("cudnn", "fa4")
+"""Peers that have a number in each cell of the squares."""
 MASKS = ("full", "causal")
 MASK_PEERS = ("tilewise", "triton", "cudnn-flex", "flex")
 LEVEL = 0.995  # of a peer's speed: below it a contestant counts as behind
@@ -169,27 +172,23 @@ class Squares:
     """A table of squares: 16,384 tokens of hidden size 2048, by head dim, mask and length.
 
     Attributes:
-        machine: as titles name it. file: of bench/results. runs: those that the table shows, newer ones first: a contestant's figures are
-            of the first run that timed it. peers: who is compared. close: those that have a number in each cell.
+        file: of bench/results. run: the one that the table shows. peers: who is compared.
     """
 
-    machine: str
     file: str
-    runs: tuple[str, ...]
+    run: str
     peers: tuple[str, ...]
-    close: tuple[str, ...]
 
     def tflops(self, case: str, who: str, direction: str) -> float | None:
         """TFLOP/s of a contestant on a case."""
-        found = load(self.file).rate(self.runs, case, who, direction)
+        found = load(self.file).rate([self.run], case, who, direction)
         return found and found[1]
 
     def over_cudnn(self, who: str, case: str, direction: str) -> float:
         """How many times as fast as cuDNN in the same rounds a contestant is on a case."""
-        found = load(self.file)
-        run, speed = found.rate(self.runs, case, who, direction)
-        mean = found.found.get((run, case, who, direction, "rate"), {}).get("over_cudnn")  # of several processes
-        return mean or speed / found.rate([run], case, "cudnn", direction)[1]
+        found = load(self.file).found.get((self.run, case, who, direction, "rate"), {})
+        mean = found.get("over_cudnn")  # of several processes
+        return mean or self.tflops(case, who, direction) / self.tflops(case, "cudnn", direction)
 
     def over(self, peer: str, case: str, direction: str) -> float:
         """How many times as fast as a peer tilewise is on a case."""
@@ -212,8 +211,8 @@ class Squares:
         """TFLOP/s of tilewise, and how many times as fast as each close peer it is."""
         if self.tflops(case, "tilewise", direction) is None:
             return NONE
-        timed = {peer: self.tflops(case, peer, direction) is not None for peer in self.close}
-        ratios = [f"{self.over(peer, case, direction):.2f}" if timed[peer] else NONE for peer in self.close]
+        timed = {peer: self.tflops(case, peer, direction) is not None for peer in CLOSE}
+        ratios = [f"{self.over(peer, case, direction):.2f}" if timed[peer] else NONE for peer in CLOSE]
         return " ".join([f"**{number(self.tflops(case, 'tilewise', direction))}**", *ratios])
 
     def behind(self) -> str:
@@ -228,13 +227,16 @@ class Squares:
         return f"of {len(ratios)} cells tilewise is behind the best of its peers in {len(behind)}{worst}"
 
     def means(self, contestants: tuple[str, ...]) -> list[list[str]]:
-        """Geometric means over cuDNN, and over the best peer, by pass and head dim."""
+        """Geometric means over cuDNN, over the best peer and over FlashAttention-3, by pass and head dim."""
         rows = []
         for direction in PASSES:
             for title, dims in [*[(f"D {d}", (d,)) for d in DIMS], ("all 36 rows", DIMS)]:
                 cases = [square(d, n, mask) for d in dims for n in LENGTHS for mask in MASKS]
                 means = [geometric_mean(self.over_cudnn(who, case, direction) for case in cases) for who in contestants]
-                means.append(geometric_mean(self.over_best(case, direction) for case in cases))
+                means += [
+                    geometric_mean(squares.over_best(case, direction) for case in cases)
+                    for squares in (self, BESIDE_FA3)
+                ]
                 rows.append([f"{direction}, {title}", *[f"{mean:.3f}" for mean in means]])
         return rows
 
@@ -244,13 +246,15 @@ def square(head_dim: int, seqlen: int, mask: str) -> str:
     return f"h200-d{head_dim}-n{seqlen}-{mask}"
 
 
-H200 = Squares(
-    "H200", "h200-peers", ("6675e503dc34", "39e944c6cf71", "h200-squares"), ("fa2", "cudnn", "fa3", "fa4"), CLOSE
-)
+PEERS = ("fa2", "cudnn", "fa4")
+H200 = Squares("h200-peers", "2a803e1108f0", PEERS)
+H100 = Squares("h100-peers", "d2ad37e868cb", PEERS)
+BESIDE_FA3 = Squares("h200-peers", "h200-squares", ("fa3",))
+"""The run that timed FlashAttention-3, which has no wheel, beside tilewise of that day."""
 
 
 def squares() -> list[str]:
-    """Forward and backward beside cuDNN and three FlashAttentions, by head dim, mask and length; grouped queries below them."""
+    """Forward and backward beside cuDNN and the FlashAttentions, by head dim, mask and length; grouped queries below them."""
     rows = [[title, *[H200.cell(case, direction) for case in cases]] for title, direction, cases in H200.rows()]
     for direction in PASSES:
         for mask in MASKS:
@@ -258,18 +262,29 @@ def squares() -> list[str]:
             cells = [H200.cell(case, direction) for case in cases]
             rows.append([f"{direction}, D 128, 16/4, {mask}", *cells])
     text = (
-        "16,384 tokens, hidden size 2048. A cell of the first table has **TFLOP/s of tilewise**, and how many times as fast as cuDNN, FA3 "
-        f"and FA4 it is. But for grouped heads, {H200.behind()}. {load(H200.file).source(H200.runs[0])} A row's contestants run in the "
-        "same rounds; FA3's ratio to cuDNN is of an earlier run."
+        "16,384 tokens, hidden size 2048. A cell of the first table has **TFLOP/s of tilewise**, and how many times as fast as cuDNN "
+        f"and FA4 it is, in the same rounds. But for grouped heads, {H200.behind()}. {load(H200.file).source(H200.run)} On an H100 "
+        f"{H100.behind()} ({load(H100.file).runs[H100.run]['device']}, the same command); the last table has its rows. FA3 has no "
+        f"wheel: tilewise of {load(H200.file).runs[BESIDE_FA3.run]['when']} was timed beside it, whose backward was slower than today's."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]
-    who = ("fa2", "fa3", "fa4", "tilewise")
-    means = table(
-        ["geometric means over cuDNN", "FA2", "FA3", "FA4", "tilewise", "tilewise over its best peer"], H200.means(who)
+    who = ("fa2", "fa4", "tilewise")
+    header = [
+        "geometric means over cuDNN",
+        "FA2",
+        "FA4",
+        "tilewise",
+        "tilewise over its best peer",
+        "earlier, over FA3",
+    ]
+    lengths = [f"N {n}" for n in LENGTHS]
+    smaller = [[title, *[H100.cell(case, direction) for case in cases]] for title, direction, cases in H100.rows()]
+    tables = (
+        table(["", *lengths], rows),
+        table(header, H200.means(who)),
+        table(["H100, over cuDNN and FA4", *lengths], smaller),
     )
-    return section(
-        "Forward and backward on an H200", text, plot, table(["", *[f"N {n}" for n in LENGTHS]], rows), means
-    )
+    return section("Forward and backward on an H200 and an H100", text, plot, *tables)
 
 
 def mask_rate(cases: Iterable[str], who: str, direction: str) -> float | None:
@@ -277,6 +292,13 @@ def mask_rate(cases: Iterable[str], who: str, direction: str) -> float | None:
     found = load("h200-peers")
     timed = (found.rate(MASKED, case, who, direction) for case in cases)
     return next((speed for _, speed in filter(None, timed)), None)
+
+
+def packed_since(width: str, before: str) -> float:
+    """The packed backward's time over what it had when the masks were timed, on the documents of their table."""
+    found, case = load("hopper-calls"), f"h200-packed-documents-{width}-h16-16"
+    now, then = (found.value(PACKED, case, who, "backward", "time") for who in ("hopper", before))
+    return now / then
 
 
 def masks() -> list[str]:
@@ -301,8 +323,8 @@ def masks() -> list[str]:
     text = (
         f"TFLOP/s of kept pairs, forward / backward, in brackets as a packed call; a dash: it cannot. Another is faster than tilewise in "
         f"{behind['forward']} of {len(rows)} forwards and {behind['backward']} backwards. {found.source(MASKED[0])} Of an earlier "
-        "run: cudnn.flex under windows (faster there), FlexAttention with scores, the peers' plans. Ours: "
-        f"`{found.runs[PLANS]['command']}`."
+        f"run: FlexAttention and the peers' plans. Ours: `{found.runs[PLANS]['command']}`. Since then the packed backward takes "
+        f"{packed_since('d64', 'two-passes'):.2f} of its time at D 64, {packed_since('d128', 'one-pass-before'):.2f} at D 128."
     )
     header = ["mask and score", "tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
     header.append("plan, ms: tilewise / cudnn.flex / Flex")
@@ -485,7 +507,7 @@ def summary() -> str:
     cpu_forward, cpu_backward = (f"{some[0]:.1f} to {some[-1]:.1f} times" for some in on_cpu)
     return (
         f"On one H200, in bf16 and over 36 shapes, the forward runs at {forward} the speed of cuDNN's attention and at {forward_best} "
-        f"that of the best of cuDNN and FlashAttention-2, 3 and 4; the backward at {backward} and {backward_best}. On two CPU cores the "
+        f"that of the best of cuDNN and FlashAttention-2 and 4; the backward at {backward} and {backward_best}. On two CPU cores the "
         f"forward runs at {cpu_forward} the speed of PyTorch's SDPA, the backward at {cpu_backward}."
     )
 

@@ -1,9 +1,9 @@
-"""The plot of a GPU run: `python -m bench.plot bench/results/h200-peers.jsonl docs/img/h200-hopper.png`.
+"""The plot of a GPU run: `python -m bench.plot bench/results/h200-peers.jsonl docs/img/h200-hopper.png --run NAME`.
 
-Any files of results may be named before the picture; of rows for the same, the last counts.
+Any files of results may be named before the picture; of rows for the same, the last counts. `bench.page.H200` names the run of the page.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from bench import cases, records
@@ -71,10 +71,15 @@ def _heights(axes) -> list[float]:
     return [y for drawn in axes.get_lines() for y in drawn.get_ydata()]
 
 
-def main(*arguments: str) -> None:
-    *sources, target = map(Path, arguments)
-    draw([r for path in sources for r in records.read(path)], target)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("sources", nargs="+", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--run", help="contestants of one run alone, which were timed in the same rounds")
+    options = parser.parse_args()
+    rows = [r for path in options.sources for r in records.read(path)]
+    draw([r for r in rows if options.run in (None, r["run"])], options.target)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

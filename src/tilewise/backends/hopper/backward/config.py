@@ -82,7 +82,7 @@ class Backward(Formed):
 
     @property
     def subtracts(self) -> bool:
-        """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`); not tried with dropout and ALiBi."""
+        """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`); untried with dropout or ALiBi."""
         return self.dtype == "bf16" and self.keys.subtracts and not (self.dropout or self.alibi)
 
     @property

@@ -27,6 +27,8 @@ from tilewise.iomodel.tables import PAPER_FIGURES, PAPER_SETTING
 
 PAGE = page.ROOT / "docs" / "evidence.md"
 QUOTING = page.ROOT / "docs" / "training.md"
+DECODING = "h200-decode"
+"""The run of one query over a dense cache."""
 """The page that quotes :func:`context_table` between ``<!-- context-gpu -->`` and ``<!-- /context-gpu -->``."""
 CLAIMS = Path(__file__).with_name("claims.toml")
 HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
@@ -207,8 +209,8 @@ def share_of_peak() -> Found:
 def decoding() -> Found:
     """The pace at which one sequence's keys and values are read, over a copy's."""
     found = load("h200-peers")
-    copy = max(found.runs[page.DECODING]["limits"]["copy_gb_per_s"])
-    pace = found.value(page.DECODING, "h200-decode-b1-n131072-h32-8-d128", "hopper", "forward", "bandwidth")
+    copy = max(found.runs[DECODING]["limits"]["copy_gb_per_s"])
+    pace = found.value(DECODING, "h200-decode-b1-n131072-h32-8-d128", "hopper", "forward", "bandwidth")
     times = load("triton-goals").newest("cuda-one-head-n4096", ("unsplit", "triton"), "forward")
     text = (
         f"131,072 keys of one sequence at {pace / 1e3:.2f} TB/s, {pace / copy:.0%} of a copy, on an H200; 4,096 queries of one head "

@@ -216,7 +216,7 @@ class Squares:
         return " ".join([f"**{number(self.tflops(case, 'tilewise', direction))}**", *ratios])
 
     def behind(self) -> str:
-        """In how many cells a peer is faster, and where it is most, as a clause."""
+        """A clause on the cells in which a peer is faster: how many, and the worst."""
         ratios = [
             (self.over_best(case, direction), f"{title}, N {n}")
             for title, direction, cases in self.rows()
@@ -248,7 +248,7 @@ def square(head_dim: int, seqlen: int, mask: str) -> str:
 
 PEERS = ("fa2", "cudnn", "fa4")
 H200 = Squares("h200-peers", "2a803e1108f0", PEERS)
-H100 = Squares("h100-peers", "d2ad37e868cb", PEERS)
+H100 = Squares("h200-peers", "d2ad37e868cb", PEERS)
 BESIDE_FA3 = Squares("h200-peers", "h200-squares", ("fa3",))
 """The run that timed FlashAttention-3, which has no wheel, beside tilewise of that day."""
 
@@ -264,7 +264,7 @@ def squares() -> list[str]:
     text = (
         "16,384 tokens, hidden size 2048. A cell of the first table has **TFLOP/s of tilewise**, and how many times as fast as cuDNN "
         f"and FA4 it is, in the same rounds. But for grouped heads, {H200.behind()}. {load(H200.file).source(H200.run)} On an H100 "
-        f"{H100.behind()} ({load(H100.file).runs[H100.run]['device']}, the same command); the last table has its rows. FA3 has no "
+        f"{H100.behind()} ({load(H200.file).runs[H100.run]['device']}, the same command); the last table has its rows. FA3 has no "
         f"wheel: tilewise of {load(H200.file).runs[BESIDE_FA3.run]['when']} was timed beside it, whose backward was slower than today's."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]

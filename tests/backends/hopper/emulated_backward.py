@@ -399,6 +399,11 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
     def clear_semaphores(semaphores, n) -> None:
         semaphores[n[n < semaphores.shape[0]]] = 0
 
+    def put_terms(t, batch, head, line, lane, lse2, delta, config) -> None:
+        # As numbers: run_keys makes the words of an operand.
+        put(t, batch, head, line, lane, lse2, delta)
+
+    stand_in(kernel, put_terms=put_terms)
     stand_in(kernel, row_part=row_part, put=put, put_zeros=put_zeros, clear_semaphores=clear_semaphores)
     made = [np.full((*lse.shape[:2], lines), np.nan, np.float32) for _ in range(2)]
     sums = Global(np.full((*lse.shape[:2], 3, 1, config.keys.part_elements), np.nan, np.float32))

@@ -40,8 +40,14 @@ KEYS = {
     "queued": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, prefetches=True),
     "queued-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True),
     # Products subtract the statistics, in bf16.
-    "subtracting": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True),
-    "subtracting-wide": KeyTiles(128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
+    "subtracting": KeyTiles(64, 64, 128, 3, sums_dq=True, overlaps=True, counts=True, subtracts=True),
+    "subtracting-wide": KeyTiles(
+        128, 128, 48, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True, subtracts=True
+    ),
+    "subtracting-packed": KeyTiles(64, 64, 128, 3, sums_dq=True, queued=True, overlaps=True, subtracts=True),
+    "storing-packed": KeyTiles(
+        64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, subtracts=True
+    ),
     "bits": KeyTiles(64, 64, 128, 3, sums_dq=True, stores_first=True, queued=True, overlaps=True, counts=True),
     "bits-wide": KeyTiles(128, 128, 64, 4, sums_dq=True, dq_first=True, queued=True, overlaps=True, counts=True),
     "paired": ClusterTiles(256, 256, 64, 7),
@@ -208,6 +214,9 @@ PACKED_PAIRS += [("window", "summed"), ("causal", "summed-wide")]
 PACKED_PAIRS += [(name, "queued") for name in PACKED if name != "softcap"] + [
     ("causal", "queued-wide"),
     ("window", "queued-wide"),
+    ("causal", "subtracting-packed"),
+    ("window", "storing-packed"),
+    ("many", "storing-packed"),
 ]
 
 

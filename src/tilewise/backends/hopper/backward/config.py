@@ -82,9 +82,8 @@ class Backward(Formed):
 
     @property
     def subtracts(self) -> bool:
-        """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`): in bf16, where one pass counts
-        its tiles. It was not tried beside dropout, ALiBi and bits."""
-        return self.dtype == "bf16" and self.keys.counts and not (self.dropout or self.alibi or self.form == "bits")
+        """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`)."""
+        return self.keys.subtracts
 
     @property
     def statistics(self) -> StatisticSlots:
@@ -206,6 +205,7 @@ class BackwardRow:
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
         one_pass_from: keys that a query must see on average for one pass to pay (docs/decisions.md#hopper-two-or-one-pass).
         overlapping_from: the same where tiles overlap, which hides a part of that; None: as many.
+        packed_from: the same of packed sequences, which are taken to be equally long: others see more. None: as many.
     """
 
     two_passes: Passes
@@ -219,9 +219,12 @@ class BackwardRow:
     bits: KeyTiles | None = None
     one_pass_from: int = 0
     overlapping_from: int | None = None
+    packed_from: int | None = None
 
-    def least_keys(self, keys: KeyTiles) -> int:
+    def least_keys(self, keys: KeyTiles, packed: bool) -> int:
         """How many keys a query must see on average for these tiles of ``one_pass``."""
+        if packed and self.packed_from is not None:
+            return self.packed_from
         return self.one_pass_from if self.overlapping_from is None or not keys.overlaps else self.overlapping_from
 
     @property
@@ -232,13 +235,17 @@ class BackwardRow:
             return None
         return replace(self.one_pass, ordered=True, stores_first=True, prefetches=False)
 
-    def summed(self, form: str, packed: bool, dropout: bool = False) -> KeyTiles | None:
-        """``one_pass`` or ``dropout`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
+    def summed(self, form: str, packed: bool, subtracts: bool = False, dropout: bool = False) -> KeyTiles | None:
+        """``one_pass`` or ``dropout`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads). ``subtracts``:
+        whether products may subtract the statistics; it was not tried beside dropout, ALiBi and bits."""
         keys = self.dropout if dropout else self.one_pass
         if keys is None or keys.clustered:
             return keys
-        most = 3 if packed else keys.v_register_steps  # the numbers of a sequence take registers too
-        keys = replace(keys, overlaps=True, counts=not packed, v_register_steps=min(keys.v_register_steps, most))
+        # The numbers of a sequence take registers too; statistics take none where products subtract them.
+        steps = min(keys.v_register_steps, 3) if packed and not subtracts else keys.v_register_steps
+        keys = replace(keys, overlaps=True, counts=not packed, subtracts=subtracts, v_register_steps=steps)
+        # Nobody clears the sums (docs/decisions.md#hopper-ordered-dq).
+        keys = replace(keys, stores_first=packed and subtracts)
         return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
@@ -272,6 +279,7 @@ TABLE = {
         bits=replace(_BITS, width=64, width_v=64, tile_m=128, stores_first=True),
         one_pass_from=1100,
         overlapping_from=900,
+        packed_from=650,
     ),
     (96, 96): BackwardRow(
         two_passes=Passes(
@@ -328,6 +336,7 @@ TABLE = {
         one_pass_from=900,
     ),
 }
+SUBTRACTING = "bf16"  # the dtype in which products may subtract statistics: as three terms of 8 bits
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
 LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
@@ -356,9 +365,11 @@ def shipped() -> list[Backward]:
         for row in rows
     ]
     for form, packed in kinds:
-        summed = dict.fromkeys([*(row.summed(form, packed) for row in rows), *(row.ordered for row in rows)])
-        summed = [keys for keys in summed if keys and exists(keys, form, packed)]
-        found += [(Passes(keys), {"form": form, "packed": packed}) for keys in summed]
+        for dtype in DTYPES.values():
+            each = (row.summed(form, packed, dtype == SUBTRACTING) for row in rows)
+            summed = dict.fromkeys([*each, *(row.ordered for row in rows)])
+            summed = [keys for keys in summed if keys and exists(keys, form, packed)]
+            found += [(Passes(keys), {"form": form, "packed": packed, "dtype": dtype}) for keys in summed]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
     dropped = [(form, False) for form in DROPPED] + [("upper", True)]
     found += [
@@ -369,8 +380,13 @@ def shipped() -> list[Backward]:
     ]
     sloped = [row.summed("upper", packed=False) for row in rows if row.alibi]
     found += [(Passes(keys), {"form": "upper", "alibi": True}) for keys in sloped]
-    dtypes = DTYPES.values()
-    return [Backward(*passes, dtype=dtype, **options) for passes, options in found if passes for dtype in dtypes]
+    return [
+        Backward(*passes, **{"dtype": dtype} | options)
+        for passes, options in found
+        if passes
+        for dtype in DTYPES.values()
+        if options.get("dtype", dtype) == dtype
+    ]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
@@ -438,10 +454,11 @@ def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
     """The tiles of a single pass, if this head dim has any and they pay."""
     if p.spec.dropout_p:  # of additions in order there are no tiles with dropout
         return Passes(row.summed(form, p.packed, dropout=True)) if row.dropout and not p.spec.deterministic else None
-    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
-    if keys is None or mean_keys_per_query(p) < row.least_keys(keys) or not exists(keys, form, p.packed):
+    subtracts = DTYPES[str(p.dtype)] == SUBTRACTING
+    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed, subtracts)
+    if keys is None or mean_keys_per_query(p) < row.least_keys(keys, p.packed) or not exists(keys, form, p.packed):
         return None
-    if keys.counts and p.softmax_scale < LEAST_SCALE:
+    if keys.subtracts and p.softmax_scale < LEAST_SCALE:
         return None
     return Passes(keys) if not keys.ordered or pays_in_order(p, form) else None
 

@@ -18,7 +18,7 @@ from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.params import BackwardParams, column_band, number_band
 from tilewise.backends.hopper.backward.scores import ColumnLimits, ScoreBlock, pairs_of_block, thread_rows
 from tilewise.backends.hopper.backward.sequences import BackwardSeqlenInfo, PackedSequence, seqlen_info
-from tilewise.backends.hopper.backward.tiles import CLUSTER, STATISTICS_ALIGNMENT
+from tilewise.backends.hopper.backward.tiles import CLUSTER, KEY_GROUPS, STATISTICS_ALIGNMENT
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import bits, packed, schedule
 from tilewise.backends.hopper.kit.dtypes import F32, I32
@@ -61,18 +61,26 @@ class KeyTile(NamedTuple):
         """The place of the rows of q, as :func:`tma_tiles` takes it."""
         return self.batch if self.seqlen is None else self.seqlen.q
 
-    def statistic(self, buffer: cute.Tensor, head) -> cute.Tensor:
-        """The rows of a query head in a buffer of lse2 or delta."""
+    def statistic(self, buffer: cute.Tensor, head, words: int = 1) -> cute.Tensor:
+        """The rows of a query head in a buffer of lse2 or delta, which has so many words a row."""
         if self.seqlen is None:
             return buffer[self.batch, head, None]
         first_row = cute.assume(self.seqlen.statistics_row, divby=STATISTICS_ALIGNMENT)
-        return cute.domain_offset((first_row,), buffer[0, head, None])
+        # Python's own `if`: one word a row costs no multiplication.
+        first_word = first_row * words if words > 1 else first_row
+        return cute.domain_offset((first_word,), buffer[0, head, None])
 
     def dq_blocks(self, dq_sums: cute.Tensor, head) -> cute.Tensor:
         """The blocks (block, warpgroup, part) of a query head's accumulated dQ."""
         if self.seqlen is None:
             return dq_sums[self.batch, head, None, None, None]
         return cute.domain_offset((self.seqlen.dq_block, 0, 0), dq_sums[0, head, None, None, None])
+
+    def semaphores(self, semaphores: cute.Tensor, head) -> cute.Tensor:
+        """The semaphores (block x warpgroup,) of a query head's accumulated dQ."""
+        if self.seqlen is None:
+            return semaphores[self.batch, head, None]
+        return cute.domain_offset((self.seqlen.dq_block * KEY_GROUPS,), semaphores[0, head, None])
 
 
 # -- The order of tiles --------------------------------------------------------------------------------------------

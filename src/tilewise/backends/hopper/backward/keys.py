@@ -246,7 +246,7 @@ def load_blocks(
     params: BackwardParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """Loads a tile's query blocks, Q and lse2 into one stage, dO and delta into the next. Returns the ring's state."""
-    tiles = config.keys
+    tiles, words = config.keys, config.statistics.words
     q_bytes, do_bytes = (ELEMENT_BYTES * tiles.tile_m * width for width in (tiles.width, tiles.width_v))
     for g in cutlass.range(params.group, unroll=1):
         head_tile = of_query_head(key_tile, g, params, config)
@@ -254,7 +254,7 @@ def load_blocks(
         # (box, block) of one query head, and (box, stage).
         gQ, sQ = tma_tiles(tmas.q, (tiles.tile_m, tiles.width), (None, 0), head, key_tile.rows, smem.q)
         gO, sO = tma_tiles(tmas.do, (tiles.tile_m, tiles.width_v), (None, 0), head, key_tile.rows, smem.do)
-        lse2 = RowStatistic(key_tile.statistic(buffers.lse2, head), tiles.tile_m * config.statistics.words)
+        lse2 = RowStatistic(key_tile.statistic(buffers.lse2, head, words), tiles.tile_m * words)
         delta = RowStatistic(key_tile.statistic(buffers.delta, head), tiles.tile_m)
         # Beside Q both come at once, where products subtract them.
         delta = None if config.subtracts else delta
@@ -371,7 +371,7 @@ def store_tile(
             # The order of dQ's additions is decided here.
             if cutlass.const_expr(tiles.stores_first):
                 add = dq_accumulate.add_in_order if tiles.ordered else dq_accumulate.add_or_store
-                sums = dq_accumulate.UnclearedSums(sums, buffers.semaphores[key_tile.batch, head_tile.head, None])
+                sums = dq_accumulate.UnclearedSums(sums, key_tile.semaphores(buffers.semaphores, head_tile.head))
                 part_phase = add(sums, smem.dq, w, head_tile, part_phase, params, config)
             else:
                 part_phase = dq_accumulate.add_all(sums, smem.dq, w, head_tile, part_phase, params, config)

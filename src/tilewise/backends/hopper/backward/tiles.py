@@ -49,6 +49,7 @@ class KeyTiles:
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
             (docs/decisions.md#hopper-overlapped-tiles).
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
+        subtracts: products subtract the rows' statistics (:mod:`tilewise.backends.hopper.backward.subtrahends`).
         dp_late: dP begins when P is made: S and dP share no registers, dropout is drawn under it (docs/decisions.md#hopper-pair-tiles).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
     """
@@ -68,6 +69,7 @@ class KeyTiles:
     queued: bool = False
     overlaps: bool = False
     counts: bool = False
+    subtracts: bool = False
     dp_late: bool = False
     v_register_steps: int = 0
     clustered = False  # two CTAs share a tile: see ClusterTiles
@@ -279,6 +281,7 @@ def shared_of(tiles: KeyTiles, statistics: StatisticSlots) -> int:
     """Bytes of shared memory of the pass over keys."""
     if not statistics.subtracted:
         return tiles.shared
+    # The rows of B that all slots hold, and the one A that all products of S share.
     return tiles.shared_with(statistics.count * statistics.words, CONSTANT_BYTES)
 
 

@@ -150,8 +150,16 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     if inputs.sink is None:
         return Grads(*grads, None, {})
     if packed:  # rows lie where the statistics have them
-        return Grads(*grads, sink_gradient(inputs, lse2 / LOG2_E, delta), {})
+        return Grads(*grads, sink_gradient(inputs, lse_of(plan, lse2), delta), {})
     return Grads(*grads, sink_gradient(inputs, lse, delta[..., : problem.seqlen_q]), {})
+
+
+def lse_of(plan: BackwardPlan, lse2: Tensor) -> Tensor:
+    """lse, (batch, heads_q, row) in fp32, of the statistics that a launch has written: lse2, or the words of rows whose first three terms
+    add up to lse / softmax_scale (:func:`tilewise.backends.hopper.backward.preprocess.terms_of`)."""
+    if not plan.config.subtracts:
+        return lse2 / LOG2_E
+    return lse2.view(torch.bfloat16).unflatten(-1, (-1, 8))[..., :3].float().sum(-1) * plan.problem.softmax_scale
 
 
 def sink_gradient(inputs: Inputs, lse: Tensor, delta: Tensor) -> Tensor | None:

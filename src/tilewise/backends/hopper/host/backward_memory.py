@@ -59,4 +59,4 @@ class BackwardMemory:
         """The shape of the semaphores of these additions, where the first one is a store."""
         if not self.config.keys.stores_first:
             return None
-        return self.problem.batch, self.problem.heads_q, self.config.semaphores(self.problem)
+        return self.problem.batch_dim, self.problem.heads_q, self.config.semaphores(self.problem)

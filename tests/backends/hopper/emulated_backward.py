@@ -413,7 +413,7 @@ def run_preprocess(config: Backward, o, do, lse, dlse, lines: int, cu=None) -> t
     blocks = -(-lines // kernel.rows_of(config.keys.width_v))
     for at[:2] in np.ndindex(blocks * lse.shape[0], lse.shape[1]):
         kernel.kernel(t, config)
-    assert not config.keys.stores_first or (visits == 0).all()
+    assert not config.stores_first or (visits == 0).all()
     return tuple(made)
 
 
@@ -426,7 +426,7 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     tmas = kernel.KeysTmas(*map(info, (t["q"], t["do"], t["k"], t["v"], dk, dv)))
     heads, roles_of = t["lse2"].shape[:2], {}
     sums = np.full(
-        (*heads, t["blocks"], KEY_GROUPS, tiles.part_elements), np.nan if tiles.stores_first else 0.0, np.float32
+        (*heads, t["blocks"], KEY_GROUPS, tiles.part_elements), np.nan if config.stores_first else 0.0, np.float32
     )
     visits = np.zeros((*heads, t["blocks"] * KEY_GROUPS), np.int32)
     lse2 = subtrahend_rows(t, params.scale2) if config.subtracts else t["lse2"]
@@ -451,7 +451,7 @@ def run_keys(config: Backward, t: dict, numbers: tuple, ctas: int) -> tuple:
     else:
         for cta, roles in roles_of.items():
             _together(roles, cta, ctas)
-    if tiles.stores_first:
+    if config.stores_first:
         sums[(visits == 0).reshape(sums.shape[:4])] = 0.0
     return dk, dv, _placed(kernel, sums, t["q"].shape, params, config) if tiles.sums_dq else None
 

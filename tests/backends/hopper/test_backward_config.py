@@ -396,9 +396,7 @@ def test_a_packed_launch_is_of_one_batch_element_and_counts_from_zero(launched):
 
 def test_a_packed_sink_s_gradient_finds_lse_in_the_terms_that_products_subtract():
     p = packed(causal=True, softmax_scale=0.3, sink=normal(4)).p
-    x = backward_config.Backward(
-        TABLE[64, 64].summed("upper", packed=True, subtracts=True), None, "bf16", "upper", packed=True
-    )
+    x = backward_config.Backward(TABLE[64, 64].summed("upper", packed=True), None, "bf16", "upper", packed=True)
     plan, lse = backward_call.BackwardPlan(p, x), torch.tensor([1e-3, 2.7182817, -88.1, 0.0, torch.inf])
 
     def truncated(numbers):

@@ -82,8 +82,13 @@ class Backward(Formed):
 
     @property
     def subtracts(self) -> bool:
-        """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`)."""
-        return self.keys.subtracts
+        """Whether products subtract lse and delta (:mod:`tilewise.backends.hopper.backward.subtrahends`); untried with dropout or ALiBi."""
+        return self.dtype == "bf16" and self.keys.subtracts and not (self.dropout or self.alibi)
+
+    @property
+    def stores_first(self) -> bool:
+        """:attr:`KeyTiles.stores_first`, and of packed sequences where products subtract (docs/decisions.md#hopper-ordered-dq)."""
+        return self.keys.stores_first or (self.packed and self.subtracts)
 
     @property
     def statistics(self) -> StatisticSlots:
@@ -235,17 +240,12 @@ class BackwardRow:
             return None
         return replace(self.one_pass, ordered=True, stores_first=True, prefetches=False)
 
-    def summed(self, form: str, packed: bool, subtracts: bool = False, dropout: bool = False) -> KeyTiles | None:
-        """``one_pass`` or ``dropout`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads). ``subtracts``:
-        whether products may subtract the statistics; it was not tried beside dropout, ALiBi and bits."""
+    def summed(self, form: str, packed: bool, dropout: bool = False) -> KeyTiles | None:
+        """``one_pass`` or ``dropout`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
         keys = self.dropout if dropout else self.one_pass
         if keys is None or keys.clustered:
             return keys
-        # The numbers of a sequence take registers too; statistics take none where products subtract them.
-        steps = min(keys.v_register_steps, 3) if packed and not subtracts else keys.v_register_steps
-        keys = replace(keys, overlaps=True, counts=not packed, subtracts=subtracts, v_register_steps=steps)
-        # Nobody clears the sums (docs/decisions.md#hopper-ordered-dq).
-        keys = replace(keys, stores_first=packed and subtracts)
+        keys = replace(keys, overlaps=True, counts=not packed, subtracts=not dropout)
         return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
@@ -336,7 +336,6 @@ TABLE = {
         one_pass_from=900,
     ),
 }
-SUBTRACTING = "bf16"  # the dtype in which products may subtract statistics: as three terms of 8 bits
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
 LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
@@ -365,11 +364,9 @@ def shipped() -> list[Backward]:
         for row in rows
     ]
     for form, packed in kinds:
-        for dtype in DTYPES.values():
-            each = (row.summed(form, packed, dtype == SUBTRACTING) for row in rows)
-            summed = dict.fromkeys([*each, *(row.ordered for row in rows)])
-            summed = [keys for keys in summed if keys and exists(keys, form, packed)]
-            found += [(Passes(keys), {"form": form, "packed": packed, "dtype": dtype}) for keys in summed]
+        summed = dict.fromkeys([*(row.summed(form, packed) for row in rows), *(row.ordered for row in rows)])
+        summed = [keys for keys in summed if keys and exists(keys, form, packed)]
+        found += [(Passes(keys), {"form": form, "packed": packed}) for keys in summed]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
     dropped = [(form, False) for form in DROPPED] + [("upper", True)]
     found += [
@@ -380,13 +377,8 @@ def shipped() -> list[Backward]:
     ]
     sloped = [row.summed("upper", packed=False) for row in rows if row.alibi]
     found += [(Passes(keys), {"form": "upper", "alibi": True}) for keys in sloped]
-    return [
-        Backward(*passes, **{"dtype": dtype} | options)
-        for passes, options in found
-        if passes
-        for dtype in DTYPES.values()
-        if options.get("dtype", dtype) == dtype
-    ]
+    dtypes = DTYPES.values()
+    return [Backward(*passes, dtype=dtype, **options) for passes, options in found if passes for dtype in dtypes]
 
 
 # -- The choice ----------------------------------------------------------------------------------------------------
@@ -454,8 +446,7 @@ def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
     """The tiles of a single pass, if this head dim has any and they pay."""
     if p.spec.dropout_p:  # of additions in order there are no tiles with dropout
         return Passes(row.summed(form, p.packed, dropout=True)) if row.dropout and not p.spec.deterministic else None
-    subtracts = DTYPES[str(p.dtype)] == SUBTRACTING
-    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed, subtracts)
+    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
     if keys is None or mean_keys_per_query(p) < row.least_keys(keys, p.packed) or not exists(keys, form, p.packed):
         return None
     if keys.subtracts and p.softmax_scale < LEAST_SCALE:

@@ -38,7 +38,7 @@ def fake_arguments(config: Backward) -> tuple:
         # dQ's parts: one for each warpgroup and query block, fp32, in the order of the registers that add to it.
         shape = batch, heads_q, cute.sym_int(), KEY_GROUPS, config.keys.part_elements
         made = *made, fake.rows(cutlass.Float32, shape, 4, 16)
-    if config.keys.stores_first:
+    if config.stores_first:
         made = *made, fake.rows(cutlass.Int32, (batch, heads_q, cute.sym_int()))
     if config.makes_queue:
         made = *made, fake.vector(cutlass.Int32, 1)

@@ -133,7 +133,7 @@ def tiled_mmas(config: Backward) -> KeysMmas:
         mma(major.MN, tiles.width_v, registers),  # dV += Pᵀ dO
         dq_accumulate.tiled_mma(config) if tiles.sums_dq else None,
         mma(major.K, tiles.tile_m, registers)
-        if v_register_steps(tiles, config.statistics) or config.subtracts
+        if v_register_steps(tiles, config.statistics, config.packed) or config.subtracts
         else None,
     )
 
@@ -369,7 +369,7 @@ def store_tile(
             head_tile = of_query_head(key_tile, g, params, config)
             sums = key_tile.dq_blocks(buffers.dq_sums, head_tile.head)
             # The order of dQ's additions is decided here.
-            if cutlass.const_expr(tiles.stores_first):
+            if cutlass.const_expr(config.stores_first):
                 add = dq_accumulate.add_in_order if tiles.ordered else dq_accumulate.add_or_store
                 sums = dq_accumulate.UnclearedSums(sums, key_tile.semaphores(buffers.semaphores, head_tile.head))
                 part_phase = add(sums, smem.dq, w, head_tile, part_phase, params, config)

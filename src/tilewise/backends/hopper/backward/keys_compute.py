@@ -89,7 +89,7 @@ class DkDvOperands(NamedTuple):
 def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkDvOperands:
     """The operands of warpgroup w."""
     tiles, score, dk, dv = config.keys, *(mma.get_slice(0) for mma in mmas[:3])
-    v_columns = K_STEP * v_register_steps(tiles, config.statistics)
+    v_columns = K_STEP * v_register_steps(tiles, config.statistics, config.packed)
 
     def accumulator(mma, columns):
         return cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), F32)
@@ -455,7 +455,7 @@ def kept_pairs(
 def rounded_p(operands: DkDvOperands, config: Backward) -> cute.Tensor | OperandValues:
     """The operand P as fp32 numbers at a thread's (row, column). Tiles with columns of V in registers, and those whose products subtract
     statistics, take fewer instructions for it; the bits of other kernels without dropout are left as they were proven."""
-    if v_register_steps(config.keys, config.statistics) or config.subtracts or config.dropout:
+    if v_register_steps(config.keys, config.statistics, config.packed) or config.subtracts or config.dropout:
         return OperandValues(operands.p, operands.dp, config.dtype, held=config.dropout and config.dtype == "fp16")
     return as_rows_columns(operands.p, operands.dp)
 

@@ -113,7 +113,7 @@ def kernel(sums: DqSums, dq: cpasync.TmaInfo, mma: cute.TiledMma, softmax_scale:
     acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, part_columns(tiles))), F32)
     source = cute.make_tensor(sums.parts[batch, head, block, w, None].iterator, part_layout(tiles))
     cute.autovec_copy(source[None, thread, None], cute.make_tensor(acc.iterator, cute.make_layout((4, fours(tiles)))))
-    if cutlass.const_expr(tiles.stores_first):
+    if cutlass.const_expr(config.stores_first):
         clear_if_unvisited(acc, sums.semaphores[batch, head, KEY_GROUPS * block + w])
     # dQ = scale · the sum of dS K; the scale was left out of the parts.
     scale(acc, softmax_scale)

@@ -109,7 +109,7 @@ def kernel(t: StatisticsTensors, config: cutlass.Constexpr):
     o, do = (part[batch, None, head, None] for part in (t.o, t.do))
     # Loads of all rows are issued before any is used: (8,) of O and (8,) of dO for each row.
     parts = [[row_part(matrix, row.source, lane, element) for matrix in (o, do)] for row in rows]
-    if cutlass.const_expr(config.keys.stores_first):
+    if cutlass.const_expr(config.stores_first):
         clear_semaphores(t.semaphores[batch, head, None], block * THREADS + thread)
     elif cutlass.const_expr(config.keys.sums_dq):
         clear_sums(t.dq_sums[batch, head, None, 0, None], block, blocks, config)

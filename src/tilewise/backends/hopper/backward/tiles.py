@@ -49,7 +49,7 @@ class KeyTiles:
         overlaps: dK and dV leave from where dS and the parts of dQ were, while K and V of the next tile come in
             (docs/decisions.md#hopper-overlapped-tiles).
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
-        subtracts: products subtract the rows' statistics (:mod:`tilewise.backends.hopper.backward.subtrahends`).
+        subtracts: in bf16, products subtract the rows' statistics (:mod:`tilewise.backends.hopper.backward.subtrahends`).
         dp_late: dP begins when P is made: S and dP share no registers, dropout is drawn under it (docs/decisions.md#hopper-pair-tiles).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
     """
@@ -285,7 +285,10 @@ def shared_of(tiles: KeyTiles, statistics: StatisticSlots) -> int:
     return tiles.shared_with(statistics.count * statistics.words, CONSTANT_BYTES)
 
 
-def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots) -> int:
-    """:attr:`KeyTiles.v_register_steps`; at head_dim 128 none beside the constant that products subtract by."""
-    # Four registers, of the 236 to 238 that computing warps use of 240.
-    return 0 if statistics.subtracted and tiles.dq_transposed else tiles.v_register_steps
+def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots, packed: bool) -> int:
+    """:attr:`KeyTiles.v_register_steps`, as far as registers last: computing warps use 236 to 238 of 240."""
+    if statistics.subtracted:
+        # The constant that products subtract by takes four, statistics none.
+        return 0 if tiles.dq_transposed else tiles.v_register_steps
+    # The numbers of a sequence take registers, too.
+    return min(tiles.v_register_steps, 3) if packed else tiles.v_register_steps

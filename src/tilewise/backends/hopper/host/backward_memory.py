@@ -57,6 +57,6 @@ class BackwardMemory:
     @cached_property
     def semaphores_shape(self) -> tuple[int, ...] | None:
         """The shape of the semaphores of these additions, where the first one is a store."""
-        if not self.config.keys.stores_first:
+        if not self.config.stores_first:
             return None
         return self.problem.batch_dim, self.problem.heads_q, self.config.semaphores(self.problem)

@@ -27,9 +27,9 @@ from tilewise.iomodel.tables import PAPER_FIGURES, PAPER_SETTING
 
 PAGE = page.ROOT / "docs" / "evidence.md"
 QUOTING = page.ROOT / "docs" / "training.md"
+"""The page that quotes :func:`context_table` between ``<!-- context-gpu -->`` and ``<!-- /context-gpu -->``."""
 DECODING = "h200-decode"
 """The run of one query over a dense cache."""
-"""The page that quotes :func:`context_table` between ``<!-- context-gpu -->`` and ``<!-- /context-gpu -->``."""
 CLAIMS = Path(__file__).with_name("claims.toml")
 HOLDS, FAILS, UNSEEN = "holds", "does not hold", "not measured here"
 EAGER, SPARSE = "be2142459054", "bf64f25f9387"

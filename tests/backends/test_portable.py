@@ -8,7 +8,7 @@ import torch
 import tilewise as tw
 from bench import cases
 from tests.backends.contract import Contract, agree, call, of_case, qkv, run
-from tests.backends.paged import PagedContract
+from tests.backends.paged import CASES, PagedContract
 from tilewise.backends.portable import Portable
 from tilewise.backends.portable.config import SPLIT_KEYS, Config
 from tilewise.backends.portable.step import steps
@@ -81,3 +81,7 @@ def test_a_call_on_a_gpu_raises_while_a_graph_is_captured_since_tiles_to_visit_a
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotImplementedError, match="CUDA graph"):
         next(steps(c.p, c.t, Portable().config(c.p)))
+    paged = CASES["page-16"].call()
+    paged.t.q = c.t.q
+    with pytest.raises(NotImplementedError, match="CUDA graph"):
+        Portable().forward(paged.p, paged.t)

@@ -114,13 +114,28 @@ class TestTriton(Contract):
             assert torch.equal(x, clean[name]), name
 
 
-def test_rows_past_the_last_query_open_no_key():
+# A tile of queries has rows 6, 7 and more: keys that they alone would see, by the predicate or farther right than the last query does.
+@pytest.mark.parametrize(
+    ("seen", "mask"),
+    [
+        (torch.arange(40) % 3 != 0, tw.keep(lambda b, h, i, j: (j % 3 != 0) | (i >= 6))),
+        (torch.arange(40) < 26, tw.keep(lambda b, h, i, j: (j <= i + 20) & ((i + j) % 5 != 4))),
+    ],
+    ids=["opened", "farther-right"],
+)
+def test_rows_past_the_last_query_open_no_key(seen, mask):
     q, k, v = qkv(batch=1, nq=6, nk=40)
-    seen = (torch.arange(40) % 3 != 0).view(1, 40, 1, 1)
-    mask = tw.keep(lambda b, h, i, j: (j % 3 != 0) | (i >= 6))  # a tile of queries has rows 6, 7 ...
+    seen = seen.view(1, 40, 1, 1)
     clean = run(Triton(), call(q, k, v, mask=mask).forward_only())
     dirty = run(Triton(), call(q, k.where(seen, torch.nan), v.where(seen, torch.nan), mask=mask).forward_only())
     assert {name for name, x in dirty.items() if not torch.equal(x, clean[name])} == set()
+
+
+def test_partial_tiles_beside_a_tensor_of_pairs_stream_in_no_more_stages_than_others():
+    q, k, v = qkv()
+    plan = Plan(call(q, k, v, mask=tw.dense(normal(70, 70) > 0)).p, INTERPRETED)
+    found = [plan.facts(replace(INTERPRETED.forward, num_stages=n), 1).partial_stages for n in (1, 2, 3)]
+    assert found == [1, 2, 2]
 
 
 def test_every_operation_of_the_language_can_be_written_or_is_refused():

@@ -15,7 +15,7 @@ from tilewise.backends.base import Backend, Directions, Grads, Inputs, Output, O
 from tilewise.backends.portable.backward import backward_step
 from tilewise.backends.portable.config import Config, choose
 from tilewise.backends.portable.forward import forward_step
-from tilewise.backends.portable.step import steps
+from tilewise.backends.portable.step import refuse_capture, steps
 from tilewise.backends.portable.tangent import RowTangents, backward_tangent_step, tangent_step
 from tilewise.problem import Problem
 
@@ -46,6 +46,7 @@ class Portable(Backend):
 
     def forward(self, p: Problem, t: Inputs) -> Output:
         if p.paged:
+            refuse_capture(t.q)  # gathering reads on the host, too
             return gather.in_layout_of(p, self._forward(*gather.gathered(p, t, p.compute_dtype), self.config(p)))
         return self._forward(p, t, self.config(p))
 

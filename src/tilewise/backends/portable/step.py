@@ -131,17 +131,22 @@ def tiles(length: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
-def steps(p: Problem, t: Inputs, config: Config) -> Iterator[Step]:
-    """The call as steps. Packed, each sequence is an attention of its own, with its own lengths and tiles.
+def refuse_capture(q: Tensor) -> None:
+    """Raises where a CUDA graph is being captured: which keys a cache holds, and which tiles a call visits, is read on the host.
 
     Raises:
-        NotImplementedError: a CUDA graph is being captured, and which tiles a call visits is read on the host.
+        NotImplementedError: a graph is being captured on q's device.
     """
-    if t.q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            "portable reads on the host which tiles to visit, which no CUDA graph can hold\n"
+            "portable reads lengths, and which tiles to visit, on the host, which no CUDA graph can hold\n"
             "  Capture a call that hopper or triton runs (tilewise.explain says why they refuse this one), or leave it out of the graph."
         )
+
+
+def steps(p: Problem, t: Inputs, config: Config) -> Iterator[Step]:
+    """The call as steps. Packed, each sequence is an attention of its own, with its own lengths and tiles."""
+    refuse_capture(t.q)
     if not p.packed:
         yield from _dense_steps(p, t, config, (t.q, t.k, t.v), 0, (slice(0, p.seqlen_q), slice(0, p.seqlen_k)))
         return

@@ -331,6 +331,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
         "pieces_v": pieces(decisions.problem.head_dim_v, tiles),
         "align": align,
         "together": tiles.ahead,
+        "partial_stages": min(2, tiles.num_stages) if PairReads.of(decisions.problem).bytes else 1,
     }
     defaults = {
         "split": False,
@@ -369,7 +370,6 @@ def _problem_facts(decisions: Decisions, emitted: Emitted) -> dict[str, object]:
         "precision": "tf32" if decisions.config.products == "tf32" else "ieee",
         "terms": decisions.terms,
         "products": TERM_PRODUCTS if decisions.terms > 1 else ((0, 0),),
-        "partial_stages": 2 if PairReads.of(problem).bytes else 1,
         "upcast": (problem.dtype == torch.bfloat16 or decisions.terms > 1) and problem.device.type == "cpu",
         "row_grads": tuple(n for n, read in enumerate(emitted.reads) if read.how == ROWS),
         "varies": bool(expr.lookups(*ends) or expr.depends_on(*ends) & {"b", "h"}),

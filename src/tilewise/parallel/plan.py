@@ -197,15 +197,15 @@ def _grid(whole: Problem, call: Agreed) -> Grid:
 
 
 CAPTURED = (
-    "a CUDA graph is captured, and the mask's tensors tell which keys travel: that is read on the host, where a replay would not "
-    'follow them; scheme="heads" reads nothing there'
+    "a CUDA graph is captured, and the mask has tensors: which keys travel is read on the host, where a replay would not follow them; "
+    'scheme="heads" reads nothing there'
 )
 
 
 def refusals(whole: Problem, wish: Wish) -> dict[str, list[str]]:
     """Why each scheme cannot compute a whole attention; empty: it can."""
     ranks, pieces = wish.exchange.size, gathered.reasons(whole.spec)
-    if is_captured() and _reads_tensors(whole.spec):
+    if is_captured() and whole.spec.mask_slots:
         pieces = [*pieces, CAPTURED]
     found = {"gather": pieces, "heads": heads.reasons(whole.spec, whole.heads_k, ranks), "ring": pieces}
     neighbours = neighbours_of(whole, wish)

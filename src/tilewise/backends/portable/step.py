@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dropout, expr
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Inputs, is_captured
 from tilewise.backends.portable.config import Config
 from tilewise.problem import Problem
 from tilewise.tiles import EMPTY, FULL, Grid, TileMap, seen_keys
@@ -137,7 +137,7 @@ def refuse_capture(q: Tensor) -> None:
     Raises:
         NotImplementedError: a graph is being captured on q's device.
     """
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if q.is_cuda and is_captured():
         raise NotImplementedError(
             "portable reads lengths, and which tiles to visit, on the host, which no CUDA graph can hold\n"
             "  Capture a call that hopper or triton runs (tilewise.explain says why they refuse this one), or leave it out of the graph."

@@ -91,7 +91,8 @@ def build_as_proven(config: AnyConfig, folder: Path) -> dict:
     Returns:
         The row of the last build; where no build was as proven, with the bits of each as ``tried``.
     """
-    often, tried = _has_forms(config), list[str]()
+    often = _has_forms(config)
+    tried: list[str] = []
     seeds = [*range(SEEDS)] if often else [None, *range(SEEDS)]
     row: dict[str, Any] = {}
     for seed in seeds if config.name in proven.proven().values() else seeds[:1]:

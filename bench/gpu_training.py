@@ -14,7 +14,6 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 import tilewise as tw
 from bench import records
-from bench.measure import host_microseconds, in_turns
+from bench.measure import captured, host_microseconds, in_turns
 from bench.train_step import step
 from examples.gpt.model import GPT, Attention, GPTConfig, sdpa_attention, tilewise_attention
 from examples.gpt.train import TrainConfig, load_text, train
@@ -137,7 +136,7 @@ def parts() -> list[dict]:
     models = {name: InBf16(name, 0, context) for name in PARTS}
     steps = {name: step(model, context, batch, DEVICE) for name, model in models.items()}
     halves = {name: partial(forward_backward, model, text) for name, model in models.items()}
-    graphs = {name: captured(half, models[name]) for name, half in halves.items()}
+    graphs = {name: captured(half)[0] for name, half in halves.items()}
     shape = {"context": context, "batch": batch, "d_model": SIZES.d_model, "layers": SIZES.layers}
     head = records.run(COMMAND, DEVICE, {name: name.partition(" ")[0] for name in PARTS}, again=f"{COMMAND} --parts")
     found = [head]
@@ -154,21 +153,6 @@ def forward_backward(model: nn.Module, text: Tensor) -> None:
     """Leaves the gradients of text (batch, context + 1) in the model's weights."""
     model.zero_grad()
     F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
-
-
-def captured(half: Callable[[], None], model: nn.Module) -> Callable[[], None]:
-    """A forward and backward as a CUDA graph, captured after three that warm up on a stream of their own."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            half()
-    torch.cuda.current_stream().wait_stream(side)
-    model.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        half()
-    return graph.replay
 
 
 def main() -> None:

@@ -109,6 +109,30 @@ def in_turns(
     return {name: statistics.median(values) * 1e3 for name, values in samples.items()}
 
 
+def captured(
+    call: Callable[[], object], ready: Callable[[], object] = torch.cuda.synchronize, mode: str = "global"
+) -> tuple[Callable[[], None], object]:
+    """A call as a CUDA graph, and what it returned, which each replay computes anew.
+
+    The call is made three times before, on a stream of its own: what first calls set up, and keep for later ones, is in place.
+
+    Args:
+        ready: what is done between these calls and the capture.
+        mode: which threads' calls of the driver break the capture, as CUDA names it.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    ready()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        result = call()
+    return graph.replay, result
+
+
 def host_microseconds(call: Callable[[], object], device: str = "cuda", calls: int = 100, repeats: int = 9) -> float:
     """The host's time for a call whose work on a GPU may go on behind it: the median of means, after one that warms up."""
     cuda, means = device.startswith("cuda"), []

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import MASKS, SCORES, Case, Inputs
-from bench.measure import free_memory
+from bench.measure import captured, free_memory
 
 Call = Callable[[], Tensor]
 
@@ -225,16 +225,11 @@ def replayed(contestant: Contestant) -> Contestant:
     """Its forward as a CUDA graph, which leaves the host's time for its launches out: what a short kernel is timed by."""
 
     def prepare(x: Inputs) -> Call:
-        call = contestant.prepare(x)
         with torch.no_grad():
-            call()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                o = call()
+            replay, o = captured(contestant.prepare(x))
 
         def again() -> Tensor:
-            graph.replay()
+            replay()
             return o
 
         return again

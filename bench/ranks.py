@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import tilewise as tw
-from bench import ranks_torch, records
+from bench import measure, ranks_torch, records
 from bench.check import verdict
 from tilewise.masks import Mask
 from tilewise.parallel import ContextParallel, balanced, calls, heads
@@ -140,23 +141,15 @@ def steps(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options: object) -> dic
     return {"forward": forward, "both": both}
 
 
-def captured(run: Callable[[], object]) -> tuple[Callable[[], None], object]:
-    """A step as a CUDA graph, and what it computes, anew with each replay.
-
-    Ranks agree on the call, and their first exchange is set up, before the capture.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
+def together() -> None:
+    """Waits until all ranks have come here, and their GPUs have nothing to do."""
     torch.cuda.synchronize()
     dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog asks for events from a thread of its own meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = run()
-    return graph.replay, result
+
+
+def captured(run: Callable[[], object]) -> tuple[Callable[[], None], object]:
+    """:func:`measure.captured` on all ranks, which agree on the call before: NCCL's watchdog asks for events from a thread of its own."""
+    return measure.captured(run, together, "thread_local")
 
 
 def parallel_of(row: Row, way: Contestant, mask: Mask, groups: dict[bool, Group]) -> ContextParallel:
@@ -336,6 +329,12 @@ def _does(kernel: str) -> str:
     return "exchange" if any(x in name for x in EXCHANGE) else "rest" if any(x in name for x in PLAIN) else "attention"
 
 
+def attended(inputs: list[Tensor], do: Tensor, **options: object) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """o, lse, and the gradients of the inputs."""
+    o, lse = tw.attention_with_lse(*inputs, **options)
+    return o.detach(), lse.detach(), torch.autograd.grad(o, inputs, do)
+
+
 def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device: str) -> dict[str, list[str]]:
     """The errors of a small attention over all ranks beyond the error rule of one device, by contestant; alike on every rank."""
     n, dtype, heads_k = 96 if device == "cpu" else 1000, torch.bfloat16, 2 * dist.get_world_size()
@@ -350,12 +349,7 @@ def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device:
         local = [parallel.shard(x).to(device).requires_grad_() for x in (q, k, v)]
         local_do = parallel.shard(do).to(device)
 
-        def attend(
-            parallel: ContextParallel = parallel, local: list[Tensor] = local, local_do: Tensor = local_do
-        ) -> tuple:
-            o, lse = tw.attention_with_lse(*local, mask=mask, parallel=parallel)
-            return o.detach(), lse.detach(), torch.autograd.grad(o, local, local_do)
-
+        attend = partial(attended, local, local_do, mask=mask, parallel=parallel)
         if CONTESTANTS[name].graph:
             right = [x.detach().clone() for x in (*local, local_do)]
             for x in (*local, local_do):
@@ -411,8 +405,8 @@ def ways(device: str, only: list[str]) -> tuple[list[str], dict[bool, Group]]:
     size = dist.get_world_size()
     divides = any(size % n == 0 for n in range(2, size))
     able = [n for n, way in CONTESTANTS.items() if way.engines in groups and (divides or "+" not in way.scheme)]
-    able = [n for n in able if device != "cpu" or not CONTESTANTS[n].graph]
-    return [name for name in able if name in (only or CONTESTANTS)], groups
+    wanted = [name for name in able if name in (only or CONTESTANTS)]
+    return [name for name in wanted if device != "cpu" or not CONTESTANTS[name].graph], groups
 
 
 def report(row: Row, ms: dict[tuple[str, str], float], parts: dict[str, dict], flops: float) -> None:

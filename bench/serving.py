@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import tilewise as tw
-from bench import records
+from bench import measure, records
 from bench.measure import in_turns, seconds_per_call
 from bench.serving_peers import flex, sdpa
 from bench.serving_plot import draw
@@ -453,22 +453,17 @@ def over_static(q: Tensor, cache: tw.PagedCache, backend: str) -> Callable[[], t
 
 def captured(call: Callable[[], object], device: str) -> tuple[Callable[[], object], object]:
     """A call as a CUDA graph, and what it returned; on a CPU the call itself, which writes into what it returned first."""
+    if device != "cpu":
+        return measure.captured(call)
     result = call()
-    if device == "cpu" and not isinstance(result, tuple):
+    if not isinstance(result, tuple):
         return call, result
-    if device == "cpu":
 
-        def again() -> None:
-            for old, new in zip(result, call(), strict=True):
-                old.copy_(new)
+    def again() -> None:
+        for old, new in zip(result, call(), strict=True):
+            old.copy_(new)
 
-        return again, result
-    torch.cuda.synchronize()
-    call()  # a second time: what the first one keeps for later calls is in place
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph.replay, result
+    return again, result
 
 
 # ---- how fast ------------------------------------------------------------------------------------------------------

@@ -263,8 +263,9 @@ def squares() -> list[str]:
             rows.append([f"{direction}, D 128, 16/4, {mask}", *cells])
     text = (
         "16,384 tokens, hidden size 2048. A cell of the first table has **TFLOP/s of tilewise**, and how many times as fast as cuDNN "
-        f"and FA4 it is, in the same rounds, kernels alone. But for grouped heads, {H200.behind()}. {load(H200.file).source(H200.run)} On an H100 "
-        f"{H100.behind()} ({load(H200.file).runs[H100.run]['device']}, the same command); the last table has its rows. FA3 has no "
+        f"and FA4 it is, in the same rounds, kernels alone. But for grouped heads, {H200.behind()}. "
+        f"{load(H200.file).source(H200.run)} On an H100 "
+        f"{H100.behind()} ({load(H100.file).runs[H100.run]['device']}, the same command); the last table has its rows. FA3 has no "
         f"wheel: tilewise of {load(H200.file).runs[BESIDE_FA3.run]['when']} was timed beside it, whose backward was slower than today's."
     )
     plot = ["![TFLOP/s against the sequence length, forward and backward](img/h200-hopper.png)"]

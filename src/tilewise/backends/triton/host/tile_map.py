@@ -34,7 +34,7 @@ MOST_ROWS = 16
 SHARED_MEMORY = 1024  # bytes; a block's columns are summed up across warps
 PROGRAM = Tiles(MOST_ROWS, 128, 4, 1)
 _LINES = 128  # of a program that writes ends
-_compiled: Memo[tuple, Any] = Memo()
+_compiled: Memo[tuple, Any] = Memo()  # a kernel, its sizes and its numbers as it takes them
 
 
 def can_judge(grid: Grid) -> bool:
@@ -217,14 +217,15 @@ def _functions(
 
 def _launch(kernel, programs: tuple[int, ...], tensors, sizes, numbers: tuple[float, ...], facts: Facts) -> None:
     """Launches a kernel: once compiled, straight, without Triton's look at each argument (``Plan.start``)."""
-    arguments = tensors, runtime.opaque(sizes), runtime.opaque(numbers), facts
     given = [x for x in (*tensors[:-1], *tensors.leaves) if x is not None]
-    aligned = not sum(x.data_ptr() % 16 for x in given)
+    aligned = not any(x.data_ptr() % 16 for x in given)
     key = kernel, facts, sizes, numbers, tuple(x.dtype for x in given), tensors.b.device
-    compiled = _compiled.get(key) if aligned else None
-    if compiled is not None:
-        runtime.run_compiled(compiled, (*programs, 1, 1)[:3], *arguments)
+    known = _compiled.get(key) if aligned else None
+    if known is not None:
+        compiled, *plain = known
+        runtime.run_compiled(compiled, (*programs, 1, 1)[:3], tensors, *plain, facts)
         return
-    compiled = runtime.run(kernel, programs, PROGRAM, *arguments)
+    plain = runtime.opaque(sizes), runtime.opaque(numbers)
+    compiled = runtime.run(kernel, programs, PROGRAM, tensors, *plain, facts)
     if compiled is not None and aligned:
-        _compiled[key] = compiled
+        _compiled[key] = (compiled, *plain)

@@ -22,10 +22,10 @@ def partial_states(out: Output, num_splits: int) -> Output:
 
 
 def shared_states(plan: Plan, out: Output) -> Tensor:
-    """Memory for the states and the records of ``kernels.shares``."""
+    """Memory for the states of ``kernels.shares``."""
     problem, config = plan.problem, plan.config
     state = config.forward.tile_m * (problem.head_dim_v + 4)
-    return out.o.new_empty(2 * problem.heads_k * (config.shares * state + problem.batch), dtype=torch.float32)
+    return out.o.new_empty(2 * problem.heads_k * config.shares * state, dtype=torch.float32)
 
 
 def seqlen_q_rounded(problem: Problem) -> int:

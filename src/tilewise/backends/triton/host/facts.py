@@ -74,6 +74,7 @@ MEANINGS = {
     "shares": "even shares of all key tiles (kernels.shares)",
     "batch": "sequences, rounded up to a power of two",
     "state_rows": "rows of the state that a share leaves",
+    "share_keys": "keys of a tile of kernels.shares, which the merge asks too",
     "latent": "V is the first columns of K, in its memory",
     "k_scale": "the scale of 8-bit keys is 'one' for all or for 'each'; None: there is none",
     "v_scale": "the same of values",

@@ -40,8 +40,27 @@ def attend_shares(call: Call, out: Output, states: Tensor) -> Launched:
 
 def share_facts(plan: Plan) -> dict[str, int]:
     """The facts that the kernels of shares have beside the others; the batch is rounded up to a power of two."""
-    batch = 1 << (plan.problem.batch - 1).bit_length()
-    return {"shares": plan.config.shares, "batch": max(batch, 16), "state_rows": plan.config.forward.tile_m}
+    batch, tiles = 1 << (plan.problem.batch - 1).bit_length(), plan.config.forward
+    return {
+        "shares": plan.config.shares,
+        "batch": max(batch, 16),
+        "state_rows": tiles.tile_m,
+        "share_keys": tiles.tile_n,
+        "split_tiles": split_tiles(plan),
+    }
+
+
+def split_tiles(plan: Plan) -> int:
+    """The fewest key tiles of a split or a share."""
+    return max((plan.config.split or 0) // plan.config.forward.tile_n, 1)
+
+
+def cache_sizes(call: Call) -> tuple:
+    """The whole numbers of the cache, as kernels take them."""
+    problem, inputs = call.plan.problem, call.inputs
+    scales = (scale_strides(inputs.k_scale), scale_strides(inputs.v_scale)) if problem.quantised else ()
+    strides = *inputs.block_table.stride(), *inputs.seqlens_k.stride()
+    return runtime.opaque(runtime.kernels().CacheSizes(inputs.k.shape[0], problem.capacity, *strides, scales))
 
 
 def _launch(
@@ -60,7 +79,7 @@ def _launch(
         "pages": pages,
         "page_size": problem.page_size if pages != "whole" else 0,
         "group": problem.group,
-        "split_tiles": max((plan.config.split or 0) // tiles.tile_n, 1),
+        "split_tiles": split_tiles(plan),
         "pieces": cuts["k"],
         "pieces_v": cuts["v"],
         "latent": problem.latent,
@@ -70,12 +89,8 @@ def _launch(
         chosen |= {"max_logit": True, "bounded": False}
     if problem.quantised:
         chosen |= {"k_scale": _which(inputs.k_scale), "v_scale": _which(inputs.v_scale)}
-    table, lengths = inputs.block_table, inputs.seqlens_k
-    scales = (scale_strides(inputs.k_scale), scale_strides(inputs.v_scale)) if problem.quantised else ()
-    cache = runtime.kernels().CacheSizes(
-        inputs.k.shape[0], problem.capacity, *table.stride(), *lengths.stride(), scales
-    )
-    between = View("block_table", table), View("seqlens_k", lengths), runtime.opaque(cache), *states, *views
+    tables = View("block_table", inputs.block_table), View("seqlens_k", inputs.seqlens_k)
+    between = *tables, cache_sizes(call), *states, *views
     tensors, facts = call.tensors(**to.named), plan.facts(tiles, call.align, **chosen)
     return call.launch(kernel, grid, tiles, tensors, sizes, facts, *between)
 
@@ -122,4 +137,5 @@ def merge_shares(call: Call, out: Output, states: Tensor) -> Launched:
     facts = plan.facts(tiles, call.align, **chosen, **share_facts(plan), **plan.overlap("reads"))
     grid = (problem.batch * problem.seqlen_q * problem.heads_q, 1)
     kernel, tensors = runtime.kernels().shares.merge_shares_kernel, call.tensors(**out.named)
-    return call.launch(kernel, grid, tiles, tensors, call.sizes(1), facts, View("states", states))
+    between = View("seqlens_k", call.inputs.seqlens_k), cache_sizes(call), View("states", states)
+    return call.launch(kernel, grid, tiles, tensors, call.sizes(1), facts, *between)

@@ -335,6 +335,7 @@ def all_facts(decisions: Decisions, tiles: Tiles, align: int, chosen: dict[str, 
     }
     defaults = {
         "split": False,
+        "shares": 0,
         "dk": True,
         "dv": True,
         "tma": False,

@@ -144,7 +144,8 @@ def paged_kernel(
     slot, head_k, b = scheduled(1, sizes)
     work = paged_work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS)
     views = (k_view, k_rest, v_view, v_rest)
-    tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS)
+    # Splits take the blocks in turns, from the first one on.
+    tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, tl.program_id(1), FACTS)
     first, full, full_end, last = paged_block_ranges(tile, work, FACTS)
     offset, step = turns_of_split(first, last, FACTS)
     m, l, acc = state_of_blocks(first, full, full_end, last, offset, step, tile, scales, work, FACTS)
@@ -214,15 +215,27 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
         b = low
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, REST=True)
         block = slot - (start_q * FACTS.group // FACTS.tile_m + b)
-    # Rows past the last sequence are sequence `batch`, which has no keys.
-    seqlen_k = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
+    seqlen_k = keys_of(b, seqlens_k, sizes, cache)
+    return work_tile_of(b, block, start_q, seqlen_q, seqlen_k, tensors, sizes, scales)
+
+
+@triton.jit
+def keys_of(b, seqlens_k, sizes, cache):
+    """The keys of sequences ``b`` as they are now, int32. Rows past the last sequence are sequence ``batch``, which has none."""
+    found = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
+    return tl.minimum(tl.maximum(found, 0), plain(cache.capacity))
+
+
+@triton.jit
+def work_tile_of(b, block, start_q, seqlen_q, seqlen_k, tensors, sizes, scales):
+    """The :class:`WorkTile` of a block of rows of batch element ``b``."""
     return WorkTile(
         b=b,
         block=block,
         start_q=start_q,
         start_k=start_q * 0,
         seqlen_q=seqlen_q,
-        seqlen_k=tl.minimum(tl.maximum(seqlen_k, 0), plain(cache.capacity)),
+        seqlen_k=seqlen_k,
         leaves=tensors.leaves,
         extents=sizes.extents,
         grads=tensors.grads,
@@ -290,12 +303,13 @@ def split_range(first, last, FACTS: tl.constexpr):
 
 
 @triton.jit
-def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS: tl.constexpr):
-    """The :class:`PagedTile` of a key head; rows past the sequence's last are zero."""
+def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, first, FACTS: tl.constexpr):
+    """The :class:`PagedTile` of a key head, whose first block is ``first`` (:func:`reads_first_page`); rows past the sequence's last
+    are zero."""
     i, head = rows_of_tile(head_k, work, FACTS)
     page = 0
     if reads_first_page(FACTS):
-        page = first_page(table_of(block_table, work, sizes, cache), cache, FACTS)
+        page = first_page(first, table_of(block_table, work, sizes, cache), cache, FACTS)
     # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop. 64-bit offsets of the rows.
     offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
     if not FACTS.packed:
@@ -381,20 +395,17 @@ def table_of(block_table, work, sizes, cache):
 
 @triton.constexpr_function
 def reads_first_page(FACTS):
-    """Whether a program knows its first block before it knows the sequence's length, and reads that block's page at once."""
-    return FACTS.split and FACTS.parts > 1 and FACTS.lo is None and FACTS.pages != "several"
+    """Whether a program knows its first block before it has its rows, and reads that block's page beside them, not after them."""
+    return (FACTS.split or FACTS.shares) and FACTS.parts > 1 and FACTS.lo is None and FACTS.pages != "several"
 
 
 @triton.jit
-def first_page(table, cache, FACTS: tl.constexpr):
-    """The page of a split's first block, where splits take the blocks in turns from the first one on.
-
-    It is read beside the sequence's length, not after it, whether or not there is such a block.
-    """
+def first_page(first, table, cache, FACTS: tl.constexpr):
+    """The page of block ``first``, whether or not the sequence is so long: a split reads it beside the length, not after it."""
     index = 0
     if FACTS.pages == "one":
         most = plain(cache.capacity) // FACTS.page_size - 1
-        index = tl.minimum(tl.program_id(1) * FACTS.tile_n // FACTS.page_size, most)
+        index = tl.minimum(first * FACTS.tile_n // FACTS.page_size, most)
     page = tl.load(table + index * plain(cache.by_page))
     return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(cache.num_pages) - 1)
 

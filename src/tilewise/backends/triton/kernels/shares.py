@@ -9,8 +9,8 @@ A sequence whose tiles lie in one share is finished by its program. Others leave
 :func:`merge_shares_kernel` merges. Program p leaves two states at most: 2p of tiles that continue a sequence, 2p + 1 of tiles that begin
 one. A sequence has one tile at least, whose program stores o = 0 where there are no keys.
 
-``states`` is one block of fp32: the states, each with a row of head_dim_v + 4 for each row of the tile (o, lse, the largest score, and two
-of no use, so that rows begin at 16 bytes); then, as int32, the first and the last share of each sequence, for each key head.
+``states`` is fp32: each state has a row of head_dim_v + 4 for each row of the tile (o, lse, the largest score, and two of no use, so that
+rows begin at 16 bytes). Both kernels find from the lengths which shares a sequence lies in.
 
 A call has one tile of rows for each sequence and key head. The mathematics is :mod:`forward`'s, with the same names.
 """
@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import begin_overlap, plain_sizes
+from tilewise.backends.triton.kernels.arguments import begin_overlap, fetch, plain_sizes
 from tilewise.backends.triton.kernels.forward import with_sink
 from tilewise.backends.triton.kernels.maths import exp, log, plain
 from tilewise.backends.triton.kernels.paged import (
+    keys_of,
     load_paged_tile,
-    paged_work_tile,
     state_of_blocks,
     visible_blocks,
     within,
+    work_tile_of,
 )
 from tilewise.backends.triton.kernels.paged_epilogue import (
     largest_score,
@@ -40,16 +41,19 @@ from tilewise.backends.triton.kernels.paged_epilogue import (
 
 AT_ONCE = tl.constexpr(16)  # states of a row that are merged at once
 BESIDE_O = tl.constexpr(4)  # numbers of a row of a state beside o
+NUMBERS_OF_LINE = tl.constexpr(32)  # page numbers in a line of L2
+LINES_OF_PROGRAM = tl.constexpr(128)  # one for each thread
 
 
 class Shares(NamedTuple):
     """The line of all key tiles.
 
     Attributes:
-        counts, ends: tiles of each sequence, and where they end in the line, int32 (FACTS.batch,).
+        lengths, counts, ends: keys and tiles of each sequence, and where they end in the line, int32 (FACTS.batch,).
         total: tiles of the line. each: tiles of a share.
     """
 
+    lengths: Any
     counts: Any
     ends: Any
     total: Any
@@ -67,8 +71,8 @@ def shares_kernel(
     """
     begin_overlap(FACTS)
     sizes = plain_sizes(sizes)
+    fetch_table(block_table, sizes, cache, FACTS)
     shares = shares_of(sizes, seqlens_k, cache, FACTS)
-    sequences = tl.arange(0, FACTS.batch)
     share, head_k = tl.program_id(0) // sizes.heads_k, tl.program_id(0) % sizes.heads_k
     # This program's part of the line: tiles [at, stop), which may belong to several sequences.
     at = share * shares.each
@@ -76,12 +80,12 @@ def shares_kernel(
     while at < stop:
         # The sequence of tile `at`: as many sequences end before it.
         b = tl.sum((shares.ends <= at).to(tl.int32), 0)
-        count = tl.sum(tl.where(sequences == b, shares.counts, 0), 0)
-        first = at - (tl.sum(tl.where(sequences == b, shares.ends, 0), 0) - count)
+        length, count, end = of_sequence(b, shares, FACTS)
+        first = at - (end - count)
         last = tl.minimum(count, first + (stop - at))
-        work = paged_work_tile(0, b, tensors, sizes, scales, seqlens_k, cache, FACTS)
+        work = work_tile_of(b, at * 0, at * 0, sizes.seqlen_q, length, tensors, sizes, scales)
         views = (k_view, k_rest, v_view, v_rest)
-        tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, FACTS)
+        tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, first, FACTS)
         # Of the blocks that the rows see, those in this share: under a window a share may have tiles that no row sees.
         begin, full, full_end, end = visible_blocks(tile, work, FACTS)
         begin = tl.minimum(tl.maximum(begin, first), last)
@@ -91,12 +95,8 @@ def shares_kernel(
             # The whole sequence lies in this share: o and lse are final.
             paged_epilogue(m, l, acc, tile, tensors, sizes, work, FACTS)
         else:
+            # Partner: merge_shares_kernel, which finds from the same lengths that it is there.
             put_state(m, l, acc, first == 0, tile, states, work, FACTS)
-        if first == 0:
-            # Partner: merge_shares_kernel. The program of a sequence's first tile says which shares have states of it.
-            record = record_of(states, b, head_k, sizes, FACTS)
-            tl.store(record, share)
-            tl.store(record + 1, (at + count - 1) // shares.each)
         at += last - first
 
 
@@ -104,26 +104,37 @@ def shares_kernel(
 def shares_of(sizes, seqlens_k, cache, FACTS: tl.constexpr):
     """The :class:`Shares` of the sequences as long as they are now."""
     b = tl.arange(0, FACTS.batch)
-    lengths = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
-    lengths = tl.minimum(tl.maximum(lengths, 0), plain(cache.capacity))
+    lengths = keys_of(b, seqlens_k, sizes, cache)
     # A sequence without keys has a tile, too, so that somebody writes its rows.
-    counts = tl.where(b < sizes.batch, tl.maximum(tl.cdiv(lengths, FACTS.tile_n), 1), 0)
+    counts = tl.where(b < sizes.batch, tl.maximum(tl.cdiv(lengths, FACTS.share_keys), 1), 0)
     total = tl.sum(counts, 0)
     each = tl.maximum(tl.cdiv(total, FACTS.shares), FACTS.split_tiles)
-    return Shares(counts, tl.cumsum(counts, 0), total, each)
+    return Shares(lengths, counts, tl.cumsum(counts, 0), total, each)
+
+
+@triton.jit
+def of_sequence(b, shares, FACTS: tl.constexpr):
+    """``(length, count, end)`` of one sequence."""
+    chosen = tl.arange(0, FACTS.batch) == b
+    length = tl.sum(tl.where(chosen, shares.lengths, 0), 0)
+    return length, tl.sum(tl.where(chosen, shares.counts, 0), 0), tl.sum(tl.where(chosen, shares.ends, 0), 0)
+
+
+@triton.jit
+def fetch_table(block_table, sizes, cache, FACTS: tl.constexpr):
+    """Has the block table brought to L2 while the lengths are read, which say where in it a program begins: each program fetches some lines."""
+    if FACTS.overlap is not None and FACTS.page_size:  # where kernels overlap there is such an instruction
+        per_sequence = tl.cdiv(plain(cache.capacity) // FACTS.page_size, NUMBERS_OF_LINE)
+        line = tl.program_id(0) * LINES_OF_PROGRAM + tl.arange(0, LINES_OF_PROGRAM)
+        b, number = line // per_sequence, line % per_sequence * NUMBERS_OF_LINE
+        pointers = block_table + (b.to(tl.int64) * plain(cache.by_sequence) + number * plain(cache.by_page))
+        fetch(pointers, b < sizes.batch)
 
 
 @triton.jit
 def state_rows(states, state, row, FACTS: tl.constexpr):
     """Offsets of rows of a state, int64."""
     return (state.to(tl.int64) * FACTS.state_rows + row) * (FACTS.head_dim_v + BESIDE_O)
-
-
-@triton.jit
-def record_of(states, b, head_k, sizes, FACTS: tl.constexpr):
-    """A pointer to the first and the last share of a sequence, int32, for a key head."""
-    size = 2 * FACTS.shares * sizes.heads_k * (FACTS.state_rows * (FACTS.head_dim_v + BESIDE_O))
-    return (states + (size + 2 * (b * sizes.heads_k + head_k))).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -144,19 +155,20 @@ def put_state(m, l, acc, begins, tile, states, work, FACTS: tl.constexpr):
 
 
 @triton.jit
-def merge_shares_kernel(tensors, sizes, scales, states, FACTS: tl.constexpr):
+def merge_shares_kernel(tensors, sizes, scales, seqlens_k, cache, states, FACTS: tl.constexpr):
     """The merge (8) of the states of one row, and the sink; numbers are natural. A row without states is finished already.
 
     Grid: (tokens · heads_q).
     """
-    begin_overlap(FACTS)
     WIDTH: tl.constexpr = FACTS.pieces_v[0][2]
     sizes = plain_sizes(sizes)
     token, head = tl.program_id(0) // sizes.heads_q, tl.program_id(0) % sizes.heads_q
     b, i = token // sizes.seqlen_q, token % sizes.seqlen_q
-    record = record_of(states, b, head // FACTS.group, sizes, FACTS)
-    # Partner: shares_kernel, in which each sequence's first tile has a program that stores both.
-    first, last = tl.load(record), tl.load(record + 1)
+    # Lengths are read before the kernel of shares ends: it only reads them, and it began after all that may have written them.
+    shares = shares_of(sizes, seqlens_k, cache, FACTS)
+    _, count, end = of_sequence(b, shares, FACTS)
+    first, last = (end - count) // shares.each, (end - 1) // shares.each
+    begin_overlap(FACTS)
     if first == last:  # one program has had all tiles, and has stored o and lse
         return
     columns = tl.arange(0, WIDTH)

@@ -145,7 +145,8 @@ def paged_kernel(
     work = paged_work_tile(sizes.slots - 1 - slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS)
     views = (k_view, k_rest, v_view, v_rest)
     # Splits take the blocks in turns, from the first one on.
-    tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, tl.program_id(1), FACTS)
+    page = first_page(tl.program_id(1), work.b, block_table, sizes, cache, FACTS)
+    tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, page, FACTS)
     first, full, full_end, last = paged_block_ranges(tile, work, FACTS)
     offset, step = turns_of_split(first, last, FACTS)
     m, l, acc = state_of_blocks(first, full, full_end, last, offset, step, tile, scales, work, FACTS)
@@ -181,10 +182,11 @@ def state_of_blocks(first, full, full_end, last, offset, step, tile, scales, wor
     start, count = 0, (full - first) + (last - full_end)
     if FACTS.split and FACTS.parts > 1:
         start, count = (offset + step - (full_end - full) % step) % step, tl.where(offset < step, count, 0)
-    for t in range(start, count, step):
-        n0 = tl.where(t < full - first, first + t, full_end + t - (full - first)) * FACTS.tile_n
-        page = page_numbers(n0, tile, FACTS)
-        m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, partial=True, FACTS=FACTS)
+    if FACTS.parts == 1 or start < count:  # a loop without turns would still set up what it waits for
+        for t in range(start, count, step):
+            n0 = tl.where(t < full - first, first + t, full_end + t - (full - first)) * FACTS.tile_n
+            page = page_numbers(n0, tile, FACTS)
+            m, l, acc = paged_key_block(n0, page, m, l, acc, tile, scales, work, partial=True, FACTS=FACTS)
     if FACTS.parts > 1:
         m, l, acc = merged_parts(m, l, acc, FACTS)
     return m, l, acc
@@ -303,13 +305,9 @@ def split_range(first, last, FACTS: tl.constexpr):
 
 
 @triton.jit
-def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, first, FACTS: tl.constexpr):
-    """The :class:`PagedTile` of a key head, whose first block is ``first`` (:func:`reads_first_page`); rows past the sequence's last
-    are zero."""
+def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, page, FACTS: tl.constexpr):
+    """The :class:`PagedTile` of a key head, with the ``page`` of :func:`first_page`; rows past the sequence's last are zero."""
     i, head = rows_of_tile(head_k, work, FACTS)
-    page = 0
-    if reads_first_page(FACTS):
-        page = first_page(first, table_of(block_table, work, sizes, cache), cache, FACTS)
     # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop. 64-bit offsets of the rows.
     offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
     if not FACTS.packed:
@@ -328,7 +326,7 @@ def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, fir
         start = tl.min(tl.where(sees, lo, work.seqlen_k), 0)
         stop = tl.max(tl.where(sees, hi, 0), 0)
     stop = tl.where(work.block * FACTS.tile_m < work.seqlen_q * FACTS.group, stop, start)  # a slot may hold no row
-    table = table_of(block_table, work, sizes, cache)
+    table = table_of(block_table, work.b, sizes, cache)
     k = pool_of(tensors.k, sizes.k, head_k, views[0], views[1], FACTS)
     v = pool_of(tensors.v, sizes.v, head_k, views[2], views[3], FACTS)
     k_scale, v_scale = table, table
@@ -388,9 +386,9 @@ def page_numbers(n0, tile, FACTS: tl.constexpr):
 
 
 @triton.jit
-def table_of(block_table, work, sizes, cache):
-    """The pointer to the page numbers of a work tile's sequence."""
-    return block_table + tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
+def table_of(block_table, b, sizes, cache):
+    """The pointer to the page numbers of sequence ``b``."""
+    return block_table + tl.cast(tl.minimum(b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
 
 
 @triton.constexpr_function
@@ -400,14 +398,20 @@ def reads_first_page(FACTS):
 
 
 @triton.jit
-def first_page(first, table, cache, FACTS: tl.constexpr):
-    """The page of block ``first``, whether or not the sequence is so long: a split reads it beside the length, not after it."""
-    index = 0
-    if FACTS.pages == "one":
-        most = plain(cache.capacity) // FACTS.page_size - 1
-        index = tl.minimum(first * FACTS.tile_n // FACTS.page_size, most)
-    page = tl.load(table + index * plain(cache.by_page))
-    return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(cache.num_pages) - 1)
+def first_page(first, b, block_table, sizes, cache, FACTS: tl.constexpr):
+    """The page of block ``first`` of sequence ``b``, whether or not that is so long: a split reads it beside the length, not after it.
+
+    0, of no use, where no program knows its first block so early (:func:`reads_first_page`).
+    """
+    if reads_first_page(FACTS):
+        index = 0
+        if FACTS.pages == "one":
+            most = plain(cache.capacity) // FACTS.page_size - 1
+            index = tl.minimum(first * FACTS.tile_n // FACTS.page_size, most)
+        page = tl.load(table_of(block_table, b, sizes, cache) + index * plain(cache.by_page))
+        return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(cache.num_pages) - 1)
+    else:
+        return 0
 
 
 @triton.jit

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import begin_overlap, fetch, plain_sizes
+from tilewise.backends.triton.kernels.arguments import begin_overlap, fetch, plain_sizes, wait_alone
 from tilewise.backends.triton.kernels.forward import with_sink
 from tilewise.backends.triton.kernels.maths import exp, log, plain
 from tilewise.backends.triton.kernels.paged import (
+    first_page,
     keys_of,
     load_paged_tile,
     state_of_blocks,
@@ -71,21 +72,24 @@ def shares_kernel(
     """
     begin_overlap(FACTS)
     sizes = plain_sizes(sizes)
+    lengths = keys_of(tl.arange(0, FACTS.batch), seqlens_k, sizes, cache)
     fetch_table(block_table, sizes, cache, FACTS)
-    shares = shares_of(sizes, seqlens_k, cache, FACTS)
+    shares = shares_of(lengths, sizes, FACTS)
     share, head_k = tl.program_id(0) // sizes.heads_k, tl.program_id(0) % sizes.heads_k
     # This program's part of the line: tiles [at, stop), which may belong to several sequences.
     at = share * shares.each
     stop = tl.minimum(at + shares.each, shares.total)
+    b, length, count, first = place_of(at, shares, FACTS)
+    page = first_page(first, b, block_table, sizes, cache, FACTS)
     while at < stop:
-        # The sequence of tile `at`: as many sequences end before it.
-        b = tl.sum((shares.ends <= at).to(tl.int32), 0)
-        length, count, end = of_sequence(b, shares, FACTS)
-        first = at - (end - count)
         last = tl.minimum(count, first + (stop - at))
         work = work_tile_of(b, at * 0, at * 0, sizes.seqlen_q, length, tensors, sizes, scales)
         views = (k_view, k_rest, v_view, v_rest)
-        tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, first, FACTS)
+        tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, page, FACTS)
+        # The next sequence's first page is read while this one's tiles are computed.
+        at += last - first
+        next_b, length, next_count, next_first = place_of(at, shares, FACTS)
+        page = first_page(next_first, next_b, block_table, sizes, cache, FACTS)
         # Of the blocks that the rows see, those in this share: under a window a share may have tiles that no row sees.
         begin, full, full_end, end = visible_blocks(tile, work, FACTS)
         begin = tl.minimum(tl.maximum(begin, first), last)
@@ -97,14 +101,13 @@ def shares_kernel(
         else:
             # Partner: merge_shares_kernel, which finds from the same lengths that it is there.
             put_state(m, l, acc, first == 0, tile, states, work, FACTS)
-        at += last - first
+        b, count, first = next_b, next_count, next_first
 
 
 @triton.jit
-def shares_of(sizes, seqlens_k, cache, FACTS: tl.constexpr):
-    """The :class:`Shares` of the sequences as long as they are now."""
+def shares_of(lengths, sizes, FACTS: tl.constexpr):
+    """The :class:`Shares` of sequences of these lengths, int32 (FACTS.batch,)."""
     b = tl.arange(0, FACTS.batch)
-    lengths = keys_of(b, seqlens_k, sizes, cache)
     # A sequence without keys has a tile, too, so that somebody writes its rows.
     counts = tl.where(b < sizes.batch, tl.maximum(tl.cdiv(lengths, FACTS.share_keys), 1), 0)
     total = tl.sum(counts, 0)
@@ -113,11 +116,17 @@ def shares_of(sizes, seqlens_k, cache, FACTS: tl.constexpr):
 
 
 @triton.jit
-def of_sequence(b, shares, FACTS: tl.constexpr):
-    """``(length, count, end)`` of one sequence."""
-    chosen = tl.arange(0, FACTS.batch) == b
-    length = tl.sum(tl.where(chosen, shares.lengths, 0), 0)
-    return length, tl.sum(tl.where(chosen, shares.counts, 0), 0), tl.sum(tl.where(chosen, shares.ends, 0), 0)
+def of_sequence(x, b, FACTS: tl.constexpr):
+    """The element of sequence ``b`` of one of the tensors of :class:`Shares`; 0 past the last."""
+    return tl.sum(tl.where(tl.arange(0, FACTS.batch) == b, x, 0), 0)
+
+
+@triton.jit
+def place_of(at, shares, FACTS: tl.constexpr):
+    """``(b, length, count, first)`` of tile ``at`` of the line: its sequence, that one's keys and tiles, and which of these it is."""
+    b = tl.sum((shares.ends <= at).to(tl.int32), 0)  # as many sequences end before it
+    count = of_sequence(shares.counts, b, FACTS)
+    return b, of_sequence(shares.lengths, b, FACTS), count, at - (of_sequence(shares.ends, b, FACTS) - count)
 
 
 @triton.jit
@@ -165,12 +174,13 @@ def merge_shares_kernel(tensors, sizes, scales, seqlens_k, cache, states, FACTS:
     token, head = tl.program_id(0) // sizes.heads_q, tl.program_id(0) % sizes.heads_q
     b, i = token // sizes.seqlen_q, token % sizes.seqlen_q
     # Lengths are read before the kernel of shares ends: it only reads them, and it began after all that may have written them.
-    shares = shares_of(sizes, seqlens_k, cache, FACTS)
-    _, count, end = of_sequence(b, shares, FACTS)
+    shares = shares_of(keys_of(tl.arange(0, FACTS.batch), seqlens_k, sizes, cache), sizes, FACTS)
+    count, end = of_sequence(shares.counts, b, FACTS), of_sequence(shares.ends, b, FACTS)
     first, last = (end - count) // shares.each, (end - 1) // shares.each
-    begin_overlap(FACTS)
     if first == last:  # one program has had all tiles, and has stored o and lse
+        wait_alone(FACTS)
         return
+    begin_overlap(FACTS)
     columns = tl.arange(0, WIDTH)
     within = columns < FACTS.head_dim_v
     m, l, largest = float("-inf"), 0.0, float("-inf")

@@ -146,7 +146,8 @@ def paged_kernel(
     views = (k_view, k_rest, v_view, v_rest)
     # Splits take the blocks in turns, from the first one on.
     page = first_page(tl.program_id(1), work.b, block_table, sizes, cache, FACTS)
-    tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, page, FACTS)
+    q = load_queries(tensors, sizes, work, head_k, FACTS)
+    tile = load_paged_tile(tensors, sizes, work, head_k, q, page, block_table, cache, views, FACTS)
     first, full, full_end, last = paged_block_ranges(tile, work, FACTS)
     offset, step = turns_of_split(first, last, FACTS)
     m, l, acc = state_of_blocks(first, full, full_end, last, offset, step, tile, scales, work, FACTS)
@@ -305,18 +306,24 @@ def split_range(first, last, FACTS: tl.constexpr):
 
 
 @triton.jit
-def load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, page, FACTS: tl.constexpr):
-    """The :class:`PagedTile` of a key head, with the ``page`` of :func:`first_page`; rows past the sequence's last are zero."""
+def load_queries(tensors, sizes, work, head_k, FACTS: tl.constexpr):
+    """The tile of q of a key head, (tile_m, width) for each piece; rows past the sequence's last are zero."""
     i, head = rows_of_tile(head_k, work, FACTS)
     # Q: (tile_m, width) for each piece, by pointers: it is read once, before the loop. 64-bit offsets of the rows.
     offsets = (tl.cast(work.start_q, tl.int64) + i) * sizes.q[1] + tl.cast(head, tl.int64) * sizes.q[2]
     if not FACTS.packed:
         offsets += tl.cast(work.b, tl.int64) * sizes.q[0]
     if FACTS.k_scale is None:
-        q = load_gathered(tensors.q, offsets * FACTS.align, i < work.seqlen_q, OF_V=False, MASKED=True, FACTS=FACTS)
+        return load_gathered(tensors.q, offsets * FACTS.align, i < work.seqlen_q, OF_V=False, MASKED=True, FACTS=FACTS)
     else:
         even = load_every_other(tensors.q, offsets * FACTS.align, i < work.seqlen_q, FACTS)
-        q = even + load_every_other(tensors.q + 1, offsets * FACTS.align, i < work.seqlen_q, FACTS)
+        return even + load_every_other(tensors.q + 1, offsets * FACTS.align, i < work.seqlen_q, FACTS)
+
+
+@triton.jit
+def load_paged_tile(tensors, sizes, work, head_k, q, page, block_table, cache, views, FACTS: tl.constexpr):
+    """The :class:`PagedTile` of a key head, with the ``q`` of :func:`load_queries` and the ``page`` of :func:`first_page`."""
+    i, head = rows_of_tile(head_k, work, FACTS)
     if FACTS.parts > 1:
         i, head, q = in_each_part(i, FACTS), in_each_part(head, FACTS), tiles_in_each_part(q, FACTS)
     lo, hi = key_interval(i, head, work, FACTS)

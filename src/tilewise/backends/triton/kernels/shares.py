@@ -26,7 +26,9 @@ from tilewise.backends.triton.kernels.paged import (
     first_page,
     keys_of,
     load_paged_tile,
+    load_queries,
     state_of_blocks,
+    table_of,
     visible_blocks,
     within,
     work_tile_of,
@@ -72,8 +74,8 @@ def shares_kernel(
     """
     begin_overlap(FACTS)
     sizes = plain_sizes(sizes)
-    lengths = keys_of(tl.arange(0, FACTS.batch), seqlens_k, sizes, cache)
     fetch_table(block_table, sizes, cache, FACTS)
+    lengths = keys_of(tl.arange(0, FACTS.batch), seqlens_k, sizes, cache)
     shares = shares_of(lengths, sizes, FACTS)
     share, head_k = tl.program_id(0) // sizes.heads_k, tl.program_id(0) % sizes.heads_k
     # This program's part of the line: tiles [at, stop), which may belong to several sequences.
@@ -81,15 +83,18 @@ def shares_kernel(
     stop = tl.minimum(at + shares.each, shares.total)
     b, length, count, first = place_of(at, shares, FACTS)
     page = first_page(first, b, block_table, sizes, cache, FACTS)
+    work = work_of(b, length, tensors, sizes, scales)
+    q = load_queries(tensors, sizes, work, head_k, FACTS)
     while at < stop:
         last = tl.minimum(count, first + (stop - at))
-        work = work_tile_of(b, at * 0, at * 0, sizes.seqlen_q, length, tensors, sizes, scales)
+        work = work_of(b, length, tensors, sizes, scales)
         views = (k_view, k_rest, v_view, v_rest)
-        tile = load_paged_tile(tensors, sizes, work, head_k, block_table, cache, views, page, FACTS)
-        # The next sequence's first page is read while this one's tiles are computed.
+        tile = load_paged_tile(tensors, sizes, work, head_k, q, page, block_table, cache, views, FACTS)
+        # The next sequence's rows and first page are read while this one's tiles are computed.
         at += last - first
         next_b, length, next_count, next_first = place_of(at, shares, FACTS)
         page = first_page(next_first, next_b, block_table, sizes, cache, FACTS)
+        q = load_queries(tensors, sizes, work_of(next_b, length, tensors, sizes, scales), head_k, FACTS)
         # Of the blocks that the rows see, those in this share: under a window a share may have tiles that no row sees.
         begin, full, full_end, end = visible_blocks(tile, work, FACTS)
         begin = tl.minimum(tl.maximum(begin, first), last)
@@ -122,6 +127,13 @@ def of_sequence(x, b, FACTS: tl.constexpr):
 
 
 @triton.jit
+def work_of(b, length, tensors, sizes, scales):
+    """The work tile of sequence ``b``; past the last sequence that of the last one."""
+    b = tl.minimum(b, sizes.batch - 1)
+    return work_tile_of(b, b * 0, b * 0, sizes.seqlen_q, length, tensors, sizes, scales)
+
+
+@triton.jit
 def place_of(at, shares, FACTS: tl.constexpr):
     """``(b, length, count, first)`` of tile ``at`` of the line: its sequence, that one's keys and tiles, and which of these it is."""
     b = tl.sum((shares.ends <= at).to(tl.int32), 0)  # as many sequences end before it
@@ -133,11 +145,11 @@ def place_of(at, shares, FACTS: tl.constexpr):
 def fetch_table(block_table, sizes, cache, FACTS: tl.constexpr):
     """Has the block table brought to L2 while the lengths are read, which say where in it a program begins: each program fetches some lines."""
     if FACTS.overlap is not None and FACTS.page_size:  # where kernels overlap there is such an instruction
-        per_sequence = tl.cdiv(plain(cache.capacity) // FACTS.page_size, NUMBERS_OF_LINE)
-        line = tl.program_id(0) * LINES_OF_PROGRAM + tl.arange(0, LINES_OF_PROGRAM)
-        b, number = line // per_sequence, line % per_sequence * NUMBERS_OF_LINE
-        pointers = block_table + (b.to(tl.int64) * plain(cache.by_sequence) + number * plain(cache.by_page))
-        fetch(pointers, b < sizes.batch)
+        # No division by a number that the compiler does not know: it would end after the lengths have come.
+        b, lines = tl.program_id(0) % FACTS.batch, tl.program_id(0) // FACTS.batch * LINES_OF_PROGRAM
+        number = (lines + tl.arange(0, LINES_OF_PROGRAM)) * NUMBERS_OF_LINE
+        pointers = table_of(block_table, b, sizes, cache) + number * plain(cache.by_page)
+        fetch(pointers, number < plain(cache.capacity) // FACTS.page_size)
 
 
 @triton.jit

@@ -245,6 +245,9 @@ def test_a_machine_has_even_shares_of_all_keys_where_a_batch_would_not_fill_it_a
     }
     found = {name: paged_config(p, H200, "ieee").shares for name, p in shares.items()}
     assert found == dict.fromkeys(shares, 0) | {"decode": H200.cores // 8}
+    # Cuts fall between sequences of one length where that leaves no more than an eighth of the machine idle.
+    by_batch = {n: paged_config(problem(n, 1, 64, 512), H200, "ieee").shares for n in (2, 3, 5, 6, 7, 8, 11, 16, 17)}
+    assert by_batch == {2: 16, 3: 15, 5: 15, 6: 16, 7: 14, 8: 16, 11: 16, 16: 16, 17: 0}
 
 
 def test_splits_fill_the_machine_and_stop_where_it_is_full():

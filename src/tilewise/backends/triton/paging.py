@@ -235,7 +235,12 @@ def even_shares(problem: Problem, tiles: Tiles, cores: int) -> int:
     """
     if problem.packed or problem.spec.deterministic or tiles.parts == 1 or rows_of_sequence(problem) > tiles.tile_m:
         return 0
-    return cores // problem.heads_k if 1 < problem.batch and problem.batch * problem.heads_k < cores else 0
+    most = cores // problem.heads_k
+    if problem.batch == 1 or problem.batch > most:
+        return 0
+    # Shares of equally long sequences begin where these do, unless more than an eighth of the machine would be idle for it.
+    whole = most // problem.batch * problem.batch
+    return whole if 8 * whole >= 7 * most else most
 
 
 def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:

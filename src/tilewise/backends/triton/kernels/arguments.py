@@ -365,7 +365,9 @@ def wait_alone(FACTS: tl.constexpr):
     """The wait of :func:`begin_overlap` in one of two branches. In other words, or LLVM would wait before the branch, and ptxas then before
     all that the branch depends on."""
     if FACTS.overlap == "reads":
-        tl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

@@ -143,7 +143,7 @@ def place_of(at, shares, FACTS: tl.constexpr):
 
 @triton.jit
 def fetch_table(block_table, sizes, cache, FACTS: tl.constexpr):
-    """Has the block table brought to L2 while the lengths are read, which say where in it a program begins: each program fetches some lines."""
+    """Has the block table brought to L2 while the lengths are read, which say where in it a program begins: some lines by each program."""
     if FACTS.overlap is not None and FACTS.page_size:  # where kernels overlap there is such an instruction
         # No division by a number that the compiler does not know: it would end after the lengths have come.
         b, lines = tl.program_id(0) % FACTS.batch, tl.program_id(0) // FACTS.batch * LINES_OF_PROGRAM

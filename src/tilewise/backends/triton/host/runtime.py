@@ -69,7 +69,7 @@ def kernels() -> SimpleNamespace:
         Tensors=arguments.Tensors,
         Sizes=arguments.Sizes,
         Scales=arguments.Scales,
-        CacheSizes=paged.CacheSizes,
+        CacheSizes=arguments.CacheSizes,
         TensorDescriptor=TensorDescriptor,
     )
 

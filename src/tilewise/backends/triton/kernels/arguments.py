@@ -115,6 +115,23 @@ class Scales(NamedTuple):
     numbers: tuple
 
 
+class CacheSizes(NamedTuple):
+    """The whole numbers of a cache, passed as those of :class:`Sizes`.
+
+    Attributes:
+        num_pages: of the pool. capacity: the most keys that a sequence has pages for.
+        by_sequence, by_page: strides of the block table. by_length: of seqlens_k.
+        scales: ``(sequence, page, row, head)`` strides of k_scale and of v_scale, 0 for an axis that they do not have; empty without.
+    """
+
+    num_pages: int
+    capacity: int
+    by_sequence: int
+    by_page: int
+    by_length: int
+    scales: tuple = ()
+
+
 class WorkTile(NamedTuple):
     """The tile that a program works on, and what the emitted functions read.
 
@@ -233,6 +250,12 @@ def work_tile(slot, b, tensors, sizes, scales, OVER_KEYS: tl.constexpr, FACTS: t
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, not OVER_KEYS)
         start_k, seqlen_k = packed_rows(tensors.cu_seqlens_k, b, sizes.batch, sizes.seqlen_k, OVER_KEYS)
         block = slot - ((start_k if OVER_KEYS else start_q) // TILE + b)
+    return work_tile_of(b, block, start_q, start_k, seqlen_q, seqlen_k, tensors, sizes, scales)
+
+
+@triton.jit
+def work_tile_of(b, block, start_q, start_k, seqlen_q, seqlen_k, tensors, sizes, scales):
+    """The :class:`WorkTile` of a block of rows of batch element ``b``."""
     return WorkTile(
         b=b,
         block=block,

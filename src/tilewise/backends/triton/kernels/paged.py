@@ -26,25 +26,38 @@ Of few rows each warp takes its own part of a tile's keys (``FACTS.parts``, :mod
 The mathematics is :mod:`forward`'s, with the same names.
 """
 
-# ruff: noqa: RET505, RUF005 - a compile-time `if` keeps its `else`: without it both returns would be compiled; and Triton's
-# tuples are added, not unpacked
+# ruff: noqa: RET505 - a compile-time `if` keeps its `else`: without it both returns would be compiled
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from tilewise.backends.triton.kernels.arguments import (
-    WorkTile,
     begin_overlap,
     packed_rows,
     plain_sizes,
     scheduled,
+    work_tile_of,
 )
 from tilewise.backends.triton.kernels.e4m3 import unpacked_tiles
 from tilewise.backends.triton.kernels.forward import across, apply_score, bounded_exponentials, online_softmax
 from tilewise.backends.triton.kernels.mask import key_interval
 from tilewise.backends.triton.kernels.maths import plain
 from tilewise.backends.triton.kernels.paged_epilogue import LIFTED, paged_epilogue, rows_of_tile
+from tilewise.backends.triton.kernels.paged_loads import (
+    first_page,
+    first_pieces,
+    load_every_other,
+    load_gathered,
+    load_paged,
+    load_scales,
+    page_numbers,
+    plain_strides,
+    pool_of,
+    reads_first_page,
+    scale_of,
+    table_of,
+)
 from tilewise.backends.triton.kernels.parts import (
     accumulate_parts,
     dot_parts,
@@ -64,10 +77,10 @@ class PagedTile(NamedTuple):
         rows: the query of each row of the state, int32 (parts · tile_m,). head: its head, int32 (parts · tile_m, 1).
         q: a tile of (tile_m, head_dim), or (parts, tile_m, head_dim). lo, hi: the key interval of each row, int32 (parts · tile_m,).
         start, stop: no row sees a key before or after these.
-        table: pointer to the sequence's page numbers. page: that of the first full block (:func:`reads_first_page`).
-        cache: :class:`CacheSizes`.
-        k, v: :class:`Pool` of the key head.
-        k_scale, v_scale: fp32 scalars where the scale is "one", :class:`ScalePool` where it is "each"; of no use without.
+        table: pointer to the sequence's page numbers. page: that of the first full block (:func:`paged_loads.reads_first_page`).
+        cache: :class:`arguments.CacheSizes`.
+        k, v: :class:`paged_loads.Pool` of the key head.
+        k_scale, v_scale: fp32 scalars where the scale is "one", :class:`paged_loads.ScalePool` where it is "each"; of no use without.
     """
 
     rows: Any
@@ -86,47 +99,6 @@ class PagedTile(NamedTuple):
     v_scale: Any
 
 
-class CacheSizes(NamedTuple):
-    """The whole numbers of a cache, passed as those of :class:`arguments.Sizes`.
-
-    Attributes:
-        num_pages: of the pool. capacity: the most keys that a sequence has pages for.
-        by_sequence, by_page: strides of the block table. by_length: of seqlens_k.
-        scales: ``(sequence, page, row, head)`` strides of k_scale and of v_scale, 0 for an axis that they do not have; empty without.
-    """
-
-    num_pages: int
-    capacity: int
-    by_sequence: int
-    by_page: int
-    by_length: int
-    scales: tuple = ()
-
-
-class ScalePool(NamedTuple):
-    """The scales of the keys of one head: a pointer to those of page 0, and the strides of pages and rows, in elements."""
-
-    pointer: Any
-    by_page: Any
-    row: Any
-
-
-class Pool(NamedTuple):
-    """The pages of one head of k or v.
-
-    Attributes:
-        pointer: page 0. by_page, row: strides, in elements.
-        descriptors: one for each piece of the head dim, of (num_pages, heads, page_size, columns); the pointer where there is none.
-        head: the key head.
-    """
-
-    pointer: Any
-    by_page: Any
-    row: Any
-    descriptors: Any
-    head: Any
-
-
 @triton.jit
 def paged_kernel(
     tensors, sizes, scales, block_table, seqlens_k, cache, k_view, k_rest, v_view, v_rest, FACTS: tl.constexpr
@@ -136,7 +108,7 @@ def paged_kernel(
     Grid: (slots · heads_k · batch, splits). The last tiles come first: under a causal mask they are the longest.
 
     Args:
-        cache: :class:`CacheSizes`.
+        cache: :class:`arguments.CacheSizes`.
         k_view, k_rest, v_view, v_rest: as in :func:`forward.forward_kernel`, of pages.
     """
     begin_overlap(FACTS)
@@ -219,7 +191,7 @@ def paged_work_tile(slot, b, tensors, sizes, scales, seqlens_k, cache, FACTS: tl
         start_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, b, sizes.batch, sizes.seqlen_q, REST=True)
         block = slot - (start_q * FACTS.group // FACTS.tile_m + b)
     seqlen_k = keys_of(b, seqlens_k, sizes, cache)
-    return work_tile_of(b, block, start_q, seqlen_q, seqlen_k, tensors, sizes, scales)
+    return work_tile_of(b, block, start_q, start_q * 0, seqlen_q, seqlen_k, tensors, sizes, scales)
 
 
 @triton.jit
@@ -227,28 +199,6 @@ def keys_of(b, seqlens_k, sizes, cache):
     """The keys of sequences ``b`` as they are now, int32. Rows past the last sequence are sequence ``batch``, which has none."""
     found = tl.load(seqlens_k + b * plain(cache.by_length), mask=b < sizes.batch, other=0).to(tl.int32)
     return tl.minimum(tl.maximum(found, 0), plain(cache.capacity))
-
-
-@triton.jit
-def work_tile_of(b, block, start_q, seqlen_q, seqlen_k, tensors, sizes, scales):
-    """The :class:`WorkTile` of a block of rows of batch element ``b``."""
-    return WorkTile(
-        b=b,
-        block=block,
-        start_q=start_q,
-        start_k=start_q * 0,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        leaves=tensors.leaves,
-        extents=sizes.extents,
-        grads=tensors.grads,
-        grad_extents=sizes.grad_extents,
-        numbers=scales.numbers,
-        pair=b,
-        heads=(),
-        corner=(),
-        far=(),
-    )
 
 
 @triton.jit
@@ -322,7 +272,7 @@ def load_queries(tensors, sizes, work, head_k, FACTS: tl.constexpr):
 
 @triton.jit
 def load_paged_tile(tensors, sizes, work, head_k, q, page, block_table, cache, views, FACTS: tl.constexpr):
-    """The :class:`PagedTile` of a key head, with the ``q`` of :func:`load_queries` and the ``page`` of :func:`first_page`."""
+    """The :class:`PagedTile` of a key head, with the ``q`` of :func:`load_queries` and the ``page`` of :func:`paged_loads.first_page`."""
     i, head = rows_of_tile(head_k, work, FACTS)
     if FACTS.parts > 1:
         i, head, q = in_each_part(i, FACTS), in_each_part(head, FACTS), tiles_in_each_part(q, FACTS)
@@ -345,178 +295,6 @@ def load_paged_tile(tensors, sizes, work, head_k, q, page, block_table, cache, v
             tensors.v_scale, plain_strides(cache.scales[1]), work, sizes, head_k, FACTS.v_scale == "each"
         )
     return PagedTile(i, head[:, None], q, lo, hi, start, stop, table, page, cache, k, v, k_scale, v_scale)
-
-
-@triton.jit
-def plain_strides(strides):
-    """The four strides of a scale as plain numbers."""
-    return (plain(strides[0]), plain(strides[1]), plain(strides[2]), plain(strides[3]))
-
-
-@triton.jit
-def scale_of(tensor, strides, work, sizes, head, EACH: tl.constexpr):
-    """The scale of the key head's numbers, fp32; if EACH, the :class:`ScalePool` of its keys."""
-    sequence = tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64)
-    pointer = tensor + (sequence * strides[0] + tl.cast(head, tl.int64) * strides[3])
-    if EACH:
-        return ScalePool(pointer, strides[1], strides[2])
-    else:
-        return tl.load(pointer)
-
-
-@triton.jit
-def pool_of(tensor, strides, head, view, rest, FACTS: tl.constexpr):
-    """The :class:`Pool` of a key head."""
-    first, second = view, rest
-    if view is None:
-        first = tensor
-    if rest is None:
-        second = tensor
-    pointer = tensor + tl.cast(head, tl.int64) * (strides[2] * FACTS.align)
-    return Pool(pointer, strides[0] * FACTS.align, strides[1] * FACTS.align, (first, second), head)
-
-
-@triton.jit
-def page_numbers(n0, tile, FACTS: tl.constexpr):
-    """The page of the key tile at ``n0``, or of each of its keys, int32 (tile_n,), where it may lie in several.
-
-    Numbers of pages in which no row sees a key are not read; one outside the pool becomes one inside.
-    """
-    if FACTS.pages == "several":
-        j = n0 + tl.arange(0, FACTS.tile_n)
-        index, seen = j // FACTS.page_size, (j >= tile.start) & (j < tile.stop)
-        page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=seen, other=0)
-    else:
-        index = n0 // FACTS.page_size if FACTS.pages == "one" else 0
-        page = tl.load(tile.table + index * plain(tile.cache.by_page), mask=n0 < tile.stop, other=0)
-    return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(tile.cache.num_pages) - 1)
-
-
-@triton.jit
-def table_of(block_table, b, sizes, cache):
-    """The pointer to the page numbers of sequence ``b``."""
-    return block_table + tl.cast(tl.minimum(b, sizes.batch - 1), tl.int64) * plain(cache.by_sequence)
-
-
-@triton.constexpr_function
-def reads_first_page(FACTS):
-    """Whether a program knows its first block before it has its rows, and reads that block's page beside them, not after them."""
-    return (FACTS.split or FACTS.shares) and FACTS.parts > 1 and FACTS.lo is None and FACTS.pages != "several"
-
-
-@triton.jit
-def first_page(first, b, block_table, sizes, cache, FACTS: tl.constexpr):
-    """The page of block ``first`` of sequence ``b``, whether or not that is so long: a split reads it beside the length, not after it.
-
-    0, of no use, where no program knows its first block so early (:func:`reads_first_page`).
-    """
-    if reads_first_page(FACTS):
-        index = 0
-        if FACTS.pages == "one":
-            most = plain(cache.capacity) // FACTS.page_size - 1
-            index = tl.minimum(first * FACTS.tile_n // FACTS.page_size, most)
-        page = tl.load(table_of(block_table, b, sizes, cache) + index * plain(cache.by_page))
-        return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(cache.num_pages) - 1)
-    else:
-        return 0
-
-
-@triton.jit
-def load_paged(pool, page, n0, alive, OF_V: tl.constexpr, partial, FACTS: tl.constexpr):
-    """The tile of k or v at position ``n0``: by descriptor where all of it may be read and lies in one page, else row by row.
-
-    Args:
-        alive: bool (tile_n,), the rows that are read, others are zero; None where all are.
-    """
-    first = n0  # the tile's first row in its page
-    if FACTS.pages == "one":
-        first = n0 % FACTS.page_size
-    if FACTS.tma and (FACTS.parts > 1 or not partial):
-        PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
-        tiles = ()
-        for n in tl.static_range(len(PIECES)):
-            # (1, 1, tile_n, width) by TMA from global to shared memory. Partner: the barrier of this stage of the loop, on which
-            # Triton's pipeliner lets the product wait that reads the tile.
-            block = pool.descriptors[n].load([page, pool.head, first, PIECES[n][0]]).reshape(FACTS.tile_n, PIECES[n][2])
-            if partial and OF_V:  # P is 0 there, and 0 · NaN is NaN
-                block = tl.where(alive[:, None], block, 0.0)
-            tiles = tiles + (block,)
-        return tiles
-    else:
-        within = tl.arange(0, FACTS.tile_n)
-        if FACTS.pages == "several":
-            within = ((first + within) % FACTS.page_size).to(tl.int64)
-            offsets = page.to(tl.int64) * pool.by_page + within * pool.row
-            return load_gathered(pool.pointer, offsets, alive, OF_V, partial, FACTS)
-        else:  # the tile's base is 64-bit, offsets inside the tile are 32-bit
-            base = pool.pointer + (page.to(tl.int64) * pool.by_page + tl.cast(first, tl.int64) * pool.row)
-            return load_gathered(base, within * pool.row, alive, OF_V, partial, FACTS)
-
-
-@triton.jit
-def load_gathered(pointer, offsets, alive, OF_V: tl.constexpr, MASKED: tl.constexpr, FACTS: tl.constexpr):
-    """A tile of the rows at these ``offsets``, (rows,), in elements, padded with columns of zeros.
-
-    Args:
-        alive: bool (rows,). MASKED: rows that are not alive are zero, and not read.
-    """
-    PIECES: tl.constexpr = FACTS.pieces_v if OF_V else FACTS.pieces
-    tiles = ()
-    for n in tl.static_range(len(PIECES)):
-        within = tl.arange(0, PIECES[n][2])
-        pointers = pointer + (offsets[:, None] + (PIECES[n][0] + within)[None, :])
-        # (rows, width) from global memory to registers, or by cp.async to shared memory in a pipelined loop.
-        if MASKED and PIECES[n][1] < PIECES[n][2]:
-            tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
-        elif MASKED:
-            tiles = tiles + (tl.load(pointers, mask=alive[:, None], other=0.0),)
-        elif PIECES[n][1] < PIECES[n][2]:
-            tiles = tiles + (tl.load(pointers, mask=(within < PIECES[n][1])[None, :], other=0.0),)
-        else:
-            tiles = tiles + (tl.load(pointers),)
-    return tiles
-
-
-@triton.jit
-def load_every_other(pointer, offsets, alive, FACTS: tl.constexpr):
-    """Columns 0, 2, 4 ... of the rows of q at these ``offsets``, in pieces of half its head dim; rows not ``alive`` are zero."""
-    PIECES: tl.constexpr = FACTS.pieces
-    tiles = ()
-    for n in tl.static_range(len(PIECES)):
-        within = tl.arange(0, PIECES[n][2])
-        pointers = pointer + (offsets[:, None] + 2 * (PIECES[n][0] + within)[None, :])
-        tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
-    return tiles
-
-
-@triton.jit
-def load_scales(pool, page, n0, alive, FACTS: tl.constexpr):
-    """The scales of the key tile at ``n0``, fp32 (tile_n,); 0 for keys that are not ``alive``, where some are not."""
-    within = tl.arange(0, FACTS.tile_n)
-    if FACTS.pages == "several":
-        within = (n0 + within) % FACTS.page_size
-    elif FACTS.pages == "one":
-        within = n0 % FACTS.page_size + within
-    else:
-        within = n0 + within
-    # Offsets of 64 bits, since a pool may have more than 2^31 tokens and heads.
-    pointers = pool.pointer + (page.to(tl.int64) * pool.by_page + within.to(tl.int64) * pool.row)
-    if alive is None:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=alive, other=0.0)
-
-
-@triton.jit
-def first_pieces(tiles, FACTS: tl.constexpr):
-    """The tiles of v among those of k; of a quantised cache the even columns and the odd ones."""
-    COUNT: tl.constexpr = len(FACTS.pieces)
-    OF_V: tl.constexpr = len(FACTS.pieces_v)
-    found = ()
-    for n in tl.static_range(len(tiles)):
-        if n % COUNT < OF_V:
-            found = found + (tiles[n],)
-    return found
 
 
 # -- One key block -------------------------------------------------------------------------------------------------

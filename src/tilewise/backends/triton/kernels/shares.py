@@ -19,19 +19,16 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from tilewise.backends.triton.kernels.arguments import begin_overlap, fetch, plain_sizes, wait_alone
+from tilewise.backends.triton.kernels.arguments import begin_overlap, fetch, plain_sizes, wait_alone, work_tile_of
 from tilewise.backends.triton.kernels.forward import with_sink
 from tilewise.backends.triton.kernels.maths import exp, log, plain
 from tilewise.backends.triton.kernels.paged import (
-    first_page,
     keys_of,
     load_paged_tile,
     load_queries,
     state_of_blocks,
-    table_of,
     visible_blocks,
     within,
-    work_tile_of,
 )
 from tilewise.backends.triton.kernels.paged_epilogue import (
     largest_score,
@@ -41,6 +38,7 @@ from tilewise.backends.triton.kernels.paged_epilogue import (
     store_output,
     with_scale,
 )
+from tilewise.backends.triton.kernels.paged_loads import first_page, table_of
 
 AT_ONCE = tl.constexpr(16)  # states of a row that are merged at once
 BESIDE_O = tl.constexpr(4)  # numbers of a row of a state beside o
@@ -130,7 +128,7 @@ def of_sequence(x, b, FACTS: tl.constexpr):
 def work_of(b, length, tensors, sizes, scales):
     """The work tile of sequence ``b``; past the last sequence that of the last one."""
     b = tl.minimum(b, sizes.batch - 1)
-    return work_tile_of(b, b * 0, b * 0, sizes.seqlen_q, length, tensors, sizes, scales)
+    return work_tile_of(b, b * 0, b * 0, b * 0, sizes.seqlen_q, length, tensors, sizes, scales)
 
 
 @triton.jit

@@ -14,7 +14,15 @@ from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.host import launch
 from tilewise.backends.triton.host.buffers import partial_states
-from tilewise.backends.triton.paging import LEAST_SPLITS, PROGRAMS, Machine, addressing, paged_config, paged_splits
+from tilewise.backends.triton.paging import (
+    LEAST_SPLITS,
+    PARTS_REGISTERS,
+    PROGRAMS,
+    Machine,
+    addressing,
+    paged_config,
+    paged_splits,
+)
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import Problem
 from tilewise.testing import normal, paged_call
@@ -246,8 +254,18 @@ def test_a_machine_has_even_shares_of_all_keys_where_a_batch_would_not_fill_it_a
     found = {name: paged_config(p, H200, "ieee").shares for name, p in shares.items()}
     assert found == dict.fromkeys(shares, 0) | {"decode": H200.cores // 8}
     # Cuts fall between sequences of one length where that leaves no more than an eighth of the machine idle.
-    by_batch = {n: paged_config(problem(n, 1, 64, 512), H200, "ieee").shares for n in (2, 3, 5, 6, 7, 8, 11, 16, 17)}
-    assert by_batch == {2: 16, 3: 15, 5: 15, 6: 16, 7: 14, 8: 16, 11: 16, 16: 16, 17: 0}
+    by_batch = {n: paged_config(problem(n, 1, 64, 512), H200, "ieee").shares for n in (2, 3, 5, 6, 7, 8, 11, 16)}
+    assert by_batch == {2: 16, 3: 15, 5: 15, 6: 16, 7: 14, 8: 16, 11: 16, 16: 16}
+
+
+def test_more_tiles_than_multiprocessors_have_even_shares_by_two_programs_each_and_fewer_a_stage_more():
+    few, some, many, short = (
+        paged_config(problem(n, 1, 64, m), H200, "ieee") for n, m in ((16, 512), (17, 512), (34, 512), (32, 16))
+    )
+    assert (some.shares, many.shares, short.shares) == (2 * H200.cores // 8, 0, 0)
+    assert paged_config(problem(32, 1, 64, 512), H200, "ieee").shares == 32
+    assert few.forward.num_stages == some.forward.num_stages + 1
+    assert (few.forward.registers, some.forward.registers, many.forward.registers) == (0, 0, PARTS_REGISTERS)
 
 
 def test_splits_fill_the_machine_and_stop_where_it_is_full():

@@ -158,9 +158,10 @@ def paged_config(problem: Problem, machine: Machine, products: str, measured: Ti
     if few is not None and takes_parts(problem, tiles):
         tiles = replace(tiles, parts=tiles.num_warps, registers=PARTS_REGISTERS)
     splits, keys = paged_splits(problem, tiles.tile_m, machine.cores)
-    shares = even_shares(problem, tiles, machine.cores)
-    if shares:  # of which a multiprocessor has one program, that may have all registers
-        tiles, splits, keys = replace(tiles, registers=0), 1, SHORTEST_SPLIT
+    shared, programs = shared_tiles(problem, tiles, machine)
+    shares = even_shares(problem, tiles, machine.cores * programs) if splits > 1 else 0  # else nothing would be merged
+    if shares:
+        tiles, splits, keys = shared, 1, SHORTEST_SPLIT
     chosen = {"shares": shares, "splits": splits, "split": keys}
     return PagedConfig(tiles, tiles, tiles, overlapping=arch in OVERLAPPING, products=products, **chosen)
 
@@ -227,15 +228,29 @@ def value_pieces(head_dim_v: int, tiles: Tiles) -> tuple[tuple[int, int, int], .
     return ((0, head_dim_v, max(width(head_dim_v), NARROWEST_VALUES)),)
 
 
-def even_shares(problem: Problem, tiles: Tiles, cores: int) -> int:
-    """How many even shares all key tiles have (``kernels.shares``), a program for each multiprocessor; 0 where each sequence has splits.
+def shared_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[Tiles, int]:
+    """The tiles of programs that have even shares of all keys, and how many such programs a multiprocessor has at a time.
 
-    It has where it is alone, or sequences are enough for the machine. Shares depend on all sequences of a batch, so that a deterministic
-    call has none; each sequence has one tile of rows; and where warps share a tile's keys, one program is too few for a multiprocessor.
+    One, with all registers and a stage more, where the batch's tiles are no more than multiprocessors; else two, as they fit.
+    """
+    tiles = replace(tiles, registers=0)
+    need = partial(paged_memory, problem, machine.arch)
+    if problem.batch * problem.heads_k > machine.cores:
+        return tiles, min(PROGRAMS, (machine.shared + 1024) // need(tiles))
+    deeper = replace(tiles, num_stages=tiles.num_stages + 1)
+    return deeper if need(deeper) <= machine.shared else tiles, 1
+
+
+def even_shares(problem: Problem, tiles: Tiles, programs: int) -> int:
+    """How many even shares all key tiles have (``kernels.shares``), where so many programs run at a time; 0: each sequence has splits.
+
+    It has where it is alone, or where sequences have tiles enough for all programs. Shares depend on all sequences of a batch, so that a
+    deterministic call has none; each sequence has one tile of rows; and where warps share a tile's keys, one program is too few for a
+    multiprocessor.
     """
     if problem.packed or problem.spec.deterministic or tiles.parts == 1 or rows_of_sequence(problem) > tiles.tile_m:
         return 0
-    most = cores // problem.heads_k
+    most = programs // problem.heads_k
     if problem.batch == 1 or problem.batch > most:
         return 0
     # Shares of equally long sequences begin where these do, unless more than an eighth of the machine would be idle for it.

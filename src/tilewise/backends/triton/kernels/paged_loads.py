@@ -43,6 +43,7 @@ def plain_strides(strides):
 @triton.jit
 def scale_of(tensor, strides, work, sizes, head, EACH: tl.constexpr):
     """The scale of the key head's numbers, fp32; if EACH, the :class:`ScalePool` of its keys."""
+    # Packed, slots past the last query may belong to no sequence: they read the last one's scale.
     sequence = tl.cast(tl.minimum(work.b, sizes.batch - 1), tl.int64)
     pointer = tensor + (sequence * strides[0] + tl.cast(head, tl.int64) * strides[3])
     if EACH:
@@ -54,6 +55,7 @@ def scale_of(tensor, strides, work, sizes, head, EACH: tl.constexpr):
 @triton.jit
 def pool_of(tensor, strides, head, view, rest, FACTS: tl.constexpr):
     """The :class:`Pool` of a key head."""
+    # Without a descriptor the pointer takes its place: kernels take no None there, and nothing reads it.
     first, second = view, rest
     if view is None:
         first = tensor
@@ -102,6 +104,7 @@ def first_page(first, b, block_table, sizes, cache, FACTS: tl.constexpr):
         if FACTS.pages == "one":
             most = plain(cache.capacity) // FACTS.page_size - 1
             index = tl.minimum(first * FACTS.tile_n // FACTS.page_size, most)
+        # Past the sequence's end a table may hold anything, hence the clamp; the page is read then, and not used.
         page = tl.load(table_of(block_table, b, sizes, cache) + index * plain(cache.by_page))
         return tl.minimum(tl.maximum(page.to(tl.int32), 0), plain(cache.num_pages) - 1)
     else:
@@ -153,6 +156,7 @@ def load_gathered(pointer, offsets, alive, OF_V: tl.constexpr, MASKED: tl.conste
         within = tl.arange(0, PIECES[n][2])
         pointers = pointer + (offsets[:, None] + (PIECES[n][0] + within)[None, :])
         # (rows, width) from global memory to registers, or by cp.async to shared memory in a pipelined loop.
+        # No mask where none is needed: each costs instructions.
         if MASKED and PIECES[n][1] < PIECES[n][2]:
             tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
         elif MASKED:
@@ -171,6 +175,7 @@ def load_every_other(pointer, offsets, alive, FACTS: tl.constexpr):
     tiles = ()
     for n in tl.static_range(len(PIECES)):
         within = tl.arange(0, PIECES[n][2])
+        # A pair of e4m3 lies in one int16, so that columns of k are unpacked as even and odd: q's are taken alike.
         pointers = pointer + (offsets[:, None] + 2 * (PIECES[n][0] + within)[None, :])
         tiles = tiles + (tl.load(pointers, mask=alive[:, None] & (within < PIECES[n][1])[None, :], other=0.0),)
     return tiles
@@ -201,6 +206,7 @@ def first_pieces(tiles, FACTS: tl.constexpr):
     OF_V: tl.constexpr = len(FACTS.pieces_v)
     found = ()
     for n in tl.static_range(len(tiles)):
+        # The odd columns' pieces follow all pieces of the even ones.
         if n % COUNT < OF_V:
             found = found + (tiles[n],)
     return found

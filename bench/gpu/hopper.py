@@ -207,7 +207,7 @@ def packed_calls(kind: Kind, new: Callable[..., Tensor], sizes: Sizes) -> Named:
         q, k, v = (new(last_q + rest, 4, width), *(new(last_k + rest, 2, d) for d in (width, width_v)))
         q[last_q:], k[last_k:], v[last_k:] = (torch.nan,) * 3
         for m, options in enumerate(kind.options):
-            sink = torch.randn(4, device=device) if m % 2 else None
+            sink = torch.randn(4, device=device) if (n + m) % 2 else None
             c = call(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sink=sink, **kind.score(q), **options)
             c.do[last_q:] = torch.nan
             yield f"packed-{n}-{m}", c

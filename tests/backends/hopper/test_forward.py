@@ -69,6 +69,7 @@ def qkv(nq, nk, d=64, dv=None, heads=(4, 2), dtype=torch.bfloat16, batch=1):
 
 
 BUCKETS, TEMPERATURE = normal(4, 33), torch.tensor(1.5)
+STEEP = torch.tensor([1.0, 0.1, -0.3, 0.0])  # ALiBi's slopes; one of them favours what is far away
 RUNS = torch.tensor([0] * 70 + [1] + [2] * 199 + [3] * 30)
 CASES = {
     "full": (qkv(200, 333), {}),
@@ -97,7 +98,7 @@ CASES = {
     "block-sparse-odd": (qkv(300, 200), {"mask": tw.block_sparse(normal(4, 8, 9) > 0.6, 38, 23)}),
     "union": (qkv(200, 200), {"mask": tw.window(30, 0) | tw.keep(lambda b, h, i, j: j < 9)}),
     "alibi": (qkv(300, 300), {"score": tw.alibi(torch.rand(4)), "causal": True}),
-    "alibi-wide": (qkv(150, 400), {"score": tw.alibi(torch.tensor([1.0, 0.1, -0.3, 0.0])), "causal": True}),
+    "alibi-wide": (qkv(150, 400), {"score": tw.alibi(STEEP), "causal": True}),
     "bias": (qkv(130, 200, batch=2), {"score": tw.bias(normal(2, 4, 130, 200))}),
     "bias-keys": (qkv(130, 200), {"score": tw.bias(normal(1, 1, 1, 200).bfloat16()) >> tw.softcap(2.0)}),
     "buckets": (qkv(130, 200), {"score": lambda s, b, h, i, j: s + BUCKETS[h, (i - j).clamp(-16, 16) + 16]}),
@@ -236,6 +237,19 @@ PACKED = {
     "no-keys-at-all": ([9, 70], [0, 0], (3, 0), {"sink": normal(4, seed=8)}),
     "many": ([3] * 40, [11] * 40, (0, 0), {"causal": True}),
     "softcap": ([70, 0, 33], [90, 4, 20], (1, 1), {"score": tw.softcap(2.0), "causal": True}),
+    "alibi": ([130, 1, 0, 65], [130, 1, 7, 200], (40, 3), {"score": tw.alibi(STEEP), "causal": True}),
+    "alibi-empty-rows": (
+        [100, 33],
+        [20, 0],
+        (5, 0),
+        {"score": tw.alibi(STEEP), "causal": True, "sink": normal(4, seed=8)},
+    ),
+    "alibi-keys": (
+        [90, 5],
+        [200, 100],
+        (0, 0),
+        {"score": tw.alibi(STEEP), "mask": tw.key_range(37, 120) & tw.causal()},
+    ),
     "dropout": ([70, 0, 33], [90, 4, 20], (1, 1), {"dropout_p": 0.3, "dropout_seed": 2**63 + 5}),
     "dropout-causal": ([100, 33], [20, 90], (5, 0), {"dropout_p": 0.2, "dropout_seed": 9, "causal": True}),
 }

@@ -191,10 +191,11 @@ def slopes_of(problem: Problem) -> int | None:
     """The place among the extras of ALiBi's slopes, where these are one fp32 number for each head and no query sees a key past its own
     place, so that the bias is linear (:mod:`tilewise.backends.hopper.kit.slopes`). None for any other score or mask."""
     found, (form, band) = _ALIBI.fullmatch(str(problem.spec.score)), keys_of(problem)
-    if found is None or form != "upper" or problem.packed or problem.paged or problem.softmax_scale <= 0:
+    if found is None or form != "upper" or problem.paged or problem.softmax_scale <= 0:
         return None
     facts = problem.extras[int(found[1])]
-    own = band.hi == problem.seqlen_k - problem.seqlen_q + 1
+    # Packed sequences add their own offsets to the band's end.
+    own = band.hi == 1 + (0 if problem.packed else problem.seqlen_k - problem.seqlen_q)
     return int(found[1]) if own and str(facts.dtype) == "torch.float32" and len(facts.shape) == 1 else None
 
 

@@ -36,6 +36,7 @@ from tilewise.backends.hopper.config import (
     Formed,
     Traced,
     band_of,
+    is_traced,
     keys_of,
     mean_keys_per_query,
     slopes_of,
@@ -375,8 +376,8 @@ def shipped() -> list[Backward]:
         if row.dropout
         for form, packed in dropped
     ]
-    sloped = [row.summed("upper", packed=False) for row in rows if row.alibi]
-    found += [(Passes(keys), {"form": "upper", "alibi": True}) for keys in sloped]
+    sloped = [(row.summed("upper", packed), packed) for packed in (False, True) for row in rows if row.alibi]
+    found += [(Passes(keys), {"form": "upper", "packed": packed, "alibi": True}) for keys, packed in sloped]
     dtypes = DTYPES.values()
     return [Backward(*passes, dtype=dtype, **options) for passes, options in found if passes for dtype in dtypes]
 
@@ -396,6 +397,8 @@ def reasons(p: Problem) -> list[str]:
         return ["a tensor that a score reads wants a gradient: its backward has gradients of q, k, v and sink alone"]
     if p.packed and p.spec.dropout_p and p.spec.deterministic:
         return ["packed sequences with dropout and deterministic=True"]
+    if p.packed and is_traced(p) and p.spec.deterministic:
+        return ["packed sequences with ALiBi and deterministic=True"]
     if chosen_row(p) is None:
         return [f"its backward has no tiles for head dims {p.head_dim} and {p.head_dim_v}"]
     return []
@@ -434,7 +437,7 @@ def with_slopes(p: Problem) -> Backward | None:
     row = next((row for row in rows_for(p) if row.alibi), None)
     if row is None or slopes_of(p) is None or p.spec.dropout_p or p.spec.deterministic:
         return None
-    return Backward(row.summed("upper", packed=False), None, DTYPES[str(p.dtype)], "upper", alibi=True)
+    return Backward(row.summed("upper", p.packed), None, DTYPES[str(p.dtype)], "upper", packed=p.packed, alibi=True)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:

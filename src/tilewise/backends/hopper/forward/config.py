@@ -404,6 +404,7 @@ def shipped() -> list[Config]:
     packed += [replace(c, packed=True) for c in dropped if c.form == "upper"]
     with_alibi = [row.alibi for row in TABLE.values() if row.alibi]
     sloped = [Config(tiles, dtype, "upper", alibi=True) for tiles in with_alibi for dtype in DTYPES.values()]
+    packed += [replace(c, packed=True) for c in sloped]
     return list(dict.fromkeys((*whole, *split, *packed, *paged, *both, *bits, *dropped, *sloped)))
 
 
@@ -486,12 +487,13 @@ def choose(problem: Problem) -> Config:
 
 
 def with_slopes(problem: Problem) -> Config | None:
-    """The kernel that knows ALiBi's bias to be linear; None where the score is something else, or keys would be split."""
+    """The kernel that knows ALiBi's bias to be linear; None where the score is something else, or keys would be split, as those of packed
+    sequences never are."""
     tiles = next((row.alibi for row in rows_for(problem.head_dim, problem.head_dim_v) if row.alibi), None)
     if tiles is None or slopes_of(problem) is None or problem.spec.dropout_p:
         return None
-    config = Config(tiles, DTYPES[str(problem.dtype)], "upper", alibi=True)
-    return config if 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
+    config = Config(tiles, DTYPES[str(problem.dtype)], "upper", packed=problem.packed, alibi=True)
+    return config if problem.packed or 2 * tile_count(config, problem) >= devices.of(problem.device).cores else None
 
 
 def row_for(problem: Problem, capped: bool, dropped: bool) -> TileRow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.config import DROPPED, DTYPES, LONG, MULTIPLE, Expressions, band_of, is_traced
+from tilewise.backends.hopper.config import DROPPED, DTYPES, LONG, MULTIPLE, Expressions, band_of, is_traced, slopes_of
 from tilewise.backends.hopper.forward.config import MAX_HEAD_DIM, TABLE
 from tilewise.problem import Problem
 
@@ -32,9 +32,15 @@ def _reasons_of_packed(problem: Problem) -> list[str]:
     # Coordinates of the ragged views that tell the copy engine where a sequence ends are below LONG.
     if rows >= LONG:
         found.append(f"{rows} packed rows, {LONG} or more")
-    if is_traced(problem):
-        found.append("packed sequences with a score other than one softcap")
+    found += _reasons_of_packed_score(problem) if is_traced(problem) else []
     return found + (_reasons_of_packed_dropout(problem) if problem.spec.dropout_p else [])
+
+
+def _reasons_of_packed_score(problem: Problem) -> list[str]:
+    if slopes_of(problem) is None or problem.spec.dropout_p:
+        return ["packed sequences with a score other than one softcap and causal ALiBi of one fp32 slope a head"]
+    wide, widest = max(problem.head_dim, problem.head_dim_v), max(t.width for r in TABLE.values() if (t := r.alibi))
+    return [f"packed sequences with ALiBi and head_dim {wide}, above {widest}"] if wide > widest else []
 
 
 def _reasons_of_packed_dropout(problem: Problem) -> list[str]:

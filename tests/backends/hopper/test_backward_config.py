@@ -287,6 +287,11 @@ def test_alibi_whose_bias_is_linear_has_one_pass_that_is_shipped(d):
     assert x in shipped()
     assert x.alibi
     assert backward_config.choose(small(deterministic=True, **options).p).traced.score
+    q = normal(70, 4, d, dtype=torch.bfloat16)
+    c = call(q, q, q, causal=True, score=options["score"], cu_seqlens_q=torch.tensor([0, 30, 70]))
+    packed = backward_config.choose(c.p)
+    assert packed in shipped()
+    assert (packed.alibi, packed.packed, packed.queries) == (True, True, None)
 
 
 @pytest.mark.parametrize("d", [8, 64, 96, 128])

@@ -106,6 +106,45 @@ def test_packed_sequences_with_dropout_are_refused_by_name(d, options, reason, h
     assert Hopper().refused(call(q, q, q, **options).p) == [f"packed sequences with dropout and {reason}"]
 
 
+def packed_alibi(d: int = 64, slopes: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16, **options):
+    """A packed problem with ALiBi, causal unless ``options`` have a mask."""
+    q = normal(70, 4, d, dtype=dtype)
+    options = ({} if "mask" in options else {"causal": True}) | options
+    score = tw.alibi(torch.ones(4) if slopes is None else slopes)
+    return call(q, q, q, cu_seqlens_q=torch.tensor([0, 30, 70]), score=score, **options).p
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
+@pytest.mark.parametrize("mask", [tw.causal(), tw.causal() & tw.key_range(7, 50)], ids=["causal", "keys"])
+def test_packed_sequences_with_alibi_are_shipped_however_few_they_are(d, mask, h200):
+    p = packed_alibi(d, mask=mask)
+    assert not Hopper().refused(p)
+    found = config.choose(p)
+    assert found in shipped()
+    assert (found.packed, found.alibi) == (True, True)
+
+
+ANOTHER = "packed sequences with a score other than one softcap and causal ALiBi of one fp32 slope a head"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"mask": tw.window(9, 0)}, ANOTHER),
+        ({"mask": tw.window(None, 1)}, ANOTHER),  # a key on the other side of a row's own place
+        ({"mask": None}, ANOTHER),
+        ({"slopes": torch.ones(2, 4)}, ANOTHER),
+        ({"slopes": torch.ones(4, dtype=torch.float64)}, ANOTHER),
+        ({"d": 136}, "packed sequences with ALiBi and head_dim 136, above 128"),
+        ({"deterministic": True}, "packed sequences with ALiBi and deterministic=True"),
+        ({"dtype": torch.float32}, "torch.float32: its kernels take float16 and bfloat16"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_other_packed_sequences_with_a_score_are_refused_by_name(options, reason, h200):
+    assert Hopper().refused(packed_alibi(**options)) == [reason]
+
+
 @pytest.mark.parametrize("d", [8, 64, 96, 128])
 def test_alibi_whose_bias_is_linear_is_shipped(d, h200):
     slopes = torch.ones(4)

@@ -84,7 +84,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--checked", type=Path, nargs="*", default=[], help="results of check, of kernels to be timed")
     parser.add_argument("--inline", action="store_true", help="no processes: work in this one, for tests and debuggers")
     parser.add_argument("--worker", help="used by the command itself")
-    options = parser.parse_args(words)
+    options = parser.parse_intermixed_args(words)  # files may follow options
     if options.command in COMMANDS:
         unknown = set(filter(None, options.parts.split(","))) - set(COMMANDS[options.command].PARTS)
         if unknown:

@@ -44,8 +44,8 @@ def test_every_way_of_summing_dq_is_in_the_sample():
 
 def test_the_sample_is_small_and_holds_nothing_twice():
     assert len(SAMPLE) == len({c.name for c in SAMPLE})
-    # Each set of options takes a kernel, since none shows two; the other traits may take a tenth as many more.
-    assert len(SAMPLE) <= 1.1 * len({options(c) for c in SHIPPED}) < len(SHIPPED) / 7
+    # `make kernels-hopper-sample` takes three minutes where all kernels take half an hour.
+    assert len(SAMPLE) < len(SHIPPED) / 7
     assert set(SAMPLE) <= set(SHIPPED)
 
 

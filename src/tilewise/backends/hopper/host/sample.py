@@ -20,8 +20,9 @@ def values(record: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def options(config: AnyConfig) -> Hashable:
     """The form of a kernel together with all its options: what it is but for its dtype and its tiles."""
-    found = [(name, x) for name, x in values(config) if name != "dtype" and "." not in name and not is_dataclass(x)]
-    return type(config).__name__, *found
+    # An option is a word or a flag: of what is absent, as the tiles of a pass that a kernel lacks, other traits tell.
+    found = [(name, x) for name, x in values(config) if name != "dtype" and "." not in name]
+    return type(config).__name__, *((name, x) for name, x in found if x is not None and not is_dataclass(x))
 
 
 def traits(config: AnyConfig) -> frozenset[Hashable]:

@@ -6,7 +6,7 @@ import pytest
 
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
-from tilewise.backends.hopper.host.sample import options, sample, traits, values
+from tilewise.backends.hopper.host.sample import sample, traits, values
 
 SHIPPED = [*config.shipped(), *backward_config.shipped()]
 SAMPLE = sample(SHIPPED)

@@ -299,6 +299,11 @@ def select(condition, a, b):
     return (a if condition else b) if np.ndim(condition) == np.ndim(a) == np.ndim(b) == 0 else np.where(condition, a, b)
 
 
+def reaches_two(values: list) -> np.ndarray:
+    """Whether one of a thread's numbers is 2 or more in magnitude, or NaN."""
+    return np.any([~(np.abs(x) < 2) for x in values], axis=0)
+
+
 def spread_signs(low: np.ndarray, high: np.ndarray, halves: tuple[int, int]) -> np.ndarray:
     """Masks of two halves by the top bits of a half of each word."""
     signs = ((word >> (15 + 16 * half)) & 1 for word, half in zip((low, high), halves, strict=True))
@@ -356,6 +361,7 @@ def imported(*kernels: str) -> list[types.ModuleType]:
         module.emulated = loaded
         if module.__name__ == f"{HOPPER}.kit.instructions":
             stand_in(module, after=lambda x, score: x, clamp=lambda x, limit: np.clip(x, -limit, limit),
+                     held=np.float32, reaches_two=reaches_two, rough_tanh=np.tanh,
                      spread_signs=spread_signs, keep_words_above=lambda word, words: None)  # fmt: skip
         if module.__name__ == f"{HOPPER}.kit.dropout":
             stand_in(module, drop=drop)

@@ -94,17 +94,28 @@ def test_whole_numbers_of_any_size_divide_as_python_s_do():
     assert np.array_equal(EXPRESSION.floor_divide(a, b), a // b)
 
 
-def test_a_softcap_is_right_to_its_own_size():
+@pytest.mark.parametrize("largest", [0.3, 0.7, 2.0, 9.5])  # times the cap: one in each of the three ways, and where tanh is 1
+def test_a_softcap_is_right_to_its_own_size(largest):
     """Small scores under a large cap are what lse shows."""
-    s = np.geomspace(1e-6, 40, 2 * 8 * N).astype(np.float32).reshape(2, 8, N)
     cap, scale = np.float32(30.0), np.float32(0.25)
-    found = s.copy()
-    SOFTMAX.softcap(found, np.float32(2 * np.log2(np.e)) * scale / cap)
-    exact = np.tanh(s.astype(np.float64) * 0.25 / 30.0)
+    s = np.geomspace(1e-6, largest * 30 / 0.25, 2 * 32 * N).astype(np.float32).reshape(2, 32, N)
+    s[1] = -s[1]
+    found, cap2 = s.copy(), np.float32(2 * np.log2(np.e)) * scale / cap
+    SOFTMAX.softcap(found, cap2, np.float32(20.0))
+    exact = 20.0 * np.tanh(s.astype(np.float64) * 0.25 / 30.0)
     assert np.abs(found / exact - 1).max() < 6e-7
-    high = np.full((2, 8, N), 4e4, np.float32)
-    SOFTMAX.softcap(high, np.float32(1.0))
-    assert np.abs(high - 1).max() < 3e-7
+    below = (np.float32(3.0), np.float32(-1.0))
+    SOFTMAX.softcap(s, cap2, np.float32(20.0), below)
+    power = np.exp2(exact - np.array(below, np.float64)[:, None, None])
+    assert np.abs(s / power - 1).max() < 20 * 6e-7
+
+
+def test_a_softcap_keeps_nan_and_ends_infinity():
+    s = np.full((2, 8, N), np.inf, np.float32)
+    s[0, 0], s[1, 1] = np.nan, -np.inf
+    SOFTMAX.softcap(s, np.float32(1.0), np.float32(1.0))
+    assert np.isnan(s[0, 0]).all() and np.abs(s[1, 1] + 1).max() < 3e-7
+    assert np.abs(s[:, 2:] - 1).max() < 3e-7
 
 
 def test_a_node_is_computed_once_for_what_it_depends_on():

@@ -206,6 +206,7 @@ class BackwardRow:
         pairs: with a traced score or dropout; None: those of ``predicate``.
         predicate: with a traced predicate, and whatever is beside it (docs/decisions.md#hopper-pair-tiles).
         one_pass: where the pass over keys accumulates dQ; at 256 by clusters (docs/decisions.md#hopper-d256-pairs).
+        softcap_one_pass: as one_pass, with a softcap: its slope takes registers, so that a tile has fewer queries.
         dropout: as one_pass, with dropout and neither a score nor a predicate, however few the keys are: pairs are then drawn once.
         alibi: whether one_pass is shipped with ALiBi whose bias is linear.
         bits: where the pass over keys accumulates dQ, with listed blocks of 64 or 128 queries and a bit for each pair of a partial one.
@@ -220,6 +221,7 @@ class BackwardRow:
     pairs: Passes | None = None
     predicate: Passes | None = None
     one_pass: KeyTiles | None = None
+    softcap_one_pass: KeyTiles | None = None
     dropout: KeyTiles | None = None
     alibi: bool = False
     bits: KeyTiles | None = None
@@ -241,12 +243,13 @@ class BackwardRow:
             return None
         return replace(self.one_pass, ordered=True, stores_first=True, prefetches=False)
 
-    def summed(self, form: str, packed: bool, dropout: bool = False) -> KeyTiles | None:
-        """``one_pass`` or ``dropout`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
-        keys = self.dropout if dropout else self.one_pass
+    def summed(self, form: str, packed: bool, dropout: bool = False, softcap: bool = False) -> KeyTiles | None:
+        """``one_pass``, ``dropout`` or ``softcap_one_pass`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
+        keys = self.dropout if dropout else self.softcap_one_pass if softcap else self.one_pass
         if keys is None or keys.clustered:
             return keys
-        keys = replace(keys, overlaps=True, counts=not packed, subtracts=not dropout)
+        # Products subtract lse from what is the score itself: not from what a softcap or dropout is yet to change.
+        keys = replace(keys, overlaps=True, counts=not packed, subtracts=not (dropout or softcap))
         return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
 
     def passes(self, form: str, softcap: bool, traced: Traced = PLAIN, dropout: bool = False) -> Passes | None:
@@ -302,6 +305,7 @@ TABLE = {
             KeyTiles(128, 128, tile_m=32, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=64, stages=6)
         ),
         one_pass=KeyTiles(128, 128, tile_m=80, stages=4, sums_dq=True, dq_first=True, v_register_steps=1),
+        softcap_one_pass=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
         dropout=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
         alibi=True,
         bits=replace(_BITS, dq_first=True),
@@ -368,6 +372,12 @@ def shipped() -> list[Backward]:
         summed = dict.fromkeys([*(row.summed(form, packed) for row in rows), *(row.ordered for row in rows)])
         summed = [keys for keys in summed if keys and exists(keys, form, packed)]
         found += [(Passes(keys), {"form": form, "packed": packed}) for keys in summed]
+    found += [
+        (Passes(row.summed(form, packed, softcap=True)), {"form": form, "packed": packed, "softcap": True})
+        for row in rows
+        if row.softcap_one_pass
+        for form, packed in kinds
+    ]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
     dropped = [(form, False) for form in DROPPED] + [("upper", True)]
     found += [
@@ -426,8 +436,8 @@ def choose(p: Problem) -> Backward:
     if (sloped := with_slopes(p)) is not None:
         return sloped
     row, passes = chosen_row(p)
-    if not (softcap or traced != PLAIN):
-        passes = one_pass(row, p, form) or passes
+    if traced == PLAIN:
+        passes = one_pass(row, p, form, softcap) or passes
     return Backward(*passes, DTYPES[str(p.dtype)], form, softcap, p.packed, traced, dropout)
 
 
@@ -445,11 +455,13 @@ def bit_tiles_of(p: Problem) -> KeyTiles | None:
     return None if p.spec.deterministic else next((row.bits for row in rows_for(p) if row.bits), None)
 
 
-def one_pass(row: BackwardRow, p: Problem, form: str) -> Passes | None:
+def one_pass(row: BackwardRow, p: Problem, form: str, softcap: bool = False) -> Passes | None:
     """The tiles of a single pass, if this head dim has any and they pay."""
+    if softcap and p.spec.deterministic:  # of additions in order there are no tiles with a softcap
+        return None
     if p.spec.dropout_p:  # of additions in order there are no tiles with dropout
         return Passes(row.summed(form, p.packed, dropout=True)) if row.dropout and not p.spec.deterministic else None
-    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed)
+    keys = row.ordered if p.spec.deterministic else row.summed(form, p.packed, softcap=softcap)
     if keys is None or mean_keys_per_query(p) < row.least_keys(keys, p.packed) or not exists(keys, form, p.packed):
         return None
     if keys.subtracts and p.softmax_scale < LEAST_SCALE:

@@ -330,10 +330,9 @@ def steady_block(
     v_state = both_products(operands, n_q, state, smem, config)
     masks = dropout_masks(block, smem, params, config)  # under both products
     warpgroup.wait_group(1)  # S; O may still be under way
-    # ALiBi is added to the maximum here, not to S, which saves two instructions a pair.
-    slopes = block.slopes(config)
-    s = rows_columns(operands.s) if config.alibi else masked_scores(operands, block, params, config)
-    totals = softmax.steady_softmax(s, operands.rows, params.scale2, slopes)
+    # ALiBi is added to the maximum here, not to S, which saves two instructions a pair; a softcap takes the maximum along.
+    s, cap2 = rows_columns(operands.s), params.cap2 if config.softcap else None
+    totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.slopes(config), cap2)
     served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
     # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
     served = all_agree(served, 1 + n_q // config.tiles.q_stages)
@@ -386,11 +385,11 @@ def both_products(
 
 
 def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardParams, config: Config) -> cute.Tensor:
-    """The accumulator of S as (2 rows, columns), capped or scored, and masked; with ALiBi in base 2 (:func:`left_scale`)."""
+    """The accumulator of S as (2 rows, columns), capped or scored, and masked; with ALiBi or capped in base 2 (:func:`left_scale`)."""
     s, ends, first = rows_columns(operands.s), block.ends, block.n * config.tiles.tile_n
     pairs = expression.pairs_of(ends, first, params) if config.traced != PLAIN else None
     if config.softcap:
-        softmax.softcap(s, params.cap2)
+        softmax.softcap(s, params.cap2, params.scale2)
     if config.alibi:
         block.slopes(config).add(s, params.scale2)
     if config.traced.score:
@@ -410,8 +409,8 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
 
 def left_scale(params: ForwardParams, config: Config):
     """The factor that takes :func:`masked_scores` to base 2."""
-    # A bias is added where S is scaled already, because it is known in base 2.
-    return F32(1.0) if config.alibi else params.scale2
+    # A bias is added where S is scaled already, because it is known in base 2; a softcap's last factor is this one.
+    return F32(1.0) if config.alibi or config.softcap else params.scale2
 
 
 def dropout_masks(block: KeyBlock, smem: ForwardStorage, params: ForwardParams, config: Config) -> list:

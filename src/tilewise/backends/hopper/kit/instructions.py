@@ -33,11 +33,33 @@ def after(value, score):
     return cute.arch.inline_ptx(code, write_only_types=[type(value)], read_only_args=[value, score])
 
 
+def held(value: float):
+    """A constant in a register, as :func:`after` takes it."""
+    code = f"mov.b32 {{$w0}}, 0f{struct.pack('>f', value).hex()};"
+    return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[])
+
+
 def clamp(value, limit: float):
     """The fp32 number x, limited to ``[-limit, limit]``; NaN stays NaN."""
     high, low = (f"0f{struct.pack('>f', n).hex()}" for n in (limit, -limit))
     code = f"{{ .reg .f32 t; min.NaN.f32 t, {{$r0}}, {high}; max.NaN.f32 {{$w0}}, t, {low}; }}"
     return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[value])
+
+
+def reaches_two(values: list):
+    """Whether one of some fp32 numbers is 2 or more in magnitude, or NaN: by the exponent's first bit, two of them an instruction."""
+    left = list(values)
+    while len(left) > 1:
+        three = (left + [left[0]] * (3 - len(left)))[:3]
+        code = "lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0xfe;"
+        left = [*left[3:], cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=three)]
+    code = "and.b32 {$w0}, {$r0}, 0x40000000;"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=left) != 0
+
+
+def rough_tanh(value):
+    """tanh of an fp32 number by the special function unit: its relative error is at most 2**-10.987."""
+    return cute.arch.inline_ptx("tanh.approx.f32 {$w0}, {$r0};", write_only_types=[F32], read_only_args=[value])
 
 
 def pack(low, high, dtype: str):

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 
 from tilewise.backends.hopper.kit.dtypes import F32
-from tilewise.backends.hopper.kit.instructions import after, choose, clamp, keep_above
+from tilewise.backends.hopper.kit.instructions import after, choose, clamp, held, keep_above, reaches_two, rough_tanh
 from tilewise.backends.hopper.kit.slopes import BlockSlopes
 from tilewise.backends.hopper.kit.tiles import constant_column, reduce_quad, rows_columns
 
@@ -37,11 +37,20 @@ def mask_scores(s: cute.Tensor, lower, upper) -> None:
             s[r, c] = kept
 
 
-# tanh(x) / x = P(x²) / Q(x²) for |x| <= SATURATED, right to 2e-8 (a least-squares fit with Lawson's weights), lowest power first.
+# tanh(x) = x P(x²) / Q(x²) for |x| <= SATURATED, right to 2e-8 (a least-squares fit with Lawson's weights), lowest power first.
 SATURATED = 9.0
-SOFTCAP_COLUMNS = 4  # of a thread, whose quotients are computed at once
 NUMERATOR = (0.999999979, 0.133810469, 0.00349561289, 2.06094677e-05, 1.33551511e-08)
 DENOMINATOR = (1.0, 0.467143625, 0.0258770777, 0.000328567438, 7.77676821e-07)
+# Of z = 2 x / SMALL, tanh(x) = LEADING z (v³ + CUBIC[1] v + CUBIC[2]) with v = z² + CUBIC[0] for |z| < 2: a polynomial of degree 3 in x²
+# whose shift leaves no square, so that it takes three multiply-adds, right to 3e-8.
+SMALL = 0.33
+CUBIC = (-32.9175248, 5837.73825, -773667.025)
+LEADING = -1.64753008e-07
+# Of z = 2 x / MIDDLE, tanh(x) = z P(z²) for |z| < 2, right to 3e-8.
+MIDDLE = 0.75
+QUINTIC = (0.374999989, -0.0175779275, 0.000988181653, -5.56298534e-05, 2.87182773e-06, -9.72614647e-08)
+SOFTCAP_COLUMNS = 16  # of a thread, which decide together how their tanh is computed
+QUOTIENT_COLUMNS = 4  # of a thread, whose quotients are computed at once
 
 
 def polynomial(u, coefficients: tuple):
@@ -52,34 +61,90 @@ def polynomial(u, coefficients: tuple):
     return total
 
 
-def softcap(s: cute.Tensor, cap2) -> None:
-    """Turns scores into ``tanh(score / cap)``, with ``cap2 = 2 log2(e) softmax_scale / cap``; the relative error is about 3e-7.
+def softcap(s: cute.Tensor, cap2, scale2, below=None) -> None:
+    """Turns scores into ``t = scale2 tanh(score / cap)``, with ``cap2 = 2 log2(e) softmax_scale / cap``, or into ``2**(t - below[r])``.
 
-    A quotient of polynomials takes one instruction of the special function unit, which the softmax needs too, and 14 others.
-    ``1 - 2 / (1 + 2**(s cap2))`` takes two and 3 others, but its error of 6e-8, times a cap of 30, shows in lse. ``tanh.approx``
-    errs by 5e-4 (docs/decisions.md#hopper-softcap).
+    The relative error of tanh is about 3e-7 at most, since lse shows it: ``1 - 2 / (1 + 2**(s cap2))`` errs by 6e-8 whatever the score's
+    size, which times a cap of 30 is too much, and ``tanh.approx`` by 5e-4 (docs/decisions.md#hopper-softcap). A polynomial where all
+    scores of a warp's columns are small takes 6 instructions and none of the special function unit, which the softmax needs too.
     """
-    scale = cap2 * (LN_2 / 2)
-    for c in range(cute.size(s, mode=[1])):
+    columns = cute.size(s, mode=[1])
+    count = columns // -(-columns // SOFTCAP_COLUMNS)
+    for first in range(0, columns, count):
+        softcap_columns(s, first, min(first + count, columns), cap2 * (LN_2 / SMALL), scale2, below)
+
+
+@cute.jit
+def softcap_columns(s: cute.Tensor, first: cutlass.Constexpr, last: cutlass.Constexpr, step, scale2, below):
+    """:func:`softcap` of columns ``first`` to ``last``: no lane leaves its warp, which would then run both ways."""
+    multiply(s, first, last, step)
+    if cute.arch.vote_any_sync(reaches_two(values_of(s, first, last))):
+        if cute.arch.vote_any_sync(reaches_two([z * (SMALL / MIDDLE) for z in values_of(s, first, last)])):
+            cap_any(s, first, last, scale2, below)
+        else:
+            cap_middle(s, first, last, scale2, below)
+    else:
+        cap_small(s, first, last, scale2, below)
+
+
+def values_of(s: cute.Tensor, first: int, last: int) -> list:
+    """The numbers of some columns."""
+    return [s[r, c] for c in range(first, last) for r in range(2)]
+
+
+def multiply(s: cute.Tensor, first: int, last: int, factor) -> None:
+    """Multiplies some columns by a factor."""
+    for c in range(first, last):
+        for r in range(2):
+            s[r, c] = s[r, c] * factor
+
+
+def scaled_or_power(tanh, scale2, r: int, below):
+    """What :func:`softcap` makes of a tanh that ``scale2`` takes to the score in base 2."""
+    # A subtraction alone would be moved behind the branches; an exponential among multiply-adds keeps both units busy.
+    return tanh * scale2 if below is None else cute.math.exp2(cute.math.fma(tanh, scale2, -below[r]), fastmath=True)
+
+
+def cap_small(s: cute.Tensor, first: int, last: int, scale2, below) -> None:
+    """:func:`softcap` of columns of ``z = 2 x / SMALL``, all of them below 2."""
+    shift, linear, constant = CUBIC
+    factor = scale2 * LEADING
+    for c in range(first, last):
+        for r in range(2):
+            z = s[r, c]
+            v = z * z + shift
+            s[r, c] = scaled_or_power(z * ((v * v + linear) * v + constant), factor, r, below)
+
+
+def cap_middle(s: cute.Tensor, first: int, last: int, scale2, below) -> None:
+    """:func:`softcap` of columns of ``z = 2 x / SMALL``, where x is below MIDDLE."""
+    for c in range(first, last):
+        for r in range(2):
+            z = s[r, c] * (SMALL / MIDDLE)
+            s[r, c] = scaled_or_power(z * polynomial(z * z, QUINTIC), scale2, r, below)
+
+
+def cap_any(s: cute.Tensor, first: int, last: int, scale2, below) -> None:
+    """:func:`softcap` of columns of ``z = 2 x / SMALL``, where x is any number."""
+    scale = held(SMALL / 2)
+    for c in range(first, last):
         # The next columns wait for these: the quotients of all columns at once would take too many registers.
-        if c % SOFTCAP_COLUMNS == 0 and c:
+        if (c - first) % QUOTIENT_COLUMNS == 0 and c > first:
             scale = after(scale, s[1, c - 1])
         for r in range(2):
             # Beyond SATURATED tanh is 1 in fp32, and the polynomials are no longer its fit.
             x = clamp(s[r, c] * scale, SATURATED)
             u = x * x
-            s[r, c] = x * polynomial(u, NUMERATOR) * cute.arch.rcp_approx(polynomial(u, DENOMINATOR))
+            tanh = x * polynomial(u, NUMERATOR) * cute.arch.rcp_approx(polynomial(u, DENOMINATOR))
+            s[r, c] = scaled_or_power(tanh, scale2, r, below)
 
 
 def softcap_roughly(s: cute.Tensor, cap2) -> None:
-    """Turns scores into ``tanh(score / cap)`` as :func:`softcap` does, in fewer registers.
-
-    The error is 6e-8 whatever the score's size, which is enough for P of a backward.
-    """
+    """Turns scores into ``tanh(score / cap)`` by one instruction, whose relative error of 2e-4 to 5e-4 is less than that which rounding a
+    score to 16 bits makes: enough for P and the slope of a backward."""
     for r in range(2):
         for c in range(cute.size(s, mode=[1])):
-            power = cute.math.exp2(s[r, c] * cap2, fastmath=True)
-            s[r, c] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)
+            s[r, c] = rough_tanh(s[r, c] * (cap2 * (LN_2 / 2)))
 
 
 # -- State of the rows ---------------------------------------------------------------------------------------------
@@ -147,7 +212,7 @@ def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, mask
         rows.l[r], rows.m2[r] = total, m2
 
 
-def steady_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, slopes: BlockSlopes | None = None) -> list:
+def steady_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, slopes: BlockSlopes | None, cap2) -> list:
     """Turns a block's scores into ``P = 2**(s scale2 - m)`` with the maxima m of the blocks before.
 
     Softmax is the same for any m with which P does not overflow. Without this block's maxima a quarter of the instructions are
@@ -155,18 +220,21 @@ def steady_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, slopes: BlockSlop
 
     Args:
         slopes: ALiBi's bias of the scores, where they have it.
+        cap2: a softcap's number for :func:`softcap`, which the scores are yet to pass; None without one.
 
     Returns:
         The thread's part of each row's sum.
     """
+    if cap2 is not None:
+        softcap(s, cap2, scale2, (rows.m2[0], rows.m2[1]))
     totals = []
     for r in range(2):
         sums, columns = [F32(0.0), F32(0.0)], cute.size(s, mode=[1])
         below = slopes and slopes.below(rows.m2[r], r, columns)
         for c in range(columns):
-            p = cute.math.exp2(s[r, c] * scale2 - (below[c] if below else rows.m2[r]), fastmath=True)
-            s[r, c] = p
-            sums[c % 2] = sums[c % 2] + p
+            if cap2 is None:
+                s[r, c] = cute.math.exp2(s[r, c] * scale2 - (below[c] if below else rows.m2[r]), fastmath=True)
+            sums[c % 2] = sums[c % 2] + s[r, c]
         totals.append(sums[0] + sums[1])
     return totals
 

@@ -154,7 +154,7 @@ CASES |= {name: FORWARD[name] for name in (*ENDS, *PAIRED)} | OTHERS
 # Every case for some form of the pass over keys, and what is a form's own for each.
 LINEAR = ("alibi", "alibi-wide", "alibi-empty-rows")
 PAIRS = [(name, form) for form in ("whole", "split") for name in CASES if name not in LINEAR[1:]]
-PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores")]
+PAIRS += [(name, "summed") for name in ("full", "causal-wide", "window", "keys", "large-scores", "softcap")]
 PAIRS += [(name, "summed") for name in ("prefix-lengths", "documents", "documents-empty-rows", "ranges-per-head")]
 PAIRS += [(name, "summed-wide") for name in ("one", "causal-empty-rows", "narrow", "lengths")]
 PAIRS += [(name, "ordered") for name in ("full", "causal-wide", "window", "window-left", "keys", "large-scores")]
@@ -162,7 +162,7 @@ PAIRS += [(name, "ordered-wide") for name in ("one", "causal", "causal-empty-row
 PAIRS += [(name, "queued") for name in ("one", "causal-wide", "window", "documents")]
 PAIRS += [("dropout", "queued"), ("dropout-documents", "queued")]
 PAIRS += list(zip(LINEAR, ("queued", "queued", "queued-wide"), strict=True))
-PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys")]
+PAIRS += [(name, "queued-wide") for name in ("causal-empty-rows", "keys", "softcap")]
 PAIRS += [
     (name, "subtracting") for name in ("one", "causal-empty-rows", "documents-empty-rows", "fp16", "large-scores")
 ]
@@ -211,7 +211,7 @@ def test_the_tiles_of_scores_predicates_and_dropout_compute_the_gradients(dims, 
 PACKED_PAIRS = [(name, "whole") for name in PACKED] + [(name, "split") for name in ("full", "window", "softcap")]
 PACKED_PAIRS = [(name, form) for name, form in PACKED_PAIRS if not name.startswith(("dropout", "alibi"))]
 PACKED_PAIRS += [("window", "summed"), ("causal", "summed-wide"), ("alibi", "queued-wide")]
-PACKED_PAIRS += [(name, "queued") for name in PACKED if name != "softcap"] + [
+PACKED_PAIRS += [(name, "queued") for name in PACKED] + [
     ("causal", "queued-wide"),
     ("window", "queued-wide"),
     ("causal", "subtracting-packed"),

@@ -94,7 +94,9 @@ def test_whole_numbers_of_any_size_divide_as_python_s_do():
     assert np.array_equal(EXPRESSION.floor_divide(a, b), a // b)
 
 
-@pytest.mark.parametrize("largest", [0.3, 0.7, 2.0, 9.5])  # times the cap: one in each of the three ways, and where tanh is 1
+@pytest.mark.parametrize(
+    "largest", [0.3, 0.7, 2.0, 9.5]
+)  # times the cap: one in each of the three ways, and where tanh is 1
 def test_a_softcap_is_right_to_its_own_size(largest):
     """Small scores under a large cap are what lse shows."""
     cap, scale = np.float32(30.0), np.float32(0.25)

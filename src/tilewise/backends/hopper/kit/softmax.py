@@ -49,7 +49,7 @@ LEADING = -1.64753008e-07
 # Of z = 2 x / MIDDLE, tanh(x) = z P(z²) for |z| < 2, right to 3e-8.
 MIDDLE = 0.75
 QUINTIC = (0.374999989, -0.0175779275, 0.000988181653, -5.56298534e-05, 2.87182773e-06, -9.72614647e-08)
-SOFTCAP_COLUMNS = 16  # of a thread, which decide together how their tanh is computed
+SOFTCAP_COLUMNS = 8  # of a thread, which decide together how their tanh is computed
 QUOTIENT_COLUMNS = 4  # of a thread, whose quotients are computed at once
 
 

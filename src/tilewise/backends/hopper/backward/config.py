@@ -244,7 +244,7 @@ class BackwardRow:
         return replace(self.one_pass, ordered=True, stores_first=True, prefetches=False)
 
     def summed(self, form: str, packed: bool, dropout: bool = False, softcap: bool = False) -> KeyTiles | None:
-        """``one_pass``, ``dropout`` or ``softcap_one_pass`` as a form has it (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
+        """The tiles of a single pass as a form has them (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
         keys = self.dropout if dropout else self.softcap_one_pass if softcap else self.one_pass
         if keys is None or keys.clustered:
             return keys

@@ -331,8 +331,9 @@ def steady_block(
     masks = dropout_masks(block, smem, params, config)  # under both products
     warpgroup.wait_group(1)  # S; O may still be under way
     # ALiBi is added to the maximum here, not to S, which saves two instructions a pair; a softcap takes the maximum along.
-    s, cap2 = rows_columns(operands.s), params.cap2 if config.softcap else None
-    totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.slopes(config), cap2)
+    s = rows_columns(operands.s)
+    capped = softmax.Capped(params.cap2, config.softcap_columns) if config.softcap else None
+    totals = softmax.steady_softmax(s, operands.rows, params.scale2, block.slopes(config), capped)
     served = both(totals[0] <= softmax.MOST, totals[1] <= softmax.MOST)
     # All four warps answer, as they read S and P together; it holds the exponentials above the wait (softmax.hold_exponentials).
     served = all_agree(served, 1 + n_q // config.tiles.q_stages)
@@ -389,7 +390,7 @@ def masked_scores(operands: ForwardOperands, block: KeyBlock, params: ForwardPar
     s, ends, first = rows_columns(operands.s), block.ends, block.n * config.tiles.tile_n
     pairs = expression.pairs_of(ends, first, params) if config.traced != PLAIN else None
     if config.softcap:
-        softmax.softcap(s, params.cap2, params.scale2)
+        softmax.softcap(s, params.cap2, params.scale2, config.softcap_columns)
     if config.alibi:
         block.slopes(config).add(s, params.scale2)
     if config.traced.score:

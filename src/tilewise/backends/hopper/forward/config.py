@@ -181,6 +181,11 @@ class Config(Formed):
         return (Expected(self.name, registers, self.tiles.shared.total, self.tiles.tile_n // 2, stores=self.stores),)
 
     @property
+    def softcap_columns(self) -> int:
+        """Columns of a thread that decide together how a softcap's tanh is computed; three warpgroups have registers for few."""
+        return 8 if self.tiles.warpgroups == 3 else 16
+
+    @property
     def stores(self) -> bool:
         """Whether O goes through shared memory, from where TMA stores it."""
         return self.tiles.q_stages > 1 and not self.split

@@ -49,7 +49,6 @@ LEADING = -1.64753008e-07
 # Of z = 2 x / MIDDLE, tanh(x) = z P(z²) for |z| < 2, right to 3e-8.
 MIDDLE = 0.75
 QUINTIC = (0.374999989, -0.0175779275, 0.000988181653, -5.56298534e-05, 2.87182773e-06, -9.72614647e-08)
-SOFTCAP_COLUMNS = 8  # of a thread, which decide together how their tanh is computed
 QUOTIENT_COLUMNS = 4  # of a thread, whose quotients are computed at once
 
 
@@ -61,15 +60,25 @@ def polynomial(u, coefficients: tuple):
     return total
 
 
-def softcap(s: cute.Tensor, cap2, scale2, below=None) -> None:
+class Capped(NamedTuple):
+    """A softcap's numbers for :func:`softcap`."""
+
+    cap2: F32
+    together: int
+
+
+def softcap(s: cute.Tensor, cap2, scale2, together: int, below=None) -> None:
     """Turns scores into ``t = scale2 tanh(score / cap)``, with ``cap2 = 2 log2(e) softmax_scale / cap``, or into ``2**(t - below[r])``.
 
     The relative error of tanh is about 3e-7 at most, since lse shows it: ``1 - 2 / (1 + 2**(s cap2))`` errs by 6e-8 whatever the score's
     size, which times a cap of 30 is too much, and ``tanh.approx`` by 5e-4 (docs/decisions.md#hopper-softcap). A polynomial where all
     scores of a warp's columns are small takes 6 instructions and none of the special function unit, which the softmax needs too.
+
+    Args:
+        together: the most columns of a thread that decide together how their tanh is computed.
     """
     columns = cute.size(s, mode=[1])
-    count = columns // -(-columns // SOFTCAP_COLUMNS)
+    count = -(-columns // -(-columns // together))
     for first in range(0, columns, count):
         softcap_columns(s, first, min(first + count, columns), cap2 * (LN_2 / SMALL), scale2, below)
 
@@ -212,7 +221,9 @@ def online_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, first: bool, mask
         rows.l[r], rows.m2[r] = total, m2
 
 
-def steady_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, slopes: BlockSlopes | None, cap2) -> list:
+def steady_softmax(
+    s: cute.Tensor, rows: SoftmaxState, scale2, slopes: BlockSlopes | None, capped: Capped | None
+) -> list:
     """Turns a block's scores into ``P = 2**(s scale2 - m)`` with the maxima m of the blocks before.
 
     Softmax is the same for any m with which P does not overflow. Without this block's maxima a quarter of the instructions are
@@ -220,19 +231,19 @@ def steady_softmax(s: cute.Tensor, rows: SoftmaxState, scale2, slopes: BlockSlop
 
     Args:
         slopes: ALiBi's bias of the scores, where they have it.
-        cap2: a softcap's number for :func:`softcap`, which the scores are yet to pass; None without one.
+        capped: of a softcap which the scores are yet to pass; None without one.
 
     Returns:
         The thread's part of each row's sum.
     """
-    if cap2 is not None:
-        softcap(s, cap2, scale2, (rows.m2[0], rows.m2[1]))
+    if capped:
+        softcap(s, capped.cap2, scale2, capped.together, (rows.m2[0], rows.m2[1]))
     totals = []
     for r in range(2):
         sums, columns = [F32(0.0), F32(0.0)], cute.size(s, mode=[1])
         below = slopes and slopes.below(rows.m2[r], r, columns)
         for c in range(columns):
-            if cap2 is None:
+            if not capped:
                 s[r, c] = cute.math.exp2(s[r, c] * scale2 - (below[c] if below else rows.m2[r]), fastmath=True)
             sums[c % 2] = sums[c % 2] + s[r, c]
         totals.append(sums[0] + sums[1])

@@ -1,9 +1,6 @@
-"""Which backend goes first: the order of the table, and the exceptions that were measured."""
+"""Which backend goes first."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +9,6 @@ import tilewise as tw
 from tilewise import dispatch
 from tilewise.problem import Problem, check
 from tilewise.spec import Options, assemble, parse_spec
-
-RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
 
 def problem(n: int = 16384, d: int = 128, **options) -> Problem:
@@ -28,35 +23,12 @@ def problem(n: int = 16384, d: int = 128, **options) -> Problem:
 CAPPED = {"causal": True, "score": tw.softcap(30.0)}
 
 
-def test_a_measured_row_puts_the_faster_backend_first():
-    assert dispatch.candidates(problem(**CAPPED)) == ["triton", "hopper", "portable"]
-
-
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": True},
-        {"score": tw.softcap(30.0), "mask": tw.window(1023, 0)},
-        {**CAPPED, "n": 512},
-        {**CAPPED, "d": 256},
-        {**CAPPED, "dropout_p": 0.1, "dropout_seed": 1},
-        {"causal": True, "score": tw.softcap(30.0) >> tw.score(lambda s, b, h, i, j: s * 2)},
-    ],
-    ids=["no-softcap", "window", "short", "wide", "dropout", "more"],
+    "options", [{"causal": True}, CAPPED, {"score": tw.softcap(30.0)}], ids=["plain", "softcap", "full"]
 )
-def test_what_was_not_measured_follows_the_order_of_the_table(options):
-    assert dispatch.candidates(problem(**options))[0] == "hopper"
-
-
-@pytest.mark.parametrize("row", dispatch.MEASURED, ids=lambda row: row.case)
-def test_a_measured_row_says_what_the_results_hold(row):
-    lines = [json.loads(x) for file in RESULTS.glob("*.jsonl") for x in file.read_text(encoding="utf-8").splitlines()]
-    found = [x for x in lines if (x.get("run"), x.get("case"), x.get("metric")) == (row.run, row.case, "rate")]
-    rates = {(x.get("backend", x["contestant"]), x["pass"]): x["value"] for x in found}
-    fast, slow = ([rates[name, x] for x in ("forward", "backward")] for name in (row.faster, row.slower))
-    assert all(x > y for x, y in zip(fast, slow, strict=True))
-    shown = "{:.0f} / {:.0f} TFLOP/s forward / backward, not {:.0f} / {:.0f}"
-    assert row.rates == shown.format(*fast, *slow)
+def test_hopper_goes_before_triton_whatever_the_scores(d, options):
+    assert dispatch.candidates(problem(d=d, **options)) == ["hopper", "triton", "portable"]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -39,59 +38,6 @@ BACKENDS = (
     Row("triton", "tilewise.backends.triton:Triton", ("cuda",)),
     Row("portable", "tilewise.backends.portable:Portable", None),  # last: it refuses nothing
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A measured exception to that order: a softcap at which the backend ``faster`` goes before the others, in 16 bits.
-
-    Attributes:
-        mask, head_dim, least: the mask's text, the head dim of q, k and v, and the shortest sequence, for which it holds.
-        rates: TFLOP/s of ``faster`` and of ``slower``, both forward and backward, as the lines of bench/results with this
-            ``run`` and ``case`` say.
-    """
-
-    faster: str
-    slower: str
-    mask: str
-    head_dim: int
-    least: int
-    rates: str
-    run: str
-    case: str
-
-    def holds(self, p: Problem) -> bool:
-        plain = p.spec.mask_text == self.mask and not (p.packed or p.paged or p.spec.dropout_p)
-        sizes = (p.head_dim, p.head_dim_v) == (self.head_dim, self.head_dim) and min(
-            p.seqlen_q, p.seqlen_k
-        ) >= self.least
-        return plain and sizes and p.dtype.itemsize == 2 and bool(_SOFTCAP.fullmatch(str(p.spec.score)))
-
-    @property
-    def why(self) -> str:
-        return f"was measured to be faster for this softcap: {self.rates} (bench/results, {self.run}, {self.case})"
-
-
-_SOFTCAP = re.compile(r"([0-9.e+]+) \* tanh\(s / \1\)")
-_FASTER_SOFTCAPS = (  # at the shortest sequence that was measured; at 8192 and 16384 Triton leads in both passes too
-    ("causal()", 64, "282 / 292", "211 / 243", "causal-d64"),
-    ("", 64, "318 / 322", "244 / 243", "full-d64"),
-    ("causal()", 128, "358 / 335", "337 / 323", "causal-d128"),
-    ("", 128, "411 / 370", "371 / 340", "full-d128"),
-)
-MEASURED = tuple(
-    Measured(
-        faster="triton",
-        slower="hopper",
-        mask=mask,
-        head_dim=head_dim,
-        least=4096,
-        rates=f"{fast} TFLOP/s forward / backward, not {slow}",
-        run="h200-softcap",
-        case=f"h200-softcap-30-{case}-n4096-h16-16",
-    )
-    for mask, head_dim, fast, slow, case in _FASTER_SOFTCAPS
-)
 NAMED_ONLY = (Row("reference", "tilewise.reference:Reference", None, "runs only when named"),)
 
 
@@ -119,12 +65,7 @@ def candidates(p: Problem) -> list[str]:
     if p.spec.backend is not None:
         return [p.spec.backend]
     names = [row.name for row in BACKENDS if row.device_types is None or p.device.type in row.device_types]
-    return sorted(names, key=lambda name: not _why_first(name, p))
-
-
-def _why_first(name: str, p: Problem) -> str:
-    """Why a backend is tried before those of earlier rows of :data:`BACKENDS`: what it does, or a measurement; empty: it is not."""
-    return backend(name).preferred(p) or next((x.why for x in MEASURED if x.faster == name and x.holds(p)), "")
+    return sorted(names, key=lambda name: not backend(name).preferred(p))
 
 
 What = Literal["attention", "forward mode", "second derivatives"]
@@ -322,7 +263,7 @@ def _why_not(row: Row, p: Problem, chosen: str | None) -> list[str]:
         return reasons
     if p.spec.backend is not None or chosen is None:
         return [row.only_named or "not asked for"]
-    because = _why_first(chosen, p)
+    because = backend(chosen).preferred(p)
     return [row.only_named or f"comes after {chosen}" + (f", which {because}" if because else "")]
 
 

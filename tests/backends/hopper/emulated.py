@@ -265,6 +265,7 @@ def modules() -> dict[str, types.ModuleType]:
         jit=plain, kernel=plain, arch=arch, math=math, copy=copy, prefetch=lambda atom, source: None,
         size=lambda s, mode=None: prod(s.shape[:1] if isinstance(s, RegisterRow) else s.shape) if mode is None else s.shape[mode[0]],
         make_rmem_tensor=lambda shape, kind: RegisterRow(shape[0]),
+        make_rmem_tensor_like=lambda of: Registers(4 * of.values.shape[1]),
         domain_offset=lambda at, t: Global(t.values[at[0] :]), assume=assume,
     )  # fmt: skip
     cutlass = types.ModuleType("cutlass")

@@ -416,7 +416,9 @@ def summing_block(
         kept = kept_pairs(operands, block, smem, params, config)  # under both products
     warpgroup.wait_group(int(not late))  # S is done
     lse2 = None if config.subtracts else column_statistic(smem.statistics, q_stage)
-    probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config)
+    # A softcap's slope · P is rounded as P is: dS takes it in P's place.
+    sloped = cute.make_rmem_tensor_like(operands.p) if config.softcap else None
+    probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config, sloped=sloped)
     if late:
         cute.arch.mbarrier_wait(smem.full + do_stage, do_phase)  # dO and delta
         begin_dp(operands, w, do_stage, slot)  # dPᵀ = V dOᵀ, 64 x tile_m
@@ -430,8 +432,7 @@ def summing_block(
         begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v, runs while dS is made
         warpgroup.wait_group(1)  # dP is done
     delta = None if config.subtracts else column_statistic(smem.statistics, do_stage)
-    # Of a softcap's slope · P there are the fp32 numbers alone.
-    p = rows_columns(operands.s) if config.softcap else rounded_p(operands, config)
+    p = rounded_p(operands, sloped if config.softcap else operands.p, config)
     score_gradients(rows_columns(operands.dp), p, delta, kept, params)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     if config.dropout:
@@ -454,12 +455,13 @@ def kept_pairs(
     return kept
 
 
-def rounded_p(operands: DkDvOperands, config: Backward) -> cute.Tensor | OperandValues:
-    """The operand P as fp32 numbers at a thread's (row, column). Tiles with columns of V in registers, and those whose products subtract
+def rounded_p(operands: DkDvOperands, p: cute.Tensor, config: Backward) -> cute.Tensor | OperandValues:
+    """An operand as P as fp32 numbers at a thread's (row, column). Tiles with columns of V in registers, and those whose products subtract
     statistics, take fewer instructions for it; the bits of other kernels without dropout are left as they were proven."""
-    if v_register_steps(config.keys, config.statistics, config.packed) or config.subtracts or config.dropout:
-        return OperandValues(operands.p, operands.dp, config.dtype, held=config.dropout and config.dtype == "fp16")
-    return as_rows_columns(operands.p, operands.dp)
+    few = v_register_steps(config.keys, config.statistics, config.packed) or config.subtracts or config.separate_ds
+    if few:
+        return OperandValues(p, operands.dp, config.dtype, held=config.dropout and config.dtype == "fp16")
+    return as_rows_columns(p, operands.dp)
 
 
 def dk_then_dq(

@@ -103,8 +103,9 @@ def pairs_of_block(tile, names: tuple[str, str], row, column, params: BackwardPa
 
 
 def probabilities(
-    s: cute.Tensor, p: cute.Tensor | None, lse2, block: ScoreBlock, params: BackwardParams, config: Backward, kept=None
-) -> None:
+    s: cute.Tensor, p: cute.Tensor | None, lse2, block: ScoreBlock, params: BackwardParams, config: Backward, kept=None,
+    sloped: cute.Tensor | None = None,
+) -> None:  # fmt: skip
     """Turns a block of scores into slope · P (fp32); the operand ``p``, unless it is None, gets P, rounded, after dropout.
 
     ``P = 2**(s scale2 - lse2)``. With a softcap ``s = tanh(..)`` and the slope is ``1 - s²``; a traced score has its own slope;
@@ -114,6 +115,7 @@ def probabilities(
         s: (2 rows, columns of the thread).
         lse2: function of a thread's row and column; None where S has come with lse subtracted.
         kept: dropout's condition of a thread's row and column; it acts on ``p`` alone, since dS takes it from dP.
+        sloped: as ``p``, for slope · P rounded; None where its fp32 numbers are what is wanted.
     """
     if block.slopes is not None:
         # The bias joins lse2, of which an exponent takes one number anyway.
@@ -136,6 +138,8 @@ def probabilities(
                 pair = [choose(bits.is_set(block.words, at + n), pair[n], 0.0) for n in range(2)]
             for n, point in enumerate(points):
                 s[r, c + n] = times_slope(pair[n], point, config)
+            if sloped is not None:
+                words(sloped)[c + r] = pack(s[r, c], s[r, c + 1], config.dtype)
             if p is not None:
                 # Dropout acts here on the P that enters dV += Pᵀ dO.
                 pair = pair if kept is None else [choose(kept(r, c + n), pair[n], 0.0) for n in range(2)]

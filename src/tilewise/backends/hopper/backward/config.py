@@ -246,6 +246,8 @@ class BackwardRow:
     def summed(self, form: str, packed: bool, dropout: bool = False, softcap: bool = False) -> KeyTiles | None:
         """The tiles of a single pass as a form has them (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
         keys = self.dropout if dropout else self.softcap_one_pass if softcap else self.one_pass
+        if softcap and (packed or form == "band"):  # it would spill
+            return None
         if keys is None or keys.clustered:
             return keys
         # Products subtract lse from what is the score itself: not from what a softcap or dropout is yet to change.
@@ -375,8 +377,8 @@ def shipped() -> list[Backward]:
     found += [
         (Passes(row.summed(form, packed, softcap=True)), {"form": form, "packed": packed, "softcap": True})
         for row in rows
-        if row.softcap_one_pass
         for form, packed in kinds
+        if row.summed(form, packed, softcap=True)
     ]
     found += [(Passes(row.bits), {"form": "bits"}) for row in rows if row.bits]
     dropped = [(form, False) for form in DROPPED] + [("upper", True)]

@@ -25,13 +25,11 @@ PAGE = ROOT / "docs" / "performance.md"
 QUOTING = (ROOT / "README.md", ROOT / "docs" / "switching.md")
 """Pages that quote :func:`summary` between ``<!-- speed -->`` and ``<!-- /speed -->``."""
 WIDTH = 160
-MASKED = ("5c7a27cc98f2", "7b0bacc6b5f6", "h200-masks")
+MASKED = ("7fba6e754366", "7b0bacc6b5f6", "h200-masks")
 FP32, STEPS, AMX = "h200-triton-fp32", "b12178aa0a97", "xeon-amx-2"
 """The runs that the page shows, newer ones first: a contestant's figures are of the first run that timed it."""
-PLANS = "h200-mask-plans"
+PLANS = "35dae9cfeb5e"
 """The run that timed tilewise's plans of the masks' cases."""
-PACKED = "h200-packed-one-pass"
-"""The run of packed backwards that are newer than the table of masks."""
 DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 PASSES = ("forward", "backward")
@@ -295,13 +293,6 @@ def mask_rate(cases: Iterable[str], who: str, direction: str) -> float | None:
     return next((speed for _, speed in filter(None, timed)), None)
 
 
-def packed_since(width: str, before: str) -> float:
-    """The packed backward's time over what it had when the masks were timed, on the documents of their table."""
-    found, case = load("hopper-calls"), f"h200-packed-documents-{width}-h16-16"
-    now, then = (found.value(PACKED, case, who, "backward", "time") for who in ("hopper", before))
-    return now / then
-
-
 def masks() -> list[str]:
     """Masks and scores beside cudnn.flex_attention and compiled FlexAttention."""
     found, rows, behind = load("h200-peers"), [], dict.fromkeys(PASSES, 0)
@@ -324,8 +315,7 @@ def masks() -> list[str]:
     text = (
         f"TFLOP/s of kept pairs, forward / backward, in brackets as a packed call; a dash: it cannot. Another is faster than tilewise in "
         f"{behind['forward']} of {len(rows)} forwards and {behind['backward']} backwards. {found.source(MASKED[0])} Of an earlier "
-        f"run: FlexAttention and the peers' plans. Ours: `{found.runs[PLANS]['command']}`. Since then the packed backward takes "
-        f"{packed_since('d64', 'two-passes'):.2f} of its time at D 64, {packed_since('d128', 'one-pass-before'):.2f} at D 128."
+        f"run: FlexAttention and the peers' plans. Ours: `{found.runs[PLANS]['command']}`."
     )
     header = ["mask and score", "tilewise", "its Triton", "cudnn.flex", "FlexAttention"]
     header.append("plan, ms: tilewise / cudnn.flex / Flex")

@@ -162,8 +162,8 @@ def documents(ids: torch.Tensor) -> Mask:
     position = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand(ids.shape)
     start = end = position
     if ids.shape[-1]:  # cummax knows no empty dimension
-        change = torch.nn.functional.pad(ids[..., 1:] != ids[..., :-1], (1, 0))
-        start = (position * change).cummax(-1).values
+        # What the first id is compared with is not looked at: it is at position 0.
+        start = (position * (ids != ids.roll(1, -1))).cummax(-1).values
         end = torch.searchsorted(start, start, right=True, out_int32=True)  # starts never decrease
     # Written out: as expressions the same text takes longer than all that is launched here.
     batch = "b, " if ids.ndim == 2 else ""

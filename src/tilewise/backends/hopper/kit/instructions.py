@@ -35,6 +35,7 @@ def after(value, score):
 
 def held(value: float):
     """A constant in a register, as :func:`after` takes it."""
+    # An operand of inline PTX has to be a value of the kernel: a number of Python's is none.
     code = f"mov.b32 {{$w0}}, 0f{struct.pack('>f', value).hex()};"
     return cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=[])
 
@@ -51,8 +52,10 @@ def reaches_two(values: list):
     left = list(values)
     while len(left) > 1:
         three = (left + [left[0]] * (3 - len(left)))[:3]
+        # 0xfe: the bits of any of the three.
         code = "lop3.b32 {$w0}, {$r0}, {$r1}, {$r2}, 0xfe;"
         left = [*left[3:], cute.arch.inline_ptx(code, write_only_types=[F32], read_only_args=three)]
+    # Bit 30 is set from 2 on, and in infinities and NaN.
     code = "and.b32 {$w0}, {$r0}, 0x40000000;"
     return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=left) != 0
 

@@ -109,7 +109,7 @@ def multiply(s: cute.Tensor, first: int, last: int, factor) -> None:
 
 
 def scaled_or_power(tanh, scale2, r: int, below):
-    """What :func:`softcap` makes of a tanh that ``scale2`` takes to the score in base 2."""
+    """The score in base 2 of a tanh, which ``scale2`` takes there, or with ``below`` its exponential."""
     # A subtraction alone would be moved behind the branches; an exponential among multiply-adds keeps both units busy.
     return tanh * scale2 if below is None else cute.math.exp2(cute.math.fma(tanh, scale2, -below[r]), fastmath=True)
 

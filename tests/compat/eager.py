@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.accuracy import judge
 
 F64 = torch.float64
-ORDERS = 32
+ORDERS = 48
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ START = "S2UR UR12, SR_CgaCtaId"
         ((START, BASE, PRODUCT, "EXIT"), [PRODUCT]),
         ((START, BASE, "UIMAD.WIDE.U32 UR6, UR12, UR4, URZ", "EXIT"), []),  # of single registers
         ((START, "MOV R5, UR9", "R2UR UR9, R5", "EXIT"), []),  # saved for nobody
+        (("ELECT P2, UR4, PT", NEXT, "EXIT"), []),  # which thread was elected is written behind whether this one was
     ],
 )
 def test_reads_of_uniform_registers_that_no_way_has_written_are_found(lines, faults):

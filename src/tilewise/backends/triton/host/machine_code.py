@@ -19,7 +19,7 @@ ADDRESS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/")
 UNIFORM = re.compile(r"\bUR(\d+)\b")
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 COPIES = ("MOV", "IMAD.U32", "IMAD.MOV.U32", "UMOV")
-WRITERS = ("R2UR", "S2UR", "VOTEU", "REDUX")  # beside those of the uniform path, which begin with U
+WRITERS = ("R2UR", "S2UR", "VOTEU", "REDUX", "ELECT")  # beside those of the uniform path, which begin with U
 READERS = ("UTMA", "UBLK", "UCGA")  # begin with U and write none
 
 
@@ -41,12 +41,13 @@ class Instruction:
         """``(written, read)`` uniform registers. A copy reads none: a loop may save a register for nobody."""
         operation, parts = self.operation, [x.strip() for x in self.operands.split(",")]
         writes = operation.startswith(WRITERS) or (operation[0] == "U" and not operation.startswith(READERS))
+        target = int(operation == "ELECT")  # whether a thread is elected comes first, and which one then
         wide = ".64" in operation or ".WIDE" in operation  # a product of two single registers, to which a pair is added
         pairs = () if not wide or operation.startswith("ULDC") else (3,) if ".WIDE" in operation else (1, 2, 3)
         written, read = set(), set()
         for n, part in enumerate(parts):
             for number in (int(x) for x in UNIFORM.findall(part)):
-                if n == 0 and writes and part == f"UR{number}":
+                if n == target and writes and part == f"UR{number}":
                     written |= {number, number + 1} if wide else {number}
                 elif "gdesc" in part:
                     # Descriptors of both matrices; of the second alone where the first is in registers.

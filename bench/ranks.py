@@ -157,6 +157,8 @@ def parallel_of(row: Row, way: Contestant, mask: Mask, groups: dict[bool, Group]
     layout = "zigzag" if row.mask == "causal" else balanced(mask, row.seqlen, group.size)
     parallel = tw.context_parallel(group, layout=layout, scheme=way.scheme)
     parallel.most_groups = way.groups
+    if way.graph:
+        parallel.prepare(mask)
     return parallel
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 import tilewise as tw
-from tilewise.parallel import balanced, simulate
+from tilewise.backends import base
+from tilewise.parallel import balanced, plan, simulate
 from tilewise.parallel.gathered import Gathered
+from tilewise.parallel.layout import zigzag
 from tilewise.spec import Options
 from tilewise.testing import call, normal
 
@@ -93,3 +97,108 @@ def test_documents_dealt_by_balanced_have_few_keys_to_fetch():
     for found in simulate(2, one):
         assert found.scheme == "gather"
         assert found.costs["gather"].milliseconds < found.costs["heads"].milliseconds
+
+
+def attended(parallel, mask, scale: float = 1.0):
+    """o and the gradients of q, k and v of one rank."""
+    q, k, v, do = (parallel.shard(x * scale) for x in inputs())
+    local = [x.requires_grad_() for x in (q, k, v)]
+    o = tw.attention(*local, mask=mask, parallel=parallel)
+    return [o.detach(), *torch.autograd.grad(o, local, do)]
+
+
+def under_capture(monkeypatch, run):
+    """``run`` of two ranks, which are told, once they call what they are given, that a CUDA graph is captured: none is without a GPU."""
+    capturing = threading.local()
+    for module in (plan, base):
+        monkeypatch.setattr(module, "is_captured", lambda: getattr(capturing, "now", False))
+    return simulate(2, lambda exchange: run(exchange, lambda now=True: setattr(capturing, "now", now)))
+
+
+@pytest.mark.parametrize("scheme", ["gather", "ring"])
+def test_a_prepared_mask_s_plan_serves_a_capture(scheme, monkeypatch):
+    mask = tw.causal() & tw.documents(IDS.clone())
+
+    def one(exchange, capture):
+        parallel = tw.context_parallel(exchange, scheme=scheme)
+        assert parallel.prepare(mask) is mask
+        attended(parallel, mask)
+        (made,) = calls_of(parallel)
+        exchange.numbers([0])  # both ranks have planned
+        capture()
+        monkeypatch.setattr(plan, "planned", None)  # nothing is planned in the capture
+        found = attended(parallel, mask, 0.5)
+        assert parallel.plans.captured == [made]  # its tables outlive the mask
+        return found
+
+    layout = zigzag(SEQLEN, 2)
+    found = [layout.unshard(parts, 1) for parts in zip(*under_capture(monkeypatch, one), strict=True)]
+    q, k, v, do = (x * 0.5 for x in inputs())
+    local = [x.requires_grad_() for x in (q, k, v)]
+    o = tw.attention(*local, mask=mask)
+    for part, expected in zip(found, [o, *torch.autograd.grad(o, local, do)], strict=True):
+        torch.testing.assert_close(part, expected)
+
+
+def prepared_nowhere(parallel, mask):
+    attended(parallel, mask)
+
+
+def prepared_on_one_rank(parallel, mask):
+    if parallel.rank == 0:
+        parallel.prepare(mask)
+    attended(parallel, mask)
+
+
+def not_called_before(parallel, mask):
+    parallel.prepare(mask)
+
+
+def written_since(parallel, mask):
+    parallel.prepare(mask)
+    attended(parallel, mask)
+    parallel.exchange.numbers([0])  # the ranks of a process share the mask: all have read it
+    mask.leaves[0].add_(0)
+    parallel.exchange.numbers([0])
+
+
+@pytest.mark.parametrize("before", [prepared_nowhere, prepared_on_one_rank, not_called_before, written_since])
+def test_a_capture_without_a_plan_on_every_rank_is_refused_on_all(before, monkeypatch):
+    mask = tw.causal() & tw.documents(IDS.clone())
+
+    def one(exchange, capture):
+        parallel = tw.context_parallel(exchange, scheme="gather")
+        before(parallel, mask)
+        capture()
+        with pytest.raises(NotImplementedError, match=r"call prepare\(mask\) of the group"):
+            attended(parallel, mask)
+        return parallel.plans.captured
+
+    assert under_capture(monkeypatch, one) == [[], []]
+
+
+def test_ranks_of_which_one_captures_are_told_so(monkeypatch):
+    def one(exchange, capture):
+        parallel = tw.context_parallel(exchange, scheme="gather")
+        capture(exchange.rank == 1)
+        with pytest.raises(ValueError, match="captured in a CUDA graph"):
+            attended(parallel, MASKS["documents"])
+        return True
+
+    assert under_capture(monkeypatch, one) == [True, True]
+
+
+def test_a_mask_that_cannot_tell_its_changes_is_not_prepared():
+    with torch.inference_mode():
+        mask = tw.documents(IDS.clone())
+
+    def one(exchange):
+        parallel = tw.context_parallel(exchange)
+        with pytest.raises(ValueError, match="inference mode"):
+            parallel.prepare(mask)
+        q, k, *_ = inputs()
+        with pytest.raises(ValueError, match="prepared for one device"):
+            parallel.prepare(MASKS["documents"].prepare(q, k))
+        return True
+
+    assert simulate(1, one) == [True]

@@ -224,17 +224,24 @@ class PerTensors:
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
         capturing = is_captured()
-        place = (key, *[id(t) for t in tensors])
-        found = None if capturing and tensors else self._found.get(place)
-        if found and all(x() is t and n == t._version for t, (x, n) in zip(tensors, found[1], strict=True)):
-            return found[0]
+        found = None if capturing and tensors else self.kept(key, tensors)
+        if found is not None:
+            return found
         made = make()
         if not capturing and not any(t.is_inference() for t in tensors):
+            place = (key, *[id(t) for t in tensors])
             if len(self._found) >= self.LIMIT:
                 self._found.clear()
             known = [(weakref.ref(t, lambda _: self._found.pop(place, None)), t._version) for t in tensors]
             self._found[place] = (made, known)
         return made
+
+    def kept(self, key: Any, tensors: Sequence[Tensor]) -> Any:
+        """What was made of these tensors, unchanged since; None: nothing that is kept."""
+        found = self._found.get((key, *[id(t) for t in tensors]))
+        if found and all(x() is t and n == t._version for t, (x, n) in zip(tensors, found[1], strict=True)):
+            return found[0]
+        return None
 
 
 def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:

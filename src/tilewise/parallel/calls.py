@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from tilewise import device
+from tilewise.backends.base import PerTensors
+from tilewise.masks import Mask
 from tilewise.parallel import cost, gathered, heads, plan, ring
 from tilewise.parallel.agreement import Assembled, agree_on_tensors, agreed_lengths
 from tilewise.parallel.exchange import Exchange, Silent
@@ -22,6 +24,33 @@ Call = heads.Heads | gathered.Gathered | ring.Ring
 """A rank's part of an attention, by scheme."""
 
 
+class Plans(PerTensors):
+    """The plans of a group's calls, each kept while the tensors of its mask are unchanged; those of prepared masks serve captures too.
+
+    Attributes:
+        captured: the plans whose tables CUDA graphs read, which tell nobody how long they live.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured: list[Call] = []
+        self._prepared: dict[int, Tensor] = {}  # by id, which is no other's while the tensor lies here
+
+    def prepare(self, mask: Mask) -> None:
+        """Takes it that a mask's tensors keep what they hold: :meth:`tilewise.parallel.ContextParallel.prepare`."""
+        if mask.text.startswith("prepared("):
+            raise ValueError("the mask was prepared for one device; pass the mask as it was before prepare")
+        if any(leaf.is_inference() for leaf in mask.leaves):
+            raise ValueError(
+                "the mask has tensors of inference mode, which do not tell when they change; make it outside"
+            )
+        self._prepared |= {id(leaf): leaf for leaf in mask.leaves}
+
+    def prepared(self, key: object, leaves: list[Tensor]) -> Call | None:
+        """The plan that an earlier call made of a prepared mask's tensors, unchanged since; None: there is none."""
+        return self.kept(key, leaves) if all(id(leaf) in self._prepared for leaf in leaves) else None
+
+
 def agreed_call(
     parallel: ContextParallel,
     q: Tensor,
@@ -32,7 +61,8 @@ def agreed_call(
     compiled: bool = False,
 ) -> tuple[plan.Agreed, Call]:
     """A call that all ranks have agreed on, and this rank's part of it."""
-    found = agreed(parallel, q, k, v, assembled, {"lse": str(with_lse), "compiled": str(compiled)})
+    also = {"lse": str(with_lse), "compiled": str(compiled), "captured in a CUDA graph": str(plan.is_captured())}
+    found = agreed(parallel, q, k, v, assembled, also)
     if compiled:
         for layout in found.layouts:
             _even(parallel, layout)
@@ -85,7 +115,15 @@ def _call(parallel: ContextParallel, call: plan.Agreed, with_lse: bool, compiled
     # What was checked of another tensor says nothing of this one.
     facts += [(x.shape, x.dtype) for x in extras]
     key = spec.text(), with_lse, compiled, parallel.memory, *call.layouts, *facts
-    return parallel.plans.of(key, [extras[n] for n in spec.mask_slots], lambda: plan.planned(wished, call))
+    leaves = [extras[n] for n in spec.mask_slots]
+    if leaves and not compiled and plan.is_captured():
+        found = parallel.plans.prepared(key, leaves)
+        # One rank without a plan makes all do without, or the others would wait for its rows.
+        everybody = all(has for (has,) in parallel.exchange.numbers([int(found is not None)]))
+        if found is not None and everybody:
+            parallel.plans.captured.append(found)
+            return found
+    return parallel.plans.of(key, leaves, lambda: plan.planned(wished, call))
 
 
 def wish(parallel: ContextParallel, with_lse: bool, compiled: bool = False, silent: bool = False) -> plan.Wish:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise import autograd, derivatives, dispatch
-from tilewise.backends.base import PerTensors
+from tilewise.masks import Mask
 from tilewise.parallel import calls, heads, operators, plan
 from tilewise.parallel.exchange import Exchange, ordered_sum
 from tilewise.parallel.layout import Layout, chunks, contiguous, zigzag
@@ -88,7 +88,7 @@ class ContextParallel:
         self.sum_leaf_gradients = sum_leaf_gradients
         self.most_groups = heads.MOST_GROUPS
         self.memory = 0  # of the rank that has the least, in bytes, once a call has told it
-        self.plans = PerTensors()
+        self.plans = calls.Plans()
         self.name = operators.named(self)
 
     @property
@@ -121,6 +121,18 @@ class ContextParallel:
         if self.layout.seqlen != seqlen:
             raise ValueError(f"the layout is for sequences of {self.layout.seqlen}, this one has {seqlen}")
         return self.layout
+
+    def prepare(self, mask: Mask) -> Mask:
+        """The same mask, whose tensors keep what they hold from now on: a CUDA graph may then capture calls with it, by any scheme.
+
+        Each is made once before the capture, alike, on every rank. A replay reads q, k and v anew; the keys that travel and are seen are
+        those of the call before. What was written to the mask's tensors since then is refused in a capture, and later not noticed.
+
+        Raises:
+            ValueError: a mask that was prepared for one device, or with tensors of inference mode, which do not tell when they change.
+        """
+        self.plans.prepare(mask)
+        return mask
 
     def positions(self, seqlen: int, device: torch.device | str | None = None) -> Tensor:
         """int64: the global position of each row that this rank holds, of a sequence of this length (for rotary embeddings, say)."""

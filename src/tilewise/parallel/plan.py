@@ -198,6 +198,7 @@ def _grid(whole: Problem, call: Agreed) -> Grid:
 
 CAPTURED = (
     "a CUDA graph is captured, and the mask has tensors: which keys travel is read on the host, where a replay would not follow them; "
+    "where they keep what they hold, call prepare(mask) of the group, then attention once as it is captured, on every rank; "
     'scheme="heads" reads nothing there'
 )
 

@@ -2,7 +2,8 @@
 
 A process a rank. First every mask of CHECKS, small, against the float64 oracle, for each contestant; what is red is not timed. Then, in
 the same interleaved rounds, forward alone and with its backward: the contestants of CONTESTANTS over all ranks, and *alone*, the whole
-sequence with ``heads / ranks`` heads on each GPU at once, so that all are under load. A rate is per GPU, of kept pairs. At last a step
+sequence with ``heads / ranks`` heads on each GPU at once, so that all are under load. A rate is per GPU, of kept pairs. What a contestant
+cannot compute, or was red in, its row says, and the others are timed. At last a step
 of each contestant under the profiler: milliseconds of attention kernels, of the exchange, of all other kernels, and of the host; and
 the bytes that a rank receives in it, counted, beside those of the cost model. PyTorch's context parallelism (:mod:`bench.ranks_torch`)
 takes part where it can. `--device cpu` rehearses with gloo on small sizes.
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,22 +185,46 @@ def milliseconds(run: Callable[[], object], device: str, calls: int) -> float:
     return float(slowest)
 
 
+def tried(run: Callable[[], Any], ranks: Group) -> tuple[Any, str]:
+    """What a function gave on this rank, and why it gave nothing on some rank, which all ranks then know; empty: it did on all."""
+    found, said = None, ""
+    try:
+        found = run()
+    except Exception as error:  # a contestant fails in its own way, and the others are still to be timed
+        said = f"{type(error).__name__}: {error}"
+    return found, next(filter(None, ranks.objects(said)), "")
+
+
 def contests(
-    row: Row, names: list[str], groups: dict[bool, Group], device: str
+    row: Row, names: list[str], groups: dict[bool, Group], device: str, whys: dict[str, list[str]]
 ) -> tuple[dict[str, dict[str, Callable]], dict[str, dict]]:
-    """The forward, and the forward with its backward, of each contestant and of one GPU alone; and the bytes that each exchanges."""
+    """The forward, and the forward with its backward, of each contestant and of one GPU alone; and the bytes that each exchanges.
+
+    Args:
+        whys: of those that cannot take part, why; others are added.
+    """
     mask, size = mask_of(row.mask, row.seqlen, device), dist.get_world_size()
     found, moved = {}, {}
-    for name in names:
+    for name in [name for name in names if name not in whys]:
         told("plans", name)
-        parallel = parallel_of(row, CONTESTANTS[name], mask, groups)
-        local = tensors(row.heads_q, row.heads_k, parallel.layout_of(row.seqlen).lengths[dist.get_rank()], device)
-        found[name] = steps(*local, mask=mask, parallel=parallel)
-        moved[name] = received(parallel, found[name], local[:3], mask)
-        if CONTESTANTS[name].graph:
-            found[name] = {way: captured(run)[0] for way, run in found[name].items()}
+        made, why = tried(partial(contest, row, CONTESTANTS[name], mask, groups, device), groups[False])
+        if why:
+            whys[name] = [why]
+        else:
+            found[name], moved[name] = made
     share = tensors(row.heads_q // size, row.heads_k // size, row.seqlen, device)
     return found | {"alone": steps(*share, mask=mask)}, moved
+
+
+def contest(
+    row: Row, way: Contestant, mask: Mask, groups: dict[bool, Group], device: str
+) -> tuple[dict[str, Callable], dict]:
+    """The forward, and the forward with its backward, of one contestant; and the bytes that it exchanges."""
+    parallel = parallel_of(row, way, mask, groups)
+    local = tensors(row.heads_q, row.heads_k, parallel.layout_of(row.seqlen).lengths[dist.get_rank()], device)
+    found = steps(*local, mask=mask, parallel=parallel)
+    moved = received(parallel, found, local[:3], mask)
+    return {name: captured(run)[0] for name, run in found.items()} if way.graph else found, moved
 
 
 def torch_contests(
@@ -346,7 +372,8 @@ def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device:
     c = call(q, k, v, do, device, mask=mask)
     c.dlse.zero_()
     expected, red = c.expected(), {}
-    for name in names:
+
+    def judged(name: str) -> list[str]:
         parallel = parallel_of(Row(n, 2 * heads_k, heads_k, mask_name), CONTESTANTS[name], mask, groups)
         local = [parallel.shard(x).to(device).requires_grad_() for x in (q, k, v)]
         local_do = parallel.shard(do).to(device)
@@ -364,8 +391,12 @@ def checked(mask_name: str, names: list[str], groups: dict[bool, Group], device:
             o, lse, grads = attend()
         found = {x: parallel.unshard(t) for x, t in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True)}
         found["lse"] = parallel.unshard(lse, 2)
-        said = [str(e) for e in expected.judge(found) if not e.ok]
-        red |= {name: said} if said else {}
+        return [str(e) for e in expected.judge(found) if not e.ok]
+
+    for name in names:
+        said, why = tried(partial(judged, name), groups[False])
+        if said or why:
+            red[name] = [why] if why else said
     return red
 
 
@@ -449,8 +480,12 @@ def process(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
         wanted = [row for row in (*ROWS, *MANY) if row.name in options.rows] or ROWS
         for row in REHEARSAL if device == "cpu" else wanted:
             told(row.name)
-            green = [name for name in names if name not in red.get(row.mask, ())]
-            contestants, parts = contests(row, green, groups, device)
+            whys = dict(red.get(row.mask, {}))
+            contestants, parts = contests(row, names, groups, device, whys)
+            green = [name for name in names if name not in whys]
+            for name, why in whys.items():
+                lines.append(records.result(lines[0]["run"], row.name, name, "both", "time", None, why=why))
+                told(row.name, name, "is not timed:", *why)
             if peers:
                 torch_contests(row, peers, mesh, contestants)
             ms = compared(row, contestants, parts, device, options.rounds, lines)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
+from tilewise.backends import base
 from tilewise.backends.base import PerProblem, PerTensors
 
 
@@ -42,6 +45,20 @@ def test_what_was_made_of_no_tensors_is_not_kept_without_end(monkeypatch):
     for seqlen in range(100):
         assert made.of(seqlen, [], lambda n=seqlen: n) == seqlen
     assert len(made._found) <= 8
+
+
+def test_what_a_capture_was_given_of_an_earlier_call_outlives_the_limit(monkeypatch):
+    monkeypatch.setattr(PerTensors, "LIMIT", 8)
+    made = PerTensors()
+    given = [made.of(name, [], lambda: torch.zeros(3)) for name in ("captured", "not")]
+    monkeypatch.setattr(base, "is_captured", lambda: True)
+    assert made.of("captured", [], None) is given[0]
+    monkeypatch.setattr(base, "is_captured", lambda: False)
+    alive = [weakref.ref(x) for x in given]
+    del given
+    for seqlen in range(8):
+        made.of(seqlen, [], lambda: torch.zeros(3))
+    assert [x() is not None for x in alive] == [True, False]
 
 
 def test_what_was_decided_for_a_problem_is_decided_once_and_no_more_than_the_limit_are_kept():

@@ -1,5 +1,10 @@
 """Statistics and meters."""
 
+import contextlib
+import gc
+import types
+import weakref
+
 import pytest
 import torch
 
@@ -70,3 +75,26 @@ def test_machine_names_what_a_reader_needs():
     found = measure.machine("cpu")
     assert found["versions"]["torch"] == torch.__version__
     assert {"device", "cores", "threads", "commit"} <= set(found)
+
+
+def test_a_replay_keeps_what_its_graph_reads_and_the_next_capture_frees(monkeypatch):
+    class Graph:
+        def replay(self):
+            pass
+
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": Graph}
+    fakes |= {"stream": contextlib.nullcontext, "graph": lambda graph, capture_error_mode: contextlib.nullcontext()}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    inputs = [torch.ones(3)]
+    alive = weakref.ref(inputs[0])
+    replay, result = measure.captured(lambda x=inputs[0]: x.sum(), lambda: None)
+    assert result == 3
+    inputs.clear()
+    gc.collect()
+    replay()
+    assert alive() is not None
+    del replay
+    gc.collect()
+    assert alive() is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -128,7 +130,7 @@ def test_a_prepared_mask_s_plan_serves_a_capture(scheme, monkeypatch):
         capture()
         monkeypatch.setattr(plan, "planned", None)  # nothing is planned in the capture
         found = attended(parallel, mask, 0.5)
-        assert parallel.plans.captured == [made]  # its tables outlive the mask
+        assert list(parallel.plans.captured.values()) == [made]
         return found
 
     layout = zigzag(SEQLEN, 2)
@@ -138,6 +140,30 @@ def test_a_prepared_mask_s_plan_serves_a_capture(scheme, monkeypatch):
     o = tw.attention(*local, mask=mask)
     for part, expected in zip(found, [o, *torch.autograd.grad(o, local, do)], strict=True):
         torch.testing.assert_close(part, expected)
+
+
+def test_the_tables_that_a_graph_reads_live_as_long_as_the_group(monkeypatch):
+    def one(exchange, capture):
+        mask = tw.causal() & tw.documents(IDS.clone())  # each rank's own, gone with this function's local name
+        parallel = tw.context_parallel(exchange, scheme="gather")
+        parallel.prepare(mask)
+        attended(parallel, mask)
+        capture()
+        attended(parallel, mask)
+        capture(False)
+        (made,) = calls_of(parallel)
+        read = [weakref.ref(x) for x in (*made.tables, *mask.leaves)]
+        mask.leaves[0].add_(0)  # an eager call plans anew, in the place of what the graph reads
+        attended(parallel, mask)
+        assert all(call is not made for call in calls_of(parallel))
+        del mask, made
+        gc.collect()
+        lived = [x() is not None for x in read]
+        del parallel
+        gc.collect()
+        return len(read), all(lived), any(x() is not None for x in read)
+
+    assert under_capture(monkeypatch, one) == [(5, True, False)] * 2
 
 
 def prepared_nowhere(parallel, mask):
@@ -174,7 +200,7 @@ def test_a_capture_without_a_plan_on_every_rank_is_refused_on_all(before, monkey
             attended(parallel, mask)
         return parallel.plans.captured
 
-    assert under_capture(monkeypatch, one) == [[], []]
+    assert under_capture(monkeypatch, one) == [{}, {}]
 
 
 def test_ranks_of_which_one_captures_are_told_so(monkeypatch):

@@ -1,6 +1,10 @@
 """Which ranks are joined by copy engines, and what is said where they are not; the copies themselves need GPUs."""
 
+import sys
+import types
+
 import pytest
+import torch
 
 from tilewise.parallel import symmetric
 
@@ -49,3 +53,47 @@ def test_ranks_of_several_machines_are_said_to_be_apart(joined):
     found = joined(place=lambda self, value: ("another host", *value[1:]))
     assert found.nodes == 2
     assert found.carrier.endswith("on several machines or in several containers")
+
+
+class _Alone(symmetric.SymmetricGroup):
+    """A rank whose memory nobody maps: rooms of plain tensors."""
+
+    def __init__(self):
+        self._rooms, self._views, self._captured = {}, {}, []
+
+    def numbers(self, values):
+        return [values]
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    """Makes a room of so many bytes, in a capture or not."""
+    mapping = types.SimpleNamespace(empty=torch.empty, rendezvous=lambda memory, group: object())
+    monkeypatch.setattr(torch.distributed, "_symmetric_memory", mapping, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", mapping)
+    monkeypatch.setattr(symmetric.torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(symmetric.dist, "group", types.SimpleNamespace(WORLD=None))
+    ranks = _Alone()
+    ranks.group = "a group"
+
+    def room(nbytes, capturing=False):
+        monkeypatch.setattr(symmetric, "is_captured", lambda: capturing)
+        return ranks.room("q", (nbytes,), torch.empty(0, dtype=torch.uint8), nbytes).data_ptr()
+
+    room.ranks = ranks
+    return room
+
+
+def test_a_room_that_a_graph_reads_stays_when_a_longer_call_makes_another(rooms):
+    rooms(symmetric.GRAIN)
+    second = rooms(2 * symmetric.GRAIN)  # no graph read the first
+    assert rooms(symmetric.GRAIN, capturing=True) == rooms(1, capturing=True) == second
+    third = rooms(3 * symmetric.GRAIN)
+    assert third != second
+    assert [memory.data_ptr() for memory, _ in rooms.ranks._captured] == [second]
+
+
+def test_a_capture_that_needs_more_room_than_there_is_is_refused(rooms):
+    rooms(symmetric.GRAIN)
+    with pytest.raises(NotImplementedError, match="call attention once as it is captured"):
+        rooms(symmetric.GRAIN + 1, capturing=True)

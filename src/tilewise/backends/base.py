@@ -214,6 +214,9 @@ class PerTensors:
 
     Nothing is kept of inference tensors, which count no versions. While a CUDA graph is captured, nothing is kept, its memory
     being the graph's, and what was made of tensors is made anew, since a replay has to see what they hold by then.
+
+    Attributes:
+        captured: by id, what captures were given of what earlier calls made. A graph tells nobody how long it lives, so these stay.
     """
 
     LIMIT = 4096  # entries: what was made of no tensor outlives all tensors, and every length of a call makes another
@@ -221,11 +224,14 @@ class PerTensors:
     def __init__(self):
         # By key and the tensors' ids, so that masks of one text take turns.
         self._found: dict[Any, tuple[Any, list]] = {}
+        self.captured: dict[int, Any] = {}
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
         capturing = is_captured()
         found = None if capturing and tensors else self.kept(key, tensors)
         if found is not None:
+            if capturing:
+                self.captured[id(found)] = found
             return found
         made = make()
         if not capturing and not any(t.is_inference() for t in tensors):

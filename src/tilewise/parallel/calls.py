@@ -25,15 +25,10 @@ Call = heads.Heads | gathered.Gathered | ring.Ring
 
 
 class Plans(PerTensors):
-    """The plans of a group's calls, each kept while the tensors of its mask are unchanged; those of prepared masks serve captures too.
-
-    Attributes:
-        captured: the plans whose tables CUDA graphs read, which tell nobody how long they live.
-    """
+    """The plans of a group's calls, each kept while the tensors of its mask are unchanged; those of prepared masks serve captures too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.captured: list[Call] = []
         self._prepared: dict[int, Tensor] = {}  # by id, which is no other's while the tensor lies here
 
     def prepare(self, mask: Mask) -> None:
@@ -121,7 +116,7 @@ def _call(parallel: ContextParallel, call: plan.Agreed, with_lse: bool, compiled
         # One rank without a plan makes all do without, or the others would wait for its rows.
         everybody = all(has for (has,) in parallel.exchange.numbers([int(found is not None)]))
         if found is not None and everybody:
-            parallel.plans.captured.append(found)
+            parallel.plans.captured[id(found)] = found  # its tables are read by every replay
             return found
     return parallel.plans.of(key, leaves, lambda: plan.planned(wished, call))
 

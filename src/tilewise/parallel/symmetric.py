@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.backends.base import is_captured
 from tilewise.parallel.exchange import Exchange, Group
 from tilewise.parallel.layout import Layout
 
@@ -82,6 +83,9 @@ class SymmetricGroup(Group):
         self.carrier = "copy engines, by symmetric memory"
         self._rooms: dict[str, tuple[Tensor, Any]] = {}
         self._views: dict[str, dict[tuple, list[tuple[int, Tensor]]]] = {}  # of peers' rooms, by name, shapes and dtype
+        self._captured: list[
+            tuple[Tensor, Any]
+        ] = []  # rooms that CUDA graphs read, which tell nobody how long they live
         self._stream = torch.cuda.Stream()
 
     @classmethod
@@ -93,17 +97,28 @@ class SymmetricGroup(Group):
         return memory.view(like.dtype)[: math.prod(shape)].view(shape)
 
     def _mapped(self, name: str, nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
-        """A name's memory of at least so many bytes, and the handle by which peers' are reached. It grows on all ranks at once."""
+        """A name's memory of at least so many bytes, and the handle by which peers' are reached. It grows on all ranks at once.
+
+        Raises:
+            NotImplementedError: a CUDA graph is captured that needs more.
+        """
         import torch.distributed._symmetric_memory as symmetric_memory  # loads much that only this needs
 
-        found = self._rooms.get(name)
+        found, capturing = self._rooms.get(name), is_captured()
         if found is None or found[0].numel() < nbytes:
+            if capturing:
+                raise NotImplementedError(
+                    "a CUDA graph is captured, and memory that ranks share cannot be mapped meanwhile: call attention once as it is "
+                    "captured, on every rank, before"
+                )
             torch.cuda.synchronize(device)
             self.numbers([nbytes])  # no rank still reads what is given back
             memory = symmetric_memory.empty(-(-nbytes // GRAIN) * GRAIN, dtype=torch.uint8, device=device)
             group: Any = dist.group.WORLD if self.group is None else self.group
             found = self._rooms[name] = memory, symmetric_memory.rendezvous(memory, group=group)
             self._views[name] = {}
+        if capturing and not any(found is held for held in self._captured):
+            self._captured.append(found)
         return found
 
     def to_heads(self, name: str, sent: Tensor, layout: Layout) -> Callable[[], Tensor]:

@@ -209,6 +209,9 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+_NOTHING = object()  # what was made may be None
+
+
 class PerTensors:
     """Memory of what was made of some tensors, while they are the same ones, unchanged; forgotten when one of them is gone.
 
@@ -228,8 +231,8 @@ class PerTensors:
 
     def of(self, key: Any, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
         capturing = is_captured()
-        found = None if capturing and tensors else self.kept(key, tensors)
-        if found is not None:
+        found = _NOTHING if capturing and tensors else self.kept(key, tensors, _NOTHING)
+        if found is not _NOTHING:
             if capturing:
                 self.captured[id(found)] = found
             return found
@@ -242,12 +245,12 @@ class PerTensors:
             self._found[place] = (made, known)
         return made
 
-    def kept(self, key: Any, tensors: Sequence[Tensor]) -> Any:
-        """What was made of these tensors, unchanged since; None: nothing that is kept."""
+    def kept(self, key: Any, tensors: Sequence[Tensor], default: Any = None) -> Any:
+        """What was made of these tensors, unchanged since, or the default: nothing is kept."""
         found = self._found.get((key, *[id(t) for t in tensors]))
         if found and all(x() is t and n == t._version for t, (x, n) in zip(tensors, found[1], strict=True)):
             return found[0]
-        return None
+        return default
 
 
 def piece_reasons(problem: Problem, dropout: int = 0) -> list[str]:

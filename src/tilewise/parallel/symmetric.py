@@ -83,9 +83,8 @@ class SymmetricGroup(Group):
         self.carrier = "copy engines, by symmetric memory"
         self._rooms: dict[str, tuple[Tensor, Any]] = {}
         self._views: dict[str, dict[tuple, list[tuple[int, Tensor]]]] = {}  # of peers' rooms, by name, shapes and dtype
-        self._captured: list[
-            tuple[Tensor, Any]
-        ] = []  # rooms that CUDA graphs read, which tell nobody how long they live
+        # Rooms that CUDA graphs read, which tell nobody how long they live.
+        self._captured: list[tuple[Tensor, Any]] = []
         self._stream = torch.cuda.Stream()
 
     @classmethod

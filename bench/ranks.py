@@ -186,7 +186,7 @@ def milliseconds(run: Callable[[], object], device: str, calls: int) -> float:
 
 
 def tried(run: Callable[[], Any], ranks: Group) -> tuple[Any, str]:
-    """What a function gave on this rank, and why it gave nothing on some rank, which all ranks then know; empty: it did on all."""
+    """The result of a function on this rank, and why it gave nothing on some rank, which all ranks then know; empty: it did on all."""
     found, said = None, ""
     try:
         found = run()

@@ -246,7 +246,7 @@ class PerTensors:
         return made
 
     def kept(self, key: Any, tensors: Sequence[Tensor], default: Any = None) -> Any:
-        """What was made of these tensors, unchanged since, or the default: nothing is kept."""
+        """The thing that was made of these tensors, unchanged since, or the default: nothing is kept."""
         found = self._found.get((key, *[id(t) for t in tensors]))
         if found and all(x() is t and n == t._version for t, (x, n) in zip(tensors, found[1], strict=True)):
             return found[0]

@@ -406,6 +406,9 @@ def _contract() -> Iterable[Case]:
     for size, shape in sizes.items():
         yield row(f"{size}-full", shape)
         yield row(f"{size}-causal", shape, mask="causal")
+    for size in ("no-queries", "no-keys"):  # lists of tiles and the tensors of masks and scores have no memory then
+        yield row(f"{size}-keep-odd-bias-sink", sizes[size], mask="keep-odd", score="bias", sink=True)
+        yield row(f"{size}-documents", sizes[size], mask="documents")
     plain, masked, cross = (2, 67, 67, 4, 2, 16, 16), (2, 67, 67, 2, 2, 16, 16), (1, 50, 83, 4, 2, 16, 16)
     for mask in MASKS:
         if mask not in ("causal", "window-512", "window-1024", "sparse-90"):

@@ -5,6 +5,7 @@ import torch
 
 import tilewise as tw
 from tests.backends.tangents import CASES, found, worse_than_eager, worse_than_plain_tiles
+from tilewise.backends.portable import Portable
 from tilewise.backends.triton import Triton, interpreting
 from tilewise.backends.triton.host import tangent
 from tilewise.backends.triton.tiles import Tiles
@@ -33,6 +34,19 @@ def test_a_tangent_that_is_zero_is_not_read():
         got, expected = (found(Triton(), c, x, (None, None)) for x in (one, zeros))
         for name, x in got.items():
             torch.testing.assert_close(x, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)], ids=["no-queries", "no-keys"])
+def test_calls_without_a_pair_have_the_tangents_of_their_sinks(lengths):
+    nq, nk = lengths
+    options = {"mask": lambda b, h, i, j: j % 3 != 1, "score": tw.bias(normal(1, 4, nq, nk).requires_grad_())}
+    c = call(*qkv(batch=1, nq=nq, nk=nk), sink=normal(4).requires_grad_(), **options)
+    tangents = [normal(*x.shape, seed=20 + n) for n, x in enumerate((c.t.q, c.t.k, c.t.v, *c.t.leaves))]
+    changes = normal(*c.do.shape, seed=7), normal(*c.dlse.shape, seed=8)
+    got, expected = (found(backend, c, tangents, changes) for backend in (Triton(), Portable()))
+    assert got.keys() == expected.keys()
+    for name, x in got.items():
+        torch.testing.assert_close(x, expected[name], msg=name)
 
 
 def test_half_precision_is_as_good_as_eagers():

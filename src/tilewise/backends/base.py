@@ -314,3 +314,41 @@ def empty_gradients(p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequenc
         torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, *[extras[n] for n in p.spec.grad_slots])
     )
     return dq, dk, dv, dextras
+
+
+# -- Calls without a pair ------------------------------------------------------------------------------------------
+
+
+def has_no_pair(p: Problem) -> bool:
+    """Whether a call that is neither packed nor paged has no query or no key. Lists of its tiles, and the tensors that its mask and
+    score read, may then have no memory, so that no kernel may begin."""
+    return not (p.packed or p.paged) and not all((p.batch, p.heads_q, p.seqlen_q, p.seqlen_k))
+
+
+def output_of_no_pair(p: Problem, t: Inputs) -> Output:
+    """The outputs of a call that :func:`has_no_pair`: rows, if there are any, see nothing but a sink."""
+    out = empty_output(p, t.q, t.v)
+    out.o.zero_()
+    for x in out.tensors[1:]:
+        x.fill_(-torch.inf)
+    if t.sink is not None:
+        out.lse.copy_(t.sink.view(-1, 1).expand_as(out.lse))
+    return out
+
+
+def gradients_of_no_pair(p: Problem, t: Inputs, dlse: Tensor | None) -> Grads:
+    """The gradients of a call that :func:`has_no_pair`: lse is the sink. Their tangents come from that of dlse; None: zero."""
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (t.q, t.k, t.v))
+    leaves = {n: t.leaves[n].new_zeros(t.leaves[n].shape) for n in {e.args[0][1] for e in p.spec.lookups}}
+    dsink = None
+    if t.sink is not None:
+        dsink = torch.zeros_like(t.sink) if dlse is None else dlse.sum((0, 2)).to(t.sink.dtype)
+    return Grads(dq, dk, dv, dsink, leaves)
+
+
+def tangents_of_no_pair(out: Output, along: Directions) -> Output:
+    """The tangents of o and lse of a call that :func:`has_no_pair`: lse moves with the sink."""
+    moved = Output(torch.zeros_like(out.o), torch.zeros_like(out.lse))
+    if along.sink is not None:
+        moved.lse.copy_(along.sink.view(-1, 1).expand_as(moved.lse))
+    return moved

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output, empty_output
+from tilewise.backends.base import (
+    Grads,
+    Inputs,
+    Output,
+    empty_output,
+    gradients_of_no_pair,
+    has_no_pair,
+    output_of_no_pair,
+)
 from tilewise.backends.triton.config import pair_sum_tiles
 from tilewise.backends.triton.host.buffers import BackwardBuffers, new_sheet, partial_states, shared_states
 from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
@@ -40,6 +48,8 @@ def forward(plan: Plan, inputs: Inputs) -> Output:
     relaunch = plan.forward_relaunch
     if relaunch is not None and relaunch(inputs, out):
         return out
+    if has_no_pair(plan.problem):
+        return output_of_no_pair(plan.problem, inputs)
     call, splits = Call.of(plan, inputs), Splits.of(plan)
     if plan.problem.paged:
         relaunch = _forward_over_pages(call, out)
@@ -123,9 +133,10 @@ def _ungrouped(problem: Problem, out: Output) -> Output:
 
 
 def backward(plan: Plan, inputs: Inputs, out: Output, do: Tensor, dlse: Tensor) -> Grads:
-    problem = plan.problem
+    problem, relaunch = plan.problem, plan.backward_relaunch.get(do.stride())
+    if relaunch is None and has_no_pair(problem):
+        return gradients_of_no_pair(problem, inputs, dlse)
     buffers = BackwardBuffers.empty(problem, inputs)
-    relaunch = plan.backward_relaunch.get(do.stride())
     leaves = None if relaunch is None else relaunch(inputs, out, do, dlse, buffers)
     if leaves is None:
         leaves = _first_backward(plan, inputs, out, do, dlse, buffers)

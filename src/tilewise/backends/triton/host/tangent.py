@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from tilewise import state
-from tilewise.backends.base import Directions, Grads, Inputs, Output, OutputGrads
+from tilewise.backends.base import (
+    Directions,
+    Grads,
+    Inputs,
+    Output,
+    OutputGrads,
+    gradients_of_no_pair,
+    has_no_pair,
+    tangents_of_no_pair,
+)
 from tilewise.backends.triton.config import INTERPRETED, SHARED_MEMORY, architecture, memory_limit
 from tilewise.backends.triton.host.buffers import BackwardBuffers
 from tilewise.backends.triton.host.call import Call, is_aligned, list_pointers, tile_slots
@@ -122,6 +131,8 @@ def new_plan(problem: Problem, config, moving: tuple[int, ...]) -> TangentPlan:
 def jvp(plan: TangentPlan, inputs: Inputs, out: Output, along: Directions) -> Output:
     """The tangents of o and lse."""
     problem = plan.problem
+    if has_no_pair(problem):
+        return tangents_of_no_pair(out, along)
     call = _moving_call(plan, inputs, along, None)
     moved = Output(torch.empty_like(out.o, memory_format=torch.contiguous_format), torch.empty_like(out.lse))
     directions = _directions(along, None)
@@ -148,6 +159,8 @@ def backward_jvp(
 ) -> Grads:
     """The tangents of dq, dk, dv and of the gradients of the sink and of the score's tensors."""
     problem = plan.problem
+    if has_no_pair(problem):
+        return gradients_of_no_pair(problem, inputs, grad.dlse_tangent)
     call = _moving_call(plan, inputs, along, grad.do)
     buffers = BackwardBuffers.empty(problem, inputs)
     # By what they are of, and by lse and delta: fp32 (2, 2, rows). Each lies at the same distance from its tangent.

@@ -320,9 +320,9 @@ def empty_gradients(p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequenc
 
 
 def has_no_pair(p: Problem) -> bool:
-    """Whether a call that is neither packed nor paged has no query or no key. Lists of its tiles, and the tensors that its mask and
-    score read, may then have no memory, so that no kernel may begin."""
-    return not (p.packed or p.paged) and not all((p.batch, p.heads_q, p.seqlen_q, p.seqlen_k))
+    """Whether a call that is neither packed nor paged has no batch element, no query or no key. Lists of its tiles, and the tensors
+    that its mask and score read, may then have no memory, so that no kernel may begin."""
+    return not (p.packed or p.paged) and not all((p.batch, p.seqlen_q, p.seqlen_k))
 
 
 def output_of_no_pair(p: Problem, t: Inputs) -> Output:

@@ -117,9 +117,9 @@ class Verdict:
     why: str = ""
 
 
-def load_goals(path: Path = GOALS) -> list[Goal]:
-    """The goals of a file of rules. Raises ValueError for a rule that makes no sense or names an unknown case."""
-    groups = tomllib.loads(path.read_text())["goals"]
+def load_goals() -> list[Goal]:
+    """The goals of :data:`GOALS`. Raises ValueError for a rule that makes no sense or names an unknown case."""
+    groups = tomllib.loads(GOALS.read_text())["goals"]
     rules = [
         Rule(**{name: x for name, x in group.items() if name != "rules"}, **row)
         for group in groups

@@ -131,9 +131,9 @@ def ratios(file: str, run: str, one: str, other: str, direction: str) -> list[fl
     return sorted(a / b for a, b in times if a and b)
 
 
-def between(values: list[float], digits: int = 1) -> str:
+def between(values: list[float]) -> str:
     """The range of some numbers as text."""
-    low, high = (f"{x:.{digits}f}" for x in (min(values), max(values)))
+    low, high = (f"{x:.1f}" for x in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 

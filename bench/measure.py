@@ -347,7 +347,7 @@ def limits(device: str, dtype: torch.dtype) -> dict[str, float]:
     return {"matmul_flops": 2 * n**3 / matmul, "copy_bytes": 2 * big.numel() / copy}
 
 
-def best_of(call: Callable[[], object], device: str, rounds: int = 5) -> float:
+def best_of(call: Callable[[], object], device: str) -> float:
     """The shortest of a few samples after a warm-up: for a limit, not for a comparison."""
     call()
-    return min(seconds_per_call(call, 3, device) for _ in range(rounds))
+    return min(seconds_per_call(call, 3, device) for _ in range(5))

@@ -22,6 +22,8 @@ from tilewise import dispatch
 from tilewise.backends.base import Grads, Inputs, Output, empty_output
 from tilewise.problem import Problem
 
+CALLS = 3000  # whose mean is one sample
+
 
 class Empty:
     """Allocates and computes nothing."""
@@ -38,15 +40,15 @@ class Empty:
         return Grads(torch.empty_like(t.q), torch.empty_like(t.k), torch.empty_like(t.v), None, {})
 
 
-def microseconds(call: Callable[[], object], calls: int = 3000, repeats: int = 7) -> float:
-    """The best mean over `calls`: other work on the machine only adds."""
+def microseconds(call: Callable[[], object]) -> float:
+    """The best of seven means over CALLS: other work on the machine only adds."""
     call()
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(7):
         began = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(CALLS):
             call()
-        best = min(best, (time.perf_counter() - began) / calls)
+        best = min(best, (time.perf_counter() - began) / CALLS)
     return best * 1e6
 
 

@@ -449,6 +449,8 @@ def _contract_packed() -> Iterable[Case]:
     yield row("alibi-sink", cross, score="alibi", sink=True)
     yield row("dropout", same, dropout_p=0.3)
     yield row("bfloat16-causal", same, mask="causal", dtype="bfloat16")
+    for size, lengths in (("no-queries", ((0, 5), (0, 9))), ("no-keys", ((5, 0), (9, 0)))):
+        yield row(f"{size}-causal-sink", lengths, mask="causal", sink=True, dtype="bfloat16")
 
 
 CASES: dict[str, Case] = {}

@@ -320,9 +320,11 @@ def empty_gradients(p: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Sequenc
 
 
 def has_no_pair(p: Problem) -> bool:
-    """Whether a call that is neither packed nor paged has no batch element, no query or no key. Lists of its tiles, and the tensors
-    that its mask and score read, may then have no memory, so that no kernel may begin."""
-    return not (p.packed or p.paged) and not all((p.batch, p.seqlen_q, p.seqlen_k))
+    """Whether a call that is not over pages has no batch element, no query or no key. Its tensors, those that its mask and score read
+    and lists of its tiles may then have no memory, so that no kernel may begin."""
+    if p.paged:
+        return False
+    return not all((p.q.shape[0], p.k.shape[0]) if p.packed else (p.batch, p.seqlen_q, p.seqlen_k))
 
 
 def output_of_no_pair(p: Problem, t: Inputs) -> Output:
@@ -342,7 +344,7 @@ def gradients_of_no_pair(p: Problem, t: Inputs, dlse: Tensor | None) -> Grads:
     leaves = {n: t.leaves[n].new_zeros(t.leaves[n].shape) for n in {e.args[0][1] for e in p.spec.lookups}}
     dsink = None
     if t.sink is not None:
-        dsink = torch.zeros_like(t.sink) if dlse is None else dlse.sum((0, 2)).to(t.sink.dtype)
+        dsink = torch.zeros_like(t.sink) if dlse is None else dlse.movedim(-2, 0).flatten(1).sum(1).to(t.sink.dtype)
     return Grads(dq, dk, dv, dsink, leaves)
 
 

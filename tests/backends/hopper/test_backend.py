@@ -17,6 +17,7 @@ from tilewise import dispatch, expr
 from tilewise.backends.hopper import Hopper, kernels
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host import aot, driver, kernel_files, library, sass
+from tilewise.testing import wrong
 
 
 def plain(*tensors, **options):
@@ -123,6 +124,17 @@ def launched(monkeypatch):
     bound = lambda c: lambda *args: lambda *tensors: found.append((c.name, *tensors[:6], *args[6:]))  # noqa: E731
     monkeypatch.setattr(library, "function", lambda c: SimpleNamespace(bound=bound(c)))
     return found
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)], ids=["no-queries", "no-keys"])
+def test_calls_without_a_pair_launch_nothing_and_are_right(lengths, packed, launched):
+    nq, nk = lengths
+    q, k, v = (x[0] if packed else x[:1] for x in qkv(nq, nk))
+    starts = {f"cu_seqlens_{side}": torch.tensor([0, n, n], dtype=torch.int32) for side, n in (("q", nq), ("k", nk))}
+    c = call(q, k, v, causal=True, sink=normal(4), **(starts if packed else {}))
+    assert not wrong(Hopper(), c)
+    assert not launched
 
 
 def test_a_launch_gets_the_tensors_themselves_and_the_numbers_of_the_call(launched):

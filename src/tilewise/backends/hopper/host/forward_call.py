@@ -5,14 +5,13 @@ A :class:`ForwardPlan` holds the decisions that depend on the problem alone; :fu
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.base import Inputs, Output, empty_output
+from tilewise.backends.base import Inputs, Output, empty_output, has_no_pair, output_of_no_pair
 from tilewise.backends.hopper.config import PLAIN, Band, keys_of
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.grids import Grid, spread
@@ -116,18 +115,14 @@ class ForwardPlan(LaunchPlan):
 
 def forward(plan: ForwardPlan, inputs: Inputs) -> Output:
     """Makes what a launch reads and writes, launches, and keeps the launch where later calls need no more than addresses."""
-    problem = plan.problem
+    problem, band = plan.problem, plan.band
+    # Nobody sees a key. A packed tile would load a block of keys all the same, and where there is none at all, from no address.
+    if has_no_pair(problem) or (band.start == band.stop and not problem.packed):
+        return output_of_no_pair(problem, inputs)
     out = empty_output(problem, inputs.q, inputs.v)
-    if not out.o.numel():
-        return out
-    band = plan.band
     # Without sinks any memory will do: it is not read.
     given = inputs.sink
     sink = out.lse.as_strided((problem.heads_q,), (1,)) if given is None else given.detach().float().contiguous()
-    if band.start == band.stop and not problem.packed:  # nobody sees a key
-        out.o.zero_()
-        out.lse.fill_(-math.inf) if given is None else out.lse.copy_(sink.view(1, -1, 1).expand_as(out.lse))
-        return out
     qkv = inputs.q, inputs.k, plan.values(inputs)
     q, k, v = (addressed(x, good) for x, good in zip(qkv, plan.addressable, strict=True))
     if plan.cut:

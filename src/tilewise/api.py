@@ -98,13 +98,9 @@ def _run(
     return autograd.attention(q, k, v, *assemble(q, k, v, o))
 
 
-def _without_options(
-    mask: object, score: object, sink: object, dropout_p: object, dropout_seed: object, parallel: object
-) -> bool:
+def _without_options(sink: object, dropout_p: object, dropout_seed: object, parallel: object) -> bool:
     """Whether none of these options is given. Each is compared with None alone: torch.compile cannot compare two functions."""
-    given = (
-        mask is not None or score is not None or sink is not None or dropout_seed is not None or parallel is not None
-    )
+    given = sink is not None or dropout_seed is not None or parallel is not None
     return not given and type(dropout_p) is float and dropout_p == 0.0
 
 
@@ -113,6 +109,8 @@ def _plain(
     k: Tensor,
     v: Tensor,
     causal: bool,
+    mask: object,
+    score: object,
     softmax_scale: float | None,
     deterministic: bool | None,
     backend: str | None,
@@ -120,7 +118,7 @@ def _plain(
     """:func:`_run` of a call without options that need assembling, or None where there is more to look at."""
     if torch.compiler.is_compiling():
         return None
-    text = plain_text(q, k, v, causal, softmax_scale, deterministic, backend)
+    text = plain_text(q, k, v, causal, mask, score, softmax_scale, deterministic, backend)
     if (
         text is None
         or q.is_nested
@@ -201,8 +199,8 @@ def attention(
     """
     if others:
         raise words.refused("attention", others)
-    if _without_options(mask, score, sink, dropout_p, dropout_seed, parallel):
-        plain = _plain(q, k, v, causal, softmax_scale, deterministic, backend)
+    if _without_options(sink, dropout_p, dropout_seed, parallel):
+        plain = _plain(q, k, v, causal, mask, score, softmax_scale, deterministic, backend)
         if plain is not None:
             return plain[0]
     # fmt: off
@@ -236,8 +234,8 @@ def attention_with_lse(
     """
     if others:
         raise words.refused("attention_with_lse", others)
-    if _without_options(mask, score, sink, dropout_p, dropout_seed, parallel):
-        plain = _plain(q, k, v, causal, softmax_scale, deterministic, backend)
+    if _without_options(sink, dropout_p, dropout_seed, parallel):
+        plain = _plain(q, k, v, causal, mask, score, softmax_scale, deterministic, backend)
         if plain is not None:
             return plain
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)

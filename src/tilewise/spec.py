@@ -217,7 +217,7 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         ValueError: an argument of a type that the operator could not even take. All else is the operator's to check.
     """
     if not torch.compiler.is_compiling() and _is_plain(o):
-        text = plain_text(q, k, v, o.causal, o.softmax_scale, o.deterministic, o.backend, o.max_logit)
+        text = plain_text(q, k, v, o.causal, o.mask, o.score, o.softmax_scale, o.deterministic, o.backend, o.max_logit)
         if text is not None:
             return [], None, text
     reasons = _type_reasons(q, k, v, o)
@@ -279,19 +279,20 @@ _SCALES, _TRUTH, _NAMES = {type(None), float}, {type(None), bool}, {type(None), 
 
 
 def _is_plain(o: Options) -> bool:
-    """Whether the options name no tensor, mask, score or piece, so that :func:`plain_text` may know the whole call."""
+    """Whether the options name no tensor or piece, so that :func:`plain_text` may know the whole call."""
     return (
-        o.mask is None and o.score is None and o.sink is None and o.cu_seqlens_q is None and o.cu_seqlens_k is None
+        o.sink is None and o.cu_seqlens_q is None and o.cu_seqlens_k is None
         and o.piece is None and o.block_table is None and o.seqlens_k is None
         and o.dropout_seed is None and type(o.dropout_p) is float and o.dropout_p == 0.0
     )  # fmt: skip
 
 
 def plain_text(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, deterministic: bool | None,
-    backend: str | None, max_logit: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: object, score: object, softmax_scale: float | None,
+    deterministic: bool | None, backend: str | None, max_logit: bool = False,
 ) -> str | None:  # fmt: skip
-    """The spec of a call of nothing but q, k, v and a few words, or None if one of them is not of the type that it should be.
+    """The spec of a call of nothing but q, k, v and a few words, or None if one of them is not of the type that it should be, or is
+    a mask or a score that reads tensors.
 
     Such a call needs no assembling (`python -m bench.overhead` shows what that saves).
     """
@@ -299,25 +300,31 @@ def plain_text(
         type(causal) is bool and type(deterministic) in _TRUTH and type(softmax_scale) in _SCALES and type(backend) in _NAMES
         and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
         and q.layout is k.layout is v.layout is torch.strided
+        and (mask is None or (type(mask) is Mask and not mask.leaves))
+        and (score is None or (type(score) is Score and not score.leaves))
     ):  # fmt: skip
         return None
+    mask_text, score_text = "" if mask is None else mask.text, "" if score is None else score.text
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    return _plain_text(causal, softmax_scale, deterministic, needs_grad, backend, max_logit)
+    return _plain_text(causal, mask_text, score_text, softmax_scale, deterministic, needs_grad, backend, max_logit)
 
 
 @lru_cache(maxsize=256)
 def _plain_text(
     causal: bool,
+    mask_text: str,
+    score_text: str,
     softmax_scale: float | None,
     deterministic: bool,
     needs_grad: bool,
     backend: str | None,
     max_logit: bool,
 ) -> str:
-    kept = masks.as_mask(None, causal).text
+    kept = masks.as_mask(Mask(mask_text) if mask_text else None, causal).text
     return _text(
         mask_text=kept,
+        score_text=score_text,
         softmax_scale=softmax_scale,
         deterministic=deterministic,
         needs_grad=needs_grad,

@@ -53,9 +53,9 @@ class BackwardPlan(LaunchPlan):
 
     @cached_property
     def direct(self) -> bool:
-        """Whether the kernels take the caller's tensors as they are, and no others but what they write."""
+        """Whether the kernels take the caller's tensors as they are, and no others but what they write and :meth:`starts`."""
         reads_more = any(self.config.extra) or self.config.traced != PLAIN or self.problem.spec.sink_slot is not None
-        return all(self.addressable) and not (reads_more or self.cut or self.problem.packed)
+        return all(self.addressable) and not (reads_more or self.cut)
 
     @cached_property
     def memory(self) -> BackwardMemory:
@@ -108,7 +108,7 @@ class BackwardPlan(LaunchPlan):
         given = inputs.q, inputs.k, inputs.v, out.o, do, out.lse, dlse
         if self.bound is not None and as_they_are(given):
             made = [torch.empty_like(x) for x in self.written]
-            self.bound(*given, *made)
+            self.bound(*given, *self.starts(inputs), *made)
             return Grads(made[0], made[1], made[2], None, {})
         return backward(self, inputs, out, do, dlse)
 
@@ -146,7 +146,7 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     lse2, delta = made[3:5]
     bound = plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if plan.direct and as_they_are((*qkv, o, do, lse, dlse)):  # some may be copies by now, which lie so
-        plan.keep(bound, made)
+        plan.keep(bound, [*grads, *made[3:]])
     if inputs.sink is None:
         return Grads(*grads, None, {})
     if packed:  # rows lie where the statistics have them

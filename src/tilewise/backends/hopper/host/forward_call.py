@@ -21,6 +21,10 @@ from tilewise.backends.hopper.host.plan import ALIGNED, LaunchPlan, addressed, e
 from tilewise.caching import cached_property
 from tilewise.dropout import keep_scale, threshold
 
+DIRECT = frozenset(
+    ("part_o", "part_lse", "cu_q", "cu_k", "first", "last", "queue")
+)  # what a launch that is kept may have
+
 
 @dataclass(eq=False)
 class ForwardPlan(LaunchPlan):
@@ -39,8 +43,8 @@ class ForwardPlan(LaunchPlan):
 
     @cached_property
     def direct(self) -> bool:
-        """Whether the kernel takes the caller's tensors as they are, and no others but what it writes."""
-        reads_more = not {"part_o", "part_lse"}.issuperset(self.config.extra) or self.config.traced != PLAIN
+        """Whether the kernel takes the caller's tensors as they are, and no others but what it writes and :meth:`of_packed`."""
+        reads_more = not DIRECT.issuperset(self.config.extra) or self.config.traced != PLAIN
         reads_more = reads_more or self.problem.spec.sink_slot is not None
         return all(self.addressable) and not (self.cut or reads_more)
 
@@ -70,9 +74,9 @@ class ForwardPlan(LaunchPlan):
             found |= {"part_o": part_o, "part_lse": inputs.q.new_empty(states, dtype=torch.float32)}
         found |= self.mask_tensors(inputs, self.config.tiles, (self.grid.section, self.grid.ctas))
         if self.config.packed:
-            found |= {"cu_q": inputs.cu_seqlens_q.int().contiguous(), "cu_k": inputs.cu_seqlens_k.int().contiguous()}
+            found |= dict(zip(("cu_q", "cu_k", "queue"), self.of_packed(inputs), strict=True))
             found |= {"first": self.band.start, "last": self.band.stop}
-        if self.config.queued:
+        elif self.config.queued:
             found["queue"] = torch.zeros(1, dtype=torch.int32, device=inputs.q.device)
         if self.config.dropout:
             p_drop = self.problem.spec.dropout_p
@@ -84,6 +88,13 @@ class ForwardPlan(LaunchPlan):
             return named
         traced = self.expressions
         return *named, *(leaf(inputs.leaves[n]) for n in traced.slots), *traced.numbers
+
+    def of_packed(self, inputs: Inputs) -> list[Tensor]:
+        """The starts of packed sequences, and a zero that counts the tiles that are taken; of no packed sequences, nothing."""
+        if not self.config.packed:
+            return []
+        cu = [x.int().contiguous() for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
+        return [*cu, torch.zeros(1, dtype=torch.int32, device=inputs.q.device)]
 
     def values(self, inputs: Inputs) -> Tensor:
         """v, or a copy with zeros for the keys that no query sees, where kernels are not kept from these otherwise.
@@ -108,7 +119,8 @@ class ForwardPlan(LaunchPlan):
             if not (q | k | v) % ALIGNED:
                 o, lse, *states = [torch.empty_like(x) for x in self.written]
                 sink = lse.data_ptr()  # any memory will do: without sinks it is not read
-                self.bound.at(q, k, v, o.data_ptr(), lse.data_ptr(), sink, *[x.data_ptr() for x in states])
+                more = [*states, *self.of_packed(inputs)]
+                self.bound.at(q, k, v, o.data_ptr(), lse.data_ptr(), sink, *[x.data_ptr() for x in more])
                 return Output(o, lse)
         return forward(self, inputs)
 
@@ -128,11 +140,12 @@ def forward(plan: ForwardPlan, inputs: Inputs) -> Output:
     if plan.cut:
         k, v = (x[:, band.start : band.stop] for x in (k, v))
     o, lse = out.o, out.lse
+    in_place = q is inputs.q and k is inputs.k and v is inputs.v
     if problem.packed:
         q, k, v, o, lse = (x.unsqueeze(0) for x in (q, k, v, o, lse))
     tensors, extra = (q, k, v, o, lse, sink), plan.extra(inputs)
     named = [x for x in extra if isinstance(x, Tensor)]
     bound = plan.launch((*tensors, *named), lambda: (*tensors, (*plan.numbers, *extra)))
-    if plan.direct and q is inputs.q and k is inputs.k and v is inputs.v:
-        plan.keep(bound, [out.o, out.lse, *named])
+    if plan.direct and in_place:
+        plan.keep(bound, [out.o, out.lse, *named[: 2 * plan.config.split]])
     return out

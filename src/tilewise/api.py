@@ -14,7 +14,7 @@ from tilewise.cache import PagedCache, QuantizedCache, SharedCache, cache_as_opt
 from tilewise.masks import Mask, MaskFunction, as_mask, region
 from tilewise.problem import show_reasons
 from tilewise.scores import Score, ScoreFunction
-from tilewise.spec import Options, assemble, plain_text
+from tilewise.spec import Options, Words, assemble, plain_text
 from tilewise.tiles import Grid
 
 
@@ -104,21 +104,11 @@ def _without_options(sink: object, dropout_p: object, dropout_seed: object, para
     return not given and type(dropout_p) is float and dropout_p == 0.0
 
 
-def _plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    mask: object,
-    score: object,
-    softmax_scale: float | None,
-    deterministic: bool | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor] | None:
+def _plain(q: Tensor, k: Tensor, v: Tensor, given: Words) -> tuple[Tensor, Tensor] | None:
     """:func:`_run` of a call without options that need assembling, or None where there is more to look at."""
     if torch.compiler.is_compiling():
         return None
-    text = plain_text(q, k, v, causal, mask, score, softmax_scale, deterministic, backend)
+    text = plain_text(q, k, v, given)
     if (
         text is None
         or q.is_nested
@@ -200,7 +190,7 @@ def attention(
     if others:
         raise words.refused("attention", others)
     if _without_options(sink, dropout_p, dropout_seed, parallel):
-        plain = _plain(q, k, v, causal, mask, score, softmax_scale, deterministic, backend)
+        plain = _plain(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
         if plain is not None:
             return plain[0]
     # fmt: off
@@ -235,7 +225,7 @@ def attention_with_lse(
     if others:
         raise words.refused("attention_with_lse", others)
     if _without_options(sink, dropout_p, dropout_seed, parallel):
-        plain = _plain(q, k, v, causal, mask, score, softmax_scale, deterministic, backend)
+        plain = _plain(q, k, v, (causal, mask, score, softmax_scale, deterministic, backend, False))
         if plain is not None:
             return plain
     o = Options(causal, mask, score, softmax_scale, sink, dropout_p, dropout_seed, deterministic, backend)

@@ -217,7 +217,8 @@ def assemble(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[list[Tensor],
         ValueError: an argument of a type that the operator could not even take. All else is the operator's to check.
     """
     if not torch.compiler.is_compiling() and _is_plain(o):
-        text = plain_text(q, k, v, o.causal, o.mask, o.score, o.softmax_scale, o.deterministic, o.backend, o.max_logit)
+        words = (o.causal, o.mask, o.score, o.softmax_scale, o.deterministic, o.backend, o.max_logit)
+        text = plain_text(q, k, v, words)
         if text is not None:
             return [], None, text
     reasons = _type_reasons(q, k, v, o)
@@ -287,15 +288,17 @@ def _is_plain(o: Options) -> bool:
     )  # fmt: skip
 
 
-def plain_text(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: object, score: object, softmax_scale: float | None,
-    deterministic: bool | None, backend: str | None, max_logit: bool = False,
-) -> str | None:  # fmt: skip
+Words = tuple[bool, object, object, float | None, bool | None, str | None, bool]
+"""causal, mask, score, softmax_scale, deterministic, backend and max_logit, as they were given."""
+
+
+def plain_text(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str | None:
     """The spec of a call of nothing but q, k, v and a few words, or None if one of them is not of the type that it should be, or is
     a mask or a score that reads tensors.
 
     Such a call needs no assembling (`python -m bench.overhead` shows what that saves).
     """
+    causal, mask, score, softmax_scale, deterministic, backend, max_logit = words
     if not (
         type(causal) is bool and type(deterministic) in _TRUTH and type(softmax_scale) in _SCALES and type(backend) in _NAMES
         and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS

@@ -741,6 +741,10 @@ PLAIN = {
     "causal": {"causal": True},
     "numbers": {"softmax_scale": 0.5, "deterministic": True, "max_logit": True},
     "backend": {"backend": "portable", "causal": True, "softmax_scale": -0.0},
+    "mask": {"mask": tw.window(5), "max_logit": True},
+    "two masks": {"mask": tw.window(5) | tw.prefix(2), "causal": True},
+    "score": {"score": tw.softcap(9) >> tw.score(lambda s, b, h, i, j: s - i), "causal": True},
+    "tensors": {"mask": tw.documents(torch.tensor([0, 0, 1])), "score": tw.bias(torch.zeros(8))},
 }
 
 

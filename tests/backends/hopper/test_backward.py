@@ -322,6 +322,23 @@ def test_the_launch_that_is_kept_gets_the_tensors_that_the_first_one_got(monkeyp
     assert all(x.untyped_storage().size() for x in second)
 
 
+def test_the_launch_that_is_kept_of_a_packed_call_reads_each_calls_own_starts(monkeypatch):
+    cu = torch.tensor([0, 40, 130], dtype=torch.int32)
+    recorder, plan, (t, *given) = recorded(
+        call(*(x[0] for x in qkv(130, 130)), cu_seqlens_q=cu, causal=True), monkeypatch
+    )
+    for starts in ([0, 40, 130], [0, 7, 129]):
+        cu = torch.tensor(starts)
+        grads = plan.backward(replace(t, cu_seqlens_q=cu, cu_seqlens_k=cu), *given)
+        assert [x.tolist() for x in recorder.launches[-1][7:11]] == [starts, starts, [0], [0]]
+        assert [x.shape for x in (grads.dq, grads.dk, grads.dv)] == [x.shape for x in (t.q, t.k, t.v)]
+        written = [x.data_ptr() for x in recorder.launches[-1][11:14]]
+        assert written == [x.data_ptr() for x in (grads.dq, grads.dk, grads.dv)]
+    assert recorder.prepared == 1
+    assert plan.bound is recorder
+    assert len(recorder.launches[0]) == len(recorder.launches[1])
+
+
 def test_a_gradient_that_kernels_cannot_read_in_place_is_copied_also_once_a_launch_is_kept(monkeypatch):
     recorder, plan, (t, out, do, dlse) = recorded(call(*qkv(130, 200), causal=True), monkeypatch)
     plan.backward(t, out, do, dlse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -339,3 +340,30 @@ def test_the_launch_that_is_kept_gets_the_addresses_of_the_tensors_that_the_firs
         assert len(launch) == 6 + 2 * split
     facts = [[(x.shape, x.stride(), x.dtype) for x in (out.o, out.lse)] for out in outputs]
     assert facts[0] == facts[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_launch_that_is_kept_of_a_packed_call_reads_each_calls_own_starts_and_a_new_zero(dtype, monkeypatch):
+    recorder, c = Recorder(), call(*(x[0] for x in qkv(130, 130)), cu_seqlens_q=torch.tensor([0, 40, 130], dtype=dtype))
+    read = []
+    monkeypatch.setattr(hopper.library, "function", lambda config: recorder)
+    monkeypatch.setattr(
+        recorder,
+        "at",
+        lambda *addresses: read.append([ints_at(x, n) for x, n in zip(addresses[6:], (3, 3, 1), strict=True)]),
+    )
+    plan = hopper.ForwardPlan(c.p, config.choose(c.p))
+    shapes = []
+    for starts in ([0, 40, 130], [0, 7, 129]):
+        cu = torch.tensor(starts, dtype=dtype)
+        out = plan.forward(replace(c.t, cu_seqlens_q=cu, cu_seqlens_k=cu))
+        assert read[-1] == [starts, starts, [0]]
+        shapes.append((out.o.shape, out.lse.shape))
+    assert plan.bound is recorder
+    assert len(read) == 2
+    assert shapes[0] == shapes[1] == ((130, *c.t.q.shape[1:]), (c.p.heads_q, 130))
+
+
+def ints_at(address: int, count: int) -> list[int]:
+    """The int32 numbers that lie at an address."""
+    return list((ctypes.c_int32 * count).from_address(address))

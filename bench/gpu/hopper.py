@@ -103,6 +103,7 @@ class Kind(NamedTuple):
     latent: bool = False
     e4m3: bool = False  # whether a latent cache is in 8 bits
     alibi: bool = False
+    dslopes: bool = False
 
     @classmethod
     def of(cls, x: Config | Backward) -> "Kind":
@@ -119,6 +120,7 @@ class Kind(NamedTuple):
             latent,
             latent and x.e4m3,
             getattr(x, "alibi", False),
+            getattr(x, "dslopes", False),
         )
 
     @property
@@ -134,7 +136,8 @@ class Kind(NamedTuple):
         """The score and dropout of a call of this kind with these queries."""
         found = {"score": tw.softcap(3.0)} if self.softcap else {}
         if self.alibi:
-            found = {"score": tw.alibi(0.5 ** torch.linspace(0, 8, q.shape[-2], device=q.device))}
+            slopes = 0.5 ** torch.linspace(0, 8, q.shape[-2], device=q.device)
+            found = {"score": tw.alibi(slopes.requires_grad_(self.dslopes))}
         return found | ({"dropout_p": 0.2, "dropout_seed": 2**62 + 12345} if self.dropout else {})
 
 

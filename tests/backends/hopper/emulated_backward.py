@@ -20,6 +20,7 @@ from tests.backends.hopper.emulated import (
     Global,
     Places,
     Pointer,
+    RegisterRow,
     Registers,
     Rooms,
     _at_once,
@@ -176,7 +177,13 @@ def stand_in_for_keys(found: dict[str, ModuleType], places: Places) -> None:
         before = target.values if operation == found["backward.dq_accumulate"].ADD else 0.0
         target.values[:] = before + part[w].ravel()
 
+    def put(sums, place, lane, total) -> None:
+        # The emulated threads are all four warps, whose places follow the first one's.
+        sums.values[*place[:2], place[2] : place[2] + 4] = total[::32]
+
     stand_in(found["backward.keys"], fetch_statistic=fetch_statistic)
+    stand_in(found["backward.dslopes"], put=put)
+    vars(found["backward.dslopes"].cute.arch).update(warp_idx=lambda: 0, lane_idx=lambda: THREADS % 32)
     stand_in(found["backward.keys_split"], hand_over=hand_over, take_over=take_over)
     stand_in(
         found["backward.keys_compute"],
@@ -290,7 +297,9 @@ def _key_operands(mmas, smem, w: int, config: Backward):
     s = [Registers(tiles.tile_m) for _ in range(4)]
     rooms = smem.k, smem.v, smem.q, smem.do, Turned(smem.q), Turned(smem.do)
     subtrahends = Subtrahends(smem.statistics) if config.subtracts else None
-    return mmas.make(mmas.names, *rooms, *s, Registers(tiles.width), Registers(tiles.width_v), total, None, subtrahends)
+    dslope = RegisterRow(1) if config.dslopes else None
+    grads = Registers(tiles.width), Registers(tiles.width_v)
+    return mmas.make(mmas.names, *rooms, *s, *grads, total, None, subtrahends, dslope)
 
 
 def _query_operands(mmas, smem, config: Backward):

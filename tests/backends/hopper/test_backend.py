@@ -15,6 +15,7 @@ import tilewise as tw
 from tests.backends.contract import ASINH, NEW_OPERATION, call, normal
 from tilewise import dispatch, expr
 from tilewise.backends.hopper import Hopper, kernels
+from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.host import aot, driver, kernel_files, library, sass
 from tilewise.testing import wrong
@@ -133,6 +134,13 @@ def test_calls_without_a_pair_launch_nothing_and_are_right(lengths, packed, laun
     q, k, v = (x[0] if packed else x[:1] for x in qkv(nq, nk))
     starts = {f"cu_seqlens_{side}": torch.tensor([0, n, n], dtype=torch.int32) for side, n in (("q", nq), ("k", nk))}
     c = call(q, k, v, causal=True, sink=normal(4), **(starts if packed else {}))
+    assert not wrong(Hopper(), c)
+    assert not launched
+
+
+def test_slopes_of_calls_without_keys_have_gradients_of_zero(launched):
+    c = call(*qkv(nk=0), causal=True, score=tw.alibi(torch.rand(4).requires_grad_()))
+    assert backward_config.choose(c.p).dslopes
     assert not wrong(Hopper(), c)
     assert not launched
 

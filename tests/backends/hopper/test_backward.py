@@ -84,6 +84,8 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     extras = extras_of(plan, c)
     if x.makes_queue:
         extras[0]["queue"] = np.zeros(1, np.int32)
+    if x.dslopes:
+        extras[0]["dslopes"] = np.full(plan.memory.slope_sums_shape, np.nan, np.float32)
     lo, hi, section_k, ctas_k, section_q, ctas_q, *scales = plan.numbers
     scales, ends = scales[:3], scales[-2:]
 
@@ -101,7 +103,8 @@ def emulate_kernels(c: Call, x: backward_config.Backward, ctas: int) -> Grads:
     dq = first if dq is None else dq
     grads = (torch.from_numpy(g[0] if c.p.packed else g).to(c.p.dtype) for g in (dq, *whole))
     lse, delta = torch.from_numpy(t["lse2"]) / LOG2_E, torch.from_numpy(t["delta"])
-    return Grads(*grads, backward_call.sink_gradient(c.t, lse, delta) if c.p.packed else None, {})
+    sink = backward_call.sink_gradient(c.t, lse, delta) if c.p.packed else None
+    return Grads(*grads, sink, plan.slope_gradient(torch.from_numpy(extras[0]["dslopes"])) if x.dslopes else {})
 
 
 def wrong(c: Call, grads: Grads) -> list[str]:
@@ -180,6 +183,29 @@ def test_the_source_computes_the_gradients(name, form):
     tensors, options = CASES[name]
     c = call(*tensors, **options)
     assert not wrong(c, emulate(c, KEYS[form], ctas=4 if form == "paired" else 3))
+
+
+STEEP = (1.0, 0.1, -0.3, 0.0)
+SLOPED = {
+    "square": (qkv(300, 300, batch=2), STEEP, {}),
+    "wide": (qkv(150, 400), (0.7, 0.2, 0.06, 0.004), {}),
+    "empty-rows": (qkv(400, 150), STEEP, {}),
+    "sink": (qkv(130, 200), STEEP, {"sink": normal(4, seed=8)}),  # a row's dS does not add up to 0
+    "fp16": (qkv(200, 200, dtype=torch.float16), STEEP, {}),
+    "narrow": (qkv(130, 200, d=40, dv=24), STEEP, {}),
+    "steep": (qkv(200, 200), (4.0, 3.0, 2.0, 1.5), {}),  # the keys that count are nearer than a block is wide
+}
+SLOPED_PAIRS = [(name, "queued") for name in SLOPED] + [(name, "queued-wide") for name in ("wide", "sink", "steep")]
+
+
+@pytest.mark.parametrize(("name", "form"), SLOPED_PAIRS, ids=lambda x: x)
+def test_the_source_sums_the_gradient_of_slopes(name, form):
+    tensors, slopes, options = SLOPED[name]
+    c = call(*tensors, score=tw.alibi(torch.tensor(slopes).requires_grad_()), causal=True, **options)
+    assert backward_config.choose(c.p).dslopes
+    grads = emulate(c, KEYS[form], ctas=3)
+    assert {*grads.leaves} == {shared.slopes_of(c.p)}
+    assert not wrong(c, grads)
 
 
 @pytest.mark.parametrize("hiding", HIDING)

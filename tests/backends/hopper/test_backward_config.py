@@ -237,9 +237,14 @@ def test_what_is_chosen_is_shipped(d, mask, score):
 def test_a_call_whose_backward_is_missing_is_refused_from_its_forward_on():
     slopes = torch.ones(4)
     assert not Hopper().refused(small(score=tw.alibi(slopes)).p)
-    p = small(score=tw.alibi(slopes.requires_grad_())).p
-    assert p.spec.needs_grad
-    assert any("gradients" in reason and "score" in reason for reason in Hopper().unsupported(p))
+    wanted, each = slopes.clone().requires_grad_(), torch.ones(1, 4, requires_grad=True)
+    others = {}, {"causal": True, "deterministic": True}, {"causal": True, "d": 256}, {"mask": tw.window(9, 0)}
+    for options in others:  # keys on either side, one order of additions, no such tiles, ends on both sides
+        p = small(score=tw.alibi(wanted), **options).p
+        assert p.spec.needs_grad
+        assert any("gradients" in reason and "score" in reason for reason in Hopper().unsupported(p))
+    assert Hopper().refused(small(score=tw.alibi(each), causal=True).p)  # slopes of batch elements
+    assert Hopper().refused(small(score=tw.alibi(wanted) >> tw.softcap(5.0), causal=True).p)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +290,11 @@ def test_alibi_whose_bias_is_linear_has_one_pass_that_is_shipped(d):
     options = {"d": d, "causal": True, "score": tw.alibi(torch.ones(4))}
     x = backward_config.choose(small(**options).p)
     assert x in shipped()
-    assert x.alibi
+    assert (x.alibi, x.dslopes) == (True, False)
+    wanted = small(**options | {"score": tw.alibi(torch.ones(4, requires_grad=True))}).p
+    assert not Hopper().refused(wanted)
+    assert backward_config.choose(wanted) in shipped()
+    assert backward_config.choose(wanted).dslopes
     assert backward_config.choose(small(deterministic=True, **options).p).traced.score
     q = normal(70, 4, d, dtype=torch.bfloat16)
     c = call(q, q, q, causal=True, score=options["score"], cu_seqlens_q=torch.tensor([0, 30, 70]))

@@ -45,6 +45,8 @@ from tilewise.backends.hopper.config import (
 from tilewise.backends.hopper.expected import Expected
 from tilewise.problem import Problem
 
+FLAGS = "softcap", "dropout", "alibi", "dslopes", "packed"  # fields that are words of a name, in this order
+
 
 class ExtraFields(NamedTuple):
     """The fields of :class:`tilewise.backends.hopper.kit.params.OptionalParams` that a launch of a backward gets, in this order.
@@ -67,7 +69,7 @@ class Backward(Formed):
     """The record that the kernels of one backward are compiled for.
 
     Attributes:
-        queries: None where the pass over key tiles accumulates dQ.
+        queries: None where the pass over key tiles accumulates dQ. dslopes: whether ALiBi's slopes want a gradient.
         dtype, form, softcap, packed, traced, dropout, alibi: as of :class:`tilewise.backends.hopper.forward.config.Config`.
     """
 
@@ -80,6 +82,7 @@ class Backward(Formed):
     traced: Traced = PLAIN
     dropout: bool = False
     alibi: bool = False
+    dslopes: bool = False
 
     @property
     def subtracts(self) -> bool:
@@ -114,7 +117,7 @@ class Backward(Formed):
         dims = f"d{k.width}" + (f"v{k.width_v}" if k.width_v != k.width else "")
         second = self.queries.name if self.queries else "ordered" if k.ordered else "queue" if k.queued else "sum"
         second += "_counted" if k.counts else ""
-        flags = "".join(f"_{name}" for name in ("softcap", "dropout", "alibi", "packed") if getattr(self, name))
+        flags = "".join(f"_{name}" for name in FLAGS if getattr(self, name))
         flags += "" if self.traced == PLAIN else f"_{self.traced.digest}"
         return f"backward_{self.dtype}_{dims}_{self.form}{flags}_{k.name}_{second}"
 
@@ -133,9 +136,9 @@ class Backward(Formed):
     @property
     def extra(self) -> ExtraFields:
         """The optional fields of a launch of these kernels. Packed sequences have parameters of their own, which follow these."""
-        both = (("seed",) if self.dropout else ()) + (("slopes",) if self.alibi else ())
-        numbers = ("threshold", "keep") if self.dropout else ()
-        return ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both, numbers)
+        both = ("seed",) * self.dropout + ("slopes",) * self.alibi
+        found = ExtraFields(self.mask_fields, self.mask_fields if self.queries else (), both)
+        return found._replace(numbers=("threshold", "keep")) if self.dropout else found
 
     @property
     def tile_m(self) -> int:
@@ -163,8 +166,7 @@ class Backward(Formed):
         """Whether the pass over keys begins on multiprocessors that the pass over queries has left, before all have: its first tiles
         then wait for the flags of their heads' statistics (docs/decisions.md#hopper-flags).
 
-        Tiles of other forms are dealt out by length, and all multiprocessors end with them at about the same time; of packed
-        sequences only the device knows which tiles there are."""
+        Tiles of other forms are dealt out by length, and all end at about the same time; only the device knows packed ones."""
         return self.queries_first and self.form == "full" and not self.packed
 
     def statistics_rows(self, p: Problem) -> int:
@@ -344,6 +346,9 @@ TABLE = {
     ),
 }
 BANDS = ("full", "upper", "band")  # forms whose rows' ends are numbers
+SUMMED_SLOPES = (
+    "up to head_dim 128 of causal ALiBi's slopes (heads_q,) in fp32, unless deterministic=True or sequences are packed"
+)
 LEAST_SCALE = 1e-12  # products subtract lse / softmax_scale
 ORDERED_FROM = 1500  # keys a query: additions in order pay then where tiles are unequal, and wait for longer ones
 ORDERED_ROUNDS = 1.5  # of tiles of one sequence: additions in order pay then, as its first tiles wait for each other
@@ -388,8 +393,15 @@ def shipped() -> list[Backward]:
         if row.dropout
         for form, packed in dropped
     ]
-    sloped = [(row.summed("upper", packed), packed) for packed in (False, True) for row in rows if row.alibi]
-    found += [(Passes(keys), {"form": "upper", "packed": packed, "alibi": True}) for keys, packed in sloped]
+    sloped = [row.summed("upper", packed=False) for row in rows if row.alibi]
+    found += [
+        (Passes(x), {"form": "upper", "alibi": True, "dslopes": wanted}) for wanted in (False, True) for x in sloped
+    ]
+    found += [
+        (Passes(row.summed("upper", packed=True)), {"form": "upper", "packed": True, "alibi": True})
+        for row in rows
+        if row.alibi
+    ]
     dtypes = DTYPES.values()
     return [Backward(*passes, dtype=dtype, **options) for passes, options in found if passes for dtype in dtypes]
 
@@ -405,8 +417,10 @@ def exists(keys: KeyTiles, form: str, packed: bool) -> bool:
 
 def reasons(p: Problem) -> list[str]:
     """Every reason why these kernels cannot run the backward of a problem whose forward they can. Another backend then runs both."""
-    if p.spec.lookups:
-        return ["a tensor that a score reads wants a gradient: its backward has gradients of q, k, v and sink alone"]
+    if p.spec.lookups and with_slopes(p) is None:
+        return [
+            f"a tensor that a score reads wants a gradient: its backward has gradients of q, k, v and sink, and {SUMMED_SLOPES}"
+        ]
     if p.packed and p.spec.dropout_p and p.spec.deterministic:
         return ["packed sequences with dropout and deterministic=True"]
     if p.packed and is_traced(p) and p.spec.deterministic:
@@ -449,7 +463,11 @@ def with_slopes(p: Problem) -> Backward | None:
     row = next((row for row in rows_for(p) if row.alibi), None)
     if row is None or slopes_of(p) is None or p.spec.dropout_p or p.spec.deterministic:
         return None
-    return Backward(row.summed("upper", p.packed), None, DTYPES[str(p.dtype)], "upper", packed=p.packed, alibi=True)
+    wanted = bool(p.spec.lookups)
+    if wanted and p.packed:
+        return None
+    keys = row.summed("upper", p.packed)
+    return Backward(keys, None, DTYPES[str(p.dtype)], "upper", packed=p.packed, alibi=True, dslopes=wanted)
 
 
 def bit_tiles_of(p: Problem) -> KeyTiles | None:

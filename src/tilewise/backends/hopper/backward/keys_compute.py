@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-from tilewise.backends.hopper.backward import dq_accumulate
+from tilewise.backends.hopper.backward import dq_accumulate, dslopes
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
     OperandValues,
@@ -66,6 +66,7 @@ class DkDvOperands(NamedTuple):
         dq: the operands of a part of dQ, where it is accumulated.
         v_registers: the first columns of V in registers, if any are there.
         subtrahends: where products subtract the statistics.
+        dslope: (1,), fp32: what the thread's keys add to the gradient of a query head's slope, where that is summed.
     """
 
     mmas: KeysMmas
@@ -84,12 +85,13 @@ class DkDvOperands(NamedTuple):
     dq: dq_accumulate.SumOperands | None = None
     v_registers: RegisterOperand | None = None
     subtrahends: Subtrahends | None = None
+    dslope: cute.Tensor | None = None
 
 
 def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkDvOperands:
     """The operands of warpgroup w."""
     tiles, score, dk, dv = config.keys, *(mma.get_slice(0) for mma in mmas[:3])
-    v_columns = K_STEP * v_register_steps(tiles, config.statistics, config.packed)
+    v_columns = K_STEP * v_register_steps(tiles, config.statistics, config.packed, config.dslopes)
 
     def accumulator(mma, columns):
         return cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), F32)
@@ -110,6 +112,7 @@ def make_operands(mmas: KeysMmas, smem: KeysStorage, w, config: Backward) -> DkD
         dq_accumulate.make_operands(mmas.dq, smem.dq, smem.k, w, config) if tiles.sums_dq else None,
         RegisterOperand(mmas.dp_registers, operand(mmas.dp_registers, v_columns)) if v_columns else None,
         make_subtrahends(mmas, smem, operand(mmas.dp_registers, K_STEP)) if config.subtracts else None,
+        cute.make_rmem_tensor((1,), F32) if config.dslopes else None,
     )  # fmt: skip
 
 
@@ -354,6 +357,8 @@ def summing_tile(
     if cutlass.const_expr(tiles.overlaps):
         cute.arch.mbarrier_wait(smem.left, 1 - held_phase)  # dK and dV of the tile before have left, from store
     state = state.restart()
+    if cutlass.const_expr(config.dslopes):
+        operands.dslope.fill(0.0)
     for g in cutlass.range(params.group, unroll=1):
         blocks = blocks_of_head(group_blocks, column, key_tile, g, params, config)
         if cutlass.const_expr(config.has_upper):
@@ -370,6 +375,9 @@ def summing_tile(
             for step in cutlass.range(blocks.tile.stop - blocks.stop, unroll=1):
                 block = blocks.partial_block(blocks.stop + step, params, config)
                 state = summing_block(operands, w, state, block, smem, params, config)
+        if cutlass.const_expr(config.dslopes):
+            head = key_tile.head * params.group + g
+            dslopes.store(operands.dslope, params.extra.dslopes, key_tile.batch, head, column // ROWS)
     dq_accumulate.begin_part(operands.dq, smem.dq, state.count - 1, config)  # of the last block
     warpgroup.wait_group(0)
     if cutlass.const_expr(tiles.overlaps):
@@ -434,6 +442,8 @@ def summing_block(
     delta = None if config.subtracts else column_statistic(smem.statistics, do_stage)
     p = rounded_p(operands, sloped if config.softcap else operands.p, config)
     score_gradients(rows_columns(operands.dp), p, delta, kept, params)
+    if config.dslopes:
+        dslopes.add_block(operands.dslope, rows_columns(operands.dp), block.slopes)
     round_to_operand(operands.ds, operands.dp, config.dtype)
     if config.dropout:
         dropout.drop(operands.p, kept.masks(config.keys.tile_m // 4))
@@ -458,7 +468,11 @@ def kept_pairs(
 def rounded_p(operands: DkDvOperands, p: cute.Tensor, config: Backward) -> cute.Tensor | OperandValues:
     """An operand as P as fp32 numbers at a thread's (row, column). Tiles with columns of V in registers, and those whose products subtract
     statistics, take fewer instructions for it; the bits of other kernels without dropout are left as they were proven."""
-    few = v_register_steps(config.keys, config.statistics, config.packed) or config.subtracts or config.separate_ds
+    few = (
+        v_register_steps(config.keys, config.statistics, config.packed, config.dslopes)
+        or config.subtracts
+        or config.separate_ds
+    )
     if few:
         return OperandValues(p, operands.dp, config.dtype, held=config.dropout and config.dtype == "fp16")
     return as_rows_columns(p, operands.dp)

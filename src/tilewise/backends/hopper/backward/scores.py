@@ -5,7 +5,8 @@ Sᵀ = K Qᵀ: rows are keys, columns are queries, and lse2 and delta belong to 
 
 Masks, softcaps, traced scores and dropout all act here: :func:`probabilities` makes P (and drops pairs of it),
 :func:`score_gradients` makes dS = slope · P (dP − delta), where dropout acts on dP. The gradient of a tensor that a score reads would
-be summed there from P (dP − delta), before the slope is multiplied in: docs/algorithm.md, (17).
+be summed there from P (dP − delta), before the slope is multiplied in (docs/algorithm.md, (17)), as that of ALiBi's slopes is
+(:mod:`tilewise.backends.hopper.backward.dslopes`).
 """
 
 from __future__ import annotations

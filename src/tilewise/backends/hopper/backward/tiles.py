@@ -285,10 +285,10 @@ def shared_of(tiles: KeyTiles, statistics: StatisticSlots) -> int:
     return tiles.shared_with(statistics.count * statistics.words, CONSTANT_BYTES)
 
 
-def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots, packed: bool) -> int:
+def v_register_steps(tiles: KeyTiles, statistics: StatisticSlots, packed: bool, dslopes: bool) -> int:
     """:attr:`KeyTiles.v_register_steps`, as far as registers last: computing warps use 236 to 238 of 240."""
     if statistics.subtracted:
         # The constant that products subtract by takes four, statistics none.
         return 0 if tiles.dq_transposed else tiles.v_register_steps
-    # The numbers of a sequence take registers, too.
-    return min(tiles.v_register_steps, 3) if packed else tiles.v_register_steps
+    # The numbers of a sequence take registers, too, and a thread's part of the slopes' gradient takes more.
+    return min(tiles.v_register_steps, 2 if dslopes else 3 if packed else tiles.v_register_steps)

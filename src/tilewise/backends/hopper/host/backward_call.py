@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise import state
-from tilewise.backends.base import Grads, Inputs, Output
+from tilewise.backends.base import Grads, Inputs, Output, gradients_of_no_pair, has_no_pair
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.grids import grids
-from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, strides_addressable
+from tilewise.backends.hopper.config import PLAIN, Band, band_of, keys_of, slopes_of, strides_addressable
 from tilewise.backends.hopper.host import library, masks
 from tilewise.backends.hopper.host.backward_memory import BackwardMemory
 from tilewise.backends.hopper.host.driver import PerStrides
@@ -92,6 +92,12 @@ class BackwardPlan(LaunchPlan):
         found += [of_both[name] for name in config.extra.both]
         return found + ([] if config.traced == PLAIN else [leaf(inputs.leaves[n]) for n in self.expressions.slots])
 
+    def slope_gradient(self, parts: Tensor) -> dict[int, Tensor]:
+        """The gradient of ALiBi's slopes, (heads_q,), by their slot, of its parts (batch, heads_q, warp); fp32."""
+        # Kernels get the keys that are seen: nobody writes the parts of tiles past these.
+        written = self.memory.slope_sums_of(self.keys.stop - self.keys.start)
+        return {slopes_of(self.problem): parts[..., :written].sum((0, 2))}
+
     def without_unseen(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """k and v, or copies with zeros for the keys that no query sees, where kernels are not kept from these otherwise."""
         keys = self.config.keys
@@ -125,11 +131,9 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     """The gradients: makes what the launch reads and writes, and launches."""
     problem, keys, packed = plan.problem, plan.keys, plan.problem.packed
     qkv = inputs.q, inputs.k, inputs.v
+    if keys.start == keys.stop or has_no_pair(problem):  # nobody sees a key
+        return gradients_of_no_pair(problem, inputs, dlse)
     grads = dq, dk, dv = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv)
-    if keys.start == keys.stop or not (dq.numel() and dk.numel()):  # nobody sees a key
-        for x in grads:
-            x.zero_()
-        return Grads(*grads, sink_gradient(inputs, out.lse, -dlse), {})
     tensors = inputs.q, *plan.without_unseen(inputs)
     q, k, v = (addressed(x, good) for x, good in zip(tensors, plan.addressable, strict=True))
     o, do = (addressed(x, x.is_contiguous() or strides_addressable(x.shape, x.stride())) for x in (out.o, do))
@@ -147,11 +151,12 @@ def backward(plan: BackwardPlan, inputs: Inputs, out: Output, do: Tensor, dlse: 
     bound = plan.launch((*given, *made), lambda: (given, made, plan.numbers))
     if plan.direct and as_they_are((*qkv, o, do, lse, dlse)):  # some may be copies by now, which lie so
         plan.keep(bound, [*grads, *made[3:]])
+    leaves = plan.slope_gradient(made[-1]) if plan.config.dslopes else {}
     if inputs.sink is None:
-        return Grads(*grads, None, {})
+        return Grads(*grads, None, leaves)
     if packed:  # rows lie where the statistics have them
-        return Grads(*grads, sink_gradient(inputs, lse_of(plan, lse2), delta), {})
-    return Grads(*grads, sink_gradient(inputs, lse, delta[..., : problem.seqlen_q]), {})
+        return Grads(*grads, sink_gradient(inputs, lse_of(plan, lse2), delta), leaves)
+    return Grads(*grads, sink_gradient(inputs, lse, delta[..., : problem.seqlen_q]), leaves)
 
 
 def lse_of(plan: BackwardPlan, lse2: Tensor) -> Tensor:

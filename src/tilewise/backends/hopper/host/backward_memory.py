@@ -13,6 +13,7 @@ from tilewise.caching import cached_property
 from tilewise.problem import Problem
 
 INF = float("inf")
+WARPS = 4  # of a warpgroup
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class BackwardMemory:
             found += (lse.new_empty(self.sums_shape),)
         if self.semaphores_shape is not None:
             found += (lse.new_empty(self.semaphores_shape, dtype=torch.int32),)
-        return (*found, lse.new_empty(1, dtype=torch.int32)) if self.config.makes_queue else found
+        if self.config.makes_queue:
+            found += (lse.new_empty(1, dtype=torch.int32),)
+        return (*found, lse.new_empty(self.slope_sums_shape)) if self.config.dslopes else found
 
     def statistics(self, lse: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
         """Memory for lse2 and delta, fp32, of lse (batch, heads_q, row).
@@ -53,6 +56,15 @@ class BackwardMemory:
             return None
         problem, config = self.problem, self.config
         return problem.batch_dim, problem.heads_q, config.blocks(problem), KEY_GROUPS, config.keys.part_elements
+
+    @cached_property
+    def slope_sums_shape(self) -> tuple[int, ...]:
+        """The shape of the parts of the slopes' gradient."""
+        return self.problem.batch, self.problem.heads_q, self.slope_sums_of(self.problem.seqlen_k)
+
+    def slope_sums_of(self, keys: int) -> int:
+        """How many parts of the slopes' gradient so many keys have: each warp of each tile writes one."""
+        return WARPS * KEY_GROUPS * -(-keys // self.config.keys.tile_n)
 
     @cached_property
     def semaphores_shape(self) -> tuple[int, ...] | None:

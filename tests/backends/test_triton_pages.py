@@ -204,11 +204,18 @@ H200 = Machine("sm90", 227 << 10, 132)
 
 
 def problem(
-    batch: int, seqlen_q: int, page_size: int, max_pages: int, *, packed: bool = False, deterministic: bool = False
+    batch: int,
+    seqlen_q: int,
+    page_size: int,
+    max_pages: int,
+    *,
+    head_dim: int = 128,
+    packed: bool = False,
+    deterministic: bool = False,
 ) -> Problem:
-    """A call of 32 query heads and 8 key heads of 128 in bf16; packed, of ``seqlen_q`` rows in all."""
-    q = normal(*((seqlen_q,) if packed else (batch, seqlen_q)), 32, 128, dtype=torch.bfloat16)
-    pools = (torch.empty(1, dtype=torch.bfloat16).expand(1, page_size, 8, 128) for _ in range(2))
+    """A call of 32 query heads and 8 key heads in bf16; packed, of ``seqlen_q`` rows in all."""
+    q = normal(*((seqlen_q,) if packed else (batch, seqlen_q)), 32, head_dim, dtype=torch.bfloat16)
+    pools = (torch.empty(1, dtype=torch.bfloat16).expand(1, page_size, 8, head_dim) for _ in range(2))
     table, lengths = torch.zeros(batch, max_pages, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
     options = {"cu_seqlens_q": torch.zeros(batch + 1, dtype=torch.int32)} if packed else {}
     return paged_call(q, tw.paged(*pools, table, lengths), deterministic=deterministic, **options).p
@@ -252,7 +259,7 @@ def test_a_machine_has_even_shares_of_all_keys_where_a_batch_would_not_fill_it_a
         "deterministic": problem(8, 1, 64, 512, deterministic=True),
     }
     found = {name: paged_config(p, H200, "ieee").shares for name, p in shares.items()}
-    assert found == dict.fromkeys(shares, 0) | {"decode": H200.cores // 8}
+    assert found == dict.fromkeys(shares, 0) | {"decode": H200.cores // 8, "many": 32}
     # Cuts fall between sequences of one length where that leaves no more than an eighth of the machine idle.
     by_batch = {n: paged_config(problem(n, 1, 64, 512), H200, "ieee").shares for n in (2, 3, 5, 6, 7, 8, 11, 16)}
     assert by_batch == {2: 16, 3: 15, 5: 15, 6: 16, 7: 14, 8: 16, 11: 16, 16: 16}
@@ -262,10 +269,16 @@ def test_more_tiles_than_multiprocessors_have_even_shares_by_two_programs_each_a
     few, some, many, short = (
         paged_config(problem(n, 1, 64, m), H200, "ieee") for n, m in ((16, 512), (17, 512), (34, 512), (32, 16))
     )
-    assert (some.shares, many.shares, short.shares) == (2 * H200.cores // 8, 0, 0)
+    assert (some.shares, many.shares, short.shares) == (2 * H200.cores // 8, 2 * H200.cores // 8, 0)
     assert paged_config(problem(32, 1, 64, 512), H200, "ieee").shares == 32
     assert few.forward.num_stages == some.forward.num_stages + 1
-    assert (few.forward.registers, some.forward.registers, many.forward.registers) == (0, 0, PARTS_REGISTERS)
+    assert (few.forward.registers, some.forward.registers, short.forward.registers) == (0, 0, PARTS_REGISTERS)
+
+
+def test_warps_that_share_a_tile_s_keys_have_even_shares_where_tiles_are_not_a_few():
+    shares = {n: paged_config(problem(n, 1, 64, 64, head_dim=256), H200, "ieee").shares for n in (2, 8, 20, 64)}
+    assert shares == {2: 0, 8: 32, 20: 33, 64: 32}
+    assert paged_config(problem(8, 1, 16, 256, head_dim=256), H200, "ieee").shares == 0
 
 
 def test_splits_fill_the_machine_and_stop_where_it_is_full():

@@ -43,6 +43,7 @@ PROGRAMS = 2  # for each multiprocessor, as many as run there at a time
 LEAST_SPLITS = 16  # of a batch of decoding steps: one sequence may be much longer than the others
 MOST_SPLITS = 128
 MOST_SPLITS_ALONE = 32  # where the choice may not look at the batch: the partial states of a large one should still fit
+MOST_SHARES = 5  # of a tile whose keys warps share: 16 tiles of head_dim 256 take 26.4 µs in even shares for 24.4 in splits (H200)
 PARTS_REGISTERS = 168  # of a thread where warps take parts of a tile's keys: three programs for each multiprocessor
 SHORTEST_SPLIT = 128  # keys, where programs are few
 SPLIT_OF_MANY = (
@@ -229,33 +230,35 @@ def value_pieces(head_dim_v: int, tiles: Tiles) -> tuple[tuple[int, int, int], .
 
 
 def shared_tiles(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[Tiles, int]:
-    """The tiles of programs that have even shares of all keys, and how many such programs a multiprocessor has at a time.
+    """The tiles of programs that have even shares of all keys, and how many such programs a multiprocessor has.
 
-    One, with all registers and a stage more, where the batch's tiles are no more than multiprocessors; else two, as they fit.
+    One, with all registers and a stage more, where the batch's tiles are no more than multiprocessors; else, and where warps share a
+    tile's keys, two: at a time, or one after the other.
     """
     tiles = replace(tiles, registers=0)
-    need = partial(paged_memory, problem, machine.arch)
-    if problem.batch * problem.heads_k > machine.cores:
-        return tiles, min(PROGRAMS, (machine.shared + 1024) // need(tiles))
+    if tiles.parts == 1 or problem.batch * problem.heads_k > machine.cores:
+        return tiles, PROGRAMS
     deeper = replace(tiles, num_stages=tiles.num_stages + 1)
-    return deeper if need(deeper) <= machine.shared else tiles, 1
+    fits = paged_memory(problem, machine.arch, deeper) <= machine.shared
+    return deeper if fits else tiles, 1
 
 
 def even_shares(problem: Problem, tiles: Tiles, programs: int) -> int:
-    """How many even shares all key tiles have (``kernels.shares``), where so many programs run at a time; 0: each sequence has splits.
+    """How many even shares all key tiles have (``kernels.shares``), where so many programs share the work; 0: each sequence has splits.
 
-    It has where it is alone, or where sequences have tiles enough for all programs. Shares depend on all sequences of a batch, so that a
-    deterministic call has none; each sequence has one tile of rows; and where warps share a tile's keys, one program is too few for a
-    multiprocessor.
+    Shares depend on all sequences of a batch, so that a deterministic call has none; each sequence has one tile of rows, and there is
+    more than one sequence. Where warps share a tile's keys, pages hold whole tiles of 16 bits, and of tiles there are not a few.
     """
-    if problem.packed or problem.spec.deterministic or tiles.parts == 1 or rows_of_sequence(problem) > tiles.tile_m:
+    if problem.packed or problem.spec.deterministic or rows_of_sequence(problem) > tiles.tile_m or problem.batch == 1:
         return 0
+    if tiles.parts == 1:
+        plain = not (problem.quantised or problem.latent) and addressing(problem, tiles.tile_n) != "several"
+        if not plain or MOST_SHARES * problem.batch * problem.heads_k < programs:
+            return 0
     most = programs // problem.heads_k
-    if problem.batch == 1 or problem.batch > most:
-        return 0
     # Shares of equally long sequences begin where these do, unless more than an eighth of the machine would be idle for it.
-    whole = most // problem.batch * problem.batch
-    return whole if 8 * whole >= 7 * most else most
+    each = [n for n in range(1, most + 1) if problem.batch % n == 0 or n % problem.batch == 0]
+    return each[-1] if each and 8 * each[-1] >= 7 * most else most
 
 
 def paged_splits(problem: Problem, tile_m: int, cores: int) -> tuple[int, int]:

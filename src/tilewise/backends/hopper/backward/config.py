@@ -248,8 +248,6 @@ class BackwardRow:
     def summed(self, form: str, packed: bool, dropout: bool = False, softcap: bool = False) -> KeyTiles | None:
         """The tiles of a single pass as a form has them (docs/decisions.md#hopper-overlapped-tiles, #hopper-open-heads)."""
         keys = self.dropout if dropout else self.softcap_one_pass if softcap else self.one_pass
-        if softcap and (packed or form == "band"):  # it would spill
-            return None
         if keys is None or keys.clustered:
             return keys
         # Products subtract lse from what is the score itself: not from what a softcap or dropout is yet to change.
@@ -282,6 +280,7 @@ TABLE = {
         ),
         predicate=Passes(KeyTiles(64, 64, tile_m=64, stages=8), QueryTiles(64, 64, warpgroups=2, tile_n=96, stages=6)),
         one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, prefetches=True, v_register_steps=4),
+        softcap_one_pass=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, reads_late=True),
         dropout=KeyTiles(64, 64, tile_m=128, stages=5, sums_dq=True, dp_late=True),
         alibi=True,
         bits=replace(_BITS, width=64, width_v=64, tile_m=128, stores_first=True),
@@ -309,7 +308,7 @@ TABLE = {
             KeyTiles(128, 128, tile_m=32, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=64, stages=6)
         ),
         one_pass=KeyTiles(128, 128, tile_m=80, stages=4, sums_dq=True, dq_first=True, v_register_steps=1),
-        softcap_one_pass=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
+        softcap_one_pass=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True, reads_late=True),
         dropout=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
         alibi=True,
         bits=replace(_BITS, dq_first=True),

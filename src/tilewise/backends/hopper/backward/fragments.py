@@ -21,6 +21,7 @@ from tilewise.backends.hopper.kit.instructions import after, keep_words_above, p
 from tilewise.backends.hopper.kit.ring import release
 from tilewise.backends.hopper.kit.tiles import rows_columns
 
+STATISTICS = 4  # columns of a thread whose statistics HeldStatistic reads at once
 HELD = 8  # columns of a thread whose numbers OperandValues may make at once, where it holds them back
 
 
@@ -194,6 +195,29 @@ def column_statistic(statistics: cute.Tensor, stage):
     return lambda r, c: flat[c]
 
 
+class HeldStatistic:
+    """As :func:`column_statistic`, but STATISTICS columns are read at a time, no sooner than the number is there which replaces that of
+    the first column of those before: all columns at once take as many registers as a thread has columns.
+
+    ``acc``: (2 rows, columns of the thread), whose numbers are replaced column by column.
+    """
+
+    def __init__(self, statistics: cute.Tensor, stage, acc: cute.Tensor):
+        self.mine = statistics[None, cute.arch.thread_idx()[0] % 4, None, stage]
+        self.acc, self.found = acc, {}
+
+    def __call__(self, r, c):
+        first = c - c % STATISTICS
+        if first not in self.found:
+            zero = after(I32(0), self.acc[1, first - STATISTICS]) if first else I32(0)
+            # Two neighbours every 8 columns of the block, of which a quad's lanes hold two each.
+            layout = cute.make_layout((2, STATISTICS // 2), stride=(1, 8))
+            read = cute.make_rmem_tensor(layout.shape, F32)
+            cute.autovec_copy(cute.make_tensor(self.mine.iterator + 4 * first + zero, layout), read)
+            self.found = {first: cute.make_tensor(read.iterator, cute.make_layout(STATISTICS))}
+        return self.found[first][c - first]
+
+
 def release_read(empty: cute.Pointer) -> None:
     """Releases a stage of which every lane of the warp has read."""
     cute.arch.sync_warp()
@@ -201,22 +225,25 @@ def release_read(empty: cute.Pointer) -> None:
 
 
 def store_accumulator(
-    acc: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor, dtype: str, transpose: bool = False
+    acc: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor, dtype: str, transpose: bool = False, held: bool = False
 ) -> None:
-    """Rounds an accumulator and stores it in shared memory, (rows, columns)."""
+    """Rounds an accumulator and stores it in shared memory, (rows, columns). ``held``: addresses are computed when it is there, since
+    ptxas keeps them in registers from a kernel's beginning."""
+    zero = after(I32(0), acc[0]) if held else None
     # Rounded once, from fp32.
     out = cute.make_rmem_tensor_like(acc, ELEMENT[dtype])
     out.store(acc.load().to(ELEMENT[dtype]))
-    store_fragment(out, mma, smem, dtype, transpose)
+    store_fragment(out, mma, smem, dtype, transpose, zero)
 
 
 def store_fragment(
-    fragment: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor, dtype: str, transpose: bool = False
+    fragment: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor, dtype: str, transpose: bool = False, zero=None
 ) -> None:
     """Stores elements in an accumulator's order in shared memory by stmatrix. ``transpose``: ``smem`` is the transposed view of its
     tile."""
     # Four 8 × 8 matrices an instruction: 16 bytes a lane, without bank conflicts in a swizzled tile.
     atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(transpose, 4), ELEMENT[dtype])
     copy = cute.make_tiled_copy_C(atom, mma)
-    part = copy.get_slice(cute.arch.thread_idx()[0] % 128)
+    thread = cute.arch.thread_idx()[0]
+    part = copy.get_slice((thread if zero is None else thread + zero) % 128)
     cute.copy(copy, part.retile(fragment), part.partition_D(smem))

@@ -20,6 +20,7 @@ from cutlass.cute.nvgpu import warpgroup
 from tilewise.backends.hopper.backward import dq_accumulate, dslopes
 from tilewise.backends.hopper.backward.config import Backward
 from tilewise.backends.hopper.backward.fragments import (
+    HeldStatistic,
     OperandValues,
     RegisterOperand,
     as_accumulator,
@@ -317,7 +318,7 @@ def tile_at(t: cute.Tensor, n) -> cute.Tensor:
 
 def finish(acc: cute.Tensor, mma: cute.TiledMma, smem_tile: cute.Tensor, done, config: Backward) -> None:
     """Rounds a gradient, 64 x width, into its tile in shared memory, from where a storing warp takes it."""
-    store_accumulator(acc, mma, smem_tile, config.dtype)
+    store_accumulator(acc, mma, smem_tile, config.dtype, held=config.keys.reads_late)
     cute.arch.fence_view_async_shared()
     cute.arch.mbarrier_arrive(done)
 
@@ -423,7 +424,7 @@ def summing_block(
         begin_dp(operands, w, do_stage, slot)  # dPᵀ = V dOᵀ, 64 x tile_m
         kept = kept_pairs(operands, block, smem, params, config)  # under both products
     warpgroup.wait_group(int(not late))  # S is done
-    lse2 = None if config.subtracts else column_statistic(smem.statistics, q_stage)
+    lse2 = None if config.subtracts else statistic(smem, q_stage, operands.s, config)
     # A softcap's slope · P is rounded as P is: dS takes it in P's place.
     sloped = cute.make_rmem_tensor_like(operands.p) if config.softcap else None
     probabilities(rows_columns(operands.s), operands.p, lse2, block, params, config, sloped=sloped)
@@ -439,9 +440,9 @@ def summing_block(
     else:
         begin_dv(operands, do_stage)  # dV += Pᵀ dO, 64 x width_v, runs while dS is made
         warpgroup.wait_group(1)  # dP is done
-    delta = None if config.subtracts else column_statistic(smem.statistics, do_stage)
+    delta = None if config.subtracts else statistic(smem, do_stage, operands.dp, config)
     p = rounded_p(operands, sloped if config.softcap else operands.p, config)
-    score_gradients(rows_columns(operands.dp), p, delta, kept, params)
+    score_gradients(rows_columns(operands.dp), p, delta, kept, params, by_columns=config.keys.reads_late)
     if config.dslopes:
         dslopes.add_block(operands.dslope, rows_columns(operands.dp), block.slopes)
     round_to_operand(operands.ds, operands.dp, config.dtype)
@@ -453,6 +454,13 @@ def summing_block(
     end = dq_then_dk if config.keys.dq_first else dk_then_dq
     end(operands, w, state, smem, q_stage, do_stage, config)
     return state.next_block(config.keys.stages)
+
+
+def statistic(smem: KeysStorage, stage, acc: cute.Tensor, config: Backward):
+    """The statistics of a block's columns, as :func:`column_statistic` or :class:`HeldStatistic` has them."""
+    if config.keys.reads_late:
+        return HeldStatistic(smem.statistics, stage, rows_columns(acc))
+    return column_statistic(smem.statistics, stage)
 
 
 def kept_pairs(

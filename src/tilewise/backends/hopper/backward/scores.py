@@ -189,6 +189,9 @@ def probability(point: ScorePoint, lse2, column: int, ends, params: BackwardPara
 
 def times_slope(p, point: ScorePoint, config: Backward):
     """slope · P. Where P is 0 the product is selected to 0, since a traced slope may be anything there."""
+    if config.softcap and config.keys.reads_late:
+        # As many instructions, but the slope does not lie beside the exponent: one register less for each pair at work.
+        return cute.math.fma(-(p * point.score), point.score, p)
     if config.softcap:
         return p * (1.0 - point.score * point.score)
     return p if point.slope is None else choose(p == 0.0, 0.0, p * point.slope)
@@ -197,7 +200,9 @@ def times_slope(p, point: ScorePoint, config: Backward):
 # -- dS ------------------------------------------------------------------------------------------------------------
 
 
-def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta, kept=None, params: BackwardParams | None = None) -> None:
+def score_gradients(
+    dp: cute.Tensor, p: cute.Tensor, delta, kept=None, params: BackwardParams | None = None, by_columns: bool = False
+) -> None:
     """Turns a block of dP into dS = (slope · P) (dP - delta), docs/algorithm.md, (13) and (14); fp32.
 
     Args:
@@ -205,11 +210,12 @@ def score_gradients(dp: cute.Tensor, p: cute.Tensor, delta, kept=None, params: B
         delta: function of a thread's row and column; None where dP has come with delta subtracted.
         kept: dropout's condition, which acts on the dP that enters dS: dP is scaled by 65536 / T where it holds, and 0 elsewhere.
     """
-    for r in range(2):
-        for c in range(cute.size(dp, mode=[1])):
-            # (14), in fp32: dS is rounded once, where it becomes an operand.
-            if kept is None:
-                dp[r, c] = F32(p[r, c]) * (dp[r, c] if delta is None else dp[r, c] - delta(r, c))
-            else:
-                difference = cute.math.fma(choose(kept(r, c), dp[r, c], 0.0), params.extra.keep, -delta(r, c))
-                dp[r, c] = F32(p[r, c]) * difference
+    rows, columns = range(2), range(cute.size(dp, mode=[1]))
+    places = [(r, c) for c in columns for r in rows] if by_columns else [(r, c) for r in rows for c in columns]
+    for r, c in places:
+        # (14), in fp32: dS is rounded once, where it becomes an operand.
+        if kept is None:
+            dp[r, c] = F32(p[r, c]) * (dp[r, c] if delta is None else dp[r, c] - delta(r, c))
+        else:
+            difference = cute.math.fma(choose(kept(r, c), dp[r, c], 0.0), params.extra.keep, -delta(r, c))
+            dp[r, c] = F32(p[r, c]) * difference

@@ -51,6 +51,8 @@ class KeyTiles:
         counts: tiles that have been added to a head's dQ are counted, so that multiprocessors without a tile round it: the same entry.
         subtracts: in bf16, products subtract the rows' statistics (:mod:`tilewise.backends.hopper.backward.subtrahends`).
         dp_late: dP begins when P is made: S and dP share no registers, dropout is drawn under it (docs/decisions.md#hopper-pair-tiles).
+        reads_late: a thread reads the rows' statistics, and computes addresses of dK and dV, as late as it can: a softcap's slope leaves no
+            registers for them (docs/decisions.md#hopper-softcap).
         v_register_steps: how many steps of 16 columns of V stay in registers (docs/decisions.md#hopper-shared-memory).
     """
 
@@ -72,11 +74,13 @@ class KeyTiles:
     subtracts: bool = False
     dp_late: bool = False
     v_register_steps: int = 0
+    reads_late: bool = False
     clustered = False  # two CTAs share a tile: see ClusterTiles
 
     @property
     def name(self) -> str:
         layout = "_pair" if self.clustered else "_split" if self.split else "_overlap" if self.overlaps else ""
+        layout += "_late" if self.reads_late else ""
         return f"{self.tile_m}x{self.tile_n}_s{self.stages}{layout}"
 
     @property

@@ -250,6 +250,8 @@ class BackwardRow:
         keys = self.dropout if dropout else self.softcap_one_pass if softcap else self.one_pass
         if keys is None or keys.clustered:
             return keys
+        if softcap and (packed or form == "band"):  # it would spill, and elsewhere reading late costs 3 % (D 128)
+            keys = replace(keys, reads_late=True)
         # Products subtract lse from what is the score itself: not from what a softcap or dropout is yet to change.
         keys = replace(keys, overlaps=True, counts=not packed, subtracts=not (dropout or softcap))
         return keys if form == "full" and not packed else replace(keys, queued=True, prefetches=True)
@@ -308,7 +310,7 @@ TABLE = {
             KeyTiles(128, 128, tile_m=32, stages=8), QueryTiles(128, 128, warpgroups=2, tile_n=64, stages=6)
         ),
         one_pass=KeyTiles(128, 128, tile_m=80, stages=4, sums_dq=True, dq_first=True, v_register_steps=1),
-        softcap_one_pass=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True, reads_late=True),
+        softcap_one_pass=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
         dropout=KeyTiles(128, 128, tile_m=64, stages=5, sums_dq=True, dq_first=True),
         alibi=True,
         bits=replace(_BITS, dq_first=True),

@@ -94,7 +94,8 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
 
     def begin_scores(operands, part: int, stage) -> None:
         def product() -> None:
-            found = places.registers(operands.q[:, columns_of(part)] @ operands.k[stage][:, columns_of(part)].T)
+            q = operands.rotary if part == 0 else operands.q[:, columns_of(part)]
+            found = places.registers(q @ operands.k[stage][:, columns_of(part)].T)
             operands.s.values[:] = found if part == 0 else operands.s.values + found
 
         role.products.append(product)
@@ -120,11 +121,19 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
     def put_numbers(smem, stage, chunk, source, numbers, config) -> None:
         smem.k[stage][source.row[:, None], CHUNK * chunk + (source.lane * 16)[:, None] + np.arange(16)] = numbers
 
+    def prefetch_row(place, inside) -> None:
+        page, row, head, _ = (np.broadcast_to(x, THREADS.shape)[inside] for x in place)
+        pool[page, row, head]  # an IndexError where it would ask for what is outside the pool
+
+    def hold_rotary(operands, smem, config) -> None:
+        operands.rotary[:] = smem.q[:, ROTARY]
+
     def send_four(place, n, values) -> None:
         place["peer", n] = [np.array(x) for x in values]
 
-    def score_operands(qk, smem):
-        return latent.scores.ScoreOperands("qk", smem.q, smem.k, Registers(ROWS), softmax.new_state())
+    def score_operands(qk, smem, config):
+        rotary = np.full((ROWS, CHUNK), np.nan, np.float32)
+        return latent.scores.ScoreOperands("qk", "held", smem.q, rotary, smem.k, Registers(ROWS), softmax.new_state())
 
     def value_operands(pv, smem, config):
         o = tuple(Registers(COLUMNS) for _ in range(PRODUCTS))
@@ -143,6 +152,7 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         anew=lambda value: value,
         take_numbers=take_numbers,
         put_numbers=put_numbers,
+        prefetch_row=prefetch_row,
     )
     stand_in(
         latent.pair,
@@ -151,7 +161,7 @@ def _stand_in(latent, tiles, softmax, pool: np.ndarray) -> None:
         send_four=send_four,
         take_four=lambda place, n: place["peer", n],
     )
-    stand_in(latent.scores, new_operands=score_operands, begin_scores=begin_scores)
+    stand_in(latent.scores, new_operands=score_operands, begin_scores=begin_scores, hold_rotary=hold_rotary)
     stand_in(latent.scores, round_p=lambda operands, config: rounded(operands.s.values, config.dtype))
     stand_in(latent.values, new_operands=value_operands, take_p=take_p, put_state=put_state)
 

@@ -36,8 +36,8 @@ class LatentTiles:
         registers, registers_score: of a thread that holds O, and of one that computes scores.
     """
 
-    registers: int = 184
-    registers_score: int = 72
+    registers: int = 176
+    registers_score: int = 80
     width: int = WIDTH
     width_v: int = WIDTH_V
     tile_n: int = KEYS

@@ -16,14 +16,14 @@ from tilewise.backends.hopper.config import ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import F32, I32
 from tilewise.backends.hopper.kit.instructions import both
 from tilewise.backends.hopper.kit.scheduler import PICK
-from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, LatentConfig
+from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, WIDTH, LatentConfig
 from tilewise.backends.hopper.latent.params import LatentParams
 from tilewise.backends.hopper.latent.storage import ELEMENTS, LatentStorage, part_of, stage_of
 from tilewise.backends.hopper.latent.tiles import LatentTile, shift_of
 
 LANES = 4  # threads that share a row
 APART = 128 // LANES  # rows between those of a thread
-AHEAD = 2  # parts of a tile that are on their way at once
+AHEAD = 3  # parts of a tile that are on their way at once
 
 
 class Source(NamedTuple):
@@ -45,19 +45,35 @@ def convert_tile(smem: LatentStorage, n, page, tile: LatentTile, params: LatentP
 
 
 def convert_parts(smem: LatentStorage, sources: list[Source], stage, phase, config: LatentConfig) -> None:
-    """Brings the parts of a tile, with the loads of the next ones ahead of the waiting for their places."""
+    """Brings the parts of a tile, with the loads of the next ones ahead of the waiting for their places.
+
+    The tile is given on as a whole: a fence waits for every load before it, those of later parts too.
+    """
     found = [take_part(sources, part) for part in range(AHEAD)]
     for part in range(len(PARTS)):
-        number = part_of(stage, part)
         # The warps of the values, which read V and P of the tile before in this stage.
-        cute.arch.mbarrier_wait(smem.empty + number, 1 - phase)
+        cute.arch.mbarrier_wait(smem.empty + part_of(stage, part), 1 - phase)
         for source, chunk, words in found[part]:
             put_numbers(smem, stage, chunk, source, words, config)
-        # wgmma reads shared memory by another path: what threads wrote must be visible there.
-        cute.arch.fence_view_async_shared()
-        cute.arch.mbarrier_arrive(smem.full + number)  # both score and value
         if part + AHEAD < len(PARTS):
             found.append(take_part(sources, part + AHEAD))
+    # wgmma reads shared memory by another path: what threads wrote must be visible there.
+    cute.arch.fence_view_async_shared()
+    for part in range(len(PARTS)):
+        cute.arch.mbarrier_arrive(smem.full + part_of(stage, part))  # both score and value
+
+
+def prefetch_tile(n, page, tile: LatentTile, params: LatentParams) -> None:
+    """A score group has key tile n brought to L2, if there is such a tile, so that its loads find it there.
+
+    A warp prefetches one row after the other: each of the four takes a quarter of them.
+    """
+    thread, rows = anew(cute.arch.thread_idx()[0]) % 128, cute.size(params.pool, mode=[1])
+    each, lane = KEYS // 4, thread % 32
+    at = n * KEYS % params.seqlen_k + shift_of(n, tile) + thread // 32 * each + lane
+    inside = both(both(at >= 0, at < rows), both(n < tile.last, lane < each))
+    place = place_of_row(params, page, cutlass.select_(inside, at, I32(0)), tile.key_head)
+    prefetch_row(place, inside)
 
 
 def sources_of(n, page, tile: LatentTile, params: LatentParams) -> list[Source]:
@@ -100,6 +116,12 @@ def take_numbers(source: Source, chunk: int) -> tuple:
     )
     flag = cutlass.select_(source.inside, I32(1), I32(0))
     return cute.arch.inline_ptx(code, write_only_types=[I32] * 4, read_only_args=[flag, source.place + CHUNK * chunk])
+
+
+def prefetch_row(place, inside) -> None:
+    """Has the 576 numbers of a row brought to L2, if there is such a row."""
+    code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r0}}, 0; @p cp.async.bulk.prefetch.L2.global [{{$r1}}], {WIDTH}; }}"
+    cute.arch.inline_ptx(code, read_only_args=[cutlass.select_(inside, I32(1), I32(0)), place])
 
 
 def put_numbers(smem: LatentStorage, stage, chunk: int, source: Source, words: tuple, config: LatentConfig) -> None:

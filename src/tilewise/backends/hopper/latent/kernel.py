@@ -76,7 +76,10 @@ def launch(
     """
     element, major = ELEMENT[config.dtype], OperandMajorMode
     # S = Q Kᵀ, 64 × 64, both from shared memory; O += P V, 64 × 128, P from registers.
-    qk = sm90.make_trivial_tiled_mma(element, element, major.K, major.K, F32, (1, 1, 1), (ROWS, KEYS))
+    qk, held = (
+        sm90.make_trivial_tiled_mma(element, element, major.K, major.K, F32, (1, 1, 1), (ROWS, KEYS), source)
+        for source in (warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM)
+    )
     pv = sm90.make_trivial_tiled_mma(
         element, element, major.K, major.MN, F32, (1, 1, 1), (ROWS, COLUMNS), warpgroup.OperandSource.RMEM
     )
@@ -91,7 +94,7 @@ def launch(
     )  # fmt: skip
     kernel.set_name_prefix(config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     maps = (None, None) if config.e4m3 else tuple(key_map(k, len(part), config) for part in (PARTS[1], PARTS[0]))
-    kernel(*maps, qk, pv, params, config).launch(
+    kernel(*maps, qk, held, pv, params, config).launch(
         grid=[tiles, splits, 1],
         block=[config.tiles.threads, 1, 1],
         cluster=[1, PAIR, 1] if config.pair else None,
@@ -108,8 +111,8 @@ def launch(
 
 @cute.kernel
 def kernel(
-    latent: cpasync.TmaInfo | None, rotary: cpasync.TmaInfo | None, qk: cute.TiledMma, pv: cute.TiledMma, params: LatentParams,
-    config: cutlass.Constexpr,
+    latent: cpasync.TmaInfo | None, rotary: cpasync.TmaInfo | None, qk: cute.TiledMma, held: cute.TiledMma,
+    pv: cute.TiledMma, params: LatentParams, config: cutlass.Constexpr,
 ):  # fmt: skip
     """One CTA: every warp finds its role and keeps it."""
     group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
@@ -119,7 +122,7 @@ def kernel(
         cute.arch.griddepcontrol_launch_dependents()  # the merge may be set up; it waits for this kernel's end
     if group < STAGES:
         cute.arch.setmaxregister_decrease(config.tiles.registers_score)
-        compute_scores(KeyMaps(latent, rotary), smem, group, qk, tile_of(params, config), params, config)
+        compute_scores(KeyMaps(latent, rotary), smem, group, (qk, held), tile_of(params, config), params, config)
     else:
         cute.arch.setmaxregister_increase(config.tiles.registers)
         compute_values(smem, group - STAGES, pv, tile_of(params, config), params, config)

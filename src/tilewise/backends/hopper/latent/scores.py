@@ -14,14 +14,22 @@ from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.config import ROWS
 from tilewise.backends.hopper.kit import softmax
-from tilewise.backends.hopper.kit.dtypes import F32
+from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
 from tilewise.backends.hopper.kit.instructions import choose, meet, pack
 from tilewise.backends.hopper.kit.tiles import rows_columns
 from tilewise.backends.hopper.latent.config import CHUNK, CHUNKS, KEYS, PARTS, STAGES, LatentConfig
-from tilewise.backends.hopper.latent.convert import anew, scale_of
+from tilewise.backends.hopper.latent.convert import anew, prefetch_tile, scale_of
 from tilewise.backends.hopper.latent.load import bring_tile, page_of
 from tilewise.backends.hopper.latent.params import KeyMaps, LatentParams
-from tilewise.backends.hopper.latent.storage import LatentStorage, get_pair_of, part_of, put_p, put_pair_of, stage_of
+from tilewise.backends.hopper.latent.storage import (
+    LatentStorage,
+    get_pair_of,
+    get_q,
+    part_of,
+    put_p,
+    put_pair_of,
+    stage_of,
+)
 from tilewise.backends.hopper.latent.tiles import LatentTile, is_partial, row_ends
 
 
@@ -30,22 +38,31 @@ class ScoreOperands(NamedTuple):
 
     Attributes:
         qk: the atom of ``S = Q Kᵀ``. q, k: shared operands (1, 1, k step, chunk).
+        held: the atom with Q in registers. rotary: 64 × 64 of Q in registers, its rotary columns; None over a cache of e4m3 numbers.
         s: the accumulator, 64 × 64, fp32. rows: the softmax state of the thread's two rows.
     """
 
     qk: cute.TiledMma
+    held: cute.TiledMma
     q: cute.Tensor
+    rotary: cute.Tensor | None
     k: cute.Tensor
     s: cute.Tensor
     rows: softmax.SoftmaxState
 
 
-def new_operands(qk: cute.TiledMma, smem: LatentStorage) -> ScoreOperands:
+def new_operands(qk: tuple, smem: LatentStorage, config: LatentConfig) -> ScoreOperands:
     """The operands of a score group; the accumulator holds nothing yet."""
+    qk, held = qk
     mine = qk.get_slice(0)
+    rotary = (
+        None if config.e4m3 else cute.make_rmem_tensor(held.partition_shape_A((ROWS, CHUNK)), ELEMENT[config.dtype])
+    )
     return ScoreOperands(
         qk,
+        held,
         qk.make_fragment_A(mine.partition_A(smem.q)),  # Q, 64 × 64, of each chunk
+        rotary,
         qk.make_fragment_B(mine.partition_B(smem.k)),  # K, 64 × 64, of each chunk of each stage
         cute.make_rmem_tensor(qk.partition_shape_C((ROWS, KEYS)), F32),  # S
         softmax.new_state(),
@@ -54,18 +71,19 @@ def new_operands(qk: cute.TiledMma, smem: LatentStorage) -> ScoreOperands:
 
 @cute.jit
 def compute_scores(
-    maps: KeyMaps, smem: LatentStorage, g, qk: cute.TiledMma, tile: LatentTile, params: LatentParams,
+    maps: KeyMaps, smem: LatentStorage, g, qk: tuple, tile: LatentTile, params: LatentParams,
     config: cutlass.Constexpr,
 ):  # fmt: skip
     """Score group g brings the key tiles of stage g, computes P of each, and at last leaves its rows' maxima and sums.
 
     It has nothing else to do until its stage is free again, so that no other warp need bring the next tile.
     """
-    operands = new_operands(qk, smem)
+    operands = new_operands(qk, smem, config)
     operands.rows.m2.fill(-softmax.INF)
     operands.rows.l.fill(0.0)
     bring_tile(maps, smem, tile.first + g, page_of(tile.first + g, tile, params), tile, params, config)
     cute.arch.mbarrier_wait(smem.q_full, 0)  # the warpgroups of the values
+    hold_rotary(operands, smem, config)
     for n in cutlass.range(tile.first + g, tile.last, STAGES, unroll=1):
         step = n - tile.first
         stage, phase = stage_of(step)
@@ -73,6 +91,8 @@ def compute_scores(
         for part in cutlass.range_constexpr(len(PARTS)):
             cute.arch.mbarrier_wait(smem.full + part_of(stage, part), phase)  # the copy engine
             begin_scores(operands, part, anew(stage))
+        if cutlass.const_expr(config.e4m3):
+            prefetch_tile(n + STAGES, page, tile, params)
         warpgroup.wait_group(0)  # S
         if cutlass.const_expr(config.e4m3):
             scale = scale_of(params.k_scale, tile)
@@ -99,15 +119,28 @@ def compute_scores(
         meet()
 
 
+def hold_rotary(operands: ScoreOperands, smem: LatentStorage, config: LatentConfig) -> None:
+    """Brings the rotary columns of Q to registers, for all key tiles: shared memory then gives half as much to their products."""
+    if config.e4m3:  # its next numbers take these registers
+        return
+    words = cute.recast_tensor(
+        cute.make_tensor(operands.rotary.iterator, cute.make_layout(cute.size(operands.rotary))), I32
+    )
+    for n, word in enumerate(get_q(smem)):
+        words[n] = word
+
+
 def begin_scores(operands: ScoreOperands, part: int, stage) -> None:
     """Begins the products of S with some chunks of columns; the first part's overwrite what was there."""
-    atom = cute.make_mma_atom(operands.qk.op)
+    held = operands.rotary is not None and part == 0
+    atom = cute.make_mma_atom(operands.held.op if held else operands.qk.op)
     warpgroup.fence()
     # S (64 × 64, fp32) += Q (64 × 16) Kᵀ (16 × 64): 16 columns a step.
     for n, chunk in enumerate(PARTS[part]):
         for step in range(CHUNK // 16):
             atom.set(warpgroup.Field.ACCUMULATE, part + n + step > 0)
-            q, k = operands.q[None, None, step, chunk], operands.k[None, None, step, CHUNKS * stage + chunk]
+            q = operands.rotary[None, None, step] if held else operands.q[None, None, step, chunk]
+            k = operands.k[None, None, step, CHUNKS * stage + chunk]
             cute.gemm(atom, operands.s, q, k, operands.s)
     warpgroup.commit_group()
 

@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from tilewise.backends.hopper.config import ALIGNMENT, ELEMENT_BYTES, ROWS
 from tilewise.backends.hopper.kit.dtypes import ELEMENT, F32, I32
+from tilewise.backends.hopper.kit.tiles import row_of
 from tilewise.backends.hopper.latent.config import (
     CHUNK,
     CHUNKS,
@@ -150,6 +151,19 @@ def place_of_p(smem: LatentStorage, stage, n: int) -> I32:
     """The address of a thread's words from the n-th on."""
     thread = cute.arch.thread_idx()[0] % 128
     return I32(smem.p.toint() + ELEMENT_BYTES * ELEMENTS * CHUNKS * stage + 16 * (128 * (n // 4) + thread))
+
+
+def get_q(smem: LatentStorage) -> list:
+    """The words of a thread's part of Q's rotary columns, 64 × 64, in the order of a left operand in registers."""
+    thread, code, found = cute.arch.thread_idx()[0] % 128, "ld.volatile.shared.b32 {$w0}, [{$r0}];", []
+    for piece in range(CHUNK // 8):  # of 8 columns, 16 bytes
+        for r in range(2):
+            row = row_of(thread, r)
+            at = smem.q.iterator.toint() + ELEMENT_BYTES * (ELEMENTS * P_CHUNK + CHUNK * row) + 16 * (piece ^ row % 8)
+            found.append(
+                cute.arch.inline_ptx(code, write_only_types=[I32], read_only_args=[I32(at + 4 * (thread % 4))])
+            )
+    return found
 
 
 def part_of(stage, part: int):

@@ -116,7 +116,10 @@ def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Pla
     def round_to_operand(operand, acc, dtype) -> None:
         operand.values[:] = rounded(acc.values, dtype)
 
-    def store_accumulator(acc, mma, tile, dtype) -> None:
+    def held_statistic(statistics: Rooms, stage: int, acc):
+        return column_statistic(statistics, stage)
+
+    def store_accumulator(acc, mma, tile, dtype, held=False) -> None:
         tile[0].tiles[tile[1]] = rounded(places.matrix(acc.values), dtype)
 
     def store_fragment(fragment, mma, tile, dtype) -> None:
@@ -129,6 +132,7 @@ def stand_in_for_fragments(fragments: ModuleType, tiles: ModuleType, places: Pla
         fragments,
         begin_products=begin_products,
         column_statistic=column_statistic,
+        HeldStatistic=held_statistic,
         round_to_operand=round_to_operand,
         store_accumulator=store_accumulator,
         store_fragment=store_fragment,

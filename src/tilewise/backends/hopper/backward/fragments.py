@@ -196,8 +196,8 @@ def column_statistic(statistics: cute.Tensor, stage):
 
 
 class HeldStatistic:
-    """As :func:`column_statistic`, but STATISTICS columns are read at a time, no sooner than the number is there which replaces that of
-    the first column of those before: all columns at once take as many registers as a thread has columns.
+    """The statistics of :func:`column_statistic`, of STATISTICS columns at a time, read no sooner than the number is there which
+    replaces that of the first column of those before: all columns at once take as many registers as a thread has columns.
 
     ``acc``: (2 rows, columns of the thread), whose numbers are replaced column by column.
     """

@@ -31,7 +31,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "words": (),
     "masks": ("masks.catalogue", "masks.regions"),
     "masks.patterns": (),
-    "masks.catalogue": ("masks.patterns", "expr"),
+    "masks.derived": ("device",),
+    "masks.catalogue": ("masks.patterns", "masks.derived", "expr"),
     "masks.regions": ("expr",),
     "masks.facts": ("masks.regions", "expr"),
     "scores": ("scores.catalogue", "scores.reading"),
@@ -46,7 +47,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "problem": ("spec", "masks", "expr", "dropout", "pages", "caching"),
     "distances": ("problem", "masks.facts", "expr"),
     "leaf_gradients": ("distances", "problem", "expr"),
-    "backends.base": ("problem", "expr"),
+    "backends.base": ("problem", "device", "expr"),
     "gather": ("backends.base", "problem", "spec"),
     "reference": (
         "backends.base",

@@ -30,6 +30,11 @@ def of(device: torch.device) -> Device:
     return Device(device.type, device.type, 1)
 
 
+def is_captured() -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @lru_cache(maxsize=64)
 def _gpu(device: torch.device) -> Device:
     p = torch.cuda.get_device_properties(device)

@@ -303,7 +303,7 @@ def plain_text(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str | None:
         type(causal) is bool and type(deterministic) in _TRUTH and type(softmax_scale) in _SCALES and type(backend) in _NAMES
         and type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS
         and q.layout is k.layout is v.layout is torch.strided
-        and (mask is None or (type(mask) is Mask and not mask.leaves))
+        and (mask is None or (type(mask) is Mask and not mask.parts))
         and (score is None or (type(score) is Score and not score.leaves))
     ):  # fmt: skip
         return None

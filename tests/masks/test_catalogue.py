@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.masks import Mask, as_mask, catalogue, region
+from tilewise.masks import Mask, as_mask, catalogue, derived, region
 from tilewise.tiles import Grid
 
 BATCH, HEADS = 2, 3
@@ -304,6 +305,63 @@ def test_a_mask_prepared_for_other_shapes_is_refused():
         tw.attention(*[torch.zeros(2, 140, 1, 8)] * 3, mask=mask)
     with pytest.raises(ValueError, match="attention_varlen"):
         tw.attention_varlen(*[q[0]] * 3, torch.tensor([0, 70]), mask=mask)
+
+
+WRITTEN = {  # a mask of a tensor, what the tensor holds, and what it holds later
+    "documents": (tw.documents, torch.arange(200) // 30, torch.arange(200) // 70),
+    "documents-of-each": (tw.documents, torch.arange(200).expand(2, -1) // 30, torch.arange(200).expand(2, -1) // 70),
+    "key_lengths": (tw.key_lengths, torch.tensor([200, 20]), torch.tensor([70, 190])),
+    "prefix": (tw.prefix, torch.tensor([200, 20]), torch.tensor([70, 190])),
+    "key_range": (lambda t: tw.key_range(t, 190), torch.tensor([150, 20]), torch.tensor([70, 180])),
+    "dense": (tw.dense, torch.eye(200).bool(), torch.ones(200, 200).tril().bool()),
+    "block_sparse": (lambda t: tw.block_sparse(t, 50, 50), torch.eye(4).bool(), torch.ones(4, 4).tril().bool()),
+    "keep": (lambda t: tw.keep(lambda b, h, i, j: t[j] > 0), torch.arange(200) % 3, torch.arange(200) % 7),
+}
+
+
+@pytest.mark.parametrize(("make", "before", "later"), WRITTEN.values(), ids=WRITTEN)
+def test_a_mask_is_what_its_tensors_hold(make, before, later):
+    q, k, v = (torch.randn(2, 200, 2, 8) for _ in range(3))
+    held = before.clone()
+    mask = tw.window(left=120) & make(held)
+    first = tw.attention(q, k, v, mask=mask)
+    held.copy_(later)
+    assert torch.equal(tw.attention(q, k, v, mask=mask), tw.attention(q, k, v, mask=tw.window(left=120) & make(later)))
+    assert not torch.equal(tw.attention(q, k, v, mask=mask), first)
+
+
+@pytest.mark.parametrize(("make", "before", "later"), WRITTEN.values(), ids=WRITTEN)
+def test_a_prepared_mask_whose_tensor_was_written_since_is_refused(make, before, later):
+    q, k, v = (torch.randn(2, 200, 2, 8) for _ in range(3))
+    held = before.clone()
+    prepared = make(held).prepare(q, k)
+    for mask in (prepared, copy.deepcopy(prepared), prepared & tw.causal()):
+        tw.attention(q, k, v, mask=mask)
+    twin = copy.deepcopy(prepared)
+    held.copy_(later)
+    with pytest.raises(ValueError, match=r"was written since.*call mask.prepare\(q, k\) again"):
+        tw.attention(q, k, v, mask=prepared)
+    assert torch.equal(tw.attention(q, k, v, mask=twin), tw.attention(q, k, v, mask=make(before)))
+    assert torch.equal(
+        tw.attention(q, k, v, mask=prepared & tw.causal()), tw.attention(q, k, v, mask=tw.causal() & make(later))
+    )
+
+
+def test_what_a_mask_makes_of_a_tensor_is_made_once_and_in_each_capture(monkeypatch):
+    made = []
+    source = torch.zeros(3)
+    found = derived.Derived(source, lambda t: made.append(t.clone()) or (made[-1],))
+    assert found.tensors()[0] is made[0]
+    source.add_(1)
+    assert torch.equal(found.tensors()[0], torch.ones(3))
+    assert found.tensors()[0] is made[1]
+    assert len(made) == 2
+    monkeypatch.setattr(derived, "is_captured", lambda: True)
+    assert found.tensors()[0] is not found.tensors()[0]
+    found.held = True
+    assert found.tensors()[0] is made[1]
+    source.add_(1)  # in the capture, or before it and after the last call
+    assert torch.equal(found.tensors()[0], torch.full((3,), 2.0))
 
 
 # -- Bad arguments -------------------------------------------------------------------------------------------------

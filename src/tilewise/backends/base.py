@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise import expr
+from tilewise.device import is_captured
 from tilewise.problem import Problem
 
 
@@ -202,11 +203,6 @@ class PerProblem:
                 self._found.clear()
             found = self._found[id(p)] = (p, self._decide(p))
         return found[1]
-
-
-def is_captured() -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _NOTHING = object()  # what was made may be None

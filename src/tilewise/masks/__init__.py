@@ -1,5 +1,6 @@
 """Masks: which pairs are kept (:mod:`tilewise.masks.catalogue`), what that means as intervals and a predicate
-(:mod:`tilewise.masks.regions`), and what kernels ask about it (:mod:`tilewise.masks.facts`). ``patterns`` makes patterns of blocks.
+(:mod:`tilewise.masks.regions`), and what kernels ask about it (:mod:`tilewise.masks.facts`). ``patterns`` makes patterns of
+blocks, ``derived`` the tensors that a mask makes of a caller's.
 
 The names below are those that the rest of tilewise uses beside the facts.
 """

@@ -14,6 +14,7 @@ import torch
 
 from tilewise import expr
 from tilewise.expr import Expr, fitted_lookup, number, symbol, trace
+from tilewise.masks.derived import Derived
 from tilewise.masks.patterns import at_least
 
 B, H, I, J, OFF = (symbol(name) for name in ("b", "h", "i", "j", "off"))
@@ -22,19 +23,42 @@ _ENDLESS = 1 << 48  # keys; beyond every sequence, and far from where int64 woul
 
 
 class Mask:
-    """The pairs that are kept; made by the functions of this module, combined by ``&`` and ``|``."""
+    """The pairs that are kept; made by the functions of this module, combined by ``&`` and ``|``.
 
-    def __init__(self, text: str, leaves: tuple[torch.Tensor, ...] = ()):
+    A call keeps what the mask's tensors hold by then. What was made of them is kept by their version, as PyTorch counts it: it counts
+    neither ``t.data`` nor a NumPy view nor kernels of your own, after which ``torch.autograd.graph.increment_version(t)`` says so.
+    """
+
+    def __init__(self, text: str, parts: tuple[torch.Tensor | Derived, ...] = ()):
         self.text = text
-        self.leaves = leaves
+        self.parts = parts
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the text reads, in its order, as they are now."""
+        found: list[torch.Tensor] = []
+        for part in self.parts:
+            found += part.tensors() if isinstance(part, Derived) else [part]
+        return tuple(found)
+
+    @property
+    def sources(self) -> tuple[torch.Tensor, ...]:
+        """The caller's tensors of which the leaves are, or are made."""
+        return tuple([part.source if isinstance(part, Derived) else part for part in self.parts])
+
+    def hold(self) -> None:
+        """Takes it that the sources keep what they hold: a CUDA graph may keep what was made of them before its capture."""
+        for part in self.parts:
+            if isinstance(part, Derived):
+                part.held = True
 
     def __and__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
-        return Mask(f"{a.text} & {b.text}", (*a.leaves, *b.leaves))
+        return Mask(f"{a.text} & {b.text}", (*a.parts, *b.parts))
 
     def __or__(self, other: Mask) -> Mask:
         a, b = _unprepared(self), _unprepared(other)
-        return Mask(f"({a.text} | {b.text})", (*a.leaves, *b.leaves))
+        return Mask(f"({a.text} | {b.text})", (*a.parts, *b.parts))
 
     def __rand__(self, other: object) -> Mask:
         return _unprepared(other)  # which refuses it: only another Mask would have come by __and__
@@ -60,6 +84,8 @@ class Mask:
 
         Args:
             q, k: ``(batch, seqlen, heads, head_dim)``; only shapes and device are read.
+
+        A prepared mask whose tensors were written since is refused by the call that gets it.
         """
         from tilewise import tiles  # tiles read masks; only this convenience looks the other way
 
@@ -69,16 +95,39 @@ class Mask:
 def with_lists(mask: Mask, block: int, shape: tuple[int, ...], status: torch.Tensor, seen: torch.Tensor) -> Mask:
     """A mask that brings the status of its blocks and the keys that some query sees, for ``shape`` (batch, heads_q, seqlen_q, seqlen_k)."""
     sizes = ", ".join([str(int(n)) for n in shape])
-    return Mask(f"prepared({mask.text}, {block}, {sizes})", (*mask.leaves, status, seen))
+    return _Prepared(f"prepared({mask.text}, {block}, {sizes})", mask, (status, seen))
+
+
+class _Prepared(Mask):
+    """A mask with lists, which are those of what its tensors held when they were made."""
+
+    def __init__(self, text: str, of: Mask, lists: tuple[torch.Tensor, ...]):
+        super().__init__(text, (*of.leaves, *lists))
+        self.of = of
+        # Inference tensors count no versions.
+        self._versions = [None if t.is_inference() else t._version for t in of.sources]
+
+    def __reduce__(self) -> tuple:
+        # The versions of a copy's tensors count from 0.
+        return _Prepared, (self.text, self.of, self.parts[-2:])
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        if not torch.compiler.is_compiling():
+            for t, version in zip(self.of.sources, self._versions, strict=True):
+                if version is not None and t._version != version:
+                    raise ValueError(
+                        f"a tensor of shape {tuple(t.shape)} that the prepared mask {self.of.text} reads was written since: its tiles "
+                        "are those of before; call mask.prepare(q, k) again, or pass the mask without prepare"
+                    )
+        return super().leaves
 
 
 def _unprepared(mask: object) -> Mask:
     """A prepared mask as it was before: the lists of two masks do not make the lists of their combination."""
     if not isinstance(mask, Mask):
         raise ValueError(f"a mask is combined with masks, got {type(mask).__name__}; wrap it: tw.keep(fn), tw.dense(t)")
-    if not mask.text.startswith("prepared("):
-        return mask
-    return Mask(mask.text[len("prepared(") :].rsplit(", ", 5)[0], mask.leaves[:-2])
+    return mask.of if isinstance(mask, _Prepared) else mask
 
 
 # -- The catalogue -------------------------------------------------------------------------------------------------
@@ -159,16 +208,21 @@ def documents(ids: torch.Tensor) -> Mask:
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype.is_floating_point:
         found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise ValueError(f"documents(ids) takes an integer tensor (seqlen_k,) or (batch, seqlen_k), got {found}")
+    # Written out: as expressions the same text takes longer than all that is launched here.
+    batch = "b, " if ids.ndim == 2 else ""
+    ends = [f"fitted_int{slot}[{batch}{at}]" for at in ("i + off", "j") for slot in (0, 1)]
+    return Mask(f"documents({', '.join(ends)})", (Derived(ids, _ends_of_documents),))
+
+
+def _ends_of_documents(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first key of each key's document, and one past the last; int32, of the shape of ``ids``."""
     position = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand(ids.shape)
     start = end = position
     if ids.shape[-1]:  # cummax knows no empty dimension
         # What the first id is compared with is not looked at: it is at position 0.
         start = (position * (ids != ids.roll(1, -1))).cummax(-1).values
         end = torch.searchsorted(start, start, right=True, out_int32=True)  # starts never decrease
-    # Written out: as expressions the same text takes longer than all that is launched here.
-    batch = "b, " if ids.ndim == 2 else ""
-    ends = [f"fitted_int{slot}[{batch}{at}]" for at in ("i + off", "j") for slot in (0, 1)]
-    return Mask(f"documents({', '.join(ends)})", (start, end))
+    return start, end
 
 
 def intervals(ends: Sequence[torch.Tensor], covers: bool) -> Mask:

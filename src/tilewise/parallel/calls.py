@@ -35,10 +35,11 @@ class Plans(PerTensors):
         """Takes it that a mask's tensors keep what they hold: :meth:`tilewise.parallel.ContextParallel.prepare`."""
         if mask.text.startswith("prepared("):
             raise ValueError("the mask was prepared for one device; pass the mask as it was before prepare")
-        if any(leaf.is_inference() for leaf in mask.leaves):
+        if any(t.is_inference() for t in (*mask.sources, *mask.leaves)):
             raise ValueError(
                 "the mask has tensors of inference mode, which do not tell when they change; make it outside"
             )
+        mask.hold()
         self._prepared |= {id(leaf): leaf for leaf in mask.leaves}
 
     def prepared(self, key: object, leaves: list[Tensor]) -> Call | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tilewise import dispatch, expr
-from tilewise.backends.base import is_captured
+from tilewise.device import is_captured
 from tilewise.masks import Mask
 from tilewise.parallel import cost, gathered, heads, joined, ring
 from tilewise.parallel.balance import tile_shares

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.backends.base import is_captured
+from tilewise.device import is_captured
 from tilewise.parallel.exchange import Exchange, Group
 from tilewise.parallel.layout import Layout
 

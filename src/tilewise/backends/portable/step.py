@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tilewise import dropout, expr
-from tilewise.backends.base import Inputs, is_captured
+from tilewise.backends.base import Inputs
 from tilewise.backends.portable.config import Config
+from tilewise.device import is_captured
 from tilewise.problem import Problem
 from tilewise.tiles import EMPTY, FULL, Grid, TileMap, seen_keys
 

@@ -1,0 +1,45 @@
+"""The tensors that a mask makes of a caller's tensor, anew where that was written since: a mask is what its tensors hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.device import is_captured
+
+
+class Derived:
+    """The result of a function of a tensor, as the tensor is when the result is asked for.
+
+    Attributes:
+        source: the caller's tensor.
+        held: the source is said to keep what it holds, so that a CUDA graph may keep what was made before its capture.
+    """
+
+    def __init__(self, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]):
+        self.source, self._make = source, make
+        self.held = False
+        self._made: tuple[int, tuple[Tensor, ...]] | None = None  # with the source's version
+        if not torch.compiler.is_compiling():
+            self.tensors()  # now: threads that share the mask then have the same ones
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was made: the versions of a copy count from 0."""
+        return {**self.__dict__, "_made": None}
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        # A trace makes them as part of its graph, and inference tensors count no versions.
+        if torch.compiler.is_compiling() or self.source.is_inference():
+            return self._make(self.source)
+        made, version = self._made, self.source._version
+        if made is not None and made[0] != version:
+            made = None
+        # So does a capture: a replay has to see what the source holds by then.
+        if is_captured() and (made is None or not self.held):
+            return self._make(self.source)
+        if made is None:
+            made = self._made = version, self._make(self.source)
+        return made[1]

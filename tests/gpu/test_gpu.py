@@ -90,3 +90,19 @@ def test_autocast_on_a_gpu():
 def test_verify_is_green():
     report = tw.verify()
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_graph_follows_what_a_mask_s_tensor_holds(dtype):
+    q, k, v = (x.cuda() for x in qkv(nq=300, nk=300, d=64, dv=64, dtype=dtype))
+    ids = torch.arange(300, device="cuda") // 70
+    mask = tw.causal() & tw.documents(ids)  # made before the capture
+    expected, graph = tw.attention(q, k, v, mask=mask), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = tw.attention(q, k, v, mask=mask)
+    graph.replay()
+    assert torch.equal(o, expected)
+    for rows in (9, 131):
+        ids.copy_(torch.arange(300, device="cuda") // rows)
+        graph.replay()
+        assert torch.equal(o, tw.attention(q, k, v, mask=tw.causal() & tw.documents(ids.clone())))

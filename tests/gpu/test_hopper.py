@@ -35,7 +35,7 @@ def by_kind(configs: list[Config | Backward]) -> dict[Kind, list[Config | Backwa
 
 
 def name_of(kind: Kind) -> str:
-    options = [name for name in ("softcap", "dropout", "packed") if getattr(kind, name)]
+    options = [name for name in ("softcap", "dropout", "alibi", "dslopes", "packed") if getattr(kind, name)]
     options += [f"pages-of-{kind.paged}"] if kind.paged else []
     return "-".join(["x".join(map(str, sorted(set(kind.dims), reverse=True))), kind.dtype, kind.form, *options])
 
@@ -48,12 +48,17 @@ def test_kernels_of_a_kind_agree_with_the_oracle(kind):
     reasons = [reason for config in KINDS[kind] for reason in library.missing(config)]
     if reasons:
         pytest.skip("; ".join(reasons))
-    wrong = {}
+    wrong, ran = {}, set()
     for label, c in check_calls(KINDS[kind][0]):
         judged = check.Judged(c)
         for kernel in map(kernel_of, KINDS[kind]):
             row = check.checked(kernel, judged)
+            # A small call with ALiBi has its keys split, by a forward that is compiled at its first call where the DSL is installed.
+            if row["state"] == "refused" and kind.alibi and "is not built" in row["detail"]:
+                continue
+            ran.add(kernel.name)
             wrong |= {} if row["state"] == "ok" else {f"{kernel.name} {label}": row["detail"]}
+    assert ran == {config.name for config in KINDS[kind]}
     assert not wrong
 
 
